@@ -16,15 +16,12 @@ e4m3_dtype, e5m2_dtype = E4M3, E5M2  # the names of torchao
 
 def of_torchao(value: object) -> str:
     """Return the end of an error about an object of torchao or float8_experimental; else ""."""
-    library = type(value).__module__.partition(".")[0]
+    library, name = type(value).__module__.partition(".")[0], type(value).__name__
     module = {"torchao": "torchao.float8", "float8_experimental": "float8_experimental.config"}
     if library not in module:
         return ""
-    name = type(value).__name__
-    return (
-        f"; this one is of {library}: change `from {module[library]} import {name}` to `from "
-        f"float8 import {name}`"
-    )
+    change = f"change `from {module[library]} import {name}` to `from float8 import {name}`"
+    return f"; this one is of {library}: {change}"
 
 
 def require_module(value: object, name: str) -> None:
@@ -38,13 +35,10 @@ def require_types(config: Any) -> None:
     for each in fields(config):
         value, kinds = getattr(config, each.name), get_args(each.type) or (each.type,)
         if not isinstance(value, kinds):
-            kind, example = kinds[0], ""
-            if issubclass(kind, enum.Enum):
-                example = f", for example {next(iter(kind))}"
-            raise TypeError(
-                f"{each.name}: got {value!r}, expected a {kind.__name__}{example}"
-                f"{of_torchao(value)}"
-            )
+            kind = kinds[0]
+            example = f", for example {next(iter(kind))}" if issubclass(kind, enum.Enum) else ""
+            expected = f"a {kind.__name__}{example}{of_torchao(value)}"
+            raise TypeError(f"{each.name}: got {value!r}, expected {expected}")
 
 
 class ScalingType(enum.Enum):
@@ -61,16 +55,14 @@ class ScalingType(enum.Enum):
 
 
 class Granularity(enum.Enum):
-    """The extent of one scale, as a block of so many rows and columns of row data.
+    """The extent of one scale, as a block of `height` rows and `width` columns; None: all of them.
 
-    All that differs between granularities follows from the sides of the block. Rows run along the
-    dim that a GEMM contracts; column data are row data of the transposed tensor.
+    All that differs between granularities follows from the block. Rows run along the dim that a
+    GEMM contracts; column data are row data of the transposed tensor.
     """
 
     height: int | None
-    """The rows that one scale covers; None: all."""
     width: int | None
-    """The elements that it covers along the contraction dim; None: all."""
     one_scale: bool
     """Whether one scale covers the whole tensor."""
     by_rows: bool
@@ -83,11 +75,9 @@ class Granularity(enum.Enum):
     def __new__(
         cls, value: str, height: int | None = None, width: int | None = None
     ) -> "Granularity":
-        """Make a member, whose value is a string; the others follow from the block."""
+        """Make a member, whose value is a string."""
         self = object.__new__(cls)
-        self._value_ = value
-        self.height = height
-        self.width = width
+        self._value_, self.height, self.width = value, height, width
         self.one_scale = height is None
         self.by_rows = height == 1 and width is None
         self.by_blocks = width is not None
@@ -155,18 +145,14 @@ class CastConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", self.target_dtype or E4M3)
         if self.target_dtype is not None and self.target_dtype not in FLOAT8_MAX:
-            expected = " or ".join(str(dtype) for dtype in FLOAT8_MAX)
-            raise ValueError(
-                f"target_dtype: got {self.target_dtype}, expected {expected}, or None for the "
-                f"default of the role"
-            )
+            expected = f"{' or '.join(map(str, FLOAT8_MAX))}, or None for the default of the role"
+            raise ValueError(f"target_dtype: got {self.target_dtype}, expected {expected}")
         require_types(self)
         dynamic = self.scaling_type is ScalingType.DYNAMIC
         if not (dynamic or self.scaling_granularity.one_scale):
             raise ValueError(
                 f"scaling_granularity: got {self.scaling_granularity} with {self.scaling_type}, "
-                f"expected TENSORWISE: only dynamic scaling has finer scales; use "
-                f"ScalingType.DYNAMIC, or leave scaling_granularity out"
+                f"expected TENSORWISE: only dynamic scaling has finer scales"
             )
         if not self.is_float8:  # so that such configurations are equal
             object.__setattr__(self, "target_dtype", None)
@@ -206,10 +192,8 @@ class DelayedScalingConfig:
             raise TypeError(f"history_len: got {self.history_len!r}, expected an int >= 1")
         if self.history_len < 1:
             raise ValueError(f"history_len: got {self.history_len}, expected an int >= 1")
-        if self.scale_fn_name not in ("max", "most_recent"):
-            raise ValueError(
-                f"scale_fn_name: got {self.scale_fn_name!r}, expected 'max' or 'most_recent'"
-            )
+        if (name := self.scale_fn_name) not in ("max", "most_recent"):
+            raise ValueError(f"scale_fn_name: got {name!r}, expected 'max' or 'most_recent'")
 
 
 # ---------------------------------------------------------------- a linear layer
@@ -394,8 +378,7 @@ class Float8LinearConfig:
         if only and self.enable_fsdp_float8_all_gather:
             raise ValueError(
                 "float8_weights: got ONLY with enable_fsdp_float8_all_gather=True, expected False: "
-                "a weight without a high-precision master cannot be sharded; leave it out of "
-                "fully_shard with ignored_params"
+                "no weight without a master is sharded; give it to fully_shard's ignored_params"
             )
         if only and self.cast_config_weight.scaling_type is ScalingType.DELAYED:
             raise ValueError(
@@ -407,40 +390,34 @@ class Float8LinearConfig:
         default = DelayedScalingConfig()
         if not self.delayed_sites and self.delayed_scaling_config != default:
             raise ValueError(
-                f"delayed_scaling_config: got {self.delayed_scaling_config!r} without delayed "
-                f"scaling, expected the default {default!r}: it only matters to delayed scaling; "
-                f"leave it out or use a CastConfig(scaling_type=ScalingType.DELAYED)"
+                f"delayed_scaling_config: got {self.delayed_scaling_config!r}, expected the "
+                f"default, as nothing has delayed scaling; leave it out or use a "
+                f"CastConfig(scaling_type=ScalingType.DELAYED)"
             )
 
     def _check_gemms(self) -> None:
         for gemm, sites in GEMM_OPERANDS.items():
             a, b = (self.cast_config(site) for site in sites)
             names = " and ".join(f"cast_config_{site.value}" for site in sites)
+            got = f"GEMM '{gemm}': got {names}"
             if a.is_float8 != b.is_float8:
                 raise ValueError(
-                    f"GEMM '{gemm}': got {names} of scaling types {a.scaling_type.value} and "
-                    f"{b.scaling_type.value}, expected both operands in float8 or both "
-                    f"DISABLED; set both or neither to ScalingType.DISABLED"
+                    f"{got} of scaling types {a.scaling_type.value} and {b.scaling_type.value}, "
+                    f"expected both operands in float8 or neither; set both or neither to DISABLED"
                 )
             pair = a.scaling_granularity, b.scaling_granularity
             if a.is_float8 and pair not in GEMM_GRANULARITIES:
+                expected = ", ".join(f"{a.value} x {b.value}" for a, b in GEMM_GRANULARITIES)
+                values = f"{pair[0].value} and {pair[1].value}"
+                raise ValueError(f"{got} with scales of {values}, expected one of {expected}")
+            if a.target_dtype == b.target_dtype == E5M2 and not self.emulate:
                 raise ValueError(
-                    f"GEMM '{gemm}': got {names} with scales that cover {pair[0].value} and "
-                    f"{pair[1].value}, expected one of "
-                    f"{', '.join(f'{a.value} x {b.value}' for a, b in GEMM_GRANULARITIES)}"
-                )
-            if a.is_float8 and a.target_dtype == b.target_dtype == E5M2 and not self.emulate:
-                raise ValueError(
-                    f"GEMM '{gemm}': got {names} both of dtype {E5M2}, expected at least one "
-                    f"{E4M3}: tensor cores have no e5m2 x e5m2; change one target_dtype or set "
-                    f"emulate=True"
+                    f"{got} both of {E5M2}, expected at least one {E4M3}, as tensor cores want; "
+                    f"change one target_dtype or set emulate=True"
                 )
 
     def _check_one_cast(self, name: str, *, row_only: bool) -> None:
-        """Raise if field `name` asks for one cast of the weight, and one is not enough.
-
-        `row_only`: or if the row data of that are not.
-        """
+        """Raise if `name` needs one cast of the weight, or its row data, and that is not enough."""
         value, default = getattr(self, name), getattr(type(self), name)
         if value == default:
             return
@@ -449,18 +426,16 @@ class Float8LinearConfig:
             raise ValueError(
                 f"{name}: got {value} with a weight that is {weight.short_str()} for output and "
                 f"{again.short_str()} for grad_input, expected one cast in float8 for both; set it "
-                f"to {default}, or give no cast_config_weight_for_grad_input, and no DISABLED "
-                f"operand of these GEMMs"
+                f"to {default}, or configure both alike"
             )
         granularity = weight.scaling_granularity
         power_of_2 = weight.power_of_2 or self.round_scales_to_power_of_2
         lossy = granularity is _B1 or (granularity is _A and not power_of_2)
         if row_only and lossy:
             raise ValueError(
-                f"{name}: got {value} with a weight under {granularity} and "
-                f"round_scales_to_power_of_2={self.round_scales_to_power_of_2}, expected "
-                f"TENSORWISE, BLOCK_128x128, or AXISWISE with powers of two, of whose float8 data "
-                f"the columns for grad_input can be made; set it to {default}, or change these"
+                f"{name}: got {value} with a weight under {granularity}, expected TENSORWISE, "
+                f"BLOCK_128x128, or AXISWISE with round_scales_to_power_of_2: columns for "
+                f"grad_input are made of its float8 data; set it to {default}, or change these"
             )
 
     def cast_config(self, site: CastSite) -> CastConfig:
@@ -472,10 +447,6 @@ class Float8LinearConfig:
         """Return the site whose cast serves `site`: itself, or the base if configured alike."""
         base = BASE_SITE.get(site, site)
         return base if self.cast_config(base) == self.cast_config(site) else site
-
-    def runs_in_float8(self, gemm: str) -> bool:
-        """Whether the GEMM `"output"`, `"grad_input"` or `"grad_weight"` runs in float8."""
-        return self.cast_config(GEMM_OPERANDS[gemm][0]).is_float8
 
     @functools.cached_property
     def own_casts(self) -> dict[CastSite, CastConfig]:
@@ -501,7 +472,8 @@ class Float8LinearConfig:
     @property
     def float8_gemms(self) -> tuple[str, ...]:
         """The GEMMs, of `"output"`, `"grad_input"` and `"grad_weight"`, that run in float8."""
-        return tuple(gemm for gemm in GEMM_OPERANDS if self.runs_in_float8(gemm))
+        operands = GEMM_OPERANDS.items()
+        return tuple(gemm for gemm, (site, _) in operands if self.cast_config(site).is_float8)
 
     def short_str(self) -> str:
         """Return a few words for `repr`s: a recipe, or each tensor's scaling; then switches."""
@@ -519,11 +491,8 @@ class Float8LinearConfig:
     def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> "Float8LinearConfig":
         """Return the configuration of a named recipe, a new object at each call.
 
-        Args:
-            recipe_name: a `Float8LinearRecipeName` or its value, for example `"delayed"`.
-
-        Raises:
-            ValueError: the name is unknown; the message lists the known ones.
+        Takes a `Float8LinearRecipeName` or its value, for example `"delayed"`. Raises a
+        `ValueError` that lists the known names for another one.
         """
         return copy.deepcopy(_recipe(recipe_name))
 
@@ -563,28 +532,21 @@ ConfigOrRecipe = Float8LinearConfig | Float8LinearRecipeName | str
 """A configuration, or the name of a recipe."""
 
 
-def _recipe(recipe_name: object) -> Float8LinearConfig:
-    """Return an entry of `RECIPES`; raises as `from_recipe_name`."""
-    name = recipe_name
-    if isinstance(recipe_name, Float8LinearRecipeName):
-        name = recipe_name.value
+def _recipe(recipe_name: Any) -> Float8LinearConfig:
+    named = isinstance(recipe_name, Float8LinearRecipeName)
+    name = recipe_name.value if named else recipe_name
     if not isinstance(name, str) or name not in RECIPES:
-        known = ", ".join(f"'{known}'" for known in RECIPES)
-        raise ValueError(
-            f"recipe: got {recipe_name!r}, expected one of {known}{of_torchao(recipe_name)}"
-        )
+        known = f"{', '.join(map(repr, RECIPES))}{of_torchao(recipe_name)}"
+        raise ValueError(f"recipe: got {recipe_name!r}, expected one of {known}")
     return RECIPES[name]
 
 
 def as_config(config: ConfigOrRecipe | None, *, keep: bool = True) -> Float8LinearConfig:
     """Return the configuration that an argument `config` stands for; None: `tensorwise`.
 
-    `keep`: the caller keeps it, and somebody may write into it, though it is frozen; so a recipe
-    becomes a new object. False: it is only read, and compiled code copies nothing.
-
-    Raises:
-        TypeError: it is neither a configuration nor a name.
-        ValueError: it is the name of no recipe.
+    `keep`: somebody may write into it, though it is frozen, so a recipe becomes a new object.
+    False: it is only read, and compiled code copies nothing. Raises as `from_recipe_name`, and a
+    `TypeError` for what is no name.
     """
     if isinstance(config, Float8LinearConfig):
         return config

@@ -1,26 +1,18 @@
 """Functions of converted models, in the module of torchao that has them."""
 
 from collections.abc import Callable, Collection
+from typing import Any
 
 from torch import nn
 
-from float8.config import ConfigOrRecipe, linear_requires_sync
-from float8.convert import ModuleFilter, convert_to_float8_training, swap_linear_with_float8_linear
+from float8.config import ConfigOrRecipe
+from float8.config import linear_requires_sync as linear_requires_sync
+from float8.convert import ModuleFilter, all_linears
+from float8.convert import convert_to_float8_training as convert_to_float8_training
+from float8.convert import swap_linear_with_float8_linear as swap_linear_with_float8_linear
 from float8.convert.choice import Chooser
 from float8.linear import Float8Layer
-from float8.step import sync_float8_amax_and_scale_history
-
-__all__ = [
-    "_auto_filter_for_recipe",
-    "_auto_filter_for_rowwise",
-    "_auto_filter_for_tensorwise",
-    "convert_to_float8_training",
-    "get_float8_layers",
-    "linear_requires_sync",
-    "swap_linear_layers",
-    "swap_linear_with_float8_linear",
-    "sync_float8_amax_and_scale_history",
-]
+from float8.step import sync_float8_amax_and_scale_history as sync_float8_amax_and_scale_history
 
 
 def _auto_filter_for_recipe(recipe: ConfigOrRecipe, filter_fqns: Collection[str]) -> ModuleFilter:
@@ -59,13 +51,11 @@ def swap_linear_layers(
     module_filter_fn: ModuleFilter | None = None,
 ) -> nn.Module:
     """Replace each `nn.Linear` that a filter takes, in place; return `module` or what it became."""
-    new: dict[nn.Module, nn.Module] = {
-        mod: from_float_func(mod)
-        for fqn, mod in module.named_modules()
-        if isinstance(mod, nn.Linear) and (module_filter_fn is None or module_filter_fn(mod, fqn))
-    }
+    takes = module_filter_fn or all_linears
+    linears = {fqn: mod for fqn, mod in module.named_modules() if isinstance(mod, nn.Linear)}
+    new: Any = {mod: from_float_func(mod) for fqn, mod in linears.items() if takes(mod, fqn)}
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
-            if child is not None and child in new:  # at each place of a shared layer
+            if child in new:  # at each place of a shared layer
                 parent._modules[name] = new[child]
-    return new.get(module, module)
+    return new.get(module, module)  # type: ignore[no-any-return]

@@ -19,7 +19,7 @@ from float8.kernels.runtime.private import untraced
 from float8.linear import Float8Layer, Float8Module
 from float8.linear.weight import can_be_held, hold
 from float8.parallel.ddp import require_no_join
-from float8.parallel.fsdp import precompute_scales, shard_amax
+from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp, shard_amax
 from float8.parallel.groups import mesh_device_type, sync_groups, unlike
 from float8.quantize import scales_of
 from float8.scales import next_history_and_scale
@@ -27,6 +27,7 @@ from float8.tensor import Float8GatherWeight, Float8Tensor, is_dtensor, is_fsdp_
 from float8.tensor.ranks import amax_over
 
 
+@torch.no_grad()
 def sync_float8_amax_and_scale_history(
     model: nn.Module,
     fp8_layers: Sequence[Float8Layer] | None = None,
@@ -47,26 +48,21 @@ def sync_float8_amax_and_scale_history(
     Args:
         model: the converted model, compiled or not.
         fp8_layers: the layers to sync, to save the walk over the model; None: all of `model`.
-        group: the `ProcessGroup` of the ranks that train on parts of the same batch. None: the
-            ranks of the mesh that the weights are on, in all of its dims, else the mesh of other
-            parameters under the same `fully_shard`, else all. Give one for stages of a pipeline
-            that are not sharded, for models that each rank trains by itself, and for tensor
-            parallel under DDP, where weights know the mesh of one replica.
+        group: the `ProcessGroup` of the ranks that train on parts of the same batch. None: those of
+            the mesh that the weights are on, in all of its dims, else of other parameters under the
+            same `fully_shard`, else all. Give one for stages of a pipeline that are not sharded,
+            for models that each rank trains by itself, and for tensor parallel under DDP, where
+            weights know the mesh of one replica.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: no `group` is given, and what should tell the ranks is on different meshes, or
-            gathered in float8 at the moment. Or ranks that hold parts of a weight would not share
-            its amaxes. Or ranks have different layers with delayed scaling (one with none is out).
+        ValueError: no `group` is given, and weights are on different meshes, or gathered in float8
+            at the moment. Or ranks that hold parts of a weight would not share its amaxes. Or ranks
+            have different layers with delayed scaling (one with none is out).
         RuntimeError: DDP in `model` is within a `join()` that goes on without inputs.
     """
     require_module(model, "model")
     layers = _delayed_layers(model.modules() if fp8_layers is None else _listed(fp8_layers))
-    _sync(model, layers, group)
-
-
-@torch.no_grad()
-def _sync(model: nn.Module, layers: list[Float8Layer], group: Any) -> None:
     if not layers:
         return
     if dist.is_available() and dist.is_initialized():
@@ -85,10 +81,8 @@ def _sync(model: nn.Module, layers: list[Float8Layer], group: Any) -> None:
         every = itertools.chain(*formats.values())
         amaxes, histories, scales = (list(kind) for kind in zip(*every, strict=True))
         # Made on the device: a copy from the host would wait for it.
-        maxima = [
-            torch.full((len(of_format),), float8_max, dtype=torch.float64, device=device)
-            for float8_max, of_format in formats.items()
-        ]
+        like: Any = {"dtype": torch.float64, "device": device}
+        maxima = [torch.full((len(x),), largest, **like) for largest, x in formats.items()]
         new_histories, new_scales = next_history_and_scale(
             torch.stack(amaxes),
             torch.stack(histories),
@@ -109,10 +103,10 @@ def _sync(model: nn.Module, layers: list[Float8Layer], group: Any) -> None:
 def forget_float8_amax(model: nn.Module) -> None:
     """Forget all amaxes recorded since the last sync: for forwards that were no training.
 
-    Such as those in which `torch.distributed.pipelining` finds out the shapes of a stage: they run
-    with gradients, on memory that nobody has written, within the first `schedule.step()`. Call this
-    after it, before the optimizer's step; until the next one scales come from the data. Raises a
-    `TypeError` if `model` is no `nn.Module`.
+    Such as those with which `torch.distributed.pipelining` finds the shapes of a stage within the
+    first `schedule.step()`: with gradients, on memory that nobody has written. Call this after it,
+    before the optimizer's step; until the next one scales come from the data. Raises a `TypeError`
+    if `model` is no `nn.Module`.
     """
     require_module(model, "model")
     for layer in _delayed_layers(model.modules()):
@@ -121,30 +115,25 @@ def forget_float8_amax(model: nn.Module) -> None:
 
 
 @untraced
+@torch.no_grad()
 def update_float8_weights(model: nn.Module) -> None:
     """Cast the weights of all layers with `Float8Weights.HELD`, for every forward to come.
 
     Call it after `optimizer.step()`, or let `attach_to_optimizer` do so. Before the first call, and
     in evaluation, weights are cast on the fly. A weight that changes between two calls is cast
-    again where it is used, in compiled code at each use, if its version counter tells: it counts
-    what loading, ops and most optimizers write, but neither fused optimizers nor writes into
-    `weight.data` or through a raw pointer: call this after those. `.to()` and a new Parameter end
-    what is held. Under FSDP2 each rank holds its shard in float8, cast when it is first sent.
+    again where it is used, in compiled code at each use, if its version counter tells. Fused
+    optimizers and writes into `weight.data` or through a raw pointer do not count: call this after
+    those. `.to()` and a new Parameter end what is held. Under FSDP2 each rank holds its shard in
+    float8, cast when it is first sent.
 
     A warning names the layers whose weights are cast on the fly all the same, and says why: those
-    under tensor parallel, where holding them gained nothing, and those with delayed scaling; of
-    experts those under FSDP, and torchtitan's.
+    under tensor parallel or with delayed scaling; of experts those under FSDP, and torchtitan's.
 
     Raises:
         TypeError: `model` is no `nn.Module`.
         ValueError: FSDP1, or FSDP2 without `enable_fsdp_float8_all_gather`, leaves nothing to hold.
     """
     require_module(model, "model")
-    _hold_weights(model)
-
-
-@torch.no_grad()
-def _hold_weights(model: nn.Module) -> None:
     parts = {
         part: name or "(root)"
         for name, part in model.named_modules()
@@ -168,8 +157,8 @@ def _hold_weights(model: nn.Module) -> None:
         if part in under_fsdp and not part._float8_config.enable_fsdp_float8_all_gather:
             raise ValueError(
                 f"layer {name!r}: got float8_weights=HELD for a weight that FSDP gathers in high "
-                f"precision, expected one that fully_shard gathers in float8; convert with "
-                f"enable_fsdp_float8_all_gather=True, or with Float8Weights.ON_THE_FLY"
+                f"precision, expected in float8; convert with enable_fsdp_float8_all_gather=True "
+                f"and fully_shard, or with Float8Weights.ON_THE_FLY"
             )
         if reason := _why_on_the_fly(part, weight, part in under_fsdp):
             others.append(f"{name} ({reason})")
@@ -188,7 +177,7 @@ def _hold_weights(model: nn.Module) -> None:
         warnings.warn(
             f"float8: {len(others)} layer(s) cast their weight on the fly, which is no plain "
             f"Parameter with dynamic scaling: {', '.join(others[:3])}{', ...' * (len(others) > 3)}",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 
@@ -209,7 +198,7 @@ def _why_on_the_fly(layer: Float8Layer, weight: Any, under_fsdp: bool) -> str | 
 
 
 class Attachment:
-    """The hooks that `attach_to_optimizer` registered."""
+    """The hooks that `attach_to_optimizer` registered, and the modules that they serve."""
 
     def __init__(self, parts: list[Float8Module], handles: list[RemovableHandle]) -> None:
         self._parts, self._handles = parts, handles
@@ -230,12 +219,11 @@ class Attachment:
 def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) -> Attachment:
     """Run at every `optimizer.step()` what the scaling of `model` needs once per step.
 
-    By the optimizer's own hooks. With delayed scaling `sync_float8_amax_and_scale_history(model)`:
-    right before the step, or after a step that is given a closure: what the closure runs, once or
-    often, is of this step. After the step `precompute_float8_dynamic_scale_for_fsdp(model)`, for
-    weights that FSDP2 gathers in float8, and `update_float8_weights(model)`, for those with
-    `Float8Weights.HELD`, which are also cast at their next use. With several optimizers, attach the
-    model to each. Harmless for other models.
+    By the optimizer's own hooks. `sync_float8_amax_and_scale_history(model)` runs right before the
+    step, or after a step that is given a closure: what the closure runs, once or often, is of this
+    step. `precompute_float8_dynamic_scale_for_fsdp(model)` and `update_float8_weights(model)` run
+    after it; weights with `Float8Weights.HELD` are also cast at their next use. With several
+    optimizers, attach the model to each. Harmless for other models.
 
     Args:
         model: the converted model, compiled or not.
@@ -256,10 +244,10 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     def hook(is_after: bool, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0]: optimizer
         if is_after == (closure is not None):
-            _sync(model, _delayed_layers(model.modules()), group)
+            sync_float8_amax_and_scale_history(model, group=group)
         if is_after:
-            precompute_scales(model)
-            _hold_weights(model)
+            precompute_float8_dynamic_scale_for_fsdp(model)
+            update_float8_weights(model)
 
     update_float8_weights(model)  # makes room for them
     parts = [x for x in model.modules() if isinstance(x, Float8Module)]
@@ -279,10 +267,8 @@ def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
         if wrapped is None and isinstance(inner, torch.optim.Optimizer):
             return inner
         inner = getattr(inner, "base_optimizer", None) if wrapped is None else wrapped
-    raise TypeError(
-        f"optimizer: got {type(optimizer).__name__}, expected a torch.optim.Optimizer, or an "
-        f"object that holds one as `.optimizer` or `.base_optimizer`"
-    )
+    expected = "a torch.optim.Optimizer, or what holds one as `.optimizer` or `.base_optimizer`"
+    raise TypeError(f"optimizer: got {type(optimizer).__name__}, expected {expected}")
 
 
 def _delayed_layers(modules: Iterable[nn.Module]) -> list[Float8Layer]:
@@ -293,10 +279,8 @@ def _listed(layers: object) -> list[Any]:
     listed = [*layers] if isinstance(layers, Iterable) else []
     others = [f" with a {type(x).__name__}" for x in listed if not isinstance(x, Float8Layer)]
     if others or not isinstance(layers, Iterable):
-        raise TypeError(
-            f"fp8_layers: got {type(layers).__name__}{''.join(others[:1])}, expected a list of "
-            f"Float8Linear; leave it out to sync all of the model"
-        )
+        got, expected = type(layers).__name__ + "".join(others[:1]), "a list of Float8Linear"
+        raise TypeError(f"fp8_layers: got {got}, expected {expected}; None syncs all of the model")
     return listed
 
 
@@ -364,10 +348,9 @@ def _require_same_layers(
     device = device if there in (None, device.type) else torch.device(there)
     if (differ := unlike(lines, ranks, device)) is not None:
         raise ValueError(
-            f"model: got different layers with delayed scaling on the ranks, expected the same on "
-            f"all; convert alike, or say with `group=` which ranks train the same model. This rank "
-            f"has {len(lines)}, of which others have not, or in another order: "
-            f"{'; '.join(differ[:4]) or 'none'}"
+            f"model: got different layers with delayed scaling on the ranks, expected the same; "
+            f"convert alike, or give a `group=` that trains the same model. This rank has "
+            f"{len(lines)}, and others lack or reorder {'; '.join(differ[:4]) or 'none of them'}"
         )
     layers[0]._float8_agree(done)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from float8.convert.smallest import SMALLEST
+from float8.convert.speed import SMALLEST
 from float8_lab.bench import limits, tables
 from float8_lab.bench.results import drift_of
 from float8_lab.cli.main import main

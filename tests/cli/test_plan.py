@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from float8 import Float8LinearConfig, Float8LinearRecipeName
-from float8.convert.smallest import SMALLEST, WAITS_BELOW, too_small
+from float8.convert.speed import SMALLEST, WAITS_BELOW, too_small
 from float8_lab.bench.estimate import estimate, stored
 from float8_lab.bench.linear import LinearTimes, measure_linear
 from float8_lab.bench.shapes import Shape

@@ -19,8 +19,8 @@ from float8 import (
     convert_to_float8_training,
     convert_to_high_precision,
 )
-from float8.convert import choice, smallest
-from float8.convert.smallest import Smallest, judged_as
+from float8.convert import choice, speed
+from float8.convert.speed import Smallest, judged_as
 
 # Not what tests/conftest.py replaces.
 GPU_FOR = choice.gpu_for
@@ -37,9 +37,9 @@ def is_float8(module: nn.Module) -> list[str]:
 
 @pytest.fixture
 def on_h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = dict.fromkeys(smallest.SMALLEST["H100"], Smallest(2048, 16384, 1e12))
+    limits = dict.fromkeys(speed.SMALLEST["H100"], Smallest(2048, 16384, 1e12))
     limits |= {"tensorwise": Smallest(1024, 640, 32e9), "delayed": Smallest(1024, 512, 1e9)}
-    monkeypatch.setattr(smallest, "SMALLEST", {"H100": limits})
+    monkeypatch.setattr(speed, "SMALLEST", {"H100": limits})
     monkeypatch.setattr(choice, "gpu_for", lambda device: "H100")
 
 
@@ -146,7 +146,7 @@ def test_judged_by_size_on_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(choice, "gpu_for", GPU_FOR)
     known = GPU_FOR(torch.device("cuda", 0))
     converted = convert_to_float8_training(model(device))
-    small_too = known not in smallest.SMALLEST
+    small_too = known not in speed.SMALLEST
     assert is_float8(converted) == (["large", "small"] if small_too else ["large"])
 
 

@@ -23,7 +23,7 @@ from float8 import (
     convert_to_high_precision,
     update_float8_weights,
 )
-from float8.convert.experts import _top_k
+from float8.convert.speed import _top_k
 from float8.experts import Float8Experts
 from sqnr import same_bits, sqnr
 from support.microbatches import with_weights

@@ -10,9 +10,8 @@ from torch import nn
 from float8.checkpoints.modules import config_for, strategy_of, why_not_taken
 from float8.checkpoints.names import plain_name
 from float8.config import ConfigOrRecipe, as_config
-from float8.convert.experts import is_router, slower_on_paper
-from float8.convert.smallest import NARROW, SMALLEST, judged_as, too_small
-from float8.experts import Float8Experts, kind_of, unsupported_experts
+from float8.convert.speed import NARROW, SMALLEST, judged_as, slower_on_paper, too_small
+from float8.experts import Float8Experts, kind_of, unsupported_experts, weights_of
 from float8.linear import Float8Layer, unsupported
 
 DEFAULT_TOKENS = 8192
@@ -23,7 +22,7 @@ ROUTER = 16
 """Layers with fewer features out are left to a `module_filter_fn`: each output decides much, and a
 float8 GEMM computes 16 at least."""
 
-_KEPT = "_float8_choice"
+KEPT = "_float8_choice"
 """The attribute in which a layer, or a module of experts, keeps its `Choice` for the report."""
 
 
@@ -38,23 +37,18 @@ class Choice(NamedTuple):
     """For which GPU it was judged, and by what; None: it was not."""
 
     def keep(self, part: nn.Module) -> None:
-        """Have `part` keep it, with the reason of an earlier one where a filter left `part`."""
+        """Have `part` keep it; where a filter left `part`, with the reason of an earlier one."""
         before, choice = Choice.of(part), self
         if self.by_filter and before is not None and before.reason and not before.by_filter:
             choice = self._replace(reason=before.reason, by_filter=False)
         # A plain tuple: a model in which nothing is converted can be loaded without this library.
-        part.__dict__[_KEPT] = tuple(choice)
+        part.__dict__[KEPT] = tuple(choice)
 
     @staticmethod
     def of(part: nn.Module) -> "Choice | None":
         """Return what `part` keeps; None: no conversion has seen it."""
-        kept = part.__dict__.get(_KEPT)
+        kept = part.__dict__.get(KEPT)
         return None if kept is None else Choice(*kept)
-
-    @staticmethod
-    def forget(part: nn.Module) -> None:
-        """Have `part` keep nothing."""
-        part.__dict__.pop(_KEPT, None)
 
 
 class Chooser:
@@ -71,41 +65,39 @@ class Chooser:
         linear_classes: Collection[type[nn.Linear]] = (),
     ) -> None:
         self.model, self.takes, self.tokens = model, module_filter_fn, tokens_per_step
-        self.given = None if config is None else as_config(config)
         self.config = as_config(config)
+        self.given = None if config is None else self.config
         self.gpu: str | None = short_name(gpu)
         self.cuda_graphs = cuda_graphs
         self.classes = tuple(linear_classes) if isinstance(linear_classes, Iterable) else (None,)
         self.experts = {part for part in model.modules() if kind_of(part) is not None}
         if self.takes is not None and not callable(self.takes):
             raise TypeError(
-                f"module_filter_fn: got {type(self.takes).__name__}, expected a function of a "
-                f"module and its name that returns a bool, or None"
+                f"module_filter_fn: got {type(self.takes).__name__}, expected a function "
+                f"(module, name) -> bool, or None"
             )
         if not isinstance(self.tokens, int) or isinstance(self.tokens, bool):
             raise TypeError(f"tokens_per_step: got {self.tokens!r}, expected an int")
         if self.tokens < 1:
-            raise ValueError(
-                f"tokens_per_step: got {self.tokens}, expected at least 1: tokens per forward"
-            )
+            raise ValueError(f"tokens_per_step: got {self.tokens}, expected at least 1 per forward")
         if not isinstance(cuda_graphs, bool):
             raise TypeError(f"cuda_graphs: got {cuda_graphs!r}, expected True or False")
         if gpu is not None and self.gpu not in tuple(SMALLEST):
-            raise ValueError(
-                f"gpu: got {gpu!r}, expected one whose limits are known, of "
-                f"{', '.join(map(repr, SMALLEST))}; leave it out to convert for the GPU here"
-            )
+            known = ", ".join(map(repr, SMALLEST))
+            do = "leave it out to convert for the GPU here"
+            expected = f"one whose limits are known, of {known}"
+            raise ValueError(f"gpu: got {gpu!r}, expected {expected}; {do}")
         for name, other in (("gpu", self.gpu), ("cuda_graphs", cuda_graphs)):
             if other and self.takes is not None:
                 raise ValueError(
-                    f"{name}: got {other!r} and a module_filter_fn, expected one of the two: a "
-                    f"given filter decides alone"
+                    f"{name}: got {other!r} and a module_filter_fn, which decides alone, expected "
+                    f"one of the two"
                 )
         for cls in self.classes:
             if not (isinstance(cls, type) and issubclass(cls, nn.Linear)):
                 raise TypeError(
                     f"linear_classes: got {linear_classes!r}, expected a list of subclasses of "
-                    f"nn.Linear, for example linear_classes=[MyLinear]"
+                    f"nn.Linear, as [MyLinear]"
                 )
 
     def choose(self, part: nn.Module, fqn: str) -> Choice | None:
@@ -167,10 +159,7 @@ class Chooser:
         return too_small(gpu, judged_as(self.config), self.tokens, K, N, self.cuda_graphs)
 
     def _gpu(self, part: nn.Module) -> str | None:
-        """Return the GPU that a module is judged for; None: there is none.
-
-        Emulation is for its numerics, unless it is that of a GPU.
-        """
+        """Return the GPU that `part` is judged for; None without one, and where it is emulated."""
         if self.gpu is None and not self.config.emulate:
             return gpu_for(next((x.device for x in part.parameters()), torch.device("cpu")))
         return self.gpu
@@ -197,12 +186,19 @@ def all_linears(mod: nn.Module, fqn: str) -> bool:
     return True
 
 
+def is_router(linear: Any, fqn: str, experts: Iterable[nn.Module]) -> bool:
+    """Whether a linear layer chooses between the experts of its model, by its name and outputs."""
+    named = any("router" in part or "gate" in part for part in fqn.split(".")[-2:])
+    outputs = getattr(linear, "out_features", None)
+    return named and any(x.experts == outputs for each in experts for x in weights_of(each)[:1])
+
+
 def left_out(fqn: str) -> str | None:
     """Say why a layer of this name is left to a `module_filter_fn`, or return None.
 
-    The head, which turns the last hidden states into logits: the loss depends on them directly, and
-    it is a small part of a large model. And what PEFT trains: low-rank adapters, too small to gain,
-    and copies of layers, so that no state of delayed scaling gets into its checkpoints.
+    The head: the loss depends on its logits directly, and it is a small part of a large model. And
+    what PEFT trains: low-rank adapters, too small to gain, and copies of layers, so that no state
+    of delayed scaling gets into its checkpoints.
     """
     wrappers = "module", "model", "base_model"  # the names of a model in what wraps it
     parts = [part for part in plain_name(fqn).split(".") if part not in wrappers]
@@ -214,10 +210,9 @@ def left_out(fqn: str) -> str | None:
 
 
 def gpu_for(device: torch.device) -> str | None:
-    """Return the GPU that weights on `device` are for; None: there is none.
+    """Return the GPU that weights on `device` are for, by its `short_name`; None: there is none.
 
-    Its name in `SMALLEST`, or that of CUDA if its limits are not known. Weights on the CPU or the
-    meta device are taken to be on their way to the current GPU.
+    Weights on the CPU or the meta device are taken to be on their way to the current GPU.
     """
     if not torch.cuda.is_available():
         return None

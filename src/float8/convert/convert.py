@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -17,7 +16,7 @@ from float8.checkpoints.modules import (
     values_dtype,
 )
 from float8.config import ConfigOrRecipe, Float8LinearConfig, require_module
-from float8.convert.choice import DEFAULT_TOKENS, Choice, Chooser, ModuleFilter
+from float8.convert.choice import DEFAULT_TOKENS, KEPT, Choice, Chooser, ModuleFilter
 from float8.experts import Float8Experts, convert_experts, names_to_gather, unsupported_experts
 from float8.linear import Float8Layer, Float8Linear, unsupported
 from float8.linear.source import become, replaced_forward
@@ -39,11 +38,10 @@ def convert_to_float8_training(
     """Turn the linear layers of `module` into `Float8Linear`, in place.
 
     Layers stay the same objects and get another class; Parameters do, too (but those that become
-    `Float8Weights.ONLY`). So tied weights, optimizers that exist already, hooks, wrappers and
-    `requires_grad=False` keep working. With `enable_fsdp_float8_all_gather`, weights become
-    Parameters of a subclass: convert, then `fully_shard`, then make the optimizer.
-    `conversion_report(module)` says what was converted and what was not, and a warning if nothing
-    was. `convert_to_high_precision(module)` is the way back.
+    `Float8Weights.ONLY`). So ties, optimizers, hooks, wrappers and `requires_grad=False` keep
+    working. With `enable_fsdp_float8_all_gather`, weights become Parameters of a subclass: convert,
+    then `fully_shard`, then make the optimizer. `conversion_report(module)` says what was converted
+    and why not, and a warning if nothing was. `convert_to_high_precision(module)` is the way back.
 
     Subclasses of `nn.Linear` without a forward of their own are converted, too: the layer is an
     instance of both then. The `Conv1D` of transformers (GPT2) is none, and stays. Experts of
@@ -58,11 +56,10 @@ def convert_to_float8_training(
 
     Without a `module_filter_fn`, the head (`lm_head`, or `output` of the model itself), low-rank
     adapters, routers, and layers with fewer than 16 features out stay in high precision, and so do
-    layers that float8 would make slower: on an H100 or H200 those that are too small for the GPU,
-    or for the CPU that starts their kernels; on another GPU, of which nothing is known, those with
-    fewer than 256 features in or out; without a GPU none. Experts stay where, on paper, casts cost
-    more than GEMMs gain. Weights on the CPU or the meta device are taken to be on their way to the
-    current GPU, if there is one. The report says which GPU was meant.
+    layers that float8 would make slower: on an H100 or H200 those too small for the GPU, or for the
+    CPU that starts their kernels; on another GPU those with fewer than 256 features in or out;
+    without a GPU none. Experts stay where, on paper, casts cost more than GEMMs gain. Weights on
+    the CPU or meta are taken to be on their way to the current GPU. The report names the GPU.
 
     Args:
         module: the model, or a single linear layer.
@@ -77,8 +74,7 @@ def convert_to_float8_training(
         gpu: `"H100"` or `"H200"`, or the name of one as torch gives it: convert what gains on that
             GPU, wherever the weights are now. None: what gains on the GPU here.
         cuda_graphs: the model will run as CUDA graphs, which start all kernels at once
-            (`torch.compile(model, mode="reduce-overhead")`): then GPU time alone decides, as it
-            does for experts anyway.
+            (`mode="reduce-overhead"`): then GPU time alone decides, as it does for experts.
         linear_classes: subclasses of `nn.Linear` with a forward of their own that computes the
             same, `input @ weight.T + bias`. It is replaced.
 
@@ -141,22 +137,18 @@ def _change(part: Any, fqn: str, chooser: Chooser) -> Callable[[], None]:
         return functools.partial(part._float8_set_up, config)
     if part in chooser.experts:
         return functools.partial(convert_experts, part, config)
-    if strategy_of(part) is not None:
+    if strategy_of(part) is not None:  # others loaded it in float8
         config = config_for(part, chooser.given)
-        return functools.partial(_take, part, config, values_dtype(chooser.model))
-    return functools.partial(_become, part, Float8Linear._float8_made_of(part, config, True))
+        loaded = functools.partial(as_linear, part, config, values_dtype(chooser.model))
+        return lambda: become(part, Float8Linear._float8_made_of(loaded(), config))
+    new = Float8Linear._float8_made_of(part, config, True)
 
+    def change() -> None:
+        if new._float8_keeps_no_master:  # weights are cast one by one: the old one is freed
+            new._float8_drop_master()
+        become(part, new)
 
-def _take(loaded: nn.Module, config: Float8LinearConfig, dtype: torch.dtype) -> None:
-    """Convert a layer that others loaded in float8; `dtype`: of its values."""
-    become(loaded, Float8Linear._float8_made_of(as_linear(loaded, config, dtype), config))
-
-
-def _become(linear: nn.Module, new: Float8Layer) -> None:
-    """Turn a layer into what was made of it; weights are cast one by one: the old one is freed."""
-    if new._float8_keeps_no_master:
-        new._float8_drop_master()
-    become(linear, new)
+    return change
 
 
 def convert_to_high_precision(module: nn.Module) -> nn.Module:
@@ -167,11 +159,7 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     that was in float8 only becomes a new Parameter, which stays frozen. The state of delayed
     scaling is dropped. Does nothing for a model in high precision.
 
-    Args:
-        module: the model, or a single `Float8Linear`.
-
-    Returns:
-        `module`.
+    Returns `module`: the model, or a single `Float8Linear`.
 
     Raises:
         TypeError: `module` is no `nn.Module`.
@@ -186,7 +174,7 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
             _require_changeable(part, fqn)
     disable_float8_all_gather(layers)
     for part in module.modules():
-        Choice.forget(part)
+        part.__dict__.pop(KEPT, None)
         if isinstance(part, Float8Layer | Float8Experts):
             part._float8_become_high_precision()
     _leave_fast_path(module)

@@ -48,10 +48,7 @@ class ExpertsReport(LayerReport):
 
 @dataclass(frozen=True)
 class OtherWeight:
-    """A weight that matrices are multiplied with, although no `nn.Linear` has it.
-
-    Such as those of unknown experts, GPT2's `Conv1D`, and `nn.MultiheadAttention`.
-    """
+    """A weight of unknown experts, GPT2's `Conv1D`, `nn.MultiheadAttention` and the like."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -73,12 +70,10 @@ class ConversionReport:
     embedding, norm or convolution, nor called a bias, an embedding, a token or a position."""
 
     chosen_for: tuple[str, ...] = ()
-    """For which GPU, and by what, layers were chosen: a sentence for each different conversion.
-    Empty where a `module_filter_fn` chose."""
+    """For which GPU, and by what, layers were chosen: a sentence each; none for filters."""
 
     experts: tuple[ExpertsReport, ...] = ()
-    """The weights of experts that are known, converted or not. `converted` and `skipped` are of
-    linear layers alone."""
+    """The weights of known experts, converted or not; not in `converted` and `skipped`."""
 
     @property
     def share(self) -> float:
@@ -104,9 +99,7 @@ class ConversionReport:
     def to_dict(self) -> dict[str, Any]:
         """Return all of it in plain dicts, lists, strings and numbers, as JSON has them.
 
-        Keys: `share`; `chosen_for`, sentences; `layers`, with `fqn`, `in_features`, `out_features`,
-        `scaling` and `skip_reason`, one of which is None; `others`, with `fqn`, `shape` and
-        `module`; `experts`, as `layers`, and how many.
+        Keys: `share`, and the fields of this class, whose lists have dicts of the fields of each.
         """
         return {
             "share": self.share,
@@ -170,13 +163,9 @@ def _numbers_joined(rows: list[_Row]) -> list[_Row]:
 
 
 def conversion_report(model: nn.Module) -> ConversionReport:
-    """Report what runs in float8 in `model`, and what does not and why.
+    """Report what runs in float8 in `model`, and what does not and why; a `TypeError` if no module.
 
-    Read off the model as it is now, so it holds after several partial conversions, `deepcopy`
-    and wrapping.
-
-    Raises:
-        TypeError: `model` is no `nn.Module`.
+    Read off the model as it is now: it holds after partial conversions, `deepcopy` and wrapping.
     """
     require_module(model, "model")
     layers, others, experts = [], [], []

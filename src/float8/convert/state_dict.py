@@ -13,10 +13,8 @@ from float8.tensor import Float8Tensor, dequantise
 def high_precision_state_dict(model: nn.Module) -> dict[str, Any]:
     """Return `model.state_dict()` without delayed scaling, all weights in high precision.
 
-    It loads with `strict=True` into the model as it was before the conversion.
-
-    Raises:
-        TypeError: `model` is no `nn.Module`.
+    It loads with `strict=True` into the model as it was before the conversion. Raises a
+    `TypeError` if `model` is no `nn.Module`.
     """
     require_module(model, "model")
     with contextlib.ExitStack() as stack:
@@ -33,10 +31,7 @@ def float8_state_dict(model: nn.Module) -> dict[str, Any]:
     """Return what `high_precision_state_dict(model)` leaves out: the state of delayed scaling.
 
     To be saved beside a checkpoint of the plain model; it loads with `strict=False` into the
-    converted one, after that.
-
-    Raises:
-        TypeError: `model` is no `nn.Module`.
+    converted one, after that. Raises a `TypeError` if `model` is no `nn.Module`.
     """
     plain = high_precision_state_dict(model)
     return {name: x for name, x in model.state_dict().items() if name not in plain}

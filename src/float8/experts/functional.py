@@ -64,11 +64,7 @@ def apply_grouped(
     any_dims: bool,
     held: Weight | None = None,
 ) -> Tensor:
-    """Compute for `grouped_linear` and for modules what they have in common.
-
-    `any_dims`: N and K need not be multiples of 16. `held`: the weight with its data, if those are
-    held.
-    """
+    """Compute what `grouped_linear` does; `any_dims`: N and K need not be multiples of 16."""
     autocast, compiling = autocast_dtype(input.device), torch.compiler.is_compiling()
     if autocast is not None:
         input = input.to(autocast)
@@ -93,42 +89,33 @@ def _require(
     input: Tensor, weight: Tensor, offs: Tensor, *, same_dtype: bool, any_dims: bool
 ) -> None:
     """Raise what `grouped_linear` does for its tensors."""
+    this = "grouped_linear: got"
     for name, x in (("input", input), ("weight", weight)):
         if hasattr(x, "device_mesh"):
-            raise TypeError(
-                f"grouped_linear: got a DTensor as {name}, expected plain tensors; call .to_local()"
-            )
+            raise TypeError(f"{this} a DTensor as {name}, expected a plain one; call .to_local()")
         if x.dtype not in HIGH_PRECISION_DTYPES:
-            raise TypeError(
-                f"grouped_linear: got {name} of dtype {x.dtype}, expected one of "
-                f"{', '.join(map(str, HIGH_PRECISION_DTYPES))}; cast it first"
-            )
+            expected = ", ".join(map(str, HIGH_PRECISION_DTYPES))
+            raise TypeError(f"{this} {name} of dtype {x.dtype}, expected one of {expected}")
     if same_dtype and input.dtype != weight.dtype:
         raise TypeError(
-            f"grouped_linear: got input of dtype {input.dtype} and weight of dtype {weight.dtype}, "
-            f"expected the same; cast one of them or use torch.autocast"
+            f"{this} input of dtype {input.dtype} and weight of dtype {weight.dtype}, expected "
+            f"the same; cast one of them or use torch.autocast"
         )
     if offs.dtype != torch.int32:
-        raise TypeError(
-            f"grouped_linear: got offs of dtype {offs.dtype}, expected torch.int32; call "
-            f"offs.to(torch.int32)"
-        )
+        raise TypeError(f"{this} offs of dtype {offs.dtype}, expected torch.int32")
     shapes = tuple(map(tuple, (input.shape, weight.shape, offs.shape)))
     fits = input.dim() == 2 and weight.dim() == 3 and 0 not in weight.shape
     if not fits or input.shape[1] != weight.shape[2] or offs.shape != weight.shape[:1]:
         raise ValueError(
-            f"grouped_linear: got input, weight and offs of shapes {shapes}, expected [T, K], "
-            f"[E, N, K] and [E], none of E, N and K being 0; weights that lie as [E, K, N] are to "
-            f"be given as weight.transpose(1, 2)"
+            f"{this} input, weight and offs of shapes {shapes}, expected [T, K], [E, N, K] and "
+            f"[E], none of E, N and K being 0; give those of [E, K, N] as weight.transpose(1, 2)"
         )
-    if len({input.device, weight.device, offs.device}) > 1:
-        raise ValueError(
-            f"grouped_linear: got input, weight and offs on {input.device}, {weight.device} and "
-            f"{offs.device}, expected one device"
-        )
+    devices = input.device, weight.device, offs.device
+    if len({*devices}) > 1:
+        on = ", ".join(map(str, devices))
+        raise ValueError(f"{this} input, weight and offs on {on}, expected one device")
     if not any_dims and (weight.shape[1] % GEMM_ALIGNMENT or weight.shape[2] % GEMM_ALIGNMENT):
         raise ValueError(
-            f"grouped_linear: got weight of shape {tuple(weight.shape)}, expected N and K that are "
-            f"multiples of {GEMM_ALIGNMENT}; leave these experts in high precision, or set "
-            f"emulate=True"
+            f"{this} weight of shape {tuple(weight.shape)}, expected N and K that are multiples of "
+            f"{GEMM_ALIGNMENT}; leave these experts in high precision, or set emulate=True"
         )

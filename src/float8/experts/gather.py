@@ -1,8 +1,7 @@
 """Weights of experts that FSDP2 gathers in float8.
 
 A rank casts its shard by itself, of whole experts or of whole rows, and sends the bytes and a scale
-for each row. Those of one expert are alike where the recipe has one scale per expert: so what is
-gathered has one form for all recipes.
+for each row, alike within an expert where the recipe has one for each.
 """
 
 from typing import Any
@@ -43,11 +42,6 @@ class GatherExperts(Float8GatherWeight):
     Scales of shards along the first dim, all of one size, are sent with the bytes. For others torch
     takes the bytes alone: the scales are gathered by themselves then. Where a scale would cover
     what two ranks hold, the weights are gathered in high precision, with a warning.
-
-    Args:
-        inner: float32, bfloat16 or float16; shared, not copied.
-        spec: how each expert is cast, under one scale or one for each row.
-        counted: as of the base.
     """
 
     def _why_not_in_float8(self, size: torch.Size, rows: int, ranks: int) -> str | None:

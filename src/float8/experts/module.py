@@ -1,14 +1,8 @@
 """`Float8Experts`: modules of other libraries whose experts multiply in float8.
 
 A module stays the same object, with its Parameters, hooks and methods; it becomes an instance of a
-subclass of its class. Two kinds are known, by how they multiply:
-
-- `RegisteredExperts`: those for which transformers keeps a registry of forwards. This one sorts
-  the tokens by expert itself and leaves the rest to methods of the module.
-- `SeamExperts`: those with a method `_grouped_mm(A=, B_t=, offs=)` that does all multiplying, as
-  torchtitan's. That method alone is replaced.
-
-Modules of one's own call `grouped_linear`.
+subclass of its class. Two kinds are known: `RegisteredExperts` of transformers, and `SeamExperts`,
+as torchtitan's. Modules of one's own call `grouped_linear`.
 """
 
 import functools
@@ -34,13 +28,7 @@ from float8.linear.source import (
     replaced_forward,
 )
 from float8.linear.weight import Float8Module, can_be_held, hold
-from float8.tensor import (
-    gathered_like,
-    high_precision,
-    is_dtensor,
-    is_fsdp_module,
-    local_tensor,
-)
+from float8.tensor import gathered_like, high_precision, is_dtensor, is_fsdp_module, local_tensor
 
 
 class ExpertsWeight(NamedTuple):
@@ -88,13 +76,9 @@ class Float8Experts(Float8Module):
     # ---------------------------------------------------------------- weights that are held
 
     def _float8_hold(self, why_not: str | None = None) -> dict[str, str]:
-        """Cast the weights, to be read until they are written.
+        """Cast the weights, to be read until they are written; return why some are not, by name.
 
-        Args:
-            why_not: a reason why none can be held.
-
-        Returns:
-            The names of those that are cast on the fly all the same, each with the reason.
+        `why_not`: a reason why none can be held.
         """
         self._float8_hold_weights()  # there is no room for both
         held, others = [], {}
@@ -152,19 +136,17 @@ class Float8Experts(Float8Module):
 
 
 class RegisteredExperts(Float8Experts):
-    """Experts of transformers 5: `gate_up_proj` or `up_proj`, then `down_proj`."""
+    """Experts of transformers 5: `gate_up_proj` or `up_proj`, then `down_proj`.
+
+    transformers keeps a registry of forwards for them. This one sorts the tokens by expert itself
+    and leaves the rest to methods of the module.
+    """
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Send each token through its experts, and add their outputs by weight.
+        """Send each token [hidden] through its experts, and add their outputs by weight.
 
-        Args:
-            hidden_states: [tokens, hidden].
-            top_k_index: [tokens, top_k], the experts of each token. Numbers from `num_experts` on
-                are experts of other ranks: nothing is computed for them.
-            top_k_weights: [tokens, top_k], 0 for experts of other ranks.
-
-        Returns:
-            [tokens, hidden], dtype of the input.
+        Of index and weights [tokens, top_k], numbers from `num_experts` on are experts of other
+        ranks, with weights of 0: nothing is computed for them. The dtype is that of the input.
         """
         mod: Any = self
         tokens, top_k = top_k_index.shape
@@ -197,11 +179,7 @@ class RegisteredExperts(Float8Experts):
 
 
 def _on_this_rank(x: Any) -> Any:
-    """Return the shard of a DTensor, whose gradient becomes that of the DTensor.
-
-    Raises:
-        ValueError: it is no shard of whole experts.
-    """
+    """Return the shard, of whole experts, of a DTensor, whose gradient becomes its own."""
     if not is_dtensor(x):
         return x
     if not all(each.is_replicate() or each.is_shard(0) for each in x.placements):
@@ -213,7 +191,7 @@ def _on_this_rank(x: Any) -> Any:
 
 
 class SeamExperts(Float8Experts):
-    """Experts that multiply by their method `_grouped_mm(A=, B_t=, offs=)`, as torchtitan's."""
+    """Experts that multiply by a method `_grouped_mm(A=, B_t=, offs=)`, which alone is replaced."""
 
     _float8_why_never_held = "given to a method, perhaps a copy"
 
@@ -262,10 +240,7 @@ def weights_of(module: nn.Module) -> list[ExpertsWeight]:
 
 
 def names_to_gather(module: nn.Module) -> list[str]:
-    """Return the names of weights that FSDP2 can gather in float8: of those that lie as [E, N, K].
-
-    Not as [E, K, N], nor in four dims.
-    """
+    """Return the names of weights that FSDP2 can gather in float8: those that lie as [E, N, K]."""
     if lies_transposed(module):
         return []
     parameters: Any = module._parameters
@@ -291,10 +266,8 @@ def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | 
     for name, _, N, K in weights:
         parameter: Any = module._parameters[name]
         if parameter.dtype in FLOAT8_MAX:
-            return (
-                f"got {name} in float8 as transformers loads it, expected high precision: load "
-                f"the model with dequantize=True, or its files with load_float8_checkpoint"
-            )
+            do = "load the model with dequantize=True, or its files with load_float8_checkpoint"
+            return f"got {name} in float8 as transformers loads it, expected high precision: {do}"
         if reason := not_in_high_precision(local_tensor(parameter)):
             return f"got {name}, a {reason}"
         if not config.emulate and (N % GEMM_ALIGNMENT or K % GEMM_ALIGNMENT):
@@ -308,7 +281,7 @@ def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | 
 def _replaced_seam(module: Any) -> str | None:
     """Say who gave experts another `_grouped_mm` than that of the class they began as, or None.
 
-    It does more than multiply, such as torchtitan's own for MXFP8, and ours would take its place.
+    Such as torchtitan's own for MXFP8: it does more than multiply, and ours would take its place.
     """
     cls = module._float8_source_class if isinstance(module, Float8Experts) else type(module)
     last, *others = (each.__name__ for each in cls.__mro__ if "_grouped_mm" in vars(each))
@@ -321,12 +294,11 @@ def _replaced_seam(module: Any) -> str | None:
     )
 
 
-def convert_experts(module: nn.Module, config: Float8LinearConfig) -> None:
+def convert_experts(module: Any, config: Float8LinearConfig) -> None:
     """Give a module of a known kind the class whose experts multiply in float8, in place."""
-    experts: Any = module
     kind: Any = kind_of(module)
-    experts.__class__ = class_of_experts(kind, experts.__class__)
-    experts._float8_set_up(config)
+    module.__class__ = class_of_experts(kind, module.__class__)
+    module._float8_set_up(config)
 
 
 @functools.cache

@@ -26,8 +26,7 @@ class Float8ParallelLinear(Float8Linear):
     """A layer of fairscale in float8; see `swap_tp_linear_with_float8_linear`."""
 
     _float8_source_class: type[nn.Module]  # type: ignore[misc]
-    _float8_mesh: DeviceMesh | Any = None
-    """The ranks that hold parts of the weight, as a mesh of one dim."""
+    _float8_mesh: DeviceMesh | Any = None  # of one dim: the ranks that hold parts of the weight
     _float8_placements: tuple[Placement, Placement, Placement, Placement] | Any = None
     """Of the input as it comes, of weight and bias, and of the output as it goes."""
     _float8_holds_part = True
@@ -38,10 +37,7 @@ class Float8ParallelLinear(Float8Linear):
     ) -> "Float8ParallelLinear":
         """Make one of a fairscale layer; it shares Parameters, hooks and training mode.
 
-        Args:
-            mod: the layer.
-            config: how to cast.
-            sequence_dim: along which ranks share tokens between layers; None: all have all.
+        `sequence_dim`: along which ranks share tokens between layers; None: all have all.
         """
         new: Float8ParallelLinear = shallow_copy(mod, cls)
         new._float8_source_class = type(mod)
@@ -62,11 +58,7 @@ class Float8ParallelLinear(Float8Linear):
         return new
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return what this rank has of the output; `input` is what it has of that.
-
-        Raises:
-            TypeError, ValueError, RuntimeError: as `Float8Linear`.
-        """
+        """Return what this rank has of the output, of what it has of the input."""
         if self._float8_delayed:
             self._float8_check_synced()
         before, of_weight, of_bias, after = self._float8_placements
@@ -108,20 +100,17 @@ def swap_tp_linear_with_float8_linear(
 ) -> nn.Module:
     """Turn fairscale's `ColumnParallelLinear` and `RowParallelLinear` into layers in float8.
 
-    In place, as `convert_to_float8_training` does with other linear layers; the way back is
-    `convert_to_high_precision`. Tensors are cast under the scale of the whole, of all ranks of the
-    model-parallel group.
-
-    With `sequence_parallel`, which fairscale itself does not know, ranks share the tokens between a
-    row-parallel layer and the next column-parallel one: column-parallel layers take tokens of this
-    rank (`gather_output` should be False), row-parallel ones return them.
+    In place; the way back is `convert_to_high_precision`. Tensors are cast under the scale of the
+    whole, of all ranks of the model-parallel group. With `sequence_parallel`, which fairscale does
+    not know, column-parallel layers take tokens of this rank (`gather_output` should be False), and
+    row-parallel ones return them.
 
     Args:
         model: or a single such layer.
         config: as for `convert_to_float8_training`. With `Float8Weights.HELD` weights are cast on
             the fly; a warning says so.
         module_filter_fn: called as `module_filter_fn(layer, fqn)`; True: it is converted.
-        sequence_parallel: see above.
+        sequence_parallel: whether ranks share the tokens between layers.
         sequence_dim: the dim of the tokens that ranks share: 0 for [seq, batch, dim].
 
     Raises:
@@ -133,10 +122,8 @@ def swap_tp_linear_with_float8_linear(
     require_module(model, "model")
     config = as_config(config)
     if not model_parallel_is_initialized():
-        raise RuntimeError(
-            "swap_tp_linear_with_float8_linear: got no model-parallel group, expected one; call "
-            "fairscale's initialize_model_parallel first"
-        )
+        got = "swap_tp_linear_with_float8_linear: got no model-parallel group, expected one"
+        raise RuntimeError(f"{got}; call fairscale's initialize_model_parallel first")
     made: dict[nn.Module, Float8ParallelLinear] = {}
     for fqn, mod in model.named_modules():
         cls = _CLASSES.get(type(mod))

@@ -12,11 +12,10 @@ class Float8Callback(Callback):
     """Converts the module before its optimizers are made, and attaches it to them.
 
     `Trainer(..., callbacks=[Float8Callback(config=...)])`. Checkpoints carry the state of delayed
-    scaling; load them into a module that this callback converted, in any stage. A model that is
-    made in `configure_model` does not exist yet: convert it there, and give `convert=False`.
+    scaling; load them into a module that this callback converted, in any stage.
 
     Args:
-        convert: False leaves the conversion to you.
+        convert: False leaves the conversion to you, as of a model made in `configure_model`.
         group: of the sync, as in `attach_to_optimizer`.
         **conversion: the arguments of `convert_to_float8_training`, for example `config`.
     """

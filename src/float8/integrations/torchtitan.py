@@ -20,7 +20,7 @@ from float8.config import Float8LinearConfig, as_config
 from float8.convert.choice import left_out
 from float8.experts import convert_experts, unsupported_experts
 from float8.linear import Float8Linear
-from float8.linear.plan import no_grouped_gemm
+from float8.linear.plan import EXPECTED, no_grouped_gemm
 from float8.parallel.fsdp import enable_float8_all_gather
 from float8.step import attach_to_optimizer
 
@@ -45,8 +45,8 @@ class ConvertedLinear(Float8Linear, Linear):
         """Parallelize the Parameters alone: all ranks have the same buffers, as plain tensors."""
         if parallel_dims.tp_enabled and parallel_dims.spmd_backend == "spmd_types":
             raise ValueError(
-                "Float8Converter: got tensor parallel with spmd_backend='spmd_types', which casts "
-                "parts of weights under scales of their own; expected 'partial_dtensor'"
+                "Float8Converter: got tensor parallel with spmd_backend='spmd_types', expected "
+                "'partial_dtensor': parts of weights would have scales of their own"
             )
         buffers, self._buffers = self._buffers, {}
         try:
@@ -105,10 +105,8 @@ class Float8Converter(ModelConfigConverter):
         linear, experts = as_config(config.recipe_name), as_config(name or config.recipe_name)
         self._no_experts = no_grouped_gemm(experts)
         if self._no_experts and name is not None:
-            raise ValueError(
-                f"Float8Converter: got experts_recipe_name={name!r}: {self._no_experts}; expected "
-                f"'tensorwise', 'rowwise' or 'rowwise_with_gw_hp'"
-            )
+            got = f"got experts_recipe_name={name!r}: {self._no_experts}"
+            raise ValueError(f"Float8Converter: {got}; expected {EXPECTED}")
         self._experts = replace(experts, emulate=config.emulate)
         gathers = config.enable_fsdp_float8_all_gather
         self._float8 = replace(
@@ -121,10 +119,8 @@ class Float8Converter(ModelConfigConverter):
         Raises a `ValueError` if a converter of torchtitan's own quantised some of them.
         """
         if has_quantization(model_config):
-            raise ValueError(
-                "Float8Converter: got a model that another converter quantised, expected one in "
-                "high precision; have one of the two alone"
-            )
+            got = "got a model that another converter quantised, expected one in high precision"
+            raise ValueError(f"Float8Converter: {got}; have one of the two alone")
         for fqn, linear, parent, name in list(model_config.traverse(Linear.Config)):
             stays = left_out(fqn) or isinstance(parent, TokenChoiceTopKRouter.Config)
             if not stays and type(linear) is Linear.Config and not self._filtered(fqn):
@@ -141,8 +137,7 @@ class Float8Converter(ModelConfigConverter):
         if stay:
             logger.warning(
                 f"Float8Converter: got {self._no_experts}: {len(stay)} modules of experts, the "
-                f"first being {stay[0]}, stay in high precision; set experts_recipe_name to have "
-                f"them converted, too"
+                f"first being {stay[0]}, stay in high precision; set experts_recipe_name for them"
             )
         return model_config
 
@@ -152,11 +147,11 @@ class Float8Converter(ModelConfigConverter):
 
 def _put(parent: Any, name: Any, config: Any, cls: Any, float8: Float8LinearConfig) -> None:
     """Put a `cls` with the fields of `config` in its place."""
-    values = {each.name: getattr(config, each.name) for each in fields(config)}
+    new = cls(**{each.name: getattr(config, each.name) for each in fields(config)}, float8=float8)
     if isinstance(parent, list):
-        parent[name] = cls(**values, float8=float8)
+        parent[name] = new
     else:
-        setattr(parent, name, cls(**values, float8=float8))
+        setattr(parent, name, new)
 
 
 def attach_to_optimizers(optimizers: Any, model_parts: Any, parallel_dims: Any) -> None:

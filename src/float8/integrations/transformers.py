@@ -25,11 +25,10 @@ class Float8Callback(TrainerCallback, ExportableState):
     scaling and for `Float8Weights.HELD`, and for the speed of weights that FSDP2 gathers in float8.
 
     After a training has begun, the model saves the weights alone, as the plain one does. The state
-    of delayed scaling is in `trainer_state.json`, from where `train(resume_from_checkpoint=...)`
-    takes it, and beside it are a few values of each weight: the `Trainer` passes over weights that
-    a checkpoint has under other names, as those of experts. A resumed training with such weights
-    raises a `ValueError` before its first step; where `load_best_model_at_end` has left some out, a
-    warning says so.
+    of delayed scaling is in `trainer_state.json`, where `train(resume_from_checkpoint=...)` finds
+    it, and a few values of each weight: the `Trainer` passes over weights that a checkpoint has
+    under other names, as those of experts. A training that is resumed so raises a `ValueError`
+    before its first step; where `load_best_model_at_end` has left some out, a warning says so.
 
     Args:
         group: of the sync, as in `attach_to_optimizer`. `restore_callback_states_from_checkpoint`
@@ -55,10 +54,8 @@ class Float8Callback(TrainerCallback, ExportableState):
             if args.world_size > 1 and dist.is_initialized():
                 dist.broadcast_object_list(told)  # from rank 0: all of them raise, and none waits
             if told[0]:
-                raise ValueError(
-                    f"Float8Callback: {told[0]}. Make the model from that checkpoint by its "
-                    f"`from_pretrained`, convert it, and resume with it"
-                )
+                do = "Make the model from that checkpoint by its `from_pretrained`, convert it, and"
+                raise ValueError(f"Float8Callback: {told[0]}. {do} resume with it")
             self._take(entry["attributes"]["delayed"])
         ours = [f"{name}.{key}" for name, x in self._delayed().items() for key in _buffers(x)]
         theirs = getattr(model, "_keys_to_ignore_on_save", None) or ()
@@ -100,15 +97,12 @@ class Float8Callback(TrainerCallback, ExportableState):
             warnings.warn(
                 f"float8: the checkpoint and the model have delayed scaling in different layers: "
                 f"{len(saved)} and {len(layers)}; {others[0]!r}, for one, is in one of them only. "
-                f"State without a layer is dropped, and layers without one begin anew; convert the "
-                f"model as it was when the checkpoint was written",
+                f"What has no counterpart is dropped, or begins anew; convert the model as it was",
                 stacklevel=2,
             )
+        like: Any = {"dtype": torch.float32, "device": "cpu"}
         for name in layers.keys() & saved.keys():
-            values = {
-                key: torch.tensor(value, dtype=torch.float32, device="cpu")
-                for key, value in saved[name].items()
-            }
+            values = {key: torch.tensor(value, **like) for key, value in saved[name].items()}
             layers[name].load_state_dict(values, strict=False)
 
     def _not_loaded(self, entry: Any) -> str | None:
@@ -124,10 +118,8 @@ class Float8Callback(TrainerCallback, ExportableState):
                 wrong.append(name)
         if not wrong:
             return None
-        return (
-            f"{len(wrong)} weights are not those of the checkpoint, as {wrong[0]!r}: the Trainer "
-            f"loads none that have another name there, such as those of experts"
-        )
+        why = "the Trainer loads none that have another name there, such as those of experts"
+        return f"{len(wrong)} weights are not those of the checkpoint, as {wrong[0]!r}: {why}"
 
     def _samples(self) -> dict[str, Tensor]:
         """Return a few values of each plain Parameter, by its name and shape."""
@@ -142,11 +134,8 @@ class Float8Callback(TrainerCallback, ExportableState):
         """Return the layers with delayed scaling, by all of their names."""
         model = None if self._model is None else self._model()
         modules = () if model is None else model.named_modules(remove_duplicate=False)
-        return {
-            name: layer
-            for name, layer in modules
-            if isinstance(layer, Float8Layer) and layer._float8_delayed
-        }
+        delayed = {name: x for name, x in modules if isinstance(x, Float8Layer)}
+        return {name: layer for name, layer in delayed.items() if layer._float8_delayed}
 
 
 def _last(entry: Any) -> Any:

@@ -18,9 +18,9 @@ from float8.tensor import is_dtensor
 def forwards_taken_off(model: Any) -> Iterator[None]:
     """Take off the forwards that layers got from transformers, and give them anew at the end.
 
-    transformers shares a model among ranks while it loads it, and gives each linear layer, and each
-    module of experts, a `forward` of its own as attribute, which talks to other ranks and calls
-    that of the class. Nothing can be converted below it, nor turned back. So, on each rank:
+    transformers shares a model among ranks while it loads it, and gives linear layers and experts a
+    `forward` as attribute, which talks to other ranks and calls that of the class. Nothing can be
+    converted below it, nor turned back. So, on each rank:
 
         config = DistributedConfig(tp_size=2)
         model = AutoModelForCausalLM.from_pretrained(path, distributed_config=config)
@@ -28,10 +28,8 @@ def forwards_taken_off(model: Any) -> Iterator[None]:
             convert_to_float8_training(model)
 
     Weights stay the DTensors that they are. While gradients are taken, tensors of linear layers are
-    cast under the scale of the whole, of all ranks; else each rank casts its part by itself, as it
-    always does its part of the experts.
-
-    Nothing happens to a `PreTrainedModel` that is not shared. Do not call one before the end.
+    cast under the scale of all ranks; else each rank casts its part by itself, as always of the
+    experts. Nothing happens to a model that is not shared. Do not call one before the end.
     """
     taken = []
     for fqn, mod in model.named_modules():

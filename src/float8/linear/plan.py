@@ -78,7 +78,7 @@ def no_grouped_gemm(config: Float8LinearConfig) -> str | None:
         return "delayed scaling, whose histories are of one tensor"
     if config.scales_by_blocks:
         return "block scales, for which there is no grouped GEMM"
-    if not (config.runs_in_float8("output") and config.runs_in_float8("grad_input")):
+    if not {"output", "grad_input"} <= set(config.float8_gemms):
         return "the GEMM of output or grad_input in high precision"
     if config.float8_weights is Float8Weights.ONLY:
         return "float8_weights=ONLY"
@@ -96,7 +96,7 @@ def _resolved(config: Float8LinearConfig, grouped: bool) -> LinearPlan:
         return Cast(replace(how, target_dtype=dtype, power_of_2=power_of_2))
 
     def gemm(name: str) -> Gemm | None:
-        if not config.runs_in_float8(name):
+        if name not in config.float8_gemms:
             return None
         a, b = (config.cast_config(site).scaling_granularity for site in GEMM_OPERANDS[name])
         fast = getattr(config, f"gemm_config_{'output' if grouped else name}").use_fast_accum

@@ -26,8 +26,8 @@ def all_to_all_in_float8(
 
     For the dispatch of tokens to experts on other ranks: K + 4 instead of 2 * K bytes for each
     token, and for its gradient on the way back. Each row is rounded to e4m3 under a scale of its
-    own, a power of two, and comes out in high precision. Casting it again for a GEMM with a scale
-    per row changes no value. Outputs of experts, which are added up, should be sent in 16 bits.
+    own, a power of two: casting it again for a GEMM with a scale per row changes no value. Outputs
+    of experts, which are added up, should be sent in 16 bits.
 
     Args:
         input: [T, K] float32, bfloat16 or float16, the rows for rank 0 first. K % 16 == 0.
@@ -53,9 +53,8 @@ def all_to_all_in_float8(
     splits, ranks = ([*output_splits], [*input_splits]), group.size()
     if any(len(each) != ranks for each in splits) or sum(splits[1]) != len(input):
         raise ValueError(
-            f"all_to_all_in_float8: got output_splits={splits[0]}, input_splits={splits[1]} for "
-            f"{len(input)} rows, expected one number for each of {ranks} ranks, and input_splits "
-            f"that sum up to the rows"
+            f"all_to_all_in_float8: got splits {splits} for {len(input)} rows, expected one number "
+            f"for each of {ranks} ranks, and input_splits that sum up to the rows"
         )
     return _AllToAll.apply(input, *splits, group.group_name)  # type: ignore[no-any-return, no-untyped-call]
 

@@ -27,14 +27,15 @@ def shard_amax(weight: Tensor) -> Tensor | None:
 
 
 @untraced
+@torch.inference_mode(False)
+@torch.no_grad()
 def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     """Compute the scales of all weights with dynamic scaling and float8 all-gather at once.
 
-    Call it after `optimizer.step()`, or let `attach_to_optimizer` do so: one all-reduce then
-    serves all weights of a dtype (one per mesh dim that shards them). Without it each gather does
-    one of its own, with the same result; so it is before the first forward, and for weights with so
-    few rows that some ranks hold none. Does nothing for a model without such weights or not
-    sharded. All ranks must call it.
+    Call it on all ranks after `optimizer.step()`, or let `attach_to_optimizer` do so: then one
+    all-reduce serves all weights of a dtype (one per mesh dim that shards them). Without it each
+    gather does one of its own, with the same result; so it is before the first forward, and for
+    weights with so few rows that some ranks hold none. Does nothing for other models.
 
     A scale counts until the weight is written again, by an optimizer's step, an op on the Parameter
     or on a view of it, loading, or a write into a tensor of a state dict. Call it again after what
@@ -42,21 +43,11 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     `torch._foreach_*` of DTensors in state dicts, fused optimizers and `torch.distributed` on
     either.
 
-    Args:
-        model: the converted model, sharded with `fully_shard`, compiled or not.
-
     Raises:
         TypeError: `model` is no `nn.Module`.
         ValueError: a weight is gathered at the moment, so that its shard cannot be reached.
     """
     require_module(model, "model")
-    precompute_scales(model)
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def precompute_scales(model: nn.Module) -> None:
-    """Do what `precompute_float8_dynamic_scale_for_fsdp` does, unchecked; not to be traced."""
     alike: dict[Any, dict[Any, Tensor]] = {}
     for weight, shard in _shards(model).items():
         where = sharding_groups(weight), weight.device_mesh.device_type, shard.device
@@ -81,9 +72,8 @@ def _shards(model: nn.Module) -> dict[Any, Float8GatherWeight]:
             local = local_tensor(weight)
         if isinstance(local, Float8Tensor):
             raise ValueError(
-                f"layer {name!r}: got a weight that is gathered at the moment, expected its "
-                f"shard; call reshard() on the modules that keep their weights, before "
-                f"optimizer.step()"
+                f"layer {name!r}: got a weight that is gathered at the moment, expected its shard; "
+                f"before optimizer.step(), call reshard() on the modules that keep their weights"
             )
         # Before the first gather FSDP2 may still move the shard, on some ranks only, and what it
         # will be rounded to is not known.
@@ -101,10 +91,9 @@ def _shards(model: nn.Module) -> dict[Any, Float8GatherWeight]:
 def enable_float8_all_gather(module: nn.Module) -> None:
     """Make the weights of converted layers whose configuration asks for it gather in float8.
 
-    The Parameters become Parameters of a subclass over the same memory. They stay the same objects,
-    for optimizers and ties, unless torch cannot swap them (a weak reference to one exists, or a
-    graph that used it). A weight that an embedding uses, too, stays plain: bytes cannot be looked
-    up in. So do weights of experts that lie as [E, K, N], where no row has a scale.
+    The Parameters become Parameters of a subclass over the same memory (`_take_places`). A weight
+    that an embedding uses, too, stays plain: bytes cannot be looked up in. So do weights of experts
+    that lie as [E, K, N], where no row has a scale.
     """
     made: dict[Any, Tensor] = {}
     users = _users(module.modules())
@@ -150,8 +139,8 @@ def _config_of(part: Any, name: str) -> Float8LinearConfig | None:
 def _take_places(made: dict[Any, Tensor], users: dict[Any, list[tuple[nn.Module, str]]]) -> None:
     """Make each weight in `made` what it leads to there: the same object over the same memory.
 
-    With the gradient and what users and optimizers wrote on it. Where torch cannot, because
-    something refers to the weight, its users have a new one, and a warning says so.
+    With its gradient and attributes. Where torch cannot, because something refers to the weight,
+    its users have a new one, and a warning says so.
     """
     ours, new_objects = {*Float8GatherWeight.__annotations__, "_is_param"}, 0
     for old, tensor in made.items():

@@ -23,16 +23,12 @@ def _meshes(tensors: Iterable[Any]) -> set[Any]:
 
 
 def _require_whole_weights(parted: Iterable[Any], got: list[int], what: str) -> None:
-    """Raise a `ValueError` if ranks other than `got` hold parts of a weight.
-
-    They would get other scales, and what is gathered from all be read under that of one.
-    """
+    """Raise a `ValueError` if ranks that hold parts of a weight would get different scales."""
     for ranks in map(dist.get_process_group_ranks, parted):
         if not set(ranks) <= set(got):
             raise ValueError(
-                f"group: got {what} {got}, but parts of a weight are on ranks {ranks}, expected "
-                f"all of those in the group: they share its scales; give one of all ranks that "
-                f"train on parts of the same batch"
+                f"group: got {what} {got}, but parts of a weight are on ranks {ranks}, which share "
+                f"its scales; give a group of all ranks that train on parts of the same batch"
             )
 
 
@@ -41,14 +37,9 @@ def sync_groups(
 ) -> tuple[Any, ...]:
     """Return the groups over which the amaxes of layers with these weights are reduced.
 
-    Args:
-        weights: those of the layers.
-        group: the only one, a `ProcessGroup`, or None.
-        others: tell the mesh where no weight does, as all are gathered; they are read only then.
-        parted: groups of ranks that hold parts of weights which do not tell, being no DTensors.
+    `group`: the only one, or None. `others` tell the mesh where all weights are gathered.
+    `parted`: groups of ranks that hold parts of weights which do not tell, being no DTensors.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        return ()
     weights = list(weights)
     if group is not None:
         if not isinstance(group, dist.ProcessGroup):
@@ -59,10 +50,8 @@ def sync_groups(
         return (group,)
     meshes = _meshes(weights) or _meshes(others)
     if len(meshes) > 1:
-        raise ValueError(
-            f"model: got layers on {len(meshes)} different meshes, expected one for all; say "
-            f"which ranks share their amaxes with `group=`"
-        )
+        got = f"got layers on {len(meshes)} different meshes, expected one for all"
+        raise ValueError(f"model: {got}; say which ranks share their amaxes with `group=`")
     for mesh in meshes:
         if mesh.size() < dist.get_world_size():
             here = mesh.mesh.flatten().tolist()
@@ -73,8 +62,7 @@ def sync_groups(
     if not meshes and any(isinstance(local_tensor(w), Float8Tensor) for w in weights):
         raise ValueError(
             "model: got weights that are gathered at the moment, expected shards, which tell the "
-            "ranks that share amaxes; call reshard() on the modules that keep their weights, or "
-            "say which ranks with `group=`"
+            "ranks; call reshard() on the modules that keep their weights, or give a `group=`"
         )
     return (dist.group.WORLD,)
 

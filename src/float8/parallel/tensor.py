@@ -1,7 +1,7 @@
 """Tensor parallel with communication in float8: styles for `parallelize_module`.
 
-Tokens that are spread over ranks (sequence parallel) are cast under the scale of the whole tensor,
-then gathered as bytes, in backward as in forward. What is summed over ranks is in high precision.
+Tokens spread over ranks (sequence parallel) are cast under the scale of the whole tensor, then
+gathered as bytes, in backward as in forward. What is summed over ranks is in high precision.
 """
 
 import types
@@ -23,7 +23,7 @@ class Float8ColwiseParallel(ColwiseParallel):
     """`ColwiseParallel` for a `Float8Linear`: the input is gathered in float8.
 
     Args:
-        input_layouts, output_layouts, use_local_output: as for `ColwiseParallel`; an input that
+        input_layouts, output_layouts, use_local_output: as for `ColwiseParallel`. What
             `PrepareFloat8ModuleInput` has cast is taken as it is.
     """
 
@@ -115,23 +115,20 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         fqn = self.fwd_config_submodule_fqn
         found = dict(module.named_modules()) if fqn is None else {fqn: module.get_submodule(fqn)}
         layers = {name: x for name, x in found.items() if isinstance(x, Float8Linear)}
+        this = type(self).__name__
         if not layers:
             got = type(next(iter(found.values()))).__name__
-            raise TypeError(
-                f"{type(self).__name__}: got a {got}, expected a Float8Linear or a module that "
-                f"holds some; convert the model first"
-            )
+            expected = "a Float8Linear or a module that holds some; convert the model first"
+            raise TypeError(f"{this}: got a {got}, expected {expected}")
         how, *others = {layer._float8_plan.casts.input.how for layer in layers.values()}
         if others:
             raise ValueError(
-                f"{type(self).__name__}: got layers that cast their input in {1 + len(others)} "
-                f"ways, expected one; name the one to follow with `fwd_config_submodule_fqn`"
+                f"{this}: got layers that cast their input in {1 + len(others)} ways, expected "
+                f"one; name the one to follow with `fwd_config_submodule_fqn`"
             )
         if self.float8_dtype not in (None, how.dtype):
-            raise ValueError(
-                f"{type(self).__name__}: got float8_dtype={self.float8_dtype}, expected "
-                f"{how.dtype}, to which the layers cast their input; leave it out"
-            )
+            expected = f"{how.dtype}, to which the layers cast their input; leave it out"
+            raise ValueError(f"{this}: got float8_dtype={self.float8_dtype}, expected {expected}")
         return list(layers)
 
 
@@ -153,24 +150,22 @@ def _cast(
 
 
 def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) -> Float8Linear:
+    this = type(style).__name__
     if not isinstance(module, Float8Linear):
-        raise TypeError(
-            f"{type(style).__name__}: got a {type(module).__name__}, expected a Float8Linear; "
-            f"convert the model first"
-        )
+        got = type(module).__name__
+        raise TypeError(f"{this}: got a {got}, expected a Float8Linear; convert the model first")
     if is_dtensor(module.weight):
         raise ValueError(
-            f"{type(style).__name__}: got a layer whose weight is a DTensor already, expected one "
-            f"that nobody has shared; parallelize each layer once, and before fully_shard"
+            f"{this}: got a layer whose weight is a DTensor already, expected a plain one; "
+            f"parallelize each layer once, and before fully_shard"
         )
     granularity = module._float8_plan.casts.weight.how.scaling_granularity
     parts_have_scales = granularity.one_scale or (granularity.by_rows and dim == 0)
     if module._float8_keeps_no_master and not parts_have_scales:
         raise ValueError(
-            f"{type(style).__name__}: got a layer with float8_weights=ONLY whose weight has "
-            f"{granularity} scales, expected one scale, or those of rows for a colwise style: "
-            f"parts of a weight that is in float8 only do not have all of the scales; convert the "
-            f"layer with another config"
+            f"{this}: got a layer with float8_weights=ONLY whose weight has {granularity} scales, "
+            f"expected one scale, or those of rows for a colwise style: parts have all of them "
+            f"then; convert the layer with another config"
         )
     _require_one_dim(style, mesh)
     require_parts(module.weight.shape, dim, mesh.size(), module._float8_plan)

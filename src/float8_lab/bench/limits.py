@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from float8.convert.smallest import SMALLEST, Smallest
+from float8.convert.speed import SMALLEST, Smallest
 from float8_lab.bench.tables import ROOT, updated
 from float8_lab.bench.variants import EAGER, HIGH_PRECISION
 
-TABLE = ROOT / "src" / "float8" / "convert" / "smallest.py"
+TABLE = ROOT / "src" / "float8" / "convert" / "speed.py"
 PAGE = ROOT / "docs" / "measuring.md"
 
 _NOISE = 2e-4

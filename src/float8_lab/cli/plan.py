@@ -19,7 +19,7 @@ from float8 import ConversionReport, conversion_report, convert_to_float8_traini
 from float8.config import Float8LinearConfig
 from float8.convert.choice import gpu_for, short_name
 from float8.convert.report import percent
-from float8.convert.smallest import SMALLEST, judged_as
+from float8.convert.speed import SMALLEST, judged_as
 from float8_lab.bench.estimate import estimate, stored
 from float8_lab.bench.linear import LinearTimes, measure_linear
 from float8_lab.bench.shapes import Shape
@@ -35,7 +35,7 @@ CONVERT = "convert"
 _DEFAULT_GPU = "H100"
 
 WAITS_BELOW_MS = 0.25
-"""In bf16 on a GPU: the time of a layer of `WAITS_BELOW`, of float8.convert.smallest."""
+"""In bf16 on a GPU: the time of a layer of `WAITS_BELOW`, of float8.convert.speed."""
 
 app = App()
 
