@@ -32,9 +32,7 @@ class Layout(NamedTuple):
     format: str
     strategy: str
     granularity: ScalingGranularity
-
-    recipe: str
-    """The recipe that multiplies the bytes as they are."""
+    recipe: str  # which multiplies the bytes as they are
 
     @property
     def scale_suffix(self) -> str:
@@ -49,10 +47,7 @@ class Layout(NamedTuple):
         return (-(-N // 128), -(-K // 128)) if self.granularity.by_blocks else (N, 1)
 
     def require_pair(self, name: str, weight: Any, scale: Any) -> None:
-        """Raise a `ValueError` unless a weight of this name and its scale fit this layout.
-
-        Of each its dtype and shape are given; None for `scale`: there is none.
-        """
+        """Raise unless a weight and its scale, each given as dtype and shape, fit this layout."""
         (dtype, shape), scale_name = weight, name + self.scale_suffix
         kind, size = scale or (None, None)
         right = [self.scale_shape(shape)] if len(shape) == 2 else []
@@ -103,15 +98,13 @@ class Layout(NamedTuple):
         return {"quant_method": COMPRESSED, **how, **groups, "ignore": left_out}
 
 
-LAYOUTS = {
-    (each.format, each.strategy): each
-    for each in (
-        Layout(FINE_GRAINED, "block", ScalingGranularity.BLOCK_128x128, "blockwise"),
-        Layout(FINE_GRAINED, "tensor", ScalingGranularity.TENSORWISE, "tensorwise"),
-        Layout(COMPRESSED, "channel", ScalingGranularity.AXISWISE, "rowwise"),
-        Layout(COMPRESSED, "tensor", ScalingGranularity.TENSORWISE, "tensorwise"),
-    )
-}
+_ALL = (
+    Layout(FINE_GRAINED, "block", ScalingGranularity.BLOCK_128x128, "blockwise"),
+    Layout(FINE_GRAINED, "tensor", ScalingGranularity.TENSORWISE, "tensorwise"),
+    Layout(COMPRESSED, "channel", ScalingGranularity.AXISWISE, "rowwise"),
+    Layout(COMPRESSED, "tensor", ScalingGranularity.TENSORWISE, "tensorwise"),
+)
+LAYOUTS = {(each.format, each.strategy): each for each in _ALL}
 """All that can be read and written, by format and strategy."""
 
 

@@ -1,7 +1,7 @@
 """Layers that others loaded in float8: which they are, and what this library makes of them.
 
-transformers loads `fine-grained-fp8` into its `FP8Linear`, and compressed-tensors into an
-`nn.Linear` with more Parameters. They are told by those: a weight of float8 with a scale beside it.
+transformers has `fine-grained-fp8` in its `FP8Linear`, and compressed-tensors in an `nn.Linear`
+with more Parameters. They are told by a weight of float8 with a scale beside it.
 """
 
 from dataclasses import replace
@@ -16,15 +16,11 @@ from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.linear.source import class_with_forward, replaced_forward, shallow_copy
 from float8.tensor import is_dtensor
 
-_SCHEME = "quantization_scheme"
-"""What compressed-tensors leaves on modules that it sees to, beside a forward."""
+_SCHEME = "quantization_scheme"  # which compressed-tensors leaves on modules, beside a forward
 
 
 def strategy_of(mod: Any) -> tuple[str, str] | None:
-    """Return format and strategy of a linear layer that is in float8; None: it is not.
-
-    `strategy` is "block", "channel" or "tensor", or what is none of the library's.
-    """
+    """Return format and strategy, maybe unknown ones, of a layer in float8; None: it is none."""
     weight = mod._parameters.get("weight") if isinstance(mod, nn.Linear) else None
     if weight is None or weight.dtype not in FLOAT8_MAX:
         return None
@@ -35,8 +31,7 @@ def strategy_of(mod: Any) -> tuple[str, str] | None:
         block: Any = getattr(mod, "block_size", None)
         named = {None: "tensor", (128, 128): "block"}
         return FINE_GRAINED, named.get(block and (*block,), f"{block} blocks")
-    scale = mod._parameters.get("weight_scale")
-    if scale is None:
+    if (scale := mod._parameters.get("weight_scale")) is None:
         return None
     return COMPRESSED, "tensor" if scale.numel() == 1 else "channel"
 
@@ -84,8 +79,7 @@ def why_not_taken(mod: Any, config: Float8LinearConfig) -> str | None:
 def as_linear(mod: Any, config: Float8LinearConfig, dtype: torch.dtype) -> nn.Linear:
     """Return a copy of a layer that is in float8 as an `nn.Linear`; bias and hooks are its own.
 
-    Its weight is a `Float8Tensor` with the same bytes if the layer that is made of it has a
-    `config` with `Float8Weights.ONLY`, else a new Parameter with the values in `dtype`.
+    Its weight is a `Float8Tensor` of the same bytes under `Float8Weights.ONLY`, else the values.
     """
     layout = LAYOUTS[strategy_of(mod) or ("", "")]
     scale = mod._parameters["weight" + layout.scale_suffix]
