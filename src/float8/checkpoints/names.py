@@ -87,8 +87,10 @@ def published_names(model: nn.Module) -> PublishedNames:
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange, WeightRenaming
-    except ImportError:  # older than 5, it has models as they are published
-        return found
+    except ImportError:
+        if any(_are_experts(module, x) for _, module, _, x in saved):
+            raise  # early versions of 5 join experts, and do not tell how
+        return found  # older than 5, it has models as they are published
     # Those that add or remove a prefix are for files of other classes.
     mapping = get_model_conversion_mapping(root, add_legacy=False)
     loading = [each for each in mapping if not isinstance(each, PrefixChange)]

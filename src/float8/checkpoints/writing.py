@@ -1,7 +1,4 @@
-"""Write the weights of a model in float8, one tensor after the other.
-
-What is written is listed first, as a `_Plan`, and all that can be refused is. Then it is made.
-"""
+"""Write the weights of a model in float8: a checked `_Plan` first, then the bytes."""
 
 import contextlib
 import hashlib
@@ -19,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from float8.checkpoints.files import NewFiles, import_safetensors
-from float8.checkpoints.layouts import FINE_GRAINED, SCALE_DTYPES, Layout, layout_named, values_of
+from float8.checkpoints.layouts import FINE_GRAINED, Layout, layout_named, values_of
 from float8.checkpoints.names import (
     Names,
     PublishedNames,
@@ -235,13 +232,11 @@ def _plan(
     param_dtype: torch.dtype | None = None,
 ) -> _Plan:
     """Return what is written of a model; raises, as `float8_weights`, unless it can be."""
-    for argument, given, known in (
-        ("dtype", dtype, (None, *HIGH_PRECISION_DTYPES)),
-        ("param_dtype", param_dtype, (None, *HIGH_PRECISION_DTYPES)),
-        ("scale_dtype", scale_dtype, SCALE_DTYPES),
-    ):
-        if given not in known:
-            raise TypeError(f"{argument}: got {given!r}, expected one of {known}")
+    dtypes = {"dtype": dtype, "param_dtype": param_dtype, "scale_dtype": scale_dtype}
+    for name, got in dtypes.items():
+        known = HIGH_PRECISION_DTYPES + (() if name == "scale_dtype" else (None,))
+        if got not in known:
+            raise TypeError(f"{name}: got {got!r}, expected one of {known}")
     layout = layout_named(format, strategy)
     reshard(model)
     if hasattr(model, "peft_config"):
@@ -255,8 +250,7 @@ def _plan(
     if not any(isinstance(module, Float8Layer | Float8Experts) for module in modules):
         raise ValueError(
             "model: got one without a Float8Linear or Float8Experts whose weights can be written "
-            "(neither in float64 nor parametrized), expected one; call "
-            "convert_to_float8_training(model, config=...) first"
+            "(neither in float64 nor parametrized), expected one; call convert_to_float8_training"
         )
     body = Counter[torch.dtype]()
     for each in saved:
@@ -299,10 +293,9 @@ def _require_stored(saved: SavedTensor, in_float8: bool) -> None:
     if not (is_plain and is_dense and x.dtype in _STORED) or is_lazy(x) or x.is_meta:
         raise ValueError(
             f"{name}: got a {type(inner).__name__} of {x.dtype}, {x.layout}, on {x.device}, in a "
-            f"{type(module).__name__}, expected a plain tensor with values, of a dtype that "
-            f"safetensors has; load the model dequantised, make the values, call "
-            f"convert_to_high_precision on a layer in float8 only, untie or convert the tensor, or "
-            f"register a buffer with persistent=False"
+            f"{type(module).__name__}, expected a plain tensor with values that safetensors takes; "
+            f"load the model dequantised, make the values, call convert_to_high_precision on a "
+            f"layer in float8 only, untie or convert it, or make a buffer with persistent=False"
         )
 
 

@@ -150,7 +150,7 @@ class Float8GatherWeight(Wrapper):
     def known(self, weight: Any) -> Any:
         """Return what was kept since `weight`, this or the DTensor around it, was last written."""
         versions, made = self._known
-        return made if versions == self._versions(weight) else None
+        return made if made is not None and versions == self._versions(weight) else None
 
     def _versions(self, weight: Any) -> tuple[Any, ...]:
         """Return what changes when `weight`, this or the DTensor around it, is written or rounded.
