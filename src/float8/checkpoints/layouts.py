@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from float8.config import Float8LinearConfig, Float8Weights, ScalingGranularity, as_config
 from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.linear.source import class_with_forward, replaced_forward, shallow_copy
-from float8.scales import Operand, dequantised
-from float8.tensor import Float8Tensor, is_dtensor
+from float8.tensor import Float8Tensor, dequantise, is_dtensor
 
 FINE_GRAINED, COMPRESSED = "fine-grained-fp8", "compressed-tensors"
 
@@ -165,9 +164,7 @@ def _unknown(what: str, got: str, expected: str) -> ValueError:
 
 def values_of(x: Tensor) -> Tensor:
     """Return a tensor of a checkpoint in high precision; a `Float8Tensor` in float32."""
-    if isinstance(x, Float8Tensor):
-        return dequantised(Operand(x._data, x._scale), x._granularity)
-    return x
+    return dequantise(x, torch.float32) if isinstance(x, Float8Tensor) else x
 
 
 # ---------------------------------------------------------------- layers that others loaded

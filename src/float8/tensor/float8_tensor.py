@@ -222,9 +222,9 @@ class _Straight(torch.autograd.Function):
         return (grad, *[None] * ctx.others)
 
 
-def dequantise(x: Float8Tensor) -> Tensor:
-    """Return `data * scale` in float32, rounded to the original dtype; not differentiable."""
-    return dequantised(Operand(x._data, x._scale), x._granularity).to(x._orig_dtype)
+def dequantise(x: Float8Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return `data * scale` of float32, rounded to `dtype`, or else to the original; no autograd."""
+    return dequantised(Operand(x._data, x._scale), x._granularity).to(dtype or x._orig_dtype)
 
 
 # ---------------------------------------------------------------- views
