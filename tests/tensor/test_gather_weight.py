@@ -182,7 +182,7 @@ def test_copies_in_inference_mode_are_apart(how: str) -> None:
 
 def test_another_dtype_has_the_spec_but_not_the_scale() -> None:
     x = weight(scale=0.5)
-    x.gather_in(torch.bfloat16)
+    x.param_dtype = torch.bfloat16
     assert known(x) is None
     y = x.to(torch.bfloat16)
     assert (type(y), y.dtype, y.spec) == (Float8GatherWeight, torch.bfloat16, SPEC)

@@ -1,14 +1,7 @@
-"""Checkpoints whose weights are float8, as others publish and serve them: in and out.
-
-`layouts` says how a weight lies in each format, `reading` loads files, `writing` makes them.
-"""
+"""Checkpoints whose weights are float8, as others publish and serve them: in and out."""
 
 from float8.checkpoints.reading import load_float8_checkpoint, read_float8_checkpoint
-from float8.checkpoints.writing import (
-    float8_weights,
-    quantization_config,
-    save_float8_checkpoint,
-)
+from float8.checkpoints.writing import float8_weights, quantization_config, save_float8_checkpoint
 
 __all__ = [
     "float8_weights",

@@ -29,9 +29,6 @@ def import_safetensors() -> Any:
     return safetensors
 
 
-# ---------------------------------------------------------------- read
-
-
 class Checkpoint:
     """The safetensors files of a folder, each opened once; raises as `read_float8_checkpoint`."""
 
@@ -81,12 +78,12 @@ class Checkpoint:
         return self.layout.weight(data, scale, dtype)
 
 
+# Ends of names of scales of activations and caches, which are of no use here.
 _OF_ACTIVATIONS = (".input_scale", ".output_scale", ".activation_scale", ".k_scale", ".v_scale")
-"""The ends of names of scales of activations and caches, which are of no use here."""
 
+# Names that safetensors gives to dtypes of numbers with a point; others stay names.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
 _DTYPES |= {"F16": torch.float16, "F8_E4M3": E4M3, "F8_E5M2": E5M2}
-"""Names that safetensors gives to dtypes of numbers with a point; others stay names."""
 
 
 def _opened(path: Path, device: Any) -> Any:
@@ -104,10 +101,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     """Return the object in a file, in which no name is twice: the last would win."""
 
     def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        for name, count in Counter(name for name, _ in pairs).items():
-            if count > 1:
-                raise ValueError(f"{name!r} twice")
-        return dict(pairs)
+        if len(found := dict(pairs)) < len(pairs):
+            name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+            raise ValueError(f"{name!r} twice")
+        return found
 
     try:
         found = json.loads(path.read_bytes(), object_pairs_hook=each_once)
@@ -115,9 +112,8 @@ def _read_json(path: Path) -> dict[str, Any]:
             return found
         raise ValueError(f"a {type(found).__name__}")
     except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path}: got {error}, expected an object of JSON with each name once; fetch it again"
-        ) from error
+        expected = "expected an object of JSON with each name once; fetch it again"
+        raise ValueError(f"{path}: got {error}, {expected}") from error
 
 
 def _read_index(index: Path) -> dict[Path, set[str]]:
@@ -137,14 +133,10 @@ def _read_index(index: Path) -> dict[Path, set[str]]:
     return names
 
 
-# ---------------------------------------------------------------- written
+_UNFINISHED = ".float8_unfinished"  # after the names of files that are not in their place yet
 
-
-_UNFINISHED = ".float8_unfinished"
-"""The end of the names of files that are not in their place yet."""
-
+# Names that files with weights of an older model have, by this library or transformers.
 _SHARDS = re.compile(r"model(-\d{5}(-of-\d{5})?)?\.safetensors")
-"""Names that files with weights of an older model have, by this library or transformers."""
 
 
 class NewFiles:

@@ -1,8 +1,7 @@
 """The names of the tensors of a model: its own, and those under which models are published.
 
-transformers 5 renames tensors as it loads them, and joins the weights of experts: a file has one
-[N, K] for each expert and projection, the model one Parameter [E, parts * N, K]. It knows which,
-and undoes it when it saves. That is asked here; no list of models is kept.
+transformers 5 renames tensors as it loads them, and joins the weights [N, K] of experts to one
+Parameter [E, parts * N, K]; it undoes that when it saves. So it is asked: no list of models here.
 """
 
 import copy
@@ -38,8 +37,8 @@ class SavedTensor:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Any = tensor
+        # Each name of it, with the module that has it, and its name there.
         self.uses: list[tuple[str, nn.Module, str]] = []
-        """Each name of it, with the module that has it, and its name there."""
 
     def replace(self, new: Tensor) -> None:
         """Give all modules that have this tensor another one."""
@@ -64,9 +63,6 @@ def saved_tensors(model: nn.Module) -> list[SavedTensor]:
     return [*saved.values()]
 
 
-# ---------------------------------------------------------------- as published
-
-
 Names = list[list[str]]
 """For each part of the rows of weights [E, parts * N, K]: names of all experts, in order."""
 
@@ -74,11 +70,8 @@ Names = list[list[str]]
 class PublishedNames(NamedTuple):
     """The names that the tensors of a model have in files, by their own names."""
 
-    names: dict[str, str]
-    """Of all tensors: where experts are not published one by one, too."""
-
-    experts: dict[str, Names]
-    """Of those that are published one by one: the names of weights [N, K]."""
+    names: dict[str, str]  # of all tensors, experts too: these need not come one by one
+    experts: dict[str, Names]  # of those that are published one by one, as weights [N, K]
 
 
 def published_names(model: nn.Module) -> PublishedNames:
@@ -94,12 +87,9 @@ def published_names(model: nn.Module) -> PublishedNames:
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange, WeightRenaming
-    except ImportError as error:
+    except ImportError:
         if any(_are_experts(module, x) for _, module, _, x in saved):
-            raise ImportError(
-                f"transformers: got a version that does not tell how experts are published "
-                f"({error}), expected one like 5.17 or 5.23; install that"
-            ) from error
+            raise  # early versions of 5 join experts, and do not tell how
         return found  # older than 5, it has models as they are published
     # Those that add or remove a prefix are for files of other classes.
     mapping = get_model_conversion_mapping(root, add_legacy=False)
@@ -133,10 +123,9 @@ def published_names(model: nn.Module) -> PublishedNames:
 
 
 def replaced_by_transformers(model: nn.Module, method: str) -> str | None:
-    """Return the class of a module that transformers replaces as it loads float8, or None.
+    """Return the class of a module that transformers replaces under this `quant_method`, or None.
 
     What it puts in the place of that module has other Parameters, and finds none of its weights.
-    `method`: the `quant_method` of `config.json`.
     """
     if not _is_of_transformers(unwrapped(model)):
         return None

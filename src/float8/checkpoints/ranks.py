@@ -18,9 +18,8 @@ _KINDS = (FileNotFoundError, OSError, ImportError, TypeError, ValueError)
 class Together:
     """Work that the ranks that share a model do together: an error of one is raised on all.
 
-    As a context it ends with `agree`, and within it ranks call `agree` before collectives: one that
-    failed on its own is there, too, and no other waits for it. Nobody waits for a model that is
-    whole.
+    As a context it ends with `agree`, and within it ranks call `agree` before collectives: so one
+    that failed on its own is there, too. Nobody waits for a model that is whole.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -34,8 +33,7 @@ class Together:
     def agree(self, error: BaseException | None = None, said: Any = None) -> list[Any]:
         """Wait for all ranks, and return what each of them `said`; collective.
 
-        `error`: why this rank cannot go on; the caller raises it. Others raise the error of the
-        first rank that had one: of the same kind, as far as that is known.
+        `error`: why this rank cannot go on; the caller raises it, others the first that they hear.
         """
         kind = next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
         why = str(error) if kind is not RuntimeError else f"{type(error).__name__}: {error}"
@@ -77,15 +75,9 @@ class Together:
         return of_all
 
 
-# ---------------------------------------------------------------- parts of a weight
-
-
 def parts_have_own_scales(weight: Any, layout: Layout) -> bool:
-    """Whether no scale of a DTensor covers parts of two ranks; or there is one for all.
-
-    Of experts [E, N, K] each has scales of its own, so these are parts of whole experts.
-    """
-    if weight.dim() == 3:
+    """Whether no scale of a DTensor covers parts of two ranks; or there is one for all of them."""
+    if weight.dim() == 3:  # experts, each of which has scales of its own
         return has_whole_experts(weight)
     granularity, even = layout.granularity, True
     for dim, ranks in ranks_of_dims(weight).items() if not granularity.one_scale else ():

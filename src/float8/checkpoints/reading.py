@@ -47,7 +47,6 @@ def read_float8_checkpoint(
     if dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"dtype: got {dtype}, expected one of {HIGH_PRECISION_DTYPES}")
     checkpoint = Checkpoint(Path(folder), _checked_device(device))
-
     return ((name, checkpoint.read(name, dtype)) for name in checkpoint.names)
 
 
@@ -68,10 +67,9 @@ def load_float8_checkpoint(
     `rowwise` for channels, `tensorwise` for tensors. Every other Parameter takes the dequantised
     values, rounded to its dtype: masters that train, on all ranks their own part of each.
 
-    Names are those of the model, or those under which transformers publishes it. So the weights of
-    experts, which a file has one by one, go into the Parameters that a model has for all of them.
-
-    Ranks that share a model must all call: what one of them cannot read raises on all.
+    Names are those of the model, or those under which transformers publishes it: weights of experts
+    that a file has one by one go into the Parameters that a model has for all of them. Ranks that
+    share a model must all call: what one of them cannot read raises on all.
 
     Args:
         model: in high precision or converted; may be on the meta device, or sharded by FSDP2 or
@@ -92,17 +90,10 @@ def load_float8_checkpoint(
     """
     require_module(model, "model")
     reshard(model)
-    # As transformers: of layers that predict more tokens, which it has not.
-    ignored = getattr(unwrapped(model), "_keys_to_ignore_on_load_unexpected", None) or ()
     with Together(model) as ranks:
         device = _checked_device("cpu" if device is None else device)
         places, checkpoint = _places(model), Checkpoint(Path(folder))
-        names = [
-            name
-            for name in checkpoint.names
-            if name in places or not any(re.search(each, name) for each in ignored)
-        ]
-        names = _fitting(type(model).__name__, checkpoint, names, places)
+        names = _fitting(model, checkpoint, places)
         ranks.agree()  # nothing is changed where another rank has no such file
         for name in names:
             # In inference mode only what is an inference tensor by now.
@@ -116,9 +107,6 @@ def load_float8_checkpoint(
             stacklevel=2,
         )
     return model
-
-
-# ---------------------------------------------------------------- the places of tensors
 
 
 class _Place(NamedTuple):
@@ -148,18 +136,16 @@ def _places(model: nn.Module) -> dict[str, _Place]:
     return places
 
 
-def _fitting(
-    model: str, checkpoint: Checkpoint, names: list[str], places: dict[str, _Place]
-) -> list[str]:
-    """Return the names of tensors to read, one for each place that has some.
-
-    Raises a `ValueError` if one has no place that takes it, or a place of `model` has none.
-    """
-    if unknown := [name for name in names if name not in places]:
-        raise ValueError(f"checkpoint: got {unknown[0]!r}, expected names of tensors of {model}")
-    given: dict[_Place, list[str]] = {}
-    for name in names:
-        given.setdefault(places[name], []).append(name)
+def _fitting(model: nn.Module, checkpoint: Checkpoint, places: dict[str, _Place]) -> list[str]:
+    """Return the names of tensors to read, one for each place; raises if they do not fit."""
+    cls, given = type(model).__name__, dict[_Place, list[str]]()
+    # As transformers: of layers that predict more tokens, which it has not.
+    ignored = getattr(unwrapped(model), "_keys_to_ignore_on_load_unexpected", None) or ()
+    for name in checkpoint.names:
+        if name in places:
+            given.setdefault(places[name], []).append(name)
+        elif not any(re.search(each, name) for each in ignored):
+            raise ValueError(f"checkpoint: got {name!r}, expected names of tensors of {cls}")
     one_by_one = {place.target for place in given if place.expert is not None}
     missing = {
         place: name
@@ -168,7 +154,7 @@ def _fitting(
     }
     if missing:
         raise ValueError(
-            f"checkpoint: got nothing for {len(missing)} Parameter(s) or buffer(s) of {model}, "
+            f"checkpoint: got nothing for {len(missing)} Parameter(s) or buffer(s) of {cls}, "
             f"such as {min(missing.values())!r}, expected all of them"
         )
     for place, tied in given.items():
@@ -184,13 +170,13 @@ def _fitting(
             if not ((a == b) | (a != a) & (b != b)).all():
                 raise ValueError(
                     f"{name}: got other values than those of {tied[0]!r}, expected the same: they "
-                    f"are one tensor of {model}; untie them, or remove one"
+                    f"are one tensor of {cls}; untie them, or remove one"
                 )
     return [name for name, *_ in given.values()]
 
 
 def _require_fitting(name: str, place: _Place, checkpoint: Checkpoint) -> None:
-    """Raise a `ValueError` unless a place can take the tensor of a name."""
+    """Raise unless a place can take the tensor of a name."""
     described: Any = checkpoint.described(name)
     (dtype, shape), target = described, place.target.tensor
     wanted = tuple(target.shape)
@@ -216,9 +202,6 @@ def _require_fitting(name: str, place: _Place, checkpoint: Checkpoint) -> None:
     else:
         return
     raise ValueError(f"{name}: got {got}, expected {expected}")
-
-
-# ---------------------------------------------------------------- into them
 
 
 def _put(place: _Place, read: Callable[..., Tensor], device: Any) -> None:

@@ -1,7 +1,4 @@
-"""Write the weights of a model in float8, one tensor after the other.
-
-What is written is listed first, as a `_Plan`, and all that can be refused is. Then it is made.
-"""
+"""Write the weights of a model in float8: a checked `_Plan` first, then the bytes."""
 
 import contextlib
 import hashlib
@@ -19,13 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from float8.checkpoints.files import NewFiles, import_safetensors
-from float8.checkpoints.layouts import (
-    FINE_GRAINED,
-    SCALE_DTYPES,
-    Layout,
-    layout_named,
-    values_of,
-)
+from float8.checkpoints.layouts import FINE_GRAINED, Layout, layout_named, values_of
 from float8.checkpoints.names import (
     Names,
     PublishedNames,
@@ -52,10 +43,8 @@ class WrittenWeight:
     """One weight in float8 that was written."""
 
     name: str
-
     as_trained: bool
     """Whether the bytes are those that training multiplies."""
-
     sqnr: float
     """Of the values that were written against the weight, in dB; infinite if they are the same."""
 
@@ -72,18 +61,16 @@ def float8_weights(
     """Yield names and tensors of a converted model as servers of float8 read them.
 
     Weights of `Float8Linear` come as e4m3 bytes, each followed by its scales; all else as `dtype`
-    says. With the granularity of the recipe the bytes are those that training multiplies;
-    `save_float8_checkpoint` says which are. Names are those under which transformers publishes the
-    model; of other models those of `model.state_dict()`, without what torch.compile and DDP add.
-    Experts of transformers that are published one by one come so, in float8, converted or not. One
-    tensor is made at a time. What is not cast may share the memory of the model: copy it before the
-    next step.
+    says. With the granularity of the recipe the bytes are those that training multiplies. Names are
+    those under which transformers publishes the model; of other models those of
+    `model.state_dict()`, without what torch.compile and DDP add. Experts of transformers that are
+    published one by one come so, in float8, converted or not. One tensor is made at a time. What is
+    not cast may share the memory of the model: copy it before the next step.
 
     Of weights that ranks share (FSDP2, tensor parallel) each rank casts its own part, and ranks
-    gather bytes and scales: the same as of one rank. Where a scale would cover parts of two ranks,
-    the weight is gathered in high precision and then cast: blocks unless each part begins at a
-    multiple of 128, channels and experts that are cut. All ranks must iterate alike. What FSDP2
-    keeps gathered is resharded.
+    gather bytes and scales: the same as of one rank. Where a scale would cover parts of two ranks
+    (blocks unless parts begin at multiples of 128, channels and experts that are cut) the weight is
+    gathered in high precision first. All ranks must iterate alike. FSDP2's weights are resharded.
 
     Args:
         model: converted; in training or evaluation, sharded by FSDP2 or whole.
@@ -92,11 +79,11 @@ def float8_weights(
         strategy: what a scale covers. Of the first `"block"`, 128x128, or `"tensor"`; of the other
             `"channel"`, one output, or `"tensor"`. None: the first of these.
         dtype: of what is not in float8. None: as the model has it, if most of its weights for
-            float8 have 16 bits: what it holds in float32 beside these stays so. Else float32
-            becomes bfloat16, but for what the classes of transformers keep in float32.
+            float8 have 16 bits; else float32 becomes bfloat16, but for what the classes of
+            transformers keep in float32.
         scale_dtype: of scales: float32, or one in which they are the same numbers.
-        param_dtype: that of FSDP2's `MixedPrecisionPolicy`, if it has one: training rounds weights
-            to it before it casts them, and so are these. None: they are cast as they are.
+        param_dtype: that of FSDP2's `MixedPrecisionPolicy`, if it has one: weights are rounded to
+            it before they are cast, as in training. None: they are cast as they are.
 
     Raises:
         TypeError: `model` is no `nn.Module`; `dtype` or `param_dtype` is none in high precision,
@@ -143,12 +130,11 @@ def save_float8_checkpoint(
     `quantization_config`. Tied weights are written once. It holds one shard in memory.
 
     On several ranks rank 0 writes. All that share a sharded model must call, and what one of them
-    cannot do is an error on all. A model that is whole waits for nobody: the one of rank 0 is
-    written. Other ranks may call, which checks their model and writes nothing of it: join the
-    stages of a pipeline first.
+    cannot do is an error on all. A model that is whole waits for nobody: that of rank 0 is written;
+    on other ranks it is only checked. Join the stages of a pipeline first.
 
     Files are written beside those of an older model in the folder, which go when the new ones are
-    on the disk. It has to have room for both. After an error the older ones are as they were. A
+    on the disk: it has to have room for both. After an error the older ones are as they were. A
     warning names older ones that cannot be removed.
 
     Args:
@@ -221,12 +207,9 @@ class _Source(NamedTuple):
     """A Parameter or buffer that is written."""
 
     x: Tensor
-    names: Names
-    """In files; [[name]] unless these are experts that are published one by one."""
-    dtype: torch.dtype | None
-    """To which values are rounded first, or as they are written; None: they stay."""
-    how: CastConfig | None = None
-    """Of the cast to float8; None: it is written in high precision."""
+    names: Names  # in files; [[name]] unless these are experts that are published one by one
+    dtype: torch.dtype | None  # of values before a cast, or as they are written; None: they stay
+    how: CastConfig | None = None  # of the cast to float8; None: written in high precision
     as_trained: bool = False
 
 
@@ -235,11 +218,9 @@ class _Plan(NamedTuple):
 
     layout: Layout
     scale_dtype: torch.dtype
-    dtype: torch.dtype
-    """Of most of what is not in float8."""
+    dtype: torch.dtype  # of most of what is not in float8
     sources: list[_Source]
-    config: dict[str, Any]
-    """The `quantization_config` of `config.json`."""
+    config: dict[str, Any]  # the `quantization_config` of `config.json`
 
 
 def _plan(
@@ -251,13 +232,11 @@ def _plan(
     param_dtype: torch.dtype | None = None,
 ) -> _Plan:
     """Return what is written of a model; raises, as `float8_weights`, unless it can be."""
-    for argument, given, known in (
-        ("dtype", dtype, (None, *HIGH_PRECISION_DTYPES)),
-        ("param_dtype", param_dtype, (None, *HIGH_PRECISION_DTYPES)),
-        ("scale_dtype", scale_dtype, SCALE_DTYPES),
-    ):
-        if given not in known:
-            raise TypeError(f"{argument}: got {given!r}, expected one of {known}")
+    dtypes = {"dtype": dtype, "param_dtype": param_dtype, "scale_dtype": scale_dtype}
+    for name, got in dtypes.items():
+        known = HIGH_PRECISION_DTYPES + (() if name == "scale_dtype" else (None,))
+        if got not in known:
+            raise TypeError(f"{name}: got {got!r}, expected one of {known}")
     layout = layout_named(format, strategy)
     reshard(model)
     if hasattr(model, "peft_config"):
@@ -271,8 +250,7 @@ def _plan(
     if not any(isinstance(module, Float8Layer | Float8Experts) for module in modules):
         raise ValueError(
             "model: got one without a Float8Linear or Float8Experts whose weights can be written "
-            "(neither in float64 nor parametrized), expected one; call "
-            "convert_to_float8_training(model, config=...) first"
+            "(neither in float64 nor parametrized), expected one; call convert_to_float8_training"
         )
     body = Counter[torch.dtype]()
     for each in saved:
@@ -300,10 +278,10 @@ def _plan(
     return _Plan(layout, scale_dtype, rest, sources, config)
 
 
+# The dtypes of tensors beside weights in float8 that safetensors has.
 _STORED = {*HIGH_PRECISION_DTYPES, torch.float64, torch.complex64, torch.bool, torch.uint8}
 _STORED |= {torch.uint16, torch.uint32, torch.uint64}
 _STORED |= {torch.int8, torch.int16, torch.int32, torch.int64}
-"""The dtypes of tensors beside weights in float8 that safetensors has."""
 
 
 def _require_stored(saved: SavedTensor, in_float8: bool) -> None:
@@ -315,10 +293,9 @@ def _require_stored(saved: SavedTensor, in_float8: bool) -> None:
     if not (is_plain and is_dense and x.dtype in _STORED) or is_lazy(x) or x.is_meta:
         raise ValueError(
             f"{name}: got a {type(inner).__name__} of {x.dtype}, {x.layout}, on {x.device}, in a "
-            f"{type(module).__name__}, expected a plain tensor with values, of a dtype that "
-            f"safetensors has; load the model dequantised, make the values, call "
-            f"convert_to_high_precision on a layer in float8 only, untie or convert the tensor, or "
-            f"register a buffer with persistent=False"
+            f"{type(module).__name__}, expected a plain tensor with values that safetensors takes; "
+            f"load the model dequantised, make the values, call convert_to_high_precision on a "
+            f"layer in float8 only, untie or convert it, or make a buffer with persistent=False"
         )
 
 
@@ -397,8 +374,7 @@ def _require_own_names(sources: list[_Source], suffix: str) -> None:
 # ---------------------------------------------------------------- one after the other
 
 
-InFloat8 = tuple[Tensor, ...]
-"""Bytes [N, K] and scales as they are published, and, where measured, what `_powers` returns."""
+InFloat8 = tuple[Tensor, ...]  # bytes [N, K], scales as published, and, where measured, `_powers`
 
 
 @torch.no_grad()

@@ -16,14 +16,13 @@ from float8.tensor.wrapper import Wrapper, as_inference_as
 
 aten = torch.ops.aten
 
-CURE = (
+CURE = (  # for an op that has no float8 meaning
     "for a weight that FSDP2 gathers, convert its layer once more before fully_shard, with "
     "enable_fsdp_float8_all_gather=False and a module_filter_fn that takes this layer alone; for "
     "one in float8 only, which cannot be sharded as fully_shard calls it, leave it out with "
     "fully_shard(..., ignored_params={weight}), or call convert_to_high_precision(model); else "
     "call .to_original_precision()"
 )
-"""What to do about an op that has no float8 meaning."""
 
 
 class Float8Tensor(Wrapper):
@@ -54,9 +53,8 @@ class Float8Tensor(Wrapper):
     _amax: Tensor | None
     _orig_dtype: torch.dtype
     _granularity: Granularity
-    _has_row_scales: bool
+    _has_row_scales: bool  # under `AXISWISE`: whether each row has one, or each column
     _has_column_scales: bool
-    """Whether each row has a scale under `AXISWISE`, or each column."""
     _tensors_inside = "_data", "_scale", "_amax"
     _context = "_orig_dtype", "_granularity"
 
@@ -121,8 +119,8 @@ class Float8Tensor(Wrapper):
         """Cast `x`; differentiable, the gradient passes through unchanged.
 
         Args:
-            x: float32, bfloat16 or float16, any shape. Or a DTensor of them, which becomes a
-                DTensor of `Float8Tensor`s under the scale of the whole; then all ranks must call.
+            x: float32, bfloat16 or float16, any shape; or a DTensor of them, which becomes a
+                DTensor of `Float8Tensor`s under the scale of the whole: all ranks must call then.
             dtype: float8 format.
             scale: float32 with one element; None: from the amax of `x`.
             round_scales_to_power_of_2: round a scale from the amax up to a power of two.
@@ -141,15 +139,15 @@ class Float8Tensor(Wrapper):
                 f"Partial: its values are still to be summed up; redistribute it first"
             )
         cast = Cast(how, scale=scale, reduce=amax_over(sharding_groups(whole)))
-        local = to_float8(whole.to_local(), cast)
-        return dtensor_like(local, whole)  # type: ignore[no-any-return]
+        made: Float8Tensor = dtensor_like(to_float8(whole.to_local(), cast), whole)
+        return made
 
     def to_original_precision(self) -> Tensor:
         """Dequantise; differentiable, the gradient passes through unchanged."""
         return _Straight.apply(self, dequantise)  # type: ignore[no-any-return, no-untyped-call]
 
     def _assign(self, new: Tensor) -> None:
-        """Refuse a tensor that would take the place of data and scale, which would not notice."""
+        """Refuse a tensor in the place of data and scale, which would not notice."""
         raise RuntimeError(
             "data: got a tensor to take the place of float8 data and scale, expected none; assign "
             "a new Float8Tensor or Parameter to the attribute that holds this one"
@@ -159,9 +157,8 @@ class Float8Tensor(Wrapper):
         """Refuse to name one storage, as safetensors asks for: there are two."""
         raise RuntimeError(
             "Float8Tensor: got a request for its storage, as save_pretrained and safetensors make, "
-            "expected tensors in high precision; save high_precision_state_dict(model), as in "
-            "model.save_pretrained(path, state_dict=high_precision_state_dict(model)), or call "
-            "convert_to_high_precision(model) first"
+            "expected tensors in high precision; call model.save_pretrained(path, state_dict="
+            "high_precision_state_dict(model)), or convert_to_high_precision(model) first"
         )
 
     @property
@@ -174,19 +171,18 @@ class Float8Tensor(Wrapper):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        handler = _HANDLERS.get(func.name())
-        if handler is None:
-            # In inference mode nobody has taken compound ops apart.
-            result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-            if not func.is_view or func is aten.view.dtype:
-                raise NotImplementedError(
-                    f"Float8Tensor: got {func}, expected one of the ops that have a float8 "
-                    f"meaning (views, copies, cat, mm); {CURE}"
-                )
-            handler = _view
-        return handler(func, args, kwargs)
+        if handler := _HANDLERS.get(func.name()):
+            return handler(func, args, kwargs)
+        # In inference mode nobody has taken compound ops apart.
+        result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        if func.is_view and func is not aten.view.dtype:
+            return _view(func, args, kwargs)
+        raise NotImplementedError(
+            f"Float8Tensor: got {func}, expected one of the ops that have a float8 meaning "
+            f"(views, copies, cat, mm); {CURE}"
+        )
 
 
 # ---------------------------------------------------------------- casts
@@ -208,8 +204,7 @@ def to_float8(x: Tensor, cast: Cast) -> Float8Tensor:
         data, scale = quantize(rows, cast, row=True).row
         if data.shape != rows.shape:  # padded for a GEMM
             data = data[:, : rows.shape[1]].clone(memory_format=torch.contiguous_format)
-        if granularity.by_rows:
-            scale = scale.reshape(*x.shape[:-1], 1)
+        scale = scale.reshape(*x.shape[:-1], 1) if granularity.by_rows else scale
     made = data.reshape(x.shape), scale, x.dtype, granularity, amax
     return _Straight.apply(x, Float8Tensor, *made)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -227,9 +222,9 @@ class _Straight(torch.autograd.Function):
         return (grad, *[None] * ctx.others)
 
 
-def dequantise(x: Float8Tensor) -> Tensor:
-    """Return `data * scale` in float32, rounded to the original dtype; not differentiable."""
-    return dequantised(Operand(x._data, x._scale), x._granularity).to(x._orig_dtype)
+def dequantise(x: Float8Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return `data * scale` of float32, rounded to `dtype`, or else to the original; no autograd."""
+    return dequantised(Operand(x._data, x._scale), x._granularity).to(dtype or x._orig_dtype)
 
 
 # ---------------------------------------------------------------- views
@@ -301,10 +296,7 @@ def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _require_alike(op: str, *tensors: Any, scale: bool = False, amax: bool = True) -> None:
-    """Raise a `ValueError` if tensors are not all `Float8Tensor`s of one kind.
-
-    `scale`: with one scale, too. `amax`: all with an amax to record, or none.
-    """
+    """Refuse other than `Float8Tensor`s of one kind; `scale`: of one scale; `amax`: all or none."""
     if not all(isinstance(x, Float8Tensor) for x in tensors):
         raise ValueError(
             f"{op}: got a Float8Tensor and a high-precision tensor, expected all of one kind; "
@@ -417,28 +409,20 @@ def _product(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             f"and by columns, which leaves one scale for what is summed up"
         )
     if problem:
-        raise ValueError(
-            f"mm: got Float8Tensors {problem}; call .to_original_precision(), or float8.linear"
-        )
-    turned = Operand(b._data.t(), b._scale.t() if b._has_column_scales else b._scale)
-    product = matmul(
-        _contiguous(Operand(a._data, a._scale), a._granularity),
-        _contiguous(turned, b._granularity),
-        (a.shape[0], b.shape[1]),
-        gemm=Gemm(granularities=(a._granularity, b._granularity)),
-        out_dtype=a._orig_dtype,
-    )
+        cure = "call .to_original_precision(), or float8.linear"
+        raise ValueError(f"mm: got Float8Tensors {problem}; {cure}")
+    of_a, of_b = a._granularity, b._granularity
+    left = padded(Operand(a._data, a._scale), of_a)
+    right = padded(Operand(b._data.t(), b._scale.t() if b._has_column_scales else b._scale), of_b)
+    left, right = (Operand(x.data.contiguous(), x.scale) for x in (left, right))
+    shape, gemm = (a.shape[0], b.shape[1]), Gemm(granularities=(of_a, of_b))
+    product = matmul(left, right, shape, gemm=gemm, out_dtype=a._orig_dtype)
     if not bias:
         return product
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
     # As in torch, a NaN in the bias counts for nothing if beta is 0.
     product = product * alpha
     return _of_values(torch.add, (product, *bias), {"alpha": beta}) if beta else product
-
-
-def _contiguous(operand: Operand, granularity: Granularity) -> Operand:
-    data, scale = padded(operand, granularity)
-    return Operand(data.contiguous(), scale)
 
 
 # ---------------------------------------------------------------- ranks
@@ -461,10 +445,7 @@ def _send(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _exchange(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run a collective of `torch.distributed` that moves whole tensors, each with its own scale.
-
-    One after the other: bytes, scales, and amaxes where there are some, on all ranks alike.
-    """
+    """Run a collective of `torch.distributed` on whole tensors: bytes, then scales, then amaxes."""
     tensors, written = _tensors_in(args), _tensors_in(args[0])
     _require_alike(str(func), *tensors)
     if not all(map(_is_whole, written)) or len({id(x._scale) for x in written}) < len(written):

@@ -31,30 +31,22 @@ aten = torch.ops.aten
 class Gather(NamedTuple):
     """A gather as this rank knows it, besides what is sent."""
 
-    size: torch.Size
-    """Of the whole weight."""
-    scale: Tensor | None = None
-    """Of the whole weight, the same on all ranks; None if scales are sent."""
-    amax: Tensor | None = None
-    """See `Float8Tensor`."""
+    size: torch.Size  # of the whole weight
+    scale: Tensor | None = None  # of the whole weight, alike on all ranks; None: scales are sent
+    amax: Tensor | None = None  # see `Float8Tensor`
 
 
 class Float8GatherWeight(Wrapper):
     """A high-precision tensor with the spec of the cast in which FSDP2 gathers it.
 
-    To everything but the gather it is the tensor that it holds. Views, copies and `empty_like`,
-    `new_zeros` and `new_empty` of it are of its class; the results of all other ops are plain. All
-    views, and the plain tensors that `high_precision` gives, count their writes in one version
-    counter, which tells whether a scale that was computed ahead is still that of the values.
+    To everything but the gather it is the tensor that it holds, `inner`, which is not copied.
+    Views, copies and `empty_like`, `new_zeros` and `new_empty` of it are of its class; the results
+    of all other ops are plain. All views, and the plain tensors that `high_precision` gives, count
+    their writes in the version counter of `counted`, a plain tensor over the same memory: it tells
+    whether a scale that was computed ahead is still that of the values.
 
     Scales finer than one per tensor are sent with the data. FSDP2 takes those of even shards only.
     Others are gathered in high precision, as are those of which a scale covers parts of two ranks.
-
-    Args:
-        inner: float32, bfloat16 or float16; shared, not copied.
-        spec: how it is cast.
-        counted: the plain tensor over the same memory whose version counter tells of writes; None:
-            `inner`.
     """
 
     _inner: Tensor
@@ -86,11 +78,7 @@ class Float8GatherWeight(Wrapper):
             return self.counted.as_strided(self.shape, self.stride(), self.storage_offset())
 
     def _assign(self, new: Tensor) -> None:
-        """Take `new` in the place of the tensor inside: shared, or copied if it lies otherwise.
-
-        Raises:
-            ValueError: its class, shape, dtype or device is another.
-        """
+        """Take `new` in the place of the tensor inside: shared, or copied if it lies otherwise."""
         values, old = high_precision(new), self._inner
         got, expected = (
             f"shape {tuple(x.shape)}, {x.dtype} on {x.device}"
@@ -152,13 +140,6 @@ class Float8GatherWeight(Wrapper):
         new.param_dtype = self.param_dtype
         return new
 
-    # ---------------------------------------------------------------- what the next gather knows
-
-    def gather_in(self, dtype: torch.dtype) -> None:
-        """Note to which dtype it is rounded; a scale or a cast of another is forgotten."""
-        if self.param_dtype is not dtype:
-            self.param_dtype, self._known = dtype, (None, None)
-
     def keep(self, made: Cast | Operand, weight: Any) -> None:
         """Keep a cast whose scale was computed ahead, or what it made, until the next write.
 
@@ -169,20 +150,16 @@ class Float8GatherWeight(Wrapper):
     def known(self, weight: Any) -> Any:
         """Return what was kept since `weight`, this or the DTensor around it, was last written."""
         versions, made = self._known
-        if made is None or versions != self._versions(weight):
-            return None
-        return made
+        return made if made is not None and versions == self._versions(weight) else None
 
     def _versions(self, weight: Any) -> tuple[Any, ...]:
-        """Return what changes when `weight`, this or the DTensor around it, is written.
+        """Return what changes when `weight`, this or the DTensor around it, is written or rounded.
 
         A DTensor counts the writes of ops on it and of compiled code; its shard those through
         `to_local()`, and of ops that take lists, as an optimizer's.
         """
         inner = ((x._version, x.data_ptr(), x.stride()) for x in (self.counted, self._inner))
-        return weight._version, *inner
-
-    # ---------------------------------------------------------------- the hooks of FSDP2
+        return weight._version, self.param_dtype, *inner
 
     # Grad mode is off already, says FSDP2. What is made here outlives an evaluation in inference
     # mode if the weights stay gathered, and must then do for training.
@@ -230,15 +207,13 @@ class Float8GatherWeight(Wrapper):
     ) -> tuple[tuple[Tensor, ...], Gather]:
         """Cast the shard [R, K] of the weight of `module` to what is sent, padded to `rows`.
 
-        There may be no rows. The scale is that of the whole weight under `TENSORWISE`; under other
-        granularities those of the shard. With delayed scaling the amax of the shard comes along for
-        each forward in training to record; the sync makes it that of the whole weight. With
-        `Float8Weights.HELD` a dynamic cast is kept until the weight is written.
+        R may be 0. With delayed scaling the amax of the shard comes along for each forward in
+        training to record; the sync makes it that of the whole weight. With `Float8Weights.HELD` a
+        dynamic cast is kept until the weight is written.
         """
         weight, how, shard, amax = module.weight, self.spec, self.high_precision, None
-        owner = getattr(weight, "_local_tensor", weight)
-        delayed = how.scaling_type is ScalingType.DELAYED
-        owner.gather_in(dtype)
+        owner = local_tensor(weight)
+        owner.param_dtype, delayed = dtype, how.scaling_type is ScalingType.DELAYED
         made: Any = None if delayed else owner.known(weight)
         if not isinstance(made, Operand):
             cast, ahead = Cast(how), made is not None
@@ -280,11 +255,10 @@ class Float8GatherWeight(Wrapper):
         data = received[0].view(-1)[: size.numel()].view(size)
         if data.dtype != torch.uint8:
             return None if out is not None else (data, ())
-        if scale is None:
-            scale = received[1].view(torch.float32)
+        scale = received[1].view(torch.float32) if scale is None else scale
         if out is None:
             return self._gathered(data.view(self.spec.dtype), scale, dtype, amax), ()
-        old = getattr(out, "_local_tensor", out)
+        old = local_tensor(out)
         old._scale, old._amax = scale, amax
         return None
 
@@ -302,11 +276,9 @@ _KEEP = (
 )
 """Ops besides views whose result is of the class too: what sharding and `to_empty` make use of."""
 
-# FSDP2 looks at the hook's signature at every gather; found from the code, that takes as long as
-# the cast.
-Float8GatherWeight.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined]
-    Float8GatherWeight.fsdp_pre_all_gather
-)
+# FSDP2 asks for the hook's signature at every gather; found anew, that takes as long as the cast.
+_hook: Any = Float8GatherWeight.fsdp_pre_all_gather
+_hook.__signature__ = inspect.signature(_hook)
 torch.serialization.add_safe_globals(
     [Float8GatherWeight, CastConfig, ScalingGranularity, ScalingType]
 )
@@ -323,9 +295,6 @@ def padded_shard(x: Tensor, rows: int) -> Tensor:
     """Return `x` [R, ...] with zeros behind, [rows, ...], contiguous; R may be 0."""
     behind = (0, 0) * (x.dim() - 1) + (0, rows - x.shape[0])
     return nn.functional.pad(x, behind) if any(behind) else x.contiguous()
-
-
-# ---------------------------------------------------------------- weights in and out of state dicts
 
 
 # Version counters, which tell of writes, are there outside of inference mode only.

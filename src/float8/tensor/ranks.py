@@ -1,7 +1,6 @@
 """Ranks that hold parts of one tensor: DTensors, amaxes of the whole, tokens that ranks share.
 
-DTensors and FSDP2 are known by their attributes: importing them takes longer than importing float8.
-Compilers follow this code.
+DTensors and FSDP2 are known by their attributes: they import slowly. Compilers follow this code.
 """
 
 import functools
@@ -19,15 +18,10 @@ from float8.scales import Operand
 class SharedTokens(NamedTuple):
     """Rows [R, C] of which each rank has as many: a tensor that is sharded along a leading dim."""
 
-    group: str
-    """The name of the ranks' process group."""
-
+    group: str  # the name of the ranks' process group
     ranks: int
-    dim: int
-    """Along which the tensor is sharded."""
-
-    before: int
-    """The product of the dims before that one."""
+    dim: int  # along which the tensor is sharded
+    before: int  # the product of the dims before that one
 
     def gather(self, x: Tensor) -> Tensor:
         """Gather [R / ranks, C] of each rank, float8 or any that the group can send, to [R, C]."""
@@ -41,21 +35,16 @@ class SharedTokens(NamedTuple):
     def cast(self, x: Tensor, cast: Cast, traced: bool = False) -> Operand:
         """Cast [R / ranks, C] of this rank, and gather the bytes of all: row data [R, ceil16(C)].
 
-        Under one scale for all ranks, or under one for each row, which are gathered, too.
-        `traced`: see `quantize`.
+        Scales of rows are gathered, too. `traced`: see `quantize`.
         """
         data, scale = quantize(x, cast, row=True, traced=traced).row
         granularity = cast.how.scaling_granularity
-        if not granularity.one_scale:
-            scale = self.gather(scale)
+        scale = scale if granularity.one_scale else self.gather(scale)
         whole = Operand(self.gather(data[:, : x.shape[1]]), scale)
         return padded(whole, granularity, pad_rows=False)
 
     def scatter(self, x: Tensor) -> Tensor:
-        """Begin to sum up [R, C] of all ranks, of which this rank gets [R / ranks, C]: `arrived`.
-
-        What is computed until then runs beside it.
-        """
+        """Begin to sum up [R, C] of all ranks, of which `arrived` gives this one [R / ranks, C]."""
         x = x if self.before == 1 else self._swapped(x, self.before, self.ranks)
         return torch.ops._c10d_functional.reduce_scatter_tensor(  # type: ignore[no-any-return]
             x.contiguous(), "sum", self.ranks, self.group
@@ -70,9 +59,6 @@ def arrived(x: Tensor) -> Tensor:
     x = torch.ops._c10d_functional.wait_tensor(x)
     # As another tensor: waiting returns the very one that it was given.
     return torch.ops.aten._unsafe_view.default(x, x.shape)  # type: ignore[no-any-return]
-
-
-# ---------------------------------------------------------------- DTensors
 
 
 def is_dtensor(x: Any) -> bool:
@@ -112,11 +98,9 @@ def sharding_groups(x: Any) -> tuple[Any, ...]:
 
     Under FSDP2 with tensor parallel there are two: over both it is the amax of the whole.
     """
-    mesh, groups = x.device_mesh, []
-    for dim, placement in enumerate(x.placements):
-        if not placement.is_replicate() and mesh.size(dim) > 1:
-            groups.append(mesh.get_group(dim))
-    return tuple(groups)
+    mesh, placed = x.device_mesh, enumerate(x.placements)
+    dims = [dim for dim, how in placed if not how.is_replicate() and mesh.size(dim) > 1]
+    return tuple([mesh.get_group(dim) for dim in dims])
 
 
 def ranks_of_dims(x: Any) -> dict[int, int]:
@@ -129,10 +113,7 @@ def ranks_of_dims(x: Any) -> dict[int, int]:
 
 
 def all_have_some(size: int, ranks: int) -> bool:
-    """Whether each rank has some of a dim in torch's chunks: all but the last as long as the first.
-
-    Behind the last there may be empty ones.
-    """
+    """Whether none of torch's chunks is empty: all but the last are as long as the first."""
     return -(-size // ranks) * (ranks - 1) < size
 
 
@@ -141,20 +122,13 @@ def all_ranks_have_some(x: Any) -> bool:
     return all(all_have_some(x.shape[dim], ranks) for dim, ranks in ranks_of_dims(x).items())
 
 
-# ---------------------------------------------------------------- amaxes
-
-
 def amax_over(groups: Iterable[Any], device_type: str | None = None) -> Callable[[Tensor], Tensor]:
     """Return a function that makes amaxes the largest of all ranks of some process groups.
 
-    Args:
-        groups: over which to reduce, one after the other.
-        device_type: where they can, as amaxes may be offloaded; None: where the amaxes are.
+    `device_type`: where the groups reduce, as amaxes may be offloaded; None: where these are.
     """
-    names = []
-    for group in groups:
-        names.append(group.group_name)
-    return functools.partial(_amax_over, tuple(names), device_type)
+    names = tuple([group.group_name for group in groups])
+    return functools.partial(_amax_over, names, device_type)
 
 
 def _amax_over(groups: tuple[str, ...], device_type: str | None, amax: Tensor) -> Tensor:

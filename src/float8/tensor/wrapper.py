@@ -57,8 +57,7 @@ class Wrapper(torch.Tensor):
     @property
     def data(self) -> Tensor:
         """Return a detached view, as of any tensor; setting it is up to `_assign`."""
-        view: Tensor = _tensor_data.__get__(self)
-        return view
+        return _tensor_data.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, new: Tensor) -> None:
