@@ -142,7 +142,13 @@ def apply_linear(
         made = computed_before(Linear, *args) if compiling else None
         output = Linear.apply(*args, made)  # type: ignore[no-untyped-call]
     if input.dim() != 2:  # an op that changes nothing is still a node of the graph to issue
-        output = with_leading_dims(output, input, enter, leave)
+        shape = [*input.shape[:-1], output.shape[-1]]
+        if enter is not None:
+            shape[enter.dim] *= enter.ranks
+        if leave is not None:
+            shape[leave.dim] //= leave.ranks
+        # No view: FSDP2 warns of modules that return views, and restricts writes into them.
+        output = torch.ops.aten._unsafe_view.default(output, shape)
     return output if bias is None else output + bias.to(output.dtype)
 
 
@@ -188,21 +194,6 @@ def require_aligned(what: str, dims: Iterable[int], alignment: int) -> None:
             f"Float8Linear: got {what}, expected a multiple of {alignment} in each dim; set "
             f"pad_inner_dim=True to have them padded"
         )
-
-
-def with_leading_dims(
-    rows: Tensor, like: Tensor, enter: SharedTokens | None, leave: SharedTokens | None
-) -> Tensor:
-    """Return [M, N] with the leading dims of `like` [..., K], as many as ranks share.
-
-    No view: FSDP2 warns of modules that return views, and restricts writes into them.
-    """
-    shape = [*like.shape[:-1], rows.shape[-1]]
-    if enter is not None:
-        shape[enter.dim] *= enter.ranks
-    if leave is not None:
-        shape[leave.dim] //= leave.ranks
-    return torch.ops.aten._unsafe_view.default(rows, shape)  # type: ignore[no-any-return]
 
 
 def operand_of(role: str, x: Float8Tensor, cast: Cast, other: str | None) -> Operand:

@@ -44,7 +44,6 @@ class LinearPlan(NamedTuple):
     pad: bool
     alignment: int
     """The multiple that dims are padded to, or must be of."""
-
     input_rows_suffice: bool
     """Whether both GEMMs of the input can read its row data: columns are made of them exactly."""
     grad_output_rows_suffice: bool

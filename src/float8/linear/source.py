@@ -61,10 +61,7 @@ def own_names(base: type) -> frozenset[str]:
 
 def class_with_forward(cls: type) -> type:
     """Return the class that gives instances of `cls` their forward."""
-    for each in cls.__mro__:
-        if "forward" in vars(each) or "__call__" in vars(each):
-            return each
-    return cls
+    return next(each for each in cls.__mro__ if {"forward", "__call__"} & vars(each).keys())
 
 
 def replaced_forward(mod: nn.Module) -> bool:
