@@ -22,9 +22,9 @@ from float8.tensor import Float8Tensor, dequantise, local_tensor
 from float8.tensor.ranks import amax_over
 
 _NO_TRACE = (
-    "Float8Linear: got torch.jit.trace with delayed scaling, expected evaluation without "
-    "gradients, which records no amaxes: TorchScript cannot express that; call model.eval() and "
-    "trace under torch.no_grad(), or use torch.compile or torch.export"
+    "Float8Linear: got torch.jit.trace with delayed scaling, expected evaluation, which records no "
+    "amaxes: call model.eval() and trace under torch.no_grad(), or use torch.compile or "
+    "torch.export"
 )
 
 
@@ -289,9 +289,8 @@ class Float8Linear(StatefulLayer, nn.Linear):
     def __prepare_scriptable__(self) -> None:
         """Refuse `torch.jit.script`, which calls this."""
         raise RuntimeError(
-            "Float8Linear: got torch.jit.script, expected a model in high precision: TorchScript "
-            "cannot express casts to float8; use torch.compile or torch.export, or call "
-            "convert_to_high_precision(model) first"
+            "Float8Linear: got torch.jit.script, expected a model in high precision; use "
+            "torch.compile or torch.export, or call convert_to_high_precision(model) first"
         )
 
     def extra_repr(self) -> str:

@@ -81,10 +81,7 @@ def about_forward(mod: nn.Module) -> str:
 
 
 def problem(
-    mod: Any,
-    base: type[StatefulLayer],
-    config: Float8LinearConfig,
-    linear_classes: Collection[type],
+    mod: Any, base: Any, config: Float8LinearConfig, linear_classes: Collection[type]
 ) -> TypeError | ValueError | None:
     """Return an error that says why `mod` cannot become a layer of class `base`, or None."""
     path = f"{type(mod).__module__}.{type(mod).__qualname__}"
@@ -105,10 +102,8 @@ def problem(
             do += "deepspeed.zero.GatheredParameters([layer.weight])"
         return ValueError(f"got weight of shape {shape}, expected no empty dim{do}")
     if not config.pad_inner_dim and any(dim % config.alignment for dim in shape):
-        return ValueError(
-            f"got weight of shape {shape}, expected dims divisible by {config.alignment}; set "
-            f"pad_inner_dim=True to have them padded"
-        )
+        do = f"expected dims divisible by {config.alignment}; set pad_inner_dim=True to pad them"
+        return ValueError(f"got weight of shape {shape}, {do}")
     holds_part = base._float8_holds_part or getattr(mod, "_float8_holds_part", False)
     if holds_part and config.enable_fsdp_float8_all_gather:
         return ValueError(
