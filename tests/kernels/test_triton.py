@@ -102,6 +102,14 @@ def test_shapes(
         check(kernel, y, How(E5M2, pad_rows=True))
 
 
+@each_cast
+def test_one_row_and_one_column(kernel: str, triton_device: torch.device) -> None:
+    for shape in ((40, 1), (1, 40)):  # of one Triton knows when it compiles
+        x = awkward(shape, BF16).to(triton_device)
+        for row in (True, False):
+            check(kernel, x, How(E4M3, row, not row))
+
+
 @each_kernel
 def test_nothing(kernel: str, triton_device: torch.device) -> None:
     for shape in ((0, 5), (5, 0), (0, 0)):
