@@ -4,10 +4,7 @@ from float8.linear.functional import linear
 from float8.linear.module import Float8Linear, unsupported
 from float8.linear.weight import Float8Module
 
-Float8Layer = Float8Linear
-
 __all__ = [
-    "Float8Layer",
     "Float8Linear",
     "Float8Module",
     "linear",
