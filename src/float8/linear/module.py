@@ -7,7 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from float8.config import CAST_SITES, ConfigOrRecipe, Float8LinearConfig, as_config
+from float8.config import (
+    CAST_SITES,
+    ConfigOrRecipe,
+    Float8LinearConfig,
+    Float8Weights,
+    as_config,
+)
 from float8.kernels.runtime.ops import NO_ONNX
 from float8.kernels.runtime.private import known_lengths
 from float8.linear.functional import apply_linear
@@ -186,7 +192,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
             shards = self._float8_shards
             whole: Tensor = linear_of_shards(input, weight, self.bias, shards, plan, casts)
             return whole
-        if weight.requires_grad and self._float8_keeps_no_master:
+        if weight.requires_grad and self._float8_config.float8_weights is Float8Weights.ONLY:
             raise RuntimeError(
                 "Float8Linear: got requires_grad=True for a weight that is in float8 only, "
                 "expected False: it cannot be trained; call convert_to_high_precision(model) first"
