@@ -16,7 +16,7 @@ from float8 import (
     convert_to_float8_training,
     linear_requires_sync,
 )
-from float8.linear import Float8Layer
+from float8.linear import Float8Linear
 from sqnr import sqnr
 from support.models import seeded
 
@@ -72,7 +72,7 @@ def test_helpers() -> None:
     make = lambda mod: float8.Float8Linear.from_float(mod)  # noqa: E731
     assert swap_linear_layers(model, make, module_filter_fn=not_first) is model
     assert get_float8_layers(model) == [model[2]]
-    assert isinstance(swap_linear_layers(nn.Linear(16, 16), make), Float8Layer)
+    assert isinstance(swap_linear_layers(nn.Linear(16, 16), make), Float8Linear)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])

@@ -11,7 +11,7 @@ from float8.convert import ModuleFilter, all_linears
 from float8.convert import convert_to_float8_training as convert_to_float8_training
 from float8.convert import swap_linear_with_float8_linear as swap_linear_with_float8_linear
 from float8.convert.choice import Chooser
-from float8.linear import Float8Layer
+from float8.linear import Float8Linear
 from float8.step import sync_float8_amax_and_scale_history as sync_float8_amax_and_scale_history
 
 
@@ -26,7 +26,7 @@ def _auto_filter_for_recipe(recipe: ConfigOrRecipe, filter_fqns: Collection[str]
         if any(part in fqn for part in filter_fqns) or not isinstance(mod, nn.Linear):
             return False
         choice = chooser.choose(mod, fqn)
-        return isinstance(mod, Float8Layer) or (choice is not None and choice.reason is None)
+        return isinstance(mod, Float8Linear) or (choice is not None and choice.reason is None)
 
     return takes
 
@@ -39,9 +39,9 @@ def _auto_filter_for_rowwise(mod: nn.Module, fqn: str, filter_fqns: Collection[s
     return _auto_filter_for_recipe("rowwise", filter_fqns)(mod, fqn)
 
 
-def get_float8_layers(model: nn.Module) -> list[Float8Layer]:
+def get_float8_layers(model: nn.Module) -> list[Float8Linear]:
     """Return all converted layers, each once."""
-    return [layer for layer in model.modules() if isinstance(layer, Float8Layer)]
+    return [layer for layer in model.modules() if isinstance(layer, Float8Linear)]
 
 
 def swap_linear_layers(

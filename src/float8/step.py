@@ -16,7 +16,7 @@ from float8.config import CastSite, Float8Weights, require_module
 from float8.experts import Float8Experts
 from float8.formats import FLOAT8_MAX
 from float8.kernels.runtime.private import untraced
-from float8.linear import Float8Layer, Float8Module
+from float8.linear import Float8Linear, Float8Module
 from float8.linear.weight import can_be_held, hold
 from float8.parallel.ddp import require_no_join
 from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp, shard_amax
@@ -30,7 +30,7 @@ from float8.tensor.ranks import amax_over
 @torch.no_grad()
 def sync_float8_amax_and_scale_history(
     model: nn.Module,
-    fp8_layers: Sequence[Float8Layer] | None = None,
+    fp8_layers: Sequence[Float8Linear] | None = None,
     *,
     group: Any = None,
 ) -> None:
@@ -137,12 +137,12 @@ def update_float8_weights(model: nn.Module) -> None:
     parts = {
         part: name or "(root)"
         for name, part in model.named_modules()
-        if isinstance(part, Float8Layer | Float8Experts)
+        if isinstance(part, Float8Linear | Float8Experts)
         if part._float8_config.float8_weights is Float8Weights.HELD
     }
     if not parts:
         return
-    alike: dict[Any, dict[Tensor, list[Float8Layer]]] = {}
+    alike: dict[Any, dict[Tensor, list[Float8Linear]]] = {}
     others: list[str] = []
     fsdp1 = "summon_full_params"  # a method of its modules; FSDP writes past version counters
     wraps = (x.modules() for x in model.modules() if is_fsdp_module(x) or hasattr(type(x), fsdp1))
@@ -181,7 +181,7 @@ def update_float8_weights(model: nn.Module) -> None:
         )
 
 
-def _why_on_the_fly(layer: Float8Layer, weight: Any, under_fsdp: bool) -> str | None:
+def _why_on_the_fly(layer: Float8Linear, weight: Any, under_fsdp: bool) -> str | None:
     """Say why a layer with `HELD` cannot hold its weight, or return None."""
     if layer._float8_holds_part:
         return "a part of one, of model parallel"
@@ -271,20 +271,20 @@ def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     raise TypeError(f"optimizer: got {type(optimizer).__name__}, expected {expected}")
 
 
-def _delayed_layers(modules: Iterable[nn.Module]) -> list[Float8Layer]:
-    return [layer for layer in modules if isinstance(layer, Float8Layer) and layer._float8_delayed]
+def _delayed_layers(modules: Iterable[nn.Module]) -> list[Float8Linear]:
+    return [layer for layer in modules if isinstance(layer, Float8Linear) and layer._float8_delayed]
 
 
 def _listed(layers: object) -> list[Any]:
     listed = [*layers] if isinstance(layers, Iterable) else []
-    others = [f" with a {type(x).__name__}" for x in listed if not isinstance(x, Float8Layer)]
+    others = [f" with a {type(x).__name__}" for x in listed if not isinstance(x, Float8Linear)]
     if others or not isinstance(layers, Iterable):
         got, expected = type(layers).__name__ + "".join(others[:1]), "a list of Float8Linear"
         raise TypeError(f"fp8_layers: got {got}, expected {expected}; None syncs all of the model")
     return listed
 
 
-def _join_tied(layers: list[Float8Layer]) -> None:
+def _join_tied(layers: list[Float8Linear]) -> None:
     """Give all layers with one weight its amax: FSDP2's gather takes the scale of one of them."""
     tied: dict[int, list[Tensor]] = {}
     for layer in layers:
@@ -296,7 +296,7 @@ def _join_tied(layers: list[Float8Layer]) -> None:
             torch._foreach_copy_(amaxes, [torch.stack(amaxes).amax()] * len(amaxes))
 
 
-def _note_scales(layers: list[Float8Layer]) -> None:
+def _note_scales(layers: list[Float8Linear]) -> None:
     """Tell layers that share their work with other ranks which of their scales are known."""
     shared = [x for x in layers if x._float8_holds_part or is_dtensor(x.weight)]
     unknown = [(x, s) for x in shared for s in x._float8_delayed if s not in x._float8_settled]
@@ -309,7 +309,7 @@ def _note_scales(layers: list[Float8Layer]) -> None:
 # ---------------------------------------------------------------- ranks
 
 
-def _share_amaxes(model: nn.Module, layers: list[Float8Layer], group: Any) -> None:
+def _share_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> None:
     """Make the amaxes of this rank those of all, with one all-reduce."""
     weights: list[Any] = [layer.weight for layer in layers]
     parts: list[Any] = [layer for layer in layers if layer._float8_holds_part]
@@ -336,7 +336,7 @@ def _share_amaxes(model: nn.Module, layers: list[Float8Layer], group: Any) -> No
 
 @untraced
 def _require_same_layers(
-    model: nn.Module, layers: list[Float8Layer], ranks: tuple[Any, ...], there: str | None
+    model: nn.Module, layers: list[Float8Linear], ranks: tuple[Any, ...], there: str | None
 ) -> None:
     """Compare the layers of all ranks once, else they would reduce unlike amaxes."""
     done = (len(layers), *(group.group_name for group in ranks))
@@ -355,7 +355,7 @@ def _require_same_layers(
     layers[0]._float8_agree(done)
 
 
-def _beside(layers: Sequence[Float8Layer], model: nn.Module) -> Iterator[Tensor]:
+def _beside(layers: Sequence[Float8Linear], model: nn.Module) -> Iterator[Tensor]:
     """Yield the parameters of FSDP2's modules around `layers`: not all are gathered at once."""
     inside = set(layers)
     for module in model.modules():

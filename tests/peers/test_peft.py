@@ -17,7 +17,7 @@ from float8 import (
     high_precision_state_dict,
 )
 from float8 import sync_float8_amax_and_scale_history as sync
-from float8.linear import Float8Layer
+from float8.linear import Float8Linear
 from sqnr import same_bits, sqnr
 from support.configs import delayed, tensorwise
 
@@ -69,7 +69,7 @@ def test_both_orders_train_alike_and_leave_the_adapters_alone(config, dora: bool
         with_lora(order, config, use_dora=dora) for order in ("convert first", "LoRA first")
     )
     for lora in (first, second):
-        names = {name for name, x in lora.named_modules() if isinstance(x, Float8Layer)}
+        names = {name for name, x in lora.named_modules() if isinstance(x, Float8Linear)}
         assert len(names) == 14
         assert all(name.endswith(".base_layer") for name in names)
         train(lora)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from float8.experts import kind_of
 from float8.experts.module import RegisteredExperts, lies_transposed
-from float8.linear import Float8Layer
+from float8.linear import Float8Linear
 
 
 def plain_name(name: str) -> str:
@@ -107,7 +107,7 @@ def published_names(model: nn.Module) -> PublishedNames:
         matches = ((each, *each.rename_source_key(name)) for each in converters)
         converter, first, pattern = next((m for m in matches if m[2]), (None, name, None))
         if converter is None:
-            in_float8 = own == "weight" and isinstance(module, Float8Layer)
+            in_float8 = own == "weight" and isinstance(module, Float8Linear)
             ends = ("", "_scale", "_scale_inv") if in_float8 else ("",)
             new = renamed(name, saving)
             # Only if that, and the names of scales beside it, are read as this one.

@@ -17,7 +17,7 @@ from float8.checkpoints.names import SavedTensor, published_names, saved_tensors
 from float8.checkpoints.ranks import Together, has_whole_experts
 from float8.config import require_module
 from float8.formats import HIGH_PRECISION_DTYPES
-from float8.linear import Float8Layer
+from float8.linear import Float8Linear
 from float8.linear.weight import in_float8_only
 from float8.tensor import high_precision, is_dtensor, local_tensor, reshard
 from float8.tensor.wrapper import as_inference_as
@@ -121,7 +121,7 @@ class _Place(NamedTuple):
     def layers(self) -> list[Any]:
         """Those that have it as weight, and take bytes and scales as they are."""
         layers = (x for _, x, own in self.target.uses if own == "weight")
-        return [x for x in layers if isinstance(x, Float8Layer) and x._float8_keeps_no_master]
+        return [x for x in layers if isinstance(x, Float8Linear) and x._float8_keeps_no_master]
 
 
 def _places(model: nn.Module) -> dict[str, _Place]:

@@ -31,7 +31,7 @@ from float8.checkpoints.ranks import Together, parts_have_own_scales, whole_of
 from float8.config import CastConfig, require_module
 from float8.experts import Float8Experts
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
-from float8.linear import Float8Layer
+from float8.linear import Float8Linear
 from float8.linear.weight import in_float8_only
 from float8.quantize import Cast
 from float8.tensor import Float8Tensor, high_precision, is_dtensor, local_tensor, reshard
@@ -247,7 +247,7 @@ def _plan(
     saved, kept, published = saved_tensors(model), _kept_in_float32(model), published_names(model)
     in_float8 = _in_float8(saved, published, kept)
     modules = {module for each in in_float8 for _, module, _ in each.uses}
-    if not any(isinstance(module, Float8Layer | Float8Experts) for module in modules):
+    if not any(isinstance(module, Float8Linear | Float8Experts) for module in modules):
         raise ValueError(
             "model: got one without a Float8Linear or Float8Experts whose weights can be written "
             "(neither in float64 nor parametrized), expected one; call convert_to_float8_training"
@@ -324,7 +324,7 @@ def _in_float8(
         dtype = local_tensor(high_precision(x)).dtype
         if is_lazy(x) or kept(name) or dtype not in HIGH_PRECISION_DTYPES:
             return False
-        is_weight = own == "weight" and isinstance(module, Float8Layer)
+        is_weight = own == "weight" and isinstance(module, Float8Linear)
         return module._float8_plan.output is not None if is_weight else name in published.experts
 
     cast = {each for each in saved if all(can_be(*use, each.tensor) for use in each.uses)}
@@ -336,7 +336,7 @@ def _in_float8(
 def _cast_of(module: Any, layout: Layout, parts: int) -> tuple[CastConfig, bool]:
     """Return the cast of the weights of a module, and whether training casts them so, too."""
     how = CastConfig(target_dtype=E4M3, scaling_granularity=layout.granularity)
-    if not isinstance(module, Float8Layer | Float8Experts):
+    if not isinstance(module, Float8Linear | Float8Experts):
         return how, False
     of_training = module._float8_plan.casts.weight.how
     how = replace(how, power_of_2=of_training.power_of_2)
@@ -355,7 +355,7 @@ def _left_out(
             weight = f"{name}.weight"
             name = published.names.get(weight, weight).removesuffix(".weight")
         # A name stands for all beneath it.
-        if has_experts or isinstance(module, nn.Linear | Float8Layer):
+        if has_experts or isinstance(module, nn.Linear):
             names += [name] if in_float8.isdisjoint(module.modules()) else []
     return names
 

@@ -12,7 +12,7 @@ from float8.checkpoints.names import plain_name
 from float8.config import ConfigOrRecipe, as_config
 from float8.convert.speed import NARROW, SMALLEST, judged_as, slower_on_paper, too_small
 from float8.experts import Float8Experts, kind_of, unsupported_experts, weights_of
-from float8.linear import Float8Layer, unsupported
+from float8.linear import Float8Linear, unsupported
 
 DEFAULT_TOKENS = 8192
 
@@ -102,7 +102,7 @@ class Chooser:
 
     def choose(self, part: nn.Module, fqn: str) -> Choice | None:
         """Decide about a part of the model; None: it has no weights that could be in float8."""
-        if isinstance(part, Float8Layer | Float8Experts):
+        if isinstance(part, Float8Linear | Float8Experts):
             same = part._float8_config == self.config
             return self._decide(part, fqn, "converted already" if same else None)
         if part in self.experts:

@@ -18,7 +18,7 @@ from float8.checkpoints.layouts import (
 from float8.config import ConfigOrRecipe, Float8LinearConfig, require_module
 from float8.convert.choice import DEFAULT_TOKENS, KEPT, Choice, Chooser, ModuleFilter
 from float8.experts import Float8Experts, convert_experts, names_to_gather, unsupported_experts
-from float8.linear import Float8Layer, Float8Linear, unsupported
+from float8.linear import Float8Linear, unsupported
 from float8.linear.source import become, replaced_forward
 from float8.parallel.ddp import tell_ddp_what_to_ignore
 from float8.parallel.fsdp import disable_float8_all_gather, enable_float8_all_gather
@@ -100,7 +100,7 @@ def convert_to_float8_training(
             if choice.reason is None:
                 changes[part] = _change(part, fqn, chooser)
     # From here on the model changes, and nothing raises but for want of memory.
-    if again := [part for part in changes if isinstance(part, Float8Layer | Float8Experts)]:
+    if again := [part for part in changes if isinstance(part, Float8Linear | Float8Experts)]:
         disable_float8_all_gather(again)
     for change in changes.values():
         change()
@@ -111,7 +111,7 @@ def convert_to_float8_training(
     _leave_fast_path(module)
     for part, choice in choices.items():
         choice.keep(part)
-    if not any(isinstance(part, Float8Layer | Float8Experts) for part in choices):
+    if not any(isinstance(part, Float8Linear | Float8Experts) for part in choices):
         reasons = [*dict.fromkeys(str(choice.reason) for choice in choices.values())][:3]
         warnings.warn(
             f"float8: no layer of {type(module).__name__} was converted: "
@@ -128,7 +128,7 @@ swap_linear_with_float8_linear = convert_to_float8_training
 
 def _change(part: Any, fqn: str, chooser: Chooser) -> Callable[[], None]:
     """Return what will convert `part`, once all that may be refused, or may fail, has been done."""
-    config, again = chooser.config, isinstance(part, Float8Layer | Float8Experts)
+    config, again = chooser.config, isinstance(part, Float8Linear | Float8Experts)
     if again:
         _require_changeable(part, fqn, config)
     if config.enable_fsdp_float8_all_gather:
@@ -169,13 +169,13 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     require_module(module, "module")
     layers = []
     for fqn, part in module.named_modules():
-        if isinstance(part, Float8Layer | Float8Experts):
+        if isinstance(part, Float8Linear | Float8Experts):
             layers.append(part)
             _require_changeable(part, fqn)
     disable_float8_all_gather(layers)
     for part in module.modules():
         part.__dict__.pop(KEPT, None)
-        if isinstance(part, Float8Layer | Float8Experts):
+        if isinstance(part, Float8Linear | Float8Experts):
             part._float8_become_high_precision()
     _leave_fast_path(module)
     tell_ddp_what_to_ignore(module)
@@ -183,10 +183,10 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
 
 
 def _require_changeable(
-    part: Float8Layer | Float8Experts, fqn: str, config: Float8LinearConfig | None = None
+    part: Float8Linear | Float8Experts, fqn: str, config: Float8LinearConfig | None = None
 ) -> None:
     """Raise a `ValueError` if somebody relies on what `part` is, or it cannot take `config`."""
-    why_not: Any = unsupported if isinstance(part, Float8Layer) else unsupported_experts
+    why_not: Any = unsupported if isinstance(part, Float8Linear) else unsupported_experts
     if replaced_forward(part):
         got = "a layer with a `forward` of its own as attribute, which holds that of float8"
         do = "remove it first: accelerate's, by accelerate.hooks.remove_hook_from_submodules(model)"
@@ -230,9 +230,9 @@ def _weights_to_gather(part: nn.Module) -> list[Any]:
     return [part._parameters[name] for name in names_to_gather(part)]
 
 
-def _fsdp_has_weights(part: Float8Layer | Float8Experts) -> bool:
+def _fsdp_has_weights(part: Float8Linear | Float8Experts) -> bool:
     """Whether FSDP2 gathers a weight in float8: it has shards, or they are gathered now."""
-    only = isinstance(part, Float8Layer) and part._float8_keeps_no_master
+    only = isinstance(part, Float8Linear) and part._float8_keeps_no_master
     return any(
         (isinstance(local, Float8GatherWeight) and local is not weight)
         or (isinstance(local, Float8Tensor) and not only)
@@ -260,7 +260,7 @@ def _leave_fast_path(module: nn.Module) -> None:
         for cls, name, off in _SWITCHES:
             if not isinstance(part, cls):
                 continue
-            if any(isinstance(layer, Float8Layer) for layer in part.modules()):
+            if any(isinstance(layer, Float8Linear) for layer in part.modules()):
                 part.__dict__.setdefault(_BEFORE, getattr(part, name))
                 setattr(part, name, off)
             elif _BEFORE in part.__dict__:

@@ -14,7 +14,7 @@ from float8.config import Float8LinearConfig, require_module
 from float8.convert.choice import Choice, left_out
 from float8.experts import Float8Experts, kind_of, weights_of
 from float8.formats import E4M3
-from float8.linear import Float8Layer
+from float8.linear import Float8Linear
 
 _NO_MATMUL = (nn.Embedding, nn.EmbeddingBag, _ConvNd, _NormBase, nn.LayerNorm)
 """Modules whose Parameters of two dims and more are not multiplied as matrices."""
@@ -177,11 +177,11 @@ def conversion_report(model: nn.Module) -> ConversionReport:
         if kind_of(module) is not None:
             experts += _experts(fqn, module, left)
             continue
-        if not isinstance(module, nn.Linear | Float8Layer):
+        if not isinstance(module, nn.Linear):
             others += _other_weights(fqn, module)
             continue
         scaling = reason = None
-        if not isinstance(module, Float8Layer):
+        if not isinstance(module, Float8Linear):
             reason = left
         elif not module._float8_config.float8_gemms:
             reason = "all casts of its config are DISABLED"

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from float8.config import require_module
-from float8.linear import Float8Layer
+from float8.linear import Float8Linear
 from float8.tensor import Float8Tensor, dequantise
 
 
@@ -20,7 +20,7 @@ def high_precision_state_dict(model: nn.Module) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         # Each layer takes its own keys out again, before a wrapper around it renames them.
         for layer in model.modules():
-            if isinstance(layer, Float8Layer):
+            if isinstance(layer, Float8Linear):
                 hook = layer.register_state_dict_post_hook(_as_plain)  # type: ignore[no-untyped-call]
                 stack.enter_context(hook)
         state: dict[str, Any] = model.state_dict()
@@ -38,7 +38,7 @@ def float8_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def _as_plain(
-    layer: Float8Layer, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+    layer: Float8Linear, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
     for site in layer._float8_delayed:
         for name in site.buffers:

@@ -14,7 +14,7 @@ from transformers.trainer_callback import ExportableState
 
 from float8.checkpoints.names import plain_name
 from float8.formats import HIGH_PRECISION_DTYPES
-from float8.linear import Float8Layer
+from float8.linear import Float8Linear
 from float8.step import Attachment, attach_to_optimizer
 
 
@@ -130,11 +130,11 @@ class Float8Callback(TrainerCallback, ExportableState):
             if type(x) is nn.Parameter and x.dtype in HIGH_PRECISION_DTYPES and not x.is_meta
         }
 
-    def _delayed(self) -> dict[str, Float8Layer]:
+    def _delayed(self) -> dict[str, Float8Linear]:
         """Return the layers with delayed scaling, by all of their names."""
         model = None if self._model is None else self._model()
         modules = () if model is None else model.named_modules(remove_duplicate=False)
-        delayed = {name: x for name, x in modules if isinstance(x, Float8Layer)}
+        delayed = {name: x for name, x in modules if isinstance(x, Float8Linear)}
         return {name: layer for name, layer in delayed.items() if layer._float8_delayed}
 
 
@@ -143,5 +143,5 @@ def _last(entry: Any) -> Any:
     return entry[-1] if isinstance(entry, list) else entry
 
 
-def _buffers(layer: Float8Layer) -> list[str]:
+def _buffers(layer: Float8Linear) -> list[str]:
     return [key for site in layer._float8_delayed for key in site.buffers]

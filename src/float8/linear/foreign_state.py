@@ -14,11 +14,10 @@ _FIRST_NAMES = {"x": CastSite.INPUT, "w": CastSite.WEIGHT, "dL_dY": CastSite.GRA
 def as_loadable(
     layer: Any, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
 ) -> dict[str, Any]:
-    """Return `state_dict` with the state that `layer` has, if it has any of that.
+    """Return a copy of `state_dict` with the state that `layer`, a `StatefulLayer`, can load.
 
     Of the sites that both have it is taken, with as much of the histories as fits; the rest is
-    dropped or starts anew, and a warning says so: the same for all layers, so that Python shows it
-    once. `state_dict` itself stays as it is. `layer` is a `StatefulLayer`.
+    dropped or starts anew, and a warning says so, the same for all layers: Python shows it once.
     """
     loaded, told = dict(state_dict), []
     for first, site in _FIRST_NAMES.items():
@@ -26,16 +25,17 @@ def as_loadable(
             if (old := prefix + name.removesuffix(site.value) + first) in loaded:
                 loaded[prefix + name] = loaded.pop(old)
     there = {site: [prefix + x for x in site.buffers if prefix + x in loaded] for site in CastSite}
-    found = [key for keys in there.values() for key in keys]
-    if not found:
+    ours = [key for keys in there.values() for key in keys]
+    if not ours:
         return loaded
-    device = loaded[found[0]].device
+    device = loaded[ours[0]].device
     for site in sorted(CastSite, key=lambda site: site.value):
-        if there[site] and site not in layer._float8_delayed:
+        delayed = site in layer._float8_delayed
+        if there[site] and not delayed:
             told.append(f"dropped the state of {site.value}, which is not delayed here")
             for key in there[site]:
                 del loaded[key]
-        elif site in layer._float8_delayed and not there[site]:
+        elif delayed and not there[site]:
             told.append(f"found no state of {site.value}, which starts anew")
             # Beside what is loaded: the layer may be on the meta device, and take it as it is.
             for name, value in layer._float8_fresh_state(site, device).items():
@@ -45,19 +45,14 @@ def as_loadable(
             history = loaded.get(prefix + site.history)
             if not isinstance(history, torch.Tensor) or history.dim() != 1:
                 continue
-            steps = layer._float8_config.delayed_scaling_config.history_len
-            if len(history) > steps:
-                told.append(
-                    f"dropped all but the last {steps} of {len(history)} steps of {site.value}"
-                )
-            missing = max(steps - len(history), 0)
-            loaded[prefix + site.history] = torch.cat([history[:steps], history.new_zeros(missing)])
+            steps, found = layer._float8_config.delayed_scaling_config.history_len, len(history)
+            if found > steps:
+                told.append(f"dropped all but the last {steps} of {found} steps of {site.value}")
+            missing = history.new_zeros(max(steps - found, 0))
+            loaded[prefix + site.history] = torch.cat([history[:steps], missing])
     if told:
-        warnings.warn(
-            f"float8: the checkpoint has delayed scaling of another configuration: "
-            f"{'; '.join(told)}",
-            stacklevel=2,
-        )
+        got = "float8: the checkpoint has delayed scaling of another configuration"
+        warnings.warn(f"{got}: {'; '.join(told)}", stacklevel=2)
     return loaded
 
 
@@ -70,9 +65,8 @@ def _take_scale(
     scales: 1 / ours. Torch would load an element of any vector for a scalar.
     """
     amax, history, scale = (prefix + name for name in site.buffers)
-    shapes = {
-        key: list(getattr(loaded[key], "shape", ())) for key in (amax, scale) if key in loaded
-    }
+    both = [key for key in (amax, scale) if key in loaded]
+    shapes = {key: list(getattr(loaded[key], "shape", ())) for key in both}
     if all(shape == [1] for shape in shapes.values()):
         if amax in loaded:  # the history has it
             loaded[amax] = torch.zeros_like(loaded[amax]).reshape(())

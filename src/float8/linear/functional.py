@@ -90,17 +90,10 @@ def apply_linear(
     enter: SharedTokens | None = None,
     leave: SharedTokens | None = None,
 ) -> Tensor:
-    """Compute for `linear` and `Float8Linear` what they have in common.
+    """Compute for `linear` and `Float8Linear` what they have in common; raises as `linear`.
 
-    Args:
-        input: as for `linear`; or a `Float8Tensor`, cast as planned.
-        weight: as for `linear`.
-        bias: as for `linear`.
-        plan: which GEMMs run how.
-        casts: those of the plan, with the state and the ranks of this call.
-        held: the weight with its data, where those are held.
-        enter: where ranks share the tokens of the input, and each multiplies all.
-        leave: where the output is a sum over ranks, of which each keeps its tokens.
+    `input` may be a `Float8Tensor`, cast as planned. `casts` are those of the plan, with the state
+    and the ranks of this call. `enter` and `leave`: as in `Call`.
     """
     compiling = torch.compiler.is_compiling()
     if not compiling and functorch_levels is not None and functorch_levels() is not None:
@@ -149,7 +142,13 @@ def apply_linear(
         made = computed_before(Linear, *args) if compiling else None
         output = Linear.apply(*args, made)  # type: ignore[no-untyped-call]
     if input.dim() != 2:  # an op that changes nothing is still a node of the graph to issue
-        output = with_leading_dims(output, input, enter, leave)
+        shape = [*input.shape[:-1], output.shape[-1]]
+        if enter is not None:
+            shape[enter.dim] *= enter.ranks
+        if leave is not None:
+            shape[leave.dim] //= leave.ranks
+        # No view: FSDP2 warns of modules that return views, and restricts writes into them.
+        output = torch.ops.aten._unsafe_view.default(output, shape)
     return output if bias is None else output + bias.to(output.dtype)
 
 
@@ -197,22 +196,6 @@ def require_aligned(what: str, dims: Iterable[int], alignment: int) -> None:
         )
 
 
-def with_leading_dims(
-    rows: Tensor, like: Tensor, enter: SharedTokens | None, leave: SharedTokens | None
-) -> Tensor:
-    """Return [M, N] with the leading dims of `like` [..., K], as many as ranks share.
-
-    No view, as nobody else holds `rows`: FSDP2 warns of modules that return views, and writing into
-    them in place is restricted.
-    """
-    shape = [*like.shape[:-1], rows.shape[-1]]
-    if enter is not None:
-        shape[enter.dim] *= enter.ranks
-    if leave is not None:
-        shape[leave.dim] //= leave.ranks
-    return torch.ops.aten._unsafe_view.default(rows, shape)  # type: ignore[no-any-return]
-
-
 def operand_of(role: str, x: Float8Tensor, cast: Cast, other: str | None) -> Operand:
     """Return what a GEMM reads of `x`, which was cast elsewhere; its amax is recorded.
 
@@ -240,7 +223,6 @@ class Call(NamedTuple):
 
     plan: LinearPlan
     casts: Casts
-    """With the state, and the ranks, of this call."""
     in_features: int
     weight_dtype: torch.dtype
     need_grad_input: bool
@@ -248,10 +230,10 @@ class Call(NamedTuple):
     turned: bool = False
     """Whether the Parameter of held weights of experts lies as [E, K, N]."""
     enter: SharedTokens | None = None
-    """Of an input of which each rank has its tokens, and which all multiply; else None."""
+    """Where each rank has its tokens of the input, and multiplies all."""
     leave: SharedTokens | None = None
-    """Of an output that is a sum over ranks, of which each keeps its tokens; else None. Both only
-    where row data of what is gathered suffice."""
+    """Where the output is a sum over ranks, of which each keeps its tokens. Both only where row
+    data of what is gathered suffice."""
 
     def by_weight(
         self,
@@ -266,7 +248,7 @@ class Call(NamedTuple):
     ) -> Tensor:
         """Multiply `a` by `b`, row data of a weight, to [M, N]; or by column data, to [M, K].
 
-        Where compiled code reads what is held, the op sees if it is what the weight is then.
+        Compiled code that reads what is held has an op that sees if it is what the weight is then.
         """
         gemm = self.plan.grad_input if columns else self.plan.output
         assert gemm is not None
@@ -297,10 +279,9 @@ class Linear(torch.autograd.Function):
     def compute(
         input: Tensor, weight: Tensor, of_weight: Weight, offs: Tensor | None, call: Call
     ) -> tuple[Tensor, bool, tuple[Tensor | None, ...]]:
-        """Multiply an input [M, K] in the compute dtype by a weight, to [M, N].
+        """Return the output [M, N], whether the saved input is column data, and all that is saved.
 
-        Returns:
-            The output; whether the saved input is column data; and what backward reads.
+        The input is [M, K], in the compute dtype.
         """
         plan, casts, compiling = call.plan, call.casts, torch.compiler.is_compiling()
         in_float8 = call.need_grad_weight and plan.grad_weight is not None
@@ -421,5 +402,5 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def symbolic(*_: Any) -> Any:
-        """Refuse `torch.onnx.export`, which calls this where it exports what TorchScript traced."""
+        """Refuse `torch.onnx.export` of what TorchScript traced, which calls this."""
         raise RuntimeError(NO_ONNX)

@@ -1,11 +1,11 @@
 """`Float8Linear`: a drop-in `nn.Linear` whose GEMMs run in float8."""
 
-import functools
 from collections.abc import Collection
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from float8.config import (
     CAST_SITES,
@@ -15,8 +15,8 @@ from float8.config import (
     as_config,
 )
 from float8.kernels.runtime.ops import NO_ONNX
+from float8.kernels.runtime.private import known_lengths
 from float8.linear.functional import apply_linear
-from float8.linear.inputs import of_another_kind
 from float8.linear.plan import Casts, plan_linear
 from float8.linear.sharded import Shards, dtensor_in_float8, linear_of_shards
 from float8.linear.source import class_of, own_names, problem, shallow_copy
@@ -28,9 +28,9 @@ from float8.tensor import Float8Tensor, dequantise, local_tensor
 from float8.tensor.ranks import amax_over
 
 _NO_TRACE = (
-    "Float8Linear: got torch.jit.trace with delayed scaling, expected evaluation without "
-    "gradients, which records no amaxes: TorchScript cannot express that; call model.eval() and "
-    "trace under torch.no_grad(), or use torch.compile or torch.export"
+    "Float8Linear: got torch.jit.trace with delayed scaling, expected evaluation, which records no "
+    "amaxes: call model.eval() and trace under torch.no_grad(), or use torch.compile or "
+    "torch.export"
 )
 
 
@@ -46,19 +46,32 @@ class _Config:
         return layer._float8_config
 
 
-class Float8Layer(StatefulLayer):
-    """The base of all linear layers in float8, whatever they were made of."""
+class Float8Linear(StatefulLayer, nn.Linear):
+    """A linear layer whose GEMMs run in float8: `output = input @ weight.T + bias`.
 
-    in_features: int
-    out_features: int
-    bias: Any
+    The weight [N, K] stays a high-precision `Parameter`. Made from an `nn.Linear` by
+    `from_float` or, for a whole model, by `convert_to_float8_training`. Layers with delayed
+    scaling carry the buffers `fp8_amax_*`, `fp8_amax_history_*` and `fp8_scale_*`, always float32.
+    """
+
     config: Any = _Config()
-    _float8_base_class: ClassVar[Any] = None
-    """`Float8Linear` or a subclass, in classes that `class_of` made of it."""
     _float8_source_class: ClassVar[type[nn.Module]] = nn.Linear
     """The class that it had, and has again after `convert_to_high_precision`."""
     _float8_shards: Shards = Shards()
     """The share of this rank, as a style of tensor parallel says."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        config: ConfigOrRecipe | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self._float8_begin(config)
 
     @classmethod
     def from_float(
@@ -67,13 +80,12 @@ class Float8Layer(StatefulLayer):
         config: ConfigOrRecipe | None = None,
         *,
         linear_classes: Collection[type[nn.Linear]] = (),
-    ) -> "Float8Layer":
+    ) -> "Float8Linear":
         """Make a `Float8Linear` with the Parameters, hooks and training mode of `mod`.
 
-        Parameters are the same objects (`enable_fsdp_float8_all_gather` takes effect in
-        `convert_to_float8_training`), and `mod` stays as it is. What is registered or removed
-        later, in `mod` or in the new layer, does not show in the other; so the handle of a hook of
-        `mod` removes it there.
+        `mod` stays as it is. What is registered or removed later, in `mod` or in the new layer,
+        does not show in the other; so the handle of a hook of `mod` removes it there.
+        `enable_fsdp_float8_all_gather` takes effect in `convert_to_float8_training` only.
 
         Args:
             mod: the layer; its Parameters are shared, not copied. Of a subclass of `nn.Linear`
@@ -93,11 +105,11 @@ class Float8Layer(StatefulLayer):
 
     @classmethod
     def _float8_made_of(
-        cls, mod: nn.Module, config: Float8LinearConfig, keep_master: bool = False
-    ) -> "Float8Layer":
+        cls: Any, mod: nn.Module, config: Float8LinearConfig, keep_master: bool = False
+    ) -> "Float8Linear":
         """Make a layer of `mod`, unchecked; for `keep_master` see `_float8_set_up`."""
-        source = mod._float8_source_class if isinstance(mod, Float8Layer) else type(mod)
-        new: Float8Layer = shallow_copy(mod, class_of(cls, source))
+        source: Any = mod._float8_source_class if isinstance(mod, Float8Linear) else type(mod)
+        new: Float8Linear = shallow_copy(mod, class_of(cls, source))
         for name in new._float8_passing & vars(new).keys():
             del new.__dict__[name]
         new._float8_set_up(config, keep_master)
@@ -113,7 +125,7 @@ class Float8Layer(StatefulLayer):
     def _float8_set_up(self, config: Float8LinearConfig, keep_master: bool = False) -> None:
         """Take this configuration, with state made anew.
 
-        `keep_master`: a weight that is to be in float8 only is cast later.
+        `keep_master`: a weight that is to be in float8 only is cast later, by the caller.
         """
         self._float8_drop_state()
         self._float8_config, self._float8_plan = config, plan_linear(config)
@@ -144,8 +156,8 @@ class Float8Layer(StatefulLayer):
         self._float8_drop_state()
         self.__dict__.pop("forward", None)  # that of its class, which accelerate leaves behind
         source = self._float8_source_class  # may be the layer's own
-        base: Any = self._float8_base_class or type(self)
-        for name in own_names(base) & vars(self).keys():
+        cls: Any = type(self)
+        for name in own_names(cls) & vars(self).keys():
             del self.__dict__[name]
         self.__class__ = source  # type: ignore[assignment]
 
@@ -170,8 +182,7 @@ class Float8Layer(StatefulLayer):
                 ONNX, or within torch.func, or delayed scaling within torch.jit.trace.
         """
         if getattr(input, "layout", None) is not torch.strided or input.is_nested:
-            run = functools.partial(Float8Layer.forward, self)
-            other: Tensor = of_another_kind(self, input, run)
+            other: Tensor = self._float8_of_another_kind(input)
             return other
         plan, weight = self._float8_plan, self.weight  # once: it may be computed
         if self._float8_delayed:
@@ -191,8 +202,54 @@ class Float8Layer(StatefulLayer):
             held = self._float8_find_held(weight, lambda: hold(weight, plan.casts.weight))
         return apply_linear(input, weight, self.bias, plan, casts, held)
 
+    def _float8_of_another_kind(self, input: Any) -> Any:
+        """Return the output for a nested tensor, or for a `Proxy` of torch.fx; refuse the rest.
+
+        All sequences of a nested tensor, [B, *, ..., K], have one scale. For a Proxy a call of the
+        layer is noted, as of an `nn.Linear`: nothing inside is traced.
+        """
+        if isinstance(input, Proxy):
+            return self._float8_noted_call(input)
+        if not hasattr(input, "layout"):
+            raise TypeError(f"Float8Linear: got {type(input).__name__} as input, expected a tensor")
+        if input.layout is not torch.jagged:
+            do = "use layout=torch.jagged" if input.is_nested else "call input.to_dense()"
+            raise TypeError(
+                f"Float8Linear: got {'nested ' * input.is_nested}input of layout {input.layout}, "
+                f"expected a dense tensor, or a nested one of layout torch.jagged; {do}, or leave "
+                f"the layer out with module_filter_fn"
+            )
+        values = input.values()
+        if input.lengths() is not None or input.shape[2:] != values.shape[1:]:
+            raise ValueError(
+                f"Float8Linear: got a nested input of shape {tuple(input.shape)} that is not "
+                f"contiguous, expected one ragged in dim 1 and without holes; call "
+                f"input.contiguous(), or transpose it first"
+            )
+        shortest, longest = known_lengths(input)
+        return torch.nested.nested_tensor_from_jagged(
+            Float8Linear.forward(self, values),
+            input.offsets(),
+            min_seqlen=shortest,
+            max_seqlen=longest,
+        )
+
+    def _float8_noted_call(self, input: Proxy) -> Proxy:
+        """Note what a tracer does where `is_leaf_module` is true, as for the layers of torch.nn."""
+        path = input.tracer.path_of_module(self)  # type: ignore[attr-defined]
+        what, do = "no module around it", "trace nn.Sequential(layer)"
+        if self._forward_pre_hooks or self._forward_hooks:
+            what = "forward hooks, which ran while it was traced"
+            do = "trace with a Tracer whose is_leaf_module is true for it, or remove them"
+        elif path:
+            return input.tracer.create_proxy("call_module", path, (input,), {})
+        raise RuntimeError(
+            f"Float8Linear: got torch.fx.symbolic_trace of a layer with {what}, expected a part of "
+            f"a model without hooks, which becomes one call; {do}"
+        )
+
     def _float8_in_float8(self, input: Any) -> Any:
-        """Cast a DTensor on a mesh of one dim as this layer does; raises as it does."""
+        """Cast a DTensor on a mesh of one dim as forward does; raises as it does."""
         casts = self._float8_casts(amax_over([input.device_mesh.get_group(0)]))
         return dtensor_in_float8(input, self.weight, self._float8_plan, casts.input)
 
@@ -205,13 +262,10 @@ class Float8Layer(StatefulLayer):
     def _float8_casts(self, reduce: Reduction | None = None) -> Casts:
         """Bind the casts of the plan to this call, with the state of delayed scaling.
 
-        They take scales from it in training mode, and record amaxes. With gradients or without: the
-        first forward of reentrant activation checkpointing has none. Amaxes are recorded wherever
-        gradients are taken.
-
-        Args:
-            reduce: makes an amax that of all ranks that share the layer. Not asked for casts whose
-                scale a sync made alike on all of them.
+        Training mode takes scales from that, with gradients or without: the first forward of
+        reentrant checkpointing has none. Amaxes are recorded wherever gradients are taken.
+        `reduce` makes an amax that of all ranks that share the layer; casts whose scale a sync made
+        alike on all of them do without.
         """
         casts, training = self._float8_plan.casts, self.training
         if reduce is not None:
@@ -241,15 +295,13 @@ class Float8Layer(StatefulLayer):
     def __prepare_scriptable__(self) -> None:
         """Refuse `torch.jit.script`, which calls this."""
         raise RuntimeError(
-            "Float8Linear: got torch.jit.script, expected a model in high precision: TorchScript "
-            "cannot express casts to float8; use torch.compile or torch.export, or call "
-            "convert_to_high_precision(model) first"
+            "Float8Linear: got torch.jit.script, expected a model in high precision; use "
+            "torch.compile or torch.export, or call convert_to_high_precision(model) first"
         )
 
     def extra_repr(self) -> str:
         """Return what its class says, then a recipe, or the scaling of each tensor."""
-        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        parts = [super().extra_repr() or sizes, self._float8_config.short_str()]
+        parts = [super().extra_repr(), self._float8_config.short_str()]
         weight = local_tensor(self._parameters.get("weight"))
         if self._float8_keeps_no_master and not isinstance(weight, Float8Tensor):
             parts.append("weight in high precision")  # which somebody has set
@@ -262,29 +314,7 @@ class Float8Layer(StatefulLayer):
             gathered, once = "input", self._float8_plan.input_rows_suffice
         if gathered is not None:
             parts.append(f"{gathered} gathered in {'float8' if once else 'high precision'}")
-        return ", ".join(parts)
-
-
-class Float8Linear(Float8Layer, nn.Linear):
-    """A linear layer whose GEMMs run in float8: `output = input @ weight.T + bias`.
-
-    The weight [N, K] stays a high-precision `Parameter`. Made from an `nn.Linear` by
-    `from_float` or, for a whole model, by `convert_to_float8_training`. Layers with delayed
-    scaling carry the buffers `fp8_amax_*`, `fp8_amax_history_*` and `fp8_scale_*`, always float32.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        config: ConfigOrRecipe | None = None,
-    ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype)
-        self._float8_begin(config)
+        return ", ".join(filter(None, parts))
 
 
 def unsupported(
@@ -293,10 +323,9 @@ def unsupported(
     linear_classes: Collection[type] = (),
     cls: type[Float8Linear] = Float8Linear,
 ) -> str | None:
-    """Say why `mod` cannot become a `cls` of this configuration, or return None.
+    """Say why `mod`, converted or not, cannot become a `cls` of this configuration, or None.
 
-    `mod` is an `nn.Linear` of any subclass, converted or not. `linear_classes`: subclasses of
-    `nn.Linear` whose forward may be replaced.
+    `linear_classes`: subclasses of `nn.Linear` whose forward may be replaced.
     """
     found = problem(mod, cls, config, linear_classes)
     return None if found is None else str(found)
@@ -306,7 +335,7 @@ def require_supported(
     mod: nn.Module, config: Float8LinearConfig, linear_classes: Collection[type] = ()
 ) -> None:
     """Raise what `unsupported` says."""
-    if not isinstance(mod, nn.Linear | Float8Layer):
+    if not isinstance(mod, nn.Linear):
         raise TypeError(f"Float8Linear: got a {type(mod).__name__}, expected an nn.Linear")
     if found := problem(mod, Float8Linear, config, linear_classes):
         raise type(found)(f"Float8Linear: {found}")

@@ -34,8 +34,7 @@ class LinearPlan(NamedTuple):
     """Six casts, three GEMMs (None: in high precision), and which casts serve two GEMMs."""
 
     casts: Casts
-    """Without state: those of delayed scaling, and of ranks that share a layer, are made of them
-    for each call."""
+    """Without state and ranks, which belong to a call."""
     share_input: bool
     share_weight: bool
     share_grad_output: bool
@@ -45,7 +44,6 @@ class LinearPlan(NamedTuple):
     pad: bool
     alignment: int
     """The multiple that dims are padded to, or must be of."""
-
     input_rows_suffice: bool
     """Whether both GEMMs of the input can read its row data: columns are made of them exactly."""
     grad_output_rows_suffice: bool
@@ -55,14 +53,8 @@ class LinearPlan(NamedTuple):
 def plan_linear(config: Float8LinearConfig, *, grouped: bool = False) -> LinearPlan:
     """Resolve `config`; it is frozen, so layers of equal ones share a plan.
 
-    Args:
-        config: the configuration.
-        grouped: the plan is of grouped GEMMs, which take e4m3 alone. All three add as fast as that
-            of the output: in float32 after each step they take 1.1 to 1.6 times as long, for at
-            most 0.07 dB of SQNR.
-
-    Raises:
-        ValueError: there are no such grouped GEMMs.
+    Grouped GEMMs take e4m3 alone, or raise a `ValueError`. All three add as fast as that of the
+    output: in float32 after each step they take 1.1 to 1.6 times as long, for 0.07 dB of SQNR.
     """
     # Dynamo looks through a cache, but warns of it.
     resolve = _resolved if torch.compiler.is_compiling() else _cached

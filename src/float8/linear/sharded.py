@@ -26,7 +26,6 @@ class Shards(NamedTuple):
 
     gathers_input: bool = False
     """Whether ranks gather the tokens of the input of a weight Shard(0)."""
-
     tokens_dim: int | None = None
     """The dim along which ranks share the tokens of an output that is a sum over ranks, and gather
     those of its gradient. None: the sum is left to others."""
@@ -35,25 +34,12 @@ class Shards(NamedTuple):
 def linear_of_shards(
     input: Any, weight: Any, bias: Any, shards: Shards, plan: LinearPlan, casts: Casts
 ) -> Any:
-    """Compute `apply_linear` of DTensors.
+    """Compute `apply_linear` of DTensors on a mesh of one dim; `casts` reduce over its ranks.
 
-    Args:
-        input: [..., K]. For a weight Shard(0) of a layer that gathers its input it may be placed in
-            any way. Then it is gathered, in float8 if one cast is all that the plan makes of it. A
-            `Float8Tensor` inside is not cast again.
-        weight: [N, K] on a mesh of one dim: Shard(0), of which each rank has rows; or Shard(1),
-            with K divisible by the number of ranks.
-        bias: [N], Shard(0) with the weight, else Replicate; or None.
-        shards: as the style says.
-        plan: of the layer.
-        casts: of the layer, each with the reduction over the ranks.
-
-    Returns:
-        [..., N], of which this rank has features, summands or tokens.
-
-    Raises:
-        TypeError: `input` is no DTensor.
-        ValueError: a placement is another one, or ranks cannot share a dim so.
+    A layer that gathers its input takes it placed in any way, and gathers it in float8 if one cast
+    is all that the plan makes of it; a `Float8Tensor` inside is not cast again. The bias is
+    Shard(0) with the weight, else Replicate. Raises a `TypeError` for an input that is no DTensor,
+    and a `ValueError` for other placements, or where ranks cannot share a dim so.
     """
     if not hasattr(input, "placements"):
         raise TypeError(
@@ -97,14 +83,11 @@ def _colwise(
     x = input.to_local(grad_placements=(dtensors.Partial(),) if enter is None else None)
     bias = None if bias is None else bias.to_local()
     y = apply_linear(x, local, bias, plan, casts, enter=enter)
-    # Maybe shared unevenly: torch is told the shape.
-    shape, strides = torch.Size([*y.shape[:-1], weight.shape[0]]), [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * size)
+    placed = (dtensors.Shard(y.dim() - 1),)
+    whole = torch.empty([*y.shape[:-1], weight.shape[0]], device="meta")  # maybe shared unevenly
     return dtensors.DTensor.from_local(
-        y, mesh, (dtensors.Shard(y.dim() - 1),), run_check=False, shape=shape,
-        stride=tuple(strides),
-    )  # fmt: skip
+        y, mesh, placed, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 def _rowwise(
@@ -164,8 +147,7 @@ def dtensor_in_float8(x: Any, weight: Any, plan: LinearPlan, cast: Cast) -> Any:
     """Cast the DTensor `x` on a mesh of one dim, if bytes and one scale are all it takes.
 
     Else return `x` itself, as also where it is a sum still to be made, or where ranks hold parts of
-    rows that have a scale each. `cast`: of the input, with the reduction over the ranks. Raises as
-    `in_compute_dtype`.
+    rows that have a scale each. Raises as `in_compute_dtype`.
     """
     (placement,) = x.placements
     cuts_rows = placement.is_shard() and placement.dim % x.dim() == x.dim() - 1
@@ -185,8 +167,7 @@ def dtensor_in_float8(x: Any, weight: Any, plan: LinearPlan, cast: Cast) -> Any:
 def require_parts(shape: torch.Size, dim: int, ranks: int, plan: LinearPlan) -> None:
     """Raise a `ValueError` for a weight that ranks cannot share along `dim`.
 
-    Rows may be shared unevenly, as torch does; none of the ranks may be left without one. Without
-    padding what each has must be as the plan wants it.
+    Rows may be shared unevenly, as torch does; none of the ranks may be left without one.
     """
     size = shape[dim]
     if size % ranks and (dim == 1 or not all_have_some(size, ranks)):

@@ -21,21 +21,17 @@ _PICKLING = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__s
 _REGISTRIES = {name for name, x in vars(nn.Module()).items() if isinstance(x, dict | set)}
 """The attributes in which `nn.Module` keeps Parameters, buffers, submodules and hooks."""
 
-
 PREFIX = "_float8_"
 """Names of ours on layers and experts begin with it: all others are their user's."""
 
 PUBLIC = ("config", "from_float")
 """The two other names of ours, where the user's class has nothing of that name."""
 
-# ---------------------------------------------------------------- from one to the other
-
 
 def shallow_copy(mod: nn.Module, cls: Any) -> Any:
-    """Return an instance of `cls` with all that `mod` has.
+    """Return an instance of `cls` with all that `mod` has, in registries of its own.
 
-    What is registered or removed later in one does not show in the other. As in other copies of
-    modules, `.compile()` is forgotten, which holds the module that it was called on.
+    But for `.compile()`, which holds the module that it was called on.
     """
     new = cls.__new__(cls)
     for name, value in vars(mod).items():
@@ -55,7 +51,7 @@ def become(mod: nn.Module, new: nn.Module) -> None:
 
 @functools.cache
 def own_names(base: type) -> frozenset[str]:
-    """Return what layers of class `base` need for themselves."""
+    """Return the names of attributes that are ours, in modules of class `base`."""
     every = {"_float8_config", "_float8_plan", *dir(base)}
     return frozenset(name for name in every if name.startswith(PREFIX))
 
@@ -65,17 +61,13 @@ def own_names(base: type) -> frozenset[str]:
 
 def class_with_forward(cls: type) -> type:
     """Return the class that gives instances of `cls` their forward."""
-    for each in cls.__mro__:
-        if "forward" in vars(each) or "__call__" in vars(each):
-            return each
-    return cls
+    return next(each for each in cls.__mro__ if {"forward", "__call__"} & vars(each).keys())
 
 
 def replaced_forward(mod: nn.Module) -> bool:
     """Whether an attribute hides the forward of the class; accelerate leaves it as one behind."""
     own: Any = vars(mod).get("forward")
-    of_class = getattr(own, "__func__", None) is type(mod).forward and own.__self__ is mod
-    return own is not None and not of_class
+    return own is not None and own != types.MethodType(type(mod).forward, mod)
 
 
 def about_forward(mod: nn.Module) -> str:
@@ -89,52 +81,44 @@ def about_forward(mod: nn.Module) -> str:
 
 
 def problem(
-    mod: Any,
-    base: type[StatefulLayer],
-    config: Float8LinearConfig,
-    linear_classes: Collection[type],
+    mod: Any, base: Any, config: Float8LinearConfig, linear_classes: Collection[type]
 ) -> TypeError | ValueError | None:
     """Return an error that says why `mod` cannot become a layer of class `base`, or None."""
     path = f"{type(mod).__module__}.{type(mod).__qualname__}"
     if reason := _computes_something_else(mod, linear_classes):
         return TypeError(f"got a {path}, {reason}")
     if reason := _cannot_be_both(mod, base, config):
-        return ValueError(f"got a {path}{reason}")
+        return ValueError(f"got a {path} {reason}")
     weight = mod.weight
     if replaced_forward(mod):  # it would win over ours
         got = "got a layer with a `forward` of its own as attribute, expected nn.Linear's"
         return ValueError(f"{got}; {about_forward(mod)}")
     if reason := not_in_high_precision(weight):
         return TypeError(f"got a {reason}")
-    shape = tuple(weight.shape)
+    shape, do = tuple(weight.shape), ""
     if 0 in shape:
-        do = ""
         if hasattr(weight, "ds_shape"):
             do = ": DeepSpeed's zero.Init has taken it apart; convert each layer by itself, within "
             do += "deepspeed.zero.GatheredParameters([layer.weight])"
         return ValueError(f"got weight of shape {shape}, expected no empty dim{do}")
     if not config.pad_inner_dim and any(dim % config.alignment for dim in shape):
-        return ValueError(
-            f"got weight of shape {shape}, expected dims divisible by {config.alignment}; set "
-            f"pad_inner_dim=True to have them padded"
-        )
+        do = f"expected dims divisible by {config.alignment}; set pad_inner_dim=True to pad them"
+        return ValueError(f"got weight of shape {shape}, {do}")
     holds_part = base._float8_holds_part or getattr(mod, "_float8_holds_part", False)
     if holds_part and config.enable_fsdp_float8_all_gather:
         return ValueError(
             "got enable_fsdp_float8_all_gather=True, expected False: FSDP does not know that other "
             "ranks hold parts of the weight, too"
         )
-    if config.float8_weights is Float8Weights.ONLY:
-        what = "a weight with requires_grad=True" if weight.requires_grad else None
-        what = "a weight that ranks share" if holds_part or is_dtensor(weight) else what
-        if what is not None:
-            return ValueError(
-                f"got {what} with float8_weights=ONLY, expected an nn.Linear whose weight is "
-                f"whole, and frozen; call weight.requires_grad_(False) first, or convert it with "
-                f"another config"
-            )
+    is_part = holds_part or is_dtensor(weight)
+    if config.float8_weights is Float8Weights.ONLY and (is_part or weight.requires_grad):
+        what = "that ranks share" if is_part else "with requires_grad=True"
+        return ValueError(
+            f"got a weight {what} with float8_weights=ONLY, expected one that is whole and frozen; "
+            f"call weight.requires_grad_(False) first, or convert it with another config"
+        )
     reason = lacks_float8_gemm(weight.device, config.scales_by_blocks)
-    if not config.emulate and reason is not None:
+    if reason is not None and not config.emulate:
         return ValueError(f"{reason}; set emulate=True to compute in high precision instead")
     return None
 
@@ -142,33 +126,27 @@ def problem(
 def _computes_something_else(mod: nn.Module, linear_classes: Collection[type]) -> str | None:
     """Say why `mod` may not compute what `nn.Linear` does when it is called, or return None.
 
-    Layers of `linear_classes` do, by what their user says; and ours, whatever they were made of,
-    but for parametrized ones.
+    Layers of `linear_classes` do, by what their user says.
     """
-    cls = type(mod)
+    forward_of = class_with_forward(type(mod))
     if is_parametrized(mod):
         return "whose weight is computed, expected an nn.Linear with a weight of its own"
     if isinstance(mod, LazyModuleMixin):
         return "whose shape is not known yet, expected an nn.Linear: run a forward first"
     if isinstance(mod, NonDynamicallyQuantizableLinear):
-        return (
-            "expected an nn.Linear that is called: nn.MultiheadAttention reads the weight of this "
-            "one itself"
-        )
+        return "expected an nn.Linear: nn.MultiheadAttention reads the weight of this one itself"
     if is_fsdp_module(mod):
         return "which is sharded, expected an nn.Linear: convert, then fully_shard"
-    if class_with_forward(cls).__module__.startswith("torchao."):
+    if forward_of.__module__.startswith("torchao."):
         return "which torchao converted already, expected an nn.Linear: convert the plain model"
-    if isinstance(mod, (*linear_classes, StatefulLayer)):
-        return None
-    if class_with_forward(cls) is nn.Linear:
+    if forward_of is nn.Linear or isinstance(mod, (*linear_classes, StatefulLayer)):
         return None
     if reason := not_in_high_precision(getattr(mod, "weight", None)):
         return f"with a {reason}"
     return (
         f"whose forward is not nn.Linear's, expected an nn.Linear or a subclass without a "
         f"forward; if it computes the same, convert_to_float8_training(..., "
-        f"linear_classes=[{cls.__name__}]) replaces it"
+        f"linear_classes=[{type(mod).__name__}]) replaces it"
     )
 
 
@@ -176,10 +154,7 @@ def not_in_high_precision(weight: Any) -> str | None:
     """Say which weight it is and what was expected, or return None for one in high precision."""
     cls, dtype = type(weight), getattr(weight, "dtype", None)
     if cls.__module__.split(".")[0] in ("bitsandbytes", "torchao"):
-        return (
-            f"weight of class {cls.__name__}, expected a tensor in high precision: a quantised "
-            f"weight stays as it is"
-        )
+        return f"weight of class {cls.__name__}, which is quantised, expected one in high precision"
     if dtype not in HIGH_PRECISION_DTYPES:
         expected = ", ".join(map(str, HIGH_PRECISION_DTYPES))
         return f"weight of dtype {dtype}, expected one of {expected}"
@@ -188,7 +163,8 @@ def not_in_high_precision(weight: Any) -> str | None:
 
 def _cannot_be_both(mod: Any, base: type, config: Float8LinearConfig) -> str | None:
     """Say why a layer cannot be what `mod` is and a `base`, too, or return None."""
-    cls, is_ours = type(mod), isinstance(mod, StatefulLayer)
+    cls: Any = type(mod)
+    is_ours = isinstance(mod, StatefulLayer)
     names, there = {name for site in config.delayed_sites for name in site.buffers}, {*dir(mod)}
     if is_ours:
         names -= {name for site in mod._float8_delayed for name in site.buffers}
@@ -198,25 +174,26 @@ def _cannot_be_both(mod: Any, base: type, config: Float8LinearConfig) -> str | N
         names |= {"from_float"} & {*mod._parameters, *mod._buffers, *mod._modules}
     if taken := names & there:
         name = min(taken)
-        return f" with an attribute {name!r}, expected one without: {base.__name__} has one"
+        return f"with an attribute {name!r}, expected one without: {base.__name__} has one"
     if is_ours:
         return None
     for each in (each for each in cls.__mro__ if each not in (nn.Linear, nn.Module, object)):
         if own := [name for name in _PICKLING if vars(each).get(name)]:  # `__slots__` may be empty
             return (
-                f" with {own[0]!r}, expected one without: {base.__name__} has a way of its own to "
+                f"with {own[0]!r}, expected one without: {base.__name__} has a way of its own to "
                 f"copy and pickle layers"
             )
     try:
         class_of(base, cls)
     except Exception as error:
-        return f", which cannot be a {base.__name__}, too: {error}"
+        return f"which cannot be a {base.__name__}, too: {error}"
     return None
 
 
 # ---------------------------------------------------------------- the class of a converted layer
 
 
+@functools.cache
 def class_of(base: Any, source: Any) -> Any:
     """Return the class of layers that were a `source`; `base` is `Float8Linear` or a subclass.
 
@@ -225,16 +202,13 @@ def class_of(base: Any, source: Any) -> Any:
     are pickled as long as `source` can be. It is called as `source`, and with a `config`; where
     `source` takes a `config` of its own, a new layer has dynamic tensorwise scaling.
     """
-    return base if issubclass(base, source) else _class_of_both(base, source)
-
-
-@functools.cache
-def _class_of_both(base: type, source: type) -> Any:
+    if issubclass(base, source):
+        return base
     name = f"{base.__name__}[{source.__qualname__}]"
-    members = {"__init__": _init, "_float8_base_class": base, "_float8_source_class": source}
+    members = {"__init__": _init, "_float8_source_class": source}
     # What the user's class calls so stays its own.
     members |= {name: getattr_static(source, name) for name in PUBLIC if hasattr(source, name)}
-    return new_class(name, (base, source), _class_of_both, (base, source), **members)
+    return new_class(name, (base, source), class_of, (base, source), **members)
 
 
 def _init(layer: Any, *args: Any, **more: Any) -> None:
@@ -250,11 +224,8 @@ def new_class(
 ) -> Any:
     """Return a class that instances of the second of `bases` can be given.
 
-    Its own are pickled as those of `make(*made_of)`, which returns it: it cannot be imported, but
-    what it is made of can.
-
-    Raises:
-        TypeError: it takes no subclass, or its instances lie otherwise in memory.
+    Its own are pickled as those of `make(*made_of)`, which returns it: it cannot be imported. A
+    `TypeError` says that there is none: instances may lie otherwise in memory.
     """
 
     def reduce(module: Any, protocol: int) -> Any:

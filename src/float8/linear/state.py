@@ -36,16 +36,14 @@ class StatefulLayer(Float8Module):
     """Whether the weight, though no DTensor, is the part of this rank."""
     _float8_settled: frozenset[CastSite] = frozenset()
     """Sites whose scale is known to come from the history, on all ranks that share the layer."""
-    _float8_passing = Float8Module._float8_passing | {
-        "_float8_agreed",
-        "_float8_seen",
-        "_float8_sample",
-    }
     _float8_seen: dict[int, int] | None = None
     """The versions of the Parameters when the first amax since the last sync was recorded."""
     _float8_sample: tuple[Any, int, Tensor] | None = None
     """Which weight there was then, the version of the amax of gradients, and some values of it."""
     _float8_synced_version = -1
+    _float8_passing = frozenset(
+        {*Float8Module._float8_passing, "_float8_agreed", "_float8_seen", "_float8_sample"}
+    )
 
     # ---------------------------------------------------------------- the buffers
 
@@ -56,22 +54,19 @@ class StatefulLayer(Float8Module):
         self._float8_state_was_written()
 
     def _float8_fresh_state(self, site: CastSite, device: torch.device) -> dict[str, Tensor]:
-        """Return new buffers of a site, by name, in their initial state."""
+        """Return new buffers of a site, by name."""
         scale = torch.full((), self._float8_first_scale, dtype=torch.float32, device=device)
         history = scale.new_zeros(self._float8_config.delayed_scaling_config.history_len)
         return {site.amax: torch.zeros_like(scale), site.history: history, site.scale: scale}
 
     def register_forward_pre_hook(self, *args: Any, **more: Any) -> Any:
-        """Register a hook, and make buffers plain tensors again, the same on all ranks.
-
-        Torch's tensor parallel calls it when it has made DTensors of them.
-        """
+        """Register a hook; torch's tensor parallel does so when it has made DTensors of buffers."""
         for name, buffer in self._float8_state().items():
             self._buffers[name] = local_tensor(buffer)
         return super().register_forward_pre_hook(*args, **more)
 
     def _float8_leave_meta(self) -> bool:
-        """Make buffers anew that a checkpoint left on the meta device and the weight left."""
+        """Make buffers anew that are on the meta device still, which the weight left."""
         left = not self.weight.is_meta and any(x.is_meta for x in self._float8_state().values())
         if left:
             self._float8_register_buffers()
@@ -120,10 +115,7 @@ class StatefulLayer(Float8Module):
         self._float8_settled |= {site for site, scale in scales.items() if scale != UNKNOWN_SCALE}
 
     def _float8_has_unsynced_amax(self) -> bool:
-        """Whether an amax was recorded since the last sync, compiled or not.
-
-        That of the weight; where it has dynamic scaling that of the first site.
-        """
+        """Whether an amax was recorded since the last sync, compiled or not."""
         return self._float8_amax_version() != self._float8_synced_version
 
     def _float8_mark_synced(self) -> None:
@@ -134,7 +126,7 @@ class StatefulLayer(Float8Module):
             self._float8_synced_version = self._float8_amax_version()
 
     def _float8_detach(self) -> None:
-        """End one attachment, and what is held; writes to weights count from the next forward."""
+        """End one attachment; writes to weights count from the next forward."""
         super()._float8_detach()
         self._float8_seen = None
 
@@ -143,6 +135,7 @@ class StatefulLayer(Float8Module):
         self._float8_agreed |= {on}
 
     def _float8_amax_version(self) -> int:
+        """Return how often the amax of the weight, or else of the first site, was written."""
         amax = self._buffers.get(CastSite.WEIGHT.amax)
         if amax is None and self._float8_delayed:
             amax = self._buffers[self._float8_delayed[0].amax]
@@ -151,12 +144,11 @@ class StatefulLayer(Float8Module):
     def _float8_check_synced(self) -> None:
         """Raise a `RuntimeError` before training on where a sync is missing.
 
-        One is missing between two forwards with gradients if a trained Parameter of the layer was
-        written in between, by an optimizer or by hand, unless the layer is attached to an
-        optimizer. Compiled code does not notice that. Versions of Parameters tell it. Fused
-        optimizers and writes through `.data` do not count: there values of the weight tell it,
-        which are compared once after a backward whose gradient is None by now; that waits for the
-        device. So they go unnoticed after `zero_grad(set_to_none=False)`, where
+        It is if a trained Parameter was written between two forwards with gradients, unless the
+        layer is attached to an optimizer. Compiled code does not notice that. Versions of
+        Parameters tell it. Fused optimizers and writes through `.data` do not count: there some
+        values of the weight tell it, compared once after a backward whose gradient is None by now;
+        that waits for the device. So they go unnoticed after `zero_grad(set_to_none=False)`, where
         `torch.distributed` is initialised, where grad_output has dynamic scaling, and where only
         the bias is trained.
         """

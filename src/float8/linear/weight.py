@@ -1,13 +1,12 @@
 """A weight in one call, and weights that modules hold in float8 until they are written.
 
-`update_float8_weights` casts each weight once, to both layouts in one read; forwards, backwards,
-recomputation and microbatches of training read that. Data that are held have a mark: the version
-counter, the address and the strides of the Parameter that they were made of. Each use compares, and
-what does not match is cast again: by eager code to be held from then on, in compiled code by the op
-that multiplies. That op must find the mark when it runs, so it is an attribute of the data, the
-only thing that reaches it. A tensor on the CPU, which forward hands on to backward, CUDA graphs
-refuse; a number makes code compile anew; the version counter of what is kept cannot say where the
-weight lies; and of a scale Inductor may hand on a copy, as AOTAutograd does of a view.
+`update_float8_weights` casts each weight once; all of training reads that. Data that are held have
+a mark: version counter, address and strides of the Parameter that they were made of. Each use
+compares, and what does not match is cast again: by eager code to be held from then on, in compiled
+code by the op that multiplies. So the mark is an attribute of the data, the only thing that reaches
+that op: CUDA graphs refuse a tensor on the CPU; a number makes code compile anew; the version
+counter of what is kept cannot say where the weight lies; and of a scale Inductor may hand on a
+copy, as AOTAutograd does of a view.
 """
 
 from collections.abc import Callable
@@ -42,23 +41,14 @@ class Weight(NamedTuple):
 
     values: Tensor | Any = None
     """In high precision; of data that are held the Parameter. None: there are row data alone."""
-
     row_data: Tensor | Any = None
     """Held; or, without values, what somebody keeps anyway, not padded: data of a weight that is
     gathered in float8, or that is in float8 only."""
-
     row_scale: Tensor | Any = None
     """Of the row data; or the one scale by which forward cast the values, for backward."""
-
     col_data: Tensor | Any = None
     """Held."""
-
     col_scale: Tensor | Any = None
-
-    @property
-    def is_held(self) -> bool:
-        """Whether data are held of the values, which may be others by now."""
-        return self.col_data is not None
 
     def row(self, cast: Cast) -> Operand:
         """Return row data: a cast made here, where there are none."""
@@ -74,8 +64,8 @@ class Weight(NamedTuple):
     def columns(self, cast: Cast, after: Tensor) -> Operand:
         """Return column data: a cast made here, or row data transposed, where there are none.
 
-        A compiler that saw no need for a gradient, `after`, would do so in forward, and keep the
-        result until backward: under FSDP that of every whole weight.
+        The gradient, `after`, is needed: else a compiler would do so in forward, and keep the
+        result until backward, under FSDP that of every whole weight.
         """
         if self.col_data is not None:
             return Operand(self.col_data, self.col_scale)
@@ -107,13 +97,12 @@ def times_held(
 ) -> Tensor:
     """Multiply row data by data that are held of a weight, or that are cast here if it was written.
 
-    A function of `a` and the weight, whichever is read, that writes nothing: so a compiler may
-    order calls as it likes. A CUDA graph, which is replayed without this code, records the cast.
+    It writes nothing, so a compiler may order calls as it likes. A CUDA graph, which is replayed
+    without this code, records the cast.
 
     `data` and `scale` are row data, or column data for `columns`. `weight` is the Parameter,
-    [N, K], or [E, N, K], or [E, K, N] if `turned`. It is no view: compiled code may turn that into
-    another one, and then nothing tells of writes. `offs`: as in `quantize`. Granularities are
-    values of `ScalingGranularity`. The result is [rows, features].
+    [N, K], or [E, N, K], or [E, K, N] if `turned`, and no view: compiled code may turn that into
+    another one, and then nothing tells of writes. The result is [rows, features].
     """
     b = Operand(data, scale)
     if _is_capturing(weight) or not is_current(data, weight):
@@ -148,10 +137,7 @@ TIMES_HELD = torch.ops.float8.times_held.default
 @torch.inference_mode(False)  # else it could not be saved for a backward
 @torch.no_grad()
 def hold(values: Tensor, cast: Cast, parameter: Tensor | None = None) -> Weight:
-    """Cast a weight to both layouts in one read, to be read until it is written.
-
-    `parameter`: of which `values` are a view, if they are.
-    """
+    """Cast a weight to both layouts in one read; `parameter`: of which `values` are a view."""
     of = values if parameter is None else parameter
     made = quantize(values, cast, row=True, col=True, pad_rows=True)
     # `.data`: no views, as experts' may be.
@@ -163,10 +149,9 @@ def hold(values: Tensor, cast: Cast, parameter: Tensor | None = None) -> Weight:
 
 
 def _version_of(weight: Tensor) -> tuple[Any, ...]:
-    """Return what changes when a weight is written, as far as its version counter tells.
+    """Return what changes when ops write a weight.
 
-    It counts what ops write, and not what fused optimizers do, nor what goes through `weight.data`
-    or a raw pointer.
+    Not what fused optimizers write, nor what goes through `weight.data` or a raw pointer.
     """
     return weight._version, weight.data_ptr(), weight.stride()
 
@@ -215,25 +200,18 @@ class Float8Module(nn.Module):
     def _float8_find_held(self, parameter: Any, again: Callable[[], Weight]) -> Weight | None:
         """Return a Parameter in float8 as this call may read it; None: it is cast on the fly.
 
-        In compiled code the GEMMs see for themselves if it is what the weight is then.
+        In compiled code the GEMMs see for themselves if it is what the weight is then. Evaluation
+        casts the weight as it is: averages are written into `weight.data`, past version counters.
 
-        Another weight than the Parameter is somebody else's: of FSDP, or of `functional_call`.
-        Evaluation casts the weight as it is: averages are written into `weight.data`, past version
-        counters.
-
-        Args:
-            parameter: the weight.
-            again: casts it again, to be held from now on. Not to where the old one lies, which a
-                backward still to come may read.
+        `again` casts it, to be held from now on; not to where the old one lies, which a backward
+        still to come may read.
         """
-        if not self.training:
-            return None
         for held in self._float8_held:
-            if held.values is parameter:
+            if held.values is parameter:  # others are those of FSDP, or of `functional_call`
                 break
         else:
             return None
-        if is_recording(parameter):
+        if not self.training or is_recording(parameter):
             return None
         if torch.compiler.is_compiling() or is_current(held.row_data, parameter):
             return held
@@ -284,7 +262,7 @@ class Float8Module(nn.Module):
 @torch.inference_mode(False)  # else it could not be saved for a backward
 @torch.no_grad()
 def in_float8_only(weight: Tensor, cast: Cast) -> Float8Tensor:
-    """Return `weight` [N, K] as a tensor that has no high-precision values; itself if it is one."""
+    """Return `weight` [N, K] as a `Float8Tensor`."""
     if isinstance(weight, Float8Tensor):
         return weight
     made = quantize(weight, cast, row=True).row
@@ -293,17 +271,12 @@ def in_float8_only(weight: Tensor, cast: Cast) -> Float8Tensor:
 
 
 def moved(weight: Float8Tensor, fn: Callable[[Tensor], Tensor]) -> Float8Tensor:
-    """Apply `fn`, as `nn.Module._apply` takes it; a change of dtype is of what a weight reports.
-
-    `fn` is given bits, which it moves, pins, shares or leaves uninitialised as it does those of
-    any tensor.
-    """
+    """Apply `fn`, as `nn.Module._apply` takes it, to the bits; a new dtype is that it reports."""
     like = fn(torch.empty((), dtype=weight.dtype, device=weight.device))
     if like.dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(
             f"Float8Linear: got {like.dtype} for a weight that is in float8 only, expected one of "
-            f"{', '.join(map(str, HIGH_PRECISION_DTYPES))}; call convert_to_high_precision(model) "
-            f"first"
+            f"{', '.join(map(str, HIGH_PRECISION_DTYPES))}; call convert_to_high_precision first"
         )
 
     def move(x: Tensor) -> Tensor:

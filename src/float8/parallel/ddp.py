@@ -4,7 +4,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from float8.kernels.runtime.private import goes_on_without_inputs
-from float8.linear import Float8Layer
+from float8.linear import Float8Linear
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 """The attribute of the wrapped module in which DDP looks up the names of what it leaves alone."""
@@ -23,7 +23,7 @@ def tell_ddp_what_to_ignore(module: nn.Module) -> None:
         names = [
             f"{prefix}.{own}" if prefix else own
             for prefix, layer in root.named_modules()
-            if isinstance(layer, Float8Layer)
+            if isinstance(layer, Float8Linear)
             for own in (
                 *[site.amax for site in layer._float8_delayed],
                 *["weight"] * layer._float8_keeps_no_master,
