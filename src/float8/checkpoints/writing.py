@@ -290,13 +290,18 @@ def _require_stored(saved: SavedTensor, in_float8: bool) -> None:
     inner = local_tensor(high_precision(x))
     is_plain = in_float8 or not hasattr(inner, "__tensor_flatten__")
     is_dense = x.layout == torch.strided and not x.is_nested
-    if not (is_plain and is_dense and x.dtype in _STORED) or is_lazy(x) or x.is_meta:
-        raise ValueError(
-            f"{name}: got a {type(inner).__name__} of {x.dtype}, {x.layout}, on {x.device}, in a "
-            f"{type(module).__name__}, expected a plain tensor with values that safetensors takes; "
-            f"load the model dequantised, make the values, call convert_to_high_precision on a "
-            f"layer in float8 only, untie or convert it, or make a buffer with persistent=False"
-        )
+    if is_lazy(x) or x.is_meta:
+        got, do = f"a tensor without values, on {x.device}", "run the model once, or load it"
+    elif not is_plain:
+        got = f"a {type(inner).__name__}, in a {type(module).__name__}"
+        do = "load the model dequantised, or call convert_to_high_precision(model)"
+    elif not (is_dense and x.dtype in _STORED):
+        got = f"a tensor of {x.dtype} and {x.layout}{', nested' * x.is_nested}"
+        do = "convert it, or register the buffer with persistent=False"
+    else:
+        return
+    expected = "a plain tensor with values that safetensors takes"
+    raise ValueError(f"{name}: got {got}, expected {expected}; {do}")
 
 
 def _kept_in_float32(model: nn.Module) -> Callable[[str], Any]:

@@ -124,7 +124,9 @@ class Chooser:
     ) -> Choice:
         """Decide by `problem`, of which no filter need know; by the filter; by `judge` without."""
         if self.takes is None:
-            return Choice(problem or judge(part, fqn), chosen_for=self._chosen_for(part))
+            judged = not isinstance(part, Float8Linear | Float8Experts)
+            by = self._chosen_for(part) if judged else None
+            return Choice(problem or judge(part, fqn), chosen_for=by)
         if problem is not None:
             return Choice(problem)
         try:

@@ -16,7 +16,7 @@ from torchtitan.models.common.moe import GroupedExperts, TokenChoiceTopKRouter
 from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.tools.logging import logger
 
-from float8.config import Float8LinearConfig, as_config
+from float8.config import Float8LinearConfig
 from float8.convert.choice import left_out
 from float8.experts import convert_experts, unsupported_experts
 from float8.linear import Float8Linear
@@ -102,7 +102,8 @@ class Float8Converter(ModelConfigConverter):
 
     def __init__(self, config: Config) -> None:
         self._filter_fqns, name = config.filter_fqns, config.experts_recipe_name
-        linear, experts = as_config(config.recipe_name), as_config(name or config.recipe_name)
+        recipe = Float8LinearConfig.from_recipe_name
+        linear, experts = (recipe(config.recipe_name if x is None else x) for x in (None, name))
         self._no_experts = no_grouped_gemm(experts)
         if self._no_experts and name is not None:
             got = f"got experts_recipe_name={name!r}: {self._no_experts}"

@@ -245,16 +245,6 @@ class Float8Module(nn.Module):
             return state
         return {name: value for name, value in state.items() if name not in self._float8_passing}
 
-    def __setstate__(self, pickled: Any) -> None:
-        # What layers, and experts, had then; a state of the user's own has neither.
-        before = {"plan", "float8_plan"}
-        if isinstance(pickled, dict) and "_float8_plan" not in pickled and before & pickled.keys():
-            raise ValueError(
-                "float8: got a layer that version 0.2 or older has pickled, expected one of this "
-                "version; load it with that version, and save model.state_dict()"
-            )
-        super().__setstate__(pickled)  # type: ignore[no-untyped-call]
-
 
 # ---------------------------------------------------------------- in float8 only
 

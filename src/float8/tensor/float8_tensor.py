@@ -370,7 +370,9 @@ def _foreach_lerp_(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     for pair in zip(targets, sources, strict=True):
         if not any(isinstance(x, Float8Tensor) for x in pair):
             others.append(pair)
-        elif not torch.equal(*pair):
+            continue
+        _require_alike(str(func), *pair, scale=True)
+        if not torch.equal(*(x._data.view(torch.uint8) for x in pair)):
             raise ValueError(
                 f"{func}: got Float8Tensors of different values, expected equal ones, as of frozen "
                 f"weights: the average has no bytes under their scale; average them in high "
@@ -505,4 +507,11 @@ _OPS: dict[Any, tuple[str, ...]] = {
 _HANDLERS = {name: handler for handler, names in _OPS.items() for name in names}
 """Name of an op -> handler(func, args, kwargs)."""
 
-torch.serialization.add_safe_globals([Float8Tensor, ScalingGranularity])
+# The second name is that of 0.2.0.
+torch.serialization.add_safe_globals(
+    [
+        Float8Tensor,
+        ScalingGranularity,
+        (ScalingGranularity, "float8.config.casting.ScalingGranularity"),
+    ]
+)

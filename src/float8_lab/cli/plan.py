@@ -226,7 +226,8 @@ def plan_command(
         bench.console.print(line)
     if measuring and any(row["fate"] == CONVERT for row in rows):
         bench.console.print("what gained, as a filter of the conversion:")
-        typer.echo(f"module_filter_fn={filter_found(report, rows)}")  # in one line, to be pasted
+        found = filter_found(report, rows)  # in one line, to be pasted
+        typer.echo(f"{'import re' * ('re.sub' in found)}\nmodule_filter_fn={found}")
     if judged or bench.device.type == "cuda":
         bench.console.print("GPU time of layers one by one: large ones gain more when compiled,")
         bench.console.print("small ones less in eager mode, where they wait for the CPU")
