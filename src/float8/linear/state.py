@@ -191,7 +191,7 @@ class StatefulLayer(Float8Module):
     # ---------------------------------------------------------------- copies and moves
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
-        super().__setstate__(pickled)
+        super().__setstate__(pickled)  # type: ignore[no-untyped-call]
         self._float8_state_was_written()  # new buffers count versions anew
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:

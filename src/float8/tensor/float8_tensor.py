@@ -223,7 +223,7 @@ class _Straight(torch.autograd.Function):
 
 
 def dequantise(x: Float8Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return `data * scale` of float32, rounded to `dtype`, or to the original; no autograd."""
+    """Return `data * scale` in float32, rounded to `dtype` or the original one; no autograd."""
     return dequantised(Operand(x._data, x._scale), x._granularity).to(dtype or x._orig_dtype)
 
 
