@@ -138,7 +138,7 @@ def scale_of(x: Tensor, cast: Cast, via: torch.dtype | None = None) -> Tensor:
 
 
 def scales_of(
-    tensors: Sequence[Tensor], spec: CastConfig, dtype: torch.dtype, reduce: Reduction | None = None
+    tensors: Sequence[Tensor], how: CastConfig, dtype: torch.dtype, reduce: Reduction | None = None
 ) -> list[Tensor]:
     """Find the one dynamic scale of each of several tensors in a few kernels, 0-dim float32.
 
@@ -150,12 +150,12 @@ def scales_of(
     amaxes = amaxes.to(dtype).to(torch.float32)
     if reduce is not None:
         amaxes = reduce(amaxes)
-    scales = amax_to_scale(amaxes, spec.dtype, spec.power_of_2)
+    scales = amax_to_scale(amaxes, how.dtype, how.power_of_2)
     # Copies, in one kernel: cuBLASLt takes scales at multiples of 16 bytes only.
     return list(torch._foreach_abs(scales.unbind()))
 
 
-def recast(x: Tensor, spec: CastConfig, scale: Tensor) -> Operand:
+def recast(x: Tensor, how: CastConfig, scale: Tensor) -> Operand:
     """Return column data of `x` [R, C], which was cast before, under the same scale if it has one.
 
     `x` may be the bytes that the cast before made, of which a compiler then keeps the transposed
@@ -169,11 +169,11 @@ def recast(x: Tensor, spec: CastConfig, scale: Tensor) -> Operand:
     our kernel reads: it casts in forward, and keeps the bytes until backward.
     """
     if x.dtype in FLOAT8_MAX:
-        return columns(Operand(x, scale), spec)
-    x, one_scale = x.detach(), spec.scaling_granularity.one_scale
+        return columns(Operand(x, scale), how)
+    x, one_scale = x.detach(), how.scaling_granularity.one_scale
     if one_scale and torch.compiler.is_compiling():
-        return columns(Operand(kernels.to_float8(x, scale, spec.dtype), scale), spec)
-    return quantize(x, Cast(spec, scale=scale if one_scale else None), col=True).col
+        return columns(Operand(kernels.to_float8(x, scale, how.dtype), scale), how)
+    return quantize(x, Cast(how, scale=scale if one_scale else None), col=True).col
 
 
 def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Operand:
@@ -190,15 +190,15 @@ def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Ope
     return Operand(padded.view(data.dtype), scale)
 
 
-def columns(row: Operand, spec: CastConfig, after: Tensor | None = None) -> Operand:
-    """Return column data of row data that were cast by `spec`; `after` as `kernels.cast`.
+def columns(row: Operand, how: CastConfig, after: Tensor | None = None) -> Operand:
+    """Return column data of row data that were cast by `how`; `after` as `kernels.cast`.
 
     Row data are [R, C], or [E, N, K] of experts with scales [E, N, 1], alike under one scale each.
     Bytes are transposed where columns have the scales of rows. Where rows have scales of their own,
     the values are cast again: with powers of two as scales that changes no value but those that are
     tiny in their column; what was tiny in its row was rounded before.
     """
-    granularity = spec.scaling_granularity
+    granularity = how.scaling_granularity
     if granularity.one_scale and row.data.dim() == 3:
         E, N, K = row.data.shape
         matrix = F.pad(row.data.view(torch.uint8), (0, 0, 0, -N % GEMM_ALIGNMENT)).flatten(0, 1)
@@ -218,5 +218,5 @@ def columns(row: Operand, spec: CastConfig, after: Tensor | None = None) -> Oper
         )
     row = Operand(row.data, row.scale[: row.data.shape[0]])  # there may be more: see `padded`
     # Times a power of two a float8 value is exact in bfloat16, too.
-    dtype = torch.bfloat16 if spec.power_of_2 else torch.float32
-    return quantize(dequantised(row, granularity, dtype), Cast(spec), col=True, after=after).col
+    dtype = torch.bfloat16 if how.power_of_2 else torch.float32
+    return quantize(dequantised(row, granularity, dtype), Cast(how), col=True, after=after).col

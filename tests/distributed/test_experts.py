@@ -280,7 +280,7 @@ def test_changes() -> None:
     experts, weight, before = model[0].experts, model[0].experts.up, model[0].experts.up.clone()
     assert isinstance(weight, GatherExperts)
     convert(model, "tensorwise")
-    assert (model[0].experts.up, weight.spec.power_of_2) == (weight, False)
+    assert (model[0].experts.up, weight.how.power_of_2) == (weight, False)
     convert_to_high_precision(model)
     assert type(experts) is Experts
     assert (type(experts.up), experts.up) == (nn.Parameter, weight)

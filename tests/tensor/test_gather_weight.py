@@ -83,7 +83,7 @@ def test_views_and_copies_keep_the_spec(how: str) -> None:
     same = (VIEWS | COPIES)[how](x.high_precision) if how != "unflattened" else x.high_precision
     assert torch.equal(high_precision(y), same)
     assert type(y) is Float8GatherWeight
-    assert y.spec is SPEC
+    assert y.how is SPEC
 
 
 @pytest.mark.parametrize("how", VIEWS)
@@ -185,7 +185,7 @@ def test_another_dtype_has_the_spec_but_not_the_scale() -> None:
     x.param_dtype = torch.bfloat16
     assert known(x) is None
     y = x.to(torch.bfloat16)
-    assert (type(y), y.dtype, y.spec) == (Float8GatherWeight, torch.bfloat16, SPEC)
+    assert (type(y), y.dtype, y.how) == (Float8GatherWeight, torch.bfloat16, SPEC)
     assert known(y) is None
     x = weight(dtype=torch.bfloat16)  # a view of other bits is one of the same memory
     y = x.view(torch.float16)
@@ -210,7 +210,7 @@ def test_copies_outside_of_torch() -> None:
         assert type(y) is Float8GatherWeight
         assert isinstance(y, nn.Parameter)
         assert not y.requires_grad
-        assert y.spec == x.spec
+        assert y.how == x.how
         assert torch.equal(y.high_precision, x.high_precision)
         assert y.high_precision.data_ptr() != x.high_precision.data_ptr()
 

@@ -37,7 +37,7 @@ class GatheredExperts(Float8Tensor):
 
 
 class GatherExperts(Float8GatherWeight):
-    """High-precision weights [E, N, K] with the spec of the cast in which they are gathered.
+    """High-precision weights [E, N, K] with the `CastConfig` in which they are gathered.
 
     Scales of shards along the first dim, all of one size, are sent with the bytes. For others torch
     takes the bytes alone: the scales are gathered by themselves then. Where a scale would cover
@@ -47,7 +47,7 @@ class GatherExperts(Float8GatherWeight):
     def _why_not_in_float8(self, size: torch.Size, rows: int, ranks: int) -> str | None:
         """Say which scale would cover what two ranks hold, or return None."""
         dim = next((dim for dim in range(3) if self.shape[dim] != size[dim]), 0)
-        if dim == 2 or (dim == 1 and self.spec.scaling_granularity.one_scale):
+        if dim == 2 or (dim == 1 and self.how.scaling_granularity.one_scale):
             return f"it is sharded along dim {dim}, which would cut what one scale covers"
         return None
 
@@ -56,7 +56,7 @@ class GatherExperts(Float8GatherWeight):
     ) -> tuple[tuple[Tensor, ...], Gather]:
         """Cast the shard, padded to `rows` experts, to what is sent."""
         shard, ranks = padded_shard(self.high_precision.to(dtype), rows), mesh.size()
-        data, scale = quantize(shard, Cast(self.spec), row=True).row
+        data, scale = quantize(shard, Cast(self.how), row=True).row
         bytes_ = data[..., : shard.shape[2]].contiguous().view(torch.uint8)
         dim = 1 if shard.shape[1] != size[1] else 0
         if ranks > 1 and dim == 0 and rows * ranks == size[0]:

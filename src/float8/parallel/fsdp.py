@@ -51,7 +51,7 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     alike: dict[Any, dict[Any, Tensor]] = {}
     for weight, shard in _shards(model).items():
         where = sharding_groups(weight), weight.device_mesh.device_type, shard.device
-        of_one = alike.setdefault((*where, shard.dtype, shard.param_dtype, shard.spec), {})
+        of_one = alike.setdefault((*where, shard.dtype, shard.param_dtype, shard.how), {})
         of_one[weight] = shard.high_precision
     for (groups, device_type, _, _, param_dtype, how), shards in alike.items():
         reduce = amax_over(groups, device_type)

@@ -37,7 +37,7 @@ class Gather(NamedTuple):
 
 
 class Float8GatherWeight(Wrapper):
-    """A high-precision tensor with the spec of the cast in which FSDP2 gathers it.
+    """A high-precision tensor with the `CastConfig` in which FSDP2 gathers it.
 
     To everything but the gather it is the tensor that it holds, `inner`, which is not copied.
     Views, copies and `empty_like`, `new_zeros` and `new_empty` of it are of its class; the results
@@ -50,7 +50,7 @@ class Float8GatherWeight(Wrapper):
     """
 
     _inner: Tensor
-    spec: CastConfig
+    how: CastConfig
     counted: Tensor
     param_dtype: torch.dtype | None = None
     """It is rounded to before the cast; known from the first gather on, of views and copies, too:
@@ -58,13 +58,13 @@ class Float8GatherWeight(Wrapper):
     _known: tuple[Any, Any] = None, None
     """The versions of some values, and what `keep` was given then."""
     _tensors_inside = ("_inner",)
-    _context = ("spec",)
+    _context = ("how",)
 
     @staticmethod
-    def __new__(cls, inner: Tensor, spec: CastConfig, counted: Tensor | None = None) -> Any:
+    def __new__(cls, inner: Tensor, how: CastConfig, counted: Tensor | None = None) -> Any:
         """See the class."""
         self: Any = cls._around(inner, inner.dtype)
-        self._inner, self.spec = inner, spec
+        self._inner, self.how = inner, how
         self.counted = inner if counted is None else counted
         return self
 
@@ -136,7 +136,7 @@ class Float8GatherWeight(Wrapper):
         if result.dtype not in HIGH_PRECISION_DTYPES:
             return result
         shares = func.is_view and result.dtype == self.dtype
-        new: Float8GatherWeight = type(self)(result, self.spec, self.counted if shares else None)
+        new: Float8GatherWeight = type(self)(result, self.how, self.counted if shares else None)
         new.param_dtype = self.param_dtype
         return new
 
@@ -190,7 +190,7 @@ class Float8GatherWeight(Wrapper):
 
     def _why_not_in_float8(self, size: torch.Size, rows: int, ranks: int) -> str | None:
         """Say why scales cannot be sent with shards of so many rows, or return None."""
-        granularity = self.spec.scaling_granularity
+        granularity = self.how.scaling_granularity
         if granularity.one_scale:
             return None
         if self.shape[1] != size[1]:
@@ -211,7 +211,7 @@ class Float8GatherWeight(Wrapper):
         training to record; the sync makes it that of the whole weight. With `Float8Weights.HELD` a
         dynamic cast is kept until the weight is written.
         """
-        weight, how, shard, amax = module.weight, self.spec, self.high_precision, None
+        weight, how, shard, amax = module.weight, self.how, self.high_precision, None
         owner = local_tensor(weight)
         owner.param_dtype, delayed = dtype, how.scaling_type is ScalingType.DELAYED
         made: Any = None if delayed else owner.known(weight)
@@ -257,13 +257,13 @@ class Float8GatherWeight(Wrapper):
             return None if out is not None else (data, ())
         scale = received[1].view(torch.float32) if scale is None else scale
         if out is None:
-            return self._gathered(data.view(self.spec.dtype), scale, dtype, amax), ()
+            return self._gathered(data.view(self.how.dtype), scale, dtype, amax), ()
         old = local_tensor(out)
         old._scale, old._amax = scale, amax
         return None
 
     def _gathered(self, data: Tensor, scale: Tensor, dtype: torch.dtype, amax: Any) -> Float8Tensor:
-        return Float8Tensor(data, scale, dtype, self.spec.scaling_granularity, amax)
+        return Float8Tensor(data, scale, dtype, self.how.scaling_granularity, amax)
 
 
 _KEEP = (
@@ -300,7 +300,7 @@ def padded_shard(x: Tensor, rows: int) -> Tensor:
 # Version counters, which tell of writes, are there outside of inference mode only.
 @torch.inference_mode(False)
 def high_precision(x: Tensor) -> Tensor:
-    """Return `x`, maybe a DTensor, without its spec; shares memory and version counters."""
+    """Return `x`, maybe a DTensor, without its `CastConfig`; shares memory and version counters."""
     local = local_tensor(x)
     if not isinstance(local, Float8GatherWeight):
         return x
@@ -317,7 +317,7 @@ def gathered_like(new: Any, old: Tensor | None) -> nn.Parameter:
     model, values = local_tensor(old), local_tensor(new)
     if not isinstance(model, Float8GatherWeight) or isinstance(values, Float8GatherWeight):
         return new  # type: ignore[no-any-return]
-    tensor: Any = type(model)(values.detach(), model.spec)
+    tensor: Any = type(model)(values.detach(), model.how)
     tensor.param_dtype = model.param_dtype
     if values is not new:
         with torch.no_grad():
