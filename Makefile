@@ -20,7 +20,7 @@ help:
 	@echo "make test   install, then run the tests (TORCH=2.15.0: with that release)"
 	@echo "make test-all  the same with the tests of many combinations, which take longer"
 	@echo "make test-torch-only  the samples of README and docs with torch and the built wheel alone"
-	@echo "make lint   install, then ruff, type checker and import-linter"
+	@echo "make lint   install, then ruff, type checker, import-linter, budgets of lines"
 	@echo "make docs   build the site of README and docs/ into site/, with an API reference"
 	@echo "make dist   build wheel and sdist into dist/"
 	@echo "make clean  remove the environment and caches; runs/ stays"
@@ -76,6 +76,7 @@ lint: $(VENV)/dev.done
 	$(BIN)/mypy
 	$(BIN)/mypy --config-file tests/mypy.ini
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/lines
 
 docs: $(VENV)/dev.done
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

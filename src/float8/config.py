@@ -4,7 +4,7 @@ import copy
 import enum
 import functools
 from dataclasses import InitVar, dataclass, field, fields, replace
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import nn
@@ -139,11 +139,12 @@ class CastConfig:
     scaling_granularity: ScalingGranularity = ScalingGranularity.TENSORWISE
     target_dtype: torch.dtype | None = None
     power_of_2: bool = False
-    dtype: torch.dtype = field(init=False, repr=False, compare=False)
-    """The format of the data: e4m3 where none is said."""
+
+    if TYPE_CHECKING:  # no field: it follows from these
+        dtype: torch.dtype = field(init=False)
+        """The format of the data: e4m3 where none is said."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", self.target_dtype or E4M3)
         if self.target_dtype is not None and self.target_dtype not in FLOAT8_MAX:
             expected = f"{' or '.join(map(str, FLOAT8_MAX))}, or None for the default of the role"
             raise ValueError(f"target_dtype: got {self.target_dtype}, expected {expected}")
@@ -156,6 +157,8 @@ class CastConfig:
             )
         if not self.is_float8:  # so that such configurations are equal
             object.__setattr__(self, "target_dtype", None)
+            object.__setattr__(self, "power_of_2", False)
+        object.__setattr__(self, "dtype", self.target_dtype or E4M3)
 
     @property
     def is_float8(self) -> bool:
@@ -358,6 +361,9 @@ class Float8LinearConfig:
     enable_pre_and_post_forward: bool = True
     force_recompute_fp8_weight_in_bwd: InitVar[bool] = False
 
+    if TYPE_CHECKING:
+        _casts: dict[CastSite, CastConfig] = field(init=False)
+
     def __post_init__(self, force_recompute_fp8_weight_in_bwd: bool) -> None:
         if not isinstance(force_recompute_fp8_weight_in_bwd, bool):
             raise TypeError(
@@ -366,13 +372,18 @@ class Float8LinearConfig:
             )
         require_types(self)
         # Fill in each role's dtype in a copy: the object that came in may serve other roles too.
+        casts: dict[CastSite, CastConfig] = {}
         for site in CastSite:
             name = f"cast_config_{site.value}"
             given = getattr(self, name)
             if given is not None and given.is_float8 and given.target_dtype is None:
                 wide = BASE_SITE.get(site, site) is CastSite.GRAD_OUTPUT
                 dtype = E5M2 if wide and given.scaling_granularity is _T else E4M3
-                object.__setattr__(self, name, replace(given, target_dtype=dtype))
+                given = replace(given, target_dtype=dtype)
+                object.__setattr__(self, name, given)
+            of = casts[BASE_SITE[site]] if given is None else given
+            casts[site] = replace(of, power_of_2=True) if self.round_scales_to_power_of_2 else of
+        object.__setattr__(self, "_casts", casts)
         self._check_gemms()
         only = self.float8_weights is Float8Weights.ONLY
         if only and self.enable_fsdp_float8_all_gather:
@@ -421,7 +432,7 @@ class Float8LinearConfig:
         value, default = getattr(self, name), getattr(type(self), name)
         if value == default:
             return
-        weight, again = self.cast_config_weight, self.cast_config(CastSite.WEIGHT_FOR_GRAD_INPUT)
+        weight, again = map(self.cast_config, (CastSite.WEIGHT, CastSite.WEIGHT_FOR_GRAD_INPUT))
         if again != weight or not weight.is_float8:
             raise ValueError(
                 f"{name}: got {value} with a weight that is {weight.short_str()} for output and "
@@ -429,8 +440,7 @@ class Float8LinearConfig:
                 f"to {default}, or configure both alike"
             )
         granularity = weight.scaling_granularity
-        power_of_2 = weight.power_of_2 or self.round_scales_to_power_of_2
-        lossy = granularity is _B1 or (granularity is _A and not power_of_2)
+        lossy = granularity is _B1 or (granularity is _A and not weight.power_of_2)
         if row_only and lossy:
             raise ValueError(
                 f"{name}: got {value} with a weight under {granularity}, expected TENSORWISE, "
@@ -440,8 +450,14 @@ class Float8LinearConfig:
 
     def cast_config(self, site: CastSite) -> CastConfig:
         """Return the effective configuration of a cast, with a dtype unless it is DISABLED."""
-        config: CastConfig | None = getattr(self, f"cast_config_{site.value}")
-        return self.cast_config(BASE_SITE[site]) if config is None else config
+        return self._casts[site]
+
+    @property
+    def _unrounded(self) -> dict[CastSite, CastConfig]:
+        """The `own_casts` without what `round_scales_to_power_of_2` says of all of them."""
+        one_by_one = not self.round_scales_to_power_of_2
+        own = self.own_casts.items()
+        return {x: replace(cast, power_of_2=cast.power_of_2 and one_by_one) for x, cast in own}
 
     def owner(self, site: CastSite) -> CastSite:
         """Return the site whose cast serves `site`: itself, or the base if configured alike."""
@@ -477,8 +493,8 @@ class Float8LinearConfig:
 
     def short_str(self) -> str:
         """Return a few words for `repr`s: a recipe, or each tensor's scaling; then switches."""
-        own = self.own_casts
-        recipe = next((name for name, x in RECIPES.items() if x.own_casts == own), None)
+        own = self._unrounded
+        recipe = next((name for name, x in RECIPES.items() if x._unrounded == own), None)
         like = RECIPES[recipe or "tensorwise"]
         parts = [recipe] if recipe else [f"{x.value}={cast.short_str()}" for x, cast in own.items()]
         for switch in ("emulate", "round_scales_to_power_of_2", "enable_fsdp_float8_all_gather"):

@@ -82,6 +82,13 @@ def quantize(
             device of `x`, or a state or a scale is given with finer scales.
     """
     how, state, record, reduce, scale = cast
+    if offs is not None or x.dim() == 3:
+        of_one_tensor = any(x is not None for x in (state, reduce, scale))
+        if how.scaling_granularity.by_blocks or of_one_tensor:
+            raise ValueError(
+                f"quantize: got {cast} for groups of rows, expected dynamic scales of each group, "
+                f"or of its rows"
+            )
     if offs is not None:
         return cast_groups(x, offs, how, row=row, col=col)
     if x.dim() == 3:

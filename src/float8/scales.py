@@ -151,7 +151,7 @@ def dequantised(
     operand: Operand, granularity: Granularity, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Return `data * scale` in `dtype`; of any shape under one scale or rows, else [R, C]."""
-    scale = operand.scale
+    scale = operand.scale.reshape(()) if granularity.one_scale else operand.scale
     if granularity.width is not None:
         scale = scale.repeat_interleave(granularity.width, dim=1)[:, : operand.data.shape[1]]
     if granularity.height not in (None, 1):

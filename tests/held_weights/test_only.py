@@ -6,6 +6,7 @@ import gc
 import importlib
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -360,3 +361,16 @@ def test_from_the_meta_device_and_a_checkpoint_in_parts(config, how: str) -> Non
 def test_no_rows(config: Float8LinearConfig) -> None:
     layer = model_of(config).w1
     assert layer(torch.empty(0, 32)).shape == (0, layer.out_features)
+
+
+def test_a_state_dict_of_version_0_2_0_loads() -> None:
+    saved = torch.load(Path(__file__).with_name("only_0_2_0.pt"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32, bias=False)).requires_grad_(False)
+    config = tensorwise(float8_weights=Float8Weights.ONLY)
+    convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
+    want = model.state_dict()["0.weight"].to_original_precision()
+    with torch.no_grad():
+        model[0].weight.copy_(Float8Tensor.from_high_precision(torch.zeros(32, 16)))
+    model.load_state_dict(saved)
+    assert torch.equal(model.state_dict()["0.weight"].to_original_precision(), want)

@@ -118,7 +118,7 @@ def test_wrong_arguments_say_what_was_expected() -> None:
         Float8Tensor(data[:, ::2], torch.ones(4, 1), torch.float32, ScalingGranularity.AXISWISE)
     with pytest.raises(TypeError, match=r"torch.int64.*expected .*bfloat16"):
         Float8Tensor.from_high_precision(torch.ones(4, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"got torch.bfloat16, expected torch.float8_e4m3fn"):
+    with pytest.raises(TypeError, match=r"dtype is torch.bfloat16; expected torch.float8_e4m3fn"):
         Float8Tensor.from_high_precision(torch.ones(4), torch.bfloat16)
 
 

@@ -104,7 +104,8 @@ def convert_to_float8_training(
         disable_float8_all_gather(again)
     for change in changes.values():
         change()
-    enable_float8_all_gather(module)
+    if chooser.config.enable_fsdp_float8_all_gather:
+        enable_float8_all_gather(module)
     leave_quantizers(module)
     tell_ddp_what_to_ignore(module)
     _leave_fast_path(module)

@@ -84,8 +84,7 @@ def _resolved(config: Float8LinearConfig, grouped: bool) -> LinearPlan:
     def cast(site: CastSite) -> Cast:
         how = config.cast_config(site)
         dtype = E4M3 if grouped else how.dtype
-        power_of_2 = how.power_of_2 or config.round_scales_to_power_of_2
-        return Cast(replace(how, target_dtype=dtype, power_of_2=power_of_2))
+        return Cast(replace(how, target_dtype=dtype))
 
     def gemm(name: str) -> Gemm | None:
         if name not in config.float8_gemms:

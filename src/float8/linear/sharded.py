@@ -75,6 +75,7 @@ def _colwise(
         if placement.is_shard() and plan.input_rows_suffice and not in_float8:
             enter = _shared_tokens(input, placement.dim)
         if enter is None:  # torch gathers, which knows of summands and of odd sizes
+            input = in_compute_dtype(input, weight)
             input = dtensor_in_float8(input, weight, plan, casts.input)
             input = input.redistribute(placements=[dtensors.Replicate()])
     if enter is None:

@@ -126,9 +126,12 @@ class Float8Tensor(Wrapper):
             round_scales_to_power_of_2: round a scale from the amax up to a power of two.
 
         Raises:
-            TypeError: the dtype of `x`, or of `scale`, is not one of those named above.
-            ValueError: `dtype` is no float8 format, or a DTensor is a sum still to be made.
+            TypeError: a dtype is not one of those named above.
+            ValueError: a DTensor is a sum still to be made.
         """
+        if dtype not in FLOAT8_MAX:
+            expected = " or ".join(map(str, FLOAT8_MAX))
+            raise TypeError(f"from_high_precision: dtype is {dtype}; expected {expected}")
         how = CastConfig(target_dtype=dtype, power_of_2=round_scales_to_power_of_2)
         if not is_dtensor(x):
             return to_float8(x, Cast(how, scale=scale))

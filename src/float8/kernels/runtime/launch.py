@@ -57,6 +57,8 @@ class Launch:
             made = self.kernel[(self.programs,)](*tensors, *self._rest, **self._options)
             if self._device is not None and not tensors[0].data_ptr() & 15:
                 self._compiled = _for_pytorch(made, self.programs, self._given)
+                if self._compiled is None:  # Triton launches it from now on
+                    self._device = None
             return
         about, rest, _ = compiled
         # Addresses, since Triton would ask each tensor, and the driver about each answer.
