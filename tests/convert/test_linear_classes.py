@@ -246,14 +246,6 @@ def test_what_one_conversion_leaves_the_next_may_take() -> None:
     assert all(isinstance(layer, Float8Linear) for layer in model)
 
 
-def test_a_layer_that_an_older_version_has_pickled_is_refused() -> None:
-    layer = convert_to_float8_training(nn.Linear(16, 16))
-    state = layer.__getstate__()
-    state["plan"] = state.pop("_float8_plan")  # as it was named
-    with pytest.raises(ValueError, match=r"version 0\.2 or older has pickled"):
-        copy.copy(layer).__setstate__(state)
-
-
 def test_our_names_have_one_prefix() -> None:
     """But for two that a user's own hide, buffers of delayed scaling, and what torch reads."""
     layer = convert_to_float8_training(nn.Linear(16, 16), config=delayed())

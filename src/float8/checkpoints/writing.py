@@ -297,7 +297,7 @@ def _require_stored(saved: SavedTensor, in_float8: bool) -> None:
         do = "load the model dequantised, or call convert_to_high_precision(model)"
     elif not (is_dense and x.dtype in _STORED):
         got = f"a tensor of {x.dtype} and {x.layout}{', nested' * x.is_nested}"
-        do = "convert it, or register the buffer with persistent=False"
+        do = "load the model dequantised, convert it, or make the buffer with persistent=False"
     else:
         return
     expected = "a plain tensor with values that safetensors takes"

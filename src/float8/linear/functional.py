@@ -308,6 +308,7 @@ class Linear(torch.autograd.Function):
                 one_scale = plan.share_weight and casts.weight.how.scaling_granularity.one_scale
                 again = one_scale and of_weight.col_data is None and offs is None
                 of_weight = of_weight._replace(row_data=None, row_scale=b.scale if again else None)
+            del b
         if in_float8 and not plan.share_input:
             x = quantize(input, casts.input_for_grad_weight, col=True, offs=offs)
             col, ends = x.col, x.ends
@@ -377,6 +378,7 @@ class Linear(torch.autograd.Function):
         if row:
             b = weight.columns(casts.weight_for_grad_input, g.row.scale)
             dx = call.by_weight(g.row, b, weight, offs, (M, call.in_features), dtype, columns=True)
+            del b  # of experts as large as half of grad_weight
         elif call.need_grad_input:
             dx = grad_output @ weight.values.to(dtype)
         if dx is not None and call.enter is not None:
