@@ -107,7 +107,7 @@ class Operand(NamedTuple):
     """[R, C] float8, contiguous along C, the contraction dim; C is padded to 16."""
 
     scale: Tensor
-    """float32 decode scales, laid out as GEMMs read them; their shapes are in `check_scale`."""
+    """float32 decode scales, in the shape of `Granularity.scales`; of groups [R], or [E, N]."""
 
 
 class Quantized(NamedTuple):

@@ -152,7 +152,7 @@ def update_float8_weights(model: nn.Module) -> None:
             why = part._float8_hold("gathered by FSDP" if part in under_fsdp else None)
             others += [f"{name}.{own} ({reason})" for own, reason in why.items()]
             continue
-        part._float8_hold_weights()  # there is no room for both
+        part._float8_set_held()  # drops old data first: there is no room for both
         weight: Any = part._parameters.get("weight")
         if part in under_fsdp and not part._float8_config.enable_fsdp_float8_all_gather:
             raise ValueError(
@@ -172,7 +172,7 @@ def update_float8_weights(model: nn.Module) -> None:
         for (weight, layers), scale in zip(readers.items(), scales, strict=True):
             held = hold(weight, cast._replace(scale=scale))
             for layer in layers:
-                layer._float8_hold_weights(held)
+                layer._float8_set_held(held)
     if others:
         warnings.warn(
             f"float8: {len(others)} layer(s) cast their weight on the fly, which is no plain "
@@ -249,7 +249,7 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
             precompute_float8_dynamic_scale_for_fsdp(model)
             update_float8_weights(model)
 
-    update_float8_weights(model)  # makes room for them
+    update_float8_weights(model)  # so that a lack of memory shows now
     parts = [x for x in model.modules() if isinstance(x, Float8Module)]
     before, after = (untraced(functools.partial(hook, is_after)) for is_after in (False, True))
     handles = [inner.register_step_pre_hook(before), inner.register_step_post_hook(after)]

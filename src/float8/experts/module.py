@@ -53,7 +53,7 @@ class Float8Experts(Float8Module):
     def _float8_set_up(self, config: Float8LinearConfig) -> None:
         """Take this configuration."""
         self._float8_config, self._float8_plan = config, plan_linear(config, grouped=True)
-        self._float8_hold_weights()
+        self._float8_set_held()
 
     def _float8_become_high_precision(self) -> None:
         """Turn this very object back into what it was."""
@@ -70,7 +70,7 @@ class Float8Experts(Float8Module):
         if self._float8_held:
             parameter: Any = self._parameters.get(name)
             cast = plan.casts.weight
-            held = self._float8_find_held(parameter, lambda: hold(weight, cast, parameter))
+            held = self._float8_held_or_recast(parameter, lambda: hold(weight, cast, parameter))
         return apply_grouped(x, weight, offs, plan, self._float8_config.emulate, held)
 
     # ---------------------------------------------------------------- weights that are held
@@ -80,7 +80,7 @@ class Float8Experts(Float8Module):
 
         `why_not`: a reason why none can be held.
         """
-        self._float8_hold_weights()  # there is no room for both
+        self._float8_set_held()  # there is no room for both
         held, others = [], {}
         for name, *_ in weights_of(self):
             parameter: Any = self._parameters[name]
@@ -90,7 +90,7 @@ class Float8Experts(Float8Module):
             elif not parameter.is_meta:
                 weight, cast = self._float8_weight(name), self._float8_plan.casts.weight
                 held.append(hold(weight, cast, parameter))
-        self._float8_hold_weights(*held)
+        self._float8_set_held(*held)
         return others
 
     def _float8_weight(self, name: str) -> Any:

@@ -4,9 +4,9 @@ One kernel measures all amaxes in one read, a second one casts. Each group begin
 128 in column data: grouped GEMMs contract over the rows of a group. Where groups end is read on the
 device: nothing waits for it, and nothing is compiled anew.
 
-Group e is rows ``ends[e - 1]:ends[e]``, and ``ends`` are ``offs`` [E] int32, whatever they hold,
-none below 0, above the number of rows, or below the one before: so each row is in one group at
-most, and no kernel leaves its tensors for offs that descend or are too large.
+Group e is rows ``ends[e - 1]:ends[e]``. ``ends`` are ``offs`` [E] int32, clamped to the number of
+rows and raised to the largest before: so each row is in one group at most, and no kernel leaves its
+tensors. Of column data ``ends`` are where groups end there.
 """
 
 from typing import Any

@@ -52,7 +52,7 @@ def cast_kernel(  # type: ignore[no-untyped-def]
     rows = tl.cdiv(R, PAD) * PAD if PAD_ALONG else R
     columns = tl.cdiv(C, PAD) * PAD if PAD_ACROSS else C
     tile = tl.program_id(0)
-    if COVERS != 1:  # for which measuring went backwards, and left the beginning in the L2 cache
+    if COVERS != 1:  # rows and columns were measured backwards: their beginning is in the L2 cache
         tile = tiles.tile_of_program()
     R16, C16 = tl.cdiv(R, 16) * 16, tl.cdiv(C, 16) * 16
     tile_r, tile_c = tiles.tile_at(tile, R16, C16, BLOCK_R, BLOCK_C, GROUP)

@@ -1,5 +1,8 @@
 """Tiles of a matrix inside Triton kernels: which program takes which, and how it holds one.
 
+Along: as the kernel reads x, that is row data, or column data where it reads x.t(). Across: the
+transposed copy.
+
 Kernels that write a transposed 1-byte copy hold a tile as four tiles, of every fourth row each. The
 bytes that come to lie next to each other in the copy are in the same place of the four: packed into
 32-bit words, they go through shared memory as words, four times fewer items than bytes.

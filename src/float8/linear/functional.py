@@ -382,7 +382,7 @@ class Linear(torch.autograd.Function):
         elif call.need_grad_input:
             dx = grad_output @ weight.values.to(dtype)
         if dx is not None and call.enter is not None:
-            dx = call.enter.scatter(dx)  # while grad_weight is computed
+            dx = call.enter.scatter(dx)  # not there before `arrived`, while grad_weight is computed
         if col:
             if not shared:
                 g = quantize(grad_output, casts.grad_output_for_grad_weight, col=True, offs=offs)

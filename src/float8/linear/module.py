@@ -197,9 +197,10 @@ class Float8Linear(StatefulLayer, nn.Linear):
                 "Float8Linear: got requires_grad=True for a weight that is in float8 only, "
                 "expected False: it cannot be trained; call convert_to_high_precision(model) first"
             )
-        casts, held = self._float8_casts() if self._float8_delayed else plan.casts, None
+        casts = self._float8_casts() if self._float8_delayed else plan.casts
+        held = None
         if self._float8_held:
-            held = self._float8_find_held(weight, lambda: hold(weight, plan.casts.weight))
+            held = self._float8_held_or_recast(weight, lambda: hold(weight, plan.casts.weight))
         return apply_linear(input, weight, self.bias, plan, casts, held)
 
     def _float8_of_another_kind(self, input: Any) -> Any:

@@ -80,7 +80,7 @@ def _colwise(
             input = input.redistribute(placements=[dtensors.Replicate()])
     if enter is None:
         _require_placed(input, weight, dtensors.Replicate())
-        casts = _alike(casts, "input", "input_for_grad_weight")
+        casts = _without_reduce(casts, "input", "input_for_grad_weight")
     x = input.to_local(grad_placements=(dtensors.Partial(),) if enter is None else None)
     bias = None if bias is None else bias.to_local()
     y = apply_linear(x, local, bias, plan, casts, enter=enter)
@@ -108,7 +108,7 @@ def _rowwise(
             leave = _shared_tokens(input, to.dim)
     _require_placed(input, weight, dtensors.Shard(dims - 1))
     if leave is None:  # grad_output is whole here, with an amax that all ranks find alike
-        casts = _alike(casts, "grad_output", "grad_output_for_grad_weight")
+        casts = _without_reduce(casts, "grad_output", "grad_output_for_grad_weight")
     y = apply_linear(input.to_local(), weight.to_local(), None, plan, casts, leave=leave)
     placed = (dtensors.Partial() if leave is None else to,)
     output = dtensors.DTensor.from_local(y, weight.device_mesh, placed, run_check=False)
@@ -117,7 +117,7 @@ def _rowwise(
     if bias is None:
         return output
     if torch.is_grad_enabled():  # torch 2.11 refuses it in inference mode
-        # What the ranks' tokens say of the bias is summed in backward.
+        # Changes nothing here; its backward sums up the gradients of the ranks' tokens.
         bias = bias.redistribute(placements=bias.placements)
     return output + bias.to(output.dtype)
 
@@ -130,7 +130,7 @@ def _require_placed(input: Any, weight: Any, expected: Any) -> None:
         )
 
 
-def _alike(casts: Casts, *roles: str) -> Casts:
+def _without_reduce(casts: Casts, *roles: str) -> Casts:
     """Return casts that reduce nothing for tensors whose amax all ranks find alike."""
     return casts._replace(**{role: getattr(casts, role)._replace(reduce=None) for role in roles})
 
@@ -145,7 +145,7 @@ def _shared_tokens(x: Any, dim: int) -> SharedTokens | None:
 
 
 def dtensor_in_float8(x: Any, weight: Any, plan: LinearPlan, cast: Cast) -> Any:
-    """Cast the DTensor `x` on a mesh of one dim, if bytes and one scale are all it takes.
+    """Cast the DTensor `x` on a mesh of one dim, if its row data suffice for all GEMMs.
 
     Else return `x` itself, as also where it is a sum still to be made, or where ranks hold parts of
     rows that have a scale each. Raises as `in_compute_dtype`.

@@ -35,19 +35,20 @@ _DYNAMO_TELLS = TorchVersion(torch.__version__) >= "2.13"
 class Weight(NamedTuple):
     """A weight [N, K] in one call, or those of experts [E, N, K], and what there is in float8.
 
-    Backward is handed all of it by `save_for_backward`: what lies on a context lives as long as
-    somebody keeps a loss, and held weights would be there twice.
+    Which fields are None tells the kind: values alone are cast at each use; values, row and column
+    data are held; row data alone are gathered, or a weight in float8 only. Backward has no row data
+    of values, but may have the scale by which forward cast them. It is handed all of it by
+    `save_for_backward`: what lies on a context lives as long as somebody keeps a loss, and held
+    weights would be there twice.
     """
 
     values: Tensor | Any = None
-    """In high precision; of data that are held the Parameter. None: there are row data alone."""
+    """In high precision; of data that are held the Parameter."""
     row_data: Tensor | Any = None
-    """Held; or, without values, what somebody keeps anyway, not padded: data of a weight that is
-    gathered in float8, or that is in float8 only."""
+    """Not padded where there are no values."""
     row_scale: Tensor | Any = None
     """Of the row data; or the one scale by which forward cast the values, for backward."""
     col_data: Tensor | Any = None
-    """Held."""
     col_scale: Tensor | Any = None
 
     def row(self, cast: Cast) -> Operand:
@@ -193,21 +194,20 @@ class Float8Module(nn.Module):
     _float8_passing: ClassVar[frozenset[str]] = frozenset({"_float8_held", "_float8_attached"})
     """The attributes that copies do not have: of this training, and this optimizer."""
 
-    def _float8_hold_weights(self, *held: Weight) -> None:
+    def _float8_set_held(self, *held: Weight) -> None:
         """Keep these in float8 until they are written; all others are cast on the fly."""
         self._float8_held = held
 
-    def _float8_find_held(self, parameter: Any, again: Callable[[], Weight]) -> Weight | None:
-        """Return a Parameter in float8 as this call may read it; None: it is cast on the fly.
+    def _float8_held_or_recast(self, parameter: Any, again: Callable[[], Weight]) -> Weight | None:
+        """Return what is held of a Parameter, cast again if that was written; None: nothing is.
 
         In compiled code the GEMMs see for themselves if it is what the weight is then. Evaluation
         casts the weight as it is: averages are written into `weight.data`, past version counters.
 
-        `again` casts it, to be held from now on; not to where the old one lies, which a backward
-        still to come may read.
+        `again` casts it into new memory: a backward still to come may read the old data.
         """
         for held in self._float8_held:
-            if held.values is parameter:  # others are those of FSDP, or of `functional_call`
+            if held.values is parameter:  # none is, where FSDP or `functional_call` swapped it
                 break
         else:
             return None

@@ -137,9 +137,9 @@ def _config_of(part: Any, name: str) -> Float8LinearConfig | None:
 
 
 def _take_places(made: dict[Any, Tensor], users: dict[Any, list[tuple[nn.Module, str]]]) -> None:
-    """Make each weight in `made` what it leads to there: the same object over the same memory.
+    """Turn each weight in `made` into its value there: the same object over the same memory.
 
-    With its gradient and attributes. Where torch cannot, because something refers to the weight,
+    It keeps gradient and attributes. Where torch cannot, because something refers to the weight,
     its users have a new one, and a warning says so.
     """
     ours, new_objects = {*Float8GatherWeight.__annotations__, "_is_param"}, 0

@@ -208,12 +208,12 @@ class Float8GatherWeight(Wrapper):
         """Cast the shard [R, K] of the weight of `module` to what is sent, padded to `rows`.
 
         R may be 0. With delayed scaling the amax of the shard comes along for each forward in
-        training to record; the sync makes it that of the whole weight. With `Float8Weights.HELD` a
-        dynamic cast is kept until the weight is written.
+        training to record; the sync makes it that of the whole weight. HELD keeps a dynamic cast.
         """
         weight, how, shard, amax = module.weight, self.how, self.high_precision, None
         owner = local_tensor(weight)
-        owner.param_dtype, delayed = dtype, how.scaling_type is ScalingType.DELAYED
+        owner.param_dtype = dtype  # scales are computed ahead from now on
+        delayed = how.scaling_type is ScalingType.DELAYED
         made: Any = None if delayed else owner.known(weight)
         if not isinstance(made, Operand):
             cast, ahead = Cast(how), made is not None
