@@ -1,4 +1,4 @@
-"""What the autograd functions of this library share.
+"""Helpers that the autograd functions of this library share.
 
 `compute` of each multiplies, and lists what backward reads; `forward` saves that.
 """

@@ -83,15 +83,14 @@ def quantize(
     """
     how, state, record, reduce, scale = cast
     if offs is not None or x.dim() == 3:
-        of_one_tensor = any(x is not None for x in (state, reduce, scale))
+        of_one_tensor = state is not None or reduce is not None or scale is not None
         if how.scaling_granularity.by_blocks or of_one_tensor:
+            got = f"{how.scaling_granularity}, or a state, scale or reduction, for groups of rows"
             raise ValueError(
-                f"quantize: got {cast} for groups of rows, expected dynamic scales of each group, "
-                f"or of its rows"
+                f"quantize: got {got}, expected dynamic scales of each, or of its rows"
             )
-    if offs is not None:
-        return cast_groups(x, offs, how, row=row, col=col)
-    if x.dim() == 3:
+        if offs is not None:
+            return cast_groups(x, offs, how, row=row, col=col)
         return _cast_each(x.detach(), how, row=row, col=col)
     one_scale = how.scaling_granularity.one_scale
     traced = traced and torch.compiler.is_compiling()

@@ -214,7 +214,7 @@ class _Source(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What is written of a model."""
+    """The tensors of a model that are written, and how."""
 
     layout: Layout
     scale_dtype: torch.dtype

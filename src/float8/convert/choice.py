@@ -27,7 +27,7 @@ KEPT = "_float8_choice"
 
 
 class Choice(NamedTuple):
-    """What was decided about one layer, or one module of experts."""
+    """The decision about one layer, or one module of experts."""
 
     reason: str | None = None
     """Why it stays as it is; None: it changes."""

@@ -250,7 +250,7 @@ _SWITCHES: tuple[tuple[type[nn.Module], str, Any], ...] = (
     (nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0),
     (nn.TransformerEncoder, "use_nested_tensor", False),
 )
-"""What forward asks for before it takes its fast path, which in evaluation reads the weights of
+"""Conditions of the fast path that forward takes, which in evaluation reads the weights of
 linear layers and computes in high precision: another model than the one that was trained."""
 
 

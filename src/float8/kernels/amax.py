@@ -39,7 +39,7 @@ def describe(x: Tensor) -> str:
 
 
 HIGH_PRECISION = "float32, bfloat16 or float16 tensor. Convert it first, e.g. x.to(torch.bfloat16)."
-"""What an error says of a tensor that kernels cannot read."""
+"""The end of an error about a tensor that kernels cannot read."""
 
 
 def amax_reference(x: Tensor) -> Tensor:

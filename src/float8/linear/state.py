@@ -17,9 +17,10 @@ from float8.config import CastSite, Float8LinearConfig, Float8Weights
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.linear.foreign_state import as_loadable
 from float8.linear.plan import LinearPlan
-from float8.linear.weight import PLAIN, Float8Module, in_float8_only, moved
+from float8.linear.weight import Float8Module, in_float8_only, moved
 from float8.scales import UNKNOWN_SCALE
 from float8.tensor import Float8Tensor, dequantise, gathered_like, high_precision, local_tensor
+from float8.tensor.wrapper import PLAIN
 
 
 class StatefulLayer(Float8Module):

@@ -25,9 +25,6 @@ from float8.quantize import Cast, columns, padded, quantize
 from float8.scales import Operand
 from float8.tensor import Float8Tensor
 
-PLAIN: tuple[type, ...] = (Tensor, nn.Parameter)
-"""Weights that are data in memory and nothing else: no shards, no wrappers."""
-
 _DYNAMO_TELLS = TorchVersion(torch.__version__) >= "2.13"
 """Whether Dynamo knows export from compilation: that of torch 2.11 takes all for export."""
 

@@ -23,7 +23,7 @@ from float8.tensor.ranks import (
     local_tensor,
     sharding_groups,
 )
-from float8.tensor.wrapper import Wrapper, as_inference_as
+from float8.tensor.wrapper import PLAIN, Wrapper, as_inference_as
 
 aten = torch.ops.aten
 
@@ -82,7 +82,7 @@ class Float8GatherWeight(Wrapper):
         values, old = high_precision(new), self._inner
         got, expected = (
             f"shape {tuple(x.shape)}, {x.dtype} on {x.device}"
-            if type(x) in (Tensor, nn.Parameter)
+            if type(x) in PLAIN
             else type(x).__name__
             for x in (values, old)
         )

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from float8.formats import FLOAT8_MAX
 
+PLAIN: tuple[type, ...] = (Tensor, nn.Parameter)
+"""Tensors that are data in memory and nothing else: no shards, no wrappers."""
+
 _tensor_data: Any = Tensor.data
 
 
