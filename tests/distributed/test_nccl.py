@@ -16,10 +16,9 @@ from torch.profiler import profile
 
 import tolerances
 from float8.tensor import local_tensor
-from float8_lab.bench.fsdp import ShardedStep
 from float8_lab.bench.model import Size
+from float8_lab.bench.ranks import ParallelStep, TrainStep
 from float8_lab.bench.step import Results, free_memory
-from float8_lab.bench.tp import ParallelStep
 from float8_lab.bench.variants import FLOAT8, make_variants, many_compilations
 from sqnr import sqnr
 from support.configs import RECIPES
@@ -106,7 +105,9 @@ def peaks(recipes: tuple[str, ...], mode: str) -> dict[str, float]:
     size, found = Size("1b", blocks=4, seq_len=2048, batch=4), {}
     with many_compilations():
         for variant in make_variants(recipes, (mode,), gathers=(FLOAT8,)):
-            _, found[variant.recipe] = ShardedStep(variant, size, here()).times(2)
+            step = TrainStep(variant, size, here(), lora=False, transformers=False)
+            _, found[variant.recipe] = step.times(2)
+            del step
             free_memory(here())
     return found
 

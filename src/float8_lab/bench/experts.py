@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from float8.config import Float8Weights
 from float8.experts.functional import apply_grouped
@@ -17,20 +16,13 @@ from float8.kernels.cast_groups import cast_groups
 from float8.linear.plan import EXPECTED, no_grouped_gemm, plan_linear
 from float8.linear.weight import Weight, hold
 from float8.quantize import quantize
-from float8_lab.bench.step import Results, Row, Step, check, compare
+from float8_lab.bench.step import Row, Step, check, compare
 from float8_lab.bench.timing import Sampler, kernel_sampler, steady_sampler, take_turns
-from float8_lab.bench.variants import (
-    EAGER,
-    HIGH_PRECISION,
-    Variant,
-    peer_version,
-    refuse_filters,
-)
+from float8_lab.bench.variants import EAGER, FILTERED, HIGH_PRECISION, Variant, peer_version
 from float8_lab.trainer.recipes import recipe_config
 
 AT_LEAST, GEMM_AT_LEAST = 17.0, 24.0  # dB of SQNR against bf16: of a layer, of one product
 RECIPES = ["tensorwise", "tensorwise+held", "rowwise", "rowwise+held", "rowwise_with_gw_hp"]
-_SAMPLE_MS = 10.0  # of a GEMM or cast
 
 
 class Experts(NamedTuple):
@@ -108,37 +100,22 @@ def _product(variant: Variant) -> Callable[..., Tensor]:
 
 
 class LayerStep(Step):
-    """Forward and backward of a layer, with the casts of weights that are due."""
+    """Forward and backward of a layer, and the casts of weights that are due after it."""
 
-    def __call__(self) -> Results:
-        """One step; see `Step`."""
+    def update(self) -> None:
+        """Cast weights that are held."""
         self.model.cast_held()  # type: ignore[operator]
-        return super().__call__()
 
     def sampler(self, device: torch.device, microbatches: int) -> Sampler:
         """Sample milliseconds of one microbatch; gradients of weights are not added up."""
 
         def run() -> None:
-            self.model.cast_held()  # type: ignore[operator]
+            self.update()
             for _ in range(microbatches):
                 self.gradients(self._x, self._grad)
 
         sample = steady_sampler(run, device)
         return lambda: sample() / microbatches
-
-    def kept_bytes(self) -> int:
-        """Count what a forward keeps for backward, but for weights, held or not."""
-        kept: dict[int, int] = {}
-
-        def pack(x: Tensor) -> Tensor:
-            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            _alive = self.forward()  # so that no address is used twice
-        weights = tree_leaves([self.model.held, [*self.model.parameters()]])
-        there = {t.untyped_storage().data_ptr() for t in weights if isinstance(t, Tensor)}
-        return sum(size for address, size in kept.items() if address not in there)
 
 
 def expert_variants(recipes: Sequence[str], peers: Sequence[str]) -> list[Variant]:
@@ -147,7 +124,8 @@ def expert_variants(recipes: Sequence[str], peers: Sequence[str]) -> list[Varian
     for variant in ours:
         if variant.config and (reason := no_grouped_gemm(variant.config)):
             raise ValueError(f"recipe: got {variant.recipe!r} with {reason}, expected {EXPECTED}")
-    refuse_filters(peers, "experts")
+    if FILTERED in peers:
+        raise ValueError(f"peers: got {FILTERED!r}, expected torchao: its filter is not for these")
     others = [Variant(f"{peer} rowwise", EAGER) for peer in peers if peer_version(peer)]
     return [Variant(HIGH_PRECISION, EAGER), *ours, *others]
 
@@ -187,23 +165,19 @@ def bench_experts(
 def _layers(
     weights: Any, offs: Tensor, x: Tensor, grad: Tensor, variants: Any, rounds: int, many: int
 ) -> Iterator[Row]:
-    kept: dict[str, int] = {}
-
     def make(variant: Variant) -> Step:
+        w13, w2 = weights
         if not (variant.ours or variant.is_reference) and (offs % 16).any():
             raise ValueError("it takes groups of multiples of 16 rows only")
-        return LayerStep(variant, Layer(variant, weights[0], weights[1], offs), x, grad)
+        return LayerStep(variant, Layer(variant, w13, w2, offs), x, grad)
 
     def sample(step: Any, device: torch.device) -> Sampler:
-        kept[step.variant.recipe] = step.kept_bytes()
         return step.sampler(device, many if "held" in step.variant.recipe else 1)  # type: ignore
 
-    more: dict[str, Any] = {"at_least": AT_LEAST, "sample": sample}
-    *_, found = compare("experts", make, variants, x.device, rounds, **more)
+    how: Any = {"at_least": AT_LEAST, "sample": sample}
+    *_, found = compare("experts", make, variants, x.device, rounds, **how)
     for row in found:
-        bytes_kept = kept.get(row["recipe"])
-        share = bytes_kept and bytes_kept / kept[HIGH_PRECISION]
-        yield {**row, "mode": None, "kept_bytes": bytes_kept, "kept_of_bf16": share}
+        yield {**row, "mode": None}
 
 
 def _gemms(weights: Any, offs: Tensor, rows: int, rounds: int) -> Iterator[Row]:
@@ -250,5 +224,5 @@ def _casts(weights: Any, offs: Tensor, x: Tensor, h: Tensor, rounds: int) -> Ite
 
 
 def _times(calls: Sequence[Any], device: torch.device, rounds: int) -> list[float]:
-    samplers = [kernel_sampler([call], device, at_least_ms=_SAMPLE_MS) for call in calls]
+    samplers = [kernel_sampler([call], device, at_least_ms=10.0) for call in calls]
     return [*take_turns(dict(zip("ab", samplers, strict=True)), rounds).values()]

@@ -2,7 +2,7 @@
 
 import functools
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +24,6 @@ Results = dict[str, Tensor]  # output and gradients of a step, by name
 
 WARMUP = 3  # steps that compile, and fill the histories of delayed scaling
 _CHUNK = 1 << 26  # elements taken to float64 at a time: a large result may fill half the memory
-# Too small to change what bf16 weights are like within a benchmark; the work is that of training.
-_LEARNING_RATE = 1e-5
 _AT = torch.ops.aten
 _ATTENTION = (
     _AT._scaled_dot_product_flash_attention.default,
@@ -47,17 +45,16 @@ def _keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointP
 
 
 _contexts = functools.partial(functools.partial, create_selective_checkpoint_contexts)
-KEPT: dict[str, dict[str, Any]] = {  # Dynamo takes no closures
-    "nothing": {},
+CHECKPOINTING: dict[str, dict[str, Any]] = {  # Dynamo takes no closures
+    "full": {},
     "gemms": {"context_fn": _contexts(_keep_gemms)},
-    "gemms+attention": {"context_fn": _contexts(_keep_attention)},
+    "selective": {"context_fn": _contexts(_keep_attention)},
 }
-"""What checkpointed blocks keep of their activations, and how."""
+"""How blocks are checkpointed: only inputs of blocks are kept, also outputs of GEMMs, also those of
+attention."""
 
 
-def check(
-    what: str, reference: Mapping[str, Tensor], results: Mapping[str, Tensor], at_least: float
-) -> float:
+def check(what: str, reference: Results, results: Results, at_least: float) -> float:
     """Return the lowest signal to quantisation noise ratio of all results in dB.
 
     Infinite if all are equal. A `WrongResultError` if a result is below `at_least`, not a number,
@@ -99,7 +96,7 @@ class Step:
     Each of the model's children in `layers` is compiled by itself, as trainers do, and its `loss`,
     or the model as a whole if it has no layers. For CUDA graphs it is compiled as a whole, too: so
     there is one to replay for forward, and one for backward. Gradients of `microbatches`
-    accumulate. With `sync` delayed scaling, and casts of weights that are held, are a part of a
+    accumulate. The sync of delayed scaling, and casts of weights that are held, are a part of a
     step; after `add_optimizer` its step is.
     """
 
@@ -111,13 +108,13 @@ class Step:
         grad: Tensor,
         *,
         microbatches: int = 1,
-        sync: bool = False,
         one_graph: bool = True,
     ) -> None:
         self.model = variant.convert(model)
         parts: Any = getattr(self.model, "layers", [self.model])
-        for i, part in enumerate(parts if variant.keep else []):
-            parts[i] = checkpoint_wrapper(part, preserve_rng_state=False, **KEPT[variant.keep])
+        for i, part in enumerate(parts if variant.checkpointing else []):
+            how = CHECKPOINTING[variant.checkpointing]
+            parts[i] = checkpoint_wrapper(part, preserve_rng_state=False, **how)
         self.parts: list[Any] = list(parts)
         loss = getattr(self.model, "loss", None)
         apart = self.parts if loss is None else [*self.parts, loss]
@@ -128,14 +125,19 @@ class Step:
             whole = one_graph and (variant.ours or variant.is_reference)
             mode = "reduce-overhead" if graphed else None
             part.compile(fullgraph=whole, dynamic=False, mode=mode)
-        if variant.ours and not variant.gather:  # shards are held once there are some
-            update_float8_weights(self.model)  # as an optimizer's step would
         self.variant, self._x, self._grad = variant, x, grad
         self._microbatches = microbatches
-        self._sync = sync and variant.has_state
         self._optimizer: torch.optim.Optimizer | None = None
+        if variant.ours and not variant.gather:  # shards are held once there are some
+            update_float8_weights(self.model)
 
-    def add_optimizer(self, rate: float = _LEARNING_RATE) -> None:
+    def update(self) -> None:
+        """Do what an optimizer's step would: the sync, and casts of weights that are held."""
+        if self.variant.has_state:
+            sync_float8_amax_and_scale_history(self.model)
+            update_float8_weights(self.model)
+
+    def add_optimizer(self, rate: float) -> None:
         """Have a fused AdamW's step end each step; its state has the dtype of the parameters."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(trained, lr=rate, fused=True)
@@ -168,9 +170,8 @@ class Step:
             torch.autograd.backward(output, self._grad)
         if self._optimizer is not None:
             self._optimizer.step()
-        elif self._sync:
-            sync_float8_amax_and_scale_history(self.model)
-            update_float8_weights(self.model)
+        else:
+            self.update()
         results = {"output": output.detach()}
         for name, tensor in [("input", x), *self.model.named_parameters()]:
             if tensor.requires_grad:
@@ -186,8 +187,6 @@ class Step:
         before = skipped_graphs()
         for _ in range(WARMUP):
             self()
-            if self.variant.ours:
-                sync_float8_amax_and_scale_history(self.model)
         skipped = skipped_graphs() - before
         if self.variant.mode == GRAPHED and self._x.is_cuda and skipped:
             raise FailedError(
@@ -199,13 +198,12 @@ class Step:
 def compare(
     what: str,
     make: Callable[[Variant], Step],
-    variants: Iterable[Variant],
+    variants: Sequence[Variant],
     device: torch.device,
     rounds: int,
     *,
     at_least: float,
     tokens: int | None = None,
-    beside: Mapping[str, Sampler] | None = None,
     sample: Callable[[Step, torch.device], Sampler] = steady_sampler,
 ) -> Iterator[list[Row]]:
     """Check and time every variant; an empty list for each that is ready, then all rows.
@@ -213,12 +211,11 @@ def compare(
     All are held at once and timed in turns. In each mode the first variant must be bf16; all are
     checked against the very first, errors name `what`, and rows of peers that failed say why in
     `left_out`. Memory is what a variant holds between steps, and the peak of a step over it; of
-    CUDA graphs, whose memory is in a pool of all variants, there is none.
-    `at_least` is in dB of SQNR, as for `check`; a step sees so many `tokens`. Medians of the
-    samplers `beside`, in ms, become columns, too; `sample` makes the sampler of a step.
+    CUDA graphs, whose memory is in a pool of all variants, there is none. `at_least` is in dB of
+    SQNR, as for `check`; a step sees so many `tokens`; `sample` makes the sampler of a step.
     """
     rows: dict[str, Row] = {}
-    samplers = dict(beside or {})
+    samplers: dict[str, Sampler] = {}
     reference: Results = {}
     with many_compilations():
         for variant in variants:
@@ -235,18 +232,17 @@ def compare(
                     reference = {n: x.clone() if graphed else x for n, x in results.items()}
                 row["sqnr_db"] = check(f"{what} {variant.name}:", reference, results, at_least)
                 del results
-                peak = None if graphed else peak_bytes(step, device)
-                row["peak_gib"] = None if peak is None else (held + peak) / 2**30
+                if device.type == "cuda" and not graphed:
+                    row["peak_gib"] = (held + _peak_bytes(step, device)) / 2**30
                 samplers[variant.name] = sample(step, device)
             except Exception as error:
                 leave_out(row, variant, error)
             yield []
         reference.clear()
         times = take_turns(samplers, rounds)
-    for name, row in rows.items():
-        if name in times:
-            row |= {"ms": times[name], **{column: times[column] for column in beside or {}}}
-    yield with_speedups(list(rows.values()), **({"tokens_per_s": tokens} if tokens else {}))
+    for name, ms in times.items():
+        rows[name]["ms"] = ms
+    yield with_speedups([*rows.values()], **({"tokens_per_s": tokens} if tokens else {}))
 
 
 def leave_out(row: Row, variant: Variant, error: Exception) -> None:
@@ -279,10 +275,8 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def peak_bytes(step: Callable[[], object], device: torch.device) -> int | None:
-    """Return the most memory in use during `step` over what was before; None on a CPU."""
-    if device.type != "cuda":
-        return None
+def _peak_bytes(step: Step, device: torch.device) -> int:
+    """Return the most memory in use during a step over what was before."""
     torch.cuda.synchronize(device)
     resting = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -1,7 +1,5 @@
 """`float8 bench tables`: tables of README.md and of pages in docs, from results files alone.
 
-And the estimates of `float8 plan`, which the wheel has.
-
 The files are what `float8 bench ... -o benchmarks/results/NAME.json` wrote. `SECTIONS` says which
 of their rows and columns go where; a page has the markers between which they are written.
 """
@@ -15,14 +13,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from float8_lab.bench.estimate import STORED, packed
-from float8_lab.bench.results import drift_of, size_of
+from float8.convert.speed import SMALLEST
+from float8_lab.bench.results import size_of
 from float8_lab.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
 README = ROOT / "README.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
 TRAINER = ROOT / "docs" / "trainer.md"
+MEASURING = ROOT / "docs" / "measuring.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 WIDTH = 96  # of a command, which goes on in the next line
@@ -47,14 +46,11 @@ class Section(NamedTuple):
 _RATIO: Columns = {"": ("speedup", 2)}
 _STEP: Columns = {"ms": ("ms", 1), "speedup": ("speedup", 2), "peak GiB": ("peak_gib", 2)}
 _TRAIN = {**_STEP, "tokens/s of a GPU": ("tokens_per_s_per_gpu", 0)}
-_FLOOR: Columns = {
+_TIME: Columns = {
     "GPU ms": ("sum_ms", 1),
-    "floor": ("floor_sum_ms", 1),
     "GEMMs": ("gemms_ms", 1),
-    "their floor": ("floor_gemms_ms", 1),
     "attention": ("attention_ms", 1),
     "casts and all else": ("casts_ms else_ms", 1),
-    "bytes of casts alone": ("floor_casts_ms", 1),
 }
 _WHOLE = "{size} per GPU: training with AdamW; GPUs: {ranks}"
 _ADAPTED = _WHOLE + ", LoRA with PEFT"
@@ -73,7 +69,7 @@ SECTIONS = (
     Section(PERFORMANCE, "LoRA", "h200-train-lora", _ADAPTED, _TRAIN),
     Section(PERFORMANCE, "8B blocks", "h200-kernels-8b", _BLOCKS, _STEP),
     Section(PERFORMANCE, "70B block", "h200-block-70b", _BLOCKS, _STEP),
-    Section(PERFORMANCE, "floor", "h200-profile-8b", _BLOCKS, _FLOOR),
+    Section(PERFORMANCE, "time", "h200-profile-8b", _BLOCKS, _TIME),
     Section(PERFORMANCE, "widths", "h200-widths", _BY_WIDTH, _RATIO, ("mode", "recipe"), _WIDTHS),
     Section(PERFORMANCE, "TP", "h200-tp-llama3-70b", _SHARED, _STEP),
     Section(TRAINER, "one start", "h200-one-start-seeds", _LOSSES, _GAPS, across=_SEEDS),
@@ -81,25 +77,33 @@ SECTIONS = (
 
 
 def write_tables(only_check: bool) -> list[Path]:
-    """Write all pages and the estimates, unless that is only to be checked.
-
-    Returns those that change.
-    """
+    """Write all pages, unless that is only to be checked; returns those that change."""
     if not RESULTS.is_dir():
         got = f"bench tables: got no folder {RESULTS}, expected that of a checkout"
         raise ConfigError(f"{got}: run it in one, installed there by pip install -e .")
+    contents = [(section.page, section.name, written(section)) for section in SECTIONS]
     changed = []
-    for page in (README, PERFORMANCE, TRAINER, STORED):
-        old = page.read_text()
-        new = packed(RESULTS) if page == STORED else old
-        for section in SECTIONS:
-            if section.page == page:
-                begin = f"<!-- {section.name}: written by float8 bench tables -->"
-                new = updated(new, begin, f"<!-- end of {section.name} -->", written(section))
+    for page in (README, PERFORMANCE, TRAINER, MEASURING):
+        old = new = page.read_text()
+        for of, name, content in [*contents, (MEASURING, "limits", _limits())]:
+            if of == page:
+                begin = f"<!-- {name}: written by float8 bench tables -->"
+                new = updated(new, begin, f"<!-- end of {name} -->", content)
         if new != old:
             changed.append(page)
             page.write_text(old if only_check else new)
     return changed
+
+
+def _limits() -> str:
+    """Return the limits of sizes by which the default filter decides, as a table."""
+    heads = ["GPU", "recipe", "tokens per forward", "K and N", "tokens x K x N"]
+    rows = [
+        [gpu, recipe, str(least.tokens), str(least.features), f"{least.product / 1e9:g}e9"]
+        for gpu, recipes in SMALLEST.items()
+        for recipe, least in recipes.items()
+    ]
+    return "\n".join(["", *table(heads, rows), "", ""])
 
 
 def updated(text: str, begin: str, end: str, content: str) -> str:
@@ -118,15 +122,16 @@ def written(section: Section) -> str:
     about = results.get("settings", {})
     if "blocks" in about:
         about["size"] = size_of(about)
-    if missing := {*re.findall(r"{(\w+)}", section.title)} - {*about}:
-        raise ValueError(f"{path.name}: expected settings with {min(missing)!r} for the title")
     title = section.title.format(**about)
     title = title[0].upper() + title[1:]
     parts = [[f"**{title}**"], pivot(section, results), *source(results, path, section.page)]
     if (picture := path.with_suffix(".png")).exists():
         parts.insert(0, [f"![{title}]({os.path.relpath(picture, section.page.parent)})"])
-    if drift := drift_of(results["rows"]):
-        parts.append([drift])
+    drifts = [row.get("drift_percent") for row in results["rows"] if "ms" in row]
+    if known := [abs(each) for each in drifts if each is not None]:
+        once = len(drifts) - len(known)
+        text = "Each was timed twice" + f", but for {once} that a time limit cut off" * (once > 0)
+        parts.append([f"{text}; the two times differ by up to {max(known):.1f} %."])
     failed = [row for row in results["rows"] if row.get("left_out")]
     if failed:
         names = (", ".join(filter(None, (row["recipe"], row.get("mode")))) for row in failed)
@@ -143,9 +148,6 @@ def pivot(section: Section, results: Results) -> list[str]:
         has = ", ".join(results["rows"][0])
         raise ValueError(f"{section.file}.json: expected rows with {needed!r}, got {has}")
     key, values = section.across
-    if not any(key in row for row in rows):
-        has = ", ".join(rows[0])
-        raise ValueError(f"{section.file}.json: expected rows with {key!r}, got {has}")
     values = [value for value in values if any(row.get(key) == value for row in rows)]
     heads = list(section.names)
     for value in values:

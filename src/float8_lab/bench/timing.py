@@ -10,7 +10,7 @@ Call = Callable[[], object]
 Sampler = Callable[[], float]  # takes one sample: milliseconds per call
 
 _WARMUP = 3
-_CACHE_MULTIPLE, _MOST_SETS = 4, 64
+_CACHE_MULTIPLE, _MOST_SETS = 4, 16
 
 
 def take_turns(samplers: Mapping[str, Sampler], rounds: int) -> dict[str, float]:
@@ -32,31 +32,24 @@ def call_sampler(
     clock starts, so that the first call finds it at work, as a training step does.
     """
 
-    def issue() -> None:
-        for call in calls:
-            call()
-
     def sample() -> float:
-        if lead_in is not None and device.type == "cuda":
+        if device.type != "cuda":
+            began = time.perf_counter()
+            for call in calls:
+                call()
+            return (time.perf_counter() - began) * 1e3 / len(calls)
+        if lead_in is not None:
             lead_in()
-        return _milliseconds(issue, device) / len(calls)
+        with torch.cuda.device(device):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            for call in calls:
+                call()
+            end.record()
+            end.synchronize()
+        return float(start.elapsed_time(end)) / len(calls)
 
     return sample
-
-
-def _milliseconds(call: Call, device: torch.device) -> float:
-    """Return the time of a call: by CUDA events on a GPU, by the host's clock elsewhere."""
-    if device.type != "cuda":
-        began = time.perf_counter()
-        call()
-        return (time.perf_counter() - began) * 1e3
-    with torch.cuda.device(device):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-    return float(start.elapsed_time(end))
 
 
 def kernel_sampler(
@@ -70,14 +63,6 @@ def kernel_sampler(
     """
     if device.type != "cuda":
         return call_sampler(calls, device)
-    replay = _issued_at_once(calls, device)
-    replays = max(1, round(at_least_ms / call_sampler([replay], device)()))
-    sample = call_sampler([replay] * replays, device)
-    return lambda: sample() / len(calls)
-
-
-def _issued_at_once(calls: Sequence[Call], device: torch.device) -> Call:
-    """Return `calls` as a CUDA graph, which the CPU needs no time to issue."""
     with torch.cuda.device(device):
         # Compiles kernels and chooses algorithms, on a side stream as graph capture wants it.
         stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -90,7 +75,9 @@ def _issued_at_once(calls: Sequence[Call], device: torch.device) -> Call:
         with torch.cuda.graph(graph):
             results = [call() for call in calls]  # all alive, so none reuses another's memory
         del results  # the graph keeps the memory
-    return graph.replay
+    replays = max(1, round(at_least_ms / call_sampler([graph.replay], device)()))
+    sample = call_sampler([graph.replay] * replays, device)
+    return lambda: sample() / len(calls)
 
 
 def steady_sampler(call: Call, device: torch.device, *, at_least_ms: float = 5.0) -> Sampler:

@@ -12,9 +12,9 @@ import torch
 import typer
 
 from float8_lab.bench.results import check_output, write_results
-from float8_lab.bench.step import KEPT, Row
+from float8_lab.bench.step import CHECKPOINTING, Row
 from float8_lab.bench.variants import MODES, PEERS, peer_version
-from float8_lab.cli.options import Words, split
+from float8_lab.cli.options import Words, one_of, split
 from float8_lab.cli.progress import make_console
 from float8_lab.cli.table import print_table
 from float8_lab.device import float8_device
@@ -22,8 +22,13 @@ from float8_lab.errors import ConfigError
 from float8_lab.trainer.environment import describe_environment
 
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write results: a .json file.")]
-Keep = Annotated[Words, f"Checkpoint blocks and keep of them: {', '.join(KEPT)}; with commas."]
+Checkpointing = Annotated[
+    Words, f"Of blocks: off, {', '.join(CHECKPOINTING)}; several: with commas."
+]
 Peers = Annotated[Words, f"Also {', '.join(PEERS)}, if it is installed."]
+Recipes = Annotated[
+    Words, typer.Option(help="Several: with commas.", show_default="all", callback=split)
+]
 
 
 @dataclass
@@ -44,6 +49,44 @@ class Run(Place):
     """Options of a benchmark that takes samples."""
 
     rounds: Annotated[int, "Samples per variant; medians are reported."] = 15
+
+
+@dataclass
+class RanksRun(Run):
+    """Where ranks run, and how often."""
+
+    device: Annotated[str, "cuda, or cpu to try it without a GPU."] = "cuda"
+    rounds: Annotated[int, "Timed steps in each of two passes."] = 10
+    ranks: Annotated[int | None, "Processes, each with a GPU; else all GPUs, or 2 on a CPU."] = None
+
+
+@dataclass
+class Compared:
+    """Options of what is compared with bf16."""
+
+    recipe: Annotated[
+        Words,
+        typer.Option(
+            help="Several: with commas. Behind a +: switches of Float8LinearConfig, as in "
+            "tensorwise+round_scales_to_power_of_2; fast_accum for all GEMMs; held and only for "
+            "float8_weights.",
+            show_default="tensorwise,delayed",
+            callback=split,
+        ),
+    ] = None
+    mode: Annotated[str, f"{', '.join(MODES)}."] = "both"
+    peers: Peers = None
+
+    def chosen(self, checkpointing: Words = None, *, all_layers: bool = True) -> dict[str, Any]:
+        """Return the arguments of `make_variants`."""
+        how = {"off": "", **{name: name for name in CHECKPOINTING}}
+        return {
+            "recipes": self.recipe or ["tensorwise", "delayed"],
+            "modes": one_of("mode", self.mode, MODES),
+            "peers": self.peers or [],
+            "all_layers": all_layers,
+            "checkpointing": [one_of("checkpointing", x, how) for x in checkpointing or ["off"]],
+        }
 
 
 class Bench:
@@ -103,40 +146,11 @@ class Bench:
         return results
 
 
-@dataclass
-class Compared:
-    """Options of what is compared with bf16."""
-
-    recipe: Annotated[
-        Words,
-        typer.Option(
-            help="Several: with commas. Behind a +: switches of Float8LinearConfig, as in "
-            "tensorwise+round_scales_to_power_of_2; fast_accum for all GEMMs; held and only for "
-            "float8_weights.",
-            show_default="tensorwise,delayed",
-            callback=split,
-        ),
-    ] = None
-    mode: Annotated[str, f"{', '.join(MODES)}."] = "both"
-    peers: Peers = None
-
-    def chosen(self, keep: Words = None, *, all_layers: bool = True) -> dict[str, Any]:
-        """Return the arguments of `make_variants`."""
-        if self.mode not in MODES:
-            raise ConfigError(f"mode: got {self.mode!r}, expected one of {', '.join(MODES)}")
-        kept, recipes = keep or [], self.recipe or ["tensorwise", "delayed"]
-        if unknown := {*kept} - {*KEPT}:
-            raise ConfigError(f"keep: got {min(unknown)!r}, expected some of {', '.join(KEPT)}")
-        modes, peers = MODES[self.mode], self.peers or []
-        of_layers = {"keep": kept, "all_layers": all_layers}
-        return {"recipes": recipes, "modes": modes, "peers": peers, **of_layers}
-
-
-def draw(how: str, results: dict[str, Any] | Path, path: Path | None) -> None:
-    """Write a picture of results, or of their file; `how` is the module that draws it."""
+def draw(results: dict[str, Any] | Path, path: Path | None) -> None:
+    """Write the picture of results, or of their file."""
     if path is None:
         raise ConfigError("results: got a file to draw, expected --plot FILE.png with it")
     if isinstance(results, Path):
         results = json.loads(results.read_text())
-    import_module(f"float8_lab.bench.{how}").plot_results(results, path)  # has matplotlib
+    import_module("float8_lab.bench.picture").plot_results(results, path)  # has matplotlib
     typer.echo(f"plot: {path}")

@@ -15,12 +15,14 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand
 
+from float8_lab.errors import ConfigError
 from float8_lab.trainer.config import OPTIONS, TrainConfig
 
 INTERRUPTED_EXIT = 130
 STOP_NOTICE = "stopping after this step, with a checkpoint (again: stop at once)"
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")]
+T = TypeVar("T")
 Callback = TypeVar("Callback", bound=Callable[..., Any])
 Words = list[str] | None
 """An option that may be repeated or hold several words with commas between."""
@@ -58,6 +60,13 @@ class App(typer.Typer):
 def split(values: Words) -> list[str]:
     """All words of such an option."""
     return [word for value in values or [] for word in value.split(",") if word]
+
+
+def one_of(option: str, got: str, known: Mapping[str, T]) -> T:
+    """What that word stands for; a `ConfigError` if it is not known."""
+    if got not in known:
+        raise ConfigError(f"{option}: got {got!r}, expected one of {', '.join(known)}")
+    return known[got]
 
 
 def takes(

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,12 +18,10 @@ from torch import nn
 
 from float8 import ConversionReport, conversion_report, convert_to_float8_training
 from float8.config import Float8LinearConfig
-from float8.convert.choice import gpu_for, short_name
+from float8.convert.choice import short_name
 from float8.convert.report import percent
-from float8.convert.speed import SMALLEST, judged_as
-from float8_lab.bench.estimate import estimate, stored
-from float8_lab.bench.linear import LinearTimes, measure_linear
-from float8_lab.bench.shapes import Shape
+from float8.convert.speed import SMALLEST
+from float8_lab.bench.linear import LinearTimes, Shape, measure_linear
 from float8_lab.cli.measure import Bench, Output, Place
 from float8_lab.cli.options import App, takes
 from float8_lab.errors import ConfigError
@@ -92,13 +91,13 @@ def report_on(
 def plan_conversion(
     report: ConversionReport,
     tokens: int,
-    judge: Callable[[Shape], LinearTimes | float | None],
+    measure: Callable[[Shape], LinearTimes] | None,
     waits: bool = True,
 ) -> list[dict[str, Any]]:
-    """Return a row for all layers of one shape and fate.
+    """Return a row for all layers, and weights of experts, of one shape and fate.
 
-    `judge` gives the times of a layer, at which it stays if float8 is slower or, with `waits`, if
-    the CPU takes longer to start it; or an estimate of its speed-up, or None.
+    By the times that `measure` gives a layer stays if float8 is slower or, with `waits`, if the CPU
+    takes longer to start it. Experts are not measured.
     """
     groups: dict[tuple[int, int, str | None], list[str]] = {}
     for layer in report.layers:
@@ -108,32 +107,25 @@ def plan_conversion(
     for (K, N, reason), names in groups.items():
         layers = " ".join(dict.fromkeys(map(_short, names)))
         row: dict[str, Any] = {"M": tokens, "K": K, "N": N, "count": len(names), "layers": layers}
-        found = judge(Shape(tokens, K, N))
-        if isinstance(found, LinearTimes):
+        if measure is not None:
+            found = measure(Shape(tokens, K, N))
             row |= {**found._asdict(), "speedup": found.bf16_ms / found.float8_ms}
             if found.float8_ms > found.bf16_ms:
                 reason = reason or "slower"
             elif waits and found.bf16_ms < WAITS_BELOW_MS:
                 reason = reason or "waits for the CPU"
-        elif reason is None:
-            row["estimate"] = found
         row["fate"] = f"leave: {reason.partition(':')[0]}" if reason else CONVERT
         rows.append(row)
-    measured = any("bf16_ms" in row for row in rows)
-    return rows + _plan_experts(report, f"{CONVERT}, unmeasured" if measured else CONVERT)
-
-
-def _plan_experts(report: ConversionReport, convert: str) -> list[dict[str, Any]]:
-    """Return the like for weights of experts, without tokens and times."""
-    keys = Counter(
+    of_experts = Counter(
         (x.experts, x.in_features, x.out_features, _short(x.fqn), x.skip_reason)
         for x in report.experts
     )
-    return [
-        {"experts": E, "K": K, "N": N, "count": count, "layers": name}
-        | {"fate": f"leave: {re.split(', |: ', reason)[0]}" if reason else convert}
-        for (E, K, N, name, reason), count in keys.items()
-    ]
+    for (E, K, N, name, reason), count in of_experts.items():
+        fate = f"leave: {re.split(', |: ', reason)[0]}" if reason else CONVERT
+        fate += ", unmeasured" * (measure is not None and not reason)
+        row = {"experts": E, "K": K, "N": N, "count": count, "layers": name, "fate": fate}
+        rows.append(row)
+    return rows
 
 
 def filter_found(report: ConversionReport, rows: list[dict[str, Any]]) -> str:
@@ -171,9 +163,8 @@ def plan_command(
     model: Annotated[str | None, f"One of {', '.join(PRESETS)}; else llama3-8b."] = None,
     tokens: Annotated[int, "Tokens per forward on one device."] = 8192,
     recipe: Annotated[str, f"One of {', '.join(RECIPES)}."] = "tensorwise",
-    by_size: Annotated[bool, "Compare sizes with stored limits, as without a GPU."] = False,
     gpu: Annotated[
-        str | None, f"By size for {' or '.join(SMALLEST)}, not for the one here."
+        str | None, f"By size for {' or '.join(SMALLEST)}, not measured on the one here."
     ] = None,
     cuda_graphs: Annotated[bool, "It will run as CUDA graphs: GPU time alone decides."] = False,
     device: Annotated[str | None, "Where to measure: cuda (the default), cuda:N or cpu."] = None,
@@ -192,39 +183,33 @@ def plan_command(
     here = torch.cuda.is_available()
     if make and model:
         raise ConfigError(f"model: got {make!r} and --model {model}, expected one of the two")
-    if device and (by_size or gpu):
-        raise ConfigError("--device is where to measure: leave it, or --by-size and --gpu, out")
-    measuring = bool(device) or (here and not (by_size or gpu))
-    how, judged = ("measured", None) if measuring else ("judged by size", _gpu(gpu, here))
-    place, name = Place((device or "cuda") if measuring else "cpu", output), make or model
-    name = name or "llama3-8b"
-    settings = {"tokens": tokens, "recipe": recipe, "how": how, "for": judged or place.device}
-    settings["cuda_graphs"] = cuda_graphs
+    if device and gpu:
+        raise ConfigError("--device is where to measure: leave it, or --gpu, out")
+    judged = short_name(gpu) if gpu else None if here or device else _DEFAULT_GPU
+    if gpu and judged not in SMALLEST:
+        raise ConfigError(f"gpu: got {gpu!r}, expected one of {', '.join(SMALLEST)}")
+    place, name = Place("cpu" if judged else device or "cuda", output), make or model or "llama3-8b"
     if make:
         whole = load_model(make)
     else:
         shape = preset(name)
         with torch.device("meta"):
             whole = Llama(shape.model, shape.seq_len)
-    bench = Bench("plan", place, tell=measuring, model=name, **settings)
+    settings = {"tokens": tokens, "recipe": recipe, "for": judged or place.device}
+    settings["cuda_graphs"] = cuda_graphs
+    bench = Bench("plan", place, tell=not judged, model=name, **settings)
     report = report_on(whole, config, tokens, judged, cuda_graphs)
-    known = stored(judged, judged_as(config)) if judged else {}
-
-    def judge(shape: Shape) -> LinearTimes | float | None:
-        if measuring:
-            return measure_linear(shape, recipe, bench.device)
-        return estimate(known, shape)
-
+    measure = None if judged else partial(measure_linear, recipe=recipe, device=bench.device)
     waits = bench.device.type == "cuda" and not cuda_graphs
-    rows = plan_conversion(report, tokens, judge, waits)
-    title = f"{name}, {recipe}, {tokens} tokens: {how} for {judged or device_name(bench.device)}"
-    title += ", as CUDA graphs" if cuda_graphs else ""
-    title += "; ms of forward + backward" if measuring else ""
-    title += "" if measuring or here or gpu else " (no --gpu names another)"
+    rows = plan_conversion(report, tokens, measure, waits)
+    how = f"judged by size for {judged}" if judged else f"measured for {device_name(bench.device)}"
+    title = f"{name}, {recipe}, {tokens} tokens: {how}" + ", as CUDA graphs" * cuda_graphs
+    title += "; ms of forward + backward" * (measure is not None)
+    title += " (no --gpu names another)" * (judged is not None and not gpu)
     bench.finish(title, rows)
-    for line in _conclusion(report, rows, judged):
+    for line in _conclusion(report, rows):
         bench.console.print(line)
-    if measuring and any(row["fate"] == CONVERT for row in rows):
+    if measure is not None and any(row["fate"] == CONVERT for row in rows):
         bench.console.print("what gained, as a filter of the conversion:")
         found = filter_found(report, rows)  # in one line, to be pasted
         typer.echo(f"{'import re' * ('re.sub' in found)}\nmodule_filter_fn={found}")
@@ -234,73 +219,43 @@ def plan_command(
     bench.console.print("M: tokens, K: features in, N: features out")
 
 
-def _conclusion(report: ConversionReport, rows: list[dict[str, Any]], gpu: str | None) -> list[str]:
-    """Say what is no linear layer, how much is converted, and how much faster all of it becomes."""
+def _conclusion(report: ConversionReport, rows: list[dict[str, Any]]) -> list[str]:
+    """Say what is no linear layer, how much is converted, and how much faster layers become."""
     others = Counter((_short(x.fqn), x.shape, x.module) for x in report.others)
     lines = []
     for (name, shape, module), count in others.items():
         fate = "no linear layer, stays" if len(shape) < 3 else "not judged, grouped_linear or not"
         lines.append(f"{fate}: {count} x {name} {[*shape]} of {module}")
-    experts = sum(row["count"] for row in rows if "experts" in row)
-    in_all = [row for row in rows if row["fate"].startswith(CONVERT)]
+    layers = [row for row in rows if "experts" not in row]
+    experts = [row for row in rows if "experts" in row]
+
+    def counted(rows: list[dict[str, Any]]) -> str:
+        converted = sum(row["count"] for row in rows if row["fate"].startswith(CONVERT))
+        return f"{converted} of {sum(row['count'] for row in rows)}"
+
     all_weights = sum(map(_weights, rows)) + sum(math.prod(x.shape) for x in report.others)
-    share = sum(map(_weights, in_all)) / max(all_weights, 1)
-    rows = [row for row in rows if "experts" not in row]
-    converted = [row for row in rows if row["fate"] == CONVERT]
-    count = sum(row["count"] for row in converted)
-    layers = f"float8: {count} of {len(report.layers)} linear layers"
-    if experts:
-        count = sum(row["count"] for row in in_all) - count
-        layers += f" and {count} of {experts} weights of experts"
-    lines += [f"{layers}, {percent(share)} of all matmul weights", *report.chosen_for]
-    lines += [
-        f"experts: {why}" for why in dict.fromkeys(x.skip_reason for x in report.experts) if why
-    ]
-    if not report.layers and not experts:
+    converted = [row for row in rows if row["fate"].startswith(CONVERT)]
+    share = percent(sum(map(_weights, converted)) / max(all_weights, 1))
+    what = f"{counted(layers)} linear layers"
+    what += f" and {counted(experts)} weights of experts" if experts else ""
+    lines += [f"float8: {what}, {share} of all matmul weights", *report.chosen_for]
+    reasons = dict.fromkeys(x.skip_reason for x in report.experts)
+    lines += [f"experts: {why}" for why in reasons if why]
+    if not rows:
         lines.append("there are no linear layers to convert")
-    elif not in_all:
+    elif not converted:
         unjudged = any(len(x.shape) > 2 for x in report.others)
         verdict = "no linear layer gains" if unjudged else "it does not pay: no layer gains"
         waits = any("waits for the CPU" in row["fate"] for row in rows)
         do = f"more --tokens per forward{', or --cuda-graphs,' * waits}"
         lines.append(f"{verdict}; {do} may change that")
-    if rows and "bf16_ms" in rows[0]:
-        bf16 = sum(row["count"] * row["bf16_ms"] for row in rows)
-        best = ("float8_ms" if row["fate"] == CONVERT else "bf16_ms" for row in rows)
-        ours = sum(row["count"] * row[ms] for row, ms in zip(rows, best, strict=True))
+    if any("bf16_ms" in row for row in layers):
+        bf16 = sum(row["count"] * row["bf16_ms"] for row in layers)
+        best = ("float8_ms" if row["fate"] == CONVERT else "bf16_ms" for row in layers)
+        ours = sum(row["count"] * row[ms] for row, ms in zip(layers, best, strict=True))
         lines.append(f"all linear layers: {bf16 / ours:.2f}x of bf16")
-    elif any(row["estimate"] for row in converted):
-        # All have the same tokens, so that weights are to each other as times.
-        ours = sum(_weights(row) / (row.get("estimate") or 1.0) for row in rows)
-        speedup = sum(map(_weights, rows)) / ours
-        lines += [
-            f"estimate: that of the largest layer measured on {gpu} that is no larger;",
-            "estimates of two GPUs cannot be compared: they are of different measurements",
-            f"all linear layers: about {speedup:.2f}x of bf16; what else a step does gains nothing",
-        ]
-        unknown = sum(row["count"] for row in converted if not row.get("estimate"))
-        if unknown:
-            lines.append(f"{unknown} of them without an estimate are counted as 1.00x")
-        if experts:
-            lines.append("experts are not in it")
-    elif converted:
-        lines += [
-            f"no estimate: no layer as small was measured on {gpu} with this recipe;",
-            "docs/performance.md has whole blocks, and --gpu H200 more layers",
-        ]
     return lines
 
 
 def _weights(row: dict[str, Any]) -> int:
     return int(row["count"] * row.get("experts", 1) * row["K"] * row["N"])
-
-
-def _gpu(name: str | None, here: bool) -> str:
-    """A GPU whose limits are known: of that name, or the one here, or else `_DEFAULT_GPU`."""
-    if name is not None and short_name(name) not in SMALLEST:
-        raise ConfigError(f"gpu: got {name!r}, expected one of {', '.join(SMALLEST)}")
-    if name is None:
-        name = gpu_for(torch.device("cpu")) if here else _DEFAULT_GPU
-    if short_name(name) not in SMALLEST:
-        raise ConfigError("the limits of this GPU are not known: measure, or name another by --gpu")
-    return str(short_name(name))

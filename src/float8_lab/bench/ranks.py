@@ -1,4 +1,4 @@
-"""Training steps of models that all ranks of a host hold together: `float8 bench fsdp`, `train`.
+"""Training steps of models that all ranks of a host hold together: `float8 bench train`, `tp`.
 
 Every variant is built, checked, timed and torn down before the next one, since a host may not hold
 two of them. The whole list runs twice: else clocks that drop would favour the first ones. How much
@@ -17,67 +17,47 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
+from float8.parallel import tensor as own_styles
 from float8_lab.bench import step as steps
-from float8_lab.bench.model import AT_LEAST, Size, Whole, bf16_stack, stack_data
+from float8_lab.bench.model import AT_LEAST, Size, Whole, model_step, stack_and_data
 from float8_lab.bench.step import Results, Row, Step
-from float8_lab.bench.traffic import CountedTraffic
-from float8_lab.bench.variants import HIGH_PRECISION, Variant, many_compilations
+from float8_lab.bench.variants import EAGER, HIGH_PRECISION, Variant, many_compilations
 from float8_lab.device import Clock
 from float8_lab.errors import WrongResultError
+from float8_lab.models.parallel import share_layers
 from float8_lab.ranks import for_all
 
 PASSES = 2  # how often the list of variants is run
 _WARMUP = 2
 _LEARNING = 9  # steps after the first one, which let a loss fall at this learning rate
 _RATE = 1e-4
-Built = tuple[nn.Module, Tensor, Tensor]  # a model, its input and the gradient of its output
-Build = Callable[[], Built]
 
 
 class RanksStep(Step):
     """A step of a model on all ranks; all of them must call each method.
 
-    `build` makes what it runs on; only what is allocated from then on counts as its memory.
+    `build` makes a model, its input and the gradient of its output; only what is allocated from
+    then on counts as its memory.
     """
 
-    at_least = AT_LEAST  # dB of every result's SQNR
+    tokens: dict[str, int]  # by the name of the column of tokens/s
 
     def __init__(
-        self, variant: Variant, size: Size, device: torch.device, build: Build, **how: Any
+        self,
+        variant: Variant,
+        device: torch.device,
+        build: Callable[[], tuple[nn.Module, Tensor, Tensor]],
+        **how: Any,
     ) -> None:
-        self.size, self.device = size, device
+        self.device = device
         self._before = steps.allocated(device)
-        # FSDP2's hooks break graphs from torch 2.14 on.
-        super().__init__(variant, *build(), **{"one_graph": False, **how})
-        # Of all ranks.
-        self.tokens = {"tokens_per_s": dist.get_world_size() * self._x[..., 0].numel()}
+        super().__init__(variant, *build(), **how)
 
     def check(self, references: dict[str, Results]) -> Row:
-        """Hold results of the first step against bf16's; references are in host memory."""
-        began = time.perf_counter()
-        results = self()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        row: Row = {"first_step_s": time.perf_counter() - began}
-        found = {n: x.to_local() if isinstance(x, DTensor) else x for n, x in results.items()}
-        if self.variant.is_reference:
-            references[HIGH_PRECISION] = {name: x.cpu() for name, x in found.items()}
-        base = references[HIGH_PRECISION]
-        return row | {"sqnr_db": steps.check(f"{self.variant.name}:", base, found, self.at_least)}
-
-    def sent(self) -> Row:
-        """Count the bytes that this rank sends in one step, in a steady state."""
-        self()
-        with CountedTraffic() as counted:
-            self()
-        sent = counted.traffic
-        row: Row = {f"{kind}_mb": sent[kind] / 1e6 for kind in ("gathered", "reduce_scattered")}
-        return row | {
-            "all_reduced_kb": sent["all_reduced"] / 1e3,
-            "all_reduces": sent["all_reduces"],
-        }
+        """Hold results against bf16's, which are in `references`, in host memory."""
+        raise NotImplementedError
 
     def times(self, rounds: int) -> tuple[list[float], float | None]:
         """Milliseconds of each of `rounds` steps, and peak GiB on a GPU; those of the worst rank.
@@ -105,27 +85,27 @@ class RanksStep(Step):
 
 
 def bench_on_ranks(
-    make: Callable[[Variant, Size, torch.device], RanksStep],
+    make: Callable[[Variant], RanksStep],
     variants: list[Variant],
-    size: Size,
     device: torch.device,
     rounds: int,
 ) -> Iterator[list[Row]]:
     """Time every variant on the ranks that there are; after each, all rows known by then.
 
-    `make` builds the `RanksStep` of a variant, whose `check` compares it with results that others
-    have left; in each mode the first is bf16. Rows of peers that failed say why in `left_out`.
+    `make` builds the step of a variant; its `check` compares it with results that others have left;
+    in each mode the first is bf16. Rows of peers that failed say why in `left_out`.
     """
     rows = {variant.name: dict(variant.columns) for variant in variants}
     times: dict[str, list[float]] = {name: [] for name in rows}
     references: dict[str, Results] = {}
+    tokens: dict[str, int] = {}
     with many_compilations():
         for number, variant in enumerate(variants * PASSES):
             row, first = rows[variant.name], number < len(variants)
             try:
                 if "left_out" not in row:
-                    step = make(variant, size, device)
-                    row |= step.check(references) | step.sent() if first else {}
+                    step = make(variant)
+                    row |= step.check(references) if first else {}
                     new, peak = step.times(rounds)
                     times[variant.name] += new
                     row.setdefault("peak_gib", peak)
@@ -143,64 +123,41 @@ def bench_on_ranks(
             yield steps.with_speedups(known, **tokens)
 
 
-def _shard(step: RanksStep, masters: bool) -> None:
-    mesh = init_device_mesh(step.device.type, (dist.get_world_size(),))
-    low, high = (torch.bfloat16, torch.float32) if masters else (None, None)
-    policy = MixedPrecisionPolicy(low, high, cast_forward_inputs=not masters)
-    for part in [*step.parts, *getattr(step.model, "ends", []), step.model]:
-        fully_shard(part, mesh=mesh, mp_policy=policy)
-
-
-class ShardedStep(RanksStep):
-    """Forward, backward and optimizer step of a stack under FSDP2, on random data of each rank.
-
-    Weights and the state of a fused AdamW are bf16, or `masters` in float32 that are gathered in
-    fewer bits. Converted, compiled and sharded block by block, the optimizer made: a user's order.
-    """
-
-    def __init__(
-        self, variant: Variant, size: Size, device: torch.device, *, masters: bool = False
-    ) -> None:
-        def build() -> Built:
-            stack = bf16_stack(size, device)
-            stack.layers.to(torch.float32 if masters else torch.bfloat16)
-            x, grad = stack_data(size, device, 1 + dist.get_rank())  # of this rank alone
-            return stack, x, grad
-
-        super().__init__(variant, size, device, build)
-        _shard(self, masters)
-        self.add_optimizer()
-
-
 class TrainStep(RanksStep):
     """A step of a whole model, as torchtitan trains it: the same tokens at each step.
 
     Masters are float32; on several ranks FSDP2 gathers them, on one autocast casts them. With
     `lora` a frozen model in bf16 has adapters of PEFT on all linear layers of its blocks.
+    Converted, compiled and sharded block by block, the optimizer made: a user's order.
     """
 
-    at_least = 3.0  # of gradients through many blocks; of zeros, or of twice as much, it is 0 dB
+    at_least = 3.0  # dB of gradients through many blocks; of zeros, or of twice as much, it is 0
 
     def __init__(
         self, variant: Variant, size: Size, device: torch.device, *, lora: bool, transformers: bool
     ) -> None:
-        def build() -> Built:
+        def build() -> tuple[nn.Module, Tensor, Tensor]:
             model = Whole(size, device, torch.bfloat16 if lora else torch.float32, transformers)
             generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
-            shape, vocabulary = (size.batch, size.seq_len + 1), size.config.vocab_size
+            shape, vocabulary = (size.batch, size.seq_len + 1), size.config().vocab_size
             tokens = torch.randint(vocabulary, shape, device=device, generator=generator)
             return model.requires_grad_(not lora), tokens, torch.ones(1, device=device)
 
         def convert(model: nn.Module) -> nn.Module:
             variant.convert(model.get_submodule("model"))  # where the head has its usual name
-            return adapted(model) if lora else model
+            return _adapted(model) if lora else model
 
-        super().__init__(replace(variant, convert=convert), size, device, build)
+        # FSDP2's hooks break graphs from torch 2.14 on.
+        super().__init__(replace(variant, convert=convert), device, build, one_graph=False)
         self.tokens = {"tokens_per_s_per_gpu": size.tokens}
-        if several := dist.get_world_size() > 1:
-            _shard(self, masters=True)
+        ranks = dist.get_world_size()
+        if ranks > 1:
+            mesh = init_device_mesh(device.type, (ranks,))
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+            for part in [*self.parts, *getattr(self.model, "ends", []), self.model]:
+                fully_shard(part, mesh=mesh, mp_policy=policy)
         self.add_optimizer(_RATE)
-        cast = not several and not lora
+        cast = ranks == 1 and not lora
         self._autocast = torch.autocast(device.type, torch.bfloat16, enabled=cast)
 
     def forward(self) -> tuple[Tensor, Tensor]:
@@ -209,14 +166,22 @@ class TrainStep(RanksStep):
             return super().forward()
 
     def check(self, references: dict[str, Results]) -> Row:
-        """Also hold the loss of a later step against bf16's.
+        """Hold results of the first step, and the loss of a later one, against bf16's.
 
-        It may be off by a tenth of what bf16's has fallen by, and a thousandth of bf16's.
+        The loss may be off by a tenth of what bf16's has fallen by, and a thousandth of bf16's.
         """
-        row = super().check(references)
+        began, name = time.perf_counter(), self.variant.name
+        results = self()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        row: Row = {"first_step_s": time.perf_counter() - began}
+        found = {n: x.to_local() if isinstance(x, DTensor) else x for n, x in results.items()}
+        if self.variant.is_reference:
+            references["first"] = {n: x.cpu() for n, x in found.items()}
+        row["sqnr_db"] = steps.check(f"{name}:", references["first"], found, self.at_least)
         for _ in range(_LEARNING):
             loss = self()["output"]
-        losses = torch.cat([references[HIGH_PRECISION]["output"].to(loss), loss])
+        losses = torch.cat([references["first"]["output"].to(loss), loss])
         dist.all_reduce(losses)
         losses /= dist.get_world_size()
         if self.variant.is_reference:
@@ -226,15 +191,11 @@ class TrainStep(RanksStep):
         if not (abs(last - wanted) <= most and wanted < first):  # also if it is NaN
             got = f"loss {last:.4f} after {1 + _LEARNING} steps, expected {wanted:.4f} as of bf16"
             message = f"{got}, which began at {first:.4f}; nothing was timed"
-            raise for_all(WrongResultError(f"{self.variant.name}: {message}"))
+            raise for_all(WrongResultError(f"{name}: {message}"))
         return row | {"loss": last}
 
-    def sent(self) -> Row:
-        """Count nothing."""
-        return {}
 
-
-def adapted(model: nn.Module) -> nn.Module:
+def _adapted(model: nn.Module) -> nn.Module:
     """Give every linear layer of the blocks adapters of PEFT: always the same ones, none zero."""
     peft = importlib.import_module("peft")
     blocks = model.get_submodule("layers").named_modules()
@@ -242,3 +203,41 @@ def adapted(model: nn.Module) -> nn.Module:
     torch.manual_seed(2)
     lora = peft.LoraConfig(r=16, target_modules=sorted(names), init_lora_weights=False)
     return peft.inject_adapter_in_model(lora, model)  # type: ignore[no-any-return]
+
+
+class ParallelStep(RanksStep):
+    """Forward and backward of a stack, whose tokens all ranks share between layers."""
+
+    def __init__(self, variant: Variant, size: Size, device: torch.device) -> None:
+        ranks = dist.get_world_size()
+        size.config().check_shares("ranks:", ranks, size.seq_len)
+        self._size, self._mesh = size, init_device_mesh(device.type, (ranks,))
+        styles: Any = own_styles if variant.ours else None
+        if not (variant.ours or variant.is_reference):
+            library = variant.recipe.split()[0]
+            styles = importlib.import_module(f"{library}.float8.float8_tensor_parallel")
+
+        def build() -> tuple[nn.Module, Tensor, Tensor]:  # of each sequence this rank's tokens
+            stack, data = stack_and_data(size, device)
+            return stack, *data.chunk(ranks, 2)[dist.get_rank()].contiguous()
+
+        def convert(model: nn.Module) -> nn.Module:
+            model = variant.convert(model)
+            share_layers(model.get_submodule("layers").children(), self._mesh, Shard(1), styles)
+            return model
+
+        super().__init__(replace(variant, convert=convert), device, build)
+        self.tokens = {"tokens_per_s": size.tokens}
+
+    def check(self, references: dict[str, Results]) -> Row:
+        """Hold output and gradients against bf16's on one device."""
+        if not references:
+            alone = model_step(Variant(HIGH_PRECISION, EAGER), self._size, self.device)
+            references["alone"] = {name: x.cpu() for name, x in alone().items()}
+        self.warm_up()
+        found: dict[str, Any] = dict(self())
+        for name in ("output", "gradient of input"):
+            found[name] = DTensor.from_local(found[name], self._mesh, [Shard(1)])
+        results = {name: x.full_tensor() for name, x in found.items()}
+        what = f"tp {self.variant.name}:"
+        return {"sqnr_db": steps.check(what, references["alone"], results, AT_LEAST)}
