@@ -11,7 +11,7 @@ from torch import nn
 
 from float8.convert.speed import SMALLEST
 from float8_lab.bench import experts, linear
-from float8_lab.bench.experts import Experts, bench_experts, expert_variants, select_experts
+from float8_lab.bench.experts import Experts, bench_experts, parse_experts
 from float8_lab.bench.linear import Shape, fit, fit_rows, measure_linear, parse_shape
 from float8_lab.bench.timing import (
     call_sampler,
@@ -141,17 +141,12 @@ def test_of_limits_that_cost_as_little_those_that_convert_the_fewest_are_taken()
 
 @on_devices
 def test_layers_gemms_and_casts(device: str) -> None:
-    variants = expert_variants(experts.RECIPES, ["torchao"])
-    given = {"given": Experts(4, 2000, 32, 48)}
-    groups = bench_experts(given, variants, torch.device(device), 1, microbatches=2, uneven=True)
-    layers, gemms, casts = groups
-    recipes = ["bf16", *experts.RECIPES]
-    assert [row["recipe"] for row in layers][: len(recipes)] == recipes
-    assert all("multiples of 16 rows" in row["left_out"] for row in layers[len(recipes) :])
-    bf16, *ours = layers[: len(recipes)]
-    for row in ours:
+    shape, place = Experts(4, 1999, 32, 48), torch.device(device)  # groups of 499 and 500 rows
+    layers, gemms, casts = bench_experts([shape], experts.RECIPES, place, 1, 2)
+    assert [row["recipe"] for row in layers] == ["bf16", *experts.RECIPES]
+    for row in layers[1:]:
         assert row["sqnr_db"] > 20
-        assert row["speedup"] == pytest.approx(bf16["ms"] / row["ms"])
+        assert row["speedup"] == pytest.approx(layers[0]["ms"] / row["ms"])
     names = itertools.product(("w13", "w2"), ("output", "grad_input", "grad_weight"))
     assert [row["case"] for row in gemms] == [" ".join(name) for name in names]
     assert all(row["sqnr_db"] > 27 and row["float8_tflops"] > 0 for row in gemms)
@@ -159,20 +154,18 @@ def test_layers_gemms_and_casts(device: str) -> None:
     assert all(row["of_copy"] > 0 for row in casts)
 
 
-GIVEN = {"given": Experts(4, 500, 32, 48)}
-
-
 def test_wrong_experts_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = experts.apply_grouped
     monkeypatch.setattr(experts, "apply_grouped", lambda *rest: 1.3 * right(*rest))
-    groups = bench_experts(GIVEN, expert_variants(["rowwise"], []), CPU, 1)
     with pytest.raises(WrongResultError, match=r"experts rowwise, .*; nothing was timed"):
-        next(groups)
+        next(bench_experts([Experts(4, 500, 32, 48)], ["rowwise"], CPU, 1))
 
 
 def test_experts_by_name_and_by_size() -> None:
-    assert select_experts([], []) == experts.EXPERTS
-    assert select_experts([], ["4, 500,32,48"]) == {"4, 500,32,48": GIVEN["given"]}
-    for names, given in ((["mixtral"], []), ([], ["4,100,32"]), ([], ["4,100,32,40"])):
+    for name, each in experts.EXPERTS.items():
+        assert parse_experts(name) == each
+        assert str(each) == name
+    assert parse_experts("4, 500,32,48") == (4, 500, 32, 48)
+    for text in ("mixtral", "4,100,32", "4,100,32,40"):
         with pytest.raises(ValueError, match=r"got '.*', expected "):
-            select_experts(names, given)
+            parse_experts(text)

@@ -1,15 +1,14 @@
 """`float8 bench experts`: layers of experts forward and backward, their GEMMs and casts alone."""
 
 import functools
-import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from float8.config import Float8Weights
+from float8.config import Float8LinearConfig, Float8Weights
 from float8.experts.functional import apply_grouped
 from float8.gemm import grouped_matmul
 from float8.kernels.cast_groups import cast_groups
@@ -18,7 +17,7 @@ from float8.linear.weight import Weight, hold
 from float8.quantize import quantize
 from float8_lab.bench.step import Row, Step, check, compare
 from float8_lab.bench.timing import Sampler, kernel_sampler, steady_sampler, take_turns
-from float8_lab.bench.variants import EAGER, FILTERED, HIGH_PRECISION, Variant, peer_version
+from float8_lab.bench.variants import EAGER, HIGH_PRECISION, Variant
 from float8_lab.trainer.recipes import recipe_config
 
 AT_LEAST, GEMM_AT_LEAST = 17.0, 24.0  # dB of SQNR against bf16: of a layer, of one product
@@ -33,6 +32,10 @@ class Experts(NamedTuple):
     hidden: int
     ff: int
 
+    def __str__(self) -> str:
+        known = (name for name, each in EXPERTS.items() if each == self)
+        return next(known, ",".join(map(str, self)))
+
 
 EXPERTS = {
     "mixtral-8x7b": Experts(8, 16_384, 4096, 14_336),
@@ -42,29 +45,25 @@ EXPERTS = {
 }
 
 
-def select_experts(names: Sequence[str], given: Sequence[str]) -> dict[str, Experts]:
-    """Return those of models by name, and those `given` as `"E,rows,hidden,ff"`; else all."""
-    if unknown := [name for name in names if name not in EXPERTS]:
-        raise ValueError(f"models: got {unknown[0]!r}, expected one of {', '.join(EXPERTS)}")
-    found = {name: EXPERTS[name] for name in names or (() if given else EXPERTS)}
-    for text in given:
-        numbers = [int(part) for part in text.split(",") if part.strip().isdecimal()]
-        if len(numbers) != 4 or 0 in numbers or any(n % 16 for n in numbers[2:]):
-            expected = "E,rows,hidden,ff, the last two multiples of 16, as in 8,16384,4096,14336"
-            raise ValueError(f"experts: got {text!r}, expected {expected}")
-        found[text] = Experts(*numbers)
-    return found
+def parse_experts(text: str) -> Experts:
+    """Return a model of `EXPERTS`, or `"E,rows,hidden,ff"`."""
+    if text in EXPERTS:
+        return EXPERTS[text]
+    numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if len(numbers) != 4 or 0 in numbers or any(n % 16 for n in numbers[2:]):
+        expected = f"{', '.join(EXPERTS)}, or E,rows,hidden,ff, the last two multiples of 16"
+        raise ValueError(f"shape: got {text!r}, expected one of {expected}")
+    return Experts(*numbers)
 
 
 class Layer(nn.Module):
     """`w2(silu(gate) * up)` with gate and up by `w13`, of rows that lie sorted by expert."""
 
-    def __init__(self, variant: Variant, w13: Tensor, w2: Tensor, offs: Tensor) -> None:
+    def __init__(self, config: Float8LinearConfig | None, w13: Tensor, w2: Tensor, offs: Tensor):
         super().__init__()
         self.w13, self.w2, self.offs = nn.Parameter(w13), nn.Parameter(w2), offs
-        self._product, self._cast, self._swiglu = _product(variant), None, _swiglu
-        if variant.config and variant.config.float8_weights is Float8Weights.HELD:
-            self._cast = plan_linear(variant.config).casts.weight
+        self.config, self._swiglu = config, _swiglu
+        self.plan = plan_linear(config, grouped=True) if config else None
         if w13.is_cuda:  # as trainers do: one kernel each way, the same for all variants
             self._swiglu = torch.compile(_swiglu, fullgraph=True, dynamic=False)
         self.cast_held()
@@ -72,31 +71,23 @@ class Layer(nn.Module):
     def cast_held(self) -> None:
         """Cast weights that are held, as it is due at each step of an optimizer."""
         self.held: list[Weight | None] = [None, None]
-        if (cast := self._cast) is not None:
+        if self.config and self.config.float8_weights is Float8Weights.HELD:
+            cast = plan_linear(self.config).casts.weight
             self.held = [hold(w, cast) for w in (self.w13, self.w2)]
 
     def forward(self, x: Tensor) -> Tensor:
         """The output [rows, hidden] for x [rows, hidden]."""
-        h = self._swiglu(self._product(x, self.w13, self.offs, self.held[0]))
-        return self._product(h, self.w2, self.offs, self.held[1])
+        return self._product(self._swiglu(self._product(x, self.w13, 0)), self.w2, 1)
+
+    def _product(self, x: Tensor, w: Tensor, number: int) -> Tensor:
+        if self.plan is None:
+            return F.grouped_mm(x, w.transpose(-2, -1), offs=self.offs)
+        return apply_grouped(x, w, self.offs, self.plan, False, self.held[number])
 
 
 def _swiglu(h: Tensor) -> Tensor:
     gate, up = h.chunk(2, dim=-1)
     return F.silu(gate) * up
-
-
-def _product(variant: Variant) -> Callable[..., Tensor]:
-    if config := variant.config:
-        plan = plan_linear(config, grouped=True)
-        return lambda x, w, offs, held: apply_grouped(x, w, offs, plan, config.emulate, held)
-    multiply: Any = F.grouped_mm
-    if not variant.is_reference:
-        peer: Any = importlib.import_module("torchao.prototype.moe_training")
-        multiply = functools.partial(
-            peer._to_fp8_rowwise_then_scaled_grouped_mm, pad_token_groups_for_grouped_mm=False
-        )
-    return lambda x, w, offs, held: multiply(x, w.transpose(-2, -1), offs=offs)
 
 
 class LayerStep(Step):
@@ -106,59 +97,39 @@ class LayerStep(Step):
         """Cast weights that are held."""
         self.model.cast_held()  # type: ignore[operator]
 
-    def sampler(self, device: torch.device, microbatches: int) -> Sampler:
-        """Sample milliseconds of one microbatch; gradients of weights are not added up."""
-
-        def run() -> None:
-            self.update()
-            for _ in range(microbatches):
-                self.gradients(self._x, self._grad)
-
-        sample = steady_sampler(run, device)
-        return lambda: sample() / microbatches
-
-
-def expert_variants(recipes: Sequence[str], peers: Sequence[str]) -> list[Variant]:
-    """Return bf16, our recipes, as for `recipe_config`, and those of installed peers."""
-    ours = [Variant(recipe, EAGER, config=recipe_config(recipe)) for recipe in recipes]
-    for variant in ours:
-        if variant.config and (reason := no_grouped_gemm(variant.config)):
-            raise ValueError(f"recipe: got {variant.recipe!r} with {reason}, expected {EXPECTED}")
-    if FILTERED in peers:
-        raise ValueError(f"peers: got {FILTERED!r}, expected torchao: its filter is not for these")
-    others = [Variant(f"{peer} rowwise", EAGER) for peer in peers if peer_version(peer)]
-    return [Variant(HIGH_PRECISION, EAGER), *ours, *others]
-
 
 def bench_experts(
-    experts: Mapping[str, Experts],
-    variants: Sequence[Variant],
+    experts: Sequence[Experts],
+    recipes: Sequence[str],
     device: torch.device,
     rounds: int,
-    *,
     microbatches: int = 4,
-    uneven: bool = False,
 ) -> Iterator[list[Row]]:
     """Time layers of experts, their GEMMs and their casts; yields the rows of one part at a time.
 
     Times of layers are of forward and backward of one microbatch: weights that are held are cast
     once in `microbatches`, others in each forward and backward. SwiGLU is compiled on GPUs, all
-    else is eager. Experts have as many rows each, or, if `uneven`, from many to few of any number.
-    Each layer and each product is compared with bf16's before it is timed.
+    else is eager. Experts have as many rows each. Each layer and each product is compared with
+    bf16's before it is timed.
     """
-    for name, (E, rows, K, ff) in experts.items():
+    variants = [Variant(HIGH_PRECISION, EAGER)]
+    variants += [Variant(recipe, EAGER, config=recipe_config(recipe)) for recipe in recipes]
+    for each in variants:
+        if each.config and (reason := no_grouped_gemm(each.config)):
+            raise ValueError(f"recipe: got {each.recipe!r} with {reason}, expected {EXPECTED}")
+    for shape in experts:
+        E, rows, K, ff = shape
         torch.compiler.reset()
         make = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
         weights = make(E, 2 * ff, K).mul_(K**-0.5), make(E, K, ff).mul_(ff**-0.5)
-        share = torch.arange(E, 0, -1.0) if uneven else torch.ones(E)
-        offs = (share.cumsum(0) / share.sum() * rows).round().to(device, torch.int32)
+        offs = (torch.arange(1, E + 1) * rows / E).round().to(device, torch.int32)
         x, grad, h = make(rows, K), make(rows, K), make(rows, 2 * ff)
         for part, found in (
             ("forward + backward", _layers(weights, offs, x, grad, variants, rounds, microbatches)),
             ("GEMMs alone", _gemms(weights, offs, rows, rounds)),
             ("casts alone", _casts(weights, offs, x, h, rounds)),
         ):
-            about = {"part": f"{name}: {part}", "E": E, "rows": rows, "hidden": K, "ff": ff}
+            about = {"part": f"{shape}: {part}", **shape._asdict()}
             yield [about | row for row in found]
 
 
@@ -167,12 +138,18 @@ def _layers(
 ) -> Iterator[Row]:
     def make(variant: Variant) -> Step:
         w13, w2 = weights
-        if not (variant.ours or variant.is_reference) and (offs % 16).any():
-            raise ValueError("it takes groups of multiples of 16 rows only")
-        return LayerStep(variant, Layer(variant, w13, w2, offs), x, grad)
+        return LayerStep(variant, Layer(variant.config, w13, w2, offs), x, grad)
 
-    def sample(step: Any, device: torch.device) -> Sampler:
-        return step.sampler(device, many if "held" in step.variant.recipe else 1)  # type: ignore
+    def sample(step: Step, device: torch.device) -> Sampler:
+        count = many if "held" in step.variant.recipe else 1
+
+        def run() -> None:
+            step.update()
+            for _ in range(count):  # gradients of weights are not added up
+                step.gradients(x, grad)
+
+        one = steady_sampler(run, device)
+        return lambda: one() / count
 
     how: Any = {"at_least": AT_LEAST, "sample": sample}
     *_, found = compare("experts", make, variants, x.device, rounds, **how)

@@ -138,16 +138,11 @@ def stack_and_data(
 
 
 def model_step(
-    variant: Variant,
-    size: Size,
-    device: torch.device,
-    *,
-    microbatches: int = 1,
-    width: int | None = None,
+    variant: Variant, size: Size, device: torch.device, width: int | None = None
 ) -> Step:
     """Return a step of one variant of a stack on random data."""
     stack, data = stack_and_data(size, device, width)
-    return Step(variant, stack, *data, microbatches=microbatches)
+    return Step(variant, stack, *data)
 
 
 def bench_model(
@@ -156,7 +151,6 @@ def bench_model(
     variants: Sequence[Variant],
     device: torch.device,
     rounds: int,
-    microbatches: int,
 ) -> Iterator[list[Row]]:
     """Check and time every variant at each width, or of the model as it is, as `compare`.
 
@@ -167,7 +161,7 @@ def bench_model(
         size.config(width)  # refuses one that cannot be
     for width in each_width:
         torch.compiler.reset()  # what was compiled for the width before
-        make = partial(model_step, size=size, device=device, microbatches=microbatches, width=width)
-        how: Any = {"at_least": AT_LEAST, "tokens": size.tokens * microbatches}
+        make = partial(model_step, size=size, device=device, width=width)
+        how: Any = {"at_least": AT_LEAST, "tokens": size.tokens}
         for rows in compare("model", make, variants, device, rounds, **how):
             yield [({"width": width} if width else {}) | row for row in rows]

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 from torch.profiler import profile
@@ -28,11 +27,11 @@ _STEPS = 3  # whose mean is taken
 
 
 def bench_profile(
-    variants: Sequence[Variant], size: Size, device: torch.device, traces: Path | None = None
+    variants: Sequence[Variant], size: Size, device: torch.device
 ) -> Iterator[list[Row]]:
     """Profile steps of every variant; yields the row of each. The first is bf16.
 
-    Each is built, checked against the first, profiled and torn down. `traces` is a folder.
+    Each is built, checked against the first, profiled and torn down.
     """
     reference: Results = {}
     with many_compilations():
@@ -46,8 +45,7 @@ def bench_profile(
                 reference = reference or {name: x.clone() for name, x in results.items()}
                 row["sqnr_db"] = check(f"profile {variant.name}:", reference, results, AT_LEAST)
                 del results
-                trace = re.sub(r"[^\w+]+", "-", variant.name) + ".json"
-                row |= profile_step(step, device, traces and traces / trace)
+                row |= profile_step(step, device)
                 del step
             except Exception as error:
                 leave_out(row, variant, error)
@@ -55,11 +53,11 @@ def bench_profile(
             yield [row]
 
 
-def profile_step(step: Step, device: torch.device, trace: Path | None = None) -> Row:
+def profile_step(step: Step, device: torch.device) -> Row:
     """Run a step that is warm under the profiler: ms of each kind of kernel, and launches.
 
     On a CPU ops are counted, with the time of the host, to try it: what casts call counts as well,
-    and casts that compiled code calls are else. All is of one step; a trace has several.
+    and casts that compiled code calls are else.
     """
     gpu = device.type == "cuda"
     with profile() as profiled:
@@ -67,8 +65,6 @@ def profile_step(step: Step, device: torch.device, trace: Path | None = None) ->
             step()
         if gpu:
             torch.cuda.synchronize()
-    if trace is not None:
-        profiled.export_chrome_trace(str(trace))
     times, launches = dict.fromkeys(KINDS, 0.0), 0
     for event in profiled.key_averages():
         # The time of an annotation is that of the kernels in it, counted themselves.

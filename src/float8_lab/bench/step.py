@@ -61,14 +61,12 @@ def check(what: str, reference: Results, results: Results, at_least: float) -> f
     or of another shape. References may be on another device. Where there is a process group,
     tensors are shards and ratios those of whole ones: all ranks call it, and come to one end.
     """
-    powers = []
     for name, expected in reference.items():
         got, wanted = tuple(results[name].shape), tuple(expected.shape)
         if got != wanted:
             message = f"{what} {name}: shape {got}, expected {wanted}; nothing was timed"
             raise WrongResultError(message)
-        powers.append(_powers(expected.detach(), results[name].detach()))
-    total = torch.stack(powers)
+    total = torch.stack([_powers(x.detach(), results[n].detach()) for n, x in reference.items()])
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(total)
     signal, noise = total.unbind(1)
@@ -95,20 +93,12 @@ class Step:
 
     Each of the model's children in `layers` is compiled by itself, as trainers do, and its `loss`,
     or the model as a whole if it has no layers. For CUDA graphs it is compiled as a whole, too: so
-    there is one to replay for forward, and one for backward. Gradients of `microbatches`
-    accumulate. The sync of delayed scaling, and casts of weights that are held, are a part of a
-    step; after `add_optimizer` its step is.
+    there is one to replay for forward, and one for backward. The sync of delayed scaling, and casts
+    of weights that are held, are a part of a step; after `add_optimizer` its step is.
     """
 
     def __init__(
-        self,
-        variant: Variant,
-        model: nn.Module,
-        x: Tensor,
-        grad: Tensor,
-        *,
-        microbatches: int = 1,
-        one_graph: bool = True,
+        self, variant: Variant, model: nn.Module, x: Tensor, grad: Tensor, *, one_graph: bool = True
     ) -> None:
         self.model = variant.convert(model)
         parts: Any = getattr(self.model, "layers", [self.model])
@@ -126,7 +116,6 @@ class Step:
             mode = "reduce-overhead" if graphed else None
             part.compile(fullgraph=whole, dynamic=False, mode=mode)
         self.variant, self._x, self._grad = variant, x, grad
-        self._microbatches = microbatches
         self._optimizer: torch.optim.Optimizer | None = None
         if variant.ours and not variant.gather:  # shards are held once there are some
             update_float8_weights(self.model)
@@ -150,24 +139,20 @@ class Step:
         return output, torch.autograd.grad(output, (x, *self.model.parameters()), grad)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """The output and the input that it was computed from.
-
-        The input is a new tensor object at each call, as in training.
-        """
+        """The output and its input, a new tensor object at each call, as in training."""
         x = self._x.detach().requires_grad_(self._x.is_floating_point())
         output: Tensor = self.model(x)
         return output, x
 
     def __call__(self) -> Results:
-        """One step; the last output and gradient of input, and the sums of those of weights.
+        """One step; its output and gradients.
 
         Results of CUDA graphs are overwritten by the next step of any variant.
         """
         if self.variant.mode == GRAPHED:
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-        for _ in range(self._microbatches):
-            output, x = self.forward()
-            torch.autograd.backward(output, self._grad)
+        output, x = self.forward()
+        torch.autograd.backward(output, self._grad)
         if self._optimizer is not None:
             self._optimizer.step()
         else:

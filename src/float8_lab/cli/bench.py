@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,12 +23,10 @@ from float8_lab.cli.measure import (
     Checkpointing,
     Compared,
     Output,
-    Peers,
     Place,
     RanksRun,
     Recipes,
     Run,
-    draw,
 )
 from float8_lab.cli.options import App, Words, given, one_of, settings, takes
 from float8_lab.errors import ConfigError, FailedError
@@ -49,7 +48,6 @@ def train_command(
     lora: Annotated[bool, "Train adapters of PEFT on a frozen bf16 model, on one rank."] = False,
     transformers: Annotated[bool, "The Llama of transformers."] = False,
     plot: Annotated[Path | None, "Draw tokens/s and memory: a .png file; for a GPU."] = None,
-    results: Annotated[Path | None, "Draw those of a results file, and measure nothing."] = None,
 ) -> None:
     """Training of a whole Llama, set up as torchtitan does, on one GPU or several.
 
@@ -61,9 +59,6 @@ def train_command(
     on disk lack it.
     """
     check_output(plot, ".png", "plot")
-    if results is not None:
-        draw(results, plot)
-        return
     if not lora and any("only" in name.split("+") for name in compared.recipe or []):
         raise ConfigError("recipe: got +only, expected --lora with it: such weights do not train")
     if lora and (where.ranks or 1) > 1:
@@ -130,7 +125,8 @@ def _measure_on_ranks(
         if group.rank == 0:
             found = bench.finish(f"{size}, {title} on {group.size} rank(s)", rows)
             if plot is not None:
-                draw(found, plot)
+                import_module("float8_lab.bench.picture").plot_results(found, plot)
+                typer.echo(f"plot: {plot}")
 
 
 @app.command("model")
@@ -140,7 +136,6 @@ def model_command(
     compared: Compared,
     where: Run,
     checkpointing: Checkpointing = None,
-    microbatches: Annotated[int, "Forwards and backwards per step, gradients accumulated."] = 1,
     all_layers: Annotated[bool, "Convert layers that float8 makes slower, too."] = False,
     widths: Annotated[Words, "Scale blocks to each of these; with --all-layers."] = None,
 ) -> None:
@@ -155,22 +150,15 @@ def model_command(
     if wrong := [each for each in widths or [] if not each.isdecimal()]:
         raise ConfigError(f"widths: got {wrong[0]!r}, expected whole numbers")
     scaled, variants = [*map(int, widths or [])], make_variants(**chosen)
-    about = {**vars(size), **chosen, "widths": scaled, "microbatches": microbatches}
-    bench = Bench("model", where, **about)
-    groups = bench_model(size, scaled, variants, bench.device, where.rounds, microbatches)
-    title = f"{size}, forward + backward"
-    title += f" of {microbatches} microbatches" if microbatches > 1 else ""
-    bench.finish(title, bench.collect(groups, max(1, len(scaled)) * (len(variants) + 1)))
+    bench = Bench("model", where, **vars(size), **chosen, widths=scaled)
+    groups = bench_model(size, scaled, variants, bench.device, where.rounds)
+    rows = bench.collect(groups, max(1, len(scaled)) * (len(variants) + 1))
+    bench.finish(f"{size}, forward + backward", rows)
 
 
 @app.command("profile")
 @takes({"mode": COMPILED}, size=Size, compared=Compared, where=Place)
-def profile_command(
-    size: Size,
-    compared: Compared,
-    where: Place,
-    traces: Annotated[Path | None, "Folder for a trace of each, for ui.perfetto.dev."] = None,
-) -> None:
+def profile_command(size: Size, compared: Compared, where: Place) -> None:
     """Where the time of a stack of Llama blocks goes: GEMMs, attention, casts and all else.
 
     Of the same steps as `model`; on a GPU the time of its kernels. A kernel that casts among other
@@ -178,11 +166,9 @@ def profile_command(
     """
     chosen = compared.chosen(all_layers=False)
     preset(size.model)
-    if traces is not None and not traces.is_dir():
-        raise ConfigError(f"traces: there is no folder {traces}")
     variants = make_variants(**chosen)
     bench = Bench("profile", where, **vars(size), **chosen)
-    groups = bench_profile(variants, size, bench.device, traces)
+    groups = bench_profile(variants, size, bench.device)
     bench.finish(f"{size}, forward + backward", bench.collect(groups, len(variants)))
 
 
@@ -223,25 +209,26 @@ def linear_command(
 @takes({"rounds": 7}, where=Run)
 def experts_command(
     where: Run,
-    models: Annotated[Words, f"Of {', '.join(experts.EXPERTS)}; several: with commas."] = None,
-    shape: Annotated[Words, typer.Option(help="A layer as E,rows,hidden,ff; repeatable.")] = None,
+    shape: Annotated[
+        Words,
+        typer.Option(
+            help=f"One of {', '.join(experts.EXPERTS)}, or E,rows,hidden,ff; repeatable.",
+            show_default="all models",
+        ),
+    ] = None,
     recipe: Recipes = None,
-    peers: Peers = None,
     microbatches: Annotated[int, "In which weights that are held are cast once."] = 4,
-    uneven: Annotated[bool, "Groups of many to few rows, of any number."] = False,
 ) -> None:
     """Layers of experts forward and backward beside bf16, their GEMMs and their casts alone.
 
     Times are of one microbatch. Memory is the peak of a step over the weights. Each layer and
     product is checked against bf16's first.
     """
-    recipes = recipe or experts.RECIPES
-    shapes = experts.select_experts(models or [], shape or [])
-    variants = experts.expert_variants(recipes, peers or [])
-    how: Any = {"microbatches": microbatches, "uneven": uneven}
-    bench = Bench("experts", where, shapes=shapes, recipes=recipes, peers=peers or [], **how)
+    recipes, names = recipe or experts.RECIPES, shape or [*experts.EXPERTS]
+    shapes = [experts.parse_experts(name) for name in names]
+    bench = Bench("experts", where, shapes=names, recipes=recipes, microbatches=microbatches)
     bench.console.width = min(bench.console.width, 80)
-    groups = experts.bench_experts(shapes, variants, bench.device, where.rounds, **how)
+    groups = experts.bench_experts(shapes, recipes, bench.device, where.rounds, microbatches)
     bench.finish("experts", bench.collect(groups, 3 * len(shapes)))
 
 

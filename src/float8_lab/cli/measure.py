@@ -1,10 +1,8 @@
 """What commands that measure share: where they run, what is compared, what they leave behind."""
 
-import json
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +16,6 @@ from float8_lab.cli.options import Words, one_of, split
 from float8_lab.cli.progress import make_console
 from float8_lab.cli.table import print_table
 from float8_lab.device import float8_device
-from float8_lab.errors import ConfigError
 from float8_lab.trainer.environment import describe_environment
 
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write results: a .json file.")]
@@ -102,11 +99,10 @@ class Bench:
         versions = {peer: peer_version(peer) for peer in settings.get("peers", [])}
         about = describe_environment(self.device) | versions
         self._about = {"benchmark": name, "environment": about, "settings": settings}
-        if tell:
-            self.console.print("{device}, torch {torch}".format(**about))
-        for peer, version in versions.items():
-            if version is None:
-                self.console.print(f"{peer} is not installed: left out")
+        lines = ["{device}, torch {torch}".format(**about)] * tell
+        lines += [f"{peer} is not installed: left out" for peer in versions if not versions[peer]]
+        for line in lines:
+            self.console.print(line)
 
     def collect(
         self,
@@ -144,13 +140,3 @@ class Bench:
             write_results(self._output, results)
             self.console.print(f"results: {self._output}")
         return results
-
-
-def draw(results: dict[str, Any] | Path, path: Path | None) -> None:
-    """Write the picture of results, or of their file."""
-    if path is None:
-        raise ConfigError("results: got a file to draw, expected --plot FILE.png with it")
-    if isinstance(results, Path):
-        results = json.loads(results.read_text())
-    import_module("float8_lab.bench.picture").plot_results(results, path)  # has matplotlib
-    typer.echo(f"plot: {path}")

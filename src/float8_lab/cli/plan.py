@@ -58,10 +58,10 @@ def load_model(name: str) -> nn.Module:
     try:
         make = getattr(import_module(module), function)
     except (ImportError, AttributeError) as error:
-        do = "call it in the folder of the module"
         missing = error.name if isinstance(error, ModuleNotFoundError) else module
-        if not f"{module}.".startswith(f"{missing}."):
-            do = f"install {missing}, which it imports"
+        inside = f"{module}.".startswith(f"{missing}.")
+        do = "call it in the folder of the module"
+        do = do if inside else f"install {missing}, which it imports"
         raise ConfigError(f"model: {name!r} cannot be imported in {here}: {error}; {do}") from error
     try:
         with torch.device("meta"):
