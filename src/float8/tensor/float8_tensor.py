@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from float8.config import CastConfig, Granularity, ScalingGranularity
-from float8.formats import E4M3, E5M2, FLOAT8_MAX, HIGH_PRECISION_DTYPES
-from float8.gemm import Gemm, matmul
-from float8.quantize import Cast, padded, quantize
+from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
+from float8.quantize import Cast, quantize
 from float8.scales import Operand, check_scale, dequantised
 from float8.tensor.ranks import amax_over, dtensor_like, is_dtensor, sharding_groups
 from float8.tensor.wrapper import Wrapper, as_inference_as
@@ -29,9 +28,9 @@ class Float8Tensor(Wrapper):
     """A tensor held as float8 data and a scale, which reports its original dtype.
 
     `x ~= data.to(float32) * scale`. It carries float8 where autograd, FSDP or DTensor must see
-    one tensor; the layers' hot path passes data and scale directly. A 2-D product of two of them
-    is a scaled float8 GEMM; one with a high-precision tensor dequantises. Ops without a float8
-    meaning raise and name `.to_original_precision()`.
+    one tensor; layers read data and scale directly, and multiply them in float8. Products outside
+    of layers (`mm`, `F.linear`) dequantise, and run in high precision. Ops without a meaning for
+    float8 data raise and name `.to_original_precision()`.
 
     Args:
         data: float8, any shape and strides. Under finer scales [R, C], contiguous; `AXISWISE`
@@ -394,42 +393,6 @@ def _of_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return func(*plain, **kwargs)
 
 
-def _product(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Compute `a @ b`, [M, K] x [K, N], of two by a scaled GEMM; `addmm` adds a bias."""
-    *bias, a, b = args
-    if not isinstance(a, Float8Tensor) or not isinstance(b, Float8Tensor):
-        return _of_values(func, args, kwargs)
-    # What the GEMM sums over must have one scale.
-    fits_a = a._granularity.one_scale or a._has_row_scales
-    fits_b = b._granularity.one_scale or b._has_column_scales
-    fits_b = fits_b or (b._has_row_scales and b.numel() == 1)
-    problem = None
-    if a._orig_dtype != b._orig_dtype:
-        problem = f"of original dtypes {a._orig_dtype} and {b._orig_dtype}, expected equal"
-    elif a._data.dtype == b._data.dtype == E5M2:
-        problem = f"of {E5M2}, expected one {E4M3}: tensor cores have no e5m2 x e5m2"
-    elif not fits_a or not fits_b:
-        problem = (
-            f"under {a._scaling} and under {b._scaling}, expected TENSORWISE, or AXISWISE by rows "
-            f"and by columns, which leaves one scale for what is summed up"
-        )
-    if problem:
-        cure = "call .to_original_precision(), or float8.linear"
-        raise ValueError(f"mm: got Float8Tensors {problem}; {cure}")
-    of_a, of_b = a._granularity, b._granularity
-    left = padded(Operand(a._data, a._scale), of_a)
-    right = padded(Operand(b._data.t(), b._scale.t() if b._has_column_scales else b._scale), of_b)
-    left, right = (Operand(x.data.contiguous(), x.scale) for x in (left, right))
-    shape, gemm = (a.shape[0], b.shape[1]), Gemm(granularities=(of_a, of_b))
-    product = matmul(left, right, shape, gemm=gemm, out_dtype=a._orig_dtype)
-    if not bias:
-        return product
-    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
-    # As in torch, a NaN in the bias counts for nothing if beta is 0.
-    product = product * alpha
-    return _of_values(torch.add, (product, *bias), {"alpha": beta}) if beta else product
-
-
 # ---------------------------------------------------------------- ranks
 
 
@@ -493,8 +456,14 @@ _OPS: dict[Any, tuple[str, ...]] = {
     _cat: ("aten::cat",),
     _copy_: ("aten::copy_",),
     _foreach_lerp_: ("aten::_foreach_lerp_.Scalar",),
-    _of_values: ("aten::equal", "aten::is_same_size", "aten::zeros_like", "aten::ones_like"),
-    _product: ("aten::mm", "aten::addmm"),
+    _of_values: (
+        "aten::equal",
+        "aten::is_same_size",
+        "aten::zeros_like",
+        "aten::ones_like",
+        "aten::mm",
+        "aten::addmm",
+    ),
     # torch.distributed.checkpoint asks.
     lambda func, args, kwargs: func(args[0]._data, *args[1:]): ("aten::is_pinned",),
     _exchange: tuple(
