@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from float8.checkpoints.files import Checkpoint
 from float8.checkpoints.layouts import values_of
 from float8.checkpoints.names import SavedTensor, published_names, saved_tensors, unwrapped
-from float8.checkpoints.ranks import Together, has_whole_experts
+from float8.checkpoints.ranks import Together
 from float8.config import require_module
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.linear import Float8Linear
@@ -186,6 +186,8 @@ def _require_fitting(name: str, place: _Place, checkpoint: Checkpoint) -> None:
     granularity = checkpoint.layout.granularity
     keeps = {layer._float8_plan.casts.weight.how.scaling_granularity for layer in layers}
     is_shared = is_dtensor(target)
+    placements = target.placements if is_shared else ()
+    whole_experts = all(each.is_replicate() or each.is_shard(0) for each in placements)
     if isinstance(dtype, torch.dtype) != target.dtype.is_floating_point:
         got, expected = f"dtype {dtype}", f"numbers like {target.dtype}"
     elif shape != wanted:
@@ -196,8 +198,8 @@ def _require_fitting(name: str, place: _Place, checkpoint: Checkpoint) -> None:
     elif is_shared and target.is_meta and len(layers) < len(place.target.uses):
         got, expected = "a sharded Parameter on the meta device", "memory to load into"
         expected += "; call model.to_empty(device=...) first"
-    elif is_shared and place.expert is not None and not has_whole_experts(target):
-        got = f"experts that are placed {target.placements}"
+    elif place.expert is not None and not whole_experts:
+        got = f"experts that are placed {placements}"
         expected = "Shard(0) or Replicate(): load the model before it is sharded"
     else:
         return

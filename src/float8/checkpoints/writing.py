@@ -5,13 +5,12 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -27,15 +26,14 @@ from float8.checkpoints.names import (
     saved_tensors,
     unwrapped,
 )
-from float8.checkpoints.ranks import Together, parts_have_own_scales, whole_of
+from float8.checkpoints.ranks import Together
 from float8.config import CastConfig, require_module
 from float8.experts import Float8Experts
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
 from float8.linear import Float8Linear
 from float8.linear.weight import in_float8_only
 from float8.quantize import Cast
-from float8.tensor import Float8Tensor, high_precision, is_dtensor, local_tensor, reshard
-from float8.tensor.ranks import sharding_groups
+from float8.tensor import Float8Tensor, high_precision, local_tensor, reshard
 
 
 @dataclass(frozen=True)
@@ -67,10 +65,9 @@ def float8_weights(
     published one by one come so, in float8, converted or not. One tensor is made at a time. What is
     not cast may share the memory of the model: copy it before the next step.
 
-    Of weights that ranks share (FSDP2, tensor parallel) each rank casts its own part, and ranks
-    gather bytes and scales: the same as of one rank. Where a scale would cover parts of two ranks
-    (blocks unless parts begin at multiples of 128, channels and experts that are cut) the weight is
-    gathered in high precision first. All ranks must iterate alike. FSDP2's weights are resharded.
+    Ranks that share a model (FSDP2, tensor parallel) gather one weight at a time, in high precision
+    but where it is in float8 only, and cast it as one rank does: each needs that much memory. All
+    ranks must iterate alike. FSDP2's weights are resharded.
 
     Args:
         model: converted; in training or evaluation, sharded by FSDP2 or whole.
@@ -379,36 +376,26 @@ def _require_own_names(sources: list[_Source], suffix: str) -> None:
 # ---------------------------------------------------------------- one after the other
 
 
-InFloat8 = tuple[Tensor, ...]  # bytes [N, K], scales as published, and, where measured, `_powers`
-
-
 @torch.no_grad()
 def _written(
     plan: _Plan, ranks: Together, measured: bool = False
 ) -> Iterator[tuple[dict[str, Tensor], WrittenWeight | None]]:
-    """Yield each tensor by its name, with its scales, and a note of it if there is one."""
-    layout = plan.layout
+    """Yield each tensor by its name, with its scales, and a note of it if it was `measured`."""
     for source in plan.sources:
         x: Any = high_precision(source.x.detach())
         in_8_bits = isinstance(local_tensor(x), Float8Tensor)
         if source.dtype and x.dtype in HIGH_PRECISION_DTYPES and not in_8_bits:
             x = x.to(source.dtype)
+        x = ranks.whole(x)
         if source.how is None:
-            yield {source.names[0][0]: ranks.whole(x)}, None
+            yield {source.names[0][0]: x}, None
             continue
-        if is_dtensor(x) and not parts_have_own_scales(x, layout):
-            x = ranks.whole(x)
-        shape, experts = (x.shape[-2] // len(source.names), x.shape[-1]), x.dim() == 3
-        reduce = ranks.amax_of_all(x) if is_dtensor(x) and not experts else None
-        cast = Cast(source.how, reduce=reduce)
-        parts = local_tensor(x).split(shape[0], 1) if experts else [[local_tensor(x)]]
+        experts = x.dim() == 3
+        parts = x.chunk(len(source.names), 1) if experts else [[x]]
         for names, part in zip(source.names, parts, strict=True):
-            made: Iterable[InFloat8] = (_cast(each, cast, layout, measured) for each in part)
-            if is_dtensor(x):
-                mine = [*made]
-                ranks.agree()
-                made = _of_all_ranks(mine, x, shape, layout, measured)
-            for name, (data, scale, *powers) in zip(names, made, strict=True):
+            for name, weight in zip(names, part, strict=True):
+                made = _cast(weight, source.how)
+                data, scale = plan.layout.published(made)
                 if experts and scale.dim() == 0:
                     scale = scale.reshape(1, 1)  # transformers joins these
                 stored = scale.to(plan.scale_dtype)
@@ -417,47 +404,21 @@ def _written(
                         f"scale_dtype: got {stored.dtype}, expected torch.float32: it would round "
                         f"the scales, and so change all values"
                     )
-                note = WrittenWeight(name, source.as_trained, _sqnr(*powers)) if powers else None
-                yield {name: data, name + layout.scale_suffix: stored}, note
+                note = None
+                if measured:
+                    note = WrittenWeight(name, source.as_trained, _sqnr(made, weight))
+                yield {name: data, name + plan.layout.scale_suffix: stored}, note
 
 
-def _cast(values: Any, cast: Cast, layout: Layout, measured: bool) -> InFloat8:
-    """Cast a weight [N, K], or a part of one; bytes that have these scales stay."""
-    made, in_8_bits = values, isinstance(values, Float8Tensor)
-    if not in_8_bits or values._granularity is not layout.granularity:
-        values = values.to_original_precision() if in_8_bits else values
-        made = in_float8_only(values, cast)
-    return *layout.published(made), *([_powers(made, values)] if measured else [])
+def _cast(weight: Tensor, how: CastConfig) -> Float8Tensor:
+    """Cast a weight [N, K]; bytes that have these scales stay."""
+    if isinstance(weight, Float8Tensor) and weight._granularity is not how.scaling_granularity:
+        weight = weight.to_original_precision()
+    return in_float8_only(weight, Cast(how))
 
 
-def _of_all_ranks(
-    made: list[InFloat8], x: Any, shape: tuple[int, int], layout: Layout, measured: bool
-) -> Iterable[InFloat8]:
-    """Return the casts of all of a weight, or of all experts, of which each rank has made some."""
-    if x.dim() == 2:
-        ((data, scale, *powers),) = made
-        if not layout.granularity.one_scale:
-            scale = whole_of(scale, x, layout.scale_shape(shape))
-        for group in sharding_groups(x) if measured else ():
-            dist.all_reduce(powers[0], group=group)
-        return [(whole_of(data, x, shape), scale, *powers)]
-    stacked = []
-    sizes = (shape, E4M3), (layout.scale_shape(shape), torch.float32), ((2,), torch.float64)
-    for i, (size, dtype) in enumerate(sizes[: 2 + measured]):
-        mine = torch.empty(len(made), *size, dtype=dtype, device=x.device)
-        for row, each in zip(mine, made, strict=True):
-            row.copy_(each[i])
-        stacked.append(whole_of(mine, x, (len(x), *size)))
-    return zip(*stacked, strict=True)
-
-
-def _powers(made: Float8Tensor, values: Tensor) -> Tensor:
-    """Return the sums of squares of values, and of the noise of their cast: [2] float64."""
-    values = values_of(values).float()
-    return torch.stack([x.double().square().sum() for x in (values, values_of(made) - values)])
-
-
-def _sqnr(powers: Tensor) -> float:
-    """Return an SQNR in dB, of the sums that `_powers` returns."""
-    signal, noise = powers.unbind()
+def _sqnr(made: Float8Tensor, weight: Tensor) -> float:
+    """Return the SQNR of a cast against its weight, in dB."""
+    values = values_of(weight).float()
+    signal, noise = (x.double().square().sum() for x in (values, values_of(made) - values))
     return 10 * torch.log10(signal / noise).item() if noise else float("inf")
