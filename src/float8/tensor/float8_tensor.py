@@ -148,13 +148,6 @@ class Float8Tensor(Wrapper):
         """Dequantise; differentiable, the gradient passes through unchanged."""
         return _Straight.apply(self, dequantise)  # type: ignore[no-any-return, no-untyped-call]
 
-    def _assign(self, new: Tensor) -> None:
-        """Refuse a tensor in the place of data and scale, which would not notice."""
-        raise RuntimeError(
-            "data: got a tensor to take the place of float8 data and scale, expected none; assign "
-            "a new Float8Tensor or Parameter to the attribute that holds this one"
-        )
-
     def storage(self) -> Any:
         """Refuse to name one storage, as safetensors asks for: there are two."""
         raise RuntimeError(
