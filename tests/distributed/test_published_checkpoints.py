@@ -173,7 +173,7 @@ def test_what_one_rank_cannot_read_fails_on_all(tmp_path: Path) -> None:
     last = dist.get_rank() == dist.get_world_size() - 1
     for folder, device, kind, match in (
         (3 if last else mine, None, TypeError, "int"),
-        (mine, "nowhere" if last else None, ValueError, "device: got 'nowhere'"),
+        (mine, "nowhere" if last else None, RuntimeError, "device string: nowhere"),
         (tmp_path / "none" if last else mine, None, FileNotFoundError, "config.json"),
     ):
         with pytest.raises(kind, match=match) as caught:

@@ -42,19 +42,13 @@ def read_float8_checkpoint(
         FileNotFoundError: a file is missing.
         TypeError: `dtype` is none in high precision.
         ValueError: the layout is none that is known; a weight has no scale, or one that does not
-            fit; a file is cut, damaged, or outside of the folder; `device` is none that is here.
+            fit; a file is cut, damaged, or outside of the folder.
+        RuntimeError, AssertionError: torch's own, for a `device` that is not here.
     """
     if dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"dtype: got {dtype}, expected one of {HIGH_PRECISION_DTYPES}")
-    checkpoint = Checkpoint(Path(folder), _checked_device(device))
+    checkpoint = Checkpoint(Path(folder), torch.empty(0, device=device).device)
     return ((name, checkpoint.read(name, dtype)) for name in checkpoint.names)
-
-
-def _checked_device(device: Any) -> torch.device:
-    try:
-        return torch.empty(0, device=device).device
-    except (AssertionError, RuntimeError, TypeError) as error:
-        raise ValueError(f"device: got {device!r}, expected one that is here: {error}") from error
 
 
 def load_float8_checkpoint(
@@ -86,12 +80,12 @@ def load_float8_checkpoint(
         ValueError: names or shapes of the checkpoint are not those of the model, a layer cannot
             take its weight, or one is there twice: joined and one by one, or with two values for a
             tied Parameter. Nothing is changed then.
-        ImportError, FileNotFoundError: as `read_float8_checkpoint`.
+        ImportError, FileNotFoundError, RuntimeError, AssertionError: as `read_float8_checkpoint`.
     """
     require_module(model, "model")
     reshard(model)
     with Together(model) as ranks:
-        device = _checked_device("cpu" if device is None else device)
+        device = torch.empty(0, device="cpu" if device is None else device).device
         places, checkpoint = _places(model), Checkpoint(Path(folder))
         names = _fitting(model, checkpoint, places)
         ranks.agree()  # nothing is changed where another rank has no such file

@@ -1,11 +1,11 @@
 """Write the weights of a model in float8: a checked `_Plan` first, then the bytes."""
 
-import contextlib
 import hashlib
 import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,7 +53,6 @@ def float8_weights(
     *,
     strategy: str | None = None,
     dtype: torch.dtype | None = None,
-    scale_dtype: torch.dtype = torch.float32,
     param_dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield names and tensors of a converted model as servers of float8 read them.
@@ -78,21 +77,19 @@ def float8_weights(
         dtype: of what is not in float8. None: as the model has it, if most of its weights for
             float8 have 16 bits; else float32 becomes bfloat16, but for what the classes of
             transformers keep in float32.
-        scale_dtype: of scales: float32, or one in which they are the same numbers.
         param_dtype: that of FSDP2's `MixedPrecisionPolicy`, if it has one: weights are rounded to
             it before they are cast, as in training. None: they are cast as they are.
 
     Raises:
-        TypeError: `model` is no `nn.Module`; `dtype` or `param_dtype` is none in high precision,
-            or `scale_dtype` none in which scales can be read.
+        TypeError: `model` is no `nn.Module`; `dtype` or `param_dtype` is none in high precision.
         ValueError: `format` and `strategy` are none that is known, no layer is converted, one is in
             the float8 of another library or on the meta device, transformers could not load the
-            experts, or `scale_dtype` cannot hold a scale; safetensors cannot have a tensor (sparse,
-            nested, complex128), or two tensors have one name, such as that of a scale.
+            experts, safetensors cannot have a tensor (sparse, nested, complex128), or two tensors
+            have one name, such as that of a scale.
     """
     require_module(model, "model")
     with Together(model) as ranks:
-        plan = _plan(model, format, strategy, dtype, scale_dtype, param_dtype)
+        plan = _plan(model, format, strategy, dtype, param_dtype)
         for tensors, _ in _written(plan, ranks):
             yield from tensors.items()
 
@@ -117,7 +114,6 @@ def save_float8_checkpoint(
     *,
     strategy: str | None = None,
     dtype: torch.dtype | None = None,
-    scale_dtype: torch.dtype = torch.float32,
     param_dtype: torch.dtype | None = None,
     max_shard_size: int = 5 * 10**9,
 ) -> tuple[WrittenWeight, ...]:
@@ -135,12 +131,11 @@ def save_float8_checkpoint(
     warning names older ones that cannot be removed.
 
     Args:
-        model: as for `float8_weights`, as are all but the folder and the size.
+        model: as for `float8_weights`.
         folder: the folder of the checkpoint; made if it does not exist.
         format: see there.
         strategy: see there.
         dtype: see there.
-        scale_dtype: see there.
         param_dtype: see there.
         max_shard_size: bytes of a file at most, but for a single tensor that is larger.
 
@@ -159,14 +154,14 @@ def save_float8_checkpoint(
     with Together(model) as ranks:
         if type(max_shard_size) is not int or max_shard_size < 1:
             raise ValueError(f"max_shard_size: got {max_shard_size!r}, expected bytes, 1 or more")
-        plan = _plan(model, format, strategy, dtype, scale_dtype, param_dtype)
+        plan = _plan(model, format, strategy, dtype, param_dtype)
         described = _config_of(unwrapped(model), plan.dtype)
         config = json.dumps(described | {"quantization_config": plan.config}, indent=2)
         import_safetensors()
         if ranks.number != 0 and not ranks.meshes:
             return ()
         sources = [(each.x.dtype, each.x.shape, *each[1:]) for each in plan.sources]
-        mine = repr((*plan[:3], max_shard_size, sources))
+        mine = repr((*plan[:2], max_shard_size, sources))
         if len({*ranks.agree(said=hashlib.sha256(mine.encode()).digest())}) > 1:
             raise ValueError(
                 "model: got ranks with other models or arguments, expected the same on all: "
@@ -174,8 +169,8 @@ def save_float8_checkpoint(
             )
         if ranks.meshes and not any(0 in mesh.mesh for mesh in ranks.meshes):
             raise ValueError("model: got one that rank 0 has no part of, expected one: it writes")
-        beside = NewFiles.beside(Path(folder), max_shard_size)
-        with beside if ranks.number == 0 else contextlib.nullcontext() as files:
+        writes = ranks.number == 0
+        with NewFiles(Path(folder), max_shard_size) if writes else nullcontext() as files:
             notes = []
             for tensors, note in _written(plan, ranks, measured=True):
                 notes += [note] if note else []
@@ -214,7 +209,6 @@ class _Plan(NamedTuple):
     """The tensors of a model that are written, and how."""
 
     layout: Layout
-    scale_dtype: torch.dtype
     dtype: torch.dtype  # of most of what is not in float8
     sources: list[_Source]
     config: dict[str, Any]  # the `quantization_config` of `config.json`
@@ -225,15 +219,13 @@ def _plan(
     format: str,
     strategy: str | None,
     dtype: torch.dtype | None = None,
-    scale_dtype: torch.dtype = torch.float32,
     param_dtype: torch.dtype | None = None,
 ) -> _Plan:
     """Return what is written of a model; raises, as `float8_weights`, unless it can be."""
-    dtypes = {"dtype": dtype, "param_dtype": param_dtype, "scale_dtype": scale_dtype}
-    for name, got in dtypes.items():
-        known = HIGH_PRECISION_DTYPES + (() if name == "scale_dtype" else (None,))
-        if got not in known:
-            raise TypeError(f"{name}: got {got!r}, expected one of {known}")
+    for name, got in (("dtype", dtype), ("param_dtype", param_dtype)):
+        if got not in (None, *HIGH_PRECISION_DTYPES):
+            expected = f"None or one of {HIGH_PRECISION_DTYPES}"
+            raise TypeError(f"{name}: got {got!r}, expected {expected}")
     layout = layout_named(format, strategy)
     reshard(model)
     if hasattr(model, "peft_config"):
@@ -272,7 +264,7 @@ def _plan(
             stays = kept(name) if masters else dtype is None
             sources.append(_Source(x, names, None if stays else rest))
     _require_own_names(sources, layout.scale_suffix)
-    return _Plan(layout, scale_dtype, rest, sources, config)
+    return _Plan(layout, rest, sources, config)
 
 
 # The dtypes of tensors beside weights in float8 that safetensors has.
@@ -398,16 +390,10 @@ def _written(
                 data, scale = plan.layout.published(made)
                 if experts and scale.dim() == 0:
                     scale = scale.reshape(1, 1)  # transformers joins these
-                stored = scale.to(plan.scale_dtype)
-                if stored.dtype != torch.float32 and not torch.equal(stored.float(), scale):
-                    raise ValueError(
-                        f"scale_dtype: got {stored.dtype}, expected torch.float32: it would round "
-                        f"the scales, and so change all values"
-                    )
                 note = None
                 if measured:
                     note = WrittenWeight(name, source.as_trained, _sqnr(made, weight))
-                yield {name: data, name + plan.layout.scale_suffix: stored}, note
+                yield {name: data, name + plan.layout.scale_suffix: scale}, note
 
 
 def _cast(weight: Tensor, how: CastConfig) -> Float8Tensor:

@@ -358,25 +358,6 @@ def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return target
 
 
-def _foreach_lerp_(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Average the tensors of whole models: equal float8 tensors stay as they are."""
-    targets, sources, weight = args
-    others = []
-    for pair in zip(targets, sources, strict=True):
-        if not any(isinstance(x, Float8Tensor) for x in pair):
-            others.append(pair)
-            continue
-        _require_alike(str(func), *pair, scale=True)
-        if not torch.equal(*(x._data.view(torch.uint8) for x in pair)):
-            raise ValueError(
-                f"{func}: got Float8Tensors of different values, expected equal ones, as of frozen "
-                f"weights: the average has no bytes under their scale; average them in high "
-                f"precision, for a whole model after convert_to_high_precision(model)"
-            )
-    if others:
-        func(*map(list, zip(*others, strict=True)), weight, **kwargs)
-
-
 # ---------------------------------------------------------------- values
 
 
@@ -448,7 +429,6 @@ _OPS: dict[Any, tuple[str, ...]] = {
     _copy: ("aten::clone", "aten::empty_like", "aten::_to_copy"),
     _cat: ("aten::cat",),
     _copy_: ("aten::copy_",),
-    _foreach_lerp_: ("aten::_foreach_lerp_.Scalar",),
     _of_values: (
         "aten::equal",
         "aten::is_same_size",

@@ -71,13 +71,9 @@ def local_tensor(x: Any) -> Any:
     return getattr(x, "_local_tensor", x)
 
 
-def dtensor_like(local: Any, like: Any, shape: torch.Size | None = None) -> Any:
-    """Return `local` as this rank's part of a DTensor that is placed as `like`.
-
-    `shape`: of the whole, contiguous; None: shape and strides are those of `like`.
-    """
-    stride = like.stride() if shape is None else torch.empty(shape, device="meta").stride()
-    whole = {"shape": shape or like.shape, "stride": stride, "run_check": False}
+def dtensor_like(local: Any, like: Any) -> Any:
+    """Return `local` as this rank's part of a DTensor with shape and placements of `like`."""
+    whole = {"shape": like.shape, "stride": like.stride(), "run_check": False}
     return type(like).from_local(local, like.device_mesh, like.placements, **whole)
 
 
