@@ -491,7 +491,7 @@ def test_cut_and_missing_shards(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cut or damaged"):
         load_float8_checkpoint(built(), tmp_path)
     last.unlink()
-    with pytest.raises(FileNotFoundError, match="the index names this file"):
+    with pytest.raises(FileNotFoundError, match=r"model-00001"):
         load_float8_checkpoint(built(), tmp_path)
 
 
@@ -585,11 +585,6 @@ def test_what_a_model_cannot_take_or_give(tmp_path: Path) -> None:
 
 
 BESIDE: dict[str, tuple[str, Any]] = {
-    "sparse": ("x", lambda: torch.eye(4).to_sparse()),
-    "rows": ("x", lambda: torch.eye(4).to_sparse_csr()),
-    "nested": ("x", lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
-    "complex128": ("x", lambda: torch.ones(3, dtype=torch.complex128)),
-    "qint8": ("x", lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)),
     "lazy": ("x", lambda: nn.UninitializedBuffer()),
     "float8": ("x", lambda: built(only("blockwise")).ffn.w1.weight.data),
     "scale": ("weight_scale_inv", lambda: torch.ones(3, 2)),

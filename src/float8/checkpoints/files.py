@@ -86,8 +86,6 @@ _DTYPES |= {"F16": torch.float16, "F8_E4M3": E4M3, "F8_E5M2": E5M2}
 
 def _opened(path: Path, device: Any) -> Any:
     safetensors = import_safetensors()
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: the index names this file, and it is not there")
     try:
         return safetensors.safe_open(path, "pt", str(device))
     except safetensors.SafetensorError as error:

@@ -1,6 +1,5 @@
 """Read checkpoints in float8, tensor by tensor."""
 
-import contextlib
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,7 +19,6 @@ from float8.formats import HIGH_PRECISION_DTYPES
 from float8.linear import Float8Linear
 from float8.linear.weight import in_float8_only
 from float8.tensor import high_precision, is_dtensor, local_tensor, reshard
-from float8.tensor.wrapper import as_inference_as
 
 
 def read_float8_checkpoint(
@@ -90,8 +88,9 @@ def load_float8_checkpoint(
         names = _fitting(model, checkpoint, places)
         ranks.agree()  # nothing is changed where another rank has no such file
         for name in names:
-            # In inference mode only what is an inference tensor by now.
-            with as_inference_as(places[name].target.tensor), torch.no_grad():
+            old = places[name].target.tensor
+            # Inference tensors are written in that mode alone, and no others are made.
+            with torch.inference_mode(old.is_inference() and not old.is_meta), torch.no_grad():
                 _put(places[name], partial(checkpoint.read, name), device)
     left = [name for name, x in (*model.named_parameters(), *model.named_buffers()) if x.is_meta]
     if left:
@@ -225,9 +224,7 @@ def _put(place: _Place, read: Callable[..., Tensor], device: Any) -> None:
 def _copy(to: Any, tensor: Tensor) -> None:
     """Write a tensor of a checkpoint into another one, of which a rank may have a part."""
     values = values_of(tensor.to(to.device)).to(to.dtype)
-    # An inference tensor can be written in that mode alone.
-    with torch.inference_mode() if to.is_inference() else contextlib.nullcontext():
-        to.copy_(_shared(values, to) if is_dtensor(to) else values)
+    to.copy_(_shared(values, to) if is_dtensor(to) else values)
 
 
 def _shared(whole: Tensor, like: Any) -> Any:

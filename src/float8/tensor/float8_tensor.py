@@ -16,11 +16,9 @@ from float8.tensor.wrapper import Wrapper, as_inference_as
 aten = torch.ops.aten
 
 CURE = (  # for an op that has no float8 meaning
-    "for a weight that FSDP2 gathers, convert its layer once more before fully_shard, with "
-    "enable_fsdp_float8_all_gather=False and a module_filter_fn that takes this layer alone; for "
-    "one in float8 only, which cannot be sharded as fully_shard calls it, leave it out with "
-    "fully_shard(..., ignored_params={weight}), or call convert_to_high_precision(model); else "
-    "call .to_original_precision()"
+    "call .to_original_precision(); for a weight that FSDP2 gathers convert its layer again before "
+    "fully_shard, by a module_filter_fn, with enable_fsdp_float8_all_gather=False; leave one in "
+    "float8 only out of fully_shard, by ignored_params, or call convert_to_high_precision(model)"
 )
 
 
@@ -151,9 +149,8 @@ class Float8Tensor(Wrapper):
     def storage(self) -> Any:
         """Refuse to name one storage, as safetensors asks for: there are two."""
         raise RuntimeError(
-            "Float8Tensor: got a request for its storage, as save_pretrained and safetensors make, "
-            "expected tensors in high precision; call model.save_pretrained(path, state_dict="
-            "high_precision_state_dict(model)), or convert_to_high_precision(model) first"
+            "Float8Tensor: got a request for its storage, as by safetensors, expected tensors in "
+            "high precision; give save_pretrained state_dict=high_precision_state_dict(model)"
         )
 
     @property
@@ -290,8 +287,8 @@ def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return x._like(*[func(each, **(kwargs if each is x._data else rest)) for each in inside])
 
 
-def _require_alike(op: str, *tensors: Any, scale: bool = False, amax: bool = True) -> None:
-    """Refuse other than `Float8Tensor`s of one kind; `scale`: of one scale; `amax`: all or none."""
+def _require_alike(op: str, *tensors: Any, scale: bool = False) -> None:
+    """Refuse other than `Float8Tensor`s of one kind; `scale`: of one scale."""
     if not all(isinstance(x, Float8Tensor) for x in tensors):
         raise ValueError(
             f"{op}: got a Float8Tensor and a high-precision tensor, expected all of one kind; "
@@ -300,13 +297,11 @@ def _require_alike(op: str, *tensors: Any, scale: bool = False, amax: bool = Tru
     kinds = {}
     for x in tensors:
         dtype = "" if op == "copy_" else f"for {x._orig_dtype} "
-        records = f" with{'out' * (x._amax is None)} an amax to record" * amax
-        kinds[f"{x._data.dtype} {dtype}under {x._scaling}{records}"] = x
+        records = f"with{'out' * (x._amax is None)} an amax to record"
+        kinds[f"{x._data.dtype} {dtype}under {x._scaling} {records}"] = x
     if len(kinds) > 1:
-        more = ", all with an amax to record or all without one" * amax
-        raise ValueError(
-            f"{op}: got Float8Tensors of {' and of '.join(kinds)}, expected equal{more}"
-        )
+        got = " and of ".join(kinds)
+        raise ValueError(f"{op}: got Float8Tensors of {got}, expected equal ones")
     # Pieces of one tensor share the scale object; only others cost a look at the values.
     first, *others = (x._scale for x in tensors)
     if scale and not all(other is first or torch.equal(other, first) for other in others):
@@ -321,7 +316,7 @@ def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     first, dim = pieces[0], (*rest, *kwargs.values(), 0)[0]
     rows = isinstance(first, Float8Tensor) and first._has_row_scales
     rows = rows and dim % first.dim() != first.dim() - 1
-    _require_alike("cat", *pieces, scale=not rows, amax=False)
+    _require_alike("cat", *pieces, scale=not rows)
     if not rows and not first._granularity.one_scale:
         raise ValueError(
             f"cat: got Float8Tensors under {first._scaling}, expected TENSORWISE, or whole "
@@ -331,10 +326,8 @@ def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if rows:
         return first._like(data, func([piece._scale for piece in pieces], *rest, **kwargs))
     whole = first._like(data, first._scale.clone())  # a write in place reaches it, too
-    amaxes = [piece._amax for piece in pieces]
-    if any(amax is not first._amax for amax in amaxes):
-        # To be recorded of the whole is the largest; unknown, if that of a piece is.
-        whole._amax = None if any(a is None for a in amaxes) else torch.stack(amaxes).amax()
+    if first._amax is not None:
+        whole._amax = torch.stack([piece._amax for piece in pieces]).amax()
     return whole
 
 
@@ -429,13 +422,9 @@ _OPS: dict[Any, tuple[str, ...]] = {
     _copy: ("aten::clone", "aten::empty_like", "aten::_to_copy"),
     _cat: ("aten::cat",),
     _copy_: ("aten::copy_",),
-    _of_values: (
-        "aten::equal",
-        "aten::is_same_size",
-        "aten::zeros_like",
-        "aten::ones_like",
-        "aten::mm",
-        "aten::addmm",
+    _of_values: tuple(
+        f"aten::{name}"
+        for name in ("equal", "is_same_size", "zeros_like", "ones_like", "mm", "addmm")
     ),
     # torch.distributed.checkpoint asks.
     lambda func, args, kwargs: func(args[0]._data, *args[1:]): ("aten::is_pinned",),

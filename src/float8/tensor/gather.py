@@ -111,9 +111,7 @@ class Float8GatherWeight(Wrapper):
                     if isinstance(x, Float8GatherWeight):
                         torch.autograd.graph.increment_version(x.counted)
                         written[id(x._inner)] = x
-        if not isinstance(result, list | tuple):
-            return written.get(id(result), result)
-        return type(result)([written.get(id(x), x) for x in result])
+        return written.get(id(result), result)
 
     def _like(self, func: Any, result: Tensor) -> Tensor:
         """Return `result` of an op on the inner tensor as a tensor of this kind."""
