@@ -95,10 +95,10 @@ class Granularity(enum.Enum):
         if self.width is None:
             return (*shape[:-1], 1)
         # Not -(-n // width): torch 2.11 fails on negative symbols.
-        columns = (shape[-1] + self.width - 1) // self.width
+        parts = (shape[-1] + self.width - 1) // self.width
         if self.height == 1:
-            return (*shape[:-1], columns)
-        return ((shape[0] + self.height - 1) // self.height, (columns + 3) // 4 * 4)
+            return (*shape[:-1], parts)
+        return ((shape[0] + self.height - 1) // self.height, (parts + 3) // 4 * 4)
 
 
 class ScalingGranularity(Granularity):

@@ -183,8 +183,6 @@ def update_float8_weights(model: nn.Module) -> None:
 
 def _why_on_the_fly(layer: Float8Linear, weight: Any, under_fsdp: bool) -> str | None:
     """Say why a layer with `HELD` cannot hold its weight, or return None."""
-    if layer._float8_holds_part:
-        return "a part of one, of model parallel"
     if under_fsdp and not isinstance(local_tensor(weight), Float8GatherWeight | Float8Tensor):
         return "gathered in high precision"
     if weight is None:
@@ -193,7 +191,7 @@ def _why_on_the_fly(layer: Float8Linear, weight: Any, under_fsdp: bool) -> str |
         return "with delayed scaling"
     # The hooks of a weight that is gathered in float8 hold it.
     if under_fsdp or weight.is_meta or can_be_held(weight):
-        return None
+        return layer._float8_why_never_held
     return "under tensor parallel" if is_dtensor(weight) else f"a {type(weight).__name__}"
 
 
@@ -298,7 +296,7 @@ def _join_tied(layers: list[Float8Linear]) -> None:
 
 def _note_scales(layers: list[Float8Linear]) -> None:
     """Tell layers that share their work with other ranks which of their scales are known."""
-    shared = [x for x in layers if x._float8_holds_part or is_dtensor(x.weight)]
+    shared = [x for x in layers if x._float8_groups()]
     unknown = [(x, s) for x in shared for s in x._float8_delayed if s not in x._float8_settled]
     if unknown:  # asks the device, until all amaxes have settled
         scales = torch.stack([layer.get_buffer(site.scale) for layer, site in unknown])
@@ -312,8 +310,7 @@ def _note_scales(layers: list[Float8Linear]) -> None:
 def _share_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> None:
     """Make the amaxes of this rank those of all, with one all-reduce."""
     weights: list[Any] = [layer.weight for layer in layers]
-    parts: list[Any] = [layer for layer in layers if layer._float8_holds_part]
-    parted = {layer._float8_mesh.get_group() for layer in parts}  # of weights that are no DTensors
+    parted = {parts for layer in layers for parts in layer._float8_groups()}
     ranks = sync_groups(weights, group, _beside(layers, model), parted)
     if not ranks:
         return

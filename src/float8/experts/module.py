@@ -47,8 +47,6 @@ class Float8Experts(Float8Module):
     _float8_plan: LinearPlan
     _float8_source_class: ClassVar[type[nn.Module]]
     """The class that it had, and has again after `convert_to_high_precision`."""
-    _float8_why_never_held: ClassVar[str | None] = None
-    """The reason why its weights are cast at each use."""
 
     def _float8_set_up(self, config: Float8LinearConfig) -> None:
         """Take this configuration."""
@@ -272,7 +270,7 @@ def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | 
             return f"got {name}, a {reason}"
         if not config.emulate and (N % GEMM_ALIGNMENT or K % GEMM_ALIGNMENT):
             return f"got {name} with N={N} and K={K}, expected multiples of {GEMM_ALIGNMENT}"
-        reason = lacks_float8_gemm(local_tensor(parameter).device, True)
+        reason = lacks_float8_gemm(local_tensor(parameter).device, only_hopper=True)
         if not config.emulate and reason is not None:
             return f"{reason}; set emulate=True to compute in high precision instead"
     return None

@@ -22,7 +22,6 @@ from float8.linear.sharded import Shards, dtensor_in_float8, linear_of_shards
 from float8.linear.source import class_of, own_names, problem, shallow_copy
 from float8.linear.state import StatefulLayer
 from float8.linear.weight import hold, in_float8_only
-from float8.quantize import Reduction
 from float8.scales import UNKNOWN_SCALE, DelayedScale
 from float8.tensor import Float8Tensor, dequantise, local_tensor
 from float8.tensor.ranks import amax_over
@@ -188,8 +187,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
         if self._float8_delayed:
             self._float8_check_synced()
         if hasattr(weight, "device_mesh"):
-            casts = self._float8_casts(amax_over([weight.device_mesh.get_group(0)]))
-            shards = self._float8_shards
+            casts, shards = self._float8_casts(weight.device_mesh), self._float8_shards
             whole: Tensor = linear_of_shards(input, weight, self.bias, shards, plan, casts)
             return whole
         if weight.requires_grad and self._float8_config.float8_weights is Float8Weights.ONLY:
@@ -251,8 +249,8 @@ class Float8Linear(StatefulLayer, nn.Linear):
 
     def _float8_in_float8(self, input: Any) -> Any:
         """Cast a DTensor on a mesh of one dim as forward does; raises as it does."""
-        casts = self._float8_casts(amax_over([input.device_mesh.get_group(0)]))
-        return dtensor_in_float8(input, self.weight, self._float8_plan, casts.input)
+        cast = self._float8_casts(input.device_mesh).input
+        return dtensor_in_float8(input, self.weight, self._float8_plan, cast)
 
     @property
     def _float8_sums_over_ranks(self) -> bool:
@@ -260,16 +258,17 @@ class Float8Linear(StatefulLayer, nn.Linear):
         placements: Any = getattr(self.weight, "placements", None)
         return placements is not None and placements[-1].is_shard(1)
 
-    def _float8_casts(self, reduce: Reduction | None = None) -> Casts:
+    def _float8_casts(self, mesh: Any = None) -> Casts:
         """Bind the casts of the plan to this call, with the state of delayed scaling.
 
         Training mode takes scales from that, with gradients or without: the first forward of
         reentrant checkpointing has none. Amaxes are recorded wherever gradients are taken.
-        `reduce` makes an amax that of all ranks that share the layer; casts whose scale a sync made
-        alike on all of them do without.
+        Amaxes become those of all ranks of a `mesh` of one dim, which share the layer; casts whose
+        scale a sync made alike on all of them do without.
         """
         casts, training = self._float8_plan.casts, self.training
-        if reduce is not None:
+        if mesh is not None and mesh.size() > 1:
+            reduce = amax_over([mesh.get_group(0)])
             settled, shared = self._float8_settled if training else (), {}
             for site in CAST_SITES:
                 if site not in settled:
@@ -322,13 +321,12 @@ def unsupported(
     mod: nn.Module,
     config: Float8LinearConfig,
     linear_classes: Collection[type] = (),
-    cls: type[Float8Linear] = Float8Linear,
 ) -> str | None:
-    """Say why `mod`, converted or not, cannot become a `cls` of this configuration, or None.
+    """Say why `mod`, converted or not, cannot be in float8 with this configuration, or None.
 
     `linear_classes`: subclasses of `nn.Linear` whose forward may be replaced.
     """
-    found = problem(mod, cls, config, linear_classes)
+    found = problem(mod, Float8Linear, config, linear_classes)
     return None if found is None else str(found)
 
 

@@ -104,20 +104,20 @@ def problem(
     if not config.pad_inner_dim and any(dim % config.alignment for dim in shape):
         do = f"expected dims divisible by {config.alignment}; set pad_inner_dim=True to pad them"
         return ValueError(f"got weight of shape {shape}, {do}")
-    holds_part = base._float8_holds_part or getattr(mod, "_float8_holds_part", False)
-    if holds_part and config.enable_fsdp_float8_all_gather:
+    shared = isinstance(mod, StatefulLayer) and bool(mod._float8_groups())
+    if shared and config.enable_fsdp_float8_all_gather:
         return ValueError(
             "got enable_fsdp_float8_all_gather=True, expected False: FSDP does not know that other "
             "ranks hold parts of the weight, too"
         )
-    is_part = holds_part or is_dtensor(weight)
-    if config.float8_weights is Float8Weights.ONLY and (is_part or weight.requires_grad):
-        what = "that ranks share" if is_part else "with requires_grad=True"
+    shared = shared or is_dtensor(weight)
+    if config.float8_weights is Float8Weights.ONLY and (shared or weight.requires_grad):
+        what = "that ranks share" if shared else "with requires_grad=True"
         return ValueError(
             f"got a weight {what} with float8_weights=ONLY, expected one that is whole and frozen; "
             f"call weight.requires_grad_(False) first, or convert it with another config"
         )
-    reason = lacks_float8_gemm(weight.device, config.scales_by_blocks)
+    reason = lacks_float8_gemm(weight.device, only_hopper=config.scales_by_blocks)
     if reason is not None and not config.emulate:
         return ValueError(f"{reason}; set emulate=True to compute in high precision instead")
     return None

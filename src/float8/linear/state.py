@@ -20,6 +20,7 @@ from float8.linear.plan import LinearPlan
 from float8.linear.weight import Float8Module, in_float8_only, moved
 from float8.scales import UNKNOWN_SCALE
 from float8.tensor import Float8Tensor, dequantise, gathered_like, high_precision, local_tensor
+from float8.tensor.ranks import sharding_groups
 from float8.tensor.wrapper import PLAIN
 
 
@@ -33,8 +34,6 @@ class StatefulLayer(Float8Module):
     """The sites with delayed scaling."""
     _float8_agreed: frozenset[Any] = frozenset()
     """Numbers of layers, each with its groups of ranks, that a sync has compared already."""
-    _float8_holds_part = False
-    """Whether the weight, though no DTensor, is the part of this rank."""
     _float8_settled: frozenset[CastSite] = frozenset()
     """Sites whose scale is known to come from the history, on all ranks that share the layer."""
     _float8_seen: dict[int, int] | None = None
@@ -96,6 +95,11 @@ class StatefulLayer(Float8Module):
         super().reset_parameters()  # type: ignore[misc]
         if "_float8_config" in self.__dict__:  # not yet while nn.Linear.__init__ runs
             self._float8_reset_state()
+
+    def _float8_groups(self) -> tuple[Any, ...]:
+        """Return the process groups over which parts of the weight are spread."""
+        weight = self.weight
+        return sharding_groups(weight) if hasattr(weight, "device_mesh") else ()
 
     @property
     def _float8_keeps_no_master(self) -> bool:

@@ -21,7 +21,7 @@ from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.gemm import Gemm, grouped_matmul, matmul_of_any_size
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.private import dispatch_modes, pre_dispatch_modes, records_ops
-from float8.quantize import Cast, columns, padded, quantize
+from float8.quantize import Cast, padded, quantize, to_col
 from float8.scales import Operand
 from float8.tensor import Float8Tensor
 
@@ -32,19 +32,22 @@ _DYNAMO_TELLS = TorchVersion(torch.__version__) >= "2.13"
 class Weight(NamedTuple):
     """A weight [N, K] in one call, or those of experts [E, N, K], and what there is in float8.
 
-    Which fields are None tells the kind: values alone are cast at each use; values, row and column
-    data are held; row data alone are gathered, or a weight in float8 only. Backward has no row data
-    of values, but may have the scale by which forward cast them. It is handed all of it by
-    `save_for_backward`: what lies on a context lives as long as somebody keeps a loss, and held
-    weights would be there twice.
+    What is not None tells the kind, and what of it backward is handed:
+
+    values                      cast at each use         values, `row_scale` if forward's cast is
+                                                         done again under its one scale
+    values, row and column data held; the values are     values, column data
+                                the Parameter
+    row data, not padded        gathered, or in float8   row data
+                                only
+
+    All by `save_for_backward`: what lies on a context lives as long as somebody keeps a loss, and
+    held weights would be there twice.
     """
 
     values: Tensor | Any = None
-    """In high precision; of data that are held the Parameter."""
     row_data: Tensor | Any = None
-    """Not padded where there are no values."""
     row_scale: Tensor | Any = None
-    """Of the row data; or the one scale by which forward cast the values, for backward."""
     col_data: Tensor | Any = None
     col_scale: Tensor | Any = None
 
@@ -59,7 +62,7 @@ class Weight(NamedTuple):
         data, scale = padded(row, cast.how.scaling_granularity)
         return Operand(data, scale.squeeze(-1) if data.dim() == 3 else scale)
 
-    def columns(self, cast: Cast, after: Tensor) -> Operand:
+    def col(self, cast: Cast, after: Tensor) -> Operand:
         """Return column data: a cast made here, or row data transposed, where there are none.
 
         The gradient, `after`, is needed: else a compiler would do so in forward, and keep the
@@ -68,7 +71,7 @@ class Weight(NamedTuple):
         if self.col_data is not None:
             return Operand(self.col_data, self.col_scale)
         if self.values is None:
-            return columns(Operand(self.row_data, self.row_scale), cast.how, after)
+            return to_col(Operand(self.row_data, self.row_scale), cast.how, after)
         if self.row_scale is not None:
             cast = Cast(cast.how, scale=self.row_scale)
         return quantize(self.values, cast, col=True, after=after).col
@@ -83,9 +86,9 @@ def times_held(
     weight: Tensor,
     offs: Tensor | None,
     turned: bool,
-    rows: int,
-    features: int,
-    columns: bool,
+    M: int,
+    N: int,
+    col: bool,
     power_of_2: bool,
     granularity_of_a: str,
     granularity: str,
@@ -98,22 +101,22 @@ def times_held(
     It writes nothing, so a compiler may order calls as it likes. A CUDA graph, which is replayed
     without this code, records the cast.
 
-    `data` and `scale` are row data, or column data for `columns`. `weight` is the Parameter,
-    [N, K], or [E, N, K], or [E, K, N] if `turned`, and no view: compiled code may turn that into
-    another one, and then nothing tells of writes. The result is [rows, features].
+    `data` and `scale` are row data, or column data if `col`. `weight` is the Parameter, [N, K], or
+    [E, N, K], or [E, K, N] if `turned`, and no view: compiled code may turn that into another one,
+    and then nothing tells of writes. The result is [M, N], for column data [M, K].
     """
     b = Operand(data, scale)
     if _is_capturing(weight) or not is_current(data, weight):
         of = ScalingGranularity(granularity)
         how = CastConfig(target_dtype=data.dtype, scaling_granularity=of, power_of_2=power_of_2)
         values = weight.transpose(1, 2) if turned else weight
-        made = quantize(values, Cast(how), row=not columns, col=columns, pad_rows=True)
-        b = made.col if columns else made.row
+        made = quantize(values, Cast(how), row=not col, col=col, pad_rows=True)
+        b = made.col if col else made.row
     if offs is not None:
         gemm = Gemm(use_fast_accum, emulate)
         return grouped_matmul(Operand(a, a_scale), b, offs, gemm=gemm, out_dtype=out_dtype)
     return matmul_of_any_size(
-        a, a_scale, *b, rows, features, granularity_of_a, granularity, use_fast_accum, emulate,
+        a, a_scale, *b, M, N, granularity_of_a, granularity, use_fast_accum, emulate,
         out_dtype,
     )  # fmt: skip
 
@@ -188,6 +191,8 @@ class Float8Module(nn.Module):
     """The weights in float8, of those that `update_float8_weights` found can be held."""
     _float8_attached = 0
     """The number of optimizers it is attached to; if any is, no sync can be missing."""
+    _float8_why_never_held: ClassVar[str | None] = None
+    """The reason why its weights are cast at each use."""
     _float8_passing: ClassVar[frozenset[str]] = frozenset({"_float8_held", "_float8_attached"})
     """The attributes that copies do not have: of this training, and this optimizer."""
 
