@@ -222,7 +222,6 @@ def to_col(row: Operand, how: CastConfig, after: Tensor | None = None) -> Operan
         raise ValueError(
             f"to_col: got row data under {granularity}, expected one scale, rows or squares"
         )
-    assert row.scale.shape[0] == row.data.shape[0]
     # Times a power of two a float8 value is exact in bfloat16, too.
     dtype = torch.bfloat16 if how.power_of_2 else torch.float32
     return quantize(dequantised(row, granularity, dtype), Cast(how), col=True, after=after).col

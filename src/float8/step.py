@@ -62,7 +62,10 @@ def sync_float8_amax_and_scale_history(
         RuntimeError: DDP in `model` is within a `join()` that goes on without inputs.
     """
     require_module(model, "model")
-    layers = _delayed_layers(model.modules() if fp8_layers is None else _listed(fp8_layers))
+    layers = _delayed_layers(model.modules() if fp8_layers is None else fp8_layers)
+    if fp8_layers is not None and not all(isinstance(x, Float8Linear) for x in fp8_layers):
+        got = f"fp8_layers: got {[type(x).__name__ for x in fp8_layers]}"
+        raise TypeError(f"{got}, expected Float8Linear alone; None syncs all of the model")
     if not layers:
         return
     if dist.is_available() and dist.is_initialized():
@@ -201,8 +204,7 @@ class Attachment:
     def __init__(self, parts: list[Float8Module], handles: list[RemovableHandle]) -> None:
         self._parts, self._handles = parts, handles
         for part in parts:
-            part._float8_expire_weights()  # a checkpoint may be loaded next
-            part._float8_attach()
+            part._float8_attach()  # a checkpoint may be loaded next
 
     def remove(self) -> None:
         """End the attachment, as the end of the optimizer does, and what is held by then."""
@@ -264,22 +266,13 @@ def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
         wrapped = getattr(inner, "optimizer", None)
         if wrapped is None and isinstance(inner, torch.optim.Optimizer):
             return inner
-        inner = getattr(inner, "base_optimizer", None) if wrapped is None else wrapped
+        inner = wrapped or getattr(inner, "base_optimizer", None)
     expected = "a torch.optim.Optimizer, or what holds one as `.optimizer` or `.base_optimizer`"
     raise TypeError(f"optimizer: got {type(optimizer).__name__}, expected {expected}")
 
 
 def _delayed_layers(modules: Iterable[nn.Module]) -> list[Float8Linear]:
     return [layer for layer in modules if isinstance(layer, Float8Linear) and layer._float8_delayed]
-
-
-def _listed(layers: object) -> list[Any]:
-    listed = [*layers] if isinstance(layers, Iterable) else []
-    others = [f" with a {type(x).__name__}" for x in listed if not isinstance(x, Float8Linear)]
-    if others or not isinstance(layers, Iterable):
-        got, expected = type(layers).__name__ + "".join(others[:1]), "a list of Float8Linear"
-        raise TypeError(f"fp8_layers: got {got}, expected {expected}; None syncs all of the model")
-    return listed
 
 
 def _join_tied(layers: list[Float8Linear]) -> None:

@@ -5,7 +5,6 @@ its row data; or the input itself under a compiler, which chooses what to keep. 
 what exists anyway is kept: see `Weight`.
 """
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -58,12 +57,12 @@ def linear(
     Raises:
         TypeError: the dtype of `input` is not that of the weight, or no supported one; or one of
             them is a DTensor; or `config` is neither a configuration nor a name.
-        ValueError: the last dim of `input` is not K, or needs padding that `pad_inner_dim=False`
-            forbids; weight or bias has another shape; or `config` has delayed scaling.
+        ValueError: the last dim of `input` is not K, weight or bias has another shape, or `config`
+            has delayed scaling.
         RuntimeError: the device has no float8 GEMM and `config.emulate` is False; or the call is
             within a transform of torch.func.
     """
-    config = as_config(config, keep=False)
+    config = as_config(config)
     if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
         raise ValueError(
             f"linear: got a weight of shape {tuple(weight.shape)} and a bias of shape "
@@ -75,8 +74,6 @@ def linear(
             "to a layer; use Float8Linear, or CastConfig(scaling_type=ScalingType.DYNAMIC)"
         )
     plan = plan_linear(config)
-    if not plan.pad:
-        require_aligned(f"weight of shape {tuple(weight.shape)}", weight.shape, plan.alignment)
     return apply_linear(input, weight, bias, plan, plan.casts)
 
 
@@ -125,13 +122,6 @@ def apply_linear(
     else:
         rows = input if input.dim() == 2 else input.reshape(-1, K)
         needs = grad and input.requires_grad, grad and weight.requires_grad
-        if not plan.pad and needs[1] and plan.grad_weight is not None:
-            M = rows.shape[0] * (1 if enter is None else enter.ranks)
-            if surely(M != 0):
-                what = f"{M} tokens (all leading dims) for grad_weight"
-                require_aligned(what, (M,), plan.alignment)
-            else:  # data decide how many there are, and compiled code raises when it runs
-                torch._check(M % plan.alignment == 0)  # type: ignore[no-untyped-call]
         if isinstance(weight, Float8Tensor):
             other = None if plan.share_weight else "grad_input"
             of_weight = Weight(None, *operand_of("weight", weight, casts.weight, other))
@@ -185,15 +175,6 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # meta knows none
         return None
     return torch.get_autocast_dtype(device.type)
-
-
-def require_aligned(what: str, dims: Iterable[int], alignment: int) -> None:
-    """Raise a `ValueError` for dims that need padding, where `pad_inner_dim=False` forbids it."""
-    if any(dim % alignment for dim in dims):
-        raise ValueError(
-            f"Float8Linear: got {what}, expected a multiple of {alignment} in each dim; set "
-            f"pad_inner_dim=True to have them padded"
-        )
 
 
 def operand_of(role: str, x: Float8Tensor, cast: Cast, other: str | None) -> Operand:

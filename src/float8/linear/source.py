@@ -15,17 +15,15 @@ from torch.nn.utils.parametrize import is_parametrized
 from float8.config import Float8LinearConfig, Float8Weights
 from float8.formats import HIGH_PRECISION_DTYPES, lacks_float8_gemm
 from float8.linear.state import StatefulLayer
+from float8.linear.weight import own_names
 from float8.tensor import is_dtensor, is_fsdp_module
 
 _PICKLING = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__slots__")
 _REGISTRIES = {name for name, x in vars(nn.Module()).items() if isinstance(x, dict | set)}
 """The attributes in which `nn.Module` keeps Parameters, buffers, submodules and hooks."""
 
-PREFIX = "_float8_"
-"""Names of ours on layers and experts begin with it: all others are their user's."""
-
 PUBLIC = ("config", "from_float")
-"""The two other names of ours, where the user's class has nothing of that name."""
+"""The two names of ours without the prefix, where the user's class has nothing of that name."""
 
 
 def shallow_copy(mod: nn.Module, cls: Any) -> Any:
@@ -47,13 +45,6 @@ def become(mod: nn.Module, new: nn.Module) -> None:
         del mod.__dict__[name]  # a forward, and what others know a layer in float8 by
     mod.__dict__.update({name: x for name, x in vars(new).items() if "_hooks" not in name})
     mod.__class__ = type(new)
-
-
-@functools.cache
-def own_names(base: type) -> frozenset[str]:
-    """Return the names of attributes that are ours, in modules of class `base`."""
-    every = {"_float8_config", "_float8_plan", *dir(base)}
-    return frozenset(name for name in every if name.startswith(PREFIX))
 
 
 # ---------------------------------------------------------------- which layers can
@@ -101,9 +92,6 @@ def problem(
             do = ": DeepSpeed's zero.Init has taken it apart; convert each layer by itself, within "
             do += "deepspeed.zero.GatheredParameters([layer.weight])"
         return ValueError(f"got weight of shape {shape}, expected no empty dim{do}")
-    if not config.pad_inner_dim and any(dim % config.alignment for dim in shape):
-        do = f"expected dims divisible by {config.alignment}; set pad_inner_dim=True to pad them"
-        return ValueError(f"got weight of shape {shape}, {do}")
     shared = isinstance(mod, StatefulLayer) and bool(mod._float8_groups())
     if shared and config.enable_fsdp_float8_all_gather:
         return ValueError(
@@ -239,12 +227,6 @@ def new_class(
     cls = types.new_class(name, bases, exec_body=lambda body: body.update(members))
     object.__setattr__(object.__new__(bases[1]), "__class__", cls)
     return cls
-
-
-def class_like(source: Any, kind: type, make: Any, made_of: tuple[Any, ...], **members: Any) -> Any:
-    """Return a `new_class` with the name of `source`, by which libraries find modules."""
-    members |= {name: getattr(source, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return new_class(source.__name__, (kind, source), make, made_of, **members)
 
 
 def _instance(make: Any, *made_of: Any) -> Any:

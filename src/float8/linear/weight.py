@@ -9,6 +9,7 @@ counter of what is kept cannot say where the weight lies; and of a scale Inducto
 copy, as AOTAutograd does of a view.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,14 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from float8.config import CastConfig, ScalingGranularity
+from float8.config import CastConfig, Float8LinearConfig, ScalingGranularity
 from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.gemm import Gemm, grouped_matmul, matmul_of_any_size
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.private import dispatch_modes, pre_dispatch_modes, records_ops
+from float8.linear.plan import LinearPlan
 from float8.quantize import Cast, padded, quantize, to_col
 from float8.scales import Operand
-from float8.tensor import Float8Tensor
+from float8.tensor import Float8Tensor, gathered_like, high_precision
 
 _DYNAMO_TELLS = TorchVersion(torch.__version__) >= "2.13"
 """Whether Dynamo knows export from compilation: that of torch 2.11 takes all for export."""
@@ -184,9 +186,24 @@ def _is_capturing(weight: Tensor) -> bool:
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+PREFIX = "_float8_"
+"""Names of ours on layers and experts begin with it: all others are their user's."""
+
+
+@functools.cache
+def own_names(base: type) -> frozenset[str]:
+    """Return the names of attributes that are ours, in modules of class `base`."""
+    every = {"_float8_config", "_float8_plan", *dir(base)}
+    return frozenset(name for name in every if name.startswith(PREFIX))
+
+
 class Float8Module(nn.Module):
     """The base of linear layers and experts in float8: what they have from step to step."""
 
+    _float8_config: Float8LinearConfig
+    _float8_plan: LinearPlan
+    _float8_source_class: ClassVar[type[nn.Module]]
+    """The class that it had, and has again after `convert_to_high_precision`."""
     _float8_held: tuple[Weight, ...] = ()
     """The weights in float8, of those that `update_float8_weights` found can be held."""
     _float8_attached = 0
@@ -221,16 +238,22 @@ class Float8Module(nn.Module):
         self._float8_held = tuple(made if each is held else each for each in self._float8_held)
         return made
 
-    def _float8_expire_weights(self) -> None:
-        """Have the next use cast held weights again, compiled or not."""
+    def _float8_become_high_precision(self) -> None:
+        """Turn this very object back into what it was made of."""
+        self.__dict__.pop("forward", None)  # that of its class, which accelerate leaves behind
+        source = self._float8_source_class  # may be its own attribute
+        cls: Any = type(self)
+        for name in own_names(cls) & vars(self).keys():
+            del self.__dict__[name]
+        self.__class__ = source  # type: ignore[assignment]
+
+    def _float8_attach(self) -> None:
+        """Note that one more optimizer steps the module; the next use casts held weights again."""
+        self._float8_attached += 1
         for held in self._float8_held:
             row: Any = held.row_data
             col: Any = held.col_data
             row._float8_version = col._float8_version = None
-
-    def _float8_attach(self) -> None:
-        """Note that one more optimizer steps the module."""
-        self._float8_attached += 1
 
     def _float8_detach(self) -> None:
         """End one attachment, and what is held."""
@@ -239,6 +262,22 @@ class Float8Module(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self._float8_held = ()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for key in [] if keep_vars else map(prefix.__add__, self._parameters):
+            if key in destination:
+                destination[key] = high_precision(destination[key])
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        before = {**self._parameters}
+        super()._load_from_state_dict(*args, **kwargs)
+        for name, old in before.items():
+            new: Any = self._parameters[name]
+            if new is not old:  # by assign=True
+                self._parameters[name] = gathered_like(new, old)
 
     def __getstate__(self) -> Any:
         theirs = getattr(super(), "__getstate__", None)  # Python 3.10 has none for all objects
