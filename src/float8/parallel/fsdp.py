@@ -133,8 +133,7 @@ def _users(modules: Iterable[nn.Module]) -> dict[Any, list[tuple[nn.Module, str]
 def _config_of(part: Any, name: str) -> Float8LinearConfig | None:
     """Return the configuration of a module for a Parameter that it may be given in float8."""
     ours = isinstance(part, Float8Linear | Float8Experts)
-    names = names_to_gather(part) if isinstance(part, Float8Experts) else ["weight"]
-    return part._float8_config if ours and name in names else None
+    return part._float8_config if ours and name in names_to_gather(part) else None
 
 
 def _take_places(made: dict[Any, Tensor], users: dict[Any, list[tuple[nn.Module, str]]]) -> None:
