@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import float8
+from float8 import kernels
+from kernels.float8_codes import around_every_tie
 from sqnr import same_bits
-from support.devices import on_devices
+from support.devices import E4M3, E5M2, on_devices
 from support.models import seeded
 from support.samples import ROOT
 
@@ -69,6 +71,13 @@ def test_the_page_is_the_library(
     plain.zero_grad()
     (layer,) = PAGE.convert(nn.Sequential(plain))
     assert all(map(alike, steps(layer, *given), wanted))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_the_page_rounds_as_the_library_does(dtype: torch.dtype) -> None:
+    scale = torch.tensor(0.3)
+    x = (around_every_tie(dtype).double() * scale.double()).float()
+    assert same_bits(PAGE.to_float8(x, scale, dtype), kernels.to_float8(x, scale, dtype))
 
 
 def test_the_page_keeps_its_promises() -> None:
