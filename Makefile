@@ -52,15 +52,11 @@ $(VENV)/dev.done: $(VENV)/cli.done
 demo: $(VENV)/cli.done
 	$(BIN)/float8 compare tensorwise delayed --output runs/demo --overwrite
 
-# bash's own `time`, which says so at the end; its exit status is that of the tests.
-test test-all: SHELL := bash
-test test-all: export TIMEFORMAT := tests took %U + %S CPU seconds (user + sys) in %R seconds
-
 test: $(VENV)/dev.done
-	time $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not exhaustive"
+	$(BIN)/python .ci/cpu_seconds $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not exhaustive"
 
 test-all: $(VENV)/dev.done
-	time $(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python .ci/cpu_seconds $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # Of its own, without NumPy, which the CPU build of torch does not bring along.
 $(ONLY)/done:

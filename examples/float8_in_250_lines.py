@@ -211,7 +211,7 @@ def main() -> None:
     plain = plain.append(nn.Linear(64, 10)).to(device)
     models = {"float32": plain, "float8": convert(copy.deepcopy(plain))}
     optimizers = {name: torch.optim.AdamW(models[name].parameters(), lr=5e-3) for name in models}
-    for step in range(41):
+    for step in range(31):
         x = torch.randn(128, 30, device=device)
         losses = {name: F.mse_loss(models[name](x), x[:, :10].sin()) for name in models}
         for name, loss in losses.items():
