@@ -307,7 +307,9 @@ class Linear(torch.autograd.Function):
             if of_weight.values is not None:  # whose columns are held, or backward casts them
                 one_scale = plan.share_weight and casts.weight.how.scaling_granularity.one_scale
                 again = one_scale and of_weight.col_data is None and offs is None
-                of_weight = of_weight._replace(row_data=None, row_scale=b.scale if again else None)
+                # Not by `_replace`, which takes four times as long.
+                scale_of_row = b.scale if again else None
+                of_weight = Weight(of_weight.values, None, scale_of_row, *of_weight[3:])
             del b
         if in_float8 and not plan.share_input:
             x = quantize(input, casts.input_for_grad_weight, col=True, offs=offs)
