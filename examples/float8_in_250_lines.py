@@ -8,8 +8,8 @@ gets its operands in float8. Weights, gradients and the optimizer stay as they a
 This page computes what `convert_to_float8_training(model)` computes on a CPU, bit by bit:
 tests/test_examples.py compares the two. The table at the end says what the library adds.
 
-Run it with `python examples/float8_in_250_lines.py`: on a CPU, or on an NVIDIA GPU of compute
-capability 8.9 or more (RTX 40, H100, H200).
+Run it with `python examples/float8_in_250_lines.py`: on a CPU, or on an NVIDIA GPU with float8
+tensor cores, as H100 and H200 have.
 """
 
 import copy
@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 #
 # Inputs and weights get e4m3: their values differ less in size, so the finer mantissa counts.
 # Gradients get e5m2: their values differ much in size, and with the wider range fewer become zero.
+# (The library can have a scale for each row, or block. e4m3 is wide enough for gradients then.)
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -67,12 +68,12 @@ def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     inverse = (1.0 / scale.double()).float()
     # In float32, also for `x` in bfloat16: else the product would be rounded twice.
     scaled = x.float() * inverse
-    # The cast saturates: what lies above the largest number becomes the largest number. Here only
-    # rounding gets there. Where a scale is older than the tensor ("delayed"), values do, too.
+    # The cast saturates: what lies above the largest number becomes the largest number. Here only a
+    # rounding error lies above it. If the scale is older than the tensor ("delayed"), values can.
     #
-    # Inf and NaN must stay visible. NaN stays NaN in all of this. Inf makes the scale Inf, and
-    # 1 / scale zero. Then 0 * Inf, the element itself, is NaN. The others become 0, and NaN where
-    # the GEMM multiplies them by the scale.
+    # Inf and NaN must stay visible. A NaN stays NaN through all of this. An Inf makes the scale
+    # Inf, and 1 / scale zero: the Inf becomes 0 * Inf = NaN, all others become 0. The GEMM
+    # multiplies its sums by the scale, so that these become NaN, too.
     return scaled.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
 
 
@@ -144,7 +145,7 @@ class Float8Matmul(torch.autograd.Function):
         """Return the output [M, N], dtype of `x`, for `x` [M, K] and `weight` [N, K]."""
         M, N = x.shape[0], weight.shape[0]
         x_scale, w_scale = scale_of(x, E4M3), scale_of(weight, E4M3)
-        x8 = pad16(to_float8(x, x_scale, E4M3))  # [M16, K16]: M and K, filled up to 16
+        x8 = pad16(to_float8(x, x_scale, E4M3))  # [M16, K16]: filled up to multiples of 16
         w8 = pad16(to_float8(weight, w_scale, E4M3))  # [N16, K16]
         # `x8[:M]`: the rows of `a` may be of any number. Only grad_weight sums over M.
         output = gemm(x8[:M], x_scale, w8, w_scale, (M, N), x.dtype, fast=True)
@@ -187,7 +188,7 @@ class Float8Linear(nn.Linear):
         x = input.reshape(-1, self.in_features)  # [M, K]
         output = Float8Matmul.apply(x, self.weight)  # [M, N]
         output = output.reshape(*input.shape[:-1], self.out_features)
-        # In high precision. So is the bias' gradient [N], the sum of `g` over tokens, by torch.
+        # The bias is added in high precision. Its gradient [N], the sum of `g`, torch computes.
         return output if self.bias is None else output + self.bias
 
 
@@ -229,7 +230,7 @@ def main() -> None:
 # ---------------------------------------------------------------- 8. What the library adds
 
 LIBRARY = {
-    "kernels": "a cast to both layouts in two kernels, where this page takes eight",
+    "kernels": "two kernels for a cast to both layouts: this page goes over a tensor eight times",
     "scales.py": "delayed scaling: the scale of the last steps, so that a cast reads once",
     "config.py": "recipes: a scale for each row, or for each block of 1x128 or 128x128",
     "gemm.py": "GEMMs under these scales, for groups of tokens, and emulated in float32",
