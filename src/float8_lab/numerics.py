@@ -16,8 +16,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from float8 import Float8Linear, Float8LinearConfig, Float8LinearRecipeName, Float8Tensor
-from float8.config import BASE_SITE, CAST_SITES, GEMM_OPERANDS, CastConfig
+from float8 import Float8Linear, Float8LinearConfig, Float8Tensor
+from float8.config import (
+    BASE_SITE,
+    CAST_SITES,
+    GEMM_OPERANDS,
+    CastConfig,
+    ConfigOrRecipe,
+    as_config,
+)
 from float8.convert.report import percent
 from float8.experts import Float8Experts, kind_of, weights_of
 from float8.formats import E4M3, FLOAT8_MAX
@@ -242,7 +249,7 @@ def numerics_report(
     batch: Any,
     *,
     loss: Callable[[Any], Tensor] | None = None,
-    recipe: Float8LinearConfig | Float8LinearRecipeName | str | None = None,
+    recipe: ConfigOrRecipe | None = None,
 ) -> NumericsReport:
     """Run one forward and backward of `model` and say what float8 does to what its layers read.
 
@@ -304,9 +311,7 @@ def _name_of(weight: Tensor, experts: nn.Module) -> str:
     return next((n for n, p in experts.named_parameters() if p.data_ptr() == address), "")
 
 
-def _configs(
-    model: nn.Module, recipe: Float8LinearConfig | Float8LinearRecipeName | str | None
-) -> dict[str, Float8LinearConfig]:
+def _configs(model: nn.Module, recipe: ConfigOrRecipe | None) -> dict[str, Float8LinearConfig]:
     """Under what each layer is measured."""
     kind = type(model).__name__
     if not isinstance(model, nn.Module):
@@ -326,11 +331,9 @@ def _configs(
     own |= {name: m._float8_config for name, m in experts.items()}
     if recipe is None:
         return own or dict.fromkeys(linears, Float8LinearConfig())
-    if not isinstance(recipe, Float8LinearConfig):
-        recipe = Float8LinearConfig.from_recipe_name(recipe)
-    return dict.fromkeys(
-        [*linears, *experts] if no_grouped_gemm(recipe) is None else linears, recipe
-    )
+    config = as_config(recipe)
+    layers = [*linears, *experts] if no_grouped_gemm(config) is None else [*linears]
+    return dict.fromkeys(layers, config)
 
 
 def _loss(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:

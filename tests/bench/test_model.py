@@ -2,13 +2,10 @@
 
 import dataclasses
 import functools
-import importlib.metadata
 import importlib.util
 import itertools
-import sys
 from pathlib import Path
 from threading import Event
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +14,13 @@ from torch import Tensor, nn
 
 from float8 import Float8GemmConfig, Float8Linear, Float8LinearConfig
 from float8_lab.bench import model, step
-from float8_lab.bench.model import AT_LEAST, Size, model_step
+from float8_lab.bench.model import Size, model_step
 from float8_lab.bench.one_start import AGAIN, bench_one_start, mean_of_seeds
 from float8_lab.bench.profile import ATTENTION, CASTS, ELSE, GEMMS, KINDS, bench_profile, kind_of
-from float8_lab.bench.step import check, compare
+from float8_lab.bench.step import bench_steps, check
 from float8_lab.bench.variants import (
     PEERS,
+    Variant,
     make_variants,
     peer_version,
     recipe_config,
@@ -45,13 +43,14 @@ VARIANTS = {v.recipe: v for v in make_variants(RECIPES, ["eager"])}
 @on_devices
 def test_rows(device: str) -> None:
     place = torch.device(device)
-    make = functools.partial(model_step, size=TINY, device=place)
-    *ready, rows = compare("model", make, [*VARIANTS.values()], place, 1, at_least=AT_LEAST)
-    assert ready == [[]] * len(VARIANTS)
+    make, variants = functools.partial(model_step, size=TINY, device=place), [*VARIANTS.values()]
+    *_, rows = bench_steps(make, variants, place, 1, tokens={"tokens_per_s": 32})
     assert [row["recipe"] for row in rows] == ["bf16", *RECIPES]
     assert [row["sqnr_db"] == float("inf") for row in rows] == [True, *[False] * len(RECIPES)]
     for row in rows:
         assert row["speedup"] == rows[0]["ms"] / row["ms"]
+        assert row["tokens_per_s"] == pytest.approx(32e3 / row["ms"])
+        assert row["drift_percent"] > -100
         assert ("peak_gib" in row) == (device == "cuda")
     if device == "cuda":  # without room for what others hold
         stack, _ = model.stack_and_data(TINY, CPU)
@@ -114,7 +113,7 @@ def test_skipped_cuda_graphs_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> N
     once = model_step(dataclasses.replace(VARIANTS["bf16"], mode="graphed"), TINY, CPU)
     numbers = itertools.count()
     monkeypatch.setattr(step, "skipped_graphs", lambda: next(numbers))
-    monkeypatch.setattr(once, "_x", SimpleNamespace(is_cuda=True))
+    monkeypatch.setattr(once, "device", torch.device("cuda"))
     monkeypatch.setattr(step.Step, "__call__", lambda self: {})
     with pytest.raises(FailedError, match=r"bf16, graphed: 1 CUDA graph\(s\) were skipped"):
         once.warm_up()
@@ -134,7 +133,7 @@ def test_graphed_models_are_recorded(recipe: str) -> None:
 
     variants, size = make_variants([recipe], ["graphed"]), Size("150m", 2, 512)
     make = functools.partial(model_step, size=size, device=torch.device("cuda"))
-    *_, rows = compare("it", make, variants, torch.device("cuda"), 1, at_least=AT_LEAST)
+    *_, rows = bench_steps(make, variants, torch.device("cuda"), 1)
     assert [row["sqnr_db"] == float("inf") for row in rows] == [True, False]
     assert count("cudagraph_recorded_non_static_inputs") > 0  # inputs and gradients of each graph
     assert count("cudagraph_skips") == 0
@@ -189,60 +188,36 @@ def test_wrong_results_say_which(expected: Tensor, wrong: Tensor, why: str) -> N
         check("the thing", {"one": X, "two": expected}, {"one": X, "two": wrong}, 21.0)
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
-    """torchao is installed; which layers its conversion takes."""
-    taken: list[tuple[str, bool]] = []
-
-    class Config:
-        def __init__(self, enable_fsdp_float8_all_gather: bool) -> None: ...
-
-        @staticmethod
-        def from_recipe_name(name: str) -> object:
-            if name != "tensorwise":
-                raise ValueError(name)
-            return object()
-
-    def convert(model: nn.Module, config: object, module_filter_fn) -> nn.Module:
-        taken.extend((name, module_filter_fn(model, name)) for name in ("w1", "wk", "lm_head"))
-        return model
-
-    torchao: Any = ModuleType("torchao.float8")
-    torchao.Float8LinearConfig = Config
-    torchao.convert_to_float8_training = convert
-    torchao._auto_filter_for_recipe = lambda recipe, fqns: lambda module, name: "1" in name
-    torchao.precompute_float8_dynamic_scale_for_fsdp = lambda model: taken.append((model, True))
-    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
-    monkeypatch.setitem(sys.modules, "torchao.float8", torchao)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: f"1.0 of {name}")
-    return taken
-
-
-def test_an_installed_peer_becomes_variants(asked: list[tuple[str, bool]]) -> None:
-    assert peer_version("torchao") == "1.0 of torchao"
+def test_an_installed_peer_becomes_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchao: Any = pytest.importorskip("torchao.float8")
     variants = make_variants(["tensorwise", "delayed"], ["eager", "compiled"], ["torchao"])
     assert [variant.name for variant in variants] == [
         f"{recipe}, {mode}"
         for mode in ("eager", "compiled")
         for recipe in ("bf16", "tensorwise", "delayed", "torchao tensorwise")  # it has no delayed
     ]
-    variants[-1].convert(nn.Linear(2, 2))
-    assert asked == [("w1", True), ("wk", True), ("lm_head", True)]
+
+    def converted(variant: Variant) -> list[str]:
+        with torch.device("meta"):
+            layers = {"large": nn.Linear(8192, 8192), "small": nn.Linear(512, 512)}
+            model = nn.ModuleDict({**layers, "lm_head": nn.Linear(8192, 8192)})
+        children = variant.convert(model).named_children()
+        return [name for name, layer in children if type(layer) is not nn.Linear]
+
+    assert converted(variants[-1]) == ["large", "small", "lm_head"]
     both = make_variants(["tensorwise+held"], ["eager"], PEERS, all_layers=False)[-2:]
     assert [variant.recipe for variant in both] == [f"{peer} tensorwise" for peer in PEERS]
-    for variant in both:
-        variant.convert(nn.Linear(2, 2))
-    assert asked[3:6] == [("w1", True), ("wk", True), ("lm_head", False)]  # as ours
-    assert asked[6:] == [("w1", True), ("wk", False), ("lm_head", False)]
+    assert [*map(converted, both)] == [["large", "small"], ["large"]]
     gathers = make_variants(["delayed"], ["eager"], ["torchao"], gathers=("bf16", "float8"))
     names = ["bf16, eager, gather bf16", "delayed, eager, gather bf16"]
     names += ["delayed, eager, gather float8", "torchao tensorwise, eager, gather float8"]
     assert [variant.name for variant in gathers] == names
+    told: list[nn.Module] = []
+    monkeypatch.setattr(torchao, "precompute_float8_dynamic_scale_for_fsdp", told.append)
     optimizer = torch.optim.SGD((layer := nn.Linear(2, 2)).parameters())
     gathers[-1].attach(layer, optimizer)
     optimizer.step()
-    assert asked[-1] == (layer, True)
+    assert told == [layer]
 
 
 def test_missing_and_unknown_peers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,8 +236,9 @@ def test_each_width_is_a_model_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     made: list[Any] = []
     monkeypatch.setattr(model, "model_step", noted)
     *_, rows = model.bench_model(TINY, [64, 128], make_variants([], ["eager"]), CPU, 1)
-    assert [each.parts[0].attention.query.in_features for each in made] == [64, 128]
-    assert [row["width"] for row in rows] == [128]
+    widths = [each.parts[0].attention.query.in_features for each in made]
+    assert widths == [64, 64, 128, 128]
+    assert [row["width"] for row in rows] == [64, 128]
 
 
 @pytest.mark.parametrize(
@@ -275,8 +251,7 @@ def test_each_width_is_a_model_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
 def test_where_the_time_goes(device: str, mode: str) -> None:
     recipes = ["tensorwise", "blockwise"]
     variants = make_variants(recipes, [mode])
-    groups = bench_profile(variants, Size("tiny", 1, 128), torch.device(device))
-    rows = [row for group in groups for row in group]
+    *_, rows = bench_profile(variants, Size("tiny", 1, 128), torch.device(device))
     assert [row["recipe"] for row in rows] == ["bf16", *recipes]
     for row in rows:
         assert row["sum_ms"] == pytest.approx(sum(row[kind] for kind in KINDS))

@@ -13,13 +13,8 @@ from float8.convert.speed import SMALLEST
 from float8_lab.bench import experts, linear
 from float8_lab.bench.experts import Experts, bench_experts, parse_experts
 from float8_lab.bench.linear import Shape, fit, fit_rows, measure_linear, parse_shape
-from float8_lab.bench.timing import (
-    call_sampler,
-    input_sets,
-    kernel_sampler,
-    steady_sampler,
-    take_turns,
-)
+from float8_lab.bench.step import WARMUP, Step
+from float8_lab.bench.timing import call_sampler, input_sets, kernel_sampler, take_turns
 from float8_lab.bench.variants import Variant
 from float8_lab.device import float8_device
 from float8_lab.errors import WrongResultError
@@ -41,28 +36,18 @@ def test_rounds_are_interleaved_and_the_first_ones_do_not_count() -> None:
         return sample
 
     slow_start = [99.0] * 3
-    medians = take_turns(
-        {"a": sampler("a", [*slow_start, 1, 7, 2]), "b": sampler("b", [*slow_start, 4, 4, 50])}, 3
-    )
-    assert medians == {"a": 2, "b": 4}
+    samplers = sampler("a", [*slow_start, 1, 7, 2]), sampler("b", [*slow_start, 4, 4, 50])
+    assert take_turns(samplers, 3) == [2, 4]
     assert order == ["a", "b"] * 6
 
 
-@pytest.mark.parametrize(("at_least", "count"), [(5, 5), (0.1, 1)])
-def test_short_calls_are_repeated_and_long_ones_are_not(
-    monkeypatch: pytest.MonkeyPatch, at_least: float, count: int
-) -> None:
-    calls, sleep = 0, stopped_clock(monkeypatch)
-
-    def short() -> None:
-        nonlocal calls
-        calls += 1
-        sleep(0.001)
-
-    sample = steady_sampler(short, CPU, at_least_ms=at_least)
-    calls = 0
-    assert sample() == pytest.approx(1.0)
-    assert calls == count
+def test_a_step_is_timed_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleep = stopped_clock(monkeypatch)
+    bf16, *_ = linear.make_variants([], ["eager"])
+    step = Step(bf16, nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2), torch.ones(1, 2))
+    durations = iter([5.0] * WARMUP + [0.001, 0.003])  # the first ones do not count
+    monkeypatch.setattr(Step, "__call__", lambda self: sleep(next(durations)))
+    assert step.times(2) == pytest.approx([1.0, 3.0])
 
 
 @pytest.mark.gpu
@@ -74,7 +59,7 @@ def test_a_gpu_is_timed_without_the_time_to_issue_on_data_that_no_cache_has() ->
         time.sleep(0.002)
         return x @ x
 
-    assert kernel_sampler([issue_slowly] * 4, device)() < 0.5
+    assert kernel_sampler([issue_slowly] * 4, device, 0.0)() < 0.5
     assert call_sampler([issue_slowly] * 4, device)() > 1.0
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     assert input_sets(1 << 24, device) * (1 << 24) >= 4 * cache
@@ -106,13 +91,13 @@ def doubled(model: nn.Module) -> nn.Module:
 
 def test_a_wrong_layer_is_not_timed() -> None:
     bf16, ours = linear.make_variants(["tensorwise"], ["eager"])
-    message = "linear 32,64,48 wrong, eager: output: SQNR .* nothing was timed"
+    message = "wrong, eager: output: SQNR .* nothing was timed"
     wrong = Variant("wrong", "eager", doubled, config=ours.config)
     with pytest.raises(WrongResultError, match=message):
         linear._rows(SHAPE, [bf16, wrong], CPU, 1)
     peer = Variant("peer", "eager", doubled)  # of others only the reason is told
     reference, left_out = linear._rows(SHAPE, [bf16, peer], CPU, 1)
-    assert "WrongResultError: linear 32,64,48 peer, eager: output" in left_out["left_out"]
+    assert "WrongResultError: peer, eager: output" in left_out["left_out"]
     assert "ms" in reference
     assert "ms" not in left_out
 
@@ -157,7 +142,7 @@ def test_layers_gemms_and_casts(device: str) -> None:
 def test_wrong_experts_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = experts.apply_grouped
     monkeypatch.setattr(experts, "apply_grouped", lambda *rest: 1.3 * right(*rest))
-    with pytest.raises(WrongResultError, match=r"experts rowwise, .*; nothing was timed"):
+    with pytest.raises(WrongResultError, match=r"rowwise, .*; nothing was timed"):
         next(bench_experts([Experts(4, 500, 32, 48)], ["rowwise"], CPU, 1))
 
 

@@ -18,8 +18,8 @@ from torch import nn
 
 from float8_lab.bench import picture
 from float8_lab.bench.model import Size
-from float8_lab.bench.ranks import PASSES, TrainStep, bench_on_ranks
-from float8_lab.bench.step import Row, free_memory
+from float8_lab.bench.ranks import TrainStep
+from float8_lab.bench.step import PASSES, Row, bench_steps, free_memory
 from float8_lab.bench.variants import Variant, make_variants
 from float8_lab.errors import ToldError, WrongResultError
 from float8_lab.ranks import start_ranks
@@ -95,7 +95,7 @@ def train_on_gpus() -> list[Row]:
     kept = ["full", "selective"]
     variants = make_variants(["tensorwise"], ["eager"], gathers=("float8",), checkpointing=kept)
     step = partial(TrainStep, size=Size("tiny", 2, 512), device=device, **PLAIN)
-    *_, rows = bench_on_ranks(step, variants, device, 1)
+    *_, rows = bench_steps(step, variants, device, 1)
     return rows
 
 
@@ -124,7 +124,7 @@ def failing() -> list[list[str]]:
         return peer.convert(model)
 
     theirs = replace(peer, recipe="torchao tensorwise", config=None, convert=convert)
-    *groups, rows = bench_on_ranks(STEP, [bf16, theirs], CPU, 1)
+    *groups, rows = bench_steps(STEP, [bf16, theirs], CPU, 1)
     # There as soon as they are known, so that a benchmark which is stopped leaves a file.
     assert [[row["recipe"] for row in group] for group in groups[:2]] == [
         ["bf16"],
@@ -156,7 +156,7 @@ def wrong_training(what: str) -> str:
 
     wrong: list[Variant] = [bf16, replace(good, convert=convert, attach=attach)]
     try:
-        list(bench_on_ranks(STEP, wrong, CPU, 1))
+        list(bench_steps(STEP, wrong, CPU, 1))
     except (WrongResultError, ToldError) as error:
         return f"{type(error).__name__}: {error}"
     raise AssertionError("nothing was raised")

@@ -42,7 +42,7 @@ EACH = [
     (
         "experts --shape 2,1024,32,32 --recipe tensorwise+held --rounds 1",
         16,
-        r"tensorwise\+held +[\d.,]+ +[\d.]+ +\d\d\.\d",
+        r"tensorwise\+held( +[-\d.,]+){3} +\d\d\.\d",
     ),
     (START, 3, "validation losses in nats per byte after step 3"),
     (
@@ -91,9 +91,9 @@ def test_time_that_is_over_and_missing_peers(
 def test_a_wrong_result_is_one_line_and_no_file(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "AT_LEAST", 1e3)
+    monkeypatch.setattr(linear.LinearStep, "at_least", 1e3)
     said = refused("bench", "linear", "--mkn", "32,32,32", "-o", "x.json", *CPU, code=1)
-    assert re.match(r"linear 32,32,32 tensorwise, eager: .*SQNR .* nothing was timed\n$", said)
+    assert re.match(r"tensorwise, eager: .*SQNR .* nothing was timed\n$", said)
     assert not Path("x.json").exists()
     words = ["--model", "tiny", "--batch", "100000000000", "--device", "cpu"]
     assert refused("bench", "model", *words, code=1).startswith("too large for the memory: ")

@@ -18,8 +18,8 @@ import tolerances
 from float8.tensor import local_tensor
 from float8_lab.bench.model import Size
 from float8_lab.bench.ranks import ParallelStep, TrainStep
-from float8_lab.bench.step import Results, free_memory
-from float8_lab.bench.variants import FLOAT8, make_variants, many_compilations
+from float8_lab.bench.step import Results, bench_steps
+from float8_lab.bench.variants import FLOAT8, make_variants
 from sqnr import sqnr
 from support.configs import RECIPES
 from support.models import LlamaBlock
@@ -102,14 +102,11 @@ def peaks(recipes: tuple[str, ...], mode: str) -> dict[str, float]:
     """GiB that training steps of four blocks need, by variant: parameters, optimizer and all."""
     torch._dynamo.reset()
     gc.collect()  # nothing of earlier tests shall be freed while it counts
-    size, found = Size("1b", blocks=4, seq_len=2048, batch=4), {}
-    with many_compilations():
-        for variant in make_variants(recipes, (mode,), gathers=(FLOAT8,)):
-            step = TrainStep(variant, size, here(), lora=False, transformers=False)
-            _, found[variant.recipe] = step.times(2)
-            del step
-            free_memory(here())
-    return found
+    how = {"size": Size("1b", blocks=4, seq_len=2048, batch=4), "device": here()}
+    make = partial(TrainStep, lora=False, transformers=False, **how)
+    variants = make_variants(recipes, (mode,), gathers=(FLOAT8,))
+    *_, rows = bench_steps(make, variants, here(), 2)
+    return {row["recipe"]: row["peak_gib"] for row in rows}
 
 
 # Inductor plans memory alike for both recipes; one is compiled.

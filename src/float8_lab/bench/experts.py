@@ -15,12 +15,12 @@ from float8.kernels.cast_groups import cast_groups
 from float8.linear.plan import EXPECTED, no_grouped_gemm, plan_linear
 from float8.linear.weight import Weight, hold
 from float8.quantize import quantize
-from float8_lab.bench.step import Row, Step, check, compare
-from float8_lab.bench.timing import Sampler, kernel_sampler, steady_sampler, take_turns
+from float8_lab.bench.step import Results, Row, Step, bench_steps, check
+from float8_lab.bench.timing import kernel_sampler, take_turns
 from float8_lab.bench.variants import EAGER, HIGH_PRECISION, Variant
 from float8_lab.trainer.recipes import recipe_config
 
-AT_LEAST, GEMM_AT_LEAST = 17.0, 24.0  # dB of SQNR against bf16: of a layer, of one product
+GEMM_AT_LEAST = 24.0  # dB of SQNR against bf16
 RECIPES = ["tensorwise", "tensorwise+held", "rowwise", "rowwise+held", "rowwise_with_gw_hp"]
 
 
@@ -91,11 +91,24 @@ def _swiglu(h: Tensor) -> Tensor:
 
 
 class LayerStep(Step):
-    """Forward and backward of a layer, and the casts of weights that are due after it."""
+    """Forward and backward of a layer, and the casts of weights that are due."""
+
+    at_least = 17.0
+    microbatches = 1  # in which weights that are held are cast once
 
     def update(self) -> None:
         """Cast weights that are held."""
         self.model.cast_held()  # type: ignore[operator]
+
+    def __call__(self) -> Results:
+        """One step; gradients of weights are those of the last microbatch."""
+        for _ in range(self.microbatches - 1):
+            self.gradients(self._x, self._grad)
+        return super().__call__()
+
+    def times(self, rounds: int) -> list[float]:
+        """Milliseconds of one microbatch."""
+        return [ms / self.microbatches for ms in super().times(rounds)]
 
 
 def bench_experts(
@@ -138,21 +151,11 @@ def _layers(
 ) -> Iterator[Row]:
     def make(variant: Variant) -> Step:
         w13, w2 = weights
-        return LayerStep(variant, Layer(variant.config, w13, w2, offs), x, grad)
+        step = LayerStep(variant, Layer(variant.config, w13, w2, offs), x, grad)
+        step.microbatches = many if "held" in variant.recipe else 1
+        return step
 
-    def sample(step: Step, device: torch.device) -> Sampler:
-        count = many if "held" in step.variant.recipe else 1
-
-        def run() -> None:
-            step.update()
-            for _ in range(count):  # gradients of weights are not added up
-                step.gradients(x, grad)
-
-        one = steady_sampler(run, device)
-        return lambda: one() / count
-
-    how: Any = {"at_least": AT_LEAST, "sample": sample}
-    *_, found = compare("experts", make, variants, x.device, rounds, **how)
+    *_, found = bench_steps(make, variants, x.device, rounds)
     for row in found:
         yield {**row, "mode": None}
 
@@ -201,5 +204,4 @@ def _casts(weights: Any, offs: Tensor, x: Tensor, h: Tensor, rounds: int) -> Ite
 
 
 def _times(calls: Sequence[Any], device: torch.device, rounds: int) -> list[float]:
-    samplers = [kernel_sampler([call], device, at_least_ms=10.0) for call in calls]
-    return [*take_turns(dict(zip("ab", samplers, strict=True)), rounds).values()]
+    return take_turns([kernel_sampler([call], device, 10.0) for call in calls], rounds)

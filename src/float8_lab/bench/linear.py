@@ -4,22 +4,21 @@ Times are of forward and backward in eager mode, those of the GPU alone: a layer
 alone is cast apart from what makes its input, as in no model.
 """
 
-import functools
 import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from float8.convert.speed import Smallest
-from float8_lab.bench.step import Row, Step, compare
-from float8_lab.bench.timing import Sampler, input_sets, kernel_sampler
+from float8_lab.bench.step import Row, Step, bench_steps
+from float8_lab.bench.timing import input_sets, kernel_sampler
 from float8_lab.bench.variants import EAGER, HIGH_PRECISION, Variant, make_variants
 
-AT_LEAST = 17.0  # lower bound of the SQNR in dB against bf16
 _NOISE = 2e-4  # of a mean over 145 layers: what three of them that differ by 1 % make
 
 
@@ -62,8 +61,8 @@ class LinearTimes(NamedTuple):
 
 
 def measure_linear(shape: Shape, recipe: str, device: torch.device) -> LinearTimes:
-    """Check, then time a layer on random data in eager mode; raises as `compare`."""
-    bf16, float8 = _rows(shape, make_variants([recipe], [EAGER]), device, rounds=10)
+    """Check, then time a layer on random data in eager mode; raises as `bench_steps`."""
+    bf16, float8 = _rows(shape, make_variants([recipe], [EAGER]), device, rounds=5)
     return LinearTimes(bf16["ms"], float8["ms"])
 
 
@@ -82,24 +81,33 @@ def bench_linear(
 def _rows(
     shape: Shape, variants: Sequence[Variant], device: torch.device, rounds: int
 ) -> list[Row]:
-    torch.compiler.reset()
-    M, K, N = shape
-    make = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
-    x, grad = make(M, K), make(M, N)
-
-    def make_step(variant: Variant) -> Step:
-        torch.manual_seed(0)
-        layer = nn.Linear(K, N, bias=False, device=device, dtype=torch.bfloat16)
-        return Step(variant, nn.Sequential(layer), x, grad)
-
-    def uncached(step: Step, device: torch.device) -> Sampler:
-        data = [(make(M, K), make(M, N)) for _ in range(input_sets(2 * M * (K + N), device))]
-        calls = [functools.partial(step.gradients, *each) for each in data]
-        return kernel_sampler(calls, device, at_least_ms=1.0)
-
-    how: dict[str, Any] = {"at_least": AT_LEAST, "sample": uncached}
-    *_, rows = compare(f"linear {shape}", make_step, variants, device, rounds, **how)
+    *_, rows = bench_steps(partial(LinearStep, shape, device), variants, device, rounds)
     return rows
+
+
+class LinearStep(Step):
+    """Forward and backward of a layer, timed on the GPU alone."""
+
+    at_least = 17.0
+
+    def __init__(self, shape: Shape, device: torch.device, variant: Variant) -> None:
+        self.shape = shape
+        torch.manual_seed(0)
+        layer = nn.Linear(shape.K, shape.N, bias=False, device=device, dtype=torch.bfloat16)
+        super().__init__(variant, nn.Sequential(layer), *self._data(device))
+
+    def _data(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        M, K, N = self.shape
+        make = partial(torch.randn, device=device, dtype=torch.bfloat16)
+        return make(M, K), make(M, N)
+
+    def times(self, rounds: int) -> list[float]:
+        """Milliseconds on data that is not in the cache."""
+        M, K, N = self.shape
+        sets = input_sets(2 * M * (K + N), self.device)
+        calls = [partial(self.gradients, *self._data(self.device)) for _ in range(sets)]
+        sample = kernel_sampler(calls, self.device, 1.0)
+        return [sample() for _ in range(rounds)]
 
 
 # ---------------------------------------------------------------- limits of the default filter

@@ -4,20 +4,17 @@ import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from float8_lab.bench.results import size_of
-from float8_lab.bench.step import Row, Step, compare
+from float8_lab.bench.step import Row, Step, bench_steps
 from float8_lab.bench.variants import Variant
 from float8_lab.models.llama import Block, Llama, rope_table
 from float8_lab.models.presets import PRESETS, ModelConfig, preset
-
-AT_LEAST = 10.0
-"""Lower bound of the SQNR in dB of every gradient against bf16's: noise of all blocks adds up."""
 
 
 @dataclass(frozen=True)
@@ -152,16 +149,18 @@ def bench_model(
     device: torch.device,
     rounds: int,
 ) -> Iterator[list[Row]]:
-    """Check and time every variant at each width, or of the model as it is, as `compare`.
-
-    An empty list for each variant that is ready, then all rows of a width.
-    """
+    """Check and time every variant at each width, or as it is; all rows known, as `bench_steps`."""
+    done: list[Row] = []
+    rows: list[Row] = []
     each_width: list[int | None] = [*widths] or [None]
     for width in each_width:
         size.config(width)  # refuses one that cannot be
     for width in each_width:
         torch.compiler.reset()  # what was compiled for the width before
         make = partial(model_step, size=size, device=device, width=width)
-        how: Any = {"at_least": AT_LEAST, "tokens": size.tokens}
-        for rows in compare("model", make, variants, device, rounds, **how):
-            yield [({"width": width} if width else {}) | row for row in rows]
+        for known in bench_steps(
+            make, variants, device, rounds, tokens={"tokens_per_s": size.tokens}
+        ):
+            rows = [({"width": width} if width else {}) | row for row in known]
+            yield done + rows
+        done += rows

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.profiler import profile
 
-from float8_lab.bench.model import AT_LEAST, Size, model_step
-from float8_lab.bench.step import Results, Row, Step, check, free_memory, leave_out
-from float8_lab.bench.variants import Variant, many_compilations
+from float8_lab.bench.model import Size, stack_and_data
+from float8_lab.bench.step import Results, Row, Step, bench_steps
+from float8_lab.bench.variants import Variant
 
 GEMMS, ATTENTION, CASTS, ELSE = KINDS = "gemms_ms", "attention_ms", "casts_ms", "else_ms"
 
@@ -29,37 +29,30 @@ _STEPS = 3  # whose mean is taken
 def bench_profile(
     variants: Sequence[Variant], size: Size, device: torch.device
 ) -> Iterator[list[Row]]:
-    """Profile steps of every variant; yields the row of each. The first is bf16.
+    """Profile steps of every variant; all rows known, as `bench_steps`."""
 
-    Each is built, checked against the first, profiled and torn down.
-    """
-    reference: Results = {}
-    with many_compilations():
-        for variant in variants:
-            row = dict(variant.columns)
-            try:
-                step = model_step(variant, size, device)
-                step.warm_up()
-                results = step()
-                # Copies: CUDA graphs of the next variant write over results of this one.
-                reference = reference or {name: x.clone() for name, x in results.items()}
-                row["sqnr_db"] = check(f"profile {variant.name}:", reference, results, AT_LEAST)
-                del results
-                row |= profile_step(step, device)
-                del step
-            except Exception as error:
-                leave_out(row, variant, error)
-            free_memory(device)
-            yield [row]
+    def make(variant: Variant) -> Step:
+        stack, data = stack_and_data(size, device)
+        return ProfiledStep(variant, stack, *data)
+
+    return bench_steps(make, variants, device, _STEPS, passes=1)
 
 
-def profile_step(step: Step, device: torch.device) -> Row:
+class ProfiledStep(Step):
+    """A step whose kernels are told apart."""
+
+    def check(self, references: dict[str, Results]) -> Row:
+        """Also run it under the profiler."""
+        return super().check(references) | profile_step(self)
+
+
+def profile_step(step: Step) -> Row:
     """Run a step that is warm under the profiler: ms of each kind of kernel, and launches.
 
     On a CPU ops are counted, with the time of the host, to try it: what casts call counts as well,
     and casts that compiled code calls are else.
     """
-    gpu = device.type == "cuda"
+    gpu = step.device.type == "cuda"
     with profile() as profiled:
         for _ in range(_STEPS):
             step()
@@ -74,10 +67,8 @@ def profile_step(step: Step, device: torch.device) -> Row:
             times[kind_of(event.key)] += us / 1e3 / _STEPS
             launches += event.count
     if not any(times.values()):
-        raise ValueError(
-            f"profile: the profiler saw no kernels on {device.type}; on a GPU it needs CUPTI and "
-            "the right to use performance counters"
-        )
+        need = "on a GPU it needs CUPTI and the right to use performance counters"
+        raise ValueError(f"profile: the profiler saw no kernels on {step.device.type}; {need}")
     return {**times, "sum_ms": sum(times.values()), "launches": launches // _STEPS}
 
 

@@ -1,14 +1,7 @@
-"""Training steps of models that all ranks of a host hold together: `float8 bench train`, `tp`.
-
-Every variant is built, checked, timed and torn down before the next one, since a host may not hold
-two of them. The whole list runs twice: else clocks that drop would favour the first ones. How much
-the second times differ is in the rows, as the drift.
-"""
+"""Steps of models that all ranks of a host hold together: `float8 bench train`, `tp`."""
 
 import importlib
-import statistics
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,110 +13,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from float8.parallel import tensor as own_styles
-from float8_lab.bench import step as steps
-from float8_lab.bench.model import AT_LEAST, Size, Whole, model_step, stack_and_data
-from float8_lab.bench.step import Results, Row, Step
-from float8_lab.bench.variants import EAGER, HIGH_PRECISION, Variant, many_compilations
-from float8_lab.device import Clock
+from float8_lab.bench.model import Size, Whole, model_step, stack_and_data
+from float8_lab.bench.step import Results, Row, Step, check
+from float8_lab.bench.variants import EAGER, HIGH_PRECISION, Variant
 from float8_lab.errors import WrongResultError
 from float8_lab.models.parallel import share_layers
 from float8_lab.ranks import for_all
 
-PASSES = 2  # how often the list of variants is run
-_WARMUP = 2
 _LEARNING = 9  # steps after the first one, which let a loss fall at this learning rate
 _RATE = 1e-4
 
 
-class RanksStep(Step):
-    """A step of a model on all ranks; all of them must call each method.
-
-    `build` makes a model, its input and the gradient of its output; only what is allocated from
-    then on counts as its memory.
-    """
-
-    tokens: dict[str, int]  # by the name of the column of tokens/s
-
-    def __init__(
-        self,
-        variant: Variant,
-        device: torch.device,
-        build: Callable[[], tuple[nn.Module, Tensor, Tensor]],
-        **how: Any,
-    ) -> None:
-        self.device = device
-        self._before = steps.allocated(device)
-        super().__init__(variant, *build(), **how)
-
-    def check(self, references: dict[str, Results]) -> Row:
-        """Hold results against bf16's, which are in `references`, in host memory."""
-        raise NotImplementedError
-
-    def times(self, rounds: int) -> tuple[list[float], float | None]:
-        """Milliseconds of each of `rounds` steps, and peak GiB on a GPU; those of the worst rank.
-
-        Steps follow each other as in training: each is from the end of one to the end of the next.
-        """
-        steps.free_memory(self.device)  # what checks left behind
-        for _ in range(_WARMUP):
-            self()
-        if gpu := self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-        dist.barrier()
-        self()  # so that the first one which counts finds the GPU at work
-        clock = Clock(self.device)
-        clock.mark()
-        for _ in range(rounds):
-            self()
-            clock.mark()
-        peak = torch.cuda.max_memory_allocated(self.device) - self._before if gpu else 0
-        worst = torch.tensor([*clock.collect(), peak], dtype=torch.float64, device=self.device)
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        *seconds, most = worst.tolist()
-        return [1e3 * each for each in seconds], most / 2**30 if gpu else None
-
-
-def bench_on_ranks(
-    make: Callable[[Variant], RanksStep],
-    variants: list[Variant],
-    device: torch.device,
-    rounds: int,
-) -> Iterator[list[Row]]:
-    """Time every variant on the ranks that there are; after each, all rows known by then.
-
-    `make` builds the step of a variant; its `check` compares it with results that others have left;
-    in each mode the first is bf16. Rows of peers that failed say why in `left_out`.
-    """
-    rows = {variant.name: dict(variant.columns) for variant in variants}
-    times: dict[str, list[float]] = {name: [] for name in rows}
-    references: dict[str, Results] = {}
-    tokens: dict[str, int] = {}
-    with many_compilations():
-        for number, variant in enumerate(variants * PASSES):
-            row, first = rows[variant.name], number < len(variants)
-            try:
-                if "left_out" not in row:
-                    step = make(variant)
-                    row |= step.check(references) if first else {}
-                    new, peak = step.times(rounds)
-                    times[variant.name] += new
-                    row.setdefault("peak_gib", peak)
-                    row["ms"] = statistics.median(times[variant.name])
-                    if not first:
-                        before, after = map(statistics.median, (times[variant.name][:rounds], new))
-                        row["drift_percent"] = 100 * (after / before - 1)
-                    tokens = step.tokens
-                    del step
-            except Exception as error:
-                rows[variant.name] = row = dict(variant.columns)  # nothing of the pass before
-                steps.leave_out(row, variant, error)
-            steps.free_memory(device)
-            known = [row for row in rows.values() if "ms" in row or "left_out" in row]
-            yield steps.with_speedups(known, **tokens)
-
-
-class TrainStep(RanksStep):
+class TrainStep(Step):
     """A step of a whole model, as torchtitan trains it: the same tokens at each step.
 
     Masters are float32; on several ranks FSDP2 gathers them, on one autocast casts them. With
@@ -136,20 +37,18 @@ class TrainStep(RanksStep):
     def __init__(
         self, variant: Variant, size: Size, device: torch.device, *, lora: bool, transformers: bool
     ) -> None:
-        def build() -> tuple[nn.Module, Tensor, Tensor]:
-            model = Whole(size, device, torch.bfloat16 if lora else torch.float32, transformers)
-            generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
-            shape, vocabulary = (size.batch, size.seq_len + 1), size.config().vocab_size
-            tokens = torch.randint(vocabulary, shape, device=device, generator=generator)
-            return model.requires_grad_(not lora), tokens, torch.ones(1, device=device)
+        whole = Whole(size, device, torch.bfloat16 if lora else torch.float32, transformers)
+        generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
+        shape, vocabulary = (size.batch, size.seq_len + 1), size.config().vocab_size
+        tokens = torch.randint(vocabulary, shape, device=device, generator=generator)
 
         def convert(model: nn.Module) -> nn.Module:
             variant.convert(model.get_submodule("model"))  # where the head has its usual name
             return _adapted(model) if lora else model
 
         # FSDP2's hooks break graphs from torch 2.14 on.
-        super().__init__(replace(variant, convert=convert), device, build, one_graph=False)
-        self.tokens = {"tokens_per_s_per_gpu": size.tokens}
+        own, one = replace(variant, convert=convert), torch.ones(1, device=device)
+        super().__init__(own, whole.requires_grad_(not lora), tokens, one, one_graph=False)
         ranks = dist.get_world_size()
         if ranks > 1:
             mesh = init_device_mesh(device.type, (ranks,))
@@ -178,7 +77,7 @@ class TrainStep(RanksStep):
         found = {n: x.to_local() if isinstance(x, DTensor) else x for n, x in results.items()}
         if self.variant.is_reference:
             references["first"] = {n: x.cpu() for n, x in found.items()}
-        row["sqnr_db"] = steps.check(f"{name}:", references["first"], found, self.at_least)
+        row["sqnr_db"] = check(f"{name}:", references["first"], found, self.at_least)
         for _ in range(_LEARNING):
             loss = self()["output"]
         losses = torch.cat([references["first"]["output"].to(loss), loss])
@@ -205,7 +104,7 @@ def _adapted(model: nn.Module) -> nn.Module:
     return peft.inject_adapter_in_model(lora, model)  # type: ignore[no-any-return]
 
 
-class ParallelStep(RanksStep):
+class ParallelStep(Step):
     """Forward and backward of a stack, whose tokens all ranks share between layers."""
 
     def __init__(self, variant: Variant, size: Size, device: torch.device) -> None:
@@ -217,17 +116,14 @@ class ParallelStep(RanksStep):
             library = variant.recipe.split()[0]
             styles = importlib.import_module(f"{library}.float8.float8_tensor_parallel")
 
-        def build() -> tuple[nn.Module, Tensor, Tensor]:  # of each sequence this rank's tokens
-            stack, data = stack_and_data(size, device)
-            return stack, *data.chunk(ranks, 2)[dist.get_rank()].contiguous()
-
         def convert(model: nn.Module) -> nn.Module:
             model = variant.convert(model)
             share_layers(model.get_submodule("layers").children(), self._mesh, Shard(1), styles)
             return model
 
-        super().__init__(replace(variant, convert=convert), device, build)
-        self.tokens = {"tokens_per_s": size.tokens}
+        stack, data = stack_and_data(size, device)
+        own = data.chunk(ranks, 2)[dist.get_rank()].contiguous()  # of each sequence these tokens
+        super().__init__(replace(variant, convert=convert), stack, *own)
 
     def check(self, references: dict[str, Results]) -> Row:
         """Hold output and gradients against bf16's on one device."""
@@ -239,5 +135,5 @@ class ParallelStep(RanksStep):
         for name in ("output", "gradient of input"):
             found[name] = DTensor.from_local(found[name], self._mesh, [Shard(1)])
         results = {name: x.full_tensor() for name, x in found.items()}
-        what = f"tp {self.variant.name}:"
-        return {"sqnr_db": steps.check(what, references["alone"], results, AT_LEAST)}
+        name = f"tp {self.variant.name}:"
+        return {"sqnr_db": check(name, references["alone"], results, self.at_least)}

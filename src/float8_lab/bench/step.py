@@ -1,8 +1,9 @@
-"""Training steps of a model in several variants: checked, then timed in turn."""
+"""Training steps of a model in several variants: built, checked, timed."""
 
 import functools
 import gc
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,15 +14,15 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from float8 import save_gemm_outputs
 from float8.step import sync_float8_amax_and_scale_history, update_float8_weights
-from float8_lab.bench.timing import Sampler, steady_sampler, take_turns
 from float8_lab.bench.variants import EAGER, GRAPHED, Variant, many_compilations
-from float8_lab.device import skipped_graphs
+from float8_lab.device import Clock, skipped_graphs
 from float8_lab.errors import FailedError, WrongResultError
 from float8_lab.ranks import for_all
 
 Row = dict[str, Any]
 Results = dict[str, Tensor]  # output and gradients of a step, by name
 
+PASSES = 2  # how often the list of variants is run
 WARMUP = 3  # steps that compile, and fill the histories of delayed scaling
 _CHUNK = 1 << 26  # elements taken to float64 at a time: a large result may fill half the memory
 _AT = torch.ops.aten
@@ -94,8 +95,11 @@ class Step:
     Each of the model's children in `layers` is compiled by itself, as trainers do, and its `loss`,
     or the model as a whole if it has no layers. For CUDA graphs it is compiled as a whole, too: so
     there is one to replay for forward, and one for backward. The sync of delayed scaling, and casts
-    of weights that are held, are a part of a step; after `add_optimizer` its step is.
+    of weights that are held, are a part of a step; after `add_optimizer` its step is. Where ranks
+    share a model, all of them must call each method.
     """
+
+    at_least = 10.0  # dB of SQNR of every gradient against bf16's: noise of all blocks adds up
 
     def __init__(
         self, variant: Variant, model: nn.Module, x: Tensor, grad: Tensor, *, one_graph: bool = True
@@ -115,7 +119,7 @@ class Step:
             whole = one_graph and (variant.ours or variant.is_reference)
             mode = "reduce-overhead" if graphed else None
             part.compile(fullgraph=whole, dynamic=False, mode=mode)
-        self.variant, self._x, self._grad = variant, x, grad
+        self.variant, self.device, self._x, self._grad = variant, x.device, x, grad
         self._optimizer: torch.optim.Optimizer | None = None
         if variant.ours and not variant.gather:  # shards are held once there are some
             update_float8_weights(self.model)
@@ -173,98 +177,112 @@ class Step:
         for _ in range(WARMUP):
             self()
         skipped = skipped_graphs() - before
-        if self.variant.mode == GRAPHED and self._x.is_cuda and skipped:
+        if self.variant.mode == GRAPHED and self.device.type == "cuda" and skipped:
             raise FailedError(
                 f"{self.variant.name}: {skipped} CUDA graph(s) were skipped, expected none; "
                 f"nothing was timed; TORCH_LOGS=cudagraphs says why"
             )
 
+    def check(self, references: dict[str, Results]) -> Row:
+        """Hold results against those of the first step that was checked, in host memory."""
+        self.warm_up()
+        found = self()
+        if not references:
+            references["first"] = {name: x.cpu() for name, x in found.items()}
+        name = f"{self.variant.name}:"
+        return {"sqnr_db": check(name, references["first"], found, self.at_least)}
 
-def compare(
-    what: str,
+    def times(self, rounds: int) -> list[float]:
+        """Milliseconds of each of `rounds` steps.
+
+        Steps follow each other as in training: each is from the end of one to the end of the next.
+        The first one finds the GPU at work.
+        """
+        for _ in range(WARMUP):
+            self()
+        clock = Clock(self.device)
+        clock.mark()
+        for _ in range(rounds):
+            self()
+            clock.mark()
+        return [1e3 * each for each in clock.collect()]
+
+
+def bench_steps(
     make: Callable[[Variant], Step],
     variants: Sequence[Variant],
     device: torch.device,
     rounds: int,
     *,
-    at_least: float,
-    tokens: int | None = None,
-    sample: Callable[[Step, torch.device], Sampler] = steady_sampler,
+    passes: int = PASSES,
+    tokens: Mapping[str, int] | None = None,
 ) -> Iterator[list[Row]]:
-    """Check and time every variant; an empty list for each that is ready, then all rows.
+    """Check and time the steps that `make` gives; after each variant, all rows known by then.
 
-    All are held at once and timed in turns. In each mode the first variant must be bf16; all are
-    checked against the very first, errors name `what`, and rows of peers that failed say why in
-    `left_out`. Memory is what a variant holds between steps, and the peak of a step over it; of
-    CUDA graphs, whose memory is in a pool of all variants, there is none. `at_least` is in dB of
-    SQNR, as for `check`; a step sees so many `tokens`; `sample` makes the sampler of a step.
+    Every variant is built, checked, timed and torn down before the next one, since there may not be
+    memory for two. The whole list runs twice: else clocks that drop would favour the first ones.
+    How much the second times differ is in the rows, as the drift. Times and memory are those of the
+    worst rank. Memory is the peak of a step, with weights; of CUDA graphs, whose memory is in a
+    pool of all variants, there is none. In each mode the first variant is bf16. Rows of peers that
+    failed say why in `left_out`. A step sees so many `tokens`, by the name of their column.
     """
-    rows: dict[str, Row] = {}
-    samplers: dict[str, Sampler] = {}
-    reference: Results = {}
+    rows = {variant.name: dict(variant.columns) for variant in variants}
+    times: dict[str, list[float]] = {name: [] for name in rows}
+    references: dict[str, Results] = {}
     with many_compilations():
-        for variant in variants:
-            row = rows[variant.name] = dict(variant.columns)
+        for number, variant in enumerate([*variants] * passes):
+            row, first = rows[variant.name], number < len(variants)
             try:
-                free_memory(device)
-                before = allocated(device)
-                step = make(variant)
-                step.warm_up()
-                held = allocated(device) - before
-                results = step()
-                graphed = variant.mode == GRAPHED
-                if not reference:
-                    reference = {n: x.clone() if graphed else x for n, x in results.items()}
-                row["sqnr_db"] = check(f"{what} {variant.name}:", reference, results, at_least)
-                del results
-                if device.type == "cuda" and not graphed:
-                    row["peak_gib"] = (held + _peak_bytes(step, device)) / 2**30
-                samplers[variant.name] = sample(step, device)
+                if "left_out" not in row:
+                    before = _allocated(device)
+                    step = make(variant)
+                    row |= step.check(references) if first else {}
+                    free_memory(device)  # what checks left behind
+                    new = step.times(rounds)
+                    *new, peak = _worst([*new, _allocated(device, peak=True) - before], device)
+                    del step
+                    times[variant.name] += new
+                    if peak > 0 and variant.mode != GRAPHED:
+                        row.setdefault("peak_gib", peak / 2**30)
+                    row["ms"] = statistics.median(times[variant.name])
+                    if not first:
+                        earlier, later = map(statistics.median, (times[variant.name][:rounds], new))
+                        row["drift_percent"] = 100 * (later / earlier - 1)
             except Exception as error:
-                leave_out(row, variant, error)
-            yield []
-        reference.clear()
-        times = take_turns(samplers, rounds)
-    for name, ms in times.items():
-        rows[name]["ms"] = ms
-    yield with_speedups([*rows.values()], **({"tokens_per_s": tokens} if tokens else {}))
+                if variant.ours or variant.is_reference:
+                    raise
+                row = rows[variant.name] = dict(variant.columns)  # nothing of the pass before
+                row["left_out"] = f"{type(error).__name__}: {error}"[:500]
+            free_memory(device)
+            known = [row for row in rows.values() if "ms" in row or "left_out" in row]
+            bf16: dict[str, float] = {}
+            for row in known:
+                if "ms" in row:
+                    row["speedup"] = bf16.setdefault(row["mode"], row["ms"]) / row["ms"]
+                    row |= {name: n / row["ms"] * 1e3 for name, n in (tokens or {}).items()}
+            yield known
 
 
-def leave_out(row: Row, variant: Variant, error: Exception) -> None:
-    """Say in the row why there are no numbers of a peer; other errors are raised again."""
-    if variant.ours or variant.is_reference:
-        raise error
-    row["left_out"] = f"{type(error).__name__}: {error}"[:500]
+def _worst(values: list[float], device: torch.device) -> list[float]:
+    """Return the largest of each on all ranks that there are."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return values
+    worst = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return worst.tolist()
 
 
-def with_speedups(rows: Sequence[Row], **tokens: int) -> list[Row]:
-    """Add speedups over the first row of their mode, which is bf16; and columns of tokens/s."""
-    bf16: dict[str, float] = {}
-    for row in rows:
-        if "ms" in row:
-            row["speedup"] = bf16.setdefault(row["mode"], row["ms"]) / row["ms"]
-            row |= {column: number / row["ms"] * 1e3 for column, number in tokens.items()}
-    return list(rows)
-
-
-def allocated(device: torch.device) -> int:
-    """Return the bytes that tensors hold; 0 on a CPU."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+def _allocated(device: torch.device, *, peak: bool = False) -> int:
+    """Return the bytes that tensors hold, or held at most since memory was freed; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.max_memory_allocated(device) if peak else torch.cuda.memory_allocated(device)
 
 
 def free_memory(device: torch.device) -> None:
-    """Give back what a step held that nobody refers to any more."""
+    """Give back what a step held that nobody refers to any more, and forget the peak."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-
-
-def _peak_bytes(step: Step, device: torch.device) -> int:
-    """Return the most memory in use during a step over what was before."""
-    torch.cuda.synchronize(device)
-    resting = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    step()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - resting
+        torch.cuda.reset_peak_memory_stats(device)

@@ -14,8 +14,9 @@ from float8_lab.bench import experts, linear, tables
 from float8_lab.bench.model import Size, bench_model
 from float8_lab.bench.one_start import bench_one_start, mean_of_seeds
 from float8_lab.bench.profile import bench_profile
-from float8_lab.bench.ranks import PASSES, ParallelStep, TrainStep, bench_on_ranks
+from float8_lab.bench.ranks import ParallelStep, TrainStep
 from float8_lab.bench.results import check_output
+from float8_lab.bench.step import PASSES, bench_steps
 from float8_lab.bench.variants import BF16, COMPILED, FLOAT8, GRAPHED, make_variants
 from float8_lab.cli.app import COMMANDS
 from float8_lab.cli.measure import (
@@ -34,6 +35,7 @@ from float8_lab.models.presets import preset
 from float8_lab.ranks import join_ranks, start_ranks
 from float8_lab.trainer.config import HIGH_PRECISION, ONE_PROCESS, RECIPES, TrainConfig
 
+SHAPES = f"{', '.join(experts.EXPERTS)}; or E,rows,hidden,ff."
 app = App(help=COMMANDS["bench"], no_args_is_help=True)
 
 
@@ -120,7 +122,9 @@ def _measure_on_ranks(
         variants = make_variants(**chosen, gathers=gathers if group.size > 1 else ("",))
         bench = Bench(name, where, **about)
         make = partial(step, size=size, device=bench.device, **how)
-        groups = bench_on_ranks(make, variants, bench.device, where.rounds)
+        column = "tokens_per_s" if name == "tp" else "tokens_per_s_per_gpu"
+        tokens = {column: size.tokens}
+        groups = bench_steps(make, variants, bench.device, where.rounds, tokens=tokens)
         rows = bench.collect(groups, PASSES * len(variants), growing=True)
         if group.rank == 0:
             found = bench.finish(f"{size}, {title} on {group.size} rank(s)", rows)
@@ -152,7 +156,8 @@ def model_command(
     scaled, variants = [*map(int, widths or [])], make_variants(**chosen)
     bench = Bench("model", where, **vars(size), **chosen, widths=scaled)
     groups = bench_model(size, scaled, variants, bench.device, where.rounds)
-    rows = bench.collect(groups, max(1, len(scaled)) * (len(variants) + 1))
+    total = PASSES * max(1, len(scaled)) * len(variants)
+    rows = bench.collect(groups, total, growing=True)
     bench.finish(f"{size}, forward + backward", rows)
 
 
@@ -169,7 +174,8 @@ def profile_command(size: Size, compared: Compared, where: Place) -> None:
     variants = make_variants(**chosen)
     bench = Bench("profile", where, **vars(size), **chosen)
     groups = bench_profile(variants, size, bench.device)
-    bench.finish(f"{size}, forward + backward", bench.collect(groups, len(variants)))
+    rows = bench.collect(groups, len(variants), growing=True)
+    bench.finish(f"{size}, forward + backward", rows)
 
 
 @app.command("linear")
@@ -177,11 +183,7 @@ def profile_command(size: Size, compared: Compared, where: Place) -> None:
 def linear_command(
     where: Run,
     mkn: Annotated[
-        Words,
-        typer.Option(
-            help="A shape as M,K,N: tokens, in and out features; repeatable.",
-            show_default="sizes around those from which on layers gain",
-        ),
+        Words, typer.Option(help="M,K,N: tokens, in and out features; repeatable; else a grid.")
     ] = None,
     recipe: Recipes = None,
     seconds: Annotated[int | None, "End after so many, with what is measured by then."] = None,
@@ -209,13 +211,7 @@ def linear_command(
 @takes({"rounds": 7}, where=Run)
 def experts_command(
     where: Run,
-    shape: Annotated[
-        Words,
-        typer.Option(
-            help=f"One of {', '.join(experts.EXPERTS)}, or E,rows,hidden,ff; repeatable.",
-            show_default="all models",
-        ),
-    ] = None,
+    shape: Annotated[Words, typer.Option(help="Repeatable; else all of these: " + SHAPES)] = None,
     recipe: Recipes = None,
     microbatches: Annotated[int, "In which weights that are held are cast once."] = 4,
 ) -> None:

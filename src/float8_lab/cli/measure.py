@@ -12,7 +12,7 @@ import typer
 from float8_lab.bench.results import check_output, write_results
 from float8_lab.bench.step import CHECKPOINTING, Row
 from float8_lab.bench.variants import MODES, PEERS, peer_version
-from float8_lab.cli.options import Words, one_of, split
+from float8_lab.cli.options import Words, one_of
 from float8_lab.cli.progress import make_console
 from float8_lab.cli.table import print_table
 from float8_lab.device import float8_device
@@ -23,9 +23,7 @@ Checkpointing = Annotated[
     Words, f"Of blocks: off, {', '.join(CHECKPOINTING)}; several: with commas."
 ]
 Peers = Annotated[Words, f"Also {', '.join(PEERS)}, if it is installed."]
-Recipes = Annotated[
-    Words, typer.Option(help="Several: with commas.", show_default="all", callback=split)
-]
+Recipes = Annotated[Words, "Several: with commas; else all."]
 
 
 @dataclass
@@ -63,13 +61,9 @@ class Compared:
 
     recipe: Annotated[
         Words,
-        typer.Option(
-            help="Several: with commas. Behind a +: switches of Float8LinearConfig, as in "
-            "tensorwise+round_scales_to_power_of_2; fast_accum for all GEMMs; held and only for "
-            "float8_weights.",
-            show_default="tensorwise,delayed",
-            callback=split,
-        ),
+        "Several: with commas; else tensorwise,delayed. Behind a +: switches of "
+        "Float8LinearConfig, as in tensorwise+round_scales_to_power_of_2; fast_accum for all "
+        "GEMMs; held and only for float8_weights.",
     ] = None
     mode: Annotated[str, f"{', '.join(MODES)}."] = "both"
     peers: Peers = None
