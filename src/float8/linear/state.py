@@ -132,10 +132,6 @@ class StatefulLayer(Float8Module):
         super()._float8_detach()
         self._float8_seen = None
 
-    def _float8_agree(self, on: Any) -> None:
-        """Note that a sync has compared this number of layers with all ranks of some groups."""
-        self._float8_agreed |= {on}
-
     def _float8_amax_version(self) -> int:
         """Return how often the amax of the weight, or else of the first site, was written."""
         amax = self._buffers.get(CastSite.WEIGHT.amax)

@@ -34,17 +34,13 @@ _DYNAMO_TELLS = TorchVersion(torch.__version__) >= "2.13"
 class Weight(NamedTuple):
     """A weight [N, K] in one call, or those of experts [E, N, K], and what there is in float8.
 
-    What is not None tells the kind, and what of it backward is handed:
+    there is                  kind                           handed to backward
+    values                    cast at each use               values; forward's scale, if it is one
+    values, row and col data  held, values: the Parameter    values, col data
+    row data, not padded      gathered, or in float8 only    row data
 
-    values                      cast at each use         values, `row_scale` if forward's cast is
-                                                         done again under its one scale
-    values, row and column data held; the values are     values, column data
-                                the Parameter
-    row data, not padded        gathered, or in float8   row data
-                                only
-
-    All by `save_for_backward`: what lies on a context lives as long as somebody keeps a loss, and
-    held weights would be there twice.
+    Backward is handed them by `save_for_backward`: what lies on a context lives as long as somebody
+    keeps a loss, and held weights would be there twice.
     """
 
     values: Tensor | Any = None
