@@ -229,28 +229,6 @@ def test_a_gpu_may_have_the_name_that_torch_gives_it() -> None:
         assert report.chosen_for[0].startswith('chosen for H100 (gpu="H100")')
 
 
-def test_reasons_of_an_earlier_conversion_stay_where_a_filter_takes_nothing() -> None:
-    parts = nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32), "r": nn.Linear(32, 8)})
-    whole = nn.Sequential(nn.ModuleDict({"body": parts, "lm_head": nn.Linear(32, 32)}))
-
-    def reasons() -> dict[str, str | None]:
-        layers = conversion_report(whole).layers
-        return {layer.fqn.rpartition(".")[2]: layer.skip_reason for layer in layers}
-
-    convert_to_float8_training(whole, module_filter_fn=lambda mod, fqn: fqn.endswith("a"))
-    assert reasons()["lm_head"] == reasons()["b"] == "module_filter_fn returned False"
-    convert_to_float8_training(whole)
-    first = reasons()
-    assert str(first["lm_head"]).startswith("the head: converted only if")
-    assert str(first["r"]).startswith("N=8 is less than 16")
-    convert_to_float8_training(
-        whole, config="rowwise", module_filter_fn=lambda mod, fqn: fqn.endswith("b")
-    )
-    assert reasons() == first
-    convert_to_float8_training(whole, module_filter_fn=all_linears)
-    assert reasons()["lm_head"] is None
-
-
 def test_the_report_speaks_of_the_last_conversion_only() -> None:
     whole = nn.Sequential(nn.Sequential(nn.Linear(32, 32)), nn.Linear(32, 8))
     convert_to_float8_training(whole[0])

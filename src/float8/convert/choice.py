@@ -23,32 +23,17 @@ ROUTER = 16
 float8 GEMM computes 16 at least."""
 
 KEPT = "_float8_choice"
-"""The attribute in which a layer, or a module of experts, keeps its `Choice` for the report."""
+"""The attribute in which a layer, or a module of experts, keeps its last `Choice` for the report: a
+plain tuple, so that a model in which nothing is converted can be loaded without this library."""
 
 
 class Choice(NamedTuple):
     """The decision about one layer, or one module of experts."""
 
     reason: str | None = None
-    """Why it stays as it is; None: it changes."""
-    by_filter: bool = False
-    """Whether a `module_filter_fn` left it."""
+    """Why it stays as it is; None: it changes, or no conversion has seen it."""
     chosen_for: str | None = None
     """For which GPU it was judged, and by what; None: it was not."""
-
-    def keep(self, part: nn.Module) -> None:
-        """Have `part` keep it; where a filter left `part`, with the reason of an earlier one."""
-        before, choice = Choice.of(part), self
-        if self.by_filter and before is not None and before.reason and not before.by_filter:
-            choice = self._replace(reason=before.reason, by_filter=False)
-        # A plain tuple: a model in which nothing is converted can be loaded without this library.
-        part.__dict__[KEPT] = tuple(choice)
-
-    @staticmethod
-    def of(part: nn.Module) -> "Choice | None":
-        """Return what `part` keeps; None: no conversion has seen it."""
-        kept = part.__dict__.get(KEPT)
-        return None if kept is None else Choice(*kept)
 
 
 class Chooser:
@@ -134,8 +119,8 @@ class Chooser:
         except AttributeError as error:  # as of `in_features`, which experts have not
             if isinstance(part, nn.Linear):
                 raise
-            return Choice(f"module_filter_fn raised an AttributeError: {error}", by_filter=True)
-        return Choice() if taken else Choice(f"module_filter_fn returned {taken!r}", by_filter=True)
+            return Choice(f"module_filter_fn raised an AttributeError: {error}")
+        return Choice(None if taken else f"module_filter_fn returned {taken!r}")
 
     def _why_no_experts(self, module: Any, fqn: str) -> str | None:
         gpu = self._gpu(module)

@@ -110,7 +110,7 @@ def convert_to_float8_training(
     tell_ddp_what_to_ignore(module)
     _leave_fast_path(module)
     for part, choice in choices.items():
-        choice.keep(part)
+        part.__dict__[KEPT] = tuple(choice)
     if not any(isinstance(part, Float8Linear | Float8Experts) for part in choices):
         reasons = [*dict.fromkeys(str(choice.reason) for choice in choices.values())][:3]
         warnings.warn(

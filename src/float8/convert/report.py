@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
 from float8.config import require_module
-from float8.convert.choice import Choice, left_out
+from float8.convert.choice import KEPT, Choice, left_out
 from float8.experts import Float8Experts, kind_of, weights_of
 from float8.linear import Float8Linear
 
@@ -163,7 +163,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
     layers, others, experts = [], [], []
     chosen_for: dict[str | None, None] = {}  # in order, each once
     for fqn, module in model.named_modules():
-        choice = Choice.of(module) or Choice()
+        choice = Choice(*module.__dict__.get(KEPT, ()))
         chosen_for[choice.chosen_for] = None
         left = choice.reason or left_out(fqn) or "not seen by convert_to_float8_training"
         if kind_of(module) is not None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from float8.config import CastConfig, Float8LinearConfig, ScalingGranularity
-from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
+from float8.formats import FLOAT8_MAX
 from float8.gemm import Gemm, grouped_matmul, matmul_of_any_size
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.private import dispatch_modes, pre_dispatch_modes, records_ops
@@ -300,11 +300,6 @@ def in_float8_only(weight: Tensor, cast: Cast) -> Float8Tensor:
 def moved(weight: Float8Tensor, fn: Callable[[Tensor], Tensor]) -> Float8Tensor:
     """Apply `fn`, as `nn.Module._apply` takes it, to the bits; a new dtype is that it reports."""
     like = fn(torch.empty((), dtype=weight.dtype, device=weight.device))
-    if like.dtype not in HIGH_PRECISION_DTYPES:
-        raise TypeError(
-            f"Float8Linear: got {like.dtype} for a weight that is in float8 only, expected one of "
-            f"{', '.join(map(str, HIGH_PRECISION_DTYPES))}; call convert_to_high_precision first"
-        )
 
     def move(x: Tensor) -> Tensor:
         bits = torch.uint8 if x.dtype in FLOAT8_MAX else torch.int32
