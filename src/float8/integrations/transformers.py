@@ -1,19 +1,15 @@
 """The `Trainer` of Hugging Face's transformers."""
 
-import json
 import warnings
 import weakref
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from float8.checkpoints.names import plain_name
-from float8.formats import HIGH_PRECISION_DTYPES
 from float8.linear import Float8Linear
 from float8.step import Attachment, attach_to_optimizer
 
@@ -26,9 +22,7 @@ class Float8Callback(TrainerCallback, ExportableState):
 
     After a training has begun, the model saves the weights alone, as the plain one does. The state
     of delayed scaling is in `trainer_state.json`, where `train(resume_from_checkpoint=...)` finds
-    it, and a few values of each weight: the `Trainer` passes over weights that a checkpoint has
-    under other names, as those of experts. A training that is resumed so raises a `ValueError`
-    before its first step; where `load_best_model_at_end` has left some out, a warning says so.
+    it.
 
     Args:
         group: of the sync, as in `attach_to_optimizer`. `restore_callback_states_from_checkpoint`
@@ -49,12 +43,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         # A checkpoint written without this callback has no entry of ours, but is saved with one.
         entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if state.global_step > 0:  # resumed
-            told = [self._not_loaded(entry) if state.is_world_process_zero else None]
-            if args.world_size > 1 and dist.is_initialized():
-                dist.broadcast_object_list(told)  # from rank 0: all of them raise, and none waits
-            if told[0]:
-                do = "Make the model from that checkpoint by its `from_pretrained`, convert it, and"
-                raise ValueError(f"Float8Callback: {told[0]}. {do} resume with it")
+            entry = entry[-1] if isinstance(entry, list) else entry  # of a callback given twice
             self._take(entry["attributes"]["delayed"])
         ours = [f"{name}.{key}" for name, x in self._delayed().items() for key in x._float8_state()]
         theirs = getattr(model, "_keys_to_ignore_on_save", None) or ()
@@ -64,14 +53,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End the attachment; what `trainer.save_state()` writes from now on is the last state."""
         self._detach()
-        name = type(self).__name__
-        best = state.best_model_checkpoint if args.load_best_model_at_end else None
-        if best and (file := Path(best, "trainer_state.json")).exists():
-            saved = json.loads(file.read_text())["stateful_callbacks"].get(name)
-            if state.is_world_process_zero and (problem := self._not_loaded(saved)):
-                do = f"load the best model from {best} by its `from_pretrained`"
-                warnings.warn(f"float8: load_best_model_at_end: {problem}; {do}", stacklevel=2)
-        state.stateful_callbacks[name] = self.state()
+        state.stateful_callbacks[type(self).__name__] = self.state()
 
     def state(self) -> dict[str, Any]:
         """Return the state that the `Trainer` writes into `trainer_state.json`."""
@@ -79,8 +61,7 @@ class Float8Callback(TrainerCallback, ExportableState):
             plain_name(name): {key: x.tolist() for key, x in layer._float8_state().items()}
             for name, layer in self._delayed().items()
         }
-        weights = {name: values.tolist() for name, values in self._samples().items()}
-        return {"args": {}, "attributes": {"delayed": saved, "weights": weights}}
+        return {"args": {}, "attributes": {"delayed": saved}}
 
     def _detach(self) -> None:
         if self._attachment is not None:
@@ -100,31 +81,6 @@ class Float8Callback(TrainerCallback, ExportableState):
         for name in layers.keys() & saved.keys():
             values = {key: torch.tensor(value, **like) for key, value in saved[name].items()}
             layers[name].load_state_dict(values, strict=False)
-
-    def _not_loaded(self, entry: Any) -> str | None:
-        """Say that weights differ from those of the checkpoint of `entry`; None: they do not.
-
-        What is not there in the same shape, as on other ranks, is passed over.
-        """
-        saved = entry["attributes"].get("weights", {}) if entry else {}
-        wrong = []
-        for name, values in self._samples().items():
-            then = torch.tensor(saved.get(name, values.tolist()), dtype=torch.float64)
-            if not torch.equal(then.to(values.dtype).nan_to_num(), values.nan_to_num()):
-                wrong.append(name)
-        if not wrong:
-            return None
-        why = "the Trainer loads none that have another name there, such as those of experts"
-        return f"{len(wrong)} weights are not those of the checkpoint, as {wrong[0]!r}: {why}"
-
-    def _samples(self) -> dict[str, Tensor]:
-        """Return a few values of each plain Parameter, by its name and shape."""
-        model = None if self._model is None else self._model()
-        return {
-            f"{plain_name(name)} {[*x.shape]}": x.detach().flatten()[:: x.numel() // 4 or 1].cpu()
-            for name, x in ([] if model is None else model.named_parameters())
-            if type(x) is nn.Parameter and x.dtype in HIGH_PRECISION_DTYPES and not x.is_meta
-        }
 
     def _delayed(self) -> dict[str, Float8Linear]:
         """Return the layers with delayed scaling, by all of their names."""
