@@ -251,7 +251,7 @@ def test_a_weight_that_a_forward_reads_itself(recipe: str) -> None:
             x = seeded(0, 16, K, device=here())
             if gathers == (True,):
                 error = ValueError, NotImplementedError
-                refused = pytest.raises(error, match="its layer once more before fully_shard, with")
+                refused = pytest.raises(error, match="its layer again before fully_shard, by")
                 with refused:
                     model(x)
                 continue
