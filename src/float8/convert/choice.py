@@ -68,16 +68,11 @@ class Chooser:
         if not isinstance(cuda_graphs, bool):
             raise TypeError(f"cuda_graphs: got {cuda_graphs!r}, expected True or False")
         if gpu is not None and self.gpu not in tuple(SMALLEST):
-            known = ", ".join(map(repr, SMALLEST))
-            do = "leave it out to convert for the GPU here"
-            expected = f"one whose limits are known, of {known}"
-            raise ValueError(f"gpu: got {gpu!r}, expected {expected}; {do}")
-        for name, other in (("gpu", self.gpu), ("cuda_graphs", cuda_graphs)):
-            if other and self.takes is not None:
-                raise ValueError(
-                    f"{name}: got {other!r} and a module_filter_fn, which decides alone, expected "
-                    f"one of the two"
-                )
+            expected = f"one whose limits are known, of {', '.join(map(repr, SMALLEST))}"
+            raise ValueError(f"gpu: got {gpu!r}, expected {expected}; leave it out for that here")
+        if self.takes is not None and (gpu is not None or cuda_graphs):
+            got = f"got {gpu=} and {cuda_graphs=} with a module_filter_fn"
+            raise ValueError(f"{got}, which decides alone, expected one of them")
         for cls in self.classes:
             if not (isinstance(cls, type) and issubclass(cls, nn.Linear)):
                 raise TypeError(
