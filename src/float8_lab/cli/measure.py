@@ -43,7 +43,7 @@ class Place:
 class Run(Place):
     """Options of a benchmark that takes samples."""
 
-    rounds: Annotated[int, "Samples per variant; medians are reported."] = 15
+    rounds: Annotated[int, "Timed steps in each of two passes; medians are reported."] = 10
 
 
 @dataclass
@@ -51,7 +51,6 @@ class RanksRun(Run):
     """Where ranks run, and how often."""
 
     device: Annotated[str, "cuda, or cpu to try it without a GPU."] = "cuda"
-    rounds: Annotated[int, "Timed steps in each of two passes."] = 10
     ranks: Annotated[int | None, "Processes, each with a GPU; else all GPUs, or 2 on a CPU."] = None
 
 
