@@ -20,7 +20,7 @@ from float8_lab.cli.plan import (
     WAITS_BELOW_MS,
     _short,
     filter_found,
-    plan_conversion,
+    plan_layers,
     report_on,
 )
 
@@ -67,52 +67,32 @@ def planned(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return call
 
 
-def test_what_it_says(planned: Callable[..., str]) -> None:
+def test_layers_are_judged_by_size_without_a_gpu(planned: Callable[..., str]) -> None:
     out = planned("--model", "llama3-8b", "--tokens", "8192", "-o", "x.json")
     judged = "llama3-8b, tensorwise, 8192 tokens: judged by size for H100 (no --gpu names another)"
     assert out.startswith(judged)
-    assert re.search(r"4096 +14336 +64 +gate up +convert", out)
-    assert re.search(r"4096 +128256 +1 +output +leave: the head", out)
-    assert " ms" not in out  # Nothing was measured.
-    assert "float8: 224 of 225 linear layers, 93.0% of all matmul weights" in out
+    assert "224 of 225 linear layers run in float8, 93.0% of all matmul weights" in out
     assert 'chosen for H100 (gpu="H100"): limits of tensorwise at 8192 tokens per forward' in out
-    assert "GPU time of layers one by one: large ones gain more when compiled,\nsmall" in out
-    assert sum(row["count"] for row in json.loads(Path("x.json").read_text())["rows"]) == 7 * 32 + 1
+    assert re.search(r"output +\[128256, 4096\] +skipped: the head", out)
+    assert " ms" not in out  # Nothing was measured.
+    assert "results: x.json\nGPU time of layers one by one: large ones gain more when" in out
+    results = json.loads(Path("x.json").read_text())
+    assert (len(results["rows"]), results["settings"]["for"]) == (225, "H100")
     # Made on the CPU, since it needs values.
-    on_cpu = planned("--gpu", "NVIDIA H100 80GB HBM3", "mine_to_plan:on_cpu")
-    assert "float8: 1 of 1 linear layers, 100.0% of all matmul weights" in on_cpu
-    small = planned("mine_to_plan:make", "--tokens", "8")
-    assert "no linear layer gains; more --tokens" in small
-    measured = planned("--model", "tiny", "--tokens", "32", "--device", "cpu")
-    assert "tiny, tensorwise, 32 tokens: measured for " in measured
-    assert re.search(r"all linear layers: \d\.\d\dx of bf16", measured)
+    assert "1 of 1 linear" in planned("--gpu", "NVIDIA H100 80GB HBM3", "mine_to_plan:on_cpu")
+    assert "it does not pay: no layer gains; more --tokens" in planned("--model", "tiny")
+    mine = planned("--gpu", "H200", "mine_to_plan:make")
+    assert "mine_to_plan:make, tensorwise, 8192 tokens: judged by size for H200" in mine
+    assert "1 of 3 linear layers run in float8, 1.5% of all matmul weights" in mine
 
 
-def test_a_model_of_ones_own_without_its_gpu_and_memory(planned: Callable[..., str]) -> None:
-    out = planned("--gpu", "H200", "mine_to_plan:make", "-o", "x.json")
-    assert "mine_to_plan:make, tensorwise, 8192 tokens: judged by size for H200" in out
-    assert re.search(r"16384 16384 +1 N +convert", out)
-    assert re.search(r"4096 +64 +1 N +leave: N=64 is less than 768", out)
-    assert re.search(r"4096 +8 +1 N +leave: N=8 is less than 16, as a router's", out)
-    assert "not judged, grouped_linear or not: 1 x weight [64, 16384, 16384] of Experts" in out
-    assert "float8: 1 of 3 linear layers, 1.5% of all matmul weights" in out
-    assert json.loads(Path("x.json").read_text())["settings"]["for"] == "H200"
-
-
-def test_experts_are_shown_beside_layers(planned: Callable[..., str]) -> None:
-    pytest.importorskip("transformers")
-    code = "import transformers as tf\n"
-    for name, heads in (("wide", 4096), ("narrow", 256)):
-        sizes = f"hidden_size={heads}, intermediate_size={4 * heads}, num_hidden_layers=1"
-        code += f"def {name}(): return tf.MixtralForCausalLM(tf.MixtralConfig({sizes}))\n"
-    Path("mine_to_plan.py").write_text(code)
-    out = planned("--gpu", "H100", "mine_to_plan:wide")
-    assert re.search(r"8 +4096 +32768 +1 +gate_up_proj +convert", out)
-    assert re.search(r"4 of 5 linear layers and 2 of 2 weights of experts, 9\d\.\d% of all", out)
-    out = planned("--gpu", "H100", "mine_to_plan:narrow")
-    assert re.search(r"8 +1024 +256 +1 +down_proj +leave: 0\.\d\dx of bf16 on paper for H100", out)
-    assert "tokens for each expert (8192 tokens, 2 of 8 experts each)" in out
-    assert "0 of 2 weights of experts, 0.0% of all matmul weights" in out
+def test_layers_are_measured_where_a_device_is_named(planned: Callable[..., str]) -> None:
+    out = planned("--model", "tiny", "--tokens", "32", "--device", "cpu")
+    assert "tiny, tensorwise, 32 tokens: measured for " in out
+    assert re.search(
+        r"32 +128 +384 +6 +gate up +[\d.]+ +[\d.]+ +\d\.\d\d (convert|leave: slower)", out
+    )
+    assert re.search(r"all linear layers: \d\.\d\dx of bf16", out)
 
 
 @pytest.mark.parametrize(
@@ -146,13 +126,19 @@ def model() -> nn.Module:
 
 def test_layers_are_grouped_by_shape_and_fate() -> None:
     report = report_on(model(), Float8LinearConfig(), 8192, "H100", False)
-    rows = plan_conversion(report, 8192, None)
-    found = [(row["layers"], row["count"], row["M"], row["K"], row["fate"]) for row in rows]
-    assert found == [
-        ("a b", 2, 8192, 4096, "convert"),
-        ("small", 1, 8192, 4096, "leave: N=64 is less than 1024"),
-        ("output", 1, 8192, 4096, "leave: the head"),
-    ]
+    for times, waits, fate in (
+        (LinearTimes(2.0, 1.0), True, "convert"),
+        (LinearTimes(1.0, 2.0), True, "leave: slower"),
+        (LinearTimes(0.2, 0.1), True, "leave: waits for the CPU"),
+        (LinearTimes(0.2, 0.1), False, "convert"),
+    ):
+        rows = plan_layers(report, 8192, lambda shape, times=times: times, waits)
+        found = [(row["layers"], row["count"], row["M"], row["K"], row["fate"]) for row in rows]
+        assert found == [
+            ("a b", 2, 8192, 4096, fate),
+            ("small", 1, 8192, 4096, "leave: N=64 is less than 1024"),
+            ("output", 1, 8192, 4096, "leave: the head"),
+        ]
     for fqn, short in (
         ("layers.0.q_proj.base_layer", "q_proj"),
         ("q_proj.lora_A.default", "lora_A"),
@@ -171,18 +157,12 @@ def test_layers_that_were_measured_to_gain_are_large_enough(gpu: str) -> None:
         assert too_small(gpu, row["recipe"], row["M"], row["K"], row["N"]) is None
 
 
-@pytest.mark.parametrize(("more", "converted"), [([], 0), (["--cuda-graphs"], 36)])
-def test_layers_that_wait_for_the_cpu_stay_but_in_cuda_graphs(
-    more: list[str], converted: int, planned: Callable[..., str]
-) -> None:
-    out = planned("--model", "150m", "--gpu", "H200", *more)
-    assert f"float8: {converted} of 85 linear layers" in out
-    assert ("leave: waits for the CPU" in out) == (not more)
-    assert ("or --cuda-graphs, may change that" in out) == (not more)
-    report = report_on(model(), Float8LinearConfig(), 8192, "H100", False)
-    for waits in (False, True):
-        rows = plan_conversion(report, 8192, lambda shape: LinearTimes(0.2, 0.1), waits)
-        assert ("leave: waits for the CPU" in {row["fate"] for row in rows}) == waits
+def test_layers_that_wait_for_the_cpu_stay_but_in_cuda_graphs(planned: Callable[..., str]) -> None:
+    for more, converted in (([], 0), (["--cuda-graphs"], 36)):
+        out = planned("--model", "150m", "--gpu", "H200", *more)
+        assert f"{converted} of 85 linear layers" in out
+        assert ("skipped: waits for the CPU" in out) == (not more)
+        assert ("or --cuda-graphs, may change that" in out) == (not more)
 
 
 def test_both_limits_of_the_cpu_are_those_of_one_layer() -> None:
@@ -208,8 +188,8 @@ def test_what_was_measured_is_given_out_as_a_filter(
         (root, r"""re.sub(r"\d+", "N", fqn) in ['']"""),
     ):
         report = report_on(copy.deepcopy(model), Float8LinearConfig(), 8192, None, False)
-        rows = plan_conversion(
-            report, 8192, lambda shape: LinearTimes(1.0, 2.0 if shape.N == 256 else 0.5)
+        rows = plan_layers(
+            report, 8192, lambda shape: LinearTimes(1.0, 2.0 if shape.N == 256 else 0.5), True
         )
         code = filter_found(report, rows)
         assert code == f"lambda mod, fqn: {found}"

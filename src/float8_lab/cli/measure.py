@@ -119,13 +119,18 @@ class Bench:
                 break
         return rows
 
-    def finish(self, title: str, rows: list[Row]) -> dict[str, Any]:
-        """Print a table, or one of each `part`; write the file; returns what it would have."""
+    def finish(self, title: str, rows: list[Row], shown: str | None = None) -> dict[str, Any]:
+        """Print what is `shown`, else a table, or one of each `part`; write the file.
+
+        Returns what the file would have.
+        """
+        if shown is not None:
+            self.console.print(f"{title}\n{shown}")
         for row in rows:
             if row.get("left_out"):
                 name = ", ".join(filter(None, (row["recipe"], row["mode"])))
                 self.console.print(f"{name} is left out: {row['left_out']}")
-        for part in dict.fromkeys(row.get("part") for row in rows):
+        for part in dict.fromkeys(row.get("part") for row in rows if shown is None):
             of_part = [row for row in rows if row.get("part") == part]
             print_table(self.console, part or title, of_part)
         results = {**self._about, "rows": rows}

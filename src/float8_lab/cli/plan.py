@@ -1,16 +1,14 @@
 """`float8 plan`: which layers of a model to convert."""
 
 import dataclasses
-import math
 import re
 import sys
 import warnings
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -19,9 +17,9 @@ from torch import nn
 from float8 import ConversionReport, conversion_report, convert_to_float8_training
 from float8.config import Float8LinearConfig
 from float8.convert.choice import short_name
-from float8.convert.report import percent
 from float8.convert.speed import SMALLEST
 from float8_lab.bench.linear import LinearTimes, Shape, measure_linear
+from float8_lab.bench.step import Row
 from float8_lab.cli.measure import Bench, Output, Place
 from float8_lab.cli.options import App, takes
 from float8_lab.errors import ConfigError
@@ -88,16 +86,13 @@ def report_on(
     return conversion_report(model)
 
 
-def plan_conversion(
-    report: ConversionReport,
-    tokens: int,
-    measure: Callable[[Shape], LinearTimes] | None,
-    waits: bool = True,
-) -> list[dict[str, Any]]:
-    """Return a row for all layers, and weights of experts, of one shape and fate.
+def plan_layers(
+    report: ConversionReport, tokens: int, measure: Callable[[Shape], LinearTimes], waits: bool
+) -> list[Row]:
+    """Return a row for all linear layers of one shape and fate, with the times of one.
 
-    By the times that `measure` gives a layer stays if float8 is slower or, with `waits`, if the CPU
-    takes longer to start it. Experts are not measured.
+    What the report leaves stays. So does a layer if float8 is slower or, with `waits`, if the CPU
+    takes longer to start it.
     """
     groups: dict[tuple[int, int, str | None], list[str]] = {}
     for layer in report.layers:
@@ -106,31 +101,21 @@ def plan_conversion(
     rows = []
     for (K, N, reason), names in groups.items():
         layers = " ".join(dict.fromkeys(map(_short, names)))
-        row: dict[str, Any] = {"M": tokens, "K": K, "N": N, "count": len(names), "layers": layers}
-        if measure is not None:
-            found = measure(Shape(tokens, K, N))
-            row |= {**found._asdict(), "speedup": found.bf16_ms / found.float8_ms}
-            if found.float8_ms > found.bf16_ms:
-                reason = reason or "slower"
-            elif waits and found.bf16_ms < WAITS_BELOW_MS:
-                reason = reason or "waits for the CPU"
+        found = measure(Shape(tokens, K, N))
+        if found.float8_ms > found.bf16_ms:
+            reason = reason or "slower"
+        elif waits and found.bf16_ms < WAITS_BELOW_MS:
+            reason = reason or "waits for the CPU"
+        row: Row = {"M": tokens, "K": K, "N": N, "count": len(names), "layers": layers}
+        row |= {**found._asdict(), "speedup": found.bf16_ms / found.float8_ms}
         row["fate"] = f"leave: {reason.partition(':')[0]}" if reason else CONVERT
-        rows.append(row)
-    of_experts = Counter(
-        (x.experts, x.in_features, x.out_features, _short(x.fqn), x.skip_reason)
-        for x in report.experts
-    )
-    for (E, K, N, name, reason), count in of_experts.items():
-        fate = f"leave: {re.split(', |: ', reason)[0]}" if reason else CONVERT
-        fate += ", unmeasured" * (measure is not None and not reason)
-        row = {"experts": E, "K": K, "N": N, "count": count, "layers": name, "fate": fate}
         rows.append(row)
     return rows
 
 
-def filter_found(report: ConversionReport, rows: list[dict[str, Any]]) -> str:
+def filter_found(report: ConversionReport, rows: Sequence[Row]) -> str:
     """Return code of a `module_filter_fn` that takes the linear layers that are to be converted."""
-    shapes = {(x["K"], x["N"]) for x in rows if x["fate"] == CONVERT and "experts" not in x}
+    shapes = {(x["K"], x["N"]) for x in rows if x["fate"] == CONVERT}
     names: dict[bool, list[str]] = {True: [], False: []}
     for x in report.layers:
         takes = x.skip_reason is None and (x.in_features, x.out_features) in shapes
@@ -174,10 +159,10 @@ def plan_command(
 
     Of one of ours, or of your own: float8 plan --gpu H100 my_module:make_model
 
-    A layer of each shape runs on the GPU; or it is judged by its size, without a GPU or for another
-    one. What a conversion without a filter leaves stays here, too. Times are those of the GPU.
-    What was measured is printed as a filter, to be pasted. Experts are not measured, and not in it:
-    with --gpu they are judged on paper.
+    Without a GPU, or for another one, layers are judged by their sizes, as a conversion does, and
+    its report is shown. Else a layer of each shape runs on the GPU. Times are those of the GPU.
+    What gained is printed as a filter, to be pasted. What a conversion without a filter leaves
+    stays here, too. Experts are not measured, and not in the filter.
     """
     config = Float8LinearConfig.from_recipe_name(recipe)
     here = torch.cuda.is_available()
@@ -196,66 +181,31 @@ def plan_command(
         with torch.device("meta"):
             whole = Llama(shape.model, shape.seq_len)
     settings = {"tokens": tokens, "recipe": recipe, "for": judged or place.device}
-    settings["cuda_graphs"] = cuda_graphs
-    bench = Bench("plan", place, tell=not judged, model=name, **settings)
+    bench = Bench("plan", place, tell=not judged, model=name, cuda_graphs=cuda_graphs, **settings)
     report = report_on(whole, config, tokens, judged, cuda_graphs)
-    measure = None if judged else partial(measure_linear, recipe=recipe, device=bench.device)
-    waits = bench.device.type == "cuda" and not cuda_graphs
-    rows = plan_conversion(report, tokens, measure, waits)
-    how = f"judged by size for {judged}" if judged else f"measured for {device_name(bench.device)}"
-    title = f"{name}, {recipe}, {tokens} tokens: {how}" + ", as CUDA graphs" * cuda_graphs
-    title += "; ms of forward + backward" * (measure is not None)
-    title += " (no --gpu names another)" * (judged is not None and not gpu)
-    bench.finish(title, rows)
-    for line in _conclusion(report, rows):
-        bench.console.print(line)
-    if measure is not None and any(row["fate"] == CONVERT for row in rows):
-        bench.console.print("what gained, as a filter of the conversion:")
-        found = filter_found(report, rows)  # in one line, to be pasted
-        typer.echo(f"{'import re' * ('re.sub' in found)}\nmodule_filter_fn={found}")
-    if judged or bench.device.type == "cuda":
-        bench.console.print("GPU time of layers one by one: large ones gain more when compiled,")
-        bench.console.print("small ones less in eager mode, where they wait for the CPU")
-    bench.console.print("M: tokens, K: features in, N: features out")
-
-
-def _conclusion(report: ConversionReport, rows: list[dict[str, Any]]) -> list[str]:
-    """Say what is no linear layer, how much is converted, and how much faster layers become."""
-    others = Counter((_short(x.fqn), x.shape, x.module) for x in report.others)
-    lines = []
-    for (name, shape, module), count in others.items():
-        fate = "no linear layer, stays" if len(shape) < 3 else "not judged, grouped_linear or not"
-        lines.append(f"{fate}: {count} x {name} {[*shape]} of {module}")
-    layers = [row for row in rows if "experts" not in row]
-    experts = [row for row in rows if "experts" in row]
-
-    def counted(rows: list[dict[str, Any]]) -> str:
-        converted = sum(row["count"] for row in rows if row["fate"].startswith(CONVERT))
-        return f"{converted} of {sum(row['count'] for row in rows)}"
-
-    all_weights = sum(map(_weights, rows)) + sum(math.prod(x.shape) for x in report.others)
-    converted = [row for row in rows if row["fate"].startswith(CONVERT)]
-    share = percent(sum(map(_weights, converted)) / max(all_weights, 1))
-    what = f"{counted(layers)} linear layers"
-    what += f" and {counted(experts)} weights of experts" if experts else ""
-    lines += [f"float8: {what}, {share} of all matmul weights", *report.chosen_for]
-    reasons = dict.fromkeys(x.skip_reason for x in report.experts)
-    lines += [f"experts: {why}" for why in reasons if why]
-    if not rows:
-        lines.append("there are no linear layers to convert")
-    elif not converted:
-        unjudged = any(len(x.shape) > 2 for x in report.others)
-        verdict = "no linear layer gains" if unjudged else "it does not pay: no layer gains"
-        waits = any("waits for the CPU" in row["fate"] for row in rows)
-        do = f"more --tokens per forward{', or --cuda-graphs,' * waits}"
-        lines.append(f"{verdict}; {do} may change that")
-    if any("bf16_ms" in row for row in layers):
-        bf16 = sum(row["count"] * row["bf16_ms"] for row in layers)
-        best = ("float8_ms" if row["fate"] == CONVERT else "bf16_ms" for row in layers)
-        ours = sum(row["count"] * row[ms] for row, ms in zip(layers, best, strict=True))
-        lines.append(f"all linear layers: {bf16 / ours:.2f}x of bf16")
-    return lines
-
-
-def _weights(row: dict[str, Any]) -> int:
-    return int(row["count"] * row.get("experts", 1) * row["K"] * row["N"])
+    title = f"{name}, {recipe}, {tokens} tokens" + ", as CUDA graphs" * cuda_graphs
+    if judged:
+        title += f": judged by size for {judged}" + " (no --gpu names another)" * (not gpu)
+        layers = [vars(layer) for layer in (*report.layers, *report.experts)]
+        bench.finish(title, layers, shown=str(report))
+        pays = any(layer["skip_reason"] is None for layer in layers)
+    else:
+        measure = partial(measure_linear, recipe=recipe, device=bench.device)
+        waits = bench.device.type == "cuda" and not cuda_graphs
+        rows = plan_layers(report, tokens, measure, waits)
+        title += f": measured for {device_name(bench.device)}; ms of forward + backward"
+        bench.finish(title, rows)
+        bf16 = sum(row["count"] * row["bf16_ms"] for row in rows)
+        best = ("float8_ms" if row["fate"] == CONVERT else "bf16_ms" for row in rows)
+        ours = sum(row["count"] * row[ms] for row, ms in zip(rows, best, strict=True))
+        bench.console.print(f"all linear layers: {bf16 / ours:.2f}x of bf16")
+        if pays := any(row["fate"] == CONVERT for row in rows):
+            bench.console.print("what gained, as a filter of the conversion:")
+            found = filter_found(report, rows)  # in one line, to be pasted
+            typer.echo(f"{'import re' * ('re.sub' in found)}\nmodule_filter_fn={found}")
+        bench.console.print("M: tokens, K: features in, N: features out")
+    if not pays:
+        do = "more --tokens per forward, or --cuda-graphs, may change that"
+        bench.console.print(f"it does not pay: no layer gains; {do}")
+    bench.console.print("GPU time of layers one by one: large ones gain more when compiled,")
+    bench.console.print("small ones less in eager mode, where they wait for the CPU")

@@ -12,7 +12,7 @@ from rich.table import Table
 Rows = list[dict[str, Any]]
 
 # What is shown of a row, in this order. A heading is the key itself, its words below each other.
-_NAMES = "width M experts K N case count layers recipe mode gather checkpointing"
+_NAMES = "width M K N case count layers recipe mode gather checkpointing"
 _TEXT = "case layers recipe mode gather checkpointing fate"
 _NUMBERS = (
     "gemms_ms attention_ms casts_ms else_ms sum_ms launches us ms bf16_ms float8_ms "
