@@ -1,10 +1,11 @@
 """Times of calls, fair to each other: interleaved rounds, medians, GPU clocks on a GPU."""
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 
 import torch
+
+from float8_lab.device import Clock
 
 Call = Callable[[], object]
 Sampler = Callable[[], float]  # takes one sample: milliseconds per call
@@ -27,21 +28,14 @@ def call_sampler(calls: Sequence[Call], device: torch.device) -> Sampler:
 
     By CUDA events on a GPU, by the host's clock elsewhere.
     """
+    clock = Clock(device)
 
     def sample() -> float:
-        if device.type != "cuda":
-            began = time.perf_counter()
-            for call in calls:
-                call()
-            return (time.perf_counter() - began) * 1e3 / len(calls)
-        with torch.cuda.device(device):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start.record()
-            for call in calls:
-                call()
-            end.record()
-            end.synchronize()
-        return float(start.elapsed_time(end)) / len(calls)
+        clock.mark()
+        for call in calls:
+            call()
+        clock.mark()
+        return 1e3 * clock.collect()[0] / len(calls)
 
     return sample
 
