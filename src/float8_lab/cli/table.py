@@ -15,7 +15,7 @@ Rows = list[dict[str, Any]]
 _NAMES = "width M K N case count layers recipe mode gather checkpointing"
 _TEXT = "case layers recipe mode gather checkpointing fate"
 _NUMBERS = (
-    "gemms_ms attention_ms casts_ms else_ms sum_ms launches us ms bf16_ms float8_ms "
+    "gemms_ms attention_ms casts_ms else_ms launches us ms bf16_ms float8_ms "
     "tokens_per_s tokens_per_s_per_gpu bf16_tflops float8_tflops gb_per_s of_copy speedup "
     "peak_gib first_step_s drift_percent sqnr_db loss val_loss gap_percent gap_error_percent fate"
 )
