@@ -27,7 +27,8 @@ from support.limits import HANGS
 
 PRELOAD = [
     "pytest",
-    "torch._dynamo",
+    "torch._dynamo.testing",
+    "torch._inductor.compile_fx",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",

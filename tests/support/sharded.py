@@ -1,7 +1,10 @@
-"""Small models under FSDP2, and their training: what runs on every rank, on its device."""
+"""Small models that ranks share, and their training: what runs on every rank, on its device.
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+`outcome` is the oracle: what training brings forth, by how the model is shared; or alone, by one
+process that sees the batches of all ranks.
+"""
+
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,7 +14,13 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,9 +31,14 @@ from float8 import (
     convert_to_float8_training,
     sync_float8_amax_and_scale_history,
 )
+from sqnr import same_bits
 from support.configs import delayed, of_recipe
 from support.models import Block, fp8_state, seeded
 from support.spies import is_wrapper
+
+Results = dict[str, Tensor]
+"""What a training brought forth on this rank: losses, gradients, state of delayed scaling."""
+Change = Callable[[nn.Module], Any]
 
 IN_ONE_GRAPH = TorchVersion(torch.__version__) < "2.14"
 """Whether `fullgraph=True` takes a block with FSDP2's hooks; else they break it, float8 or not."""
@@ -75,9 +89,13 @@ def small(recipe: str | None, all_gather: bool) -> nn.Module:
 def mesh_of(*shape: int) -> DeviceMesh:
     """All ranks; of one dim, or (replicas, shards)."""
     shape = shape or (dist.get_world_size(),)
-    return init_device_mesh(
-        here().type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]
-    )
+    names = ("replicate", "shard")[-len(shape) :]
+    return init_device_mesh(here().type, shape, mesh_dim_names=names)
+
+
+def data_and_tensor(*shape: int) -> DeviceMesh:
+    """A mesh for FSDP2 over `data`, if there are two dims, and tensor parallel over `tensor`."""
+    return init_device_mesh(here().type, shape, mesh_dim_names=("data", "tensor")[-len(shape) :])
 
 
 def shard(
@@ -86,12 +104,23 @@ def shard(
     param_dtype: torch.dtype | None = None,
     **more: Any,
 ) -> nn.Module:
-    """Each block, then the whole."""
+    """FSDP2: each block, then the whole."""
     more["mesh"] = mesh_of() if mesh is None else mesh
     more["mp_policy"] = MixedPrecisionPolicy(param_dtype=param_dtype)
     for block in model.children():
         fully_shard(block, **more)
     return fully_shard(model, **more)
+
+
+keep = partial(shard, reshard_after_forward=False)
+offload = partial(shard, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def fsdp1(model: nn.Module, orig: bool = True) -> nn.Module:
+    """Each block, then the whole."""
+    policy = ModuleWrapPolicy({Block, nn.Sequential})
+    more = {"use_orig_params": orig, "device_id": here()}
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, **more)
 
 
 def whole(x: Tensor) -> Tensor:
@@ -106,91 +135,102 @@ def part(x: Tensor) -> Tensor:
     return (x.to_local() if isinstance(x, DTensor) else x).clone()
 
 
-@dataclass
-class Run:
-    """What a training brought forth on this rank: losses and all gradients."""
-
-    losses: list[Tensor] = field(default_factory=list)
-    grads: list[dict[str, Tensor]] = field(default_factory=list)
-    state: dict[str, Tensor] = field(default_factory=dict)
-    """Of delayed scaling, after the last step."""
-
-    def keep_state(self, model: nn.Module) -> "Run":
-        state = fp8_state(model).items()
-        self.state = {name.removeprefix("module."): value.clone() for name, value in state}
-        return self
-
-    def assert_equal(self, other: "Run") -> None:
-        assert len(self.losses) == len(other.losses) > 0
-        for step, (mine, theirs) in enumerate(zip(self.grads, other.grads, strict=True)):
-            assert torch.equal(self.losses[step], other.losses[step]), f"loss of step {step}"
-            assert mine.keys() == theirs.keys()
-            for name in mine:
-                assert torch.equal(mine[name], theirs[name]), f"{name} of step {step}"
-        assert self.state.keys() == other.state.keys()
-        for name in self.state:
-            assert torch.equal(self.state[name], other.state[name]), name
-
-    def assert_close(self, other: "Run", loss: float, grad: float) -> None:
-        """Relative to the value, or to the norm of the gradient."""
-        for step, (mine, theirs) in enumerate(zip(self.grads, other.grads, strict=True)):
-            a, b = self.losses[step], other.losses[step]
-            assert (a - b).abs() <= loss * b.abs(), f"loss of step {step}: {a} {b}"
-            for name in mine:
-                off = (mine[name] - theirs[name]).norm() / theirs[name].norm()
-                assert off <= grad, f"{name} of step {step}: {off}"
+def assert_same(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what: object = "") -> None:
+    """The same names, and the same bits."""
+    assert got.keys() == wanted.keys(), what
+    assert got, what
+    for name in got:
+        assert same_bits(got[name], wanted[name]), f"{what} {name}"
 
 
-def batch(step: int, rank: int, dtype: torch.dtype) -> Tensor:
+def batch(step: int, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return seeded(1000 * step + rank, 16, DIM, dtype=dtype, device=here())
 
 
 def train(
     model: nn.Module,
-    steps: int = 10,
+    steps: int = 4,
     *,
     dtype: torch.dtype = torch.float32,
+    alone: bool = False,
     attach: bool = True,
-    full: bool = False,
+    take: Callable[[Tensor], Tensor] = part,
     microbatches: int = 1,
-    forward: Callable[[Tensor], Tensor] | None = None,
-    before_backward: Callable[[bool], None] = lambda last: None,
+    forward: Callable[[nn.Module, Tensor], Tensor] = nn.Module.__call__,
+    before_backward: Callable[[nn.Module, bool], object] = lambda model, last: None,
+    before_step: Change = lambda model: None,
+    after_step: Change = lambda model: None,
     **optimizer_options: Any,
-) -> Run:
-    """AdamW on batches of this rank's own.
+) -> Results:
+    """Train with AdamW on batches of this rank's own, or, `alone`, on those of all ranks.
 
-    `before_backward(last)` is called before each microbatch. Gradients are this rank's shards, or
-    whole if `full`.
+    `before_backward(model, last)` is called before each microbatch. Losses are those of this
+    rank, gradients its shards if `take` is `part`.
     """
-    run, take = Run(), whole if full else part
+    found: Results = {}
+    mine, world = dist.get_rank(), dist.get_world_size()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **optimizer_options)
     if attach:
         attach_to_optimizer(model, optimizer)
     for step in range(steps):
         for microbatch in range(microbatches):
-            before_backward(microbatch == microbatches - 1)
-            x = batch(step + 100 * microbatch, dist.get_rank(), dtype)
-            y = model(x) if forward is None else forward(x)
-            loss = (y - x.roll(1, -1)).float().square().mean()
-            loss.backward()
+            before_backward(model, microbatch == microbatches - 1)
+            for rank in range(world) if alone else [mine]:
+                x = batch(step + 100 * microbatch, rank, dtype)
+                loss = (forward(model, x) - x.roll(1, -1)).float().square().mean()
+                loss.backward()
+                if rank == mine:
+                    found[f"loss {step}"] = loss.detach()
+        if alone:
+            torch._foreach_div_([p.grad for p in model.parameters()], world)
+        before_step(model)
         if not attach:
             sync_float8_amax_and_scale_history(model)
-        run.losses.append(loss.detach())
-        run.grads.append(
-            {n: take(p.grad) for n, p in model.named_parameters() if p.grad is not None}
-        )
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                found[f"grad {step} of {plain_name(name)}"] = take(parameter.grad)
         optimizer.step()
         optimizer.zero_grad()
-    return run.keep_state(model)
+        after_step(model)
+    state = {plain_name(name): value.clone() for name, value in fp8_state(model).items()}
+    return found | state
+
+
+def plain_name(name: str) -> str:
+    return name.removeprefix("module.").replace("_fsdp_wrapped_module.", "")
+
+
+def outcome(
+    recipe: str,
+    gather: bool = False,
+    wrap: Change | None = shard,
+    *,
+    make: Callable[[], nn.Module] = model_of,
+    edit: Change = lambda model: None,
+    begin: Change = lambda model: None,
+    config: Mapping[str, Any] | None = None,
+    **training: Any,
+) -> Results:
+    """What comes of a model that is made, edited, converted, wrapped, and begun with, then trained.
+
+    `wrap`: how ranks share it; None: one process alone trains it.
+    """
+    model = make()
+    edit(model)
+    convert(model, recipe, gather, **config or {})
+    if wrap is not None:
+        model = wrap(model)
+    begin(model)
+    return train(model, alone=wrap is None, **training)
 
 
 def compiled(
     model: nn.Module,
     what: str,
-    wrap: Callable[[nn.Module], nn.Module],
+    wrap: Change,
     steps: int = 2,
     backend: str = "aot_eager",
-) -> tuple[Run, list[str], int]:
+) -> tuple[Results, list[str], int]:
     """What training brings forth, why graphs broke, and how many were compiled.
 
     `what` is "blocks", "blocks with hooks" of FSDP2, "whole model", or nothing.
@@ -200,42 +240,12 @@ def compiled(
     counter = CompileCounterWithBackend(backend)
     for block in model if what == "blocks" else ():
         block.compile(backend=counter, fullgraph=IN_ONE_GRAPH)
-    forward = wrapped = wrap(model)
+    wrapped = wrap(model)
     for block in model if what == "blocks with hooks" else ():
         block.compile(backend=counter)
-    if what == "whole model":
-        forward = torch.compile(wrapped, backend=counter)
-    run = train(wrapped, steps, forward=forward)
-    return run, sorted(counters["graph_break"]), counter.frame_count
-
-
-def train_alone(
-    model: nn.Module,
-    steps: int = 10,
-    *,
-    dtype: torch.dtype = torch.float32,
-    **optimizer_options: Any,
-) -> Run:
-    """What all ranks together do, in one process: each rank's batch as a microbatch.
-
-    The losses are those of this rank.
-    """
-    run, world = Run(), dist.get_world_size()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **optimizer_options)
-    attach_to_optimizer(model, optimizer)
-    for step in range(steps):
-        for rank in range(world):
-            x = batch(step, rank, dtype)
-            loss = (model(x) - x.roll(1, -1)).float().square().mean()
-            loss.backward()
-            if rank == dist.get_rank():
-                run.losses.append(loss.detach())
-        for parameter in model.parameters():
-            parameter.grad.div_(world)
-        run.grads.append({n: whole(p.grad) for n, p in model.named_parameters()})
-        optimizer.step()
-        optimizer.zero_grad()
-    return run.keep_state(model)
+    call = torch.compile(wrapped, backend=counter) if what == "whole model" else wrapped
+    found = train(wrapped, steps, forward=lambda _, x: call(x))
+    return found, sorted(counters["graph_break"]), counter.frame_count
 
 
 class Traffic(TorchDispatchMode):
