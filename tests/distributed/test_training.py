@@ -60,9 +60,6 @@ ALONE = [
 @on("either")
 def test_two_ranks_equal_one(wrap: Any, recipe: str, gather: bool, dtype: torch.dtype) -> None:
     more: Row = {"make": partial(model_of, dtype=dtype), "dtype": dtype, "take": whole}
-    if wrap is DistributedDataParallel:
-        # On GPUs `foreach`, which rounds otherwise, is the default for plain weights only.
-        more["foreach"] = False
     got, alone = (outcome(recipe, gather, each, steps=5, **more) for each in (wrap, None))
     if wrap is fsdp1:  # whose gradients are flat
         got, alone = ({n: x for n, x in all.items() if "grad" not in n} for all in (got, alone))
@@ -249,7 +246,7 @@ USES: dict[str, Row] = {
     "from meta": {"make": partial(model_of, 42, device="meta"), "begin": fill},
     "tied": {"edit": tie, "wrap": shard_tied},
     "offloaded": UNEVEN | {"wrap": offload},
-    "fused optimizer": UNEVEN | {"fused": True},
+    "fused optimizer": UNEVEN | {"fused": True, "foreach": False},
     "clipped, all by hand": UNEVEN
     | {
         "attach": False,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from float8 import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
-from support.models import LlamaBlock
+from support.models import LlamaBlock, forward_backward
 from support.sharded import convert, here, whole
 
 DIM, HIDDEN, TOKENS = 32, 48, 8
@@ -46,17 +46,6 @@ def close(a: Tensor, b: Tensor) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-class Sides(NamedTuple):
-    pairs: dict[str, tuple[Tensor, Tensor]]
-    """`output`, `input` for its gradient, gradients by name: on ranks, and on a single device."""
-    seen: tuple[Any, Any]
-    """What `watch` had to say of each."""
-
-    def require_close(self) -> None:
-        for mine, theirs in self.pairs.values():
-            close(mine, theirs)
-
-
 def both_sides(
     model: nn.Module,
     single: nn.Module,
@@ -66,31 +55,30 @@ def both_sides(
     out_dim: int | None = None,
     *,
     place: Callable[[Tensor, Any], Tensor] = part,
-    call: Callable[[Tensor], Tensor] | None = None,
     watch: Callable[[], Any] = nullcontext,
-) -> Sides:
+) -> tuple[dict[str, tuple[Tensor, Tensor]], tuple[Any, Any]]:
     """Forward and backward of what ranks share, `x` and `g` along these dims, and of a single one.
 
-    Parts of the output and of the gradient of `x` are compared with parts, of weights all.
+    Pairs of the `output`, the gradient of the `input`, of which parts are compared with parts, and
+    of those of all weights; and what `watch` saw on each side.
     """
-    own, own_g = place(x, in_dim).requires_grad_(), place(g, out_dim)
-    x = x.clone().requires_grad_()
     with watch() as theirs:
-        y = single(x)
-        y.backward(g)
+        wanted = forward_backward(single, x, g)
     with watch() as mine:
-        own_y = (call or model)(own)
-        own_y.backward(own_g)
-    pairs = {"output": (own_y, place(y, out_dim)), "input": (own.grad, place(x.grad, in_dim))}
-    for (name, parameter), other in zip(model.named_parameters(), single.parameters(), strict=True):
-        grad = whole(parameter.grad)
+        found = forward_backward(model, place(x, in_dim), place(g, out_dim))
+    wanted |= {name: place(wanted[name], d) for name, d in (("output", out_dim), ("input", in_dim))}
+    for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            assert parameter.grad.placements == parameter.placements
+            assert found[name].placements == parameter.placements
         elif in_dim is not None:  # a norm's, of the tokens of this rank
-            dist.all_reduce(grad)
-        pairs[name] = grad, other.grad
-    pairs = {name: (whole(a), whole(b)) for name, (a, b) in pairs.items()}
-    return Sides(pairs, (mine, theirs))
+            dist.all_reduce(found[name])
+    pairs = {name: (whole(each), whole(wanted[name])) for name, each in found.items()}
+    return pairs, (mine, theirs)
+
+
+def all_close(pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
+    for mine, theirs in pairs.values():
+        close(mine, theirs)
 
 
 def alone() -> dist.ProcessGroup:

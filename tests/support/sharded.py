@@ -169,7 +169,9 @@ def train(
     """
     found: Results = {}
     mine, world = dist.get_rank(), dist.get_world_size()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **optimizer_options)
+    # On GPUs `foreach`, which rounds otherwise, is the default for plain weights only.
+    options = {"foreach": here().type == "cpu"} | optimizer_options
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
     if attach:
         attach_to_optimizer(model, optimizer)
     for step in range(steps):
