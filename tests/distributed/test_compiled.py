@@ -19,21 +19,10 @@ from float8 import attach_to_optimizer, precompute_float8_dynamic_scale_for_fsdp
 from sqnr import sqnr
 from support.configs import RECIPES
 from support.devices import E4M3
+from support.outcome import IN_ONE_GRAPH, assert_same, compiled, train
 from support.ranks import on
-from support.sharded import (
-    DIM,
-    IN_ONE_GRAPH,
-    Traffic,
-    assert_same,
-    compiled,
-    convert,
-    fsdp1,
-    here,
-    shard,
-    small,
-    train,
-)
-from support.spies import saved_tensors
+from support.sharded import DIM, convert, fsdp1, here, shard, small
+from support.spies import Traffic, saved_tensors
 from tolerances import COMPILED
 
 WHAT = ["blocks", "blocks with hooks", "whole model"]

@@ -14,30 +14,19 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from float8 import conversion_report, convert_to_high_precision
+from float8 import conversion_report, convert_to_high_precision, grouped_linear
+from float8.config import CastConfig, ScalingGranularity
 from float8.experts import Float8Experts
 from float8.experts.gather import GatheredExperts, GatherExperts
+from float8.parallel.experts import all_to_all_in_float8
+from float8.quantize import Cast, quantize
+from float8.scales import dequantised
 from sqnr import same_bits, sqnr
 from support.models import seeded
+from support.outcome import Results, assert_same, outcome, train
 from support.ranks import on
-from support.sharded import (
-    DIM,
-    Results,
-    Traffic,
-    assert_same,
-    batch,
-    convert,
-    here,
-    keep,
-    mesh_of,
-    offload,
-    outcome,
-    part,
-    shard,
-    train,
-    whole,
-)
-from support.spies import saved_tensors
+from support.sharded import DIM, batch, convert, here, keep, mesh_of, offload, part, shard, whole
+from support.spies import Traffic, saved_tensors
 
 BF16 = torch.bfloat16
 POLICY = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False)
@@ -395,3 +384,76 @@ def test_dtensors_of_transformers_get_gradients() -> None:
         y.square().sum().backward()
     for mine, theirs in zip(alone.parameters(), shared.parameters(), strict=True):
         assert same_bits(theirs.grad.to_local(), mine.grad)
+
+
+# ---------------------------------------------------------------- tokens sent in float8
+
+ROWS = CastConfig(
+    target_dtype=torch.float8_e4m3fn,
+    scaling_granularity=ScalingGranularity.AXISWISE,
+    power_of_2=True,
+)
+SENT = [[3, 5], [0, 7]]
+"""Rows from each rank to each."""
+
+
+def in_float8(x: Tensor) -> Tensor:
+    return dequantised(quantize(x, Cast(ROWS), row=True).row, ROWS.scaling_granularity, x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@on("either")
+def test_tokens_are_sent_in_float8(dtype: torch.dtype) -> None:
+    """What arrives is each row in float8, bit by bit, as are gradients; half the bytes are sent."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    to, taken = SENT[rank], [each[rank] for each in SENT]
+    x = seeded(rank, sum(to), K, device=here()).to(dtype).requires_grad_()
+    g = seeded(7 + rank, sum(taken), K, device=here()).to(dtype)
+    with Traffic() as seen:
+        y = all_to_all_in_float8(x, taken, to, group)
+        y.backward(g)
+    assert same_bits(y, all_to_all_single_autograd(in_float8(x.detach()), taken, to, group))
+    assert same_bits(x.grad, all_to_all_single_autograd(in_float8(g), to, taken, group))
+    if here().type == "cpu":  # GPUs run backward in another thread
+        rows, size = sum(to) + sum(taken), dtype.itemsize
+        assert seen.bytes_of("all_to_all")[torch.uint8] == K * rows
+        assert sum(seen.bytes_of("all_to_all").values()) == (K + 4) * rows < size * K * rows
+    # Cast again by a grouped GEMM, they are the same values.
+    assert torch.equal(in_float8(y.detach()), y)
+
+
+@on("either")
+def test_experts_whose_tokens_are_sent_are_those_of_one_rank() -> None:
+    """Each rank has one of two experts: outputs and gradients as where one rank has both."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    to, taken = SENT[rank], [each[rank] for each in SENT]
+    every = [seeded(r, sum(SENT[r]), K, device=here()).bfloat16() for r in range(2)]
+    weights = seeded(5, 2, N, K, device=here()).bfloat16()
+    mine = weights[rank : rank + 1].clone().requires_grad_()
+    x = every[rank].clone().requires_grad_()
+    received = all_to_all_in_float8(x, taken, to, group)
+    offs = torch.tensor([len(received)], dtype=torch.int32, device=here())
+    y = all_to_all_single_autograd(grouped_linear(received, mine, offs), to, taken, group)
+    y.square().sum().backward()
+
+    all_x, both = torch.cat(every).requires_grad_(), weights.clone().requires_grad_()
+    expert = torch.tensor([0, 1, 0, 1]).repeat_interleave(torch.tensor(SENT).flatten()).to(here())
+    order = expert.sort(stable=True).indices
+    z = grouped_linear(all_x[order], both, expert.bincount(minlength=2).cumsum(0).to(torch.int32))
+    z.square().sum().backward()
+    rows = slice(sum(SENT[0]) * rank, sum(SENT[0]) * rank + len(x))
+    assert torch.equal(y, z[order.argsort()][rows])
+    assert torch.equal(mine.grad[0], both.grad[rank])
+    assert torch.equal(x.grad, in_float8(all_x.grad[rows]))
+
+
+@on("two")
+def test_bad_tokens_raise_on_each_rank() -> None:
+    for match, kind, x, splits in (
+        ("dtype torch.int64", TypeError, torch.ones(4, K).long(), [2, 2]),
+        ("multiple of 16", ValueError, torch.ones(4, 20), [2, 2]),
+        ("sum up to the rows", ValueError, torch.ones(4, K), [2, 3]),
+        ("one number for each of 2", ValueError, torch.ones(4, K), [4]),
+    ):
+        with pytest.raises(kind, match=match):
+            all_to_all_in_float8(x, splits, splits, dist.group.WORLD)

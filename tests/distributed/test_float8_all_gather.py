@@ -15,7 +15,8 @@ from sqnr import same_bits, sqnr
 from support.configs import of_recipe
 from support.models import seeded
 from support.ranks import Ranks, on
-from support.sharded import Traffic, convert, here, mesh_of, whole
+from support.sharded import convert, here, mesh_of, whole
+from support.spies import Traffic
 
 K = 144
 

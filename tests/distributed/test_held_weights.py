@@ -24,22 +24,10 @@ from float8.tensor import local_tensor
 from sqnr import same_bits
 from support.microbatches import with_weights
 from support.models import Adapted, LlamaBlock, seeded
+from support.outcome import assert_same, outcome, train
 from support.parallel import DIM, HIDDEN, TOKENS, part, plan_of
 from support.ranks import on
-from support.sharded import (
-    assert_same,
-    batch,
-    convert,
-    fsdp1,
-    here,
-    keep,
-    mesh_of,
-    model_of,
-    offload,
-    outcome,
-    shard,
-    train,
-)
+from support.sharded import batch, convert, fsdp1, here, keep, mesh_of, model_of, offload, shard
 from support.spies import OpCounter
 
 HELD, ONLY, ON_THE_FLY = Float8Weights.HELD, Float8Weights.ONLY, Float8Weights.ON_THE_FLY

@@ -21,22 +21,10 @@ from torch.utils.checkpoint import checkpoint
 from float8 import precompute_float8_dynamic_scale_for_fsdp
 from support.configs import RECIPES
 from support.models import fp8_state
+from support.outcome import Results, assert_same, outcome
 from support.ranks import Ranks, on
-from support.sharded import (
-    Results,
-    Traffic,
-    assert_same,
-    batch,
-    fsdp1,
-    here,
-    keep,
-    mesh_of,
-    model_of,
-    offload,
-    outcome,
-    shard,
-    whole,
-)
+from support.sharded import batch, fsdp1, here, keep, mesh_of, model_of, offload, shard, whole
+from support.spies import Traffic
 
 BF16, F32 = torch.bfloat16, torch.float32
 Row = dict[str, Any]

@@ -20,7 +20,8 @@ from float8.checkpoints import (
 from float8.experts import Float8Experts
 from float8.quantize import quantize
 from support.ranks import on
-from support.sharded import Traffic, convert, here, mesh_of, whole
+from support.sharded import convert, here, mesh_of, whole
+from support.spies import Traffic
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
