@@ -25,7 +25,7 @@ from float8_lab.bench.variants import FLOAT8, make_variants, many_compilations
 from sqnr import sqnr
 from support.configs import RECIPES
 from support.models import LlamaBlock
-from support.outcome import Results, assert_same, train
+from support.outcome import assert_same, train
 from support.ranks import Ranks, on
 from support.sharded import DIM, convert, here, model_of, shard
 from support.spies import Traffic
@@ -50,7 +50,7 @@ def one_sequence(model: nn.Module, x: Tensor) -> Tensor:
 
 def gathered(
     kind: str, recipe: str, dtype: torch.dtype, compiled: bool, gather: bool, wrap: Any
-) -> Results:
+) -> dict[str, Tensor]:
     """Ten steps with float8 all-gather, or with a cast after the gather."""
     torch._dynamo.reset()
     model = convert(build(kind, dtype), recipe, gather)
