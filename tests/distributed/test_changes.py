@@ -11,16 +11,19 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-import float8
 from float8 import (
+    Float8Linear,
     Float8Weights,
     attach_to_optimizer,
     conversion_report,
     convert_to_float8_training,
     convert_to_high_precision,
+    linear,
+    precompute_float8_dynamic_scale_for_fsdp,
 )
 from float8.tensor import Float8GatherWeight
 from support.configs import RECIPES, tensorwise
+from support.errors import require_errors
 from support.models import gradients, seeded
 from support.outcome import assert_same, outcome, train
 from support.ranks import on
@@ -126,30 +129,23 @@ def test_what_is_refused() -> None:
         distribute_tensor(x, mesh, [Replicate()]),
         distribute_tensor(w, mesh, [Shard(0)]),
     )
-    in_float8 = "got a weight that FSDP2 gathers in float8, expected"
-    ahead = float8.precompute_float8_dynamic_scale_for_fsdp
+    in_float8 = "ValueError: got a weight that FSDP2 gathers in float8, expected"
+    ahead, sharded = precompute_float8_dynamic_scale_for_fsdp, shard(model_of())
     before = [type(layer) for layer in gathered.modules()]
-    refused: list[tuple[str, Any, list[Any]]] = [
+    require_errors(
         (in_float8, convert_to_high_precision, [gathered]),
         (in_float8, convert, [gathered, "tensorwise", False]),
-        (
-            r"'0.ffn.w1': got a DTensor(.)*convert the model",
-            convert,
-            [shard(model_of()), "rowwise"],
-        ),
-        (r"FSDP1(.)*all_gather=False", fsdp1, [convert(model_of(), "tensorwise")]),
-        ("model: got int, expected an nn.Module", ahead, [3]),
-        (r"'0.ffn.w1': got a weight that is gathered(.)*reshard", ahead, [unsharded]),
-        (r"as fully_shard calls it, .*ignored_params", fully_shard, [only]),
-        (r"got a DTensor as weight, .*Float8ColwiseParallel", float8.linear, [placed, of_rows]),
-        (r"as input and none as weight, .*Float8ColwiseParallel", float8.linear, [placed, w]),
-        ("got a DTensor as input and none as weight", float8.Float8Linear(32, 64), [placed]),
-    ]
-    for match, call, given in refused:
-        with pytest.raises((TypeError, ValueError, NotImplementedError), match=match):
-            call(*given)
+        (r"ValueError: '0.ffn.w1': got a DTensor(.)*convert the", convert, [sharded, "rowwise"]),
+        (r"ValueError: FSDP1(.)*all_gather=False", fsdp1, [convert(model_of(), "tensorwise")]),
+        ("TypeError: model: got int, expected an nn.Module", ahead, [3]),
+        (r"ValueError: '0.ffn.w1': got a weight that is gathered(.)*reshard", ahead, [unsharded]),
+        (r"NotImplementedError: as fully_shard calls it, .*ignored_params", fully_shard, [only]),
+        (r"TypeError: DTensor as weight, .*Float8ColwiseParallel", linear, [placed, of_rows]),
+        (r"TypeError: as input and none as weight, .*Float8ColwiseP", linear, [placed, w]),
+        ("TypeError: got a DTensor as input and none as weight", Float8Linear(32, 64), [placed]),
+    )
     assert [type(layer) for layer in gathered.modules()] == before
-    assert float8.linear(placed.to_local(), w).shape == (8, 64)
+    assert linear(placed.to_local(), w).shape == (8, 64)
 
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).requires_grad_(False)
     fully_shard(model, mesh=mesh)

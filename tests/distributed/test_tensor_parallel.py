@@ -22,6 +22,7 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from support.configs import FINER, RECIPES
+from support.errors import require_errors
 from support.models import Attention, FeedForward, forward_backward, seeded
 from support.parallel import (
     DIM,
@@ -139,11 +140,8 @@ def test_tokens_that_ranks_share_unevenly(recipe: str) -> None:
 def test_finer_scales_are_those_of_what_a_rank_holds(recipe: str) -> None:
     """Scales of rows travel with them, if that is all; else communication in high precision."""
     torch.manual_seed(0)
-    plain = nn.ModuleDict({"ffn": FeedForward(256, 512)})
-    plain.forward = lambda x: plain["ffn"](x)
-    single, model = (convert(FeedForward(256, 512), recipe, all_gather=False) for _ in "ab")
-    for each in (single, model):
-        each.load_state_dict(plain["ffn"].state_dict())
+    plain = FeedForward(256, 512)
+    single, model = (convert(copy.deepcopy(plain), recipe, all_gather=False) for _ in "ab")
     plan = {n.partition(".")[2]: s for n, s in plan_of("float8", True).items() if "ffn" in n}
     parallelize_module(model, mesh_of(), plan)
     x, g = (seeded(seed, 1, 16, 256) for seed in (1, 2))
@@ -156,7 +154,7 @@ def test_finer_scales_are_those_of_what_a_rank_holds(recipe: str) -> None:
     assert seen.bytes_of("all_gather") == (
         gathered if recipe == "rowwise" else {torch.float32: 2 * own * 4}
     )
-    for name, exact in forward_backward(plain["ffn"], x, g).items():
+    for name, exact in forward_backward(plain, x, g).items():
         got, expected = pairs[name]
         if name in ("output", "input"):
             continue
@@ -197,18 +195,18 @@ def test_a_block_equals_that_of_a_single_device(kind: str, backend: Any, recipe:
         all_close(pairs)
 
 
-def stack(kind: str, recipe: str, dp: int) -> None:
+def share_one_compilation(kind: str, recipe: str) -> None:
     """Blocks that were made alike, each compiled by itself as trainers do."""
-    mesh = data_and_tensor(dp, dist.get_world_size() // dp)
+    mesh = data_and_tensor(dist.get_world_size() // 2, 2)
     tensor = mesh["tensor"]  # one object, which compilers ask for
     torch._dynamo.reset()
     blocks = [block_of(recipe) for _ in range(3)]
     for block in blocks:
         parallelize_module(block, tensor, plan_of(kind, sequence=False))
         block.compile(fullgraph=True, backend="eager")  # guards are Dynamo's
-        if dp > 1:
+        if mesh.shape[0] > 1:
             fully_shard(block, mesh=mesh["data"])
-    x = seeded(1, 2, TOKENS, DIM, device=here()).requires_grad_()
+    x = seeded(1, 2, TOKENS, DIM).requires_grad_()
     for _ in range(2):
         y = x
         # One of each code object: the next would fail.
@@ -219,13 +217,13 @@ def stack(kind: str, recipe: str, dp: int) -> None:
 
 
 def test_all_blocks_of_a_model_share_one_compilation(two: Ranks) -> None:
-    two.run(stack, "float8", "tensorwise", 1)
+    two.run(share_one_compilation, "float8", "tensorwise")
 
 
 @pytest.mark.exhaustive
-def test_all_blocks_share_one_compilation_under_fsdp(four: Ranks) -> None:
-    four.run(stack, "float8", "delayed", 2)
-    four.run(stack, "torch", "delayed", 2)
+@pytest.mark.parametrize("kind", STYLES)
+def test_all_blocks_share_one_compilation_under_fsdp(four: Ranks, kind: str) -> None:
+    four.run(share_one_compilation, kind, "delayed")
 
 
 def trained(
@@ -526,52 +524,56 @@ def test_errors_come_before_collectives() -> None:
     def made(plan: Any) -> nn.Module:
         return parallelize_module(layer(), mesh, plan)
 
-    plain, odd, two, unpadded = (
-        nn.Linear(DIM, 48),
-        layer(shape=(49, 1)),
-        layer(),
-        layer(pad_inner_dim=False),
-    )
+    odd, two, unpadded = layer(shape=(49, 1))[0], layer(), layer(pad_inner_dim=False)
     two.append(layer("rowwise")[0])
-    sharded = fully_shard(layer(), mesh=mesh)
     elsewhere = DTensor.from_local(x, other, [Shard(1)], run_check=False)
     everything = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     gathering = made({"0": Float8ColwiseParallel(input_layouts=Shard(1))})
     prepared = made({"": prepare, "0": colwise})
     summing = made({"0": Float8RowwiseParallel(output_layouts=Shard(1))})
     far = made({"0": Float8RowwiseParallel(output_layouts=Shard(3))})
-    half, of_dtype = x[..., : DIM // 2], r"input of dtype torch.bfloat16 and weight of"
-    no_layer, mesh_dims = "got a Linear, expected a Float8Linear", r"a mesh of 2 dims(.)*'tensor'"
-    refused: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
-        (colwise._apply, (plain, mesh), TypeError, f"{no_layer}; convert"),
-        (rowwise._apply, (plain, mesh), TypeError, f"{no_layer}; convert"),
-        (prepare._apply, (plain, mesh), TypeError, f"{no_layer} or a module"),
-        (colwise._apply, (odd[0], mesh), ValueError, r"\(1, 49\)(.)*dim 0 over 2(.)*rows on"),
-        (rowwise._apply, (odd[0], mesh), ValueError, r"\(1, 49\)(.)*dim 1 over 2(.)*divisible"),
-        (prepare._apply, (two, mesh), ValueError, "got layers that cast their input in 2 ways"),
-        (wrong._apply, (two[0], mesh), ValueError, r"float8_dtype=(.)*e5m2, expected (.)*e4m3fn"),
-        (rowwise._apply, (sharded[0], mesh), ValueError, r"a DTensor already(.)*fully_shard"),
-        (rowwise._apply, (gathering[0], mesh), ValueError, r"a DTensor already(.)*fully_shard"),
-        (colwise._apply, (unpadded[0], mesh), ValueError, r"dim 0 by 2 ranks, (.)*multiple of 16"),
-        (colwise._apply, (two[0], wide), ValueError, rf"{mesh_dims}(.)*expected one"),
-        (rowwise._apply, (two[0], wide), ValueError, rf"{mesh_dims}(.)*expected one"),
-        (prepare._apply, (two[0], wide), ValueError, rf"{mesh_dims}(.)*expected one"),
-        (gathering, (elsewhere,), ValueError, r"input on (.)*other=2(.)* weight on (.)*one mesh"),
-        (gathering, (x.bfloat16(),), TypeError, of_dtype),
-        (prepared, (x.bfloat16(),), TypeError, of_dtype),
-        (gathering, (x[..., :31],), ValueError, rf"input of shape(.)*, 31\), expected (.)*{DIM}"),
-        (far, (half,), ValueError, r"input of 3 dims and an output to be sharded along"),
-        (summing[0].forward, (half,), TypeError, "input of type Tensor for a weight that is"),
-        (summing[0].forward, (everything,), ValueError, r"Replicate(.)*expected(.)*redist"),
-    ]
+    half = x[..., : DIM // 2]
+    plain, sharded = nn.Linear(DIM, 48), fully_shard(layer(), mesh=mesh)
+    no_layer = "TypeError: got a Linear, expected a Float8Linear"
+    is_dtensor = r"ValueError: a DTensor already(.)*fully_shard"
+    mesh_dims = r"ValueError: a mesh of 2 dims(.)*'tensor'(.)*expected one"
+    of_dtype = "TypeError: input of dtype torch.bfloat16 and weight of"
+    in_2_ways = "ValueError: got layers that cast their input in 2 ways"
     with Traffic() as seen:
-        for call, given, error, match in refused:
-            with pytest.raises(error, match=match):
-                call(*given)
+        require_errors(
+            (f"{no_layer}; convert", colwise._apply, [plain, mesh]),
+            (f"{no_layer}; convert", rowwise._apply, [plain, mesh]),
+            (f"{no_layer} or a module", prepare._apply, [plain, mesh]),
+            (r"ValueError: \(1, 49\)(.)*dim 0 over 2(.)*rows on", colwise._apply, [odd, mesh]),
+            (r"ValueError: \(1, 49\)(.)*dim 1 over 2(.)*divisible", rowwise._apply, [odd, mesh]),
+            (in_2_ways, prepare._apply, [two, mesh]),
+            (r"ValueError: float8_dtype=(.)*e5m2, (.)*e4m3fn", wrong._apply, [two[0], mesh]),
+            (is_dtensor, rowwise._apply, [sharded[0], mesh]),
+            (is_dtensor, rowwise._apply, [gathering[0], mesh]),
+            (r"ValueError: dim 0 by 2(.)*multiple of 16", colwise._apply, [unpadded[0], mesh]),
+            (mesh_dims, colwise._apply, [two[0], wide]),
+            (mesh_dims, rowwise._apply, [two[0], wide]),
+            (mesh_dims, prepare._apply, [two[0], wide]),
+            (
+                r"ValueError: input on (.)*other=2(.)* weight on (.)*one mesh",
+                gathering,
+                [elsewhere],
+            ),
+            (of_dtype, gathering, [x.bfloat16()]),
+            (of_dtype, prepared, [x.bfloat16()]),
+            (
+                rf"ValueError: input of shape(.)*, 31\), expected (.)*{DIM}",
+                gathering,
+                [x[..., :31]],
+            ),
+            ("ValueError: input of 3 dims and an output to be sharded along", far, [half]),
+            ("TypeError: type Tensor for a weight that is", summing[0].forward, [half]),
+            (r"ValueError: Replicate(.)*expected(.)*redist", summing[0].forward, [everything]),
+        )
     assert seen.seen == []
-    prepare_first = partial(PrepareFloat8ModuleInput, fwd_config_submodule_fqn="0")
-    parallelize_module(two, mesh, prepare_first(**GATHERING))
+    first = PrepareFloat8ModuleInput(**GATHERING, fwd_config_submodule_fqn="0")
+    parallelize_module(two, mesh, first)
     block = parallelize_module(block_of("delayed"), mesh, plan_of("float8", sequence=True))
-    with pytest.raises(ValueError, match=r"group: got ranks \[.\], but parts of a weight are on"):
-        sync_float8_amax_and_scale_history(block, group=alone())
+    of_parts = r"ValueError: group: got ranks \[.\], but parts of a weight are on"
+    require_errors((of_parts, partial(sync_float8_amax_and_scale_history, group=alone()), [block]))
     sync_float8_amax_and_scale_history(block, group=dist.group.WORLD)
