@@ -14,7 +14,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from float8 import conversion_report, convert_to_high_precision, grouped_linear
+from float8 import conversion_report, convert_to_high_precision
 from float8.config import CastConfig, ScalingGranularity
 from float8.experts import Float8Experts
 from float8.experts.gather import GatheredExperts, GatherExperts
@@ -423,31 +423,6 @@ def test_tokens_are_sent_in_float8(dtype: torch.dtype) -> None:
         assert sum(seen.bytes_of("all_to_all").values()) == (K + 4) * rows < size * K * rows
     # Cast again by a grouped GEMM, they are the same values.
     assert torch.equal(in_float8(y.detach()), y)
-
-
-@on("either")
-def test_experts_whose_tokens_are_sent_are_those_of_one_rank() -> None:
-    """Each rank has one of two experts: outputs and gradients as where one rank has both."""
-    rank, group = dist.get_rank(), dist.group.WORLD
-    to, taken = SENT[rank], [each[rank] for each in SENT]
-    every = [seeded(r, sum(SENT[r]), K, device=here()).bfloat16() for r in range(2)]
-    weights = seeded(5, 2, N, K, device=here()).bfloat16()
-    mine = weights[rank : rank + 1].clone().requires_grad_()
-    x = every[rank].clone().requires_grad_()
-    received = all_to_all_in_float8(x, taken, to, group)
-    offs = torch.tensor([len(received)], dtype=torch.int32, device=here())
-    y = all_to_all_single_autograd(grouped_linear(received, mine, offs), to, taken, group)
-    y.square().sum().backward()
-
-    all_x, both = torch.cat(every).requires_grad_(), weights.clone().requires_grad_()
-    expert = torch.tensor([0, 1, 0, 1]).repeat_interleave(torch.tensor(SENT).flatten()).to(here())
-    order = expert.sort(stable=True).indices
-    z = grouped_linear(all_x[order], both, expert.bincount(minlength=2).cumsum(0).to(torch.int32))
-    z.square().sum().backward()
-    rows = slice(sum(SENT[0]) * rank, sum(SENT[0]) * rank + len(x))
-    assert torch.equal(y, z[order.argsort()][rows])
-    assert torch.equal(mine.grad[0], both.grad[rank])
-    assert torch.equal(x.grad, in_float8(all_x.grad[rows]))
 
 
 @on("two")

@@ -78,8 +78,7 @@ def near(got: Results, alone: Results, dtype: torch.dtype) -> None:
 
 
 def same(recipe: str, name: str, row: Row) -> None:
-    found = [outcome(recipe, gather, **row) for gather in (True, False)]
-    assert_same(*found, name)
+    assert_same(outcome(recipe, True, **row), outcome(recipe, False, **row), name)
 
 
 def masters(hidden: int = 40, mesh: tuple[int, ...] = (), **more: Any) -> Row:
