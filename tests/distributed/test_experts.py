@@ -24,9 +24,9 @@ from float8.scales import dequantised
 from sqnr import same_bits, sqnr
 from support.errors import require_errors
 from support.models import seeded
-from support.outcome import Results, assert_same, outcome, train
+from support.outcome import Results, accumulate, assert_same, evaluate, outcome, train
 from support.ranks import on
-from support.sharded import DIM, batch, convert, here, keep, mesh_of, offload, part, shard, whole
+from support.sharded import DIM, convert, here, keep, mesh_of, offload, part, shard, whole
 from support.spies import Traffic, saved_tensors
 
 BF16 = torch.bfloat16
@@ -183,14 +183,8 @@ def test_uses() -> None:
     def compile_experts(model: Any) -> None:
         model[0].experts.compile(backend="aot_eager", fullgraph=True)
 
-    def evaluate(model: nn.Module) -> None:
-        for mode in (torch.no_grad(), torch.inference_mode()):
-            with mode:
-                model(batch(7, 0))
-
     def prepare(model: Any, last: bool) -> None:
-        model.set_requires_gradient_sync(last)
-        model.set_reshard_after_backward(last)
+        accumulate(model, last)
         if last:
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 

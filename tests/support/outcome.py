@@ -27,11 +27,12 @@ IN_ONE_GRAPH = TorchVersion(torch.__version__) < "2.14"
 
 
 def assert_same(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what: object = "") -> None:
-    """The same names, and the same bits."""
+    """The same names, dtypes, and values, bit by bit but for the sign of a zero."""
     assert got.keys() == wanted.keys(), what
     assert got, what
-    for name in got:
-        assert same_bits(got[name], wanted[name]), f"{what} {name}"
+    for name, x in got.items():
+        assert same_bits(x, wanted[name]) or torch.equal(x, wanted[name]), f"{what} {name}"
+        assert x.dtype == wanted[name].dtype, f"{what} {name}"
 
 
 def train(
@@ -111,6 +112,19 @@ def outcome(
         model = wrap(model)
     begin(model)
     return train(model, alone=wrap is None, **training)
+
+
+def accumulate(model: Any, last: bool) -> None:
+    """Before each microbatch: weights stay gathered and gradients unreduced, but for the last."""
+    model.set_requires_gradient_sync(last)
+    model.set_reshard_after_backward(last)
+
+
+def evaluate(model: nn.Module) -> None:
+    """All weights stay gathered after it, if they do after a forward."""
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            model(batch(7, 0))
 
 
 def compiled(
