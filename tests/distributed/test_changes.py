@@ -86,7 +86,7 @@ def test_state_dicts_hold_plain_weights() -> None:
         assert isinstance(again[0].ffn.w1.weight.to_local(), Float8GatherWeight)
 
 
-@on("four")
+@on("two")
 def test_a_state_dict_taken_before_the_first_forward_stays_one_of_the_model() -> None:
     for recipe in RECIPES:
         model = shard(convert(model_of(40), recipe))  # even: others torch moves, see the class

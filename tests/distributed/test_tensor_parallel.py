@@ -22,6 +22,7 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from support.configs import FINER, RECIPES
+from support.devices import GPU
 from support.errors import require_errors
 from support.models import Attention, FeedForward, forward_backward, seeded
 from support.parallel import (
@@ -39,7 +40,7 @@ from support.parallel import (
     part,
     plan_of,
 )
-from support.ranks import Ranks, on
+from support.ranks import on
 from support.sharded import convert, data_and_tensor, here, mesh_of, shard, whole
 from support.spies import GemmSpy, Traffic
 
@@ -77,28 +78,23 @@ def test_one_layer_equals_that_of_a_single_device(kind: str) -> None:
             assert torch.equal(y, pairs["output"][0])
 
 
-ODD: dict[str, tuple[Any, ...]] = {
-    "parts of rows": (DIM, 48, "tensorwise", {"input_layouts": Shard(-1)}, 2, 2),
+ODD: list[tuple[Any, ...]] = [
+    (DIM, 48, "tensorwise", Shard(-1), Shard(-1), 2, 2),  # parts of rows
     # What has one scale for each row is gathered in high precision where ranks have parts.
-    "parts of rows with scales": (DIM, 48, "rowwise", {"input_layouts": Shard(-1)}, 2, 2),
-    # As a head whose vocabulary ranks cannot share evenly.
-    "uneven rows, gathered": (
-        *(DIM, 49, "tensorwise"),
-        *({"input_layouts": Shard(1), "output_layouts": Replicate()}, 1, None),
-    ),
-    "uneven rows": (
-        *(DIM, 49, "tensorwise"),
-        *({"input_layouts": Shard(1), "output_layouts": Shard(2)}, 1, 2),
-    ),
-    "an odd dim that nobody shards": (33, 48, "tensorwise", {"input_layouts": Shard(0)}, 0, 2),
-}
+    (DIM, 48, "rowwise", Shard(-1), Shard(-1), 2, 2),
+    (DIM, 49, "tensorwise", Shard(1), Replicate(), 1, None),  # a vocabulary shared unevenly
+    (DIM, 49, "tensorwise", Shard(1), Shard(2), 1, 2),
+    (33, 48, "tensorwise", Shard(0), Shard(-1), 0, 2),  # an odd dim that nobody shards
+]
+"""Features, rows, recipe, layouts of input and output, and along which dims these are compared."""
 
 
 @on("two")
 def test_odd_shapes_and_placements() -> None:
-    for features, rows, recipe, layouts, in_dim, out_dim in ODD.values():
+    for features, rows, recipe, enter, leave, in_dim, out_dim in ODD:
         single, layer = (layer_of(features, rows, recipe) for _ in "ab")
-        parallelize_module(layer, mesh_of(), {"0": Float8ColwiseParallel(**layouts)})
+        style = Float8ColwiseParallel(input_layouts=enter, output_layouts=leave)
+        parallelize_module(layer, mesh_of(), {"0": style})
         x, g = seeded(1, 2, TOKENS, features), seeded(2, 2, TOKENS, rows)
         pairs, _ = both_sides(layer, single, x, g, in_dim, out_dim)
         all_close(pairs if recipe == "tensorwise" else {"output": pairs["output"]})
@@ -166,64 +162,63 @@ def test_finer_scales_are_those_of_what_a_rank_holds(recipe: str) -> None:
 # ---------------------------------------------------------------- a block
 
 
-@pytest.mark.parametrize(
-    ("kind", "backend", "recipe"),
-    [
-        ("float8", None, "tensorwise"),
-        ("torch", None, "tensorwise"),
-        ("float8", "aot_eager", "tensorwise"),
-        pytest.param("torch", "aot_eager", "tensorwise", marks=pytest.mark.exhaustive),
-        pytest.param("float8", "inductor", "tensorwise", marks=pytest.mark.exhaustive),
-        pytest.param("float8", "inductor", "delayed", marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.parametrize("kind", STYLES)
 @on("either")
-def test_a_block_equals_that_of_a_single_device(kind: str, backend: Any, recipe: str) -> None:
-    """Compiled it is one graph."""
-    for sequence in (True,) if backend else (True, False):
-        single, block = (block_of(recipe, bias=backend is None) for _ in "ab")
-        parallelize_module(block, mesh_of(), plan_of(kind, sequence))
-        if backend:
-            torch._dynamo.reset()  # other tests of these ranks count, too
-            block.compile(fullgraph=True, backend=backend)
+def test_a_block_equals_that_of_a_single_device(kind: str) -> None:
+    for dim in (1, None):
+        single, block = (block_of("tensorwise", bias=True) for _ in "ab")
+        parallelize_module(block, mesh_of(), plan_of(kind, sequence=dim == 1))
         x, g = (seeded(seed, 2, TOKENS, DIM, device=here()) for seed in (1, 2))
-        dim = 1 if sequence else None
         pairs, _ = both_sides(block, single, x, g, dim, dim)
-        if NO_GRADIENT in pairs and here().type == "cuda":
+        if here().type == "cuda":
             most = 1e-3 * pairs["attention.wq.bias"][1].norm()
             assert pairs.pop(NO_GRADIENT)[0].norm() < most
         all_close(pairs)
 
 
-def share_one_compilation(kind: str, recipe: str) -> None:
-    """Blocks that were made alike, each compiled by itself as trainers do."""
+def compiled(kind: str, recipe: str, backend: str) -> None:
+    """Blocks that were made alike, each compiled by itself as trainers do, share one graph."""
     mesh = data_and_tensor(dist.get_world_size() // 2, 2)
-    tensor = mesh["tensor"]  # one object, which compilers ask for
-    torch._dynamo.reset()
-    blocks = [block_of(recipe) for _ in range(3)]
+    tensor, two_dims = mesh["tensor"], mesh.shape[0] > 1  # one object, which compilers ask for
+    torch._dynamo.reset()  # other tests of these ranks count, too
+    single, *blocks = [block_of(recipe) for _ in range(4)]
     for block in blocks:
-        parallelize_module(block, tensor, plan_of(kind, sequence=False))
-        block.compile(fullgraph=True, backend="eager")  # guards are Dynamo's
-        if mesh.shape[0] > 1:
+        parallelize_module(block, tensor, plan_of(kind, sequence=not two_dims))
+        block.compile(fullgraph=True, backend=backend)
+        if two_dims:
             fully_shard(block, mesh=mesh["data"])
-    x = seeded(1, 2, TOKENS, DIM).requires_grad_()
-    for _ in range(2):
-        y = x
-        # One of each code object: the next would fail.
-        with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+    x, g = (seeded(seed, 2, TOKENS, DIM, device=here()) for seed in (1, 2))
+    dim = None if two_dims else 1
+    # One of each code object: the next would fail.
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        all_close(both_sides(blocks[0], single, x, g, dim, dim)[0])
+        for _ in range(2):
+            y = part(x, dim).requires_grad_()
             for block in blocks:
                 y = block(y)
-        y.sum().backward()
+            y.sum().backward()
 
 
-def test_all_blocks_of_a_model_share_one_compilation(two: Ranks) -> None:
-    two.run(share_one_compilation, "float8", "tensorwise")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", STYLES)
-def test_all_blocks_share_one_compilation_under_fsdp(four: Ranks, kind: str) -> None:
-    four.run(share_one_compilation, kind, "delayed")
+@pytest.mark.parametrize(
+    ("ranks", "kind", "recipe", "backend"),
+    [
+        ("two", "float8", "tensorwise", "aot_eager"),
+        *(
+            pytest.param(*row, marks=[pytest.mark.exhaustive, *marks])
+            for row, *marks in (
+                (("two", "torch", "tensorwise", "aot_eager"),),
+                (("four", "float8", "delayed", "eager"),),
+                (("four", "torch", "delayed", "eager"),),
+                (("two", "float8", "tensorwise", "inductor"),),
+                (("two", "float8", "delayed", "inductor"),),
+                (("two_gpus", "float8", "tensorwise", "inductor"), GPU),
+                (("two_gpus", "float8", "delayed", "inductor"), GPU),
+            )
+        ),
+    ],
+)
+def test_blocks_compile_once(request: Any, ranks: str, kind: str, recipe: str, backend: str):
+    request.getfixturevalue(ranks).run(compiled, kind, recipe, backend)
 
 
 def trained(
@@ -399,9 +394,9 @@ def test_what_is_checkpointed_compiles() -> None:
     ffn = parallelize_module(block, mesh_of(), plan_of("float8", sequence=True)).ffn
     # AOTAutograd of torch 2.13 takes no mesh that is used where something is checkpointed.
     backend = "eager" if torch.__version__.startswith("2.13") else "aot_eager"
-    compiled = torch.compile(checkpoint, backend=backend, fullgraph=True)
+    in_one_graph = torch.compile(checkpoint, backend=backend, fullgraph=True)
     x, found = seeded(1, 2, TOKENS // 2, DIM).requires_grad_(), []
-    for call in (checkpoint, compiled):
+    for call in (checkpoint, in_one_graph):
         ffn.zero_grad()
         call(ffn, x, use_reentrant=False).square().sum().backward()
         found.append([whole(p.grad) for p in ffn.parameters()])
@@ -554,18 +549,10 @@ def test_errors_come_before_collectives() -> None:
             (mesh_dims, colwise._apply, [two[0], wide]),
             (mesh_dims, rowwise._apply, [two[0], wide]),
             (mesh_dims, prepare._apply, [two[0], wide]),
-            (
-                r"ValueError: input on (.)*other=2(.)* weight on (.)*one mesh",
-                gathering,
-                [elsewhere],
-            ),
+            (r"ValueError: input on (.)*other=2(.)*one mesh", gathering, [elsewhere]),
             (of_dtype, gathering, [x.bfloat16()]),
             (of_dtype, prepared, [x.bfloat16()]),
-            (
-                rf"ValueError: input of shape(.)*, 31\), expected (.)*{DIM}",
-                gathering,
-                [x[..., :31]],
-            ),
+            (rf"ValueError: shape(.)*, 31\), expected (.)*{DIM}", gathering, [x[..., :31]]),
             ("ValueError: input of 3 dims and an output to be sharded along", far, [half]),
             ("TypeError: type Tensor for a weight that is", summing[0].forward, [half]),
             (r"ValueError: Replicate(.)*expected(.)*redist", summing[0].forward, [everything]),

@@ -29,9 +29,10 @@ PRELOAD = [
     "pytest",
     "torch._dynamo.testing",
     "torch._inductor.compile_fx",
+    "torch.export._trace",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
-    "torch.distributed.tensor",
+    "torch.distributed.tensor.experimental",
     "torch.nn.parallel",
     "float8",
 ]
