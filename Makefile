@@ -53,10 +53,10 @@ demo: $(VENV)/cli.done
 	$(BIN)/float8 compare tensorwise delayed --output runs/demo --overwrite
 
 test: $(VENV)/dev.done
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not exhaustive"
+	$(BIN)/python .ci/cpu_seconds $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not exhaustive"
 
 test-all: $(VENV)/dev.done
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python .ci/cpu_seconds $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # Of its own, without NumPy, which the CPU build of torch does not bring along.
 $(ONLY)/done:

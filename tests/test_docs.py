@@ -101,6 +101,14 @@ def test_pages_read_well_and_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(target), link
 
 
+def test_pages_name_files_that_exist() -> None:
+    named = re.compile(r"`((?:benchmarks|docs|examples|src|tests)/[\w./]*)`")
+    pages = [*PAGES, ROOT / "CONTRIBUTING.md"]
+    paths = {path for page in pages for path in named.findall(page.read_text())}
+    assert len(paths) > 20
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "examples").glob("*.ipynb"))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import nn
 
-from float8.formats import E4M3, E5M2, FLOAT8_MAX, GEMM_ALIGNMENT, SHORT_NAME
+from float8.formats import E4M3, E5M2, FLOAT8_MAX, SHORT_NAME
 
 e4m3_dtype, e5m2_dtype = E4M3, E5M2  # the names of torchao
 
@@ -17,11 +17,8 @@ e4m3_dtype, e5m2_dtype = E4M3, E5M2  # the names of torchao
 def of_torchao(value: object) -> str:
     """Return the end of an error about an object of torchao or float8_experimental; else ""."""
     library, name = type(value).__module__.partition(".")[0], type(value).__name__
-    module = {"torchao": "torchao.float8", "float8_experimental": "float8_experimental.config"}
-    if library not in module:
-        return ""
-    change = f"change `from {module[library]} import {name}` to `from float8 import {name}`"
-    return f"; this one is of {library}: {change}"
+    theirs = library in ("torchao", "float8_experimental")
+    return f"; this one is of {library}: `from float8 import {name}`" if theirs else ""
 
 
 def require_module(value: object, name: str) -> None:
@@ -95,10 +92,10 @@ class Granularity(enum.Enum):
         if self.width is None:
             return (*shape[:-1], 1)
         # Not -(-n // width): torch 2.11 fails on negative symbols.
-        columns = (shape[-1] + self.width - 1) // self.width
+        parts = (shape[-1] + self.width - 1) // self.width
         if self.height == 1:
-            return (*shape[:-1], columns)
-        return ((shape[0] + self.height - 1) // self.height, (columns + 3) // 4 * 4)
+            return (*shape[:-1], parts)
+        return ((shape[0] + self.height - 1) // self.height, (parts + 3) // 4 * 4)
 
 
 class ScalingGranularity(Granularity):
@@ -322,7 +319,7 @@ class Float8LinearConfig:
         float8_weights: when weights are cast. Others than `ON_THE_FLY` need one cast of the weight
             for both of its GEMMs.
         pad_inner_dim: pad dims that are not divisible by 16, under block scales by 128, with zeros
-            inside the cast, which changes no result. False: such dims raise a `ValueError`.
+            inside the cast, which changes no result. True alone is taken.
         emulate: compute GEMMs in float32 on the dequantised values: the same numerics on any
             device, slowly.
         round_scales_to_power_of_2: round every scale up to a power of two, so that scaling
@@ -364,13 +361,13 @@ class Float8LinearConfig:
     if TYPE_CHECKING:
         _casts: dict[CastSite, CastConfig] = field(init=False)
 
-    def __post_init__(self, force_recompute_fp8_weight_in_bwd: bool) -> None:
-        if not isinstance(force_recompute_fp8_weight_in_bwd, bool):
-            raise TypeError(
-                f"force_recompute_fp8_weight_in_bwd: got {force_recompute_fp8_weight_in_bwd!r}, "
-                f"expected a bool"
-            )
+    def __post_init__(self, value: bool) -> None:
+        if not isinstance(value, bool):
+            raise TypeError(f"force_recompute_fp8_weight_in_bwd: got {value!r}, expected a bool")
         require_types(self)
+        if not self.pad_inner_dim:
+            do = "leave layers out by a module_filter_fn"
+            raise ValueError(f"pad_inner_dim: got False, expected True: casts pad all dims; {do}")
         # Fill in each role's dtype in a copy: the object that came in may serve other roles too.
         casts: dict[CastSite, CastConfig] = {}
         for site in CastSite:
@@ -452,13 +449,6 @@ class Float8LinearConfig:
         """Return the effective configuration of a cast, with a dtype unless it is DISABLED."""
         return self._casts[site]
 
-    @property
-    def _unrounded(self) -> dict[CastSite, CastConfig]:
-        """The `own_casts` without what `round_scales_to_power_of_2` says of all of them."""
-        one_by_one = not self.round_scales_to_power_of_2
-        own = self.own_casts.items()
-        return {x: replace(cast, power_of_2=cast.power_of_2 and one_by_one) for x, cast in own}
-
     def owner(self, site: CastSite) -> CastSite:
         """Return the site whose cast serves `site`: itself, or the base if configured alike."""
         base = BASE_SITE.get(site, site)
@@ -481,11 +471,6 @@ class Float8LinearConfig:
         return any(cast.scaling_granularity.by_blocks for cast in self.own_casts.values())
 
     @property
-    def alignment(self) -> int:
-        """The multiple that dims are padded to: what a GEMM reads at a time, or a block."""
-        return 128 if self.scales_by_blocks else GEMM_ALIGNMENT
-
-    @property
     def float8_gemms(self) -> tuple[str, ...]:
         """The GEMMs, of `"output"`, `"grad_input"` and `"grad_weight"`, that run in float8."""
         operands = GEMM_OPERANDS.items()
@@ -493,8 +478,9 @@ class Float8LinearConfig:
 
     def short_str(self) -> str:
         """Return a few words for `repr`s: a recipe, or each tensor's scaling; then switches."""
-        own = self._unrounded
-        recipe = next((name for name, x in RECIPES.items() if x._unrounded == own), None)
+        own, rounded = self.own_casts, self.round_scales_to_power_of_2
+        alike = {n: replace(x, round_scales_to_power_of_2=rounded) for n, x in RECIPES.items()}
+        recipe = next((name for name, x in alike.items() if x.own_casts == own), None)
         like = RECIPES[recipe or "tensorwise"]
         parts = [recipe] if recipe else [f"{x.value}={cast.short_str()}" for x, cast in own.items()]
         for switch in ("emulate", "round_scales_to_power_of_2", "enable_fsdp_float8_all_gather"):
@@ -542,7 +528,7 @@ RECIPES: dict[str, Float8LinearConfig] = {
         cast_config_grad_output=_runs,
     ),
 }
-"""Each recipe, by the values of `Float8LinearRecipeName`. Hand out copies only."""
+"""Each recipe, by the values of `Float8LinearRecipeName`."""
 
 ConfigOrRecipe = Float8LinearConfig | Float8LinearRecipeName | str
 """A configuration, or the name of a recipe."""
@@ -557,18 +543,15 @@ def _recipe(recipe_name: Any) -> Float8LinearConfig:
     return RECIPES[name]
 
 
-def as_config(config: ConfigOrRecipe | None, *, keep: bool = True) -> Float8LinearConfig:
+def as_config(config: ConfigOrRecipe | None) -> Float8LinearConfig:
     """Return the configuration that an argument `config` stands for; None: `tensorwise`.
 
-    `keep`: somebody may write into it, though it is frozen, so a recipe becomes a new object.
-    False: it is only read, and compiled code copies nothing. Raises as `from_recipe_name`, and a
-    `TypeError` for what is no name.
+    Raises as `from_recipe_name`, and a `TypeError` for what is no name.
     """
     if isinstance(config, Float8LinearConfig):
         return config
     if config is None or isinstance(config, Float8LinearRecipeName | str):
-        recipe = _recipe("tensorwise" if config is None else config)
-        return copy.deepcopy(recipe) if keep else recipe
+        return _recipe("tensorwise" if config is None else config)
     raise TypeError(
         f"config: got {type(config).__name__}, expected a Float8LinearConfig or the name of a "
         f"recipe, for example 'tensorwise'{of_torchao(config)}"
@@ -577,4 +560,4 @@ def as_config(config: ConfigOrRecipe | None, *, keep: bool = True) -> Float8Line
 
 def linear_requires_sync(config: ConfigOrRecipe) -> bool:
     """Whether layers of this configuration need `sync_float8_amax_and_scale_history`."""
-    return bool(as_config(config, keep=False).delayed_sites)
+    return bool(as_config(config).delayed_sites)

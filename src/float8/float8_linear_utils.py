@@ -31,14 +31,6 @@ def _auto_filter_for_recipe(recipe: ConfigOrRecipe, filter_fqns: Collection[str]
     return takes
 
 
-def _auto_filter_for_tensorwise(mod: nn.Module, fqn: str, filter_fqns: Collection[str]) -> bool:
-    return _auto_filter_for_recipe("tensorwise", filter_fqns)(mod, fqn)
-
-
-def _auto_filter_for_rowwise(mod: nn.Module, fqn: str, filter_fqns: Collection[str]) -> bool:
-    return _auto_filter_for_recipe("rowwise", filter_fqns)(mod, fqn)
-
-
 def get_float8_layers(model: nn.Module) -> list[Float8Linear]:
     """Return all converted layers, each once."""
     return [layer for layer in model.modules() if isinstance(layer, Float8Linear)]

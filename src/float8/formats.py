@@ -32,10 +32,11 @@ GROUP_ALIGNMENT = 128
 
 
 @functools.cache
-def lacks_float8_gemm(device: torch.device, by_blocks: bool = False) -> str | None:
+def lacks_float8_gemm(device: torch.device, *, only_hopper: bool = False) -> str | None:
     """Say why `device` cannot run float8 GEMMs, or return None when it can.
 
-    CUDA GPUs need compute capability 8.9 (Ada, Hopper and newer), for block scales 9.x (Hopper).
+    CUDA GPUs need compute capability 8.9 (Ada, Hopper and newer); 9.x, which is Hopper, for block
+    scales and groups of rows: `only_hopper`.
     """
     if device.type in ("cpu", "meta"):
         return None
@@ -43,9 +44,9 @@ def lacks_float8_gemm(device: torch.device, by_blocks: bool = False) -> str | No
         return "AMD GPUs are not supported: casts and GEMMs are NVIDIA's formats and layouts"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
-        if major == 9 or ((major, minor) >= (8, 9) and not by_blocks):
+        if major == 9 or ((major, minor) >= (8, 9) and not only_hopper):
             return None
-        expected = "9.x for block scales" if by_blocks else ">= 8.9"
+        expected = "9.x for block scales and experts" if only_hopper else ">= 8.9"
         name = torch.cuda.get_device_name(device)
         return f"{name} has compute capability {major}.{minor}, expected {expected}"
     return f"float8 GEMMs run on 'cuda' and 'cpu' devices, got '{device.type}'"

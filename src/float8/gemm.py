@@ -58,8 +58,7 @@ def matmul(
     are multiples of 16, unless `gemm.emulate`; on GPUs one scale lies at a multiple of 16 bytes.
     CPUs multiply finer scales than one per tensor as `emulate` does.
 
-    Returns [rows, columns] of `out_dtype`, contiguous: of `shape`, which leaves out what padding
-    added, or [M, N].
+    Returns [M, N] of `out_dtype`, contiguous; `shape` leaves out what padding added.
 
     Raises:
         RuntimeError: the device has no such float8 GEMM and `gemm.emulate` is False.
@@ -68,9 +67,9 @@ def matmul(
     by_blocks, one_scale_each = of_a.by_blocks, of_a.one_scale and of_b.one_scale
     compiling = torch.compiler.is_compiling()
     if compiling and not surely(a.data.numel() != 0):
-        rows, columns = (a.data.shape[0], b.data.shape[0]) if shape is None else shape
+        M, N = (a.data.shape[0], b.data.shape[0]) if shape is None else shape
         return torch.ops.float8.matmul.default(  # type: ignore[no-any-return]
-            *a, *b, rows, columns, of_a.value, of_b.value, gemm.use_fast_accum, gemm.emulate,
+            *a, *b, M, N, of_a.value, of_b.value, gemm.use_fast_accum, gemm.emulate,
             out_dtype,
         )  # fmt: skip
     if gemm.emulate or (a.data.is_cpu and not one_scale_each):
@@ -79,7 +78,7 @@ def matmul(
         with torch.autocast("cpu", enabled=False):
             y = torch._scaled_mm(a.data, b.data.t(), a.scale, b.scale, out_dtype=out_dtype)
     else:
-        reason = None if compiling else lacks_float8_gemm(a.data.device, by_blocks)
+        reason = None if compiling else lacks_float8_gemm(a.data.device, only_hopper=by_blocks)
         if by_blocks and not (of_a in _BY_BLOCKS and of_b in _BY_BLOCKS):
             reason = f"there is none for scales of {of_a} and {of_b}"
         if reason is not None:
@@ -102,12 +101,12 @@ def matmul(
             y = torch._scaled_mm(
                 a.data, b.data.t(), scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast
             )
-    rows, columns = y.shape if shape is None else shape
-    if y.shape[1] != columns:  # contiguous, so that `.view()` and in-place ops work
-        return y[:rows, :columns].contiguous()
+    M, N = y.shape if shape is None else shape
+    if y.shape[1] != N:  # contiguous, so that `.view()` and in-place ops work
+        return y[:M, :N].contiguous()
     # A compiler is not asked, since it would compile again for numbers that need no padding.
-    if (by_blocks and compiling) or y.shape[0] != rows:
-        return y[:rows]
+    if (by_blocks and compiling) or y.shape[0] != M:
+        return y[:M]
     return y
 
 
@@ -123,8 +122,8 @@ def matmul_of_any_size(
     a_scale: Tensor,
     b: Tensor,
     b_scale: Tensor,
-    rows: int,
-    columns: int,
+    M: int,
+    N: int,
     granularity_of_a: str,
     granularity_of_b: str,
     use_fast_accum: bool,
@@ -133,11 +132,11 @@ def matmul_of_any_size(
 ) -> Tensor:
     """Multiply as `matmul`: the op of compiled code where data decide if there are any tokens."""
     if a.numel() == 0:
-        return a.new_zeros((rows, columns), dtype=out_dtype)
+        return a.new_zeros((M, N), dtype=out_dtype)
     of = ScalingGranularity(granularity_of_a), ScalingGranularity(granularity_of_b)
     gemm = Gemm(use_fast_accum, emulate, of)
     operands = Operand(a, a_scale), Operand(b, b_scale)
-    return matmul(*operands, (rows, columns), gemm=gemm, out_dtype=out_dtype)
+    return matmul(*operands, (M, N), gemm=gemm, out_dtype=out_dtype)
 
 
 register(
@@ -204,7 +203,7 @@ def grouped_matmul(
         RuntimeError: the device has no such GEMM and `gemm.emulate` is False.
     """
     ask = not torch.compiler.is_compiling() and not gemm.emulate
-    if ask and (reason := lacks_float8_gemm(a.data.device, True)):  # Hopper's alone
+    if ask and (reason := lacks_float8_gemm(a.data.device, only_hopper=True)):
         raise _refusal(reason)
     return GROUPED_GEMM(  # type: ignore[no-any-return]
         *a, *b, ends, gemm.emulate, gemm.use_fast_accum, out_dtype, tokens

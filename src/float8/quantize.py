@@ -175,10 +175,10 @@ def recast(x: Tensor, how: CastConfig, scale: Tensor) -> Operand:
     our kernel reads: it casts in forward, and keeps the bytes until backward.
     """
     if x.dtype in FLOAT8_MAX:
-        return columns(Operand(x, scale), how)
+        return to_col(Operand(x, scale), how)
     x, one_scale = x.detach(), how.scaling_granularity.one_scale
     if one_scale and torch.compiler.is_compiling():
-        return columns(Operand(kernels.to_float8(x, scale, how.dtype), scale), how)
+        return to_col(Operand(kernels.to_float8(x, scale, how.dtype), scale), how)
     return quantize(x, Cast(how, scale=scale if one_scale else None), col=True).col
 
 
@@ -196,7 +196,7 @@ def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Ope
     return Operand(padded.view(data.dtype), scale)
 
 
-def columns(row: Operand, how: CastConfig, after: Tensor | None = None) -> Operand:
+def to_col(row: Operand, how: CastConfig, after: Tensor | None = None) -> Operand:
     """Return column data of row data that were cast by `how`; `after` as `kernels.cast`.
 
     Row data are [R, C], or [E, N, K] of experts with scales [E, N, 1], alike under one scale each.
@@ -220,9 +220,8 @@ def columns(row: Operand, how: CastConfig, after: Tensor | None = None) -> Opera
         return Operand(kernels.transpose_bytes(row.data, after=after), scale)
     if not granularity.by_rows:
         raise ValueError(
-            f"columns: got row data under {granularity}, expected one scale, rows or squares"
+            f"to_col: got row data under {granularity}, expected one scale, rows or squares"
         )
-    row = Operand(row.data, row.scale[: row.data.shape[0]])  # there may be more: see `padded`
     # Times a power of two a float8 value is exact in bfloat16, too.
     dtype = torch.bfloat16 if how.power_of_2 else torch.float32
     return quantize(dequantised(row, granularity, dtype), Cast(how), col=True, after=after).col

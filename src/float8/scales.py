@@ -121,7 +121,7 @@ class Quantized(NamedTuple):
 
     col: Operand | Any = None
     """The transposed copy [C, R], contracted over R: cast from high precision (`quantize`), or made
-    of row data where only those exist (`columns`, `recast`)."""
+    of row data where only those exist (`to_col`, `recast`)."""
 
     amax: Tensor | None = None
     """0-dim float32, for delayed scaling to record at each use; None: nothing is to be recorded."""

@@ -62,7 +62,10 @@ def sync_float8_amax_and_scale_history(
         RuntimeError: DDP in `model` is within a `join()` that goes on without inputs.
     """
     require_module(model, "model")
-    layers = _delayed_layers(model.modules() if fp8_layers is None else _listed(fp8_layers))
+    layers = _delayed_layers(model.modules() if fp8_layers is None else fp8_layers)
+    if fp8_layers is not None and not all(isinstance(x, Float8Linear) for x in fp8_layers):
+        got = f"fp8_layers: got {[type(x).__name__ for x in fp8_layers]}"
+        raise TypeError(f"{got}, expected Float8Linear alone; None syncs all of the model")
     if not layers:
         return
     if dist.is_available() and dist.is_initialized():
@@ -183,8 +186,6 @@ def update_float8_weights(model: nn.Module) -> None:
 
 def _why_on_the_fly(layer: Float8Linear, weight: Any, under_fsdp: bool) -> str | None:
     """Say why a layer with `HELD` cannot hold its weight, or return None."""
-    if layer._float8_holds_part:
-        return "a part of one, of model parallel"
     if under_fsdp and not isinstance(local_tensor(weight), Float8GatherWeight | Float8Tensor):
         return "gathered in high precision"
     if weight is None:
@@ -193,7 +194,7 @@ def _why_on_the_fly(layer: Float8Linear, weight: Any, under_fsdp: bool) -> str |
         return "with delayed scaling"
     # The hooks of a weight that is gathered in float8 hold it.
     if under_fsdp or weight.is_meta or can_be_held(weight):
-        return None
+        return layer._float8_why_never_held
     return "under tensor parallel" if is_dtensor(weight) else f"a {type(weight).__name__}"
 
 
@@ -203,8 +204,7 @@ class Attachment:
     def __init__(self, parts: list[Float8Module], handles: list[RemovableHandle]) -> None:
         self._parts, self._handles = parts, handles
         for part in parts:
-            part._float8_expire_weights()  # a checkpoint may be loaded next
-            part._float8_attach()
+            part._float8_attach()  # a checkpoint may be loaded next
 
     def remove(self) -> None:
         """End the attachment, as the end of the optimizer does, and what is held by then."""
@@ -266,22 +266,13 @@ def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
         wrapped = getattr(inner, "optimizer", None)
         if wrapped is None and isinstance(inner, torch.optim.Optimizer):
             return inner
-        inner = getattr(inner, "base_optimizer", None) if wrapped is None else wrapped
+        inner = wrapped or getattr(inner, "base_optimizer", None)
     expected = "a torch.optim.Optimizer, or what holds one as `.optimizer` or `.base_optimizer`"
     raise TypeError(f"optimizer: got {type(optimizer).__name__}, expected {expected}")
 
 
 def _delayed_layers(modules: Iterable[nn.Module]) -> list[Float8Linear]:
     return [layer for layer in modules if isinstance(layer, Float8Linear) and layer._float8_delayed]
-
-
-def _listed(layers: object) -> list[Any]:
-    listed = [*layers] if isinstance(layers, Iterable) else []
-    others = [f" with a {type(x).__name__}" for x in listed if not isinstance(x, Float8Linear)]
-    if others or not isinstance(layers, Iterable):
-        got, expected = type(layers).__name__ + "".join(others[:1]), "a list of Float8Linear"
-        raise TypeError(f"fp8_layers: got {got}, expected {expected}; None syncs all of the model")
-    return listed
 
 
 def _join_tied(layers: list[Float8Linear]) -> None:
@@ -298,7 +289,7 @@ def _join_tied(layers: list[Float8Linear]) -> None:
 
 def _note_scales(layers: list[Float8Linear]) -> None:
     """Tell layers that share their work with other ranks which of their scales are known."""
-    shared = [x for x in layers if x._float8_holds_part or is_dtensor(x.weight)]
+    shared = [x for x in layers if x._float8_groups()]
     unknown = [(x, s) for x in shared for s in x._float8_delayed if s not in x._float8_settled]
     if unknown:  # asks the device, until all amaxes have settled
         scales = torch.stack([layer.get_buffer(site.scale) for layer, site in unknown])
@@ -312,8 +303,7 @@ def _note_scales(layers: list[Float8Linear]) -> None:
 def _share_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> None:
     """Make the amaxes of this rank those of all, with one all-reduce."""
     weights: list[Any] = [layer.weight for layer in layers]
-    parts: list[Any] = [layer for layer in layers if layer._float8_holds_part]
-    parted = {layer._float8_mesh.get_group() for layer in parts}  # of weights that are no DTensors
+    parted = {parts for layer in layers for parts in layer._float8_groups()}
     ranks = sync_groups(weights, group, _beside(layers, model), parted)
     if not ranks:
         return

@@ -150,22 +150,17 @@ def test_another_granularity_is_said_to_be_a_cast(tmp_path: Path) -> None:
 def test_scales_that_are_no_powers_of_two_stay_exact(
     format: str, strategy: str | None, recipe: str
 ) -> None:
-    """Also those in bfloat16, as compressed-tensors has them."""
+    """Those of bfloat16, as compressed-tensors has them."""
     model = built(only(recipe))
     weight: Any = model.ffn.w1.weight
     scale = (weight._scale * 1.37).bfloat16().float()
     new = Float8Tensor(weight._data, scale, torch.bfloat16, weight._granularity)
     model.ffn.w1._parameters["weight"] = nn.Parameter(new, requires_grad=False)
     model.ffn.w2 = model.ffn.w3 = None
-    tensors = dict(float8_weights(model, format, strategy=strategy, scale_dtype=torch.bfloat16))
+    tensors = dict(float8_weights(model, format, strategy=strategy))
     (stored,) = (x for name, x in tensors.items() if "scale" in name)
-    assert stored.dtype == torch.bfloat16
     wanted = scale[:, : stored.shape[-1]] if stored.numel() > 1 else scale
-    assert torch.equal(stored.float(), wanted.reshape(stored.shape))
-    rough = Float8Tensor(weight._data, scale * 1.001, torch.bfloat16, weight._granularity)
-    model.ffn.w1._parameters["weight"] = nn.Parameter(rough, requires_grad=False)
-    with pytest.raises(ValueError, match=r"scale_dtype: got torch.bfloat16"):
-        dict(float8_weights(model, format, strategy=strategy, scale_dtype=torch.bfloat16))
+    assert torch.equal(stored, wanted.reshape(stored.shape))
 
 
 @layouts
@@ -291,8 +286,8 @@ def test_files_of_an_older_model_go_and_others_stay(tmp_path: Path) -> None:
         load_float8_checkpoint(built(seed=1), tmp_path)
 
 
-def refused(name: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Arguments; or a model, a disk or a user that fails later."""
+def refuse(name: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a model, a disk or a user fail, now or later."""
     calls, save, replace = [], safetensors.save_file, Path.replace
 
     def fails(plain: Any, number: int, error: BaseException) -> Any:
@@ -306,9 +301,6 @@ def refused(name: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str,
 
     if name == "meta":
         model.ffn.w3.to("meta")
-    elif name == "rough scales":
-        model.ffn.w3.weight.data *= 2.0**-40
-        return {"scale_dtype": torch.float16}
     elif name == "disk":
         monkeypatch.setattr(
             "safetensors.torch.save_file", fails(save, 2, OSError(28, "No space left"))
@@ -318,12 +310,11 @@ def refused(name: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str,
     else:  # as files are put in place
         number = int(name.split()[-1])
         monkeypatch.setattr(Path, "replace", fails(replace, number, PermissionError("not yours")))
-    return {}
 
 
 @pytest.mark.parametrize("has_index", [True, False])
 @pytest.mark.parametrize(
-    "name", ["meta", "rough scales", "disk", "interrupt", "replace 2", "replace 4", "replace 5"]
+    "name", ["meta", "disk", "interrupt", "replace 2", "replace 4", "replace 5"]
 )
 def test_an_older_checkpoint_outlives_a_failure(
     name: str, has_index: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -336,23 +327,23 @@ def test_an_older_checkpoint_outlives_a_failure(
         (tmp_path / "model.safetensors.index.json").unlink()
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with monkeypatch.context() as patched:
-        more = {"max_shard_size": 100_000} | refused(name, newer, patched)
+        refuse(name, newer, patched)
         with pytest.raises((ValueError, OSError, KeyboardInterrupt)):
-            save_float8_checkpoint(newer, tmp_path, "compressed-tensors", **more)
+            save_float8_checkpoint(newer, tmp_path, "compressed-tensors", max_shard_size=100_000)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     read = load_float8_checkpoint(built(seed=2), tmp_path)
     assert torch.equal(read.ffn.w1.bias, older.ffn.w1.bias)
 
 
 def test_what_a_killed_process_has_left_goes(tmp_path: Path) -> None:
-    """A file, or a link of the same name; what a link leads to stays."""
-    left, other = tmp_path / "new/model-00001.safetensors.float8_unfinished", tmp_path / "other"
-    left.parent.mkdir()
+    """A file, or a link; what a link leads to stays."""
+    left, other = tmp_path / "new/.float8_unfinished", tmp_path / "other"
+    left.mkdir(parents=True)
     other.touch()
-    for leave in (left.touch, partial(left.symlink_to, other)):
-        leave()
-        save_float8_checkpoint(built("blockwise"), left.parent)
-        assert len([*left.parent.iterdir()]) == 3
+    (left / "model-00001.safetensors").touch()
+    (left / "config.json").symlink_to(other)
+    save_float8_checkpoint(built("blockwise"), left.parent)
+    assert len([*left.parent.iterdir()]) == 3
     assert other.read_bytes() == b""
 
 
@@ -369,7 +360,7 @@ def test_older_files_that_cannot_be_removed_are_named(
 
     monkeypatch.setattr(Path, "unlink", fails)
     model = built("blockwise")
-    with pytest.warns(UserWarning, match=r"1 file\(s\).*/model.safetensors \(not yours\); remove"):
+    with pytest.warns(UserWarning, match=r"/model.safetensors of .*\(not yours\); remove it"):
         notes = save_float8_checkpoint(model, tmp_path)
     assert len(notes) == 3
     assert torch.equal(
@@ -500,7 +491,7 @@ def test_cut_and_missing_shards(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cut or damaged"):
         load_float8_checkpoint(built(), tmp_path)
     last.unlink()
-    with pytest.raises(FileNotFoundError, match="the index names this file"):
+    with pytest.raises(FileNotFoundError, match=r"model-00001"):
         load_float8_checkpoint(built(), tmp_path)
 
 
@@ -513,7 +504,7 @@ def test_one_tensor_under_two_names(tmp_path: Path) -> None:
     assert torch.equal(model.embed.weight, built().embed.weight)
 
 
-def test_indices_that_say_nothing_and_files_that_say_it_twice(tmp_path: Path) -> None:
+def test_indices_that_say_nothing_and_tensors_in_two_files(tmp_path: Path) -> None:
     save_float8_checkpoint(built("blockwise"), tmp_path)
     index, (path,) = tmp_path / "model.safetensors.index.json", tmp_path.glob("*.safetensors")
     outside = tmp_path.parent / path.name
@@ -527,7 +518,6 @@ def test_indices_that_say_nothing_and_files_that_say_it_twice(tmp_path: Path) ->
         ('{"weight_map": {"a": "."}}', "got '.' as the file of 'a'"),
         (json.dumps({"weight_map": {"a": f"../{path.name}"}}), "expected one in this folder"),
         (json.dumps({"weight_map": {"a": str(outside)}}), "expected one in this folder"),
-        ('{"weight_map": {"a": "b", "a": "c"}}', "got 'a' twice"),
         ("[]", "got a list, expected an object"),
         ("{", "expected an object"),
         ("[" * 100_000, "expected an object"),
@@ -582,7 +572,7 @@ def test_what_a_model_cannot_take_or_give(tmp_path: Path) -> None:
     for format, strategy in (("gguf", None), ("compressed-tensors", "group")):
         with pytest.raises(ValueError, match="expected one of 'fine-grained-fp8'"):
             dict(float8_weights(built("rowwise"), format, strategy=strategy))
-    for name in ("dtype", "param_dtype", "scale_dtype"):
+    for name in ("dtype", "param_dtype"):
         for dtype in (torch.int8, torch.float64, torch.float8_e8m0fnu, False):
             with pytest.raises(TypeError, match=rf"{name}: got {dtype}"):
                 dict(float8_weights(built("rowwise"), **{name: dtype}))
@@ -590,16 +580,11 @@ def test_what_a_model_cannot_take_or_give(tmp_path: Path) -> None:
         read_float8_checkpoint(tmp_path, dtype=torch.int8)
     for device in ("nowhere", "cuda:77", -7):
         for read in (partial(read_float8_checkpoint, tmp_path), load):
-            with pytest.raises(ValueError, match=r"device: got .*, expected one that is here"):
+            with pytest.raises((RuntimeError, AssertionError)):
                 read(device=device)
 
 
 BESIDE: dict[str, tuple[str, Any]] = {
-    "sparse": ("x", lambda: torch.eye(4).to_sparse()),
-    "rows": ("x", lambda: torch.eye(4).to_sparse_csr()),
-    "nested": ("x", lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
-    "complex128": ("x", lambda: torch.ones(3, dtype=torch.complex128)),
-    "qint8": ("x", lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)),
     "lazy": ("x", lambda: nn.UninitializedBuffer()),
     "float8": ("x", lambda: built(only("blockwise")).ffn.w1.weight.data),
     "scale": ("weight_scale_inv", lambda: torch.ones(3, 2)),

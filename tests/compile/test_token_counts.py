@@ -121,13 +121,3 @@ def test_an_exported_model_takes_any_count(recipe: str, strict: bool, device: st
         for count in COUNTS:
             given = inputs(count, device, 64)
             assert same_bits(exported(*given), model(*given)), count
-
-
-def test_counts_that_would_need_padding_that_is_forbidden_raise_when_they_come() -> None:
-    layer = nn.Sequential(nn.Linear(64, 64))
-    convert_to_float8_training(layer, config=of_recipe("tensorwise", pad_inner_dim=False))
-    run = torch.compile(lambda x, mask: layer(x[mask]), backend="aot_eager", fullgraph=True)
-    for count in (32, 0, 48):
-        run(seeded(count, 160, 64), torch.arange(160) < count).sum().backward()
-    with pytest.raises(RuntimeError, match="16"):
-        run(seeded(5, 160, 64), torch.arange(160) < 5)

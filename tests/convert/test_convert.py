@@ -110,13 +110,6 @@ def test_what_may_not_compute_a_linear_layer_is_left_alone_and_reported() -> Non
     assert [x.fqn for x in report.others] == ["0.in_proj_weight", "1.weight"]
 
 
-def test_layers_that_cannot_be_padded_are_left_alone() -> None:
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 10))
-    convert_to_float8_training(model, config=tensorwise(pad_inner_dim=False))
-    assert converted(model) == ["0"]
-    assert "pad_inner_dim=True" in conversion_report(model).skipped[0].skip_reason
-
-
 def test_converting_again_takes_the_new_configuration_alone() -> None:
     model = convert_to_float8_training(Nested(), config=delayed())
     layers = {name: model.get_submodule(name) for name in ALL}

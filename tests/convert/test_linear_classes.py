@@ -19,7 +19,8 @@ from float8 import (
     convert_to_float8_training,
     convert_to_high_precision,
 )
-from float8.linear.source import PREFIX, PUBLIC
+from float8.linear.source import PUBLIC
+from float8.linear.weight import PREFIX
 from sqnr import same_bits
 from support.configs import delayed, tensorwise
 from support.copies import COPIES

@@ -149,7 +149,7 @@ def test_the_report_holds_after(wrap: str) -> None:
 
 
 def test_a_layer_on_a_device_without_float8_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "lacks_float8_gemm", lambda *_: "no tensor cores here")
+    monkeypatch.setattr(source, "lacks_float8_gemm", lambda *_, **__: "no tensor cores here")
     converted = convert_to_float8_training(model())
     assert conversion_report(converted).skipped[0].skip_reason == (
         "no tensor cores here; set emulate=True to compute in high precision instead"

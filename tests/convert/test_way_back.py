@@ -136,7 +136,7 @@ def test_weights_in_float8_only_cannot_be_lost_or_trained() -> None:
     with pytest.raises(TypeError, match=r"got torch\.float64 for a weight that is in float8 only"):
         model.double()
     assert model[0].weight is weight
-    with pytest.raises(RuntimeError, match="take the place of float8 data"):
+    with pytest.raises(RuntimeError, match="take the place of what a Float8Tensor holds"):
         weight.data = torch.zeros(32, 32)
     weight.requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"cannot be trained; call convert_to_high_precision"):

@@ -136,7 +136,7 @@ def test_what_is_refused() -> None:
         (in_float8, convert_to_high_precision, [gathered]),
         (in_float8, convert, [gathered, "tensorwise", False]),
         (r"ValueError: '0.ffn.w1': got a DTensor(.)*convert the", convert, [sharded, "rowwise"]),
-        (r"ValueError: FSDP1(.)*all_gather=False", fsdp1, [convert(model_of(), "tensorwise")]),
+        (r"RuntimeError: FSDP1(.)*all_gather=False", fsdp1, [convert(model_of(), "tensorwise")]),
         ("TypeError: model: got int, expected an nn.Module", ahead, [3]),
         (r"ValueError: '0.ffn.w1': got a weight that is gathered(.)*reshard", ahead, [unsharded]),
         (r"NotImplementedError: as fully_shard calls it, .*ignored_params", fully_shard, [only]),

@@ -127,7 +127,7 @@ def test_a_weight_that_a_forward_reads_itself(recipe: str) -> None:
             fully_shard(models[-1], mesh=mesh_of())
         refused, *others = models
         with pytest.raises(
-            (ValueError, NotImplementedError), match="its layer once more before fully_shard, with"
+            (ValueError, NotImplementedError), match="its layer again before fully_shard, by"
         ):
             refused(x)
         for model in others:

@@ -52,23 +52,17 @@ def written(model: nn.Module, of: Any, **more: Any) -> dict[str, Tensor]:
 
 @formats
 @on("either")
-def test_each_rank_casts_its_part(of: Any) -> None:
-    """The bytes are those of one rank; weights are sent in 16 bits only where blocks are cut."""
-    rows = [-(-N // 2) for N in SIZES[1:]]
-    cut = [of == BLOCKS and n % 128 > 0 for n in rows]
-    assert cut == [False, False, of == BLOCKS, of == BLOCKS]
-    sizes = [n * K for n, K in zip(rows, SIZES, strict=False)]
-    scales = {BLOCKS: 2 + 2, CHANNELS: sum(rows[:-1]), TENSORS: 0}  # single ones are not counted
+def test_weights_of_fsdp_are_made_whole(of: Any) -> None:
+    """One by one, in the dtype that they have; the bytes are those of one rank."""
+    sizes = [-(-N // 2) * K for N, K in zip(SIZES[1:], SIZES, strict=False)]
     for dtype, gathers in ((torch.bfloat16, True), (torch.float32, False)):
         alone = convert(plain(*SIZES, dtype=dtype), of[2])
         model = shard(convert(plain(*SIZES, dtype=dtype), of[2], gathers))
         with Traffic() as seen:
             got = written(model, of)
         assert_same(got, written(alone, of))
-        sent = {torch.uint8: 0, torch.bfloat16: 0, torch.float32: 4 * scales[of]}
-        for size, is_cut in zip(sizes, cut, strict=True):
-            sent[dtype if is_cut else torch.uint8] += size * (dtype.itemsize if is_cut else 1)
-        assert seen.bytes_of("all_gather") == {dtype: size for dtype, size in sent.items() if size}
+        sent = [entry[1:] for entry in seen.seen if entry[0].startswith("all_gather")]
+        assert sent == [(dtype, size * dtype.itemsize) for size in sizes]
 
 
 @formats
@@ -96,16 +90,11 @@ def parallel(model: nn.Module, kind: str, mesh: Any = None) -> nn.Module:
 @formats
 @on("either")
 def test_tensor_parallel(of: Any, tmp_path: Path) -> None:
-    """Rows of one weight, columns of the other, which cut channels; written and read."""
+    """Rows of one weight, columns of the other; written and read."""
     for kind, dtype in (("float8", torch.float32), ("torch", torch.bfloat16)):
         models = (convert(plain(128, 256, 128, dtype=dtype), of[2], False) for _ in "ab")
         wanted, model = written(next(models), of), parallel(next(models), kind)
-        with Traffic() as seen:
-            assert_same(written(model, of), wanted)
-        cut = 128 * 128 if of == CHANNELS else 0
-        sent = seen.bytes_of("all_gather")
-        assert sent[torch.uint8] == 2 * 128 * 128 - cut
-        assert sent.get(torch.bfloat16, 0) == cut * dtype.itemsize * (dtype == torch.bfloat16)
+        assert_same(written(model, of), wanted)
         notes = save_float8_checkpoint(model, tmp_path / kind, of[0], strategy=of[1])
         dist.barrier()
         alone = load_float8_checkpoint(plain(128, 256, 128, dtype=dtype, seed=1), tmp_path / kind)
@@ -178,7 +167,7 @@ def test_what_one_rank_cannot_read_fails_on_all(tmp_path: Path) -> None:
     last = dist.get_rank() == dist.get_world_size() - 1
     for folder, device, kind, match in (
         (3 if last else mine, None, TypeError, "int"),
-        (mine, "nowhere" if last else None, ValueError, "device: got 'nowhere'"),
+        (mine, "nowhere" if last else None, RuntimeError, "device string: nowhere"),
         (tmp_path / "none" if last else mine, None, FileNotFoundError, "config.json"),
     ):
         with pytest.raises(kind, match=match) as caught:
@@ -204,7 +193,7 @@ ALONE: dict[str, tuple[int, dict[str, Any], str]] = {
     "argument": (1, {"max_shard_size": True}, "expected bytes"),
     "other arguments": (1, {"dtype": torch.float16}, "other models or arguments"),
     "not measured": (1, {"fails": "float8.checkpoints.writing.in_float8_only"}, "No space left"),
-    "late on the other": (1, {"fails": "float8.checkpoints.writing._powers", "at": 2}, "No space"),
+    "late on the other": (1, {"fails": "float8.checkpoints.writing._sqnr", "at": 2}, "No space"),
 }
 """What fails on one rank: which, how, and why."""
 
@@ -301,7 +290,4 @@ def test_two_dims() -> None:
             wanted = written(convert(plain(*sizes), of[2], False), of)
             model = parallel(convert(plain(*sizes), of[2], of == TENSORS), "float8", mesh["tensor"])
             shard(model, mesh["data"])
-            with Traffic() as seen:
-                assert_same(written(model, of), wanted)
-            in_bytes = of == TENSORS or (of == BLOCKS and sizes[1] == 512)
-            assert (seen.bytes_of("all_gather").get(torch.float32, 0) < 5000) == in_bytes
+            assert_same(written(model, of), wanted)

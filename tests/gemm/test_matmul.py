@@ -46,7 +46,7 @@ def test_product(device, format_a, format_b, out_dtype, gemm) -> None:
 
 def test_a_device_without_float8_names_emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("float8.gemm")
-    monkeypatch.setattr(module, "lacks_float8_gemm", lambda *_: "an old GPU")
+    monkeypatch.setattr(module, "lacks_float8_gemm", lambda *_, **__: "an old GPU")
     a = Operand(torch.empty(16, 16, dtype=E4M3, device="meta"), torch.empty((), device="meta"))
     with pytest.raises(RuntimeError, match=r"an old GPU; set emulate=True"):
         matmul(a, a, gemm=Gemm(), out_dtype=torch.float32)

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from float8 import (
     CastConfig,
@@ -266,26 +265,6 @@ def test_a_weight_that_somebody_sets_is_told() -> None:
     x = seeded(1, 8, 32, dtype=torch.bfloat16)
     expected = linear(x, values)
     assert same_bits(model.w1(x), expected)
-
-
-@pytest.mark.parametrize("average", [get_ema_multi_avg_fn(0.9), get_swa_multi_avg_fn()])
-def test_averages_of_a_model_leave_frozen_weights_as_they_are(average) -> None:
-    torch.manual_seed(0)
-    model = convert_to_float8_training(nn.Sequential(Adapted()), config=with_weights(None, ONLY))
-    averaged, adapters = (
-        AveragedModel(each, multi_avg_fn=average) for each in (model, model[0].lora_a)
-    )
-    for _ in range(3):
-        averaged.update_parameters(model)
-        adapters.update_parameters(model[0].lora_a)
-        with torch.no_grad():
-            model[0].lora_a.weight.add_(1)
-    got, base = averaged.module[0], model[0].base.weight
-    assert same_bits(got.lora_a.weight, adapters.module.weight)
-    assert same_bits(got.base.weight._data, base._data)
-    base._data.view(torch.uint8).zero_()
-    with pytest.raises(ValueError, match=r"different values.*convert_to_high_precision\(model\)"):
-        averaged.update_parameters(model)
 
 
 # ---------------------------------------------------------------- checkpoints

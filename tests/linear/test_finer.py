@@ -12,7 +12,6 @@ from float8 import (
     Float8LinearConfig,
     ScalingGranularity,
     ScalingType,
-    linear,
 )
 from sqnr import sqnr
 from support.configs import FINER, mixed, of_recipe
@@ -79,11 +78,3 @@ def test_configurations_that_are_refused() -> None:
     for cast, name in ((ROWS, "AXISWISE"), (RUNS, "BLOCK_1x128")):  # the gathered bytes fit not
         with pytest.raises(ValueError, match=rf"got True with a weight under .*{name}"):
             mixed(cast, cast, cast, enable_fsdp_float8_all_gather=True)
-
-
-def test_without_padding_blocks_must_be_whole() -> None:
-    config = of_recipe("blockwise", pad_inner_dim=False)
-    with pytest.raises(ValueError, match=r"weight of .*144\), expected a multiple of 128"):
-        linear(seeded(0, 128, 144), seeded(1, 128, 144), config=config)
-    with pytest.raises(ValueError, match=r"144 tokens .*expected a multiple of 128"):
-        linear(seeded(0, 144, 128), seeded(1, 128, 128).requires_grad_(), config=config)

@@ -124,20 +124,6 @@ def test_wrong_shapes(device: str) -> None:
 
 
 @on_devices
-def test_dims_that_are_not_to_be_padded(device: str) -> None:
-    strict = tensorwise(pad_inner_dim=False)
-    with pytest.raises(ValueError, match=r"weight of shape \(40, 33\).*pad_inner_dim=True"):
-        linear(seeded(0, 16, 33, device=device), seeded(1, 40, 33, device=device), config=strict)
-    layer = Float8Linear(K, N, device=device, config=strict)
-    x = seeded(0, 3, 5, K, device=device)
-    with pytest.raises(ValueError, match=r"15 tokens.*multiple of 16.*pad_inner_dim=True"):
-        layer(x)
-    assert layer(seeded(0, 4, 4, K, device=device)).shape == (4, 4, N)
-    with torch.no_grad():  # no grad_weight: nothing is contracted over tokens
-        assert layer(x).shape == (3, 5, N)
-
-
-@on_devices
 @CONFIGS
 def test_wrong_dtypes(device: str, config: Float8LinearConfig) -> None:
     layer = Float8Linear(K, N, device=device, config=config)

@@ -1,13 +1,11 @@
 """Inputs that are no plain tensors, and what torch can do with functions that float8 cannot."""
 
-import copy
 import io
-import pickle
 import warnings
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import float8
 from float8 import (
@@ -31,78 +29,23 @@ def made(recipe: str, *parts: nn.Module) -> nn.Sequential:
     return model
 
 
-def nested(x: Tensor) -> Tensor:
-    """A batch of sequences of 3 and 5."""
-    offsets = torch.tensor([0, 3, 8])
-    return torch.nested.nested_tensor_from_jagged(x, offsets, min_seqlen=3, max_seqlen=5)
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
-def test_layers_are_leaves_of_a_symbolic_trace(recipe: str) -> None:
-    model, x = made(recipe), seeded(0, 16, 32)
-    traced = torch.fx.symbolic_trace(model)
-    assert [node.target for node in traced.graph.nodes][1:-1] == ["0", "1", "2"]
-    assert getattr(traced, "0") is model[0]
-    for _ in range(2):
-        expected, got = (run(x) for run in (model, traced))
-        assert torch.equal(expected, got)
-        got.sum().backward()
-        sync(traced)
-    for copied in (copy.deepcopy(traced), pickle.loads(pickle.dumps(traced))):
-        assert torch.equal(copied(x), traced(x))
-
-
-def test_layers_of_which_no_call_can_be_noted_say_so() -> None:
-    layer = made("tensorwise")[0]
-    with pytest.raises(
-        RuntimeError, match=r"symbolic_trace of a layer with no module .*Sequential"
-    ):
-        torch.fx.symbolic_trace(layer)
-    layer.register_forward_hook(lambda module, args, output: output * 2)
-    with pytest.raises(RuntimeError, match=r"with forward hooks, which ran .*is_leaf_module"):
-        torch.fx.symbolic_trace(nn.Sequential(layer))
-
-
-@pytest.mark.parametrize(
-    ("recipe", "backend"),
-    [("tensorwise", None), ("delayed", None), ("blockwise", None), ("delayed", "aot_eager")],
-)
-def test_a_jagged_tensor_is_read_as_its_values_are(backend: str | None, recipe: str) -> None:
-    model, data = made(recipe, nn.Linear(32, 32), nn.ReLU()), seeded(0, 8, 32)
-    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
-    results = []
-    for wrap in (lambda x: x, nested):
-        x = data.clone().requires_grad_()
-        wrapped = wrap(x)
-        y = run(wrapped)
-        if wrap is nested:
-            assert (y + wrapped).shape == wrapped.shape  # of the same lengths, as torch sees it
-            assert y._maybe_max_seqlen == wrapped._maybe_max_seqlen
-            y = y.values()
-        results.append((y, *torch.autograd.grad(y.square().sum(), (x, *model.parameters()))))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_other_nested_tensors_say_what_to_do() -> None:
-    model, x = made("tensorwise"), seeded(0, 8, 32)
-    holes = torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 3, 8]), torch.tensor([2, 4]))
-    for input in (holes, nested(x).transpose(1, 2)):
-        with pytest.raises(ValueError, match=r"not contiguous, .* call input\.contiguous\(\)"):
-            model(input)
-    with pytest.raises(TypeError, match=r"nested input of layout torch.strided, .*=torch\.jagged"):
-        model(torch.nested.nested_tensor([x[:3], x[3:]]))
-
-
 @pytest.mark.parametrize("layout", ["sparse", "sparse_csr", "mkldnn"])
 def test_other_layouts_say_what_to_do(layout: str) -> None:
     x = getattr(seeded(0, 8, 32), f"to_{layout}")()
-    with pytest.raises(TypeError, match=r"got input of layout .*; call input\.to_dense\(\)"):
+    with pytest.raises(TypeError, match=r"got a Tensor of layout .*; call input\.to_dense\(\)"):
         made("tensorwise")(x)
 
 
 def test_no_tensors_say_what_they_are() -> None:
-    with pytest.raises(TypeError, match="got list as input, expected a tensor"):
-        made("tensorwise")([1, 2])
+    model = made("tensorwise")
+    with pytest.raises(TypeError, match="got a list of layout None as input, expected a dense"):
+        model([1, 2])
+    with pytest.raises(TypeError, match=r"got a Proxy of layout .*, expected a dense tensor"):
+        torch.fx.symbolic_trace(model)
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor([torch.ones(2, 32), torch.ones(3, 32)], layout=layout)
+        with pytest.raises(TypeError, match=rf"of layout {layout} as input, .*input\.values\(\)"):
+            model(nested)
 
 
 def layer_of(config: Float8LinearConfig) -> Float8Linear:

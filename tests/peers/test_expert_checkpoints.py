@@ -21,7 +21,6 @@ from float8.experts import Float8Experts
 from float8.quantize import quantize
 from support.ranks import on
 from support.sharded import convert, here, mesh_of, whole
-from support.spies import Traffic
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -287,7 +286,7 @@ def test_bad_files_raise_before_anything_is_changed(change: str, tmp_path: Path)
 
 @on("two")
 def test_ranks_have_whole_experts(tmp_path: Path) -> None:
-    """FSDP2: each casts its own, bytes are gathered; each reads its own. One may have none."""
+    """FSDP2: the weights are made whole, one Parameter at a time; each rank reads its own."""
 
     def made(seed: int) -> Any:
         sizes = {"num_hidden_layers": 1, "num_local_experts": number, "num_experts_per_tok": 1}
@@ -298,11 +297,9 @@ def test_ranks_have_whole_experts(tmp_path: Path) -> None:
             alone, model = made(0), made(0)
             fully_shard(model, mesh=mesh_of())
             wanted = dict(float8_weights(alone, format, strategy=strategy))
-            with Traffic() as seen:
-                got = dict(float8_weights(model, format, strategy=strategy))
+            got = dict(float8_weights(model, format, strategy=strategy))
             assert got.keys() == wanted.keys()
             assert all(torch.equal(bits(x), bits(wanted[name])) for name, x in got.items())
-            assert seen.bytes_of("all_gather")[torch.uint8] >= number // 2 * 3 * 128 * 256
             folder = tmp_path / f"{number}-{format}-{strategy}"
             notes = save_float8_checkpoint(model, folder, format, strategy=strategy)
             torch.distributed.barrier()

@@ -122,10 +122,7 @@ def test_weights_in_float8_only_say_what_to_do_before_merging_and_saving(tmp_pat
     with pytest.raises(NotImplementedError, match=r"convert_to_high_precision\(model\)"):
         lora.merge_and_unload()
     base = lora.unload()
-    message = (
-        r"(?s)state_dict=high_precision_state_dict\(model\).*convert_to_high_precision\(model\)"
-    )
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match=r"state_dict=high_precision_state_dict\(model\)"):
         base.save_pretrained(tmp_path / "base")
     base.save_pretrained(tmp_path / "base", state_dict=high_precision_state_dict(base))
     saved = type(base).from_pretrained(tmp_path / "base")

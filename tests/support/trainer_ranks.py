@@ -144,11 +144,11 @@ def error_of(settings: dict[str, Any], how: str, who: int) -> tuple[str, str]:
         return replace(found, fingerprint="other") if mine and how == "other data" else found
 
     plain_loss = loop.F.cross_entropy
-    unpadded = replace(Float8LinearConfig(), pad_inner_dim=False)
+    refused = ValueError("Float8Linear: got a weight of shape (1, 49)")
     patches: dict[str, Any] = {
         "nan": mock.patch.object(loop.F, "cross_entropy", poisoned),
         "disk full": mock.patch("os.fsync", full),
-        "unpadded": mock.patch.object(build, "float8_config", return_value=unpadded),
+        "odd": mock.patch.object(build, "share_layers", side_effect=refused),
     }
     with patches.get(how, mock.patch.object(loop.data, "load_corpus", corpus)):
         return _raised(train_here, settings)

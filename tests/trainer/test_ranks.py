@@ -207,13 +207,13 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all(two: Ranks, settings: Se
         ("other data", 0, "DataError", "ranks read different data"),
         ("disk full", 0, "CheckpointError", r"_00000002: \[Errno 28\] No space.*; free some space"),
         ("disk full", 1, "CheckpointError", r"_00000002: \[Errno 28\] No space.*; free some space"),
-        ("unpadded", 0, "ConfigError", r"'tensorwise' with --tp 2: Float8Linear: got a weight of"),
+        ("odd", 0, "ConfigError", r"'tensorwise' with --tp 2: Float8Linear: got a weight of"),
     ],
 )
 def test_what_fails_on_one_rank_ends_all_and_is_said_once(
     two: Ranks, settings: Settings, how: str, who: int, kind: str, text: str
 ) -> None:
-    run = settings(steps=2, **({"tp": 2, "recipe": "tensorwise"} if how == "unpadded" else {}))
+    run = settings(steps=2, **({"tp": 2, "recipe": "tensorwise"} if how == "odd" else {}))
     run.setdefault("fsdp", "tp" not in run)
     raised = two.run(work.error_of, run, how, 1 if how == "other data" else who)
     assert [name for name, _ in raised] == [kind if rank == who else "ToldError" for rank in (0, 1)]

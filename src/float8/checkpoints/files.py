@@ -6,8 +6,6 @@ import os
 import re
 import shutil
 import warnings
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -88,8 +86,6 @@ _DTYPES |= {"F16": torch.float16, "F8_E4M3": E4M3, "F8_E5M2": E5M2}
 
 def _opened(path: Path, device: Any) -> Any:
     safetensors = import_safetensors()
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: the index names this file, and it is not there")
     try:
         return safetensors.safe_open(path, "pt", str(device))
     except safetensors.SafetensorError as error:
@@ -98,22 +94,16 @@ def _opened(path: Path, device: Any) -> Any:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file, in which no name is twice: the last would win."""
-
-    def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(found := dict(pairs)) < len(pairs):
-            name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-            raise ValueError(f"{name!r} twice")
-        return found
-
+    """Return the object in a file."""
     try:
-        found = json.loads(path.read_bytes(), object_pairs_hook=each_once)
+        found = json.loads(path.read_bytes())
         if isinstance(found, dict):
             return found
         raise ValueError(f"a {type(found).__name__}")
     except (ValueError, RecursionError) as error:
-        expected = "expected an object of JSON with each name once; fetch it again"
-        raise ValueError(f"{path}: got {error}, {expected}") from error
+        raise ValueError(
+            f"{path}: got {error}, expected an object of JSON; fetch it again"
+        ) from error
 
 
 def _read_index(index: Path) -> dict[Path, set[str]]:
@@ -133,7 +123,7 @@ def _read_index(index: Path) -> dict[Path, set[str]]:
     return names
 
 
-_UNFINISHED = ".float8_unfinished"  # after the names of files that are not in their place yet
+_UNFINISHED = ".float8_unfinished"  # a folder of files that are not in their place yet
 
 # Names that files with weights of an older model have, by this library or transformers.
 _SHARDS = re.compile(r"model(-\d{5}(-of-\d{5})?)?\.safetensors")
@@ -142,11 +132,14 @@ _SHARDS = re.compile(r"model(-\d{5}(-of-\d{5})?)?\.safetensors")
 class NewFiles:
     """Files that are written beside those in a folder, and then put in their place.
 
-    Shards get names that are free, so an older checkpoint is whole until the index is replaced.
+    Shards get names that are free, so an older checkpoint is whole until the index is replaced. As
+    a context it removes what is unfinished at the end, and what a crash has left.
     """
 
     def __init__(self, folder: Path, max_shard_size: int) -> None:
-        self._folder, self._max, self._size, self._total = folder, max_shard_size, 0, 0
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._new, self._max = folder, folder / _UNFINISHED, max_shard_size
+        self._size = self._total = 0
         there = {path.name: path for path in folder.iterdir()}
         shards = (path for name, path in there.items() if _SHARDS.fullmatch(name))
         self._older = [path for path in shards if not path.is_dir()]
@@ -156,21 +149,13 @@ class NewFiles:
         self._shard: dict[str, Tensor] = {}
         self._storages: set[int] = set()
 
-    @classmethod
-    @contextlib.contextmanager
-    def beside(cls, folder: Path, max_shard_size: int) -> Iterator["NewFiles"]:
-        """Give new files for a folder; remove what is unfinished at the end, and of a crash."""
+    def __enter__(self) -> "NewFiles":
+        self.__exit__()
+        self._new.mkdir()
+        return self
 
-        def clear() -> None:
-            for path in folder.glob(f"*{_UNFINISHED}"):
-                path.unlink()
-
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            clear()
-            yield cls(folder, max_shard_size)
-        finally:
-            clear()
+    def __exit__(self, *_: Any) -> None:
+        shutil.rmtree(self._new, ignore_errors=True)
 
     def add(self, tensors: dict[str, Tensor]) -> None:
         """Add tensors by their names, to one file."""
@@ -188,45 +173,37 @@ class NewFiles:
     def _write(self) -> None:
         """Write a file of the tensors that were added last."""
         name = next(self._free)
-        path = self._new(name)
-        import_safetensors().torch.save_file(self._shard, path, metadata={"format": "pt"})
-        _to_disk(path)
+        import_safetensors().torch.save_file(self._shard, self._new / name, {"format": "pt"})
+        _to_disk(self._new / name)
         self._file_of |= dict.fromkeys(self._shard, name)
         self._shard, self._storages, self._size = {}, set(), 0
-
-    def _new(self, name: str) -> Path:
-        return self._folder / f"{name}{_UNFINISHED}"
 
     def replace(self, config: str) -> None:
         """Put the files in the place of those of an older model; if that fails, these stay."""
         self._write()
         index = {"metadata": {"total_size": self._total}, "weight_map": self._file_of}
         for name, text in ((INDEX, json.dumps(index, indent=2)), (CONFIG, config)):
-            self._new(name).write_text(text, encoding="utf-8")
-            _to_disk(self._new(name))
+            (self._new / name).write_text(text, encoding="utf-8")
+            _to_disk(self._new / name)
         with contextlib.ExitStack() as undo:
             for name in (*sorted({*self._file_of.values()}), INDEX, CONFIG):
-                path, kept = self._folder / name, self._new(f"older {name}")
+                path, kept = self._folder / name, self._new / f"older {name}"
                 if path.exists():
                     shutil.copy2(path, kept)
                     undo.callback(kept.replace, path)
                 else:
                     undo.callback(path.unlink, missing_ok=True)
-                self._new(name).replace(path)
+                (self._new / name).replace(path)
             undo.pop_all()
-        left = []
         for path in self._older:
             try:
                 path.unlink()
             except OSError as error:  # no reason to fail: the new model stands
-                left.append(f"{path} ({error})")
-        if left:
-            warnings.warn(
-                f"float8: the new checkpoint is written, but {len(left)} file(s) of the older one "
-                f"could not be removed: {', '.join(left)}; remove them, since some readers prefer "
-                f"a model.safetensors to an index",
-                stacklevel=3,
-            )
+                warnings.warn(
+                    f"float8: the new checkpoint is written, but {path} of the older one could not "
+                    f"be removed ({error}); remove it: some readers prefer it to the index",
+                    stacklevel=3,
+                )
 
 
 def _to_disk(path: Path) -> None:

@@ -1,16 +1,11 @@
-"""Models that ranks share: work that they do together, and weights of which each has a part."""
+"""Work that the ranks that share a model do together."""
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from float8.checkpoints.layouts import Layout
-from float8.formats import FLOAT8_MAX
-from float8.tensor import dtensor_like, is_dtensor
-from float8.tensor.ranks import amax_over, ranks_of_dims, sharding_groups
+from float8.tensor import is_dtensor
 
 _KINDS = (FileNotFoundError, OSError, ImportError, TypeError, ValueError)
 
@@ -63,38 +58,3 @@ class Together:
             self.agree()
             x = x.full_tensor()
         return x  # type: ignore[no-any-return]
-
-    def amax_of_all(self, x: Any) -> Callable[[Tensor], Tensor]:
-        """Return a function that makes amaxes those of all of a DTensor; collective."""
-        reduce = amax_over(sharding_groups(x))
-
-        def of_all(amax: Tensor) -> Tensor:
-            self.agree()
-            return reduce(amax)
-
-        return of_all
-
-
-def parts_have_own_scales(weight: Any, layout: Layout) -> bool:
-    """Whether no scale of a DTensor covers parts of two ranks; or there is one for all of them."""
-    if weight.dim() == 3:  # experts, each of which has scales of its own
-        return has_whole_experts(weight)
-    granularity, even = layout.granularity, True
-    for dim, ranks in ranks_of_dims(weight).items() if not granularity.one_scale else ():
-        size, block = weight.shape[dim], (granularity.height, granularity.width)[dim]
-        # Torch's chunks of chunks are whole blocks only where all are of one size.
-        uneven = size % ranks and weight.device_mesh.ndim > 1
-        even &= block == 1 or (block is not None and -(-size // ranks) % block == 0 and not uneven)
-    return even
-
-
-def has_whole_experts(weight: Any) -> bool:
-    """Whether each rank has whole experts of a DTensor [E, N, K]."""
-    return all(each.is_replicate() or each.is_shard(0) for each in weight.placements)
-
-
-def whole_of(part: Tensor, weight: Any, shape: tuple[int, ...]) -> Tensor:
-    """Return the tensor of which each rank has a part, as it has one of `weight`; collective."""
-    sent = part.view(torch.uint8) if part.dtype in FLOAT8_MAX else part  # Gloo knows no float8
-    whole = dtensor_like(sent, weight, torch.Size(shape)).full_tensor()
-    return whole.view(part.dtype)  # type: ignore[no-any-return]

@@ -1,6 +1,5 @@
 """Read checkpoints in float8, tensor by tensor."""
 
-import contextlib
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,13 +13,12 @@ from torch import Tensor, nn
 from float8.checkpoints.files import Checkpoint
 from float8.checkpoints.layouts import values_of
 from float8.checkpoints.names import SavedTensor, published_names, saved_tensors, unwrapped
-from float8.checkpoints.ranks import Together, has_whole_experts
+from float8.checkpoints.ranks import Together
 from float8.config import require_module
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.linear import Float8Linear
 from float8.linear.weight import in_float8_only
 from float8.tensor import high_precision, is_dtensor, local_tensor, reshard
-from float8.tensor.wrapper import as_inference_as
 
 
 def read_float8_checkpoint(
@@ -42,19 +40,13 @@ def read_float8_checkpoint(
         FileNotFoundError: a file is missing.
         TypeError: `dtype` is none in high precision.
         ValueError: the layout is none that is known; a weight has no scale, or one that does not
-            fit; a file is cut, damaged, or outside of the folder; `device` is none that is here.
+            fit; a file is cut, damaged, or outside of the folder.
+        RuntimeError, AssertionError: torch's own, for a `device` that is not here.
     """
     if dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"dtype: got {dtype}, expected one of {HIGH_PRECISION_DTYPES}")
-    checkpoint = Checkpoint(Path(folder), _checked_device(device))
+    checkpoint = Checkpoint(Path(folder), torch.empty(0, device=device).device)
     return ((name, checkpoint.read(name, dtype)) for name in checkpoint.names)
-
-
-def _checked_device(device: Any) -> torch.device:
-    try:
-        return torch.empty(0, device=device).device
-    except (AssertionError, RuntimeError, TypeError) as error:
-        raise ValueError(f"device: got {device!r}, expected one that is here: {error}") from error
 
 
 def load_float8_checkpoint(
@@ -86,18 +78,19 @@ def load_float8_checkpoint(
         ValueError: names or shapes of the checkpoint are not those of the model, a layer cannot
             take its weight, or one is there twice: joined and one by one, or with two values for a
             tied Parameter. Nothing is changed then.
-        ImportError, FileNotFoundError: as `read_float8_checkpoint`.
+        ImportError, FileNotFoundError, RuntimeError, AssertionError: as `read_float8_checkpoint`.
     """
     require_module(model, "model")
     reshard(model)
     with Together(model) as ranks:
-        device = _checked_device("cpu" if device is None else device)
+        device = torch.empty(0, device="cpu" if device is None else device).device
         places, checkpoint = _places(model), Checkpoint(Path(folder))
         names = _fitting(model, checkpoint, places)
         ranks.agree()  # nothing is changed where another rank has no such file
         for name in names:
-            # In inference mode only what is an inference tensor by now.
-            with as_inference_as(places[name].target.tensor), torch.no_grad():
+            old = places[name].target.tensor
+            # Inference tensors are written in that mode alone, and no others are made.
+            with torch.inference_mode(old.is_inference() and not old.is_meta), torch.no_grad():
                 _put(places[name], partial(checkpoint.read, name), device)
     left = [name for name, x in (*model.named_parameters(), *model.named_buffers()) if x.is_meta]
     if left:
@@ -186,6 +179,8 @@ def _require_fitting(name: str, place: _Place, checkpoint: Checkpoint) -> None:
     granularity = checkpoint.layout.granularity
     keeps = {layer._float8_plan.casts.weight.how.scaling_granularity for layer in layers}
     is_shared = is_dtensor(target)
+    placements = target.placements if is_shared else ()
+    whole_experts = all(each.is_replicate() or each.is_shard(0) for each in placements)
     if isinstance(dtype, torch.dtype) != target.dtype.is_floating_point:
         got, expected = f"dtype {dtype}", f"numbers like {target.dtype}"
     elif shape != wanted:
@@ -196,8 +191,8 @@ def _require_fitting(name: str, place: _Place, checkpoint: Checkpoint) -> None:
     elif is_shared and target.is_meta and len(layers) < len(place.target.uses):
         got, expected = "a sharded Parameter on the meta device", "memory to load into"
         expected += "; call model.to_empty(device=...) first"
-    elif is_shared and place.expert is not None and not has_whole_experts(target):
-        got = f"experts that are placed {target.placements}"
+    elif place.expert is not None and not whole_experts:
+        got = f"experts that are placed {placements}"
         expected = "Shard(0) or Replicate(): load the model before it is sharded"
     else:
         return
@@ -229,9 +224,7 @@ def _put(place: _Place, read: Callable[..., Tensor], device: Any) -> None:
 def _copy(to: Any, tensor: Tensor) -> None:
     """Write a tensor of a checkpoint into another one, of which a rank may have a part."""
     values = values_of(tensor.to(to.device)).to(to.dtype)
-    # An inference tensor can be written in that mode alone.
-    with torch.inference_mode() if to.is_inference() else contextlib.nullcontext():
-        to.copy_(_shared(values, to) if is_dtensor(to) else values)
+    to.copy_(_shared(values, to) if is_dtensor(to) else values)
 
 
 def _shared(whole: Tensor, like: Any) -> Any:

@@ -1,17 +1,15 @@
 """Write the weights of a model in float8: a checked `_Plan` first, then the bytes."""
 
-import contextlib
-import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -27,15 +25,14 @@ from float8.checkpoints.names import (
     saved_tensors,
     unwrapped,
 )
-from float8.checkpoints.ranks import Together, parts_have_own_scales, whole_of
+from float8.checkpoints.ranks import Together
 from float8.config import CastConfig, require_module
 from float8.experts import Float8Experts
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
 from float8.linear import Float8Linear
 from float8.linear.weight import in_float8_only
 from float8.quantize import Cast
-from float8.tensor import Float8Tensor, high_precision, is_dtensor, local_tensor, reshard
-from float8.tensor.ranks import sharding_groups
+from float8.tensor import Float8Tensor, high_precision, local_tensor, reshard
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,6 @@ def float8_weights(
     *,
     strategy: str | None = None,
     dtype: torch.dtype | None = None,
-    scale_dtype: torch.dtype = torch.float32,
     param_dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield names and tensors of a converted model as servers of float8 read them.
@@ -67,10 +63,9 @@ def float8_weights(
     published one by one come so, in float8, converted or not. One tensor is made at a time. What is
     not cast may share the memory of the model: copy it before the next step.
 
-    Of weights that ranks share (FSDP2, tensor parallel) each rank casts its own part, and ranks
-    gather bytes and scales: the same as of one rank. Where a scale would cover parts of two ranks
-    (blocks unless parts begin at multiples of 128, channels and experts that are cut) the weight is
-    gathered in high precision first. All ranks must iterate alike. FSDP2's weights are resharded.
+    Ranks that share a model (FSDP2, tensor parallel) gather one weight at a time, in high precision
+    but where it is in float8 only, and cast it as one rank does: each needs that much memory. All
+    ranks must iterate alike. FSDP2's weights are resharded.
 
     Args:
         model: converted; in training or evaluation, sharded by FSDP2 or whole.
@@ -81,21 +76,18 @@ def float8_weights(
         dtype: of what is not in float8. None: as the model has it, if most of its weights for
             float8 have 16 bits; else float32 becomes bfloat16, but for what the classes of
             transformers keep in float32.
-        scale_dtype: of scales: float32, or one in which they are the same numbers.
         param_dtype: that of FSDP2's `MixedPrecisionPolicy`, if it has one: weights are rounded to
             it before they are cast, as in training. None: they are cast as they are.
 
     Raises:
-        TypeError: `model` is no `nn.Module`; `dtype` or `param_dtype` is none in high precision,
-            or `scale_dtype` none in which scales can be read.
+        TypeError: `model` is no `nn.Module`; `dtype` or `param_dtype` is none in high precision.
         ValueError: `format` and `strategy` are none that is known, no layer is converted, one is in
             the float8 of another library or on the meta device, transformers could not load the
-            experts, or `scale_dtype` cannot hold a scale; safetensors cannot have a tensor (sparse,
-            nested, complex128), or two tensors have one name, such as that of a scale.
+            experts, or two tensors have one name, such as that of a scale.
     """
     require_module(model, "model")
     with Together(model) as ranks:
-        plan = _plan(model, format, strategy, dtype, scale_dtype, param_dtype)
+        plan = _plan(model, format, strategy, dtype, param_dtype)
         for tensors, _ in _written(plan, ranks):
             yield from tensors.items()
 
@@ -120,7 +112,6 @@ def save_float8_checkpoint(
     *,
     strategy: str | None = None,
     dtype: torch.dtype | None = None,
-    scale_dtype: torch.dtype = torch.float32,
     param_dtype: torch.dtype | None = None,
     max_shard_size: int = 5 * 10**9,
 ) -> tuple[WrittenWeight, ...]:
@@ -138,12 +129,11 @@ def save_float8_checkpoint(
     warning names older ones that cannot be removed.
 
     Args:
-        model: as for `float8_weights`, as are all but the folder and the size.
+        model: as for `float8_weights`.
         folder: the folder of the checkpoint; made if it does not exist.
         format: see there.
         strategy: see there.
         dtype: see there.
-        scale_dtype: see there.
         param_dtype: see there.
         max_shard_size: bytes of a file at most, but for a single tensor that is larger.
 
@@ -162,23 +152,22 @@ def save_float8_checkpoint(
     with Together(model) as ranks:
         if type(max_shard_size) is not int or max_shard_size < 1:
             raise ValueError(f"max_shard_size: got {max_shard_size!r}, expected bytes, 1 or more")
-        plan = _plan(model, format, strategy, dtype, scale_dtype, param_dtype)
+        plan = _plan(model, format, strategy, dtype, param_dtype)
         described = _config_of(unwrapped(model), plan.dtype)
         config = json.dumps(described | {"quantization_config": plan.config}, indent=2)
         import_safetensors()
         if ranks.number != 0 and not ranks.meshes:
             return ()
         sources = [(each.x.dtype, each.x.shape, *each[1:]) for each in plan.sources]
-        mine = repr((*plan[:3], max_shard_size, sources))
-        if len({*ranks.agree(said=hashlib.sha256(mine.encode()).digest())}) > 1:
+        if len({*ranks.agree(said=repr((*plan[:2], max_shard_size, sources)))}) > 1:
             raise ValueError(
                 "model: got ranks with other models or arguments, expected the same on all: "
                 "together they write one checkpoint"
             )
         if ranks.meshes and not any(0 in mesh.mesh for mesh in ranks.meshes):
             raise ValueError("model: got one that rank 0 has no part of, expected one: it writes")
-        beside = NewFiles.beside(Path(folder), max_shard_size)
-        with beside if ranks.number == 0 else contextlib.nullcontext() as files:
+        writes = ranks.number == 0
+        with NewFiles(Path(folder), max_shard_size) if writes else nullcontext() as files:
             notes = []
             for tensors, note in _written(plan, ranks, measured=True):
                 notes += [note] if note else []
@@ -217,7 +206,6 @@ class _Plan(NamedTuple):
     """The tensors of a model that are written, and how."""
 
     layout: Layout
-    scale_dtype: torch.dtype
     dtype: torch.dtype  # of most of what is not in float8
     sources: list[_Source]
     config: dict[str, Any]  # the `quantization_config` of `config.json`
@@ -228,15 +216,13 @@ def _plan(
     format: str,
     strategy: str | None,
     dtype: torch.dtype | None = None,
-    scale_dtype: torch.dtype = torch.float32,
     param_dtype: torch.dtype | None = None,
 ) -> _Plan:
     """Return what is written of a model; raises, as `float8_weights`, unless it can be."""
-    dtypes = {"dtype": dtype, "param_dtype": param_dtype, "scale_dtype": scale_dtype}
-    for name, got in dtypes.items():
-        known = HIGH_PRECISION_DTYPES + (() if name == "scale_dtype" else (None,))
-        if got not in known:
-            raise TypeError(f"{name}: got {got!r}, expected one of {known}")
+    for name, got in (("dtype", dtype), ("param_dtype", param_dtype)):
+        if got not in (None, *HIGH_PRECISION_DTYPES):
+            expected = f"None or one of {HIGH_PRECISION_DTYPES}"
+            raise TypeError(f"{name}: got {got!r}, expected {expected}")
     layout = layout_named(format, strategy)
     reshard(model)
     if hasattr(model, "peft_config"):
@@ -275,33 +261,21 @@ def _plan(
             stays = kept(name) if masters else dtype is None
             sources.append(_Source(x, names, None if stays else rest))
     _require_own_names(sources, layout.scale_suffix)
-    return _Plan(layout, scale_dtype, rest, sources, config)
-
-
-# The dtypes of tensors beside weights in float8 that safetensors has.
-_STORED = {*HIGH_PRECISION_DTYPES, torch.float64, torch.complex64, torch.bool, torch.uint8}
-_STORED |= {torch.uint16, torch.uint32, torch.uint64}
-_STORED |= {torch.int8, torch.int16, torch.int32, torch.int64}
+    return _Plan(layout, rest, sources, config)
 
 
 def _require_stored(saved: SavedTensor, in_float8: bool) -> None:
-    """Raise a `ValueError` unless files can have a tensor."""
+    """Raise a `ValueError` unless a tensor has values of its own, in memory."""
     x, (name, module, _) = saved.tensor, saved.uses[0]
     inner = local_tensor(high_precision(x))
-    is_plain = in_float8 or not hasattr(inner, "__tensor_flatten__")
-    is_dense = x.layout == torch.strided and not x.is_nested
     if is_lazy(x) or x.is_meta:
         got, do = f"a tensor without values, on {x.device}", "run the model once, or load it"
-    elif not is_plain:
+    elif not in_float8 and hasattr(inner, "__tensor_flatten__"):
         got = f"a {type(inner).__name__}, in a {type(module).__name__}"
         do = "load the model dequantised, or call convert_to_high_precision(model)"
-    elif not (is_dense and x.dtype in _STORED):
-        got = f"a tensor of {x.dtype} and {x.layout}{', nested' * x.is_nested}"
-        do = "load the model dequantised, convert it, or make the buffer with persistent=False"
     else:
         return
-    expected = "a plain tensor with values that safetensors takes"
-    raise ValueError(f"{name}: got {got}, expected {expected}; {do}")
+    raise ValueError(f"{name}: got {got}, expected a plain tensor with values; {do}")
 
 
 def _kept_in_float32(model: nn.Module) -> Callable[[str], Any]:
@@ -379,85 +353,43 @@ def _require_own_names(sources: list[_Source], suffix: str) -> None:
 # ---------------------------------------------------------------- one after the other
 
 
-InFloat8 = tuple[Tensor, ...]  # bytes [N, K], scales as published, and, where measured, `_powers`
-
-
 @torch.no_grad()
 def _written(
     plan: _Plan, ranks: Together, measured: bool = False
 ) -> Iterator[tuple[dict[str, Tensor], WrittenWeight | None]]:
-    """Yield each tensor by its name, with its scales, and a note of it if there is one."""
-    layout = plan.layout
+    """Yield each tensor by its name, with its scales, and a note of it if it was `measured`."""
     for source in plan.sources:
         x: Any = high_precision(source.x.detach())
         in_8_bits = isinstance(local_tensor(x), Float8Tensor)
         if source.dtype and x.dtype in HIGH_PRECISION_DTYPES and not in_8_bits:
             x = x.to(source.dtype)
+        x = ranks.whole(x)
         if source.how is None:
-            yield {source.names[0][0]: ranks.whole(x)}, None
+            yield {source.names[0][0]: x}, None
             continue
-        if is_dtensor(x) and not parts_have_own_scales(x, layout):
-            x = ranks.whole(x)
-        shape, experts = (x.shape[-2] // len(source.names), x.shape[-1]), x.dim() == 3
-        reduce = ranks.amax_of_all(x) if is_dtensor(x) and not experts else None
-        cast = Cast(source.how, reduce=reduce)
-        parts = local_tensor(x).split(shape[0], 1) if experts else [[local_tensor(x)]]
+        experts = x.dim() == 3
+        parts = x.chunk(len(source.names), 1) if experts else [[x]]
         for names, part in zip(source.names, parts, strict=True):
-            made: Iterable[InFloat8] = (_cast(each, cast, layout, measured) for each in part)
-            if is_dtensor(x):
-                mine = [*made]
-                ranks.agree()
-                made = _of_all_ranks(mine, x, shape, layout, measured)
-            for name, (data, scale, *powers) in zip(names, made, strict=True):
+            for name, weight in zip(names, part, strict=True):
+                made = _cast(weight, source.how)
+                data, scale = plan.layout.published(made)
                 if experts and scale.dim() == 0:
                     scale = scale.reshape(1, 1)  # transformers joins these
-                stored = scale.to(plan.scale_dtype)
-                if stored.dtype != torch.float32 and not torch.equal(stored.float(), scale):
-                    raise ValueError(
-                        f"scale_dtype: got {stored.dtype}, expected torch.float32: it would round "
-                        f"the scales, and so change all values"
-                    )
-                note = WrittenWeight(name, source.as_trained, _sqnr(*powers)) if powers else None
-                yield {name: data, name + layout.scale_suffix: stored}, note
+                note = None
+                if measured:
+                    note = WrittenWeight(name, source.as_trained, _sqnr(made, weight))
+                yield {name: data, name + plan.layout.scale_suffix: scale}, note
 
 
-def _cast(values: Any, cast: Cast, layout: Layout, measured: bool) -> InFloat8:
-    """Cast a weight [N, K], or a part of one; bytes that have these scales stay."""
-    made, in_8_bits = values, isinstance(values, Float8Tensor)
-    if not in_8_bits or values._granularity is not layout.granularity:
-        values = values.to_original_precision() if in_8_bits else values
-        made = in_float8_only(values, cast)
-    return *layout.published(made), *([_powers(made, values)] if measured else [])
+def _cast(weight: Tensor, how: CastConfig) -> Float8Tensor:
+    """Cast a weight [N, K]; bytes that have these scales stay."""
+    if isinstance(weight, Float8Tensor) and weight._granularity is not how.scaling_granularity:
+        weight = weight.to_original_precision()
+    return in_float8_only(weight, Cast(how))
 
 
-def _of_all_ranks(
-    made: list[InFloat8], x: Any, shape: tuple[int, int], layout: Layout, measured: bool
-) -> Iterable[InFloat8]:
-    """Return the casts of all of a weight, or of all experts, of which each rank has made some."""
-    if x.dim() == 2:
-        ((data, scale, *powers),) = made
-        if not layout.granularity.one_scale:
-            scale = whole_of(scale, x, layout.scale_shape(shape))
-        for group in sharding_groups(x) if measured else ():
-            dist.all_reduce(powers[0], group=group)
-        return [(whole_of(data, x, shape), scale, *powers)]
-    stacked = []
-    sizes = (shape, E4M3), (layout.scale_shape(shape), torch.float32), ((2,), torch.float64)
-    for i, (size, dtype) in enumerate(sizes[: 2 + measured]):
-        mine = torch.empty(len(made), *size, dtype=dtype, device=x.device)
-        for row, each in zip(mine, made, strict=True):
-            row.copy_(each[i])
-        stacked.append(whole_of(mine, x, (len(x), *size)))
-    return zip(*stacked, strict=True)
-
-
-def _powers(made: Float8Tensor, values: Tensor) -> Tensor:
-    """Return the sums of squares of values, and of the noise of their cast: [2] float64."""
-    values = values_of(values).float()
-    return torch.stack([x.double().square().sum() for x in (values, values_of(made) - values)])
-
-
-def _sqnr(powers: Tensor) -> float:
-    """Return an SQNR in dB, of the sums that `_powers` returns."""
-    signal, noise = powers.unbind()
+def _sqnr(made: Float8Tensor, weight: Tensor) -> float:
+    """Return the SQNR of a cast against its weight, in dB."""
+    values = values_of(weight).float()
+    signal, noise = (x.double().square().sum() for x in (values, values_of(made) - values))
     return 10 * torch.log10(signal / noise).item() if noise else float("inf")

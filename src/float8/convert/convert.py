@@ -210,7 +210,7 @@ def _require_changeable(
 def _require_gatherable(part: nn.Module, fqn: str) -> None:
     """Raise a `ValueError` if a weight of `part` cannot become one that FSDP2 gathers in float8."""
     hooks = "_backward_hooks", "_post_accumulate_grad_hooks"
-    for weight in _weights_to_gather(part):
+    for weight in map(part._parameters.get, names_to_gather(part)):
         if is_dtensor(weight):
             got = "a DTensor as weight, which enable_fsdp_float8_all_gather cannot prepare"
             raise _refused(fqn, got, "convert the model first, then call fully_shard")
@@ -223,20 +223,14 @@ def _refused(fqn: str, got: str, do: str) -> ValueError:
     return ValueError(f"layer {fqn or '(root)'!r}: got {got}, expected one to change; {do}")
 
 
-def _weights_to_gather(part: nn.Module) -> list[Any]:
-    """Return the Parameters that FSDP2 may gather in float8, if a configuration says so."""
-    if isinstance(part, nn.Linear):
-        return [part._parameters.get("weight")]
-    return [part._parameters[name] for name in names_to_gather(part)]
-
-
 def _fsdp_has_weights(part: Float8Linear | Float8Experts) -> bool:
     """Whether FSDP2 gathers a weight in float8: it has shards, or they are gathered now."""
+    parameters: Any = part._parameters
     only = isinstance(part, Float8Linear) and part._float8_keeps_no_master
     return any(
         (isinstance(local, Float8GatherWeight) and local is not weight)
         or (isinstance(local, Float8Tensor) and not only)
-        for weight in _weights_to_gather(part)
+        for weight in map(parameters.get, names_to_gather(part))
         for local in [local_tensor(weight)]
     )
 

@@ -1,5 +1,6 @@
 """Report what a conversion did, layer by layer."""
 
+import json
 import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -97,17 +98,9 @@ class ConversionReport:
         return tuple(layer for layer in self.layers if layer.skip_reason is not None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it in plain dicts, lists, strings and numbers, as JSON has them.
-
-        Keys: `share`, and the fields of this class, whose lists have dicts of the fields of each.
-        """
-        return {
-            "share": self.share,
-            "chosen_for": [*self.chosen_for],
-            "layers": [asdict(layer) for layer in self.layers],
-            "others": [{**asdict(other), "shape": [*other.shape]} for other in self.others],
-            "experts": [asdict(each) for each in self.experts],
-        }
+        """Return `share` and all fields in plain dicts, lists, strings and numbers, as of JSON."""
+        plain: dict[str, Any] = json.loads(json.dumps({"share": self.share, **asdict(self)}))
+        return plain
 
     def __str__(self) -> str:
         count = f"{len(self.converted)} of {len(self.layers)} linear layers"

@@ -47,7 +47,7 @@ def grouped_linear(
             held or in float8 only, or the GEMM of `output` or `grad_input` in high precision.
         RuntimeError: the device has no such GEMM and `config.emulate` is False.
     """
-    config = as_config("rowwise" if config is None else config, keep=False)
+    config = as_config("rowwise" if config is None else config)
     if config.float8_weights is Float8Weights.HELD:
         raise ValueError(
             f"grouped_linear: got a config with float8_weights=HELD, which belongs to a module "

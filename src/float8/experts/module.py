@@ -8,7 +8,7 @@ as torchtitan's. Modules of one's own call `grouped_linear`.
 import functools
 import inspect
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +19,15 @@ from float8.config import CastSite, Float8LinearConfig
 from float8.experts.functional import apply_grouped
 from float8.formats import E5M2, FLOAT8_MAX, GEMM_ALIGNMENT, lacks_float8_gemm
 from float8.linear.functional import autocast_dtype
-from float8.linear.plan import EXPECTED, LinearPlan, no_grouped_gemm, plan_linear
+from float8.linear.plan import EXPECTED, no_grouped_gemm, plan_linear
 from float8.linear.source import (
     about_forward,
-    class_like,
+    new_class,
     not_in_high_precision,
-    own_names,
     replaced_forward,
 )
 from float8.linear.weight import Float8Module, can_be_held, hold
-from float8.tensor import gathered_like, high_precision, is_dtensor, is_fsdp_module, local_tensor
+from float8.tensor import is_dtensor, is_fsdp_module, local_tensor
 
 
 class ExpertsWeight(NamedTuple):
@@ -43,23 +42,10 @@ class ExpertsWeight(NamedTuple):
 class Float8Experts(Float8Module):
     """The base of experts in float8, beside the class that they had."""
 
-    _float8_config: Float8LinearConfig
-    _float8_plan: LinearPlan
-    _float8_source_class: ClassVar[type[nn.Module]]
-    """The class that it had, and has again after `convert_to_high_precision`."""
-    _float8_why_never_held: ClassVar[str | None] = None
-    """The reason why its weights are cast at each use."""
-
     def _float8_set_up(self, config: Float8LinearConfig) -> None:
         """Take this configuration."""
         self._float8_config, self._float8_plan = config, plan_linear(config, grouped=True)
         self._float8_set_held()
-
-    def _float8_become_high_precision(self) -> None:
-        """Turn this very object back into what it was."""
-        for name in own_names(Float8Experts) & vars(self).keys():
-            del self.__dict__[name]
-        self.__class__ = self._float8_source_class  # type: ignore[assignment]
 
     def _float8_product(self, x: Tensor, weight: Any, offs: Tensor, name: str = "") -> Tensor:
         """Multiply groups of rows [T, K] by weights [E, N, K]; `name`: of their Parameter."""
@@ -98,24 +84,6 @@ class Float8Experts(Float8Module):
         # An attribute where FSDP1 has gathered it, or PEFT adds to it.
         weight = getattr(self, name)
         return weight.transpose(1, 2) if lies_transposed(self) else weight
-
-    # ---------------------------------------------------------------- as any module
-
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for key in [] if keep_vars else map(prefix.__add__, self._parameters):
-            if key in destination:
-                destination[key] = high_precision(destination[key])
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        before = {**self._parameters}
-        super()._load_from_state_dict(*args, **kwargs)
-        for name, old in before.items():
-            new: Any = self._parameters[name]
-            if new is not old:  # by assign=True
-                self._parameters[name] = gathered_like(new, old)
 
     def extra_repr(self) -> str:
         """Return what its class says, the recipe, and what runs otherwise than in a layer."""
@@ -240,7 +208,9 @@ def weights_of(module: nn.Module) -> list[ExpertsWeight]:
 
 
 def names_to_gather(module: nn.Module) -> list[str]:
-    """Return the names of weights that FSDP2 can gather in float8: those that lie as [E, N, K]."""
+    """Return the names of weights that FSDP2 can gather in float8: [N, K], or lie as [E, N, K]."""
+    if isinstance(module, nn.Linear):
+        return ["weight"]
     if lies_transposed(module):
         return []
     parameters: Any = module._parameters
@@ -272,7 +242,7 @@ def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | 
             return f"got {name}, a {reason}"
         if not config.emulate and (N % GEMM_ALIGNMENT or K % GEMM_ALIGNMENT):
             return f"got {name} with N={N} and K={K}, expected multiples of {GEMM_ALIGNMENT}"
-        reason = lacks_float8_gemm(local_tensor(parameter).device, True)
+        reason = lacks_float8_gemm(local_tensor(parameter).device, only_hopper=True)
         if not config.emulate and reason is not None:
             return f"{reason}; set emulate=True to compute in high precision instead"
     return None
@@ -303,5 +273,8 @@ def convert_experts(module: Any, config: Float8LinearConfig) -> None:
 
 @functools.cache
 def class_of_experts(kind: Any, source: Any) -> Any:
-    """Return a subclass of `source` that is a `kind` of experts, too."""
-    return class_like(source, kind, class_of_experts, (kind, source), _float8_source_class=source)
+    """Return a subclass that is a `kind` of experts, too; by its names libraries find modules."""
+    members = {name: getattr(source, name) for name in ("__module__", "__qualname__", "__doc__")}
+    members["_float8_source_class"] = source
+    bases = kind, source
+    return new_class(source.__name__, bases, class_of_experts, bases, **members)

@@ -14,12 +14,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from float8.config import ConfigOrRecipe, Float8LinearConfig, as_config, require_module
+from float8.config import (
+    ConfigOrRecipe,
+    Float8LinearConfig,
+    Float8Weights,
+    as_config,
+    require_module,
+)
 from float8.linear import Float8Linear, unsupported
 from float8.linear.sharded import Shards, linear_of_shards
 from float8.linear.source import become, shallow_copy
 from float8.parallel.ddp import tell_ddp_what_to_ignore
-from float8.tensor.ranks import amax_over
 
 
 class Float8ParallelLinear(Float8Linear):
@@ -29,7 +34,7 @@ class Float8ParallelLinear(Float8Linear):
     _float8_mesh: DeviceMesh | Any = None  # of one dim: the ranks that hold parts of the weight
     _float8_placements: tuple[Placement, Placement, Placement, Placement] | Any = None
     """Of the input as it comes, of weight and bias, and of the output as it goes."""
-    _float8_holds_part = True
+    _float8_why_never_held = "a part of one, of model parallel"
 
     @classmethod
     def from_parallel(
@@ -67,10 +72,13 @@ class Float8ParallelLinear(Float8Linear):
         bias = None if self.bias is None else self._float8_on_mesh(self.bias, of_bias)
         if of_weight.is_shard(1) and before.is_replicate():
             x = x.redistribute(placements=[Shard(x.dim() - 1)])
-        casts = self._float8_casts(amax_over([self._float8_mesh.get_group()]))
+        casts = self._float8_casts(self._float8_mesh)
         y = linear_of_shards(x, weight, bias, self._float8_shards, self._float8_plan, casts)
         local: Tensor = y.redistribute(placements=[after]).to_local()
         return local
+
+    def _float8_groups(self) -> tuple[Any, ...]:
+        return (self._float8_mesh.get_group(),)
 
     def _float8_on_mesh(self, x: Tensor, placement: Placement) -> DTensor:
         return DTensor.from_local(x, self._float8_mesh, [placement], run_check=False)
@@ -124,12 +132,17 @@ def swap_tp_linear_with_float8_linear(
     if not model_parallel_is_initialized():
         got = "swap_tp_linear_with_float8_linear: got no model-parallel group, expected one"
         raise RuntimeError(f"{got}; call fairscale's initialize_model_parallel first")
+    if config.enable_fsdp_float8_all_gather or config.float8_weights is Float8Weights.ONLY:
+        raise ValueError(
+            "config: got enable_fsdp_float8_all_gather=True or float8_weights=ONLY, expected "
+            "neither: of each weight ranks hold parts, of which FSDP knows nothing"
+        )
     made: dict[nn.Module, Float8ParallelLinear] = {}
     for fqn, mod in model.named_modules():
         cls = _CLASSES.get(type(mod))
         if cls is None or not module_filter_fn(mod, fqn):
             continue
-        if problem := unsupported(mod, config, [type(mod)], cls):
+        if problem := unsupported(mod, config, [type(mod)]):
             raise ValueError(f"layer {fqn or '(root)'!r}: {problem}")
         made[mod] = cls.from_parallel(mod, config, sequence_dim if sequence_parallel else None)
     for mod, new in made.items():

@@ -49,7 +49,6 @@ class Float8Callback(TrainerCallback, ExportableState):
         # A checkpoint written without this callback has no entry of ours, but is saved with one.
         entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if state.global_step > 0:  # resumed
-            entry = _last(entry)
             told = [self._not_loaded(entry) if state.is_world_process_zero else None]
             if args.world_size > 1 and dist.is_initialized():
                 dist.broadcast_object_list(told)  # from rank 0: all of them raise, and none waits
@@ -57,7 +56,7 @@ class Float8Callback(TrainerCallback, ExportableState):
                 do = "Make the model from that checkpoint by its `from_pretrained`, convert it, and"
                 raise ValueError(f"Float8Callback: {told[0]}. {do} resume with it")
             self._take(entry["attributes"]["delayed"])
-        ours = [f"{name}.{key}" for name, x in self._delayed().items() for key in _buffers(x)]
+        ours = [f"{name}.{key}" for name, x in self._delayed().items() for key in x._float8_state()]
         theirs = getattr(model, "_keys_to_ignore_on_save", None) or ()
         model._keys_to_ignore_on_save = {*theirs, *ours, *map(plain_name, ours)}  # type: ignore[assignment]
         self._attachment = attach_to_optimizer(model, optimizer, group=self._group)
@@ -65,22 +64,19 @@ class Float8Callback(TrainerCallback, ExportableState):
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End the attachment; what `trainer.save_state()` writes from now on is the last state."""
         self._detach()
-        entries, name = state.stateful_callbacks, type(self).__name__
+        name = type(self).__name__
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
         if best and (file := Path(best, "trainer_state.json")).exists():
             saved = json.loads(file.read_text())["stateful_callbacks"].get(name)
             if state.is_world_process_zero and (problem := self._not_loaded(saved)):
                 do = f"load the best model from {best} by its `from_pretrained`"
                 warnings.warn(f"float8: load_best_model_at_end: {problem}; {do}", stacklevel=2)
-        if isinstance(entries.get(name), list):
-            entries[name][-1] = self.state()
-        else:
-            entries[name] = self.state()
+        state.stateful_callbacks[name] = self.state()
 
     def state(self) -> dict[str, Any]:
         """Return the state that the `Trainer` writes into `trainer_state.json`."""
         saved = {
-            plain_name(name): {key: layer.get_buffer(key).tolist() for key in _buffers(layer)}
+            plain_name(name): {key: x.tolist() for key, x in layer._float8_state().items()}
             for name, layer in self._delayed().items()
         }
         weights = {name: values.tolist() for name, values in self._samples().items()}
@@ -110,7 +106,7 @@ class Float8Callback(TrainerCallback, ExportableState):
 
         What is not there in the same shape, as on other ranks, is passed over.
         """
-        saved = _last(entry)["attributes"].get("weights", {}) if entry else {}
+        saved = entry["attributes"].get("weights", {}) if entry else {}
         wrong = []
         for name, values in self._samples().items():
             then = torch.tensor(saved.get(name, values.tolist()), dtype=torch.float64)
@@ -136,12 +132,3 @@ class Float8Callback(TrainerCallback, ExportableState):
         modules = () if model is None else model.named_modules(remove_duplicate=False)
         delayed = {name: x for name, x in modules if isinstance(x, Float8Linear)}
         return {name: layer for name, layer in delayed.items() if layer._float8_delayed}
-
-
-def _last(entry: Any) -> Any:
-    """Return what was written last: given twice, a callback has a list."""
-    return entry[-1] if isinstance(entry, list) else entry
-
-
-def _buffers(layer: Float8Linear) -> list[str]:
-    return [key for site in layer._float8_delayed for key in site.buffers]

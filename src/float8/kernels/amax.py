@@ -8,7 +8,7 @@ from torch import Tensor
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.kernels.numeric import float32_bits, magnitude_bits
 from float8.kernels.runtime.launch import Launch, allocator, takes_triton_directly
-from float8.kernels.runtime.ops import cuda, register
+from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.private import surely
 from float8.kernels.runtime.triton import jit, sm_count, tl
 
@@ -28,9 +28,9 @@ def amax(x: Tensor) -> Tensor:
         if x.dim() > 1:
             x = x.abs().amax(dim=-1)  # of rows first: that fuses into producers of any shape
         return x.abs().amax().to(torch.float32)
-    direct = x.is_cuda and takes_triton_directly(x)
-    result: Tensor = (cuda.amax if direct else torch.ops.float8.amax.default)(x)
-    return result
+    if x.is_cuda and takes_triton_directly(x):
+        return amax_triton(x)
+    return torch.ops.float8.amax.default(x)  # type: ignore[no-any-return]
 
 
 def describe(x: Tensor) -> str:

@@ -18,7 +18,7 @@ from float8.formats import E4M3, HIGH_PRECISION_DTYPES, ceil16
 from float8.kernels import cast_kernels, tiles
 from float8.kernels.amax import HIGH_PRECISION, amax_reference, describe, is_dense, measuring
 from float8.kernels.runtime.launch import Launch, Layout, allocator, takes_triton_directly
-from float8.kernels.runtime.ops import cuda, register
+from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.private import surely
 from float8.kernels.runtime.triton import has_float8_conversion
 from float8.scales import DelayedScale, Operand, amax_to_scale
@@ -75,9 +75,9 @@ def cast(
     direct = x.is_cuda and takes_triton_directly(x, scale, amax)
     wanted = row, col, pad_rows, how.power_of_2
     if state is not None:
-        delayed = cuda.cast_delayed if direct else torch.ops.float8.cast_delayed.default
-        out = delayed(x, scale, amax, how.dtype, *wanted, record)
-        return Operand(out[1], out[0]) if row else None, Operand(out[2], out[0]) if col else None
+        delayed = _cast_delayed_triton if direct else torch.ops.float8.cast_delayed.default
+        used, of_row, of_col = delayed(x, scale, amax, how.dtype, *wanted, record)
+        return Operand(of_row, used) if row else None, Operand(of_col, used) if col else None
     if of.width is not None:
         # Nothing gained, and Inductor's C++ (torch 2.13) drops the last run where it is not whole.
         traced = traced and x.shape[1] % of.width == 0 and x.stride(1) == 1
@@ -85,12 +85,11 @@ def cast(
     if traced and not of.one_scale and surely(x.numel() != 0):
         out = cast_reference(x.detach(), *given)
     else:
-        out = (cuda.cast if direct else torch.ops.float8.cast.default)(x, *given, after)
+        out = (_cast_triton if direct else torch.ops.float8.cast.default)(x, *given, after)
     if of.one_scale:
-        used = out[0] if scale is None else scale
-        of_row = Operand(out[-1 - col], used) if row else None
-        return of_row, Operand(out[-1], used) if col else None
-    return Operand(out[0], out[1]) if row else None, Operand(out[-2], out[-1]) if col else None
+        used, *data = out if scale is None else (scale, *out)
+        return Operand(data[0], used) if row else None, Operand(data[-1], used) if col else None
+    return Operand(*out[:2]) if row else None, Operand(*out[-2:]) if col else None
 
 
 def refusal(x: Tensor) -> Exception:
@@ -257,17 +256,18 @@ _ONE: Layout = ((), (), torch.float32)
 
 
 def _cast_fake(x: Tensor, scale: Tensor | None, height: int | None, *how: Any) -> list[Tensor]:
-    """Uninitialised results of `cast_reference`."""
+    """Make uninitialised results of `cast_reference`."""
     made = [_ONE if height is None and scale is None else None]
-    made += layouts(x.shape, height, *how[:5])
+    made += layouts(x.shape, height, *how[:5])  # up to `pad_rows`; the rest changes no sizes
     return [x.new_empty_strided(*each[:2], dtype=each[2]) for each in made if each is not None]
 
 
 def _cast_delayed_fake(x: Tensor, scale: Tensor, amax: Tensor, *how: Any) -> tuple[Tensor, ...]:
     # Ops that write an argument must return a fixed number: the compiler's functionalisation takes
     # no list. So there is an empty tensor for a layout that was not asked for.
-    along, _, across, _ = layouts(x.shape, None, None, *how[:4])
-    made = (each or ((0,), (1,), x.dtype) for each in (_ONE, along, across))
+    dtype, row, col, pad_rows, *_ = how
+    of_row, _, of_col, _ = layouts(x.shape, None, None, dtype, row, col, pad_rows)
+    made = (each or ((0,), (1,), x.dtype) for each in (_ONE, of_row, of_col))
     return tuple(x.new_empty_strided(*each[:2], dtype=each[2]) for each in made)
 
 
@@ -275,6 +275,9 @@ def _cast_delayed_fake(x: Tensor, scale: Tensor, amax: Tensor, *how: Any) -> tup
 
 WIDEST_ROW = 32768
 """Programs hold rows of up to this many elements in registers; longer ones are read twice."""
+
+_ROUNDED_BY_THE_KERNEL = torch.float32, torch.bfloat16
+"""The dtype of x and that to which the kernel that casts rounds it first; torch rounds others."""
 
 
 def _cast_triton(
@@ -291,32 +294,35 @@ def _cast_triton(
     after: Tensor | None = None,
 ) -> list[Tensor]:
     wanted = height, width, dtype, row, col, pad_rows, power_of_2
-    rounded = (x.dtype, via) == (torch.float32, torch.bfloat16) and scale is not None
+    rounded = via is not None and scale is not None and (x.dtype, via) == _ROUNDED_BY_THE_KERNEL
     if via is not None and not rounded:
         x = x.to(via)
     if x.numel() == 0:
         return cast_reference(x, scale, *wanted)
     source = cast_kernels.MEASURED if scale is None and height is None else cast_kernels.GIVEN
-    way = _way(x.dtype, x.shape, x.stride(), x.device, source, rounded, False, *wanted)
-    return [made for made in way(x, scale, None) if made is not None]
+    launch = _planned(x.dtype, x.shape, x.stride(), x.device, source, rounded, False, *wanted)
+    return [made for made in launch(x, scale, None) if made is not None]
 
 
 def _cast_delayed_triton(
-    x: Tensor, scale: Tensor, amax: Tensor, *how: Any
+    x: Tensor, scale: Any, amax: Any, *how: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     if x.numel() == 0:
         return cast_delayed_reference(x, scale, amax, *how)
     *wanted, record = None, None, *how
-    way = _way(x.dtype, x.shape, x.stride(), x.device, cast_kernels.HISTORY, False, record, *wanted)
-    used, of_row, _, of_col, _ = way(x, scale, amax if record else None)
+    about = x.dtype, x.shape, x.stride(), x.device
+    launch = _planned(*about, cast_kernels.HISTORY, False, record, *wanted)
+    used, of_row, _, of_col, _ = launch(x, scale, amax if record else None)
     if record:
         torch.autograd.graph.increment_version(amax)  # as PyTorch does
-    absent = x.new_empty((0,))
-    return used, absent if of_row is None else of_row, absent if of_col is None else of_col
+    if of_row is None or of_col is None:
+        absent = x.new_empty((0,))
+        return used, absent if of_row is None else of_row, absent if of_col is None else of_col
+    return used, of_row, of_col
 
 
 @functools.lru_cache(maxsize=4096)
-def _way(
+def _planned(
     element: torch.dtype,
     shape: tuple[int, int],
     strides: tuple[int, int],
@@ -326,18 +332,19 @@ def _way(
     record: bool,
     *wanted: Any,
 ) -> Callable[..., tuple[Any, ...]]:
-    """Plan the way from a tensor, a scale and an amax to what is made, None for what is not.
+    """Plan the launches that cast tensors of one kind: a function of a tensor, a scale, an amax.
 
-    That is the scale, row data and their scales, column data and theirs.
+    It returns the scale, row data and their scales, column data and theirs; None for what is not
+    made.
     """
     height, width, dtype, row, col, pad_rows, power_of_2 = wanted
     covers = cast_kernels.BLOCKS[height, width]
     if source != cast_kernels.GIVEN and not is_dense(shape, strides):
         dense = (shape[1], 1)
-        of_copy = _way(element, shape, dense, device, source, rounded, record, *wanted)
+        of_copy = _planned(element, shape, dense, device, source, rounded, record, *wanted)
         return lambda x, *state: of_copy(x.contiguous(), *state)
     (R, C), (stride_r, stride_c) = shape, strides
-    made = layouts(shape, *wanted[:6])
+    made = layouts(shape, height, width, dtype, row, col, pad_rows)
     makes, pads = (row, col), (pad_rows or width is not None, True)
     if turned := stride_c != 1 and stride_r == 1:  # the kernel reads x.t()
         R, C, stride_r, stride_c = C, R, stride_c, stride_r
@@ -370,7 +377,7 @@ def _way(
         constants = (covers, *makes, *pads, source, above, record, rounded, *how)
         cast = tiles.tiled(cast_kernels.cast_kernel, shapes, device, (*integers, joined), constants)
 
-    def way(x: Tensor, scale: Tensor | None, amax: Tensor | None) -> tuple[Any, ...]:
+    def launch(x: Tensor, scale: Tensor | None, amax: Tensor | None) -> tuple[Any, ...]:
         along, along_scale, across, across_scale = [each and make(*each) for each in made]
         used = parts = None
         if of_parts is not None and measure is not None:
@@ -388,7 +395,7 @@ def _way(
             return used, across, across_scale, along, along_scale
         return used, along, along_scale, across, across_scale
 
-    return way
+    return launch
 
 
 def _casting_rows(

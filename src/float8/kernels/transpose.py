@@ -10,7 +10,7 @@ from float8.kernels import tiles
 from float8.kernels.amax import describe
 from float8.kernels.numeric import pack_words
 from float8.kernels.runtime.launch import Launch, allocator, takes_triton_directly
-from float8.kernels.runtime.ops import cuda, register
+from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
 
 BYTE_DTYPES = (*FLOAT8_MAX, torch.uint8, torch.int8)
@@ -27,9 +27,9 @@ def transpose_bytes(data: Tensor, *, after: Tensor | None = None) -> Tensor:
             f"transpose_bytes: data is {describe(data)}; expected a matrix [R, C] of "
             f"{BYTE_DTYPES}: data.t().contiguous() does for wider elements"
         )
-    direct = data.is_cuda and takes_triton_directly(data)
-    result: Tensor = (cuda.transpose if direct else torch.ops.float8.transpose.default)(data, after)
-    return result
+    if data.is_cuda and takes_triton_directly(data):
+        return _transpose_triton(data)
+    return torch.ops.float8.transpose.default(data, after)  # type: ignore[no-any-return]
 
 
 def transpose_reference(data: Tensor, after: Tensor | None = None) -> Tensor:

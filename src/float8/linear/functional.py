@@ -5,7 +5,6 @@ its row data; or the input itself under a compiler, which chooses what to keep. 
 what exists anyway is kept: see `Weight`.
 """
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from float8.kernels.runtime.private import (
 )
 from float8.linear.plan import Casts, LinearPlan, plan_linear
 from float8.linear.weight import TIMES_HELD, Weight
-from float8.quantize import Cast, columns, padded, quantize, recast
+from float8.quantize import Cast, padded, quantize, recast, to_col
 from float8.scales import Operand, Quantized
 from float8.tensor import Float8Tensor, local_tensor
 from float8.tensor.ranks import SharedTokens, arrived
@@ -58,12 +57,12 @@ def linear(
     Raises:
         TypeError: the dtype of `input` is not that of the weight, or no supported one; or one of
             them is a DTensor; or `config` is neither a configuration nor a name.
-        ValueError: the last dim of `input` is not K, or needs padding that `pad_inner_dim=False`
-            forbids; weight or bias has another shape; or `config` has delayed scaling.
+        ValueError: the last dim of `input` is not K, weight or bias has another shape, or `config`
+            has delayed scaling.
         RuntimeError: the device has no float8 GEMM and `config.emulate` is False; or the call is
             within a transform of torch.func.
     """
-    config = as_config(config, keep=False)
+    config = as_config(config)
     if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
         raise ValueError(
             f"linear: got a weight of shape {tuple(weight.shape)} and a bias of shape "
@@ -75,8 +74,6 @@ def linear(
             "to a layer; use Float8Linear, or CastConfig(scaling_type=ScalingType.DYNAMIC)"
         )
     plan = plan_linear(config)
-    if not plan.pad:
-        require_aligned(f"weight of shape {tuple(weight.shape)}", weight.shape, plan.alignment)
     return apply_linear(input, weight, bias, plan, plan.casts)
 
 
@@ -125,13 +122,6 @@ def apply_linear(
     else:
         rows = input if input.dim() == 2 else input.reshape(-1, K)
         needs = grad and input.requires_grad, grad and weight.requires_grad
-        if not plan.pad and needs[1] and plan.grad_weight is not None:
-            M = rows.shape[0] * (1 if enter is None else enter.ranks)
-            if surely(M != 0):
-                what = f"{M} tokens (all leading dims) for grad_weight"
-                require_aligned(what, (M,), plan.alignment)
-            else:  # data decide how many there are, and compiled code raises when it runs
-                torch._check(M % plan.alignment == 0)  # type: ignore[no-untyped-call]
         if isinstance(weight, Float8Tensor):
             other = None if plan.share_weight else "grad_input"
             of_weight = Weight(None, *operand_of("weight", weight, casts.weight, other))
@@ -187,15 +177,6 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type)
 
 
-def require_aligned(what: str, dims: Iterable[int], alignment: int) -> None:
-    """Raise a `ValueError` for dims that need padding, where `pad_inner_dim=False` forbids it."""
-    if any(dim % alignment for dim in dims):
-        raise ValueError(
-            f"Float8Linear: got {what}, expected a multiple of {alignment} in each dim; set "
-            f"pad_inner_dim=True to have them padded"
-        )
-
-
 def operand_of(role: str, x: Float8Tensor, cast: Cast, other: str | None) -> Operand:
     """Return what a GEMM reads of `x`, which was cast elsewhere; its amax is recorded.
 
@@ -244,18 +225,18 @@ class Call(NamedTuple):
         shape: tuple[int, int],
         dtype: torch.dtype,
         *,
-        columns: bool = False,
+        col: bool = False,
     ) -> Tensor:
-        """Multiply `a` by `b`, row data of a weight, to [M, N]; or by column data, to [M, K].
+        """Multiply `a` by `b`, row data of a weight, to [M, N]; `col`: column data, to [M, K].
 
         Compiled code that reads what is held has an op that sees if it is what the weight is then.
         """
-        gemm = self.plan.grad_input if columns else self.plan.output
+        gemm = self.plan.grad_input if col else self.plan.output
         assert gemm is not None
         if weight.col_data is not None and torch.compiler.is_compiling():
             of_a, of_b = gemm.granularities
             return TIMES_HELD(  # type: ignore[no-any-return]
-                *a, *b, weight.values.detach(), offs, self.turned, *shape, columns,
+                *a, *b, weight.values.detach(), offs, self.turned, *shape, col,
                 self.casts.weight.how.power_of_2, of_a.value, of_b.value, gemm.use_fast_accum,
                 gemm.emulate, dtype,
             )  # fmt: skip
@@ -278,14 +259,16 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def compute(
         input: Tensor, weight: Tensor, of_weight: Weight, offs: Tensor | None, call: Call
-    ) -> tuple[Tensor, bool, tuple[Tensor | None, ...]]:
-        """Return the output [M, N], whether the saved input is column data, and all that is saved.
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """Return the output [M, N] of the input [M, K], in the compute dtype, and what is saved.
 
-        The input is [M, K], in the compute dtype.
+        Of the input that is column data; or, for backward to cast, `rows`: row data, or values in
+        high precision, with the scale by which forward cast them.
         """
         plan, casts, compiling = call.plan, call.casts, torch.compiler.is_compiling()
-        in_float8 = call.need_grad_weight and plan.grad_weight is not None
-        M, col, ends, scale = input.shape[0], None, None, None
+        dw_in_float8 = call.need_grad_weight and plan.grad_weight is not None
+        row: Any = None
+        M, col, ends = input.shape[0], None, None
         if plan.output is None:
             y = input @ weight.to(input.dtype).t()
         else:
@@ -297,37 +280,39 @@ class Linear(torch.autograd.Function):
                 row, M = call.enter.cast(input, casts.input, traced=True), M * call.enter.ranks
             else:
                 # A compiler chooses what to keep: see `recast`.
-                now = in_float8 and plan.share_input and (offs is not None or not compiling)
+                now = dw_in_float8 and plan.share_input and (offs is not None or not compiling)
                 x = quantize(input, casts.input, row=True, col=now, traced=True, offs=offs)
                 row, col, ends = x.row, x.col, x.ends
             b = of_weight.row(casts.weight)
             shape = M, weight.shape[-2]  # read here: torch.jit.trace follows sizes
             y = call.by_weight(row, b, of_weight, offs, shape, input.dtype)
-            scale = row.scale
-            if of_weight.values is not None:  # whose columns are held, or backward casts them
+            if of_weight.values is not None:  # whose column data are held, or made in backward
                 one_scale = plan.share_weight and casts.weight.how.scaling_granularity.one_scale
                 again = one_scale and of_weight.col_data is None and offs is None
-                of_weight = of_weight._replace(row_data=None, row_scale=b.scale if again else None)
+                # Not by `_replace`, which takes four times as long.
+                scale_of_row = b.scale if again else None
+                of_weight = Weight(of_weight.values, None, scale_of_row, *of_weight[3:])
             del b
-        if in_float8 and not plan.share_input:
+        if dw_in_float8 and not plan.share_input:
             x = quantize(input, casts.input_for_grad_weight, col=True, offs=offs)
             col, ends = x.col, x.ends
-        kept: Any = None
-        if col is not None:
-            kept, scale = col
-        elif call.need_grad_weight and isinstance(input, Float8Tensor):
-            kept = input._data
-        elif call.need_grad_weight and call.enter is not None:
-            kept = row.data  # those of all ranks
-        elif call.need_grad_weight:
-            # Compiled code does not notice if somebody writes into what it keeps. Where nobody
-            # does, the compiler drops the copy.
-            kept = input.clone() if compiling else input
+        rows = None
+        if col is None and call.need_grad_weight:
+            if isinstance(input, Float8Tensor):
+                rows = input._data
+            elif call.enter is not None:
+                rows = row.data  # those of all ranks
+            else:
+                # Compiled code does not notice if somebody writes into what it keeps. Where nobody
+                # does, the compiler drops the copy.
+                rows = input.clone() if compiling else input
+        rows_scale = None if rows is None or row is None else row.scale
+        col_data, col_scale = col or (None, None)
         if not call.need_grad_input:
             of_weight = Weight()
         if call.leave is not None:
             y = arrived(call.leave.scatter(y))
-        return y, col is not None, (kept, scale, ends, offs, *of_weight)
+        return y, (rows, rows_scale, col_data, col_scale, ends, offs, *of_weight)
 
     @staticmethod
     def forward(
@@ -341,9 +326,9 @@ class Linear(torch.autograd.Function):
     ) -> Tensor:
         """Return the output; `computed` if a compiler has traced that by now."""
         if computed is None:
-            y, ctx.has_columns, saved = Linear.compute(input, weight, of_weight, offs, call)
+            y, saved = Linear.compute(input, weight, of_weight, offs, call)
         else:
-            y, ctx.has_columns, saved = computed
+            y, saved = computed
             y = own(y)
         ctx.save_for_backward(*saved)
         ctx.call = call
@@ -360,35 +345,35 @@ class Linear(torch.autograd.Function):
             raise RuntimeError(f"Float8Linear: got a backward within torch.func{_NO_TRANSFORM}")
         call: Call = ctx.call
         plan, casts = call.plan, call.casts
-        kept, scale, ends, offs, *of_weight = ctx.saved_tensors
+        rows, rows_scale, col_data, col_scale, ends, offs, *of_weight = ctx.saved_tensors
         weight, dtype = Weight(*of_weight), grad_output.dtype
-        row = call.need_grad_input and plan.grad_input is not None
-        col = call.need_grad_weight and plan.grad_weight is not None
-        shared = col and plan.share_grad_output
+        dx_in_float8 = call.need_grad_input and plan.grad_input is not None
+        dw_in_float8 = call.need_grad_weight and plan.grad_weight is not None
+        shared = dw_in_float8 and plan.share_grad_output
         (M, N), g = grad_output.shape, Quantized()
         if offs is not None:
             grad_output = grad_output.contiguous()
         if call.leave is not None:  # grad_output has the tokens of this rank, as the output had
             of_row, M = call.leave.cast(grad_output, casts.grad_output), M * call.leave.ranks
-            g = Quantized(of_row, columns(of_row, casts.grad_output.how) if shared else None)
-        elif row or shared:
-            g = quantize(grad_output, casts.grad_output, row=row, col=shared, offs=offs)
+            g = Quantized(of_row, to_col(of_row, casts.grad_output.how) if shared else None)
+        elif dx_in_float8 or shared:
+            g = quantize(grad_output, casts.grad_output, row=dx_in_float8, col=shared, offs=offs)
 
         dx = dw = None
-        if row:
-            b = weight.columns(casts.weight_for_grad_input, g.row.scale)
-            dx = call.by_weight(g.row, b, weight, offs, (M, call.in_features), dtype, columns=True)
+        if dx_in_float8:
+            b = weight.col(casts.weight_for_grad_input, g.row.scale)
+            dx = call.by_weight(g.row, b, weight, offs, (M, call.in_features), dtype, col=True)
             del b  # of experts as large as half of grad_weight
         elif call.need_grad_input:
             dx = grad_output @ weight.values.to(dtype)
         if dx is not None and call.enter is not None:
             dx = call.enter.scatter(dx)  # not there before `arrived`, while grad_weight is computed
-        if col:
+        if dw_in_float8:
             if not shared:
                 g = quantize(grad_output, casts.grad_output_for_grad_weight, col=True, offs=offs)
-            x = Operand(kept, scale)
-            if not ctx.has_columns:
-                x = recast(kept, casts.input.how, scale)
+            x = Operand(col_data, col_scale)
+            if col_data is None:
+                x = recast(rows, casts.input.how, rows_scale)
             gemm: Any = plan.grad_weight
             K, to = call.in_features, call.weight_dtype
             if offs is None:
@@ -396,7 +381,7 @@ class Linear(torch.autograd.Function):
             else:
                 dw = grouped_matmul(g.col, x, ends, gemm=gemm, out_dtype=to, tokens=M)[:, :N, :K]
         elif call.need_grad_weight:
-            dw = grad_output.t() @ kept if offs is None else grouped_outer(grad_output, kept, offs)
+            dw = grad_output.t() @ rows if offs is None else grouped_outer(grad_output, rows, offs)
             dw = dw.to(call.weight_dtype)
         if dx is not None and call.enter is not None:
             dx = arrived(dx)

@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Proxy
 
 from float8.config import (
     CAST_SITES,
@@ -15,23 +14,15 @@ from float8.config import (
     as_config,
 )
 from float8.kernels.runtime.ops import NO_ONNX
-from float8.kernels.runtime.private import known_lengths
 from float8.linear.functional import apply_linear
 from float8.linear.plan import Casts, plan_linear
 from float8.linear.sharded import Shards, dtensor_in_float8, linear_of_shards
-from float8.linear.source import class_of, own_names, problem, shallow_copy
+from float8.linear.source import class_of, problem, shallow_copy
 from float8.linear.state import StatefulLayer
 from float8.linear.weight import hold, in_float8_only
-from float8.quantize import Reduction
 from float8.scales import UNKNOWN_SCALE, DelayedScale
 from float8.tensor import Float8Tensor, dequantise, local_tensor
 from float8.tensor.ranks import amax_over
-
-_NO_TRACE = (
-    "Float8Linear: got torch.jit.trace with delayed scaling, expected evaluation, which records no "
-    "amaxes: call model.eval() and trace under torch.no_grad(), or use torch.compile or "
-    "torch.export"
-)
 
 
 class _Config:
@@ -56,7 +47,6 @@ class Float8Linear(StatefulLayer, nn.Linear):
 
     config: Any = _Config()
     _float8_source_class: ClassVar[type[nn.Module]] = nn.Linear
-    """The class that it had, and has again after `convert_to_high_precision`."""
     _float8_shards: Shards = Shards()
     """The share of this rank, as a style of tensor parallel says."""
 
@@ -152,14 +142,8 @@ class Float8Linear(StatefulLayer, nn.Linear):
             self._parameters["weight"] = nn.Parameter(dequantise(weight), requires_grad=False)
 
     def _float8_become_high_precision(self) -> None:
-        """Turn this very object back into what it was made of."""
         self._float8_drop_state()
-        self.__dict__.pop("forward", None)  # that of its class, which accelerate leaves behind
-        source = self._float8_source_class  # may be the layer's own
-        cls: Any = type(self)
-        for name in own_names(cls) & vars(self).keys():
-            del self.__dict__[name]
-        self.__class__ = source  # type: ignore[assignment]
+        super()._float8_become_high_precision()
 
     # ---------------------------------------------------------------- forward
 
@@ -168,28 +152,26 @@ class Float8Linear(StatefulLayer, nn.Linear):
 
         Args:
             input: [..., K] float32, bfloat16 or float16; cast to autocast's dtype under autocast.
-                Or a nested tensor of layout jagged, all of whose values have one scale together.
 
         Returns:
             [..., N], dtype of the (autocast) input.
 
         Raises:
             TypeError: the dtype of `input` is not that of the weight, or no supported one; or
-                its layout is none.
-            ValueError: the last dim of `input` is not `in_features`, or needs padding that
-                `pad_inner_dim=False` forbids.
+                `input` is no dense tensor.
+            ValueError: the last dim of `input` is not `in_features`.
             RuntimeError: a sync of delayed scaling is missing; or the call is to be exported to
                 ONNX, or within torch.func, or delayed scaling within torch.jit.trace.
         """
         if getattr(input, "layout", None) is not torch.strided or input.is_nested:
-            other: Tensor = self._float8_of_another_kind(input)
-            return other
+            got = f"{type(input).__name__} of layout {getattr(input, 'layout', None)}"
+            do = "call input.to_dense(), or input.values() of a jagged one"
+            raise TypeError(f"Float8Linear: got a {got} as input, expected a dense tensor; {do}")
         plan, weight = self._float8_plan, self.weight  # once: it may be computed
         if self._float8_delayed:
             self._float8_check_synced()
         if hasattr(weight, "device_mesh"):
-            casts = self._float8_casts(amax_over([weight.device_mesh.get_group(0)]))
-            shards = self._float8_shards
+            casts, shards = self._float8_casts(weight.device_mesh), self._float8_shards
             whole: Tensor = linear_of_shards(input, weight, self.bias, shards, plan, casts)
             return whole
         if weight.requires_grad and self._float8_config.float8_weights is Float8Weights.ONLY:
@@ -203,56 +185,10 @@ class Float8Linear(StatefulLayer, nn.Linear):
             held = self._float8_held_or_recast(weight, lambda: hold(weight, plan.casts.weight))
         return apply_linear(input, weight, self.bias, plan, casts, held)
 
-    def _float8_of_another_kind(self, input: Any) -> Any:
-        """Return the output for a nested tensor, or for a `Proxy` of torch.fx; refuse the rest.
-
-        All sequences of a nested tensor, [B, *, ..., K], have one scale. For a Proxy a call of the
-        layer is noted, as of an `nn.Linear`: nothing inside is traced.
-        """
-        if isinstance(input, Proxy):
-            return self._float8_noted_call(input)
-        if not hasattr(input, "layout"):
-            raise TypeError(f"Float8Linear: got {type(input).__name__} as input, expected a tensor")
-        if input.layout is not torch.jagged:
-            do = "use layout=torch.jagged" if input.is_nested else "call input.to_dense()"
-            raise TypeError(
-                f"Float8Linear: got {'nested ' * input.is_nested}input of layout {input.layout}, "
-                f"expected a dense tensor, or a nested one of layout torch.jagged; {do}, or leave "
-                f"the layer out with module_filter_fn"
-            )
-        values = input.values()
-        if input.lengths() is not None or input.shape[2:] != values.shape[1:]:
-            raise ValueError(
-                f"Float8Linear: got a nested input of shape {tuple(input.shape)} that is not "
-                f"contiguous, expected one ragged in dim 1 and without holes; call "
-                f"input.contiguous(), or transpose it first"
-            )
-        shortest, longest = known_lengths(input)
-        return torch.nested.nested_tensor_from_jagged(
-            Float8Linear.forward(self, values),
-            input.offsets(),
-            min_seqlen=shortest,
-            max_seqlen=longest,
-        )
-
-    def _float8_noted_call(self, input: Proxy) -> Proxy:
-        """Note what a tracer does where `is_leaf_module` is true, as for the layers of torch.nn."""
-        path = input.tracer.path_of_module(self)  # type: ignore[attr-defined]
-        what, do = "no module around it", "trace nn.Sequential(layer)"
-        if self._forward_pre_hooks or self._forward_hooks:
-            what = "forward hooks, which ran while it was traced"
-            do = "trace with a Tracer whose is_leaf_module is true for it, or remove them"
-        elif path:
-            return input.tracer.create_proxy("call_module", path, (input,), {})
-        raise RuntimeError(
-            f"Float8Linear: got torch.fx.symbolic_trace of a layer with {what}, expected a part of "
-            f"a model without hooks, which becomes one call; {do}"
-        )
-
     def _float8_in_float8(self, input: Any) -> Any:
         """Cast a DTensor on a mesh of one dim as forward does; raises as it does."""
-        casts = self._float8_casts(amax_over([input.device_mesh.get_group(0)]))
-        return dtensor_in_float8(input, self.weight, self._float8_plan, casts.input)
+        cast = self._float8_casts(input.device_mesh).input
+        return dtensor_in_float8(input, self.weight, self._float8_plan, cast)
 
     @property
     def _float8_sums_over_ranks(self) -> bool:
@@ -260,16 +196,17 @@ class Float8Linear(StatefulLayer, nn.Linear):
         placements: Any = getattr(self.weight, "placements", None)
         return placements is not None and placements[-1].is_shard(1)
 
-    def _float8_casts(self, reduce: Reduction | None = None) -> Casts:
+    def _float8_casts(self, mesh: Any = None) -> Casts:
         """Bind the casts of the plan to this call, with the state of delayed scaling.
 
         Training mode takes scales from that, with gradients or without: the first forward of
         reentrant checkpointing has none. Amaxes are recorded wherever gradients are taken.
-        `reduce` makes an amax that of all ranks that share the layer; casts whose scale a sync made
-        alike on all of them do without.
+        Amaxes become those of all ranks of a `mesh` of one dim, which share the layer; casts whose
+        scale a sync made alike on all of them do without.
         """
         casts, training = self._float8_plan.casts, self.training
-        if reduce is not None:
+        if mesh is not None and mesh.size() > 1:
+            reduce = amax_over([mesh.get_group(0)])
             settled, shared = self._float8_settled if training else (), {}
             for site in CAST_SITES:
                 if site not in settled:
@@ -279,7 +216,9 @@ class Float8Linear(StatefulLayer, nn.Linear):
         if not self._float8_delayed or not (record or training):
             return casts
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-            raise RuntimeError(NO_ONNX if torch.onnx.is_in_onnx_export() else _NO_TRACE)
+            got = "got torch.jit.trace with delayed scaling, expected model.eval() and no gradients"
+            no_trace = f"Float8Linear: {got}; trace it under torch.no_grad()"
+            raise RuntimeError(NO_ONNX if torch.onnx.is_in_onnx_export() else no_trace)
         # A compiled graph counts as written what its ops may write: so where nothing is recorded,
         # they are given another tensor, since version counters of amaxes tell of training.
         own_amax = record or not torch.compiler.is_compiling()
@@ -322,13 +261,12 @@ def unsupported(
     mod: nn.Module,
     config: Float8LinearConfig,
     linear_classes: Collection[type] = (),
-    cls: type[Float8Linear] = Float8Linear,
 ) -> str | None:
-    """Say why `mod`, converted or not, cannot become a `cls` of this configuration, or None.
+    """Say why `mod`, converted or not, cannot be in float8 with this configuration, or None.
 
     `linear_classes`: subclasses of `nn.Linear` whose forward may be replaced.
     """
-    found = problem(mod, cls, config, linear_classes)
+    found = problem(mod, Float8Linear, config, linear_classes)
     return None if found is None else str(found)
 
 

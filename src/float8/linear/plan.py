@@ -41,9 +41,6 @@ class LinearPlan(NamedTuple):
     output: Gemm | None
     grad_input: Gemm | None
     grad_weight: Gemm | None
-    pad: bool
-    alignment: int
-    """The multiple that dims are padded to, or must be of."""
     input_rows_suffice: bool
     """Whether both GEMMs of the input can read its row data: columns are made of them exactly."""
     grad_output_rows_suffice: bool
@@ -112,8 +109,6 @@ def _resolved(config: Float8LinearConfig, grouped: bool) -> LinearPlan:
         output,
         grad_input,
         grad_weight,
-        config.pad_inner_dim,
-        config.alignment,
         share_input and rows_suffice(casts.input, output, grad_weight),
         share_grad_output and rows_suffice(casts.grad_output, grad_input, grad_weight),
     )

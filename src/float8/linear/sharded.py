@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from float8.linear.functional import apply_linear, in_compute_dtype, require_aligned
+from float8.linear.functional import apply_linear, in_compute_dtype
 from float8.linear.plan import Casts, LinearPlan
 from float8.quantize import Cast
 from float8.tensor import Float8Tensor, dtensor_like
@@ -58,7 +58,7 @@ def linear_of_shards(
             f"Float8Linear: got a weight placed {placements}, expected Shard(0) or Shard(1) on a "
             f"mesh of one dim, as tensor parallel's styles place it"
         )
-    require_parts(weight.shape, 0 if colwise else 1, mesh.size(), plan)
+    require_parts(weight.shape, 0 if colwise else 1, mesh.size())
     if colwise:
         return _colwise(input, weight, bias, shards.gathers_input, plan, casts)
     return _rowwise(input, weight, bias, shards.tokens_dim, plan, casts)
@@ -165,7 +165,7 @@ def dtensor_in_float8(x: Any, weight: Any, plan: LinearPlan, cast: Cast) -> Any:
     return dtensor_like(to_float8(x.to_local(), cast), x)
 
 
-def require_parts(shape: torch.Size, dim: int, ranks: int, plan: LinearPlan) -> None:
+def require_parts(shape: torch.Size, dim: int, ranks: int) -> None:
     """Raise a `ValueError` for a weight that ranks cannot share along `dim`.
 
     Rows may be shared unevenly, as torch does; none of the ranks may be left without one.
@@ -177,6 +177,3 @@ def require_parts(shape: torch.Size, dim: int, ranks: int, plan: LinearPlan) -> 
             f"Float8Linear: got a weight of shape {tuple(shape)}, to be sharded along dim {dim} "
             f"over {ranks} ranks, expected {expected} {ranks}"
         )
-    if not plan.pad:
-        what = f"a weight of shape {tuple(shape)} shared along dim {dim} by {ranks} ranks"
-        require_aligned(what, (-(-size // ranks),), plan.alignment)

@@ -15,17 +15,15 @@ from torch.nn.utils.parametrize import is_parametrized
 from float8.config import Float8LinearConfig, Float8Weights
 from float8.formats import HIGH_PRECISION_DTYPES, lacks_float8_gemm
 from float8.linear.state import StatefulLayer
+from float8.linear.weight import own_names
 from float8.tensor import is_dtensor, is_fsdp_module
 
 _PICKLING = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__slots__")
 _REGISTRIES = {name for name, x in vars(nn.Module()).items() if isinstance(x, dict | set)}
 """The attributes in which `nn.Module` keeps Parameters, buffers, submodules and hooks."""
 
-PREFIX = "_float8_"
-"""Names of ours on layers and experts begin with it: all others are their user's."""
-
 PUBLIC = ("config", "from_float")
-"""The two other names of ours, where the user's class has nothing of that name."""
+"""The two names of ours without the prefix, where the user's class has nothing of that name."""
 
 
 def shallow_copy(mod: nn.Module, cls: Any) -> Any:
@@ -47,13 +45,6 @@ def become(mod: nn.Module, new: nn.Module) -> None:
         del mod.__dict__[name]  # a forward, and what others know a layer in float8 by
     mod.__dict__.update({name: x for name, x in vars(new).items() if "_hooks" not in name})
     mod.__class__ = type(new)
-
-
-@functools.cache
-def own_names(base: type) -> frozenset[str]:
-    """Return the names of attributes that are ours, in modules of class `base`."""
-    every = {"_float8_config", "_float8_plan", *dir(base)}
-    return frozenset(name for name in every if name.startswith(PREFIX))
 
 
 # ---------------------------------------------------------------- which layers can
@@ -101,23 +92,20 @@ def problem(
             do = ": DeepSpeed's zero.Init has taken it apart; convert each layer by itself, within "
             do += "deepspeed.zero.GatheredParameters([layer.weight])"
         return ValueError(f"got weight of shape {shape}, expected no empty dim{do}")
-    if not config.pad_inner_dim and any(dim % config.alignment for dim in shape):
-        do = f"expected dims divisible by {config.alignment}; set pad_inner_dim=True to pad them"
-        return ValueError(f"got weight of shape {shape}, {do}")
-    holds_part = base._float8_holds_part or getattr(mod, "_float8_holds_part", False)
-    if holds_part and config.enable_fsdp_float8_all_gather:
+    shared = isinstance(mod, StatefulLayer) and bool(mod._float8_groups())
+    if shared and config.enable_fsdp_float8_all_gather:
         return ValueError(
             "got enable_fsdp_float8_all_gather=True, expected False: FSDP does not know that other "
             "ranks hold parts of the weight, too"
         )
-    is_part = holds_part or is_dtensor(weight)
-    if config.float8_weights is Float8Weights.ONLY and (is_part or weight.requires_grad):
-        what = "that ranks share" if is_part else "with requires_grad=True"
+    shared = shared or is_dtensor(weight)
+    if config.float8_weights is Float8Weights.ONLY and (shared or weight.requires_grad):
+        what = "that ranks share" if shared else "with requires_grad=True"
         return ValueError(
             f"got a weight {what} with float8_weights=ONLY, expected one that is whole and frozen; "
             f"call weight.requires_grad_(False) first, or convert it with another config"
         )
-    reason = lacks_float8_gemm(weight.device, config.scales_by_blocks)
+    reason = lacks_float8_gemm(weight.device, only_hopper=config.scales_by_blocks)
     if reason is not None and not config.emulate:
         return ValueError(f"{reason}; set emulate=True to compute in high precision instead")
     return None
@@ -239,12 +227,6 @@ def new_class(
     cls = types.new_class(name, bases, exec_body=lambda body: body.update(members))
     object.__setattr__(object.__new__(bases[1]), "__class__", cls)
     return cls
-
-
-def class_like(source: Any, kind: type, make: Any, made_of: tuple[Any, ...], **members: Any) -> Any:
-    """Return a `new_class` with the name of `source`, by which libraries find modules."""
-    members |= {name: getattr(source, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return new_class(source.__name__, (kind, source), make, made_of, **members)
 
 
 def _instance(make: Any, *made_of: Any) -> Any:

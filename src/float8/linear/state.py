@@ -13,28 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from float8.config import CastSite, Float8LinearConfig, Float8Weights
+from float8.config import CastSite, Float8Weights
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.linear.foreign_state import as_loadable
-from float8.linear.plan import LinearPlan
 from float8.linear.weight import Float8Module, in_float8_only, moved
 from float8.scales import UNKNOWN_SCALE
-from float8.tensor import Float8Tensor, dequantise, gathered_like, high_precision, local_tensor
+from float8.tensor import Float8Tensor, dequantise, local_tensor
+from float8.tensor.ranks import sharding_groups
 from float8.tensor.wrapper import PLAIN
 
 
 class StatefulLayer(Float8Module):
     """A linear layer with that state."""
 
-    _float8_config: Float8LinearConfig
-    _float8_plan: LinearPlan
     weight: Tensor
     _float8_delayed: tuple[CastSite, ...] = ()
     """The sites with delayed scaling."""
     _float8_agreed: frozenset[Any] = frozenset()
     """Numbers of layers, each with its groups of ranks, that a sync has compared already."""
-    _float8_holds_part = False
-    """Whether the weight, though no DTensor, is the part of this rank."""
     _float8_settled: frozenset[CastSite] = frozenset()
     """Sites whose scale is known to come from the history, on all ranks that share the layer."""
     _float8_seen: dict[int, int] | None = None
@@ -96,6 +92,11 @@ class StatefulLayer(Float8Module):
         super().reset_parameters()  # type: ignore[misc]
         if "_float8_config" in self.__dict__:  # not yet while nn.Linear.__init__ runs
             self._float8_reset_state()
+
+    def _float8_groups(self) -> tuple[Any, ...]:
+        """Return the process groups over which parts of the weight are spread."""
+        weight = self.weight
+        return sharding_groups(weight) if hasattr(weight, "device_mesh") else ()
 
     @property
     def _float8_keeps_no_master(self) -> bool:
@@ -233,13 +234,6 @@ class StatefulLayer(Float8Module):
 
     # ---------------------------------------------------------------- checkpoints
 
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not keep_vars and (weight := destination.get(prefix + "weight")) is not None:
-            destination[prefix + "weight"] = high_precision(weight)
-
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],
@@ -255,18 +249,14 @@ class StatefulLayer(Float8Module):
         loadable = self._float8_loadable_weight(values, local_metadata)
         if loadable is not values:
             state_dict = {**state_dict, key: loadable}
-        before, old_weight = self._float8_state(), self._parameters.get("weight")
+        before = self._float8_state()
         state_dict = as_loadable(self, state_dict, prefix, error_msgs)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        # For assign=True, which replaces tensors by others.
-        weight = self._parameters.get("weight")  # none of its own where it is computed
-        if weight is not old_weight and weight is not None:
-            self._parameters["weight"] = gathered_like(weight, old_weight)
         if not self._float8_leave_meta():
             for name, new in self._float8_state().items():
-                if new is not before[name]:  # it may lie in another's storage
+                if new is not before[name]:  # by assign=True; it may lie in another's storage
                     self._buffers[name] = new.detach().to(torch.float32, copy=True)
         ours = {prefix + name for name in before}
         if ours.isdisjoint(state_dict):  # a checkpoint of the plain model, or a part of one

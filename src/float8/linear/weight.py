@@ -9,6 +9,7 @@ counter of what is kept cannot say where the weight lies; and of a scale Inducto
 copy, as AOTAutograd does of a view.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,14 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from float8.config import CastConfig, ScalingGranularity
+from float8.config import CastConfig, Float8LinearConfig, ScalingGranularity
 from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.gemm import Gemm, grouped_matmul, matmul_of_any_size
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.private import dispatch_modes, pre_dispatch_modes, records_ops
-from float8.quantize import Cast, columns, padded, quantize
+from float8.linear.plan import LinearPlan
+from float8.quantize import Cast, padded, quantize, to_col
 from float8.scales import Operand
-from float8.tensor import Float8Tensor
+from float8.tensor import Float8Tensor, gathered_like, high_precision
 
 _DYNAMO_TELLS = TorchVersion(torch.__version__) >= "2.13"
 """Whether Dynamo knows export from compilation: that of torch 2.11 takes all for export."""
@@ -32,19 +34,22 @@ _DYNAMO_TELLS = TorchVersion(torch.__version__) >= "2.13"
 class Weight(NamedTuple):
     """A weight [N, K] in one call, or those of experts [E, N, K], and what there is in float8.
 
-    Which fields are None tells the kind: values alone are cast at each use; values, row and column
-    data are held; row data alone are gathered, or a weight in float8 only. Backward has no row data
-    of values, but may have the scale by which forward cast them. It is handed all of it by
-    `save_for_backward`: what lies on a context lives as long as somebody keeps a loss, and held
-    weights would be there twice.
+    What is not None tells the kind, and what of it backward is handed:
+
+    values                      cast at each use         values, `row_scale` if forward's cast is
+                                                         done again under its one scale
+    values, row and column data held; the values are     values, column data
+                                the Parameter
+    row data, not padded        gathered, or in float8   row data
+                                only
+
+    All by `save_for_backward`: what lies on a context lives as long as somebody keeps a loss, and
+    held weights would be there twice.
     """
 
     values: Tensor | Any = None
-    """In high precision; of data that are held the Parameter."""
     row_data: Tensor | Any = None
-    """Not padded where there are no values."""
     row_scale: Tensor | Any = None
-    """Of the row data; or the one scale by which forward cast the values, for backward."""
     col_data: Tensor | Any = None
     col_scale: Tensor | Any = None
 
@@ -59,7 +64,7 @@ class Weight(NamedTuple):
         data, scale = padded(row, cast.how.scaling_granularity)
         return Operand(data, scale.squeeze(-1) if data.dim() == 3 else scale)
 
-    def columns(self, cast: Cast, after: Tensor) -> Operand:
+    def col(self, cast: Cast, after: Tensor) -> Operand:
         """Return column data: a cast made here, or row data transposed, where there are none.
 
         The gradient, `after`, is needed: else a compiler would do so in forward, and keep the
@@ -68,7 +73,7 @@ class Weight(NamedTuple):
         if self.col_data is not None:
             return Operand(self.col_data, self.col_scale)
         if self.values is None:
-            return columns(Operand(self.row_data, self.row_scale), cast.how, after)
+            return to_col(Operand(self.row_data, self.row_scale), cast.how, after)
         if self.row_scale is not None:
             cast = Cast(cast.how, scale=self.row_scale)
         return quantize(self.values, cast, col=True, after=after).col
@@ -83,9 +88,9 @@ def times_held(
     weight: Tensor,
     offs: Tensor | None,
     turned: bool,
-    rows: int,
-    features: int,
-    columns: bool,
+    M: int,
+    N: int,
+    col: bool,
     power_of_2: bool,
     granularity_of_a: str,
     granularity: str,
@@ -98,22 +103,22 @@ def times_held(
     It writes nothing, so a compiler may order calls as it likes. A CUDA graph, which is replayed
     without this code, records the cast.
 
-    `data` and `scale` are row data, or column data for `columns`. `weight` is the Parameter,
-    [N, K], or [E, N, K], or [E, K, N] if `turned`, and no view: compiled code may turn that into
-    another one, and then nothing tells of writes. The result is [rows, features].
+    `data` and `scale` are row data, or column data if `col`. `weight` is the Parameter, [N, K], or
+    [E, N, K], or [E, K, N] if `turned`, and no view: compiled code may turn that into another one,
+    and then nothing tells of writes. The result is [M, N], for column data [M, K].
     """
     b = Operand(data, scale)
     if _is_capturing(weight) or not is_current(data, weight):
         of = ScalingGranularity(granularity)
         how = CastConfig(target_dtype=data.dtype, scaling_granularity=of, power_of_2=power_of_2)
         values = weight.transpose(1, 2) if turned else weight
-        made = quantize(values, Cast(how), row=not columns, col=columns, pad_rows=True)
-        b = made.col if columns else made.row
+        made = quantize(values, Cast(how), row=not col, col=col, pad_rows=True)
+        b = made.col if col else made.row
     if offs is not None:
         gemm = Gemm(use_fast_accum, emulate)
         return grouped_matmul(Operand(a, a_scale), b, offs, gemm=gemm, out_dtype=out_dtype)
     return matmul_of_any_size(
-        a, a_scale, *b, rows, features, granularity_of_a, granularity, use_fast_accum, emulate,
+        a, a_scale, *b, M, N, granularity_of_a, granularity, use_fast_accum, emulate,
         out_dtype,
     )  # fmt: skip
 
@@ -181,13 +186,30 @@ def _is_capturing(weight: Tensor) -> bool:
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+PREFIX = "_float8_"
+"""Names of ours on layers and experts begin with it: all others are their user's."""
+
+
+@functools.cache
+def own_names(base: type) -> frozenset[str]:
+    """Return the names of attributes that are ours, in modules of class `base`."""
+    every = {"_float8_config", "_float8_plan", *dir(base)}
+    return frozenset(name for name in every if name.startswith(PREFIX))
+
+
 class Float8Module(nn.Module):
     """The base of linear layers and experts in float8: what they have from step to step."""
 
+    _float8_config: Float8LinearConfig
+    _float8_plan: LinearPlan
+    _float8_source_class: ClassVar[type[nn.Module]]
+    """The class that it had, and has again after `convert_to_high_precision`."""
     _float8_held: tuple[Weight, ...] = ()
     """The weights in float8, of those that `update_float8_weights` found can be held."""
     _float8_attached = 0
     """The number of optimizers it is attached to; if any is, no sync can be missing."""
+    _float8_why_never_held: ClassVar[str | None] = None
+    """The reason why its weights are cast at each use."""
     _float8_passing: ClassVar[frozenset[str]] = frozenset({"_float8_held", "_float8_attached"})
     """The attributes that copies do not have: of this training, and this optimizer."""
 
@@ -216,16 +238,22 @@ class Float8Module(nn.Module):
         self._float8_held = tuple(made if each is held else each for each in self._float8_held)
         return made
 
-    def _float8_expire_weights(self) -> None:
-        """Have the next use cast held weights again, compiled or not."""
+    def _float8_become_high_precision(self) -> None:
+        """Turn this very object back into what it was made of."""
+        self.__dict__.pop("forward", None)  # that of its class, which accelerate leaves behind
+        source = self._float8_source_class  # may be its own attribute
+        cls: Any = type(self)
+        for name in own_names(cls) & vars(self).keys():
+            del self.__dict__[name]
+        self.__class__ = source  # type: ignore[assignment]
+
+    def _float8_attach(self) -> None:
+        """Note that one more optimizer steps the module; the next use casts held weights again."""
+        self._float8_attached += 1
         for held in self._float8_held:
             row: Any = held.row_data
             col: Any = held.col_data
             row._float8_version = col._float8_version = None
-
-    def _float8_attach(self) -> None:
-        """Note that one more optimizer steps the module."""
-        self._float8_attached += 1
 
     def _float8_detach(self) -> None:
         """End one attachment, and what is held."""
@@ -234,6 +262,22 @@ class Float8Module(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self._float8_held = ()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for key in [] if keep_vars else map(prefix.__add__, self._parameters):
+            if key in destination:
+                destination[key] = high_precision(destination[key])
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        before = {**self._parameters}
+        super()._load_from_state_dict(*args, **kwargs)
+        for name, old in before.items():
+            new: Any = self._parameters[name]
+            if new is not old:  # by assign=True
+                self._parameters[name] = gathered_like(new, old)
 
     def __getstate__(self) -> Any:
         theirs = getattr(super(), "__getstate__", None)  # Python 3.10 has none for all objects

@@ -13,8 +13,9 @@ from float8.experts import Float8Experts, GatherExperts, names_to_gather
 from float8.kernels.runtime.private import untraced
 from float8.linear import Float8Linear
 from float8.linear.plan import plan_linear
-from float8.quantize import Cast, scales_of
+from float8.quantize import scales_of
 from float8.tensor import Float8GatherWeight, Float8Tensor, local_tensor
+from float8.tensor.gather import Ahead
 from float8.tensor.ranks import all_ranks_have_some, amax_over, sharding_groups
 
 
@@ -49,7 +50,7 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     """
     require_module(model, "model")
     alike: dict[Any, dict[Any, Tensor]] = {}
-    for weight, shard in _shards(model).items():
+    for weight, shard in _with_scales_ahead(model).items():
         where = sharding_groups(weight), weight.device_mesh.device_type, shard.device
         of_one = alike.setdefault((*where, shard.dtype, shard.param_dtype, shard.how), {})
         of_one[weight] = shard.high_precision
@@ -57,10 +58,10 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
         reduce = amax_over(groups, device_type)
         scales = scales_of(list(shards.values()), how, param_dtype, reduce)
         for weight, scale in zip(shards, scales, strict=True):
-            weight._local_tensor.keep(Cast(how, scale=scale), weight)
+            weight._local_tensor.keep(Ahead(scale), weight)
 
 
-def _shards(model: nn.Module) -> dict[Any, Float8GatherWeight]:
+def _with_scales_ahead(model: nn.Module) -> dict[Any, Float8GatherWeight]:
     """Return the weights with a scale to compute ahead, and their shards."""
     shards = {}
     for name, layer in model.named_modules():
@@ -132,8 +133,7 @@ def _users(modules: Iterable[nn.Module]) -> dict[Any, list[tuple[nn.Module, str]
 def _config_of(part: Any, name: str) -> Float8LinearConfig | None:
     """Return the configuration of a module for a Parameter that it may be given in float8."""
     ours = isinstance(part, Float8Linear | Float8Experts)
-    names = names_to_gather(part) if isinstance(part, Float8Experts) else ["weight"]
-    return part._float8_config if ours and name in names else None
+    return part._float8_config if ours and name in names_to_gather(part) else None
 
 
 def _take_places(made: dict[Any, Tensor], users: dict[Any, list[tuple[nn.Module, str]]]) -> None:

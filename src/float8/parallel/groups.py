@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from float8.tensor import Float8Tensor, is_dtensor, local_tensor
-from float8.tensor.ranks import sharding_groups
 
 
 def mesh_device_type(weights: Iterable[Any]) -> str | None:
@@ -38,15 +37,13 @@ def sync_groups(
     """Return the groups over which the amaxes of layers with these weights are reduced.
 
     `group`: the only one, or None. `others` tell the mesh where all weights are gathered.
-    `parted`: groups of ranks that hold parts of weights which do not tell, being no DTensors.
+    `parted`: groups of ranks that hold parts of a weight.
     """
     weights = list(weights)
     if group is not None:
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"group: got {type(group).__name__}, expected a ProcessGroup or None")
-        sharded = {x for w in weights if is_dtensor(w) for x in sharding_groups(w)}
-        ranks = dist.get_process_group_ranks(group)
-        _require_whole_weights({*parted, *sharded}, ranks, "ranks")
+        _require_whole_weights(parted, dist.get_process_group_ranks(group), "ranks")
         return (group,)
     meshes = _meshes(weights) or _meshes(others)
     if len(meshes) > 1:

@@ -168,7 +168,7 @@ def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) ->
             f"then; convert the layer with another config"
         )
     _require_one_dim(style, mesh)
-    require_parts(module.weight.shape, dim, mesh.size(), module._float8_plan)
+    require_parts(module.weight.shape, dim, mesh.size())
     return module
 
 

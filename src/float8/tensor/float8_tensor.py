@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from float8.config import CastConfig, Granularity, ScalingGranularity
-from float8.formats import E4M3, E5M2, FLOAT8_MAX, HIGH_PRECISION_DTYPES
-from float8.gemm import Gemm, matmul
-from float8.quantize import Cast, padded, quantize
+from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
+from float8.quantize import Cast, quantize
 from float8.scales import Operand, check_scale, dequantised
 from float8.tensor.ranks import amax_over, dtensor_like, is_dtensor, sharding_groups
 from float8.tensor.wrapper import Wrapper, as_inference_as
@@ -17,11 +16,9 @@ from float8.tensor.wrapper import Wrapper, as_inference_as
 aten = torch.ops.aten
 
 CURE = (  # for an op that has no float8 meaning
-    "for a weight that FSDP2 gathers, convert its layer once more before fully_shard, with "
-    "enable_fsdp_float8_all_gather=False and a module_filter_fn that takes this layer alone; for "
-    "one in float8 only, which cannot be sharded as fully_shard calls it, leave it out with "
-    "fully_shard(..., ignored_params={weight}), or call convert_to_high_precision(model); else "
-    "call .to_original_precision()"
+    "call .to_original_precision(); for a weight that FSDP2 gathers convert its layer again before "
+    "fully_shard, by a module_filter_fn, with enable_fsdp_float8_all_gather=False; leave one in "
+    "float8 only out of fully_shard, by ignored_params, or call convert_to_high_precision(model)"
 )
 
 
@@ -29,9 +26,9 @@ class Float8Tensor(Wrapper):
     """A tensor held as float8 data and a scale, which reports its original dtype.
 
     `x ~= data.to(float32) * scale`. It carries float8 where autograd, FSDP or DTensor must see
-    one tensor; the layers' hot path passes data and scale directly. A 2-D product of two of them
-    is a scaled float8 GEMM; one with a high-precision tensor dequantises. Ops without a float8
-    meaning raise and name `.to_original_precision()`.
+    one tensor; layers read data and scale directly, and multiply them in float8. Products outside
+    of layers (`mm`, `F.linear`) dequantise, and run in high precision. Ops without a meaning for
+    float8 data raise and name `.to_original_precision()`.
 
     Args:
         data: float8, any shape and strides. Under finer scales [R, C], contiguous; `AXISWISE`
@@ -149,19 +146,11 @@ class Float8Tensor(Wrapper):
         """Dequantise; differentiable, the gradient passes through unchanged."""
         return _Straight.apply(self, dequantise)  # type: ignore[no-any-return, no-untyped-call]
 
-    def _assign(self, new: Tensor) -> None:
-        """Refuse a tensor in the place of data and scale, which would not notice."""
-        raise RuntimeError(
-            "data: got a tensor to take the place of float8 data and scale, expected none; assign "
-            "a new Float8Tensor or Parameter to the attribute that holds this one"
-        )
-
     def storage(self) -> Any:
         """Refuse to name one storage, as safetensors asks for: there are two."""
         raise RuntimeError(
-            "Float8Tensor: got a request for its storage, as save_pretrained and safetensors make, "
-            "expected tensors in high precision; call model.save_pretrained(path, state_dict="
-            "high_precision_state_dict(model)), or convert_to_high_precision(model) first"
+            "Float8Tensor: got a request for its storage, as by safetensors, expected tensors in "
+            "high precision; give save_pretrained state_dict=high_precision_state_dict(model)"
         )
 
     @property
@@ -298,8 +287,8 @@ def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return x._like(*[func(each, **(kwargs if each is x._data else rest)) for each in inside])
 
 
-def _require_alike(op: str, *tensors: Any, scale: bool = False, amax: bool = True) -> None:
-    """Refuse other than `Float8Tensor`s of one kind; `scale`: of one scale; `amax`: all or none."""
+def _require_alike(op: str, *tensors: Any, scale: bool = False) -> None:
+    """Refuse other than `Float8Tensor`s of one kind; `scale`: of one scale."""
     if not all(isinstance(x, Float8Tensor) for x in tensors):
         raise ValueError(
             f"{op}: got a Float8Tensor and a high-precision tensor, expected all of one kind; "
@@ -308,13 +297,11 @@ def _require_alike(op: str, *tensors: Any, scale: bool = False, amax: bool = Tru
     kinds = {}
     for x in tensors:
         dtype = "" if op == "copy_" else f"for {x._orig_dtype} "
-        records = f" with{'out' * (x._amax is None)} an amax to record" * amax
-        kinds[f"{x._data.dtype} {dtype}under {x._scaling}{records}"] = x
+        records = f"with{'out' * (x._amax is None)} an amax to record"
+        kinds[f"{x._data.dtype} {dtype}under {x._scaling} {records}"] = x
     if len(kinds) > 1:
-        more = ", all with an amax to record or all without one" * amax
-        raise ValueError(
-            f"{op}: got Float8Tensors of {' and of '.join(kinds)}, expected equal{more}"
-        )
+        got = " and of ".join(kinds)
+        raise ValueError(f"{op}: got Float8Tensors of {got}, expected equal ones")
     # Pieces of one tensor share the scale object; only others cost a look at the values.
     first, *others = (x._scale for x in tensors)
     if scale and not all(other is first or torch.equal(other, first) for other in others):
@@ -329,7 +316,7 @@ def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     first, dim = pieces[0], (*rest, *kwargs.values(), 0)[0]
     rows = isinstance(first, Float8Tensor) and first._has_row_scales
     rows = rows and dim % first.dim() != first.dim() - 1
-    _require_alike("cat", *pieces, scale=not rows, amax=False)
+    _require_alike("cat", *pieces, scale=not rows)
     if not rows and not first._granularity.one_scale:
         raise ValueError(
             f"cat: got Float8Tensors under {first._scaling}, expected TENSORWISE, or whole "
@@ -339,10 +326,8 @@ def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if rows:
         return first._like(data, func([piece._scale for piece in pieces], *rest, **kwargs))
     whole = first._like(data, first._scale.clone())  # a write in place reaches it, too
-    amaxes = [piece._amax for piece in pieces]
-    if any(amax is not first._amax for amax in amaxes):
-        # To be recorded of the whole is the largest; unknown, if that of a piece is.
-        whole._amax = None if any(a is None for a in amaxes) else torch.stack(amaxes).amax()
+    if first._amax is not None:
+        whole._amax = torch.stack([piece._amax for piece in pieces]).amax()
     return whole
 
 
@@ -366,25 +351,6 @@ def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return target
 
 
-def _foreach_lerp_(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Average the tensors of whole models: equal float8 tensors stay as they are."""
-    targets, sources, weight = args
-    others = []
-    for pair in zip(targets, sources, strict=True):
-        if not any(isinstance(x, Float8Tensor) for x in pair):
-            others.append(pair)
-            continue
-        _require_alike(str(func), *pair, scale=True)
-        if not torch.equal(*(x._data.view(torch.uint8) for x in pair)):
-            raise ValueError(
-                f"{func}: got Float8Tensors of different values, expected equal ones, as of frozen "
-                f"weights: the average has no bytes under their scale; average them in high "
-                f"precision, for a whole model after convert_to_high_precision(model)"
-            )
-    if others:
-        func(*map(list, zip(*others, strict=True)), weight, **kwargs)
-
-
 # ---------------------------------------------------------------- values
 
 
@@ -392,42 +358,6 @@ def _of_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an op on the values: a new tensor is plain, as its values may be any."""
     plain = [dequantise(x) if isinstance(x, Float8Tensor) else x for x in args]
     return func(*plain, **kwargs)
-
-
-def _product(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Compute `a @ b`, [M, K] x [K, N], of two by a scaled GEMM; `addmm` adds a bias."""
-    *bias, a, b = args
-    if not isinstance(a, Float8Tensor) or not isinstance(b, Float8Tensor):
-        return _of_values(func, args, kwargs)
-    # What the GEMM sums over must have one scale.
-    fits_a = a._granularity.one_scale or a._has_row_scales
-    fits_b = b._granularity.one_scale or b._has_column_scales
-    fits_b = fits_b or (b._has_row_scales and b.numel() == 1)
-    problem = None
-    if a._orig_dtype != b._orig_dtype:
-        problem = f"of original dtypes {a._orig_dtype} and {b._orig_dtype}, expected equal"
-    elif a._data.dtype == b._data.dtype == E5M2:
-        problem = f"of {E5M2}, expected one {E4M3}: tensor cores have no e5m2 x e5m2"
-    elif not fits_a or not fits_b:
-        problem = (
-            f"under {a._scaling} and under {b._scaling}, expected TENSORWISE, or AXISWISE by rows "
-            f"and by columns, which leaves one scale for what is summed up"
-        )
-    if problem:
-        cure = "call .to_original_precision(), or float8.linear"
-        raise ValueError(f"mm: got Float8Tensors {problem}; {cure}")
-    of_a, of_b = a._granularity, b._granularity
-    left = padded(Operand(a._data, a._scale), of_a)
-    right = padded(Operand(b._data.t(), b._scale.t() if b._has_column_scales else b._scale), of_b)
-    left, right = (Operand(x.data.contiguous(), x.scale) for x in (left, right))
-    shape, gemm = (a.shape[0], b.shape[1]), Gemm(granularities=(of_a, of_b))
-    product = matmul(left, right, shape, gemm=gemm, out_dtype=a._orig_dtype)
-    if not bias:
-        return product
-    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
-    # As in torch, a NaN in the bias counts for nothing if beta is 0.
-    product = product * alpha
-    return _of_values(torch.add, (product, *bias), {"alpha": beta}) if beta else product
 
 
 # ---------------------------------------------------------------- ranks
@@ -492,9 +422,10 @@ _OPS: dict[Any, tuple[str, ...]] = {
     _copy: ("aten::clone", "aten::empty_like", "aten::_to_copy"),
     _cat: ("aten::cat",),
     _copy_: ("aten::copy_",),
-    _foreach_lerp_: ("aten::_foreach_lerp_.Scalar",),
-    _of_values: ("aten::equal", "aten::is_same_size", "aten::zeros_like", "aten::ones_like"),
-    _product: ("aten::mm", "aten::addmm"),
+    _of_values: tuple(
+        f"aten::{name}"
+        for name in ("equal", "is_same_size", "zeros_like", "ones_like", "mm", "addmm")
+    ),
     # torch.distributed.checkpoint asks.
     lambda func, args, kwargs: func(args[0]._data, *args[1:]): ("aten::is_pinned",),
     _exchange: tuple(

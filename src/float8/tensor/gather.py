@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from float8.config import CastConfig, CastSite, Float8Weights, ScalingGranularity, ScalingType
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.quantize import Cast, quantize
-from float8.scales import UNKNOWN_SCALE, DelayedScale, Operand
+from float8.scales import UNKNOWN_SCALE, DelayedScale
 from float8.tensor.float8_tensor import Float8Tensor
 from float8.tensor.ranks import (
     all_ranks_have_some,
@@ -23,7 +23,7 @@ from float8.tensor.ranks import (
     local_tensor,
     sharding_groups,
 )
-from float8.tensor.wrapper import PLAIN, Wrapper, as_inference_as
+from float8.tensor.wrapper import Wrapper, as_inference_as
 
 aten = torch.ops.aten
 
@@ -34,6 +34,13 @@ class Gather(NamedTuple):
     size: torch.Size  # of the whole weight
     scale: Tensor | None = None  # of the whole weight, alike on all ranks; None: scales are sent
     amax: Tensor | None = None  # see `Float8Tensor`
+
+
+class Ahead(NamedTuple):
+    """What was made of the values of a shard before its gather."""
+
+    scale: Tensor
+    data: Tensor | Any = None  # float8, as Float8Weights.HELD keeps them; None: only the scale
 
 
 class Float8GatherWeight(Wrapper):
@@ -55,8 +62,8 @@ class Float8GatherWeight(Wrapper):
     param_dtype: torch.dtype | None = None
     """It is rounded to before the cast; known from the first gather on, of views and copies, too:
     FSDP2 copies shards on some ranks only, and all must know the same."""
-    _known: tuple[Any, Any] = None, None
-    """The versions of some values, and what `keep` was given then."""
+    _ahead: tuple[Any, Ahead | None] = None, None
+    """The versions of some values, and what was made of them."""
     _tensors_inside = ("_inner",)
     _context = ("how",)
 
@@ -76,27 +83,6 @@ class Float8GatherWeight(Wrapper):
         # Ops on what is inside run below the version counters: a view made there has its own.
         with torch.inference_mode(self.counted.is_inference()):
             return self.counted.as_strided(self.shape, self.stride(), self.storage_offset())
-
-    def _assign(self, new: Tensor) -> None:
-        """Take `new` in the place of the tensor inside: shared, or copied if it lies otherwise."""
-        values, old = high_precision(new), self._inner
-        got, expected = (
-            f"shape {tuple(x.shape)}, {x.dtype} on {x.device}"
-            if type(x) in PLAIN
-            else type(x).__name__
-            for x in (values, old)
-        )
-        if got != expected:
-            raise ValueError(
-                f"data: got {got}, expected {expected}; to change dtype or device, "
-                f"call .to() on the module or assign it a new Parameter; FSDP1 cannot "
-                f"gather in float8: convert with enable_fsdp_float8_all_gather=False for it"
-            )
-        values = values.detach()
-        if (values.stride(), values.storage_offset()) != (self.stride(), self.storage_offset()):
-            values = old.new_empty_strided(self.shape, self.stride()).copy_(values)
-        self._inner = self.counted = values
-        self._known = None, None
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -125,9 +111,7 @@ class Float8GatherWeight(Wrapper):
                     if isinstance(x, Float8GatherWeight):
                         torch.autograd.graph.increment_version(x.counted)
                         written[id(x._inner)] = x
-        if not isinstance(result, list | tuple):
-            return written.get(id(result), result)
-        return type(result)([written.get(id(x), x) for x in result])
+        return written.get(id(result), result)
 
     def _like(self, func: Any, result: Tensor) -> Tensor:
         """Return `result` of an op on the inner tensor as a tensor of this kind."""
@@ -140,20 +124,17 @@ class Float8GatherWeight(Wrapper):
         new.param_dtype = self.param_dtype
         return new
 
-    def keep(self, made: Cast | Operand, weight: Any) -> None:
-        """Keep a cast whose scale was computed ahead, or what it made, until the next write.
+    def keep(self, ahead: Ahead, weight: Any) -> None:
+        """Keep what was made until `weight`, this or the DTensor around it, is written."""
+        self._ahead = self._versions(weight), ahead
 
-        `weight`: this one, or the DTensor around it, which counts writes, too.
-        """
-        self._known = self._versions(weight), made
-
-    def known(self, weight: Any) -> Any:
-        """Return what was kept since `weight`, this or the DTensor around it, was last written."""
-        versions, made = self._known
-        return made if made is not None and versions == self._versions(weight) else None
+    def known(self, weight: Any) -> Ahead | None:
+        """Return what was kept, unless `weight` was written since."""
+        versions, ahead = self._ahead
+        return ahead if ahead is not None and versions == self._versions(weight) else None
 
     def _versions(self, weight: Any) -> tuple[Any, ...]:
-        """Return what changes when `weight`, this or the DTensor around it, is written or rounded.
+        """Return what changes when `weight` is written, or rounded to another dtype.
 
         A DTensor counts the writes of ops on it and of compiled code; its shard those through
         `to_local()`, and of ops that take lists, as an optimizer's.
@@ -214,29 +195,29 @@ class Float8GatherWeight(Wrapper):
         owner = local_tensor(weight)
         owner.param_dtype = dtype  # scales are computed ahead from now on
         delayed = how.scaling_type is ScalingType.DELAYED
-        made: Any = None if delayed else owner.known(weight)
-        if not isinstance(made, Operand):
-            cast, ahead = Cast(how), made is not None
-            if ahead:  # it may be offloaded
-                cast = cast._replace(scale=made.scale.to(shard.device))
+        ahead = None if delayed else owner.known(weight)
+        if ahead is None or ahead.data is None:
+            cast, known = Cast(how), ahead is not None
+            if ahead is not None:  # it may be offloaded
+                cast = Cast(how, scale=ahead.scale.to(shard.device))
             elif delayed:
                 amax = shard.new_zeros((), dtype=torch.float32)
                 scale = torch.full_like(amax, UNKNOWN_SCALE)
-                if ahead := module._float8_knows_weight_scale():
+                if known := module._float8_knows_weight_scale():
                     scale = module.get_buffer(CastSite.WEIGHT.scale).to(shard.device)
-                cast = cast._replace(state=DelayedScale(scale, amax), record=True)
-            if not ahead and how.scaling_granularity.one_scale:
+                cast = Cast(how, DelayedScale(scale, amax), record=True)
+            if not known and how.scaling_granularity.one_scale:
                 cast = cast._replace(reduce=amax_over(sharding_groups(weight)))
             row = quantize(shard, cast, row=True, via=dtype).row
-            made = Operand(row.data[: shard.shape[0], : shard.shape[1]], row.scale)
+            ahead = Ahead(row.scale, row.data[: shard.shape[0], : shard.shape[1]])
             # Ranks must agree on who takes part in the all-reduce of a cast.
             held = module._float8_config.float8_weights is Float8Weights.HELD
             if held and not delayed and all_ranks_have_some(weight):
-                owner.keep(made, weight)
-        sent = padded_shard(made.data.contiguous().view(torch.uint8), rows)
+                owner.keep(ahead, weight)
+        sent = padded_shard(ahead.data.contiguous().view(torch.uint8), rows)
         if how.scaling_granularity.one_scale or mesh.size() == 1:  # torch takes one of one rank
-            return (sent,), Gather(size, made.scale, amax)
-        return (sent, made.scale.contiguous().view(torch.uint8)), Gather(size)
+            return (sent,), Gather(size, ahead.scale, amax)
+        return (sent, ahead.scale.contiguous().view(torch.uint8)), Gather(size)
 
     @torch.inference_mode(False)
     @torch.no_grad()

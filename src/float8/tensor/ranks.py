@@ -71,13 +71,9 @@ def local_tensor(x: Any) -> Any:
     return getattr(x, "_local_tensor", x)
 
 
-def dtensor_like(local: Any, like: Any, shape: torch.Size | None = None) -> Any:
-    """Return `local` as this rank's part of a DTensor that is placed as `like`.
-
-    `shape`: of the whole, contiguous; None: shape and strides are those of `like`.
-    """
-    stride = like.stride() if shape is None else torch.empty(shape, device="meta").stride()
-    whole = {"shape": shape or like.shape, "stride": stride, "run_check": False}
+def dtensor_like(local: Any, like: Any) -> Any:
+    """Return `local` as this rank's part of a DTensor with shape and placements of `like`."""
+    whole = {"shape": like.shape, "stride": like.stride(), "run_check": False}
     return type(like).from_local(local, like.device_mesh, like.placements, **whole)
 
 
@@ -103,15 +99,6 @@ def sharding_groups(x: Any) -> tuple[Any, ...]:
     return tuple([mesh.get_group(dim) for dim in dims])
 
 
-def ranks_of_dims(x: Any) -> dict[int, int]:
-    """Return, for each dim of a DTensor that is sharded, over how many ranks it is."""
-    ranks: dict[int, int] = {}
-    for mesh_dim, placement in enumerate(x.placements):
-        if not placement.is_replicate():
-            ranks[placement.dim] = ranks.get(placement.dim, 1) * x.device_mesh.size(mesh_dim)
-    return ranks
-
-
 def all_have_some(size: int, ranks: int) -> bool:
     """Whether none of torch's chunks is empty: all but the last are as long as the first."""
     return -(-size // ranks) * (ranks - 1) < size
@@ -119,7 +106,11 @@ def all_have_some(size: int, ranks: int) -> bool:
 
 def all_ranks_have_some(x: Any) -> bool:
     """Whether each rank has some of a DTensor. No load writes an empty shard: ranks must agree."""
-    return all(all_have_some(x.shape[dim], ranks) for dim, ranks in ranks_of_dims(x).items())
+    ranks: dict[int, int] = {}  # over how many each dim is sharded
+    for mesh_dim, placement in enumerate(x.placements):
+        if not placement.is_replicate():
+            ranks[placement.dim] = ranks.get(placement.dim, 1) * x.device_mesh.size(mesh_dim)
+    return all(all_have_some(x.shape[dim], over) for dim, over in ranks.items())
 
 
 def amax_over(groups: Iterable[Any], device_type: str | None = None) -> Callable[[Tensor], Tensor]:

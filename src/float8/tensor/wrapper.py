@@ -21,7 +21,7 @@ class Wrapper(torch.Tensor):
 
     Subclasses list the attributes of both kinds: these are all that copies, pickles and compilers
     carry over. Their names without leading underscores are arguments of the constructor. The first
-    tensor has the shape of the whole, others may be None. `tensor.data = new` is up to `_assign`.
+    tensor has the shape of the whole, others may be None.
     """
 
     _tensors_inside: ClassVar[tuple[str, ...]]
@@ -59,12 +59,16 @@ class Wrapper(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """Return a detached view, as of any tensor; setting it is up to `_assign`."""
+        """Return a detached view, as of any tensor."""
         return _tensor_data.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, new: Tensor) -> None:
-        self._assign(new)  # type: ignore[attr-defined]
+        raise RuntimeError(
+            f"data: got a tensor to take the place of what a {type(self).__name__} holds, expected "
+            f"none; copy_() into it, or assign a new Parameter to its module; for FSDP1 convert "
+            f"with enable_fsdp_float8_all_gather=False"
+        )
 
     def share_memory_(self) -> "Wrapper":
         """Move what is inside to shared memory."""

@@ -20,13 +20,17 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _LAUNCHES = None not in (private.current_stream, private.launch_kernel)
-_DIRECT = HAS_TRITON and None not in (private.dispatch_modes, private.functorch_levels)
+_DIRECT = HAS_TRITON and None not in (
+    private.current_device,
+    private.dispatch_modes,
+    private.functorch_levels,
+)
 
 
 class Launch:
     """A Triton kernel, whose parameters are tensors, integers and constants, without its tensors.
 
-    They are on `device`, which is the current one at a launch: `ops.register` makes it that.
+    They are on `device`, the current one at a launch: `ops.register` makes it that.
     """
 
     def __init__(
@@ -52,19 +56,18 @@ class Launch:
         The first may start anywhere; Triton has other kernels for tensors that do not start at
         multiples of 16 bytes. The others are new, or the kernel is not specialised on that.
         """
-        compiled = self._compiled
-        if compiled is None or tensors[0].data_ptr() & 15:
-            made = self.kernel[(self.programs,)](*tensors, *self._rest, **self._options)
-            if self._device is not None and not tensors[0].data_ptr() & 15:
-                self._compiled = _for_pytorch(made, self.programs, self._given)
-                if self._compiled is None:  # Triton launches it from now on
-                    self._device = None
-            return
-        about, rest, _ = compiled
         # Addresses, since Triton would ask each tensor, and the driver about each answer.
         addresses = [x.data_ptr() for x in tensors if x is not None]
-        stream = private.current_stream(self._device)
-        private.launch_kernel(*about, (*addresses, *rest), stream)
+        if self._compiled is not None and not addresses[0] & 15:
+            about, rest, _ = self._compiled
+            stream = private.current_stream(self._device)
+            private.launch_kernel(*about, (*addresses, *rest), stream)
+            return
+        made = self.kernel[(self.programs,)](*tensors, *self._rest, **self._options)
+        if self._device is not None and not addresses[0] & 15:
+            self._compiled = _for_pytorch(made, self.programs, self._given)
+            if self._compiled is None:  # Triton launches it from now on
+                self._device = None
 
 
 _USUAL = {"num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False}
@@ -105,14 +108,16 @@ def allocator(device: torch.device) -> Callable[..., Tensor]:
 def takes_triton_directly(*tensors: Tensor | None) -> bool:
     """Whether eager mode may call a kernel past PyTorch's dispatcher, which costs a launch more.
 
-    Not under a compiler, a dispatch mode (fake tensors, tracing, counting) or a transform of
-    torch.func, and not for tensor subclasses: these must see the op.
+    Only for plain tensors on the current GPU, on which Triton launches. Not under a compiler, a
+    dispatch mode (fake tensors, tracing, counting) or a transform of torch.func: these must see the
+    op. Not for tensors of another GPU either: the op makes that the current one.
     """
     # A compiler must not see what follows, so this comes first.
     if not _DIRECT or torch.compiler.is_compiling():
         return False
+    here = private.current_device()
     for x in tensors:
         # A lazily negated view (of a conjugate's imaginary part) is not what its memory says.
-        if x is not None and not (x.is_cuda and type(x) in _PLAIN and not x.is_neg()):
+        if x is not None and not (type(x) in _PLAIN and x.get_device() == here and not x.is_neg()):
             return False
     return private.dispatch_modes() == 0 and private.functorch_levels() is None

@@ -64,14 +64,6 @@ def surely(condition: Any) -> bool:
     return known
 
 
-def known_lengths(nested: Any) -> tuple[int | None, int | None]:
-    """Lengths of the shortest and longest sequence of a jagged tensor; None: ask the device."""
-    if PLAIN_LAUNCH:
-        return None, None
-    shortest, longest = (getattr(nested, f"_maybe_{end}_seqlen", None) for end in ("min", "max"))
-    return shortest, longest
-
-
 def records_ops() -> bool:
     """Whether `make_fx` records what runs; where torch does not tell, whenever it is imported."""
     tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
