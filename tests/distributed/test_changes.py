@@ -139,7 +139,7 @@ def test_what_is_refused() -> None:
         (r"RuntimeError: FSDP1(.)*all_gather=False", fsdp1, [convert(model_of(), "tensorwise")]),
         ("TypeError: model: got int, expected an nn.Module", ahead, [3]),
         (r"ValueError: '0.ffn.w1': got a weight that is gathered(.)*reshard", ahead, [unsharded]),
-        (r"NotImplementedError: as fully_shard calls it, .*ignored_params", fully_shard, [only]),
+        ("NotImplementedError: out of fully_shard, by ignored_params", fully_shard, [only]),
         (r"TypeError: DTensor as weight, .*Float8ColwiseParallel", linear, [placed, of_rows]),
         (r"TypeError: as input and none as weight, .*Float8ColwiseP", linear, [placed, w]),
         ("TypeError: got a DTensor as input and none as weight", Float8Linear(32, 64), [placed]),
