@@ -491,7 +491,7 @@ def test_cut_and_missing_shards(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cut or damaged"):
         load_float8_checkpoint(built(), tmp_path)
     last.unlink()
-    with pytest.raises(FileNotFoundError, match=r"model-00001"):
+    with pytest.raises(FileNotFoundError, match=r"No such file.*model-0000"):
         load_float8_checkpoint(built(), tmp_path)
 
 
