@@ -119,7 +119,9 @@ def test_from_two_ranks_to_four_and_to_one_and_back(
     two.run(load, again, recipe, "fsdp", saved)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param("tensorwise", marks=pytest.mark.exhaustive), "delayed"]
+)
 def test_from_a_mesh_of_two_dims_to_others(
     two: Ranks, four: Ranks, recipe: str, tmp_path: Path
 ) -> None:

@@ -56,18 +56,25 @@ def test_fsdp2(recipe: str, all_gather: bool, what: str) -> None:
     assert graphs == 2  # none compiled again
 
 
-@pytest.mark.parametrize("wrap", [DistributedDataParallel, fsdp1])
+@pytest.mark.parametrize(
+    ("wrap", "what"),
+    [
+        (DistributedDataParallel, "whole model"),
+        (fsdp1, "blocks"),
+        pytest.param(DistributedDataParallel, "blocks", marks=pytest.mark.exhaustive),
+        pytest.param(fsdp1, "whole model", marks=pytest.mark.exhaustive),
+    ],
+)
 @on("either")
-def test_ddp_and_fsdp1(wrap: Callable[[nn.Module], nn.Module]) -> None:
+def test_ddp_and_fsdp1(wrap: Callable[[nn.Module], nn.Module], what: str) -> None:
     eager = train(wrap(small("delayed", False)), 3)
-    for what in ("blocks", "whole model"):
-        run, breaks, graphs = compiled(small("delayed", False), what, wrap, 3)
-        assert_same(run, eager)
-        if wrap is fsdp1 and what == "blocks":
-            assert (breaks, graphs) == ([], 2)  # none compiled again
-        elif wrap is fsdp1:  # breaks where FSDP1 gathers, float8 or not
-            assert set(breaks) <= set(compiled(small(None, False), what, wrap, 1)[1])
-            assert graphs >= 2
+    run, breaks, graphs = compiled(small("delayed", False), what, wrap, 3)
+    assert_same(run, eager)
+    if wrap is fsdp1 and what == "blocks":
+        assert (breaks, graphs) == ([], 2)  # none compiled again
+    elif wrap is fsdp1:  # breaks where FSDP1 gathers, float8 or not
+        assert set(breaks) <= set(compiled(small(None, False), what, wrap, 1)[1])
+        assert graphs >= 2
 
 
 @on("either")
