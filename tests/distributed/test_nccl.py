@@ -4,6 +4,7 @@ import gc
 import os
 import resource
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +24,10 @@ from float8_lab.bench.variants import FLOAT8, make_variants
 from sqnr import sqnr
 from support.configs import RECIPES
 from support.models import LlamaBlock
+from support.outcome import assert_same, train
 from support.ranks import Ranks, on
-from support.sharded import DIM, Run, Traffic, convert, here, model_of, shard, train
+from support.sharded import DIM, convert, here, model_of, shard
+from support.spies import Traffic
 
 pytestmark = pytest.mark.gpu
 
@@ -44,30 +47,20 @@ def one_sequence(model: nn.Module, x: Tensor) -> Tensor:
     return model(x[None])[0]
 
 
-def gathers(
-    kind: str, recipe: str, dtype: torch.dtype, param_dtype: torch.dtype | None, compiled: bool
-) -> tuple[Run, Run]:
-    """Ten steps with a cast after the gather, and with float8 all-gather."""
-    runs = []
-    for all_gather in (False, True):
-        torch._dynamo.reset()
-        model = convert(build(kind, dtype), recipe, all_gather)
-        if compiled:
-            for block in model:
-                block.compile(fullgraph=True)
-        sharded = shard(model, param_dtype=param_dtype)
-        forward = partial(one_sequence, sharded)
-        # The backward of cuDNN's attention is not reproducible.
-        with sdpa_kernel(SDPBackend.MATH), Traffic() as seen:
-            runs.append(train(sharded, dtype=dtype, forward=forward))
-        assert (torch.uint8 in seen.gather_dtypes) == all_gather
-    return runs[0], runs[1]
-
-
-def same(*cell) -> None:
-    after, before = gathers(*cell)
-    before.assert_equal(after)
-    assert all(loss.isfinite() for loss in before.losses)
+def gathered(
+    kind: str, recipe: str, dtype: torch.dtype, compiled: bool, gather: bool, wrap: Any
+) -> dict[str, Tensor]:
+    """Ten steps with float8 all-gather, or with a cast after the gather."""
+    torch._dynamo.reset()
+    model = convert(build(kind, dtype), recipe, gather)
+    if compiled:
+        for block in model:
+            block.compile(fullgraph=True)
+    # The backward of cuDNN's attention is not reproducible.
+    with sdpa_kernel(SDPBackend.MATH), Traffic() as seen:
+        found = train(wrap(model), 10, dtype=dtype, forward=one_sequence)
+    assert (torch.uint8 in seen.gather_dtypes) == gather
+    return found
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -80,22 +73,21 @@ def same(*cell) -> None:
         pytest.param("feed-forward", F32, BF16, True, id="feed-forward-fp32-masters-compiled"),
     ],
 )
+@on("two_gpus")
 def test_a_float8_gather_has_the_bits_of_a_cast_after_the_gather(
-    two_gpus: Ranks,
-    recipe: str,
-    kind: str,
-    dtype: torch.dtype,
-    param_dtype: torch.dtype | None,
-    compiled: bool,
+    recipe: str, kind: str, dtype: torch.dtype, param_dtype: torch.dtype | None, compiled: bool
 ) -> None:
-    two_gpus.run(same, kind, recipe, dtype, param_dtype, compiled)
+    wrap = partial(shard, param_dtype=param_dtype)
+    one, other = (gathered(kind, recipe, dtype, compiled, how, wrap) for how in (False, True))
+    assert_same(other, one)
+    assert all(x.isfinite().all() for name, x in one.items() if name.startswith("loss"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @on("two_gpus")
 def test_fsdp2_moves_what_was_converted_on_a_cpu(recipe: str) -> None:
     runs = [train(shard(convert(model_of(device=device), recipe)), 3) for device in ("cpu", here())]
-    runs[0].assert_equal(runs[1])
+    assert_same(*runs)
 
 
 def peaks(recipes: tuple[str, ...], mode: str) -> dict[str, float]:
