@@ -234,7 +234,7 @@ LIBRARY = {
     "scales.py": "delayed scaling: the scale of the last steps, so that a cast reads once",
     "config.py": "recipes: a scale for each row, or for each block of 1x128 or 128x128",
     "gemm.py": "GEMMs under these scales, for groups of tokens, and emulated in float32",
-    "linear": "weights cast once per step, autocast, empty inputs, torch.compile",
+    "linear": "weights that can be cast once per step, autocast, empty inputs, torch.compile",
     "convert": "which layers gain on your GPU, why the others stay, and the way back",
     "step.py": "all that happens once per optimizer step, with one all-reduce for all layers",
     "experts": "mixture-of-experts models, with one GEMM for all experts",

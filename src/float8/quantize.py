@@ -58,7 +58,7 @@ def quantize(
 ) -> Quantized:
     """Cast `x` [R, C] to float8: row and column data as asked for; see `kernels.cast`.
 
-    Scales are new tensors, which a sync does not change.
+    A scale that is chosen here is a new tensor, which no later sync changes.
 
     Args:
         x: as there; or [E, R, C], the weights of experts, each under dynamic scales of its own: see

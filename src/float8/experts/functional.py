@@ -18,26 +18,27 @@ def grouped_linear(
     """Multiply each group of rows by the weight of its expert, with three grouped float8 GEMMs.
 
     For each expert e `input[offs[e - 1]:offs[e]] @ weight[e].T`, as `F.grouped_mm(input,
-    weight.transpose(-2, -1), offs=offs)` does in high precision. The sizes of groups are read on
-    the device: nothing waits for them, and compiled code holds for any.
+    weight.transpose(-2, -1), offs=offs)` does in high precision. Group sizes stay on the device: no
+    sync, and no recompilation.
 
     Args:
         input: [T, K] float32, bfloat16 or float16, the rows of each expert together; cast to
-            autocast's dtype under autocast. Rows from `offs[-1]` on belong to nobody.
+            autocast's dtype under autocast. Rows from `offs[-1]` on belong to no expert.
         weight: [E, N, K], one [N, K] for each expert, of the dtype of `input` unless under
             autocast. N and K are multiples of 16, unless the config says `emulate`. Weights that
             lie as [E, K, N] are given as `weight.transpose(1, 2)`, which is not copied.
-        offs: [E] int32, ascending, on the same device: the row behind the last one of each expert.
-            Groups may have any size, and be empty. On a CPU offs that descend, are negative or
-            exceed T raise. On a GPU they are not checked: each is clamped to 0..T and raised to the
-            largest before it.
+        offs: [E] int32, ascending, on the same device: `offs[e]` is one past the last row of expert
+            e. Groups may be empty. On a CPU offs that descend, are negative or exceed T raise. On a
+            GPU they are not checked: each is clamped to 0..T, and made at least as large as the
+            entry before it.
         config: a `Float8LinearConfig`, or the name of a recipe; None means `"rowwise"`, which
-            grouped GEMMs are made for. Under `"tensorwise"` a scale covers what one expert has of a
-            tensor. All casts are to e4m3, those of gradients, too: grouped GEMMs take nothing else.
-            `use_fast_accum` of the GEMM of the output is that of all three.
+            grouped GEMMs are made for. Under `"tensorwise"` there is one scale per expert. All
+            casts are to e4m3, those of gradients, too: grouped GEMMs take nothing else. All three
+            GEMMs use `gemm_config_output.use_fast_accum`.
 
     Returns:
-        [T, N], dtype of the (autocast) input; zeros from row `offs[-1]` on, as in the gradient.
+        [T, N], dtype of the (autocast) input; zeros from row `offs[-1]` on, where the gradient is
+        zero, too.
 
     Raises:
         TypeError: a dtype is not one of those named above, or `config` is neither a configuration

@@ -33,7 +33,7 @@ def cast(
     pad_rows: bool = False,
     scale: Tensor | None = None,
     state: DelayedScale | None = None,
-    record: bool = True,
+    record: bool = False,
     via: torch.dtype | None = None,
     after: Tensor | None = None,
     traced: bool = False,

@@ -20,7 +20,7 @@ BLOCKS = {(None, None): ONE, (1, None): LINES, (1, 128): RUNS, (128, 128): SQUAR
 
 GIVEN, MEASURED, HISTORY = range(3)
 """Where one scale comes from: it is given; measured, from amaxes to be joined; or from the history,
-and measured only where that knows none."""
+and measured only where that knows none. Finer scales, which the kernel finds, are said GIVEN."""
 
 
 @jit(do_not_specialize_on_alignment=["scale_ptr", "amax_ptr"])
@@ -52,7 +52,7 @@ def cast_kernel(  # type: ignore[no-untyped-def]
     rows = tl.cdiv(R, PAD) * PAD if PAD_ALONG else R
     columns = tl.cdiv(C, PAD) * PAD if PAD_ACROSS else C
     tile = tl.program_id(0)
-    if COVERS != 1:  # rows and columns were measured backwards: their beginning is in the L2 cache
+    if COVERS != 1:  # LINES were measured backwards, so their beginning is in the L2 cache
         tile = tiles.tile_of_program()
     R16, C16 = tl.cdiv(R, 16) * 16, tl.cdiv(C, 16) * 16
     tile_r, tile_c = tiles.tile_at(tile, R16, C16, BLOCK_R, BLOCK_C, GROUP)

@@ -1,8 +1,8 @@
 """A linear layer in float8 as a function, and the autograd function of all layers, experts' too.
 
-What is saved for backward is float8: the transposed copy of the input, made in the same read as
-its row data; or the input itself under a compiler, which chooses what to keep. Of the weight only
-what exists anyway is kept: see `Weight`.
+Saved of the input: its float8 column data, made in the same read as its row data. Where forward
+makes none, row data or the input itself; so under a compiler, which chooses what to keep. Of the
+weight only what exists anyway is saved: see `Weight`.
 """
 
 from typing import Any, NamedTuple

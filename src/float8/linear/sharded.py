@@ -4,8 +4,8 @@
     weight Shard(1): input Shard(-1)  -> output Partial      torch's RowwiseParallel
                                       or output Shard(dim)   Float8RowwiseParallel
 
-What is spread over ranks is cast under the scale of the whole. All casts and GEMMs run layer by
-layer, of weights that are cast on the fly.
+One scale per tensor is that of the whole, over all ranks; finer scales are of this rank's part.
+All casts and GEMMs run layer by layer; weights are cast on the fly.
 """
 
 import math

@@ -63,8 +63,8 @@ class Weight(NamedTuple):
     def col(self, cast: Cast, after: Tensor) -> Operand:
         """Return column data: a cast made here, or row data transposed, where there are none.
 
-        The gradient, `after`, is needed: else a compiler would do so in forward, and keep the
-        result until backward, under FSDP that of every whole weight.
+        `after` is the scale of the gradient: a compiler must not cast before that exists. Else it
+        casts in forward and keeps the result until backward, under FSDP that of every whole weight.
         """
         if self.col_data is not None:
             return Operand(self.col_data, self.col_scale)

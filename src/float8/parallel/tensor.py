@@ -1,7 +1,7 @@
 """Tensor parallel with communication in float8: styles for `parallelize_module`.
 
-Tokens spread over ranks (sequence parallel) are cast under the scale of the whole tensor, then
-gathered as bytes, in backward as in forward. What is summed over ranks is in high precision.
+Tokens spread over ranks (sequence parallel) are cast, then gathered as bytes, in backward as in
+forward. One scale per tensor is that of the whole. What is summed over ranks is in high precision.
 """
 
 import types
