@@ -39,8 +39,8 @@ class Weight(NamedTuple):
     values, row and col data  held, values: the Parameter    values, col data
     row data, not padded      gathered, or in float8 only    row data
 
-    Backward is handed them by `save_for_backward`: what lies on a context lives as long as somebody
-    keeps a loss, and held weights would be there twice.
+    `save_for_backward` saves them: on a context they would live as long as a loss, and held weights
+    would be there twice. Gathered row data are a view of FSDP2's buffer, filled again in backward.
     """
 
     values: Tensor | Any = None
