@@ -82,7 +82,7 @@ class Granularity(enum.Enum):
         return self
 
     def scales(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the scales of data [..., R, C]; of symbolic sizes without a guard.
+        """Return the shape of the scales of data [..., R, C]; symbolic sizes get no guard.
 
         `()` for one scale, [..., R, 1] by rows, [R, ceil(C / width)] by parts of a row. By squares
         [ceil(R / height), ceil(C / width)] with the columns padded to 4, as cuBLASLt wants.

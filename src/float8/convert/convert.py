@@ -57,9 +57,8 @@ def convert_to_float8_training(
 
     Without a `module_filter_fn`, the head (`lm_head`, or `output` of the model itself), low-rank
     adapters, routers, and layers with fewer than 16 features out stay in high precision. So do
-    layers and experts that float8 would make slower. The judge is the GPU of the weights, or the
-    current GPU if they are on CPU or meta; without a GPU nothing is left out for speed. The report
-    names the GPU, and the limits.
+    layers and experts that float8 would make slower on the GPU of the weights, or on the current
+    GPU if they are on CPU or meta. Without a GPU, speed does not count. The report names the GPU.
 
     Args:
         module: the model, or a single linear layer.

@@ -62,22 +62,22 @@ def apply_grouped(
     weight: Tensor,
     offs: Tensor,
     plan: LinearPlan,
-    any_dims: bool,
+    emulated: bool,
     held: Weight | None = None,
 ) -> Tensor:
-    """Compute what `grouped_linear` does; `any_dims`: N and K need not be multiples of 16."""
+    """Compute what `grouped_linear` does; `emulated`: N and K may have any size."""
     autocast, compiling = autocast_dtype(input.device), torch.compiler.is_compiling()
     if autocast is not None:
         input = input.to(autocast)
-    _require(input, weight, offs, same_dtype=autocast is None, any_dims=any_dims)
+    _require(input, weight, offs, same_dtype=autocast is None, emulated=emulated)
     # Nothing to measure, nothing to multiply. Compiled code may not know how many rows there will
     # be, as under expert parallel: there the ops find none, as on a CPU, where they check offs.
     if not compiling and input.shape[0] == 0 and not input.is_cpu:
         return input @ weight[0].to(input.dtype).t()
     grad = torch.is_grad_enabled()
     needs = grad and input.requires_grad, grad and weight.requires_grad
-    turned = held is not None and weight.stride() != held.values.stride()
-    call = Call(plan, plan.casts, weight.shape[2], weight.dtype, *needs, turned)
+    transposed = held is not None and weight.stride() != held.values.stride()
+    call = Call(plan, plan.casts, weight.shape[2], weight.dtype, *needs, transposed)
     of_weight = held or Weight(weight)
     if isinstance(weight, GatheredExperts):
         of_weight = Weight(None, weight._data, weight._scale)
@@ -87,7 +87,7 @@ def apply_grouped(
 
 
 def _require(
-    input: Tensor, weight: Tensor, offs: Tensor, *, same_dtype: bool, any_dims: bool
+    input: Tensor, weight: Tensor, offs: Tensor, *, same_dtype: bool, emulated: bool
 ) -> None:
     """Raise what `grouped_linear` does for its tensors."""
     this = "grouped_linear: got"
@@ -115,7 +115,7 @@ def _require(
     if len({*devices}) > 1:
         on = ", ".join(map(str, devices))
         raise ValueError(f"{this} input, weight and offs on {on}, expected one device")
-    if not any_dims and (weight.shape[1] % GEMM_ALIGNMENT or weight.shape[2] % GEMM_ALIGNMENT):
+    if not emulated and (weight.shape[1] % GEMM_ALIGNMENT or weight.shape[2] % GEMM_ALIGNMENT):
         raise ValueError(
             f"{this} weight of shape {tuple(weight.shape)}, expected N and K that are multiples of "
             f"{GEMM_ALIGNMENT}; leave these experts in high precision, or set emulate=True"
