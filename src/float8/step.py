@@ -71,7 +71,7 @@ def sync_float8_amax_and_scale_history(
     if dist.is_available() and dist.is_initialized():
         _share_amaxes(model, layers, group)
     _join_tied(layers)
-    # What is updated as one tensor: the buffers, by the largest value of each format.
+    # Updated as one tensor: (config, power of 2, device) -> largest value of a format -> buffers.
     alike: dict[Any, dict[float, list[list[Any]]]] = {}
     for layer in layers:
         delayed = layer._float8_config.delayed_scaling_config
@@ -145,17 +145,17 @@ def update_float8_weights(model: nn.Module) -> None:
     }
     if not parts:
         return
-    alike: dict[Any, dict[Tensor, list[Float8Linear]]] = {}
-    others: list[str] = []
+    alike: dict[Any, dict[Tensor, list[Float8Linear]]] = {}  # kind -> weight -> its layers
+    on_the_fly: list[str] = []
     fsdp1 = "summon_full_params"  # a method of its modules; FSDP writes past version counters
     wraps = (x.modules() for x in model.modules() if is_fsdp_module(x) or hasattr(type(x), fsdp1))
     under_fsdp = set(itertools.chain(*wraps))
     for part, name in parts.items():
         if isinstance(part, Float8Experts):
             why = part._float8_hold("gathered by FSDP" if part in under_fsdp else None)
-            others += [f"{name}.{own} ({reason})" for own, reason in why.items()]
+            on_the_fly += [f"{name}.{own} ({reason})" for own, reason in why.items()]
             continue
-        part._float8_set_held()  # drops old data first: there is no room for both
+        part._float8_set_held()  # frees the old data before casting
         weight: Any = part._parameters.get("weight")
         if part in under_fsdp and not part._float8_config.enable_fsdp_float8_all_gather:
             raise ValueError(
@@ -164,8 +164,8 @@ def update_float8_weights(model: nn.Module) -> None:
                 f"and fully_shard, or with Float8Weights.ON_THE_FLY"
             )
         if reason := _why_on_the_fly(part, weight, part in under_fsdp):
-            others.append(f"{name} ({reason})")
-        elif part not in under_fsdp and not weight.is_meta:  # else the gather holds the shard
+            on_the_fly.append(f"{name} ({reason})")
+        elif part not in under_fsdp and not weight.is_meta:  # FSDP2's gather keeps the shard
             kind = weight.device, weight.dtype, part._float8_plan.casts.weight
             alike.setdefault(kind, {}).setdefault(weight, []).append(part)
     for (_, dtype, cast), readers in alike.items():
@@ -176,10 +176,11 @@ def update_float8_weights(model: nn.Module) -> None:
             held = hold(weight, cast._replace(scale=scale))
             for layer in layers:
                 layer._float8_set_held(held)
-    if others:
+    if on_the_fly:
+        count, first = len(on_the_fly), ", ".join(on_the_fly[:3])
         warnings.warn(
-            f"float8: {len(others)} layer(s) cast their weight on the fly, which is no plain "
-            f"Parameter with dynamic scaling: {', '.join(others[:3])}{', ...' * (len(others) > 3)}",
+            f"float8: {count} layer(s) cast their weight on the fly, which is no plain "
+            f"Parameter with dynamic scaling: {first}{', ...' * (count > 3)}",
             stacklevel=4,
         )
 
@@ -303,8 +304,8 @@ def _note_scales(layers: list[Float8Linear]) -> None:
 def _share_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> None:
     """Make the amaxes of this rank those of all, with one all-reduce."""
     weights: list[Any] = [layer.weight for layer in layers]
-    parted = {parts for layer in layers for parts in layer._float8_groups()}
-    ranks = sync_groups(weights, group, _beside(layers, model), parted)
+    shard_groups = {parts for layer in layers for parts in layer._float8_groups()}
+    ranks = sync_groups(weights, group, _beside(layers, model), shard_groups)
     if not ranks:
         return
     require_no_join(model)
@@ -314,7 +315,7 @@ def _share_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> N
     for layer in layers:
         for site in layer._float8_delayed:
             amaxes.append(layer.get_buffer(site.amax))
-            # Where another rank ran a layer that this one did not, it used this shard, too.
+            # Another rank may have run a layer that this one skipped: its gather read this shard.
             unused = site is CastSite.WEIGHT and not layer._float8_has_unsynced_amax()
             shard = shard_amax(layer.weight) if unused else None
             shards.append(amaxes[-1].new_zeros(()) if shard is None else shard)

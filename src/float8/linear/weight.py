@@ -136,7 +136,7 @@ TIMES_HELD = torch.ops.float8.times_held.default
 @torch.inference_mode(False)  # else it could not be saved for a backward
 @torch.no_grad()
 def hold(values: Tensor, cast: Cast, parameter: Tensor | None = None) -> Weight:
-    """Cast a Parameter, or `values`, a view of it; `.values` of the result is the Parameter."""
+    """Cast a Parameter, or its view `values`, to both layouts; the result has the Parameter."""
     of = values if parameter is None else parameter
     made = quantize(values, cast, row=True, col=True, pad_rows=True)
     # `.data`: no views, as experts' may be.
