@@ -132,8 +132,8 @@ def save_float8_checkpoint(
         model: as for `float8_weights`.
         folder: the folder of the checkpoint; made if it does not exist.
         format: `"fine-grained-fp8"` or `"compressed-tensors"`.
-        strategy: what a scale covers; for values and defaults see `float8_weights`, here and below.
-        dtype: of what is not in float8.
+        strategy: what a scale covers. None: the default of the format, see `float8_weights`.
+        dtype: of what is not in float8. None: chosen as by `float8_weights`.
         param_dtype: that of FSDP2's `MixedPrecisionPolicy`, if it has one.
         max_shard_size: bytes of a file at most, but for a single tensor that is larger.
 

@@ -70,7 +70,7 @@ class ConversionReport:
     embedding, norm or convolution, nor called a bias, an embedding, a token or a position."""
 
     chosen_for: tuple[str, ...] = ()
-    """One sentence per GPU: which limits chose the layers. Empty with a `module_filter_fn`."""
+    """One sentence per GPU, or for none: which limits chose the layers. Empty with filters."""
 
     experts: tuple[ExpertsReport, ...] = ()
     """The weights of known experts, converted or not; not in `converted` and `skipped`."""
@@ -157,8 +157,8 @@ def _numbers_joined(rows: list[_Row]) -> list[_Row]:
 def conversion_report(model: nn.Module) -> ConversionReport:
     """Report what runs in float8 in `model`, what does not, and why.
 
-    It inspects the modules as they are now, so it is right after partial conversions, `deepcopy`
-    and wrapping. Raises a `TypeError` if `model` is no `nn.Module`.
+    It inspects the modules as they are now: also after partial conversion, deepcopy and wrapping.
+    Raises a `TypeError` if `model` is no `nn.Module`.
     """
     require_module(model, "model")
     layers, others, experts = [], [], []

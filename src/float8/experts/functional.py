@@ -37,8 +37,7 @@ def grouped_linear(
             GEMMs use `gemm_config_output.use_fast_accum`.
 
     Returns:
-        [T, N], dtype of the (autocast) input; zeros from row `offs[-1]` on, where the gradient is
-        zero, too.
+        [T, N], dtype of the (autocast) input. Rows from `offs[-1]` on and their gradient are zero.
 
     Raises:
         TypeError: a dtype is not one of those named above, or `config` is neither a configuration

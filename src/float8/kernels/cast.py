@@ -351,7 +351,7 @@ def _planned(
         made, makes, pads = made[2:] + made[:2], makes[::-1], pads[::-1]
     make, integers = allocator(device), (R, C, stride_r, stride_c)
     arithmetic = 3 if dtype == E4M3 else 2, power_of_2, has_float8_conversion(device)
-    measure, of_parts, parts_of_amax = None, None, 0
+    measure, of_parts, count = None, None, 0
     shapes = tiles.ALONG_AND_ACROSS if makes[1] else tiles.ALONG_ALONE
     # Triton 3.6 specialises on C == 1, and then pads wrongly.
     if whole_rows := covers == cast_kernels.LINES and not makes[1] and 1 < C <= WIDEST_ROW:
@@ -370,13 +370,12 @@ def _planned(
         shapes = ((128, 128, 4 if large else 8),)
     elif source != cast_kernels.GIVEN:
         measure = measuring(R * C, element, device, source == cast_kernels.HISTORY)
-        parts_of_amax = measure.programs
-        of_parts = (parts_of_amax,), (1,), torch.float32
+        count = measure.programs
+        of_parts = (count,), (1,), torch.float32
     if not whole_rows:
-        parts_padded = 1 << max(parts_of_amax - 1, 0).bit_length()
+        parts_padded = 1 << max(count - 1, 0).bit_length()
         constants = (covers, *makes, *pads, source, parts_padded, record, rounded, *arithmetic)
-        sizes = (*integers, parts_of_amax)
-        cast = tiles.tiled(cast_kernels.cast_kernel, shapes, device, sizes, constants)
+        cast = tiles.tiled(cast_kernels.cast_kernel, shapes, device, (*integers, count), constants)
 
     def launch(x: Tensor, scale: Tensor | None, amax: Tensor | None) -> tuple[Any, ...]:
         along, along_scale, across, across_scale = [each and make(*each) for each in made]
