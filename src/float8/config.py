@@ -449,15 +449,12 @@ class Float8LinearConfig:
         """Return the effective configuration of a cast, with a dtype unless it is DISABLED."""
         return self._casts[site]
 
-    def owner(self, site: CastSite) -> CastSite:
-        """Return the site whose cast serves `site`: itself, or the base if configured alike."""
-        base = BASE_SITE.get(site, site)
-        return base if self.cast_config(base) == self.cast_config(site) else site
-
     @functools.cached_property
     def own_casts(self) -> dict[CastSite, CastConfig]:
-        """The sites with a cast of their own, which others may share, in a fixed order."""
-        return {x: self.cast_config(x) for x in CAST_SITES if self.owner(x) is x}
+        """The sites with a cast of their own, in a fixed order; others share that of their base."""
+        casts = self._casts
+        own = [x for x in CAST_SITES if x not in BASE_SITE or casts[x] != casts[BASE_SITE[x]]]
+        return {site: casts[site] for site in own}
 
     @functools.cached_property
     def delayed_sites(self) -> tuple[CastSite, ...]:

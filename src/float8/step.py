@@ -342,7 +342,7 @@ def _require_same_layers(
             f"convert alike, or give a `group=` that trains the same model. This rank has "
             f"{len(lines)}, and others lack or reorder {'; '.join(differ[:4]) or 'none of them'}"
         )
-    layers[0]._float8_agree(done)
+    layers[0]._float8_agreed |= {done}
 
 
 def _beside(layers: Sequence[Float8Linear], model: nn.Module) -> Iterator[Tensor]:

@@ -50,7 +50,7 @@ def casts_of(config: Float8LinearConfig) -> list[MeasuredCast]:
             continue
         how: CastConfig = getattr(plan.casts, site.value).how
         col = site in BASE_SITE and not how.scaling_granularity.square
-        owner = config.owner(site).value
+        owner = (site if site in config.own_casts else BASE_SITE[site]).value
         same = found.get((owner, col))
         gemms = (*(same.gemms if same else ()), read_by[site])
         role = BASE_SITE.get(site, site).value

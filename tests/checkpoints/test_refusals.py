@@ -95,7 +95,7 @@ UNREADABLE: dict[str, tuple[str, Damage]] = {
     "unknown": ("'other'", put("other", lambda t: torch.ones(1))),
     "shape": (r"ffn.w2.bias: got shape \(7,\)", put(BIAS, lambda t: torch.ones(7))),
     "cut": ("cut or damaged", cut),
-    "no file": ("model-00001", lambda folder: next(folder.glob("*.safetensors")).unlink()),
+    "no file": (r"No such file.*model-0000", lambda folder: next(folder.glob("*.safetensors")).unlink()),
     "two files": ("in two files and no index", copied),
     "no map": (NO_MAP, index("{}")),
     "empty map": (NO_MAP, index('{"weight_map": {}}')),

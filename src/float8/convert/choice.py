@@ -23,32 +23,17 @@ ROUTER = 16
 float8 GEMM computes 16 at least."""
 
 KEPT = "_float8_choice"
-"""The attribute in which a layer, or a module of experts, keeps its `Choice` for the report."""
+"""The attribute in which a layer, or a module of experts, keeps its last `Choice` for the report: a
+plain tuple, so that a model in which nothing is converted can be loaded without this library."""
 
 
 class Choice(NamedTuple):
     """The decision about one layer, or one module of experts."""
 
     reason: str | None = None
-    """Why it stays as it is; None: it changes."""
-    by_filter: bool = False
-    """Whether a `module_filter_fn` left it."""
+    """Why it stays as it is; None: it changes, or no conversion has seen it."""
     chosen_for: str | None = None
     """For which GPU it was judged, and by what; None: it was not."""
-
-    def keep(self, part: nn.Module) -> None:
-        """Have `part` keep it; where a filter left `part`, with the reason of an earlier one."""
-        before, choice = Choice.of(part), self
-        if self.by_filter and before is not None and before.reason and not before.by_filter:
-            choice = self._replace(reason=before.reason, by_filter=False)
-        # A plain tuple: a model in which nothing is converted can be loaded without this library.
-        part.__dict__[KEPT] = tuple(choice)
-
-    @staticmethod
-    def of(part: nn.Module) -> "Choice | None":
-        """Return what `part` keeps; None: no conversion has seen it."""
-        kept = part.__dict__.get(KEPT)
-        return None if kept is None else Choice(*kept)
 
 
 class Chooser:
@@ -83,16 +68,11 @@ class Chooser:
         if not isinstance(cuda_graphs, bool):
             raise TypeError(f"cuda_graphs: got {cuda_graphs!r}, expected True or False")
         if gpu is not None and self.gpu not in tuple(SMALLEST):
-            known = ", ".join(map(repr, SMALLEST))
-            do = "leave it out to convert for the GPU here"
-            expected = f"one whose limits are known, of {known}"
-            raise ValueError(f"gpu: got {gpu!r}, expected {expected}; {do}")
-        for name, other in (("gpu", self.gpu), ("cuda_graphs", cuda_graphs)):
-            if other and self.takes is not None:
-                raise ValueError(
-                    f"{name}: got {other!r} and a module_filter_fn, which decides alone, expected "
-                    f"one of the two"
-                )
+            expected = f"one whose limits are known, of {', '.join(map(repr, SMALLEST))}"
+            raise ValueError(f"gpu: got {gpu!r}, expected {expected}; leave it out for that here")
+        if self.takes is not None and (gpu is not None or cuda_graphs):
+            got = f"got {gpu=} and {cuda_graphs=} with a module_filter_fn"
+            raise ValueError(f"{got}, which decides alone, expected one of them")
         for cls in self.classes:
             if not (isinstance(cls, type) and issubclass(cls, nn.Linear)):
                 raise TypeError(
@@ -134,8 +114,8 @@ class Chooser:
         except AttributeError as error:  # as of `in_features`, which experts have not
             if isinstance(part, nn.Linear):
                 raise
-            return Choice(f"module_filter_fn raised an AttributeError: {error}", by_filter=True)
-        return Choice() if taken else Choice(f"module_filter_fn returned {taken!r}", by_filter=True)
+            return Choice(f"module_filter_fn raised an AttributeError: {error}")
+        return Choice(None if taken else f"module_filter_fn returned {taken!r}")
 
     def _why_no_experts(self, module: Any, fqn: str) -> str | None:
         gpu = self._gpu(module)

@@ -56,10 +56,8 @@ def convert_to_float8_training(
 
     Without a `module_filter_fn`, the head (`lm_head`, or `output` of the model itself), low-rank
     adapters, routers, and layers with fewer than 16 features out stay in high precision, and so do
-    layers that float8 would make slower: on an H100 or H200 those too small for the GPU, or for the
-    CPU that starts their kernels; on another GPU those with fewer than 256 features in or out;
-    without a GPU none. Experts stay where, on paper, casts cost more than GEMMs gain. Weights on
-    the CPU or meta are taken to be on their way to the current GPU. The report names the GPU.
+    layers and experts that float8 would make slower on the GPU here, to which weights on the CPU or
+    meta are taken to be on their way; without a GPU none. The report names the GPU, and the limits.
 
     Args:
         module: the model, or a single linear layer.
@@ -110,7 +108,10 @@ def convert_to_float8_training(
     tell_ddp_what_to_ignore(module)
     _leave_fast_path(module)
     for part, choice in choices.items():
-        choice.keep(part)
+        if (choice.reason or "").startswith("module_filter_fn"):
+            part.__dict__.setdefault(KEPT, tuple(choice))  # the reason of an earlier one says more
+        else:
+            part.__dict__[KEPT] = tuple(choice)
     if not any(isinstance(part, Float8Linear | Float8Experts) for part in choices):
         reasons = [*dict.fromkeys(str(choice.reason) for choice in choices.values())][:3]
         warnings.warn(

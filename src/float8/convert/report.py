@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
@@ -11,10 +11,9 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
-from float8.config import Float8LinearConfig, require_module
-from float8.convert.choice import Choice, left_out
+from float8.config import require_module
+from float8.convert.choice import KEPT, Choice, left_out
 from float8.experts import Float8Experts, kind_of, weights_of
-from float8.formats import E4M3
 from float8.linear import Float8Linear
 
 _NO_MATMUL = (nn.Embedding, nn.EmbeddingBag, _ConvNd, _NormBase, nn.LayerNorm)
@@ -164,7 +163,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
     layers, others, experts = [], [], []
     chosen_for: dict[str | None, None] = {}  # in order, each once
     for fqn, module in model.named_modules():
-        choice = Choice.of(module) or Choice()
+        choice = Choice(*module.__dict__.get(KEPT, ()))
         chosen_for[choice.chosen_for] = None
         left = choice.reason or left_out(fqn) or "not seen by convert_to_float8_training"
         if kind_of(module) is not None:
@@ -179,25 +178,22 @@ def conversion_report(model: nn.Module) -> ConversionReport:
         elif not module._float8_config.float8_gemms:
             reason = "all casts of its config are DISABLED"
         else:
-            scaling = _scaling(module._float8_config)
+            scaling = _scaling(module)
         sizes = module.in_features, module.out_features
         layers.append(LayerReport(fqn or "(root)", *sizes, scaling, reason))
     sentences = tuple(filter(None, chosen_for))
     return ConversionReport(tuple(layers), tuple(others), sentences, tuple(experts))
 
 
-def _scaling(config: Float8LinearConfig, all_e4m3: bool = False) -> str:
-    parts = []
-    for site, cast in config.own_casts.items():
-        as_run = replace(cast, target_dtype=E4M3) if all_e4m3 and cast.is_float8 else cast
-        parts.append(f"{site.value} {as_run.short_str()}")
-    return ", ".join(parts)
+def _scaling(part: Float8Linear | Float8Experts) -> str:
+    casts, names = part._float8_plan.casts, [site.value for site in part._float8_config.own_casts]
+    return ", ".join(f"{name} {getattr(casts, name).how.short_str()}" for name in names)
 
 
 def _experts(fqn: str, module: nn.Module, left: str | None) -> list[ExpertsReport]:
     scaling, reason = None, left
     if isinstance(module, Float8Experts):
-        scaling, reason = _scaling(module._float8_config, all_e4m3=True), None
+        scaling, reason = _scaling(module), None
     return [
         ExpertsReport(f"{fqn}.{name}" if fqn else name, K, N, scaling, reason, experts)
         for name, experts, N, K in weights_of(module)

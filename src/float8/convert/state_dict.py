@@ -1,13 +1,13 @@
 """Make checkpoints for models that know nothing of float8."""
 
+import contextlib
 from typing import Any
 
 from torch import nn
 
-from float8.config import CAST_SITES, require_module
+from float8.config import require_module
+from float8.linear import Float8Linear
 from float8.tensor import Float8Tensor, dequantise
-
-_BUFFERS = {name for site in CAST_SITES for name in site.buffers}
 
 
 def high_precision_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -17,12 +17,13 @@ def high_precision_state_dict(model: nn.Module) -> dict[str, Any]:
     `TypeError` if `model` is no `nn.Module`.
     """
     require_module(model, "model")
-    state: dict[str, Any] = model.state_dict()
-    for name, x in [*state.items()]:
-        if _is_delayed_scaling(name):
-            del state[name]
-        elif isinstance(x, Float8Tensor):
-            state[name] = dequantise(x)
+    with contextlib.ExitStack() as stack:
+        # Each layer takes its own keys out again, before a wrapper around it renames them.
+        for layer in model.modules():
+            if isinstance(layer, Float8Linear):
+                hook = layer.register_state_dict_post_hook(_as_plain)  # type: ignore[no-untyped-call]
+                stack.enter_context(hook)
+        state: dict[str, Any] = model.state_dict()
     return state
 
 
@@ -32,9 +33,15 @@ def float8_state_dict(model: nn.Module) -> dict[str, Any]:
     To be saved beside a checkpoint of the plain model; it loads with `strict=False` into the
     converted one, after that. Raises a `TypeError` if `model` is no `nn.Module`.
     """
-    require_module(model, "model")
-    return {name: x for name, x in model.state_dict().items() if _is_delayed_scaling(name)}
+    plain = high_precision_state_dict(model)
+    return {name: x for name, x in model.state_dict().items() if name not in plain}
 
 
-def _is_delayed_scaling(name: str) -> bool:
-    return name.rpartition(".")[2] in _BUFFERS
+def _as_plain(
+    layer: Float8Linear, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
+    for site in layer._float8_delayed:
+        for name in site.buffers:
+            state_dict.pop(prefix + name, None)
+    if isinstance(weight := state_dict.get(prefix + "weight"), Float8Tensor):
+        state_dict[prefix + "weight"] = dequantise(weight)

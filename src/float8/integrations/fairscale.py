@@ -14,13 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from float8.config import (
-    ConfigOrRecipe,
-    Float8LinearConfig,
-    Float8Weights,
-    as_config,
-    require_module,
-)
+from float8.config import ConfigOrRecipe, Float8LinearConfig, as_config, require_module
 from float8.linear import Float8Linear, unsupported
 from float8.linear.sharded import Shards, linear_of_shards
 from float8.linear.source import become, shallow_copy
@@ -30,7 +24,6 @@ from float8.parallel.ddp import tell_ddp_what_to_ignore
 class Float8ParallelLinear(Float8Linear):
     """A layer of fairscale in float8; see `swap_tp_linear_with_float8_linear`."""
 
-    _float8_source_class: type[nn.Module]  # type: ignore[misc]
     _float8_mesh: DeviceMesh | Any = None  # of one dim: the ranks that hold parts of the weight
     _float8_placements: tuple[Placement, Placement, Placement, Placement] | Any = None
     """Of the input as it comes, of weight and bias, and of the output as it goes."""
@@ -45,7 +38,6 @@ class Float8ParallelLinear(Float8Linear):
         `sequence_dim`: along which ranks share tokens between layers; None: all have all.
         """
         new: Float8ParallelLinear = shallow_copy(mod, cls)
-        new._float8_source_class = type(mod)
         device = mod.weight.device.type
         if device == "meta":
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -87,14 +79,17 @@ class Float8ParallelLinear(Float8Linear):
 class Float8ColumnParallelLinear(Float8ParallelLinear):
     """Each rank has some of the output features; sequence parallel gathers the input in float8."""
 
+    _float8_source_class = ColumnParallelLinear
+
 
 class Float8RowParallelLinear(Float8ParallelLinear):
     """Each rank has some of the input features; sequence parallel gathers grad_output in float8."""
 
+    _float8_source_class = RowParallelLinear
+
 
 _CLASSES: dict[type[nn.Module], type[Float8ParallelLinear]] = {
-    ColumnParallelLinear: Float8ColumnParallelLinear,
-    RowParallelLinear: Float8RowParallelLinear,
+    cls._float8_source_class: cls for cls in (Float8ColumnParallelLinear, Float8RowParallelLinear)
 }
 
 
@@ -132,19 +127,17 @@ def swap_tp_linear_with_float8_linear(
     if not model_parallel_is_initialized():
         got = "swap_tp_linear_with_float8_linear: got no model-parallel group, expected one"
         raise RuntimeError(f"{got}; call fairscale's initialize_model_parallel first")
-    if config.enable_fsdp_float8_all_gather or config.float8_weights is Float8Weights.ONLY:
-        raise ValueError(
-            "config: got enable_fsdp_float8_all_gather=True or float8_weights=ONLY, expected "
-            "neither: of each weight ranks hold parts, of which FSDP knows nothing"
-        )
     made: dict[nn.Module, Float8ParallelLinear] = {}
     for fqn, mod in model.named_modules():
         cls = _CLASSES.get(type(mod))
         if cls is None or not module_filter_fn(mod, fqn):
             continue
-        if problem := unsupported(mod, config, [type(mod)]):
+        problem = unsupported(mod, config, [type(mod)])
+        if problem is None:
+            made[mod] = cls.from_parallel(mod, config, sequence_dim if sequence_parallel else None)
+            problem = unsupported(made[mod], config)  # of which it is known that ranks share it
+        if problem is not None:
             raise ValueError(f"layer {fqn or '(root)'!r}: {problem}")
-        made[mod] = cls.from_parallel(mod, config, sequence_dim if sequence_parallel else None)
     for mod, new in made.items():
         become(mod, new)
     tell_ddp_what_to_ignore(model)

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 
 from float8.config import (
-    BASE_SITE,
     CAST_SITES,
     GEMM_OPERANDS,
     CastSite,
@@ -90,21 +89,18 @@ def _resolved(config: Float8LinearConfig, grouped: bool) -> LinearPlan:
         fast = getattr(config, f"gemm_config_{'output' if grouped else name}").use_fast_accum
         return Gemm(fast, config.emulate, (a, b))
 
-    def shared(site: CastSite) -> bool:
-        return config.owner(site) is BASE_SITE[site]
-
     def rows_suffice(cast: Cast, *gemms: Gemm | None) -> bool:
         of = cast.how.scaling_granularity
         return None not in gemms and (of.one_scale or (of.by_rows and cast.how.power_of_2))
 
     casts = Casts(*map(cast, CAST_SITES))
     output, grad_input, grad_weight = gemm("output"), gemm("grad_input"), gemm("grad_weight")
-    share_input = shared(CastSite.INPUT_FOR_GRAD_WEIGHT)
-    share_grad_output = shared(CastSite.GRAD_OUTPUT_FOR_GRAD_WEIGHT)
+    share_input = CastSite.INPUT_FOR_GRAD_WEIGHT not in config.own_casts
+    share_grad_output = CastSite.GRAD_OUTPUT_FOR_GRAD_WEIGHT not in config.own_casts
     return LinearPlan(
         casts,
         share_input,
-        shared(CastSite.WEIGHT_FOR_GRAD_INPUT),
+        CastSite.WEIGHT_FOR_GRAD_INPUT not in config.own_casts,
         share_grad_output,
         output,
         grad_input,

@@ -132,10 +132,6 @@ class StatefulLayer(Float8Module):
         super()._float8_detach()
         self._float8_seen = None
 
-    def _float8_agree(self, on: Any) -> None:
-        """Note that a sync has compared this number of layers with all ranks of some groups."""
-        self._float8_agreed |= {on}
-
     def _float8_amax_version(self) -> int:
         """Return how often the amax of the weight, or else of the first site, was written."""
         amax = self._buffers.get(CastSite.WEIGHT.amax)
@@ -235,15 +231,9 @@ class StatefulLayer(Float8Module):
     # ---------------------------------------------------------------- checkpoints
 
     def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
+        _, missing_keys, _, error_msgs = rest
         key = prefix + "weight"
         values: Any = state_dict.get(key)
         loadable = self._float8_loadable_weight(values, local_metadata)
@@ -251,9 +241,7 @@ class StatefulLayer(Float8Module):
             state_dict = {**state_dict, key: loadable}
         before = self._float8_state()
         state_dict = as_loadable(self, state_dict, prefix, error_msgs)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         if not self._float8_leave_meta():
             for name, new in self._float8_state().items():
                 if new is not before[name]:  # by assign=True; it may lie in another's storage

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from float8.config import CastConfig, Float8LinearConfig, ScalingGranularity
-from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
+from float8.formats import FLOAT8_MAX
 from float8.gemm import Gemm, grouped_matmul, matmul_of_any_size
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.private import dispatch_modes, pre_dispatch_modes, records_ops
@@ -34,17 +34,13 @@ _DYNAMO_TELLS = TorchVersion(torch.__version__) >= "2.13"
 class Weight(NamedTuple):
     """A weight [N, K] in one call, or those of experts [E, N, K], and what there is in float8.
 
-    What is not None tells the kind, and what of it backward is handed:
+    there is                  kind                           handed to backward
+    values                    cast at each use               values; forward's scale, if it is one
+    values, row and col data  held, values: the Parameter    values, col data
+    row data, not padded      gathered, or in float8 only    row data
 
-    values                      cast at each use         values, `row_scale` if forward's cast is
-                                                         done again under its one scale
-    values, row and column data held; the values are     values, column data
-                                the Parameter
-    row data, not padded        gathered, or in float8   row data
-                                only
-
-    All by `save_for_backward`: what lies on a context lives as long as somebody keeps a loss, and
-    held weights would be there twice.
+    Backward is handed them by `save_for_backward`: what lies on a context lives as long as somebody
+    keeps a loss, and held weights would be there twice.
     """
 
     values: Tensor | Any = None
@@ -304,11 +300,6 @@ def in_float8_only(weight: Tensor, cast: Cast) -> Float8Tensor:
 def moved(weight: Float8Tensor, fn: Callable[[Tensor], Tensor]) -> Float8Tensor:
     """Apply `fn`, as `nn.Module._apply` takes it, to the bits; a new dtype is that it reports."""
     like = fn(torch.empty((), dtype=weight.dtype, device=weight.device))
-    if like.dtype not in HIGH_PRECISION_DTYPES:
-        raise TypeError(
-            f"Float8Linear: got {like.dtype} for a weight that is in float8 only, expected one of "
-            f"{', '.join(map(str, HIGH_PRECISION_DTYPES))}; call convert_to_high_precision first"
-        )
 
     def move(x: Tensor) -> Tensor:
         bits = torch.uint8 if x.dtype in FLOAT8_MAX else torch.int32

@@ -67,7 +67,7 @@ def _convert(model: Llama, config: TrainConfig, device: torch.device) -> str:
     try:
         gather = config.fsdp_float8_all_gather
         settings = dataclasses.replace(settings, enable_fsdp_float8_all_gather=gather)
-        one_cast = settings.owner(CastSite.WEIGHT_FOR_GRAD_INPUT) is CastSite.WEIGHT
+        one_cast = CastSite.WEIGHT_FOR_GRAD_INPUT not in settings.own_casts
         # As CUDA graphs, casts are made each time: nothing held is read.
         can_hold = one_cast and not config.cuda_graphs and (gather or not config.fsdp)
         if config.accumulate > 1 and can_hold:
