@@ -28,7 +28,7 @@ from float8.checkpoints.names import (
 from float8.checkpoints.ranks import Together
 from float8.config import CastConfig, require_module
 from float8.experts import Float8Experts
-from float8.formats import E4M3, HIGH_PRECISION_DTYPES
+from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.linear import Float8Linear
 from float8.linear.weight import in_float8_only
 from float8.quantize import Cast
@@ -270,8 +270,8 @@ def _require_stored(saved: SavedTensor, in_float8: bool) -> None:
     inner = local_tensor(high_precision(x))
     if is_lazy(x) or x.is_meta:
         got, do = f"a tensor without values, on {x.device}", "run the model once, or load it"
-    elif not in_float8 and hasattr(inner, "__tensor_flatten__"):
-        got = f"a {type(inner).__name__}, in a {type(module).__name__}"
+    elif not in_float8 and (hasattr(inner, "__tensor_flatten__") or x.dtype in FLOAT8_MAX):
+        got = f"a {type(inner).__name__} of {inner.dtype}, in a {type(module).__name__}"
         do = "load the model dequantised, or call convert_to_high_precision(model)"
     else:
         return

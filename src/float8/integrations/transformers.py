@@ -49,6 +49,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         # A checkpoint written without this callback has no entry of ours, but is saved with one.
         entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if state.global_step > 0:  # resumed
+            entry = _last(entry)
             told = [self._not_loaded(entry) if state.is_world_process_zero else None]
             if args.world_size > 1 and dist.is_initialized():
                 dist.broadcast_object_list(told)  # from rank 0: all of them raise, and none waits
@@ -106,7 +107,7 @@ class Float8Callback(TrainerCallback, ExportableState):
 
         What is not there in the same shape, as on other ranks, is passed over.
         """
-        saved = entry["attributes"].get("weights", {}) if entry else {}
+        saved = _last(entry)["attributes"].get("weights", {}) if entry else {}
         wrong = []
         for name, values in self._samples().items():
             then = torch.tensor(saved.get(name, values.tolist()), dtype=torch.float64)
@@ -132,3 +133,8 @@ class Float8Callback(TrainerCallback, ExportableState):
         modules = () if model is None else model.named_modules(remove_duplicate=False)
         delayed = {name: x for name, x in modules if isinstance(x, Float8Linear)}
         return {name: layer for name, layer in delayed.items() if layer._float8_delayed}
+
+
+def _last(entry: Any) -> Any:
+    """Return what was written last: given twice, a callback has a list."""
+    return entry[-1] if isinstance(entry, list) else entry

@@ -114,7 +114,8 @@ class StatefulLayer(Float8Module):
 
     def _float8_settle(self, scales: Mapping[CastSite, float]) -> None:
         """Note which of these scales come from the history."""
-        self._float8_settled |= {site for site, scale in scales.items() if scale != UNKNOWN_SCALE}
+        known = {site for site, scale in scales.items() if scale != UNKNOWN_SCALE}
+        self._float8_settled = self._float8_settled | known  # Dynamo (torch 2.11) fails at `|=`
 
     def _float8_has_unsynced_amax(self) -> bool:
         """Whether an amax was recorded since the last sync, compiled or not."""
