@@ -24,6 +24,7 @@ from sqnr import sqnr
 from support.configs import delayed
 from support.float8_files import (
     INDEX,
+    Layout,
     Model,
     built,
     in_files,
@@ -38,26 +39,24 @@ pytest.importorskip("safetensors")
 
 
 @layouts
-def test_round_trips_byte_for_byte(
-    format: str, strategy: str | None, recipe: str, tmp_path: Path
-) -> None:
+def test_round_trips_byte_for_byte(layout: Layout, tmp_path: Path) -> None:
     """Trained -> file -> `ONLY` on the meta device -> file; and what is read multiplies alike."""
-    trained = built(recipe)
-    notes = save_float8_checkpoint(trained, tmp_path / "a", format, strategy=strategy)
+    trained = built(layout.recipe)
+    notes = save_float8_checkpoint(trained, tmp_path / "a", **layout.how)
     assert [note.name for note in notes] == [f"ffn.w{i}.weight" for i in (1, 2, 3)]
     assert all(note.as_trained and 25 < note.sqnr < 45 for note in notes)
     with torch.device("meta"):
         model = Model().bfloat16().requires_grad_(False)
-    convert_to_float8_training(model, config=only(recipe), module_filter_fn=lambda m, n: "ffn" in n)
+    how = {"config": only(layout.recipe), "module_filter_fn": lambda mod, fqn: "ffn" in fqn}
+    convert_to_float8_training(model, **how)
     with pytest.warns(UserWarning, match="passing"):
         load_float8_checkpoint(model, tmp_path / "a")
     assert model.lm_head.weight is model.embed.weight
     assert model.steps == 3
-    more = {"strategy": strategy, "max_shard_size": 100_000}
-    notes = save_float8_checkpoint(model, tmp_path / "b", format, **more)
+    notes = save_float8_checkpoint(model, tmp_path / "b", **layout.how, max_shard_size=100_000)
     assert all(note.as_trained and note.sqnr == float("inf") for note in notes)
     assert len([*(tmp_path / "b").glob("*.safetensors")]) > 1
-    found = [float8_weights(each, format, strategy=strategy) for each in (trained, model)]
+    found = [float8_weights(each, **layout.how) for each in (trained, model)]
     found += [in_files(tmp_path / name).items() for name in "ab"]
     first, *others = map(dict, found)
     assert all(same_bytes(first.items(), each.items()) for each in others)
@@ -66,14 +65,12 @@ def test_round_trips_byte_for_byte(
 
 
 @layouts
-def test_what_is_read_is_what_was_written(
-    format: str, strategy: str | None, recipe: str, tmp_path: Path
-) -> None:
+def test_what_is_read_is_what_was_written(layout: Layout, tmp_path: Path) -> None:
     """In a plain model, in one that trains, and, as for gradients, in a frozen base in float8."""
-    save_float8_checkpoint(built(recipe), tmp_path, format, strategy=strategy)
+    save_float8_checkpoint(built(layout.recipe), tmp_path, **layout.how)
     for dtype in (torch.bfloat16, torch.float32):
         written = dict(read_float8_checkpoint(tmp_path, dtype=dtype))
-        for config in (None, recipe):
+        for config in (None, layout.recipe):
             model = load_float8_checkpoint(built(config, seed=1).to(dtype), tmp_path)
             for i in (1, 2, 3):
                 weight: Any = written[f"ffn.w{i}.weight"]
@@ -84,7 +81,7 @@ def test_what_is_read_is_what_was_written(
             assert torch.equal(model.ffn.w1.bias, written["ffn.w1.bias"].to(dtype))
     x = seeded(0, 64, 200).bfloat16()
     made = []
-    for config in (None, only(recipe)):
+    for config in (None, only(layout.recipe)):
         base = load_float8_checkpoint(built(config), tmp_path)
         y = base.ffn(x := x.detach().requires_grad_())
         made.append((y, *torch.autograd.grad(y, x, F.normalize(seeded(1, 64, 200)).bfloat16())))
@@ -101,17 +98,15 @@ def test_another_granularity_is_said_to_be_a_cast(tmp_path: Path) -> None:
 
 
 @layouts
-def test_scales_that_are_no_powers_of_two_stay_exact(
-    format: str, strategy: str | None, recipe: str
-) -> None:
+def test_scales_that_are_no_powers_of_two_stay_exact(layout: Layout) -> None:
     """Those of bfloat16, as compressed-tensors has them."""
-    model = built(only(recipe))
+    model = built(only(layout.recipe))
     weight: Any = model.ffn.w1.weight
     scale = (weight._scale * 1.37).bfloat16().float()
     new = Float8Tensor(weight._data, scale, torch.bfloat16, weight._granularity)
     model.ffn.w1._parameters["weight"] = nn.Parameter(new, requires_grad=False)
     model.ffn.w2 = model.ffn.w3 = None
-    tensors = dict(float8_weights(model, format, strategy=strategy))
+    tensors = dict(float8_weights(model, **layout.how))
     (stored,) = (x for name, x in tensors.items() if "scale" in name)
     wanted = scale[:, : stored.shape[-1]] if stored.numel() > 1 else scale
     assert torch.equal(stored, wanted.reshape(stored.shape))

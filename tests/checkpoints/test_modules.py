@@ -17,7 +17,7 @@ from float8 import (
 from float8.checkpoints import float8_weights, load_float8_checkpoint, save_float8_checkpoint
 from float8.tensor import Float8Tensor, dequantise
 from sqnr import sqnr
-from support.float8_files import LAYOUTS, layouts, only, same_bytes
+from support.float8_files import LAYOUTS, Layout, layouts, only, same_bytes
 from support.models import gradients, seeded
 
 transformers = pytest.importorskip("transformers")
@@ -37,13 +37,13 @@ def llama(seed: int = 0) -> nn.Module:
     return hf.llama(seed, hidden_size=128, intermediate_size=384, head_dim=64).bfloat16()
 
 
-def saved(folder: Path, format: str, strategy: str | None, recipe: str) -> dict[str, Tensor]:
+def saved(folder: Path, layout: Layout) -> dict[str, Tensor]:
     """Write a converted Llama; return what was written."""
-    if format == "compressed-tensors":
+    if layout.format == "compressed-tensors":
         pytest.importorskip("compressed_tensors")
-    model = convert_to_float8_training(llama(), config=recipe)
-    save_float8_checkpoint(model, folder, format, strategy=strategy)
-    return dict(float8_weights(model, format, strategy=strategy))
+    model = convert_to_float8_training(llama(), config=layout.recipe)
+    save_float8_checkpoint(model, folder, **layout.how)
+    return dict(float8_weights(model, **layout.how))
 
 
 def loaded(folder: Path, **conversion: Any) -> Any:
@@ -57,11 +57,9 @@ def in_float8(model: nn.Module) -> dict[str, Float8Tensor]:
 
 
 @layouts
-def test_bytes_stay_and_come_out_again(
-    format: str, strategy: str | None, recipe: str, tmp_path: Path
-) -> None:
+def test_bytes_stay_and_come_out_again(layout: Layout, tmp_path: Path) -> None:
     """Also after a forward, at which compressed-tensors would decompress all layers."""
-    written = saved(tmp_path, format, strategy, recipe)
+    written = saved(tmp_path, layout)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     theirs = dict(model.state_dict())
     convert_to_float8_training(model)
@@ -70,12 +68,12 @@ def test_bytes_stay_and_come_out_again(
     hf.step(model)
     kept = in_float8(model)
     assert len(kept) == 14
-    again = dict(float8_weights(model, format, strategy=strategy))
+    again = dict(float8_weights(model, **layout.how))
     assert again.keys() == written.keys()
     assert all(
         torch.equal(x.float(), theirs[name].float().view(x.shape)) for name, x in again.items()
     )
-    if (format, strategy) != LAYOUTS[3][:2]:  # compressed-tensors rounds scales to bfloat16
+    if layout != LAYOUTS[3]:  # compressed-tensors rounds scales to bfloat16
         assert same_bytes(again.items(), written.items())
     convert_to_high_precision(model)
     assert all(torch.equal(model.get_parameter(name), dequantise(x)) for name, x in kept.items())
@@ -83,12 +81,12 @@ def test_bytes_stay_and_come_out_again(
 
 
 @layouts
-def test_masters_train(format: str, strategy: str | None, recipe: str, tmp_path: Path) -> None:
-    written = saved(tmp_path, format, strategy, recipe)
-    kept, model = in_float8(loaded(tmp_path)), loaded(tmp_path, config=recipe)
+def test_masters_train(layout: Layout, tmp_path: Path) -> None:
+    written = saved(tmp_path, layout)
+    kept, model = in_float8(loaded(tmp_path)), loaded(tmp_path, config=layout.recipe)
     assert in_float8(model) == {}
     assert all(torch.equal(model.get_parameter(name), dequantise(x)) for name, x in kept.items())
-    assert dict(float8_weights(model, format, strategy=strategy)).keys() == written.keys()
+    assert dict(float8_weights(model, **layout.how)).keys() == written.keys()
     optimizer = torch.optim.AdamW(model.to(torch.float32).parameters(), lr=1e-3)
     losses = []
     for _ in range(3):
@@ -97,9 +95,9 @@ def test_masters_train(format: str, strategy: str | None, recipe: str, tmp_path:
     assert losses[2] < losses[0]
 
 
-@pytest.mark.parametrize("of", LAYOUTS[:2], ids=["blocks", "tensor"])
-def test_a_model_is_quantised_until_all_its_layers_are_masters(of: Any, tmp_path: Path) -> None:
-    saved(tmp_path, *of)
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=["blocks", "tensor"])
+def test_a_model_is_quantised_until_all_are_masters(layout: Layout, tmp_path: Path) -> None:
+    saved(tmp_path, layout)
     masters = loaded(tmp_path, config="rowwise", module_filter_fn=lambda m, n: "mlp" in n)
     assert masters.is_quantized  # attention is as it was
     assert sum(isinstance(layer, fp8.FP8Linear) for layer in masters.modules()) == 8
@@ -114,7 +112,7 @@ def test_a_model_is_quantised_until_all_its_layers_are_masters(of: Any, tmp_path
 def test_adapters_train_on_a_base_in_float8(tmp_path: Path) -> None:
     """LoRA by PEFT: gradients as on the dequantised base, which itself stays as it is."""
     pytest.importorskip("peft")
-    saved(tmp_path, *LAYOUTS[0])
+    saved(tmp_path, LAYOUTS[0])
     base, made = loaded(tmp_path), []
     for model in (load_float8_checkpoint(llama(1), tmp_path), base):
         how = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}

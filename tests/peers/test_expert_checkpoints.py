@@ -17,7 +17,16 @@ from float8.checkpoints import (
     save_float8_checkpoint,
 )
 from float8.quantize import quantize
-from support.float8_files import INDEX, LAYOUTS, Unchanged, bits, in_files, layouts, same_bytes
+from support.float8_files import (
+    INDEX,
+    LAYOUTS,
+    Layout,
+    Unchanged,
+    bits,
+    in_files,
+    layouts,
+    same_bytes,
+)
 from support.ranks import on
 from support.sharded import convert, here, mesh_of, whole
 
@@ -63,12 +72,10 @@ def rewrite(folder: Path, **tensors: Tensor | None) -> None:
 
 @layouts
 @pytest.mark.parametrize("name", MODELS)
-def test_transformers_reads_what_is_written(
-    name: str, format: str, strategy: str | None, recipe: str, tmp_path: Path
-) -> None:
+def test_transformers_reads_what_is_written(name: str, layout: Layout, tmp_path: Path) -> None:
     """Names are its own; values, dequantised to bfloat16, are those that this library reads."""
     model = converted(built(name))
-    notes = save_float8_checkpoint(model, tmp_path / "float8", format, strategy=strategy)
+    notes = save_float8_checkpoint(model, tmp_path / "float8", **layout.how)
     model.save_pretrained(tmp_path / "plain")
     written = in_files(tmp_path / "float8")
     names = {key for key in written if not key.endswith(("weight_scale", "weight_scale_inv"))}
@@ -78,8 +85,8 @@ def test_transformers_reads_what_is_written(
     assert bool(of_experts) == (name != "Llama")
     assert all(written[note.name].dtype == torch.float8_e4m3fn for note in of_experts)
     assert all(note.sqnr > 25 for note in notes)
-    assert all(note.as_trained == (recipe == "rowwise") for note in notes)
-    theirs = hf.dequantised(tmp_path / "float8", format).state_dict()
+    assert all(note.as_trained == (layout.recipe == "rowwise") for note in notes)
+    theirs = hf.dequantised(tmp_path / "float8", layout.format).state_dict()
     mine = load_float8_checkpoint(built(name, 1), tmp_path / "float8").state_dict()
     assert theirs.keys() == mine.keys()
     assert all(torch.equal(x, mine[key]) for key, x in theirs.items())
@@ -270,17 +277,15 @@ def test_ranks_have_whole_experts(tmp_path: Path) -> None:
         return convert(built(seed=seed, **sizes).to(here()), "rowwise", all_gather=number == 4)
 
     for number in (4, 3, 1):
-        for format, strategy, _ in LAYOUTS:
+        for layout in LAYOUTS:
             alone, model = made(0), made(0)
             fully_shard(model, mesh=mesh_of())
-            wanted, got = (
-                float8_weights(each, format, strategy=strategy) for each in (alone, model)
-            )
+            wanted, got = (float8_weights(each, **layout.how) for each in (alone, model))
             assert same_bytes(wanted, got)
-            folder = tmp_path / f"{number}-{format}-{strategy}"
-            notes = save_float8_checkpoint(model, folder, format, strategy=strategy)
+            folder = tmp_path / f"{number}-{layout.format}-{layout.strategy}"
+            notes = save_float8_checkpoint(model, folder, **layout.how)
             torch.distributed.barrier()
-            again = save_float8_checkpoint(alone, tmp_path / "alone", format, strategy=strategy)
+            again = save_float8_checkpoint(alone, tmp_path / "alone", **layout.how)
             assert len(again) == (len(notes) if torch.distributed.get_rank() == 0 else 0)
             for one, other in zip(notes, again, strict=False):
                 assert one.name == other.name

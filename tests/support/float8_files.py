@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,15 +14,27 @@ from torch import Tensor, nn
 from float8 import Float8LinearConfig, Float8Weights, convert_to_float8_training
 from support.models import FeedForward
 
-LAYOUTS = [
-    ("fine-grained-fp8", None, "blockwise"),
-    ("fine-grained-fp8", "tensor", "tensorwise"),
-    ("compressed-tensors", "channel", "rowwise"),
-    ("compressed-tensors", "tensor", "tensorwise"),
-]
-"""Formats, strategies, and the recipes that train in them."""
 
-layouts = pytest.mark.parametrize(("format", "strategy", "recipe"), LAYOUTS)
+class Layout(NamedTuple):
+    """A format and a strategy, and the recipe that trains so."""
+
+    format: str
+    strategy: str | None
+    recipe: str
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """What the functions of float8.checkpoints take."""
+        return {"format": self.format, "strategy": self.strategy}
+
+
+LAYOUTS = [
+    Layout("fine-grained-fp8", None, "blockwise"),
+    Layout("fine-grained-fp8", "tensor", "tensorwise"),
+    Layout("compressed-tensors", "channel", "rowwise"),
+    Layout("compressed-tensors", "tensor", "tensorwise"),
+]
+layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: f"{x.format}-{x.strategy}")
 INDEX = "model.safetensors.index.json"
 
 
