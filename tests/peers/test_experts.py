@@ -265,17 +265,24 @@ def replace_one(model: nn.Module) -> None:
         experts.down_proj = nn.Parameter(experts.down_proj.detach() / 2)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize(
+    ("recipe", "compiled"),
+    [
+        ("tensorwise", False),
+        ("rowwise", False),
+        ("rowwise", True),
+        pytest.param("tensorwise", True, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_held_weights_are_current(recipe: str, compiled: bool) -> None:
-    """Steps of two microbatches, weights written in between: bit by bit as on the fly."""
+    """Steps of two microbatches, weights written in between: bit by bit as on the fly, eager."""
     results = []
     for held in (False, True):
         config = Float8LinearConfig.from_recipe_name(recipe)
         model = converted("GptOss", with_weights(config) if held else config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         attach_to_optimizer(model, optimizer)
-        if compiled:
+        if compiled and held:
             compile_experts(model)
         found: list[Tensor] = []
         for step, write in enumerate((load, copy_in, replace_one)):

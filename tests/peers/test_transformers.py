@@ -49,7 +49,7 @@ def test_gradients_are_accurate(name: str, dtype, recipe: str, device: str) -> N
 @names
 def test_compiled_in_one_graph(name: str) -> None:
     torch._dynamo.reset()
-    eager = converted(hf.llama(name=name), "delayed")
+    eager = converted(hf.llama(name=name, num_hidden_layers=1), "delayed")
     compiled = copy.deepcopy(eager)
     compiled.forward = torch.compile(compiled.forward, fullgraph=True, backend="aot_eager")
     for seed in range(2):
@@ -67,7 +67,7 @@ def test_compiled_in_one_graph(name: str) -> None:
     ],
 )
 def test_what_changes_no_bit(recipe: str, how: str) -> None:
-    model, other = (hf.converted(recipe).train() for _ in range(2))
+    model, other = (converted(hf.llama(num_hidden_layers=1), recipe).train() for _ in range(2))
     if how == "compiled":
         torch._dynamo.reset()
         other.compile(backend="eager")

@@ -183,12 +183,15 @@ def by_torch(model: Any, folder: Path, resume: bool, ema: bool) -> nn.Module:
     return nn.ModuleDict({"model": model, "average": average})
 
 
-def by_torchao(model: Any, folder: Path, resume: bool, optimizer: str) -> nn.Module:
+def by_torchao(
+    model: Any, folder: Path, resume: bool, optimizer: str, recipe: str = "delayed"
+) -> nn.Module:
     """Its low-bit optimizers; they compile each parameter's step, which takes long."""
     import torchao.optim
 
     with mock.patch.object(torch, "compile", lambda function, **_: function):
-        made = getattr(torchao.optim, optimizer)(converted(model).parameters(), lr=1e-2)
+        parameters = converted(model, recipe).parameters()
+        made = getattr(torchao.optim, optimizer)(parameters, lr=1e-2)
         by_hand(model, made, folder, resume, *states(model=model, optimizer=made))
     return model
 
@@ -235,6 +238,7 @@ ROWS = {
     "peft": Row(by_peft, ("transformers", "peft"), llama, 14),
     "torch, EMA": AVERAGES.but(ema=True),
     "torch, SWA": AVERAGES.but(ema=False),
+    "torchao, tensorwise": TORCHAO.but(optimizer="AdamW8bit", recipe="tensorwise", histories=0),
 } | {
     f"torchao, {name}": TORCHAO.but(optimizer=name)
     for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8", "_AdamW")
