@@ -127,8 +127,17 @@ def test_copies_of_experts() -> None:
         assert torch.equal(other(*args), first(*args))
 
 
-@pytest.mark.parametrize("how", ["compiled", "checkpoint", "reentrant checkpoint"])
-@TWO
+CHECKPOINTS = ("checkpoint", "reentrant checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *((name, how) for name in ("Mixtral", "GptOss") for how in CHECKPOINTS),
+        ("Mixtral", "compiled"),
+        pytest.param("GptOss", "compiled", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_what_changes_no_bit(name: str, how: str) -> None:
     model, other = converted(name), converted(name)
     if how == "compiled":

@@ -63,14 +63,14 @@ def steps(folder: Path, resume: bool, save: Any, load: Any) -> Iterator[tuple[in
         yield 2 * step, 2 * step + 1
 
 
-def states(**parts: Any) -> tuple[Any, Any]:
+def states(weights_only: bool = True, **parts: Any) -> tuple[Any, Any]:
     """Return functions that save and load the state dicts of these in one file."""
 
     def save(folder: Path) -> None:
         torch.save({name: part.state_dict() for name, part in parts.items()}, folder / "all.pt")
 
     def load(folder: Path) -> None:
-        for name, state in torch.load(folder / "all.pt", weights_only=False).items():
+        for name, state in torch.load(folder / "all.pt", weights_only=weights_only).items():
             parts[name].load_state_dict(state)
 
     return save, load
@@ -192,7 +192,7 @@ def by_torchao(
     with mock.patch.object(torch, "compile", lambda function, **_: function):
         parameters = converted(model, recipe).parameters()
         made = getattr(torchao.optim, optimizer)(parameters, lr=1e-2)
-        by_hand(model, made, folder, resume, *states(model=model, optimizer=made))
+        by_hand(model, made, folder, resume, *states(False, model=model, optimizer=made))
     return model
 
 
