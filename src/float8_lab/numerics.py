@@ -16,8 +16,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from float8 import Float8Linear, Float8LinearConfig, Float8LinearRecipeName, Float8Tensor
-from float8.config import BASE_SITE, CAST_SITES, GEMM_OPERANDS, CastConfig
+from float8 import Float8Linear, Float8LinearConfig, Float8Tensor
+from float8.config import (
+    BASE_SITE,
+    CAST_SITES,
+    GEMM_OPERANDS,
+    CastConfig,
+    ConfigOrRecipe,
+    as_config,
+)
 from float8.convert.report import percent
 from float8.experts import Float8Experts, kind_of, weights_of
 from float8.formats import E4M3, FLOAT8_MAX
@@ -73,10 +80,8 @@ def measure_cast(x: Tensor, cast: MeasuredCast, casts: Casts | None = None) -> T
     assert part is not None
     x = (x.t() if cast.col else x).float()
     R, C = x.shape
-    values, data = (
-        dequantised(part, cast.how.scaling_granularity)[:R, :C],
-        part.data[:R, :C].float(),
-    )
+    values = dequantised(part, cast.how.scaling_granularity)[:R, :C]
+    data = part.data[:R, :C].float()
     nonzero, largest = x != 0, data.abs() == FLOAT8_MAX[cast.how.dtype]
     counts = nonzero, nonzero & (data == 0), largest & (x.abs() > values.abs() * _ROUNDING)
     sums = torch.stack([x.abs().max().double(), *(count.sum().double() for count in counts)])
@@ -147,47 +152,41 @@ def _watch(
     """
     probe = torch.tensor(-0.0, requires_grad=True)  # changes no bits of what it is added to
 
+    def follow(x: Tensor, weight: Tensor, y: Tensor, show: Callable[..., None]) -> Tensor:
+        needs = {"grad_input": x.requires_grad, "grad_weight": weight.requires_grad}
+        gemms = {"output"} | {gemm for gemm in needs if needs[gemm] and y.requires_grad}
+        with torch.no_grad():  # so that nothing is recorded
+            show(gemms, "input", x)
+            show(gemms, "weight", weight)
+        if y.requires_grad:
+            y = y + probe
+            y.register_hook(lambda gradient: show(gemms, "grad_output", gradient))  # type: ignore
+        return y
+
     def shown(name: str, layer: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
         x = in_compute_dtype(args[0] if args else kwargs["input"], layer.weight)
         if x.numel() == 0:
             return None
-        needs = {"grad_input": x.requires_grad, "grad_weight": layer.weight.requires_grad}
-        backward = {gemm for gemm in needs if needs[gemm] and output.requires_grad}
-        with torch.no_grad():  # so that nothing is recorded
+        with torch.no_grad():
             casts = layer._float8_casts() if isinstance(layer, Float8Linear) else None
-            show = functools.partial(see, name, casts, {"output"} | backward)
-            show("input", x.reshape(-1, x.shape[-1]))
-            show("weight", layer.weight)
-        if not output.requires_grad:
-            return None
-        output = output + probe
-        output.register_hook(  # type: ignore[no-untyped-call]
-            lambda gradient: show("grad_output", gradient.reshape(-1, gradient.shape[-1]))
-        )
-        return output
+
+        def show(gemms: set[str], role: str, x: Tensor) -> None:
+            see(name, casts, gemms, role, x.reshape(-1, x.shape[-1]))
+
+        return follow(x, layer.weight, output, show)
 
     def product(
         fqn: str, experts: Any, x: Tensor, weight: Tensor, offs: Tensor, name: str = ""
     ) -> Tensor:
         y: Tensor = type(experts)._float8_product(experts, x, weight, offs, name)
-        needs = {"grad_input": x.requires_grad, "grad_weight": weight.requires_grad}
-        backward = {gemm for gemm in needs if needs[gemm] and y.requires_grad}
-        ends, show_to = offs.tolist(), functools.partial(see, fqn, None, {"output"} | backward)
         name = name or _name_of(weight, experts)
-        groups = [slice(a, b) for a, b in itertools.pairwise([0, *ends]) if a < b]
+        groups = [slice(a, b) for a, b in itertools.pairwise([0, *offs.tolist()]) if a < b]
 
-        def show(role: str, x: Tensor) -> None:
+        def show(gemms: set[str], role: str, x: Tensor) -> None:
             for part in x if role == "weight" else (x[rows] for rows in groups):
-                show_to(role, part, name)
+                see(fqn, None, gemms, role, part, name)
 
-        with torch.no_grad():
-            show("input", x.to(autocast_dtype(x.device) or weight.dtype))
-            show("weight", weight)
-        if not y.requires_grad:
-            return y
-        y = y + probe
-        y.register_hook(lambda gradient: show("grad_output", gradient))  # type: ignore
-        return y
+        return follow(x.to(autocast_dtype(x.device) or weight.dtype), weight, y, show)
 
     devices = {p.device for p in model.parameters() if p.is_cuda}
     with contextlib.ExitStack() as stack:
@@ -230,26 +229,19 @@ class NumericsReport:
     def __str__(self) -> str:
         layers = {cast.layer for cast in self.casts}
         width = max([5, *(min(len(layer), _LAYER_WIDTH) for layer in layers)])
-        lines = [
-            f"{len(self.casts)} casts of {len(layers)} linear layers, worst first; SQNR in dB",
-            f"{'layer':<{width}} role        GEMM           amax under- satu-  SQNR  even",
-            " " * (width + 35) + "flow rated        SQNR",
-        ]
+        lines = [f"{len(self.casts)} casts of {len(layers)} linear layers, worst first; SQNR in dB"]
+        lines += [f"{'layer':<{width}} role        GEMM           amax under- satu-  SQNR  even"]
+        lines += [" " * (width + 35) + "flow rated        SQNR"]
         for cast in self.casts:
             layer = cast.layer if len(cast.layer) <= width else "…" + cast.layer[1 - width :]
             gemm = cast.gemms[0] if len(cast.gemms) == 1 else "both"
+            under, over = (percent(x) if x else "0" for x in (cast.underflow, cast.saturation))
+            numbers = f"{cast.amax:>7.1e} {under:>6} {over:>5} {cast.sqnr_db:>5.1f}"
             lines.append(
-                f"{layer:<{width}} {cast.role:<11} {gemm:<11} {cast.amax:>7.1e} "
-                f"{_percent(cast.underflow):>6} {_percent(cast.saturation):>5} "
-                f"{cast.sqnr_db:>5.1f} {cast.even_db:>5.1f}"
+                f"{layer:<{width}} {cast.role:<11} {gemm:<11} {numbers} {cast.even_db:>5.1f}"
             )
-        if self.left_out:
-            lines.append(f"no casts: {', '.join(self.left_out)}")
+        lines += [f"no casts: {', '.join(self.left_out)}"] * bool(self.left_out)
         return "\n".join(lines)
-
-
-def _percent(share: float) -> str:
-    return "0" if share == 0 else percent(share)
 
 
 def numerics_report(
@@ -257,7 +249,7 @@ def numerics_report(
     batch: Any,
     *,
     loss: Callable[[Any], Tensor] | None = None,
-    recipe: Float8LinearConfig | Float8LinearRecipeName | str | None = None,
+    recipe: ConfigOrRecipe | None = None,
 ) -> NumericsReport:
     """Run one forward and backward of `model` and say what float8 does to what its layers read.
 
@@ -319,21 +311,18 @@ def _name_of(weight: Tensor, experts: nn.Module) -> str:
     return next((n for n, p in experts.named_parameters() if p.data_ptr() == address), "")
 
 
-def _configs(
-    model: nn.Module, recipe: Float8LinearConfig | Float8LinearRecipeName | str | None
-) -> dict[str, Float8LinearConfig]:
+def _configs(model: nn.Module, recipe: ConfigOrRecipe | None) -> dict[str, Float8LinearConfig]:
     """Under what each layer is measured."""
     kind = type(model).__name__
     if not isinstance(model, nn.Module):
         raise TypeError(f"numerics_report: got model {kind}, expected an nn.Module")
     if isinstance(model, DistributedDataParallel):
         raise _wrong(f"a {kind}, which counts its backwards", "the model in it; pass model.module")
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor | Float8Tensor):
-            raise _wrong(
-                f"{name} as a {type(parameter).__name__}",
-                "a whole tensor in high precision; pass the model before it is sharded, or a copy",
-            )
+    for name, p in model.named_parameters():
+        if isinstance(p, DTensor | Float8Tensor):
+            do = "pass the model before it is sharded, or a copy"
+            need = f"a whole tensor in high precision; {do}"
+            raise _wrong(f"{name} as a {type(p).__name__}", need)
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     experts = {name: m for name, m in model.named_modules() if isinstance(m, Float8Experts)}
     if not linears and not experts:
@@ -342,11 +331,9 @@ def _configs(
     own |= {name: m._float8_config for name, m in experts.items()}
     if recipe is None:
         return own or dict.fromkeys(linears, Float8LinearConfig())
-    if not isinstance(recipe, Float8LinearConfig):
-        recipe = Float8LinearConfig.from_recipe_name(recipe)
-    return dict.fromkeys(
-        [*linears, *experts] if no_grouped_gemm(recipe) is None else linears, recipe
-    )
+    config = as_config(recipe)
+    layers = [*linears, *experts] if no_grouped_gemm(config) is None else [*linears]
+    return dict.fromkeys(layers, config)
 
 
 def _loss(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:

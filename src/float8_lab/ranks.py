@@ -47,10 +47,8 @@ class Ranks:
             # Who made the group without torchrun has chosen the device, too.
             name = f"cuda:{os.environ.get('LOCAL_RANK') or torch.cuda.current_device()}"
         elif not name.startswith("cpu") and self.size > 1:
-            raise ConfigError(
-                f"--device got {name!r}, but each of several ranks takes a GPU of its own: "
-                "use --device cuda"
-            )
+            got = f"--device got {name!r}, but each of several ranks takes a GPU of its own"
+            raise ConfigError(f"{got}: use --device cuda")
         device = check_device(name)
         if device.index is not None and device.type == "cuda":
             torch.cuda.set_device(device)
@@ -109,7 +107,7 @@ class Ranks:
             result = work()
         except Exception as caught:
             error = caught
-        for rank, what in enumerate(self.gather(None if error is None else str(error))):
+        for rank, what in enumerate(self.gather(error and str(error))):
             if what is not None:
                 if error is not None and rank == self.rank:
                     raise error

@@ -1,93 +1,87 @@
-"""Benchmarks of GEMMs, casts, layers and experts on tiny shapes; wrong results end it."""
+"""Times are fair; single layers and experts on tiny shapes; wrong results end a benchmark."""
 
 import itertools
+import json
+import time
+from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from float8_lab.bench import cast, experts, linear, matmul
-from float8_lab.bench.experts import Experts, bench_experts, expert_variants, select_experts
-from float8_lab.bench.shapes import Shape
-from float8_lab.bench.variants import Variant, make_variants
+from float8.convert.speed import SMALLEST
+from float8_lab.bench import experts, linear
+from float8_lab.bench.experts import Experts, bench_experts, parse_experts
+from float8_lab.bench.linear import Shape, fit, fit_rows, measure_linear, parse_shape
+from float8_lab.bench.step import WARMUP, Step
+from float8_lab.bench.timing import call_sampler, input_sets, kernel_sampler, take_turns
+from float8_lab.bench.variants import Variant
+from float8_lab.device import float8_device
 from float8_lab.errors import WrongResultError
+from support.clock import stopped_clock
 from support.devices import on_devices
 
 CPU = torch.device("cpu")
 SHAPE = Shape(32, 64, 48)
-SHAPES = {"given": (SHAPE,)}
 
 
-def flat(groups) -> list[dict]:
-    return list(itertools.chain.from_iterable(groups))
+def test_rounds_are_interleaved_and_the_first_ones_do_not_count() -> None:
+    order: list[str] = []
+
+    def sampler(name: str, times: list[float]):
+        def sample() -> float:
+            order.append(name)
+            return times.pop(0)
+
+        return sample
+
+    slow_start = [99.0] * 3
+    samplers = sampler("a", [*slow_start, 1, 7, 2]), sampler("b", [*slow_start, 4, 4, 50])
+    assert take_turns(samplers, 3) == [2, 4]
+    assert order == ["a", "b"] * 6
+
+
+def test_a_step_is_timed_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleep = stopped_clock(monkeypatch)
+    bf16, *_ = linear.make_variants([], ["eager"])
+    step = Step(bf16, nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2), torch.ones(1, 2))
+    durations = iter([5.0] * WARMUP + [0.001, 0.003])  # the first ones do not count
+    monkeypatch.setattr(Step, "__call__", lambda self: sleep(next(durations)))
+    assert step.times(2) == pytest.approx([1.0, 3.0])
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_timed_without_the_time_to_issue_on_data_that_no_cache_has() -> None:
+    device = float8_device("cuda")
+    x = torch.randn(64, 64, device=device)
+
+    def issue_slowly() -> torch.Tensor:
+        time.sleep(0.002)
+        return x @ x
+
+    assert kernel_sampler([issue_slowly] * 4, device, 0.0)() < 0.5
+    assert call_sampler([issue_slowly] * 4, device)() > 1.0
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    assert input_sets(1 << 24, device) * (1 << 24) >= 4 * cache
+    assert input_sets(1 << 40, device) == 2
+
+
+def test_shapes() -> None:
+    assert parse_shape("64, 32,16") == (64, 32, 16)
+    for text in ("", "64,64,64,64", "a,64,64", "0,64,64", "8,8,8"):
+        with pytest.raises(ValueError, match="expected M,K,N"):
+            parse_shape(text)
 
 
 @on_devices
-def test_matmul(device: str) -> None:
-    rows = flat(matmul.bench_matmul([SHAPE], torch.device(device), 1))
-    assert [row["variant"] for row in rows] == ["bf16", "float8", "float8 fast accum"]
-    for row in rows:
-        assert (row["M"], row["K"], row["N"]) == SHAPE
-        assert row["tflops"] == pytest.approx(2 * 32 * 64 * 48 / row["ms"] / 1e9)
-        assert row["sqnr_db"] > 40
-    assert rows[1]["speedup"] == pytest.approx(rows[0]["ms"] / rows[1]["ms"])
-
-
-@on_devices
-def test_cast(device: str) -> None:
-    tensors = cast.distinct_tensors([SHAPE])
-    assert tensors == [(32, 48), (32, 64), (48, 64)]
-    rows = flat(cast.bench_cast(tensors, torch.device(device), 1))
-    assert list(dict.fromkeys((row["R"], row["C"]) for row in rows)) == tensors
-    for row in rows:
-        if row["case"] == "copy":
-            assert row["of_copy"] == pytest.approx(1.0)
-            assert row["gb_per_s"] == pytest.approx(4 * row["R"] * row["C"] / row["us"] / 1e3)
-
-
-def test_a_cast_that_differs_in_one_bit_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def off(x: Tensor) -> Tensor:
-        found = right(x)
-        found.view(torch.uint8)[-1, -1] ^= 1
-        return found
-
-    right = cast.kernels.transpose_bytes
-    monkeypatch.setattr(cast.kernels, "transpose_bytes", off)
-    with pytest.raises(WrongResultError, match="not bitwise equal to its twin; nothing was timed"):
-        flat(cast.bench_cast([(32, 48)], CPU, 1))
-
-
-@on_devices
-@pytest.mark.parametrize("gpu_time", [False, True])
-def test_linear(device: str, gpu_time: bool) -> None:
-    shapes = {"two": (SHAPE, Shape(64, 32, 32))}
-    variants = make_variants(["tensorwise", "delayed"], ["eager"])
-    rows = flat(linear.bench_linear(shapes, variants, torch.device(device), 1, gpu_time=gpu_time))
-    assert [row["recipe"] for row in rows] == ["bf16", "tensorwise", "delayed"] * 3
-    first, sums = rows[:3], rows[6:]
-    assert [row["M"] for row in sums] == ["sum"] * 3
-    for one, other, total in zip(first, rows[3:6], sums, strict=True):
-        assert total["ms"] == one["ms"] + other["ms"]
-        assert total["speedup"] == pytest.approx(sums[0]["ms"] / total["ms"])
-        assert one["floor_ms"] > 0
-    for row in first[1:]:
-        assert 17 < row["sqnr_db"] < 40
-        assert (row["peak_gib"] is None) == (device == "cpu")
-
-
-@pytest.mark.parametrize(
-    ("device", "mode"),
-    [
-        pytest.param("cuda", "compiled", marks=pytest.mark.gpu),
-        pytest.param("cuda", "graphed", marks=pytest.mark.gpu),
-        ("cpu", "graphed"),  # as it is compiled
-    ],
-)
-def test_a_compiled_layer(device: str, mode: str) -> None:
-    variants = make_variants(["tensorwise"], [mode])
-    rows = flat(linear.bench_linear(SHAPES, variants, torch.device(device), 1))
-    assert [row["mode"] for row in rows] == [mode] * 2
-    assert [row["sqnr_db"] == float("inf") for row in rows] == [True, False]
+def test_linear(device: str) -> None:
+    recipes = ["tensorwise", "delayed"]
+    groups = linear.bench_linear([SHAPE, Shape(64, 32, 32)], recipes, torch.device(device), 1)
+    first, second = groups
+    for rows in (first, second):
+        assert [row["recipe"] for row in rows] == ["bf16", *recipes]
+        assert all(17 < row["sqnr_db"] < 40 and row["ms"] > 0 for row in rows[1:])
+    assert [(row["M"], row["K"], row["N"]) for row in first] == [SHAPE] * 3
 
 
 def doubled(model: nn.Module) -> nn.Module:
@@ -96,36 +90,48 @@ def doubled(model: nn.Module) -> nn.Module:
 
 
 def test_a_wrong_layer_is_not_timed() -> None:
-    reference, ours = make_variants(["tensorwise"], ["eager"])
+    bf16, ours = linear.make_variants(["tensorwise"], ["eager"])
+    message = "wrong, eager: output: SQNR .* nothing was timed"
     wrong = Variant("wrong", "eager", doubled, config=ours.config)
-    message = "linear 32,64,48 wrong, eager: output: SQNR .* nothing was timed"
     with pytest.raises(WrongResultError, match=message):
-        flat(linear.bench_linear(SHAPES, [reference, wrong], CPU, 1))
+        linear._rows(SHAPE, [bf16, wrong], CPU, 1)
     peer = Variant("peer", "eager", doubled)  # of others only the reason is told
-    bf16, left_out = flat(linear.bench_linear(SHAPES, [reference, peer], CPU, 1))
-    assert "WrongResultError: linear 32,64,48 peer, eager: output" in left_out["left_out"]
-    assert "ms" in bf16
+    reference, left_out = linear._rows(SHAPE, [bf16, peer], CPU, 1)
+    assert "WrongResultError: peer, eager: output" in left_out["left_out"]
+    assert "ms" in reference
     assert "ms" not in left_out
 
 
-GIVEN = {"given": Experts(4, 500, 32, 48)}
+@pytest.mark.gpu
+def test_a_large_layer_gains_on_a_gpu() -> None:
+    times = measure_linear(Shape(8192, 4096, 4096), "tensorwise", torch.device("cuda", 0))
+    assert times.float8_ms < times.bf16_ms
+
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+
+
+def test_limits_of_the_default_filter_are_what_was_measured() -> None:
+    rows = json.loads((RESULTS / "h200-smallest-layers.json").read_text())["rows"]
+    limits = {recipe: found.limits for recipe, found in fit_rows(rows).items()}
+    assert limits == SMALLEST["H200"]
+
+
+def test_of_limits_that_cost_as_little_those_that_convert_the_fewest_are_taken() -> None:
+    cells = [(64, 16, 1e6, -0.5), (128, 16, 2e6, 1e-4), (256, 16, 4e6, 0.5)]
+    assert fit(cells).limits.product == 4e6
+    cells[1] = 128, 16, 2e6, 1e-2
+    assert fit(cells).limits.product == 2e6
 
 
 @on_devices
 def test_layers_gemms_and_casts(device: str) -> None:
-    variants = expert_variants(experts.RECIPES, ["torchao"])
-    given = {"given": Experts(4, 2000, 32, 48)}
-    groups = bench_experts(given, variants, torch.device(device), 1, microbatches=2, uneven=True)
-    layers, gemms, casts = groups
-    recipes = ["bf16", *experts.RECIPES]
-    assert [row["recipe"] for row in layers][: len(recipes)] == recipes
-    assert all("multiples of 16 rows" in row["left_out"] for row in layers[len(recipes) :])
-    bf16, *ours = layers[: len(recipes)]
-    for row in ours:
+    shape, place = Experts(4, 1999, 32, 48), torch.device(device)  # groups of 499 and 500 rows
+    layers, gemms, casts = bench_experts([shape], experts.RECIPES, place, 1, 2)
+    assert [row["recipe"] for row in layers] == ["bf16", *experts.RECIPES]
+    for row in layers[1:]:
         assert row["sqnr_db"] > 20
-        assert row["speedup"] == pytest.approx(bf16["ms"] / row["ms"])
-        # Of input and product float8 data: between them all is as before.
-        assert (row["kept_of_bf16"] < 0.9) == ("gw_hp" not in row["recipe"])
+        assert row["speedup"] == pytest.approx(layers[0]["ms"] / row["ms"])
     names = itertools.product(("w13", "w2"), ("output", "grad_input", "grad_weight"))
     assert [row["case"] for row in gemms] == [" ".join(name) for name in names]
     assert all(row["sqnr_db"] > 27 and row["float8_tflops"] > 0 for row in gemms)
@@ -136,14 +142,15 @@ def test_layers_gemms_and_casts(device: str) -> None:
 def test_wrong_experts_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = experts.apply_grouped
     monkeypatch.setattr(experts, "apply_grouped", lambda *rest: 1.3 * right(*rest))
-    groups = bench_experts(GIVEN, expert_variants(["rowwise"], []), torch.device("cpu"), 1)
-    with pytest.raises(WrongResultError, match=r"experts rowwise, .*; nothing was timed"):
-        next(groups)
+    with pytest.raises(WrongResultError, match=r"rowwise, .*; nothing was timed"):
+        next(bench_experts([Experts(4, 500, 32, 48)], ["rowwise"], CPU, 1))
 
 
 def test_experts_by_name_and_by_size() -> None:
-    assert select_experts([], []) == experts.EXPERTS
-    assert select_experts([], ["4, 500,32,48"]) == {"4, 500,32,48": GIVEN["given"]}
-    for names, given in ((["mixtral"], []), ([], ["4,100,32"]), ([], ["4,100,32,40"])):
+    for name, each in experts.EXPERTS.items():
+        assert parse_experts(name) == each
+        assert str(each) == name
+    assert parse_experts("4, 500,32,48") == (4, 500, 32, 48)
+    for text in ("mixtral", "4,100,32", "4,100,32,40"):
         with pytest.raises(ValueError, match=r"got '.*', expected "):
-            select_experts(names, given)
+            parse_experts(text)

@@ -1,4 +1,4 @@
-"""Blocks under FSDP2 and tensor parallel as `float8 bench` measures them, and what they send."""
+"""Training and tensor parallel on several ranks as `float8 bench` measures them."""
 
 import json
 import math
@@ -17,12 +17,11 @@ import torch.distributed as dist
 from torch import nn
 
 from float8_lab.bench import picture
-from float8_lab.bench.fsdp import PASSES, RanksStep, ShardedStep, TrainStep, bench_on_ranks
-from float8_lab.bench.model import Size, Stack
-from float8_lab.bench.step import Row, free_memory
+from float8_lab.bench.model import Size
+from float8_lab.bench.ranks import TrainStep
+from float8_lab.bench.step import PASSES, Row, bench_steps, free_memory
 from float8_lab.bench.variants import Variant, make_variants
 from float8_lab.errors import ToldError, WrongResultError
-from float8_lab.models.presets import preset
 from float8_lab.ranks import start_ranks
 from support.ranks import Ranks
 from support.trainer_ranks import command
@@ -31,11 +30,9 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 CPU = torch.device("cpu")
 TINY = Size("tiny", 1, 32)
-RECIPES = ["tensorwise", "delayed"]
 SMALL = ["--model", "tiny", "--blocks", "1", "--mode", "eager", "--device", "cpu", "--rounds", "1"]
-PARAMETERS = dict(Stack(TINY.config, 32).named_parameters())
-LINEAR = sum(p.numel() for p in PARAMETERS.values() if p.ndim == 2)
-NORMS = sum(p.numel() for p in PARAMETERS.values() if p.ndim == 1)
+PLAIN = {"lora": False, "transformers": False}
+STEP = partial(TrainStep, size=TINY, device=CPU, **PLAIN)
 
 
 def bench(folder: Path, words: list[str]) -> int:
@@ -47,115 +44,28 @@ def bench(folder: Path, words: list[str]) -> int:
         del os.environ["RANK"]
 
 
-def rows_of(two: Ranks, folder: Path, *words: str) -> list[dict[str, Any]]:
-    assert two.run(bench, folder, [*words, *SMALL, "-o", "x.json"]) == [0, 0]
+def rows_of(ranks: Ranks, folder: Path, *words: str) -> list[dict[str, Any]]:
+    words = (*words, *SMALL, "-o", "x.json")
+    assert ranks.run(bench, folder, [*words]) == [0] * ranks.size
     return json.loads((folder / "x.json").read_text())["rows"]
-
-
-def test_fsdp(two: Ranks, tmp_path: Path) -> None:
-    words = ["fsdp", "--seq-len", "32", "--masters", "--keep", "gemms"]
-    found = rows_of(two, tmp_path, *words)
-    rows = {(row["recipe"], row["gather"]): row for row in found}
-    floats = [(recipe, gather) for recipe in RECIPES for gather in ("bf16", "float8")]
-    assert list(rows) == [("bf16", "bf16"), *floats]
-    for (recipe, gather), row in rows.items():
-        size = 1 if gather == "float8" else 2
-        whole = 2 * (size * LINEAR + 2 * NORMS)  # forward and backward
-        assert row["gathered_mb"] == pytest.approx(whole / 1e6, rel=1e-5)
-        assert row["reduce_scattered_mb"] == pytest.approx(4 * (LINEAR + NORMS) / 1e6, rel=1e-5)
-        # Attached to the optimizer: of the sync, and for the scales of all weights.
-        assert row["all_reduces"] == (recipe == "delayed") + (gather == "float8")
-        assert row["keep"] == "gemms"
-        assert row["tokens_per_s"] == pytest.approx(2 * 32 / row["ms"] * 1e3, rel=1e-3)
-        assert row["peak_gib"] is None  # a CPU
 
 
 def test_tensor_parallel(two: Ranks, tmp_path: Path) -> None:
     recipes = "tensorwise,delayed,rowwise"
-    found = rows_of(two, tmp_path, "tp", "--seq-len", "64", "--recipe", recipes)
-    rows = {row["recipe"]: row for row in found}
-    assert list(rows) == ["bf16", *recipes.split(",")]
-    tokens = 64 * preset("tiny").model.dim  # elements that are gathered, in 4 places
-    for recipe, row in rows.items():
-        size = 2 if recipe == "bf16" else 1
-        scales = 4 * 64 * 4 if recipe == "rowwise" else 0  # of rows
-        whole = 4 * size * tokens + scales
-        assert row["gathered_mb"] == pytest.approx(whole / 1e6, rel=1e-5), recipe
-        assert row["reduce_scattered_mb"] == pytest.approx(4 * 2 * tokens / 1e6, rel=1e-5)
-        assert row["sqnr_db"] > (40 if recipe == "bf16" else 15)
-    # Of 7 weights; and of the sync, or of 4 inputs and 7 gradients.
-    assert [row["all_reduces"] for row in rows.values()] == [0, 18, 8, 0]
-
-
-def all_wrong() -> str:
-    before, RanksStep.at_least = RanksStep.at_least, 1e9
-    try:
-        return ending(ShardedStep, make_variants(["tensorwise"], ["eager"], gathers=("bf16",)))
-    finally:
-        RanksStep.at_least = before
-
-
-def ending(step: Any, variants: list[Variant]) -> str:
-    try:
-        list(bench_on_ranks(step, variants, TINY, CPU, 1))
-    except (WrongResultError, ToldError) as error:
-        return f"{type(error).__name__}: {error}"
-    raise AssertionError("nothing was raised")
-
-
-def test_a_wrong_gradient_ends_all_ranks_alike(two: Ranks) -> None:
-    first, second = two.run(all_wrong)
-    why = first.removeprefix("WrongResultError: ")
-    assert why.startswith("tensorwise, eager, bf16 gather: output: SQNR ")
-    assert "nothing was timed" in why
-    assert second == f"ToldError: as rank 0 says: {why}"  # so that one rank tells it
-
-
-def growing() -> list[list[str]]:
-    variants = make_variants(["tensorwise"], ["eager"], gathers=("float8",))
-    groups = bench_on_ranks(ShardedStep, variants, TINY, CPU, 1)
-    return [[row["recipe"] for row in group if row["ms"]] for group in groups]
-
-
-def failing() -> list[list[str]]:
-    bf16, peer = make_variants(["tensorwise"], ["eager"], gathers=("float8",))
-    calls = iter(range(PASSES))
-
-    def convert(model: nn.Module) -> nn.Module:
-        if next(calls):
-            raise RuntimeError("no memory")
-        return peer.convert(model)
-
-    theirs = replace(peer, recipe="torchao tensorwise", config=None, convert=convert)
-    *_, rows = bench_on_ranks(ShardedStep, [bf16, theirs], TINY, CPU, 1)
-    return [[*row] for row in rows]
-
-
-def test_a_peer_that_fails_later_has_no_time(two: Ranks) -> None:
-    (bf16, peer), _ = two.run(failing)
-    assert {"ms", "speedup"} < {*bf16}
-    assert "left_out" in peer
-    assert not {"ms", "speedup", "tokens_per_s"} & {*peer}
-
-
-def test_rows_are_there_as_soon_as_they_are_known(two: Ranks) -> None:
-    """So that a benchmark which is stopped leaves a file."""
-    both = ["bf16", "tensorwise"]
-    assert two.run(growing) == [[["bf16"], both, both, both]] * 2
-
-
-WHOLE = ["--seq-len", "32", "--recipe"]
+    rows = rows_of(two, tmp_path, "tp", "--seq-len", "64", "--recipe", recipes)
+    assert [row["recipe"] for row in rows] == ["bf16", *recipes.split(",")]
+    for row in rows:
+        assert row["sqnr_db"] > (40 if row["recipe"] == "bf16" else 15)
+        assert row["tokens_per_s"] == pytest.approx(64 / row["ms"] * 1e3, rel=1e-3)
 
 
 def test_training_on_two_ranks(two: Ranks, tmp_path: Path) -> None:
-    words = [*WHOLE, "tensorwise,delayed", "--checkpointing", "full"]
-    rows = rows_of(two, tmp_path, "train", *words)
-    assert [(row["recipe"], row["gather"], row["keep"]) for row in rows] == [
-        ("bf16", "bf16", "nothing"),
-        ("tensorwise", "float8", "nothing"),
-        ("delayed", "float8", "nothing"),
-    ]
+    words = ["--recipe", "tensorwise,delayed", "--checkpointing", "full", "--gather", "bf16,float8"]
+    rows = rows_of(two, tmp_path, "train", "--seq-len", "32", *words)
+    names = [(recipe, to) for recipe in ("tensorwise", "delayed") for to in ("bf16", "float8")]
+    assert [(row["recipe"], row["gather"]) for row in rows] == [("bf16", "bf16"), *names]
     for row in rows:
+        assert row["checkpointing"] == "full"
         assert row["tokens_per_s_per_gpu"] == pytest.approx(32 / row["ms"] * 1e3, rel=1e-3)
         assert row["speedup"] == pytest.approx(rows[0]["ms"] / row["ms"], rel=1e-3)
         assert row["first_step_s"] > 0
@@ -170,12 +80,10 @@ def test_training_on_one_rank(tmp_path: Path, more: list[str]) -> None:
     recipes = ["tensorwise+only", "tensorwise"] if more else ["tensorwise", "delayed+held"]
     one = Ranks(1)
     try:
-        assert one.run(
-            bench, tmp_path, ["train", *WHOLE, ",".join(recipes), *more, *SMALL, "-o", "x.json"]
-        ) == [0]
+        words = ["train", "--seq-len", "32", "--recipe", ",".join(recipes), *more]
+        rows = rows_of(one, tmp_path, *words)
     finally:
         one.stop()
-    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
     assert [row["recipe"] for row in rows] == ["bf16", *recipes]
     assert [row["gather"] for row in rows] == [None] * 3
     if more:  # a base that is cast once computes as one that is cast at each use
@@ -184,10 +92,10 @@ def test_training_on_one_rank(tmp_path: Path, more: list[str]) -> None:
 
 def train_on_gpus() -> list[Row]:
     device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
-    kept = ["nothing", "gemms+attention"]
-    variants = make_variants(["tensorwise"], ["eager"], gathers=("float8",), keep=kept)
-    step = partial(TrainStep, lora=False, transformers=False)
-    *_, rows = bench_on_ranks(step, variants, Size("tiny", 2, 512), device, 1)
+    kept = ["full", "selective"]
+    variants = make_variants(["tensorwise"], ["eager"], gathers=("float8",), checkpointing=kept)
+    step = partial(TrainStep, size=Size("tiny", 2, 512), device=device, **PLAIN)
+    *_, rows = bench_steps(step, variants, device, 1)
     return rows
 
 
@@ -200,10 +108,36 @@ def test_training_on_gpus() -> None:
         gpus.stop()
     names = [("bf16", "bf16"), ("tensorwise", "float8")]
     assert [(row["recipe"], row["gather"]) for row in rows] == 2 * names
-    for nothing, more in zip(rows[:2], rows[2:], strict=True):
-        assert nothing["loss"] == pytest.approx(more["loss"], rel=1e-3)
-        assert nothing["sqnr_db"] is None or nothing["sqnr_db"] > 10
+    for full, selective in zip(rows[:2], rows[2:], strict=True):
+        assert full["loss"] == pytest.approx(selective["loss"], rel=1e-3)
+        assert full["sqnr_db"] is None or full["sqnr_db"] > 10
     assert rows[0]["loss"] != rows[1]["loss"]
+
+
+def failing() -> list[list[str]]:
+    bf16, peer = make_variants(["tensorwise"], ["eager"], gathers=("float8",))
+    calls = iter(range(PASSES))
+
+    def convert(model: nn.Module) -> nn.Module:
+        if next(calls):
+            raise RuntimeError("no memory")
+        return peer.convert(model)
+
+    theirs = replace(peer, recipe="torchao tensorwise", config=None, convert=convert)
+    *groups, rows = bench_steps(STEP, [bf16, theirs], CPU, 1)
+    # There as soon as they are known, so that a benchmark which is stopped leaves a file.
+    assert [[row["recipe"] for row in group] for group in groups[:2]] == [
+        ["bf16"],
+        ["bf16", "torchao tensorwise"],
+    ]
+    return [[*row] for row in rows]
+
+
+def test_a_peer_that_fails_later_has_no_time(two: Ranks) -> None:
+    (bf16, peer), _ = two.run(failing)
+    assert {"ms", "speedup"} < {*bf16}
+    assert "left_out" in peer
+    assert not {"ms", "speedup", "tokens_per_s_per_gpu"} & {*peer}
 
 
 def wrong_training(what: str) -> str:
@@ -220,8 +154,12 @@ def wrong_training(what: str) -> str:
         if what == "updates":
             optimizer.param_groups[0]["lr"] *= -1
 
-    wrong = replace(good, convert=convert, attach=attach)
-    return ending(partial(TrainStep, lora=False, transformers=False), [bf16, wrong])
+    wrong: list[Variant] = [bf16, replace(good, convert=convert, attach=attach)]
+    try:
+        list(bench_steps(STEP, wrong, CPU, 1))
+    except (WrongResultError, ToldError) as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("nothing was raised")
 
 
 @pytest.mark.parametrize(
@@ -231,32 +169,15 @@ def wrong_training(what: str) -> str:
         ("updates", r"loss \S+ after 10 steps, expected \S+ as of bf16, which began at "),
     ],
 )
-def test_a_wrong_training_is_refused(two: Ranks, what: str, message: str) -> None:
+def test_a_wrong_training_ends_all_ranks_alike(two: Ranks, what: str, message: str) -> None:
     first, second = two.run(wrong_training, what)
-    assert re.match(rf"WrongResultError: tensorwise, eager, float8 gather: {message}", first)
-    assert second.startswith("ToldError: as rank 0 says: tensorwise")
-
-
-def test_the_plot_of_a_training(tmp_path: Path) -> None:
-    about: Any = {"ranks": 2, "model": "tiny", "blocks": None, "batch": 1, "seq_len": 32}
-    about |= {"lora": True, "transformers": False, "keep": ["nothing"]}
-    results: Any = {"settings": about, "environment": {"device": "GPU"}, "rows": [{"recipe": "x"}]}
-    with pytest.raises(
-        ValueError, match="plot: got results of bench None, expected those of bench"
-    ):
-        picture.plot_results(results, tmp_path / "x.png")
-    results["benchmark"] = "train"
-    with pytest.raises(ValueError, match="plot: got results without memory, expected those of a"):
-        picture.plot_results(results, tmp_path / "x.png")
-    numbers = {"tokens_per_s_per_gpu": 9e3, "peak_gib": 70.0, "ms": 1.0, "speedup": 1.0}
-    results["rows"] += [{"recipe": r, **numbers} for r in ("bf16", "torchao tensorwise", "rowwise")]
-    picture.plot_results(results, tmp_path / "x.png")
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert re.match(rf"WrongResultError: tensorwise, eager, gather float8: {message}", first)
+    assert second == first.replace("WrongResultError: ", "ToldError: as rank 0 says: ")
 
 
 def alone() -> None:
-    for variant in make_variants(RECIPES, ["eager"], gathers=("bf16", "float8")):
-        step = ShardedStep(variant, TINY, CPU)
+    for variant in make_variants(["delayed"], ["eager"], gathers=("bf16", "float8")):
+        step = STEP(variant)
         step()
         weights = [weakref.ref(p) for p in step.model.parameters()]
         del step
@@ -268,17 +189,30 @@ def test_a_variant_leaves_no_memory_behind(two: Ranks) -> None:
     two.run(alone)
 
 
+def test_the_picture_of_a_training(tmp_path: Path) -> None:
+    about: Any = {"ranks": 2, "model": "tiny", "blocks": None, "batch": 1, "seq_len": 32}
+    about |= {"lora": True, "transformers": False}
+    results: Any = {"settings": about, "environment": {"device": "GPU"}, "rows": [{"recipe": "x"}]}
+    results["benchmark"] = "train"
+    with pytest.raises(ValueError, match="plot: got results of bench train with 0 rows that have"):
+        picture.plot_results(results, tmp_path / "x.png")
+    numbers = {"tokens_per_s_per_gpu": 9e3, "peak_gib": 70.0, "ms": 1.0, "speedup": 1.0}
+    results["rows"] += [{"recipe": r, **numbers} for r in ("bf16", "torchao tensorwise", "rowwise")]
+    picture.plot_results(results, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(sys, "argv", ["float8", "bench", "fsdp"])
+    monkeypatch.setattr(sys, "argv", ["float8", "bench", "tp"])
     monkeypatch.setattr("os.execv", lambda program, words: started.append(words))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     for device, wanted in (("cpu", None), ("cpu", 4), ("cuda", None), ("cuda", 3)):
         start_ranks(device, wanted)
     assert [words[words.index("--nproc-per-node") + 1] for words in started] == list("2483")
-    assert all(words[-3:] == ["float8_lab.cli.main", "bench", "fsdp"] for words in started)
+    assert all(words[-3:] == ["float8_lab.cli.main", "bench", "tp"] for words in started)
     with pytest.raises(ValueError, match="ranks: got 9, but there are 8 GPUs here"):
         start_ranks("cuda", 9)
     monkeypatch.setenv("RANK", "0")

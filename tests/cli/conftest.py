@@ -1,23 +1,20 @@
 """What the tests of the command share: an empty working folder, one thread, refusals."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from float8_lab.cli.main import main
+from support.threads import one_thread  # noqa: F401 - of all tests here
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty working folder; tensors this small only lose by being shared among threads."""
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # for subprocesses
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield tmp_path
-    torch.set_num_threads(threads)
+    return tmp_path
 
 
 @pytest.fixture

@@ -1,28 +1,24 @@
 """The command as users call it; what takes a signal or another environment, in a subprocess."""
 
-import io
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from rich.console import Console
 
 import float8
 from float8_lab.cli.app import COMMANDS
 from float8_lab.cli.main import main
-from float8_lab.cli.progress import ConsoleProgress, stop_on_signals
-from float8_lab.trainer.config import TrainConfig
+from float8_lab.cli.progress import stop_on_signals
 from float8_lab.trainer.loop import Trainer
-from float8_lab.trainer.metrics import StepRecord
 
 QUICK = ["--device", "cpu", "--batch-size", "2", "--seq-len", "16", "--eval-batches", "1"]
 QUICK.append("--no-tensorboard")
@@ -91,24 +87,6 @@ def test_the_second_signal_acts_as_usual(monkeypatch: pytest.MonkeyPatch) -> Non
         signal.signal(signal.SIGINT, usual)
 
 
-@pytest.mark.parametrize("width", [50, 120])
-def test_the_bar_fits_and_shows_step_and_loss(width: int) -> None:
-    file = io.StringIO()
-    console = Console(file=file, width=width, force_terminal=True, color_system=None)
-    progress = ConsoleProgress(console)
-    record = StepRecord(50_000, 1.25, 1.0, 1e-3, 0.1, 65_536, True, 12 * 2**30, 612.3, 0.619)
-    progress.on_start(TrainConfig.create(steps=100_000), 0, "about it")
-    progress.on_step(50_000)
-    progress.on_records([record])
-    assert progress._bar is not None
-    progress._bar.refresh()
-    progress.on_end("finished", 50_000)
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\n", file.getvalue()).replace("\r", "\n")
-    bars = [line for line in shown.split("\n") if "loss 1.2500" in line]
-    assert bars
-    assert all(len(line) <= width and " 50000/100000 " in line for line in bars)
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -128,17 +106,12 @@ def test_user_errors_are_one_line(
     assert not Path("run").exists()
 
 
-@pytest.mark.parametrize(
-    "words", [["--steps", "0"], ["--seed", "9" * 20], ["--weight-decay", "nan"]]
-)
-def test_numbers_out_of_bounds_are_refused(
-    capsys: pytest.CaptureFixture[str], words: list[str]
+def test_numbers_out_of_bounds_are_refused_and_debug_shows_tracebacks(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert train(*words) == 2
-    assert f"Invalid value for '{words[0]}'" in capsys.readouterr().err
-
-
-def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--steps", "0"], ["--seed", "9" * 20], ["--weight-decay", "nan"]):
+        assert train(*words) == 2
+        assert f"Invalid value for '{words[0]}'" in capsys.readouterr().err
     assert train("--data", "missing", "--debug") == 2
     err = capsys.readouterr().err
     assert "Traceback" in err
@@ -164,17 +137,6 @@ def test_compare_prints_the_table_and_where_the_files_are(
     assert main([*words, *QUICK, "--overwrite"]) == 0
 
 
-def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out.strip() == f"float8 {float8.__version__}"
-    assert main(["train", "--help"]) == 0
-    out = capsys.readouterr().out
-    assert "--resume" in out
-    assert "--grad-clip" in out
-    assert main(["frobnicate"]) == 2
-    assert "Traceback" not in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("words", [[], ["train"], ["compare"]])
 def test_help_imports_no_torch(words: list[str]) -> None:
     program = (
@@ -191,26 +153,25 @@ def test_help_imports_no_torch(words: list[str]) -> None:
         assert re.search(rf"{name} +{text[:30]}", done.stdout)
 
 
-def commands_of(name: str) -> Iterator[tuple[list[str], Any]]:
-    command: Any = typer.main.get_command(import_module(f"float8_lab.cli.{name}").app)
-    yield [name], command
-    for below, each in getattr(command, "commands", {}).items():
-        yield [name, below], each
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_says_what_the_list_does_and_whole_names_of_options_in_80_columns(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    for words, command in commands_of(name):
+    command: Any = typer.main.get_command(import_module(f"float8_lab.cli.{name}").app)
+    below = getattr(command, "commands", {})
+    for words, each in [([name], command), *(([name, sub], x) for sub, x in below.items())]:
         assert main([*words, "--help"]) == 0
         out = capsys.readouterr().out
         assert max(map(len, out.splitlines())) <= 80
-        for option in command.params:
+        for option in each.params:
             for text in (*option.opts, *option.secondary_opts):
                 assert option.param_type_name == "argument" or text in re.split(r"[\s,]+", out)
         assert len(words) > 1 or f" {COMMANDS[name]} " in " ".join(out.split())
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"float8 {float8.__version__}"
+    assert main(["frobnicate"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_without_the_extras_it_says_what_to_install(tmp_path: Path) -> None:

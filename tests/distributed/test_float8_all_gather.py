@@ -1,128 +1,30 @@
-"""FSDP2 with float8 all-gather computes what FSDP2 with a cast after the gather does, bitwise."""
+"""What FSDP2 gathers in float8: bytes and scales of one device, half the traffic, scales ahead.
+
+A scale that was computed ahead is used for the weight that it was computed for, and no other.
+"""
 
 import copy
-import functools
 import warnings
-from typing import Any
+from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from float8 import all_linears, convert_to_float8_training, linear
+from float8 import linear, sync_float8_amax_and_scale_history
+from float8 import precompute_float8_dynamic_scale_for_fsdp as precompute_scales
 from float8.tensor import Float8Tensor
 from sqnr import same_bits, sqnr
-from support.configs import RECIPES, of_recipe
+from support.configs import of_recipe
 from support.models import seeded
+from support.outcome import train
 from support.ranks import Ranks, on
-from support.sharded import (
-    Run,
-    Traffic,
-    convert,
-    here,
-    mesh_of,
-    model_of,
-    shard,
-    train,
-    train_alone,
-    whole,
-)
-
-BF16, F32 = torch.bfloat16, torch.float32
-
-DTYPES = [
-    pytest.param(BF16, None, id="bf16"),
-    pytest.param(F32, None, id="fp32"),
-    pytest.param(F32, BF16, id="fp32-masters"),
-]
-
-
-def same_as_cast_after_gather(
-    recipe: str, dtype: torch.dtype, param_dtype: torch.dtype | None, alone: bool, attach: bool
-) -> None:
-    runs = []
-    for all_gather in (False, True):
-        model = shard(convert(model_of(dtype=dtype), recipe, all_gather), param_dtype=param_dtype)
-        runs.append(train(model, dtype=dtype, attach=attach, full=alone))
-    runs[0].assert_equal(runs[1])
-    if not alone:
-        return
-    single = train_alone(convert(model_of(dtype=dtype), recipe), dtype=dtype)
-    if here().type == "cpu":
-        # The sum of two gradients has no order: bitwise, too.
-        runs[1].assert_equal(single)
-    elif dtype == F32:
-        runs[1].assert_close(single, loss=1e-6, grad=1e-6)
-    else:
-        # NCCL may round a sum otherwise, by one step of bfloat16. One scale for each rank's shard,
-        # instead of one for all, would be ten times as far off. Behind AdamW's first step one bit
-        # in a gradient becomes one in a hundred of all gradients within ten steps, of the loss
-        # one in a thousand.
-        Run(runs[1].losses[:1], runs[1].grads[:1]).assert_close(
-            Run(single.losses[:1], single.grads[:1]), loss=1e-3, grad=2**-8
-        )
-        for mine, theirs in zip(runs[1].losses, single.losses, strict=True):
-            assert (mine - theirs).abs() <= 0.01 * theirs
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(("dtype", "param_dtype"), DTYPES)
-def test_two_ranks_equal_one(
-    either: Ranks, recipe: str, dtype: torch.dtype, param_dtype: torch.dtype | None
-) -> None:
-    either.run(same_as_cast_after_gather, recipe, dtype, param_dtype, param_dtype is None, True)
-
-
-def test_without_precomputed_scales(two: Ranks) -> None:
-    two.run(same_as_cast_after_gather, "tensorwise", F32, BF16, False, False)
-
-
-SHARDINGS: dict[str, dict[str, Any]] = {
-    "uneven": {"hidden": 42},  # 11, 11, 11, 9 rows
-    "empty": {"hidden": 3},
-    "empty-of-two": {"hidden": 1},
-    "hsdp": {"hidden": 41, "mesh": (2, 2)},
-    "keep": {"reshard_after_forward": False},
-    "as-many-as-ranks": {"reshard_after_forward": 4},
-    "powers of 2": {"power_of_2": True},
-}
-NEED_FOUR = ["hsdp", "as-many-as-ranks"]
-
-
-def every_sharding(recipe: str) -> None:
-    for name, options in SHARDINGS.items():
-        if name in NEED_FOUR and dist.get_world_size() < 4:
-            continue
-        more = dict(options)
-        model = functools.partial(model_of, more.pop("hidden", 40), F32)
-        more["mesh"] = mesh_of(*more.pop("mesh", ()))
-        config = {"round_scales_to_power_of_2": more.pop("power_of_2", False)}
-        runs = []
-        for all_gather in (False, True):
-            converted = convert(model(), recipe, all_gather, **config)
-            runs.append(train(shard(converted, param_dtype=BF16, **more), 2))
-        try:
-            runs[0].assert_equal(runs[1])
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
-
-
-@pytest.mark.parametrize(
-    "recipe", ["tensorwise", pytest.param("delayed", marks=pytest.mark.exhaustive)]
-)
-def test_every_sharding(four: Ranks, recipe: str) -> None:
-    four.run(every_sharding, recipe)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("ranks", ["two_gpus", "four_gpus"])
-def test_every_sharding_on_gpus(request: pytest.FixtureRequest, recipe: str, ranks: str) -> None:
-    gpus: Ranks = request.getfixturevalue(ranks)
-    gpus.run(every_sharding, recipe)
-
+from support.sharded import batch, convert, here, mesh_of, model_of, shard, whole
+from support.spies import Traffic
 
 K = 144
 
@@ -132,22 +34,17 @@ def one_layer(recipe: str, N: int) -> None:
     torch.manual_seed(0)
     plain = nn.Linear(K, N, bias=False, dtype=torch.bfloat16).to(here())
     plain.weight.data *= torch.logspace(-2, 2, N, device=here()).unsqueeze(1)
-    config = of_recipe(recipe, enable_fsdp_float8_all_gather=True)
-    layer = copy.deepcopy(plain)
-    layer = convert_to_float8_training(
-        nn.Sequential(layer), config=config, module_filter_fn=all_linears
-    )[0]
+    layer = convert(nn.Sequential(copy.deepcopy(plain)), recipe)[0]
     fully_shard(layer, mesh=mesh_of())
     x = seeded(1, 48, K, dtype=torch.bfloat16, device=here())
     alone, leaf = (x.clone().requires_grad_() for _ in range(2))
     wanted = linear(alone, plain.weight, config=of_recipe(recipe))
-    world = dist.get_world_size()
     with Traffic() as seen, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         y = layer(leaf)
     said = [str(w.message) for w in caught if "float8: a weight" in str(w.message)]
-    rows = -(-N // world)
-    even = rows * world == N
+    rows = -(-N // dist.get_world_size())
+    even = rows * dist.get_world_size() == N
     in_float8 = even and (recipe == "rowwise" or rows % 128 == 0)
     assert isinstance(layer.weight, Float8Tensor) == in_float8
     assert same_bits(y, wanted)
@@ -171,53 +68,32 @@ def one_layer(recipe: str, N: int) -> None:
         assert same_bits(alone.grad, leaf.grad)
 
 
-@pytest.mark.parametrize("N", [256, 33, 130], ids=str)
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
-def test_one_layer(either: Ranks, recipe: str, N: int) -> None:
-    either.run(one_layer, recipe, N)
+def test_one_layer(either: Ranks, recipe: str) -> None:
+    for N in (256, 33, 130):
+        either.run(one_layer, recipe, N)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_ranks_without_rows(four: Ranks, recipe: str) -> None:
+    for N in (3, 130):
+        four.run(one_layer, recipe, N)
 
 
 @on("two")
 def test_a_cold_column() -> None:
     """What is tiny in its row is rounded before columns are cast again: docs/fsdp.md."""
     torch.manual_seed(0)
-    weight, x = torch.randn(64, 64).to(here()), torch.eye(64, device=here())
+    weight, x = torch.randn(64, 64), torch.eye(64).requires_grad_()
     weight[:, 5] *= 2.0**-14
     weight[:, 6] *= 2.0**-24
-    model = nn.Sequential(nn.Linear(64, 64, bias=False)).to(here())
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
     model[0].weight.data.copy_(weight)
-    config = of_recipe("rowwise", enable_fsdp_float8_all_gather=True)
-    model = convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
-    model = fully_shard(model, mesh=mesh_of())
-    x.requires_grad_()
-    model(x).backward(torch.eye(64, device=here()))
+    fully_shard(convert(model, "rowwise"), mesh=mesh_of())(x).backward(torch.eye(64))
     columns = [sqnr(weight[:, k], x.grad[:, k]) for k in (4, 5, 6)]
     assert columns[0] > 28
     assert 15 < columns[1] < 28
     assert columns[2] == 0
-
-
-@pytest.mark.parametrize("N", [3, 130], ids=str)
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
-def test_ranks_without_rows(four: Ranks, recipe: str, N: int) -> None:
-    four.run(one_layer, recipe, N)
-
-
-def training(hidden: int, replicas: int = 1) -> None:
-    """As with a gather in 16 bits: rows and columns of these weights are of one size."""
-    mesh = mesh_of(replicas, dist.get_world_size() // replicas)["shard"]
-    runs = []
-    for all_gather in (True, False):
-        model = convert(model_of(hidden), "rowwise", all_gather)
-        runs.append(train(shard(model, mesh, torch.bfloat16), 4))
-    runs[0].assert_equal(runs[1])
-
-
-def test_training(two: Ranks) -> None:
-    """Also of uneven parts, and where FSDP2 gathers nothing, as beside tensor parallel."""
-    two.run(training, 40)
-    two.run(training, 21)
-    two.run(training, 40, 2)
 
 
 class Absorbs(nn.Module):
@@ -241,20 +117,199 @@ class Absorbs(nn.Module):
 @on("either")
 def test_a_weight_that_a_forward_reads_itself(recipe: str) -> None:
     """The error names a way that works, and that way has the gradients of one without float8."""
+    x = seeded(0, 16, K, device=here())
     for read in ("einsum", "pow", "bmm"):
-        grads = []
+        models = []
         for gathers in ((True,), (True, False), (False,)):
-            model = Absorbs(read).to(here())
+            models.append(Absorbs(read).to(here()))
             for gather in gathers:
-                convert(model, recipe, gather)
-            fully_shard(model, mesh=mesh_of())
-            x = seeded(0, 16, K, device=here())
-            if gathers == (True,):
-                error = ValueError, NotImplementedError
-                refused = pytest.raises(error, match="its layer again before fully_shard, by")
-                with refused:
-                    model(x)
-                continue
+                convert(models[-1], recipe, gather)
+            fully_shard(models[-1], mesh=mesh_of())
+        refused, *others = models
+        with pytest.raises(
+            (ValueError, NotImplementedError), match="its layer again before fully_shard, by"
+        ):
+            refused(x)
+        for model in others:
             model(x).backward()
-            grads.append(model.up.weight.grad.full_tensor())
-        assert torch.equal(*grads)
+        assert torch.equal(*(whole(model.up.weight.grad) for model in others))
+
+
+# ---------------------------------------------------------------- scales ahead
+
+BF16 = torch.bfloat16
+
+
+def step(model: nn.Module, number: int = 0) -> Tensor:
+    x = batch(number, dist.get_rank(), next(model.parameters()).dtype)
+    loss = model(x).float().square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def weights(model: nn.Module) -> list[nn.Parameter]:
+    return [p for name, p in model.named_parameters() if "ffn" in name]
+
+
+@on("either")
+def test_half_the_bytes_of_16_bit_weights_are_gathered() -> None:
+    for all_gather in (False, True):
+        model = convert(model_of(dtype=BF16), "tensorwise", all_gather)
+        linear = sum(p.numel() for p in weights(model))
+        rest = sum(p.numel() for p in model.parameters()) - linear
+        shard(model)
+        step(model)
+        with Traffic() as seen:
+            step(model)
+        assert seen.gather_dtypes == {torch.uint8 if all_gather else BF16}
+        size = 1 if all_gather else 2
+        # Forward and backward gather each block once; the weights of this model divide evenly.
+        assert sum(seen.sizes) == 2 * (2 * rest + size * linear) // dist.get_world_size()
+
+
+def all_reduces(run: Callable[..., object], *args: object) -> int:
+    with Traffic() as seen:
+        run(*args)
+    return seen.all_reduces
+
+
+@on("either")
+def test_precomputing_is_one_all_reduce_and_leaves_none_to_the_forward() -> None:
+    model = shard(convert(model_of(41), "tensorwise"), param_dtype=BF16)
+    in_both = 2 * len(weights(model))  # in forward and in backward
+    assert all_reduces(step, model) == in_both
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    assert all_reduces(precompute_scales, model) == 1
+    assert all_reduces(step, model) == 0
+    optimizer.step()  # without telling
+    assert all_reduces(step, model) == in_both
+    for other in (  # harmless where nothing is dynamic or sharded
+        convert(model_of(), "tensorwise"),
+        shard(convert(model_of(), "delayed")),
+        shard(model_of()),
+    ):
+        assert all_reduces(precompute_scales, other) == 0
+
+
+def tripled(model: nn.Module) -> dict[str, Tensor]:
+    return {name: 3 * value for name, value in model.state_dict().items()}
+
+
+WRITES: dict[str, Callable[[nn.Module, dict[str, Tensor]], object]] = {
+    "foreach": lambda model, early: torch._foreach_mul_(weights(model), 3),
+    "load": lambda model, early: model.load_state_dict(tripled(model)),
+    "assign": lambda model, early: model.load_state_dict(tripled(model), assign=True),
+    "views": lambda model, early: [w.to_local()[:1].mul_(3) for w in weights(model)],
+    "data": lambda model, early: [w.data.mul_(3) for w in weights(model)],
+    "early": lambda model, early: [x.detach().mul_(3) for x in early.values()],
+    "state": lambda model, early: [x.to_local()[:1].mul_(3) for x in model.state_dict().values()],
+}
+"""Without an optimizer; `early` is a state dict from before."""
+
+
+@pytest.mark.parametrize("hidden", [pytest.param(3, marks=pytest.mark.exhaustive), 42])
+@on("four")
+def test_a_stale_precomputed_scale_is_never_used(hidden: int) -> None:
+    """Shards of 42 rows: 11, 11, 11, 9. Of 3 rows one rank has none."""
+    for name, write in WRITES.items():
+        results = []
+        for precompute in (True, False):
+            model = shard(convert(model_of(hidden, blocks=1), "tensorwise"))
+            model(batch(0, dist.get_rank()))  # FSDP2 may move shards
+            early = model.state_dict()
+            step(model)
+            if precompute:
+                precompute_scales(model)
+            with torch.no_grad():
+                write(model, early)
+            model.zero_grad()
+            with Traffic() as seen:
+                results.append([step(model), *(whole(p.grad) for p in weights(model))])
+            assert torch.uint8 in seen.gather_dtypes, name
+            if precompute:  # a write moves the shards of some ranks, maybe, and all must agree
+                precompute_scales(model)
+            results[-1].append(step(model))
+        assert all(torch.equal(*pair) for pair in zip(*results, strict=True)), name
+
+
+@on("four")
+def test_when_scales_can_be_precomputed() -> None:
+    for assign in (False, True):  # loading makes FSDP2 pad, and so move, uneven shards again
+        model = shard(convert(model_of(42), "tensorwise"))
+        step(model)
+        precompute_scales(model)
+        model.float()
+        step(model)
+        model.load_state_dict(tripled(model), assign=assign)
+        precompute_scales(model)
+        with Traffic() as seen:
+            precomputed = step(model)
+        assert seen.all_reduces == 0
+        reference = shard(convert(model_of(42), "tensorwise"))
+        reference.load_state_dict(model.state_dict())
+        assert torch.equal(step(reference), precomputed)
+
+    # Whether an empty shard was written cannot be seen, so its weight is not precomputed.
+    model = shard(convert(nn.Sequential(nn.Linear(8, 5, bias=False)), "tensorwise"))  # 2, 2, 1, 0
+    precompute_scales(model)
+    assert all_reduces(model, torch.ones(4, 8)) == 1
+
+    # FSDP2 moves the shards of some ranks at first; all must agree that no scale is known yet.
+    results = []
+    for precompute in (True, False):
+        model = shard(convert(model_of(42), "tensorwise"))
+        if precompute:
+            precompute_scales(model)
+        assert all_reduces(step, model) > 0
+        results.append([step(model), *(whole(p.grad) for p in weights(model))])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "precompute"), [("tensorwise", True), ("tensorwise", False), ("delayed", False)]
+)
+@on("either")
+def test_nan_on_one_rank_shows_on_all(recipe: str, precompute: bool) -> None:
+    for where in ("weight", "input"):
+        model = shard(convert(model_of(), recipe))
+        train(model, 2)
+        x = batch(0, dist.get_rank())
+        with torch.no_grad():
+            poisoned = model[0].ffn.w1.weight.to_local() if where == "weight" else x
+            poisoned[0, 0] = -torch.nan if dist.get_rank() == 1 else poisoned[0, 0]
+        if where == "weight" and precompute:
+            precompute_scales(model)
+        loss = model(x).square().mean()
+        loss.backward()
+        assert where == "input" or loss.isnan()
+        for name, parameter in model.named_parameters():
+            assert not whole(parameter.grad).isfinite().all(), name
+        sync_float8_amax_and_scale_history(model)
+        for name, buffer in model.named_buffers():
+            assert buffer.isfinite().all(), name  # one bad step does not spoil the next
+
+
+class ReducedError(Exception):
+    """On which device."""
+
+
+@on("two")
+def test_offloaded_amaxes_are_reduced_on_the_device_of_the_mesh() -> None:
+    """A mesh of another type of device than the weights and amaxes are on, as with offloading."""
+
+    def reduce(x: Tensor, *_: object, **__: object) -> None:
+        raise ReducedError(x.device.type)
+
+    models = {recipe: shard(convert(model_of(), recipe)) for recipe in ("tensorwise", "delayed")}
+    for model in models.values():
+        step(model)
+    with (
+        mock.patch.object(DeviceMesh, "device_type", "meta"),
+        mock.patch.object(dist, "all_reduce", reduce),
+        mock.patch.object(torch.ops._c10d_functional, "all_reduce", reduce),
+    ):
+        with pytest.raises(ReducedError, match="meta"):
+            precompute_scales(models["tensorwise"])
+        with pytest.raises(ReducedError, match="meta"):
+            sync_float8_amax_and_scale_history(models["delayed"])

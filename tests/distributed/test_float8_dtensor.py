@@ -15,76 +15,13 @@ from float8 import Float8Tensor, Float8Weights
 from float8.config import CastConfig, ScalingGranularity
 from float8.quantize import Cast
 from float8.tensor.float8_tensor import to_float8
+from support.devices import E4M3
+from support.errors import require_errors
 from support.models import seeded
 from support.parallel import STYLES, off, part
-from support.ranks import Ranks, on
-from support.sharded import Traffic, convert, here, mesh_of
-
-
-def redistributed() -> None:
-    mesh = mesh_of()
-    x = Float8Tensor.from_high_precision(seeded(0, 6, 16, device=here()))
-    expected = x.to_original_precision()
-    whole, rows, columns = Replicate(), Shard(0), Shard(1)
-    for before in (whole, rows, columns):
-        placed = distribute_tensor(x, mesh, [before], src_data_rank=None)
-        for after in (whole, rows, columns):
-            with Traffic() as seen:
-                moved = placed.redistribute(placements=[after])
-            sent = [] if before in (whole, after) else [(torch.uint8, x.numel() // 2)]
-            assert [entry[1:] for entry in seen.seen] == sent
-            assert isinstance(moved.to_local(), Float8Tensor)
-            assert torch.equal(moved.full_tensor().to_original_precision(), expected)
-    uneven = x[:5]  # 3 and 2 rows
-    gathered = distribute_tensor(uneven, mesh, [rows], src_data_rank=None).full_tensor()
-    assert torch.equal(gathered.to_original_precision(), expected[:5])
-
-
-def cast_whole() -> None:
-    mesh = mesh_of()
-    x = seeded(0, 5, 16, device=here())
-    expected = Float8Tensor.from_high_precision(x)
-    for placement in (Replicate(), Shard(0), Shard(1)):  # 3 and 2 rows
-        own = distribute_tensor(x, mesh, [placement]).requires_grad_()
-        y = Float8Tensor.from_high_precision(own)
-        assert isinstance(y.to_local(), Float8Tensor)
-        assert (y.shape, y.placements) == (own.shape, (placement,))
-        whole = y.full_tensor()
-        assert torch.equal(whole._scale, expected._scale)
-        assert torch.equal(whole.to_original_precision(), expected.to_original_precision())
-        y.to_local().to_original_precision().sum().backward()
-        assert torch.equal(own.grad.full_tensor(), torch.ones_like(x))
-        scale = torch.full_like(expected._scale, 0.5)
-        given = Float8Tensor.from_high_precision(own, scale=scale).to_local()
-        assert torch.equal(given._scale, scale)
-    own = distribute_tensor(x, mesh, [Shard(0)])
-    if dist.get_rank() == 1:
-        own.to_local()[0, 0] = torch.nan
-    assert bool(Float8Tensor.from_high_precision(own).to_local()._scale.isnan())
-    with pytest.raises(ValueError, match="still to be summed up; redistribute"):
-        Float8Tensor.from_high_precision(DTensor.from_local(x, mesh, [Partial()]))
-
-
-def own_style() -> None:
-    """A layer takes the bytes that somebody else cast and gathered."""
-    mesh, results = mesh_of(), []
-    x = seeded(1, 8, 32, device=here())
-    for parallel in (False, True):
-        torch.manual_seed(0)
-        layer = convert(torch.nn.Linear(32, 48, bias=False).to(here()), "tensorwise", False)
-        own = x.clone().requires_grad_()
-        y = Float8Tensor.from_high_precision(own)
-        if parallel:
-            weight = distribute_tensor(layer.weight.detach(), mesh, [Shard(0)])
-            layer.weight = torch.nn.Parameter(weight)
-            y = DTensor.from_local(y, mesh, [Replicate()], run_check=False)
-        y = layer(y)
-        y = y.redistribute(placements=[Replicate()]).to_local() if parallel else y
-        y.backward(torch.ones_like(y))
-        grad = layer.weight.grad
-        results.append([y, own.grad, grad.full_tensor() if parallel else grad])
-    for got, expected in zip(*results, strict=True):
-        assert off(got, expected) < 1e-5
+from support.ranks import on
+from support.sharded import convert, here, mesh_of, whole
+from support.spies import Traffic
 
 
 def same(a: Float8Tensor, b: Float8Tensor) -> bool:
@@ -103,20 +40,65 @@ def one_scale(seed: int, *shape: int) -> Float8Tensor:
     return Float8Tensor.from_high_precision(seeded(seed, *shape, device=here()))
 
 
-def distributed() -> None:
-    """Values and scales are those of the first rank, as of other tensors."""
+WHOLE, ROWS, COLUMNS = Replicate(), Shard(0), Shard(1)
+
+
+def placed(x: torch.Tensor, placement: object) -> DTensor:
+    return distribute_tensor(x, mesh_of(), [placement], src_data_rank=None)
+
+
+@on("either")
+def test_casts_have_the_scale_of_the_whole() -> None:
+    x = seeded(0, 5, 16, device=here())
+    expected = Float8Tensor.from_high_precision(x)
+    for placement in (WHOLE, ROWS, COLUMNS):  # 3 and 2 rows
+        own = placed(x, placement).requires_grad_()
+        y = Float8Tensor.from_high_precision(own)
+        assert isinstance(y.to_local(), Float8Tensor)
+        assert (y.shape, y.placements) == (own.shape, (placement,))
+        assert same(y.full_tensor(), expected)
+        y.to_local().to_original_precision().sum().backward()
+        assert torch.equal(own.grad.full_tensor(), torch.ones_like(x))
+        scale = torch.full_like(expected._scale, 0.5)
+        given = Float8Tensor.from_high_precision(own, scale=scale).to_local()
+        assert torch.equal(given._scale, scale)
+    own = placed(x, ROWS)
+    if dist.get_rank() == 1:
+        own.to_local()[0, 0] = torch.nan
+    assert bool(Float8Tensor.from_high_precision(own).to_local()._scale.isnan())
+    with pytest.raises(ValueError, match="still to be summed up; redistribute"):
+        Float8Tensor.from_high_precision(DTensor.from_local(x, mesh_of(), [Partial()]))
+
+
+@on("either")
+def test_distributing_sends_values_and_scales_of_the_first_rank() -> None:
     mesh, rank = mesh_of(), dist.get_rank()
     for rows in (6, 5):
-        for placement in (Replicate(), Shard(0), Shard(1)):
+        for placement in (WHOLE, ROWS, COLUMNS):
             expected, mine = one_scale(0, rows, 16), one_scale(rank, rows, 16)
             assert rank == 0 or not same(mine, expected)
             assert same(distribute_tensor(mine, mesh, [placement]).full_tensor(), expected)
         expected, mine = by_rows(0, rows, 16), by_rows(rank, rows, 16)
-        placed = distribute_tensor(mine, mesh, [Shard(0)])
-        assert same(placed.to_local(), expected.split(3)[rank])
-        assert same(placed.full_tensor(), expected)
-        assert same(placed.redistribute(placements=[Replicate()]).to_local(), expected)
-        assert same(distribute_tensor(mine, mesh, [Replicate()]).to_local(), expected)
+        own = distribute_tensor(mine, mesh, [ROWS])
+        assert same(own.to_local(), expected.split(3)[rank])
+        assert same(own.full_tensor(), expected)
+        assert same(own.redistribute(placements=[WHOLE]).to_local(), expected)
+        assert same(distribute_tensor(mine, mesh, [WHOLE]).to_local(), expected)
+
+
+@on("two")
+def test_redistributing_sends_bytes() -> None:
+    x = one_scale(0, 6, 16)
+    for before in (WHOLE, ROWS, COLUMNS):
+        own = placed(x, before)
+        for after in (WHOLE, ROWS, COLUMNS):
+            with Traffic() as seen:
+                moved = own.redistribute(placements=[after])
+            sent = [] if before in (WHOLE, after) else [(torch.uint8, x.numel() // 2)]
+            assert [entry[1:] for entry in seen.seen] == sent
+            assert isinstance(moved.to_local(), Float8Tensor)
+            assert same(moved.full_tensor(), x)
+    assert same(placed(x[:5], ROWS).full_tensor(), x[:5])  # 3 and 2 rows
 
 
 class Waitable(TorchDispatchMode):
@@ -140,19 +122,17 @@ class Waitable(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def moved() -> None:
-    """Whole tensors, each with its own scale and amax to record."""
+@on("either")
+def test_collectives_move_whole_tensors() -> None:
+    """Each with its own scale and amax to record."""
     rank, other = dist.get_rank(), 1 - dist.get_rank()
-
-    def of(seed: int) -> Float8Tensor:
-        return one_scale(seed, 4, 16)
 
     def amaxed(seed: int) -> Float8Tensor:
         x = one_scale(seed, 4, 16)
         amax = torch.tensor(float(seed), device=here())
         return Float8Tensor(x._data, x._scale, x.dtype, x._granularity, amax)
 
-    for make in (of, amaxed):
+    for make in (lambda seed: one_scale(seed, 4, 16), amaxed):
         x = make(rank)
         with Waitable() as works:
             dist.broadcast(x, src=1)
@@ -179,49 +159,38 @@ def moved() -> None:
     assert same(rows[other], by_rows(other, 4, 16))
 
 
-def test_casts_and_collectives(either: Ranks) -> None:
-    either.run(cast_whole)
-    either.run(distributed)
-    either.run(moved)
-
-
 @on("two")
 def test_what_scales_forbid_raises() -> None:
     """Before any collective; so do all ranks, and none waits."""
-    mesh, x = mesh_of(), one_scale(0, 8, 16)
-    plain = x.to_original_precision()
-    with pytest.raises(ValueError, match=r"split(.)*AXISWISE, expected TENSORWISE: a part of"):
-        distribute_tensor(by_rows(0, 8, 16), mesh, [Shard(1)])
-    scale = torch.ones(2, 4, device=here())
+    mesh, x, other = mesh_of(), one_scale(0, 8, 16), 1 - dist.get_rank()
     blocks = Float8Tensor(
-        torch.zeros(256, 256, dtype=torch.float8_e4m3fn, device=here()),
-        scale,
-        torch.float32,
+        *(torch.zeros(256, 256, dtype=E4M3), torch.ones(2, 4), torch.float32),
         ScalingGranularity.BLOCK_128x128,
     )
-    for dim in (0, 1):
-        with pytest.raises(ValueError, match=r"split(.)*BLOCK_128x128, expected TENSORWISE"):
-            distribute_tensor(blocks, mesh, [Shard(dim)])
-    assert same(distribute_tensor(blocks, mesh, [Replicate()]).to_local(), blocks)
-    placed = DTensor.from_local(by_rows(0, 8, 16), mesh, [Shard(0)], run_check=False)
-    with pytest.raises(ValueError, match="AXISWISE, expected TENSORWISE"):
-        placed.redistribute(placements=[Shard(1)])
-    for call in (
-        lambda: dist.all_reduce(x),
-        lambda: dist.isend(x, 1 - dist.get_rank()),
-        lambda: dist.irecv(x, 1 - dist.get_rank()),
-        lambda: dist.reduce(x, 0),
-        lambda: dist.reduce_scatter_tensor(one_scale(0, 4, 16), x),
-        lambda: dist.all_gather_into_tensor(one_scale(0, 16, 16), x),
-        lambda: DTensor.from_local(x, mesh, [Partial()]).full_tensor(),
-    ):
-        with pytest.raises(NotImplementedError, match=r"Float8Tensor: got (.)*to_original_prec"):
-            call()
-    with pytest.raises(ValueError, match="got a Float8Tensor and a high-precision tensor"):
-        dist.all_gather([plain.clone(), plain.clone()], x)
-    for parts in (list(one_scale(0, 8, 16).split(4)), [x[:4], one_scale(0, 4, 16)]):
-        with pytest.raises(ValueError, match=r"parts of a Float8Tensor(.)*clone\(\) them first"):
-            dist.all_gather(parts, one_scale(0, 4, 16))
+    assert same(distribute_tensor(blocks, mesh, [WHOLE]).to_local(), blocks)
+    of_rows = DTensor.from_local(by_rows(0, 8, 16), mesh, [ROWS], run_check=False)
+    plain = x.to_original_precision()
+    no_op = r"NotImplementedError: Float8Tensor: got (.)*to_original_prec"
+    of_one = r"ValueError: parts of a Float8Tensor(.)*clone\(\) them first"
+    of_blocks = r"ValueError: split(.)*BLOCK_128x128, expected TENSORWISE"
+    by_columns = r"ValueError: split(.)*AXISWISE, expected TENSORWISE: a part of"
+    mixed = "ValueError: got a Float8Tensor and a high-precision tensor"
+    require_errors(
+        (by_columns, distribute_tensor, [by_rows(0, 8, 16), mesh, [COLUMNS]]),
+        (of_blocks, distribute_tensor, [blocks, mesh, [ROWS]]),
+        (of_blocks, distribute_tensor, [blocks, mesh, [COLUMNS]]),
+        ("ValueError: AXISWISE, expected TENSORWISE", of_rows.redistribute, [mesh, [COLUMNS]]),
+        (no_op, dist.all_reduce, [x]),
+        (no_op, dist.isend, [x, other]),
+        (no_op, dist.irecv, [x, other]),
+        (no_op, dist.reduce, [x, 0]),
+        (no_op, dist.reduce_scatter_tensor, [one_scale(0, 4, 16), x]),
+        (no_op, dist.all_gather_into_tensor, [one_scale(0, 16, 16), x]),
+        (no_op, DTensor.from_local(x, mesh, [Partial()]).full_tensor, []),
+        (mixed, dist.all_gather, [[plain, plain], x]),
+        (of_one, dist.all_gather, [list(one_scale(0, 8, 16).split(4)), one_scale(0, 4, 16)]),
+        (of_one, dist.all_gather, [[x[:4], one_scale(0, 4, 16)], one_scale(0, 4, 16)]),
+    )
 
 
 @pytest.mark.parametrize("kind", STYLES)
@@ -249,35 +218,41 @@ def test_weights_in_float8_only_are_shared(kind: str) -> None:
             parallelize_module(rows, mesh_of(), {"1": rowwise()})
 
 
-def strategies() -> None:
-    """Products that DTensor shards by itself: with bias, of three dims, with high precision."""
-    mesh, x, w = mesh_of(), one_scale(1, 16, 32), one_scale(2, 48, 32)
-    bias = seeded(3, 48, device=here())
+@on("two")
+def test_products_that_dtensor_shards_by_itself() -> None:
+    """With bias, of three dims, with high precision."""
+    x, w, bias = one_scale(1, 16, 32), one_scale(2, 48, 32), seeded(3, 48)
     wide = w.to_original_precision()
-
-    def on(t: torch.Tensor, placement: object) -> DTensor:
-        return distribute_tensor(t, mesh, [placement])
-
     for of_x, of_w, of_y in (
-        (Replicate(), Shard(0), Shard(1)),
-        (Shard(0), Replicate(), Shard(0)),
-        (Shard(1), Shard(1), Partial()),
+        (WHOLE, ROWS, COLUMNS),
+        (ROWS, WHOLE, ROWS),
+        (COLUMNS, COLUMNS, Partial()),
     ):
-        y = on(x, of_x) @ on(w, of_w).t()
-        assert y.placements == (of_y,)
-        assert off(y.full_tensor(), x @ w.t()) < 1e-6
-        y = on(x, of_x) @ on(wide, of_w).t()
-        assert y.placements == (of_y,)
-        assert off(y.full_tensor(), x.to_original_precision() @ wide.t()) < 1e-6
-    y = torch.addmm(on(bias, Shard(0)), on(x, Replicate()), on(w, Shard(0)).t())
+        for weight, wanted in ((w, x @ w.t()), (wide, x.to_original_precision() @ wide.t())):
+            y = placed(x, of_x) @ placed(weight, of_w).t()
+            assert y.placements == (of_y,)
+            assert off(y.full_tensor(), wanted) < 1e-6
+    y = torch.addmm(placed(bias, ROWS), placed(x, WHOLE), placed(w, ROWS).t())
     assert off(y.full_tensor(), torch.addmm(bias, x, w.t())) < 1e-6
-    tall = on(x, Replicate()).view(2, 8, 32)
-    y = torch.nn.functional.linear(tall, on(w, Shard(0)))
+    y = torch.nn.functional.linear(placed(x, WHOLE).view(2, 8, 32), placed(w, ROWS))
     assert y.placements == (Shard(2),)
     assert off(y.full_tensor(), (x @ w.t()).view(2, 8, 48)) < 1e-6
 
 
-def test_what_styles_are_made_of(two: Ranks) -> None:
-    two.run(redistributed)
-    two.run(strategies)
-    two.run(own_style)
+@on("two")
+def test_a_layer_takes_what_somebody_else_cast() -> None:
+    mesh, results = mesh_of(), []
+    for parallel in (False, True):
+        torch.manual_seed(0)
+        layer = convert(nn.Linear(32, 48, bias=False), "tensorwise", False)
+        own = seeded(1, 8, 32).requires_grad_()
+        y = Float8Tensor.from_high_precision(own)
+        if parallel:
+            layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [ROWS]))
+            y = DTensor.from_local(y, mesh, [WHOLE], run_check=False)
+        y = layer(y)
+        y = y.redistribute(placements=[WHOLE]).to_local() if parallel else y
+        y.backward(torch.ones_like(y))
+        results.append([y, own.grad, whole(layer.weight.grad)])
+    for got, expected in zip(*results, strict=True):
+        assert off(got, expected) < 1e-5

@@ -1,21 +1,21 @@
 """Float8 weights on several ranks: held shards, weights without a master."""
 
-import functools
 import warnings
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from float8 import (
     Float8Tensor,
     Float8Weights,
-    all_linears,
     attach_to_optimizer,
     convert_to_float8_training,
     update_float8_weights,
@@ -24,54 +24,37 @@ from float8.tensor import local_tensor
 from sqnr import same_bits
 from support.microbatches import with_weights
 from support.models import Adapted, LlamaBlock, seeded
+from support.outcome import assert_same, outcome, train
 from support.parallel import DIM, HIDDEN, TOKENS, part, plan_of
-from support.ranks import Ranks, on
-from support.sharded import Run, batch, convert, here, mesh_of, model_of, shard, train
+from support.ranks import on
+from support.sharded import batch, convert, fsdp1, here, keep, mesh_of, model_of, offload, shard
 from support.spies import OpCounter
 
 HELD, ONLY, ON_THE_FLY = Float8Weights.HELD, Float8Weights.ONLY, Float8Weights.ON_THE_FLY
 
 
-def trained(
-    recipe: str,
-    param_dtype: torch.dtype | None,
-    reshard: bool,
-    device: str | None,
-    weights: Float8Weights,
-) -> tuple[Run, int]:
-    """Four steps of three microbatches; and the casts."""
-    model = convert(model_of(device=device), recipe, float8_weights=weights)
-    offload = {} if device is None else {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
-    model = shard(model, param_dtype=param_dtype, reshard_after_forward=reshard, **offload)
-    with OpCounter() as counter:
-        run = train(model, 4, microbatches=3)
-    return run, sum(n for name, n in counter.ops.items() if name.startswith("float8.cast"))
-
-
-def held_equals_on_the_fly(
-    recipe: str,
-    param_dtype: torch.dtype | None = None,
-    reshard: bool = True,
-    device: str | None = None,
-) -> None:
+def held_equals_on_the_fly(recipe: str, wrap: Any, gathers: int, **more: Any) -> None:
     """With AdamW and accumulation; each weight is gathered often and cast once per step."""
-    how = recipe, param_dtype, reshard, device
-    wanted, before = trained(*how, ON_THE_FLY)
-    got, casts = trained(*how, HELD)
-    got.assert_equal(wanted)
-    gathers = 3 * (2 if reshard else 1)
-    assert before - casts == 6 * 4 * (gathers - 1)  # of six weights in four steps
+    found, casts = [], []
+    for weights in (ON_THE_FLY, HELD):
+        with OpCounter() as counter:
+            how = {"config": {"float8_weights": weights}, "microbatches": 3, "steps": 3}
+            found.append(outcome(recipe, True, wrap, **how, **more))
+        casts.append(sum(n for name, n in counter.ops.items() if name.startswith("float8.cast")))
+    assert_same(*found)
+    assert casts[0] - casts[1] == 6 * 3 * (gathers - 1)  # of six weights in three steps
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed recipe"])
-def test_held_equals_on_the_fly(either: Ranks, recipe: str) -> None:
-    either.run(held_equals_on_the_fly, recipe, torch.bfloat16)
+@on("either")
+def test_held_equals_on_the_fly(recipe: str) -> None:
+    held_equals_on_the_fly(recipe, partial(shard, param_dtype=torch.bfloat16), 3 * 2)
 
 
 @on("two")
 def test_weights_that_stay_gathered_or_are_offloaded() -> None:
-    held_equals_on_the_fly("tensorwise", reshard=False)
-    held_equals_on_the_fly("tensorwise", device="cpu")
+    held_equals_on_the_fly("tensorwise", keep, 3)
+    held_equals_on_the_fly("tensorwise", offload, 3 * 2, make=partial(model_of, device="cpu"))
 
 
 @on("two")
@@ -81,7 +64,7 @@ def test_weights_with_delayed_scaling_are_cast_on_the_fly() -> None:
         update_float8_weights(model)
 
 
-def averages(model: nn.Module) -> None:
+def average(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.data.copy_(3 * parameter.data)
 
@@ -92,24 +75,24 @@ def reload(model: nn.Module) -> None:
 
 @on("two")
 def test_a_shard_that_was_written_is_cast_again() -> None:
-    for write in (averages, reload):
+    for write in (average, reload):
         outputs = []
         for weights in (ON_THE_FLY, HELD):
             model = shard(convert(model_of(), "tensorwise", float8_weights=weights))
             train(model, 1)
             with torch.no_grad():
-                model(batch(0, 0, torch.float32))
+                model(batch(0, 0))
                 write(model)
-                outputs.append(model(batch(0, 0, torch.float32)))
+                outputs.append(model(batch(0, 0)))
         assert same_bits(*outputs)
 
 
 @on("two")
 def test_ranks_without_rows() -> None:
     """Only the first rank has rows to write, yet both take part in the next all-reduce."""
-    model = nn.Sequential(nn.Sequential(nn.Linear(32, 1, bias=False))).to(here())
+    model = nn.Sequential(nn.Sequential(nn.Linear(32, 1, bias=False)))
     model = shard(convert(model, "tensorwise", float8_weights=HELD))
-    x = seeded(0, 4, 32, device=here())
+    x = seeded(0, 4, 32)
     before = model(x)
     with torch.no_grad():
         local: Tensor = model[0][0].weight.to_local()
@@ -120,52 +103,80 @@ def test_ranks_without_rows() -> None:
 
 @on("two")
 def test_without_a_float8_gather_there_is_nothing_to_hold() -> None:
-    expected = r"layer '.*0.ffn.w1': got float8_weights=HELD for a weight that FSDP gathers in high"
-    model = convert(model_of(), "tensorwise", all_gather=False, float8_weights=HELD)
-    sharded = shard(model)
-    with pytest.raises(ValueError, match=expected):
-        train(sharded, 1)
-    for orig in (True, False):
-        model = convert(model_of(), "tensorwise", all_gather=False, float8_weights=HELD)
-        wrapped = FullyShardedDataParallel(model, use_orig_params=orig, device_id=here())
+    expected = (
+        r"layer '.*0.*ffn.w1': got float8_weights=HELD for a weight that FSDP gathers in high"
+    )
+    for wrap, use in (
+        (shard, partial(train, steps=1)),
+        (fsdp1, update_float8_weights),
+        (partial(fsdp1, orig=False), update_float8_weights),
+    ):
+        model = wrap(convert(model_of(), "tensorwise", all_gather=False, float8_weights=HELD))
         with pytest.raises(ValueError, match=expected):
-            update_float8_weights(wrapped)
+            use(model)
 
 
-def held_before(wrap: Callable[[nn.Module], nn.Module]) -> None:
-    """What was held of whole weights is not used for what a wrapper puts in their place."""
-    runs = []
-    for weights in (ON_THE_FLY, HELD):
-        torch.manual_seed(dist.get_rank())  # DDP sends the weights of the first rank
-        model = nn.Sequential(nn.Linear(32, 32), nn.SiLU(), nn.Linear(32, 32)).to(here())
-        convert_to_float8_training(
-            model, config=with_weights(None, weights), module_filter_fn=all_linears
-        )
-        update_float8_weights(model)
-        model = wrap(model)
-        optimizer, found = torch.optim.AdamW(model.parameters(), lr=0.01), []
-        for step in range(3):
-            y = model(seeded(step, 8, 32, device=here()))
-            y.square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(y.detach())
-        runs.append(torch.stack(found))
-    assert same_bits(*runs)
+def outputs_of(model: nn.Module, step_by: int = 1, rank: int = 0) -> Tensor:
+    """Those of three steps."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer, found = torch.optim.AdamW(trained, lr=0.01), []
+    if step_by > 1:
+        attach_to_optimizer(model, optimizer)
+    for step in range(3):
+        y = model(seeded(step_by * step + rank, 8, 32))
+        y.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(y.detach())
+    return torch.stack(found)
+
+
+WRAPS = {
+    "ddp": DistributedDataParallel,
+    "fsdp2": lambda model: fully_shard(model, mesh=mesh_of()),
+    "fsdp1": fsdp1,
+    "fsdp1, flat": partial(fsdp1, orig=False),
+}
 
 
 @on("two")
 def test_models_that_are_wrapped_afterwards() -> None:
-    held_before(DistributedDataParallel)
-    held_before(lambda model: fully_shard(model, mesh=mesh_of()))
-    for orig in (True, False):
-        held_before(
-            functools.partial(
-                FullyShardedDataParallel,
-                use_orig_params=orig,  # type: ignore[arg-type]
-                device_id=here(),
+    """What was held of whole weights is not used for what a wrapper puts in their place."""
+    for name, wrap in WRAPS.items():
+        found = []
+        for weights in (ON_THE_FLY, HELD):
+            torch.manual_seed(dist.get_rank())  # DDP sends the weights of the first rank
+            model = nn.Sequential(nn.Linear(32, 32), nn.SiLU(), nn.Linear(32, 32))
+            convert(model, "tensorwise", False, float8_weights=weights)
+            update_float8_weights(model)
+            found.append(outputs_of(wrap(model)))
+        assert same_bits(*found), name
+
+
+def leave_the_base(model: nn.Sequential) -> nn.Module:
+    frozen = {each.base.weight for each in model}
+    for each in (*model, model):
+        fully_shard(each, mesh=mesh_of(), ignored_params=frozen)
+    return model
+
+
+@on("two")
+def test_adapters_of_a_base_in_float8_only() -> None:
+    wraps: tuple[Callable[..., nn.Module], ...] = DistributedDataParallel, leave_the_base
+    for wrap in wraps:
+        found = []
+        for weights in (ON_THE_FLY, ONLY):
+            torch.manual_seed(0)
+            model = nn.Sequential(Adapted(), Adapted())
+            convert_to_float8_training(
+                model,
+                config=with_weights(None, weights),
+                module_filter_fn=lambda _, name: name.endswith("base"),
             )
-        )
+            wrapped = wrap(model)
+            assert isinstance(model[0].base.weight, Float8Tensor) == (weights is ONLY)
+            found.append(outputs_of(wrapped, 10, dist.get_rank()))
+        assert same_bits(*found)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
@@ -174,7 +185,7 @@ def test_weights_under_tensor_parallel_are_cast_on_the_fly(recipe: str) -> None:
     found = []
     for weights in (ON_THE_FLY, HELD):
         torch.manual_seed(0)
-        block = LlamaBlock(DIM, HIDDEN).to(here())
+        block = LlamaBlock(DIM, HIDDEN)
         convert(block, recipe, all_gather=False, float8_weights=weights)
         parallelize_module(block, mesh_of(), plan_of("float8", sequence=True))
         optimizer = torch.optim.AdamW(block.parameters(), lr=0.01)
@@ -192,37 +203,3 @@ def test_weights_under_tensor_parallel_are_cast_on_the_fly(recipe: str) -> None:
             optimizer.zero_grad()
         found.append([y.detach(), *(local_tensor(x) for x in block.state_dict().values())])
     assert all(same_bits(*pair) for pair in zip(*found, strict=True))
-
-
-def leave_the_base(model: nn.Sequential) -> nn.Module:
-    frozen = {each.base.weight for each in model}
-    for each in model:
-        fully_shard(each, mesh=mesh_of(), ignored_params=frozen)
-    return fully_shard(model, mesh=mesh_of(), ignored_params=frozen)
-
-
-@on("two")
-def test_adapters_of_a_base_in_float8_only() -> None:
-    for wrap in (DistributedDataParallel, leave_the_base):
-        runs = []
-        for weights in (ON_THE_FLY, ONLY):
-            torch.manual_seed(0)
-            model = nn.Sequential(Adapted(), Adapted()).to(here())
-            convert_to_float8_training(
-                model,
-                config=with_weights(None, weights),
-                module_filter_fn=lambda _, name: name.endswith("base"),
-            )
-            wrapped = wrap(model)
-            assert isinstance(model[0].base.weight, Float8Tensor) == (weights is ONLY)
-            trainable = [p for p in wrapped.parameters() if p.requires_grad]
-            optimizer, found = torch.optim.AdamW(trainable, lr=0.01), []
-            attach_to_optimizer(wrapped, optimizer)
-            for step in range(3):
-                y = wrapped(seeded(10 * step + dist.get_rank(), 8, 32, device=here()))
-                y.square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                found.append(y.detach())
-            runs.append(torch.stack(found))
-        assert same_bits(*runs)

@@ -4,6 +4,7 @@ import gc
 import os
 import resource
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,16 +17,17 @@ from torch.profiler import profile
 
 import tolerances
 from float8.tensor import local_tensor
-from float8_lab.bench.fsdp import ShardedStep
 from float8_lab.bench.model import Size
-from float8_lab.bench.step import Results, free_memory
-from float8_lab.bench.tp import ParallelStep
-from float8_lab.bench.variants import FLOAT8, make_variants, many_compilations
+from float8_lab.bench.ranks import ParallelStep, TrainStep
+from float8_lab.bench.step import Results, bench_steps
+from float8_lab.bench.variants import FLOAT8, make_variants
 from sqnr import sqnr
 from support.configs import RECIPES
 from support.models import LlamaBlock
+from support.outcome import assert_same, train
 from support.ranks import Ranks, on
-from support.sharded import DIM, Run, Traffic, convert, here, model_of, shard, train
+from support.sharded import DIM, convert, here, model_of, shard
+from support.spies import Traffic
 
 pytestmark = pytest.mark.gpu
 
@@ -45,30 +47,20 @@ def one_sequence(model: nn.Module, x: Tensor) -> Tensor:
     return model(x[None])[0]
 
 
-def gathers(
-    kind: str, recipe: str, dtype: torch.dtype, param_dtype: torch.dtype | None, compiled: bool
-) -> tuple[Run, Run]:
-    """Ten steps with a cast after the gather, and with float8 all-gather."""
-    runs = []
-    for all_gather in (False, True):
-        torch._dynamo.reset()
-        model = convert(build(kind, dtype), recipe, all_gather)
-        if compiled:
-            for block in model:
-                block.compile(fullgraph=True)
-        sharded = shard(model, param_dtype=param_dtype)
-        forward = partial(one_sequence, sharded)
-        # The backward of cuDNN's attention is not reproducible.
-        with sdpa_kernel(SDPBackend.MATH), Traffic() as seen:
-            runs.append(train(sharded, dtype=dtype, forward=forward))
-        assert (torch.uint8 in seen.gather_dtypes) == all_gather
-    return runs[0], runs[1]
-
-
-def same(*cell) -> None:
-    after, before = gathers(*cell)
-    before.assert_equal(after)
-    assert all(loss.isfinite() for loss in before.losses)
+def gathered(
+    kind: str, recipe: str, dtype: torch.dtype, compiled: bool, gather: bool, wrap: Any
+) -> dict[str, Tensor]:
+    """Ten steps with float8 all-gather, or with a cast after the gather."""
+    torch._dynamo.reset()
+    model = convert(build(kind, dtype), recipe, gather)
+    if compiled:
+        for block in model:
+            block.compile(fullgraph=True)
+    # The backward of cuDNN's attention is not reproducible.
+    with sdpa_kernel(SDPBackend.MATH), Traffic() as seen:
+        found = train(wrap(model), 10, dtype=dtype, forward=one_sequence)
+    assert (torch.uint8 in seen.gather_dtypes) == gather
+    return found
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -81,34 +73,32 @@ def same(*cell) -> None:
         pytest.param("feed-forward", F32, BF16, True, id="feed-forward-fp32-masters-compiled"),
     ],
 )
+@on("two_gpus")
 def test_a_float8_gather_has_the_bits_of_a_cast_after_the_gather(
-    two_gpus: Ranks,
-    recipe: str,
-    kind: str,
-    dtype: torch.dtype,
-    param_dtype: torch.dtype | None,
-    compiled: bool,
+    recipe: str, kind: str, dtype: torch.dtype, param_dtype: torch.dtype | None, compiled: bool
 ) -> None:
-    two_gpus.run(same, kind, recipe, dtype, param_dtype, compiled)
+    wrap = partial(shard, param_dtype=param_dtype)
+    one, other = (gathered(kind, recipe, dtype, compiled, how, wrap) for how in (False, True))
+    assert_same(other, one)
+    assert all(x.isfinite().all() for name, x in one.items() if name.startswith("loss"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @on("two_gpus")
 def test_fsdp2_moves_what_was_converted_on_a_cpu(recipe: str) -> None:
     runs = [train(shard(convert(model_of(device=device), recipe)), 3) for device in ("cpu", here())]
-    runs[0].assert_equal(runs[1])
+    assert_same(*runs)
 
 
 def peaks(recipes: tuple[str, ...], mode: str) -> dict[str, float]:
     """GiB that training steps of four blocks need, by variant: parameters, optimizer and all."""
     torch._dynamo.reset()
     gc.collect()  # nothing of earlier tests shall be freed while it counts
-    size, found = Size("1b", blocks=4, seq_len=2048, batch=4), {}
-    with many_compilations():
-        for variant in make_variants(recipes, (mode,), gathers=(FLOAT8,)):
-            _, found[variant.recipe] = ShardedStep(variant, size, here()).times(2)
-            free_memory(here())
-    return found
+    how = {"size": Size("1b", blocks=4, seq_len=2048, batch=4), "device": here()}
+    make = partial(TrainStep, lora=False, transformers=False, **how)
+    variants = make_variants(recipes, (mode,), gathers=(FLOAT8,))
+    *_, rows = bench_steps(make, variants, here(), 2)
+    return {row["recipe"]: row["peak_gib"] for row in rows}
 
 
 # Inductor plans memory alike for both recipes; one is compiled.

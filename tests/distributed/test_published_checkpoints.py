@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -21,10 +20,12 @@ from float8.checkpoints import float8_weights, load_float8_checkpoint, save_floa
 from float8.tensor import Float8Tensor, high_precision, local_tensor
 from sqnr import sqnr
 from support.limits import HANGS
-from support.models import seeded
+from support.models import Adapted, seeded
+from support.outcome import assert_same
 from support.parallel import STYLES
-from support.ranks import Ranks, on
-from support.sharded import Traffic, convert, here, mesh_of, shard, whole
+from support.ranks import on
+from support.sharded import convert, data_and_tensor, here, mesh_of, shard, whole
+from support.spies import Traffic
 
 pytest.importorskip("safetensors")
 
@@ -47,13 +48,6 @@ def plain(*sizes: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.
 
 def written(model: nn.Module, of: Any, **more: Any) -> dict[str, Tensor]:
     return dict(float8_weights(model, of[0], strategy=of[1], **more))
-
-
-def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert got.keys() == wanted.keys()
-    for name, want in wanted.items():
-        assert got[name].dtype == want.dtype
-        assert torch.equal(got[name].view(torch.uint8), want.view(torch.uint8)), name
 
 
 @formats
@@ -88,9 +82,9 @@ def test_what_an_evaluation_keeps_gathered(of: Any) -> None:
     assert not torch.equal(other["0.weight"].view(torch.uint8), sent)
 
 
-def parallel(model: nn.Module, kind: str) -> nn.Module:
+def parallel(model: nn.Module, kind: str, mesh: Any = None) -> nn.Module:
     colwise, rowwise, _ = STYLES[kind]
-    return parallelize_module(model, mesh_of(), {"0": colwise(), "1": rowwise()})
+    return parallelize_module(model, mesh or mesh_of(), {"0": colwise(), "1": rowwise()})
 
 
 @formats
@@ -260,15 +254,6 @@ def test_only_rank_0_casts_a_model_that_is_whole(tmp_path: Path) -> None:
     load_float8_checkpoint(plain(256, 128), tmp_path / "stages")
 
 
-class Adapted(nn.Module):
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base, self.lora = base, nn.Linear(256, 256, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.base(x) + self.lora(x))
-
-
 @formats
 @on("either")
 def test_adapters_of_fsdp_beside_a_whole_base(of: Any, tmp_path: Path) -> None:
@@ -281,35 +266,28 @@ def test_adapters_of_fsdp_beside_a_whole_base(of: Any, tmp_path: Path) -> None:
         convert(base, of[2], False, float8_weights=ONLY)
         load_float8_checkpoint(base, tmp_path, device=here())
         torch.manual_seed(0)
-        model = Adapted(base).to(here())
+        model = Adapted(base, 256).to(here())
         if sharded:
             fully_shard(model, mesh=mesh_of(), ignored_params={base[0].weight})
         assert isinstance(base[0].weight, Float8Tensor)
         with Traffic() as seen:
             y = model(x := seeded(1, 16, 256, device=here()).requires_grad_())
         y.square().sum().backward()
-        assert seen.sizes == ([128 * 256 * 4] if sharded else [])
-        made.append((y, x.grad, whole(model.lora.weight.grad)))
+        assert seen.sizes == ([4 * 256 * 4] if sharded else [])
+        made.append((y, x.grad, whole(model.lora_a.weight.grad)))
         written_again = {n.removeprefix("base."): x for n, x in written(model, of).items()}
-        del written_again["lora.weight"]
+        del written_again["lora_a.weight"], written_again["lora_b.weight"]
         assert_same(written_again, written(convert(plain(256, 256), of[2]), of))
     assert all(map(torch.equal, *made))
 
 
-def on_a_mesh_of_two_dims() -> None:
-    mesh = init_device_mesh(here().type, (2, 2), mesh_dim_names=("data", "tensor"))
+@on("four")
+def test_two_dims() -> None:
+    """FSDP2 over one, tensor parallel over the other: the rows of a weight are cut twice."""
+    mesh = data_and_tensor(2, 2)
     for of in FORMATS:
-        colwise, rowwise, _ = STYLES["float8"]
-        plan = {"0": colwise(), "1": rowwise()}
         for sizes in ((128, 512, 256), (128, 256, 128)):
             wanted = written(convert(plain(*sizes), of[2], False), of)
-            model = convert(plain(*sizes), of[2], of == TENSORS)
-            parallelize_module(model, mesh["tensor"], plan)
-            for part in (*model, model):
-                fully_shard(part, mesh=mesh["data"])
+            model = parallel(convert(plain(*sizes), of[2], of == TENSORS), "float8", mesh["tensor"])
+            shard(model, mesh["data"])
             assert_same(written(model, of), wanted)
-
-
-def test_two_dims(four: Ranks) -> None:
-    """FSDP2 over one, tensor parallel over the other: the rows of a weight are cut twice."""
-    four.run(on_a_mesh_of_two_dims)

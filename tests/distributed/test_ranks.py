@@ -3,6 +3,7 @@
 And the samples for several ranks in README.md and docs/ run, word for word, on CPUs.
 """
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -74,9 +75,5 @@ def test_the_sample_runs_on_two_ranks(two: Ranks, sample: Sample, tmp_path: Path
 
 
 def run_in(folder: Path, code: str) -> None:
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
+    with contextlib.chdir(folder):
         run_on_ranks(code)
-    finally:
-        os.chdir(before)

@@ -27,7 +27,7 @@ from float8 import (
 from support.configs import delayed, of_recipe, tensorwise
 from support.models import seeded
 from support.ranks import Ranks, on
-from support.sharded import Traffic
+from support.spies import Traffic
 
 pytest.importorskip("fairscale")
 from fairscale.nn.model_parallel import initialize

@@ -5,7 +5,6 @@ alone.
 """
 
 import copy
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -185,20 +184,3 @@ def test_models_of_others(make, name: str, converted: int, recipe: str) -> None:
     again = copy.deepcopy(plain)
     again.load_state_dict(high_precision_state_dict(model))
     assert torch.equal(loss_of(again.eval(), 2), loss_of(plain.eval(), 2))
-
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.mark.parametrize("name", ["bert_large", "llama32_1b", "mixtral_8x7b"])
-def test_rows_are_up_to_date(name: str) -> None:
-    pytest.importorskip("transformers")
-    spec = importlib.util.spec_from_file_location("common", ROOT / "benchmarks/common_models.py")
-    assert spec is not None
-    common = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(common)
-    cells = [line.strip("| ") for line in common.PAGE.read_text().splitlines()]
-    found = [" ".join(cell.replace("|", " ").split()) for cell in cells]
-    assert " ".join(common.row(getattr(common, name))) in found, (
-        "python -m benchmarks.common_models"
-    )

@@ -65,12 +65,13 @@ class LlamaBlock(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen layer and a low-rank adapter of it."""
+    """A frozen layer, one of 32 features if none is given, and a low-rank adapter of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, base: nn.Module | None = None, features: int = 32) -> None:
         super().__init__()
-        self.base = nn.Linear(32, 32, bias=False).requires_grad_(False)
-        self.lora_a, self.lora_b = nn.Linear(32, 4, bias=False), nn.Linear(4, 32, bias=False)
+        self.base = base or nn.Linear(32, 32, bias=False).requires_grad_(False)
+        self.lora_a = nn.Linear(features, 4, bias=False)
+        self.lora_b = nn.Linear(4, features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.base(x) + self.lora_b(self.lora_a(x)))

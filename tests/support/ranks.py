@@ -11,12 +11,13 @@ import importlib.util
 import inspect
 import itertools
 import multiprocessing
+import operator
 import os
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -27,10 +28,12 @@ from support.limits import HANGS
 
 PRELOAD = [
     "pytest",
-    "torch._dynamo",
+    "torch._dynamo.testing",
+    "torch._inductor.compile_fx",
+    "torch.export._trace",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
-    "torch.distributed.tensor",
+    "torch.distributed.tensor.experimental",
     "torch.nn.parallel",
     "float8",
 ]
@@ -81,11 +84,17 @@ class Ranks:
             args, kwargs: picklable.
         """
         self._send(function, args, kwargs)
+        results: list[Any] = [None] * self.size
         try:
-            return self._results(time.monotonic() + self.timeout)
+            for rank, ok, value in self._ended():
+                if not ok:
+                    how = value if value == "died" else f"of {self.size}:\n{value}"
+                    raise RankError(f"rank {rank} {how}")
+                results[rank] = value
         except BaseException:
             self.stop()  # the others wait for the one that failed
             raise
+        return results
 
     def endings(self, function: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> list[str]:
         """`function(*args, **kwargs)` on every rank; how each ends, by rank, none cut short.
@@ -96,19 +105,11 @@ class Ranks:
             TimeoutError: some rank hangs.
         """
         self._send(function, args, kwargs)
-        deadline, endings = time.monotonic() + self.timeout, []
         try:
-            for rank, pipe in enumerate(self._pipes):
-                if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                    raise TimeoutError(f"rank {rank} did not end in time; stacks are on stderr")
-                try:
-                    ok, value = pipe.recv()
-                    endings.append("returned" if ok else value)
-                except (EOFError, ConnectionError):
-                    endings.append("died")
+            ended = sorted(self._ended(), key=operator.itemgetter(0))
         finally:
             self.stop()
-        return endings
+        return ["returned" if ok else value for _, ok, value in ended]
 
     def _send(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         if not self._processes:
@@ -148,23 +149,21 @@ class Ranks:
             self._processes.append(process)
             self._pipes.append(ours)
 
-    def _results(self, deadline: float) -> list[Any]:
-        results: dict[Connection, Any] = {}
-        while waiting := [pipe for pipe in self._pipes if pipe not in results]:
-            ready: list[Any] = wait(waiting, max(0.0, deadline - time.monotonic()))
+    def _ended(self) -> Iterator[tuple[int, bool, Any]]:
+        """Yield each rank that ends, whether it returned, and what, or else the reason."""
+        deadline = time.monotonic() + self.timeout
+        waiting: dict[Any, int] = dict(zip(self._pipes, range(self.size), strict=True))
+        while waiting:
+            ready: list[Any] = wait([*waiting], max(0.0, deadline - time.monotonic()))
             if not ready:
-                ranks = [self._pipes.index(pipe) for pipe in waiting]
+                ranks = [*waiting.values()]
                 raise TimeoutError(f"ranks {ranks} did not return in time; stacks are on stderr")
             for pipe in ready:
-                rank = self._pipes.index(pipe)
+                rank = waiting.pop(pipe)
                 try:
-                    ok, value = pipe.recv()
-                except EOFError:
-                    raise RankError(f"rank {rank} died") from None
-                if not ok:
-                    raise RankError(f"rank {rank} of {self.size}:\n{value}")
-                results[pipe] = value
-        return [results[pipe] for pipe in self._pipes]
+                    yield rank, *pipe.recv()
+                except (EOFError, ConnectionError):
+                    yield rank, False, "died"
 
 
 def on(ranks: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -1,4 +1,4 @@
-"""Watching what torch is asked to do: which ops run, with which operands, what is saved."""
+"""Watching what torch is asked to do: which ops run, on what; what is sent, what is saved."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -51,6 +51,47 @@ class GemmSpy(TorchDispatchMode):
             a, b_t, scale_a, scale_b = args[:4]
             self.gemms.append((a.clone(), scale_a.clone(), b_t.t().clone(), scale_b.clone()))
         return func(*args, **(kwargs or {}))
+
+
+class Traffic(TorchDispatchMode):
+    """Collectives of this rank while it is watched; in compiled code none but FSDP2's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.supports_higher_order_operators = True
+        self.sizes: list[int] = []
+        """Bytes that this rank gave into each all-gather of FSDP2."""
+        self.gather_dtypes: set[torch.dtype] = set()
+        self.all_reduces = 0
+        self.seen: list[tuple[str, torch.dtype, int]] = []
+        """Functional collectives, as DTensors make them: name, dtype and bytes given."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Else compiled code would run in eager mode."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_wrapper, types)):
+            return NotImplemented  # it will call what it is made of
+        name = func.overloadpacket.__name__
+        if func.namespace == "fsdp" and name == "all_gather_copy_in":
+            self.sizes.append(args[3] * args[1].itemsize)
+            self.gather_dtypes.add(args[1].dtype)
+        if func.namespace == "_c10d_functional" and "wait" not in name:
+            dtype = args[0].dtype
+            dtype = torch.uint8 if dtype.itemsize == 1 else dtype  # GPUs send float8 as it is
+            self.seen.append((name, dtype, args[0].nbytes))
+        self.all_reduces += name in ("allreduce_", "all_reduce")
+        return func(*args, **kwargs or {})
+
+    def bytes_of(self, name: str) -> dict[torch.dtype, int]:
+        """Given into functional ones of this name, by dtype; those of single numbers left out."""
+        total: dict[torch.dtype, int] = {}
+        for kind, dtype, size in self.seen:
+            if kind.startswith(name) and size > 4:
+                total[dtype] = total.get(dtype, 0) + size
+        return total
 
 
 @contextmanager

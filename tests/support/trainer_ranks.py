@@ -25,7 +25,7 @@ from float8_lab.trainer.loop import train
 from float8_lab.trainer.metrics import read_metrics
 from float8_lab.trainer.run_folder import RunFolder, find_checkpoint
 from support.listener import Listener
-from support.sharded import Traffic
+from support.spies import Traffic
 
 Curves = tuple[list[tuple[float, float]], list[float]]
 """Loss and gradient norm of each step, and the validation losses."""

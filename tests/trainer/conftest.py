@@ -1,21 +1,12 @@
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 import support.nano  # noqa: F401 - its models
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.data import Corpus, load_corpus
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small only lose by being shared among threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+from support.threads import one_thread  # noqa: F401 - of all tests here
 
 
 @pytest.fixture

@@ -96,7 +96,9 @@ def test_validation_is_spread_from_start_to_end_and_always_the_same() -> None:
     assert len(short) == 3
 
 
-def test_a_single_file_is_cut_and_few_files_give_both_splits(tmp_path: Path) -> None:
+def test_one_file_few_files_and_none(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "book.txt"
     file.write_text("0123456789" * 100)
     corpus = load_corpus(file)
@@ -104,13 +106,10 @@ def test_a_single_file_is_cut_and_few_files_give_both_splits(tmp_path: Path) -> 
     assert load_corpus(tmp_path).fingerprint == corpus.fingerprint
     (tmp_path / "other.txt").write_text("text")
     assert load_corpus(tmp_path).train_files == 1
-
-
-def test_default_is_the_standard_library() -> None:
-    corpus = load_corpus()
-    assert corpus.name == "Python standard library"
-    assert len(corpus.train) > 5_000_000
-    assert 0.02 < len(corpus.validation) / len(corpus.train) < 0.3
+    library = load_corpus()
+    assert library.name == "Python standard library"
+    assert len(library.train) > 5_000_000
+    assert 0.02 < len(library.validation) / len(library.train) < 0.3
 
 
 def test_bad_paths_are_named(tmp_path: Path) -> None:

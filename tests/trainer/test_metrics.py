@@ -45,23 +45,15 @@ def test_lines_come_back_as_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    [b"[]", b"5", b"null", b"{}", b'{"kind": "start"}', b'{"kind": "end", "step": 1}', b"\xff{}"]
+    [b"5", b"null", b"{}", b'{"kind": "end", "step": 1}', b"\xff{}", b"[" * 100_000]
     + [b'{"kind": "validation", "step": 1, "loss": %s}' % x for x in (b"null", b'"x"', b"[]")]
-    + [b'{"kind": "train", "step": 1, "loss": 1.0}', b"[" * 100_000],
+    + [b'{"kind": "train", "step": 1, "loss": 1.0}'],
 )
 def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     JsonLines(path).on_records([record(1)])
     path.write_bytes(path.read_bytes() + line + b"\n")
     with pytest.raises(ConfigError, match=rf"{path}: .*\(number 2\).*delete that line"):
-        read_metrics(path)
-
-
-def test_a_step_of_a_wrong_type_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    JsonLines(path).on_records([record(1)])
-    path.write_text(path.read_text().replace("0.5", '"x"'))
-    with pytest.raises(ConfigError, match=r"metrics.jsonl"):
         read_metrics(path)
 
 

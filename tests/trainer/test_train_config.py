@@ -38,6 +38,8 @@ MakeConfig = Callable[..., TrainConfig]
         ({"hsdp": 2}, "--hsdp are for sharded models: add --fsdp"),
         ({"tp": 2, "fsdp_float8_all_gather": True, "recipe": "delayed"}, "add --fsdp"),
         ({"fsdp_float8_all_gather": True}, "--fsdp-float8-all-gather needs weights in float8"),
+        ({"recipe": "tensorwise+only"}, r"tensorwise\+only.* do not train: leave \+only out"),
+        ({"recipe": "tensorwise+held", "fsdp": True}, "needs --fsdp-float8-all-gather"),
     ],
 )
 def test_settings_that_cannot_work_are_named(
@@ -47,14 +49,11 @@ def test_settings_that_cannot_work_are_named(
         make_config(**settings)
 
 
-def test_the_largest_seed_works(make_config: MakeConfig) -> None:
-    assert train(make_config(seed=2**63 - 1, steps=1)).step == 1
-
-
-def test_the_recipes_are_those_of_the_library_and_the_first_is_meant() -> None:
+def test_defaults(make_config: MakeConfig) -> None:
     assert [recipe.value for recipe in Float8LinearRecipeName] == RECIPES
     config = TrainConfig.create(device="cpu")
     assert (config.recipe, config.output) == ("tensorwise", "runs/tiny-tensorwise")
+    assert train(make_config(seed=2**63 - 1, steps=1)).step == 1  # the largest
 
 
 def test_threads_of_a_cpu(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,11 +26,11 @@ the GPU to run them in bf16. Compiled under `tensorwise`, one took the CPU 0.36 
 around it (h200-150m-kernels.json). A CUDA graph starts all at once."""
 
 # GPU time, without what the CPU needs to issue it.
-# Those of an H200 are fitted to 145 sizes in eager mode (h200-smallest-layers.json). Of each recipe
-# 93% or more are judged rightly; the others cost 0.2% of the time of all, or less. An H100 was not
-# measured: its limits are those of an earlier fit, which had 10 compiled sizes, too, with the times
-# of a slower memory, and no lower than what was measured there before (h100-linear-eager.json).
-# begin: written by float8 bench limits
+# Those of an H200 are what `float8 bench linear` says of 145 sizes (h200-smallest-layers.json). Of
+# each recipe 93% or more are judged rightly; the others cost 0.2% of the time of all, or less. An
+# H100 was not measured: its limits are those of an earlier fit, which had 10 compiled sizes, too,
+# with the times of a slower memory, and no lower than what was measured there before
+# (h100-linear-eager.json).
 SMALLEST = {
     "H100": {
         "tensorwise": Smallest(1024, 1024, 34e9),
@@ -47,7 +47,6 @@ SMALLEST = {
         "blockwise": Smallest(2048, 2048, 34e9),
     },
 }
-# end
 
 
 def judged_as(config: Float8LinearConfig) -> str:

@@ -1,36 +1,27 @@
 """`float8 bench experts`: layers of experts forward and backward, their GEMMs and casts alone."""
 
 import functools
-import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from float8.config import Float8Weights
+from float8.config import Float8LinearConfig, Float8Weights
 from float8.experts.functional import apply_grouped
 from float8.gemm import grouped_matmul
 from float8.kernels.cast_groups import cast_groups
 from float8.linear.plan import EXPECTED, no_grouped_gemm, plan_linear
 from float8.linear.weight import Weight, hold
 from float8.quantize import quantize
-from float8_lab.bench.step import Results, Row, Step, check, compare
-from float8_lab.bench.timing import Sampler, kernel_sampler, steady_sampler, take_turns
-from float8_lab.bench.variants import (
-    EAGER,
-    HIGH_PRECISION,
-    Variant,
-    peer_version,
-    refuse_filters,
-)
+from float8_lab.bench.step import Results, Row, Step, bench_steps, check
+from float8_lab.bench.timing import kernel_sampler, take_turns
+from float8_lab.bench.variants import EAGER, HIGH_PRECISION, Variant
 from float8_lab.trainer.recipes import recipe_config
 
-AT_LEAST, GEMM_AT_LEAST = 17.0, 24.0  # dB of SQNR against bf16: of a layer, of one product
+GEMM_AT_LEAST = 24.0  # dB of SQNR against bf16
 RECIPES = ["tensorwise", "tensorwise+held", "rowwise", "rowwise+held", "rowwise_with_gw_hp"]
-_SAMPLE_MS = 10.0  # of a GEMM or cast
 
 
 class Experts(NamedTuple):
@@ -41,6 +32,10 @@ class Experts(NamedTuple):
     hidden: int
     ff: int
 
+    def __str__(self) -> str:
+        known = (name for name, each in EXPERTS.items() if each == self)
+        return next(known, ",".join(map(str, self)))
+
 
 EXPERTS = {
     "mixtral-8x7b": Experts(8, 16_384, 4096, 14_336),
@@ -50,29 +45,25 @@ EXPERTS = {
 }
 
 
-def select_experts(names: Sequence[str], given: Sequence[str]) -> dict[str, Experts]:
-    """Return those of models by name, and those `given` as `"E,rows,hidden,ff"`; else all."""
-    if unknown := [name for name in names if name not in EXPERTS]:
-        raise ValueError(f"models: got {unknown[0]!r}, expected one of {', '.join(EXPERTS)}")
-    found = {name: EXPERTS[name] for name in names or (() if given else EXPERTS)}
-    for text in given:
-        numbers = [int(part) for part in text.split(",") if part.strip().isdecimal()]
-        if len(numbers) != 4 or 0 in numbers or any(n % 16 for n in numbers[2:]):
-            expected = "E,rows,hidden,ff, the last two multiples of 16, as in 8,16384,4096,14336"
-            raise ValueError(f"experts: got {text!r}, expected {expected}")
-        found[text] = Experts(*numbers)
-    return found
+def parse_experts(text: str) -> Experts:
+    """Return a model of `EXPERTS`, or `"E,rows,hidden,ff"`."""
+    if text in EXPERTS:
+        return EXPERTS[text]
+    numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if len(numbers) != 4 or 0 in numbers or any(n % 16 for n in numbers[2:]):
+        expected = f"{', '.join(EXPERTS)}, or E,rows,hidden,ff, the last two multiples of 16"
+        raise ValueError(f"shape: got {text!r}, expected one of {expected}")
+    return Experts(*numbers)
 
 
 class Layer(nn.Module):
     """`w2(silu(gate) * up)` with gate and up by `w13`, of rows that lie sorted by expert."""
 
-    def __init__(self, variant: Variant, w13: Tensor, w2: Tensor, offs: Tensor) -> None:
+    def __init__(self, config: Float8LinearConfig | None, w13: Tensor, w2: Tensor, offs: Tensor):
         super().__init__()
         self.w13, self.w2, self.offs = nn.Parameter(w13), nn.Parameter(w2), offs
-        self._product, self._cast, self._swiglu = _product(variant), None, _swiglu
-        if variant.config and variant.config.float8_weights is Float8Weights.HELD:
-            self._cast = plan_linear(variant.config).casts.weight
+        self.config, self._swiglu = config, _swiglu
+        self.plan = plan_linear(config, grouped=True) if config else None
         if w13.is_cuda:  # as trainers do: one kernel each way, the same for all variants
             self._swiglu = torch.compile(_swiglu, fullgraph=True, dynamic=False)
         self.cast_held()
@@ -80,13 +71,18 @@ class Layer(nn.Module):
     def cast_held(self) -> None:
         """Cast weights that are held, as it is due at each step of an optimizer."""
         self.held: list[Weight | None] = [None, None]
-        if (cast := self._cast) is not None:
+        if self.config and self.config.float8_weights is Float8Weights.HELD:
+            cast = plan_linear(self.config).casts.weight
             self.held = [hold(w, cast) for w in (self.w13, self.w2)]
 
     def forward(self, x: Tensor) -> Tensor:
         """The output [rows, hidden] for x [rows, hidden]."""
-        h = self._swiglu(self._product(x, self.w13, self.offs, self.held[0]))
-        return self._product(h, self.w2, self.offs, self.held[1])
+        return self._product(self._swiglu(self._product(x, self.w13, 0)), self.w2, 1)
+
+    def _product(self, x: Tensor, w: Tensor, number: int) -> Tensor:
+        if self.plan is None:
+            return F.grouped_mm(x, w.transpose(-2, -1), offs=self.offs)
+        return apply_grouped(x, w, self.offs, self.plan, False, self.held[number])
 
 
 def _swiglu(h: Tensor) -> Tensor:
@@ -94,116 +90,74 @@ def _swiglu(h: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def _product(variant: Variant) -> Callable[..., Tensor]:
-    if config := variant.config:
-        plan = plan_linear(config, grouped=True)
-        return lambda x, w, offs, held: apply_grouped(x, w, offs, plan, config.emulate, held)
-    multiply: Any = F.grouped_mm
-    if not variant.is_reference:
-        peer: Any = importlib.import_module("torchao.prototype.moe_training")
-        multiply = functools.partial(
-            peer._to_fp8_rowwise_then_scaled_grouped_mm, pad_token_groups_for_grouped_mm=False
-        )
-    return lambda x, w, offs, held: multiply(x, w.transpose(-2, -1), offs=offs)
-
-
 class LayerStep(Step):
-    """Forward and backward of a layer, with the casts of weights that are due."""
+    """Forward and backward of a layer, and the casts of weights that are due."""
+
+    at_least = 17.0
+    microbatches = 1  # in which weights that are held are cast once
+
+    def update(self) -> None:
+        """Cast weights that are held."""
+        self.model.cast_held()  # type: ignore[operator]
 
     def __call__(self) -> Results:
-        """One step; see `Step`."""
-        self.model.cast_held()  # type: ignore[operator]
+        """One step; gradients of weights are those of the last microbatch."""
+        for _ in range(self.microbatches - 1):
+            self.gradients(self._x, self._grad)
         return super().__call__()
 
-    def sampler(self, device: torch.device, microbatches: int) -> Sampler:
-        """Sample milliseconds of one microbatch; gradients of weights are not added up."""
-
-        def run() -> None:
-            self.model.cast_held()  # type: ignore[operator]
-            for _ in range(microbatches):
-                self.gradients(self._x, self._grad)
-
-        sample = steady_sampler(run, device)
-        return lambda: sample() / microbatches
-
-    def kept_bytes(self) -> int:
-        """Count what a forward keeps for backward, but for weights, held or not."""
-        kept: dict[int, int] = {}
-
-        def pack(x: Tensor) -> Tensor:
-            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            _alive = self.forward()  # so that no address is used twice
-        weights = tree_leaves([self.model.held, [*self.model.parameters()]])
-        there = {t.untyped_storage().data_ptr() for t in weights if isinstance(t, Tensor)}
-        return sum(size for address, size in kept.items() if address not in there)
-
-
-def expert_variants(recipes: Sequence[str], peers: Sequence[str]) -> list[Variant]:
-    """Return bf16, our recipes, as for `recipe_config`, and those of installed peers."""
-    ours = [Variant(recipe, EAGER, config=recipe_config(recipe)) for recipe in recipes]
-    for variant in ours:
-        if variant.config and (reason := no_grouped_gemm(variant.config)):
-            raise ValueError(f"recipe: got {variant.recipe!r} with {reason}, expected {EXPECTED}")
-    refuse_filters(peers, "experts")
-    others = [Variant(f"{peer} rowwise", EAGER) for peer in peers if peer_version(peer)]
-    return [Variant(HIGH_PRECISION, EAGER), *ours, *others]
+    def times(self, rounds: int) -> list[float]:
+        """Milliseconds of one microbatch."""
+        return [ms / self.microbatches for ms in super().times(rounds)]
 
 
 def bench_experts(
-    experts: Mapping[str, Experts],
-    variants: Sequence[Variant],
+    experts: Sequence[Experts],
+    recipes: Sequence[str],
     device: torch.device,
     rounds: int,
-    *,
     microbatches: int = 4,
-    uneven: bool = False,
 ) -> Iterator[list[Row]]:
     """Time layers of experts, their GEMMs and their casts; yields the rows of one part at a time.
 
     Times of layers are of forward and backward of one microbatch: weights that are held are cast
     once in `microbatches`, others in each forward and backward. SwiGLU is compiled on GPUs, all
-    else is eager. Experts have as many rows each, or, if `uneven`, from many to few of any number.
-    Each layer and each product is compared with bf16's before it is timed.
+    else is eager. Experts have as many rows each. Each layer and each product is compared with
+    bf16's before it is timed.
     """
-    for name, (E, rows, K, ff) in experts.items():
+    variants = [Variant(HIGH_PRECISION, EAGER)]
+    variants += [Variant(recipe, EAGER, config=recipe_config(recipe)) for recipe in recipes]
+    for each in variants:
+        if each.config and (reason := no_grouped_gemm(each.config)):
+            raise ValueError(f"recipe: got {each.recipe!r} with {reason}, expected {EXPECTED}")
+    for shape in experts:
+        E, rows, K, ff = shape
         torch.compiler.reset()
         make = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
         weights = make(E, 2 * ff, K).mul_(K**-0.5), make(E, K, ff).mul_(ff**-0.5)
-        share = torch.arange(E, 0, -1.0) if uneven else torch.ones(E)
-        offs = (share.cumsum(0) / share.sum() * rows).round().to(device, torch.int32)
+        offs = (torch.arange(1, E + 1) * rows / E).round().to(device, torch.int32)
         x, grad, h = make(rows, K), make(rows, K), make(rows, 2 * ff)
         for part, found in (
             ("forward + backward", _layers(weights, offs, x, grad, variants, rounds, microbatches)),
             ("GEMMs alone", _gemms(weights, offs, rows, rounds)),
             ("casts alone", _casts(weights, offs, x, h, rounds)),
         ):
-            about = {"part": f"{name}: {part}", "E": E, "rows": rows, "hidden": K, "ff": ff}
+            about = {"part": f"{shape}: {part}", **shape._asdict()}
             yield [about | row for row in found]
 
 
 def _layers(
     weights: Any, offs: Tensor, x: Tensor, grad: Tensor, variants: Any, rounds: int, many: int
 ) -> Iterator[Row]:
-    kept: dict[str, int] = {}
-
     def make(variant: Variant) -> Step:
-        if not (variant.ours or variant.is_reference) and (offs % 16).any():
-            raise ValueError("it takes groups of multiples of 16 rows only")
-        return LayerStep(variant, Layer(variant, weights[0], weights[1], offs), x, grad)
+        w13, w2 = weights
+        step = LayerStep(variant, Layer(variant.config, w13, w2, offs), x, grad)
+        step.microbatches = many if "held" in variant.recipe else 1
+        return step
 
-    def sample(step: Any, device: torch.device) -> Sampler:
-        kept[step.variant.recipe] = step.kept_bytes()
-        return step.sampler(device, many if "held" in step.variant.recipe else 1)  # type: ignore
-
-    more: dict[str, Any] = {"at_least": AT_LEAST, "sample": sample}
-    *_, found = compare("experts", make, variants, x.device, rounds, **more)
+    *_, found = bench_steps(make, variants, x.device, rounds)
     for row in found:
-        bytes_kept = kept.get(row["recipe"])
-        share = bytes_kept and bytes_kept / kept[HIGH_PRECISION]
-        yield {**row, "mode": None, "kept_bytes": bytes_kept, "kept_of_bf16": share}
+        yield {**row, "mode": None}
 
 
 def _gemms(weights: Any, offs: Tensor, rows: int, rounds: int) -> Iterator[Row]:
@@ -250,5 +204,4 @@ def _casts(weights: Any, offs: Tensor, x: Tensor, h: Tensor, rounds: int) -> Ite
 
 
 def _times(calls: Sequence[Any], device: torch.device, rounds: int) -> list[float]:
-    samplers = [kernel_sampler([call], device, at_least_ms=_SAMPLE_MS) for call in calls]
-    return [*take_turns(dict(zip("ab", samplers, strict=True)), rounds).values()]
+    return take_turns([kernel_sampler([call], device, 10.0) for call in calls], rounds)

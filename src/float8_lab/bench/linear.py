@@ -1,44 +1,56 @@
-"""`float8 bench linear`: one linear layer, forward and backward, in bf16 and in float8."""
+"""`float8 bench linear`: one linear layer in bf16 and in float8, and from which size on it gains.
 
-import functools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+Times are of forward and backward in eager mode, those of the GPU alone: a layer that is compiled
+alone is cast apart from what makes its input, as in no model.
+"""
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from float8.config import CastConfig
-from float8.formats import E4M3, E5M2
-from float8.gemm import Gemm, matmul
-from float8.quantize import Cast, quantize
-from float8_lab.bench.shapes import Shape
-from float8_lab.bench.step import Row, Step, compare, with_speedups
-from float8_lab.bench.timing import Sampler, input_sets, kernel_sampler, steady_sampler
-from float8_lab.bench.variants import EAGER, Variant, make_variants
+from float8.convert.speed import Smallest
+from float8_lab.bench.step import Row, Step, bench_steps
+from float8_lab.bench.timing import input_sets, kernel_sampler
+from float8_lab.bench.variants import EAGER, HIGH_PRECISION, Variant, make_variants
 
-AT_LEAST = 17.0  # lower bound of the SQNR in dB against bf16
-_MOST_SETS = 16
+_NOISE = 2e-4  # of a mean over 145 layers: what three of them that differ by 1 % make
 
 
-class Layer(nn.Module):
-    """Holds a linear layer: the compiler leaves a bare one, or one in a Sequential, alone."""
+class Shape(NamedTuple):
+    """A linear layer at work: M tokens, K input features, N output features."""
 
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        N, K = weight.shape
-        self.linear = nn.Linear(K, N, bias=False, device="meta")
-        self.linear.weight = nn.Parameter(weight.clone())
+    M: int
+    K: int
+    N: int
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The layer's output [M, N] for x [M, K]."""
-        return self.linear(x)  # type: ignore[no-any-return]
+    def __str__(self) -> str:
+        return f"{self.M},{self.K},{self.N}"
 
 
-def layer_data(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return weight [N, K], input [M, K] and gradient of the output [M, N], random in bf16."""
-    M, K, N = shape
-    make = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
-    return make(N, K) * K**-0.5, make(M, K), make(M, N)
+def grid() -> list[Shape]:
+    """Sizes around those from which on layers gain, shuffled: any first part is a fair sample."""
+    tokens = (512, 1024, 2048, 4096, 8192, 16384)
+    features = (512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
+    sizes = [Shape(*size) for size in itertools.product(tokens, features, features)]
+    # Smaller layers lose under every recipe, larger ones gain.
+    shapes = [shape for shape in sizes if 2e9 <= math.prod(shape) <= 1e11]
+    random.Random(0).shuffle(shapes)
+    return shapes
+
+
+def parse_shape(text: str) -> Shape:
+    """Return `"M,K,N"` as a shape; a `ValueError` if it is not three positive multiples of 16."""
+    numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if len(numbers) != 3 or any(n < 16 or n % 16 for n in numbers):
+        expected = "M,K,N, each a positive multiple of 16, for example 8192,4096,14336"
+        raise ValueError(f"shape: got {text!r}, expected {expected}")
+    return Shape(*numbers)
 
 
 class LinearTimes(NamedTuple):
@@ -49,79 +61,104 @@ class LinearTimes(NamedTuple):
 
 
 def measure_linear(shape: Shape, recipe: str, device: torch.device) -> LinearTimes:
-    """Check, then time a layer on random data in eager mode; raises as `compare`."""
-    variants = make_variants([recipe], [EAGER])
-    bf16, float8 = _rows(shape, variants, device, rounds=10, gpu_time=True)
+    """Check, then time a layer on random data in eager mode; raises as `bench_steps`."""
+    bf16, float8 = _rows(shape, make_variants([recipe], [EAGER]), device, rounds=5)
     return LinearTimes(bf16["ms"], float8["ms"])
 
 
 def bench_linear(
-    shapes: Mapping[str, Sequence[Shape]],
-    variants: Sequence[Variant],
-    device: torch.device,
-    rounds: int,
-    *,
-    gpu_time: bool = False,
+    shapes: Sequence[Shape], recipes: Sequence[str], device: torch.device, rounds: int
 ) -> Iterator[list[Row]]:
-    """Time every variant of every shape; yields the rows of one shape, then a set's sums.
+    """Time layers of these shapes in bf16 and under every recipe; yields the rows of each shape.
 
-    The first variant of each mode must be bf16. Times are those of a steady state: in eager mode,
-    if issuing takes longer than the GPU, they are the time to issue. With `gpu_time` they are the
-    GPU's alone, on data that is not in its cache. The sync of delayed scaling is not in them.
+    The GPU's times alone, on data that is not in its cache, without the sync of delayed scaling.
     """
-    for name, members in shapes.items():
-        summed = []
-        for shape in members:
-            rows = _rows(shape, variants, device, rounds, gpu_time)
-            summed.append([{"set": name, **shape._asdict(), **row} for row in rows])
-            yield summed[-1]
-        if len(summed) > 1:
-            yield _sums(summed)
+    for shape in shapes:
+        rows = _rows(shape, make_variants(recipes, [EAGER]), device, rounds)
+        yield [shape._asdict() | row for row in rows]
 
 
 def _rows(
-    shape: Shape, variants: Sequence[Variant], device: torch.device, rounds: int, gpu_time: bool
+    shape: Shape, variants: Sequence[Variant], device: torch.device, rounds: int
 ) -> list[Row]:
-    torch.compiler.reset()  # the shape before may have filled the compiler's cache
-    weight, *data = layer_data(shape, device)
-
-    def make(variant: Variant) -> Step:
-        return Step(variant, Layer(weight), *data)
-
-    def uncached(step: Step, device: torch.device) -> Sampler:
-        sets = min(_MOST_SETS, input_sets(2 * shape.M * (shape.K + shape.N), device))
-        data = [layer_data(shape, device)[1:] for _ in range(sets)]
-        calls = [functools.partial(step.gradients, *each) for each in data]
-        return kernel_sampler(calls, device, at_least_ms=1.0)
-
-    more: dict[str, Any] = {"at_least": AT_LEAST}
-    more["sample"] = uncached if gpu_time else steady_sampler
-    more["beside"] = {"floor_ms": _gemms_sampler(weight, *data)}
-    *_, rows = compare(f"linear {shape}", make, variants, device, rounds, **more)
+    *_, rows = bench_steps(partial(LinearStep, shape, device), variants, device, rounds)
     return rows
 
 
-def _gemms_sampler(weight: Tensor, x: Tensor, grad: Tensor) -> Sampler:
-    """Samples the three float8 GEMMs of a layer alone, which casts could be hidden behind."""
-    formats = ((x, E4M3), (weight, E4M3), (grad, E5M2))
-    casts: list[Any] = [
-        quantize(t, Cast(CastConfig(target_dtype=to)), row=True, col=True) for t, to in formats
-    ]
-    x8, w8, g8 = casts
-    gemms = ((x8.row, w8.row, True), (g8.row, w8.col, False), (g8.col, x8.col, False))
+class LinearStep(Step):
+    """Forward and backward of a layer, timed on the GPU alone."""
 
-    def run() -> object:
-        return [matmul(a, b, gemm=Gemm(fast), out_dtype=x.dtype) for a, b, fast in gemms]
+    at_least = 17.0
 
-    return kernel_sampler([run], x.device)
+    def __init__(self, shape: Shape, device: torch.device, variant: Variant) -> None:
+        self.shape = shape
+        torch.manual_seed(0)
+        layer = nn.Linear(shape.K, shape.N, bias=False, device=device, dtype=torch.bfloat16)
+        super().__init__(variant, nn.Sequential(layer), *self._data(device))
+
+    def _data(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        M, K, N = self.shape
+        make = partial(torch.randn, device=device, dtype=torch.bfloat16)
+        return make(M, K), make(M, N)
+
+    def times(self, rounds: int) -> list[float]:
+        """Milliseconds on data that is not in the cache."""
+        M, K, N = self.shape
+        sets = input_sets(2 * M * (K + N), self.device)
+        calls = [partial(self.gradients, *self._data(self.device)) for _ in range(sets)]
+        sample = kernel_sampler(calls, self.device, 1.0)
+        return [sample() for _ in range(rounds)]
 
 
-def _sums(summed: Sequence[Sequence[Row]]) -> list[Row]:
-    sums: list[Row] = []
-    for same in zip(*summed, strict=True):  # one variant over all shapes
-        total = {**same[0], "M": "sum", "K": None, "N": None, "peak_gib": None}
-        if all("ms" in row for row in same):
-            total |= {key: sum(row[key] for row in same) for key in ("ms", "floor_ms")}
-            total["sqnr_db"] = min(row["sqnr_db"] for row in same)
-        sums.append(total)
-    return with_speedups(sums)
+# ---------------------------------------------------------------- limits of the default filter
+
+Cell = tuple[int, int, float, float]  # tokens, min(K, N), product, log of speedup
+
+
+class Found(NamedTuple):
+    """Limits, and what they decide."""
+
+    limits: Smallest
+    loss: float  # mean over all layers of how much more time they take than by the best choice
+    right: float  # share of layers that take the least time
+
+
+def fit(cells: Sequence[Cell]) -> Found:
+    """Return limits of the least loss, each of a measured layer.
+
+    The loss is the mean over all layers of how much slower each one becomes by what the limits
+    decide for it. Of limits that lose as little, up to noise, those that convert the fewest layers.
+    """
+    table = torch.tensor(cells, dtype=torch.float64)
+    sizes, gains = table[:, :3], table[:, 3]
+    products = {_rounded(product) for product in sizes[:, 2].tolist()}
+    columns = (*(sorted({*sizes[:, i].tolist()}) for i in (0, 1)), sorted(products))
+    limits = [Smallest(int(M), int(F), product) for M, F, product in itertools.product(*columns)]
+    large = (sizes >= torch.tensor(limits, dtype=torch.float64).unsqueeze(1)).all(-1)
+    losses = torch.where(large, -gains, gains).clamp(min=0)  # [limits, cells]
+    means = losses.mean(1)
+    as_good = (means <= means.min() + _NOISE).nonzero().flatten().tolist()
+    best = min(as_good, key=large.sum(1).tolist().__getitem__)
+    return Found(limits[best], means[best].item(), (losses[best] == 0).double().mean().item())
+
+
+def _rounded(product: float) -> float:
+    """Down to two digits."""
+    size = 10 ** (math.floor(math.log10(product)) - 1)
+    return float(math.floor(product / size) * size)
+
+
+def fit_rows(rows: Sequence[Row]) -> dict[str, Found]:
+    """Return limits by recipe, of the eager rows of layers; of each size bf16 comes first."""
+    cells: dict[str, list[Cell]] = {}
+    bf16 = math.nan
+    for row in rows:
+        if row["K"] is None or row["mode"] != EAGER:  # older results have sums, too
+            continue
+        M, K, N = row["M"], row["K"], row["N"]
+        if row["recipe"] == HIGH_PRECISION:
+            bf16 = row["ms"]
+        else:
+            gain = math.log(bf16 / row["ms"])
+            cells.setdefault(row["recipe"], []).append((M, min(K, N), float(M * K * N), gain))
+    return {recipe: fit(each) for recipe, each in cells.items()}

@@ -11,14 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from float8_lab.bench.results import size_of
-from float8_lab.bench.step import Row, Step, compare
+from float8_lab.bench.step import Row, Step, bench_steps
 from float8_lab.bench.variants import Variant
-from float8_lab.errors import ConfigError
 from float8_lab.models.llama import Block, Llama, rope_table
 from float8_lab.models.presets import PRESETS, ModelConfig, preset
-
-AT_LEAST = 10.0
-"""Lower bound of the SQNR in dB of every gradient against bf16's: noise of all blocks adds up."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +26,10 @@ class Size:
     seq_len: Annotated[int, "Tokens per sequence."] = 8192
     batch: Annotated[int, "Sequences."] = 1
 
-    @property
-    def config(self) -> ModelConfig:
-        """The shape of the model with so many blocks."""
+    def config(self, width: int | None = None) -> ModelConfig:
+        """Return the shape of the model with so many blocks, of that width or as it is."""
         config = preset(self.model).model
+        config = config if width is None else config.scaled(width)
         return replace(config, n_layers=self.blocks or config.n_layers)
 
     @property
@@ -43,29 +39,6 @@ class Size:
 
     def __str__(self) -> str:
         return size_of(vars(self))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scaled(Size):
-    """The same with blocks of another width."""
-
-    width: int
-
-    @property
-    def config(self) -> ModelConfig:
-        """The shape of the model with so many blocks, of that width."""
-        return super().config.scaled(self.width)
-
-
-def scaled_sizes(size: Size, widths: Sequence[str]) -> list[Size]:
-    """Return that size at each of the widths, or as it is; a `ConfigError` if one cannot be."""
-    if wrong := [each for each in widths if not each.isdecimal()]:
-        raise ConfigError(f"widths: got {wrong[0]!r}, expected whole numbers")
-    scaled = [Scaled(**vars(size), width=width) for width in dict.fromkeys(map(int, widths))]
-    sizes: list[Size] = [*scaled] or [size]
-    for each in sizes:
-        _ = each.config
-    return sizes
 
 
 class Stack(nn.Module):
@@ -103,7 +76,7 @@ class Whole(nn.Module):
         self, size: Size, device: torch.device, dtype: torch.dtype, transformers: bool
     ) -> None:
         super().__init__()
-        shape = size.config
+        shape = size.config()
         torch.manual_seed(0)
         with torch.device(device):
             if transformers:
@@ -145,48 +118,49 @@ class Whole(nn.Module):
         return self.loss(getattr(logits, "logits", logits), tokens)  # type: ignore[no-any-return]
 
 
-def bf16_stack(size: Size, device: torch.device) -> Stack:
-    """Return the same weights at every call, in bf16; the rotary table stays float32."""
+def stack_and_data(
+    size: Size, device: torch.device, width: int | None = None
+) -> tuple[Stack, Tensor]:
+    """Return the same at every call: a stack in bf16, whose rotary table stays float32, and data.
+
+    Data are its input and the gradient of its output, [2, batch, seq, dim] bf16.
+    """
+    config = size.config(width)
     torch.manual_seed(0)
     with torch.device(device):
-        stack = Stack(size.config, size.seq_len)
+        stack = Stack(config, size.seq_len)
+        data = torch.randn(2, size.batch, size.seq_len, config.dim, dtype=torch.bfloat16)
     stack.layers.to(torch.bfloat16)
-    return stack
-
-
-def stack_data(size: Size, device: torch.device, seed: int = 1) -> Tensor:
-    """Return input and gradient of the output, [2, batch, seq, dim] bf16; always the same."""
-    shape = (2, size.batch, size.seq_len, size.config.dim)
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator)
+    return stack, data
 
 
 def model_step(
-    variant: Variant, size: Size, device: torch.device, *, microbatches: int = 1
+    variant: Variant, size: Size, device: torch.device, width: int | None = None
 ) -> Step:
-    """Return a step of one variant of a stack on random data, with the sync of delayed scaling."""
-    stack, data = bf16_stack(size, device), stack_data(size, device)
-    return Step(variant, stack, *data, microbatches=microbatches, sync=True)
+    """Return a step of one variant of a stack on random data."""
+    stack, data = stack_and_data(size, device, width)
+    return Step(variant, stack, *data)
 
 
 def bench_model(
-    sizes: Sequence[Size],
+    size: Size,
+    widths: Sequence[int],
     variants: Sequence[Variant],
     device: torch.device,
     rounds: int,
-    microbatches: int,
 ) -> Iterator[list[Row]]:
-    """Check and time every variant of each size, as `compare`; rows of a `Scaled` have its width.
-
-    An empty list for each variant that is ready, then all rows of a size.
-    """
-    for size in sizes:
-        torch.compiler.reset()  # what was compiled for the size before
-        make = partial(model_step, size=size, device=device, microbatches=microbatches)
-        width = {"width": size.width} if isinstance(size, Scaled) else {}
-        groups = compare(
-            "model", make, variants, device, rounds,
-            at_least=AT_LEAST, tokens=size.tokens * microbatches,
-        )  # fmt: skip
-        for rows in groups:
-            yield [width | row for row in rows]
+    """Check and time every variant at each width, or as it is; all rows known, as `bench_steps`."""
+    done: list[Row] = []
+    rows: list[Row] = []
+    each_width: list[int | None] = [*widths] or [None]
+    for width in each_width:
+        size.config(width)  # refuses one that cannot be
+    for width in each_width:
+        torch.compiler.reset()  # what was compiled for the width before
+        make = partial(model_step, size=size, device=device, width=width)
+        for known in bench_steps(
+            make, variants, device, rounds, tokens={"tokens_per_s": size.tokens}
+        ):
+            rows = [({"width": width} if width else {}) | row for row in known]
+            yield done + rows
+        done += rows

@@ -7,7 +7,6 @@ from matplotlib.figure import Figure
 
 from float8_lab.bench.results import size_of
 
-_MARKERS = {"": "o", "torchao": "s"}  # by the peer; others have a diamond
 _COLORS = {"bf16": "#777777", "tensorwise": "#0072b2", "rowwise": "#d55e00", "blockwise": "#cc79a7"}
 
 
@@ -17,19 +16,17 @@ def plot_results(results: dict[str, Any], path: Path) -> None:
     Raises:
         ValueError: they are of another benchmark, or have no memory, as those of a CPU.
     """
-    if (name := results.get("benchmark")) != "train":
-        raise ValueError(f"plot: got results of bench {name}, expected those of bench train")
     rows = [row for row in results["rows"] if row.get("peak_gib")]
-    if not rows:
-        raise ValueError("plot: got results without memory, expected those of a GPU")
+    if (name := results["benchmark"]) != "train" or not rows:
+        got = f"results of bench {name} with {len(rows)} rows that have memory"
+        raise ValueError(f"plot: got {got}, expected those of bench train on a GPU")
     figure = Figure(figsize=(8, 4.6), layout="constrained")
     axes = figure.subplots()
     about = results["settings"]
-    where = f"{about['ranks']} x {results['environment']['device']}"
     how = [name for name in ("lora", "transformers") if about[name]]
-    how += [f"{kept} kept" for kept in about["keep"]]
+    title = [f"{size_of(about)} per GPU", *how]
     axes.set(
-        title=", ".join([f"{size_of(about)} per GPU", *how, where]),
+        title=", ".join([*title, f"{about['ranks']} x {results['environment']['device']}"]),
         xlabel="peak memory, GiB (left is better)",
         ylabel="thousand tokens/s of a GPU (up is better)",
     )
@@ -38,7 +35,7 @@ def plot_results(results: dict[str, Any], path: Path) -> None:
         axes.plot(
             row["peak_gib"],
             row["tokens_per_s_per_gpu"] / 1e3,
-            _MARKERS.get(peer, "D"),
+            "s" if peer == "torchao" else "D" if peer else "o",
             markersize=10,
             color=_COLORS.get(recipe, "#009e73"),
             label=f"{row['recipe']}  {row['speedup']:.2f}x",
@@ -51,5 +48,4 @@ def plot_results(results: dict[str, Any], path: Path) -> None:
     axes.set_ylim(min(bottom, 0.7 * top), top)
     axes.legend(frameon=False)
     axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)

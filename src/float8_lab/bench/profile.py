@@ -1,23 +1,16 @@
-"""`float8 bench profile`: where the time of a step goes, beside the least that it could take."""
+"""`float8 bench profile`: where the time of a step goes."""
 
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 from torch.profiler import profile
 
-from float8_lab.bench.floor import Read, least_work, linear_inputs, measure_rates, variant_config
-from float8_lab.bench.model import AT_LEAST, Size, model_step
-from float8_lab.bench.step import Results, Row, Step, check, free_memory, leave_out
-from float8_lab.bench.variants import Variant, many_compilations
+from float8_lab.bench.model import Size, stack_and_data
+from float8_lab.bench.step import Results, Row, Step, bench_steps
+from float8_lab.bench.variants import Variant
 
 GEMMS, ATTENTION, CASTS, ELSE = KINDS = "gemms_ms", "attention_ms", "casts_ms", "else_ms"
-FLOOR = (
-    "sum_ms floor_sum_ms above_floor floor_gemms_ms floor_casts_ms floor_rest_ms gemms_tflops "
-    "floor_tflops"
-)
-"""Columns that compare a variant with its floor."""
 
 # The first that matches the name of a kernel (on a GPU) or of an op (on a CPU) decides. Inductor
 # names its own kernels after all that is fused into them, and after ops that read what they lay
@@ -30,76 +23,42 @@ _KINDS = (
     (GEMMS, r"gemm|nvjet|cutlass|cublas|xmma|scaled_mm|mkldnn_linear|^triton_|(^|::)(add|b)?mm\b"),
     (CASTS, r"amax|abs|clamp|float8::|^_?(cast\w*|measure\w*|transpose)_kernel"),
 )
-_TRANSPOSE = re.compile(r"_transpose_kernel|float8::transpose$")  # one apart from a cast
 _STEPS = 3  # whose mean is taken
 
 
 def bench_profile(
-    variants: Sequence[Variant], size: Size, device: torch.device, traces: Path | None = None
+    variants: Sequence[Variant], size: Size, device: torch.device
 ) -> Iterator[list[Row]]:
-    """Profile steps of every variant; yields the row of each. In each mode the first is bf16.
+    """Profile steps of every variant; all rows known, as `bench_steps`."""
 
-    Each is built, checked against the very first, profiled and torn down. Times are those of the
-    kernels of one step. Its floor is the sum of three:
+    def make(variant: Variant) -> Step:
+        stack, data = stack_and_data(size, device)
+        return ProfiledStep(variant, stack, *data)
 
-    - its GEMMs, at the rates that large GEMMs of their kinds reach in this process;
-    - its casts, at the bandwidth of a device copy: see `least_work`;
-    - the rest: all but GEMMs of bf16's own step in that mode.
-
-    `above_floor` is what the sum has over it, as a share of it. The floor counts casts as kernels
-    of their own. One that is fused into what makes its tensor may read it for free, so that a
-    variant may lie below. A peer has the floor of our recipe of that name. `traces` is a folder.
-    """
-    rates = measure_rates(map(variant_config, variants), device)
-    inputs: dict[str, Read] = {}
-    reference: Results = {}
-    rest: dict[str, float] = {}
-    with many_compilations():
-        for variant in variants:
-            row = dict(variant.columns)
-            try:
-                step = model_step(variant, size, device)
-                step.warm_up()
-                results = step()
-                # Copies: CUDA graphs of the next variant write over results of this one.
-                reference = reference or {name: x.clone() for name, x in results.items()}
-                row["sqnr_db"] = check(f"profile {variant.name}:", reference, results, AT_LEAST)
-                inputs = inputs or linear_inputs(step)
-                work = least_work(step.model, variant_config(variant), inputs)
-                del results
-                trace = re.sub(r"[^\w+]+", "-", variant.name) + ".json"
-                row |= profile_step(step, device, traces and traces / trace)
-                del step
-                own = rest.setdefault(variant.mode, row["sum_ms"] - row[GEMMS])
-                floor = work.floor(rates) | {"floor_rest_ms": own}
-                row |= {**floor, "floor_sum_ms": sum(floor.values())}
-                row["above_floor"] = row["sum_ms"] / row["floor_sum_ms"] - 1
-                flops = work.flops.total() / 1e9
-                row |= {"gemms_tflops": flops / row[GEMMS]}
-                row |= {"floor_tflops": flops / row["floor_gemms_ms"]}
-                row["copy_gb_per_s"] = rates.copied / 1e6
-            except Exception as error:
-                leave_out(row, variant, error)
-            free_memory(device)
-            yield [row]
+    return bench_steps(make, variants, device, _STEPS, passes=1)
 
 
-def profile_step(step: Step, device: torch.device, trace: Path | None = None) -> Row:
+class ProfiledStep(Step):
+    """A step whose kernels are told apart."""
+
+    def check(self, references: dict[str, Results]) -> Row:
+        """Also run it under the profiler."""
+        return super().check(references) | profile_step(self)
+
+
+def profile_step(step: Step) -> Row:
     """Run a step that is warm under the profiler: ms of each kind of kernel, and launches.
 
-    `transposes` are launches that only transpose float8 bytes; copies of peers are not told apart.
     On a CPU ops are counted, with the time of the host, to try it: what casts call counts as well,
-    and casts that compiled code calls are else. All is of one step; a trace has several.
+    and casts that compiled code calls are else.
     """
-    gpu = device.type == "cuda"
+    gpu = step.device.type == "cuda"
     with profile() as profiled:
         for _ in range(_STEPS):
             step()
         if gpu:
             torch.cuda.synchronize()
-    if trace is not None:
-        profiled.export_chrome_trace(str(trace))
-    times, launches, transposes = dict.fromkeys(KINDS, 0.0), 0, 0
+    times, launches = dict.fromkeys(KINDS, 0.0), 0
     for event in profiled.key_averages():
         # The time of an annotation is that of the kernels in it, counted themselves.
         on_gpu = event.device_type == torch.profiler.DeviceType.CUDA
@@ -107,14 +66,10 @@ def profile_step(step: Step, device: torch.device, trace: Path | None = None) ->
             us = event.self_device_time_total if gpu else event.self_cpu_time_total
             times[kind_of(event.key)] += us / 1e3 / _STEPS
             launches += event.count
-            transposes += event.count if _TRANSPOSE.match(event.key) else 0
     if not any(times.values()):
-        raise ValueError(
-            f"profile: the profiler saw no kernels on {device.type}; on a GPU it needs CUPTI and "
-            "the right to use performance counters"
-        )
-    counts = {"launches": launches // _STEPS, "transposes": transposes // _STEPS}
-    return {**times, "sum_ms": sum(times.values()), **counts}
+        need = "on a GPU it needs CUPTI and the right to use performance counters"
+        raise ValueError(f"profile: the profiler saw no kernels on {step.device.type}; {need}")
+    return {**times, "sum_ms": sum(times.values()), "launches": launches // _STEPS}
 
 
 def kind_of(name: str) -> str:

@@ -1,7 +1,7 @@
 """Results of one command: a JSON file with everything that is needed to repeat it."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,3 @@ def size_of(settings: Mapping[str, Any]) -> str:
     blocks = f"{n} block{'s' * (n > 1)} of " if n else "the whole "
     tokens = "{batch} x {seq_len} tokens".format(**settings)
     return f"{blocks}{settings['model']}, {tokens}"
-
-
-def drift_of(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a sentence on how far two times of each variant differ; "" if all have one only."""
-    drifts = [row.get("drift_percent") for row in rows if "ms" in row]
-    known = [abs(each) for each in drifts if each is not None]
-    if not known:
-        return ""
-    once = len(drifts) - len(known)
-    text = "Each was timed twice" + f", but for {once} that a time limit cut off" * (once > 0)
-    return f"{text}; the two times differ by up to {max(known):.1f} %."

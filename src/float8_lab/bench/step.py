@@ -1,8 +1,9 @@
-"""Training steps of a model in several variants: checked, then timed in turn."""
+"""Training steps of a model in several variants: built, checked, timed."""
 
 import functools
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,19 +14,17 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from float8 import save_gemm_outputs
 from float8.step import sync_float8_amax_and_scale_history, update_float8_weights
-from float8_lab.bench.timing import Sampler, steady_sampler, take_turns
 from float8_lab.bench.variants import EAGER, GRAPHED, Variant, many_compilations
-from float8_lab.device import skipped_graphs
+from float8_lab.device import Clock, skipped_graphs
 from float8_lab.errors import FailedError, WrongResultError
 from float8_lab.ranks import for_all
 
 Row = dict[str, Any]
 Results = dict[str, Tensor]  # output and gradients of a step, by name
 
+PASSES = 2  # how often the list of variants is run
 WARMUP = 3  # steps that compile, and fill the histories of delayed scaling
 _CHUNK = 1 << 26  # elements taken to float64 at a time: a large result may fill half the memory
-# Too small to change what bf16 weights are like within a benchmark; the work is that of training.
-_LEARNING_RATE = 1e-5
 _AT = torch.ops.aten
 _ATTENTION = (
     _AT._scaled_dot_product_flash_attention.default,
@@ -47,31 +46,28 @@ def _keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointP
 
 
 _contexts = functools.partial(functools.partial, create_selective_checkpoint_contexts)
-KEPT: dict[str, dict[str, Any]] = {  # Dynamo takes no closures
-    "nothing": {},
+CHECKPOINTING: dict[str, dict[str, Any]] = {  # Dynamo takes no closures
+    "full": {},
     "gemms": {"context_fn": _contexts(_keep_gemms)},
-    "gemms+attention": {"context_fn": _contexts(_keep_attention)},
+    "selective": {"context_fn": _contexts(_keep_attention)},
 }
-"""What checkpointed blocks keep of their activations, and how."""
+"""How blocks are checkpointed: only inputs of blocks are kept, also outputs of GEMMs, also those of
+attention."""
 
 
-def check(
-    what: str, reference: Mapping[str, Tensor], results: Mapping[str, Tensor], at_least: float
-) -> float:
+def check(what: str, reference: Results, results: Results, at_least: float) -> float:
     """Return the lowest signal to quantisation noise ratio of all results in dB.
 
     Infinite if all are equal. A `WrongResultError` if a result is below `at_least`, not a number,
     or of another shape. References may be on another device. Where there is a process group,
     tensors are shards and ratios those of whole ones: all ranks call it, and come to one end.
     """
-    powers = []
     for name, expected in reference.items():
         got, wanted = tuple(results[name].shape), tuple(expected.shape)
         if got != wanted:
             message = f"{what} {name}: shape {got}, expected {wanted}; nothing was timed"
             raise WrongResultError(message)
-        powers.append(_powers(expected.detach(), results[name].detach()))
-    total = torch.stack(powers)
+    total = torch.stack([_powers(x.detach(), results[n].detach()) for n, x in reference.items()])
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(total)
     signal, noise = total.unbind(1)
@@ -98,26 +94,21 @@ class Step:
 
     Each of the model's children in `layers` is compiled by itself, as trainers do, and its `loss`,
     or the model as a whole if it has no layers. For CUDA graphs it is compiled as a whole, too: so
-    there is one to replay for forward, and one for backward. Gradients of `microbatches`
-    accumulate. With `sync` delayed scaling, and casts of weights that are held, are a part of a
-    step; after `add_optimizer` its step is.
+    there is one to replay for forward, and one for backward. The sync of delayed scaling, and casts
+    of weights that are held, are a part of a step; after `add_optimizer` its step is. Where ranks
+    share a model, all of them must call each method.
     """
 
+    at_least = 10.0  # dB of SQNR of every gradient against bf16's: noise of all blocks adds up
+
     def __init__(
-        self,
-        variant: Variant,
-        model: nn.Module,
-        x: Tensor,
-        grad: Tensor,
-        *,
-        microbatches: int = 1,
-        sync: bool = False,
-        one_graph: bool = True,
+        self, variant: Variant, model: nn.Module, x: Tensor, grad: Tensor, *, one_graph: bool = True
     ) -> None:
         self.model = variant.convert(model)
         parts: Any = getattr(self.model, "layers", [self.model])
-        for i, part in enumerate(parts if variant.keep else []):
-            parts[i] = checkpoint_wrapper(part, preserve_rng_state=False, **KEPT[variant.keep])
+        for i, part in enumerate(parts if variant.checkpointing else []):
+            how = CHECKPOINTING[variant.checkpointing]
+            parts[i] = checkpoint_wrapper(part, preserve_rng_state=False, **how)
         self.parts: list[Any] = list(parts)
         loss = getattr(self.model, "loss", None)
         apart = self.parts if loss is None else [*self.parts, loss]
@@ -128,14 +119,18 @@ class Step:
             whole = one_graph and (variant.ours or variant.is_reference)
             mode = "reduce-overhead" if graphed else None
             part.compile(fullgraph=whole, dynamic=False, mode=mode)
-        if variant.ours and not variant.gather:  # shards are held once there are some
-            update_float8_weights(self.model)  # as an optimizer's step would
-        self.variant, self._x, self._grad = variant, x, grad
-        self._microbatches = microbatches
-        self._sync = sync and variant.has_state
+        self.variant, self.device, self._x, self._grad = variant, x.device, x, grad
         self._optimizer: torch.optim.Optimizer | None = None
+        if variant.ours and not variant.gather:  # shards are held once there are some
+            update_float8_weights(self.model)
 
-    def add_optimizer(self, rate: float = _LEARNING_RATE) -> None:
+    def update(self) -> None:
+        """Do what an optimizer's step would: the sync, and casts of weights that are held."""
+        if self.variant.has_state:
+            sync_float8_amax_and_scale_history(self.model)
+            update_float8_weights(self.model)
+
+    def add_optimizer(self, rate: float) -> None:
         """Have a fused AdamW's step end each step; its state has the dtype of the parameters."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(trained, lr=rate, fused=True)
@@ -148,29 +143,24 @@ class Step:
         return output, torch.autograd.grad(output, (x, *self.model.parameters()), grad)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """The output and the input that it was computed from.
-
-        The input is a new tensor object at each call, as in training.
-        """
+        """The output and its input, a new tensor object at each call, as in training."""
         x = self._x.detach().requires_grad_(self._x.is_floating_point())
         output: Tensor = self.model(x)
         return output, x
 
     def __call__(self) -> Results:
-        """One step; the last output and gradient of input, and the sums of those of weights.
+        """One step; its output and gradients.
 
         Results of CUDA graphs are overwritten by the next step of any variant.
         """
         if self.variant.mode == GRAPHED:
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-        for _ in range(self._microbatches):
-            output, x = self.forward()
-            torch.autograd.backward(output, self._grad)
+        output, x = self.forward()
+        torch.autograd.backward(output, self._grad)
         if self._optimizer is not None:
             self._optimizer.step()
-        elif self._sync:
-            sync_float8_amax_and_scale_history(self.model)
-            update_float8_weights(self.model)
+        else:
+            self.update()
         results = {"output": output.detach()}
         for name, tensor in [("input", x), *self.model.named_parameters()]:
             if tensor.requires_grad:
@@ -186,106 +176,113 @@ class Step:
         before = skipped_graphs()
         for _ in range(WARMUP):
             self()
-            if self.variant.ours:
-                sync_float8_amax_and_scale_history(self.model)
         skipped = skipped_graphs() - before
-        if self.variant.mode == GRAPHED and self._x.is_cuda and skipped:
+        if self.variant.mode == GRAPHED and self.device.type == "cuda" and skipped:
             raise FailedError(
                 f"{self.variant.name}: {skipped} CUDA graph(s) were skipped, expected none; "
                 f"nothing was timed; TORCH_LOGS=cudagraphs says why"
             )
 
+    def check(self, references: dict[str, Results]) -> Row:
+        """Hold results against those of the first step that was checked, in host memory."""
+        self.warm_up()
+        found = self()
+        if not references:
+            references["first"] = {name: x.cpu() for name, x in found.items()}
+        name = f"{self.variant.name}:"
+        return {"sqnr_db": check(name, references["first"], found, self.at_least)}
 
-def compare(
-    what: str,
+    def times(self, rounds: int) -> list[float]:
+        """Milliseconds of each of `rounds` steps.
+
+        Steps follow each other as in training: each is from the end of one to the end of the next.
+        The first one finds the GPU at work.
+        """
+        for _ in range(WARMUP):
+            self()
+        clock = Clock(self.device)
+        clock.mark()
+        for _ in range(rounds):
+            self()
+            clock.mark()
+        return [1e3 * each for each in clock.collect()]
+
+
+def bench_steps(
     make: Callable[[Variant], Step],
-    variants: Iterable[Variant],
+    variants: Sequence[Variant],
     device: torch.device,
     rounds: int,
     *,
-    at_least: float,
-    tokens: int | None = None,
-    beside: Mapping[str, Sampler] | None = None,
-    sample: Callable[[Step, torch.device], Sampler] = steady_sampler,
+    passes: int = PASSES,
+    tokens: Mapping[str, int] | None = None,
 ) -> Iterator[list[Row]]:
-    """Check and time every variant; an empty list for each that is ready, then all rows.
+    """Check and time the steps that `make` gives; after each variant, all rows known by then.
 
-    All are held at once and timed in turns. In each mode the first variant must be bf16; all are
-    checked against the very first, errors name `what`, and rows of peers that failed say why in
-    `left_out`. Memory is what a variant holds between steps, and the peak of a step over it; of
-    CUDA graphs, whose memory is in a pool of all variants, there is none.
-    `at_least` is in dB of SQNR, as for `check`; a step sees so many `tokens`. Medians of the
-    samplers `beside`, in ms, become columns, too; `sample` makes the sampler of a step.
+    Every variant is built, checked, timed and torn down before the next one, since there may not be
+    memory for two. The whole list runs twice: else clocks that drop would favour the first ones.
+    How much the second times differ is in the rows, as the drift. Times and memory are those of the
+    worst rank. Memory is the peak of a step, with weights; of CUDA graphs, whose memory is in a
+    pool of all variants, there is none. In each mode the first variant is bf16. Rows of peers that
+    failed say why in `left_out`. A step sees so many `tokens`, by the name of their column.
     """
-    rows: dict[str, Row] = {}
-    samplers = dict(beside or {})
-    reference: Results = {}
+    rows = {variant.name: dict(variant.columns) for variant in variants}
+    times: dict[str, list[float]] = {name: [] for name in rows}
+    references: dict[str, Results] = {}
     with many_compilations():
-        for variant in variants:
-            row = rows[variant.name] = dict(variant.columns)
+        for number, variant in enumerate([*variants] * passes):
+            row, first = rows[variant.name], number < len(variants)
             try:
-                free_memory(device)
-                before = allocated(device)
-                step = make(variant)
-                step.warm_up()
-                held = allocated(device) - before
-                results = step()
-                graphed = variant.mode == GRAPHED
-                if not reference:
-                    reference = {n: x.clone() if graphed else x for n, x in results.items()}
-                row["sqnr_db"] = check(f"{what} {variant.name}:", reference, results, at_least)
-                del results
-                peak = None if graphed else peak_bytes(step, device)
-                row["peak_gib"] = None if peak is None else (held + peak) / 2**30
-                samplers[variant.name] = sample(step, device)
+                if "left_out" not in row:
+                    before = _allocated(device)
+                    step = make(variant)
+                    row |= step.check(references) if first else {}
+                    free_memory(device)  # what checks left behind
+                    new = step.times(rounds)
+                    *new, peak = _worst([*new, _allocated(device, peak=True) - before], device)
+                    del step
+                    times[variant.name] += new
+                    if peak > 0 and variant.mode != GRAPHED:
+                        row.setdefault("peak_gib", peak / 2**30)
+                    row["ms"] = statistics.median(times[variant.name])
+                    if not first:
+                        earlier, later = map(statistics.median, (times[variant.name][:rounds], new))
+                        row["drift_percent"] = 100 * (later / earlier - 1)
             except Exception as error:
-                leave_out(row, variant, error)
-            yield []
-        reference.clear()
-        times = take_turns(samplers, rounds)
-    for name, row in rows.items():
-        if name in times:
-            row |= {"ms": times[name], **{column: times[column] for column in beside or {}}}
-    yield with_speedups(list(rows.values()), **({"tokens_per_s": tokens} if tokens else {}))
+                if variant.ours or variant.is_reference:
+                    raise
+                row = rows[variant.name] = dict(variant.columns)  # nothing of the pass before
+                row["left_out"] = f"{type(error).__name__}: {error}"[:500]
+            free_memory(device)
+            known = [row for row in rows.values() if "ms" in row or "left_out" in row]
+            bf16: dict[str, float] = {}
+            for row in known:
+                if "ms" in row:
+                    row["speedup"] = bf16.setdefault(row["mode"], row["ms"]) / row["ms"]
+                    row |= {name: n / row["ms"] * 1e3 for name, n in (tokens or {}).items()}
+            yield known
 
 
-def leave_out(row: Row, variant: Variant, error: Exception) -> None:
-    """Say in the row why there are no numbers of a peer; other errors are raised again."""
-    if variant.ours or variant.is_reference:
-        raise error
-    row["left_out"] = f"{type(error).__name__}: {error}"[:500]
+def _worst(values: list[float], device: torch.device) -> list[float]:
+    """Return the largest of each on all ranks that there are."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return values
+    worst = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return worst.tolist()
 
 
-def with_speedups(rows: Sequence[Row], **tokens: int) -> list[Row]:
-    """Add speedups over the first row of their mode, which is bf16; and columns of tokens/s."""
-    bf16: dict[str, float] = {}
-    for row in rows:
-        if "ms" in row:
-            row["speedup"] = bf16.setdefault(row["mode"], row["ms"]) / row["ms"]
-            row |= {column: number / row["ms"] * 1e3 for column, number in tokens.items()}
-    return list(rows)
-
-
-def allocated(device: torch.device) -> int:
-    """Return the bytes that tensors hold; 0 on a CPU."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+def _allocated(device: torch.device, *, peak: bool = False) -> int:
+    """Return the bytes that tensors hold, or held at most since memory was freed; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.max_memory_allocated(device) if peak else torch.cuda.memory_allocated(device)
 
 
 def free_memory(device: torch.device) -> None:
-    """Give back what a step held that nobody refers to any more."""
+    """Give back what a step held that nobody refers to any more, and forget the peak."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-
-
-def peak_bytes(step: Callable[[], object], device: torch.device) -> int | None:
-    """Return the most memory in use during `step` over what was before; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.synchronize(device)
-    resting = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    step()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - resting
+        torch.cuda.reset_peak_memory_stats(device)

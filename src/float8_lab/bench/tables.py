@@ -1,7 +1,5 @@
 """`float8 bench tables`: tables of README.md and of pages in docs, from results files alone.
 
-And the estimates of `float8 plan`, which the wheel has.
-
 The files are what `float8 bench ... -o benchmarks/results/NAME.json` wrote. `SECTIONS` says which
 of their rows and columns go where; a page has the markers between which they are written.
 """
@@ -15,14 +13,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from float8_lab.bench.estimate import STORED, packed
-from float8_lab.bench.results import drift_of, size_of
+from float8.convert.speed import SMALLEST
+from float8_lab.bench.results import size_of
 from float8_lab.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
 README = ROOT / "README.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
 TRAINER = ROOT / "docs" / "trainer.md"
+MEASURING = ROOT / "docs" / "measuring.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 WIDTH = 96  # of a command, which goes on in the next line
@@ -47,14 +46,11 @@ class Section(NamedTuple):
 _RATIO: Columns = {"": ("speedup", 2)}
 _STEP: Columns = {"ms": ("ms", 1), "speedup": ("speedup", 2), "peak GiB": ("peak_gib", 2)}
 _TRAIN = {**_STEP, "tokens/s of a GPU": ("tokens_per_s_per_gpu", 0)}
-_FLOOR: Columns = {
+_TIME: Columns = {
     "GPU ms": ("sum_ms", 1),
-    "floor": ("floor_sum_ms", 1),
     "GEMMs": ("gemms_ms", 1),
-    "their floor": ("floor_gemms_ms", 1),
     "attention": ("attention_ms", 1),
     "casts and all else": ("casts_ms else_ms", 1),
-    "bytes of casts alone": ("floor_casts_ms", 1),
 }
 _WHOLE = "{size} per GPU: training with AdamW; GPUs: {ranks}"
 _ADAPTED = _WHOLE + ", LoRA with PEFT"
@@ -73,7 +69,7 @@ SECTIONS = (
     Section(PERFORMANCE, "LoRA", "h200-train-lora", _ADAPTED, _TRAIN),
     Section(PERFORMANCE, "8B blocks", "h200-kernels-8b", _BLOCKS, _STEP),
     Section(PERFORMANCE, "70B block", "h200-block-70b", _BLOCKS, _STEP),
-    Section(PERFORMANCE, "floor", "h200-profile-8b", _BLOCKS, _FLOOR),
+    Section(PERFORMANCE, "time", "h200-profile-8b", _BLOCKS, _TIME),
     Section(PERFORMANCE, "widths", "h200-widths", _BY_WIDTH, _RATIO, ("mode", "recipe"), _WIDTHS),
     Section(PERFORMANCE, "TP", "h200-tp-llama3-70b", _SHARED, _STEP),
     Section(TRAINER, "one start", "h200-one-start-seeds", _LOSSES, _GAPS, across=_SEEDS),
@@ -81,25 +77,33 @@ SECTIONS = (
 
 
 def write_tables(only_check: bool) -> list[Path]:
-    """Write all pages and the estimates, unless that is only to be checked.
-
-    Returns those that change.
-    """
+    """Write all pages, unless that is only to be checked; returns those that change."""
     if not RESULTS.is_dir():
         got = f"bench tables: got no folder {RESULTS}, expected that of a checkout"
         raise ConfigError(f"{got}: run it in one, installed there by pip install -e .")
+    contents = [(section.page, section.name, written(section)) for section in SECTIONS]
     changed = []
-    for page in (README, PERFORMANCE, TRAINER, STORED):
-        old = page.read_text()
-        new = packed(RESULTS) if page == STORED else old
-        for section in SECTIONS:
-            if section.page == page:
-                begin = f"<!-- {section.name}: written by float8 bench tables -->"
-                new = updated(new, begin, f"<!-- end of {section.name} -->", written(section))
+    for page in (README, PERFORMANCE, TRAINER, MEASURING):
+        old = new = page.read_text()
+        for of, name, content in [*contents, (MEASURING, "limits", _limits())]:
+            if of == page:
+                begin = f"<!-- {name}: written by float8 bench tables -->"
+                new = updated(new, begin, f"<!-- end of {name} -->", content)
         if new != old:
             changed.append(page)
             page.write_text(old if only_check else new)
     return changed
+
+
+def _limits() -> str:
+    """Return the limits of sizes by which the default filter decides, as a table."""
+    heads = ["GPU", "recipe", "tokens per forward", "K and N", "tokens x K x N"]
+    rows = [
+        [gpu, recipe, str(least.tokens), str(least.features), f"{least.product / 1e9:g}e9"]
+        for gpu, recipes in SMALLEST.items()
+        for recipe, least in recipes.items()
+    ]
+    return "\n".join(["", *table(heads, rows, 2), "", ""])
 
 
 def updated(text: str, begin: str, end: str, content: str) -> str:
@@ -115,20 +119,19 @@ def written(section: Section) -> str:
     """Return the content of a section."""
     path = RESULTS / f"{section.file}.json"
     results = json.loads(path.read_text())
-    about = results.get("settings", {})
-    if "blocks" in about:
-        about["size"] = size_of(about)
-    if missing := {*re.findall(r"{(\w+)}", section.title)} - {*about}:
-        raise ValueError(f"{path.name}: expected settings with {min(missing)!r} for the title")
-    title = section.title.format(**about)
+    about, rows, beside = results["settings"], results["rows"], section.page.parent
+    size = {"size": size_of(about)} if "blocks" in about else {}
+    title = section.title.format(**about, **size)
     title = title[0].upper() + title[1:]
-    parts = [[f"**{title}**"], pivot(section, results), *source(results, path, section.page)]
+    parts = [[f"**{title}**"], pivot(section, results), *source(results, path, beside)]
     if (picture := path.with_suffix(".png")).exists():
-        parts.insert(0, [f"![{title}]({os.path.relpath(picture, section.page.parent)})"])
-    if drift := drift_of(results["rows"]):
-        parts.append([drift])
-    failed = [row for row in results["rows"] if row.get("left_out")]
-    if failed:
+        parts.insert(0, [f"![{title}]({os.path.relpath(picture, beside)})"])
+    drifts = [row.get("drift_percent") for row in rows if "ms" in row]
+    if known := [abs(each) for each in drifts if each is not None]:
+        once = len(drifts) - len(known)
+        text = "Each was timed twice" + f", but for {once} that a time limit cut off" * (once > 0)
+        parts.append([f"{text}; the two times differ by up to {max(known):.1f} %."])
+    if failed := [row for row in rows if row.get("left_out")]:
         names = (", ".join(filter(None, (row["recipe"], row.get("mode")))) for row in failed)
         parts.append(textwrap.wrap(f"Failed, and so not measured: {'; '.join(names)}.", 116))
     return "\n" + "\n\n".join("\n".join(part) for part in parts) + "\n\n"
@@ -136,74 +139,67 @@ def written(section: Section) -> str:
 
 def pivot(section: Section, results: Results) -> list[str]:
     """Return a table: a line for each of the `names`, columns `across`; peers with versions."""
-    first, *others = section.columns
-    needed, _ = section.columns[first]
+    (first, (needed, _)), *_ = section.columns.items()
     rows = [row for row in results["rows"] if row.get(needed) is not None]
     if not rows:
         has = ", ".join(results["rows"][0])
         raise ValueError(f"{section.file}.json: expected rows with {needed!r}, got {has}")
     key, values = section.across
-    if not any(key in row for row in rows):
-        has = ", ".join(rows[0])
-        raise ValueError(f"{section.file}.json: expected rows with {key!r}, got {has}")
     values = [value for value in values if any(row.get(key) == value for row in rows)]
-    heads = list(section.names)
+    heads = [*section.names]
     for value in values:
-        heads += [f"{value} {first}".strip(), *others]
+        heads += [f"{value} {head}".strip() if head == first else head for head in section.columns]
     found: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
         peer, _, recipe = row["recipe"].partition(" ")
         version = results["environment"].get(peer)
         named = {**row, "recipe": f"{peer} {version} {recipe}"} if version else row
-        names = tuple(str(named.get(name) or "") for name in section.names)
         if row[key] in values:
+            names = tuple(str(named[name]) for name in section.names)
             found.setdefault(names, {})[row[key]] = row
     lines = []
     for names, of in found.items():
-        rows = [of.get(value, {}) for value in values]
-        lines.append([*names, *(number(x, *c) for x in rows for c in section.columns.values())])
-    return table(heads, lines)
+        cells = [_number(of.get(x, {}), *c) for x in values for c in section.columns.values()]
+        lines.append([*names, *cells])
+    return table(heads, lines, len(section.names))
 
 
-def number(row: Row, keys: str, digits: int) -> str:
+def _number(row: Row, keys: str, digits: int) -> str:
     """Return a number, or a sum, with so many digits behind the point; "" if there is none."""
     found = [row.get(key) for key in keys.split()]
     text = "" if None in found else f"{sum(found):,.{digits}f}"  # type: ignore[arg-type]
     return text.removeprefix("-") if not text.strip("-0.") else text
 
 
-def table(heads: list[str], rows: list[list[str]]) -> list[str]:
-    """Return lines of a table, without columns that no row fills; readable as plain text, too."""
+def table(heads: list[str], rows: list[list[str]], names: int) -> list[str]:
+    """Return lines of a table, without columns that no row fills; readable as plain text, too.
+
+    The first columns are `names`, all others numbers.
+    """
     padded = []
     for i, column in enumerate(zip(heads, *rows, strict=True)):
         if any(column[1:]):
             width = max(map(len, column))
-            texts = not any(re.match(r"-?\d", cell) for cell in column[1:]) or i == 0
-            aligned = [cell.ljust(width) if texts else cell.rjust(width) for cell in column]
-            rule = "-" * width if texts else "-" * (width - 1) + ":"
-            padded.append([aligned[0], rule, *aligned[1:]])
+            rule = "-" * width if i < names else "-" * (width - 1) + ":"
+            head, *cells = (x.ljust(width) if i < names else x.rjust(width) for x in column)
+            padded.append([head, rule, *cells])
     return [f"| {' | '.join(line)} |" for line in zip(*padded, strict=True)]
 
 
-def source(results: Results, path: Path, page: Path) -> list[list[str]]:
+def source(results: Results, path: Path, beside: Path) -> list[list[str]]:
     """Return where it was measured, and the command without the files that it wrote."""
     environment = results["environment"]
     words = shlex.split(environment["command"])
-    for option in ("-o", "--output", "--plot"):
-        if option in words:
-            at = words.index(option)
-            del words[at : at + 2]
+    for option in {"-o", "--output", "--plot"}.intersection(words):
+        at = words.index(option)
+        del words[at : at + 2]
     commit = environment.get("commit") or environment.get("git_commit") or "unknown"
     where = f"{environment['device']}, torch {environment['torch']}"
     # Where sources were changed, the commit ends in -dirty.
     where += f", commit {commit[:7]}{'-dirty' * commit.endswith('-dirty')}. Results in"
-    link = f"[{path.name}]({os.path.relpath(path, page.parent)}), by"
-    return [[where, link], ["```bash", wrapped(shlex.join(words)), "```"]]
-
-
-def wrapped(command: str) -> str:
-    """Return a shell command in lines of at most `WIDTH` characters, broken before options."""
-    whole = re.sub(r" (?!-)", "\0", command)
-    how = {"break_on_hyphens": False, "break_long_words": False}
-    lines = textwrap.wrap(whole, WIDTH - 2, subsequent_indent="    ", **how)  # type: ignore[arg-type]
-    return " \\\n".join(lines).replace("\0", " ")
+    link = f"[{path.name}]({os.path.relpath(path, beside)}), by"
+    # In lines that are broken before options.
+    whole = re.sub(r" (?!-)", "\0", shlex.join(words))
+    how: Any = {"break_on_hyphens": False, "break_long_words": False}
+    lines = textwrap.wrap(whole, WIDTH - 2, subsequent_indent="    ", **how)
+    return [[where, link], ["```bash", " \\\n".join(lines).replace("\0", " "), "```"]]

@@ -29,9 +29,6 @@ FILTERED = "torchao+auto_filter"
 # Other libraries, measured where they are installed; torchao with a filter of its own, too.
 PEERS = ("torchao", FILTERED)
 
-Convert = Callable[[nn.Module], nn.Module]
-Attach = Callable[[nn.Module, torch.optim.Optimizer], object]
-
 
 @dataclass(frozen=True)
 class Variant:
@@ -39,23 +36,24 @@ class Variant:
 
     recipe: str  # what its linear layers do, as in `bf16`, `tensorwise`, `torchao tensorwise`
     mode: str  # `eager`, `compiled` or `graphed`
-    convert: Convert = lambda model: model  # swaps the linear layers; returns the model
+    convert: Callable[[nn.Module], nn.Module] = lambda model: model  # swaps the linear layers
     config: Float8LinearConfig | None = None  # how the layers run, if it is this library
     gather: str = ""  # in what weights of a sharded model are gathered, `bf16` or `float8`
-    keep: str = ""  # what checkpointed blocks keep, of `step.KEPT`; "": they are not checkpointed
-    attach: Attach = attach_to_optimizer  # has scaling done at every step of an optimizer
-
-    @property
-    def name(self) -> str:
-        """Recipe, mode, gather and what checkpointed blocks keep."""
-        name = f"{self.recipe}, {self.mode}" + (f", {self.gather} gather" if self.gather else "")
-        return name + (f", {self.keep} kept" if self.keep else "")
+    checkpointing: str = ""  # of `step.CHECKPOINTING`; "": blocks are not checkpointed
+    attach: Callable[[nn.Module, torch.optim.Optimizer], object] = attach_to_optimizer
 
     @property
     def columns(self) -> dict[str, Any]:
-        """The same as columns of a row."""
-        columns = {name: getattr(self, name) for name in ("recipe", "mode", "gather", "keep")}
-        return {name: value or None for name, value in columns.items()}
+        """What tells it from others, as columns of a row."""
+        names = "recipe", "mode", "gather", "checkpointing"
+        return {name: getattr(self, name) or None for name in names}
+
+    @property
+    def name(self) -> str:
+        """The same in words."""
+        of = self.columns
+        more = (f"{key} {of[key]}" for key in ("gather", "checkpointing") if of[key])
+        return ", ".join([self.recipe, self.mode, *more])
 
     @property
     def ours(self) -> bool:
@@ -81,19 +79,19 @@ def make_variants(
     *,
     gathers: Sequence[str] = ("",),
     all_layers: bool = True,
-    keep: Sequence[str] = (),
+    checkpointing: Sequence[str] = ("",),
 ) -> list[Variant]:
     """Return high precision, each recipe and each installed peer's, in every mode.
 
     Args:
-        recipes: Of this library, as for `recipe_config`; peers take those nearest to them.
+        recipes: of this library, as for `recipe_config`; peers take those nearest to them.
         modes: `eager`, `compiled`, `graphed`, or several.
-        peers: Of `PEERS`.
-        gathers: In what weights of a sharded model are gathered: each recipe once for each; peers
+        peers: of `PEERS`.
+        gathers: in what weights of a sharded model are gathered: each recipe once for each; peers
             by the last, only tensorwise.
-        all_layers: Else `convert_to_float8_training` chooses, and peers leave the head alone. What
+        all_layers: else `convert_to_float8_training` chooses, and peers leave the head alone. What
             the filter of a peer leaves stays in any case.
-        keep: What checkpointed blocks keep: all variants once for each.
+        checkpointing: how blocks are checkpointed: all variants once for each.
     """
     last = gathers[-1]
     nearest = ["tensorwise"] if last else list(dict.fromkeys(r.split("+")[0] for r in recipes))
@@ -103,8 +101,8 @@ def make_variants(
         found: list[Variant | None] = [Variant(HIGH_PRECISION, mode, gather=last and BF16)]
         found += [_ours(r, mode, gather, all_layers) for r in recipes for gather in gathers]
         found += [_torchao(p, r, mode, last, all_layers) for p in installed for r in nearest]
-        for kept in keep or ("",):
-            variants += [replace(each, keep=kept) for each in found if each is not None]
+        for how in checkpointing:
+            variants += [replace(each, checkpointing=how) for each in found if each is not None]
     return variants
 
 
@@ -125,12 +123,6 @@ def _ours(recipe: str, mode: str, gather: str, all_layers: bool) -> Variant:
         cuda_graphs=mode == GRAPHED and not all_layers,
     )
     return Variant(recipe, mode, convert, config=config, gather=gather)
-
-
-def refuse_filters(peers: Sequence[str], of: str) -> None:
-    """Raise a `ValueError` for a peer that would leave what is measured in high precision."""
-    if FILTERED in peers:
-        raise ValueError(f"peers: got {FILTERED!r}, expected torchao: its filter is not for {of}")
 
 
 def peer_version(peer: str) -> str | None:
@@ -154,16 +146,13 @@ def _torchao(peer: str, recipe: str, mode: str, gather: str, all_layers: bool) -
         return None
 
     def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
-        if not gather:
-            return None
         precompute = torchao.precompute_float8_dynamic_scale_for_fsdp
-        return optimizer.register_step_post_hook(lambda *_: precompute(model))
+        return gather and optimizer.register_step_post_hook(lambda *_: precompute(model))
+
+    def takes(module: nn.Module, name: str) -> bool:
+        return gains(module, name) and (all_layers or left_out(name) is None)
 
     convert = functools.partial(
-        torchao.convert_to_float8_training,
-        config=config,
-        module_filter_fn=lambda module, name: (
-            gains(module, name) and (all_layers or left_out(name) is None)
-        ),
+        torchao.convert_to_float8_training, config=config, module_filter_fn=takes
     )
     return Variant(f"{peer} {recipe}", mode, convert, gather=gather, attach=attach)

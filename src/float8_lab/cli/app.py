@@ -13,7 +13,7 @@ COMMANDS = {
     "compare": "Train high precision and each RECIPE from the same seed on the same data, and "
     "compare.",
     "plan": "Show for each linear layer of a model whether float8 makes it faster.",
-    "bench": "Time GEMMs, casts, layers, models and sharded training, each checked first.",
+    "bench": "Time models, layers and training, each checked first; write tables of pages.",
 }
 """Texts of `float8 --help`: the first line of the help of each command."""
 

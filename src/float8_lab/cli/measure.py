@@ -1,10 +1,8 @@
 """What commands that measure share: where they run, what is compared, what they leave behind."""
 
-import json
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,18 +10,20 @@ import torch
 import typer
 
 from float8_lab.bench.results import check_output, write_results
-from float8_lab.bench.step import KEPT, Row
+from float8_lab.bench.step import CHECKPOINTING, Row
 from float8_lab.bench.variants import MODES, PEERS, peer_version
-from float8_lab.cli.options import Words, split
+from float8_lab.cli.options import Words, one_of
 from float8_lab.cli.progress import make_console
 from float8_lab.cli.table import print_table
 from float8_lab.device import float8_device
-from float8_lab.errors import ConfigError
 from float8_lab.trainer.environment import describe_environment
 
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write results: a .json file.")]
-Keep = Annotated[Words, f"Checkpoint blocks and keep of them: {', '.join(KEPT)}; with commas."]
+Checkpointing = Annotated[
+    Words, f"Of blocks: off, {', '.join(CHECKPOINTING)}; several: with commas."
+]
 Peers = Annotated[Words, f"Also {', '.join(PEERS)}, if it is installed."]
+Recipes = Annotated[Words, "Several: with commas; else all."]
 
 
 @dataclass
@@ -43,7 +43,40 @@ class Place:
 class Run(Place):
     """Options of a benchmark that takes samples."""
 
-    rounds: Annotated[int, "Samples per variant; medians are reported."] = 15
+    rounds: Annotated[int, "Timed steps in each of two passes; medians are reported."] = 10
+
+
+@dataclass
+class RanksRun(Run):
+    """Where ranks run, and how often."""
+
+    device: Annotated[str, "cuda, or cpu to try it without a GPU."] = "cuda"
+    ranks: Annotated[int | None, "Processes, each with a GPU; else all GPUs, or 2 on a CPU."] = None
+
+
+@dataclass
+class Compared:
+    """Options of what is compared with bf16."""
+
+    recipe: Annotated[
+        Words,
+        "Several: with commas; else tensorwise,delayed. Behind a +: switches of "
+        "Float8LinearConfig, as in tensorwise+round_scales_to_power_of_2; fast_accum for all "
+        "GEMMs; held and only for float8_weights.",
+    ] = None
+    mode: Annotated[str, f"{', '.join(MODES)}."] = "both"
+    peers: Peers = None
+
+    def chosen(self, checkpointing: Words = None, *, all_layers: bool = True) -> dict[str, Any]:
+        """Return the arguments of `make_variants`."""
+        how = {"off": "", **{name: name for name in CHECKPOINTING}}
+        return {
+            "recipes": self.recipe or ["tensorwise", "delayed"],
+            "modes": one_of("mode", self.mode, MODES),
+            "peers": self.peers or [],
+            "all_layers": all_layers,
+            "checkpointing": [one_of("checkpointing", x, how) for x in checkpointing or ["off"]],
+        }
 
 
 class Bench:
@@ -59,11 +92,10 @@ class Bench:
         versions = {peer: peer_version(peer) for peer in settings.get("peers", [])}
         about = describe_environment(self.device) | versions
         self._about = {"benchmark": name, "environment": about, "settings": settings}
-        if tell:
-            self.console.print("{device}, torch {torch}".format(**about))
-        for peer, version in versions.items():
-            if version is None:
-                self.console.print(f"{peer} is not installed: left out")
+        lines = ["{device}, torch {torch}".format(**about)] * tell
+        lines += [f"{peer} is not installed: left out" for peer in versions if not versions[peer]]
+        for line in lines:
+            self.console.print(line)
 
     def collect(
         self,
@@ -87,13 +119,18 @@ class Bench:
                 break
         return rows
 
-    def finish(self, title: str, rows: list[Row]) -> dict[str, Any]:
-        """Print a table, or one of each `part`; write the file; returns what it would have."""
+    def finish(self, title: str, rows: list[Row], shown: str | None = None) -> dict[str, Any]:
+        """Print what is `shown`, else a table, or one of each `part`; write the file.
+
+        Returns what the file would have.
+        """
+        if shown is not None:
+            self.console.print(f"{title}\n{shown}")
         for row in rows:
             if row.get("left_out"):
                 name = ", ".join(filter(None, (row["recipe"], row["mode"])))
                 self.console.print(f"{name} is left out: {row['left_out']}")
-        for part in dict.fromkeys(row.get("part") for row in rows):
+        for part in dict.fromkeys(row.get("part") for row in rows if shown is None):
             of_part = [row for row in rows if row.get("part") == part]
             print_table(self.console, part or title, of_part)
         results = {**self._about, "rows": rows}
@@ -101,42 +138,3 @@ class Bench:
             write_results(self._output, results)
             self.console.print(f"results: {self._output}")
         return results
-
-
-@dataclass
-class Compared:
-    """Options of what is compared with bf16."""
-
-    recipe: Annotated[
-        Words,
-        typer.Option(
-            help="Several: with commas. Behind a +: switches of Float8LinearConfig, as in "
-            "tensorwise+round_scales_to_power_of_2; fast_accum for all GEMMs; held and only for "
-            "float8_weights.",
-            show_default="tensorwise,delayed",
-            callback=split,
-        ),
-    ] = None
-    mode: Annotated[str, f"{', '.join(MODES)}."] = "both"
-    peers: Peers = None
-
-    def chosen(self, keep: Words = None, *, all_layers: bool = True) -> dict[str, Any]:
-        """Return the arguments of `make_variants`."""
-        if self.mode not in MODES:
-            raise ConfigError(f"mode: got {self.mode!r}, expected one of {', '.join(MODES)}")
-        kept, recipes = keep or [], self.recipe or ["tensorwise", "delayed"]
-        if unknown := {*kept} - {*KEPT}:
-            raise ConfigError(f"keep: got {min(unknown)!r}, expected some of {', '.join(KEPT)}")
-        modes, peers = MODES[self.mode], self.peers or []
-        of_layers = {"keep": kept, "all_layers": all_layers}
-        return {"recipes": recipes, "modes": modes, "peers": peers, **of_layers}
-
-
-def draw(how: str, results: dict[str, Any] | Path, path: Path | None) -> None:
-    """Write a picture of results, or of their file; `how` is the module that draws it."""
-    if path is None:
-        raise ConfigError("results: got a file to draw, expected --plot FILE.png with it")
-    if isinstance(results, Path):
-        results = json.loads(results.read_text())
-    import_module(f"float8_lab.bench.{how}").plot_results(results, path)  # has matplotlib
-    typer.echo(f"plot: {path}")

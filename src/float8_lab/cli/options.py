@@ -15,12 +15,14 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand
 
+from float8_lab.errors import ConfigError
 from float8_lab.trainer.config import OPTIONS, TrainConfig
 
 INTERRUPTED_EXIT = 130
 STOP_NOTICE = "stopping after this step, with a checkpoint (again: stop at once)"
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")]
+T = TypeVar("T")
 Callback = TypeVar("Callback", bound=Callable[..., Any])
 Words = list[str] | None
 """An option that may be repeated or hold several words with commas between."""
@@ -60,6 +62,13 @@ def split(values: Words) -> list[str]:
     return [word for value in values or [] for word in value.split(",") if word]
 
 
+def one_of(option: str, got: str, known: Mapping[str, T]) -> T:
+    """What that word stands for; a `ConfigError` if it is not known."""
+    if got not in known:
+        raise ConfigError(f"{option}: got {got!r}, expected one of {', '.join(known)}")
+    return known[got]
+
+
 def takes(
     defaults: Mapping[str, Any] | None = None, /, **groups: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -69,19 +78,14 @@ def takes(
     which is the help: see `_option`. `groups` are the parameters that stand for a dataclass;
     `defaults` are those of options that differ from it.
     """
+    fields = {n: typing.get_type_hints(each, include_extras=True) for n, each in groups.items()}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        fields = {
-            name: typing.get_type_hints(group, include_extras=True)
-            for name, group in groups.items()
-        }
         taken: dict[str, tuple[Any, Any]] = {}  # annotation and default
         for name, own in inspect.signature(command, eval_str=True).parameters.items():
-            if name in groups:
-                group = groups[name]
-                taken |= {each: (kind, getattr(group, each)) for each, kind in fields[name].items()}
-            else:
-                taken[name] = own.annotation, own.default
+            kinds = fields.get(name, {name: own.annotation})
+            for each, kind in kinds.items():
+                taken[each] = kind, getattr(groups[name], each) if name in groups else own.default
         taken["debug"] = Debug, False
 
         @functools.wraps(command)
@@ -93,16 +97,11 @@ def takes(
             with explain_out_of_memory("too large for the memory: {error}"):
                 command(**values)
 
-        how = inspect.Parameter.KEYWORD_ONLY
-        parameters = [
-            inspect.Parameter(
-                name,
-                how,
-                default=(defaults or {}).get(name, default),
-                annotation=_option(name, kind),
-            )
-            for name, (kind, default) in taken.items()
-        ]
+        parameters = []
+        for name, (kind, default) in taken.items():
+            how: Any = {"default": (defaults or {}).get(name, default)}
+            how["annotation"] = _option(name, kind)
+            parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, **how))
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {each.name: each.annotation for each in parameters}
         return run

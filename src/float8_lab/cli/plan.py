@@ -1,15 +1,14 @@
 """`float8 plan`: which layers of a model to convert."""
 
 import dataclasses
-import math
 import re
 import sys
 import warnings
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -17,12 +16,10 @@ from torch import nn
 
 from float8 import ConversionReport, conversion_report, convert_to_float8_training
 from float8.config import Float8LinearConfig
-from float8.convert.choice import gpu_for, short_name
-from float8.convert.report import percent
-from float8.convert.speed import SMALLEST, judged_as
-from float8_lab.bench.estimate import estimate, stored
-from float8_lab.bench.linear import LinearTimes, measure_linear
-from float8_lab.bench.shapes import Shape
+from float8.convert.choice import short_name
+from float8.convert.speed import SMALLEST
+from float8_lab.bench.linear import LinearTimes, Shape, measure_linear
+from float8_lab.bench.step import Row
 from float8_lab.cli.measure import Bench, Output, Place
 from float8_lab.cli.options import App, takes
 from float8_lab.errors import ConfigError
@@ -59,10 +56,10 @@ def load_model(name: str) -> nn.Module:
     try:
         make = getattr(import_module(module), function)
     except (ImportError, AttributeError) as error:
-        do = "call it in the folder of the module"
         missing = error.name if isinstance(error, ModuleNotFoundError) else module
-        if not f"{module}.".startswith(f"{missing}."):
-            do = f"install {missing}, which it imports"
+        inside = f"{module}.".startswith(f"{missing}.")
+        do = "call it in the folder of the module"
+        do = do if inside else f"install {missing}, which it imports"
         raise ConfigError(f"model: {name!r} cannot be imported in {here}: {error}; {do}") from error
     try:
         with torch.device("meta"):
@@ -89,16 +86,13 @@ def report_on(
     return conversion_report(model)
 
 
-def plan_conversion(
-    report: ConversionReport,
-    tokens: int,
-    judge: Callable[[Shape], LinearTimes | float | None],
-    waits: bool = True,
-) -> list[dict[str, Any]]:
-    """Return a row for all layers of one shape and fate.
+def plan_layers(
+    report: ConversionReport, tokens: int, measure: Callable[[Shape], LinearTimes], waits: bool
+) -> list[Row]:
+    """Return a row for all linear layers of one shape and fate, with the times of one.
 
-    `judge` gives the times of a layer, at which it stays if float8 is slower or, with `waits`, if
-    the CPU takes longer to start it; or an estimate of its speed-up, or None.
+    What the report leaves stays. So does a layer if float8 is slower or, with `waits`, if the CPU
+    takes longer to start it.
     """
     groups: dict[tuple[int, int, str | None], list[str]] = {}
     for layer in report.layers:
@@ -107,38 +101,21 @@ def plan_conversion(
     rows = []
     for (K, N, reason), names in groups.items():
         layers = " ".join(dict.fromkeys(map(_short, names)))
-        row: dict[str, Any] = {"M": tokens, "K": K, "N": N, "count": len(names), "layers": layers}
-        found = judge(Shape(tokens, K, N))
-        if isinstance(found, LinearTimes):
-            row |= {**found._asdict(), "speedup": found.bf16_ms / found.float8_ms}
-            if found.float8_ms > found.bf16_ms:
-                reason = reason or "slower"
-            elif waits and found.bf16_ms < WAITS_BELOW_MS:
-                reason = reason or "waits for the CPU"
-        elif reason is None:
-            row["estimate"] = found
+        found = measure(Shape(tokens, K, N))
+        if found.float8_ms > found.bf16_ms:
+            reason = reason or "slower"
+        elif waits and found.bf16_ms < WAITS_BELOW_MS:
+            reason = reason or "waits for the CPU"
+        row: Row = {"M": tokens, "K": K, "N": N, "count": len(names), "layers": layers}
+        row |= {**found._asdict(), "speedup": found.bf16_ms / found.float8_ms}
         row["fate"] = f"leave: {reason.partition(':')[0]}" if reason else CONVERT
         rows.append(row)
-    measured = any("bf16_ms" in row for row in rows)
-    return rows + _plan_experts(report, f"{CONVERT}, unmeasured" if measured else CONVERT)
+    return rows
 
 
-def _plan_experts(report: ConversionReport, convert: str) -> list[dict[str, Any]]:
-    """Return the like for weights of experts, without tokens and times."""
-    keys = Counter(
-        (x.experts, x.in_features, x.out_features, _short(x.fqn), x.skip_reason)
-        for x in report.experts
-    )
-    return [
-        {"experts": E, "K": K, "N": N, "count": count, "layers": name}
-        | {"fate": f"leave: {re.split(', |: ', reason)[0]}" if reason else convert}
-        for (E, K, N, name, reason), count in keys.items()
-    ]
-
-
-def filter_found(report: ConversionReport, rows: list[dict[str, Any]]) -> str:
+def filter_found(report: ConversionReport, rows: Sequence[Row]) -> str:
     """Return code of a `module_filter_fn` that takes the linear layers that are to be converted."""
-    shapes = {(x["K"], x["N"]) for x in rows if x["fate"] == CONVERT and "experts" not in x}
+    shapes = {(x["K"], x["N"]) for x in rows if x["fate"] == CONVERT}
     names: dict[bool, list[str]] = {True: [], False: []}
     for x in report.layers:
         takes = x.skip_reason is None and (x.in_features, x.out_features) in shapes
@@ -171,9 +148,8 @@ def plan_command(
     model: Annotated[str | None, f"One of {', '.join(PRESETS)}; else llama3-8b."] = None,
     tokens: Annotated[int, "Tokens per forward on one device."] = 8192,
     recipe: Annotated[str, f"One of {', '.join(RECIPES)}."] = "tensorwise",
-    by_size: Annotated[bool, "Compare sizes with stored limits, as without a GPU."] = False,
     gpu: Annotated[
-        str | None, f"By size for {' or '.join(SMALLEST)}, not for the one here."
+        str | None, f"By size for {' or '.join(SMALLEST)}, not measured on the one here."
     ] = None,
     cuda_graphs: Annotated[bool, "It will run as CUDA graphs: GPU time alone decides."] = False,
     device: Annotated[str | None, "Where to measure: cuda (the default), cuda:N or cpu."] = None,
@@ -183,124 +159,53 @@ def plan_command(
 
     Of one of ours, or of your own: float8 plan --gpu H100 my_module:make_model
 
-    A layer of each shape runs on the GPU; or it is judged by its size, without a GPU or for another
-    one. What a conversion without a filter leaves stays here, too. Times are those of the GPU.
-    What was measured is printed as a filter, to be pasted. Experts are not measured, and not in it:
-    with --gpu they are judged on paper.
+    Without a GPU, or for another one, layers are judged by their sizes, as a conversion does, and
+    its report is shown. Else a layer of each shape runs on the GPU. Times are those of the GPU.
+    What gained is printed as a filter, to be pasted. What a conversion without a filter leaves
+    stays here, too. Experts are not measured, and not in the filter.
     """
     config = Float8LinearConfig.from_recipe_name(recipe)
     here = torch.cuda.is_available()
     if make and model:
         raise ConfigError(f"model: got {make!r} and --model {model}, expected one of the two")
-    if device and (by_size or gpu):
-        raise ConfigError("--device is where to measure: leave it, or --by-size and --gpu, out")
-    measuring = bool(device) or (here and not (by_size or gpu))
-    how, judged = ("measured", None) if measuring else ("judged by size", _gpu(gpu, here))
-    place, name = Place((device or "cuda") if measuring else "cpu", output), make or model
-    name = name or "llama3-8b"
-    settings = {"tokens": tokens, "recipe": recipe, "how": how, "for": judged or place.device}
-    settings["cuda_graphs"] = cuda_graphs
+    if device and gpu:
+        raise ConfigError("--device is where to measure: leave it, or --gpu, out")
+    judged = short_name(gpu) if gpu else None if here or device else _DEFAULT_GPU
+    if gpu and judged not in SMALLEST:
+        raise ConfigError(f"gpu: got {gpu!r}, expected one of {', '.join(SMALLEST)}")
+    place, name = Place("cpu" if judged else device or "cuda", output), make or model or "llama3-8b"
     if make:
         whole = load_model(make)
     else:
         shape = preset(name)
         with torch.device("meta"):
             whole = Llama(shape.model, shape.seq_len)
-    bench = Bench("plan", place, tell=measuring, model=name, **settings)
+    settings = {"tokens": tokens, "recipe": recipe, "for": judged or place.device}
+    bench = Bench("plan", place, tell=not judged, model=name, cuda_graphs=cuda_graphs, **settings)
     report = report_on(whole, config, tokens, judged, cuda_graphs)
-    known = stored(judged, judged_as(config)) if judged else {}
-
-    def judge(shape: Shape) -> LinearTimes | float | None:
-        if measuring:
-            return measure_linear(shape, recipe, bench.device)
-        return estimate(known, shape)
-
-    waits = bench.device.type == "cuda" and not cuda_graphs
-    rows = plan_conversion(report, tokens, judge, waits)
-    title = f"{name}, {recipe}, {tokens} tokens: {how} for {judged or device_name(bench.device)}"
-    title += ", as CUDA graphs" if cuda_graphs else ""
-    title += "; ms of forward + backward" if measuring else ""
-    title += "" if measuring or here or gpu else " (no --gpu names another)"
-    bench.finish(title, rows)
-    for line in _conclusion(report, rows, judged):
-        bench.console.print(line)
-    if measuring and any(row["fate"] == CONVERT for row in rows):
-        bench.console.print("what gained, as a filter of the conversion:")
-        found = filter_found(report, rows)  # in one line, to be pasted
-        typer.echo(f"{'import re' * ('re.sub' in found)}\nmodule_filter_fn={found}")
-    if judged or bench.device.type == "cuda":
-        bench.console.print("GPU time of layers one by one: large ones gain more when compiled,")
-        bench.console.print("small ones less in eager mode, where they wait for the CPU")
-    bench.console.print("M: tokens, K: features in, N: features out")
-
-
-def _conclusion(report: ConversionReport, rows: list[dict[str, Any]], gpu: str | None) -> list[str]:
-    """Say what is no linear layer, how much is converted, and how much faster all of it becomes."""
-    others = Counter((_short(x.fqn), x.shape, x.module) for x in report.others)
-    lines = []
-    for (name, shape, module), count in others.items():
-        fate = "no linear layer, stays" if len(shape) < 3 else "not judged, grouped_linear or not"
-        lines.append(f"{fate}: {count} x {name} {[*shape]} of {module}")
-    experts = sum(row["count"] for row in rows if "experts" in row)
-    in_all = [row for row in rows if row["fate"].startswith(CONVERT)]
-    all_weights = sum(map(_weights, rows)) + sum(math.prod(x.shape) for x in report.others)
-    share = sum(map(_weights, in_all)) / max(all_weights, 1)
-    rows = [row for row in rows if "experts" not in row]
-    converted = [row for row in rows if row["fate"] == CONVERT]
-    count = sum(row["count"] for row in converted)
-    layers = f"float8: {count} of {len(report.layers)} linear layers"
-    if experts:
-        count = sum(row["count"] for row in in_all) - count
-        layers += f" and {count} of {experts} weights of experts"
-    lines += [f"{layers}, {percent(share)} of all matmul weights", *report.chosen_for]
-    lines += [
-        f"experts: {why}" for why in dict.fromkeys(x.skip_reason for x in report.experts) if why
-    ]
-    if not report.layers and not experts:
-        lines.append("there are no linear layers to convert")
-    elif not in_all:
-        unjudged = any(len(x.shape) > 2 for x in report.others)
-        verdict = "no linear layer gains" if unjudged else "it does not pay: no layer gains"
-        waits = any("waits for the CPU" in row["fate"] for row in rows)
-        do = f"more --tokens per forward{', or --cuda-graphs,' * waits}"
-        lines.append(f"{verdict}; {do} may change that")
-    if rows and "bf16_ms" in rows[0]:
+    title = f"{name}, {recipe}, {tokens} tokens" + ", as CUDA graphs" * cuda_graphs
+    if judged:
+        title += f": judged by size for {judged}" + " (no --gpu names another)" * (not gpu)
+        layers = [vars(layer) for layer in (*report.layers, *report.experts)]
+        bench.finish(title, layers, shown=str(report))
+        pays = any(layer["skip_reason"] is None for layer in layers)
+    else:
+        measure = partial(measure_linear, recipe=recipe, device=bench.device)
+        waits = bench.device.type == "cuda" and not cuda_graphs
+        rows = plan_layers(report, tokens, measure, waits)
+        title += f": measured for {device_name(bench.device)}; ms of forward + backward"
+        bench.finish(title, rows)
         bf16 = sum(row["count"] * row["bf16_ms"] for row in rows)
         best = ("float8_ms" if row["fate"] == CONVERT else "bf16_ms" for row in rows)
         ours = sum(row["count"] * row[ms] for row, ms in zip(rows, best, strict=True))
-        lines.append(f"all linear layers: {bf16 / ours:.2f}x of bf16")
-    elif any(row["estimate"] for row in converted):
-        # All have the same tokens, so that weights are to each other as times.
-        ours = sum(_weights(row) / (row.get("estimate") or 1.0) for row in rows)
-        speedup = sum(map(_weights, rows)) / ours
-        lines += [
-            f"estimate: that of the largest layer measured on {gpu} that is no larger;",
-            "estimates of two GPUs cannot be compared: they are of different measurements",
-            f"all linear layers: about {speedup:.2f}x of bf16; what else a step does gains nothing",
-        ]
-        unknown = sum(row["count"] for row in converted if not row.get("estimate"))
-        if unknown:
-            lines.append(f"{unknown} of them without an estimate are counted as 1.00x")
-        if experts:
-            lines.append("experts are not in it")
-    elif converted:
-        lines += [
-            f"no estimate: no layer as small was measured on {gpu} with this recipe;",
-            "docs/performance.md has whole blocks, and --gpu H200 more layers",
-        ]
-    return lines
-
-
-def _weights(row: dict[str, Any]) -> int:
-    return int(row["count"] * row.get("experts", 1) * row["K"] * row["N"])
-
-
-def _gpu(name: str | None, here: bool) -> str:
-    """A GPU whose limits are known: of that name, or the one here, or else `_DEFAULT_GPU`."""
-    if name is not None and short_name(name) not in SMALLEST:
-        raise ConfigError(f"gpu: got {name!r}, expected one of {', '.join(SMALLEST)}")
-    if name is None:
-        name = gpu_for(torch.device("cpu")) if here else _DEFAULT_GPU
-    if short_name(name) not in SMALLEST:
-        raise ConfigError("the limits of this GPU are not known: measure, or name another by --gpu")
-    return str(short_name(name))
+        bench.console.print(f"all linear layers: {bf16 / ours:.2f}x of bf16")
+        if pays := any(row["fate"] == CONVERT for row in rows):
+            bench.console.print("what gained, as a filter of the conversion:")
+            found = filter_found(report, rows)  # in one line, to be pasted
+            typer.echo(f"{'import re' * ('re.sub' in found)}\nmodule_filter_fn={found}")
+        bench.console.print("M: tokens, K: features in, N: features out")
+    if not pays:
+        do = "more --tokens per forward, or --cuda-graphs, may change that"
+        bench.console.print(f"it does not pay: no layer gains; {do}")
+    bench.console.print("GPU time of layers one by one: large ones gain more when compiled,")
+    bench.console.print("small ones less in eager mode, where they wait for the CPU")

@@ -126,10 +126,12 @@ def _parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh) -> None:
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only, one fused kernel per group."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    matrices, others = (
+        [p for p in model.parameters() if (p.dim() > 1) is x] for x in (True, False)
+    )
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
 

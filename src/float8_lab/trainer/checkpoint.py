@@ -50,7 +50,13 @@ def save_checkpoint(
         with _explained(f"could not write the checkpoint {target}", ranks):
             ranks.once(lambda: _delete(folder.glob(f"{_UNFINISHED}*")))
             save(values, storage_writer=_Writer(temporary), no_dist=ranks.size == 1)
-            _write_checksums(temporary, ranks)
+            own = [f"__{ranks.rank}_*.distcp"] + [_METADATA] * (ranks.rank == 0)
+            mine = ranks.together(
+                lambda: {x.name: _crc(x) for name in own for x in temporary.glob(name)}
+            )
+            found = {name: crc for part in ranks.gather(mine) for name, crc in part.items()}
+            text = json.dumps(found, indent=1) + "\n"
+            ranks.once(lambda: (temporary / _CHECKSUMS).write_text(text))
             ranks.once(lambda: _delete([target]))  # reached again after resuming from an older step
             ranks.once(lambda: temporary.rename(target))
     except (CheckpointError, torch.OutOfMemoryError):
@@ -77,14 +83,6 @@ class _Writer(FileSystemWriter):
             raise
 
 
-def _write_checksums(folder: Path, ranks: Ranks) -> None:
-    """Note the checksum of each file; each rank reads those that it wrote."""
-    own = [f"__{ranks.rank}_*.distcp"] + [_METADATA] * (ranks.rank == 0)
-    mine = ranks.together(lambda: {x.name: _crc(x) for name in own for x in folder.glob(name)})
-    found = {name: crc for part in ranks.gather(mine) for name, crc in part.items()}
-    ranks.once(lambda: (folder / _CHECKSUMS).write_text(json.dumps(found, indent=1) + "\n"))
-
-
 def _crc(path: Path) -> int:
     crc = 0
     with path.open("rb") as file:
@@ -97,49 +95,37 @@ def check_checkpoint(path: Path, ranks: Ranks = ALONE) -> None:
     """Raise a `CheckpointError` if a file of it is damaged or missing; collective.
 
     It names the newest other checkpoint of the run that is not. Each rank reads some of the files.
-    Of a checkpoint without checksums, of an earlier trainer, it checks sizes alone, and warns.
+    Of a run of 0.2.0, which has no checksums, it checks nothing, and warns.
     """
 
     def check() -> None:
         if damage := _damage(path, ranks):
-            raise CheckpointError(f"the checkpoint {path} is damaged: {damage}; {_way_on(path)}")
+            do = "no other checkpoint of the run is intact: begin it anew with another --output"
+            for other in list_checkpoints(path.parent):
+                if other.name != path.name and _damage(other) is None:
+                    do = f"go on from the last good one with float8 train --resume {other}"
+            raise CheckpointError(f"the checkpoint {path} is damaged: {damage}; {do}")
 
     ranks.together(check)
     if ranks.rank == 0 and not (path / _CHECKSUMS).exists():
-        warnings.warn(
-            f"float8: the checkpoint {path} has no {_CHECKSUMS}, as those of earlier versions: "
-            f"only the sizes of its files were checked",
-            stacklevel=3,
-        )
-
-
-def _way_on(path: Path) -> str:
-    """Say what to do without that checkpoint."""
-    for other in list_checkpoints(path.parent)[::-1]:
-        if other.name != path.name and _damage(other) is None:
-            unknown = "" if (other / _CHECKSUMS).exists() else ", which has no checksums,"
-            return f"go on from the last good one{unknown} with float8 train --resume {other}"
-    return "the run has no other checkpoint that is intact: begin it anew with another --output"
+        warnings.warn(f"float8: {path} has no {_CHECKSUMS}, as those of 0.2.0", stacklevel=3)
 
 
 def _damage(path: Path, ranks: Ranks = ALONE) -> str | None:
     """Say which of this rank's share of the files is not as it was written; None if all are."""
-    name, listed = _CHECKSUMS, dict[str, int | None]()
+    name = _CHECKSUMS
+    if not (path / name).exists() and path.exists():
+        others = [x for x in list_checkpoints(path.parent) if (x / name).exists()]
+        return f"{name} is not there, but other checkpoints have theirs" if others else None
     try:
-        if (path / name).exists():
-            listed = {_METADATA: None, **json.loads((path / name).read_text())}
-        elif any((x / name).exists() for x in _earlier(path)):
-            return f"{name} is not there, but earlier checkpoints of the run have theirs"
+        listed = {_METADATA: None, **json.loads((path / name).read_text())}
         for name in [*listed][ranks.rank :: ranks.size]:
             if _crc(path / name) != listed[name]:
                 return f"{name} has other bytes than were written"
         name = _METADATA  # `load` prints a traceback if it cannot read it
         parts = FileSystemReader(path).read_metadata().storage_data if ranks.rank == 0 else {}
-        for name, end in {(x.relative_path, x.offset + x.length) for x in parts.values()}:
-            if listed and name not in listed:
-                return f"{name} is not in {_CHECKSUMS}"
-            if not listed and (path / name).stat().st_size < end:
-                return f"{name} is cut"
+        for name in {x.relative_path for x in parts.values()} - {*listed}:
+            return f"{name} is not in {_CHECKSUMS}"
     except Exception as error:  # whatever a pickle raises
         return f"{name} cannot be read: {error}"
     return None
@@ -155,26 +141,14 @@ def load_checkpoint(path: Path, values: dict[str, Any], ranks: Ranks = ALONE) ->
 
     A `CheckpointError` if names or shapes are not those of then. `check_checkpoint` comes first.
     """
-    try:
-        with _explained(f"could not go on from the checkpoint {path}", ranks):
-            load(values, checkpoint_id=path, no_dist=ranks.size == 1)
-    except CheckpointError as error:
-        if (path / _CHECKSUMS).exists():
-            raise
-        raise CheckpointError(f"{error}; if a file is damaged: {_way_on(path)}") from error
+    with _explained(f"could not go on from the checkpoint {path}", ranks):
+        load(values, checkpoint_id=path, no_dist=ranks.size == 1)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints below `folder`, oldest step first; unfinished ones are not among them."""
     found = folder.iterdir() if folder.is_dir() else ()
     return sorted((path for path in found if is_checkpoint(path)), key=step_of)
-
-
-def _earlier(path: Path) -> list[Path]:
-    """List checkpoints of the same run with fewer steps; of one elsewhere none are known."""
-    if not is_checkpoint(path):
-        return []
-    return [x for x in list_checkpoints(path.parent) if step_of(x) < step_of(path)]
 
 
 def is_checkpoint(path: Path) -> bool:

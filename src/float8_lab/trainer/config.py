@@ -10,7 +10,7 @@ import os
 import typing
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 from typer.models import OptionInfo
@@ -27,10 +27,11 @@ MODEL, OPTIMIZER, DEVICE = "Model and data", "Optimizer", "Speed and memory"
 RANKS, OUTPUT = "Several ranks", "Output"
 
 _LARGEST = 2**63 - 1  # what PyTorch takes as a seed
+Record = TypeVar("Record", bound=Any)
 
 
-def check_types(record: Any) -> None:
-    """Raise a `ConfigError` unless each field of a dataclass has a value of its type.
+def check_types(record: Record) -> Record:
+    """Return a dataclass; a `ConfigError` if some field has no value of its type.
 
     A bool is no int, an int is a float.
     """
@@ -39,6 +40,7 @@ def check_types(record: Any) -> None:
         if type(got) not in kinds and not (type(got) is int and float in kinds):
             expected = " or ".join(kind.__name__ for kind in kinds)
             raise ConfigError(f"{each.name}: got {got!r}, expected {expected}")
+    return record
 
 
 def _setting(panel: str, text: str, default: Any = MISSING, shown: str = "", **bounds: Any) -> Any:

@@ -18,8 +18,8 @@ from torch import Tensor
 from float8_lab.errors import DataError
 
 SEPARATOR = b"\0"
-_SPLITS = ("train", "validation")
 VALIDATION_FRACTION = 0.1
+_SPLITS = ("train", "validation")
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 _MASK = (1 << 64) - 1
 
@@ -37,7 +37,7 @@ class Corpus:
     def describe(self) -> dict[str, Any]:
         """Describe it, JSON-ready: the splits by their sizes in bytes."""
         sizes = {f"{split}_bytes": len(getattr(self, split)) for split in _SPLITS}
-        return {**{k: v for k, v in vars(self).items() if k not in _SPLITS}, **sizes}
+        return {k: v for k, v in vars(self).items() if k not in _SPLITS} | sizes
 
 
 def load_corpus(path: str | Path | None = None) -> Corpus:
@@ -48,10 +48,9 @@ def load_corpus(path: str | Path | None = None) -> Corpus:
     wherever the folder lies and whatever is added to it. A single file is cut: its last tenth
     is the validation text. A `DataError` if nothing of it is readable text.
     """
+    root, name, suffix = Path(path or ""), str(path), ""
     if path is None:
         root, name, suffix = Path(sysconfig.get_paths()["stdlib"]), "Python standard library", ".py"
-    else:
-        root, name, suffix = Path(path), str(path), ""
     if not root.is_file() and not root.is_dir():
         raise DataError(f"no data at {path}: give an existing file or folder of text")
     files = [root] if root.is_file() else _walk(root, suffix)
@@ -73,16 +72,14 @@ def load_corpus(path: str | Path | None = None) -> Corpus:
     if not all(joined):
         raise DataError(f"{name}: no text left to train or to validate on; give more text")
     fingerprint = hashlib.sha256(b"".join(len(t).to_bytes(8, "big") + t for t in joined))
-    tensors = (torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in joined)
-    train, validation = tensors
+    train, validation = (torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in joined)
     return Corpus(name, train, validation, len(splits[0]), fingerprint.hexdigest()[:16])
 
 
 def _walk(root: Path, suffix: str) -> Iterator[Path]:
     for folder, subfolders, files in os.walk(root):
-        subfolders[:] = sorted(
-            sub for sub in subfolders if sub not in _SKIPPED_FOLDERS and not sub.startswith(".")
-        )
+        seen = {sub for sub in subfolders if not sub.startswith(".")} - _SKIPPED_FOLDERS
+        subfolders[:] = sorted(seen)
         for file in sorted(files):
             if file.endswith(suffix) and not file.startswith("."):
                 yield Path(folder, file)
@@ -90,10 +87,9 @@ def _walk(root: Path, suffix: str) -> Iterator[Path]:
 
 def _read_text(path: Path) -> bytes:
     """The file's bytes, none if they are not UTF-8 text or cannot be read."""
-    if not path.is_file():  # A pipe or a socket would block; a dangling link has nothing to read.
-        return b""
     try:
-        text = path.read_bytes()
+        # A pipe or a socket would block; a dangling link has nothing to read.
+        text = path.read_bytes() if path.is_file() else b""
         text.decode()
     except (OSError, UnicodeDecodeError):
         return b""
@@ -123,11 +119,9 @@ def train_batch(text: Tensor, *, seed: int, first: int, batch_size: int, seq_len
     microbatches or ranks, nor on what was read before. That is what makes resuming exact. Returns
     each with its next token, [batch_size, seq_len + 1] uint8.
     """
-    places = len(text) - seq_len
-    order = _mix(seed)
     batch = torch.empty(batch_size, seq_len + 1, dtype=torch.uint8)  # fails at once if too large
     for row in range(batch_size):
-        start = _mix(order + first + row) % places
+        start = _mix(_mix(seed) + first + row) % (len(text) - seq_len)
         batch[row] = text[start : start + seq_len + 1]
     return batch
 
@@ -148,6 +142,6 @@ def validation_batches(
 def _mix(value: int) -> int:
     """Scramble 64 bits so that neighbouring numbers land far apart (a bijection)."""
     value = (value * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03) & _MASK
-    value = ((value ^ (value >> 32)) * 0xD6E8FEB86659FD93) & _MASK
-    value = ((value ^ (value >> 32)) * 0xD6E8FEB86659FD93) & _MASK
+    for _ in range(2):
+        value = ((value ^ (value >> 32)) * 0xD6E8FEB86659FD93) & _MASK
     return value ^ (value >> 32)

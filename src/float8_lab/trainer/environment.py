@@ -65,8 +65,7 @@ def git_commit() -> str | None:
 
 def public_path(text: str) -> str:
     """Text as it is; but of an absolute path only what is below the current folder, or its name."""
-    path = Path(text)
-    if not path.is_absolute():
-        return text
-    below = path.is_relative_to(here := Path.cwd())
-    return str(path.relative_to(here) if below else Path("...") / path.name)
+    path, here = Path(text), Path.cwd()
+    if path.is_relative_to(here):
+        return str(path.relative_to(here))
+    return str(Path("...", path.name)) if path.is_absolute() else text

@@ -20,12 +20,7 @@ from float8_lab.device import BF16_PEAK, Clock, explain_out_of_memory, skipped_g
 from float8_lab.errors import DataError, TrainingDivergedError
 from float8_lab.ranks import ALONE, Ranks, for_all
 from float8_lab.trainer import build, data, metrics
-from float8_lab.trainer.checkpoint import (
-    check_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-    step_of,
-)
+from float8_lab.trainer import checkpoint as checkpoints
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.metrics import Observer, StepRecord, ValidationRecord
 from float8_lab.trainer.run_folder import RunFolder, open_run_folder
@@ -67,8 +62,8 @@ class Trainer:
 
     def restore(self, checkpoint: Path) -> None:
         """Go back to where `checkpoint` was written."""
-        self.step = self._first_step = step_of(checkpoint)
-        load_checkpoint(checkpoint, self.state(), self.ranks)
+        self.step = self._first_step = checkpoints.step_of(checkpoint)
+        checkpoints.load_checkpoint(checkpoint, self.state(), self.ranks)
         self.last_checkpoint = checkpoint
 
     def state(self) -> dict[str, Any]:
@@ -121,17 +116,17 @@ class Trainer:
         """Describe model and data for people."""
         config, corpus, ranks = self.config, self.corpus, self.ranks.size
         size = sum(parameter.numel() for parameter in self.model.parameters())
-        about = (
-            f"{config.recipe}: Llama {config.model}, {size / 1e6:.1f}M parameters, {config.dtype}"
+        about = f"{config.recipe}: Llama {config.model}, {size / 1e6:.1f}M parameters"
+        about += (
+            f", {config.dtype}{', compiled' * config.compile}{', graphed' * config.cuda_graphs}"
         )
-        about += ", compiled" * config.compile + ", graphed" * config.cuda_graphs
         about += f" on {config.device}"
         if self.device.type == "cpu":
             about += f" with {torch.get_num_threads()} thread(s)"
         about += f", {ranks} ranks" if ranks > 1 else ""
-        about += f"\n  data: {corpus.name}, {len(corpus.train) / 1e6:.1f} MB in "
-        about += f"{corpus.train_files} file(s), {config.tokens_per_step:,} tokens per step"
-        return "\n  ".join([about, *self.conversion.splitlines()[:1]])
+        data = f"data: {corpus.name}, {len(corpus.train) / 1e6:.1f} MB in "
+        data += f"{corpus.train_files} file(s), {config.tokens_per_step:,} tokens per step"
+        return "\n  ".join([about, data, *self.conversion.splitlines()[:1]])
 
     def train_step(self) -> None:
         """Forward, backward and optimizer, without waiting for the device."""
@@ -173,11 +168,8 @@ class Trainer:
         self.step = step
 
     def _begin_graphs(self) -> None:
-        """Mark where CUDA graphs may overwrite what they returned before.
-
-        All blocks run the same compiled code, so torch cannot tell by itself. Microbatches of a
-        step share one mark: their gradients are still needed.
-        """
+        # CUDA graphs may overwrite now what they returned before: all blocks run the same compiled
+        # code, so torch cannot tell by itself. Gradients of microbatches are still needed.
         if self.config.cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
@@ -221,29 +213,30 @@ class Trainer:
         """Pass on the losses since the last time; a `TrainingDivergedError` if bad. Collective."""
         if not self._pending:
             return
-        if self.config.cuda_graphs and (skipped := skipped_graphs() - self._skipped):
+        config = self.config
+        if config.cuda_graphs and (skipped := skipped_graphs() - self._skipped):
             why = "their code runs as it is; TORCH_LOGS=cudagraphs says why"
             warnings.warn(f"--cuda-graphs: {skipped} graph(s) were skipped: {why}", stacklevel=2)
         losses, norms = (torch.stack(each) for each in zip(*self._pending, strict=True))
         steps = range(self.step - len(losses) + 1, self.step + 1)
         means, seconds = self.ranks.mean(losses), self.timer.collect()[::2]
-        untimed = min(WARMUP_STEPS, (self.config.last_step - self._first_step) // 2)
+        untimed = min(WARMUP_STEPS, (config.last_step - self._first_step) // 2)
         memory = peak = None
         flops = 0.0  # of a step on one GPU
         if self.device.type == "cuda":
             memory = max(self.ranks.gather(torch.cuda.max_memory_allocated(self.device)))
             peak = BF16_PEAK.get(torch.cuda.get_device_name(self.device))
-            flops = self.model.config.flops_per_token(self.config.seq_len)
-            flops *= self.config.tokens_per_step / self.ranks.size
+            flops = self.model.config.flops_per_token(config.seq_len)
+            flops *= config.tokens_per_step / self.ranks.size
         columns = (steps, means.tolist(), norms.tolist(), seconds)
         records = [
             StepRecord(
                 step=step,
                 loss=loss,
                 grad_norm=norm,
-                learning_rate=build.learning_rate(step, self.config),
+                learning_rate=build.learning_rate(step, config),
                 seconds=duration,
-                tokens=self.config.tokens_per_step,
+                tokens=config.tokens_per_step,
                 timed=step - self._first_step > untimed,
                 memory_bytes=memory,
                 tflops_per_gpu=flops / duration / 1e12 if flops else None,
@@ -256,18 +249,16 @@ class Trainer:
         bad = next((record for record in records if not record.finite), None)
         if bad is not None:
             saved = f", the last checkpoint is {self.last_checkpoint}" * bool(self.last_checkpoint)
-            message = (
-                f"training diverged at step {bad.step}: loss {bad.loss}, gradient norm "
-                f"{bad.grad_norm}. The metrics are in {self.folder.metrics}{saved}; try a lower "
-                "--learning-rate or a longer --warmup-steps"
-            )
-            raise for_all(TrainingDivergedError(message))
+            what = f"step {bad.step}: loss {bad.loss}, gradient norm {bad.grad_norm}"
+            where = f"The metrics are in {self.folder.metrics}{saved}"
+            do = "try a lower --learning-rate or a longer --warmup-steps"
+            raise for_all(TrainingDivergedError(f"training diverged at {what}. {where}; {do}"))
 
     def _save(self) -> None:
-        if self.last_checkpoint and step_of(self.last_checkpoint) == self.step:
+        if self.last_checkpoint and checkpoints.step_of(self.last_checkpoint) == self.step:
             return
         self._report()  # A run that has diverged must not replace good checkpoints.
-        self.last_checkpoint = save_checkpoint(
+        self.last_checkpoint = checkpoints.save_checkpoint(
             self.folder.checkpoints,
             self.step,
             self.state(),
@@ -304,24 +295,20 @@ def train(
 
     text = ranks.together(usable)
     if len({*(found := ranks.gather(text.fingerprint))}) > 1:  # each takes its part of one order
-        message = (
-            f"ranks read different data ({', '.join(found)}): give a --data equal on all hosts"
-        )
-        raise for_all(DataError(message))
+        got = f"ranks read different data ({', '.join(found)})"
+        raise for_all(DataError(f"{got}: give a --data equal on all hosts"))
     if resume is not None:
-        check_checkpoint(resume, ranks)
+        checkpoints.check_checkpoint(resume, ranks)
     folder = ranks.once(lambda: open_run_folder(config, text, checkpoint=resume))
     with explain_out_of_memory(
         f"{config.device} ran out of memory with batches of {config.batch_size} x "
         f"{config.seq_len} tokens: lower --batch-size (and raise --accumulate by as much), "
         "use --activation-checkpointing, or choose a smaller model"
     ):
-        everyone: list[Observer] = []
-        if ranks.rank == 0:
-            everyone = [*observers, metrics.JsonLines(folder.metrics)]
-            if config.tensorboard:
-                step = step_of(resume) if resume else 0
-                everyone.append(metrics.TensorBoard(folder.tensorboard, step))
+        everyone = [*observers, metrics.JsonLines(folder.metrics)] if ranks.rank == 0 else []
+        if everyone and config.tensorboard:
+            step = checkpoints.step_of(resume) if resume else 0
+            everyone.append(metrics.TensorBoard(folder.tensorboard, step))
         trainer = Trainer(config, text, everyone, ranks)
         if resume is not None:
             trainer.restore(resume)

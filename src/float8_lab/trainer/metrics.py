@@ -12,11 +12,7 @@ from typing import Any
 from float8_lab.errors import ConfigError
 from float8_lab.trainer.config import TrainConfig, check_types
 
-FINISHED = "finished"
-INTERRUPTED = "interrupted"
-STOPPED = "stopped"
-FAILED = "failed"
-
+FINISHED, INTERRUPTED, STOPPED, FAILED = "finished", "interrupted", "stopped", "failed"
 RATES = {"tflops_per_gpu": "{:.0f} TFLOP/s", "mfu": "MFU {:.0%} (bf16)"}
 """Fields of a `StepRecord` that only runs on GPUs have, and how they are shown."""
 
@@ -54,7 +50,7 @@ class Observer:
     """Someone who is told what happens; every method may be left as it is.
 
     `on_step` comes while the device still works, `on_records` at times with the steps since the
-    last time, and `on_end`, whatever happened, at last.
+    last time, oldest first, and `on_end`, whatever happened, at last: then files are let go of.
     """
 
     def on_start(self, config: TrainConfig, step: int, about: str) -> None:
@@ -64,7 +60,7 @@ class Observer:
         """Step `step` was sent to the device."""
 
     def on_records(self, records: Sequence[StepRecord]) -> None:
-        """These steps are done, oldest first."""
+        """These steps are done."""
 
     def on_validation(self, record: ValidationRecord) -> None:
         """A validation is done."""
@@ -73,7 +69,7 @@ class Observer:
         """A checkpoint was written."""
 
     def on_end(self, status: str, step: int) -> None:
-        """The run ended after `step` with one of the statuses of this module; let go of files."""
+        """The run ended after `step` with one of the statuses of this module."""
 
 
 class JsonLines(Observer):
@@ -84,10 +80,9 @@ class JsonLines(Observer):
 
     def __init__(self, path: Path) -> None:
         # A killed process may have left half a line: start on a fresh one.
-        torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+        torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
         self._file = path.open("a", buffering=1)
-        if torn:
-            self._file.write("\n")
+        self._file.write("\n" * torn)
 
     def _write(self, kind: str, **values: Any) -> None:
         for name, value in values.items():
@@ -183,11 +178,9 @@ def _add(metrics: Metrics, kind: str, step: int, **values: Any) -> None:
         metrics.status = ""
     elif kind == "train":
         del values["tokens_per_s"]
-        metrics.train.append(StepRecord(step, **values))
-        check_types(metrics.train[-1])
+        metrics.train.append(check_types(StepRecord(step, **values)))
     elif kind == "validation":
-        metrics.validation.append(ValidationRecord(step, **values))
-        check_types(metrics.validation[-1])
+        metrics.validation.append(check_types(ValidationRecord(step, **values)))
     elif kind == "end":
         metrics.status = values["status"]
 

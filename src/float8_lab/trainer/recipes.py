@@ -20,7 +20,7 @@ def recipe_config(recipe: str) -> Float8LinearConfig:
         for each in fields(config)
         if getattr(config, each.name) is False
     }
-    del known["enable_fsdp_float8_all_gather"]  # `bench fsdp` has a variant of its own for it
+    del known["enable_fsdp_float8_all_gather"]  # `bench train` has variants of their own for it
     known["fast_accum"] = {f"gemm_config_{gemm}": fast for gemm in config.float8_gemms}
     kinds = Float8Weights.HELD, Float8Weights.ONLY
     known |= {each.value: {"float8_weights": each} for each in kinds}

@@ -1,0 +1,176 @@
+"""SQNR, underflow and saturation, against numbers computed by hand and against theory."""
+
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from float8 import all_linears, convert_to_float8_training, sync_float8_amax_and_scale_history
+from float8.formats import E4M3
+from float8.linear.plan import Casts
+from float8_lab.numerics import LayerCast, MeasuredCast, casts_of, compare, decibels, measure_cast
+from support.configs import of_recipe, tensorwise
+
+# SQNR in dB of normal numbers that are cast to a format without leaving its normal range.
+OF_E4M3, OF_E5M2 = 31.5, 25.5
+GEMMS = ("output", "grad_input", "grad_weight")
+M, K, N = 384, 512, 256
+
+
+def db(*noises: float) -> float:
+    """The SQNR of a product whose operands have these, in dB."""
+    return -10 * math.log10(sum(10 ** (-noise / 10) for noise in noises))
+
+
+def numbers_of(cast: MeasuredCast, x: Tensor, *casts: Casts) -> LayerCast:
+    return LayerCast.of("it", cast, measure_cast(x, cast, *casts))
+
+
+# With amax 448 the scale is 1. 2^-11 is less than half of the smallest number, 2^-9; 1.0625 lies
+# between 1 and 1.125 and becomes the even one.
+BY_HAND = torch.tensor([[448.0, 1.0, 1.0625, 2.0**-11, 0.0]])
+SIGNAL = 448.0**2 + 1 + 1.0625**2 + 2.0**-22
+
+
+def test_a_cast_by_hand() -> None:
+    cast = casts_of(tensorwise())[0]
+    assert (cast.role, cast.how.dtype) == ("input", E4M3)
+    noise = 0.0625**2 + 2.0**-22
+    columns = (0.0625 / 1.0625) ** 2 + 1  # relative errors: the fourth is lost, the last is zero
+    sums = [448.0, 4, 1, 0, SIGNAL, noise, noise / SIGNAL, 1, columns, 4]
+    expected = torch.tensor(sums, dtype=torch.float64)
+    torch.testing.assert_close(measure_cast(BY_HAND, cast), expected, rtol=1e-12, atol=0)
+    numbers = LayerCast.of("it", cast, expected)
+    assert (numbers.layer, numbers.role, numbers.gemms) == ("it", cast.role, cast.gemms)
+    assert (numbers.amax, numbers.underflow, numbers.saturation) == (448.0, 0.25, 0.0)
+    assert numbers.sqnr_db == pytest.approx(10 * math.log10(SIGNAL / noise))
+    assert numbers.even_db == pytest.approx(10 * math.log10(4 / columns))
+
+
+def test_zeros_what_is_not_finite_and_what_float32_cannot_square() -> None:
+    cast = casts_of(tensorwise())[0]
+    zeros = numbers_of(cast, torch.zeros(2, 16))
+    assert (zeros.amax, zeros.underflow, zeros.saturation) == (0.0, 0.0, 0.0)
+    assert (zeros.sqnr_db, zeros.even_db) == (math.inf, math.inf)
+    for bad in (math.nan, math.inf):
+        x = torch.ones(2, 16)
+        x[0, 3] = bad
+        numbers = numbers_of(cast, x)
+        assert not math.isfinite(numbers.amax)
+        assert math.isnan(numbers.sqnr_db)
+        assert math.isnan(numbers.even_db)
+    tiny = numbers_of(cast, torch.randn(64, 64) * 1e-25)
+    assert tiny.sqnr_db == pytest.approx(OF_E4M3, abs=0.5)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_casts_of_columns_are_those_of_the_transposed_tensor(recipe: str) -> None:
+    x = torch.randn(200, 136) * torch.logspace(0, -6, 136)
+    row, col = (cast for cast in casts_of(of_recipe(recipe)) if cast.role == "grad_output")
+    there, back = measure_cast(x, col), measure_cast(x.t().contiguous(), row)
+    torch.testing.assert_close(there, back, rtol=1e-12, atol=0)
+    assert not torch.equal(measure_cast(x, col), measure_cast(x, row))
+
+
+# ---------------------------------------------------------------- the GEMMs of a layer
+
+
+def ours(recipe: str) -> Callable[[nn.Module], nn.Module]:
+    config = {"config": recipe, "module_filter_fn": all_linears}
+    return lambda layer: convert_to_float8_training(layer, **config)  # type: ignore[arg-type]
+
+
+def exactness(convert: Any, weight: Tensor, steps: Any) -> dict[str, Any]:
+    """SQNR in dB of each GEMM of the last step, and that of its mean row or channel."""
+    layer = nn.Linear(*weight.shape[::-1], bias=False, dtype=torch.bfloat16)
+    layer.weight.data = weight.clone()
+    layer = convert(layer)
+    for x, grad in steps:
+        x = x.detach().requires_grad_()
+        y = layer(x)
+        results = y.detach(), *torch.autograd.grad(y, (x, layer.weight), grad)
+        sync_float8_amax_and_scale_history(layer)
+    x, grad, weight = x.detach().double(), grad.double(), weight.double()
+    exact, found = (x @ weight.t(), grad @ weight, grad.t() @ x), {}
+    for gemm, wanted, got in zip(GEMMS, exact, results, strict=True):
+        signal, noise, *rows_and_columns = compare(wanted, got).tolist()
+        relative, count = rows_and_columns[2:] if gemm == "grad_weight" else rows_and_columns[:2]
+        found[gemm] = decibels(signal, noise)
+        found[f"even {gemm}"] = decibels(count, relative)
+    return found
+
+
+def tensors(growth: float = 1.0) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """A weight, and three steps of which the last has an input larger by `growth`."""
+    steps = [(torch.randn(M, K).bfloat16(), torch.randn(M, N).bfloat16()) for _ in range(3)]
+    steps[-1][0].mul_(growth)
+    return torch.randn(N, K).bfloat16(), steps
+
+
+def flat(amax: Tensor) -> float:
+    """SQNR of numbers of standard deviation 1 below the normal range of e4m3, in dB.
+
+    There all numbers have the same distance, 2^-9 of the scale.
+    """
+    step = 2.0**-9 * amax.item() / 448
+    return -10 * math.log10(step**2 / 12)
+
+
+def test_theory_on_hot_tokens() -> None:
+    weight, [(x, grad), *_] = tensors()
+    x[:3] *= 2.0**15
+    tensorwise = exactness(ours("tensorwise"), weight, [(x, grad)])
+    below, above = db(flat(x.abs().max()), OF_E4M3), db(OF_E4M3, OF_E4M3)
+    assert above - below > 10  # dB, what scales per token gain
+    assert tensorwise["even output"] == pytest.approx(below, abs=0.6)
+    for recipe in ("rowwise", "blockwise"):
+        found = exactness(ours(recipe), weight, [(x, grad)])
+        assert found["even output"] == pytest.approx(above, abs=0.6)
+        # Of the whole output the hot tokens are nearly all, and these are exact enough.
+        assert found["output"] - tensorwise["output"] < 1
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"])
+def test_without_outliers_only_the_formats_count(recipe: str) -> None:
+    found, narrow = exactness(ours(recipe), *tensors()), db(OF_E4M3, OF_E4M3)
+    gradients = db(OF_E4M3, OF_E5M2) if recipe == "tensorwise" else narrow
+    assert found["output"] == pytest.approx(narrow, abs=0.6)
+    assert found["grad_input"] == pytest.approx(gradients, abs=0.6)
+    if recipe == "rowwise_with_gw_hp":
+        assert found["grad_weight"] > 50
+    else:
+        assert found["grad_weight"] == pytest.approx(gradients, abs=0.6)
+
+
+def test_delayed_scaling_has_seen_the_steps_before() -> None:
+    grown, level = tensors(4), tensors(1)
+    dynamic, delayed = (exactness(ours(r), *grown) for r in ("tensorwise", "delayed"))
+    # A quarter exceeds the amax of about 4.6 before, that is 1.15 standard deviations now.
+    assert delayed["output"] < dynamic["output"] - 10
+    assert delayed["grad_input"] > 20  # which reads no input
+    dynamic, delayed = (exactness(ours(r), *level) for r in ("tensorwise", "delayed"))
+    assert delayed["output"] > dynamic["output"] - 1
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_at_least_as_exact_as_torchao(recipe: str) -> None:
+    """With hot channels, and with tiny gradients of as many sizes as there are tokens."""
+    pytest.importorskip("torchao.float8")
+    torchao: Any = importlib.import_module("torchao.float8")
+
+    def theirs(layer: nn.Module) -> nn.Module:
+        config = torchao.Float8LinearConfig.from_recipe_name(recipe)
+        return torchao.convert_to_float8_training(layer, config=config)
+
+    weight, [(x, grad), (tokens, _), _] = tensors()
+    hot, tiny = torch.randperm(K)[:4], 1e-10 * torch.exp(3 * tokens[:, :1].float())
+    x[:, hot] *= 2.0**14
+    weight[:, hot] /= 2.0**14
+    for step in ((x, grad), (tokens, (grad * tiny).bfloat16())):
+        mine, other = (exactness(convert, weight, [step]) for convert in (ours(recipe), theirs))
+        for gemm, sqnr in other.items():
+            assert mine[gemm] - sqnr >= -0.1, gemm
