@@ -29,8 +29,7 @@ def grouped_linear(
             lie as [E, K, N] are given as `weight.transpose(1, 2)`, which is not copied.
         offs: [E] int32, ascending, on the same device: `offs[e]` is one past the last row of expert
             e. Groups may be empty. On a CPU offs that descend, are negative or exceed T raise. On a
-            GPU they are not checked: each is clamped to 0..T, and made at least as large as the
-            entry before it.
+            GPU nothing is checked: each is clamped to 0..T and to no less than the entry before it.
         config: a `Float8LinearConfig`, or the name of a recipe; None means `"rowwise"`, which
             grouped GEMMs are made for. Under `"tensorwise"` there is one scale per expert. All
             casts are to e4m3, those of gradients, too: grouped GEMMs take nothing else. All three
