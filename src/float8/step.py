@@ -63,12 +63,11 @@ def sync_float8_amax_and_scale_history(
     """
     require_module(model, "model")
     if fp8_layers is not None:
-        given = [*fp8_layers] if isinstance(fp8_layers, Iterable) else [fp8_layers]
-        if given == [fp8_layers] or not all(isinstance(x, Float8Linear) for x in given):
-            got = (
-                f"fp8_layers: got {type(fp8_layers).__name__}: {[type(x).__name__ for x in given]}"
-            )
-            raise TypeError(f"{got}, expected a list of Float8Linear; None syncs all of the model")
+        given = [*fp8_layers] if isinstance(fp8_layers, Iterable) else [None]
+        if not all(isinstance(x, Float8Linear) for x in given):
+            kinds = f"{type(fp8_layers).__name__} of {[type(x).__name__ for x in given]}"
+            expected = "a list of Float8Linear; None syncs all of the model"
+            raise TypeError(f"fp8_layers: got a {kinds}, expected {expected}")
     layers = _delayed_layers(model.modules() if fp8_layers is None else given)
     if not layers:
         return
