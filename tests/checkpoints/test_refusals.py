@@ -108,6 +108,7 @@ UNREADABLE: dict[str, tuple[str, Damage]] = {
     "folder": ("got '.' as the file of 'a'", index('{"weight_map": {"a": "."}}')),
     "beside": ("expected one in this folder", index('{"weight_map": {"a": "BESIDE"}}')),
     "outside": ("expected one in this folder", index('{"weight_map": {"a": "OUTSIDE"}}')),
+    "name twice": ("a name twice", index('{"weight_map": {"a": "b", "a": "c"}}')),
     "list": ("got a list, expected an object", index("[]")),
     "no JSON": ("expected an object", index("{")),
     "deep": ("expected an object", index("[" * 100_000)),
