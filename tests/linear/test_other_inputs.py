@@ -41,7 +41,7 @@ def test_no_tensors_say_what_they_are() -> None:
     with pytest.raises(TypeError, match="got a list as input, expected a dense tensor"):
         model([1, 2])
     with pytest.raises(
-        TypeError, match="got a Proxy as input, .*is_leaf_module is true for Float8Linear"
+        TypeError, match=r"got a Proxy as input, .*is_leaf_module is true for Float8Linear"
     ):
         torch.fx.symbolic_trace(model)
     for layout in (torch.strided, torch.jagged):
