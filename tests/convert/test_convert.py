@@ -1,5 +1,7 @@
 """Which layers of a model become `Float8Linear`, what stays the same; on the meta device."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -10,13 +12,13 @@ from float8 import (
     conversion_report,
     convert_to_float8_training,
     swap_linear_with_float8_linear,
-    sync_float8_amax_and_scale_history,
 )
-from support.configs import delayed, tensorwise
+from sqnr import assert_same_bits
+from support.configs import BOTH, delayed, tensorwise
 from support.devices import on_devices
-from support.models import FeedForward, forward_backward, fp8_state, seeded
-
-CONFIGS = pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
+from support.errors import require_errors
+from support.models import FeedForward, fp8_state, seeded
+from support.stacks import step
 
 
 def converted(model: nn.Module) -> list[str]:
@@ -39,7 +41,7 @@ class Nested(nn.Module):
 ALL = [f"blocks.{b}.w{w}" for b in (0, 1) for w in (1, 2, 3)] + ["by_name.head"]
 
 
-@CONFIGS
+@BOTH
 def test_all_nested_linears_are_converted_in_place(
     config: Float8LinearConfig, capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -77,7 +79,7 @@ def test_filter_is_called_with_each_linear_and_its_name() -> None:
     assert converted(model) == []
 
 
-@CONFIGS
+@BOTH
 def test_a_linear_as_root_is_converted_in_place(config: Float8LinearConfig) -> None:
     linear = nn.Linear(16, 32)
     weight = linear.weight
@@ -138,12 +140,16 @@ def test_the_name_that_float8_experimental_gave_it() -> None:
 
 
 def test_arguments_of_a_wrong_type() -> None:
-    with pytest.raises(TypeError, match=r"module: got Tensor, expected an nn.Module"):
-        convert_to_float8_training(torch.ones(1))
-    with pytest.raises(TypeError, match="config: got list, expected a Float8LinearConfig"):
-        convert_to_float8_training(Nested(), config=["tensorwise"])
-    with pytest.raises(TypeError, match="module_filter_fn: got list, expected a function"):
-        convert_to_float8_training(Nested(), module_filter_fn=["head"])
+    convert, model = convert_to_float8_training, Nested()
+    require_errors(
+        ("TypeError: module: got Tensor, expected an nn.Module", convert, [torch.ones(1)]),
+        ("TypeError: config: got list, expected a Float8Lin", partial(convert, config=[]), [model]),
+        (
+            "TypeError: module_filter_fn: got list, expected a function",
+            partial(convert, module_filter_fn=["head"]),
+            [model],
+        ),
+    )
 
 
 ON_META = pytest.mark.parametrize(
@@ -175,12 +181,8 @@ def test_to_empty_gives_valid_state(device: str, config: Float8LinearConfig, res
     assert fp8_state(model).keys() == expected.keys()
     for name, buffer in fp8_state(model).items():
         assert torch.equal(buffer.cpu(), expected[name]), name
-    for _ in range(2):
-        results = forward_backward(
-            model, seeded(0, 8, 32, device=device), seeded(1, 8, 17, device=device)
-        )
-        sync_float8_amax_and_scale_history(model)
-    assert all(bool(result.isfinite().all()) for result in results.values())
+    for seed in range(2):
+        assert all(bool(result.isfinite().all()) for result in step(model, seed).values())
 
 
 @ON_META
@@ -189,9 +191,7 @@ def test_a_plain_checkpoint_is_assigned_to_a_meta_model(config: Float8LinearConf
     model = on_meta(config)
     model.load_state_dict(plain.state_dict(), assign=True)
     wanted = convert_to_float8_training(plain, config=config)
-    x, g = seeded(0, 8, 32), seeded(1, 8, 17)
-    results = forward_backward(model, x, g), forward_backward(wanted, x, g)
-    assert all(torch.equal(results[0][name], results[1][name]) for name in results[1])
+    assert_same_bits(step(model, 0), step(wanted, 0))
 
 
 @ON_META

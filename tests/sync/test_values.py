@@ -15,9 +15,11 @@ from float8 import (
     convert_to_float8_training,
     sync_float8_amax_and_scale_history,
 )
+from sqnr import assert_same_bits
 from support.configs import DELAYED, DYNAMIC, delayed, mixed, tensorwise
 from support.devices import on_devices
-from support.models import fp8_state, seeded
+from support.errors import require_errors
+from support.models import copied, fp8_state, seeded
 from support.simulation import SimulatedHistory
 from support.spies import OpCounter
 from support.stacks import stack, train
@@ -94,7 +96,7 @@ def test_a_sync_of_nothing_changes_nothing(device: str, scale_fn_name: str) -> N
     for step in range(2):
         train(model, step)
         sync_float8_amax_and_scale_history(model)
-    before = {name: buffer.clone() for name, buffer in fp8_state(model).items()}
+    before = copied(model)
     zeros = torch.zeros(4, 16, device=device)
     for between in ("nothing", "evaluation", "zeros"):
         for _ in range(4):  # more than the history is long
@@ -106,22 +108,18 @@ def test_a_sync_of_nothing_changes_nothing(device: str, scale_fn_name: str) -> N
                     torch._foreach_zero_([*model.parameters()])
                 model.train()(zeros).backward(zeros)
             sync_float8_amax_and_scale_history(model)
-            assert all(torch.equal(buffer, before[n]) for n, buffer in fp8_state(model).items())
+            assert_same_bits(fp8_state(model), before)
 
 
-@pytest.mark.parametrize(
-    ("model", "layers", "message"),
-    [
-        ([], None, "model: got list, expected an nn.Module"),
-        (nn.ReLU(), 3, "'int' object is not iterable"),
-        (nn.ReLU(), Float8Linear(16, 16), "'Float8Linear' object is not iterable"),
-        (nn.ReLU(), [nn.Linear(1, 1)], "got (.)*Linear(.)*, expected Float8Linear alone"),
-        (nn.ReLU(), "0", "got (.)*str(.)*, expected Float8Linear alone"),
-    ],
-)
-def test_arguments_of_a_wrong_type(model, layers, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        sync_float8_amax_and_scale_history(model, layers)
+def test_arguments_of_a_wrong_type() -> None:
+    sync, model = sync_float8_amax_and_scale_history, nn.ReLU()
+    require_errors(
+        ("TypeError: model: got list, expected an nn.Module", sync, [[]]),
+        ("TypeError: 'int' object is not iterable", sync, (model, 3)),
+        ("TypeError: 'Float8Linear' object is not", sync, (model, Float8Linear(16, 16))),
+        ("TypeError: got .*Linear.*, expected Float8Linear", sync, (model, [nn.Linear(1, 1)])),
+        ("TypeError: got .*str.*, expected Float8Linear alone", sync, (model, "0")),
+    )
 
 
 @on_devices
