@@ -525,7 +525,7 @@ RECIPES: dict[str, Float8LinearConfig] = {
         cast_config_grad_output=_runs,
     ),
 }
-"""Each recipe, by the values of `Float8LinearRecipeName`."""
+"""Each recipe, by the values of `Float8LinearRecipeName`: one object, which layers share."""
 
 ConfigOrRecipe = Float8LinearConfig | Float8LinearRecipeName | str
 """A configuration, or the name of a recipe."""

@@ -62,10 +62,13 @@ def sync_float8_amax_and_scale_history(
         RuntimeError: DDP in `model` is within a `join()` that goes on without inputs.
     """
     require_module(model, "model")
-    layers = _delayed_layers(model.modules() if fp8_layers is None else fp8_layers)
-    if fp8_layers is not None and not all(isinstance(x, Float8Linear) for x in fp8_layers):
-        got = f"fp8_layers: got {[type(x).__name__ for x in fp8_layers]}"
-        raise TypeError(f"{got}, expected Float8Linear alone; None syncs all of the model")
+    if fp8_layers is not None:
+        given = [*fp8_layers] if isinstance(fp8_layers, Iterable) else [None]
+        if not all(isinstance(x, Float8Linear) for x in given):
+            kinds = f"{type(fp8_layers).__name__} of {[type(x).__name__ for x in given]}"
+            expected = "a list of Float8Linear; None syncs all of the model"
+            raise TypeError(f"fp8_layers: got a {kinds}, expected {expected}")
+    layers = _delayed_layers(model.modules() if fp8_layers is None else given)
     if not layers:
         return
     if dist.is_available() and dist.is_initialized():
@@ -266,7 +269,7 @@ def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
         wrapped = getattr(inner, "optimizer", None)
         if wrapped is None and isinstance(inner, torch.optim.Optimizer):
             return inner
-        inner = wrapped or getattr(inner, "base_optimizer", None)
+        inner = getattr(inner, "base_optimizer", None) if wrapped is None else wrapped
     expected = "a torch.optim.Optimizer, or what holds one as `.optimizer` or `.base_optimizer`"
     raise TypeError(f"optimizer: got {type(optimizer).__name__}, expected {expected}")
 

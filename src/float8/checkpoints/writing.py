@@ -28,7 +28,7 @@ from float8.checkpoints.names import (
 from float8.checkpoints.ranks import Together
 from float8.config import CastConfig, require_module
 from float8.experts import Float8Experts
-from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
+from float8.formats import E4M3, HIGH_PRECISION_DTYPES
 from float8.linear import Float8Linear
 from float8.linear.weight import in_float8_only
 from float8.quantize import Cast
@@ -268,9 +268,10 @@ def _require_stored(saved: SavedTensor, in_float8: bool) -> None:
     """Raise a `ValueError` unless a tensor has values of its own, in memory."""
     x, (name, module, _) = saved.tensor, saved.uses[0]
     inner = local_tensor(high_precision(x))
+    is_8_bit = x.dtype.is_floating_point and x.dtype.itemsize == 1
     if is_lazy(x) or x.is_meta:
         got, do = f"a tensor without values, on {x.device}", "run the model once, or load it"
-    elif not in_float8 and (hasattr(inner, "__tensor_flatten__") or x.dtype in FLOAT8_MAX):
+    elif not in_float8 and (hasattr(inner, "__tensor_flatten__") or is_8_bit):
         got = f"a {type(inner).__name__} of {inner.dtype}, in a {type(module).__name__}"
         do = "load the model dequantised, or call convert_to_high_precision(model)"
     else:

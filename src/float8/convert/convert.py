@@ -108,10 +108,10 @@ def convert_to_float8_training(
     tell_ddp_what_to_ignore(module)
     _leave_fast_path(module)
     for part, choice in choices.items():
-        if (choice.reason or "").startswith("module_filter_fn"):
-            part.__dict__.setdefault(KEPT, tuple(choice))  # the reason of an earlier one says more
-        else:
-            part.__dict__[KEPT] = tuple(choice)
+        before = Choice(*part.__dict__.get(KEPT, ()))
+        if choice.by_filter and before.reason and not before.by_filter:
+            choice = choice._replace(reason=before.reason)  # which says more
+        part.__dict__[KEPT] = tuple(choice)
     if not any(isinstance(part, Float8Linear | Float8Experts) for part in choices):
         reasons = [*dict.fromkeys(str(choice.reason) for choice in choices.values())][:3]
         warnings.warn(

@@ -98,7 +98,8 @@ class ConversionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return `share` and all fields in plain dicts, lists, strings and numbers, as of JSON."""
-        plain: dict[str, Any] = json.loads(json.dumps({"share": self.share, **asdict(self)}))
+        plain: dict[str, Any] = {"share": self.share, **asdict(self)}
+        plain.update(json.loads(json.dumps(plain, default=int)))  # lists for tuples
         return plain
 
     def __str__(self) -> str:

@@ -267,6 +267,7 @@ def _replaced_seam(module: Any) -> str | None:
 def convert_experts(module: Any, config: Float8LinearConfig) -> None:
     """Give a module of a known kind the class whose experts multiply in float8, in place."""
     kind: Any = kind_of(module)
+    module.__dict__.pop("forward", None)  # that of its class, which accelerate leaves behind
     module.__class__ = class_of_experts(kind, module.__class__)
     module._float8_set_up(config)
 

@@ -164,9 +164,12 @@ class Float8Linear(StatefulLayer, nn.Linear):
                 ONNX, or within torch.func, or delayed scaling within torch.jit.trace.
         """
         if getattr(input, "layout", None) is not torch.strided or input.is_nested:
-            got = f"{type(input).__name__} of layout {getattr(input, 'layout', None)}"
-            do = "call input.to_dense(), or input.values() of a jagged one"
-            raise TypeError(f"Float8Linear: got a {got} as input, expected a dense tensor; {do}")
+            layout = f" of layout {input.layout}" if isinstance(input, Tensor) else ""
+            raise TypeError(
+                f"Float8Linear: got a {type(input).__name__}{layout} as input, expected a dense "
+                f"tensor; call input.to_dense(), or input.values() of a jagged one; to trace by "
+                f"torch.fx, use a Tracer whose is_leaf_module is true for Float8Linear"
+            )
         plan, weight = self._float8_plan, self.weight  # once: it may be computed
         if self._float8_delayed:
             self._float8_check_synced()

@@ -271,8 +271,8 @@ class Float8Module(nn.Module):
         before = {**self._parameters}
         super()._load_from_state_dict(*args, **kwargs)
         for name, old in before.items():
-            new: Any = self._parameters[name]
-            if new is not old:  # by assign=True
+            new: Any = self._parameters.get(name)
+            if new is not None and new is not old:  # by assign=True
                 self._parameters[name] = gathered_like(new, old)
 
     def __getstate__(self) -> Any:

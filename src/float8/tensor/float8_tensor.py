@@ -301,7 +301,8 @@ def _require_alike(op: str, *tensors: Any, scale: bool = False) -> None:
         kinds[f"{x._data.dtype} {dtype}under {x._scaling} {records}"] = x
     if len(kinds) > 1:
         got = " and of ".join(kinds)
-        raise ValueError(f"{op}: got Float8Tensors of {got}, expected equal ones")
+        do = "call .to_original_precision() first"
+        raise ValueError(f"{op}: got Float8Tensors of {got}, expected equal ones; {do}")
     # Pieces of one tensor share the scale object; only others cost a look at the values.
     first, *others = (x._scale for x in tensors)
     if scale and not all(other is first or torch.equal(other, first) for other in others):
