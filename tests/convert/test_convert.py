@@ -9,7 +9,6 @@ from torch import nn
 from float8 import (
     Float8Linear,
     Float8LinearConfig,
-    conversion_report,
     convert_to_float8_training,
     swap_linear_with_float8_linear,
 )
@@ -97,19 +96,6 @@ def test_a_layer_reached_by_two_names_is_seen_once_and_stays_one_layer() -> None
     assert names == ["0"]
     assert type(linear) is Float8Linear
     assert model[0] is model[2][0] is linear
-
-
-def test_what_may_not_compute_a_linear_layer_is_left_alone_and_reported() -> None:
-    model = nn.Sequential(nn.MultiheadAttention(16, 2), nn.Bilinear(4, 4, 4))
-    out_proj = model[0].out_proj
-    with pytest.warns(UserWarning, match="no layer of Sequential was converted: got a .*Linear"):
-        convert_to_float8_training(model)
-    assert model[0].out_proj is out_proj
-    report = conversion_report(model)
-    (skipped,) = report.skipped
-    assert skipped.fqn == "0.out_proj"
-    assert "reads the weight of this one itself" in skipped.skip_reason
-    assert [x.fqn for x in report.others] == ["0.in_proj_weight", "1.weight"]
 
 
 def test_converting_again_takes_the_new_configuration_alone() -> None:

@@ -172,6 +172,7 @@ class Model(nn.Module):
         self.patches = nn.Conv2d(3, 16, 4)
         self.norm = nn.LayerNorm((4, 16))
         self.attention = nn.MultiheadAttention(16, 2)
+        self.bilinear = nn.Bilinear(4, 4, 4)
         self.experts = Experts()
         self.linear = nn.Linear(16, 64)
         self.linear.bias.requires_grad_(False)
@@ -181,13 +182,17 @@ def test_weights_that_no_linear_layer_has_are_listed_and_counted() -> None:
     report = conversion_report(convert_to_float8_training(Model()))
     assert [(other.fqn, other.shape, other.module) for other in report.others] == [
         ("attention.in_proj_weight", (48, 16), "MultiheadAttention"),
+        ("bilinear.weight", (4, 4, 4), "Bilinear"),
         ("experts.gate_up_proj", (4, 32, 16), "Experts"),
         ("experts.down_proj", (4, 16, 16), "Experts"),
     ]
-    everything = 16 * 64 + 16 * 16 + 48 * 16 + 4 * 32 * 16 + 4 * 16 * 16
+    (skipped,) = report.skipped
+    assert skipped.fqn == "attention.out_proj"
+    assert "reads the weight of this one itself" in skipped.skip_reason
+    everything = 16 * 64 + 16 * 16 + 48 * 16 + 4 * 4 * 4 + 4 * 32 * 16 + 4 * 16 * 16
     assert report.share == pytest.approx(16 * 64 / everything)
     lines = str(report).splitlines()
-    assert lines[0] == "1 of 2 linear layers run in float8, 20.0% of all matmul weights"
+    assert lines[0] == "1 of 2 linear layers run in float8, 19.8% of all matmul weights"
     unseen = "not seen: of Experts; in float8 if that calls grouped_linear"
     assert lines[-2:] == [
         f"  experts.gate_up_proj      [4, 32, 16]      {unseen}",

@@ -38,17 +38,14 @@ def test_other_layouts_and_no_tensors_say_what_they_are() -> None:
         layout: torch.nested.nested_tensor(parts, layout=layout)
         for layout in (torch.strided, torch.jagged)
     }
+    trace = torch.fx.symbolic_trace
     dense = r"TypeError: got a Tensor of layout .*; call input\.to_dense\(\)"
     require_errors(
         (dense, model, [x.to_sparse()]),
         (dense, model, [x.to_sparse_csr()]),
         (dense, model, [x.to_mkldnn()]),
         ("TypeError: got a list as input, expected a dense", model, [[1, 2]]),
-        (
-            "TypeError: got a Proxy as input, .*is_leaf_module is true for",
-            torch.fx.symbolic_trace,
-            [model],
-        ),
+        ("TypeError: got a Proxy as input, .*is_leaf_module is true for", trace, [model]),
         *(
             (rf"TypeError: of layout {layout} as input, .*input\.values\(\)", model, [x])
             for layout, x in nested.items()
