@@ -6,7 +6,6 @@ import gc
 import importlib
 import pickle
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,6 @@ from sqnr import assert_same_bits, same_bits
 from support.configs import delayed, of_recipe, tensorwise
 from support.copies import through_file
 from support.devices import on_devices
-from support.errors import require_errors
 from support.microbatches import ON_THE_FLY, layers_of, with_weights
 from support.models import Adapted, FeedForward, forward_backward, seeded
 from support.modes import running
@@ -199,18 +197,15 @@ def test_trainable_weights_are_skipped_and_told() -> None:
 
 
 def test_configurations_that_ask_for_more_than_row_data_are_rejected() -> None:
-    alone = {"float8_weights": ONLY}
-    gathered = partial(tensorwise, enable_fsdp_float8_all_gather=True, **alone)
-    rows, high_precision = partial(of_recipe, "rowwise"), partial(of_recipe, "rowwise_with_gw_hp")
-    exact = partial(rows, round_scales_to_power_of_2=False, **alone)
-    both = "ValueError: expected one cast in float8 for both"
-    require_errors(
-        ("ValueError: got ONLY with delayed scaling of the weight", partial(delayed, **alone), ()),
-        ("ValueError: got ONLY with enable_fsdp_float8_all_gather=True", gathered, ()),
-        (r"ValueError: got Float8Weights\.ONLY with a weight under", exact, ()),
-        (both, partial(high_precision, **alone), ()),
-        (both, partial(high_precision, float8_weights=Float8Weights.HELD), ()),
-    )
+    with pytest.raises(ValueError, match="got ONLY with delayed scaling of the weight"):
+        delayed(float8_weights=ONLY)
+    with pytest.raises(ValueError, match="got ONLY with enable_fsdp_float8_all_gather=True"):
+        tensorwise(float8_weights=ONLY, enable_fsdp_float8_all_gather=True)
+    with pytest.raises(ValueError, match=r"got Float8Weights\.ONLY with a weight under"):
+        of_recipe("rowwise", float8_weights=ONLY, round_scales_to_power_of_2=False)
+    for weights in (ONLY, Float8Weights.HELD):
+        with pytest.raises(ValueError, match=r"expected one cast in float8 for both"):
+            of_recipe("rowwise_with_gw_hp", float8_weights=weights)
 
 
 def test_a_write_into_the_weight_is_no_silent_loss() -> None:
