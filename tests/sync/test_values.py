@@ -19,7 +19,7 @@ from sqnr import assert_same_bits
 from support.configs import DELAYED, DYNAMIC, delayed, mixed, tensorwise
 from support.devices import on_devices
 from support.errors import require_errors
-from support.models import copied, fp8_state, seeded
+from support.models import LlamaBlock, copied, fp8_state, seeded
 from support.simulation import SimulatedHistory
 from support.spies import OpCounter
 from support.stacks import stack, train
@@ -157,32 +157,19 @@ def test_sync_does_not_wait_for_the_gpu() -> None:
 DIM, WORDS, TOKENS, BATCH, STEPS = 64, 32, 32, 8, 50
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(DIM), nn.LayerNorm(DIM)])
-        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
-        self.up, self.down = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
-
-
 class GPT(nn.Module):
     """Of two blocks, whose output projections begin tiny."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.position = nn.Embedding(WORDS, DIM), nn.Parameter(torch.zeros(TOKENS, DIM))
-        self.blocks = nn.Sequential(Block(), Block())
+        heads = {"heads": 4, "kv": 4, "head_dim": 16}
+        self.blocks = nn.Sequential(*(LlamaBlock(DIM, 4 * DIM, True, **heads) for _ in range(2)))
         self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, WORDS)
-        for block in self.blocks:
-            for layer in (block.qkv, block.up, block.out, block.down):
-                last = layer in (block.out, block.down)
-                nn.init.normal_(layer.weight, std=1e-5 if last else 0.02)
+        for name, weight in self.blocks.named_parameters():
+            if weight.dim() == 2:
+                last = "wo." in name or "w2." in name
+                nn.init.normal_(weight, std=1e-5 if last else 0.02)
 
     def forward(self, words: Tensor) -> Tensor:
         return self.head(self.norm(self.blocks(self.embed(words) + self.position)))
