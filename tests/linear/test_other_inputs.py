@@ -45,7 +45,7 @@ def test_other_layouts_and_no_tensors_say_what_they_are() -> None:
         (dense, model, [x.to_sparse_csr()]),
         (dense, model, [x.to_mkldnn()]),
         ("TypeError: got a list as input, expected a dense", model, [[1, 2]]),
-        ("TypeError: got a Proxy as input, .*is_leaf_module is true for", trace, [model]),
+        (r"TypeError: got a Proxy as input, .*is_leaf_module is true for", trace, [model]),
         *(
             (rf"TypeError: of layout {layout} as input, .*input\.values\(\)", model, [x])
             for layout, x in nested.items()
