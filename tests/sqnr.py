@@ -1,6 +1,7 @@
 """Signal-to-quantisation-noise ratio, the measure of every comparison that is not bitwise."""
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -26,3 +27,13 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
         return False
     a, b = (t.detach().contiguous().cpu().reshape(-1).view(torch.uint8) for t in (a, b))
     return torch.equal(a, b)
+
+
+def assert_same_bits(
+    got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what: object = ""
+) -> None:
+    """The same names, at least one, and the same bits of each."""
+    assert got, what
+    assert got.keys() == wanted.keys(), what
+    for name, x in wanted.items():
+        assert same_bits(got[name], x), f"{what} {name}"

@@ -1,6 +1,7 @@
 """Which layers are converted without a filter: those that float8 makes no slower."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from float8 import (
     Float8LinearConfig,
     Float8LinearRecipeName,
     Float8Weights,
-    ScalingType,
     all_linears,
     conversion_report,
     convert_to_float8_training,
@@ -21,6 +21,8 @@ from float8 import (
 )
 from float8.convert import choice, speed
 from float8.convert.speed import Smallest, judged_as
+from support.configs import DISABLED, mixed
+from support.errors import require_errors
 
 # Not what tests/conftest.py replaces.
 GPU_FOR = choice.gpu_for
@@ -41,11 +43,6 @@ def on_h100(monkeypatch: pytest.MonkeyPatch) -> None:
     limits |= {"tensorwise": Smallest(1024, 640, 32e9), "delayed": Smallest(1024, 512, 1e9)}
     monkeypatch.setattr(speed, "SMALLEST", {"H100": limits})
     monkeypatch.setattr(choice, "gpu_for", lambda device: "H100")
-
-
-@pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.mark.usefixtures("on_h100")
@@ -75,46 +72,36 @@ def test_a_config_is_judged_as_the_recipe_that_it_is_like(recipe: str) -> None:
 
 
 @pytest.mark.usefixtures("on_h100")
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
+def test_what_else_decides() -> None:
+    everything = ["large", "small"]
+    for arguments, expected in (
         ({"tokens_per_step": 16}, []),
-        ({"module_filter_fn": all_linears}, ["large", "small"]),  # decides alone
-        ({"config": Float8LinearConfig(emulate=True)}, ["large", "small"]),  # not about speed
-    ],
-)
-def test_what_else_decides(arguments: dict[str, Any], expected: list[str]) -> None:
-    assert is_float8(convert_to_float8_training(model(), **arguments)) == expected
+        ({"module_filter_fn": all_linears}, everything),  # decides alone
+        ({"config": Float8LinearConfig(emulate=True)}, everything),  # not about speed
+    ):
+        assert is_float8(convert_to_float8_training(model(), **arguments)) == expected
 
 
 @pytest.mark.usefixtures("on_h100")
 def test_a_config_without_float8_is_not_about_speed_either() -> None:
-    disabled = CastConfig(scaling_type=ScalingType.DISABLED)
-    config = Float8LinearConfig(
-        **{f"cast_config_{role}": disabled for role in ("input", "weight", "grad_output")}
-    )
+    config = mixed(DISABLED, DISABLED, DISABLED)
     (_, small) = conversion_report(convert_to_float8_training(model(), config=config)).layers
     assert small.skip_reason == "all casts of its config are DISABLED"
 
 
-@pytest.mark.parametrize(
-    ("name", "known"),
-    [
+def test_gpus_are_known_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, known in (
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H100 PCIe", "H100"),
         ("NVIDIA H200", "H200"),
         ("NVIDIA GH200 480GB", "H200"),
         ("NVIDIA H20", "NVIDIA H20"),
         ("NVIDIA L40S", "NVIDIA L40S"),
-    ],
-)
-@pytest.mark.parametrize("device", ["cuda:0", "cpu", "meta"])
-def test_gpus_are_known_by_name(
-    device: str, name: str, known: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert GPU_FOR(torch.device(device)) == known
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        for device in ("cuda:0", "cpu", "meta"):
+            assert GPU_FOR(torch.device(device)) == known
 
 
 @pytest.mark.usefixtures("on_h100")
@@ -126,18 +113,10 @@ def test_a_layer_that_cannot_be_converted_says_so_and_not_how_slow_it_is() -> No
     assert "float64" in skipped.skip_reason
 
 
-@pytest.mark.usefixtures("no_gpu")
 def test_on_a_machine_without_gpu_all_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(choice, "gpu_for", GPU_FOR)
     assert is_float8(convert_to_float8_training(model())) == ["large", "small"]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError)]
-)
-def test_tokens_per_step_is_checked(tokens: object, error: type[Exception]) -> None:
-    with pytest.raises(error, match="tokens_per_step: got"):
-        convert_to_float8_training(model(), tokens_per_step=tokens)  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu
@@ -188,31 +167,24 @@ def test_a_layer_that_waits_for_the_cpu_stays_but_in_a_cuda_graph(gpu: str) -> N
     assert chosen.endswith("limits of tensorwise at 8192 tokens per forward, as CUDA graphs")
 
 
-def test_switches_are_bools() -> None:
-    layer = nn.ModuleDict({"it": nn.Linear(64, 64)})
-    with pytest.raises(TypeError, match="cuda_graphs: got 'reduce-overhead', expected True or"):
-        convert_to_float8_training(layer, cuda_graphs="reduce-overhead")  # type: ignore[arg-type]
-    assert is_float8(layer) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_what_arguments_cannot_be() -> None:
+    layers, filtered = model(), {"module_filter_fn": all_linears}
+    gpus = "expected one whose .* of 'H100', 'H200'; leave it out"
+    for expected, arguments in (
+        ("ValueError: tokens_per_step: got", {"tokens_per_step": 0}),
+        ("TypeError: tokens_per_step: got", {"tokens_per_step": 1.5}),
+        ("TypeError: tokens_per_step: got", {"tokens_per_step": True}),
+        ("TypeError: cuda_graphs: got 'auto', expected True or", {"cuda_graphs": "auto"}),
         (
-            {"cuda_graphs": True, "module_filter_fn": all_linears},
-            "alone, with gpu=None and cuda_graphs=True",
+            "ValueError: alone, with gpu=None and cuda_graphs=T",
+            {"cuda_graphs": True, **filtered},
         ),
-        ({"gpu": "B200"}, "gpu: got 'B200', expected one whose .* of 'H100', 'H200'; leave it out"),
-        ({"gpu": ["H100"]}, "gpu: got .'H100'., expected one"),
-        (
-            {"gpu": "H100", "module_filter_fn": all_linears},
-            "alone, with gpu=.H100. and cuda_graphs=F",
-        ),
-    ],
-)
-def test_what_arguments_cannot_be(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        convert_to_float8_training(model(), **arguments)
+        (f"ValueError: gpu: got 'B200', {gpus}", {"gpu": "B200"}),
+        ("ValueError: gpu: got .'H100'., expected one", {"gpu": ["H100"]}),
+        ("ValueError: alone, with gpu=.H100. and cuda_graphs=F", {"gpu": "H100", **filtered}),
+    ):
+        require_errors((expected, partial(convert_to_float8_training, **arguments), [layers]))
+    assert is_float8(layers) == []
 
 
 def test_on_a_gpu_without_limits_narrow_layers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,9 +202,8 @@ def test_on_a_gpu_without_limits_narrow_layers_stay(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_gpu_may_have_the_name_that_torch_gives_it() -> None:
-    for name in ("NVIDIA H100 80GB HBM3", "h100"):
-        report = conversion_report(convert_to_float8_training(model(), gpu=name))
-        assert report.chosen_for[0].startswith('chosen for H100 (gpu="H100")')
+    report = conversion_report(convert_to_float8_training(model(), gpu="NVIDIA H100 80GB HBM3"))
+    assert report.chosen_for[0].startswith('chosen for H100 (gpu="H100")')
 
 
 def test_reasons_of_an_earlier_conversion_stay_where_a_filter_takes_nothing() -> None:
@@ -248,13 +219,14 @@ def test_reasons_of_an_earlier_conversion_stay_where_a_filter_takes_nothing() ->
     convert_to_float8_training(whole)
     first = reasons()
     assert str(first["lm_head"]).startswith("the head: converted only if")
-    assert str(first["r"]).startswith("N=8 is less than 16")
+    router = "N=8 is less than 16, as a router's: converted only if a module_filter_fn takes it"
+    assert first["r"] == router
     convert_to_float8_training(
         whole, config="rowwise", module_filter_fn=lambda mod, fqn: fqn.endswith("b")
     )
     assert reasons() == first
     convert_to_float8_training(whole, module_filter_fn=all_linears)
-    assert reasons()["lm_head"] is None
+    assert {*reasons().values()} == {None}
 
 
 def test_the_report_speaks_of_the_last_conversion_only() -> None:
@@ -268,17 +240,6 @@ def test_the_report_speaks_of_the_last_conversion_only() -> None:
     assert conversion_report(convert_to_high_precision(whole)).chosen_for == ()
 
 
-def test_routers_stay_everywhere_unless_asked_for() -> None:
-    block = nn.ModuleDict({"router": nn.Linear(64, 8), "proj": nn.Linear(64, 16)})
-    convert_to_float8_training(block)
-    assert is_float8(block) == ["proj"]
-    assert conversion_report(block).skipped[0].skip_reason == (
-        "N=8 is less than 16, as a router's: converted only if a module_filter_fn takes it"
-    )
-    convert_to_float8_training(block, module_filter_fn=all_linears)
-    assert is_float8(block) == ["router", "proj"]
-
-
 # ---------------------------------------------------------------- by name
 
 
@@ -290,19 +251,18 @@ class WithHead(nn.Module):
 
 
 @pytest.mark.parametrize("head", ["lm_head", "output"])
-@pytest.mark.parametrize("wrap", [None, "model", "module", "_orig_mod"])
-def test_the_head_and_adapters_are_converted_only_if_asked(head: str, wrap: str | None) -> None:
-    parts = WithHead(head)
-    whole = parts if wrap is None else nn.ModuleDict({wrap: parts})
-    convert_to_float8_training(whole)
-    assert is_float8(parts) == ["attention.output"]
-    reasons = [layer.skip_reason for layer in conversion_report(parts).skipped]
-    assert reasons == [
-        "of an adapter: converted only if a module_filter_fn takes it",
-        "the head: converted only if a module_filter_fn takes it",
-    ]
-    convert_to_float8_training(whole, module_filter_fn=all_linears)
-    assert is_float8(parts) == ["attention.output", "attention.lora_A", head]
+def test_the_head_and_adapters_are_converted_only_if_asked(head: str) -> None:
+    for wrap in (None, "model", "module", "_orig_mod"):
+        parts = WithHead(head)
+        whole = parts if wrap is None else nn.ModuleDict({wrap: parts})
+        convert_to_float8_training(whole)
+        assert is_float8(parts) == ["attention.output"]
+        assert [layer.skip_reason for layer in conversion_report(parts).skipped] == [
+            "of an adapter: converted only if a module_filter_fn takes it",
+            "the head: converted only if a module_filter_fn takes it",
+        ]
+        convert_to_float8_training(whole, module_filter_fn=all_linears)
+        assert is_float8(parts) == ["attention.output", "attention.lora_A", head]
 
 
 def test_nothing_converted_is_told() -> None:

@@ -21,12 +21,11 @@ from float8 import (
 )
 from float8.linear.source import PUBLIC
 from float8.linear.weight import PREFIX
-from sqnr import same_bits
-from support.configs import delayed, tensorwise
+from sqnr import assert_same_bits
+from support.configs import BOTH, delayed
 from support.copies import COPIES
 from support.models import forward_backward, seeded
-
-CONFIGS = pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
+from support.stacks import step
 
 
 class Scaled(nn.Linear):
@@ -65,7 +64,7 @@ class Plain(Doubled):
         return input @ self.weight.t() + self.bias
 
 
-@CONFIGS
+@BOTH
 def test_a_subclass_without_a_forward_converts_and_stays_one(config: Float8LinearConfig) -> None:
     model, same = nn.Sequential(Scaled(32, 16)), nn.Sequential(nn.Linear(32, 16))
     same.load_state_dict(model.state_dict())
@@ -80,27 +79,22 @@ def test_a_subclass_without_a_forward_converts_and_stays_one(config: Float8Linea
     assert repr(layer).startswith("Float8Linear[Scaled](in_features=32, out_features=16, bias=True")
     assert "std=0.5" in repr(layer)
     assert len(conversion_report(model).converted) == 1
-    x, grad = seeded(0, 4, 32), seeded(1, 4, 16)
     for _ in range(2):
-        wanted, got = forward_backward(same, x, grad), forward_backward(model, x, grad)
-        assert all(same_bits(got[name], wanted[name]) for name in wanted)
+        assert_same_bits(step(model, 0, sync=False), step(same, 0, sync=False))
     layer.reset_parameters()
     assert not layer.bias.any()
 
 
-@CONFIGS
+@BOTH
 @pytest.mark.parametrize("how", COPIES)
 def test_it_is_copied_and_pickled(how: str, config: Float8LinearConfig) -> None:
     model = convert_to_float8_training(nn.Sequential(Scaled(32, 16)), config=config)
-    x, grad = seeded(0, 4, 32), seeded(1, 4, 16)
-    forward_backward(model, x, grad)
+    step(model, 0, sync=False)
     again = COPIES[how](model)
     assert type(again[0]) is type(model[0])
     assert again[0].weight is not model[0].weight
-    state = model.state_dict()
-    assert all(same_bits(x, state[name]) for name, x in again.state_dict().items())
-    wanted, got = forward_backward(model, x, grad), forward_backward(again, x, grad)
-    assert all(same_bits(got[name], wanted[name]) for name in wanted)
+    assert_same_bits(again.state_dict(), model.state_dict())
+    assert_same_bits(step(again, 0), step(model, 0))
 
 
 def test_layers_of_one_class_have_one_class() -> None:
@@ -137,29 +131,45 @@ def test_a_subclass_with_a_forward_of_its_own_converts_on_request() -> None:
         Float8Linear.from_float(Plain(32, 16))
 
 
-@pytest.mark.parametrize("wrong", [[nn.ReLU], ["Linear"], [nn.Linear(1, 1)], Plain])
-def test_linear_classes_of_a_wrong_type(wrong: object) -> None:
-    with pytest.raises(TypeError, match=r"linear_classes: got .*expected a list of subclasses"):
-        convert_to_float8_training(nn.Linear(16, 16), linear_classes=wrong)
+def test_linear_classes_of_a_wrong_type() -> None:
+    for wrong in ([nn.ReLU], ["Linear"], [nn.Linear(1, 1)], Plain):
+        with pytest.raises(TypeError, match=r"linear_classes: got .*expected a list of subclasses"):
+            convert_to_float8_training(nn.Linear(16, 16), linear_classes=wrong)
 
 
-@pytest.mark.parametrize("name", ["_float8_plan", "fp8_scale_input"])
-@pytest.mark.parametrize(
-    "theirs", [nn.ReLU(), nn.Buffer(torch.ones(1)), nn.Parameter(torch.ones(1)), "theirs"]
-)
-@pytest.mark.parametrize("of_class", [False, True])
-def test_a_name_that_we_need_is_taken_by_anything(name: str, theirs: object, of_class) -> None:
+KINDS = {
+    "attribute": lambda name: f"their {name}",
+    "class": lambda name: f"their {name}",
+    "buffer": lambda name: nn.Buffer(torch.ones(1)),
+    "parameter": lambda name: nn.Parameter(torch.ones(1)),
+    "module": lambda name: nn.Identity(),
+}
+
+
+def with_names(names: list[str], kind: str) -> tuple[nn.Sequential, dict[str, object]]:
+    """A plain layer, and one of a class of the user's, which has attributes of these names."""
+
     class Mine(nn.Linear):
         pass
 
-    model = nn.Sequential(nn.Linear(16, 16), Mine(16, 16))
-    setattr(Mine if of_class else model[1], name, theirs)
-    convert_to_float8_training(model, config=delayed())
-    assert isinstance(model[0], Float8Linear)
-    assert type(model[1]) is Mine
-    assert getattr(model[1], name) is theirs
-    (layer,) = conversion_report(model).skipped
-    assert f"with an attribute '{name}', expected one without" in layer.skip_reason
+    model, theirs = nn.Sequential(nn.Linear(16, 16), Mine(16, 16)), {}
+    for name in names:
+        theirs[name] = KINDS[kind](name)
+        setattr(Mine if kind == "class" else model[1], name, theirs[name])
+    return model, theirs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_name_that_we_need_is_taken_by_anything(kind: str) -> None:
+    for name in ("_float8_plan", "fp8_scale_input"):
+        model, theirs = with_names([name], kind)
+        mine = type(model[1])
+        convert_to_float8_training(model, config=delayed())
+        assert isinstance(model[0], Float8Linear)
+        assert type(model[1]) is mine
+        assert getattr(model[1], name) is theirs[name]
+        (layer,) = conversion_report(model).skipped
+        assert f"with an attribute '{name}', expected one without" in layer.skip_reason
 
 
 FORMER = (
@@ -172,20 +182,12 @@ FORMER = (
 """Names that a user's layer may well have, and that layers of ours had once."""
 
 
-@pytest.mark.parametrize("where", ["attribute", "class", "buffer", "module"])
-@CONFIGS
-def test_names_of_a_user_stay(config: Float8LinearConfig, where: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@BOTH
+def test_names_of_a_user_stay(config: Float8LinearConfig, kind: str) -> None:
     """Whatever has them, and whatever they are: it trains, is copied and goes back."""
-
-    class Mine(nn.Linear):
-        pass
-
-    model = nn.Sequential(nn.Linear(16, 16), Mine(16, 16))
-    theirs: dict[str, object] = {}
-    for name in FORMER.split():
-        kinds = {"buffer": nn.Buffer(torch.ones(1)), "module": nn.Identity()}
-        theirs[name] = kinds.get(where, f"their {name}")
-        setattr(Mine if where == "class" else model[1], name, theirs[name])
+    model, theirs = with_names(FORMER.split(), kind)
+    mine = type(model[1])
     config = dataclasses.replace(config, float8_weights=Float8Weights.HELD)
     plain = convert_to_float8_training(
         nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), config=config
@@ -200,8 +202,8 @@ def test_names_of_a_user_stay(config: Float8LinearConfig, where: str) -> None:
     for each in (model, plain):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
         attach_to_optimizer(each, optimizer)
-        for step in range(2):
-            each(seeded(step, 8, 16)).square().sum().backward()
+        for seed in range(2):
+            each(seeded(seed, 8, 16)).square().sum().backward()
             optimizer.step()
         outputs.append(each(seeded(3, 8, 16)))
     assert torch.equal(*outputs)
@@ -209,7 +211,7 @@ def test_names_of_a_user_stay(config: Float8LinearConfig, where: str) -> None:
     again = copy.deepcopy(model)
     assert torch.equal(again(seeded(3, 8, 16)), outputs[0])
     convert_to_high_precision(model)
-    assert type(model[1]) is Mine
+    assert type(model[1]) is mine
     assert all(getattr(model[1], name) is x for name, x in theirs.items())
 
 
@@ -330,7 +332,7 @@ def test_a_conversion_that_fails_changes_nothing() -> None:
     assert str(state()) == str(before)
 
 
-@CONFIGS
+@BOTH
 def test_a_converted_class_is_called_as_the_original(config: Float8LinearConfig) -> None:
     layer = convert_to_float8_training(Scaled(32, 16), config=config)
     torch.manual_seed(0)
@@ -364,13 +366,6 @@ def test_hooks_that_are_methods_of_the_layer_are_called() -> None:
     handle.remove()
     layer(seeded(0, 4, 16))
     assert layer.calls == 3
-
-
-def test_all_that_conversion_adds_to_a_layer_is_known() -> None:
-    linear = nn.Linear(16, 16)
-    layer = Float8Linear.from_float(linear, delayed())
-    forward_backward(layer, seeded(0, 4, 16), seeded(1, 4, 16))
-    assert all(name.startswith(PREFIX) for name in vars(layer).keys() - vars(linear).keys())
 
 
 def test_no_class_is_to_be_named_for_weights_that_others_have_changed() -> None:

@@ -27,12 +27,13 @@ from float8 import (
     high_precision_state_dict,
     linear,
 )
-from sqnr import same_bits
+from sqnr import assert_same_bits, same_bits
 from support.configs import delayed, of_recipe, tensorwise
 from support.copies import through_file
 from support.devices import on_devices
 from support.microbatches import ON_THE_FLY, layers_of, with_weights
 from support.models import Adapted, FeedForward, forward_backward, seeded
+from support.modes import running
 
 ONLY = Float8Weights.ONLY
 CONFIGS = {
@@ -44,13 +45,18 @@ CONFIGS = {
 EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
-def model_of(
-    config: Float8LinearConfig, weights: Float8Weights = ONLY, dim: int = 32, seed: int = 0
+def only(
+    model: nn.Module, config: Float8LinearConfig | None = None, weights: Float8Weights = ONLY
 ) -> nn.Module:
-    torch.manual_seed(seed)
-    model = FeedForward(dim, 48).requires_grad_(False)
+    """With frozen weights, kept in this way."""
     config = with_weights(config, weights)
+    model.requires_grad_(False)
     return convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
+
+
+def model_of(config: Float8LinearConfig, weights: Float8Weights = ONLY, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return only(FeedForward(32, 48), config, weights)
 
 
 def bytes_of(model: nn.Module) -> int:
@@ -65,9 +71,8 @@ def assert_same(one: nn.Module, other: nn.Module, dtype: torch.dtype = torch.flo
     x = seeded(1, 8, weight.shape[1], dtype=dtype, device=weight.device)
     grad = seeded(2, *x.shape, dtype=dtype, device=weight.device)
     wanted, got = (forward_backward(model, x, grad) for model in (one, other))
-    assert {*wanted, *got} == {"output", "input"}
-    for name in wanted:
-        assert same_bits(got[name], wanted[name]), name
+    assert {*wanted} == {"output", "input"}
+    assert_same_bits(got, wanted)
 
 
 # ---------------------------------------------------------------- the same bits
@@ -77,25 +82,17 @@ def assert_same(one: nn.Module, other: nn.Module, dtype: torch.dtype = torch.flo
 @EACH
 def test_results_are_those_of_casts_on_the_fly(device: str, config) -> None:
     for dim, dtype in ((32, torch.bfloat16), (33, torch.float32)):
-        made = [torch.manual_seed(0) and FeedForward(dim, 41 if dim % 2 else 48) for _ in range(2)]
-        models = [
-            convert_to_float8_training(
-                model.to(device, dtype).requires_grad_(False),
-                config=with_weights(config, weights),
-                module_filter_fn=all_linears,
-            )
-            for model, weights in zip(made, (ON_THE_FLY, ONLY), strict=True)
-        ]
+        model = FeedForward(dim, 41 if dim % 2 else 48).to(device, dtype)
+        on_the_fly, alone = only(copy.deepcopy(model), config, ON_THE_FLY), only(model, config)
         for _ in range(2):
-            assert_same(models[0], models[1], dtype)
+            assert_same(on_the_fly, alone, dtype)
 
 
 @pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)]
+    "mode", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)]
 )
-def test_compiled(backend: str) -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(model_of(tensorwise()), backend=backend, fullgraph=True)
+def test_compiled(mode: str) -> None:
+    compiled = running(model_of(tensorwise()), mode)
     assert_same(model_of(tensorwise(), ON_THE_FLY), compiled)
 
 
@@ -143,7 +140,7 @@ def test_no_more_than_one_layer_is_in_memory_twice(
 
 def test_what_is_converted_in_inference_mode_trains() -> None:
     """There and back: what adapters read is no inference tensor."""
-    for config in (tensorwise(), dataclasses.replace(delayed(), cast_config_weight=CastConfig())):
+    for config in (CONFIGS["tensorwise"], CONFIGS["delayed input"]):
         with torch.inference_mode(False):
             model = nn.Sequential(Adapted())
         with torch.inference_mode():
@@ -291,9 +288,8 @@ def test_each_state_dict_loads_into_each_model(config) -> None:
     plain = FeedForward(32, 48)
     plain.load_state_dict(high_precision_state_dict(wanted))
     own = FeedForward(32, 48)
-    own.load_state_dict(
-        through_file(wanted.state_dict()), strict=False
-    )  # more than weights, if delayed
+    # More than weights, if delayed.
+    own.load_state_dict(through_file(wanted.state_dict()), strict=False)
     assert same_bits(plain.w1.weight.detach(), own.w1.weight.detach())
 
 
@@ -322,9 +318,7 @@ def test_from_the_meta_device_and_a_checkpoint_in_parts(config, how: str) -> Non
     """The model is never whole in high precision: parts of the checkpoint come one by one."""
     source = model_of(config, ON_THE_FLY)
     with torch.device("meta"):
-        model = FeedForward(32, 48).requires_grad_(False)
-    config = with_weights(config, ONLY)
-    convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
+        model = only(FeedForward(32, 48), config)
     assert model.w1.weight._data.is_meta
     if how == "to_empty":
         model.to_empty(device="cpu")
@@ -345,9 +339,7 @@ def test_no_rows(config: Float8LinearConfig) -> None:
 def test_a_state_dict_of_version_0_2_0_loads() -> None:
     saved = torch.load(Path(__file__).with_name("only_0_2_0.pt"))
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32, bias=False)).requires_grad_(False)
-    config = tensorwise(float8_weights=Float8Weights.ONLY)
-    convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
+    model = only(nn.Sequential(nn.Linear(16, 32, bias=False)))
     want = model.state_dict()["0.weight"].to_original_precision()
     with torch.no_grad():
         model[0].weight.copy_(Float8Tensor.from_high_precision(torch.zeros(32, 16)))

@@ -1,6 +1,6 @@
 """Training with weights held in float8 has the bits of casting on the fly; each is cast once."""
 
-from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from float8 import (
     convert_to_float8_training,
     update_float8_weights,
 )
-from sqnr import same_bits
+from sqnr import assert_same_bits
 from support.configs import RECIPES, delayed, of_recipe, tensorwise
 from support.devices import E4M3, E5M2, on_devices
 from support.microbatches import (
@@ -27,11 +27,9 @@ from support.microbatches import (
     weight_casts,
     with_weights,
 )
-from support.models import FeedForward, seeded
+from support.models import FeedForward, gradients, seeded
+from support.modes import MODES, running
 from support.training import Wrapped
-
-AOT_EAGER = partial(torch.compile, backend="aot_eager", fullgraph=True)
-LONGER = pytest.mark.exhaustive
 
 
 def convert(model: nn.Module, config: Float8LinearConfig) -> nn.Module:
@@ -83,8 +81,7 @@ def test_feed_forwards_in_bfloat16(device: str, recipe: str, autocast) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        of_recipe("delayed", round_scales_to_power_of_2=True),
-        of_recipe("delayed", enable_amax_init=False),
+        of_recipe("delayed", round_scales_to_power_of_2=True, enable_amax_init=False),
         tensorwise(emulate=True),
         Float8LinearConfig(
             cast_config_weight=CastConfig(target_dtype=E5M2),
@@ -92,14 +89,18 @@ def test_feed_forwards_in_bfloat16(device: str, recipe: str, autocast) -> None:
         ),
         delayed(),  # of the weight, too
     ],
-    ids=["delayed-power-of-2", "delayed-from-one", "emulate", "e5m2", "all-delayed"],
+    ids=["delayed-from-one-power-of-2", "emulate", "e5m2", "all-delayed"],
 )
 def test_switches(config) -> None:
     assert_held_equals_on_the_fly(convert(FeedForward(32, 48), config), SHAPE)
 
 
+def plain(config: Float8LinearConfig) -> nn.Module:
+    return convert(FeedForward(32, 48), config)
+
+
 def frozen(config: Float8LinearConfig) -> nn.Module:
-    model = convert(FeedForward(32, 48), config)
+    model = plain(config)
     model.w1.weight.requires_grad_(False)
     return model
 
@@ -107,8 +108,8 @@ def frozen(config: Float8LinearConfig) -> nn.Module:
 BUILD = {
     "tied": lambda config: convert(Tied(), config),
     "frozen": frozen,
-    "checkpoint": lambda c: Wrapped(convert(FeedForward(32, 48), c), "checkpoint"),
-    "selective": lambda c: Wrapped(convert(FeedForward(32, 48), c), "selective-checkpoint"),
+    "checkpoint": lambda config: Wrapped(plain(config), "checkpoint"),
+    "selective": lambda config: Wrapped(plain(config), "selective-checkpoint"),
 }
 
 
@@ -118,33 +119,32 @@ def test_tied_frozen_and_checkpointed(recipe: str, what: str) -> None:
     assert_held_equals_on_the_fly(BUILD[what](of_recipe(recipe)), SHAPE)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", pytest.param("tensorwise", marks=LONGER)])
-def test_compiled(recipe: str) -> None:
-    torch._dynamo.reset()
-    model = convert(FeedForward(32, 48), of_recipe(recipe))
-    assert_held_equals_on_the_fly(
-        model, (2, 16, 32), compile=AOT_EAGER, autocast=torch.bfloat16, steps=2
-    )
-
-
-@pytest.mark.parametrize(("what", "recipe"), [("checkpoint", "delayed"), ("odd", "blockwise")])
-def test_compiled_others(what: str, recipe: str) -> None:
-    torch._dynamo.reset()
-    if what == "odd":
-        model = convert(Holder(), of_recipe(recipe))
-        assert_held_equals_on_the_fly(model, (17, 33), compile=AOT_EAGER)
-    else:
-        assert_held_equals_on_the_fly(BUILD[what](of_recipe(recipe)), SHAPE, compile=AOT_EAGER)
+AUTOCAST = {"autocast": torch.bfloat16, "steps": 2}
 
 
 @pytest.mark.parametrize(
-    ("recipe", "how"), [("tensorwise", "eager"), ("blockwise", "eager"), ("delayed", "compiled")]
+    ("build", "recipe", "shape", "more"),
+    [
+        (plain, "delayed", (2, 16, 32), AUTOCAST),
+        pytest.param(plain, "tensorwise", (2, 16, 32), AUTOCAST, marks=pytest.mark.exhaustive),
+        (BUILD["checkpoint"], "delayed", SHAPE, {}),
+        (lambda config: convert(Holder(), config), "blockwise", (17, 33), {}),
+    ],
+    ids=["delayed", "tensorwise", "checkpoint", "odd"],
 )
-def test_each_weight_is_cast_once_per_step(recipe: str, how: str) -> None:
-    """When it begins, in eager mode at the first use, and after each step."""
+def test_compiled(build, recipe: str, shape: tuple[int, ...], more: dict[str, Any]) -> None:
     torch._dynamo.reset()
-    model = convert(FeedForward(32, 48), with_weights(of_recipe(recipe)))
-    call = AOT_EAGER(model) if how == "compiled" else model
+    model = build(of_recipe(recipe))
+    assert_held_equals_on_the_fly(model, shape, compile=MODES["aot_eager"], **more)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mode"), [("tensorwise", "eager"), ("blockwise", "eager"), ("delayed", "aot_eager")]
+)
+def test_each_weight_is_cast_once_per_step(recipe: str, mode: str) -> None:
+    """When it begins, in eager mode at the first use, and after each step."""
+    model = plain(with_weights(of_recipe(recipe)))
+    call = running(model, mode)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     assert weight_casts(model, lambda: attach_to_optimizer(model, optimizer)) == 3
     accumulate(model, call, 0, SHAPE)
@@ -157,7 +157,7 @@ def test_each_weight_is_cast_once_per_step(recipe: str, how: str) -> None:
 
 
 def test_a_step_without_a_sync_is_noticed_as_ever() -> None:
-    model = convert(FeedForward(32, 48), with_weights(of_recipe("delayed")))
+    model = plain(with_weights(of_recipe("delayed")))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     update_float8_weights(model)
     accumulate(model, model, 0, SHAPE)
@@ -168,16 +168,14 @@ def test_a_step_without_a_sync_is_noticed_as_ever() -> None:
 
 
 def test_compiled_code_that_is_handed_copies_casts_for_itself() -> None:
-    torch._dynamo.reset()
     grads = []
-    for weights in (ON_THE_FLY, HELD):
+    for weights, mode in ((ON_THE_FLY, "eager"), (HELD, "aot_eager")):
         torch.manual_seed(0)
-        model = Wrapped(convert(FeedForward(32, 48), with_weights(None, weights)), "checkpoint")
+        model = Wrapped(plain(with_weights(None, weights)), "checkpoint")
         update_float8_weights(model)
-        call = torch.compile(model, backend="aot_eager") if weights is HELD else model
+        call = running(model, mode)
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
             y = call(seeded(0, *SHAPE))
         y.square().sum().backward()
-        grads.append([p.grad for p in model.parameters()])
-    for mine, expected in zip(*grads, strict=True):
-        assert same_bits(mine, expected)
+        grads.append(gradients(model))
+    assert_same_bits(*grads)

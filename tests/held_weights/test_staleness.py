@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.torch_version import TorchVersion
 
 from float8 import Float8Linear, attach_to_optimizer, update_float8_weights
-from sqnr import same_bits
+from sqnr import assert_same_bits, same_bits
 from support.configs import of_recipe
 from support.devices import on_devices
 from support.microbatches import (
@@ -27,15 +27,12 @@ from support.microbatches import (
     training_forward_casts,
     with_weights,
 )
-from support.models import fp8_state, seeded
+from support.models import copied, gradients, seeded
+from support.modes import running
 
 Act = Callable[[nn.Module], None]
-COMPILE: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "eager": lambda model: model,
-    "compiled": lambda model: torch.compile(model, backend="aot_eager", fullgraph=True),
-}
 LONGER = pytest.mark.exhaustive
-HOW = pytest.mark.parametrize("how", ["eager", pytest.param("compiled", marks=LONGER)])
+MODE = pytest.mark.parametrize("mode", ["eager", pytest.param("aot_eager", marks=LONGER)])
 
 
 def held_model(config=None) -> nn.Module:
@@ -60,19 +57,17 @@ class Step:
         self._optimizer.step()
 
 
-def assert_used_as_it_is(acts: list[Act], how: str = "eager", at: int = 2, device="cpu") -> None:
+def assert_used_as_it_is(acts: list[Act], mode: str = "eager", at: int = 2, device="cpu") -> None:
     """Steps of three microbatches, one for each act, before the microbatch `at`.
 
     Optimizers step before all but the first. Held weights give the bits of casts on the fly.
     """
-    torch._dynamo.reset()
     results = []
     # Weights that change between microbatches look like a step without a sync.
     config = of_recipe("delayed", enable_pre_and_post_forward=False)
     for weights in (ON_THE_FLY, HELD):
         model = model_of(with_weights(config, weights), device)
-        # What `aot_eager` compiles has the bits of eager mode.
-        call = COMPILE[how](model) if weights is HELD else model
+        call = running(model, mode if weights is HELD else "eager")
         found: dict[str, Tensor] = {}
 
         def between(microbatch: int, act: Act, model: nn.Module = model) -> None:
@@ -84,12 +79,11 @@ def assert_used_as_it_is(acts: list[Act], how: str = "eager", at: int = 2, devic
         for step, act in enumerate(acts):
             update_float8_weights(model)
             made = accumulate(model, call, step, SHAPE, between=partial(between, act=act))
-            made |= {name: b.clone() for name, b in fp8_state(model).items()}
+            made |= copied(model)
             made |= {name: p.detach().clone() for name, p in model.named_parameters()}
             found |= {f"step {step}: {name}": value for name, value in made.items()}
         results.append(found)
-    for name, wanted in results[0].items():
-        assert same_bits(results[1][name], wanted), name
+    assert_same_bits(*results)
 
 
 # ---------------------------------------------------------------- optimizers
@@ -176,14 +170,13 @@ def test_changes_between_microbatches() -> None:
 
 def test_changes_under_compiled_code() -> None:
     steps = [Step(True, fused=True), Step(False, foreach=True)]
-    assert_used_as_it_is([*IN_PLACE, *steps], "compiled")
+    assert_used_as_it_is([*IN_PLACE, *steps], "aot_eager")
 
 
-@HOW
-def test_another_dtype(how: str) -> None:
-    torch._dynamo.reset()
+@MODE
+def test_another_dtype(mode: str) -> None:
     model, plain = held_model(), model_of()
-    call, x = COMPILE[how](model), seeded(0, *SHAPE)
+    call, x = running(model, mode), seeded(0, *SHAPE)
     call(x).sum().backward()
     model.bfloat16().zero_grad()
     got = [call(x.bfloat16()), update_float8_weights(model), call(x.bfloat16())]
@@ -192,12 +185,11 @@ def test_another_dtype(how: str) -> None:
     assert same_bits(got[2], wanted)
 
 
-@HOW
-def test_averages_written_into_data_are_evaluated(how: str) -> None:
+@MODE
+def test_averages_written_into_data_are_evaluated(mode: str) -> None:
     """As libraries do, for the time of an evaluation; no version counter tells of it."""
-    torch._dynamo.reset()
     model, x = held_model(), seeded(0, *SHAPE)
-    call = COMPILE[how](model)
+    call = running(model, mode)
     before = call(x)
     own = [layer.weight.detach().clone() for layer in layers_of(model)]
     for layer in layers_of(model):
@@ -271,14 +263,10 @@ def test_weights_that_are_no_plain_tensors_are_named() -> None:
 # ---------------------------------------------------------------- a write while a graph is alive
 
 
-BACKENDS = [None, "aot_eager", pytest.param("inductor", marks=LONGER)]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_changed_is_cast_again_and_an_older_graph_is_told(backend: str | None) -> None:
-    torch._dynamo.reset()
+@pytest.mark.parametrize("mode", ["eager", "aot_eager", pytest.param("inductor", marks=LONGER)])
+def test_what_changed_is_cast_again_and_an_older_graph_is_told(mode: str) -> None:
     model, plain = held_model(), model_of()
-    call = torch.compile(model, backend=backend, fullgraph=True) if backend else model
+    call = running(model, mode)
     older = call(seeded(0, *SHAPE).requires_grad_())
     by_hand(model)
     by_hand(plain)
@@ -297,8 +285,7 @@ def test_a_graph_keeps_column_data_alone() -> None:
     assert row() is None
     y.sum().backward()
     expected.sum().backward()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert same_bits(mine.grad, theirs.grad)
+    assert_same_bits(gradients(model), gradients(plain))
 
 
 def test_inference_mode_inside_and_around() -> None:
@@ -311,5 +298,4 @@ def test_inference_mode_inside_and_around() -> None:
         assert same_bits(model(x), plain(x))  # casts again
     for each in (model, plain):
         each(x.requires_grad_()).sum().backward()
-    for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-        assert same_bits(mine.grad, wanted.grad)
+    assert_same_bits(gradients(model), gradients(plain))

@@ -14,19 +14,9 @@ from float8 import (
 from sqnr import same_bits, sqnr
 from support.configs import FINER, RECIPES, delayed, of_recipe, tensorwise
 from support.devices import on_devices
-from support.models import FeedForward, fp8_state, seeded
+from support.models import FeedForward, copied, forward_backward, fp8_state, seeded
 
 LOW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-
-
-def autocast_step(model: nn.Module, x, g, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    model.zero_grad(set_to_none=True)
-    x = x.detach().requires_grad_()
-    with torch.autocast(x.device.type, dtype):
-        y = model(x)
-    y.backward(g.to(y.dtype))
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    return {"output": y.detach(), "input": x.grad, **grads}
 
 
 @on_devices
@@ -35,10 +25,10 @@ def autocast_step(model: nn.Module, x, g, dtype: torch.dtype) -> dict[str, torch
 def test_dtypes_and_values(device: str, recipe: str, dtype: torch.dtype) -> None:
     model = FeedForward(64, 128, bias=True).to(device)
     x, g = seeded(0, 32, 64, device=device), seeded(1, 32, 64, device=device)
-    wanted = autocast_step(model, x, g, dtype)
+    wanted = forward_backward(model, x, g, dtype)
     convert_to_float8_training(model, config=of_recipe(recipe))
     for _ in range(3):
-        got = autocast_step(model, x, g, dtype)
+        got = forward_backward(model, x, g, dtype)
         sync_float8_amax_and_scale_history(model)
     assert got["output"].dtype == dtype
     for name in wanted:
@@ -71,9 +61,7 @@ def test_autocast_does_not_change_the_gemm_of_float8_data(device: str) -> None:
         layer.weight.grad = None
         with torch.autocast(device, torch.bfloat16):
             y = layer(seeded(0, 4, 32, device=device))
-            if inside:
-                y.sum().backward()
-        if not inside:
+        with torch.autocast(device, torch.bfloat16, enabled=inside):
             y.sum().backward()
         gradients.append(layer.weight.grad)
     assert same_bits(*gradients)
@@ -147,7 +135,7 @@ def test_a_skipped_step_keeps_the_histories(device: str) -> None:
     for _ in range(2):
         run.step(run.output().float().sum())
     state = fp8_state(run.layer)
-    before = {n: b.clone() for n, b in state.items() if b.dim() or "scale" in n}
+    before = {n: b for n, b in copied(run.layer).items() if b.dim() or "scale" in n}
     run.step(run.output().float().sum() * 1e6)  # overflows float16: skipped
     assert run.scaler.get_scale() == 2.0
     assert all(torch.equal(state[name], old) for name, old in before.items())

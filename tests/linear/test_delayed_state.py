@@ -13,12 +13,13 @@ from float8 import (
     convert_to_float8_training,
     sync_float8_amax_and_scale_history,
 )
-from sqnr import sqnr
+from sqnr import assert_same_bits, sqnr
 from support.configs import DELAYED, DYNAMIC, delayed, mixed, tensorwise
 from support.copies import COPIES
 from support.devices import E4M3, on_devices
-from support.models import forward_backward, fp8_state, seeded
+from support.models import copied, forward_backward, fp8_state, seeded
 from support.reference import reference_cast
+from support.stacks import step
 
 NAMES = [
     f"fp8_{kind}_{role}"
@@ -32,24 +33,9 @@ def trained(device: str = "cpu", **more) -> nn.Sequential:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(32, 48), nn.SiLU(), nn.Linear(48, 17)).to(device)
     convert_to_float8_training(model, config=delayed(**more))
-    step(model, 0)
-    step(model, 1)
-    step(model, 2, sync=False)
+    for seed in range(3):
+        step(model, seed, sync=seed < 2)
     return model
-
-
-def step(model: nn.Module, seed: int, *, sync: bool = True) -> dict[str, torch.Tensor]:
-    weight = next(model.parameters())
-    x = seeded(seed, 8, 32, dtype=weight.dtype, device=weight.device)
-    g = seeded(seed + 50, 8, 17, dtype=weight.dtype, device=weight.device)
-    results = forward_backward(model, x, g)
-    if sync:
-        sync_float8_amax_and_scale_history(model)
-    return results
-
-
-def copied(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: buffer.clone() for name, buffer in fp8_state(model).items()}
 
 
 def changed(model: nn.Module, before: dict[str, torch.Tensor]) -> set[str]:
@@ -92,8 +78,7 @@ def test_amax_init_makes_the_first_step_equal_dynamic_scaling(device: str) -> No
     dynamic = convert_to_float8_training(copy.deepcopy(plain), config=tensorwise())
     model = convert_to_float8_training(plain, config=delayed(enable_amax_init=True))
     for seed in (0, 1):  # two microbatches: both before the first sync
-        wanted, got = step(dynamic, seed, sync=False), step(model, seed, sync=False)
-        assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+        assert_same_bits(step(model, seed, sync=False), step(dynamic, seed, sync=False))
 
 
 @on_devices
@@ -142,8 +127,7 @@ def test_a_copy_trains_on_as_the_original_does(device: str, how: str) -> None:
     for seed in (3, 4):
         before, results = copied(clone), step(model, seed)
         assert not changed(clone, before)
-        others = step(clone, seed)
-        assert all(torch.equal(results[name], others[name]) for name in results)
+        assert_same_bits(step(clone, seed), results)
         assert not changed(clone, fp8_state(model))
 
 
@@ -155,8 +139,7 @@ def test_training_in_eval_mode_scales_by_the_data_and_records(device: str) -> No
     x, g = seeded(0, 16, 32, device=device), seeded(1, 16, 48, device=device)
     amax = x.abs().max().item()
     for factor in (1, 100):
-        results = [forward_backward(each, factor * x, g) for each in (layer, dynamic)]
-        assert all(torch.equal(results[0][name], results[1][name]) for name in results[1])
+        assert_same_bits(*(forward_backward(each, factor * x, g) for each in (layer, dynamic)))
         assert layer.fp8_amax_input.item() == (factor * x).abs().max().item()
         assert layer.fp8_amax_grad_output.item() == g.abs().max().item()
         sync_float8_amax_and_scale_history(layer)

@@ -44,17 +44,14 @@ def test_zeros_and_what_is_not_finite(recipe: str, device: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize(  # shapes decide about the layout of blocks
-    ("recipe", "dynamic"), [("blockwise", False), ("blockwise", True), ("rowwise", True)]
-)
-def test_compiled(recipe: str, dynamic: bool, device: str) -> None:
-    """One graph for all numbers of tokens if dynamic; the results of eager mode."""
+def test_compiled(device: str) -> None:
+    """One graph for all numbers of tokens, the results of eager mode; `compile`: other recipes."""
     torch._dynamo.reset()
-    layer = Float8Linear.from_float(nn.Linear(256, 384), of_recipe(recipe))
+    layer = Float8Linear.from_float(nn.Linear(256, 384), of_recipe("rowwise"))
     model = nn.Sequential(nn.RMSNorm(256), layer, nn.SiLU()).to(device)
     counter = CompileCounterWithBackend("inductor")
-    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend=counter)
-    for tokens in (160, 256, 333) if dynamic else (160,):
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
+    for tokens in (160, 256, 333):
         x, g = (seeded(i + tokens, tokens, n).to(device) for i, n in ((0, 256), (1, 384)))
         eager, got = (forward_backward(run, x, g) for run in (model, compiled))
         for mine, theirs in zip(got.values(), eager.values(), strict=True):

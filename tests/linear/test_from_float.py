@@ -12,15 +12,14 @@ from float8 import (
     convert_to_float8_training,
 )
 from float8.linear import unsupported
-from support.configs import DELAYED, DISABLED, DYNAMIC, delayed, mixed, of_recipe, tensorwise
+from support.configs import BOTH, DELAYED, DISABLED, DYNAMIC, delayed, mixed, of_recipe, tensorwise
 from support.devices import DTYPES, on_devices
+from support.errors import require_errors
 from support.models import seeded
-
-CONFIGS = pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
 
 
 @on_devices
-@CONFIGS
+@BOTH
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("flag", [False, True])
@@ -44,7 +43,7 @@ def test_parameters_and_the_training_mode_are_shared(
     assert torch.equal(linear(x), before)
 
 
-@CONFIGS
+@BOTH
 def test_hooks_of_the_original_layer_survive(config: Float8LinearConfig) -> None:
     calls = []
     linear = nn.Linear(32, 16)
@@ -61,8 +60,24 @@ def test_hooks_of_the_original_layer_survive(config: Float8LinearConfig) -> None
     assert torch.equal(twice, layer(x.requires_grad_()) * 2)
 
 
-@pytest.mark.parametrize("change", ["hook", "parameter", "buffer", "module"])
-def test_later_changes_of_one_do_not_show_in_the_other(change: str) -> None:
+def add_hooks(layer: nn.Module, calls: list[nn.Module]) -> None:
+    layer.register_forward_hook(lambda mod, args, out: calls.append(mod))
+    layer.register_forward_pre_hook(lambda mod, args: calls.append(mod))
+    layer.register_full_backward_hook(lambda mod, gi, go: calls.append(mod))
+
+
+def set_parameters(layer: nn.Module, calls: object) -> None:
+    layer.weight = nn.Parameter(torch.zeros(16, 32))
+    layer.extra = nn.Parameter(torch.zeros(1))
+
+
+def set_others(layer: nn.Module, calls: object) -> None:
+    layer.register_buffer("mask", torch.zeros(1), persistent=False)
+    layer.adapter = nn.Linear(1, 1)
+
+
+@pytest.mark.parametrize("change", [add_hooks, set_parameters, set_others])
+def test_later_changes_of_one_do_not_show_in_the_other(change) -> None:
     for backwards in (False, True):
         linear = nn.Linear(32, 16)
         linear.register_forward_hook(lambda mod, args, out: out)
@@ -70,41 +85,27 @@ def test_later_changes_of_one_do_not_show_in_the_other(change: str) -> None:
         changed, other = both[::-1] if backwards else both
         names = dir(other), list(other.state_dict())
         calls: list[nn.Module] = []
-        if change == "hook":
-            changed.register_forward_hook(lambda mod, args, out, calls=calls: calls.append(mod))
-            changed.register_forward_pre_hook(lambda mod, args, calls=calls: calls.append(mod))
-            changed.register_full_backward_hook(lambda mod, gi, go, calls=calls: calls.append(mod))
-        elif change == "parameter":
-            changed.weight = nn.Parameter(torch.zeros(16, 32))
-            changed.extra = nn.Parameter(torch.zeros(1))
-        elif change == "buffer":
-            changed.register_buffer("mask", torch.zeros(1), persistent=False)
-        else:
-            changed.adapter = nn.Linear(1, 1)
+        change(changed, calls)
         assert (dir(other), list(other.state_dict())) == names
         other(seeded(0, 4, 32).requires_grad_()).sum().backward()
         assert calls == []
-        assert (other.weight is changed.weight) == (change != "parameter")
+        assert (other.weight is changed.weight) == (change is not set_parameters)
 
 
-def test_handles_of_the_original_layers_hooks_stay_its_own_in_from_float() -> None:
+def test_what_the_original_layer_has_is_the_new_ones_too() -> None:
+    """Handles of its hooks stay its own."""
     linear = nn.Linear(32, 16)
+    linear.layer_index = 7
+    linear.register_buffer("mask", torch.ones(3))
     doubled = linear.register_forward_hook(lambda mod, args, out: out * 2)
-    layer = Float8Linear.from_float(linear)
+    layer = Float8Linear.from_float(linear, delayed())
+    assert layer.layer_index == 7
+    assert layer.mask is linear.mask
     x = seeded(0, 4, 32)
     before, twice = linear(x), layer(x)
     doubled.remove()
     assert torch.equal(linear(x) * 2, before)
     assert torch.equal(layer(x), twice)
-
-
-def test_attributes_of_the_original_layer_survive() -> None:
-    linear = nn.Linear(32, 16)
-    linear.layer_index = 7
-    linear.register_buffer("mask", torch.ones(3))
-    layer = Float8Linear.from_float(linear, delayed())
-    assert layer.layer_index == 7
-    assert layer.mask is linear.mask
 
 
 def test_weight_norm_by_hook_is_followed() -> None:
@@ -117,14 +118,6 @@ def test_weight_norm_by_hook_is_followed() -> None:
     assert layer(seeded(0, 4, 32)).abs().max() == 0
     layer(seeded(0, 4, 32)).sum().backward()
     assert layer.weight_g.grad is not None
-
-
-def test_a_layer_with_a_forward_of_its_own_is_refused() -> None:
-    """An instance attribute `forward` would silently win over the float8 one."""
-    linear = nn.Linear(32, 16)
-    linear.forward = lambda x: x
-    with pytest.raises(ValueError, match=r"(?s)got .*forward.*expected"):
-        Float8Linear.from_float(linear)
 
 
 def test_a_compiled_layer_is_compiled_anew_and_its_copy_is_not_compiled() -> None:
@@ -143,27 +136,20 @@ class MyLinear(nn.Linear):
         return super().forward(x) * 2
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: MyLinear(32, 16),
-        lambda: nn.LazyLinear(16),
-        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(32, 16)),
-        lambda: nn.utils.parametrizations.weight_norm(Float8Linear(32, 16)),
-        lambda: nn.MultiheadAttention(16, 2).out_proj,
-    ],
-    ids=["subclass", "lazy", "parametrized", "parametrized-float8", "attention"],
-)
-def test_what_convert_leaves_alone_is_refused_for_the_same_reason(make) -> None:
-    mod = make()
-    with pytest.raises(
-        TypeError, match=rf"got a [\w.]+\.{type(mod).__name__}, .*expected an nn.Linear"
+def test_what_convert_leaves_alone_is_refused_for_the_same_reason() -> None:
+    for mod in (
+        MyLinear(32, 16),
+        nn.LazyLinear(16),
+        nn.utils.parametrizations.weight_norm(nn.Linear(32, 16)),
+        nn.utils.parametrizations.weight_norm(Float8Linear(32, 16)),
+        nn.MultiheadAttention(16, 2).out_proj,
     ):
-        Float8Linear.from_float(mod)
-    model = nn.Sequential(mod)
-    if not isinstance(mod, Float8Linear):
-        convert_to_float8_training(model)
-        assert conversion_report(model).skipped[0].skip_reason == unsupported(mod, tensorwise())
+        expected = rf"got a [\w.]+\.{type(mod).__name__}, .*expected an nn.Linear"
+        with pytest.raises(TypeError, match=expected):
+            Float8Linear.from_float(mod)
+        if not isinstance(mod, Float8Linear):
+            model = convert_to_float8_training(nn.Sequential(mod))
+            assert conversion_report(model).skipped[0].skip_reason == unsupported(mod, tensorwise())
 
 
 def test_subclasses_of_float8_linear_can_be_made() -> None:
@@ -177,17 +163,19 @@ def test_subclasses_of_float8_linear_can_be_made() -> None:
     assert layer.weight is linear.weight
 
 
-@pytest.mark.parametrize(
-    ("mod", "config", "error", "message"),
-    [
-        (nn.ReLU(), tensorwise(), TypeError, "got a ReLU, expected an nn.Linear"),
-        (nn.Linear(16, 16), {}, TypeError, "config: got dict, expected a Float8LinearConfig"),
-        (nn.Linear(16, 16).double(), tensorwise(), TypeError, "dtype torch.float64, expected one"),
-    ],
-)
-def test_the_type_of_the_error_says_what_is_wrong(mod, config, error, message: str) -> None:
-    with pytest.raises(error, match=message):
-        Float8Linear.from_float(mod, config)
+@pytest.mark.filterwarnings("ignore:.*zero-element")
+def test_what_is_refused() -> None:
+    own, double = nn.Linear(32, 16), nn.Linear(16, 16).double()
+    own.forward = lambda x: x  # it would silently win over the float8 one
+    made = Float8Linear.from_float
+    require_errors(
+        ("ValueError: (?s)got .*forward.*expected", made, [own]),
+        ("TypeError: got a ReLU, expected an nn.Linear", made, [nn.ReLU()]),
+        ("TypeError: config: got dict, expected a Float8LinearConfig", made, [nn.Linear(1, 1), {}]),
+        ("TypeError: dtype torch.float64, expected one", made, [double]),
+        ("ValueError: expected no empty dim", Float8Linear, (0, 16)),
+        ("ValueError: expected no empty dim", Float8Linear, (16, 0)),
+    )
 
 
 @on_devices
@@ -201,35 +189,25 @@ def test_a_layer_can_be_built_directly(device: str) -> None:
     assert Float8Linear(32, 16).config == Float8LinearConfig()
 
 
-@pytest.mark.parametrize(("K", "N"), [(0, 16), (16, 0)])
-def test_empty_weights_are_refused(K: int, N: int) -> None:
-    with (
-        pytest.warns(UserWarning, match="zero-element"),
-        pytest.raises(ValueError, match="expected no empty dim"),
-    ):
-        Float8Linear(K, N)
-
-
 def test_repr_shows_the_scaling_of_each_role_second_uses_and_switches() -> None:
-    layer = Float8Linear(32, 16, config=mixed(DYNAMIC, DELAYED, DYNAMIC))
-    assert repr(layer) == (
-        "Float8Linear(in_features=32, out_features=16, bias=True, "
-        "input=dynamic/e4m3, weight=delayed/e4m3, grad_output=dynamic/e5m2)"
-    )
+    def shown(config: Float8LinearConfig, bias: bool = True) -> str:
+        text = repr(Float8Linear(32, 16, bias, config=config))
+        start = f"Float8Linear(in_features=32, out_features=16, bias={bias}, "
+        assert text.startswith(start)
+        return text.removeprefix(start)
+
+    roles = "input=dynamic/e4m3, weight=delayed/e4m3, grad_output=dynamic/e5m2)"
+    assert shown(mixed(DYNAMIC, DELAYED, DYNAMIC)) == roles
     config = Float8LinearConfig(
         cast_config_input_for_grad_weight=DISABLED,
         cast_config_grad_output_for_grad_weight=DISABLED,
         emulate=True,
         round_scales_to_power_of_2=True,
     )
-    text = repr(Float8Linear(32, 16, config=config))
-    assert "input_for_grad_weight=high precision" in text
-    assert "grad_output_for_grad_weight=high precision" in text
-    assert text.endswith("emulate, round_scales_to_power_of_2)")
-    layer = Float8Linear(32, 16, False, config=of_recipe("delayed", emulate=True))
-    assert (
-        repr(layer) == "Float8Linear(in_features=32, out_features=16, bias=False, delayed, emulate)"
-    )
+    assert "input_for_grad_weight=high precision" in shown(config)
+    assert "grad_output_for_grad_weight=high precision" in shown(config)
+    assert shown(config).endswith("emulate, round_scales_to_power_of_2)")
+    assert shown(of_recipe("delayed", emulate=True), bias=False) == "delayed, emulate)"
 
 
 def test_a_layer_made_of_an_attached_one_is_not_attached() -> None:

@@ -7,20 +7,20 @@ import re
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from float8 import Float8Linear, Float8LinearConfig, linear, sync_float8_amax_and_scale_history
-from sqnr import same_bits
-from support.configs import DELAYED, DYNAMIC, delayed, mixed, tensorwise
+from sqnr import assert_same_bits, same_bits
+from support.configs import BOTH, DELAYED, DYNAMIC, mixed
 from support.devices import DTYPES, on_devices
-from support.models import forward_backward, seeded
+from support.errors import require_errors
+from support.models import copied, forward_backward, fp8_state, seeded
 
-CONFIGS = pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
 K, N = 32, 48
 
 
 @on_devices
-@CONFIGS
+@BOTH
 @pytest.mark.parametrize("shape", [(), (6,), (2, 3), (3, 1, 2)], ids=["1d", "2d", "3d", "4d"])
 def test_ranks_give_the_values_of_the_flattened_input(
     device: str, config: Float8LinearConfig, shape: tuple[int, ...]
@@ -31,21 +31,19 @@ def test_ranks_give_the_values_of_the_flattened_input(
     flat = forward_backward(layer, x.reshape(-1, K), g.reshape(-1, N))
     assert got["output"].shape == (*shape, N)
     assert got["input"].shape == (*shape, K)
-    assert all(same_bits(got[name].reshape(flat[name].shape), flat[name]) for name in flat)
+    assert_same_bits({name: x.reshape(flat[name].shape) for name, x in got.items()}, flat)
 
 
-@pytest.mark.parametrize("shape", [(6,), (2, 3)], ids=["2d", "3d"])
-def test_the_output_is_no_view_as_nn_linears(shape: tuple[int, ...]) -> None:
+def test_the_output_is_no_view() -> None:
     """It can be written into in place, and FSDP2 does not warn of it."""
-    x = seeded(0, *shape, K).requires_grad_()
-    assert not nn.Linear(K, N, bias=False)(x)._is_view()
-    y = Float8Linear(K, N, bias=False)(x)
-    assert not y._is_view()
-    y.mul_(2).sum().backward()
+    for shape in ((6, K), (2, 3, K)):
+        y = Float8Linear(K, N, bias=False)(seeded(0, *shape).requires_grad_())
+        assert not y._is_view()
+        y.mul_(2).sum().backward()
 
 
 @on_devices
-@CONFIGS
+@BOTH
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strides_do_not_change_the_values(
     device: str, dtype: torch.dtype, config: Float8LinearConfig
@@ -70,12 +68,11 @@ def test_strides_do_not_change_the_values(
     for x, g in cases:
         assert not (x.is_contiguous() and g.is_contiguous())
         got = forward_backward(layer, x, g)
-        wanted = forward_backward(layer, x.contiguous(), g.contiguous())
-        assert [name for name in wanted if not same_bits(got[name], wanted[name])] == []
+        assert_same_bits(got, forward_backward(layer, x.contiguous(), g.contiguous()))
 
 
 @on_devices
-@CONFIGS
+@BOTH
 def test_an_activation_written_between_two_layers_takes_effect(
     device: str, config: Float8LinearConfig
 ) -> None:
@@ -89,12 +86,12 @@ def test_an_activation_written_between_two_layers_takes_effect(
 
 
 @on_devices
-@CONFIGS
+@BOTH
 @pytest.mark.parametrize("shape", [(0,), (4, 0), (0, 3)])
 def test_zero_rows(device: str, shape: tuple[int, ...], config: Float8LinearConfig) -> None:
     for dtype in DTYPES:
         layer = Float8Linear(K, N, device=device, dtype=dtype, config=config)
-        before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+        before = copied(layer)
         x = torch.empty(*shape, K, device=device, dtype=dtype)
         results = forward_backward(layer, x, torch.empty(*shape, N, device=device, dtype=dtype))
         assert results["output"].shape == (*shape, N)
@@ -103,7 +100,7 @@ def test_zero_rows(device: str, shape: tuple[int, ...], config: Float8LinearConf
         assert results["weight"].shape == (N, K)
         assert results["weight"].abs().max() == 0
         assert results["bias"].abs().max() == 0
-        assert all(torch.equal(before[name], buffer) for name, buffer in layer.named_buffers())
+        assert all(torch.equal(before[name], x) for name, x in fp8_state(layer).items())
     layer, x = layer.float(), x.float().requires_grad_()
     with torch.autocast(device, torch.bfloat16):
         y = layer(x)
@@ -119,35 +116,31 @@ def test_wrong_shapes(device: str) -> None:
     for call in (layer, lambda x: linear(x, layer.weight)):
         for shape in ((4, 31), (0, 31), ()):
             expected = re.escape(f"got input of shape {shape}, expected [..., 32]")
-            with pytest.raises(ValueError, match=expected):
-                call(torch.ones(shape, device=device))
+            require_errors((f"ValueError: {expected}", call, [torch.ones(shape, device=device)]))
 
 
 @on_devices
-@CONFIGS
+@BOTH
 def test_wrong_dtypes(device: str, config: Float8LinearConfig) -> None:
     layer = Float8Linear(K, N, device=device, config=config)
     x = torch.ones(4, K, device=device)
     for call in (layer, lambda x: linear(x, layer.weight)):
         for dtype in (torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float64):
-            for autocast in (False, True):
-                with (
-                    torch.autocast(device, torch.bfloat16, enabled=autocast),
-                    pytest.raises(TypeError, match=f"got input of dtype {dtype}.*expected"),
-                ):
-                    call(x.to(dtype))
+            row = (f"TypeError: got input of dtype {dtype}.*expected", call, [x.to(dtype)])
+            require_errors(row)
+            with torch.autocast(device, torch.bfloat16):
+                require_errors(row)
         for dtype in (torch.bfloat16, torch.float16, torch.float64):
             expected = f"got input of dtype {dtype} and weight of dtype torch.float32"
-            with pytest.raises(TypeError, match=expected):
-                call(x.to(dtype))
+            require_errors((f"TypeError: {expected}", call, [x.to(dtype)]))
     layer.double()
     for call in (layer, lambda x: linear(x, layer.weight)):
-        with pytest.raises(TypeError, match=r"got input of dtype torch.float64, expected one of"):
-            call(x.double())
+        expected = "got input of dtype torch.float64, expected one of"
+        require_errors((f"TypeError: {expected}", call, [x.double()]))
 
 
 @pytest.mark.gpu
-@CONFIGS
+@BOTH
 def test_input_on_another_device(config: Float8LinearConfig) -> None:
     layer = Float8Linear(K, N, device="cuda", config=config)
     with pytest.raises((ValueError, RuntimeError), match=r"(?s)cpu.*cuda|cuda.*cpu"):
@@ -175,15 +168,13 @@ def everything_depending_on(operand: str, at: tuple[int, int], results: dict[str
 def test_non_finite_operand_shows_in_all_that_depends_on_it(
     device: str, mix, dtype: torch.dtype, operand: str
 ) -> None:
-    cases = itertools.product(
-        (math.nan, math.inf, -math.inf), ("first step", "after a sync"), (False, True)
-    )
-    for value, when, power_of_2 in cases:
+    bad_values = (math.nan, math.inf, -math.inf)
+    for value, synced, power_of_2 in itertools.product(bad_values, (False, True), (False, True)):
         config = mixed(*mix, round_scales_to_power_of_2=power_of_2)
         layer = Float8Linear(K, N, bias=False, device=device, dtype=dtype, config=config)
         x = seeded(0, M, K, dtype=dtype, device=device)
         g = seeded(1, M, N, dtype=dtype, device=device)
-        if when == "after a sync":
+        if synced:
             clean = forward_backward(layer, x, g)
             assert all(bool(result.isfinite().all()) for result in clean.values())
             sync_float8_amax_and_scale_history(layer)
@@ -192,7 +183,7 @@ def test_non_finite_operand_shows_in_all_that_depends_on_it(
         bad[at] = value
         results = forward_backward(layer, x, g)
         for part in everything_depending_on(operand, at, results):
-            assert not bool(part.isfinite().any()), (value, when, power_of_2)
+            assert not bool(part.isfinite().any()), (value, synced, power_of_2)
 
 
 @on_devices

@@ -2,6 +2,7 @@
 
 import io
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -18,36 +19,38 @@ from float8 import (
 )
 from float8 import sync_float8_amax_and_scale_history as sync
 from float8.kernels.runtime.private import functorch_levels
-from support.configs import FINER, delayed, of_recipe, tensorwise
+from sqnr import assert_same_bits
+from support.configs import BOTH, FINER, delayed, of_recipe, tensorwise
 from support.devices import on_devices
-from support.models import seeded
+from support.errors import require_errors
+from support.models import gradients, seeded
+from support.modes import running
 
 
-def made(recipe: str, *parts: nn.Module) -> nn.Sequential:
-    model = nn.Sequential(*(parts or (nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32))))
-    convert_to_float8_training(model, config=recipe, module_filter_fn=all_linears)
-    return model
+def made(config: Float8LinearConfig | str, out: int = 32, device: str = "cpu") -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, out)).to(device)
+    return convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
 
 
-@pytest.mark.parametrize("layout", ["sparse", "sparse_csr", "mkldnn"])
-def test_other_layouts_say_what_to_do(layout: str) -> None:
-    x = getattr(seeded(0, 8, 32), f"to_{layout}")()
-    with pytest.raises(TypeError, match=r"got a Tensor of layout .*; call input\.to_dense\(\)"):
-        made("tensorwise")(x)
-
-
-def test_no_tensors_say_what_they_are() -> None:
-    model = made("tensorwise")
-    with pytest.raises(TypeError, match="got a list as input, expected a dense tensor"):
-        model([1, 2])
-    with pytest.raises(
-        TypeError, match=r"got a Proxy as input, .*is_leaf_module is true for Float8Linear"
-    ):
-        torch.fx.symbolic_trace(model)
-    for layout in (torch.strided, torch.jagged):
-        nested = torch.nested.nested_tensor([torch.ones(2, 32), torch.ones(3, 32)], layout=layout)
-        with pytest.raises(TypeError, match=rf"of layout {layout} as input, .*input\.values\(\)"):
-            model(nested)
+def test_other_layouts_and_no_tensors_say_what_they_are() -> None:
+    model, x, parts = made("tensorwise"), seeded(0, 8, 32), [torch.ones(n, 32) for n in (2, 3)]
+    nested = {
+        layout: torch.nested.nested_tensor(parts, layout=layout)
+        for layout in (torch.strided, torch.jagged)
+    }
+    trace = torch.fx.symbolic_trace
+    dense = r"TypeError: got a Tensor of layout .*; call input\.to_dense\(\)"
+    require_errors(
+        (dense, model, [x.to_sparse()]),
+        (dense, model, [x.to_sparse_csr()]),
+        (dense, model, [x.to_mkldnn()]),
+        ("TypeError: got a list as input, expected a dense", model, [[1, 2]]),
+        (r"TypeError: got a Proxy as input, .*is_leaf_module is true for", trace, [model]),
+        *(
+            (rf"TypeError: of layout {layout} as input, .*input\.values\(\)", model, [x])
+            for layout, x in nested.items()
+        ),
+    )
 
 
 def layer_of(config: Float8LinearConfig) -> Float8Linear:
@@ -55,23 +58,17 @@ def layer_of(config: Float8LinearConfig) -> Float8Linear:
     return Float8Linear.from_float(nn.Linear(24, 40), config)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_its_bytes_are_taken(compiled: bool) -> None:
+@pytest.mark.parametrize("mode", ["eager", "aot_eager"])
+def test_its_bytes_are_taken(mode: str) -> None:
     """Of dims that need padding, too; gradients go to what was cast."""
     results = []
-    for cast in (False, True):
+    for cast in (lambda x: x, Float8Tensor.from_high_precision):
         layer = layer_of(tensorwise())
         x, g = seeded(1, 2, 5, 24).requires_grad_(), seeded(2, 2, 5, 40)
-
-        def run(x, layer=layer, cast=cast):
-            return layer(Float8Tensor.from_high_precision(x) if cast else x)
-
-        whole = compiled and cast
-        y = torch.compile(run, fullgraph=True, backend="aot_eager")(x) if whole else run(x)
+        y = running(lambda x, layer=layer, cast=cast: layer(cast(x)), mode)(x)
         y.backward(g)
-        results.append([y, x.grad, layer.weight.grad, layer.bias.grad])
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+        results.append({"output": y, "input": x.grad, **gradients(layer)})
+    assert_same_bits(*results)
 
 
 def test_under_autocast_it_stays_as_it_is() -> None:
@@ -121,20 +118,14 @@ def test_onnx_is_refused(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
             torch.export.export(model, (x,), strict=strict)
 
 
-CONFIGS = pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
 NEEDS_LEVELS = pytest.mark.skipif(functorch_levels is None, reason="torch alone says so then")
 
 
-def all_of(config, device: str = "cpu") -> nn.Module:
-    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 1)).to(device)
-    return convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
-
-
 @on_devices
-@CONFIGS
+@BOTH
 def test_differentiating_twice_raises(device: str, config) -> None:
     """It would silently leave the float8 layers out."""
-    model, x = all_of(config, device), seeded(0, 8, 32, device=device)
+    model, x = made(config, 1, device), seeded(0, 8, 32, device=device)
     parameters = [*model.parameters()]
     (plain, twice) = (
         torch.autograd.grad(model(x).square().sum(), parameters, create_graph=create_graph)
@@ -167,27 +158,27 @@ TRANSFORMS = {
 def test_transforms_of_torch_func_raise(how: str) -> None:
     for config in (tensorwise(), delayed()):
         with pytest.raises(RuntimeError, match=r"Linear: got a call within torch\.func .*backw"):
-            TRANSFORMS[how](all_of(config), seeded(0, 8, 32))
+            TRANSFORMS[how](made(config, 1), seeded(0, 8, 32))
 
 
 @NEEDS_LEVELS
-@CONFIGS
+@BOTH
 def test_batches_of_gradients_raise(config) -> None:
-    model, x = all_of(config), seeded(0, 8, 32).requires_grad_()
+    model, x = made(config, 1), seeded(0, 8, 32).requires_grad_()
     y, jacobian = model(x), torch.autograd.functional.jacobian
-    message = r"Float8Linear: got a backward within torch\.func .*one gradient at a time"
-    with pytest.raises(RuntimeError, match=message):
-        torch.autograd.grad(y, x, torch.ones(3, *y.shape), is_grads_batched=True)
-    with pytest.raises(RuntimeError, match=message):
-        torch.vmap(lambda grad: torch.autograd.grad(y, x, grad))(torch.ones(3, *y.shape))
-    with pytest.raises(RuntimeError, match=message):
-        jacobian(model, x, vectorize=True)
+    batch, grad = torch.ones(3, *y.shape), torch.autograd.grad
+    expected = r"RuntimeError: Float8Linear: got a backward within torch\.func .*one gradient at"
+    require_errors(
+        (expected, partial(grad, is_grads_batched=True), (y, x, batch)),
+        (expected, torch.vmap(lambda each: grad(y, x, each)), [batch]),
+        (expected, partial(jacobian, vectorize=True), (model, x)),
+    )
     assert jacobian(model, x).shape == (8, 1, 8, 32)
 
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_torch_script_raises(inside: bool) -> None:
-    model = all_of(delayed())
+    model = made(delayed(), 1)
     with pytest.raises(RuntimeError, match=r"Float8Linear: got torch.jit.script, .*torch\.compile"):
         torch.jit.script(model if inside else model[0])
     sync(model)

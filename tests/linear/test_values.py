@@ -23,8 +23,9 @@ from float8 import (
     linear,
     sync_float8_amax_and_scale_history,
 )
-from sqnr import same_bits, sqnr
+from sqnr import assert_same_bits, same_bits, sqnr
 from support.configs import (
+    BOTH,
     DELAYED,
     DISABLED,
     DYNAMIC,
@@ -227,11 +228,10 @@ def test_fast_accumulation_goes_to_the_gemms_that_ask_for_it() -> None:
 
 X = (16, 32)
 SECOND_USES = "input_for_grad_weight", "weight_for_grad_input", "grad_output_for_grad_weight"
-CONFIGS = pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
 
 
 @on_devices
-@CONFIGS
+@BOTH
 @pytest.mark.parametrize(
     ("trained", "gemms"),
     [({"weight", "bias", "input"}, 3), ({"bias", "input"}, 2), ({"weight"}, 2), ({"bias"}, 1)],
@@ -251,7 +251,7 @@ def test_only_needed_gemms_run(device: str, config, trained: set[str], gemms: in
 
 
 @on_devices
-@CONFIGS
+@BOTH
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_one_gemm_runs_where_nothing_is_differentiated(
     device: str, config: Float8LinearConfig, mode
@@ -297,33 +297,28 @@ def test_disabled_gemms_run_in_high_precision(
 
 
 K, N = 33, 40
-HIGH_PRECISION_GRAD_WEIGHT = tensorwise(
-    cast_config_input_for_grad_weight=DISABLED, cast_config_grad_output_for_grad_weight=DISABLED
-)
 KINDS = {
     "default": None,
     "powers of two": tensorwise(round_scales_to_power_of_2=True),
     "emulated": tensorwise(emulate=True),
-    "grad_weight in high precision": HIGH_PRECISION_GRAD_WEIGHT,
+    "grad_weight in high precision": tensorwise(
+        cast_config_input_for_grad_weight=DISABLED, cast_config_grad_output_for_grad_weight=DISABLED
+    ),
 }
 
 
-def assert_same(layer: Float8Linear, x: Tensor, weight: Tensor | None = None) -> dict[str, Tensor]:
+def assert_same(
+    layer: Float8Linear, x: Tensor, weight: Tensor | None = None, **autocast: torch.dtype
+) -> dict[str, Tensor]:
     """Output and gradients of the layer and of the function, which may take another `weight`."""
-    weight = layer.weight if weight is None else weight
-    results = []
-    for run in (layer, lambda x: linear(x, weight, layer.bias, config=layer.config)):
-        layer.zero_grad(set_to_none=True)
-        leaf = x.detach().requires_grad_()
-        y = run(leaf)
-        with torch.autocast(x.device.type, enabled=False):
-            y.backward(seeded(1, *y.shape, device=x.device, dtype=y.dtype))
-        gradients = {name: p.grad for name, p in layer.named_parameters() if p.requires_grad}
-        results.append({"output": y.detach(), "input": leaf.grad, **gradients})
-    mine, theirs = results
-    for name in mine:
-        assert mine[name].stride() == theirs[name].stride(), name
-        assert same_bits(mine[name], theirs[name]), name
+    g = seeded(1, *x.shape[:-1], layer.out_features, device=x.device, dtype=x.dtype)
+    mine = forward_backward(layer, x, g, **autocast)
+    used = layer.weight if weight is None else weight
+    layer.forward = lambda x: linear(x, used, layer.bias, config=layer.config)
+    theirs = forward_backward(layer, x, g, **autocast)
+    del layer.forward
+    assert_same_bits(theirs, mine)
+    assert [t.stride() for t in theirs.values()] == [t.stride() for t in mine.values()]
     return theirs
 
 
@@ -335,8 +330,7 @@ def test_equals_the_layer(device: str, bias: bool, config: Float8LinearConfig | 
     for leading in ((24,), (), (2, 3), (2, 0)):
         got = assert_same(layer, seeded(0, *leading, K, device=device))
         assert got["output"].shape == (*leading, N)
-    with torch.autocast(device, torch.bfloat16):
-        got = assert_same(layer, seeded(0, 24, K, device=device))
+    got = assert_same(layer, seeded(0, 24, K, device=device), autocast=torch.bfloat16)
     assert got["output"].dtype == torch.bfloat16
     assert got["weight"].dtype == torch.float32
     assert_same(layer.half(), seeded(0, 24, K, device=device, dtype=torch.float16))
@@ -355,9 +349,7 @@ def test_a_float8_weight_gives_what_the_layer_that_casts_it_gives(
     assert_same(layer, seeded(0, 3, 8, K, device=device), cast)
 
 
-@pytest.mark.parametrize(
-    "config", [delayed(), mixed(DYNAMIC, DYNAMIC, DELAYED)], ids=["all", "grad_output"]
-)
-def test_delayed_scaling_needs_a_layer(config: Float8LinearConfig) -> None:
-    with pytest.raises(ValueError, match=r"delayed scaling.*use Float8Linear"):
-        linear(seeded(0, 16, K), seeded(1, N, K), config=config)
+def test_delayed_scaling_needs_a_layer() -> None:
+    for config in (delayed(), mixed(DYNAMIC, DYNAMIC, DELAYED)):
+        with pytest.raises(ValueError, match=r"delayed scaling.*use Float8Linear"):
+            linear(seeded(0, 16, K), seeded(1, N, K), config=config)

@@ -41,6 +41,8 @@ MIXES = [
 ]
 """The 8 ways to scale input, weight and grad_output: `mixed(*mix)`."""
 
+BOTH = pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
+
 RECIPES = ["tensorwise", "delayed"]
 """With one scale per tensor."""
 

@@ -16,8 +16,8 @@ from float8 import (
     attach_to_optimizer,
     convert_to_float8_training,
 )
-from sqnr import same_bits
-from support.models import FeedForward, fp8_state, seeded
+from sqnr import assert_same_bits
+from support.models import FeedForward, copied, fp8_state, seeded
 
 MICROBATCHES = 3
 SHAPE = (8, 32)
@@ -115,14 +115,11 @@ def assert_held_equals_on_the_fly(
         attach_to_optimizer(module, optimizer)
         for step in range(steps):
             results = accumulate(module, call, step, shape, autocast=autocast)
-            results |= {name: b.clone() for name, b in fp8_state(module).items()}
+            results |= copied(module)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             results |= {f"{name}, synced": b.clone() for name, b in fp8_state(module).items()}
             results |= {name: p.detach().clone() for name, p in module.named_parameters()}
             found |= {f"step {step}: {name}": value for name, value in results.items()}
         everything.append(found)
-    wanted, got = everything
-    assert wanted.keys() == got.keys()
-    for name, value in wanted.items():
-        assert same_bits(got[name], value), name
+    assert_same_bits(*everything)

@@ -1,5 +1,7 @@
 """Small models and their training steps."""
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -82,18 +84,26 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def forward_backward(model: nn.Module, x: Tensor, grad_output: Tensor) -> dict[str, Tensor]:
+def forward_backward(
+    model: nn.Module, x: Tensor, grad_output: Tensor, autocast: torch.dtype | None = None
+) -> dict[str, Tensor]:
     """One forward and backward: `output`, and the gradients of `input` and every parameter."""
     model.zero_grad(set_to_none=True)
     x = x.detach().requires_grad_()
-    output = model(x)
-    output.backward(grad_output)
+    with torch.autocast(x.device.type, autocast) if autocast else nullcontext():
+        output = model(x)
+    output.backward(grad_output.to(output.dtype) if autocast else grad_output)
     return {"output": output.detach(), "input": x.grad, **gradients(model)}
 
 
 def fp8_state(model: nn.Module) -> dict[str, Tensor]:
     """The delayed-scaling buffers of a model."""
     return {n: b for n, b in model.named_buffers() if "fp8_" in n}
+
+
+def copied(model: nn.Module) -> dict[str, Tensor]:
+    """The delayed-scaling buffers as they are now."""
+    return {name: buffer.clone() for name, buffer in fp8_state(model).items()}
 
 
 def seeded(

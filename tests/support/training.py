@@ -19,6 +19,7 @@ from support.models import seeded
 
 WRAPPINGS: dict[str, Callable] = {
     "plain": lambda inner, x: inner(x),
+    "reentrant": partial(checkpoint, use_reentrant=True),
     "checkpoint": partial(checkpoint, use_reentrant=False),
     "selective-checkpoint": partial(
         checkpoint,

@@ -1,6 +1,7 @@
 """State is plain tensors: others save, average and edit it; a sync updates those of now."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from float8 import (
     sync_float8_amax_and_scale_history,
     update_float8_weights,
 )
+from sqnr import assert_same_bits
 from support.configs import DELAYED, DYNAMIC, delayed, mixed, tensorwise
 from support.devices import on_devices
-from support.models import fp8_state, seeded
+from support.models import copied, fp8_state, seeded
+from support.modes import running
 from support.stacks import optimizer_of, stack, train
 
 X = 100 * seeded(7, 8, 16)
@@ -42,15 +45,6 @@ def dynamic(model: nn.Module) -> nn.Module:
     twin = convert_to_float8_training(copy.deepcopy(model), config=tensorwise())
     assert not fp8_state(twin)
     return twin
-
-
-def copied(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: buffer.clone() for name, buffer in fp8_state(model).items()}
-
-
-def assert_state(model: nn.Module, wanted: dict[str, torch.Tensor]) -> None:
-    for name, buffer in fp8_state(model).items():
-        assert torch.equal(buffer, wanted[name]), name
 
 
 def own_storages(tensors: dict[str, torch.Tensor]) -> bool:
@@ -95,8 +89,7 @@ def test_safetensors_saves_and_loads(tmp_path) -> None:
     model, other = trained(stack(2)), stack(2)
     save_model(model, str(tmp_path / "model.safetensors"))
     assert load_model(other, str(tmp_path / "model.safetensors")) == (set(), [])
-    for name, value in model.state_dict().items():
-        assert torch.equal(other.state_dict()[name], value), name
+    assert_same_bits(other.state_dict(), model.state_dict())
 
 
 def test_a_sync_in_inference_mode_leaves_state_that_trains() -> None:
@@ -108,11 +101,7 @@ def test_a_sync_in_inference_mode_leaves_state_that_trains() -> None:
     for each in (model, other):
         train(each, 5)
     assert not any(buffer.is_inference() for buffer in model.buffers())
-    assert_state(model, fp8_state(other))
-
-
-def untouched(model: nn.Module) -> nn.Module:
-    return model
+    assert_same_bits(fp8_state(model), fp8_state(other))
 
 
 def merged(model: nn.Module) -> nn.Module:
@@ -147,7 +136,7 @@ def partly_delayed(model: nn.Module) -> nn.Module:
     return trained(model)
 
 
-CHANGES = [untouched, merged, averaged, never_synced, held, partly_delayed]
+CHANGES = [lambda model: model, merged, averaged, never_synced, held, partly_delayed]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -158,15 +147,14 @@ def test_evaluation_is_that_of_dynamic_scaling(change, context) -> None:
     with context():
         for x in (X, X / 1000):
             assert torch.equal(model(x), twin(x))
-    assert_state(model, before)
+    assert_same_bits(fp8_state(model), before)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_mode_decides_whether_the_history_is_taken(compiled: bool) -> None:
+@pytest.mark.parametrize("mode", ["eager", "aot_eager"])
+def test_the_mode_decides_whether_the_history_is_taken(mode: str) -> None:
     """The first forward of reentrant checkpointing has no gradients, its recomputation has."""
     model = trained(stack(2))
-    torch._dynamo.reset()
-    call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    call = running(model, mode)
     for training in (True, False):
         model.train(training)
         for grad in (False, True):  # what records comes last
@@ -174,7 +162,7 @@ def test_the_mode_decides_whether_the_history_is_taken(compiled: bool) -> None:
             with torch.set_grad_enabled(grad):
                 assert torch.equal(call(X), wanted) is not training  # saturated in training
             if not grad:
-                assert_state(model, before)
+                assert_same_bits(fp8_state(model), before)
 
 
 def synced_right(model: nn.Module, layers: list[Float8Linear] | None = None) -> None:
@@ -192,26 +180,34 @@ def synced_right(model: nn.Module, layers: list[Float8Linear] | None = None) -> 
     assert all(buffer is buffers[name] for name, buffer in fp8_state(model).items())
 
 
+def load(model: nn.Module, assign: bool) -> None:
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=assign)
+
+
+def empty(model: nn.Module) -> None:
+    model.to_empty(device=model[0].weight.device)
+    for layer in model:
+        layer.reset_parameters()
+
+
+EDITS = {
+    "to-dtype": nn.Module.bfloat16,
+    "load": partial(load, assign=False),
+    "load-assign": partial(load, assign=True),
+    "reset": lambda model: model[1].reset_parameters(),
+    "new-layer": lambda m: m.append(
+        Float8Linear(16, 16, device=m[0].weight.device, config=delayed())
+    ),
+    "to_empty": empty,
+}
+
+
 @on_devices
-@pytest.mark.parametrize(
-    "change", ["to-dtype", "load", "load-assign", "reset", "new-layer", "to_empty"]
-)
-def test_sync_updates_the_layers_own_buffers_after(device: str, change: str) -> None:
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_sync_updates_the_layers_own_buffers_after(device: str, edit) -> None:
     model = stack(3, device)
     synced_right(model)
-    if change == "to-dtype":
-        model.to(torch.bfloat16)
-    elif change.startswith("load"):
-        state = copy.deepcopy(model.state_dict())
-        model.load_state_dict(state, assign=change == "load-assign")
-    elif change == "reset":
-        model[1].reset_parameters()
-    elif change == "new-layer":
-        model.append(Float8Linear(16, 16, device=device, config=delayed()))
-    elif change == "to_empty":
-        model.to_empty(device=device)
-        for layer in model:
-            layer.reset_parameters()
+    edit(model)
     synced_right(model)
 
 
@@ -236,9 +232,9 @@ def test_a_copy_and_its_original_are_synced_apart() -> None:
     model = stack(2)
     synced_right(model)
     clone = copy.deepcopy(model)
-    before = {name: buffer.clone() for name, buffer in fp8_state(clone).items()}
+    before = copied(clone)
     synced_right(model)
-    assert all(torch.equal(buffer, before[name]) for name, buffer in fp8_state(clone).items())
+    assert_same_bits(fp8_state(clone), before)
     synced_right(clone)
 
 
@@ -257,20 +253,6 @@ def test_shared_layers_are_synced_once() -> None:
     peak = model[0].fp8_amax_input.item()
     sync_float8_amax_and_scale_history(model)
     assert model[0].fp8_amax_history_input.tolist() == [peak] + [0.0] * 15
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_step_without_a_sync_is_noticed_whatever_writes_the_weights(
-    fused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)  # by another test
-    model = stack(2)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
-    train(model, 0)
-    optimizer.step()
-    optimizer.zero_grad()
-    with pytest.raises(RuntimeError, match=r"the optimizer stepped, .* not synced"):
-        train(model, 1)
 
 
 def test_what_is_no_step_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,11 @@ from float8 import (
     convert_to_float8_training,
     sync_float8_amax_and_scale_history,
 )
+from sqnr import assert_same_bits
 from support.configs import DELAYED, DYNAMIC, delayed, mixed, tensorwise
 from support.devices import on_devices
-from support.models import fp8_state, seeded
+from support.errors import require_errors
+from support.models import LlamaBlock, copied, fp8_state, seeded
 from support.simulation import SimulatedHistory
 from support.spies import OpCounter
 from support.stacks import stack, train
@@ -94,7 +96,7 @@ def test_a_sync_of_nothing_changes_nothing(device: str, scale_fn_name: str) -> N
     for step in range(2):
         train(model, step)
         sync_float8_amax_and_scale_history(model)
-    before = {name: buffer.clone() for name, buffer in fp8_state(model).items()}
+    before = copied(model)
     zeros = torch.zeros(4, 16, device=device)
     for between in ("nothing", "evaluation", "zeros"):
         for _ in range(4):  # more than the history is long
@@ -106,22 +108,18 @@ def test_a_sync_of_nothing_changes_nothing(device: str, scale_fn_name: str) -> N
                     torch._foreach_zero_([*model.parameters()])
                 model.train()(zeros).backward(zeros)
             sync_float8_amax_and_scale_history(model)
-            assert all(torch.equal(buffer, before[n]) for n, buffer in fp8_state(model).items())
+            assert_same_bits(fp8_state(model), before)
 
 
-@pytest.mark.parametrize(
-    ("model", "layers", "message"),
-    [
-        ([], None, "model: got list, expected an nn.Module"),
-        (nn.ReLU(), 3, "got a int of .*, expected a list of Float8Linear"),
-        (nn.ReLU(), Float8Linear(16, 16), "got a Float8Linear of .*, expected a list of"),
-        (nn.ReLU(), [nn.Linear(1, 1)], r"got a list of \['Linear'\], expected a list of"),
-        (nn.ReLU(), "0", "got a str of .*, expected a list of"),
-    ],
-)
-def test_arguments_of_a_wrong_type(model, layers, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        sync_float8_amax_and_scale_history(model, layers)
+def test_arguments_of_a_wrong_type() -> None:
+    sync, model = sync_float8_amax_and_scale_history, nn.ReLU()
+    require_errors(
+        ("TypeError: model: got list, expected an nn.Module", sync, [[]]),
+        ("TypeError: got a int of .*, expected a list of Float8L", sync, (model, 3)),
+        ("TypeError: got a Float8Linear of .*, expected a", sync, (model, Float8Linear(16, 16))),
+        (r"TypeError: got a list of .'Linear'., expected a", sync, (model, [nn.Linear(1, 1)])),
+        ("TypeError: got a str of .*, expected a list of", sync, (model, "0")),
+    )
 
 
 @on_devices
@@ -159,32 +157,19 @@ def test_sync_does_not_wait_for_the_gpu() -> None:
 DIM, WORDS, TOKENS, BATCH, STEPS = 64, 32, 32, 8, 50
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(DIM), nn.LayerNorm(DIM)])
-        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
-        self.up, self.down = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
-
-
 class GPT(nn.Module):
     """Of two blocks, whose output projections begin tiny."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.position = nn.Embedding(WORDS, DIM), nn.Parameter(torch.zeros(TOKENS, DIM))
-        self.blocks = nn.Sequential(Block(), Block())
+        heads = {"heads": 4, "kv": 4, "head_dim": 16}
+        self.blocks = nn.Sequential(*(LlamaBlock(DIM, 4 * DIM, True, **heads) for _ in range(2)))
         self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, WORDS)
-        for block in self.blocks:
-            for layer in (block.qkv, block.up, block.out, block.down):
-                last = layer in (block.out, block.down)
-                nn.init.normal_(layer.weight, std=1e-5 if last else 0.02)
+        for name, weight in self.blocks.named_parameters():
+            if weight.dim() == 2:
+                last = "wo." in name or "w2." in name
+                nn.init.normal_(weight, std=1e-5 if last else 0.02)
 
     def forward(self, words: Tensor) -> Tensor:
         return self.head(self.norm(self.blocks(self.embed(words) + self.position)))
