@@ -1,6 +1,7 @@
 """Signal-to-quantisation-noise ratio, the measure of every comparison that is not bitwise."""
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -26,3 +27,19 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
         return False
     a, b = (t.detach().contiguous().cpu().reshape(-1).view(torch.uint8) for t in (a, b))
     return torch.equal(a, b)
+
+
+def assert_close(
+    wanted: Mapping[str, Tensor],
+    got: Mapping[str, Tensor],
+    bound: float = math.inf,
+    what: object = "",
+) -> None:
+    """Compare names, dtypes, and values: bit by bit, or, but for zeros, above `bound` dB."""
+    assert wanted.keys() == got.keys(), what
+    for name, value in wanted.items():
+        assert got[name].dtype == value.dtype, (what, name)
+        if bound == math.inf or not value.any():
+            assert same_bits(got[name], value), (what, name)
+        else:
+            assert sqnr(value, got[name]) > bound, (what, name)

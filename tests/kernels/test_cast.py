@@ -46,6 +46,7 @@ def test_order_and_absence(device: str, spec: CastConfig, traced: bool) -> None:
             assert_same(flat(parts), want[:2] * row + want[2:] * col)
             for part in (part for part in parts if part is not None):
                 assert given is None or part.scale is given
+                assert part.data.is_contiguous()
                 assert not part.data.requires_grad
     assert not kernels.amax(x * 2).requires_grad
 
