@@ -28,7 +28,7 @@ from support.devices import on_devices
 from support.microbatches import HELD, ON_THE_FLY, layers_of, with_weights
 from support.models import Block, FeedForward, forward_backward, gradients, seeded
 from support.spies import saved_tensors
-from support.training import Wrapped
+from support.training import Wrapped, two_layers
 
 
 class Parallel(nn.Module):
@@ -44,7 +44,7 @@ class Parallel(nn.Module):
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "feed-forward": lambda: FeedForward(64, 192),
-    "six parallel": lambda: Parallel(6),
+    "parallel": lambda: Parallel(3),
     "block": lambda: Block(64, 192),
     "checkpointed": lambda: Wrapped(FeedForward(64, 192), "checkpoint"),
 }
@@ -143,7 +143,7 @@ def ours_last(module: torch.fx.GraphModule, _) -> Callable:
 
 CASES = [
     ("emulated", "feed-forward"),
-    ("tensorwise", "six parallel"),
+    ("tensorwise", "parallel"),
     ("blockwise", "block"),
     ("rowwise", "checkpointed"),
     ("delayed", "feed-forward"),
@@ -194,7 +194,7 @@ def test_a_write_in_the_compiled_code_itself(backend: str) -> None:
     for weights in (ON_THE_FLY, HELD):
         model = made(lambda: Clips(1), with_weights(None, weights), backend=backend)
         found.append({f"call {n}": model(x).detach() for n in range(3)})
-    assert_close(*found, tolerances.COMPILED)
+    assert_close(*found, bound=tolerances.COMPILED)
 
 
 @on_devices
@@ -224,7 +224,7 @@ def test_what_is_held_is_handed_on_itself(device: str) -> None:
         of_inputs = {f"input {n}": x.grad for n, x in enumerate(inputs)}
         grads.append(of_inputs | gradients(model))
     assert kept[0] == kept[1]
-    assert_close(*grads, tolerances.COMPILED)
+    assert_close(*grads, bound=tolerances.COMPILED)
 
 
 @torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
@@ -232,8 +232,7 @@ def test_what_is_held_is_handed_on_itself(device: str) -> None:
     ("config", "how"), [(tensorwise(), "checkpoint"), (of_recipe("delayed"), "plain")]
 )
 def test_one_graph_for_all_layers_and_steps(config, how: str) -> None:
-    model = nn.Sequential(*(Wrapped(Block(16, 32), how) for _ in range(3)))
-    convert_to_float8_training(model, config=with_weights(config))
+    model = nn.Sequential(*(two_layers(with_weights(config), how=how) for _ in range(3)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     attach_to_optimizer(model, optimizer)
     counter = CompileCounterWithBackend("aot_eager")
@@ -242,13 +241,13 @@ def test_one_graph_for_all_layers_and_steps(config, how: str) -> None:
     kept = []
     for seed in range(4):
         # What stays allocated makes sure that the next operands lie elsewhere.
-        kept.append(torch.empty(16 * 32 * 2 * 12, dtype=torch.uint8))
+        kept.append(torch.empty(32 * 64 * 2 * 12, dtype=torch.uint8))
         for microbatch in range(2):
-            model(seeded(2 * seed + microbatch, 8, 16).requires_grad_()).sum().backward()
+            model(seeded(2 * seed + microbatch, 8, 32).requires_grad_()).sum().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     assert counter.frame_count == 1
     if how == "plain":
         for tokens in (16, 24, 7):
-            model(seeded(0, tokens, 16).requires_grad_()).sum().backward()
+            model(seeded(0, tokens, 32).requires_grad_()).sum().backward()
         assert counter.frame_count == 2

@@ -76,7 +76,8 @@ class SideBySide:
     ) -> None:
         """Take a training step in both, and compare all results and state."""
         pairs = (self.model, self.model), (self.copy, self.compiled)
-        assert_close(*(self._step(*pair, seed, autocast, tokens) for pair in pairs), bound, seed)
+        eager, compiled = (self._step(*pair, seed, autocast, tokens) for pair in pairs)
+        assert_close(eager, compiled, bound, seed)
 
     def _step(self, module, call, seed, autocast, tokens) -> dict[str, Tensor]:
         weight = next(module.parameters())
