@@ -26,9 +26,9 @@ from torch.autograd.function import once_differentiable
 #             exponent  mantissa  largest  smallest above 0  rounding is off by at most
 #   e4m3      4 bits    3 bits    448      2**-9             1/16 of the number
 #   e5m2      5 bits    2 bits    57344    2**-16            1/8 of the number
-#   bfloat16  8 bits    7 bits    3.4e38   9.2e-41           1/256 of the number
+#   bfloat16  8 bits    7 bits    3.4e38   9.2e-41           1/256 of the number (for comparison)
 #
-# (Near the smallest number the steps are even: there rounding is off by more.)
+# (Near zero the steps have one fixed size, so the relative error is larger.)
 #
 # Inputs and weights get e4m3: their values differ less in size, so the finer mantissa counts.
 # Gradients get e5m2: their values differ much in size, and with the wider range fewer become zero.
@@ -40,10 +40,10 @@ LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 
 # ---------------------------------------------------------------- 2. From a tensor to its scale
 #
-# The gradients of a model may all be near 1e-7. As they are, e5m2 would make zeros of them. So a
-# tensor is divided by a number before it is rounded: its scale. Here one scale is for the whole
-# tensor ("tensorwise"), and comes from the tensor at hand ("dynamic"). It maps the largest
-# magnitude in the tensor, its amax, to the largest number of the format:
+# The gradients of a model may all be near 1e-7. Cast to e5m2 without a scale, all would become
+# zero. So a tensor is divided by a number before it is rounded: its scale. Here one scale is for
+# the whole tensor ("tensorwise"), and comes from the tensor at hand ("dynamic"). It maps the
+# largest magnitude in the tensor, its amax, to the largest number of the format:
 #
 #   data = round(x / scale)        x is about data * scale
 
@@ -68,8 +68,8 @@ def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     inverse = (1.0 / scale.double()).float()
     # In float32, also for `x` in bfloat16: else the product would be rounded twice.
     scaled = x.float() * inverse
-    # The cast saturates: what lies above the largest number becomes the largest number. Here only a
-    # rounding error lies above it. If the scale is older than the tensor ("delayed"), values can.
+    # The cast saturates: what exceeds the largest number becomes it. Here a value exceeds it by a
+    # rounding error at most. With delayed scaling, real values can exceed it.
     #
     # Inf and NaN must stay visible. A NaN stays NaN through all of this. An Inf makes the scale
     # Inf, and 1 / scale zero: the Inf becomes 0 * Inf = NaN, all others become 0. The GEMM
@@ -88,10 +88,9 @@ def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 #   grad_input   [M, K]  =  g   [M, N]  @  w   [N, K]      sums over N
 #   grad_weight  [N, K]  =  g.T [N, M]  @  x   [M, K]      sums over M
 #
-# Layout: the float8 tensor cores of Hopper (H100, H200) read operands in one way only. Numbers that
-# are multiplied and then summed up must lie next to each other in memory. (16-bit operands may lie
-# the other way, too.) So each GEMM is written as `a @ b.T`, where `a` and `b` are both contiguous
-# along their last dim, the one that is summed over:
+# Layout: the float8 tensor cores of Hopper (H100, H200) read operands in one way only. Both must be
+# contiguous along the dim that is summed over. (16-bit operands may lie the other way, too.) So a
+# GEMM is written as `a @ b.T`, where `a` and `b` are contiguous along their last dim, that one:
 #
 #                a               b
 #   output       x   [M, K]      w   [N, K]
@@ -104,7 +103,7 @@ def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 # Sizes: `torch._scaled_mm` on a GPU wants the dim that is summed over, and the rows of `b`, to be
 # multiples of 16. Zeros fill them up: they add nothing to a sum. The result is cut to its size.
 #
-# On a CPU `torch._scaled_mm` takes any layout and any size. The page does the same there.
+# On a CPU `torch._scaled_mm` takes any layout and size. This page pads and transposes there, too.
 
 
 def pad16(data: Tensor) -> Tensor:
@@ -147,7 +146,8 @@ class Float8Matmul(torch.autograd.Function):
         x_scale, w_scale = scale_of(x, E4M3), scale_of(weight, E4M3)
         x8 = pad16(to_float8(x, x_scale, E4M3))  # [M16, K16]: filled up to multiples of 16
         w8 = pad16(to_float8(weight, w_scale, E4M3))  # [N16, K16]
-        # `x8[:M]`: the rows of `a` may be of any number. Only grad_weight sums over M.
+        # `a` may have any number of rows, so drop the padding. Only grad_weight needs M padded: it
+        # sums over M.
         output = gemm(x8[:M], x_scale, w8, w_scale, (M, N), x.dtype, fast=True)
 
         # Kept until backward: x.T in float8, one byte per element, instead of `x`, two or four.
@@ -165,7 +165,7 @@ class Float8Matmul(torch.autograd.Function):
         g8 = pad16(to_float8(g, g_scale, E5M2))  # [M16, N16]
 
         grad_input = grad_weight = None
-        if ctx.needs_input_grad[0]:  # False where nothing below is trained
+        if ctx.needs_input_grad[0]:  # False if no earlier layer needs a gradient
             w8_t = transposed(pad16(to_float8(weight, w_scale, E4M3)))  # [K16, N16]
             grad_input = gemm(g8[:M], g_scale, w8_t, w_scale, (M, K), g.dtype)
         if ctx.needs_input_grad[1]:  # False for a frozen weight
@@ -230,11 +230,11 @@ def main() -> None:
 # ---------------------------------------------------------------- 8. What the library adds
 
 LIBRARY = {
-    "kernels": "two kernels for a cast to both layouts: this page goes over a tensor eight times",
-    "scales.py": "delayed scaling: the scale of the last steps, so that a cast reads once",
+    "kernels": "two kernels cast to both layouts; this page needs about eight passes over a tensor",
+    "scales.py": "delayed scaling: the scale comes from earlier steps, so a cast reads once",
     "config.py": "recipes: a scale for each row, or for each block of 1x128 or 128x128",
-    "gemm.py": "GEMMs under these scales, for groups of tokens, and emulated in float32",
-    "linear": "weights cast once per step, autocast, empty inputs, torch.compile",
+    "gemm.py": "GEMMs under these scales, for the tokens of each expert, or emulated in float32",
+    "linear": "weights that can be cast once per step, autocast, empty inputs, torch.compile",
     "convert": "which layers gain on your GPU, why the others stay, and the way back",
     "step.py": "all that happens once per optimizer step, with one all-reduce for all layers",
     "experts": "mixture-of-experts models, with one GEMM for all experts",

@@ -15,8 +15,8 @@ def computed_before(function: Any, *args: Any) -> Any:
     """Return `function.compute(*args)`, for compiled code, which hands it on to `function.apply`.
 
     All that compiled code computes is traced before the autograd function, whose forward then only
-    saves. torch 2.11 forgets for what lies within one that `torch.utils.checkpoint` has it computed
-    again in backward: it kept the outputs of GEMMs.
+    saves. Inside an autograd function torch 2.11 loses the recompute tags of
+    `torch.utils.checkpoint`: it kept the outputs of GEMMs.
     """
     with torch.no_grad():
         return function.compute(*args)
@@ -43,7 +43,7 @@ def once_differentiable(backward: Backward) -> Backward:
             results = backward(ctx, *grads)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return results
-        # Of something that needs a gradient, too: else they would be constants where `grads` are.
+        # A dummy that requires grad, so that the results are never constants, as `grads` may be.
         of = torch.zeros((), requires_grad=True)
         return _Refusing.apply(len(grads), of, *grads, *results)  # type: ignore[no-any-return, no-untyped-call]
 

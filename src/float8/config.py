@@ -82,7 +82,7 @@ class Granularity(enum.Enum):
         return self
 
     def scales(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the scales of data [..., R, C]; of symbolic sizes without a guard.
+        """Return the shape of the scales of data [..., R, C]; symbolic sizes get no guard.
 
         `()` for one scale, [..., R, 1] by rows, [R, ceil(C / width)] by parts of a row. By squares
         [ceil(R / height), ceil(C / width)] with the columns padded to 4, as cuBLASLt wants.
@@ -105,7 +105,7 @@ class ScalingGranularity(Granularity):
     """The whole tensor."""
 
     AXISWISE = "axiswise", 1, None
-    """A run along the dim that a GEMM contracts: a row of row data, a column of column data."""
+    """A run along the dim that a GEMM contracts: one row, of row data or of column data."""
 
     BLOCK_1x128 = "block_1x128", 1, 128
     """128 elements along the dim that a GEMM contracts (DeepSeek-V3, arXiv 2412.19437, 3.3)."""
@@ -120,9 +120,9 @@ class CastConfig:
 
     Args:
         scaling_type: where the scale comes from.
-        scaling_granularity: what one scale covers. Scales finer than `TENSORWISE` are dynamic.
+        scaling_granularity: what one scale covers. All but `TENSORWISE` require `DYNAMIC`.
         target_dtype: `torch.float8_e4m3fn`, `torch.float8_e5m2`, or None for the default: e5m2
-            for a grad_output with one scale, else e4m3. Where nothing is cast it becomes None.
+            for a grad_output with one scale, else e4m3. `DISABLED` resets it to None.
         power_of_2: round the scale up to a power of two. `round_scales_to_power_of_2` of
             `Float8LinearConfig` does so for all casts.
 
@@ -139,7 +139,7 @@ class CastConfig:
 
     if TYPE_CHECKING:  # no field: it follows from these
         dtype: torch.dtype = field(init=False)
-        """The format of the data: e4m3 where none is said."""
+        """The format of the data: e4m3 by default; only `Float8LinearConfig` fills in e5m2."""
 
     def __post_init__(self) -> None:
         if self.target_dtype is not None and self.target_dtype not in FLOAT8_MAX:
@@ -300,7 +300,7 @@ class Float8GemmConfig:
 
 @dataclass(frozen=True)
 class Float8LinearConfig:
-    """The configuration of `Float8Linear`. Frozen: every field takes effect or raises.
+    """The configuration of `Float8Linear`, immutable. Each field takes effect, or its value raises.
 
     Args:
         cast_config_input: input [M, K] of `output = input @ weight.T`.
@@ -312,27 +312,27 @@ class Float8LinearConfig:
         cast_config_grad_output: grad_output [M, N] of `grad_input`.
         cast_config_grad_output_for_grad_weight: grad_output [M, N] of `grad_weight`; None: as
             `cast_config_grad_output`.
-        gemm_config_output, gemm_config_grad_input, gemm_config_grad_weight: each GEMM.
+        gemm_config_output, gemm_config_grad_input, gemm_config_grad_weight: switches of each GEMM.
         enable_fsdp_float8_all_gather: under FSDP2, cast each rank's shard of the weight and
-            gather it in float8. Needs one cast of the weight for both of its GEMMs. Without effect
-            on weights that are not sharded, and on those of experts that lie as [E, K, N].
-        float8_weights: when weights are cast. Others than `ON_THE_FLY` need one cast of the weight
-            for both of its GEMMs.
+            gather it in float8. Requires equal casts of the weight for `output` and `grad_input`.
+            Without effect on weights that are not sharded, and on experts stored as [E, K, N].
+        float8_weights: when weights are cast. All but `ON_THE_FLY` require equal casts of the
+            weight for `output` and `grad_input`.
         pad_inner_dim: pad dims that are not divisible by 16, under block scales by 128, with zeros
-            inside the cast, which changes no result. True alone is taken.
+            inside the cast, which changes no result. Only True is accepted.
         emulate: compute GEMMs in float32 on the dequantised values: the same numerics on any
             device, slowly.
         round_scales_to_power_of_2: round every scale up to a power of two, so that scaling
-            itself adds no rounding error. With every scaling type.
-        delayed_scaling_config: delayed scaling only. History length and reduction.
-        enable_amax_init: of delayed scaling. True: scales come from the data, as in dynamic
-            scaling, until the amax of a step is less than twice the largest before it, for each
-            cast by itself. False: until the first sync every scale is 1.0.
-        enable_pre_and_post_forward: of delayed scaling. True: a forward with gradients after an
-            optimizer step that was not accompanied by `sync_float8_amax_and_scale_history` raises
-            a `RuntimeError`.
-        force_recompute_fp8_weight_in_bwd: taken for code written for torchao, and no field:
-            backward always makes what it needs of a weight itself.
+            itself adds no rounding error. Applies to dynamic and delayed scales.
+        delayed_scaling_config: of delayed scaling: how long a history is, and which amax counts.
+        enable_amax_init: of delayed scaling. True: each cast uses dynamic scales until the amax of
+            one step is below twice the largest amax before it. False: until the first sync every
+            scale is 1.0.
+        enable_pre_and_post_forward: of delayed scaling. True: a forward with gradients raises a
+            `RuntimeError` if the optimizer stepped without a sync before it. Not checked while the
+            layer is attached to an optimizer, or in compiled code.
+        force_recompute_fp8_weight_in_bwd: accepted for code written for torchao. It is not stored
+            and has no effect: backward always makes what it needs of a weight itself.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -525,7 +525,7 @@ RECIPES: dict[str, Float8LinearConfig] = {
         cast_config_grad_output=_runs,
     ),
 }
-"""Each recipe, by the values of `Float8LinearRecipeName`."""
+"""Each recipe, by the values of `Float8LinearRecipeName`: one object, which layers share."""
 
 ConfigOrRecipe = Float8LinearConfig | Float8LinearRecipeName | str
 """A configuration, or the name of a recipe."""

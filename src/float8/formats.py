@@ -23,7 +23,7 @@ GEMM_ALIGNMENT = 16
 
 
 def ceil16(n: int) -> int:
-    """Return the smallest multiple of 16 that is not below `n`; of symbols without a guard."""
+    """Return the smallest multiple of 16 that is not below `n`; a symbolic `n` gets no guard."""
     return (n + (GEMM_ALIGNMENT - 1)) // GEMM_ALIGNMENT * GEMM_ALIGNMENT
 
 

@@ -196,8 +196,8 @@ def grouped_matmul(
 
     Operands are as `kernels.cast_groups` makes them, float8, contiguous along what is contracted;
     scales apply to float32 sums. A group is `ends[e - 1]:ends[e]`, int32, ascending, and may be
-    empty; ends are multiples of 128 where what is contracted lies in groups, of which `tokens` is
-    the number without gaps, for `FlopCounterMode` alone. CPUs multiply as `emulate` does.
+    empty; ends are multiples of 128 where what is contracted lies in groups. `tokens`: the real
+    rows without padding; only FLOP counting reads it. CPUs multiply as `emulate` does.
 
     Raises:
         RuntimeError: the device has no such GEMM and `gemm.emulate` is False.

@@ -31,17 +31,17 @@ class Cast(NamedTuple):
     """Format, granularity and scaling."""
 
     state: DelayedScale | None = None
-    """Of delayed scaling, whose scale is taken as long as it knows one; else that of the tensor."""
+    """State of delayed scaling: its scale is used if known; else one comes from the tensor."""
 
     record: bool = False
     """Whether `state` learns the amax of the tensor."""
 
     reduce: Reduction | None = None
-    """Makes an amax that of all ranks: where the one scale comes from the tensor, or may do so, so
-    with a `state` in every call. Finer scales are of this rank's part."""
+    """Turns an amax into that of all ranks; used if the one scale may come from the tensor. With a
+    `state` it always runs, since all ranks must take part. Finer scales are of this rank's part."""
 
     scale: Tensor | None = None
-    """The one scale, where it is known already: nothing else chooses one then."""
+    """The one scale, if it is known already: then nothing else chooses one."""
 
 
 def quantize(
@@ -58,7 +58,7 @@ def quantize(
 ) -> Quantized:
     """Cast `x` [R, C] to float8: row and column data as asked for; see `kernels.cast`.
 
-    Scales are new tensors, which a sync does not change.
+    A scale that is chosen here is a new tensor, which no later sync changes.
 
     Args:
         x: as there; or [E, R, C], the weights of experts, each under dynamic scales of its own: see
@@ -69,10 +69,10 @@ def quantize(
         pad_rows: pad R of the row data to 16: needed where R is a GEMM's output feature dim.
         after: what a compiler must have computed first.
         traced: in compiled code take amaxes by plain torch code, which a compiler fuses into what
-            produces `x`, and cast so under finer scales. A state records its amax apart from the
-            cast, which backward may do again.
-        via: `x` is rounded to this dtype first, as autocast and FSDP2 round weights. Under one
-            dynamic scale the kernel that casts does so.
+            produces `x`. With finer scales also cast by plain torch. A state records its amax
+            outside the cast, because backward may repeat the cast.
+        via: round `x` to this dtype first, as autocast and FSDP2 round weights. Under one dynamic
+            scale the kernel that casts does so.
         offs: where groups of rows end, each under dynamic scales of its own: see `cast_groups`,
             whose layouts the result has.
 
@@ -111,8 +111,8 @@ def _cast_each(weights: Tensor, how: CastConfig, *, row: bool, col: bool) -> Qua
     """Cast the weights [E, N, K] of experts, each under scales of its own.
 
     To row data [E, N, ceil16(K)] with scales [E, N], column data [E, K, ceil16(N)] with [E, K].
-    They are one matrix whose groups of rows are all of one size. Weights that lie as [E, K, N] are
-    read as they lie: their row data are the column data of that. Others are copied.
+    The weights are viewed as one matrix with E equal groups of rows. For storage [E, K, N], row and
+    col requests are swapped instead of copying. Weights stored otherwise are copied.
     """
     if transposed := weights.transpose(1, 2).is_contiguous():
         weights, row, col = weights.transpose(1, 2), col, row
@@ -167,12 +167,11 @@ def recast(x: Tensor, how: CastConfig, scale: Tensor) -> Operand:
     `x` may be the bytes that the cast before made, of which a compiler then keeps the transposed
     copy instead, one for all layers that read them.
 
-    Under one scale a compiler casts `x` by plain torch code before it is transposed: so it need not
-    keep `x` until backward, but can make it again from what it keeps anyway, say an activation
-    function from its input, in the kernel that casts. It then casts what that kernel has before it
-    rounds to the dtype of `x`. Under finer scales our kernel casts, since the compiler's own for
-    the amaxes of columns take longer than to write `x` and read it; torch makes nothing anew that
-    our kernel reads: it casts in forward, and keeps the bytes until backward.
+    - One scale: a compiler casts `x` by plain torch code, then transposes. So it need not keep `x`
+      until backward: the kernel that casts makes `x` again from what is kept anyway, say an
+      activation function from its input, and casts that before it is rounded to the dtype of `x`.
+    - Finer scales: our kernel casts, since the compiler's own for the amaxes of columns take longer
+      than to write `x` and read it. torch runs our kernel in forward, and keeps the bytes.
     """
     if x.dtype in FLOAT8_MAX:
         return to_col(Operand(x, scale), how)

@@ -58,8 +58,8 @@ class DelayedScale(NamedTuple):
     def apart(self) -> "DelayedScale":
         """Return the same scale with a fresh amax, which the caller records afterwards.
 
-        So a cast reads nothing that it wrote: compiled code may do it again, as it does for
-        activation checkpointing.
+        So a cast reads nothing that it wrote, and compiled code may repeat it safely, as it does
+        for activation checkpointing.
         """
         # Not `zeros_like`, for which a compiler would keep the amax.
         fresh = torch.zeros((), dtype=torch.float32, device=self.amax.device)
@@ -104,7 +104,8 @@ class Operand(NamedTuple):
     """One operand of a GEMM: float8 data and their scale."""
 
     data: Tensor
-    """[R, C] float8, contiguous along C, the contraction dim; C is padded to 16."""
+    """[R, C] float8, contiguous along C, the contraction dim. A cast pads C to 16, under blocks to
+    128; gathered data are not padded before `quantize.padded`."""
 
     scale: Tensor
     """float32 decode scales, in the shape of `Granularity.scales`; of groups [R], or [E, N]."""
@@ -113,7 +114,7 @@ class Operand(NamedTuple):
 class Quantized(NamedTuple):
     """A tensor [R, C] in float8, in the layouts that were asked for; the others are None.
 
-    `| Any`: a type checker is not to ask of those who know which.
+    `| Any`, for type checkers: callers know which layouts exist.
     """
 
     row: Operand | Any = None
@@ -122,9 +123,6 @@ class Quantized(NamedTuple):
     col: Operand | Any = None
     """The transposed copy [C, R], contracted over R: cast from high precision (`quantize`), or made
     of row data where only those exist (`to_col`, `recast`)."""
-
-    amax: Tensor | None = None
-    """0-dim float32, for delayed scaling to record at each use; None: nothing is to be recorded."""
 
     ends: Tensor | Any = None
     """[E] int32: where each group of rows ends in column data; None: there are no groups."""

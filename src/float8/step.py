@@ -37,41 +37,44 @@ def sync_float8_amax_and_scale_history(
     """Turn the amaxes of this step into the scales of the next, for all layers at once.
 
     Call it once per optimizer step, after the last `backward()` and before the next forward, or
-    let `attach_to_optimizer` do so. Amaxes count since the last call: it may follow several
-    microbatches, and changes nothing where nothing was recorded. In a single process
-    `torch.compile` takes it whole. Layers that train on without a sync raise a `RuntimeError` where
-    that can be noticed: see "A missing sync" in docs/scaling.md.
+    let `attach_to_optimizer` do so. It uses all amaxes recorded since the last call: it may follow
+    several microbatches, and changes nothing where nothing was recorded. In one process it compiles
+    without a graph break. Layers that train on without a sync raise a `RuntimeError` where that can
+    be noticed: see "A missing sync" in docs/scaling.md.
 
-    Once `torch.distributed` is initialised, amaxes are those of all ranks, through one all-reduce
-    for everything: each rank must call it. At the first call ranks also compare their layers.
+    Once `torch.distributed` is initialised, one all-reduce combines the amaxes of all layers, so
+    every rank must call it. At the first call ranks also compare their layers.
 
     Args:
         model: the converted model, compiled or not.
         fp8_layers: the layers to sync, to save the walk over the model; None: all of `model`.
-        group: the `ProcessGroup` of the ranks that train on parts of the same batch. None: those of
-            the mesh that the weights are on, in all of its dims, else of other parameters under the
-            same `fully_shard`, else all. Give one for stages of a pipeline that are not sharded,
-            for models that each rank trains by itself, and for tensor parallel under DDP, where
-            weights know the mesh of one replica.
+        group: the `ProcessGroup` of the ranks that train on parts of the same batch. None: the mesh
+            of the weights, in all of its dims; else the mesh of other parameters under the same
+            `fully_shard`; else all ranks. Pass a group for unsharded pipeline stages, for
+            independent models per rank, and for tensor parallel under DDP, where weights know the
+            mesh of one replica.
 
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: no `group` is given, and weights are on different meshes, or gathered in float8
             at the moment. Or ranks that hold parts of a weight would not share its amaxes. Or ranks
-            have different layers with delayed scaling (one with none is out).
+            have different layers with delayed scaling.
         RuntimeError: DDP in `model` is within a `join()` that goes on without inputs.
     """
     require_module(model, "model")
-    layers = _delayed_layers(model.modules() if fp8_layers is None else fp8_layers)
-    if fp8_layers is not None and not all(isinstance(x, Float8Linear) for x in fp8_layers):
-        got = f"fp8_layers: got {[type(x).__name__ for x in fp8_layers]}"
-        raise TypeError(f"{got}, expected Float8Linear alone; None syncs all of the model")
+    if fp8_layers is not None:
+        given = [*fp8_layers] if isinstance(fp8_layers, Iterable) else [None]
+        if not all(isinstance(x, Float8Linear) for x in given):
+            kinds = f"{type(fp8_layers).__name__} of {[type(x).__name__ for x in given]}"
+            expected = "a list of Float8Linear; None syncs all of the model"
+            raise TypeError(f"fp8_layers: got a {kinds}, expected {expected}")
+    layers = _delayed_layers(model.modules() if fp8_layers is None else given)
     if not layers:
         return
     if dist.is_available() and dist.is_initialized():
         _share_amaxes(model, layers, group)
     _join_tied(layers)
-    # What is updated as one tensor: the buffers, by the largest value of each format.
+    # Updated as one tensor: (config, power of 2, device) -> largest value of a format -> buffers.
     alike: dict[Any, dict[float, list[list[Any]]]] = {}
     for layer in layers:
         delayed = layer._float8_config.delayed_scaling_config
@@ -123,18 +126,18 @@ def update_float8_weights(model: nn.Module) -> None:
     """Cast the weights of all layers with `Float8Weights.HELD`, for every forward to come.
 
     Call it after `optimizer.step()`, or let `attach_to_optimizer` do so. Before the first call, and
-    in evaluation, weights are cast on the fly. A weight that changes between two calls is cast
-    again where it is used, in compiled code at each use, if its version counter tells. Fused
-    optimizers and writes into `weight.data` or through a raw pointer do not count: call this after
-    those. `.to()` and a new Parameter end what is held. Under FSDP2 each rank holds its shard in
-    float8, cast when it is first sent.
+    in evaluation, weights are cast on the fly. If the version counter of a weight changed, its next
+    use casts it again and keeps the result; compiled code casts it at every use. Fused optimizers
+    and writes into `weight.data` or through a raw pointer do not raise the version counter: call
+    this after those. `.to()` and assigning a new Parameter drop held data. Under FSDP2 the gather
+    casts the shard and keeps it; for those weights this call casts nothing.
 
     A warning names the layers whose weights are cast on the fly all the same, and says why: those
-    under tensor parallel or with delayed scaling; of experts those under FSDP, and torchtitan's.
+    under tensor parallel or with delayed scaling, and experts under FSDP or of torchtitan.
 
     Raises:
         TypeError: `model` is no `nn.Module`.
-        ValueError: FSDP1, or FSDP2 without `enable_fsdp_float8_all_gather`, leaves nothing to hold.
+        ValueError: a `HELD` layer is under FSDP1 or FSDP2, but gathers in high precision.
     """
     require_module(model, "model")
     parts = {
@@ -145,17 +148,17 @@ def update_float8_weights(model: nn.Module) -> None:
     }
     if not parts:
         return
-    alike: dict[Any, dict[Tensor, list[Float8Linear]]] = {}
-    others: list[str] = []
+    alike: dict[Any, dict[Tensor, list[Float8Linear]]] = {}  # kind -> weight -> its layers
+    on_the_fly: list[str] = []
     fsdp1 = "summon_full_params"  # a method of its modules; FSDP writes past version counters
     wraps = (x.modules() for x in model.modules() if is_fsdp_module(x) or hasattr(type(x), fsdp1))
     under_fsdp = set(itertools.chain(*wraps))
     for part, name in parts.items():
         if isinstance(part, Float8Experts):
             why = part._float8_hold("gathered by FSDP" if part in under_fsdp else None)
-            others += [f"{name}.{own} ({reason})" for own, reason in why.items()]
+            on_the_fly += [f"{name}.{own} ({reason})" for own, reason in why.items()]
             continue
-        part._float8_set_held()  # drops old data first: there is no room for both
+        part._float8_set_held()  # frees the old data before casting
         weight: Any = part._parameters.get("weight")
         if part in under_fsdp and not part._float8_config.enable_fsdp_float8_all_gather:
             raise ValueError(
@@ -164,8 +167,8 @@ def update_float8_weights(model: nn.Module) -> None:
                 f"and fully_shard, or with Float8Weights.ON_THE_FLY"
             )
         if reason := _why_on_the_fly(part, weight, part in under_fsdp):
-            others.append(f"{name} ({reason})")
-        elif part not in under_fsdp and not weight.is_meta:  # else the gather holds the shard
+            on_the_fly.append(f"{name} ({reason})")
+        elif part not in under_fsdp and not weight.is_meta:  # FSDP2's gather keeps the shard
             kind = weight.device, weight.dtype, part._float8_plan.casts.weight
             alike.setdefault(kind, {}).setdefault(weight, []).append(part)
     for (_, dtype, cast), readers in alike.items():
@@ -176,10 +179,11 @@ def update_float8_weights(model: nn.Module) -> None:
             held = hold(weight, cast._replace(scale=scale))
             for layer in layers:
                 layer._float8_set_held(held)
-    if others:
+    if on_the_fly:
+        count, first = len(on_the_fly), ", ".join(on_the_fly[:3])
         warnings.warn(
-            f"float8: {len(others)} layer(s) cast their weight on the fly, which is no plain "
-            f"Parameter with dynamic scaling: {', '.join(others[:3])}{', ...' * (len(others) > 3)}",
+            f"float8: {count} layer(s) cast their weight on the fly, which is no plain "
+            f"Parameter with dynamic scaling: {first}{', ...' * (count > 3)}",
             stacklevel=4,
         )
 
@@ -207,7 +211,7 @@ class Attachment:
             part._float8_attach()  # a checkpoint may be loaded next
 
     def remove(self) -> None:
-        """End the attachment, as the end of the optimizer does, and what is held by then."""
+        """Remove the hooks and free held weights; the end of the optimizer does so, too."""
         for handle in self._handles:
             handle.remove()
         for part in self._parts:
@@ -219,17 +223,17 @@ class Attachment:
 def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) -> Attachment:
     """Run at every `optimizer.step()` what the scaling of `model` needs once per step.
 
-    By the optimizer's own hooks. `sync_float8_amax_and_scale_history(model)` runs right before the
-    step, or after a step that is given a closure: what the closure runs, once or often, is of this
-    step. `precompute_float8_dynamic_scale_for_fsdp(model)` and `update_float8_weights(model)` run
-    after it; weights with `Float8Weights.HELD` are also cast at their next use. With several
-    optimizers, attach the model to each. Harmless for other models.
+    Registers hooks on the optimizer. `sync_float8_amax_and_scale_history(model)` runs right before
+    the step; with a closure right after it, so that all forwards in the closure count. Then run
+    `precompute_float8_dynamic_scale_for_fsdp(model)` and `update_float8_weights(model)`. Attaching
+    casts held weights now, and again at their first use, because a checkpoint may be loaded in
+    between. With several optimizers, attach the model to each. Harmless for other models.
 
     Args:
         model: the converted model, compiled or not.
-        optimizer: the `torch.optim.Optimizer` that steps its parameters, or what holds it as
-            `.optimizer` or `.base_optimizer`, as the wrappers of accelerate and Lightning do.
-        group: of the sync.
+        optimizer: the `torch.optim.Optimizer` that steps its parameters, or a wrapper that has it
+            as `.optimizer` or `.base_optimizer`, as those of accelerate and Lightning.
+        group: the process group passed to the sync.
 
     Returns:
         A handle whose `remove()` ends the attachment.
@@ -266,7 +270,7 @@ def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
         wrapped = getattr(inner, "optimizer", None)
         if wrapped is None and isinstance(inner, torch.optim.Optimizer):
             return inner
-        inner = wrapped or getattr(inner, "base_optimizer", None)
+        inner = getattr(inner, "base_optimizer", None) if wrapped is None else wrapped
     expected = "a torch.optim.Optimizer, or what holds one as `.optimizer` or `.base_optimizer`"
     raise TypeError(f"optimizer: got {type(optimizer).__name__}, expected {expected}")
 
@@ -303,8 +307,8 @@ def _note_scales(layers: list[Float8Linear]) -> None:
 def _share_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> None:
     """Make the amaxes of this rank those of all, with one all-reduce."""
     weights: list[Any] = [layer.weight for layer in layers]
-    parted = {parts for layer in layers for parts in layer._float8_groups()}
-    ranks = sync_groups(weights, group, _beside(layers, model), parted)
+    shard_groups = {parts for layer in layers for parts in layer._float8_groups()}
+    ranks = sync_groups(weights, group, _beside(layers, model), shard_groups)
     if not ranks:
         return
     require_no_join(model)
@@ -314,7 +318,7 @@ def _share_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> N
     for layer in layers:
         for site in layer._float8_delayed:
             amaxes.append(layer.get_buffer(site.amax))
-            # Where another rank ran a layer that this one did not, it used this shard, too.
+            # Another rank may have run a layer that this one skipped: its gather read this shard.
             unused = site is CastSite.WEIGHT and not layer._float8_has_unsynced_amax()
             shard = shard_amax(layer.weight) if unused else None
             shards.append(amaxes[-1].new_zeros(()) if shard is None else shard)

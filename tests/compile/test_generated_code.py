@@ -52,7 +52,7 @@ def test_each_op(dynamic: bool, device: str) -> None:
 @on_devices
 def test_an_op_that_writes_its_argument(device: str) -> None:
     def casts(x: Tensor, *states: DelayedScale) -> Any:
-        return [kernels.cast(x * 2, SPEC, state=y, row=True, col=True) for y in states]
+        return [kernels.cast(x * 2, SPEC, state=y, record=True, row=True, col=True) for y in states]
 
     def states() -> list[DelayedScale]:  # whose scale is not known yet, and is
         pairs = [torch.tensor([known, 0.5], device=device).unbind() for known in (0.0, 0.03)]

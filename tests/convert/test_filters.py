@@ -198,10 +198,16 @@ def test_switches_are_bools() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"cuda_graphs": True, "module_filter_fn": all_linears}, "cuda_graphs=True with a module_"),
+        (
+            {"cuda_graphs": True, "module_filter_fn": all_linears},
+            "alone, with gpu=None and cuda_graphs=True",
+        ),
         ({"gpu": "B200"}, "gpu: got 'B200', expected one whose .* of 'H100', 'H200'; leave it out"),
         ({"gpu": ["H100"]}, "gpu: got .'H100'., expected one"),
-        ({"gpu": "H100", "module_filter_fn": all_linears}, "gpu='H100' and cuda_graphs=F"),
+        (
+            {"gpu": "H100", "module_filter_fn": all_linears},
+            "alone, with gpu=.H100. and cuda_graphs=F",
+        ),
     ],
 )
 def test_what_arguments_cannot_be(arguments: dict[str, Any], message: str) -> None:

@@ -1,6 +1,5 @@
 """Experts of transformers in float8 checkpoints: names, bytes, other readers, ranks."""
 
-import copy
 import importlib
 from pathlib import Path
 from typing import Any
@@ -17,19 +16,30 @@ from float8.checkpoints import (
     quantization_config,
     save_float8_checkpoint,
 )
-from float8.experts import Float8Experts
 from float8.quantize import quantize
+from support.float8_files import (
+    INDEX,
+    LAYOUTS,
+    Layout,
+    Unchanged,
+    bits,
+    in_files,
+    layouts,
+    same_bytes,
+)
 from support.ranks import on
 from support.sharded import convert, here, mesh_of, whole
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
+
 hf = importlib.import_module("support.hugging_face")
 fp8 = importlib.import_module("transformers.integrations.finegrained_fp8")
 
 NARROW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 LATENT = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 96, "qk_rope_head_dim": 32}
 MODELS: dict[str, dict[str, Any]] = {
+    "Llama": {"head_dim": 64},
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Qwen3Moe": NARROW | {"head_dim": 64},
     "DeepseekV3": NARROW
@@ -37,9 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
     | {"num_key_value_heads": 4, "v_head_dim": 128},
 }
-BLOCKS, CHANNELS = ("fine-grained-fp8", None), ("compressed-tensors", None)
-LAYOUTS = [BLOCKS, ("fine-grained-fp8", "tensor"), CHANNELS, ("compressed-tensors", "tensor")]
-layouts = pytest.mark.parametrize(("format", "strategy"), LAYOUTS)
+BLOCKS, CHANNELS = "fine-grained-fp8", "compressed-tensors"
 
 
 def built(name: str = "Mixtral", seed: int = 0, **more: Any) -> Any:
@@ -54,41 +62,31 @@ def converted(model: nn.Module, recipe: str = "rowwise") -> nn.Module:
     )
 
 
-def in_files(folder: Path) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        tensors |= safetensors.load_file(path)
-    return tensors
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.detach().contiguous().view(-1).view(torch.uint8)
+def rewrite(folder: Path, **tensors: Tensor | None) -> None:
+    """Put tensors into the one file, or, if they are None, take them away."""
+    (path,) = folder.glob("*.safetensors")
+    found = safetensors.load_file(path) | tensors
+    safetensors.save_file({name: x for name, x in found.items() if x is not None}, path)
+    (folder / INDEX).unlink()
 
 
 @layouts
 @pytest.mark.parametrize("name", MODELS)
-def test_transformers_reads_what_is_written(
-    name: str, format: str, strategy: str | None, tmp_path: Path
-) -> None:
+def test_transformers_reads_what_is_written(name: str, layout: Layout, tmp_path: Path) -> None:
     """Names are its own; values, dequantised to bfloat16, are those that this library reads."""
-    if format == CHANNELS[0]:
-        pytest.importorskip("compressed_tensors")
     model = converted(built(name))
-    notes = save_float8_checkpoint(model, tmp_path / "float8", format, strategy=strategy)
+    notes = save_float8_checkpoint(model, tmp_path / "float8", **layout.how)
     model.save_pretrained(tmp_path / "plain")
     written = in_files(tmp_path / "float8")
     names = {key for key in written if not key.endswith(("weight_scale", "weight_scale_inv"))}
     assert names == in_files(tmp_path / "plain").keys()
-    (experts, *_) = (mod for mod in model.modules() if isinstance(mod, Float8Experts))
     of_experts = [note for note in notes if ".experts." in note.name]
-    assert len(of_experts) % (3 * experts.num_experts) == 0
+    assert len(of_experts) % (3 * 4) == 0
+    assert bool(of_experts) == (name != "Llama")
     assert all(written[note.name].dtype == torch.float8_e4m3fn for note in of_experts)
-    assert all(note.sqnr > 25 for note in of_experts)
-    assert all(note.as_trained == (strategy is None and format == CHANNELS[0]) for note in notes)
-    cls: Any = "FineGrainedFP8Config" if format == BLOCKS[0] else "CompressedTensorsConfig"
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "float8", quantization_config=getattr(transformers, cls)(dequantize=True)
-    ).state_dict()
+    assert all(note.sqnr > 25 for note in notes)
+    assert all(note.as_trained == (layout.recipe == "rowwise") for note in notes)
+    theirs = hf.dequantised(tmp_path / "float8", layout.format).state_dict()
     mine = load_float8_checkpoint(built(name, 1), tmp_path / "float8").state_dict()
     assert theirs.keys() == mine.keys()
     assert all(torch.equal(x, mine[key]) for key, x in theirs.items())
@@ -99,7 +97,7 @@ def test_bytes_are_those_that_training_multiplies(recipe: str, tmp_path: Path) -
     """Under one scale training has the two projections of a Parameter together: others then."""
     strategy = "channel" if recipe == "rowwise" else "tensor"
     model = converted(built(), recipe)
-    notes = save_float8_checkpoint(model, tmp_path, CHANNELS[0], strategy=strategy)
+    notes = save_float8_checkpoint(model, tmp_path, CHANNELS, strategy=strategy)
     tensors = in_files(tmp_path)
     experts: Any = model.get_submodule("model.layers.1.mlp.experts")
     for own, names in (("gate_up_proj", ("w1", "w3")), ("down_proj", ("w2",))):
@@ -135,9 +133,7 @@ def test_plain_experts_beside_blockwise_layers(tmp_path: Path) -> None:
 
 def test_what_transformers_loads_in_float8(tmp_path: Path, monkeypatch: Any) -> None:
     """As on a GPU: the very bytes and scales. They stay, and the report says what to do."""
-    quantizers = importlib.import_module("transformers.quantizers.quantizer_finegrained_fp8")
-    of_layers = quantizers.FineGrainedFP8HfQuantizer
-    monkeypatch.setattr(of_layers, "validate_environment", lambda *args, **more: None)
+    hf.read_in_float8(monkeypatch)
     for strategy in (None, "tensor"):
         save_float8_checkpoint(converted(built()), tmp_path, strategy=strategy)
         written = in_files(tmp_path)
@@ -146,8 +142,8 @@ def test_what_transformers_loads_in_float8(tmp_path: Path, monkeypatch: Any) -> 
         assert isinstance(experts, fp8.FP8Experts)
         for expert in range(4):
             prefix = f"model.layers.1.block_sparse_moe.experts.{expert}"
-            for end, mine in (("", experts.gate_up_proj), ("_scale_inv",) * 2):
-                mine = experts.gate_up_proj_scale_inv if isinstance(mine, str) else mine
+            for end in ("", "_scale_inv"):
+                mine = getattr(experts, f"gate_up_proj{end}")
                 both = [written[f"{prefix}.{name}.weight{end}"] for name in ("w1", "w3")]
                 assert torch.equal(bits(torch.cat(both)), bits(mine[expert]))
         convert_to_float8_training(model)
@@ -170,9 +166,7 @@ def test_layers_that_transformers_skips_are_skipped(tmp_path: Path) -> None:
     """DeepSeek-V3 is published with one that predicts a second token."""
     model = converted(built("DeepseekV3"))
     save_float8_checkpoint(model, tmp_path)
-    (tmp_path / "model.safetensors.index.json").unlink()
-    more = {"model.layers.61.mlp.experts.0.up_proj.weight": torch.ones(2, 2)}
-    safetensors.save_file(more, tmp_path / "more.safetensors")
+    rewrite(tmp_path, **{"model.layers.61.mlp.experts.0.up_proj.weight": torch.ones(2, 2)})
     load_float8_checkpoint(built("DeepseekV3"), tmp_path)
 
 
@@ -199,9 +193,7 @@ def test_experts_that_layers_share_are_in_files_once(tmp_path: Path) -> None:
 
 def test_transformers_finds_the_scales_of_all_weights(tmp_path: Path, monkeypatch: Any) -> None:
     """T5 has `wo` in float32: its float8 loader reads that without scales."""
-    quantizers = importlib.import_module("transformers.quantizers.quantizer_finegrained_fp8")
-    of_layers = quantizers.FineGrainedFP8HfQuantizer
-    monkeypatch.setattr(of_layers, "validate_environment", lambda *args, **more: None)
+    hf.read_in_float8(monkeypatch)
     config = transformers.T5Config(d_model=128, d_ff=256, d_kv=32, num_heads=4, num_layers=1)
     model = converted(transformers.T5ForConditionalGeneration(config).bfloat16())
     save_float8_checkpoint(model, tmp_path)
@@ -223,9 +215,7 @@ def test_what_transformers_keeps_in_float32_stays(body: torch.dtype, tmp_path: P
     written = in_files(tmp_path)
     kept = {key for key, x in written.items() if x.dtype == torch.float32}
     assert {key for key in kept if not key.endswith("_scale_inv")} == {name}
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, quantization_config=transformers.FineGrainedFP8Config(dequantize=True)
-    )
+    theirs = hf.dequantised(tmp_path, BLOCKS)
     mine = load_float8_checkpoint(built("DeepseekV3", 1).float(), tmp_path)
     for each in (theirs, mine):
         assert torch.equal(each.get_buffer(name), gate.e_score_correction_bias)
@@ -250,38 +240,32 @@ def test_experts_that_transformers_replaces_are_refused(tmp_path: Path) -> None:
         model, config="rowwise", module_filter_fn=lambda mod, fqn: fqn.endswith("proj")
     )
     with pytest.raises(ValueError, match=r"Llama4TextExperts.*expected 'fine-grained-fp8'"):
-        save_float8_checkpoint(model, tmp_path / "none", CHANNELS[0])
+        save_float8_checkpoint(model, tmp_path / "none", CHANNELS)
     assert not (tmp_path / "none").exists()
     save_float8_checkpoint(model, tmp_path)
-    theirs, report = transformers.Llama4ForCausalLM.from_pretrained(
-        tmp_path,
-        quantization_config=transformers.FineGrainedFP8Config(dequantize=True),
-        output_loading_info=True,
-    )
+    theirs, report = hf.dequantised(tmp_path, BLOCKS, output_loading_info=True)
     assert not any(report.values())
     mine = load_float8_checkpoint(transformers.Llama4ForCausalLM(config).bfloat16(), tmp_path)
     assert all(torch.equal(x, theirs.get_parameter(n)) for n, x in mine.named_parameters())
 
 
-@pytest.mark.parametrize("change", ["missing", "shape"])
+@pytest.mark.parametrize("change", ["missing", "shape", "given twice"])
 def test_bad_files_raise_before_anything_is_changed(change: str, tmp_path: Path) -> None:
     save_float8_checkpoint(converted(built()), tmp_path)
-    (path,) = tmp_path.glob("*.safetensors")
-    (tmp_path / "model.safetensors.index.json").unlink()
-    tensors = safetensors.load_file(path)
     name = "model.layers.1.block_sparse_moe.experts.3.w3.weight"
-    if change == "missing":
-        del tensors[name], tensors[f"{name}_scale_inv"]
-    else:
-        tensors[name] = tensors[name][:255]
-    safetensors.save_file(tensors, path)
     model = built(seed=1)
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=r"experts\.3\.w3\.weight") as error:
+    if change == "missing":
+        rewrite(tmp_path, **{name: None, f"{name}_scale_inv": None})
+        match = r"got nothing for 1 Param.*experts\.3\.w3\.weight"
+    elif change == "shape":
+        rewrite(tmp_path, **{name: in_files(tmp_path)[name][:255].contiguous()})
+        match = r"experts\.3\.w3\.weight.*got shape \(255, 128\)"
+    else:  # of which the last would win
+        joined = "model.layers.0.mlp.experts.gate_up_proj"
+        rewrite(tmp_path, **{joined: torch.zeros_like(model.get_parameter(joined))})
+        match = "got these experts joined and one by one"
+    with Unchanged(model, f"(?s){match}"):
         load_float8_checkpoint(model, tmp_path)
-    expected = "got nothing for 1 Param" if change == "missing" else r"got shape (255, 128)"
-    assert expected in str(error.value)
-    assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
 
 
 @on("two")
@@ -293,17 +277,15 @@ def test_ranks_have_whole_experts(tmp_path: Path) -> None:
         return convert(built(seed=seed, **sizes).to(here()), "rowwise", all_gather=number == 4)
 
     for number in (4, 3, 1):
-        for format, strategy in LAYOUTS:
+        for layout in LAYOUTS:
             alone, model = made(0), made(0)
             fully_shard(model, mesh=mesh_of())
-            wanted = dict(float8_weights(alone, format, strategy=strategy))
-            got = dict(float8_weights(model, format, strategy=strategy))
-            assert got.keys() == wanted.keys()
-            assert all(torch.equal(bits(x), bits(wanted[name])) for name, x in got.items())
-            folder = tmp_path / f"{number}-{format}-{strategy}"
-            notes = save_float8_checkpoint(model, folder, format, strategy=strategy)
+            wanted, got = (float8_weights(each, **layout.how) for each in (alone, model))
+            assert same_bytes(wanted, got)
+            folder = tmp_path / f"{number}-{layout.format}-{layout.strategy}"
+            notes = save_float8_checkpoint(model, folder, **layout.how)
             torch.distributed.barrier()
-            again = save_float8_checkpoint(alone, tmp_path / "alone", format, strategy=strategy)
+            again = save_float8_checkpoint(alone, tmp_path / "alone", **layout.how)
             assert len(again) == (len(notes) if torch.distributed.get_rank() == 0 else 0)
             for one, other in zip(notes, again, strict=False):
                 assert one.name == other.name
@@ -318,31 +300,22 @@ def test_ranks_have_whole_experts(tmp_path: Path) -> None:
                 assert torch.equal(whole(mine), theirs)
 
 
-def test_experts_given_twice(tmp_path: Path) -> None:
-    """Joined and one by one, of which the last would win; in inference mode they are read, too."""
-    save_float8_checkpoint(converted(built()), tmp_path, CHANNELS[0])
+def test_experts_are_read_in_inference_mode(tmp_path: Path) -> None:
+    save_float8_checkpoint(converted(built()), tmp_path, CHANNELS)
     with torch.device("meta"):
         model = built(seed=1)
     with torch.inference_mode():
         load_float8_checkpoint(model, tmp_path)
     assert not any(x.is_inference() for x in model.parameters())
-    before = copy.deepcopy(model.state_dict())
-    (path,), name = tmp_path.glob("*.safetensors"), "model.layers.0.mlp.experts.gate_up_proj"
-    tensors = safetensors.load_file(path) | {name: torch.zeros_like(before[name])}
-    safetensors.save_file(tensors, path)
-    (tmp_path / "model.safetensors.index.json").unlink()
-    with pytest.raises(ValueError, match="got these experts joined and one by one"):
-        load_float8_checkpoint(model, tmp_path)
-    assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
 
 
 def test_names_of_experts_that_another_tensor_has(tmp_path: Path) -> None:
     """Experts are published one by one: neither a weight nor a scale gives way, in any format."""
     expert = "model.layers.0.block_sparse_moe.experts.0.w1"
     for own, (format, suffix) in (
-        ("weight", (BLOCKS[0], "_scale_inv")),
-        ("weight_scale_inv", (BLOCKS[0], "_scale_inv")),
-        ("weight_scale", (CHANNELS[0], "_scale")),
+        ("weight", (BLOCKS, "_scale_inv")),
+        ("weight_scale_inv", (BLOCKS, "_scale_inv")),
+        ("weight_scale", (CHANNELS, "_scale")),
     ):
         model, at = converted(built()), nn.Module()
         model.get_submodule("model.layers.0").add_module("block_sparse_moe", at)

@@ -3,8 +3,7 @@
 import copy
 import importlib
 import pickle
-from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +26,8 @@ from float8.convert.speed import _top_k
 from float8.experts import Float8Experts
 from sqnr import same_bits, sqnr
 from support.microbatches import with_weights
-from support.models import gradients, seeded
+from support.models import seeded
+from support.saved import saved_bytes
 
 transformers = pytest.importorskip("transformers")
 hf = importlib.import_module("support.hugging_face")
@@ -40,26 +40,25 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3Moe": NARROW | {"head_dim": 16},
     "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "GptOss": FOUR | {"head_dim": 16, "layer_types": ["full_attention"] * 2},
-    "DeepseekV3": {
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 0,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 16,
-    },
+    "DeepseekV3": NARROW
+    | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
+    | {"num_key_value_heads": 4, "q_lora_rank": 32}
+    | dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 16),
 }
+TWO = pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
 ROWWISE = Float8LinearConfig.from_recipe_name("rowwise")
 
 
 def built(name: str = "Mixtral") -> nn.Module:
     return hf.llama(0, name, **MODELS[name]).train()
+
+
+def converted(name: str = "Mixtral", config: Any = "rowwise", **how: Any) -> Any:
+    return convert_to_float8_training(built(name), config=config, **how)
+
+
+def first_experts(name: str = "Mixtral") -> Any:
+    return experts_of(converted(name))[0]
 
 
 def experts_of(model: nn.Module) -> list[Any]:
@@ -95,7 +94,7 @@ def test_experts_compute_what_they_did(name: str, recipe: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_trained_saved_loaded_and_generating(name: str, tmp_path: Path) -> None:
-    model = convert_to_float8_training(built(name), config="tensorwise")
+    model = converted(name, "tensorwise")
     report = conversion_report(model)
     assert all(each.skip_reason is None and each.experts == 4 for each in report.experts)
     assert len(report.experts) == 4
@@ -121,27 +120,39 @@ def test_trained_saved_loaded_and_generating(name: str, tmp_path: Path) -> None:
 
 
 def test_copies_of_experts() -> None:
-    (first, *_) = experts_of(convert_to_float8_training(built("GptOss"), config="rowwise"))
+    first = first_experts("GptOss")
     args = routed(first)
     for other in (copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
         assert type(other) is type(first)
         assert torch.equal(other(*args), first(*args))
 
 
-@pytest.mark.parametrize("how", ["compiled", "checkpoint", "reentrant checkpoint"])
-@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+CHECKPOINTS = ("checkpoint", "reentrant checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *((name, how) for name in ("Mixtral", "GptOss") for how in CHECKPOINTS),
+        ("Mixtral", "compiled"),
+        pytest.param("GptOss", "compiled", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_what_changes_no_bit(name: str, how: str) -> None:
-    model, other = (convert_to_float8_training(built(name), config="rowwise") for _ in range(2))
+    model, other = converted(name), converted(name)
     if how == "compiled":
-        torch._dynamo.reset()
-        for block in other.model.layers:
-            block.mlp.experts.compile(backend="aot_eager", fullgraph=True)
+        compile_experts(other)
     else:
-        other.gradient_checkpointing_enable({"use_reentrant": how != "checkpoint"})
-        other.enable_input_require_grads()
+        hf.checkpoint(other, reentrant=how != "checkpoint")
     for seed in range(2):
         wanted, got = hf.step(model, seed), hf.step(other, seed)
         assert all(same_bits(got[name], wanted[name]) for name in wanted)
+
+
+def compile_experts(model: nn.Module) -> None:
+    torch._dynamo.reset()
+    for experts in experts_of(model):
+        experts.compile(backend="aot_eager", fullgraph=True)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
@@ -152,23 +163,14 @@ def test_less_is_kept_for_backward(recipe: str) -> None:
     kept = []
     for experts in (plain.bfloat16(), mine.bfloat16()):
         x, index, weights = routed(experts, tokens=512)
-        own = {p.untyped_storage().data_ptr() for p in (*experts.parameters(), x, index, weights)}
-        storages: dict[int, Any] = {}
-
-        def keep(x: Tensor, storages: Any = storages, own: Any = own) -> Tensor:
-            if (storage := x.untyped_storage()).data_ptr() not in own:
-                storages[storage.data_ptr()] = storage
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            experts(x.detach().bfloat16().requires_grad_(), index, weights.bfloat16())
-        kept.append(sum(storage.nbytes() for storage in storages.values()))
+        args = x.detach().bfloat16().requires_grad_(), index, weights.bfloat16()
+        kept.append(saved_bytes(partial(experts, *args), [*experts.parameters(), *args]))
     assert kept[1] <= 0.68 * kept[0], kept
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+@TWO
 def test_no_tokens(name: str) -> None:
-    (first, *_) = experts_of(convert_to_float8_training(built(name), config="rowwise"))
+    first = first_experts(name)
     x = torch.zeros(0, 64, requires_grad=True)
     y = first(x, torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2))
     y.sum().backward()
@@ -186,7 +188,7 @@ def test_nothing_is_made_on_the_cpu_for_another_device() -> None:
             assert not isinstance(made, Tensor) or made.is_meta or not made.numel(), func
             return made
 
-    (first, *_) = experts_of(convert_to_float8_training(built(), config="rowwise"))
+    first = first_experts()
     x, index, weights = (each.to("meta") for each in routed(first))
     with OnDevice():
         assert first.to("meta")(x, index, weights).shape == x.shape
@@ -194,7 +196,7 @@ def test_nothing_is_made_on_the_cpu_for_another_device() -> None:
 
 def test_experts_of_other_ranks_teach_the_router_nothing() -> None:
     """Their outputs are those of biases, and so not zeros."""
-    (first, *_) = experts_of(convert_to_float8_training(built("GptOss"), config="rowwise"))
+    first = first_experts("GptOss")
     nn.init.ones_(first.down_proj_bias)
     x, index, weights = routed(first)
     elsewhere = index == 2
@@ -208,7 +210,7 @@ def test_experts_of_other_ranks_teach_the_router_nothing() -> None:
 
 
 def test_biases_leave_the_dtype_of_autocast() -> None:
-    (first, *_) = experts_of(convert_to_float8_training(built("GptOss"), config="rowwise"))
+    first = first_experts("GptOss")
     gate, seen = first._apply_gate, []
     first._apply_gate = lambda x: (seen.append(x.dtype), gate(x))[1]
     with torch.autocast("cpu", torch.bfloat16):
@@ -221,10 +223,10 @@ class Doubled(nn.Module):
         return 2 * x
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+@TWO
 def test_a_weight_that_is_computed_by_now(name: str) -> None:
     """As PEFT's `target_parameters` has it, for as long as forward takes."""
-    (first, *_) = experts_of(convert_to_float8_training(built(name), config="rowwise"))
+    first = first_experts(name)
     other = copy.deepcopy(first)
     nn.utils.parametrize.register_parametrization(first, "down_proj", Doubled())
     with torch.no_grad():
@@ -235,15 +237,13 @@ def test_a_weight_that_is_computed_by_now(name: str) -> None:
 # ---------------------------------------------------------------- held
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+@TWO
 def test_compiled_code_reads_what_is_held(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In forward and backward; in the first step uses cast, as it may follow a checkpoint."""
-    torch._dynamo.reset()
-    model = convert_to_float8_training(built(name), config=with_weights(ROWWISE))
+    model = converted(name, with_weights(ROWWISE))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     attach_to_optimizer(model, optimizer)
-    for experts in experts_of(model):
-        experts.compile(backend="aot_eager", fullgraph=True)
+    compile_experts(model)
     hf.step(model)
     optimizer.step()
     made: list[Any] = []
@@ -274,35 +274,36 @@ def replace_one(model: nn.Module) -> None:
         experts.down_proj = nn.Parameter(experts.down_proj.detach() / 2)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-@pytest.mark.parametrize("write", [load, copy_in, replace_one])
-def test_held_weights_are_current(
-    write: Callable[[nn.Module], None], recipe: str, compiled: bool
-) -> None:
-    """Two steps of two microbatches, weights written in between: bit by bit as on the fly."""
+@pytest.mark.parametrize(
+    ("recipe", "compiled"),
+    [
+        ("tensorwise", False),
+        ("rowwise", False),
+        ("rowwise", True),
+        pytest.param("tensorwise", True, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_held_weights_are_current(recipe: str, compiled: bool) -> None:
+    """Steps of two microbatches, weights written in between: bit by bit as on the fly, eager."""
     results = []
     for held in (False, True):
-        torch._dynamo.reset()
         config = Float8LinearConfig.from_recipe_name(recipe)
-        config = with_weights(config) if held else config
-        model = convert_to_float8_training(built("GptOss"), config=config)
+        model = converted("GptOss", with_weights(config) if held else config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         attach_to_optimizer(model, optimizer)
-        if compiled:
-            for experts in experts_of(model):
-                experts.compile(backend="aot_eager", fullgraph=True)
-        for step in range(2):
-            hf.step(model, step)
+        if compiled and held:
+            compile_experts(model)
+        found: list[Tensor] = []
+        for step, write in enumerate((load, copy_in, replace_one)):
+            found += hf.step(model, step).values()
             write(model)
-            hf.step(model, step)
+            found += hf.step(model, step).values()
             optimizer.step()
             is_held = [bool(experts._float8_held) for experts in experts_of(model)]
             assert is_held == [held, held]
         assert ("weights held in float8" in repr(model)) == held
-        results.append(gradients(model) | dict(model.named_parameters()))
-    wanted, got = results
-    assert all(same_bits(got[key], x) for key, x in wanted.items())
+        results.append([*found, *model.parameters()])
+    assert all(map(same_bits, *results))
 
 
 # ---------------------------------------------------------------- which
@@ -330,28 +331,29 @@ def test_the_filter_leaves_experts_whose_casts_take_longer() -> None:
     assert all("256 tokens for each" in str(x.skip_reason) for x in few.experts)
 
 
+def reasons(model: nn.Module) -> list[Any]:
+    return [each.skip_reason for each in conversion_report(model).experts]
+
+
 @pytest.mark.parametrize(
     ("config", "reason"),
-    [
-        ("delayed", "delayed scaling"),
-        ("blockwise", "block scales"),
-        (replace(ROWWISE, float8_weights=with_weights(None).float8_weights), None),
-    ],
+    [("delayed", "delayed scaling"), ("blockwise", "block scales"), (with_weights(ROWWISE), "")],
+    ids=["delayed", "blockwise", "held"],
 )
-def test_what_grouped_gemms_cannot_do_stays(config: Any, reason: str | None) -> None:
-    report = conversion_report(convert_to_float8_training(built(), config=config))
-    assert all((reason is None and r is None) or reason in r for r in _reasons(report))
-    assert len(report.converted) == 8
+def test_what_grouped_gemms_cannot_do_stays(config: Any, reason: str) -> None:
+    model = converted(config=config)
+    assert all(r is None if reason == "" else reason in r for r in reasons(model))
+    assert len(conversion_report(model).converted) == 8
 
 
 def test_how_many_experts_a_token_has_is_known_by_other_names() -> None:
-    experts = experts_of(convert_to_float8_training(built(), config="rowwise"))[0]
+    experts = first_experts()
     experts.config = SimpleNamespace(top_k_experts=8)
     assert _top_k(experts, None) == 8
 
 
 def test_converted_experts_take_another_config_or_raise() -> None:
-    model = convert_to_float8_training(built(), config="rowwise")
+    model = converted()
     with pytest.raises(ValueError, match=r"experts'(.)*cannot take the new config(.)*delayed"):
         convert_to_float8_training(model, config="delayed")
     convert_to_float8_training(model, config="tensorwise")
@@ -365,27 +367,21 @@ def test_weights_on_meta_are_held_later() -> None:
     update_float8_weights(convert_to_float8_training(model, config=with_weights(ROWWISE)))
 
 
-def _reasons(report: Any) -> list[Any]:
-    return [each.skip_reason for each in report.experts]
-
-
 def test_a_filter_decides_and_experts_convert_by_themselves() -> None:
-    model = convert_to_float8_training(built(), module_filter_fn=lambda mod, fqn: "mlp" not in fqn)
-    assert set(_reasons(conversion_report(model))) == {"module_filter_fn returned False"}
-    only = convert_to_float8_training(
-        built(), config="rowwise", module_filter_fn=lambda mod, fqn: fqn.endswith("experts")
-    )
+    model = converted(module_filter_fn=lambda mod, fqn: "mlp" not in fqn)
+    assert set(reasons(model)) == {"module_filter_fn returned False"}
+    only = converted(module_filter_fn=lambda mod, fqn: fqn.endswith("experts"))
     assert not conversion_report(only).converted
     assert len(experts_of(only)) == 2
-    of_layers = lambda mod, fqn: mod.in_features % 16 == 0  # noqa: E731
-    narrow = convert_to_float8_training(built(), module_filter_fn=of_layers)
-    assert all("AttributeError" in reason for reason in _reasons(conversion_report(narrow)))
-    convert_to_float8_training(only, config="tensorwise", module_filter_fn=of_layers)
+    of_layers = {"module_filter_fn": lambda mod, fqn: mod.in_features % 16 == 0}
+    narrow = converted(config=None, **of_layers)
+    assert all("AttributeError" in reason for reason in reasons(narrow))
+    convert_to_float8_training(only, config="tensorwise", **of_layers)
     assert len(experts_of(only)) == 2
     odd = built()
     odd.model.layers[0].mlp.experts.down_proj = nn.Parameter(torch.ones(4, 64, 152))
-    reasons = _reasons(conversion_report(convert_to_float8_training(odd)))
-    assert all("multiples of 16" in reason for reason in reasons[:2])
+    convert_to_float8_training(odd)
+    assert all("multiples of 16" in reason for reason in reasons(odd)[:2])
 
 
 def test_routers_stay() -> None:

@@ -27,16 +27,14 @@ safetensors = pytest.importorskip("safetensors.torch")
 hf = importlib.import_module("support.hugging_face")
 
 CONFIGS = pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
-ORDERS = pytest.mark.parametrize("order", ["convert first", "LoRA first"])
+ORDERS = ("convert first", "LoRA first")
 
 
-def with_lora(order: str, config, **more) -> nn.Module:
+def adapted(order: str, config, **more) -> nn.Module:
     plain = hf.llama()
     if order == "convert first":
         convert_to_float8_training(plain, config=config)
-    torch.manual_seed(0)
-    kind = {"r": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **more}
-    lora = peft.get_peft_model(plain, peft.LoraConfig(**kind)).eval()  # no dropout
+    lora = hf.with_lora(plain, **more).eval()  # no dropout
     with torch.no_grad():  # else it has no effect yet
         for name, parameter in lora.named_parameters():
             if "lora_B" in name:
@@ -51,7 +49,7 @@ def logits(model: nn.Module) -> torch.Tensor:
         return model(input_ids=hf.tokens()).logits
 
 
-def train(model: nn.Module, steps: int = 2) -> None:
+def train(model: nn.Module, steps: int = 2) -> nn.Module:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
     attachment = attach_to_optimizer(model, optimizer)
     for seed in range(steps):
@@ -59,34 +57,40 @@ def train(model: nn.Module, steps: int = 2) -> None:
         model(input_ids=hf.tokens(seed), labels=hf.tokens(seed)).loss.backward()
         optimizer.step()
     attachment.remove()
+    return model
 
 
 @CONFIGS
 @pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
-def test_both_orders_train_alike_and_leave_the_adapters_alone(config, dora: bool) -> None:
-    """DoRA reads the weights themselves."""
-    first, second = (
-        with_lora(order, config, use_dora=dora) for order in ("convert first", "LoRA first")
-    )
+def test_both_orders_train_alike_and_merge(config, dora: bool) -> None:
+    """Adapters stay in high precision; DoRA reads the weights. Merged as in high precision."""
+    first, second = (train(adapted(order, config, use_dora=dora)) for order in ORDERS)
     for lora in (first, second):
         names = {name for name, x in lora.named_modules() if isinstance(x, Float8Linear)}
         assert len(names) == 14
         assert all(name.endswith(".base_layer") for name in names)
-        train(lora)
     state = second.state_dict()
     assert all(same_bits(x, state[name]) for name, x in first.state_dict().items())
     plain = convert_to_high_precision(copy.deepcopy(second))
+    assert conversion_report(plain).converted == ()
     assert sqnr(logits(plain), logits(second)) > 15
-    merged = second.merge_and_unload()
-    assert sqnr(logits(plain), logits(merged)) > 15
+    wanted = plain.merge_and_unload()
+    for merged in (first.merge_and_unload(), second.merge_and_unload()):
+        assert len(conversion_report(merged).converted) == 14
+        state = merged.state_dict()
+        assert all(torch.equal(state[name], x) for name, x in wanted.state_dict().items())
+        assert sqnr(logits(wanted), logits(merged)) > 15
+        sync(merged)
+        convert_to_high_precision(merged)
+        assert torch.equal(logits(merged), logits(wanted))
+        assert [*map(type, merged.modules())] == [*map(type, hf.llama().modules())]
 
 
-@ORDERS
+@pytest.mark.parametrize("order", ORDERS)
 def test_an_adapter_is_saved_without_float8_and_loads_into_the_plain_model(
     order: str, tmp_path: Path
 ) -> None:
-    lora = with_lora(order, delayed(), modules_to_save=["lm_head"])
-    train(lora)
+    lora = train(adapted(order, delayed(), modules_to_save=["lm_head"]))
     lora.save_pretrained(tmp_path)
     names = safetensors.load_file(tmp_path / "adapter_model.safetensors").keys()
     assert any("lora_A" in name for name in names)
@@ -98,26 +102,8 @@ def test_an_adapter_is_saved_without_float8_and_loads_into_the_plain_model(
     assert torch.equal(logits(plain), logits(lora))
 
 
-@ORDERS
-@CONFIGS
-def test_merging_is_that_of_the_model_in_high_precision(order: str, config) -> None:
-    lora = with_lora(order, config)
-    train(lora)
-    plain = convert_to_high_precision(copy.deepcopy(lora))
-    assert conversion_report(plain).converted == ()
-    wanted, merged = plain.merge_and_unload(), lora.merge_and_unload()
-    assert len(conversion_report(merged).converted) == 14
-    state = merged.state_dict()
-    for name, x in wanted.state_dict().items():
-        assert torch.equal(state[name], x), name
-    sync(merged)
-    convert_to_high_precision(merged)
-    assert torch.equal(logits(merged), logits(wanted))
-    assert [*map(type, merged.modules())] == [*map(type, hf.llama().modules())]
-
-
 def test_weights_in_float8_only_say_what_to_do_before_merging_and_saving(tmp_path: Path) -> None:
-    lora = with_lora("LoRA first", tensorwise(float8_weights=Float8Weights.ONLY))
+    lora = adapted("LoRA first", tensorwise(float8_weights=Float8Weights.ONLY))
     lora.save_pretrained(tmp_path / "adapter")  # has none of them
     with pytest.raises(NotImplementedError, match=r"convert_to_high_precision\(model\)"):
         lora.merge_and_unload()

@@ -236,7 +236,6 @@ def experts_on_ranks(ep: int, how: dict) -> dict[str, Tensor]:
     return step(model, optimizers, 0, slice(rank, rank + 1))
 
 
-pytest.importorskip("torchtitan")
 PROGRAM = Path(__file__).parents[1] / "support" / "titan_trainer.py"
 
 

@@ -1,15 +1,18 @@
 """A small Llama, and runs of transformers' `Trainer`, which need accelerate."""
 
+import importlib
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from float8 import convert_to_float8_training, sync_float8_amax_and_scale_history
+from float8 import sync_float8_amax_and_scale_history
 from float8.integrations.transformers import Float8Callback
+from support import libraries
 from support.models import gradients
 
 
@@ -38,6 +41,30 @@ def step(model: nn.Module, seed: int = 0, length: int = 32) -> dict[str, Tensor]
     return {"loss": loss.detach(), **grads}
 
 
+def checkpoint(model: Any, reentrant: bool) -> None:
+    """Have the model recompute its blocks in backward."""
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+
+
+def read_in_float8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have transformers load float8 checkpoints as they are, as it does on a GPU."""
+    quantizers = importlib.import_module("transformers.quantizers.quantizer_finegrained_fp8")
+    check = "validate_environment"
+    monkeypatch.setattr(quantizers.FineGrainedFP8HfQuantizer, check, lambda *args, **more: None)
+
+
+def dequantised(folder: Path, format: str, **more: Any) -> Any:
+    """A checkpoint as transformers reads it, in bfloat16."""
+    name = "FineGrainedFP8Config"
+    if format == "compressed-tensors":
+        pytest.importorskip("compressed_tensors")
+        name = "CompressedTensorsConfig"
+    config = getattr(transformers, name)(dequantize=True)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    return load(folder, quantization_config=config, **more)
+
+
 class Tokens(Dataset):
     """64 sequences of random tokens."""
 
@@ -51,22 +78,54 @@ class Tokens(Dataset):
 
 def converted(recipe: str, seed: int = 0) -> nn.Module:
     """A Llama, all of it but its head."""
-    return convert_to_float8_training(
-        llama(seed), config=recipe, module_filter_fn=lambda mod, fqn: fqn != "lm_head"
-    )
+    return libraries.converted(llama(seed), recipe)
+
+
+def with_lora(model: nn.Module, **more: Any) -> nn.Module:
+    """The model with adapters of PEFT at all layers but its head."""
+    import peft
+
+    torch.manual_seed(0)
+    config = {"r": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **more}
+    adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(**config))
+    return adapted
+
+
+ARGUMENTS = {"max_steps": 4, "save_steps": 2, "gradient_accumulation_steps": 2, "use_cpu": True}
+ARGUMENTS |= {"per_device_train_batch_size": 4, "report_to": [], "disable_tqdm": True}
 
 
 def trainer(model: nn.Module, folder: Path, **more: Any) -> transformers.Trainer:
-    arguments = {"max_steps": 4, "save_steps": 2, "gradient_accumulation_steps": 2}
-    arguments |= {"per_device_train_batch_size": 4, "report_to": []}
-    arguments |= {"disable_tqdm": True, "use_cpu": True}
-    settings = transformers.TrainingArguments(str(folder), **arguments | more)
+    settings = transformers.TrainingArguments(str(folder), **ARGUMENTS | more)
     data = {"train_dataset": Tokens(), "eval_dataset": Tokens()}
     return transformers.Trainer(model, settings, **data, callbacks=[Float8Callback()])
 
 
-def resumed(recipe: str, checkpoint: Path, folder: Path, more: dict[str, Any]) -> dict[str, Tensor]:
-    """The state after the rest of a run."""
-    model = converted(recipe, seed=1)
-    trainer(model, folder, **more).train(resume_from_checkpoint=str(checkpoint))
-    return model.state_dict()
+def train(trainer: transformers.Trainer, folder: Path, resume: bool) -> None:
+    """Train in this folder, or go on from its second step."""
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if resume else None)
+
+
+LINES = ["the cat sat on the mat", "a dog ran after a ball all day long"]
+
+
+def sft_trainer(model: nn.Module, folder: Path, lora: bool, **more: Any) -> Any:
+    """The trainer of trl, on two sentences."""
+    import datasets
+    import peft
+    import trl
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["<pad>", "<eos>", "<unk>", *sorted({x for line in LINES for x in line.split()})]
+    made = Tokenizer(models.WordLevel({x: n for n, x in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {f"{name}_token": f"<{name}>" for name in ("pad", "eos", "unk")}
+    adapters = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    return trl.SFTTrainer(
+        model,
+        trl.SFTConfig(str(folder), bf16=False, **ARGUMENTS | more),
+        train_dataset=datasets.Dataset.from_list([{"text": line} for line in LINES * 16]),
+        processing_class=transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special),
+        callbacks=[Float8Callback()],
+        peft_config=adapters if lora else None,
+    )

@@ -1,4 +1,4 @@
-"""A run with Lightning's `Trainer`; needs lightning."""
+"""A module for Lightning's `Trainer`, which has our callback; needs lightning."""
 
 import warnings
 from pathlib import Path
@@ -7,27 +7,25 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from float8 import Float8LinearConfig, all_linears
+from float8 import all_linears
 from float8.integrations.lightning import Float8Callback
-from support.models import FeedForward, seeded
-
-DELAYED = Float8LinearConfig.from_recipe_name("delayed")
+from support.libraries import feed_forwards, loss_of
+from support.models import seeded
 
 
 class Module(lightning.LightningModule):
     """Reconstructs its input, by one optimizer, or by hand and two."""
 
-    def __init__(self, seed: int = 0, by_hand: bool = False) -> None:
+    def __init__(self, model: nn.Module | None = None, by_hand: bool = False) -> None:
         super().__init__()
-        torch.manual_seed(seed)
-        self.first, self.second = FeedForward(32, 64), FeedForward(32, 64)
+        self.model = feed_forwards() if model is None else model
         self.automatic_optimization = not by_hand
 
     def training_step(self, batch: Tensor, index: int) -> Tensor | None:
-        loss = (self.second(self.first(batch)) - batch).square().mean()
+        loss = loss_of(self.model(batch), batch)
         if self.automatic_optimization:
             return loss
         for optimizer in self.optimizers():
@@ -38,12 +36,14 @@ class Module(lightning.LightningModule):
         return None
 
     def validation_step(self, batch: Tensor, index: int) -> None:
-        self.log("loss", (self.second(self.first(batch)) - batch).square().mean())
+        self.log("loss", loss_of(self.model(batch), batch))
 
     def configure_optimizers(self) -> Any:
         if self.automatic_optimization:
             return torch.optim.AdamW(self.parameters(), 1e-2)
-        return [torch.optim.AdamW(x.parameters(), 1e-2) for x in (self.first, self.second)]
+        return [
+            torch.optim.AdamW(half.parameters(), 1e-2) for half in (self.model[0], self.model[2])
+        ]
 
 
 def data() -> DataLoader:
@@ -61,23 +61,8 @@ def trainer(folder: Path, epochs: int, **more: Any) -> lightning.Trainer:
         enable_model_summary=False,
         default_root_dir=folder,
         callbacks=[
-            Float8Callback(config=DELAYED, module_filter_fn=all_linears),
+            Float8Callback(config="delayed", module_filter_fn=all_linears),
             ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1),
         ],
         **more,
     )
-
-
-def run(
-    folder: Path, seed: int = 0, checkpoint: Path | None = None, **more: Any
-) -> dict[str, Tensor]:
-    """Train two epochs, the second only if there is a checkpoint."""
-    module = Module(seed)
-    path = None if checkpoint is None else str(checkpoint)
-    trainer(folder, 2, **more).fit(module, data(), data(), ckpt_path=path, weights_only=True)
-    return module.state_dict()
-
-
-def resumed(folder: Path, checkpoint: Path) -> dict[str, Tensor]:
-    """The rest of a run."""
-    return run(folder, 1, checkpoint, accumulate_grad_batches=2)

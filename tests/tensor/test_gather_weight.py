@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from float8.config import CastConfig
 from float8.tensor import Float8GatherWeight, high_precision
-from float8.tensor.gather import Ahead
+from float8.tensor.gather import CastAhead
 from sqnr import assert_close
 from support.configs import RECIPES
 from support.devices import E4M3, on_devices
@@ -31,7 +31,7 @@ def weight(seed: int = 0, scale: float | None = None, **more) -> Float8GatherWei
 
 
 def remember(x: Float8GatherWeight, scale: float = 0.5) -> None:
-    x.keep(Ahead(torch.tensor(scale)), x)
+    x.keep(CastAhead(torch.tensor(scale)), x)
 
 
 def known(x: Float8GatherWeight) -> float | None:

@@ -94,9 +94,15 @@ def _opened(path: Path, device: Any) -> Any:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file."""
+    """Return the object in a file, in which no name is twice: the last would win."""
+
+    def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(found := dict(pairs)) < len(pairs):
+            raise ValueError(f"a name twice among {[*found][:4]}")
+        return found
+
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(path.read_bytes(), object_pairs_hook=each_once)
         if isinstance(found, dict):
             return found
         raise ValueError(f"a {type(found).__name__}")
@@ -159,6 +165,11 @@ class NewFiles:
 
     def add(self, tensors: dict[str, Tensor]) -> None:
         """Add tensors by their names, to one file."""
+        for name, x in tensors.items():
+            is_dense = x.layout == torch.strided and not (x.is_nested or x.is_quantized)
+            if not is_dense or x.dtype == torch.complex128:
+                got = f"got a tensor of {x.dtype} and {x.layout}, expected one that safetensors has"
+                raise ValueError(f"{name}: {got}; make it a buffer with persistent=False")
         size = sum(x.nbytes for x in tensors.values())
         if self._shard and self._size + size > self._max:
             self._write()

@@ -28,7 +28,7 @@ from float8.checkpoints.names import (
 from float8.checkpoints.ranks import Together
 from float8.config import CastConfig, require_module
 from float8.experts import Float8Experts
-from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
+from float8.formats import E4M3, HIGH_PRECISION_DTYPES
 from float8.linear import Float8Linear
 from float8.linear.weight import in_float8_only
 from float8.quantize import Cast
@@ -71,8 +71,8 @@ def float8_weights(
         model: converted; in training or evaluation, sharded by FSDP2 or whole.
         format: `"fine-grained-fp8"` (as DeepSeek-V3 and Qwen3 are published) or
             `"compressed-tensors"`.
-        strategy: what a scale covers. Of the first `"block"`, 128x128, or `"tensor"`; of the other
-            `"channel"`, one output, or `"tensor"`. None: the first of these.
+        strategy: what a scale covers. `"fine-grained-fp8"`: `"block"`, 128x128 (default), or
+            `"tensor"`. `"compressed-tensors"`: `"channel"`, one output (default), or `"tensor"`.
         dtype: of what is not in float8. None: as the model has it, if most of its weights for
             float8 have 16 bits; else float32 becomes bfloat16, but for what the classes of
             transformers keep in float32.
@@ -115,31 +115,31 @@ def save_float8_checkpoint(
     param_dtype: torch.dtype | None = None,
     max_shard_size: int = 5 * 10**9,
 ) -> tuple[WrittenWeight, ...]:
-    """Write `float8_weights` as safetensors shards with an index, and `config.json`.
+    """Write what `float8_weights(model)` yields: safetensors shards, an index, and `config.json`.
 
     `config.json` is that of `model.config`, if there is one (as transformers has them), with the
-    `quantization_config`. Tied weights are written once. It holds one shard in memory.
+    `quantization_config`. Tied weights are written once. One shard is in memory at a time.
 
-    On several ranks rank 0 writes. All that share a sharded model must call, and what one of them
-    cannot do is an error on all. A model that is whole waits for nobody: that of rank 0 is written;
-    on other ranks it is only checked. Join the stages of a pipeline first.
+    On several ranks rank 0 writes. All that share a sharded model must call, and an error on one
+    rank is raised on all. If the model is not sharded, ranks do not wait: rank 0 writes, others
+    only check and return `()`. Join the stages of a pipeline first.
 
-    Files are written beside those of an older model in the folder, which go when the new ones are
-    on the disk: it has to have room for both. After an error the older ones are as they were. A
-    warning names older ones that cannot be removed.
+    Files of an older model in the folder are removed after the new ones are complete: the disk
+    needs room for both. After an error the older ones are as they were. A warning names older ones
+    that cannot be removed.
 
     Args:
         model: as for `float8_weights`.
         folder: the folder of the checkpoint; made if it does not exist.
-        format: see there.
-        strategy: see there.
-        dtype: see there.
-        param_dtype: see there.
+        format: `"fine-grained-fp8"` or `"compressed-tensors"`.
+        strategy: what a scale covers. None: the default of the format, see `float8_weights`.
+        dtype: of what is not in float8. None: chosen as by `float8_weights`.
+        param_dtype: that of FSDP2's `MixedPrecisionPolicy`, if it has one.
         max_shard_size: bytes of a file at most, but for a single tensor that is larger.
 
     Returns:
-        For each weight in float8 whether its bytes are those of training, and its SQNR; of a model
-        that is whole empty on ranks other than 0, which write nothing.
+        For each weight in float8 whether its bytes are those of training, and its SQNR. Empty on
+        ranks > 0 of a model that is not sharded.
 
     Raises:
         ImportError: the package safetensors is not installed.
@@ -268,9 +268,10 @@ def _require_stored(saved: SavedTensor, in_float8: bool) -> None:
     """Raise a `ValueError` unless a tensor has values of its own, in memory."""
     x, (name, module, _) = saved.tensor, saved.uses[0]
     inner = local_tensor(high_precision(x))
+    is_8_bit = x.dtype.is_floating_point and x.dtype.itemsize == 1
     if is_lazy(x) or x.is_meta:
         got, do = f"a tensor without values, on {x.device}", "run the model once, or load it"
-    elif not in_float8 and (hasattr(inner, "__tensor_flatten__") or x.dtype in FLOAT8_MAX):
+    elif not in_float8 and (hasattr(inner, "__tensor_flatten__") or is_8_bit):
         got = f"a {type(inner).__name__} of {inner.dtype}, in a {type(module).__name__}"
         do = "load the model dequantised, or call convert_to_high_precision(model)"
     else:

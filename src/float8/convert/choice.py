@@ -35,6 +35,11 @@ class Choice(NamedTuple):
     chosen_for: str | None = None
     """For which GPU it was judged, and by what; None: it was not."""
 
+    @property
+    def by_filter(self) -> bool:
+        """Whether a `module_filter_fn` left it."""
+        return (self.reason or "").startswith("module_filter_fn ")
+
 
 class Chooser:
     """The arguments of a conversion, and what they decide; the constructor raises as that does."""
@@ -69,10 +74,12 @@ class Chooser:
             raise TypeError(f"cuda_graphs: got {cuda_graphs!r}, expected True or False")
         if gpu is not None and self.gpu not in tuple(SMALLEST):
             expected = f"one whose limits are known, of {', '.join(map(repr, SMALLEST))}"
-            raise ValueError(f"gpu: got {gpu!r}, expected {expected}; leave it out for that here")
+            raise ValueError(
+                f"gpu: got {gpu!r}, expected {expected}; leave it out for the GPU here"
+            )
         if self.takes is not None and (gpu is not None or cuda_graphs):
-            got = f"got {gpu=} and {cuda_graphs=} with a module_filter_fn"
-            raise ValueError(f"{got}, which decides alone, expected one of them")
+            got = f"got a module_filter_fn, which decides alone, with {gpu=} and {cuda_graphs=}"
+            raise ValueError(f"{got}, expected neither of these beside it")
         for cls in self.classes:
             if not (isinstance(cls, type) and issubclass(cls, nn.Linear)):
                 raise TypeError(

@@ -37,44 +37,45 @@ def convert_to_float8_training(
 ) -> nn.Module:
     """Turn the linear layers of `module` into `Float8Linear`, in place.
 
-    Layers stay the same objects and get another class; Parameters do, too (but those that become
-    `Float8Weights.ONLY`). So ties, optimizers, hooks, wrappers and `requires_grad=False` keep
-    working. With `enable_fsdp_float8_all_gather`, weights become Parameters of a subclass: convert,
-    then `fully_shard`, then make the optimizer. `conversion_report(module)` says what was converted
-    and why not, and a warning if nothing was. `convert_to_high_precision(module)` is the way back.
+    Layers stay the same objects and get another class. Parameters stay the same objects, too,
+    except weights that `Float8Weights.ONLY` replaces. So ties, optimizers, hooks, wrappers and
+    `requires_grad=False` keep working. With `enable_fsdp_float8_all_gather`, weights become
+    Parameters of a subclass: convert, then `fully_shard`, then make the optimizer.
+    `conversion_report(module)` lists what was converted, and why the rest was not; a warning tells
+    if nothing was. `convert_to_high_precision(module)` is the way back.
 
     Subclasses of `nn.Linear` without a forward of their own are converted, too: the layer is an
-    instance of both then. The `Conv1D` of transformers (GPT2) is none, and stays. Experts of
+    instance of both then. GPT2's `Conv1D` is not an `nn.Linear`; it is not converted. Experts of
     transformers 5 and of torchtitan become `Float8Experts`, in place, too: their three GEMMs for
     all experts run as `grouped_linear` does.
 
     Layers whose weights others have loaded in float8 (transformers' `FP8Linear`; compressed-tensors
-    by channel or tensor) keep their bytes with `Float8Weights.ONLY`, which is what they get without
-    a `config`. With another one they get Parameters in high precision, which train. Layers already
-    converted take the new `config`, with state made anew. `nn.TransformerEncoder` is kept off its
-    fast path, which would evaluate in high precision.
+    by channel or tensor) keep their bytes with `Float8Weights.ONLY`, which they get without a
+    `config`. Any other config dequantises them to Parameters that train. A layer already converted
+    gets the new `config`, and its delayed-scaling state starts again. `nn.TransformerEncoder` is
+    kept off its fast path, which would evaluate in high precision.
 
     Without a `module_filter_fn`, the head (`lm_head`, or `output` of the model itself), low-rank
-    adapters, routers, and layers with fewer than 16 features out stay in high precision, and so do
-    layers and experts that float8 would make slower on the GPU here, to which weights on the CPU or
-    meta are taken to be on their way; without a GPU none. The report names the GPU, and the limits.
+    adapters, routers, and layers with fewer than 16 features out stay in high precision. So do
+    layers and experts that float8 would make slower on the GPU of the weights, or on the current
+    GPU if they are on CPU or meta. Without a GPU, speed does not count. The report names the GPU.
 
     Args:
         module: the model, or a single linear layer.
-        module_filter_fn: called as `module_filter_fn(mod, fqn)` for each `nn.Linear` and
-            module of experts that can be converted, or was; only those for which it returns True
-            are, `all_linears` takes them all. Experts have no `in_features`: a filter that asks for
-            it leaves them, as the report says. None: those described above.
+        module_filter_fn: called as `module_filter_fn(mod, fqn)` for each `nn.Linear` and module of
+            experts that can be converted, or was. Return True to convert it; `all_linears` accepts
+            all. Experts have no `in_features`: a filter that reads it leaves them out, as the
+            report says. None: those described above.
         config: a `Float8LinearConfig`, or the name of a recipe, for example `"delayed"`. None
             means dynamic tensorwise scaling.
         tokens_per_step: rows of a layer's input: tokens per forward on one device. Read only
             without a `module_filter_fn`.
         gpu: `"H100"` or `"H200"`, or the name of one as torch gives it: convert what gains on that
             GPU, wherever the weights are now. None: what gains on the GPU here.
-        cuda_graphs: the model will run as CUDA graphs, which start all kernels at once
-            (`mode="reduce-overhead"`): then GPU time alone decides, as it does for experts.
+        cuda_graphs: set True if you run CUDA graphs (`mode="reduce-overhead"`): launch cost is then
+            ignored when layers are chosen, as it always is for experts.
         linear_classes: subclasses of `nn.Linear` with a forward of their own that computes the
-            same, `input @ weight.T + bias`. It is replaced.
+            same, `input @ weight.T + bias`. Their forward is replaced.
 
     Returns:
         `module`.
@@ -108,10 +109,10 @@ def convert_to_float8_training(
     tell_ddp_what_to_ignore(module)
     _leave_fast_path(module)
     for part, choice in choices.items():
-        if (choice.reason or "").startswith("module_filter_fn"):
-            part.__dict__.setdefault(KEPT, tuple(choice))  # the reason of an earlier one says more
-        else:
-            part.__dict__[KEPT] = tuple(choice)
+        before = Choice(*part.__dict__.get(KEPT, ()))
+        if choice.by_filter and before.reason and not before.by_filter:
+            choice = choice._replace(reason=before.reason)  # which says more
+        part.__dict__[KEPT] = tuple(choice)
     if not any(isinstance(part, Float8Linear | Float8Experts) for part in choices):
         reasons = [*dict.fromkeys(str(choice.reason) for choice in choices.values())][:3]
         warnings.warn(

@@ -60,7 +60,7 @@ class OtherWeight:
 class ConversionReport:
     """All linear layers of a model, converted or not. `str()` gives a readable table.
 
-    Its rows that differ by a number in the name alone, as those of equal blocks, are one row.
+    Rows whose names differ only in a number, as those of equal blocks, are merged.
     """
 
     layers: tuple[LayerReport, ...]
@@ -70,7 +70,7 @@ class ConversionReport:
     embedding, norm or convolution, nor called a bias, an embedding, a token or a position."""
 
     chosen_for: tuple[str, ...] = ()
-    """For which GPU, and by what, layers were chosen: a sentence each; none for filters."""
+    """One sentence per GPU, or for none: which limits chose the layers. Empty with filters."""
 
     experts: tuple[ExpertsReport, ...] = ()
     """The weights of known experts, converted or not; not in `converted` and `skipped`."""
@@ -98,7 +98,8 @@ class ConversionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return `share` and all fields in plain dicts, lists, strings and numbers, as of JSON."""
-        plain: dict[str, Any] = json.loads(json.dumps({"share": self.share, **asdict(self)}))
+        plain: dict[str, Any] = {"share": self.share, **asdict(self)}
+        plain.update(json.loads(json.dumps(plain, default=int)))  # lists for tuples
         return plain
 
     def __str__(self) -> str:
@@ -155,9 +156,10 @@ def _numbers_joined(rows: list[_Row]) -> list[_Row]:
 
 
 def conversion_report(model: nn.Module) -> ConversionReport:
-    """Report what runs in float8 in `model`, and what does not and why; a `TypeError` if no module.
+    """Report what runs in float8 in `model`, what does not, and why.
 
-    Read off the model as it is now: it holds after partial conversions, `deepcopy` and wrapping.
+    It inspects the modules as they are now: also after partial conversion, deepcopy and wrapping.
+    Raises a `TypeError` if `model` is no `nn.Module`.
     """
     require_module(model, "model")
     layers, others, experts = [], [], []

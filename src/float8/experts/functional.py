@@ -18,26 +18,25 @@ def grouped_linear(
     """Multiply each group of rows by the weight of its expert, with three grouped float8 GEMMs.
 
     For each expert e `input[offs[e - 1]:offs[e]] @ weight[e].T`, as `F.grouped_mm(input,
-    weight.transpose(-2, -1), offs=offs)` does in high precision. The sizes of groups are read on
-    the device: nothing waits for them, and compiled code holds for any.
+    weight.transpose(-2, -1), offs=offs)` does in high precision. Group sizes stay on the device: no
+    sync, and no recompilation.
 
     Args:
         input: [T, K] float32, bfloat16 or float16, the rows of each expert together; cast to
-            autocast's dtype under autocast. Rows from `offs[-1]` on belong to nobody.
+            autocast's dtype under autocast. Rows from `offs[-1]` on belong to no expert.
         weight: [E, N, K], one [N, K] for each expert, of the dtype of `input` unless under
             autocast. N and K are multiples of 16, unless the config says `emulate`. Weights that
             lie as [E, K, N] are given as `weight.transpose(1, 2)`, which is not copied.
-        offs: [E] int32, ascending, on the same device: the row behind the last one of each expert.
-            Groups may have any size, and be empty. On a CPU offs that descend, are negative or
-            exceed T raise. On a GPU they are not checked: each is clamped to 0..T and raised to the
-            largest before it.
+        offs: [E] int32, ascending, on the same device: `offs[e]` is one past the last row of expert
+            e. Groups may be empty. On a CPU offs that descend, are negative or exceed T raise. On a
+            GPU nothing is checked: each is clamped to 0..T and to no less than the entry before it.
         config: a `Float8LinearConfig`, or the name of a recipe; None means `"rowwise"`, which
-            grouped GEMMs are made for. Under `"tensorwise"` a scale covers what one expert has of a
-            tensor. All casts are to e4m3, those of gradients, too: grouped GEMMs take nothing else.
-            `use_fast_accum` of the GEMM of the output is that of all three.
+            grouped GEMMs are made for. Under `"tensorwise"` there is one scale per expert. All
+            casts are to e4m3, those of gradients, too: grouped GEMMs take nothing else. All three
+            GEMMs use `gemm_config_output.use_fast_accum`.
 
     Returns:
-        [T, N], dtype of the (autocast) input; zeros from row `offs[-1]` on, as in the gradient.
+        [T, N], dtype of the (autocast) input. Rows from `offs[-1]` on and their gradient are zero.
 
     Raises:
         TypeError: a dtype is not one of those named above, or `config` is neither a configuration
@@ -61,22 +60,22 @@ def apply_grouped(
     weight: Tensor,
     offs: Tensor,
     plan: LinearPlan,
-    any_dims: bool,
+    emulated: bool,
     held: Weight | None = None,
 ) -> Tensor:
-    """Compute what `grouped_linear` does; `any_dims`: N and K need not be multiples of 16."""
+    """Compute what `grouped_linear` does; `emulated`: N and K may have any size."""
     autocast, compiling = autocast_dtype(input.device), torch.compiler.is_compiling()
     if autocast is not None:
         input = input.to(autocast)
-    _require(input, weight, offs, same_dtype=autocast is None, any_dims=any_dims)
+    _require(input, weight, offs, same_dtype=autocast is None, emulated=emulated)
     # Nothing to measure, nothing to multiply. Compiled code may not know how many rows there will
     # be, as under expert parallel: there the ops find none, as on a CPU, where they check offs.
     if not compiling and input.shape[0] == 0 and not input.is_cpu:
         return input @ weight[0].to(input.dtype).t()
     grad = torch.is_grad_enabled()
     needs = grad and input.requires_grad, grad and weight.requires_grad
-    turned = held is not None and weight.stride() != held.values.stride()
-    call = Call(plan, plan.casts, weight.shape[2], weight.dtype, *needs, turned)
+    transposed = held is not None and weight.stride() != held.values.stride()
+    call = Call(plan, plan.casts, weight.shape[2], weight.dtype, *needs, transposed)
     of_weight = held or Weight(weight)
     if isinstance(weight, GatheredExperts):
         of_weight = Weight(None, weight._data, weight._scale)
@@ -86,7 +85,7 @@ def apply_grouped(
 
 
 def _require(
-    input: Tensor, weight: Tensor, offs: Tensor, *, same_dtype: bool, any_dims: bool
+    input: Tensor, weight: Tensor, offs: Tensor, *, same_dtype: bool, emulated: bool
 ) -> None:
     """Raise what `grouped_linear` does for its tensors."""
     this = "grouped_linear: got"
@@ -114,7 +113,7 @@ def _require(
     if len({*devices}) > 1:
         on = ", ".join(map(str, devices))
         raise ValueError(f"{this} input, weight and offs on {on}, expected one device")
-    if not any_dims and (weight.shape[1] % GEMM_ALIGNMENT or weight.shape[2] % GEMM_ALIGNMENT):
+    if not emulated and (weight.shape[1] % GEMM_ALIGNMENT or weight.shape[2] % GEMM_ALIGNMENT):
         raise ValueError(
             f"{this} weight of shape {tuple(weight.shape)}, expected N and K that are multiples of "
             f"{GEMM_ALIGNMENT}; leave these experts in high precision, or set emulate=True"

@@ -13,7 +13,7 @@ from float8.config import ScalingGranularity
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
 from float8.quantize import Cast, quantize
 from float8.tensor import Float8GatherWeight, Float8Tensor
-from float8.tensor.gather import Gather, padded_shard
+from float8.tensor.gather import GatherInfo, padded_shard
 from float8.tensor.ranks import SharedTokens
 
 aten = torch.ops.aten
@@ -53,19 +53,19 @@ class GatherExperts(Float8GatherWeight):
 
     def _to_send(
         self, size: torch.Size, rows: int, mesh: Any, module: Any, dtype: torch.dtype
-    ) -> tuple[tuple[Tensor, ...], Gather]:
+    ) -> tuple[tuple[Tensor, ...], GatherInfo]:
         """Cast the shard, padded to `rows` experts, to what is sent."""
         shard, ranks = padded_shard(self.high_precision.to(dtype), rows), mesh.size()
         data, scale = quantize(shard, Cast(self.how), row=True).row
         bytes_ = data[..., : shard.shape[2]].contiguous().view(torch.uint8)
         dim = 1 if shard.shape[1] != size[1] else 0
         if ranks > 1 and dim == 0 and rows * ranks == size[0]:
-            return (bytes_, scale.unsqueeze(-1).view(torch.uint8)), Gather(size)
+            return (bytes_, scale.unsqueeze(-1).view(torch.uint8)), GatherInfo(size)
         if ranks > 1:
             group = mesh.get_group().group_name
             every = SharedTokens(group, ranks, dim=0, before=1).gather(scale)
             scale = torch.cat(every.chunk(ranks), dim)[: size[0]]
-        return (bytes_,), Gather(size, scale.unsqueeze(-1))
+        return (bytes_,), GatherInfo(size, scale.unsqueeze(-1))
 
     def _gathered(
         self, data: Tensor, scale: Tensor, dtype: torch.dtype, amax: Any

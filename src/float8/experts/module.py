@@ -66,7 +66,7 @@ class Float8Experts(Float8Module):
 
         `why_not`: a reason why none can be held.
         """
-        self._float8_set_held()  # there is no room for both
+        self._float8_set_held()  # frees the old data before casting
         held, others = [], {}
         for name, *_ in weights_of(self):
             parameter: Any = self._parameters[name]
@@ -81,7 +81,7 @@ class Float8Experts(Float8Module):
 
     def _float8_weight(self, name: str) -> Any:
         """Return a Parameter, or what stands for it now, as weights [E, N, K]."""
-        # An attribute where FSDP1 has gathered it, or PEFT adds to it.
+        # Read by getattr: FSDP1 and PEFT put a computed tensor there.
         weight = getattr(self, name)
         return weight.transpose(1, 2) if lies_transposed(self) else weight
 
@@ -113,8 +113,8 @@ class RegisteredExperts(Float8Experts):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Send each token [hidden] through its experts, and add their outputs by weight.
 
-        Of index and weights [tokens, top_k], numbers from `num_experts` on are experts of other
-        ranks, with weights of 0: nothing is computed for them. The dtype is that of the input.
+        Index and weights are [tokens, top_k]. Indices >= `num_experts` belong to other ranks: their
+        weights count as 0, and nothing is computed. The dtype is that of the input.
         """
         mod: Any = self
         tokens, top_k = top_k_index.shape
@@ -122,12 +122,12 @@ class RegisteredExperts(Float8Experts):
         expert, order = torch.sort(top_k_index.flatten(), stable=True)
         numbers = torch.arange(mod.num_experts, device=expert.device, dtype=expert.dtype)
         offs = torch.searchsorted(expert, numbers, right=True, out_int32=True)
-        bias_of = expert.clamp(max=mod.num_experts - 1)
+        bias_index = expert.clamp(max=mod.num_experts - 1)
 
         def product(x: Tensor, name: str) -> Tensor:
             y = self._float8_product(x, self._float8_weight(name), offs, name)
             if mod.has_bias:
-                y = y + _on_this_rank(getattr(self, f"{name}_bias"))[bias_of].to(y.dtype)
+                y = y + _on_this_rank(getattr(self, f"{name}_bias"))[bias_index].to(y.dtype)
             return y
 
         x = hidden_states[order // top_k]
@@ -137,13 +137,13 @@ class RegisteredExperts(Float8Experts):
         y = product(x, "down_proj")
         if getattr(mod, "has_post_expert_norm", False):
             y = mod.post_expert_norm(y)
-        # A bias has outputs for other ranks' experts, too: they are not to teach the router.
-        share = top_k_weights.flatten()[order].masked_fill(expert >= mod.num_experts, 0)
-        y = y * share[:, None]
+        # A bias makes outputs for other ranks' experts: dropped, so that no router learns of them.
+        routing_weight = top_k_weights.flatten()[order].masked_fill(expert >= mod.num_experts, 0)
+        y = y * routing_weight[:, None]
         rows = torch.arange(len(order), device=order.device)
-        place = torch.empty_like(order).scatter_(0, order, rows)
+        inverse_order = torch.empty_like(order).scatter_(0, order, rows)
         # Added in one order, so that a second run has the same bits.
-        return y[place].view(tokens, top_k, y.shape[1]).sum(1).to(hidden_states.dtype)
+        return y[inverse_order].view(tokens, top_k, y.shape[1]).sum(1).to(hidden_states.dtype)
 
 
 def _on_this_rank(x: Any) -> Any:
@@ -267,6 +267,7 @@ def _replaced_seam(module: Any) -> str | None:
 def convert_experts(module: Any, config: Float8LinearConfig) -> None:
     """Give a module of a known kind the class whose experts multiply in float8, in place."""
     kind: Any = kind_of(module)
+    module.__dict__.pop("forward", None)  # that of its class, which accelerate leaves behind
     module.__class__ = class_of_experts(kind, module.__class__)
     module._float8_set_up(config)
 

@@ -69,10 +69,10 @@ def amax_triton(x: Tensor) -> Tensor:
 def measuring(n: int, dtype: torch.dtype, device: torch.device, history: bool = False) -> Launch:
     """Plan the launch that measures ``n`` elements, dense in any order of their dims.
 
-    Its tensors are they; float32 amaxes of the parts that its programs read, one of each; and with
-    ``history`` a scale: where that is not 0, nothing is read or written. Parts are joined by the
-    kernel that follows, since here that would take another launch. Each of its programs reads all
-    of them: so there are few, as many as programs run at once, or few times as many.
+    Arguments of a launch: x; parts [programs] float32, an amax of each program; with ``history`` a
+    scale: if that is not 0, the kernel returns at once. The kernel that follows joins the parts,
+    since here that would take another launch. Each of its programs reads all parts: so there are
+    few, at most a small multiple of the programs that run at once.
     """
     # 16 KiB at a time, by 16 warps: two loads of 16 bytes per thread and step.
     block, at_once = 16384 // dtype.itemsize, 8 * sm_count(device)

@@ -33,7 +33,7 @@ def cast(
     pad_rows: bool = False,
     scale: Tensor | None = None,
     state: DelayedScale | None = None,
-    record: bool = True,
+    record: bool = False,
     via: torch.dtype | None = None,
     after: Tensor | None = None,
     traced: bool = False,
@@ -51,12 +51,12 @@ def cast(
 
     ``x`` is rounded to ``via`` first: from float32 to bfloat16 under a given scale without another
     pass. ``after`` is what a compiler must have computed first: it may move what backward makes of
-    a weight alone into forward, and keep it; a gradient stops it.
+    a weight alone into forward, and keep it; ``after``, a gradient, stops it.
 
     ``traced`` casts finer scales by plain torch code, which a compiler fuses into what produces
-    ``x``, and which may see its values before they are rounded to the dtype of ``x``. It is an op
-    all the same where ``x`` may turn out to be empty, and under blocks where C is no multiple of
-    their width, or rows are not contiguous.
+    ``x``, and which may see its values before they are rounded to the dtype of ``x``. The op runs
+    instead if ``x`` may be empty, and under blocks if C is not a multiple of the block width, or
+    rows are not contiguous.
     """
     if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
         raise refusal(x)
@@ -81,11 +81,11 @@ def cast(
     if of.width is not None:
         # Nothing gained, and Inductor's C++ (torch 2.13) drops the last run where it is not whole.
         traced = traced and x.shape[1] % of.width == 0 and x.stride(1) == 1
-    given = scale, of.height, of.width, how.dtype, *wanted, via
+    arguments = scale, of.height, of.width, how.dtype, *wanted, via
     if traced and not of.one_scale and surely(x.numel() != 0):
-        out = cast_reference(x.detach(), *given)
+        out = cast_reference(x.detach(), *arguments)
     else:
-        out = (_cast_triton if direct else torch.ops.float8.cast.default)(x, *given, after)
+        out = (_cast_triton if direct else torch.ops.float8.cast.default)(x, *arguments, after)
     if of.one_scale:
         used, *data = out if scale is None else (scale, *out)
         return Operand(data[0], used) if row else None, Operand(data[-1], used) if col else None
@@ -276,8 +276,8 @@ def _cast_delayed_fake(x: Tensor, scale: Tensor, amax: Tensor, *how: Any) -> tup
 WIDEST_ROW = 32768
 """Programs hold rows of up to this many elements in registers; longer ones are read twice."""
 
-_ROUNDED_BY_THE_KERNEL = torch.float32, torch.bfloat16
-"""The dtype of x and that to which the kernel that casts rounds it first; torch rounds others."""
+_KERNEL_ROUNDS_FROM_TO = torch.float32, torch.bfloat16
+"""The dtypes from and to which the kernel that casts rounds x first; torch rounds others."""
 
 
 def _cast_triton(
@@ -294,7 +294,7 @@ def _cast_triton(
     after: Tensor | None = None,
 ) -> list[Tensor]:
     wanted = height, width, dtype, row, col, pad_rows, power_of_2
-    rounded = via is not None and scale is not None and (x.dtype, via) == _ROUNDED_BY_THE_KERNEL
+    rounded = via is not None and scale is not None and (x.dtype, via) == _KERNEL_ROUNDS_FROM_TO
     if via is not None and not rounded:
         x = x.to(via)
     if x.numel() == 0:
@@ -346,16 +346,16 @@ def _planned(
     (R, C), (stride_r, stride_c) = shape, strides
     made = layouts(shape, height, width, dtype, row, col, pad_rows)
     makes, pads = (row, col), (pad_rows or width is not None, True)
-    if turned := stride_c != 1 and stride_r == 1:  # the kernel reads x.t()
+    if transposed := stride_c != 1 and stride_r == 1:  # the kernel reads x.t()
         R, C, stride_r, stride_c = C, R, stride_c, stride_r
         made, makes, pads = made[2:] + made[:2], makes[::-1], pads[::-1]
     make, integers = allocator(device), (R, C, stride_r, stride_c)
-    how = 3 if dtype == E4M3 else 2, power_of_2, has_float8_conversion(device)
-    measure, of_parts, joined = None, None, 0
+    arithmetic = 3 if dtype == E4M3 else 2, power_of_2, has_float8_conversion(device)
+    measure, of_parts, count = None, None, 0
     shapes = tiles.ALONG_AND_ACROSS if makes[1] else tiles.ALONG_ALONE
-    # Of one column Triton (3.6) makes wrong padding, being told of it when it compiles.
+    # Triton 3.6 specialises on C == 1, and then pads wrongly.
     if whole_rows := covers == cast_kernels.LINES and not makes[1] and 1 < C <= WIDEST_ROW:
-        cast = _casting_rows(device, integers, (pads[0], *how))
+        cast = _casting_rows(device, integers, (pads[0], *arithmetic))
     elif covers == cast_kernels.LINES:
         rows, block_c, strips = tiles.strips_of(R, C, element, device)
         kernel, programs = cast_kernels.measure_kernel, -(-R // rows) * strips
@@ -365,17 +365,17 @@ def _planned(
         if makes[1]:  # two scales for each element take more registers
             shapes = ((64, 128, 8), *shapes[1:])
     elif covers != cast_kernels.ONE:
-        # Scales of columns take more registers: fewer, larger threads, which masks would overfill.
+        # Scales of columns: fewer threads with more registers each; with masks they would spill.
         large = covers == cast_kernels.RUNS and col and R % 128 == C % 128 == 0
         shapes = ((128, 128, 4 if large else 8),)
     elif source != cast_kernels.GIVEN:
         measure = measuring(R * C, element, device, source == cast_kernels.HISTORY)
-        joined = measure.programs
-        of_parts = (joined,), (1,), torch.float32
+        count = measure.programs
+        of_parts = (count,), (1,), torch.float32
     if not whole_rows:
-        above = 1 << max(joined - 1, 0).bit_length()
-        constants = (covers, *makes, *pads, source, above, record, rounded, *how)
-        cast = tiles.tiled(cast_kernels.cast_kernel, shapes, device, (*integers, joined), constants)
+        parts_padded = 1 << max(count - 1, 0).bit_length()
+        constants = (covers, *makes, *pads, source, parts_padded, record, rounded, *arithmetic)
+        cast = tiles.tiled(cast_kernels.cast_kernel, shapes, device, (*integers, count), constants)
 
     def launch(x: Tensor, scale: Tensor | None, amax: Tensor | None) -> tuple[Any, ...]:
         along, along_scale, across, across_scale = [each and make(*each) for each in made]
@@ -391,7 +391,7 @@ def _planned(
             cast(x, along, along_scale)
         else:
             cast(x, along, along_scale, across, across_scale, scale, parts, used, amax)
-        if turned:
+        if transposed:
             return used, across, across_scale, along, along_scale
         return used, along, along_scale, across, across_scale
 

@@ -20,7 +20,7 @@ BLOCKS = {(None, None): ONE, (1, None): LINES, (1, 128): RUNS, (128, 128): SQUAR
 
 GIVEN, MEASURED, HISTORY = range(3)
 """Where one scale comes from: it is given; measured, from amaxes to be joined; or from the history,
-and measured only where that knows none."""
+and measured only where that knows none. Finer scales, which the kernel finds, are said GIVEN."""
 
 
 @jit(do_not_specialize_on_alignment=["scale_ptr", "amax_ptr"])
@@ -46,13 +46,13 @@ def cast_kernel(  # type: ignore[no-untyped-def]
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Cast one tile of a matrix."""
-    K: tl.constexpr = 128 if COVERS >= 2 else 16  # what contracted dims are padded to
-    PAD: tl.constexpr = 128 if COVERS == 3 else 16  # and the others
+    K: tl.constexpr = 128 if COVERS >= 2 else 16  # pads contracted dims; RUNS, SQUARES: 128
+    PAD: tl.constexpr = 128 if COVERS == 3 else 16  # pads the other dims; SQUARES: 128
     Rk, Ck = tl.cdiv(R, K) * K, tl.cdiv(C, K) * K
     rows = tl.cdiv(R, PAD) * PAD if PAD_ALONG else R
     columns = tl.cdiv(C, PAD) * PAD if PAD_ACROSS else C
     tile = tl.program_id(0)
-    if COVERS != 1:  # rows and columns were measured backwards: their beginning is in the L2 cache
+    if COVERS != 1:  # LINES were measured backwards, so their beginning is in the L2 cache
         tile = tiles.tile_of_program()
     R16, C16 = tl.cdiv(R, 16) * 16, tl.cdiv(C, 16) * 16
     tile_r, tile_c = tiles.tile_at(tile, R16, C16, BLOCK_R, BLOCK_C, GROUP)
@@ -64,9 +64,9 @@ def cast_kernel(  # type: ignore[no-untyped-def]
     element: tl.constexpr = x_ptr.dtype.element_ty
     if ROUNDED:
         v = [rounded_to_bfloat16(each, HARDWARE) for each in v]
-    if COVERS == 0:
+    if COVERS == 0:  # ONE
         scale = choose_scale(scale_ptr, parts_ptr, parts, SOURCE, PARTS, MANTISSA, POWER_OF_2)
-        if SOURCE != 0:
+        if SOURCE != 0:  # not GIVEN
             if tl.program_id(0) == 0:
                 tl.store(used_ptr, scale)
         if RECORD:
@@ -76,10 +76,10 @@ def cast_kernel(  # type: ignore[no-untyped-def]
             if bits > tl.load(amax_ptr, volatile=True):
                 tl.atomic_max(amax_ptr, bits, sem="relaxed")
         v = times_any(v, tl.div_rn(1.0, scale), inside, EVEN)
-    if COVERS == 2:  # here, and one row after the other: so threads need the fewest registers
+    if COVERS == 2:  # RUNS; here, one row after the other: so threads need the fewest registers
         m = [magnitude_bits(each) for each in x]
         largest = tiles.largest_of(x)
-    if COVERS == 3:
+    if COVERS == 3:  # SQUARES
         bits = float32_bits(tl.max(tl.max(tiles.largest_of(x), axis=1), axis=0), element)
         scale = scale_of_amax(bits, MANTISSA, POWER_OF_2, HARDWARE)
         if ALONG:
@@ -90,13 +90,13 @@ def cast_kernel(  # type: ignore[no-untyped-def]
         v = tiles.times(v, [inverse for _ in v], inside, EVEN)
     if ALONG:  # before ACROSS, which takes more registers
         w = v
-        if COVERS == 1:
+        if COVERS == 1:  # LINES
             bits = [load(parts_ptr + each, each < R, EVEN) for each in r]
             scales = [scale_of_amax(each, MANTISSA, POWER_OF_2, HARDWARE) for each in bits]
             if tile_c == 0:
                 tiles.store_scales(along_scale_ptr, quad, scales, rows)
             w = tiles.divided(v, scales, inside, HARDWARE, EVEN)
-        if COVERS == 2:
+        if COVERS == 2:  # RUNS
             ptr = along_scale_ptr + tile_c.to(tl.int64) * rows
             inverse = [
                 store_run(ptr, m[i], r[i], rows, element, MANTISSA, POWER_OF_2, HARDWARE)
@@ -106,7 +106,7 @@ def cast_kernel(  # type: ignore[no-untyped-def]
         tiles.store_along(along_ptr, w, quad, c, rows, Ck, MANTISSA, HARDWARE, EVEN)
     if ACROSS:
         w = v
-        if COVERS == 1 or COVERS == 2:
+        if COVERS == 1 or COVERS == 2:  # LINES or RUNS
             if COVERS == 1:
                 bits = load(parts_ptr + R + c, c < C, EVEN)
             else:
@@ -148,11 +148,11 @@ def choose_scale(  # type: ignore[no-untyped-def]
     POWER_OF_2: tl.constexpr,
 ):  # fmt: skip
     """Choose the decode scale, from where ``SOURCE`` says; see ``GIVEN``."""
-    if SOURCE == 1:
+    if SOURCE == 1:  # MEASURED
         scale = tl.full((), 0.0, tl.float32)
     else:
         scale = tl.load(scale_ptr)
-    if SOURCE != 0:
+    if SOURCE != 0:  # not GIVEN
         if scale == 0.0:
             at = tl.arange(0, PARTS)
             bits = tl.load(

@@ -1,8 +1,8 @@
 """A linear layer in float8 as a function, and the autograd function of all layers, experts' too.
 
-What is saved for backward is float8: the transposed copy of the input, made in the same read as
-its row data; or the input itself under a compiler, which chooses what to keep. Of the weight only
-what exists anyway is kept: see `Weight`.
+Saved of the input: its float8 column data, made in the same read as its row data. Where forward
+makes none, row data or the input itself; so under a compiler, which chooses what to keep. Of the
+weight only what exists anyway is saved: see `Weight`.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from float8.linear.weight import TIMES_HELD, Weight
 from float8.quantize import Cast, padded, quantize, recast, to_col
 from float8.scales import Operand, Quantized
 from float8.tensor import Float8Tensor, local_tensor
-from float8.tensor.ranks import SharedTokens, arrived
+from float8.tensor.ranks import SharedTokens, finished
 
 _NO_TRANSFORM = (
     " (grad, vmap, jvp, ...), expected one by itself: casts to float8 cannot be transformed; use "
@@ -129,8 +129,8 @@ def apply_linear(
             of_weight = held or Weight(weight)
         call = Call(plan, casts, K, weight.dtype, *needs, enter=enter, leave=leave)
         args = rows, weight, of_weight, None, call
-        made = computed_before(Linear, *args) if compiling else None
-        output = Linear.apply(*args, made)  # type: ignore[no-untyped-call]
+        computed = computed_before(Linear, *args) if compiling else None
+        output = Linear.apply(*args, computed)  # type: ignore[no-untyped-call]
     if input.dim() != 2:  # an op that changes nothing is still a node of the graph to issue
         shape = [*input.shape[:-1], output.shape[-1]]
         if enter is not None:
@@ -180,7 +180,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def operand_of(role: str, x: Float8Tensor, cast: Cast, other: str | None) -> Operand:
     """Return what a GEMM reads of `x`, which was cast elsewhere; its amax is recorded.
 
-    `other`: the GEMM for which it is to be cast in another way.
+    `other`: the GEMM that needs another cast of `x`, so that this raises; None: there is none.
     """
     how = cast.how
     same = x._data.dtype == how.dtype and x._granularity is how.scaling_granularity
@@ -208,13 +208,13 @@ class Call(NamedTuple):
     weight_dtype: torch.dtype
     need_grad_input: bool
     need_grad_weight: bool
-    turned: bool = False
+    stored_transposed: bool = False
     """Whether the Parameter of held weights of experts lies as [E, K, N]."""
     enter: SharedTokens | None = None
-    """Where each rank has its tokens of the input, and multiplies all."""
+    """Set if the input is sharded by tokens: gather it before the GEMM."""
     leave: SharedTokens | None = None
-    """Where the output is a sum over ranks, of which each keeps its tokens. Both only where row
-    data of what is gathered suffice."""
+    """Set if the output is a partial sum: reduce-scatter it by tokens. Both need a cast whose
+    columns follow exactly from its rows."""
 
     def by_weight(
         self,
@@ -229,14 +229,14 @@ class Call(NamedTuple):
     ) -> Tensor:
         """Multiply `a` by `b`, row data of a weight, to [M, N]; `col`: column data, to [M, K].
 
-        Compiled code that reads what is held has an op that sees if it is what the weight is then.
+        Compiled code calls an op that checks at run time whether the held data are current.
         """
         gemm = self.plan.grad_input if col else self.plan.output
         assert gemm is not None
         if weight.col_data is not None and torch.compiler.is_compiling():
             of_a, of_b = gemm.granularities
             return TIMES_HELD(  # type: ignore[no-any-return]
-                *a, *b, weight.values.detach(), offs, self.turned, *shape, col,
+                *a, *b, weight.values.detach(), offs, self.stored_transposed, *shape, col,
                 self.casts.weight.how.power_of_2, of_a.value, of_b.value, gemm.use_fast_accum,
                 gemm.emulate, dtype,
             )  # fmt: skip
@@ -286,7 +286,7 @@ class Linear(torch.autograd.Function):
             b = of_weight.row(casts.weight)
             shape = M, weight.shape[-2]  # read here: torch.jit.trace follows sizes
             y = call.by_weight(row, b, of_weight, offs, shape, input.dtype)
-            if of_weight.values is not None:  # whose column data are held, or made in backward
+            if of_weight.values is not None:  # backward reads held columns, or casts: no row data
                 one_scale = plan.share_weight and casts.weight.how.scaling_granularity.one_scale
                 again = one_scale and of_weight.col_data is None and offs is None
                 # Not by `_replace`, which takes four times as long.
@@ -311,7 +311,7 @@ class Linear(torch.autograd.Function):
         if not call.need_grad_input:
             of_weight = Weight()
         if call.leave is not None:
-            y = arrived(call.leave.scatter(y))
+            y = finished(call.leave.start_reduce_scatter(y))
         return y, (rows, rows_scale, col_data, col_scale, ends, offs, *of_weight)
 
     @staticmethod
@@ -367,7 +367,7 @@ class Linear(torch.autograd.Function):
         elif call.need_grad_input:
             dx = grad_output @ weight.values.to(dtype)
         if dx is not None and call.enter is not None:
-            dx = call.enter.scatter(dx)  # not there before `arrived`, while grad_weight is computed
+            dx = call.enter.start_reduce_scatter(dx)  # overlaps grad_weight; finished below
         if dw_in_float8:
             if not shared:
                 g = quantize(grad_output, casts.grad_output_for_grad_weight, col=True, offs=offs)
@@ -384,7 +384,7 @@ class Linear(torch.autograd.Function):
             dw = grad_output.t() @ rows if offs is None else grouped_outer(grad_output, rows, offs)
             dw = dw.to(call.weight_dtype)
         if dx is not None and call.enter is not None:
-            dx = arrived(dx)
+            dx = finished(dx)
         return dx, dw, None, None, None, None
 
     @staticmethod

@@ -100,7 +100,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
         """Make a layer of `mod`, unchecked; for `keep_master` see `_float8_set_up`."""
         source: Any = mod._float8_source_class if isinstance(mod, Float8Linear) else type(mod)
         new: Float8Linear = shallow_copy(mod, class_of(cls, source))
-        for name in new._float8_passing & vars(new).keys():
+        for name in new._float8_not_copied & vars(new).keys():
             del new.__dict__[name]
         new._float8_set_up(config, keep_master)
         return new
@@ -164,16 +164,19 @@ class Float8Linear(StatefulLayer, nn.Linear):
                 ONNX, or within torch.func, or delayed scaling within torch.jit.trace.
         """
         if getattr(input, "layout", None) is not torch.strided or input.is_nested:
-            got = f"{type(input).__name__} of layout {getattr(input, 'layout', None)}"
-            do = "call input.to_dense(), or input.values() of a jagged one"
-            raise TypeError(f"Float8Linear: got a {got} as input, expected a dense tensor; {do}")
-        plan, weight = self._float8_plan, self.weight  # once: it may be computed
+            layout = f" of layout {input.layout}" if isinstance(input, Tensor) else ""
+            raise TypeError(
+                f"Float8Linear: got a {type(input).__name__}{layout} as input, expected a dense "
+                f"tensor; call input.to_dense(), or input.values() of a jagged one; to trace by "
+                f"torch.fx, use a Tracer whose is_leaf_module is true for Float8Linear"
+            )
+        plan, weight = self._float8_plan, self.weight  # once: each access may compute it
         if self._float8_delayed:
             self._float8_check_synced()
         if hasattr(weight, "device_mesh"):
             casts, shards = self._float8_casts(weight.device_mesh), self._float8_shards
-            whole: Tensor = linear_of_shards(input, weight, self.bias, shards, plan, casts)
-            return whole
+            output: Tensor = linear_of_shards(input, weight, self.bias, shards, plan, casts)
+            return output
         if weight.requires_grad and self._float8_config.float8_weights is Float8Weights.ONLY:
             raise RuntimeError(
                 "Float8Linear: got requires_grad=True for a weight that is in float8 only, "
@@ -199,10 +202,10 @@ class Float8Linear(StatefulLayer, nn.Linear):
     def _float8_casts(self, mesh: Any = None) -> Casts:
         """Bind the casts of the plan to this call, with the state of delayed scaling.
 
-        Training mode takes scales from that, with gradients or without: the first forward of
-        reentrant checkpointing has none. Amaxes are recorded wherever gradients are taken.
-        Amaxes become those of all ranks of a `mesh` of one dim, which share the layer; casts whose
-        scale a sync made alike on all of them do without.
+        In training mode scales come from the state, also without gradients: reentrant checkpointing
+        runs its first forward without them. Amaxes are recorded wherever gradients are taken. They
+        become those of all ranks of a `mesh` of one dim, which share the layer. Casts whose scale
+        the last sync made equal on all ranks need no all-reduce.
         """
         casts, training = self._float8_plan.casts, self.training
         if mesh is not None and mesh.size() > 1:
@@ -219,8 +222,8 @@ class Float8Linear(StatefulLayer, nn.Linear):
             got = "got torch.jit.trace with delayed scaling, expected model.eval() and no gradients"
             no_trace = f"Float8Linear: {got}; trace it under torch.no_grad()"
             raise RuntimeError(NO_ONNX if torch.onnx.is_in_onnx_export() else no_trace)
-        # A compiled graph counts as written what its ops may write: so where nothing is recorded,
-        # they are given another tensor, since version counters of amaxes tell of training.
+        # A compiled op raises the version of its amax even if it records nothing. That version
+        # tells whether training ran. So without recording, the op gets a dummy amax.
         own_amax = record or not torch.compiler.is_compiling()
         delayed = {}
         for site in self._float8_delayed:

@@ -4,8 +4,8 @@
     weight Shard(1): input Shard(-1)  -> output Partial      torch's RowwiseParallel
                                       or output Shard(dim)   Float8RowwiseParallel
 
-What is spread over ranks is cast under the scale of the whole. All casts and GEMMs run layer by
-layer, of weights that are cast on the fly.
+One scale per tensor is that of the whole, over all ranks; finer scales are of this rank's part.
+All casts and GEMMs run layer by layer; weights are cast on the fly.
 """
 
 import math
@@ -22,13 +22,12 @@ from float8.tensor.ranks import SharedTokens, all_have_some
 
 
 class Shards(NamedTuple):
-    """How ranks share a layer, as a style sets it; the weight, a DTensor, tells the rest."""
+    """The style of a layer under tensor parallel; the weight, a DTensor, tells the rest."""
 
     gathers_input: bool = False
-    """Whether ranks gather the tokens of the input of a weight Shard(0)."""
+    """Whether ranks gather the tokens of the input; ignored if the weight is Shard(1)."""
     tokens_dim: int | None = None
-    """The dim along which ranks share the tokens of an output that is a sum over ranks, and gather
-    those of its gradient. None: the sum is left to others."""
+    """The dim by which to reduce-scatter the output, and gather its gradient; None: by none."""
 
 
 def linear_of_shards(
@@ -81,11 +80,12 @@ def _colwise(
     if enter is None:
         _require_placed(input, weight, dtensors.Replicate())
         casts = _without_reduce(casts, "input", "input_for_grad_weight")
+    # With `enter` backward already reduce-scatters.
     x = input.to_local(grad_placements=(dtensors.Partial(),) if enter is None else None)
     bias = None if bias is None else bias.to_local()
     y = apply_linear(x, local, bias, plan, casts, enter=enter)
     placed = (dtensors.Shard(y.dim() - 1),)
-    whole = torch.empty([*y.shape[:-1], weight.shape[0]], device="meta")  # maybe shared unevenly
+    whole = torch.empty([*y.shape[:-1], weight.shape[0]], device="meta")  # for its stride
     return dtensors.DTensor.from_local(
         y, mesh, placed, run_check=False, shape=whole.shape, stride=whole.stride()
     )
@@ -117,7 +117,7 @@ def _rowwise(
     if bias is None:
         return output
     if torch.is_grad_enabled():  # torch 2.11 refuses it in inference mode
-        # Changes nothing here; its backward sums up the gradients of the ranks' tokens.
+        # A no-op in forward; its backward sums up the gradients of the ranks' tokens.
         bias = bias.redistribute(placements=bias.placements)
     return output + bias.to(output.dtype)
 

@@ -93,7 +93,7 @@ def problem(
             do += "deepspeed.zero.GatheredParameters([layer.weight])"
         return ValueError(f"got weight of shape {shape}, expected no empty dim{do}")
     shared = isinstance(mod, StatefulLayer) and bool(mod._float8_groups())
-    if shared and config.enable_fsdp_float8_all_gather:
+    if shared and not is_dtensor(weight) and config.enable_fsdp_float8_all_gather:
         return ValueError(
             "got enable_fsdp_float8_all_gather=True, expected False: FSDP does not know that other "
             "ranks hold parts of the weight, too"

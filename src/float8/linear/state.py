@@ -36,10 +36,10 @@ class StatefulLayer(Float8Module):
     _float8_seen: dict[int, int] | None = None
     """The versions of the Parameters when the first amax since the last sync was recorded."""
     _float8_sample: tuple[Any, int, Tensor] | None = None
-    """Which weight there was then, the version of the amax of gradients, and some values of it."""
+    """At the last check: which weight, the version of grad_output's amax, the weight's diagonal."""
     _float8_synced_version = -1
-    _float8_passing = frozenset(
-        {*Float8Module._float8_passing, "_float8_agreed", "_float8_seen", "_float8_sample"}
+    _float8_not_copied = frozenset(
+        {*Float8Module._float8_not_copied, "_float8_agreed", "_float8_seen", "_float8_sample"}
     )
 
     # ---------------------------------------------------------------- the buffers
@@ -143,13 +143,13 @@ class StatefulLayer(Float8Module):
     def _float8_check_synced(self) -> None:
         """Raise a `RuntimeError` before training on where a sync is missing.
 
-        It is if a trained Parameter was written between two forwards with gradients, unless the
-        layer is attached to an optimizer. Compiled code does not notice that. Versions of
-        Parameters tell it. Fused optimizers and writes through `.data` do not count: there some
-        values of the weight tell it, compared once after a backward whose gradient is None by now;
-        that waits for the device. So they go unnoticed after `zero_grad(set_to_none=False)`, where
-        `torch.distributed` is initialised, where grad_output has dynamic scaling, and where only
-        the bias is trained.
+        A sync is missing if a trained Parameter was written between two forwards with gradients.
+        Not checked while the layer is attached to an optimizer, or in compiled code. Versions of
+        Parameters tell of writes, but not of those by fused optimizers and through `.data`. For
+        these some values of the weight are compared, once after a backward whose gradient is None
+        by now; that waits for the device. So they go unnoticed after
+        `zero_grad(set_to_none=False)`, where `torch.distributed` is initialised, where grad_output
+        has dynamic scaling, and where only the bias is trained.
         """
         checks = self._float8_config.enable_pre_and_post_forward and not self._float8_attached
         if not checks or not torch.is_grad_enabled() or torch.compiler.is_compiling():

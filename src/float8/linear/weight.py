@@ -2,11 +2,11 @@
 
 `update_float8_weights` casts each weight once; all of training reads that. Data that are held have
 a mark: version counter, address and strides of the Parameter that they were made of. Each use
-compares, and what does not match is cast again: by eager code to be held from then on, in compiled
-code by the op that multiplies. So the mark is an attribute of the data, the only thing that reaches
-that op: CUDA graphs refuse a tensor on the CPU; a number makes code compile anew; the version
-counter of what is kept cannot say where the weight lies; and of a scale Inductor may hand on a
-copy, as AOTAutograd does of a view.
+compares; what does not match is cast again: by eager code, which holds the result, in compiled code
+by the op that multiplies. The mark is an attribute of the data. All else failed to reach that op:
+- a tensor on the CPU, which CUDA graphs refuse, or a number, which makes code compile anew;
+- the version counter of the data: it cannot say where the weight lies;
+- an attribute of the scale: Inductor may hand on a copy, as AOTAutograd does of a view.
 """
 
 import functools
@@ -39,8 +39,8 @@ class Weight(NamedTuple):
     values, row and col data  held, values: the Parameter    values, col data
     row data, not padded      gathered, or in float8 only    row data
 
-    Backward is handed them by `save_for_backward`: what lies on a context lives as long as somebody
-    keeps a loss, and held weights would be there twice.
+    `save_for_backward` saves them: on a context they would live as long as a loss, and held weights
+    would be there twice. Gathered row data are a view of FSDP2's buffer, filled again in backward.
     """
 
     values: Tensor | Any = None
@@ -52,19 +52,19 @@ class Weight(NamedTuple):
     def row(self, cast: Cast) -> Operand:
         """Return row data: a cast made here, where there are none."""
         if self.row_data is None:
-            traced = cast.state is not None
+            traced = cast.state is not None  # it records outside of the cast, which may be repeated
             return quantize(self.values, cast, row=True, pad_rows=True, traced=traced).row
         row = Operand(self.row_data, self.row_scale)
         if self.values is not None:
             return row
         data, scale = padded(row, cast.how.scaling_granularity)
-        return Operand(data, scale.squeeze(-1) if data.dim() == 3 else scale)
+        return Operand(data, scale.squeeze(-1) if data.dim() == 3 else scale)  # experts': [E, N]
 
     def col(self, cast: Cast, after: Tensor) -> Operand:
         """Return column data: a cast made here, or row data transposed, where there are none.
 
-        The gradient, `after`, is needed: else a compiler would do so in forward, and keep the
-        result until backward, under FSDP that of every whole weight.
+        A compiler must not cast before `after`, the scale of the gradient, exists. Else it casts in
+        forward and keeps the result until backward, under FSDP that of every whole weight.
         """
         if self.col_data is not None:
             return Operand(self.col_data, self.col_scale)
@@ -83,7 +83,7 @@ def times_held(
     scale: Tensor,
     weight: Tensor,
     offs: Tensor | None,
-    turned: bool,
+    stored_transposed: bool,
     M: int,
     N: int,
     col: bool,
@@ -99,15 +99,15 @@ def times_held(
     It writes nothing, so a compiler may order calls as it likes. A CUDA graph, which is replayed
     without this code, records the cast.
 
-    `data` and `scale` are row data, or column data if `col`. `weight` is the Parameter, [N, K], or
-    [E, N, K], or [E, K, N] if `turned`, and no view: compiled code may turn that into another one,
-    and then nothing tells of writes. The result is [M, N], for column data [M, K].
+    `data` and `scale` are row data, or column data if `col`. `weight` is the Parameter: [N, K],
+    [E, N, K], or [E, K, N] if `stored_transposed`. It is not a view: a compiler may rebuild a view,
+    and the new one misses the version counter. The result is [M, N], for column data [M, K].
     """
     b = Operand(data, scale)
     if _is_capturing(weight) or not is_current(data, weight):
         of = ScalingGranularity(granularity)
         how = CastConfig(target_dtype=data.dtype, scaling_granularity=of, power_of_2=power_of_2)
-        values = weight.transpose(1, 2) if turned else weight
+        values = weight.transpose(1, 2) if stored_transposed else weight
         made = quantize(values, Cast(how), row=not col, col=col, pad_rows=True)
         b = made.col if col else made.row
     if offs is not None:
@@ -136,13 +136,13 @@ TIMES_HELD = torch.ops.float8.times_held.default
 @torch.inference_mode(False)  # else it could not be saved for a backward
 @torch.no_grad()
 def hold(values: Tensor, cast: Cast, parameter: Tensor | None = None) -> Weight:
-    """Cast a weight to both layouts in one read; `parameter`: of which `values` are a view."""
+    """Cast a Parameter, or its view `values`, to both layouts; the result has the Parameter."""
     of = values if parameter is None else parameter
     made = quantize(values, cast, row=True, col=True, pad_rows=True)
     # `.data`: no views, as experts' may be.
     row: Any = made.row.data.data
     col: Any = made.col.data.data
-    # With the memory: as long as that is kept no other has its address.
+    # Keep the storage alive, so that no new tensor gets its address.
     row._float8_version = col._float8_version = _version_of(of), of.untyped_storage()
     return Weight(of, row, made.row.scale, col, made.col.scale)
 
@@ -201,13 +201,13 @@ class Float8Module(nn.Module):
     _float8_source_class: ClassVar[type[nn.Module]]
     """The class that it had, and has again after `convert_to_high_precision`."""
     _float8_held: tuple[Weight, ...] = ()
-    """The weights in float8, of those that `update_float8_weights` found can be held."""
+    """The held weights."""
     _float8_attached = 0
     """The number of optimizers it is attached to; if any is, no sync can be missing."""
     _float8_why_never_held: ClassVar[str | None] = None
     """The reason why its weights are cast at each use."""
-    _float8_passing: ClassVar[frozenset[str]] = frozenset({"_float8_held", "_float8_attached"})
-    """The attributes that copies do not have: of this training, and this optimizer."""
+    _float8_not_copied: ClassVar[frozenset[str]] = frozenset({"_float8_held", "_float8_attached"})
+    """Attributes that belong to this training and this optimizer: copies do not get them."""
 
     def _float8_set_held(self, *held: Weight) -> None:
         """Keep these in float8 until they are written; all others are cast on the fly."""
@@ -216,15 +216,15 @@ class Float8Module(nn.Module):
     def _float8_held_or_recast(self, parameter: Any, again: Callable[[], Weight]) -> Weight | None:
         """Return what is held of a Parameter, cast again if that was written; None: nothing is.
 
-        In compiled code the GEMMs see for themselves if it is what the weight is then. Evaluation
-        casts the weight as it is: averages are written into `weight.data`, past version counters.
+        In compiled code the GEMMs check whether it is current. Evaluation casts the weight as it
+        is: averages are written into `weight.data`, past version counters.
 
         `again` casts it into new memory: a backward still to come may read the old data.
         """
         for held in self._float8_held:
-            if held.values is parameter:  # none is, where FSDP or `functional_call` swapped it
+            if held.values is parameter:
                 break
-        else:
+        else:  # FSDP or `functional_call` replaced the Parameter
             return None
         if not self.training or is_recording(parameter):
             return None
@@ -271,8 +271,8 @@ class Float8Module(nn.Module):
         before = {**self._parameters}
         super()._load_from_state_dict(*args, **kwargs)
         for name, old in before.items():
-            new: Any = self._parameters[name]
-            if new is not old:  # by assign=True
+            new: Any = self._parameters.get(name)
+            if new is not None and new is not old:  # by assign=True
                 self._parameters[name] = gathered_like(new, old)
 
     def __getstate__(self) -> Any:
@@ -280,7 +280,7 @@ class Float8Module(nn.Module):
         state = self.__dict__ if theirs is None else theirs()
         if not isinstance(state, dict):
             return state
-        return {name: value for name, value in state.items() if name not in self._float8_passing}
+        return {name: value for name, value in state.items() if name not in self._float8_not_copied}
 
 
 # ---------------------------------------------------------------- in float8 only

@@ -15,7 +15,7 @@ from float8.linear import Float8Linear
 from float8.linear.plan import plan_linear
 from float8.quantize import scales_of
 from float8.tensor import Float8GatherWeight, Float8Tensor, local_tensor
-from float8.tensor.gather import Ahead
+from float8.tensor.gather import CastAhead
 from float8.tensor.ranks import all_ranks_have_some, amax_over, sharding_groups
 
 
@@ -35,14 +35,14 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
 
     Call it on all ranks after `optimizer.step()`, or let `attach_to_optimizer` do so: then one
     all-reduce serves all weights of a dtype (one per mesh dim that shards them). Without it each
-    gather does one of its own, with the same result; so it is before the first forward, and for
-    weights with so few rows that some ranks hold none. Does nothing for other models.
+    gather does one of its own, with the same result. The first forward, and weights with empty
+    shards, always do so. Does nothing for other models.
 
     A scale counts until the weight is written again, by an optimizer's step, an op on the Parameter
     or on a view of it, loading, or a write into a tensor of a state dict. Call it again after what
     goes unnoticed: writes through NumPy or a raw pointer, `.data` of tensors in state dicts,
-    `torch._foreach_*` of DTensors in state dicts, fused optimizers and `torch.distributed` on
-    either.
+    `torch._foreach_*` of DTensors in state dicts, fused optimizers and `torch.distributed` on both
+    kinds of tensor.
 
     Raises:
         TypeError: `model` is no `nn.Module`.
@@ -58,7 +58,7 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
         reduce = amax_over(groups, device_type)
         scales = scales_of(list(shards.values()), how, param_dtype, reduce)
         for weight, scale in zip(shards, scales, strict=True):
-            weight._local_tensor.keep(Ahead(scale), weight)
+            weight._local_tensor.keep(CastAhead(scale), weight)
 
 
 def _with_scales_ahead(model: nn.Module) -> dict[Any, Float8GatherWeight]:
@@ -94,7 +94,7 @@ def enable_float8_all_gather(module: nn.Module) -> None:
 
     The Parameters become Parameters of a subclass over the same memory (`_take_places`). A weight
     that an embedding uses, too, stays plain: bytes cannot be looked up in. So do weights of experts
-    that lie as [E, K, N], where no row has a scale.
+    that lie as [E, K, N]: their rows are not what a scale covers.
     """
     made: dict[Any, Tensor] = {}
     users = _users(module.modules())
@@ -137,10 +137,10 @@ def _config_of(part: Any, name: str) -> Float8LinearConfig | None:
 
 
 def _take_places(made: dict[Any, Tensor], users: dict[Any, list[tuple[nn.Module, str]]]) -> None:
-    """Turn each weight in `made` into its value there: the same object over the same memory.
+    """Give each old weight the content of `made[weight]`; the object stays the same.
 
     It keeps gradient and attributes. Where torch cannot, because something refers to the weight,
-    its users have a new one, and a warning says so.
+    its users get a new one, and a warning says so.
     """
     ours, new_objects = {*Float8GatherWeight.__annotations__, "_is_param"}, 0
     for old, tensor in made.items():

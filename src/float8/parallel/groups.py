@@ -11,7 +11,7 @@ from float8.tensor import Float8Tensor, is_dtensor, local_tensor
 
 
 def mesh_device_type(weights: Iterable[Any]) -> str | None:
-    """Return the type of device of the mesh of `weights`, from which they may be offloaded."""
+    """Return the device type of the mesh of `weights`, which may be on the CPU themselves."""
     return next((mesh.device_type for mesh in _meshes(weights)), None)
 
 
@@ -21,9 +21,9 @@ def _meshes(tensors: Iterable[Any]) -> set[Any]:
     return {x.device_mesh for x in sharded if not isinstance(local_tensor(x), Float8Tensor)}
 
 
-def _require_whole_weights(parted: Iterable[Any], got: list[int], what: str) -> None:
+def _require_whole_weights(shard_groups: Iterable[Any], got: list[int], what: str) -> None:
     """Raise a `ValueError` if ranks that hold parts of a weight would get different scales."""
-    for ranks in map(dist.get_process_group_ranks, parted):
+    for ranks in map(dist.get_process_group_ranks, shard_groups):
         if not set(ranks) <= set(got):
             raise ValueError(
                 f"group: got {what} {got}, but parts of a weight are on ranks {ranks}, which share "
@@ -32,18 +32,18 @@ def _require_whole_weights(parted: Iterable[Any], got: list[int], what: str) -> 
 
 
 def sync_groups(
-    weights: Iterable[Any], group: Any, others: Iterable[Any] = (), parted: Iterable[Any] = ()
+    weights: Iterable[Any], group: Any, others: Iterable[Any] = (), shard_groups: Iterable[Any] = ()
 ) -> tuple[Any, ...]:
     """Return the groups over which the amaxes of layers with these weights are reduced.
 
     `group`: the only one, or None. `others` tell the mesh where all weights are gathered.
-    `parted`: groups of ranks that hold parts of a weight.
+    `shard_groups`: groups of ranks that hold parts of a weight.
     """
     weights = list(weights)
     if group is not None:
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"group: got {type(group).__name__}, expected a ProcessGroup or None")
-        _require_whole_weights(parted, dist.get_process_group_ranks(group), "ranks")
+        _require_whole_weights(shard_groups, dist.get_process_group_ranks(group), "ranks")
         return (group,)
     meshes = _meshes(weights) or _meshes(others)
     if len(meshes) > 1:
@@ -52,7 +52,7 @@ def sync_groups(
     for mesh in meshes:
         if mesh.size() < dist.get_world_size():
             here = mesh.mesh.flatten().tolist()
-            _require_whole_weights(parted, here, "None and weights on a mesh of ranks")
+            _require_whole_weights(shard_groups, here, "None and weights on a mesh of ranks")
             return tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
     if dist.get_world_size() == 1:
         return ()

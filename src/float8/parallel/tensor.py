@@ -1,7 +1,8 @@
 """Tensor parallel with communication in float8: styles for `parallelize_module`.
 
-Tokens spread over ranks (sequence parallel) are cast under the scale of the whole tensor, then
-gathered as bytes, in backward as in forward. What is summed over ranks is in high precision.
+Tokens spread over ranks (sequence parallel) are cast, then gathered as bytes, in backward as in
+forward; if the plan of the layer does not allow that, in high precision. One scale per tensor is
+that of the whole. What is summed over ranks is in high precision.
 """
 
 import types
@@ -20,7 +21,7 @@ from float8.tensor import is_dtensor
 
 
 class Float8ColwiseParallel(ColwiseParallel):
-    """`ColwiseParallel` for a `Float8Linear`: the input is gathered in float8.
+    """`ColwiseParallel` for a `Float8Linear`: an input sharded by tokens is gathered in float8.
 
     Args:
         input_layouts, output_layouts, use_local_output: as for `ColwiseParallel`. What
@@ -46,7 +47,7 @@ class Float8ColwiseParallel(ColwiseParallel):
 
 
 class Float8RowwiseParallel(RowwiseParallel):
-    """`RowwiseParallel` for a `Float8Linear`: in backward grad_output is gathered in float8.
+    """`RowwiseParallel` for a `Float8Linear`: gathers token-sharded grad_outputs in float8.
 
     Args:
         input_layouts, output_layouts, use_local_output: as for `RowwiseParallel`.
@@ -135,7 +136,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 def _cast(
     module: nn.Module, names: list[str], mesh: DeviceMesh, input: Any, layout: Placement | None
 ) -> Any:
-    """Cast `input` as the first layer that reads as many features, all here, if one does."""
+    """Cast as the first layer with so many `in_features`, not sharded over them; else return it."""
     shape = getattr(input, "shape", ())
     if layout is None or not shape:
         return input

@@ -26,23 +26,23 @@ class Float8Tensor(Wrapper):
     """A tensor held as float8 data and a scale, which reports its original dtype.
 
     `x ~= data.to(float32) * scale`. It carries float8 where autograd, FSDP or DTensor must see
-    one tensor; layers read data and scale directly, and multiply them in float8. Products outside
-    of layers (`mm`, `F.linear`) dequantise, and run in high precision. Ops without a meaning for
-    float8 data raise and name `.to_original_precision()`.
+    one tensor. Layers pass data and scale to a float8 GEMM; `mm` and `F.linear` outside layers
+    dequantise first. Ops without a meaning for float8 data raise and name
+    `.to_original_precision()`.
 
     Args:
         data: float8, any shape and strides. Under finer scales [R, C], contiguous; `AXISWISE`
-            allows more leading dims, or that the last two are turned.
+            allows more leading dims, or data whose last two dims are transposed.
         scale: float32, the decode scales, in the shape of their granularity (`check_scale`). Under
-            `AXISWISE` also [..., 1, C], one for each column, as `.t()` makes them of those of rows.
+            `AXISWISE` also [..., 1, C], one for each column: the result of `.t()` on row scales.
         orig_dtype: the dtype the tensor reports: float32, bfloat16 or float16.
-        granularity: what one scale covers. Under others than `TENSORWISE` a tensor can be copied
-            and dequantised; under `AXISWISE` transposed, and cut into whole rows, or columns.
+        granularity: what one scale covers. All allow copies and dequantising; `AXISWISE` also to
+            transpose, and to slice along the dim that has scales; `TENSORWISE` all views.
         amax: 0-dim float32: what delayed scaling has to record at each use in training, if any.
 
     Raises:
         TypeError: a dtype is not one of those named above.
-        ValueError: `data` or `scale` lies otherwise, or has another shape.
+        ValueError: `data` or `scale` has another shape, or `data` has other strides.
     """
 
     _data: Tensor
@@ -301,7 +301,8 @@ def _require_alike(op: str, *tensors: Any, scale: bool = False) -> None:
         kinds[f"{x._data.dtype} {dtype}under {x._scaling} {records}"] = x
     if len(kinds) > 1:
         got = " and of ".join(kinds)
-        raise ValueError(f"{op}: got Float8Tensors of {got}, expected equal ones")
+        do = "call .to_original_precision() first"
+        raise ValueError(f"{op}: got Float8Tensors of {got}, expected equal ones; {do}")
     # Pieces of one tensor share the scale object; only others cost a look at the values.
     first, *others = (x._scale for x in tensors)
     if scale and not all(other is first or torch.equal(other, first) for other in others):

@@ -28,7 +28,7 @@ from float8.tensor.wrapper import Wrapper, as_inference_as
 aten = torch.ops.aten
 
 
-class Gather(NamedTuple):
+class GatherInfo(NamedTuple):
     """A gather as this rank knows it, besides what is sent."""
 
     size: torch.Size  # of the whole weight
@@ -36,7 +36,7 @@ class Gather(NamedTuple):
     amax: Tensor | None = None  # see `Float8Tensor`
 
 
-class Ahead(NamedTuple):
+class CastAhead(NamedTuple):
     """What was made of the values of a shard before its gather."""
 
     scale: Tensor
@@ -48,21 +48,21 @@ class Float8GatherWeight(Wrapper):
 
     To everything but the gather it is the tensor that it holds, `inner`, which is not copied.
     Views, copies and `empty_like`, `new_zeros` and `new_empty` of it are of its class; the results
-    of all other ops are plain. All views, and the plain tensors that `high_precision` gives, count
-    their writes in the version counter of `counted`, a plain tensor over the same memory: it tells
-    whether a scale that was computed ahead is still that of the values.
+    of all other ops are plain. Writes through any view, and through the plain tensors that
+    `high_precision` gives, raise the version of `counted`, a plain tensor over the same memory. If
+    it did not change, a scale computed ahead is still valid.
 
-    Scales finer than one per tensor are sent with the data. FSDP2 takes those of even shards only.
-    Others are gathered in high precision, as are those of which a scale covers parts of two ranks.
+    Scales finer than one per tensor are sent with the data; FSDP2 takes those of even shards only.
+    Others are gathered in high precision, as are weights with a scale over rows of two ranks.
     """
 
     _inner: Tensor
     how: CastConfig
     counted: Tensor
     param_dtype: torch.dtype | None = None
-    """It is rounded to before the cast; known from the first gather on, of views and copies, too:
-    FSDP2 copies shards on some ranks only, and all must know the same."""
-    _ahead: tuple[Any, Ahead | None] = None, None
+    """That of the `MixedPrecisionPolicy`, to which shards are rounded before the cast. None until
+    the first gather. Views and copies inherit it: FSDP2 copies shards on some ranks only."""
+    _ahead: tuple[Any, CastAhead | None] = None, None
     """The versions of some values, and what was made of them."""
     _tensors_inside = ("_inner",)
     _context = ("how",)
@@ -124,11 +124,11 @@ class Float8GatherWeight(Wrapper):
         new.param_dtype = self.param_dtype
         return new
 
-    def keep(self, ahead: Ahead, weight: Any) -> None:
+    def keep(self, ahead: CastAhead, weight: Any) -> None:
         """Keep what was made until `weight`, this or the DTensor around it, is written."""
         self._ahead = self._versions(weight), ahead
 
-    def known(self, weight: Any) -> Ahead | None:
+    def known(self, weight: Any) -> CastAhead | None:
         """Return what was kept, unless `weight` was written since."""
         versions, ahead = self._ahead
         return ahead if ahead is not None and versions == self._versions(weight) else None
@@ -136,8 +136,8 @@ class Float8GatherWeight(Wrapper):
     def _versions(self, weight: Any) -> tuple[Any, ...]:
         """Return what changes when `weight` is written, or rounded to another dtype.
 
-        A DTensor counts the writes of ops on it and of compiled code; its shard those through
-        `to_local()`, and of ops that take lists, as an optimizer's.
+        The DTensor counts writes by ops on it and by compiled code. The shard counts those through
+        `to_local()`, and by foreach ops, as an optimizer's.
         """
         inner = ((x._version, x.data_ptr(), x.stride()) for x in (self.counted, self._inner))
         return weight._version, self.param_dtype, *inner
@@ -148,11 +148,11 @@ class Float8GatherWeight(Wrapper):
     @torch.no_grad()
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Gather]:
-        """Cast the shard to the `uint8` to gather, with zeros behind up to the largest.
+    ) -> tuple[tuple[Tensor, ...], GatherInfo]:
+        """Cast the shard, view it as `uint8`, and pad it to the largest shard.
 
-        `mesh` is that of this gather, to which tensor parallel adds another. An offloaded weight
-        comes as a copy of that of `module`.
+        `mesh` is that of this gather, to which tensor parallel adds another. With CPU offload
+        `self` is a copy: cached state is read from `module.weight`.
         """
         dtype, rows = mp_policy.param_dtype or self.dtype, self.shape[0]
         # Torch's chunks: all as long as the first but the last, behind which may be empty ones.
@@ -166,7 +166,7 @@ class Float8GatherWeight(Wrapper):
                 f"out",
                 stacklevel=2,
             )
-            return (padded_shard(self.high_precision.to(dtype), rows),), Gather(outer_size)
+            return (padded_shard(self.high_precision.to(dtype), rows),), GatherInfo(outer_size)
         return self._to_send(outer_size, rows, mesh, module, dtype)
 
     def _why_not_in_float8(self, size: torch.Size, rows: int, ranks: int) -> str | None:
@@ -185,7 +185,7 @@ class Float8GatherWeight(Wrapper):
 
     def _to_send(
         self, size: torch.Size, rows: int, mesh: Any, module: Any, dtype: torch.dtype
-    ) -> tuple[tuple[Tensor, ...], Gather]:
+    ) -> tuple[tuple[Tensor, ...], GatherInfo]:
         """Cast the shard [R, K] of the weight of `module` to what is sent, padded to `rows`.
 
         R may be 0. With delayed scaling the amax of the shard comes along for each forward in
@@ -195,40 +195,40 @@ class Float8GatherWeight(Wrapper):
         owner = local_tensor(weight)
         owner.param_dtype = dtype  # scales are computed ahead from now on
         delayed = how.scaling_type is ScalingType.DELAYED
-        ahead = None if delayed else owner.known(weight)
-        if ahead is None or ahead.data is None:
-            cast, known = Cast(how), ahead is not None
+        made = ahead = None if delayed else owner.known(weight)
+        if made is None or made.data is None:
+            cast, has_scale = Cast(how), ahead is not None
             if ahead is not None:  # it may be offloaded
                 cast = Cast(how, scale=ahead.scale.to(shard.device))
             elif delayed:
                 amax = shard.new_zeros((), dtype=torch.float32)
                 scale = torch.full_like(amax, UNKNOWN_SCALE)
-                if known := module._float8_knows_weight_scale():
+                if has_scale := module._float8_knows_weight_scale():
                     scale = module.get_buffer(CastSite.WEIGHT.scale).to(shard.device)
                 cast = Cast(how, DelayedScale(scale, amax), record=True)
-            if not known and how.scaling_granularity.one_scale:
+            if not has_scale and how.scaling_granularity.one_scale:
                 cast = cast._replace(reduce=amax_over(sharding_groups(weight)))
             row = quantize(shard, cast, row=True, via=dtype).row
-            ahead = Ahead(row.scale, row.data[: shard.shape[0], : shard.shape[1]])
-            # Ranks must agree on who takes part in the all-reduce of a cast.
+            made = CastAhead(row.scale, row.data[: shard.shape[0], : shard.shape[1]])
+            # Not if a rank has no rows: ranks would disagree whether the next cast all-reduces.
             held = module._float8_config.float8_weights is Float8Weights.HELD
             if held and not delayed and all_ranks_have_some(weight):
-                owner.keep(ahead, weight)
-        sent = padded_shard(ahead.data.contiguous().view(torch.uint8), rows)
-        if how.scaling_granularity.one_scale or mesh.size() == 1:  # torch takes one of one rank
-            return (sent,), Gather(size, ahead.scale, amax)
-        return (sent, ahead.scale.contiguous().view(torch.uint8)), Gather(size)
+                owner.keep(made, weight)
+        sent = padded_shard(made.data.contiguous().view(torch.uint8), rows)
+        if how.scaling_granularity.one_scale or mesh.size() == 1:  # from one rank one tensor
+            return (sent,), GatherInfo(size, made.scale, amax)
+        return (sent, made.scale.contiguous().view(torch.uint8)), GatherInfo(size)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def fsdp_post_all_gather(
-        self, received: tuple[Tensor, ...], gather: Gather, dtype: torch.dtype, *, out: Any = None
+        self, received: tuple[Tensor, ...], info: GatherInfo, dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Return the gathered weight, a `Float8Tensor` [N, K] over the gathered bytes.
 
         `out` is the result of the first call, over the same memory, which was filled anew.
         """
-        size, scale, amax = gather
+        size, scale, amax = info
         # Made on the stream of the gather, read on this one.
         for made in (scale, amax):
             if made is not None and made.is_cuda:
@@ -266,7 +266,7 @@ torch.serialization.add_safe_globals(
 
 
 def _plain(x: Any) -> Any:
-    """Return an argument of an op with tensors inside in the place of those around them."""
+    """Return an argument with each Float8GatherWeight in it replaced by its inner tensor."""
     if isinstance(x, Float8GatherWeight):
         return x._inner
     return [*map(_plain, x)] if isinstance(x, list | tuple) else x

@@ -16,7 +16,7 @@ from float8.scales import Operand
 
 
 class SharedTokens(NamedTuple):
-    """Rows [R, C] of which each rank has as many: a tensor that is sharded along a leading dim."""
+    """A tensor sharded along a leading dim, as rows [R, C]: each rank holds R / ranks of them."""
 
     group: str  # the name of the ranks' process group
     ranks: int
@@ -27,7 +27,7 @@ class SharedTokens(NamedTuple):
         """Gather [R / ranks, C] of each rank, float8 or any that the group can send, to [R, C]."""
         sent = x.contiguous()
         if sent.is_cpu and x.dtype in FLOAT8_MAX:
-            sent = sent.view(torch.uint8)  # Gloo knows no float8; asynchronous TP knows no bytes
+            sent = sent.view(torch.uint8)  # Gloo has no float8, async TP no uint8
         whole = torch.ops._c10d_functional.all_gather_into_tensor(sent, self.ranks, self.group)
         whole = torch.ops._c10d_functional.wait_tensor(whole).view(x.dtype)
         return whole if self.before == 1 else self._swapped(whole, self.ranks, self.before)
@@ -43,8 +43,8 @@ class SharedTokens(NamedTuple):
         whole = Operand(self.gather(data[:, : x.shape[1]]), scale)
         return padded(whole, granularity, pad_rows=False)
 
-    def scatter(self, x: Tensor) -> Tensor:
-        """Begin to sum up [R, C] of all ranks, of which `arrived` gives this one [R / ranks, C]."""
+    def start_reduce_scatter(self, x: Tensor) -> Tensor:
+        """Start to sum up [R, C] of all ranks; `finished` returns [R / ranks, C] of this one."""
         x = x if self.before == 1 else self._swapped(x, self.before, self.ranks)
         return torch.ops._c10d_functional.reduce_scatter_tensor(  # type: ignore[no-any-return]
             x.contiguous(), "sum", self.ranks, self.group
@@ -54,8 +54,8 @@ class SharedTokens(NamedTuple):
         return x.view(first, second, -1, x.shape[1]).transpose(0, 1).reshape(x.shape)
 
 
-def arrived(x: Tensor) -> Tensor:
-    """Wait for what `SharedTokens.scatter` began, and return it."""
+def finished(x: Tensor) -> Tensor:
+    """Wait for what `SharedTokens.start_reduce_scatter` started, and return it."""
     x = torch.ops._c10d_functional.wait_tensor(x)
     # As another tensor: waiting returns the very one that it was given.
     return torch.ops.aten._unsafe_view.default(x, x.shape)  # type: ignore[no-any-return]
@@ -92,7 +92,7 @@ def reshard(model: Any) -> None:
 def sharding_groups(x: Any) -> tuple[Any, ...]:
     """Return the groups over which parts of a DTensor are spread: one per mesh dim that shards it.
 
-    Under FSDP2 with tensor parallel there are two: over both it is the amax of the whole.
+    Under FSDP2 with tensor parallel there are two: reduce over both to get the amax of the whole.
     """
     mesh, placed = x.device_mesh, enumerate(x.placements)
     dims = [dim for dim, how in placed if not how.is_replicate() and mesh.size(dim) > 1]
@@ -105,7 +105,7 @@ def all_have_some(size: int, ranks: int) -> bool:
 
 
 def all_ranks_have_some(x: Any) -> bool:
-    """Whether each rank has some of a DTensor. No load writes an empty shard: ranks must agree."""
+    """Whether each rank has some of a DTensor; no write changes the version of an empty shard."""
     ranks: dict[int, int] = {}  # over how many each dim is sharded
     for mesh_dim, placement in enumerate(x.placements):
         if not placement.is_replicate():

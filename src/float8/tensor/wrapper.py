@@ -65,9 +65,9 @@ class Wrapper(torch.Tensor):
     @data.setter
     def data(self, new: Tensor) -> None:
         raise RuntimeError(
-            f"data: got a tensor to take the place of what a {type(self).__name__} holds, expected "
-            f"none; copy_() into it, or assign a new Parameter to its module; for FSDP1 convert "
-            f"with enable_fsdp_float8_all_gather=False"
+            f"data: got a tensor of {new.dtype} to take the place of what a {type(self).__name__} "
+            f"of {self.dtype} holds, expected none; write by weight.data.copy_(), or give its "
+            f"module a new Parameter; for FSDP1 convert with enable_fsdp_float8_all_gather=False"
         )
 
     def share_memory_(self) -> "Wrapper":

@@ -1,8 +1,8 @@
 """Launching Triton kernels cheaply: what Triton compiled is kept in front of `kernel[grid]`.
 
-Whoever plans a `Launch` keeps it for tensors alike. Triton launches it first, and compiles its
-kernel; from then on PyTorch's launcher for code that Inductor makes does so. Triton's own inspects
-every argument, which takes several times as long, but calls Triton's launch hooks:
+The caller caches one `Launch` per shape, strides and dtype. Triton launches it first, and compiles
+its kernel; from then on PyTorch's launcher for code that Inductor makes does so. Triton's own
+inspects every argument, which takes several times as long, but calls Triton's launch hooks:
 ``FLOAT8_PLAIN_LAUNCH=1`` uses that.
 """
 
@@ -53,8 +53,8 @@ class Launch:
     def __call__(self, *tensors: Tensor | Any) -> None:
         """Launch on `tensors`, None for one that the kernel does not touch.
 
-        The first may start anywhere; Triton has other kernels for tensors that do not start at
-        multiples of 16 bytes. The others are new, or the kernel is not specialised on that.
+        The first may start anywhere; Triton has other kernels for those not at multiples of 16
+        bytes. All others are new, hence aligned, or exempt by `do_not_specialize_on_alignment`.
         """
         # Addresses, since Triton would ask each tensor, and the driver about each answer.
         addresses = [x.data_ptr() for x in tensors if x is not None]
