@@ -29,11 +29,25 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b)
 
 
+def assert_close(
+    wanted: Mapping[str, Tensor],
+    got: Mapping[str, Tensor],
+    bound: float = math.inf,
+    what: object = "",
+) -> None:
+    """Compare names, dtypes, and values: bit by bit, or, but for zeros, above `bound` dB."""
+    assert wanted.keys() == got.keys(), what
+    for name, value in wanted.items():
+        assert got[name].dtype == value.dtype, (what, name)
+        if bound == math.inf or not value.any():
+            assert same_bits(got[name], value), (what, name)
+        else:
+            assert sqnr(value, got[name]) > bound, (what, name)
+
+
 def assert_same_bits(
     got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what: object = ""
 ) -> None:
     """The same names, at least one, and the same bits of each."""
     assert got, what
-    assert got.keys() == wanted.keys(), what
-    for name, x in wanted.items():
-        assert same_bits(got[name], x), f"{what} {name}"
+    assert_close(wanted, got, what=what)

@@ -13,13 +13,13 @@ from sqnr import same_bits
 from support.devices import on_devices
 from support.forks import run_program
 from support.models import seeded
-from support.tensors import assert_same
+from support.tensors import assert_same, full
 
 from_high_precision = Float8Tensor.from_high_precision
 
 
-def compiled(f: Callable, backend: str = "aot_eager", fullgraph: bool = True) -> Callable:
-    return torch.compile(f, backend=backend, fullgraph=fullgraph)
+def compiled(f: Callable, backend: str = "aot_eager", **how: bool | None) -> Callable:
+    return torch.compile(f, backend=backend, **{"fullgraph": True} | how)
 
 
 def a_b(device: str = "cpu") -> tuple[Tensor, Tensor]:
@@ -35,10 +35,23 @@ def cast_and_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 @on_devices
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_as_graph_input(device: str, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "dynamic"), [("aot_eager", None), ("inductor", False), ("inductor", True)]
+)
+def test_as_graph_input(
+    device: str,
+    backend: str,
+    dynamic: bool | None,
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    """Inductor finds its cache key without a warning."""
+    monkeypatch.setattr("torch._dynamo.utils.warn_once_cache", set(), raising=False)
+    counters.clear()
     a, b = map(from_high_precision, a_b(device))
-    assert same_bits(compiled(product, backend)(a, b), product(a, b))
+    assert same_bits(compiled(product, backend, dynamic=dynamic)(a, b), product(a, b))
+    assert not [w for w in recwarn.list if "caching" in str(w.message)]
+    assert counters["aot_autograd"]["autograd_cache_bypass"] == 0
 
 
 @on_devices
@@ -132,6 +145,8 @@ def test_the_cache_key_says_all_but_the_values_also_in_another_process() -> None
         from_high_precision(x, scale=torch.ones(1)),
         t.to("meta"),
         t.clone().requires_grad_(),
+        full(),
+        full(amax=None),
     ]
     assert key(t) == key(from_high_precision(seeded(1, 16, 32)))
     assert len({key(t), *map(key, others)}) == len(others) + 1
@@ -141,15 +156,3 @@ def test_the_cache_key_says_all_but_the_values_also_in_another_process() -> None
         "print(t._stable_hash_for_caching())"
     )
     assert done.stdout.strip() == key(t), done.stderr
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_inductor_finds_its_cache_key_without_a_warning(
-    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, dynamic: bool
-) -> None:
-    monkeypatch.setattr("torch._dynamo.utils.warn_once_cache", set(), raising=False)
-    counters.clear()
-    a, b = map(from_high_precision, a_b())
-    torch.compile(product, fullgraph=True, dynamic=dynamic)(a, b)
-    assert not [w for w in recwarn.list if "caching" in str(w.message)]
-    assert counters["aot_autograd"]["autograd_cache_bypass"] == 0

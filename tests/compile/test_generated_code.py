@@ -18,7 +18,7 @@ from sqnr import same_bits
 from support.devices import DTYPES, E4M3, E5M2, on_devices
 from support.models import seeded
 
-SPEC = CastConfig(target_dtype=E4M3)
+SPEC, OTHER = CastConfig(target_dtype=E4M3), CastConfig(target_dtype=E5M2)
 
 
 def scale(x: Tensor) -> Tensor:
@@ -28,13 +28,7 @@ def scale(x: Tensor) -> Tensor:
 OPS: dict[str, Callable[..., Any]] = {
     "cast": lambda x, after: kernels.cast(x * 2, SPEC, scale=scale(x), row=True, col=True),
     "cast of x.t()": lambda x, after: kernels.cast(
-        x.t(),
-        CastConfig(target_dtype=E5M2),
-        scale=scale(x),
-        row=True,
-        col=False,
-        pad_rows=True,
-        after=after,
+        x.t(), OTHER, scale=scale(x), row=True, col=False, pad_rows=True, after=after
     ),
     "cast under its own scale": lambda x, after: kernels.cast(x * 2, SPEC, row=True, col=True),
     "transpose": lambda x, after: kernels.transpose_bytes(x.view(torch.uint8)),
@@ -79,9 +73,8 @@ def called(op: str, device: str) -> str:
 
 def compiled_once(function: Callable[..., Any], *args: Any, dynamic: bool) -> tuple[Any, str]:
     with torch._inductor.config.patch(force_disable_caches=True):
-        got, code = run_and_get_code(
-            torch.compile(function, fullgraph=True, dynamic=dynamic), *args
-        )
+        compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
+        got, code = run_and_get_code(compiled, *args)
     return got, "\n".join(code)
 
 
@@ -96,11 +89,9 @@ KINDS = [(format, to_power_of_2) for format in (E4M3, E5M2) for to_power_of_2 in
 
 @on_devices
 def test_dynamic_scales_under_inductor(device: str) -> None:
-    def scales(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        casts = [
-            Cast(CastConfig(target_dtype=format, power_of_2=rounded)) for format, rounded in KINDS
-        ]
-        return [scale_of(x, cast) for x in inputs for cast in casts]
+    def scales(inputs: list[Tensor]) -> list[Tensor]:
+        casts = [CastConfig(target_dtype=format, power_of_2=rounded) for format, rounded in KINDS]
+        return [scale_of(x, Cast(cast)) for x in inputs for cast in casts]
 
     compiled = torch.compile(scales, fullgraph=True)
     for seed, factor in enumerate((1.0, 1e-3, 300.0)):
@@ -111,7 +102,7 @@ def test_dynamic_scales_under_inductor(device: str) -> None:
 
 @on_devices
 def test_special_amaxes_under_inductor(device: str) -> None:
-    def scales(amax: torch.Tensor) -> list[torch.Tensor]:
+    def scales(amax: Tensor) -> list[Tensor]:
         return [amax_to_scale(amax, *kind) for kind in KINDS]
 
     special = [0.0, 1e-45, 2.0**-101, 2.0**-100, 1 / 3, 448.0, 57344.0, 3.4e38]

@@ -1,31 +1,28 @@
 """Token counts that data decide, `x[mask]`: one graph for all of them, also for none at all."""
 
 import copy
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import tolerances
 from float8 import (
     Float8Weights,
     all_linears,
     convert_to_float8_training,
-    save_gemm_outputs,
     sync_float8_amax_and_scale_history,
     update_float8_weights,
 )
-from sqnr import same_bits, sqnr
+from sqnr import assert_close, same_bits
 from support.configs import FINER, RECIPES, of_recipe
 from support.devices import on_devices
-from support.models import fp8_state, seeded
+from support.models import fp8_state, gradients, seeded
+from support.training import WRAPPINGS
 
 COUNTS = (40, 0, 1, 127, 128, 129)
-SELECTIVE = partial(create_selective_checkpoint_contexts, save_gemm_outputs)
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +42,8 @@ class Masked(nn.Module):
         convert_to_float8_training(self, module_filter_fn=all_linears, **how)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        y = self.first(x[mask])
-        if not self.training:
-            return self.second(y)
-        return checkpoint(self.second, y, use_reentrant=False, context_fn=SELECTIVE)
+        how = "selective-checkpoint" if self.training else "plain"
+        return WRAPPINGS[how](self.second, self.first(x[mask]))
 
 
 def inputs(count: int, device: str, *shape: int) -> tuple[Tensor, Tensor]:
@@ -60,8 +55,7 @@ def results(model: nn.Module, run: Any, x: Tensor, mask: Tensor) -> dict[str, Te
     model.zero_grad()
     y = run(x, mask)
     y.backward(seeded(1, *y.shape, device=y.device, dtype=y.dtype))
-    made = {"output": y, "grad_input": x.grad}
-    made |= {name: weight.grad for name, weight in model.named_parameters()}
+    made = {"output": y, "grad_input": x.grad, **gradients(model)}
     x.grad = None
     return made
 
@@ -85,12 +79,10 @@ def test_one_graph_with_the_bits_of_eager_mode(recipe: str, more: Any, device: s
     for count in COUNTS:
         x, mask = inputs(count, device, 2, 64)
         wanted, got = results(eager, eager, x, mask), results(model, compiled, x, mask)
-        for name, value in wanted.items():
-            assert same_bits(got[name], value), (count, name)
+        assert_close(wanted, got, what=count)
         for each in (model, eager) if recipe == "delayed" else ():
             sync_float8_amax_and_scale_history(each)
-        for name, value in fp8_state(eager).items():
-            assert same_bits(fp8_state(model)[name], value), (count, name)
+        assert_close(fp8_state(eager), fp8_state(model), what=count)
     assert counter.frame_count == 1
 
 
@@ -104,11 +96,7 @@ def test_under_inductor(recipe: str, device: str) -> None:
     for count in COUNTS:
         x, mask = inputs(count, device, 64)
         wanted, got = results(model, model, x, mask), results(model, compiled, x, mask)
-        for name, value in wanted.items():
-            if value.any():
-                assert sqnr(value, got[name]) >= tolerances.COMPILED, (count, name)
-            else:
-                assert same_bits(got[name], value), (count, name)
+        assert_close(wanted, got, tolerances.COMPILED, count)
 
 
 @on_devices

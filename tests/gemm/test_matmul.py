@@ -18,9 +18,8 @@ def operands(format_a: torch.dtype, format_b: torch.dtype, device: str):
     """`a` [M, K] and `b` [N, K]."""
     a = seeded(0, 7, 96, device=device).mul(50).to(format_a)
     b = seeded(1, 48, 96, device=device).mul(50).to(format_b)
-    return Operand(a, torch.tensor(0.25, device=device)), Operand(
-        b, torch.tensor(0.5, device=device)
-    )
+    scales = torch.tensor([0.25, 0.5], device=device).unbind()
+    return [*map(Operand, (a, b), (scale.clone() for scale in scales))]
 
 
 FORMATS = pytest.mark.parametrize(

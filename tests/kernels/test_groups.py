@@ -43,27 +43,22 @@ def tensor(sizes: list[int], C: int, source: torch.dtype = torch.bfloat16) -> tu
 def test_each_group_is_cast_by_itself(
     sizes: list[int], of: ScalingGranularity, power_of_2: bool
 ) -> None:
-    spec, C, at = (
-        CastConfig(target_dtype=E4M3, scaling_granularity=of, power_of_2=power_of_2),
-        24,
-        0,
-    )
+    spec = CastConfig(target_dtype=E4M3, scaling_granularity=of, power_of_2=power_of_2)
+    C, at = 24, 0
     x, offs = tensor(sizes, C)
     made = cast_groups(x, offs, spec, row=True, col=True)
-    for group, (rows, end) in enumerate(
-        zip(x.split([*sizes, 3]), made.ends.tolist(), strict=False)
-    ):
-        if len(rows):
+    groups = zip(x.split([*sizes, 3]), made.ends.tolist(), strict=False)
+    for group, (rows, end) in enumerate(groups):
+        if n := len(rows):
             alone = quantize(rows, Cast(spec), row=True, col=True)
-            here = slice(int(offs[group]) - len(rows), int(offs[group]))
-            n = len(rows)
+            here = slice(int(offs[group]) - n, int(offs[group]))
             got = [made.row.data[here, :C], made.row.scale[here]]
             got += [made.col.data[:C, at : at + n], made.col.scale[group, :C]]
             want = [alone.row.data[:n, :C], alone.row.scale.flatten().expand(n)]
             want += [alone.col.data[:C, :n], alone.col.scale.flatten()[:C].expand(C)]
             assert_same(*([each.contiguous() for each in both] for both in (got, want)))
-        assert end == at + ceil128(len(rows))
-        assert not made.col.data.view(torch.uint8)[:, at + len(rows) : end].any()
+        assert end == at + ceil128(n)
+        assert not made.col.data.view(torch.uint8)[:, at + n : end].any()
         at = end
     assert not made.row.data[offs[-1] :].view(torch.uint8).any()
 
@@ -131,9 +126,8 @@ def test_no_tokens_at_all(triton_device: torch.device) -> None:
     x = torch.empty(0, 32, device=triton_device, dtype=torch.bfloat16)
     offs = torch.zeros(1, device=triton_device, dtype=torch.int32)
     for of in GRANULARITIES:
-        _, col, ends = cast_groups(
-            x, offs, CastConfig(target_dtype=E4M3, scaling_granularity=of), row=False, col=True
-        )
+        spec = CastConfig(target_dtype=E4M3, scaling_granularity=of)
+        _, col, ends = cast_groups(x, offs, spec, row=False, col=True)
         assert not ops.cuda.grouped_matmul(*col, *col, ends, False, True, torch.bfloat16).any()
 
 

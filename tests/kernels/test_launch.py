@@ -1,6 +1,6 @@
 """Launching compiled kernels: which of them PyTorch's launcher takes, and how it is called."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,19 +32,15 @@ def test_parameters_that_the_kernel_has() -> None:
     assert owner is kernel  # whose function is unloaded with it
 
 
-@pytest.mark.parametrize(
-    "unusual",
-    [
-        {"num_ctas": 2},
-        {"launch_cooperative_grid": True},
-        {"launch_pdl": True},
-        {"global_scratch_size": 16},
-        {"profile_scratch_size": 16},
-    ],
-    ids=str,
-)
-def test_unusual_kernels_are_left_to_triton(unusual: dict[str, Any]) -> None:
-    assert _for_pytorch(compiled(SIGNATURE, **unusual), 5, ()) is None
+def test_unusual_and_unknown_kernels_are_left_to_triton() -> None:
+    for name in ("launch_cooperative_grid", "launch_pdl"):
+        assert _for_pytorch(compiled(SIGNATURE, **{name: True}), 5, ()) is None
+    for name in ("num_ctas", "global_scratch_size", "profile_scratch_size"):
+        assert _for_pytorch(compiled(SIGNATURE, **{name: 16}), 5, ()) is None
+    without = compiled(SIGNATURE)
+    del without.metadata.shared
+    for kernel in (without, None, compiled(SIGNATURE | {"f": "fp32"})):
+        assert _for_pytorch(kernel, 5, ()) is None
 
 
 class _Memory:
@@ -101,17 +97,6 @@ def test_triton_launches_where_pytorch_cannot(monkeypatch: pytest.MonkeyPatch) -
     assert len(kernel.calls) == 4
 
 
-def test_what_is_not_known_of_a_kernel_leaves_it_to_triton() -> None:
-    assert _for_pytorch(None, 5, ()) is None
-    without = compiled(SIGNATURE)
-    del without.metadata.shared
-    assert _for_pytorch(without, 5, ()) is None
-
-
-def test_unknown_types_are_left_to_triton() -> None:
-    assert _for_pytorch(compiled(SIGNATURE | {"f": "fp32"}), 5, ()) is None
-
-
 def cast(x: torch.Tensor) -> list[torch.Tensor]:
     how = None, None, torch.float8_e4m3fn, True, True
     return torch.ops.float8.cast.default(x, x.new_full((), 0.01), *how)
@@ -151,9 +136,6 @@ def test_inputs_that_start_anywhere() -> None:
 def test_a_thread_whose_first_work_on_the_gpu_it_is() -> None:
     x = torch.randn(96, 160, device="cuda")
     want = cast(x)
-    got: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: got.extend(cast(x)))
-    thread.start()
-    thread.join()
-    for a, b in zip(got, want, strict=True):
-        assert same_bytes(a, b)
+    with ThreadPoolExecutor() as thread:
+        got = thread.submit(cast, x).result()
+    assert all(map(same_bytes, got, want))

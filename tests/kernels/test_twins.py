@@ -153,6 +153,14 @@ def test_finer_casts(
                 assert_same(got, want[:2] * row + want[2:] * col)
 
 
+def both_layouts(x: Tensor, of: ScalingGranularity) -> tuple[Operand, Operand]:
+    how = CastConfig(target_dtype=E4M3, scaling_granularity=of)
+    row, col = kernels.cast(x, how, row=True, col=True)
+    assert row is not None
+    assert col is not None
+    return row, col
+
+
 @high_precision
 @finer
 def test_what_is_not_finite_spoils_what_shares_its_scale(
@@ -161,11 +169,7 @@ def test_what_is_not_finite_spoils_what_shares_its_scale(
     x = special(source).repeat(4, 4)
     x[:128, 128:] = 1.0
     bad = ~x.isfinite()
-    row, col = kernels.cast(
-        x, CastConfig(target_dtype=E4M3, scaling_granularity=of), row=True, col=True
-    )
-    assert row is not None
-    assert col is not None
+    row, col = both_layouts(x, of)
     if of is ScalingGranularity.AXISWISE:
         assert torch.equal(~row.scale[:, 0].isfinite(), bad.any(1))
         assert torch.equal(~col.scale[: x.shape[1], 0].isfinite(), bad.any(0))
@@ -181,15 +185,10 @@ def test_a_hot_row_costs_what_shares_its_scale() -> None:
     # 2**-9 apart.
     theory = 10 * torch.log10(torch.tensor(12 / (2.0**-9 * 2.0**16 / 448) ** 2)).item()
     assert theory < CAST_E4M3 - 5
-    row, _ = kernels.cast(x, CastConfig(target_dtype=E4M3), row=True, col=False)
-    assert row is not None
+    row, _ = both_layouts(x, ScalingGranularity.TENSORWISE)
     assert abs(sqnr(x[101:], row.data.float()[101:] * row.scale) - theory) < 1
     for of in FINER:
-        row, col = kernels.cast(
-            x, CastConfig(target_dtype=E4M3, scaling_granularity=of), row=True, col=True
-        )
-        for part, transposed in ((row, False), (col, True)):
-            assert isinstance(part, Operand)
+        for part, transposed in zip(both_layouts(x, of), (False, True), strict=True):
             values = dequantised(part, of)
             values = values.t() if transposed else values
             # All columns cross the hot row: that is what blocks are for.
@@ -203,7 +202,7 @@ def test_a_hot_row_costs_what_shares_its_scale() -> None:
 NAN, INF = math.nan, math.inf
 
 
-@pytest.mark.parametrize("source", HIGH_PRECISION, ids=["f32", "bf16", "f16"])
+@high_precision
 @pytest.mark.parametrize(
     "shape", [(), (1, 1), (17, 33), (1, 4096), (3, 5, 7), (0,), (0, 5)], ids=str
 )

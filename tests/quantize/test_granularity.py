@@ -33,10 +33,8 @@ def test_a_linear_layer_under_a_new_granularity(M: int, K: int, N: int) -> None:
     runs, squares = map(cast_under, Finer)
     of_runs, of_squares = Finer
     casts = Casts(runs, squares, runs, runs, squares, runs)
-    with_squares, without = (
-        Gemm(granularities=(of_runs, of_squares)),
-        Gemm(granularities=2 * (of_runs,)),
-    )
+    with_squares = Gemm(granularities=(of_runs, of_squares))
+    without = Gemm(granularities=(of_runs, of_runs))
     plan = plan_linear(Float8LinearConfig.from_recipe_name("blockwise"))._replace(
         casts=casts, output=with_squares, grad_input=with_squares, grad_weight=without
     )

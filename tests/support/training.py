@@ -1,12 +1,15 @@
 """Training an eager and a compiled copy of one model side by side."""
 
 import copy
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from float8 import (
@@ -15,6 +18,7 @@ from float8 import (
     save_gemm_outputs,
     sync_float8_amax_and_scale_history,
 )
+from sqnr import assert_close
 from support.models import seeded
 
 WRAPPINGS: dict[str, Callable] = {
@@ -55,20 +59,26 @@ def two_layers(config: Float8LinearConfig, device: str = "cpu", how: str = "plai
 
 
 class SideBySide:
-    """One model, and a compiled copy of it, trained on the same data."""
+    """One model, and a copy of it that is compiled whole, trained on the same data."""
 
-    def __init__(self, model: nn.Module, compile: Callable[[nn.Module], nn.Module]) -> None:
-        self.model = model
-        self.copy = copy.deepcopy(model)
-        self.compiled = compile(self.copy)
+    def __init__(self, model: nn.Module, backend: str = "aot_eager", **how: Any) -> None:
+        self.model, self.copy = model, copy.deepcopy(model)
+        self.counter = CompileCounterWithBackend(backend)
+        how = how or {"backend": self.counter}
+        self.compiled = torch.compile(self.copy, fullgraph=True, **how)
 
-    def step(self, seed: int, *, autocast: torch.dtype | None = None, tokens: int = 16):
-        """One training step in both: `{name: (eager, compiled)}` of all results and state."""
-        results = [self._step(m, call, seed, autocast, tokens) for m, call in self._models()]
-        return {name: (results[0][name], results[1][name]) for name in results[0]}
-
-    def _models(self):
-        return (self.model, self.model), (self.copy, self.compiled)
+    def step(
+        self,
+        seed: int,
+        bound: float = math.inf,
+        *,
+        autocast: torch.dtype | None = None,
+        tokens: int = 16,
+    ) -> None:
+        """Take a training step in both, and compare all results and state."""
+        pairs = (self.model, self.model), (self.copy, self.compiled)
+        eager, compiled = (self._step(*pair, seed, autocast, tokens) for pair in pairs)
+        assert_close(eager, compiled, bound, seed)
 
     def _step(self, module, call, seed, autocast, tokens) -> dict[str, Tensor]:
         weight = next(module.parameters())

@@ -1,10 +1,12 @@
 """Float8Tensor: what it holds, casting there and back, its gradients and products."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import tolerances
 from float8 import Float8Tensor
@@ -13,6 +15,7 @@ from float8.quantize import Cast
 from float8.tensor.float8_tensor import to_float8
 from sqnr import same_bits, sqnr
 from support.devices import DTYPES, E4M3, E5M2, on_devices
+from support.errors import require_errors
 from support.models import seeded
 from support.reference import reference_cast, reference_scale
 from support.spies import OpCounter
@@ -85,9 +88,8 @@ def test_gradients_pass_both_casts_unchanged(device: str, dtype: torch.dtype) ->
     assert x.grad.dtype == x.dtype == t.dtype
     assert same_bits(x.grad, g)
     x.grad = None  # through views between the casts
-    Float8Tensor.from_high_precision(x).reshape(8, 64).t().to_original_precision()[
-        3
-    ].sum().backward()
+    t = Float8Tensor.from_high_precision(x).reshape(8, 64).t()
+    t.to_original_precision()[3].sum().backward()
     wanted = torch.zeros(8, 64, dtype=dtype)
     wanted[:, 3] = 1
     assert torch.equal(x.grad.cpu(), wanted.reshape(16, 32))
@@ -105,23 +107,19 @@ def test_gradients_of_a_product_go_to_the_high_precision_tensors(device: str) ->
 
 
 def test_wrong_arguments_say_what_was_expected() -> None:
-    data, scale = torch.zeros(4, 4).to(E4M3), torch.tensor(1.0)
-    with pytest.raises(TypeError, match=r"data: got dtype torch.float32, expected one of .*e4m3fn"):
-        Float8Tensor(torch.zeros(4, 4), scale, torch.float32)
-    with pytest.raises(TypeError, match=r"scale: got dtype torch.float64, expected torch.float32"):
-        Float8Tensor(data, scale.double(), torch.float32)
-    with pytest.raises(ValueError, match=r"scale: got shape \(4,\) .*, expected one element"):
-        Float8Tensor(data, torch.ones(4), torch.float32)
-    with pytest.raises(TypeError, match=r"orig_dtype: got torch.float64, expected one of"):
-        Float8Tensor(data, scale, torch.float64)
-    with pytest.raises(ValueError, match=r"scale: got shape \(\) .*expected shape \(4, 1\)"):
-        Float8Tensor(data, scale, torch.float32, ScalingGranularity.AXISWISE)
-    with pytest.raises(ValueError, match=r"strides \(4, 2\), expected a contiguous matrix"):
-        Float8Tensor(data[:, ::2], torch.ones(4, 1), torch.float32, ScalingGranularity.AXISWISE)
-    with pytest.raises(TypeError, match=r"torch.int64.*expected .*bfloat16"):
-        Float8Tensor.from_high_precision(torch.ones(4, dtype=torch.int64))
-    with pytest.raises(TypeError, match=r"dtype is torch.bfloat16; expected torch.float8_e4m3fn"):
-        Float8Tensor.from_high_precision(torch.ones(4), torch.bfloat16)
+    data, scale, f32 = torch.zeros(4, 4).to(E4M3), torch.tensor(1.0), torch.float32
+    f64, integers, cast = torch.float64, torch.ones(4).long(), Float8Tensor.from_high_precision
+    rows, make = (f32, ScalingGranularity.AXISWISE), Float8Tensor
+    require_errors(
+        ("TypeError: data: got dtype torch.float32, .*e4m3fn", make, [data.float(), scale, f32]),
+        ("TypeError: scale: .*float64, expected torch.fl", make, [data, scale.double(), f32]),
+        (r"ValueError: shape \(4,\) .*, expected one element", make, [data, torch.ones(4), f32]),
+        ("TypeError: orig_dtype: got torch.float64, expected one of", make, [data, scale, f64]),
+        (r"ValueError: scale: .* \(\) .*expected shape \(4, 1\)", make, [data, scale, *rows]),
+        (r"ValueError: \(4, 2\), .* contig", make, [data[:, ::2], torch.ones(4, 1), *rows]),
+        ("TypeError: torch.int64.*expected .*bfloat16", cast, [integers]),
+        ("TypeError: is torch.bfloat16; .* torch.float8_e4m3fn", cast, [scale, torch.bfloat16]),
+    )
 
 
 def test_repr_shows_all_fields() -> None:
@@ -133,27 +131,37 @@ def test_repr_shows_all_fields() -> None:
 @on_devices
 def test_it_can_be_a_parameter(device: str) -> None:
     module = nn.Module()
-    module.weight = nn.Parameter(
-        Float8Tensor.from_high_precision(seeded(0, 16, 32, device=device)), requires_grad=True
-    )
+    module.weight = nn.Parameter(float8(0, 16, 32, device=device))
     assert isinstance(module.weight, nn.Parameter)
     assert isinstance(module.weight, Float8Tensor)
     assert list(dict(module.named_parameters())) == ["weight"]
     x = seeded(1, 4, 32, device=device)
-    nn.functional.linear(x, module.weight).sum().backward()
+    F.linear(x, module.weight).sum().backward()
     assert module.weight.grad.dtype == module.weight.dtype
     assert sqnr(x.sum(0).expand(16, 32), module.weight.grad) > tolerances.GEMM
 
 
+def bias_of(a: Tensor) -> Tensor:
+    return seeded(2, 48, dtype=a.dtype, device=a.device)
+
+
+def added(beta: float, alpha: float) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda a, b: torch.addmm(bias_of(a), a, b, beta=beta, alpha=alpha)
+
+
 PRODUCTS = {
-    "mm": (lambda a, b: torch.mm(a, b), (16, 32), (32, 48)),
-    "matmul": (lambda a, b: a @ b, (16, 32), (32, 48)),
-    "odd-dims": (lambda a, b: a @ b, (5, 33), (33, 7)),
-    "one-row": (lambda a, b: a @ b, (1, 16), (16, 1)),
+    "mm": (torch.mm, (16, 32), (32, 48)),
+    "matmul": (torch.matmul, (16, 32), (32, 48)),
+    "odd-dims": (torch.matmul, (5, 33), (33, 7)),
+    "one-row": (torch.matmul, (1, 16), (16, 1)),
     "transposed": (lambda a, b: a.t() @ b.t(), (32, 16), (48, 32)),
-    "matmul-3d": (lambda a, b: torch.matmul(a, b), (2, 8, 32), (32, 48)),
-    "linear": (lambda a, b: torch.nn.functional.linear(a, b), (16, 32), (48, 32)),
-    "linear-3d": (lambda a, b: torch.nn.functional.linear(a, b), (2, 8, 32), (48, 32)),
+    "matmul-3d": (torch.matmul, (2, 8, 32), (32, 48)),
+    "linear": (F.linear, (16, 32), (48, 32)),
+    "linear-3d": (F.linear, (2, 8, 32), (48, 32)),
+    "linear-bias": (lambda a, b: F.linear(a, b, bias_of(a)), (2, 8, 32), (48, 32)),
+    "addmm": (added(1, 1), (16, 32), (32, 48)),
+    "addmm-scaled": (added(0.5, 2), (16, 32), (32, 48)),
+    "addmm-without": (added(0, 1), (16, 32), (32, 48)),
 }
 
 
@@ -176,30 +184,10 @@ def test_products_are_those_of_the_values(device: str, name: str, dtype, mode) -
 
 
 @on_devices
-@pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (0.5, 2), (0, 1)])
-def test_addmm(device: str, beta: float, alpha: float) -> None:
-    a, b = float8(0, 16, 32, device=device), float8(1, 32, 48, device=device)
-    bias, how = seeded(2, 48, device=device), {"beta": beta, "alpha": alpha}
-    wanted = torch.addmm(bias, a.to_original_precision(), b.to_original_precision(), **how)
-    assert same_bits(torch.addmm(bias, a, b, **how), wanted)
-
-
-@on_devices
-def test_linear_with_bias(device: str) -> None:
-    x, w = float8(0, 4, 8, 32, device=device), float8(1, 48, 32, device=device)
-    bias = seeded(2, 48, device=device)
-    wanted = nn.functional.linear(x.to_original_precision(), w.to_original_precision(), bias)
-    assert same_bits(nn.functional.linear(x, w, bias), wanted)
-
-
-@on_devices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_with_a_scale_for_each_row(device: str, dtype) -> None:
     rows = Cast(CastConfig(target_dtype=E4M3, scaling_granularity=ScalingGranularity.AXISWISE))
-    a, w = (
-        seeded(0, 5, 33, dtype=dtype, device=device),
-        seeded(1, 7, 33, dtype=dtype, device=device),
-    )
+    a, w = (seeded(n, n, 33, dtype=dtype, device=device) for n in (5, 7))
     a8, w8 = to_float8(a, rows).requires_grad_(), to_float8(w, rows).requires_grad_()
     wide_a, wide_w = (x.to_original_precision().detach().requires_grad_() for x in (a8, w8))
     y, wide_y = a8 @ w8.t(), wide_a @ wide_w.t()
