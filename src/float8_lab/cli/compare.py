@@ -76,7 +76,7 @@ def compare_command(
         console.print("interrupted: go on with the same command and --resume")
         raise typer.Exit(INTERRUPTED_EXIT)
     if config.device.startswith("cpu"):
-        console.print("what your model gains on a GPU: float8 plan --gpu H100 MODULE:FUNCTION")
+        console.print("which layers gain on a GPU: float8 plan --gpu H100 MODULE:FUNCTION")
     failed = [row for row in rows if row["status"] == FAILED]
     for row in failed:
         sys.stderr.write(f"error: {row['recipe']}: {row['error']}\n")
