@@ -475,9 +475,8 @@ class Float8LinearConfig:
 
     def short_str(self) -> str:
         """Return a few words for `repr`s: a recipe, or each tensor's scaling; then switches."""
-        own, rounded = self.own_casts, self.round_scales_to_power_of_2
-        alike = {n: replace(x, round_scales_to_power_of_2=rounded) for n, x in RECIPES.items()}
-        recipe = next((name for name, x in alike.items() if x.own_casts == own), None)
+        own, casts_of = self.own_casts, _own_casts_of_recipes(self.round_scales_to_power_of_2)
+        recipe = next((name for name, casts in casts_of.items() if casts == own), None)
         like = RECIPES[recipe or "tensorwise"]
         parts = [recipe] if recipe else [f"{x.value}={cast.short_str()}" for x, cast in own.items()]
         for switch in ("emulate", "round_scales_to_power_of_2", "enable_fsdp_float8_all_gather"):
@@ -526,6 +525,14 @@ RECIPES: dict[str, Float8LinearConfig] = {
     ),
 }
 """Each recipe, by the values of `Float8LinearRecipeName`: one object, which layers share."""
+
+
+@functools.cache
+def _own_casts_of_recipes(rounded: bool) -> dict[str, dict[CastSite, CastConfig]]:
+    """Return the `own_casts` of each recipe with `round_scales_to_power_of_2=rounded`."""
+    made = {n: replace(x, round_scales_to_power_of_2=rounded) for n, x in RECIPES.items()}
+    return {name: config.own_casts for name, config in made.items()}
+
 
 ConfigOrRecipe = Float8LinearConfig | Float8LinearRecipeName | str
 """A configuration, or the name of a recipe."""
