@@ -28,7 +28,7 @@ class FailedError(LabError):
 
 
 class WrongResultError(FailedError):
-    """What was to be timed computes something else than its reference."""
+    """Raised where code that is to be timed computes something else than its reference."""
 
 
 class OutOfMemoryError(FailedError):

@@ -265,7 +265,7 @@ def _plan(
 
 
 def _require_stored(saved: SavedTensor, in_float8: bool) -> None:
-    """Raise a `ValueError` unless a tensor has values of its own, in memory."""
+    """Raise a `ValueError` unless a tensor has values of its own, and safetensors can store it."""
     x, (name, module, _) = saved.tensor, saved.uses[0]
     inner = local_tensor(high_precision(x))
     is_8_bit = x.dtype.is_floating_point and x.dtype.itemsize == 1
@@ -274,6 +274,8 @@ def _require_stored(saved: SavedTensor, in_float8: bool) -> None:
     elif not in_float8 and (hasattr(inner, "__tensor_flatten__") or is_8_bit):
         got = f"a {type(inner).__name__} of {inner.dtype}, in a {type(module).__name__}"
         do = "load the model dequantised, or call convert_to_high_precision(model)"
+    elif x.layout != torch.strided or x.is_nested or x.is_quantized or x.dtype == torch.complex128:
+        got, do = f"a tensor of {x.dtype} and {x.layout}", "make it a buffer with persistent=False"
     else:
         return
     raise ValueError(f"{name}: got {got}, expected a plain tensor with values; {do}")

@@ -1,4 +1,4 @@
-"""What commands that measure share: where they run, what is compared, what they leave behind."""
+"""Shared by commands that measure: where they run, what is compared, what they leave behind."""
 
 import time
 from collections.abc import Iterable

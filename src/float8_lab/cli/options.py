@@ -63,7 +63,7 @@ def split(values: Words) -> list[str]:
 
 
 def one_of(option: str, got: str, known: Mapping[str, T]) -> T:
-    """What that word stands for; a `ConfigError` if it is not known."""
+    """Return the value that a word stands for; a `ConfigError` if it is not known."""
     if got not in known:
         raise ConfigError(f"{option}: got {got!r}, expected one of {', '.join(known)}")
     return known[got]
