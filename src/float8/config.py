@@ -84,7 +84,7 @@ class Granularity(enum.Enum):
     def scales(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the scales of data [..., R, C]; symbolic sizes get no guard.
 
-        `()` for one scale, [..., R, 1] by rows, [R, ceil(C / width)] by parts of a row. By squares
+        `()` for one scale, [..., R, 1] by rows, [R, ceil(C / width)] by runs of a row. By squares
         [ceil(R / height), ceil(C / width)] with the columns padded to 4, as cuBLASLt wants.
         """
         if self.height is None:
@@ -92,10 +92,10 @@ class Granularity(enum.Enum):
         if self.width is None:
             return (*shape[:-1], 1)
         # Not -(-n // width): torch 2.11 fails on negative symbols.
-        parts = (shape[-1] + self.width - 1) // self.width
+        runs = (shape[-1] + self.width - 1) // self.width
         if self.height == 1:
-            return (*shape[:-1], parts)
-        return ((shape[0] + self.height - 1) // self.height, (parts + 3) // 4 * 4)
+            return (*shape[:-1], runs)
+        return ((shape[0] + self.height - 1) // self.height, (runs + 3) // 4 * 4)
 
 
 class ScalingGranularity(Granularity):
@@ -168,8 +168,8 @@ class CastConfig:
             return "high precision"
         dtype = "default" if self.target_dtype is None else SHORT_NAME[self.target_dtype]
         one_scale = self.scaling_granularity.one_scale
-        how = self.scaling_type if one_scale else self.scaling_granularity
-        return f"{how.value}/{dtype}{'/power_of_2' if self.power_of_2 else ''}"
+        scales_by = self.scaling_type if one_scale else self.scaling_granularity
+        return f"{scales_by.value}/{dtype}{'/power_of_2' if self.power_of_2 else ''}"
 
 
 @dataclass(frozen=True)
@@ -378,8 +378,8 @@ class Float8LinearConfig:
                 dtype = E5M2 if wide and given.scaling_granularity is _T else E4M3
                 given = replace(given, target_dtype=dtype)
                 object.__setattr__(self, name, given)
-            of = casts[BASE_SITE[site]] if given is None else given
-            casts[site] = replace(of, power_of_2=True) if self.round_scales_to_power_of_2 else of
+            how = casts[BASE_SITE[site]] if given is None else given
+            casts[site] = replace(how, power_of_2=True) if self.round_scales_to_power_of_2 else how
         object.__setattr__(self, "_casts", casts)
         self._check_gemms()
         only = self.float8_weights is Float8Weights.ONLY
@@ -465,7 +465,7 @@ class Float8LinearConfig:
     @property
     def scales_by_blocks(self) -> bool:
         """Whether some scales cover blocks, which fewer devices multiply."""
-        return any(cast.scaling_granularity.by_blocks for cast in self.own_casts.values())
+        return any(how.scaling_granularity.by_blocks for how in self.own_casts.values())
 
     @property
     def float8_gemms(self) -> tuple[str, ...]:
@@ -478,12 +478,12 @@ class Float8LinearConfig:
         own, casts_of = self.own_casts, _own_casts_of_recipes(self.round_scales_to_power_of_2)
         recipe = next((name for name, casts in casts_of.items() if casts == own), None)
         like = RECIPES[recipe or "tensorwise"]
-        parts = [recipe] if recipe else [f"{x.value}={cast.short_str()}" for x, cast in own.items()]
+        words = [recipe] if recipe else [f"{x.value}={how.short_str()}" for x, how in own.items()]
         for switch in ("emulate", "round_scales_to_power_of_2", "enable_fsdp_float8_all_gather"):
             value = getattr(self, switch)
             if value != getattr(like, switch):
-                parts.append(switch if value else f"{switch}=False")
-        return ", ".join(parts)
+                words.append(switch if value else f"{switch}=False")
+        return ", ".join(words)
 
     @staticmethod
     def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> "Float8LinearConfig":
@@ -542,8 +542,8 @@ def _recipe(recipe_name: Any) -> Float8LinearConfig:
     named = isinstance(recipe_name, Float8LinearRecipeName)
     name = recipe_name.value if named else recipe_name
     if not isinstance(name, str) or name not in RECIPES:
-        known = f"{', '.join(map(repr, RECIPES))}{of_torchao(recipe_name)}"
-        raise ValueError(f"recipe: got {recipe_name!r}, expected one of {known}")
+        names = f"{', '.join(map(repr, RECIPES))}{of_torchao(recipe_name)}"
+        raise ValueError(f"recipe: got {recipe_name!r}, expected one of {names}")
     return RECIPES[name]
 
 

@@ -86,16 +86,16 @@ class Layout(NamedTuple):
         """Return the `quantization_config`; `left_out`: names of layers in high precision."""
         by_tensor = self.granularity.one_scale
         if self.format == FINE_GRAINED:
-            how = {"fmt": "e4m3", "activation_scheme": "dynamic"}
+            more = {"fmt": "e4m3", "activation_scheme": "dynamic"}
             blocks = {"weight_block_size": None if by_tensor else [128, 128]}
-            return {"quant_method": "fp8", **how, **blocks, "modules_to_not_convert": left_out}
+            return {"quant_method": "fp8", **more, **blocks, "modules_to_not_convert": left_out}
         common = {"num_bits": 8, "type": "float", "symmetric": True}
         weights = common | {"strategy": self.strategy, "dynamic": False}
         inputs = common | {"strategy": "tensor" if by_tensor else "token", "dynamic": True}
         group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-        how = {"format": "float-quantized", "quantization_status": "compressed"}
+        more = {"format": "float-quantized", "quantization_status": "compressed"}
         groups = {"config_groups": {"group_0": group}}
-        return {"quant_method": COMPRESSED, **how, **groups, "ignore": left_out}
+        return {"quant_method": COMPRESSED, **more, **groups, "ignore": left_out}
 
 
 _ALL = (
@@ -110,11 +110,11 @@ LAYOUTS = {(each.format, each.strategy): each for each in _ALL}
 
 def layout_named(format: str, strategy: str | None) -> Layout:
     """Return the layout of a format and a strategy; None: the first of that format."""
-    for (of, name), layout in LAYOUTS.items():
-        if of == format and strategy in (None, name):
+    for (known_format, name), layout in LAYOUTS.items():
+        if known_format == format and strategy in (None, name):
             return layout
-    known = ", ".join(f"{of!r} with strategy {name!r}" for of, name in LAYOUTS)
-    raise ValueError(f"format: got {format!r} with strategy {strategy!r}, expected one of {known}")
+    names = ", ".join(f"{known_format!r} with strategy {name!r}" for known_format, name in LAYOUTS)
+    raise ValueError(f"format: got {format!r} with strategy {strategy!r}, expected one of {names}")
 
 
 def layout_of(config: Any) -> Layout:
@@ -219,11 +219,11 @@ def why_not_taken(mod: Any, config: Float8LinearConfig) -> str | None:
         layout.require_pair("weight", *((x.dtype, tuple(x.shape)) for x in pair))
     except ValueError as error:
         return f"{error}; load it dequantised"
-    of = config.cast_config_weight.scaling_granularity
-    if config.float8_weights is not Float8Weights.ONLY or of is layout.granularity:
+    covers = config.cast_config_weight.scaling_granularity
+    if config.float8_weights is not Float8Weights.ONLY or covers is layout.granularity:
         return None
     return (
-        f"got float8_weights=ONLY with scales of {of} for a weight in float8 that has those of "
+        f"got float8_weights=ONLY with scales of {covers} for a weight in float8 that has those of "
         f"{layout.granularity}, expected the recipe {layout.recipe!r}"
     )
 
@@ -254,16 +254,16 @@ def leave_quantizers(model: nn.Module) -> None:
     The hook of compressed-tensors would give all modules dicts of Parameters of another kind.
     transformers would refuse to train masters, and save them under its `quantization_config`.
     """
-    left = any(_SCHEME in vars(part) for part in model.modules())
+    left = any(_SCHEME in vars(mod) for mod in model.modules())
     if left or any(p.dtype in FLOAT8_MAX for p in model.parameters()):
         return
-    for part in model.modules():
-        if hook := part.__dict__.pop("ct_decompress_hook", None):
+    for mod in model.modules():
+        if hook := mod.__dict__.pop("ct_decompress_hook", None):
             hook.remove()
-        quantizer = vars(part).get("hf_quantizer")
-        how = getattr(quantizer, "quantization_config", None)
-        if quantizer and getattr(how, "quant_method", None) in ("fp8", COMPRESSED):
-            quantizer.remove_quantization_config(part)
+        quantizer = vars(mod).get("hf_quantizer")
+        config = getattr(quantizer, "quantization_config", None)
+        if quantizer and getattr(config, "quant_method", None) in ("fp8", COMPRESSED):
+            quantizer.remove_quantization_config(mod)
 
 
 def values_dtype(model: nn.Module) -> torch.dtype:

@@ -103,17 +103,17 @@ def load_float8_checkpoint(
 
 
 class _Place(NamedTuple):
-    """A whole Parameter or buffer, or the part [N, K] of one expert in one [E, parts * N, K]."""
+    """A whole Parameter or buffer, or the piece [N, K] of one expert in one [E, pieces * N, K]."""
 
     target: SavedTensor
     expert: int | None = None
-    part: int = 0
-    parts: int = 1
+    piece: int = 0
+    pieces: int = 1
 
     @property
     def layers(self) -> list[Any]:
         """Those that have it as weight, and take bytes and scales as they are."""
-        layers = (x for _, x, own in self.target.uses if own == "weight")
+        layers = (x for _, x, attr in self.target.uses if attr == "weight")
         return [x for x in layers if isinstance(x, Float8Linear) and x._float8_keeps_no_master]
 
 
@@ -122,10 +122,10 @@ def _places(model: nn.Module) -> dict[str, _Place]:
     places = {name: _Place(each) for each in saved_tensors(model) for name, *_ in each.uses}
     published = published_names(model)
     places |= {new: places[name] for name, new in published.names.items()}
-    for name, parts in published.experts.items():
-        for part, names in enumerate(parts):
+    for name, pieces in published.experts.items():
+        for piece, names in enumerate(pieces):
             for expert, new in enumerate(names):
-                places[new] = _Place(places[name].target, expert, part, len(parts))
+                places[new] = _Place(places[name].target, expert, piece, len(pieces))
     return places
 
 
@@ -174,7 +174,7 @@ def _require_fitting(name: str, place: _Place, checkpoint: Checkpoint) -> None:
     (dtype, shape), target = described, place.target.tensor
     wanted = tuple(target.shape)
     if place.expert is not None:
-        wanted = wanted[1] // place.parts, wanted[2]
+        wanted = wanted[1] // place.pieces, wanted[2]
     layers = place.layers if name in checkpoint.in_float8 else []
     granularity = checkpoint.layout.granularity
     keeps = {layer._float8_plan.casts.weight.how.scaling_granularity for layer in layers}
@@ -218,7 +218,7 @@ def _put(place: _Place, read: Callable[..., Tensor], device: Any) -> None:
     if is_dtensor(new):
         numbers = _shared(numbers, new).to_local()
     for expert in (numbers == place.expert).nonzero().flatten().tolist():  # if it is on this rank
-        _copy(here[expert].chunk(place.parts)[place.part], read())
+        _copy(here[expert].chunk(place.pieces)[place.piece], read())
 
 
 def _copy(to: Any, tensor: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Write the weights of a model in float8: a checked `_Plan` first, then the bytes."""
+"""Write the weights of a model in float8: checked `_Contents` first, then the bytes."""
 
 import json
 import re
@@ -87,8 +87,8 @@ def float8_weights(
     """
     require_module(model, "model")
     with Together(model) as ranks:
-        plan = _plan(model, format, strategy, dtype, param_dtype)
-        for tensors, _ in _written(plan, ranks):
+        contents = _contents(model, format, strategy, dtype, param_dtype)
+        for tensors, _ in _written(contents, ranks):
             yield from tensors.items()
 
 
@@ -102,7 +102,7 @@ def quantization_config(
         ValueError: as `float8_weights`.
     """
     require_module(model, "model")
-    return _plan(model, format, strategy).config
+    return _contents(model, format, strategy).config
 
 
 def save_float8_checkpoint(
@@ -152,14 +152,14 @@ def save_float8_checkpoint(
     with Together(model) as ranks:
         if type(max_shard_size) is not int or max_shard_size < 1:
             raise ValueError(f"max_shard_size: got {max_shard_size!r}, expected bytes, 1 or more")
-        plan = _plan(model, format, strategy, dtype, param_dtype)
-        described = _config_of(unwrapped(model), plan.dtype)
-        config = json.dumps(described | {"quantization_config": plan.config}, indent=2)
+        contents = _contents(model, format, strategy, dtype, param_dtype)
+        described = _config_of(unwrapped(model), contents.dtype)
+        config = json.dumps(described | {"quantization_config": contents.config}, indent=2)
         import_safetensors()
         if ranks.number != 0 and not ranks.meshes:
             return ()
-        sources = [(each.x.dtype, each.x.shape, *each[1:]) for each in plan.sources]
-        if len({*ranks.agree(said=repr((*plan[:2], max_shard_size, sources)))}) > 1:
+        sources = [(each.x.dtype, each.x.shape, *each[1:]) for each in contents.sources]
+        if len({*ranks.agree(said=repr((*contents[:2], max_shard_size, sources)))}) > 1:
             raise ValueError(
                 "model: got ranks with other models or arguments, expected the same on all: "
                 "together they write one checkpoint"
@@ -169,7 +169,7 @@ def save_float8_checkpoint(
         writes = ranks.number == 0
         with NewFiles(Path(folder), max_shard_size) if writes else nullcontext() as files:
             notes = []
-            for tensors, note in _written(plan, ranks, measured=True):
+            for tensors, note in _written(contents, ranks, measured=True):
                 notes += [note] if note else []
                 if files is not None:
                     files.add(tensors)
@@ -202,7 +202,7 @@ class _Source(NamedTuple):
     as_trained: bool = False
 
 
-class _Plan(NamedTuple):
+class _Contents(NamedTuple):
     """The tensors of a model that are written, and how."""
 
     layout: Layout
@@ -211,13 +211,13 @@ class _Plan(NamedTuple):
     config: dict[str, Any]  # the `quantization_config` of `config.json`
 
 
-def _plan(
+def _contents(
     model: nn.Module,
     format: str,
     strategy: str | None,
     dtype: torch.dtype | None = None,
     param_dtype: torch.dtype | None = None,
-) -> _Plan:
+) -> _Contents:
     """Return what is written of a model; raises, as `float8_weights`, unless it can be."""
     for name, got in (("dtype", dtype), ("param_dtype", param_dtype)):
         if got not in (None, *HIGH_PRECISION_DTYPES):
@@ -261,7 +261,7 @@ def _plan(
             stays = kept(name) if masters else dtype is None
             sources.append(_Source(x, names, None if stays else rest))
     _require_own_names(sources, layout.scale_suffix)
-    return _Plan(layout, rest, sources, config)
+    return _Contents(layout, rest, sources, config)
 
 
 def _require_stored(saved: SavedTensor, in_float8: bool) -> None:
@@ -302,11 +302,11 @@ def _in_float8(
     else, or kept in float32, such as `wo` of T5: transformers would read bytes without scales.
     """
 
-    def can_be(name: str, module: Any, own: str, x: Tensor) -> bool:
+    def can_be(name: str, module: Any, attr: str, x: Tensor) -> bool:
         dtype = local_tensor(high_precision(x)).dtype
         if is_lazy(x) or kept(name) or dtype not in HIGH_PRECISION_DTYPES:
             return False
-        is_weight = own == "weight" and isinstance(module, Float8Linear)
+        is_weight = attr == "weight" and isinstance(module, Float8Linear)
         return module._float8_plan.output is not None if is_weight else name in published.experts
 
     cast = {each for each in saved if all(can_be(*use, each.tensor) for use in each.uses)}
@@ -315,15 +315,15 @@ def _in_float8(
     return {x for x in cast if x.tensor.dim() == 2 or cut.isdisjoint(m for _, m, _ in x.uses)}
 
 
-def _cast_of(module: Any, layout: Layout, parts: int) -> tuple[CastConfig, bool]:
+def _cast_of(module: Any, layout: Layout, pieces: int) -> tuple[CastConfig, bool]:
     """Return the cast of the weights of a module, and whether training casts them so, too."""
     how = CastConfig(target_dtype=E4M3, scaling_granularity=layout.granularity)
     if not isinstance(module, Float8Linear | Float8Experts):
         return how, False
     of_training = module._float8_plan.casts.weight.how
     how = replace(how, power_of_2=of_training.power_of_2)
-    # Under one scale training has the parts of the weights of experts together.
-    return how, of_training == how and (parts == 1 or not layout.granularity.one_scale)
+    # Under one scale training has the pieces of the weights of experts together.
+    return how, of_training == how and (pieces == 1 or not layout.granularity.one_scale)
 
 
 def _left_out(
@@ -344,7 +344,7 @@ def _left_out(
 
 def _require_own_names(sources: list[_Source], suffix: str) -> None:
     """Raise a `ValueError` if two tensors, or a tensor and a scale, have one name in files."""
-    names = Counter(name for each in sources for part in each.names for name in part)
+    names = Counter(name for each in sources for piece in each.names for name in piece)
     scales = {name + suffix for name in names}  # also of none: readers take it for one
     if taken := [name for name, count in names.items() if count > 1 or name in scales]:
         raise ValueError(
@@ -358,10 +358,10 @@ def _require_own_names(sources: list[_Source], suffix: str) -> None:
 
 @torch.no_grad()
 def _written(
-    plan: _Plan, ranks: Together, measured: bool = False
+    contents: _Contents, ranks: Together, measured: bool = False
 ) -> Iterator[tuple[dict[str, Tensor], WrittenWeight | None]]:
     """Yield each tensor by its name, with its scales, and a note of it if it was `measured`."""
-    for source in plan.sources:
+    for source in contents.sources:
         x: Any = high_precision(source.x.detach())
         in_8_bits = isinstance(local_tensor(x), Float8Tensor)
         if source.dtype and x.dtype in HIGH_PRECISION_DTYPES and not in_8_bits:
@@ -371,17 +371,17 @@ def _written(
             yield {source.names[0][0]: x}, None
             continue
         experts = x.dim() == 3
-        parts = x.chunk(len(source.names), 1) if experts else [[x]]
-        for names, part in zip(source.names, parts, strict=True):
-            for name, weight in zip(names, part, strict=True):
+        pieces = x.chunk(len(source.names), 1) if experts else [[x]]
+        for names, piece in zip(source.names, pieces, strict=True):
+            for name, weight in zip(names, piece, strict=True):
                 made = _cast(weight, source.how)
-                data, scale = plan.layout.published(made)
+                data, scale = contents.layout.published(made)
                 if experts and scale.dim() == 0:
                     scale = scale.reshape(1, 1)  # transformers joins these
                 note = None
                 if measured:
                     note = WrittenWeight(name, source.as_trained, _sqnr(made, weight))
-                yield {name: data, name + plan.layout.scale_suffix: scale}, note
+                yield {name: data, name + contents.layout.scale_suffix: scale}, note
 
 
 def _cast(weight: Tensor, how: CastConfig) -> Float8Tensor:

@@ -77,7 +77,7 @@ class ConversionReport:
 
     @property
     def share(self) -> float:
-        """The part of all matmul weights that runs in float8, by their number, from 0 to 1."""
+        """The fraction of all matmul weights that runs in float8, by their number, from 0 to 1."""
         in_float8 = all_weights = 0
         for x in (*self.layers, *self.experts):
             size = getattr(x, "experts", 1) * x.in_features * x.out_features
@@ -126,7 +126,7 @@ class ConversionReport:
 
 
 def percent(share: float) -> str:
-    """Write a part of a whole in percent: 0.0 and 100.0 are said of nothing and of all alone."""
+    """Write a fraction in percent: 0.0 and 100.0 are said of nothing and of all alone."""
     if 0 < share < 5e-4:
         return "<0.1%"
     return ">99.9%" if 0.9995 <= share < 1 else f"{share:.1%}"
@@ -141,16 +141,16 @@ def _numbers_joined(rows: list[_Row]) -> list[_Row]:
         joined: list[_Row] = []
         awaited: dict[_Row, tuple[int, str]] = {}  # with the place of its run, and how that begins
         for name, shape, fate in rows:
-            parts = name.split(".")
-            if at >= len(parts) or not parts[at].isdecimal():
+            words = name.split(".")
+            if at >= len(words) or not words[at].isdecimal():
                 joined.append((name, shape, fate))
                 continue
-            number = parts[at]
+            number = words[at]
             place, first = awaited.pop((name, shape, fate), (len(joined), number))
-            parts[at] = number if first == number else f"{first}-{number}"
-            joined[place : place + 1] = [(".".join(parts), shape, fate)]
-            parts[at] = str(int(number) + 1)
-            awaited[".".join(parts), shape, fate] = place, first
+            words[at] = number if first == number else f"{first}-{number}"
+            joined[place : place + 1] = [(".".join(words), shape, fate)]
+            words[at] = str(int(number) + 1)
+            awaited[".".join(words), shape, fate] = place, first
         rows = joined
     return rows
 
@@ -187,8 +187,8 @@ def conversion_report(model: nn.Module) -> ConversionReport:
     return ConversionReport(tuple(layers), tuple(others), sentences, tuple(experts))
 
 
-def _scaling(part: Float8Linear | Float8Experts) -> str:
-    casts, names = part._float8_plan.casts, [site.value for site in part._float8_config.own_casts]
+def _scaling(mod: Float8Linear | Float8Experts) -> str:
+    casts, names = mod._float8_plan.casts, [site.value for site in mod._float8_config.own_casts]
     return ", ".join(f"{name} {getattr(casts, name).how.short_str()}" for name in names)
 
 

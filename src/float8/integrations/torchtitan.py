@@ -143,7 +143,7 @@ class Float8Converter(ModelConfigConverter):
         return model_config
 
     def _filtered(self, fqn: str) -> bool:
-        return any(part in fqn for part in self._filter_fqns)
+        return any(name in fqn for name in self._filter_fqns)
 
 
 def _put(parent: Any, name: Any, config: Any, cls: Any, float8: Float8LinearConfig) -> None:
@@ -160,8 +160,8 @@ def attach_to_optimizers(optimizers: Any, model_parts: Any, parallel_dims: Any) 
 
     A model with experts has one already, which balances their load: call both in one of your own.
     """
-    for part in model_parts:
-        own = {id(parameter) for parameter in part.parameters()}
+    for mod in model_parts:
+        ids = {id(parameter) for parameter in mod.parameters()}
         for optimizer in optimizers:
-            if any(id(x) in own for group in optimizer.param_groups for x in group["params"]):
-                attach_to_optimizer(part, optimizer)
+            if any(id(x) in ids for group in optimizer.param_groups for x in group["params"]):
+                attach_to_optimizer(mod, optimizer)

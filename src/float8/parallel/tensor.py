@@ -165,8 +165,8 @@ def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) ->
     if module._float8_keeps_no_master and not parts_have_scales:
         raise ValueError(
             f"{this}: got a layer with float8_weights=ONLY whose weight has {granularity} scales, "
-            f"expected one scale, or those of rows for a colwise style: parts have all of them "
-            f"then; convert the layer with another config"
+            f"expected one scale, or those of rows for Float8ColwiseParallel: parts have all of "
+            f"them then; convert the layer with another config"
         )
     _require_one_dim(style, mesh)
     require_parts(module.weight.shape, dim, mesh.size())

@@ -97,9 +97,9 @@ def _tell_inductor(name: str) -> None:
     if _REGISTRY not in sys.modules or private.PLAIN_LAUNCH:
         return
     module: Any = sys.modules[_REGISTRY]
-    known = getattr(module, "CUSTOM_EXTERN_KERNEL_CODEGEN", None)
+    registry = getattr(module, "CUSTOM_EXTERN_KERNEL_CODEGEN", None)
     op = f"torch.ops.float8.{name}.default"
-    if known is None or not hasattr(module, "CustomCodegen") or op in known:
+    if registry is None or not hasattr(module, "CustomCodegen") or op in registry:
         return
 
     def generate(node: Any, writeline: Callable[[str], None]) -> None:
@@ -109,7 +109,7 @@ def _tell_inductor(name: str) -> None:
         arguments = ", ".join([*node.codegen_args(), *node.codegen_kwargs()])
         writeline(f"{node.get_name()} = float8_{device}.{name}({arguments})")
 
-    known[op] = module.CustomCodegen(python=generate)
+    registry[op] = module.CustomCodegen(python=generate)
 
 
 @functools.cache
