@@ -109,9 +109,9 @@ def sync_float8_amax_and_scale_history(
 def forget_float8_amax(model: nn.Module) -> None:
     """Forget all amaxes recorded since the last sync: for forwards that were no training.
 
-    Such as those with which `torch.distributed.pipelining` finds the shapes of a stage within the
-    first `schedule.step()`: with gradients, on memory that nobody has written. Call this after it,
-    before the optimizer's step; until the next one scales come from the data. Raises a `TypeError`
+    `torch.distributed.pipelining` runs such forwards in the first `schedule.step()`, to find the
+    shapes of a stage: with gradients, on memory that nobody has written. Call this after that, and
+    before the optimizer's step. Until the next sync scales come from the data. Raises a `TypeError`
     if `model` is no `nn.Module`.
     """
     require_module(model, "model")

@@ -32,7 +32,7 @@ def read_float8_checkpoint(
     Args:
         folder: with `config.json`, whose `quantization_config` says the layout, and safetensors:
             one file, or shards with an index.
-        dtype: that of the values that weights in float8 stand for.
+        dtype: the dtype that each `Float8Tensor` reports.
         device: where tensors are made.
 
     Raises:
@@ -54,10 +54,10 @@ def load_float8_checkpoint(
 ) -> nn.Module:
     """Load a checkpoint in float8 into a model, in place, one tensor after the other.
 
-    What a layer is says what it takes. One with `Float8Weights.ONLY` takes the very bytes and
-    scales, if it has the granularity of the file: the recipe `blockwise` for `fine-grained-fp8`,
-    `rowwise` for channels, `tensorwise` for tensors. Every other Parameter takes the dequantised
-    values, rounded to its dtype: masters that train, on all ranks their own part of each.
+    A layer with `Float8Weights.ONLY` takes the very bytes and scales, if it has the granularity of
+    the file: the recipe `blockwise` for `fine-grained-fp8`, `rowwise` for channels, `tensorwise`
+    for tensors. Every other Parameter takes the dequantised values, rounded to its dtype: masters
+    that train, on all ranks their own part of each.
 
     Names are those of the model, or those under which transformers publishes it: weights of experts
     that a file has one by one go into the Parameters that a model has for all of them. Ranks that

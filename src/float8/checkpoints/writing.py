@@ -59,13 +59,13 @@ def float8_weights(
     Weights of `Float8Linear` come as e4m3 bytes, each followed by its scales; all else as `dtype`
     says. With the granularity of the recipe the bytes are those that training multiplies. Names are
     those under which transformers publishes the model; of other models those of
-    `model.state_dict()`, without what torch.compile and DDP add. Experts of transformers that are
-    published one by one come so, in float8, converted or not. One tensor is made at a time. What is
-    not cast may share the memory of the model: copy it before the next step.
+    `model.state_dict()`, without what torch.compile and DDP add. Experts come one by one
+    where transformers publishes them so, in float8, converted or not. One tensor is made at a time.
+    What is not cast may have the memory of the model: copy it before the next step.
 
-    Ranks that share a model (FSDP2, tensor parallel) gather one weight at a time, in high precision
-    but where it is in float8 only, and cast it as one rank does: each needs that much memory. All
-    ranks must iterate alike. FSDP2's weights are resharded.
+    Ranks that share a model (FSDP2, tensor parallel) gather one weight at a time and cast it as one
+    rank does: each needs memory for it, in high precision unless it is in float8 only. All ranks
+    must iterate alike. FSDP2's weights are resharded.
 
     Args:
         model: converted; in training or evaluation, sharded by FSDP2 or whole.
@@ -73,7 +73,7 @@ def float8_weights(
             `"compressed-tensors"`.
         strategy: what a scale covers. `"fine-grained-fp8"`: `"block"`, 128x128 (default), or
             `"tensor"`. `"compressed-tensors"`: `"channel"`, one output (default), or `"tensor"`.
-        dtype: of what is not in float8. None: as the model has it, if most of its weights for
+        dtype: that of what is not in float8. None: as the model has it, if most of its weights for
             float8 have 16 bits; else float32 becomes bfloat16, but for what the classes of
             transformers keep in float32.
         param_dtype: that of FSDP2's `MixedPrecisionPolicy`, if it has one: weights are rounded to
@@ -133,7 +133,7 @@ def save_float8_checkpoint(
         folder: the folder of the checkpoint; made if it does not exist.
         format: `"fine-grained-fp8"` or `"compressed-tensors"`.
         strategy: what a scale covers. None: the default of the format, see `float8_weights`.
-        dtype: of what is not in float8. None: chosen as by `float8_weights`.
+        dtype: that of what is not in float8. None: chosen as by `float8_weights`.
         param_dtype: that of FSDP2's `MixedPrecisionPolicy`, if it has one.
         max_shard_size: bytes of a file at most, but for a single tensor that is larger.
 

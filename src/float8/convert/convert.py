@@ -125,7 +125,7 @@ def convert_to_float8_training(
 
 
 swap_linear_with_float8_linear = convert_to_float8_training
-"""The name that float8_experimental gave it."""
+"""`convert_to_float8_training` by the name that float8_experimental gave it."""
 
 
 def _change(mod: Any, fqn: str, chooser: Chooser) -> Callable[[], None]:

@@ -64,20 +64,21 @@ class ConversionReport:
     """
 
     layers: tuple[LayerReport, ...]
+    """Each `nn.Linear`: `fqn`, `in_features`, `out_features`, `scaling`, `skip_reason`."""
 
     others: tuple[OtherWeight, ...] = ()
-    """Stay in high precision. Told by their shape: two dims or more, each larger than one, in no
-    embedding, norm or convolution, nor called a bias, an embedding, a token or a position."""
+    """Other weights, in high precision: `fqn`, `shape`, `module` (its class). Of two dims or more,
+    each larger than one; in no embedding, norm, convolution; called no bias, embed, token, pos."""
 
     chosen_for: tuple[str, ...] = ()
     """One sentence per GPU, or for none: which limits chose the layers. Empty with filters."""
 
     experts: tuple[ExpertsReport, ...] = ()
-    """The weights of known experts, converted or not; not in `converted` and `skipped`."""
+    """The weights of known experts, converted or not: as `layers`, with `experts`, their number."""
 
     @property
     def share(self) -> float:
-        """The fraction of all matmul weights that runs in float8, by their number, from 0 to 1."""
+        """The fraction of the elements of all matmul weights that runs in float8, 0 to 1."""
         in_float8 = all_weights = 0
         for x in (*self.layers, *self.experts):
             size = getattr(x, "experts", 1) * x.in_features * x.out_features
@@ -98,9 +99,8 @@ class ConversionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return `share` and all fields in plain dicts, lists, strings and numbers, as of JSON."""
-        plain: dict[str, Any] = {"share": self.share, **asdict(self)}
-        plain.update(json.loads(json.dumps(plain, default=int)))  # lists for tuples
-        return plain
+        plain = json.loads(json.dumps(asdict(self), default=int))  # lists for tuples
+        return {"share": self.share, **plain}
 
     def __str__(self) -> str:
         count = f"{len(self.converted)} of {len(self.layers)} linear layers"

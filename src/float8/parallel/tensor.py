@@ -24,8 +24,8 @@ class Float8ColwiseParallel(ColwiseParallel):
     """`ColwiseParallel` for a `Float8Linear`: an input sharded by tokens is gathered in float8.
 
     Args:
-        input_layouts, output_layouts, use_local_output: as for `ColwiseParallel`. What
-            `PrepareFloat8ModuleInput` has cast is taken as it is.
+        input_layouts, output_layouts, use_local_output: as for `ColwiseParallel`. An
+            input that `PrepareFloat8ModuleInput` has cast is not cast again.
     """
 
     @staticmethod
@@ -64,8 +64,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     """`PrepareModuleInput` that casts inputs once for all layers of a module, then gathers bytes.
 
     Args:
-        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts,
-            use_local_output: as for `PrepareModuleInput`.
+        **layouts: the arguments of `PrepareModuleInput`: `input_layouts`, `desired_input_layouts`,
+            `input_kwarg_layouts`, `desired_input_kwarg_layouts`, `use_local_output`.
         float8_dtype: None, or the format that the layers cast their input to.
         fwd_config_submodule_fqn: the name, within the module, of the `Float8Linear` that says how
             to cast; None: all of them must say the same.
