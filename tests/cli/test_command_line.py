@@ -94,7 +94,7 @@ def test_the_second_signal_acts_as_usual(monkeypatch: pytest.MonkeyPatch) -> Non
         (["--data", "missing"], r"no data at missing"),
         (["--resume", "nowhere"], r"nothing to resume at nowhere"),
         (["--output", "text.txt"], r"cannot write to text.txt"),
-        (["--fsdp"], r"--fsdp and --tp need ranks .*: start them by torchrun "),
+        (["--fsdp"], r"--fsdp needs ranks .*: start them by torchrun "),
         (["--batch-size", "9" * 20], r"the train split of text.txt .*: lower --batch-size"),
     ],
 )
