@@ -43,15 +43,6 @@ class ModelConfig:
             ffn_dim=self.ffn_dim * dim // self.dim,
         )
 
-    def flops_per_token(self, seq_len: int) -> int:
-        """Of a forward and backward: 6 per weight of linear layers, head included, and attention's.
-
-        Attention counts whole, as usual, though the causal mask leaves half of it out.
-        """
-        widths = 2 * self.dim + 2 * self.n_kv_heads * self.head_dim + 3 * self.ffn_dim
-        weights = self.dim * (self.n_layers * widths + self.vocab_size)
-        return 6 * weights + 12 * self.n_layers * self.dim * seq_len
-
     @property
     def head_dim(self) -> int:
         """Width of one attention head."""

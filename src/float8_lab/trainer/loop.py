@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from float8 import attach_to_optimizer
-from float8_lab.device import BF16_PEAK, Clock, explain_out_of_memory, skipped_graphs
+from float8_lab.device import Clock, explain_out_of_memory, skipped_graphs
 from float8_lab.errors import DataError, TrainingDivergedError
 from float8_lab.ranks import ALONE, Ranks, for_all
 from float8_lab.trainer import build, data, metrics
@@ -204,13 +204,9 @@ class Trainer:
         steps = range(self.step - len(losses) + 1, self.step + 1)
         means, seconds = self.ranks.mean(losses), self.timer.collect()[::2]
         untimed = min(WARMUP_STEPS, (config.last_step - self._first_step) // 2)
-        memory = peak = None
-        flops = 0.0  # of a step on one GPU
+        memory = None
         if self.device.type == "cuda":
             memory = max(self.ranks.gather(torch.cuda.max_memory_allocated(self.device)))
-            peak = BF16_PEAK.get(torch.cuda.get_device_name(self.device))
-            flops = self.model.config.flops_per_token(config.seq_len)
-            flops *= config.tokens_per_step / self.ranks.size
         columns = (steps, means.tolist(), norms.tolist(), seconds)
         records = [
             StepRecord(
@@ -222,8 +218,6 @@ class Trainer:
                 tokens=config.tokens_per_step,
                 timed=step - self._first_step > untimed,
                 memory_bytes=memory,
-                tflops_per_gpu=flops / duration / 1e12 if flops else None,
-                mfu=flops / duration / peak if peak else None,
             )
             for step, loss, norm, duration in zip(*columns, strict=True)
         ]

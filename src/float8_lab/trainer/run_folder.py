@@ -107,7 +107,7 @@ def _read_config(folder: Path) -> tuple[TrainConfig, str]:
     """The settings of a run, and the fingerprint of its data."""
     try:
         saved = json.loads((folder / "config.json").read_text())
-        settings = {k: v for k, v in saved["config"].items() if k not in _GONE}
+        settings = {k: v for k, v in dict(saved["config"]).items() if k not in _GONE}
         return TrainConfig(**settings), saved["corpus"]["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         do = "delete that folder, which holds no checkpoint, to have the run done again"
