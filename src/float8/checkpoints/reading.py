@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from float8.checkpoints.files import Checkpoint
-from float8.checkpoints.layouts import values_of
 from float8.checkpoints.names import SavedTensor, published_names, saved_tensors, unwrapped
 from float8.checkpoints.ranks import Together
+from float8.checkpoints.schemes import values_of
 from float8.config import require_module
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.linear import Float8Linear
@@ -30,8 +30,8 @@ def read_float8_checkpoint(
     as they are. All files are looked at before the first tensor comes.
 
     Args:
-        folder: with `config.json`, whose `quantization_config` says the layout, and safetensors:
-            one file, or shards with an index.
+        folder: with `config.json`, whose `quantization_config` tells format and strategy, and
+            safetensors: one file, or shards with an index.
         dtype: the dtype that each `Float8Tensor` reports.
         device: where tensors are made.
 
@@ -39,8 +39,8 @@ def read_float8_checkpoint(
         ImportError: the package safetensors is not installed.
         FileNotFoundError: a file is missing.
         TypeError: `dtype` is none in high precision.
-        ValueError: the layout is none that is known; a weight has no scale, or one that does not
-            fit; a file is cut, damaged, or outside of the folder.
+        ValueError: format or strategy is unknown; a weight has no scale, or one that does not fit;
+            a file is cut, damaged, or outside of the folder.
         RuntimeError, AssertionError: torch's own, for a `device` that is not here.
     """
     if dtype not in HIGH_PRECISION_DTYPES:
@@ -176,7 +176,7 @@ def _require_fitting(name: str, place: _Place, checkpoint: Checkpoint) -> None:
     if place.expert is not None:
         wanted = wanted[1] // place.pieces, wanted[2]
     layers = place.layers if name in checkpoint.in_float8 else []
-    granularity = checkpoint.layout.granularity
+    granularity = checkpoint.scheme.granularity
     keeps = {layer._float8_plan.casts.weight.how.scaling_granularity for layer in layers}
     is_shared = is_dtensor(target)
     placements = target.placements if is_shared else ()

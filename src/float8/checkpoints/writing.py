@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from float8.checkpoints.files import NewFiles, import_safetensors
-from float8.checkpoints.layouts import FINE_GRAINED, Layout, layout_named, values_of
 from float8.checkpoints.names import (
     Names,
     PublishedNames,
@@ -26,6 +25,7 @@ from float8.checkpoints.names import (
     unwrapped,
 )
 from float8.checkpoints.ranks import Together
+from float8.checkpoints.schemes import FINE_GRAINED, Scheme, scheme_named, values_of
 from float8.config import CastConfig, require_module
 from float8.experts import Float8Experts
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
@@ -205,7 +205,7 @@ class _Source(NamedTuple):
 class _Contents(NamedTuple):
     """The tensors of a model that are written, and how."""
 
-    layout: Layout
+    scheme: Scheme
     dtype: torch.dtype  # of most of what is not in float8
     sources: list[_Source]
     config: dict[str, Any]  # the `quantization_config` of `config.json`
@@ -223,7 +223,7 @@ def _contents(
         if got not in (None, *HIGH_PRECISION_DTYPES):
             expected = f"None or one of {HIGH_PRECISION_DTYPES}"
             raise TypeError(f"{name}: got {got!r}, expected {expected}")
-    layout = layout_named(format, strategy)
+    scheme = scheme_named(format, strategy)
     reshard(model)
     if hasattr(model, "peft_config"):
         raise ValueError(
@@ -242,7 +242,7 @@ def _contents(
     for each in saved:
         _require_stored(each, each in in_float8)
         body[each.tensor.dtype] += each.tensor.numel() * (each in in_float8)
-    config = layout.config(_left_out(model, modules, published, layout))
+    config = scheme.config(_left_out(model, modules, published, scheme))
     if found := replaced_by_transformers(model, config["quant_method"]):
         raise ValueError(
             f"format: got {format!r} for a model with {found}, for which transformers finds no "
@@ -256,12 +256,12 @@ def _contents(
         names = [[published.names[name]]]
         if each in in_float8:
             names = published.experts.get(name, names)
-            sources.append(_Source(x, names, param_dtype, *_cast_of(module, layout, len(names))))
+            sources.append(_Source(x, names, param_dtype, *_cast_of(module, scheme, len(names))))
         else:
             stays = kept(name) if masters else dtype is None
             sources.append(_Source(x, names, None if stays else rest))
-    _require_own_names(sources, layout.scale_suffix)
-    return _Contents(layout, rest, sources, config)
+    _require_own_names(sources, scheme.scale_suffix)
+    return _Contents(scheme, rest, sources, config)
 
 
 def _require_stored(saved: SavedTensor, in_float8: bool) -> None:
@@ -309,31 +309,31 @@ def _in_float8(
         is_weight = attr == "weight" and isinstance(module, Float8Linear)
         return module._float8_plan.output is not None if is_weight else name in published.experts
 
-    cast = {each for each in saved if all(can_be(*use, each.tensor) for use in each.uses)}
-    stay = [each for each in saved if each not in cast and not is_lazy(each.tensor)]
+    chosen = {each for each in saved if all(can_be(*use, each.tensor) for use in each.uses)}
+    stay = [each for each in saved if each not in chosen and not is_lazy(each.tensor)]
     cut = {module for each in stay if each.tensor.dim() == 3 for _, module, _ in each.uses}
-    return {x for x in cast if x.tensor.dim() == 2 or cut.isdisjoint(m for _, m, _ in x.uses)}
+    return {x for x in chosen if x.tensor.dim() == 2 or cut.isdisjoint(m for _, m, _ in x.uses)}
 
 
-def _cast_of(module: Any, layout: Layout, pieces: int) -> tuple[CastConfig, bool]:
+def _cast_of(module: Any, scheme: Scheme, pieces: int) -> tuple[CastConfig, bool]:
     """Return the cast of the weights of a module, and whether training casts them so, too."""
-    how = CastConfig(target_dtype=E4M3, scaling_granularity=layout.granularity)
+    how = CastConfig(target_dtype=E4M3, scaling_granularity=scheme.granularity)
     if not isinstance(module, Float8Linear | Float8Experts):
         return how, False
     of_training = module._float8_plan.casts.weight.how
     how = replace(how, power_of_2=of_training.power_of_2)
     # Under one scale training has the pieces of the weights of experts together.
-    return how, of_training == how and (pieces == 1 or not layout.granularity.one_scale)
+    return how, of_training == how and (pieces == 1 or not scheme.granularity.one_scale)
 
 
 def _left_out(
-    model: nn.Module, in_float8: set[nn.Module], published: PublishedNames, layout: Layout
+    model: nn.Module, in_float8: set[nn.Module], published: PublishedNames, scheme: Scheme
 ) -> list[str]:
     """Return the names of modules that readers would take for float8, and that are not."""
     names = []
     for name, module in unwrapped(model).named_modules():
         name, has_experts = plain_name(name), any(x.dim() == 3 for x in module.parameters(False))
-        if layout.format == FINE_GRAINED:  # else transformers looks for them among its modules
+        if scheme.format == FINE_GRAINED:  # else transformers looks for them among its modules
             weight = f"{name}.weight"
             name = published.names.get(weight, weight).removesuffix(".weight")
         # A name stands for all beneath it.
@@ -375,13 +375,13 @@ def _written(
         for names, piece in zip(source.names, pieces, strict=True):
             for name, weight in zip(names, piece, strict=True):
                 made = _cast(weight, source.how)
-                data, scale = contents.layout.published(made)
+                data, scale = contents.scheme.published(made)
                 if experts and scale.dim() == 0:
                     scale = scale.reshape(1, 1)  # transformers joins these
                 note = None
                 if measured:
                     note = WrittenWeight(name, source.as_trained, _sqnr(made, weight))
-                yield {name: data, name + contents.layout.scale_suffix: scale}, note
+                yield {name: data, name + contents.scheme.scale_suffix: scale}, note
 
 
 def _cast(weight: Tensor, how: CastConfig) -> Float8Tensor:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from float8.checkpoints.layouts import config_for, strategy_of, why_not_taken
 from float8.checkpoints.names import plain_name
+from float8.checkpoints.schemes import config_for, strategy_of, why_not_taken
 from float8.config import ConfigOrRecipe, as_config
 from float8.convert.speed import NARROW, SMALLEST, judged_as, slower_on_paper, too_small
 from float8.experts import Float8Experts, kind_of, unsupported_experts, weights_of

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from float8.checkpoints.layouts import (
+from float8.checkpoints.schemes import (
     as_linear,
     config_for,
     leave_quantizers,

@@ -101,9 +101,9 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                     )
                 pairs = zip(args, self.input_layouts, strict=True)
                 args = tuple(_cast(module, names, device_mesh, *each) for each in pairs)
-            for name, layout in self.input_kwarg_layouts.items():
+            for name, placement in self.input_kwarg_layouts.items():
                 if name in kwargs:
-                    kwargs[name] = _cast(module, names, device_mesh, kwargs[name], layout)
+                    kwargs[name] = _cast(module, names, device_mesh, kwargs[name], placement)
             args, kwargs = self._prepare_input_kwarg_fn(args, kwargs, device_mesh)  # type: ignore[no-untyped-call]
             return (type(module).forward if inner is None else inner)(module, *args, **kwargs)
 
@@ -134,18 +134,18 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 
 
 def _cast(
-    module: nn.Module, names: list[str], mesh: DeviceMesh, input: Any, layout: Placement | None
+    module: nn.Module, names: list[str], mesh: DeviceMesh, input: Any, placement: Placement | None
 ) -> Any:
     """Cast as the first layer with so many `in_features`, not sharded over them; else return it."""
     shape = getattr(input, "shape", ())
-    if layout is None or not shape:
+    if placement is None or not shape:
         return input
     for name in names:
         layer: Any = module.get_submodule(name)  # it may be in high precision again
         reads = isinstance(layer, Float8Linear) and layer.in_features == shape[-1]
         if reads and not layer._float8_sums_over_ranks:
             if not isinstance(input, DTensor):
-                input = DTensor.from_local(input, mesh, (layout,))
+                input = DTensor.from_local(input, mesh, (placement,))
             return layer._float8_in_float8(input)
     return input  # positions, masks and the like
 
