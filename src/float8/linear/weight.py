@@ -97,7 +97,7 @@ def times_held(
     """Multiply row data by data that are held of a weight, or that are cast here if it was written.
 
     It writes nothing, so a compiler may order calls as it likes. A CUDA graph, which is replayed
-    without this code, records the cast.
+    without this code, captures the cast.
 
     `data` and `scale` are row data, or column data if `col`. `weight` is the Parameter: [N, K],
     [E, N, K], or [E, K, N] if `stored_transposed`. It is not a view: a compiler may rebuild a view,
@@ -178,7 +178,7 @@ def goes_into_graph(weight: Tensor) -> bool:
 
 
 def _is_capturing(weight: Tensor) -> bool:
-    """Whether a CUDA graph is recorded, in whose replays nobody compares."""
+    """Whether a CUDA graph is captured, in whose replays nobody compares."""
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

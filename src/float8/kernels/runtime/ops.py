@@ -51,7 +51,7 @@ def register(
     """
     schema = torch.library.infer_schema(plain, mutates_args=writes)
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    plain = torch.no_grad()(plain)  # the op skips autograd, so its body must not record either
+    plain = torch.no_grad()(plain)  # the op skips autograd, so its body must build no graph
     if triton is None or not HAS_TRITON:
         triton = plain if triton is None else without_triton(plain)
     for device, key, body in ((cpu, "CPU", plain), (cuda, "CUDA", _on_its_device(triton))):

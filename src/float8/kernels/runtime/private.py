@@ -65,7 +65,7 @@ def surely(condition: Any) -> bool:
 
 
 def make_fx_is_on() -> bool:
-    """Whether `make_fx` records what runs; where torch does not tell, whenever it is imported."""
+    """Whether `make_fx` traces what runs; where torch does not tell, whenever it is imported."""
     tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
     mode: Any = getattr(tracing, "get_proxy_mode", lambda: tracing)
     return mode() is not None
