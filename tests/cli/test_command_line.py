@@ -188,11 +188,14 @@ def test_without_the_extras_it_says_what_to_install(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["tensorboard", "matplotlib"])
 def test_an_extra_that_a_run_lacks_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    for module in [each for each in sys.modules if "tensorboard" in each]:
+    for module in [each for each in sys.modules if "tensorboard" in each or each.endswith("plot")]:
         monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    assert main(["train", "--data", "text.txt", "--steps", "1", *QUICK[:-1]]) == 2
-    assert capsys.readouterr().err.startswith("error: the command line needs tensorboard, which is")
+    monkeypatch.delitem(sys.modules, "float8_lab.trainer.compare", raising=False)
+    monkeypatch.setitem(sys.modules, name, None)
+    words = ["train"] if name == "tensorboard" else ["compare", "tensorwise"]
+    assert main([*words, "--data", "text.txt", "--steps", "1", *QUICK[:-1]]) == 2
+    assert capsys.readouterr().err.startswith(f"error: the command line needs {name}, which is not")

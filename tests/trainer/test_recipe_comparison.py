@@ -52,6 +52,8 @@ def test_report_has_the_numbers_of_the_runs(make_config: MakeConfig) -> None:
     assert report["settings"]["steps"] == 12
     assert report["corpus"]["train_files"] == 11
 
+    assert (output / "loss.png").exists()
+
 
 def test_a_run_that_diverges_leaves_the_others(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
@@ -73,6 +75,7 @@ def test_a_run_that_diverges_leaves_the_others(
     assert "diverged at step 3" in runs[1]["error"]
     assert runs[1]["train_loss"] is runs[1]["val_loss"] is runs[1]["val_gap_percent"] is None
     assert runs[2]["val_gap_percent"] is not None
+    assert (Path(config.output) / "loss.png").exists()
 
 
 def test_an_interrupted_comparison_goes_on_where_it_was(

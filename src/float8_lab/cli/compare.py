@@ -3,6 +3,7 @@
 import functools
 import os
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -45,7 +46,7 @@ def compare_command(
 ) -> None:
     """Train high precision and each RECIPE from the same seed on the same data, and compare.
 
-    Writes report.json, besides a folder per run. Ctrl-C leaves a
+    Writes report.json and loss.png, besides a folder per run. Ctrl-C leaves a
     checkpoint of the run under way; the same command with --resume goes on from it.
     """
     from float8_lab.ranks import for_all
@@ -70,8 +71,8 @@ def compare_command(
         row["peak_gib"] = row["peak_memory_bytes"] and row["peak_memory_bytes"] / 2**30
     print_table(console, f"nats per byte; train loss: {MEAN}", rows)
     console.print(f"report: {output}/report.json")
-    if config.tensorboard:
-        console.print(f"loss curves: tensorboard --logdir {output}")
+    if Path(output, "loss.png").exists():
+        console.print(f"loss curves: {output}/loss.png")
     if stop.is_set():
         console.print("interrupted: go on with the same command and --resume")
         raise typer.Exit(INTERRUPTED_EXIT)

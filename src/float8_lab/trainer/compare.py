@@ -17,6 +17,7 @@ from float8_lab.trainer.data import Corpus, check_length, load_corpus
 from float8_lab.trainer.environment import describe_environment, public_path
 from float8_lab.trainer.loop import Trainer, train
 from float8_lab.trainer.metrics import FAILED, FINISHED, Observer, read_metrics, summarize
+from float8_lab.trainer.plot import plot_comparison
 from float8_lab.trainer.run_folder import RunFolder, check_same_run
 
 Row = dict[str, Any]
@@ -85,6 +86,11 @@ def compare(
         (output / "report.json").write_text(report + "\n")
         if stop.is_set():
             break
+    runs = {row["recipe"]: read_metrics(output / row["metrics"]) for row in rows}
+    if runs[HIGH_PRECISION].train:
+        title = f"Llama {base.model} on {public_path(corpus.name)}, {base.dtype}"
+        title += f", {base.tokens_per_step:,} tokens per step"
+        plot_comparison(runs, title, output / "loss.png")
     return rows
 
 
@@ -99,8 +105,8 @@ def _prepare(
             f"{output} already holds a comparison: go on with it with --resume, replace it with "
             "--overwrite, or choose another folder with --output"
         )
-    if not resume:
-        (output / "report.json").unlink(missing_ok=True)
+    for name in () if resume else ("report.json", "loss.png"):
+        (output / name).unlink(missing_ok=True)
     for config, folder in zip(configs, folders, strict=True):
         if resume and (folder.status == FINISHED or folder.saved):
             check_same_run(config, corpus, folder.path)
