@@ -9,7 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    _CHECKPOINT_PREFIX,
+    checkpoint_wrapper,
+)
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from float8 import activations_in_float8, save_gemm_outputs
@@ -168,6 +171,7 @@ class Step:
         for name, tensor in [("input", x), *self.model.named_parameters()]:
             if tensor.requires_grad:
                 assert tensor.grad is not None, name
+                name = name.replace(_CHECKPOINT_PREFIX, "")  # the same for each variant
                 results[f"gradient of {name}"], tensor.grad = tensor.grad, None
         return results
 

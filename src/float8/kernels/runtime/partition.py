@@ -4,6 +4,7 @@ Names of torch here are private; there is no fallback. Importing this module imp
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,14 +24,16 @@ RUN = 128
 _SHIFTING = "sub", "add", "mul", "div", "where", "convert_element_type"
 
 
+@dataclass(frozen=True)
 class Float8Partitioner(CustomPartitionerFn):
     """Split a graph into forward and backward as Inductor does, then keep activations in float8.
 
-    For Inductor's option `custom_partitioner_fn`; see `float8.activations_in_float8`.
+    For Inductor's option `custom_partitioner_fn`; see `float8.activations_in_float8`. Equal ones
+    share what was compiled.
     """
 
-    def __init__(self, min_bytes: float, dtype: torch.dtype) -> None:
-        self.min_bytes, self.dtype = min_bytes, dtype
+    min_bytes: float
+    dtype: torch.dtype
 
     def uuid(self) -> object:
         """Return what the caches of compiled code tell partitioners by."""
@@ -46,15 +49,16 @@ class Float8Partitioner(CustomPartitionerFn):
         static.update(kwargs.get("static_lifetime_input_indices") or ())
         activations = _activations(forward.graph, inputs, gradients, static)
         taken = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
-        chosen = {
+        chosen = [
             node
             for node in outputs[kwargs["num_fwd_outputs"] :]
-            if node in activations and self._pays(node) and not _gives_probabilities(taken[node.name])
-        }
+            if node in activations
+            and self._pays(node)
+            and not _gives_probabilities(taken[node.name])
+        ]
         # Nothing is freed where an output shares the storage, or what stays as it is.
         stays = {_storage(node) for node in outputs if node not in chosen}
-        chosen = {node for node in chosen if _storage(node) not in stays}
-        for node in chosen:
+        for node in [node for node in chosen if _storage(node) not in stays]:
             packed = self._pack_in_forward(forward.graph, node)
             self._unpack_in_backward(backward.graph, taken[node.name], packed)
             at = outputs.index(node)
