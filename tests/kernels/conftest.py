@@ -20,9 +20,11 @@ GPU = torch.cuda.is_available() and not INTERPRETER
 
 
 def pytest_configure() -> None:
-    """Patch Triton's language once per function: the interpreter does so in each call of one.
+    """Take from Triton's interpreter what was most of its time.
 
-    That is most of its time. What is patched stays so: nothing but the interpreter runs here.
+    It patches Triton's language in each call of a function; here once for each, and what is patched
+    stays so: nothing but the interpreter runs here. And it computes all integers a second time, to
+    look for overflows, of which it tells nobody.
     """
     if not INTERPRETER:
         return
@@ -38,6 +40,9 @@ def pytest_configure() -> None:
         return interpreter._LangPatchScope()  # which has nothing to take back
 
     interpreter._patch_lang = once
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
+        sanitize_overflow=False
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
