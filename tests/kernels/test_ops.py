@@ -1,8 +1,6 @@
 """Each op: what torch asks of it, as opcheck knows it; and ops without Triton."""
 
 import itertools
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +19,7 @@ from float8.linear.weight import hold
 from float8.quantize import Cast
 from kernels.float8_codes import FORMATS
 from support.devices import E4M3, on_devices
+from support.forks import run_program
 
 
 def tensors(device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,7 +155,8 @@ row, col = kernels.cast(torch.ones(3, 5), spec, row=True, col=True)
 assert row.data.shape == (3, 16) and col.data.shape == (16, 16)
 assert kernels.transpose_bytes(row.data).shape == (16, 16)
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    done = run_program(program)
+    assert done.returncode == 0, done.stderr
 
 
 def test_absence_of_triton_is_said_once() -> None:
