@@ -101,26 +101,28 @@ def grouped_matmul(of_rows: bool, fast: bool, dtype: torch.dtype, x: Tensor) -> 
     ops.cuda.grouped_matmul(*given, ends, False, fast, dtype)
 
 
+def cast(*how: Any, scaled: bool = False, source: torch.dtype = BF16) -> Callable[[Tensor], Any]:
+    return lambda x: ops.cuda.cast(x.to(source), empty() if scaled else None, *how)
+
+
 CASES: dict[str, Callable[[Tensor], Any]] = {
     "amax": ops.cuda.amax,
-    "cast": lambda x: ops.cuda.cast(x, empty(), None, None, E4M3, True, True),
-    "cast row": lambda x: ops.cuda.cast(x, empty(), None, None, E4M3, True, False),
-    "cast of float32 by way of bfloat16": lambda x: ops.cuda.cast(
-        x.float(), empty(), None, None, E4M3, True, True, False, False, BF16
+    "cast": cast(None, None, E4M3, True, True, scaled=True),
+    "cast row": cast(None, None, E4M3, True, False, scaled=True),
+    "cast of float32 by way of bfloat16": cast(
+        None, None, E4M3, True, True, False, False, BF16, scaled=True, source=FP32
     ),
-    "cast under its own scale": lambda x: ops.cuda.cast(
-        x, None, None, None, E5M2, True, True, True, True
-    ),
+    "cast under its own scale": cast(None, None, E5M2, True, True, True, True),
     "cast_delayed": lambda x: ops.cuda.cast_delayed(
         x, empty(), empty(), E4M3, True, True, False, False, True
     ),
-    "rows": lambda x: ops.cuda.cast(x, None, 1, None, E4M3, True, False, False, True),
-    "rows and columns": lambda x: ops.cuda.cast(x, None, 1, None, E4M3, True, True),
-    "columns": lambda x: ops.cuda.cast(x, None, 1, None, E5M2, False, True, False, True),
-    "1x128": lambda x: ops.cuda.cast(x, None, 1, 128, E4M3, True, True),
-    "1x128 columns": lambda x: ops.cuda.cast(x, None, 1, 128, E4M3, False, True),
-    "1x128 of float32": lambda x: ops.cuda.cast(x.float(), None, 1, 128, E4M3, True, True),
-    "128x128": lambda x: ops.cuda.cast(x, None, 128, 128, E4M3, True, True),
+    "rows": cast(1, None, E4M3, True, False, False, True),
+    "rows and columns": cast(1, None, E4M3, True, True),
+    "columns": cast(1, None, E5M2, False, True, False, True),
+    "1x128": cast(1, 128, E4M3, True, True),
+    "1x128 columns": cast(1, 128, E4M3, False, True),
+    "1x128 of float32": cast(1, 128, E4M3, True, True, source=FP32),
+    "128x128": cast(128, 128, E4M3, True, True),
     "transpose": lambda x: ops.cuda.transpose(empty(*x.shape, dtype=E4M3)),
 }
 BOOLS = False, True

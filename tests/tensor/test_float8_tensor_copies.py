@@ -266,16 +266,13 @@ def test_gradients_and_parameters_stay_what_they_are(way: str, requires_grad: bo
 
 VIEWS = {
     "view": lambda t: t.view(6, 16),
-    "view-minus-one": lambda t: t.view(-1),
     "reshape": lambda t: t.reshape(3, 4, 8),
     "reshape-with-copy": lambda t: t.t().reshape(6, 16),
     "t": lambda t: t.t(),
     "T": lambda t: t.T,
-    "mT": lambda t: t.mT,
     "transpose": lambda t: t.transpose(0, 1),
     "permute": lambda t: t.permute(1, 0),
     "flatten": lambda t: t.flatten(),
-    "unflatten": lambda t: t.unflatten(1, (2, 4)),
     "unsqueeze": lambda t: t.unsqueeze(1),
     "squeeze": lambda t: t.unsqueeze(1).squeeze(1),
     "expand": lambda t: t[:1].expand(5, 8),
@@ -284,7 +281,6 @@ VIEWS = {
     "slice-with-step": lambda t: t[::3, ::2],
     "select": lambda t: t[4],
     "select-element": lambda t: t[4, 5],
-    "narrow": lambda t: t.narrow(0, 1, 3),
     "as_strided": lambda t: t.as_strided((3, 4), (8, 2)),
     "detach": lambda t: t.detach(),
     "clone": lambda t: t.clone(),
@@ -293,12 +289,9 @@ VIEWS = {
     "alias": torch.ops.aten.alias.default,
     "to": lambda t: t.to(t.dtype, copy=True),
     "split": lambda t: t.split(5),
-    "split-columns": lambda t: t.split(3, dim=1),
     "split-sizes": lambda t: t.split([2, 4, 6]),
     "tensor_split": lambda t: t.tensor_split(3),
-    "chunk": lambda t: t.chunk(5),
     "unbind": lambda t: t.unbind(1),
-    "iter": list,
 }
 
 
