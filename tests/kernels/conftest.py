@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +24,9 @@ def pytest_configure() -> None:
     """Take from Triton's interpreter what was most of its time.
 
     It patches Triton's language in each call of a function; here once for each, and what is patched
-    stays so: nothing but the interpreter runs here. And it computes all integers a second time, to
-    look for overflows, of which it tells nobody.
+    stays so: nothing but the interpreter runs here. It makes the type of a block anew for each
+    result. And it computes all integers a second time, to look for overflows, of which it tells
+    nobody.
     """
     if not INTERPRETER:
         return
@@ -39,6 +41,21 @@ def pytest_configure() -> None:
         interpreter.tl.tensor.__index__ = lambda self: self.handle.data.item()
         return interpreter._LangPatchScope()  # which has nothing to take back
 
+    blocks: dict[object, dict[str, object]] = {}
+    dtypes: dict[str, object] = {}
+    block, dtype = interpreter.tl.block_type.__init__, interpreter._get_np_dtype
+
+    def block_once(self: object, of: Any, shape: Any) -> None:
+        key = of.name, *(getattr(n, "value", n) for n in shape)
+        if key not in blocks:
+            block(self, of, shape)
+            blocks[key] = {**vars(self)}
+        vars(self).update(blocks[key])
+
+    def dtype_once(of: Any) -> object:
+        return dtypes.get(of.scalar.name) or dtypes.setdefault(of.scalar.name, dtype(of.scalar))
+
+    interpreter.tl.block_type.__init__, interpreter._get_np_dtype = block_once, dtype_once
     interpreter._patch_lang = once
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
         sanitize_overflow=False
