@@ -77,7 +77,6 @@ def test_a_rank_that_dies_while_saving_leaves_the_former_checkpoint(two: Ranks, 
 
 def test_ctrl_c_lets_all_ranks_save_together(here: Path) -> None:
     words = ["-m", "float8_lab.cli.main", *TRAIN, "--steps", "100000", "--output", "run"]
-    words += ["--tp", "2", "--sequence-parallel"]
     process = torchrun(here, *words)
     metrics = here / "run" / "metrics.jsonl"
     deadline = time.monotonic() + HANGS
