@@ -1,7 +1,7 @@
 """Triton kernels run on the GPU if there is one, else in Triton's interpreter on the CPU.
 
 The interpreter must be chosen before Triton is imported and changes Triton for the whole process,
-so test_interpreter.py runs the tests that take ``triton_device`` in processes of their own. This
+so test_interpreter.py runs the tests that take ``triton_device`` in a process of their own. This
 conftest leaves them out of a process that cannot run them, and all others out of the
 interpreter's.
 """
