@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from float8 import (
 )
 from support.configs import DELAYED, DISABLED, DYNAMIC, MIXES, mixed
 from support.devices import E4M3, E5M2
+from support.errors import require_errors
 
 ROLES = ["input", "weight", "grad_output"]
 SECOND_USES = ["input_for_grad_weight", "weight_for_grad_input", "grad_output_for_grad_weight"]
@@ -198,28 +200,42 @@ def test_float8_all_gather_needs_one_cast_of_the_weight() -> None:
 # ---------------------------------------------------------------- wrong values
 
 
-DTYPE, SCALE_FN = r"got .*expected torch.float8_e4m3fn or", r"got .*expected 'max' or 'most_recent'"
-LENGTH = "expected an int >= 1"
-WRONG: list[tuple[Any, str, Any, type[Exception], str]] = [
-    (CastConfig, "scaling_type", "dynamic", TypeError, "got 'dynamic', expected a Scaling"),
-    (CastConfig, "scaling_granularity", "tensorwise", TypeError, "got .*expected a Scaling"),
-    (CastConfig, "target_dtype", torch.bfloat16, ValueError, DTYPE),
-    (CastConfig, "target_dtype", torch.float8_e4m3fnuz, ValueError, DTYPE),
-    (DelayedScalingConfig, "history_len", 0, ValueError, f"got 0, {LENGTH}"),
-    (DelayedScalingConfig, "history_len", 1.0, TypeError, f"got .*{LENGTH}"),
-    (DelayedScalingConfig, "history_len", True, TypeError, f"got .*{LENGTH}"),
-    (DelayedScalingConfig, "scale_fn_name", "mean", ValueError, SCALE_FN),
-    (Float8GemmConfig, "use_fast_accum", "no", TypeError, "got 'no', expected a bool"),
-    (Float8LinearConfig, "pad_inner_dim", False, ValueError, "got False, expected True"),
-]
+ROWS, RUNS = (
+    CastConfig(scaling_granularity=each)
+    for each in (ScalingGranularity.AXISWISE, ScalingGranularity.BLOCK_1x128)
+)
 
 
-@pytest.mark.parametrize(("config", "field", "value", "error", "told"), WRONG)
-def test_wrong_values_are_refused(
-    config: Any, field: str, value: Any, error: type[Exception], told: str
-) -> None:
-    with pytest.raises(error, match=f"{field}: {told}"):
-        config(**{field: value})
+def test_wrong_values_are_refused() -> None:
+    dtype, length = r"got .*expected torch.float8_e4m3fn or", "expected an int >= 1"
+    scale_fn = r"got .*expected 'max' or 'most_recent'"
+    refused: list[tuple[str, Any, dict[str, Any]]] = [
+        ("TypeError: got 'dynamic', expected a Scaling", CastConfig, {"scaling_type": "dynamic"}),
+        ("TypeError: got .*expected a Scal", CastConfig, {"scaling_granularity": "tensorwise"}),
+        (f"ValueError: {dtype}", CastConfig, {"target_dtype": torch.bfloat16}),
+        (f"ValueError: {dtype}", CastConfig, {"target_dtype": torch.float8_e4m3fnuz}),
+        (f"ValueError: got 0, {length}", DelayedScalingConfig, {"history_len": 0}),
+        (f"TypeError: got .*{length}", DelayedScalingConfig, {"history_len": 1.0}),
+        (f"TypeError: got .*{length}", DelayedScalingConfig, {"history_len": True}),
+        (f"ValueError: {scale_fn}", DelayedScalingConfig, {"scale_fn_name": "mean"}),
+        ("TypeError: got 'no', expected a bool", Float8GemmConfig, {"use_fast_accum": "no"}),
+        ("ValueError: got False, expected True", Float8LinearConfig, {"pad_inner_dim": False}),
+    ]
+    for expected, config, field in refused:
+        kind, _, told = expected.partition(": ")
+        require_errors((f"{kind}: {next(iter(field))}: {told}", partial(config, **field), ()))
+    axiswise, run = ScalingGranularity.AXISWISE, ScalingGranularity.BLOCK_1x128
+    both = partial(Float8LinearConfig, cast_config_input=ROWS, cast_config_weight=RUNS)
+    gathered = partial(mixed, enable_fsdp_float8_all_gather=True)  # whose bytes fit not
+    require_errors(
+        ("ValueError: AXISWISE with ScalingType.DELAYED, expected TENSOR", CastConfig,
+         (ScalingType.DELAYED, axiswise)),
+        ("ValueError: BLOCK_1x128 with ScalingType.DISABLED, expected TENSOR", CastConfig,
+         (ScalingType.DISABLED, run)),
+        ("ValueError: 'output'.*axiswise and block_1x128, expected one of", both, ()),
+        ("ValueError: got True with a weight under .*AXISWISE", gathered, [ROWS] * 3),
+        ("ValueError: got True with a weight under .*BLOCK_1x128", gathered, [RUNS] * 3),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Float8LinearConfig)])
@@ -306,3 +322,5 @@ def test_a_config_says_its_recipe_in_a_word(name: str) -> None:
     other = dataclasses.replace(config, round_scales_to_power_of_2=rounds)
     switch = "round_scales_to_power_of_2" + ("" if rounds else "=False")
     assert other.short_str() == f"{name}, {switch}"
+    of_rows = mixed(ROWS, CastConfig(), CastConfig(target_dtype=E5M2)).short_str()
+    assert of_rows.startswith("input=axiswise/e4m3, weight=dynamic/e4m3")

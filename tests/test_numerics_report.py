@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from float8_lab.numerics import NumericsReport, casts_of, measure_cast, numerics
 from sqnr import same_bits
 from support.configs import of_recipe, tensorwise
 from support.devices import E4M3, on_devices
+from support.errors import require_errors
 from support.nano import NANO
 
 TOKENS = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(1))
@@ -369,20 +371,17 @@ WRAPPED = DistributedDataParallel.__new__(DistributedDataParallel)
 nn.Module.__init__(WRAPPED)
 IN_FLOAT8 = stack()
 IN_FLOAT8[2].weight = nn.Parameter(Float8Tensor.from_high_precision(torch.randn(16, 48), E4M3))
-WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
-    (lambda x: x, {}, TypeError, "got model function, expected an nn.Module"),
-    (nn.ReLU(), {}, ValueError, "got a ReLU without linear layers, expected at least one"),
-    (stack(), {}, ValueError, r"got a loss of shape \(4, 16\), .* one element; pass loss="),
-    (stack(), {"loss": lambda y: 1.0}, ValueError, "got a loss of float, expected a tensor"),
-    (stack(), {"recipe": "rows"}, ValueError, "recipe: got 'rows', expected one of"),
-    (WRAPPED, {}, ValueError, r"pass model\.module"),
-    (IN_FLOAT8, {}, ValueError, r"got 2\.weight as a Float8Tensor, expected a whole"),
-]
 
 
-@pytest.mark.parametrize(("model", "more", "kind", "message"), WRONG)
-def test_errors_say_what_to_do(
-    model: Any, more: dict[str, Any], kind: type[Exception], message: str
-) -> None:
-    with pytest.raises(kind, match=message):
-        numerics_report(model, torch.randn(4, 32), **more)
+def test_errors_say_what_to_do() -> None:
+    x, calls = torch.randn(4, 32), numerics_report
+    by = lambda **more: partial(calls, **more)  # noqa: E731
+    require_errors(
+        ("TypeError: got model function, expected an nn.Module", calls, [lambda x: x, x]),
+        ("ValueError: got a ReLU without linear layers, expected at", calls, [nn.ReLU(), x]),
+        (r"ValueError: got a loss of shape \(4, 16\), .* one element; ", calls, [stack(), x]),
+        ("ValueError: got a loss of float, exp", by(loss=lambda y: 1.0), [stack(), x]),
+        ("ValueError: recipe: got 'rows', expected one of", by(recipe="rows"), [stack(), x]),
+        (r"ValueError: pass model\.module", calls, [WRAPPED, x]),
+        (r"ValueError: got 2\.weight as a Float8Tensor, expected a whole", calls, [IN_FLOAT8, x]),
+    )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from float8 import Float8GemmConfig, Float8Linear, Float8LinearConfig
 from float8_lab.bench import model, step
 from float8_lab.bench.model import Size, model_step
-from float8_lab.bench.one_start import AGAIN, bench_one_start, mean_of_seeds
+from float8_lab.bench.one_start import bench_one_start, mean_of_seeds
 from float8_lab.bench.profile import ATTENTION, CASTS, ELSE, GEMMS, KINDS, bench_profile, kind_of
 from float8_lab.bench.step import bench_steps, check
 from float8_lab.bench.variants import (
@@ -251,7 +251,8 @@ def test_each_width_is_a_model_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
 def test_where_the_time_goes(device: str, mode: str) -> None:
     recipes = ["tensorwise", "blockwise"]
     variants = make_variants(recipes, [mode])
-    *_, rows = bench_profile(variants, Size("tiny", 1, 128), torch.device(device))
+    size = TINY if device == "cpu" else Size("tiny", 1, 128)
+    *_, rows = bench_profile(variants, size, torch.device(device))
     assert [row["recipe"] for row in rows] == ["bf16", *recipes]
     for row in rows:
         assert row["sum_ms"] == pytest.approx(sum(row[kind] for kind in KINDS))
@@ -312,9 +313,6 @@ def test_runs_of_each_seed_go_on_from_one_start() -> None:
         whole = Trainer(config.replace(seed=seed), data.load_corpus(config.data))
         whole.run(Event())
         assert whole.validate() == first  # as if it had not stopped
-    *_, rows = bench_one_start(config, [], 2)
-    assert [row["recipe"] for row in rows] == [HIGH_PRECISION, AGAIN]
-    assert rows[0]["val_loss"] == rows[1]["val_loss"] == groups[2][0]["val_loss"]
 
 
 def test_the_mean_of_seeds_has_the_standard_error_of_its_gap() -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,7 +52,7 @@ def rows_of(ranks: Ranks, folder: Path, *words: str) -> list[dict[str, Any]]:
 
 
 def test_tensor_parallel(two: Ranks, tmp_path: Path) -> None:
-    recipes = "tensorwise,delayed,rowwise"
+    recipes = "delayed,rowwise"
     rows = rows_of(two, tmp_path, "tp", "--seq-len", "64", "--recipe", recipes)
     assert [row["recipe"] for row in rows] == ["bf16", *recipes.split(",")]
     for row in rows:
@@ -60,10 +61,10 @@ def test_tensor_parallel(two: Ranks, tmp_path: Path) -> None:
 
 
 def test_training_on_two_ranks(two: Ranks, tmp_path: Path) -> None:
-    words = ["--recipe", "tensorwise,delayed", "--checkpointing", "full", "--gather", "bf16,float8"]
+    words = ["--recipe", "delayed", "--checkpointing", "full", "--gather", "bf16,float8"]
     rows = rows_of(two, tmp_path, "train", "--seq-len", "32", *words)
-    names = [(recipe, to) for recipe in ("tensorwise", "delayed") for to in ("bf16", "float8")]
-    assert [(row["recipe"], row["gather"]) for row in rows] == [("bf16", "bf16"), *names]
+    names = [("bf16", "bf16"), ("delayed", "bf16"), ("delayed", "float8")]
+    assert [(row["recipe"], row["gather"]) for row in rows] == names
     for row in rows:
         assert row["checkpointing"] == "full"
         assert row["tokens_per_s_per_gpu"] == pytest.approx(32 / row["ms"] * 1e3, rel=1e-3)
@@ -73,17 +74,20 @@ def test_training_on_two_ranks(two: Ranks, tmp_path: Path) -> None:
         assert row["sqnr_db"] is None or row["sqnr_db"] > 10
 
 
+@pytest.fixture(scope="module")
+def one() -> Iterator[Ranks]:
+    rank = Ranks(1)
+    yield rank
+    rank.stop()
+
+
 @pytest.mark.parametrize("more", [[], ["--lora"], ["--lora", "--transformers"]], ids=str)
-def test_training_on_one_rank(tmp_path: Path, more: list[str]) -> None:
+def test_training_on_one_rank(one: Ranks, tmp_path: Path, more: list[str]) -> None:
     for library in ("peft", "transformers")[: len(more)]:
         pytest.importorskip(library)
     recipes = ["tensorwise+only", "tensorwise"] if more else ["tensorwise", "delayed+held"]
-    one = Ranks(1)
-    try:
-        words = ["train", "--seq-len", "32", "--recipe", ",".join(recipes), *more]
-        rows = rows_of(one, tmp_path, *words)
-    finally:
-        one.stop()
+    words = ["train", "--seq-len", "32", "--recipe", ",".join(recipes), *more]
+    rows = rows_of(one, tmp_path, *words)
     assert [row["recipe"] for row in rows] == ["bf16", *recipes]
     assert [row["gather"] for row in rows] == [None] * 3
     if more:  # a base that is cast once computes as one that is cast at each use

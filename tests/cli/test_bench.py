@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
-from float8_lab.bench import linear
+from float8_lab.bench import linear, one_start
 from float8_lab.cli.main import main
 from float8_lab.cli.table import print_table
 
@@ -56,9 +57,14 @@ EACH = [
 
 @pytest.mark.parametrize(("words", "rows", "shown"), EACH, ids=lambda words: str(words)[:9])
 def test_each_benchmark_prints_its_rows_and_writes_what_it_takes_to_repeat_it(
-    words: str, rows: int, shown: str, capsys: pytest.CaptureFixture[str]
+    words: str,
+    rows: int,
+    shown: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What is in them is checked in `tests/bench`."""
+    """What is in them is checked in `tests/bench`, and that processes share the work."""
+    monkeypatch.setattr(one_start, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))
     Path("text.txt").write_text("\n".join(f"{i} and {i * i % 97} pears" for i in range(900)))
     assert main(["bench", *words.split(), "--device", "cpu", "-o", "x.json"]) == 0
     out, err = capsys.readouterr()
@@ -71,6 +77,8 @@ def test_each_benchmark_prints_its_rows_and_writes_what_it_takes_to_repeat_it(
     if words.startswith(("model", "profile")):  # those of a user's model; on a CPU, all
         assert results["settings"]["all_layers"] is False
     assert {"device", "torch", "git_commit", "command"} <= results["environment"].keys()
+    if words == START:  # high precision, twice
+        assert results["rows"][0]["val_loss"] == results["rows"][1]["val_loss"]
     assert float("inf") not in results["rows"][0].values()  # no JSON
 
 
@@ -99,7 +107,9 @@ def test_a_wrong_result_is_one_line_and_no_file(
     assert refused("bench", "model", *words, code=1).startswith("too large for the memory: ")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)]
+)
 def test_runs_of_one_start_end_with_it(number: signal.Signals) -> None:
     words = "bench one-start --data text.txt --model tiny --device cpu --seq-len 16 --steps 100000 "
     words += "--start 1 --seeds 2 --at-once 2"

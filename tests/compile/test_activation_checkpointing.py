@@ -62,7 +62,7 @@ def kept_bytes(compiled: nn.Module, x: Tensor) -> int:
 WAYS = [(recipe, {}) for recipe in (*RECIPES, *FINER)]
 WAYS += [("tensorwise", {"float8_weights": Float8Weights.HELD})]
 EXHAUSTIVE = [
-    pytest.param(*way, marks=[pytest.mark.exhaustive] if n in (2, 4) else [])
+    pytest.param(*way, marks=[pytest.mark.exhaustive] if n in (0, 2, 4) else [])
     for n, way in enumerate(WAYS)
 ]
 

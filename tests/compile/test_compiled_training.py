@@ -64,16 +64,15 @@ POWERS_OF_2 = {"round_scales_to_power_of_2": True}
         ("aot_eager", "selective-checkpoint", tensorwise(**POWERS_OF_2)),
         ("aot_eager", "plain", delayed(enable_amax_init=False, **POWERS_OF_2)),
         ("aot_eager", "plain", tensorwise(emulate=True)),
+        ("aot_eager", "plain bfloat16", delayed()),
+        ("aot_eager", "plain float16", delayed()),
     ],
 )
 def test_bits_are_those_of_eager_mode(backend: str, variant: str, config) -> None:
     build = two_layers if backend != "eager" and "checkpoint" in variant else one_layer
-    train(config, "cpu", backend, variant, build=build)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_parameters_under_compile(dtype: torch.dtype) -> None:
-    train(delayed(), "cpu", "aot_eager", build=one_layer, dtype=dtype)
+    variant, _, parameters = variant.partition(" ")
+    dtype = getattr(torch, parameters or "float32")
+    train(config, "cpu", backend, variant, build=build, dtype=dtype)
 
 
 def test_backward_casts_again_without_what_forward_wrote() -> None:
@@ -112,7 +111,7 @@ def test_inductor_with_autocast_and_checkpointing(device: str, config, variant: 
     if device == "cpu" and "autocast" in variant and torch.__version__ < "2.13":
         pytest.skip("Inductor for CPUs ignores emulate_precision_casts before torch 2.13")
     with INDUCTOR_ROUNDS_AS_EAGER:
-        train(config, device, "inductor", variant, bound=tolerances.COMPILED)
+        train(config, device, "inductor", variant, bound=tolerances.COMPILED, build=one_layer)
 
 
 @pytest.mark.gpu

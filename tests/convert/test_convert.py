@@ -75,17 +75,6 @@ def test_filter_is_called_with_each_linear_and_its_name() -> None:
     assert converted(model) == []
 
 
-@BOTH
-def test_a_linear_as_root_is_converted_in_place(config: Float8LinearConfig) -> None:
-    linear = nn.Linear(16, 32)
-    weight = linear.weight
-    convert_to_float8_training(linear, module_filter_fn=lambda mod, fqn: fqn != "")
-    assert type(linear) is nn.Linear
-    assert convert_to_float8_training(linear, config=config) is linear
-    assert type(linear) is Float8Linear
-    assert linear.weight is weight
-
-
 def test_a_layer_reached_by_two_names_is_seen_once_and_stays_one_layer() -> None:
     linear, names = nn.Linear(16, 16), []
     model = nn.Sequential(linear, nn.ReLU(), nn.Sequential(linear))

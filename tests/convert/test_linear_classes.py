@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from float8 import (
     Float8Linear,
@@ -103,8 +104,11 @@ def test_layers_of_one_class_have_one_class() -> None:
     assert type(model[0]) is type(model[1])
     assert isinstance(model[2], Of)
     assert isinstance(model[2], Float8Linear)
-    model.compile(backend="aot_eager", fullgraph=True)
-    model(seeded(0, 4, 16)).sum().backward()
+    counter = CompileCounterWithBackend("eager")
+    for layer in model[:2]:
+        layer.compile(backend=counter, fullgraph=True)
+    model(seeded(0, 4, 16).requires_grad_()).sum().backward()
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("cls", [Doubled, DoubledOutside])
@@ -241,14 +245,6 @@ def test_a_config_of_the_user_is_the_users() -> None:
     assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x), model(x))
 
 
-def test_what_one_conversion_leaves_the_next_may_take() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    convert_to_float8_training(model, module_filter_fn=lambda _, name: name == "0")
-    assert isinstance(Float8Linear.from_float(model[1]), Float8Linear)
-    convert_to_float8_training(model, module_filter_fn=lambda _, name: name == "1")
-    assert all(isinstance(layer, Float8Linear) for layer in model)
-
-
 def test_our_names_have_one_prefix() -> None:
     """But for two that a user's own hide, buffers of delayed scaling, and what torch reads."""
     layer = convert_to_float8_training(nn.Linear(16, 16), config=delayed())
@@ -345,7 +341,10 @@ def test_a_converted_class_is_called_as_the_original(config: Float8LinearConfig)
     assert type(layer)(32, 16).config == Float8LinearConfig()
 
 
-def test_hooks_that_are_methods_of_the_layer_are_called() -> None:
+@BOTH
+def test_hooks_are_called_also_those_that_are_methods_of_the_layer(
+    config: Float8LinearConfig,
+) -> None:
     class Counting(nn.Linear):
         calls = loads = 0
 
@@ -356,16 +355,20 @@ def test_hooks_that_are_methods_of_the_layer_are_called() -> None:
             self.loads += 1
 
     layer = Counting(16, 16)
+    backward: list[str] = []
+    layer.register_full_backward_hook(lambda *_: backward.append("layer"))
+    layer.weight.register_hook(lambda _: backward.append("weight"))
     handle = layer.register_forward_hook(layer.count)
     layer.register_forward_pre_hook(layer.count)
     layer.register_load_state_dict_pre_hook(layer.count_loads)
-    convert_to_float8_training(layer)
+    convert_to_float8_training(layer, config=config)
     layer(seeded(0, 4, 16))
     layer.load_state_dict(layer.state_dict())
     assert (layer.calls, layer.loads) == (2, 1)
     handle.remove()
-    layer(seeded(0, 4, 16))
+    layer(seeded(0, 4, 16).requires_grad_()).sum().backward()
     assert layer.calls == 3
+    assert sorted(backward) == ["layer", "weight"]
 
 
 def test_no_class_is_to_be_named_for_weights_that_others_have_changed() -> None:

@@ -120,7 +120,9 @@ def test_an_empty_model() -> None:
 def test_a_linear_as_root_has_a_name() -> None:
     layer = nn.Linear(16, 16)
     assert conversion_report(layer).layers[0].fqn == "(root)"
-    convert_to_float8_training(layer)
+    convert_to_float8_training(layer, module_filter_fn=lambda mod, fqn: fqn != "")
+    assert type(layer) is nn.Linear
+    assert convert_to_float8_training(layer) is layer
     assert [layer.fqn for layer in conversion_report(layer).converted] == ["(root)"]
 
 

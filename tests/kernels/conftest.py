@@ -1,7 +1,7 @@
 """Triton kernels run on the GPU if there is one, else in Triton's interpreter on the CPU.
 
 The interpreter must be chosen before Triton is imported and changes Triton for the whole process,
-so test_interpreter.py runs the tests that take ``triton_device`` in processes of their own. This
+so test_interpreter.py runs the tests that take ``triton_device`` in a process of their own. This
 conftest leaves them out of a process that cannot run them, and all others out of the
 interpreter's.
 """
@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,12 @@ GPU = torch.cuda.is_available() and not INTERPRETER
 
 
 def pytest_configure() -> None:
-    """Patch Triton's language once per function: the interpreter does so in each call of one.
+    """Take from Triton's interpreter what was most of its time.
 
-    That is most of its time. What is patched stays so: nothing but the interpreter runs here.
+    It patches Triton's language in each call of a function; here once for each, and what is patched
+    stays so: nothing but the interpreter runs here. It makes the type of a block anew for each
+    result. And it computes all integers a second time, to look for overflows, of which it tells
+    nobody.
     """
     if not INTERPRETER:
         return
@@ -37,7 +41,25 @@ def pytest_configure() -> None:
         interpreter.tl.tensor.__index__ = lambda self: self.handle.data.item()
         return interpreter._LangPatchScope()  # which has nothing to take back
 
+    blocks: dict[object, dict[str, object]] = {}
+    dtypes: dict[str, object] = {}
+    block, dtype = interpreter.tl.block_type.__init__, interpreter._get_np_dtype
+
+    def block_once(self: object, of: Any, shape: Any) -> None:
+        key = of.name, *(getattr(n, "value", n) for n in shape)
+        if key not in blocks:
+            block(self, of, shape)
+            blocks[key] = {**vars(self)}
+        vars(self).update(blocks[key])
+
+    def dtype_once(of: Any) -> object:
+        return dtypes.get(of.scalar.name) or dtypes.setdefault(of.scalar.name, dtype(of.scalar))
+
+    interpreter.tl.block_type.__init__, interpreter._get_np_dtype = block_once, dtype_once
     interpreter._patch_lang = once
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
+        sanitize_overflow=False
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,46 +87,59 @@ def resources(binary: bytes, folder: Path) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"([A-Z]+):(\d+)", done.stdout)}
 
 
-def groups(x: Tensor) -> None:
-    ends = empty(5, dtype=torch.int32)
-    for source, one_scale in itertools.product((x, x.float()), (False, True)):
-        ops.cuda.cast_groups(source, ends, E4M3, True, True, 5120, one_scale, False)
-        ops.cuda.cast_groups(source, ends, E4M3, False, True, 5120, one_scale, True)
-        ops.cuda.cast_groups(source, ends, E4M3, True, False, 5120, one_scale, True)
+def cast_groups(source: torch.dtype, one_scale: bool, row: bool, col: bool, x: Tensor) -> None:
+    ends, power_of_2 = empty(5, dtype=torch.int32), not (row and col)
+    ops.cuda.cast_groups(x.to(source), ends, E4M3, row, col, 5120, one_scale, power_of_2)
 
 
-def grouped_matmul(x: Tensor) -> None:
-    (R, C), ends = (ceil16(n) for n in x.shape), empty(5, dtype=torch.int32)
-    of_rows = empty(R, C, dtype=E4M3), empty(R), empty(5, 80, C, dtype=E4M3), empty(5, 80)
-    outer = empty(R, 1280, dtype=E4M3), empty(5, R), empty(C, 1280, dtype=E4M3), empty(5, C)
-    for fast, dtype in itertools.product((False, True), (BF16, FP32)):
-        ops.cuda.grouped_matmul(*of_rows, ends, False, fast, dtype)
-        ops.cuda.grouped_matmul(*outer, ends, False, fast, dtype)
+def grouped_matmul(of_rows: bool, fast: bool, dtype: torch.dtype, x: Tensor) -> None:
+    R, C, ends = x.shape[0], ceil16(x.shape[1]), empty(5, dtype=torch.int32)
+    if of_rows:
+        given = empty(R, C, dtype=E4M3), empty(R), empty(5, 80, C, dtype=E4M3), empty(5, 80)
+    else:
+        given = empty(R, 1280, dtype=E4M3), empty(5, R), empty(C, 1280, dtype=E4M3), empty(5, C)
+    ops.cuda.grouped_matmul(*given, ends, False, fast, dtype)
 
 
-GROUPED = {"cast_groups": groups, "grouped_matmul": grouped_matmul}
+def cast(*how: Any, scaled: bool = False, source: torch.dtype = BF16) -> Callable[[Tensor], Any]:
+    return lambda x: ops.cuda.cast(x.to(source), empty() if scaled else None, *how)
+
+
 CASES: dict[str, Callable[[Tensor], Any]] = {
     "amax": ops.cuda.amax,
-    "cast": lambda x: ops.cuda.cast(x, empty(), None, None, E4M3, True, True),
-    "cast row": lambda x: ops.cuda.cast(x, empty(), None, None, E4M3, True, False),
-    "cast of float32 by way of bfloat16": lambda x: ops.cuda.cast(
-        x.float(), empty(), None, None, E4M3, True, True, False, False, BF16
+    "cast": cast(None, None, E4M3, True, True, scaled=True),
+    "cast row": cast(None, None, E4M3, True, False, scaled=True),
+    "cast of float32 by way of bfloat16": cast(
+        None, None, E4M3, True, True, False, False, BF16, scaled=True, source=FP32
     ),
-    "cast under its own scale": lambda x: ops.cuda.cast(
-        x, None, None, None, E5M2, True, True, True, True
-    ),
+    "cast under its own scale": cast(None, None, E5M2, True, True, True, True),
     "cast_delayed": lambda x: ops.cuda.cast_delayed(
         x, empty(), empty(), E4M3, True, True, False, False, True
     ),
-    "rows": lambda x: ops.cuda.cast(x, None, 1, None, E4M3, True, False, False, True),
-    "rows and columns": lambda x: ops.cuda.cast(x, None, 1, None, E4M3, True, True),
-    "columns": lambda x: ops.cuda.cast(x, None, 1, None, E5M2, False, True, False, True),
-    "1x128": lambda x: ops.cuda.cast(x, None, 1, 128, E4M3, True, True),
-    "1x128 columns": lambda x: ops.cuda.cast(x, None, 1, 128, E4M3, False, True),
-    "1x128 of float32": lambda x: ops.cuda.cast(x.float(), None, 1, 128, E4M3, True, True),
-    "128x128": lambda x: ops.cuda.cast(x, None, 128, 128, E4M3, True, True),
+    "rows": cast(1, None, E4M3, True, False, False, True),
+    "rows and columns": cast(1, None, E4M3, True, True),
+    "columns": cast(1, None, E5M2, False, True, False, True),
+    "1x128": cast(1, 128, E4M3, True, True),
+    "1x128 columns": cast(1, 128, E4M3, False, True),
+    "1x128 of float32": cast(1, 128, E4M3, True, True, source=FP32),
+    "128x128": cast(128, 128, E4M3, True, True),
     "transpose": lambda x: ops.cuda.transpose(empty(*x.shape, dtype=E4M3)),
 }
+BOOLS = False, True
+LAYOUTS = (True, True), (False, True), (True, False)
+GROUPED: dict[str, Callable[[Tensor], Any]] = {
+    f"groups {of} {one_scale} {row} {col}": partial(cast_groups, of, one_scale, row, col)
+    for of, one_scale, (row, col) in itertools.product((BF16, FP32), BOOLS, LAYOUTS)
+} | {
+    f"grouped_matmul {' '.join(map(str, how))}": partial(grouped_matmul, *how)
+    for how in itertools.product(BOOLS, BOOLS, (BF16, FP32))
+}
+SHAPES = (4096, 2048), (100, 72)  # as tiles fill exactly, and not
+COMPILED = [
+    pytest.param(case, shape, marks=[pytest.mark.exhaustive] * (case in GROUPED and (n + m) % 2))
+    for n, case in enumerate(CASES | GROUPED)
+    for m, shape in enumerate(SHAPES)
+]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -154,8 +168,7 @@ def test_kernels_are_not_specialised_on_what_may_start_anywhere(
     assert bool(asked) == (case.startswith("cast") and case != "cast under its own scale")
 
 
-@pytest.mark.parametrize("shape", [(4096, 2048), (100, 72)], ids=str)
-@pytest.mark.parametrize("case", CASES | GROUPED)
+@pytest.mark.parametrize(("case", "shape"), COMPILED)
 def test_it_compiles_and_spills_nothing(
     case: str, shape: tuple[int, int], binaries: list[bytes], tmp_path: Path
 ) -> None:

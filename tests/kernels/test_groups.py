@@ -25,7 +25,8 @@ def ceil128(n: int) -> int:
     return (n + 127) // 128 * 128
 
 
-SIZES = [[0, 1, 15, 16, 17], [70, 0, 0, 65], [0, 0, 33], [1] * 20]
+MANY = 16  # groups, for which kernels want vectors of 32
+SIZES = [[0, 1, 15, 16, 17], [70, 0, 0, 65], [0, 0, 33], [1] * MANY]
 GRANULARITIES = [ScalingGranularity.TENSORWISE, ScalingGranularity.AXISWISE]
 cases = pytest.mark.parametrize(
     ("sizes", "of", "power_of_2"),
@@ -68,8 +69,9 @@ def test_kernels_are_their_twin(
     triton_device: torch.device, sizes: list[int], of: ScalingGranularity, power_of_2: bool
 ) -> None:
     layouts = [(True, True), (True, False), (False, True)]
-    for source, (row, col) in zip(HIGH_PRECISION, layouts, strict=True):
-        x, offs = (t.to(triton_device) for t in tensor(sizes, 150, source))
+    few = len(sizes) < MANY
+    for source, (row, col) in [*zip(HIGH_PRECISION, layouts, strict=True)][: 3 if few else 1]:
+        x, offs = (t.to(triton_device) for t in tensor(sizes, 150 if few else 24, source))
         how = E4M3, row, col, sum(map(ceil128, sizes)), of.one_scale, power_of_2
         assert_same(ops.cuda.cast_groups(x, offs, *how), ops.cpu.cast_groups(x, offs, *how))
 
@@ -111,14 +113,14 @@ def operands(sizes: list[int], R: int, N: int, C: int, device: torch.device) -> 
 
 @pytest.mark.parametrize("sizes", [*SIZES[:3], [0, 0], [290]], ids=str)
 def test_the_grouped_gemm_is_its_twin(triton_device: torch.device, sizes: list[int]) -> None:
-    for case in operands(sizes, sum(sizes) + 5, 150, 176, triton_device):
-        for fast, dtype in ((False, torch.float32), (True, torch.bfloat16)):
-            got = ops.cuda.grouped_matmul(*case, False, fast, dtype)
-            want = ops.cpu.grouped_matmul(*case, False, fast, dtype)
-            assert got.dtype == want.dtype
-            assert torch.equal(got == 0, want == 0)  # all of rows and groups that are empty
-            # Tensor cores add with few bits, the interpreter rounds to bfloat16 towards zero.
-            assert not want.any() or sqnr(want, got) > 45
+    for n, case in enumerate(operands(sizes, sum(sizes) + 5, 150, 176, triton_device)):
+        fast = (n + len(sizes)) % 2 == 0
+        how = False, fast, torch.bfloat16 if fast else torch.float32
+        got, want = ops.cuda.grouped_matmul(*case, *how), ops.cpu.grouped_matmul(*case, *how)
+        assert got.dtype == want.dtype
+        assert torch.equal(got == 0, want == 0)  # all of rows and groups that are empty
+        # Tensor cores add with few bits, the interpreter rounds to bfloat16 towards zero.
+        assert not want.any() or sqnr(want, got) > 45
 
 
 def test_no_tokens_at_all(triton_device: torch.device) -> None:
@@ -136,7 +138,7 @@ WILD = [
     [10, 5, 130, T, 7],
     [-1, 15, T + 1, MAX - 126, MAX, MIN],
     [-1539066660, 255357750, -168753601, 20, -1944681763, -2017449976],
-    [-53, 8, 81, 18, 59, 202, 60, 151, -110, 101, 79, 95, 145, 83, 159, 87, 186, -20, 59, 100],
+    [-53, 8, 81, 18, 59, 202, 60, 151, -110, 101, 79, 95, 145, 83, 159, 87],
 ]
 MARGIN = 1 << 16
 

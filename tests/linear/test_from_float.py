@@ -43,23 +43,6 @@ def test_parameters_and_the_training_mode_are_shared(
     assert torch.equal(linear(x), before)
 
 
-@BOTH
-def test_hooks_of_the_original_layer_survive(config: Float8LinearConfig) -> None:
-    calls = []
-    linear = nn.Linear(32, 16)
-    linear.register_forward_pre_hook(lambda mod, args: calls.append("pre"))
-    doubled = linear.register_forward_hook(lambda mod, args, out: out * 2)
-    linear.register_full_backward_hook(lambda mod, gi, go: calls.append("backward"))
-    linear.weight.register_hook(lambda grad: calls.append("weight"))
-    layer = convert_to_float8_training(linear, config=config)
-    x = seeded(0, 4, 32)
-    twice = layer(x.clone().requires_grad_())
-    twice.sum().backward()
-    assert set(calls) == {"pre", "backward", "weight"}
-    doubled.remove()  # handles taken before the swap still work
-    assert torch.equal(twice, layer(x.requires_grad_()) * 2)
-
-
 def add_hooks(layer: nn.Module, calls: list[nn.Module]) -> None:
     layer.register_forward_hook(lambda mod, args, out: calls.append(mod))
     layer.register_forward_pre_hook(lambda mod, args: calls.append(mod))
@@ -176,17 +159,6 @@ def test_what_is_refused() -> None:
         ("ValueError: expected no empty dim", Float8Linear, (0, 16)),
         ("ValueError: expected no empty dim", Float8Linear, (16, 0)),
     )
-
-
-@on_devices
-def test_a_layer_can_be_built_directly(device: str) -> None:
-    layer = Float8Linear(32, 16, False, device, torch.bfloat16, config=delayed())
-    assert isinstance(layer, nn.Linear)
-    assert layer.bias is None
-    assert layer.weight.device.type == layer.fp8_scale_input.device.type == device
-    assert layer.weight.dtype == torch.bfloat16
-    assert layer.fp8_scale_input.dtype == torch.float32
-    assert Float8Linear(32, 16).config == Float8LinearConfig()
 
 
 def test_repr_shows_the_scaling_of_each_role_second_uses_and_switches() -> None:

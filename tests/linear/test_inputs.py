@@ -11,7 +11,7 @@ from torch import Tensor
 
 from float8 import Float8Linear, Float8LinearConfig, linear, sync_float8_amax_and_scale_history
 from sqnr import assert_same_bits, same_bits
-from support.configs import BOTH, DELAYED, DYNAMIC, mixed
+from support.configs import BOTH, DELAYED, DYNAMIC, FINER, mixed, of_recipe
 from support.devices import DTYPES, on_devices
 from support.errors import require_errors
 from support.models import copied, forward_backward, fp8_state, seeded
@@ -199,3 +199,22 @@ def test_one_overflowing_step_leaves_the_next_one_clean(device: str, mix) -> Non
             sync_float8_amax_and_scale_history(layer)
             finite = batch is x or value == 1000
             assert all(bool(result.isfinite().all()) for result in results.values()) == finite
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", FINER)
+def test_zeros_and_what_is_not_finite_under_finer_scales(recipe: str, device: str) -> None:
+    layer = Float8Linear(256, 48, False, device, config=of_recipe(recipe))
+    x, g = seeded(0, 160, 256, device=device), seeded(1, 160, 48, device=device)
+    x[5] = 0
+    x[:, 7] = 0
+    got = forward_backward(layer, x, g)
+    assert (got["output"][5] == 0).all()
+    assert (got["weight"][:, 7] == 0).all()
+    assert all(t.isfinite().all() for t in got.values())
+    x[9, 11] = torch.inf
+    got = forward_backward(layer, x, g)
+    assert got["output"][9].isnan().all()
+    assert got["output"].isfinite().all(dim=1).sum() == 159  # its own row alone
+    # In high precision an Inf stays one.
+    assert not got["weight"][:, 11].isfinite().any()

@@ -101,21 +101,14 @@ def test_initial_weights_come_from_the_seed_alone_with_the_documented_spread() -
     assert torch.equal(model.norm.weight, torch.ones(model.config.dim))
 
 
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        ("tiny", 656_256),
-        ("1b", 973_670_400),
-        ("llama3-8b", 8_030_261_248),
-        ("llama3-70b", 70_553_706_496),
-    ],
-)
-def test_presets_have_the_size_of_their_name(name: str, count: int) -> None:
-    with torch.device("meta"):
-        model = Llama(PRESETS[name].model, 16)
-    model.tie_head()
-    assert sum(p.numel() for p in model.parameters()) == count
-    assert all(dim % 16 == 0 for p in model.parameters() for dim in p.shape)
+def test_presets_have_the_size_of_their_name() -> None:
+    sizes = {"tiny": 656_256, "1b": 973_670_400, "llama3-8b": 8_030_261_248}
+    for name, count in (sizes | {"llama3-70b": 70_553_706_496}).items():
+        with torch.device("meta"):
+            model = Llama(PRESETS[name].model, 16)
+        model.tie_head()
+        assert sum(p.numel() for p in model.parameters()) == count
+        assert all(dim % 16 == 0 for p in model.parameters() for dim in p.shape)
 
 
 def test_a_scaled_shape_keeps_its_proportions() -> None:

@@ -58,10 +58,3 @@ def test_scales_have_the_shape_that_follows_from_the_block(granularity: Granular
     if granularity.square:
         values = dequantised(made.row, granularity)[:140, :300]
         assert torch.equal(dequantised(made.col, granularity)[:300, :140], values.t())
-
-
-def test_members_are_told_by_their_names() -> None:
-    assert [each.value for each in ScalingGranularity] == [
-        "tensorwise", "axiswise", "block_1x128", "block_128x128",
-    ]  # fmt: skip
-    assert all(ScalingGranularity(each.value) is each for each in ScalingGranularity)

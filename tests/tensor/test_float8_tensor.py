@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import tolerances
 from float8 import Float8Tensor
@@ -126,19 +126,6 @@ def test_repr_shows_all_fields() -> None:
     text = repr(Float8Tensor.from_high_precision(torch.ones(2, 2, dtype=torch.bfloat16)))
     for part in ("Float8Tensor", "data=", "scale=", "orig_dtype=torch.bfloat16", "tensorwise"):
         assert part in text
-
-
-@on_devices
-def test_it_can_be_a_parameter(device: str) -> None:
-    module = nn.Module()
-    module.weight = nn.Parameter(float8(0, 16, 32, device=device))
-    assert isinstance(module.weight, nn.Parameter)
-    assert isinstance(module.weight, Float8Tensor)
-    assert list(dict(module.named_parameters())) == ["weight"]
-    x = seeded(1, 4, 32, device=device)
-    F.linear(x, module.weight).sum().backward()
-    assert module.weight.grad.dtype == module.weight.dtype
-    assert sqnr(x.sum(0).expand(16, 32), module.weight.grad) > tolerances.GEMM
 
 
 def bias_of(a: Tensor) -> Tensor:

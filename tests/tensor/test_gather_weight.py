@@ -41,10 +41,8 @@ def known(x: Float8GatherWeight) -> float | None:
 
 VIEWS = {
     "split": lambda x: x.split(2)[1],
-    "chunk": lambda x: x.chunk(2)[0],
     "narrow": lambda x: x.narrow(0, 1, 2),
     "view": lambda x: x.view(-1),
-    "view_as": lambda x: x.view_as(x),
     "slice": lambda x: x[1:3],
     "select": lambda x: x[1],
     "transpose": lambda x: x.t(),
@@ -287,7 +285,7 @@ def test_conversion_keeps_what_hung_on_the_parameter(swappable: bool) -> None:
     model.w1.weight.group = "decay"
     model.w1.weight.grad = torch.ones(48, 32)
     model.w2.weight.requires_grad_(False)
-    memory = model.w1.weight.data_ptr()
+    memory, model.w3.weight = model.w1.weight.data_ptr(), model.w1.weight
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         model = convert(model, "tensorwise")
@@ -295,7 +293,8 @@ def test_conversion_keeps_what_hung_on_the_parameter(swappable: bool) -> None:
     assert all("1 layer(s)" in str(w.message) for w in warned)
     assert all("make it after" in str(w.message) for w in warned)
     weight = model.w1.weight
-    assert (weight is before) == swappable
+    assert (weight is before) == swappable  # which an optimizer has
+    assert model.w3.weight is weight
     assert isinstance(weight, Float8GatherWeight)
     assert isinstance(weight, nn.Parameter)
     assert reference is None or reference() is before
@@ -314,18 +313,6 @@ def test_a_weight_with_hooks_is_not_converted(kind: str) -> None:
     handle.remove()
     convert(model, "tensorwise")
     assert isinstance(model.w2.weight, Float8GatherWeight)
-
-
-def test_an_optimizer_made_before_the_conversion_trains_its_weights() -> None:
-    model = FeedForward(32, 48)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model.w3.weight = model.w1.weight
-    convert(model, "tensorwise")
-    assert model.w3.weight is model.w1.weight
-    before = high_precision(model.w1.weight).clone()
-    model(seeded(0, 16, 32)).square().mean().backward()
-    optimizer.step()
-    assert (high_precision(model.w1.weight) != before).all()
 
 
 def test_a_weight_that_something_else_uses_stays_plain() -> None:
