@@ -1,11 +1,8 @@
 """`float8 train` as torchrun starts it: real processes, which die and are asked to stop."""
 
-import os
+import json
 import re
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,35 +12,22 @@ from float8_lab.cli.main import main
 from float8_lab.errors import ConfigError, OutOfMemoryError, RankFailedError, ToldError
 from float8_lab.trainer.run_folder import find_checkpoint
 from support import trainer_ranks as work
-from support.limits import HANGS
+from support.forks import COMPILER, run_program
 from support.ranks import Ranks
 
 # One after the other: each has a process per core.
 pytestmark = pytest.mark.xdist_group("ranks")
 
-FAILING = str(Path(__file__).parents[1] / "support" / "rank_that_fails.py")
+SUPPORT = Path(__file__).parents[1] / "support"
 SHORT = ["--device", "cpu", "--batch-size", "2", "--seq-len", "16", "--eval-batches", "1"]
 SHORT += ["--no-tensorboard", "--log-interval", "1", "--fsdp"]
 
 
-def torchrun(here: Path, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return subprocess.Popen(
-        [*command, "--nproc-per-node", "2", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=here,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
-def end_of(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    try:
-        out, err = process.communicate(timeout=HANGS)
-    finally:
-        process.kill()
-    return process.returncode, out, err
+def torchrun(here: Path, *words: str, **env: str) -> tuple[int, str, str]:
+    program = (SUPPORT / "torchrun.py").read_text()
+    env |= {"HERE": str(here), "WORDS": json.dumps(words), "OMP_NUM_THREADS": "1"}
+    ended = run_program(program, COMPILER, **env)
+    return ended.returncode, ended.stdout, ended.stderr
 
 
 @pytest.fixture
@@ -57,7 +41,8 @@ TRAIN = ["train", "--data", "text", *SHORT]
 def test_a_rank_that_dies_while_saving_leaves_the_former_checkpoint(two: Ranks, here: Path) -> None:
     words = [*TRAIN, "--recipe", "delayed", "--fsdp-float8-all-gather", "--steps", "2"]
     words += ["--checkpoint-interval", "1"]
-    code, out, err = end_of(torchrun(here, FAILING, *words, "--output", "run"))
+    failing = str(SUPPORT / "rank_that_fails.py")
+    code, out, err = torchrun(here, failing, *words, "--output", "run")
     assert code != 0
     assert "another rank is gone" in err
     assert "exitcode  : 9" in err
@@ -76,17 +61,9 @@ def test_a_rank_that_dies_while_saving_leaves_the_former_checkpoint(two: Ranks, 
 
 
 def test_ctrl_c_lets_all_ranks_save_together(here: Path) -> None:
-    words = ["-m", "float8_lab.cli.main", *TRAIN, "--steps", "100000", "--output", "run"]
-    words += ["--tp", "2", "--sequence-parallel"]
-    process = torchrun(here, *words)
-    metrics = here / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + HANGS
-    while not (metrics.exists() and '"train"' in metrics.read_text()):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)  # to torchrun, as a terminal does
-    _, out, err = end_of(process)
+    words = [*TRAIN, "--steps", "100000", "--output", "run", "--tp", "2", "--sequence-parallel"]
+    metrics = str(here / "run" / "metrics.jsonl")
+    _, out, err = torchrun(here, main_module.__file__, *words, METRICS=metrics)
     assert err.count("stopping after this step, with a checkpoint") == 1
     step = int(re.findall(r"interrupted after step (\d+)", out)[0])
     assert find_checkpoint(here / "run").name == f"step_{step:08d}"
