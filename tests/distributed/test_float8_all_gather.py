@@ -6,6 +6,7 @@ A scale that was computed ahead is used for the weight that it was computed for,
 import copy
 import warnings
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -208,10 +209,7 @@ WRITES: dict[str, Callable[[nn.Module, dict[str, Tensor]], object]] = {
 """Without an optimizer; `early` is a state dict from before."""
 
 
-@pytest.mark.parametrize("hidden", [pytest.param(3, marks=pytest.mark.exhaustive), 42])
-@on("four")
-def test_a_stale_precomputed_scale_is_never_used(hidden: int) -> None:
-    """Shards of 42 rows: 11, 11, 11, 9. Of 3 rows one rank has none."""
+def stale(hidden: int) -> None:
     for name, write in WRITES.items():
         results = []
         for precompute in (True, False):
@@ -231,6 +229,18 @@ def test_a_stale_precomputed_scale_is_never_used(hidden: int) -> None:
                 precompute_scales(model)
             results[-1].append(step(model))
         assert all(torch.equal(*pair) for pair in zip(*results, strict=True)), name
+
+
+@pytest.mark.parametrize(
+    ("ranks", "hidden"),
+    [
+        ("two", 43),  # shards of 22 and 21 rows
+        pytest.param("four", 42, marks=pytest.mark.exhaustive),  # 11, 11, 11, 9
+        pytest.param("four", 3, marks=pytest.mark.exhaustive),  # one rank has none
+    ],
+)
+def test_a_stale_precomputed_scale_is_never_used(request: Any, ranks: str, hidden: int) -> None:
+    request.getfixturevalue(ranks).run(stale, hidden)
 
 
 @on("four")
