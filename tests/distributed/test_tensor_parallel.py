@@ -26,6 +26,7 @@ from support.configs import FINER, RECIPES
 from support.devices import GPU
 from support.errors import require_errors
 from support.models import Attention, FeedForward, forward_backward, seeded
+from support.outcome import compiles
 from support.parallel import (
     DIM,
     HIDDEN,
@@ -185,7 +186,8 @@ def compiled(kind: str, recipe: str, backend: str) -> None:
     single, *blocks = [block_of(recipe) for _ in range(4)]
     for block in blocks:
         parallelize_module(block, tensor, plan_of(kind, not two_dims, local=("ffn",)))
-        block.compile(fullgraph=True, backend=backend)
+        if compiles() or backend == "inductor":  # which orders collectives otherwise
+            block.compile(fullgraph=True, backend=backend)
         if two_dims:
             fully_shard(block, mesh=mesh["data"])
     x, g = (seeded(seed, 2, TOKENS, DIM, device=here()) for seed in (1, 2))
