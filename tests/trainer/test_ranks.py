@@ -60,8 +60,8 @@ def assert_like_one(
 
 def test_the_curves_of_two_ranks_are_those_of_one(two: Ranks, settings: Settings) -> None:
     hows: list[dict[str, Any]] = [
-        {"eval_interval": 3, "accumulate": 2, "activation_checkpointing": True},
-        {"model": "nano-tied", "grad_clip": 0.0, "steps": 3},
+        {"eval_interval": 2, "accumulate": 2, "activation_checkpointing": True, "steps": 3},
+        {"model": "nano-tied", "grad_clip": 0.0, "steps": 2},
     ]
     wanted = work.several([settings(**how) for how in hows])
     got = two.run(work.several, [settings(fsdp=True, **how) for how in hows])
@@ -77,7 +77,7 @@ def test_float8_curves_are_those_of_one_rank_that_takes_the_parts_in_turn(
     two: Ranks, settings: Settings, recipe: str, compile: bool
 ) -> None:
     # A scale is that of one rank's part of the batch, as it is that of one microbatch.
-    how = {"recipe": recipe, "steps": 3}
+    how = {"recipe": recipe, "steps": 2}
     wanted = work.curves(settings(batch_size=2, accumulate=2, **how))
     how |= {"batch_size": 4, "fsdp": True}
     # None of this changes a bit.
@@ -95,7 +95,7 @@ def test_float8_curves_are_those_of_one_rank_that_takes_the_parts_in_turn(
     ],
 )
 def test_ranks_that_share_layers(two: Ranks, settings: Settings, how: dict[str, Any]) -> None:
-    how |= {"steps": 3}
+    how |= {"steps": 2}
     one = settings(**how)
     runs = [settings(tp=2, **how), settings(tp=2, sequence_parallel=True, **how)]
     wanted, (got, _) = work.curves(one, None, True), two.run(work.several, runs, True)
@@ -114,7 +114,7 @@ def test_ranks_that_share_layers(two: Ranks, settings: Settings, how: dict[str, 
 def test_sharded_models_of_ranks_that_share_layers(
     four: Ranks, settings: Settings, how: dict[str, Any], more: dict[str, Any]
 ) -> None:
-    how |= {"steps": 3, "eval_batches": 1}
+    how |= {"steps": 2, "eval_batches": 1}
     one = settings(batch_size=2, accumulate=2, **how)  # the parts of the batch in turn
     more |= {"fsdp": True, "tp": 2, "sequence_parallel": True}
     run = settings(batch_size=4, **how, **more)

@@ -11,12 +11,9 @@ from float8_lab.cli import main as main_module
 from float8_lab.cli.main import main
 from float8_lab.errors import ConfigError, OutOfMemoryError, RankFailedError, ToldError
 from float8_lab.trainer.run_folder import find_checkpoint
-from support import trainer_ranks as work
 from support.forks import COMPILER, run_program
-from support.ranks import Ranks
 
-# One after the other: each has a process per core.
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.xdist_group("programs")
 
 SUPPORT = Path(__file__).parents[1] / "support"
 SHORT = ["--device", "cpu", "--batch-size", "2", "--seq-len", "16", "--eval-batches", "1"]
@@ -38,7 +35,7 @@ def here(text_folder: Path) -> Path:
 TRAIN = ["train", "--data", "text", *SHORT]
 
 
-def test_a_rank_that_dies_while_saving_leaves_the_former_checkpoint(two: Ranks, here: Path) -> None:
+def test_a_rank_that_dies_while_saving_leaves_the_former_checkpoint(here: Path) -> None:
     words = [*TRAIN, "--recipe", "delayed", "--fsdp-float8-all-gather", "--steps", "2"]
     words += ["--checkpoint-interval", "1"]
     failing = str(SUPPORT / "rank_that_fails.py")
@@ -55,7 +52,7 @@ def test_a_rank_that_dies_while_saving_leaves_the_former_checkpoint(two: Ranks, 
     assert out.count("checkpoint: run/checkpoints/step_00000001") == 1
 
     way_on = ["train", "--fsdp", "--fsdp-float8-all-gather", "--resume", "run"]
-    assert two.run(work.command, here, way_on) == [0, 0]
+    assert torchrun(here, main_module.__file__, *way_on)[0] == 0
     assert not list(checkpoints.glob(".unfinished*"))
     assert find_checkpoint(here / "run").name == "step_00000002"
 
