@@ -1,6 +1,7 @@
-"""A rank of `float8` under torchrun; argv: the words. With `FAILS` the last one dies while it saves.
+"""A rank of `float8` under torchrun; argv: the words.
 
-At its second checkpoint, when its shards are about to be written, and those of others may be.
+If `FAILS` is set, the last one dies at its second checkpoint: when its shards are about to be
+written, and those of others may be.
 """
 
 import os

@@ -22,7 +22,8 @@ SHORT += ["--no-tensorboard", "--log-interval", "1", "--fsdp"]
 
 def torchrun(here: Path, *words: str, **env: str) -> tuple[int, str, str]:
     program = (SUPPORT / "torchrun.py").read_text()
-    env |= {"HERE": str(here), "WORDS": json.dumps(words), "OMP_NUM_THREADS": "1"}
+    script = str(SUPPORT / "trainer_rank.py")
+    env |= {"HERE": str(here), "WORDS": json.dumps([script, *words]), "OMP_NUM_THREADS": "1"}
     ended = run_program(program, COMPILER, **env)
     return ended.returncode, ended.stdout, ended.stderr
 
@@ -38,8 +39,7 @@ TRAIN = ["train", "--data", "text", *SHORT]
 def test_a_rank_that_dies_while_saving_leaves_the_former_checkpoint(here: Path) -> None:
     words = [*TRAIN, "--recipe", "delayed", "--fsdp-float8-all-gather", "--steps", "2"]
     words += ["--checkpoint-interval", "1"]
-    failing = str(SUPPORT / "rank_that_fails.py")
-    code, out, err = torchrun(here, failing, *words, "--output", "run")
+    code, out, err = torchrun(here, *words, "--output", "run", FAILS="1")
     assert code != 0
     assert "another rank is gone" in err
     assert "exitcode  : 9" in err
@@ -52,7 +52,7 @@ def test_a_rank_that_dies_while_saving_leaves_the_former_checkpoint(here: Path) 
     assert out.count("checkpoint: run/checkpoints/step_00000001") == 1
 
     way_on = ["train", "--fsdp", "--fsdp-float8-all-gather", "--resume", "run"]
-    assert torchrun(here, main_module.__file__, *way_on)[0] == 0
+    assert torchrun(here, *way_on)[0] == 0
     assert not list(checkpoints.glob(".unfinished*"))
     assert find_checkpoint(here / "run").name == "step_00000002"
 
@@ -60,7 +60,7 @@ def test_a_rank_that_dies_while_saving_leaves_the_former_checkpoint(here: Path) 
 def test_ctrl_c_lets_all_ranks_save_together(here: Path) -> None:
     words = [*TRAIN, "--steps", "100000", "--output", "run", "--tp", "2", "--sequence-parallel"]
     metrics = str(here / "run" / "metrics.jsonl")
-    _, out, err = torchrun(here, main_module.__file__, *words, METRICS=metrics)
+    _, out, err = torchrun(here, *words, METRICS=metrics)
     assert err.count("stopping after this step, with a checkpoint") == 1
     step = int(re.findall(r"interrupted after step (\d+)", out)[0])
     assert find_checkpoint(here / "run").name == f"step_{step:08d}"
