@@ -127,7 +127,7 @@ AUTOCAST = {"autocast": torch.bfloat16, "steps": 2}
     [
         (plain, "delayed", (2, 16, 32), AUTOCAST),
         pytest.param(plain, "tensorwise", (2, 16, 32), AUTOCAST, marks=pytest.mark.exhaustive),
-        (BUILD["checkpoint"], "delayed", SHAPE, {}),
+        pytest.param(BUILD["checkpoint"], "delayed", SHAPE, {}, marks=pytest.mark.exhaustive),
         (lambda config: convert(Holder(), config), "blockwise", (17, 33), {}),
     ],
     ids=["delayed", "tensorwise", "checkpoint", "odd"],

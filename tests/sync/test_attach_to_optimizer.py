@@ -399,7 +399,7 @@ def test_forgotten_amaxes_need_no_sync() -> None:
 
 def test_threads_may_convert_and_step_at_once() -> None:
     def work(seed: int) -> int:
-        for _ in range(20):
+        for _ in range(10):
             model = stack(2)
             optimizer = optimizer_of(model)
             attach_to_optimizer(model, optimizer)

@@ -153,7 +153,7 @@ def test_evaluation_is_that_of_dynamic_scaling(change, context) -> None:
 @pytest.mark.parametrize("mode", ["eager", "aot_eager"])
 def test_the_mode_decides_whether_the_history_is_taken(mode: str) -> None:
     """The first forward of reentrant checkpointing has no gradients, its recomputation has."""
-    model = trained(stack(2))
+    model = trained(stack(1))
     call = running(model, mode)
     for training in (True, False):
         model.train(training)
