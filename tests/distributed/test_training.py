@@ -99,7 +99,9 @@ SHARDINGS: dict[str, Row] = {
     "powers of 2": masters() | {"config": {"round_scales_to_power_of_2": True}},
     "without precomputed scales": masters() | {"attach": False},
 }
-OF_FOUR: dict[str, Row] = SHARDINGS | {
+OF_FOUR: dict[str, Row] = {
+    **{name: SHARDINGS[name] for name in ("uneven", "empty", "powers of 2")},
+    "without precomputed scales": SHARDINGS["without precomputed scales"],
     "hsdp": masters(41, mesh=(2, 2)),
     "as many as ranks": masters(reshard_after_forward=4),
 }
