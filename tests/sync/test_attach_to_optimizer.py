@@ -67,16 +67,6 @@ def test_each_step_is_one_sync(device: str, how: str) -> None:
     assert steps_seen(model) == 3
 
 
-def test_the_handle_detaches() -> None:
-    model = stack(2)
-    optimizer = optimizer_of(model)
-    handle = attach_to_optimizer(model, optimizer)
-    steps(model, optimizer)
-    handle.remove()
-    steps(model, optimizer)
-    assert_missing(model)
-
-
 def test_an_attachment_outlives_the_way_back() -> None:
     """It writes nothing on layers in high precision, which can be converted again."""
     model = stack(1)
@@ -292,20 +282,6 @@ def test_a_missing_sync_is_noticed_in_copies_too(copied) -> None:
     optimizer_of(model).step()  # steps with no gradients: no amax was recorded
     steps(model, optimizer_of(model))
     assert_missing(model)
-
-
-@pytest.mark.parametrize("when", ["before the step", "after the step"])
-def test_a_sync_before_or_after_the_step_is_fine(when: str) -> None:
-    model = stack(2)
-    optimizer = optimizer_of(model)
-    for _ in range(3):
-        for microbatch in range(2):
-            train(model, microbatch)
-        if when == "before the step":
-            sync_float8_amax_and_scale_history(model)
-        optimizer.step()
-        if when == "after the step":
-            sync_float8_amax_and_scale_history(model)
 
 
 def test_where_nothing_is_checked_nothing_raises() -> None:
