@@ -19,6 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 from float8 import convert_to_float8_training, float8_state_dict, high_precision_state_dict
 from sqnr import same_bits
+from support import libraries
 from support.models import fp8_state
 from support.ranks import Ranks
 
@@ -70,7 +71,9 @@ def test_what_is_saved_after_a_training_is_of_the_plain_model(whole: Any, tmp_pa
 
 def test_a_model_converted_otherwise_is_resumed_with_a_warning(whole: Any, tmp_path: Path) -> None:
     other = convert_to_float8_training(
-        hf.llama(), config="delayed", module_filter_fn=lambda mod, fqn: fqn.endswith("q_proj")
+        libraries.llama(),
+        config="delayed",
+        module_filter_fn=lambda mod, fqn: fqn.endswith("q_proj"),
     )
     with pytest.warns(UserWarning, match="delayed scaling in different layers"):
         resume(other, whole[1] / "checkpoint-2", tmp_path)
@@ -116,7 +119,7 @@ def test_experts_are_resumed_bit_by_bit_from_the_checkpoint_or_not_at_all(
         return convert_to_float8_training(model, **chosen)
 
     def mixtral(seed: int) -> nn.Module:
-        return convert(hf.llama(seed, "Mixtral", num_local_experts=4))
+        return convert(hf.llama(seed, "Mixtral", num_local_experts=4, num_hidden_layers=1))
 
     whole = mixtral(0)
     save = functools.partial(whole.save_pretrained, max_shard_size=size)
