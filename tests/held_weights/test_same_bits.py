@@ -82,6 +82,7 @@ def checkpointed(config: Float8LinearConfig) -> nn.Module:
     return Wrapped(plain(config), "checkpoint")
 
 
+LONGER = pytest.mark.exhaustive
 ODD, TOKENS = (17, 33), (2, 16, 32)
 ON_GPUS: list[tuple[Any, ...]] = [
     *((odd, recipe, ODD, {}) for recipe in (*RECIPES, "rowwise", "blockwise")),
@@ -107,32 +108,22 @@ ROWS = [pytest.param("cpu", *row) for row in ON_GPUS]
 ROWS += [pytest.param("cuda", *row, marks=GPU) for row in ON_GPUS]
 ROWS += [pytest.param("cpu", plain, config, SHAPE, {}) for config in SWITCHES]
 ROWS += [pytest.param("cpu", *row, SHAPE, {}) for row in itertools.product(WAYS, RECIPES)]
+COMPILED: dict[str, Any] = {"compile": MODES["aot_eager"]}
+AUTOCAST = COMPILED | {"autocast": torch.bfloat16, "steps": 2}
+ROWS += [
+    pytest.param("cpu", plain, "delayed", TOKENS, AUTOCAST),
+    pytest.param("cpu", odd, "blockwise", ODD, COMPILED),
+    pytest.param("cpu", plain, "tensorwise", TOKENS, AUTOCAST, marks=LONGER),
+    pytest.param("cpu", checkpointed, "delayed", SHAPE, COMPILED, marks=LONGER),
+]
 
 
 @pytest.mark.parametrize(("device", "build", "config", "shape", "more"), ROWS)
 def test_trained(device: str, build: Any, config: Any, shape: Any, more: dict[str, Any]) -> None:
     """However weights are used, and by whatever recipe they are cast."""
+    torch._dynamo.reset()
     config = of_recipe(config) if isinstance(config, str) else config
     assert_held_equals_on_the_fly(build(config).to(device), shape, **more)
-
-
-AUTOCAST = {"autocast": torch.bfloat16, "steps": 2}
-
-
-@pytest.mark.parametrize(
-    ("build", "recipe", "shape", "more"),
-    [
-        (plain, "delayed", TOKENS, AUTOCAST),
-        pytest.param(plain, "tensorwise", TOKENS, AUTOCAST, marks=pytest.mark.exhaustive),
-        pytest.param(checkpointed, "delayed", SHAPE, {}, marks=pytest.mark.exhaustive),
-        (odd, "blockwise", ODD, {}),
-    ],
-    ids=["delayed", "tensorwise", "checkpoint", "odd"],
-)
-def test_compiled(build, recipe: str, shape: tuple[int, ...], more: dict[str, Any]) -> None:
-    torch._dynamo.reset()
-    model = build(of_recipe(recipe))
-    assert_held_equals_on_the_fly(model, shape, compile=MODES["aot_eager"], **more)
 
 
 @pytest.mark.parametrize(

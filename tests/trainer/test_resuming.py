@@ -217,8 +217,9 @@ def test_a_wrong_value_in_the_config_of_a_run(
     assert read(json.dumps(saved)) == config
     with pytest.raises(ConfigError, match=rf"from config.json .*{name}"):
         read(json.dumps({**saved, "config": vars(config) | {name: value}}))
-    with pytest.raises(ConfigError, match=r"from config.json"):
-        read("[" * 100_000)
+    for text in ("[" * 100_000, '{"config": 3, "corpus": {}}'):
+        with pytest.raises(ConfigError, match=r"from config.json"):
+            read(text)
 
 
 def test_a_run_does_not_go_on_from_damage_and_stays_as_it_was(make_config: MakeConfig) -> None:
