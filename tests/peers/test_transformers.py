@@ -3,6 +3,7 @@
 import copy
 import importlib
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +49,9 @@ def test_gradients_are_accurate(name: str, dtype, recipe: str, device: str) -> N
 
 
 CHECKPOINTS = ["checkpoint", "reentrant checkpoint"]
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MORE: dict[str, dict[str, Any]] = {"Mixtral": EXPERTS}
+MORE["GptOss"] = EXPERTS | {"head_dim": 16, "layer_types": ["full_attention"]}
 COMPILED = [(name, "delayed", "compiled") for name in OTHERS] + [
     ("Llama", "tensorwise", "compiled")
 ]
@@ -56,14 +60,15 @@ COMPILED = [(name, "delayed", "compiled") for name in OTHERS] + [
 @pytest.mark.parametrize(
     ("name", "recipe", "how"),
     [
-        *(("Llama", *each) for each in itertools.product(RECIPES, CHECKPOINTS)),
+        *itertools.product(["Llama"], RECIPES, CHECKPOINTS),
+        *itertools.product(MORE, ["rowwise"], CHECKPOINTS),
         ("Llama", "delayed", "compiled"),
         *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in COMPILED),
     ],
 )
 def test_what_changes_no_bit(name: str, recipe: str, how: str) -> None:
     """Compiled in one graph."""
-    plain = hf.llama(name=name, num_hidden_layers=1)
+    plain = hf.llama(name=name, num_hidden_layers=1, **MORE.get(name, {}))
     model, other = (converted(plain, recipe).train() for _ in range(2))
     if how == "compiled":
         torch._dynamo.reset()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,13 @@ from support.stacks import MISSING, optimizer_of, stack, train
 def steps_seen(model: nn.Module) -> int:
     """The optimizer steps in the history of the first layer."""
     return int((model[0].fp8_amax_history_input > 0).sum())
+
+
+def attached(layers: int = 2) -> tuple[Any, torch.optim.Optimizer, Any]:
+    """A model, its optimizer, and the attachment."""
+    model = stack(layers)
+    optimizer = optimizer_of(model)
+    return model, optimizer, attach_to_optimizer(model, optimizer)
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, *seeds: int) -> None:
@@ -69,9 +77,7 @@ def test_each_step_is_one_sync(device: str, how: str) -> None:
 
 def test_an_attachment_outlives_the_way_back() -> None:
     """It writes nothing on layers in high precision, which can be converted again."""
-    model = stack(1)
-    optimizer = optimizer_of(model)
-    attachment = attach_to_optimizer(model, optimizer)
+    model, optimizer, attachment = attached(1)
     steps(model, optimizer)
     convert_to_high_precision(model)
     attachment.remove()
@@ -119,10 +125,9 @@ def microbatch(model: nn.Module, seed: int) -> Tensor:
 @pytest.mark.parametrize("how", ["argument", "keyword"])
 def test_a_closure_is_of_the_step_that_runs_it(how: str) -> None:
     """As Lightning does it: microbatches before the last one run their closure without a step."""
-    model = stack(2)
+    model, optimizer, _ = attached()
     other = copy.deepcopy(model)
-    optimizer, others = optimizer_of(model), optimizer_of(other)
-    attach_to_optimizer(model, optimizer)
+    others = optimizer_of(other)
     for step in range(4):
         batches = range(10 * step, 10 * step + 3)
         losses = [microbatch(model, seed) for seed in batches[:-1]]
@@ -374,9 +379,7 @@ def test_forgotten_amaxes_need_no_sync() -> None:
 def test_threads_may_convert_and_step_at_once() -> None:
     def work(seed: int) -> int:
         for _ in range(10):
-            model = stack(2)
-            optimizer = optimizer_of(model)
-            attach_to_optimizer(model, optimizer)
+            model, optimizer, _ = attached()
             steps(model, optimizer, seed, seed + 1, seed + 2)
         return steps_seen(model)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from float8 import Float8Linear, Float8Weights
+from float8 import Float8Weights
 from float8_lab.device import BF16_PEAK
 from float8_lab.models.presets import preset
 from float8_lab.trainer import build, data, loop
@@ -23,6 +23,7 @@ from float8_lab.trainer.loop import Trainer, train
 from float8_lab.trainer.metrics import read_metrics, summarize
 from support.checkpoints import read_tensors
 from support.listener import Listener
+from support.microbatches import layers_of
 
 MakeConfig = Callable[..., TrainConfig]
 
@@ -51,8 +52,7 @@ def test_weights_are_held_in_float8_while_microbatches_accumulate(
     for how, accumulate, wanted in (("", 2, held), ("", 1, on_the_fly), ("+held", 1, held)):
         config = make_config(recipe=recipe + how, accumulate=accumulate)
         model, _ = build.build_model(config, torch.device("cpu"))
-        layers = [layer for layer in model.modules() if isinstance(layer, Float8Linear)]
-        assert len(layers) == 7
+        assert len(layers := layers_of(model)) == 7
         assert {layer.config.float8_weights for layer in layers} == {wanted}
 
 
@@ -197,8 +197,7 @@ def test_each_step_and_batch_of_validation_begins_graphs_anew(
     run = train(config)
     blocks = preset(config.model).model.n_layers + 1
     assert graphs == ["reduce-overhead"] * blocks + ["mark"] * (3 + 4)
-    layers = [layer for layer in run.model.modules() if isinstance(layer, Float8Linear)]
-    held = {layer.config.float8_weights for layer in layers}
+    held = {layer.config.float8_weights for layer in layers_of(run.model)}
     assert held == {Float8Weights.ON_THE_FLY}, "a graph reads nothing that is held"
 
 
