@@ -28,6 +28,7 @@ from sqnr import same_bits, sqnr
 from support.microbatches import with_weights
 from support.models import seeded
 from support.saved import saved_bytes
+from support.threads import one_thread  # noqa: F401 - the sums of all tests here
 
 transformers = pytest.importorskip("transformers")
 hf = importlib.import_module("support.hugging_face")
