@@ -1,5 +1,6 @@
 """What the trainer's tests run on each rank; `Ranks.run` finds it here by name."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import support.nano  # noqa: F401 - its models
 from float8 import Float8LinearConfig
+from float8_lab.cli.main import main
 from float8_lab.errors import LabError
 from float8_lab.ranks import join_ranks
 from float8_lab.trainer import build, loop
@@ -162,3 +164,13 @@ def _raised(function: Any, *args: Any, **how: Any) -> tuple[str, str]:
     except LabError as error:
         return type(error).__name__, str(error)
     raise AssertionError("nothing was raised")
+
+
+def command(folder: Path, words: list[str]) -> int:
+    """`float8 words` in that folder; the exit code."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        return main(words)
+    finally:
+        os.chdir(before)
