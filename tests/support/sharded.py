@@ -49,7 +49,7 @@ def convert(model: nn.Module, recipe: str, all_gather: bool = True, **more: Any)
     return convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
 
 
-def small(recipe: str | None, all_gather: bool, blocks: int = 1) -> nn.Module:
+def small(recipe: str | None, all_gather: bool, blocks: int = 2) -> nn.Module:
     """Blocks of one layer, quickly compiled; None: not converted.
 
     Without biases: Inductor adds up their gradients in an order of its own for each graph.
