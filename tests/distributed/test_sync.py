@@ -179,7 +179,7 @@ def test_evaluation_is_that_of_dynamic_scaling(all_gather: bool) -> None:
 
 @on("two")
 def test_a_compiled_sync_is_that_of_eager_mode() -> None:
-    models = [stack(1), stack(1)]
+    models = [stack(2), stack(2)]
     models[1].load_state_dict(models[0].state_dict())
     for model in models:
         fully_shard(model)
