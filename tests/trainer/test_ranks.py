@@ -124,6 +124,7 @@ def test_sharded_models_of_ranks_that_share_layers(
 
 def test_what_travels(two: Ranks, settings: Settings) -> None:
     how = {"recipe": "tensorwise", "dtype": "bfloat16", "fsdp": True, "steps": 1}
+    how["model"] = "nano-tied"  # of two blocks
     assert two.run(work.gathered, settings(**how))[0] == {torch.float32}
     how["fsdp_float8_all_gather"] = True  # bytes of blocks; what is around them is not converted
     assert two.run(work.gathered, settings(**how))[0] == {torch.float32, torch.uint8}
