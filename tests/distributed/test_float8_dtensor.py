@@ -19,7 +19,7 @@ from support.errors import require_errors
 from support.models import seeded
 from support.parallel import STYLES, off, part
 from support.ranks import on
-from support.sharded import convert, here, mesh_of, whole
+from support.sharded import convert, here, mesh_of
 from support.spies import Spy, Traffic
 
 
@@ -231,22 +231,3 @@ def test_products_that_dtensor_shards_by_itself() -> None:
     y = torch.nn.functional.linear(placed(x, WHOLE).view(2, 8, 32), placed(w, ROWS))
     assert y.placements == (Shard(2),)
     assert off(y.full_tensor(), (x @ w.t()).view(2, 8, 48)) < 1e-6
-
-
-@on("two")
-def test_a_layer_takes_what_somebody_else_cast() -> None:
-    mesh, results = mesh_of(), []
-    for parallel in (False, True):
-        torch.manual_seed(0)
-        layer = convert(nn.Linear(32, 48, bias=False), "tensorwise", False)
-        own = seeded(1, 8, 32).requires_grad_()
-        y = Float8Tensor.from_high_precision(own)
-        if parallel:
-            layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [ROWS]))
-            y = DTensor.from_local(y, mesh, [WHOLE], run_check=False)
-        y = layer(y)
-        y = y.redistribute(placements=[WHOLE]).to_local() if parallel else y
-        y.backward(torch.ones_like(y))
-        results.append([y, own.grad, whole(layer.weight.grad)])
-    for got, expected in zip(*results, strict=True):
-        assert off(got, expected) < 1e-5

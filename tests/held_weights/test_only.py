@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import gc
 import importlib
-import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -229,11 +228,9 @@ def test_to_another_recipe_and_back() -> None:
     assert same_bits(model.w1.weight.detach(), values)
 
 
-def test_copies() -> None:
-    model = model_of(of_recipe("blockwise"))
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert_same(model, other)
-    weight = model.share_memory().w1.weight
+def test_memory_is_shared() -> None:
+    """Copies are those of any `Float8Tensor`."""
+    weight = model_of(of_recipe("blockwise")).share_memory().w1.weight
     assert all(x.is_shared() for x in (weight, weight._data, weight._scale))
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import importlib
-import pickle
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,14 +118,6 @@ def test_trained_saved_loaded_and_generating(name: str, tmp_path: Path) -> None:
     convert_to_high_precision(model)
     assert not experts_of(model)
     assert torch.equal(plain.eval()(prompt).logits, model(prompt).logits)
-
-
-def test_copies_of_experts() -> None:
-    first = first_experts("GptOss")
-    args = routed(first)
-    for other in (copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
-        assert type(other) is type(first)
-        assert torch.equal(other(*args), first(*args))
 
 
 def compile_experts(model: nn.Module) -> None:

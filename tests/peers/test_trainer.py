@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
 
-from float8 import convert_to_float8_training, float8_state_dict, high_precision_state_dict
+from float8 import convert_to_float8_training
 from sqnr import same_bits
 from support import libraries
 from support.models import fp8_state
@@ -199,16 +199,3 @@ def test_a_training_that_fails_leaves_nothing_attached(tmp_path: Path) -> None:
     del trainer
     gc.collect()
     assert not any(layer._float8_attached for layer in layers)
-
-
-def test_the_state_to_go_on_with_is_published_beside_the_weights(tmp_path: Path) -> None:
-    model = hf.converted("delayed")
-    hf.step(model)
-    model.save_pretrained(tmp_path, state_dict=high_precision_state_dict(model))
-    safetensors.save_file(float8_state_dict(model), tmp_path / "float8.safetensors")
-    again = loaded(tmp_path)
-    convert_to_float8_training(again, config=model.model.layers[0].mlp.up_proj.config)
-    again.load_state_dict(safetensors.load_file(tmp_path / "float8.safetensors"), strict=False)
-    wanted, got = (hf.step(one.train()) for one in (model, again))
-    assert all(same_bits(x, got[name]) for name, x in wanted.items())
-    assert all(same_bits(x, fp8_state(again)[name]) for name, x in fp8_state(model).items())
