@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 # ---------------------------------------------------------------- 1. The two formats
 #
-# Each number has a sign and seven more bits. The formats share these seven out differently:
+# Each number has a sign and seven more bits. The formats divide these seven differently:
 #
 #             exponent  mantissa  largest  smallest above 0  rounding is off by at most
 #   e4m3      4 bits    3 bits    448      2**-9             1/16 of the number

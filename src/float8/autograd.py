@@ -22,7 +22,7 @@ def computed_before(function: Any, *args: Any) -> Any:
         return function.compute(*args)
 
 
-def own(x: Tensor) -> Tensor:
+def another(x: Tensor) -> Tensor:
     """Return `x` as another tensor, without a copy: as what an autograd function may return.
 
     When one returns what it was given, the gradients that torch 2.11's Dynamo traces for it are
@@ -44,8 +44,8 @@ def once_differentiable(backward: Backward) -> Backward:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return results
         # A dummy that requires grad, so that the results are never constants, as `grads` may be.
-        of = torch.zeros((), requires_grad=True)
-        return _Refusing.apply(len(grads), of, *grads, *results)  # type: ignore[no-any-return, no-untyped-call]
+        dummy = torch.zeros((), requires_grad=True)
+        return _Refusing.apply(len(grads), dummy, *grads, *results)  # type: ignore[no-any-return, no-untyped-call]
 
     return wrapper
 
@@ -54,7 +54,7 @@ class _Refusing(torch.autograd.Function):
     """Return the last tensors as functions of the first ones, whose derivative is refused."""
 
     @staticmethod
-    def forward(ctx: Any, count: int, of: Tensor, *tensors: Any) -> tuple[Any, ...]:
+    def forward(ctx: Any, count: int, dummy: Tensor, *tensors: Any) -> tuple[Any, ...]:
         return tuple(x.detach() if isinstance(x, Tensor) else x for x in tensors[count:])
 
     @staticmethod

@@ -42,10 +42,10 @@ class ScalingType(enum.Enum):
     """The source of the scale of a cast."""
 
     DYNAMIC = "dynamic"
-    """From this tensor's own amax."""
+    """The scale comes from the amax of this very tensor."""
 
     DELAYED = "delayed"
-    """From the history of amaxes of the last steps; needs a sync once per optimizer step."""
+    """The scale comes from the amaxes of the last steps; needs a sync once per optimizer step."""
 
     DISABLED = "disabled"
     """No cast: the tensor stays in high precision."""
@@ -84,7 +84,7 @@ class Granularity(enum.Enum):
     def scales(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the scales of data [..., R, C]; symbolic sizes get no guard.
 
-        `()` for one scale, [..., R, 1] by rows, [R, ceil(C / width)] by parts of a row. By squares
+        `()` for one scale, [..., R, 1] by rows, [R, ceil(C / width)] by runs of a row. By squares
         [ceil(R / height), ceil(C / width)] with the columns padded to 4, as cuBLASLt wants.
         """
         if self.height is None:
@@ -92,26 +92,26 @@ class Granularity(enum.Enum):
         if self.width is None:
             return (*shape[:-1], 1)
         # Not -(-n // width): torch 2.11 fails on negative symbols.
-        parts = (shape[-1] + self.width - 1) // self.width
+        runs = (shape[-1] + self.width - 1) // self.width
         if self.height == 1:
-            return (*shape[:-1], parts)
-        return ((shape[0] + self.height - 1) // self.height, (parts + 3) // 4 * 4)
+            return (*shape[:-1], runs)
+        return ((shape[0] + self.height - 1) // self.height, (runs + 3) // 4 * 4)
 
 
 class ScalingGranularity(Granularity):
     """The granularities that a `CastConfig` takes."""
 
     TENSORWISE = "tensorwise", None, None
-    """The whole tensor."""
+    """One scale for the whole tensor."""
 
     AXISWISE = "axiswise", 1, None
-    """A run along the dim that a GEMM contracts: one row, of row data or of column data."""
+    """One scale for each row, of row data or column data: along the dim that a GEMM contracts."""
 
     BLOCK_1x128 = "block_1x128", 1, 128
-    """128 elements along the dim that a GEMM contracts (DeepSeek-V3, arXiv 2412.19437, 3.3)."""
+    """One scale for 128 elements along that dim (DeepSeek-V3, arXiv 2412.19437, 3.3)."""
 
     BLOCK_128x128 = "block_128x128", 128, 128
-    """A square of 128 rows and 128 columns, the same for both layouts."""
+    """One scale for a square of 128 rows and 128 columns, the same in row and column data."""
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,8 @@ class CastConfig:
             return "high precision"
         dtype = "default" if self.target_dtype is None else SHORT_NAME[self.target_dtype]
         one_scale = self.scaling_granularity.one_scale
-        how = self.scaling_type if one_scale else self.scaling_granularity
-        return f"{how.value}/{dtype}{'/power_of_2' if self.power_of_2 else ''}"
+        scales_by = self.scaling_type if one_scale else self.scaling_granularity
+        return f"{scales_by.value}/{dtype}{'/power_of_2' if self.power_of_2 else ''}"
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,7 @@ class DelayedScalingConfig:
         scale_fn_name: `"max"`, the largest amax in the history, or `"most_recent"`, the last one.
 
     Raises:
+        TypeError: `history_len` is no int.
         ValueError: either is out of range.
     """
 
@@ -202,7 +203,7 @@ class DelayedScalingConfig:
 class CastSite(enum.Enum):
     """The six places where a linear layer may cast a tensor: each GEMM has two operands.
 
-    A site whose `cast_config` equals that of the same tensor's other site shares its cast. With
+    A site whose `cast_config` equals that of the same tensor's other site reuses its cast. With
     delayed scaling it has three buffers in a layer; `amax`, `history` and `scale` are their names.
     """
 
@@ -269,15 +270,15 @@ class Float8Weights(enum.Enum):
     """The times at which weights are cast, and the copies that are kept."""
 
     ON_THE_FLY = "on_the_fly"
-    """In each forward, and again in backward."""
+    """Weights are cast in each forward, and again in backward."""
 
     HELD = "held"
-    """Once per optimizer step, by `attach_to_optimizer` or `update_float8_weights`, for training;
-    evaluation casts on the fly. Both layouts stay beside the weight, two bytes per element. All
-    results are those of `ON_THE_FLY`."""
+    """Weights are cast once per optimizer step (`attach_to_optimizer`, `update_float8_weights`) for
+    training; evaluation casts on the fly. Row and column data stay beside the weight, two bytes per
+    element. All results are those of `ON_THE_FLY`."""
 
     ONLY = "only"
-    """At the conversion, instead of the weight, which must be frozen: one byte per element."""
+    """Frozen weights are cast at the conversion, and replaced: one byte per element is left."""
 
 
 @dataclass(frozen=True)
@@ -303,15 +304,15 @@ class Float8LinearConfig:
     """The configuration of `Float8Linear`, immutable. Each field takes effect, or its value raises.
 
     Args:
-        cast_config_input: input [M, K] of `output = input @ weight.T`.
-        cast_config_input_for_grad_weight: input [M, K] of `grad_weight = grad_output.T @ input`;
-            None: as `cast_config_input`, sharing its cast.
-        cast_config_weight: weight [N, K] of `output`.
-        cast_config_weight_for_grad_input: weight [N, K] of `grad_input = grad_output @ weight`;
-            None: as `cast_config_weight`.
-        cast_config_grad_output: grad_output [M, N] of `grad_input`.
-        cast_config_grad_output_for_grad_weight: grad_output [M, N] of `grad_weight`; None: as
-            `cast_config_grad_output`.
+        cast_config_input: cast of the input [M, K] for `output = input @ weight.T`.
+        cast_config_input_for_grad_weight: cast of the input [M, K] for `grad_weight =
+            grad_output.T @ input`. None: the cast of `cast_config_input` serves it, too.
+        cast_config_weight: cast of the weight [N, K] for `output`.
+        cast_config_weight_for_grad_input: cast of the weight [N, K] for `grad_input = grad_output @
+            weight`. None: as `cast_config_weight`.
+        cast_config_grad_output: cast of grad_output [M, N] for `grad_input`.
+        cast_config_grad_output_for_grad_weight: cast of grad_output [M, N] for `grad_weight`. None:
+            as `cast_config_grad_output`.
         gemm_config_output, gemm_config_grad_input, gemm_config_grad_weight: switches of each GEMM.
         enable_fsdp_float8_all_gather: under FSDP2, cast each rank's shard of the weight and
             gather it in float8. Requires equal casts of the weight for `output` and `grad_input`.
@@ -324,11 +325,11 @@ class Float8LinearConfig:
             device, slowly.
         round_scales_to_power_of_2: round every scale up to a power of two, so that scaling
             itself adds no rounding error. Applies to dynamic and delayed scales.
-        delayed_scaling_config: of delayed scaling: how long a history is, and which amax counts.
-        enable_amax_init: of delayed scaling. True: each cast uses dynamic scales until the amax of
+        delayed_scaling_config: for delayed scaling: how long a history is, and which amax counts.
+        enable_amax_init: for delayed scaling. True: each cast uses dynamic scales until the amax of
             one step is below twice the largest amax before it. False: until the first sync every
             scale is 1.0.
-        enable_pre_and_post_forward: of delayed scaling. True: a forward with gradients raises a
+        enable_pre_and_post_forward: for delayed scaling. True: a forward with gradients raises a
             `RuntimeError` if the optimizer stepped without a sync before it. Not checked while the
             layer is attached to an optimizer, or in compiled code.
         force_recompute_fp8_weight_in_bwd: accepted for code written for torchao. It is not stored
@@ -378,8 +379,8 @@ class Float8LinearConfig:
                 dtype = E5M2 if wide and given.scaling_granularity is _T else E4M3
                 given = replace(given, target_dtype=dtype)
                 object.__setattr__(self, name, given)
-            of = casts[BASE_SITE[site]] if given is None else given
-            casts[site] = replace(of, power_of_2=True) if self.round_scales_to_power_of_2 else of
+            how = casts[BASE_SITE[site]] if given is None else given
+            casts[site] = replace(how, power_of_2=True) if self.round_scales_to_power_of_2 else how
         object.__setattr__(self, "_casts", casts)
         self._check_gemms()
         only = self.float8_weights is Float8Weights.ONLY
@@ -451,7 +452,7 @@ class Float8LinearConfig:
 
     @functools.cached_property
     def own_casts(self) -> dict[CastSite, CastConfig]:
-        """The sites with a cast of their own, in a fixed order; others share that of their base."""
+        """The sites with a cast of their own, in a fixed order; others reuse that of their base."""
         casts = self._casts
         own = [x for x in CAST_SITES if x not in BASE_SITE or casts[x] != casts[BASE_SITE[x]]]
         return {site: casts[site] for site in own}
@@ -465,7 +466,7 @@ class Float8LinearConfig:
     @property
     def scales_by_blocks(self) -> bool:
         """Whether some scales cover blocks, which fewer devices multiply."""
-        return any(cast.scaling_granularity.by_blocks for cast in self.own_casts.values())
+        return any(how.scaling_granularity.by_blocks for how in self.own_casts.values())
 
     @property
     def float8_gemms(self) -> tuple[str, ...]:
@@ -478,12 +479,12 @@ class Float8LinearConfig:
         own, casts_of = self.own_casts, _own_casts_of_recipes(self.round_scales_to_power_of_2)
         recipe = next((name for name, casts in casts_of.items() if casts == own), None)
         like = RECIPES[recipe or "tensorwise"]
-        parts = [recipe] if recipe else [f"{x.value}={cast.short_str()}" for x, cast in own.items()]
+        words = [recipe] if recipe else [f"{x.value}={how.short_str()}" for x, how in own.items()]
         for switch in ("emulate", "round_scales_to_power_of_2", "enable_fsdp_float8_all_gather"):
             value = getattr(self, switch)
             if value != getattr(like, switch):
-                parts.append(switch if value else f"{switch}=False")
-        return ", ".join(parts)
+                words.append(switch if value else f"{switch}=False")
+        return ", ".join(words)
 
     @staticmethod
     def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> "Float8LinearConfig":
@@ -542,8 +543,8 @@ def _recipe(recipe_name: Any) -> Float8LinearConfig:
     named = isinstance(recipe_name, Float8LinearRecipeName)
     name = recipe_name.value if named else recipe_name
     if not isinstance(name, str) or name not in RECIPES:
-        known = f"{', '.join(map(repr, RECIPES))}{of_torchao(recipe_name)}"
-        raise ValueError(f"recipe: got {recipe_name!r}, expected one of {known}")
+        names = f"{', '.join(map(repr, RECIPES))}{of_torchao(recipe_name)}"
+        raise ValueError(f"recipe: got {recipe_name!r}, expected one of {names}")
     return RECIPES[name]
 
 
@@ -563,5 +564,5 @@ def as_config(config: ConfigOrRecipe | None) -> Float8LinearConfig:
 
 
 def linear_requires_sync(config: ConfigOrRecipe) -> bool:
-    """Whether layers of this configuration need `sync_float8_amax_and_scale_history`."""
+    """Tell whether layers of a configuration need `sync_float8_amax_and_scale_history`."""
     return bool(as_config(config).delayed_sites)

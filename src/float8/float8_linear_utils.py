@@ -23,7 +23,7 @@ def _auto_filter_for_recipe(recipe: ConfigOrRecipe, filter_fqns: Collection[str]
     chooser = Chooser(nn.Identity(), recipe)
 
     def takes(mod: nn.Module, fqn: str) -> bool:
-        if any(part in fqn for part in filter_fqns) or not isinstance(mod, nn.Linear):
+        if any(name in fqn for name in filter_fqns) or not isinstance(mod, nn.Linear):
             return False
         choice = chooser.choose(mod, fqn)
         return isinstance(mod, Float8Linear) or (choice is not None and choice.reason is None)

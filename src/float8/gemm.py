@@ -63,13 +63,13 @@ def matmul(
     Raises:
         RuntimeError: the device has no such float8 GEMM and `gemm.emulate` is False.
     """
-    of_a, of_b = gemm.granularities
-    by_blocks, one_scale_each = of_a.by_blocks, of_a.one_scale and of_b.one_scale
+    covers_a, covers_b = gemm.granularities
+    by_blocks, one_scale_each = covers_a.by_blocks, covers_a.one_scale and covers_b.one_scale
     compiling = torch.compiler.is_compiling()
     if compiling and not surely(a.data.numel() != 0):
         M, N = (a.data.shape[0], b.data.shape[0]) if shape is None else shape
         return torch.ops.float8.matmul.default(  # type: ignore[no-any-return]
-            *a, *b, M, N, of_a.value, of_b.value, gemm.use_fast_accum, gemm.emulate,
+            *a, *b, M, N, covers_a.value, covers_b.value, gemm.use_fast_accum, gemm.emulate,
             out_dtype,
         )  # fmt: skip
     if gemm.emulate or (a.data.is_cpu and not one_scale_each):
@@ -79,16 +79,16 @@ def matmul(
             y = torch._scaled_mm(a.data, b.data.t(), a.scale, b.scale, out_dtype=out_dtype)
     else:
         reason = None if compiling else lacks_float8_gemm(a.data.device, only_hopper=by_blocks)
-        if by_blocks and not (of_a in _BY_BLOCKS and of_b in _BY_BLOCKS):
-            reason = f"there is none for scales of {of_a} and {of_b}"
+        if by_blocks and not (covers_a in _BY_BLOCKS and covers_b in _BY_BLOCKS):
+            reason = f"there is none for scales of {covers_a} and {covers_b}"
         if reason is not None:
             raise _refusal(reason)
         # Not the public torch.nn.functional.scaled_mm: it wraps the same kernels in Python checks
         # that cost eager mode more than the launch, and torch 2.11's Dynamo cannot trace it.
         if by_blocks:
-            scale_a = a.scale.t() if of_a.square else a.scale
-            scale_b = b.scale.t() if of_b.square else b.scale
-            recipe_a, recipe_b = _BY_BLOCKS[of_a].value, _BY_BLOCKS[of_b].value
+            scale_a = a.scale.t() if covers_a.square else a.scale
+            scale_b = b.scale.t() if covers_b.square else b.scale
+            recipe_a, recipe_b = _BY_BLOCKS[covers_a].value, _BY_BLOCKS[covers_b].value
             y = torch.ops.aten._scaled_mm_v2.default(
                 a.data, b.data.t(), [scale_a], [recipe_a], [], [scale_b], [recipe_b], [],
                 None, out_dtype, [], False,
@@ -133,8 +133,8 @@ def matmul_of_any_size(
     """Multiply as `matmul`: the op of compiled code where data decide if there are any tokens."""
     if a.numel() == 0:
         return a.new_zeros((M, N), dtype=out_dtype)
-    of = ScalingGranularity(granularity_of_a), ScalingGranularity(granularity_of_b)
-    gemm = Gemm(use_fast_accum, emulate, of)
+    granularities = ScalingGranularity(granularity_of_a), ScalingGranularity(granularity_of_b)
+    gemm = Gemm(use_fast_accum, emulate, granularities)
     operands = Operand(a, a_scale), Operand(b, b_scale)
     return matmul(*operands, (M, N), gemm=gemm, out_dtype=out_dtype)
 
@@ -160,17 +160,17 @@ def _scale_per_row(operand: Operand) -> Tensor:
 
 
 def _emulated(a: Operand, b: Operand, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
-    of_a, of_b = gemm.granularities
-    if of_a.by_blocks:
-        left, right = dequantised(a, of_a), dequantised(b, of_b)
+    covers_a, covers_b = gemm.granularities
+    if covers_a.by_blocks:
+        left, right = dequantised(a, covers_a), dequantised(b, covers_b)
     else:
         left, right = a.data.to(torch.float32), b.data.to(torch.float32)
     # Autocast would round the operands to its own dtype.
     with torch.autocast(a.data.device.type, enabled=False):
         product = left @ right.t()
-    if not of_a.by_blocks:
+    if not covers_a.by_blocks:
         # As the tensor cores do: scale the float32 accumulator, then round once.
-        product = product * a.scale * (b.scale if of_b.one_scale else b.scale.t())
+        product = product * a.scale * (b.scale if covers_b.one_scale else b.scale.t())
     # No `.to()` that does nothing: when an autograd.Function returns one, the gradients that
     # torch 2.11's Dynamo traces for it are zero.
     return product if out_dtype == torch.float32 else product.to(out_dtype)

@@ -72,7 +72,7 @@ def sync_float8_amax_and_scale_history(
     if not layers:
         return
     if dist.is_available() and dist.is_initialized():
-        _share_amaxes(model, layers, group)
+        _reduce_amaxes(model, layers, group)
     _join_tied(layers)
     # Updated as one tensor: (config, power of 2, device) -> largest value of a format -> buffers.
     alike: dict[Any, dict[float, list[list[Any]]]] = {}
@@ -109,9 +109,9 @@ def sync_float8_amax_and_scale_history(
 def forget_float8_amax(model: nn.Module) -> None:
     """Forget all amaxes recorded since the last sync: for forwards that were no training.
 
-    Such as those with which `torch.distributed.pipelining` finds the shapes of a stage within the
-    first `schedule.step()`: with gradients, on memory that nobody has written. Call this after it,
-    before the optimizer's step; until the next one scales come from the data. Raises a `TypeError`
+    `torch.distributed.pipelining` runs such forwards in the first `schedule.step()`, to find the
+    shapes of a stage: with gradients, on memory that nobody has written. Call this after that, and
+    before the optimizer's step. Until the next sync scales come from the data. Raises a `TypeError`
     if `model` is no `nn.Module`.
     """
     require_module(model, "model")
@@ -140,37 +140,37 @@ def update_float8_weights(model: nn.Module) -> None:
         ValueError: a `HELD` layer is under FSDP1 or FSDP2, but gathers in high precision.
     """
     require_module(model, "model")
-    parts = {
-        part: name or "(root)"
-        for name, part in model.named_modules()
-        if isinstance(part, Float8Linear | Float8Experts)
-        if part._float8_config.float8_weights is Float8Weights.HELD
+    mods = {
+        mod: name or "(root)"
+        for name, mod in model.named_modules()
+        if isinstance(mod, Float8Linear | Float8Experts)
+        if mod._float8_config.float8_weights is Float8Weights.HELD
     }
-    if not parts:
+    if not mods:
         return
     alike: dict[Any, dict[Tensor, list[Float8Linear]]] = {}  # kind -> weight -> its layers
     on_the_fly: list[str] = []
     fsdp1 = "summon_full_params"  # a method of its modules; FSDP writes past version counters
     wraps = (x.modules() for x in model.modules() if is_fsdp_module(x) or hasattr(type(x), fsdp1))
     under_fsdp = set(itertools.chain(*wraps))
-    for part, name in parts.items():
-        if isinstance(part, Float8Experts):
-            why = part._float8_hold("gathered by FSDP" if part in under_fsdp else None)
-            on_the_fly += [f"{name}.{own} ({reason})" for own, reason in why.items()]
+    for mod, name in mods.items():
+        if isinstance(mod, Float8Experts):
+            why = mod._float8_hold("gathered by FSDP" if mod in under_fsdp else None)
+            on_the_fly += [f"{name}.{attr} ({reason})" for attr, reason in why.items()]
             continue
-        part._float8_set_held()  # frees the old data before casting
-        weight: Any = part._parameters.get("weight")
-        if part in under_fsdp and not part._float8_config.enable_fsdp_float8_all_gather:
+        mod._float8_set_held()  # frees the old data before casting
+        weight: Any = mod._parameters.get("weight")
+        if mod in under_fsdp and not mod._float8_config.enable_fsdp_float8_all_gather:
             raise ValueError(
                 f"layer {name!r}: got float8_weights=HELD for a weight that FSDP gathers in high "
                 f"precision, expected in float8; convert with enable_fsdp_float8_all_gather=True "
                 f"and fully_shard, or with Float8Weights.ON_THE_FLY"
             )
-        if reason := _why_on_the_fly(part, weight, part in under_fsdp):
+        if reason := _why_on_the_fly(mod, weight, mod in under_fsdp):
             on_the_fly.append(f"{name} ({reason})")
-        elif part not in under_fsdp and not weight.is_meta:  # FSDP2's gather keeps the shard
-            kind = weight.device, weight.dtype, part._float8_plan.casts.weight
-            alike.setdefault(kind, {}).setdefault(weight, []).append(part)
+        elif mod not in under_fsdp and not weight.is_meta:  # FSDP2's gather keeps the shard
+            kind = weight.device, weight.dtype, mod._float8_plan.casts.weight
+            alike.setdefault(kind, {}).setdefault(weight, []).append(mod)
     for (_, dtype, cast), readers in alike.items():
         scales: list[Tensor] | list[None] = [None] * len(readers)
         if cast.how.scaling_granularity.one_scale:
@@ -205,19 +205,19 @@ def _why_on_the_fly(layer: Float8Linear, weight: Any, under_fsdp: bool) -> str |
 class Attachment:
     """The hooks that `attach_to_optimizer` registered, and the modules that they serve."""
 
-    def __init__(self, parts: list[Float8Module], handles: list[RemovableHandle]) -> None:
-        self._parts, self._handles = parts, handles
-        for part in parts:
-            part._float8_attach()  # a checkpoint may be loaded next
+    def __init__(self, mods: list[Float8Module], handles: list[RemovableHandle]) -> None:
+        self._mods, self._handles = mods, handles
+        for mod in mods:
+            mod._float8_attach()  # a checkpoint may be loaded next
 
     def remove(self) -> None:
         """Remove the hooks and free held weights; the end of the optimizer does so, too."""
         for handle in self._handles:
             handle.remove()
-        for part in self._parts:
-            if isinstance(part, Float8Module):  # it may be in high precision by now
-                part._float8_detach()
-        self._handles, self._parts = [], []
+        for mod in self._mods:
+            if isinstance(mod, Float8Module):  # it may be in high precision by now
+                mod._float8_detach()
+        self._handles, self._mods = [], []
 
 
 def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) -> Attachment:
@@ -254,10 +254,10 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
             update_float8_weights(model)
 
     update_float8_weights(model)  # so that a lack of memory shows now
-    parts = [x for x in model.modules() if isinstance(x, Float8Module)]
+    mods = [x for x in model.modules() if isinstance(x, Float8Module)]
     before, after = (untraced(functools.partial(hook, is_after)) for is_after in (False, True))
     handles = [inner.register_step_pre_hook(before), inner.register_step_post_hook(after)]
-    attachment = Attachment(parts, handles)
+    attachment = Attachment(mods, handles)
     # A training that ends in an error removes nothing.
     weakref.finalize(inner, attachment.remove).atexit = False
     return attachment
@@ -294,20 +294,20 @@ def _join_tied(layers: list[Float8Linear]) -> None:
 def _note_scales(layers: list[Float8Linear]) -> None:
     """Tell layers that share their work with other ranks which of their scales are known."""
     shared = [x for x in layers if x._float8_groups()]
-    unknown = [(x, s) for x in shared for s in x._float8_delayed if s not in x._float8_settled]
+    unknown = [(x, s) for x in shared for s in x._float8_delayed if s not in x._float8_known]
     if unknown:  # asks the device, until all amaxes have settled
         scales = torch.stack([layer.get_buffer(site.scale) for layer, site in unknown])
         for (layer, site), scale in zip(unknown, scales.tolist(), strict=True):
-            layer._float8_settle({site: scale})
+            layer._float8_note_known({site: scale})
 
 
 # ---------------------------------------------------------------- ranks
 
 
-def _share_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> None:
+def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> None:
     """Make the amaxes of this rank those of all, with one all-reduce."""
     weights: list[Any] = [layer.weight for layer in layers]
-    shard_groups = {parts for layer in layers for parts in layer._float8_groups()}
+    shard_groups = {each for layer in layers for each in layer._float8_groups()}
     ranks = sync_groups(weights, group, _beside(layers, model), shard_groups)
     if not ranks:
         return
@@ -334,7 +334,7 @@ def _require_same_layers(
 ) -> None:
     """Compare the layers of all ranks once, else they would reduce unlike amaxes."""
     done = (len(layers), *(group.group_name for group in ranks))
-    if done in layers[0]._float8_agreed:
+    if done in layers[0]._float8_compared:
         return
     names = {id(module): name for name, module in model.named_modules()}
     lines = [f"{names.get(id(x))!r} {x} {x._float8_config.delayed_scaling_config}" for x in layers]
@@ -346,7 +346,7 @@ def _require_same_layers(
             f"convert alike, or give a `group=` that trains the same model. This rank has "
             f"{len(lines)}, and others lack or reorder {'; '.join(differ[:4]) or 'none of them'}"
         )
-    layers[0]._float8_agreed |= {done}
+    layers[0]._float8_compared |= {done}
 
 
 def _beside(layers: Sequence[Float8Linear], model: nn.Module) -> Iterator[Tensor]:

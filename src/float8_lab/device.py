@@ -12,9 +12,6 @@ import torch
 from float8.formats import lacks_float8_gemm
 from float8_lab.errors import ConfigError, OutOfMemoryError
 
-BF16_PEAK = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
-"""Dense bf16 FLOP/s of GPUs, by the name that PyTorch gives them."""
-
 
 def check_device(name: str) -> torch.device:
     """The device of that name; a `ConfigError` if it means nothing or is not there."""

@@ -45,15 +45,3 @@ class RankFailedError(FailedError):
 
 class ToldError(RankFailedError):
     """Another rank has failed, and tells the user why."""
-
-
-def require_divisor(
-    option: str, got: int, count: int, of_what: str, common: int | None = None
-) -> None:
-    """Raise a `ConfigError` unless `got` divides `count`; it offers what divides `common`, too."""
-    if count % got:
-        fitting = common or count
-        raise ConfigError(
-            f"{option} got {got}, expected a divisor of the {count} {of_what}: "
-            f"use one of {', '.join(str(n) for n in range(1, fitting + 1) if fitting % n == 0)}"
-        )

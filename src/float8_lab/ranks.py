@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from float8_lab.device import check_device
-from float8_lab.errors import ConfigError, RankFailedError, ToldError, require_divisor
+from float8_lab.errors import ConfigError, RankFailedError, ToldError
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
@@ -54,25 +54,16 @@ class Ranks:
             torch.cuda.set_device(device)
         return device
 
-    def check_fits(self, batch_size: int, replicas: int, tp: int, fsdp: bool) -> None:
-        """Raise a `ConfigError` unless sequences and replicas of the model come out even.
-
-        A group of `tp` ranks shares layers and sequences. Several groups need `fsdp`.
-        """
-        require_divisor("--tp", tp, self.size, "ranks")
-        if self.size > tp and not fsdp:
-            got = f"--tp got {tp} for {self.size} ranks, expected as many"
-            raise ConfigError(f"{got}: add --fsdp, or start {tp}")
-        groups, who = self.size // tp, "ranks" if tp == 1 else f"groups of {tp} ranks"
-        if batch_size % groups:
+    def check_fits(self, batch_size: int) -> None:
+        """Raise a `ConfigError` unless all ranks have as many sequences."""
+        if batch_size % self.size:
             got = f"--batch-size got {batch_size} sequences for all ranks together"
-            raise ConfigError(f"{got}, expected a multiple of the {groups} {who}")
-        require_divisor("--hsdp", replicas, groups, who)
+            raise ConfigError(f"{got}, expected a multiple of the {self.size} ranks")
 
-    def share(self, count: int, tp: int) -> slice:
-        """Return this rank's share of `count` sequences: `tp` ranks have the same, all as many."""
-        each, group = count * tp // self.size, self.rank // tp
-        return slice(group * each, (group + 1) * each)
+    def share(self, count: int) -> slice:
+        """Return this rank's share of `count` sequences."""
+        each = count // self.size
+        return slice(self.rank * each, (self.rank + 1) * each)
 
     def mean(self, values: Tensor) -> Tensor:
         """Mean over ranks, float64 if there are several; NaN if one is. Collective."""
@@ -157,13 +148,13 @@ def join_ranks(spread: bool) -> Iterator[Ranks]:
     if not spread:
         if (size := os.environ.get("WORLD_SIZE", "1")) != "1":
             what = f"torchrun started {size} ranks, but not for --fsdp"
-            raise for_all(ConfigError(f"{what}: add it, or --tp {size}, or start one"))
+            raise for_all(ConfigError(f"{what}: add it, or start one"))
         yield ALONE
         return
     ready = dist.is_initialized()
     if not ready and "RANK" not in os.environ:
         start = "torchrun --nproc-per-node N --no-python float8 train --fsdp ..."
-        raise ConfigError(f"--fsdp and --tp need ranks to share a model: start them by {start}")
+        raise ConfigError(f"--fsdp needs ranks to share a model: start them by {start}")
     if not ready:
         # Both: tensors on GPUs and flags on CPUs have ways of their own.
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")

@@ -41,7 +41,7 @@ EACH = [
     ),
     (
         "experts --shape 2,1024,32,32 --recipe tensorwise+held --rounds 1",
-        16,
+        2,
         r"tensorwise\+held( +[-\d.,]+){3} +\d\d\.\d",
     ),
     (START, 3, "validation losses in nats per byte after step 3"),

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import support.nano  # noqa: F401 - its models
-from float8 import Float8LinearConfig
 from float8_lab.cli.main import main
 from float8_lab.errors import LabError
 from float8_lab.ranks import join_ranks
-from float8_lab.trainer import build, loop
+from float8_lab.trainer import loop
 from float8_lab.trainer.checkpoint import save_checkpoint
-from float8_lab.trainer.config import TrainConfig, float8_config
+from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.data import load_corpus
 from float8_lab.trainer.loop import train
 from float8_lab.trainer.metrics import read_metrics
@@ -41,23 +40,12 @@ def config_of(settings: dict[str, Any]) -> TrainConfig:
 def train_here(settings: dict[str, Any], **how: Any) -> loop.Trainer:
     """A run on the ranks that there are."""
     config = config_of(settings)
-    with join_ranks(config.spread) as ranks:
+    with join_ranks(config.fsdp) as ranks:
         return train(config, ranks=ranks, **how)
 
 
-def _powers_of_2(recipe: str) -> Float8LinearConfig | None:
-    config = float8_config(recipe)
-    return None if config is None else replace(config, round_scales_to_power_of_2=True)
-
-
-def curves(
-    settings: dict[str, Any], resume: Path | None = None, powers_of_2: bool = False
-) -> Curves:
-    """Scales that are powers of two are the same for sums in another order."""
-    with (
-        mock.patch.object(build, "float8_config", _powers_of_2 if powers_of_2 else float8_config),
-        mock.patch.object(nn.Module, "compile", _compile_quickly),
-    ):
+def curves(settings: dict[str, Any], resume: Path | None = None) -> Curves:
+    with mock.patch.object(nn.Module, "compile", _compile_quickly):
         torch._dynamo.reset()
         checkpoint = resume and find_checkpoint(resume)
         return curves_of(train_here(settings, resume=checkpoint).folder.path)
@@ -77,8 +65,8 @@ def _compile_quickly(module: nn.Module, **options: Any) -> None:
     _compile(module, backend="aot_eager", **options)
 
 
-def several(runs: list[dict[str, Any]], powers_of_2: bool = False) -> list[Curves]:
-    return [curves(settings, None, powers_of_2) for settings in runs]
+def several(runs: list[dict[str, Any]]) -> list[Curves]:
+    return [curves(settings) for settings in runs]
 
 
 def gathered(settings: dict[str, Any]) -> set[torch.dtype]:
@@ -106,7 +94,7 @@ def shards_between_microbatches(settings: dict[str, Any]) -> list[bool]:
 def written_again(settings: dict[str, Any], checkpoint: Path, target: Path) -> None:
     """Restore a checkpoint and save what was restored."""
     config = config_of(settings)
-    with join_ranks(config.spread) as ranks:
+    with join_ranks(config.fsdp) as ranks:
         trainer = loop.Trainer(config, load_corpus(config.data), ranks=ranks)
         trainer.restore(checkpoint)
         save_checkpoint(target, trainer.step, trainer.state(), keep=1, ranks=ranks)
@@ -144,11 +132,9 @@ def error_of(settings: dict[str, Any], how: str, who: int) -> tuple[str, str]:
         return replace(found, fingerprint="other") if mine and how == "other data" else found
 
     plain_loss = loop.F.cross_entropy
-    refused = ValueError("Float8Linear: got a weight of shape (1, 49)")
     patches: dict[str, Any] = {
         "nan": mock.patch.object(loop.F, "cross_entropy", poisoned),
         "disk full": mock.patch("os.fsync", full),
-        "odd": mock.patch.object(build, "share_layers", side_effect=refused),
     }
     with patches.get(how, mock.patch.object(loop.data, "load_corpus", corpus)):
         return _raised(train_here, settings)

@@ -35,7 +35,7 @@ def remember(x: Float8GatherWeight, scale: float = 0.5) -> None:
 
 
 def known(x: Float8GatherWeight) -> float | None:
-    ahead = x.known(x)
+    ahead = x.kept(x)
     return None if ahead is None else ahead.scale.item()
 
 

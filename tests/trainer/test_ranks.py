@@ -15,11 +15,10 @@ from float8_lab.ranks import explain_lost_rank
 from float8_lab.trainer.checkpoint import list_checkpoints
 from float8_lab.trainer.metrics import read_metrics
 from float8_lab.trainer.run_folder import find_checkpoint
-from sqnr import same_bits, sqnr
+from sqnr import same_bits
 from support import trainer_ranks as work
 from support.checkpoints import read_tensors
 from support.ranks import Ranks
-from tolerances import HIGH_PRECISION
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -44,18 +43,6 @@ def assert_close(got: work.Curves, wanted: work.Curves, bound: float = BY_ORDER)
 
 def state_of(folder: str | Path) -> dict[str, torch.Tensor]:
     return read_tensors(find_checkpoint(Path(folder)))
-
-
-def assert_like_one(
-    got: work.Curves, run: dict[str, Any], wanted: work.Curves, one: dict[str, Any]
-) -> None:
-    """Steps and the last checkpoint of a run on ranks that share layers."""
-    assert_close(got, wanted)
-    mine, theirs = state_of(run["output"]), state_of(one["output"])
-    assert mine.keys() == theirs.keys()
-    for name, expected in theirs.items():
-        if "fp8" not in name and expected.any():
-            assert sqnr(expected, mine[name]) > HIGH_PRECISION, name
 
 
 def test_the_curves_of_two_ranks_are_those_of_one(two: Ranks, settings: Settings) -> None:
@@ -87,41 +74,6 @@ def test_float8_curves_are_those_of_one_rank_that_takes_the_parts_in_turn(
     assert_close((plain[0], []), (wanted[0], []))  # validation has no parts
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"recipe": "high_precision", "accumulate": 2, "activation_checkpointing": True},
-        {"recipe": "delayed", "model": "nano-tied", "eval_interval": 2, "grad_clip": 0.0},
-    ],
-)
-def test_ranks_that_share_layers(two: Ranks, settings: Settings, how: dict[str, Any]) -> None:
-    how |= {"steps": 2}
-    one = settings(**how)
-    runs = [settings(tp=2, **how), settings(tp=2, sequence_parallel=True, **how)]
-    wanted, (got, _) = work.curves(one, None, True), two.run(work.several, runs, True)
-    for run, curves in zip(runs, got, strict=True):
-        assert_like_one(curves, run, wanted, one)
-
-
-@pytest.mark.parametrize(
-    ("how", "more"),
-    [
-        ({"recipe": "high_precision", "model": "nano-tied"}, {}),
-        ({"recipe": "delayed"}, {"fsdp_float8_all_gather": True}),
-        pytest.param({"recipe": "delayed"}, {"hsdp": 2}, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_sharded_models_of_ranks_that_share_layers(
-    four: Ranks, settings: Settings, how: dict[str, Any], more: dict[str, Any]
-) -> None:
-    how |= {"steps": 2, "eval_batches": 1}
-    one = settings(batch_size=2, accumulate=2, **how)  # the parts of the batch in turn
-    more |= {"fsdp": True, "tp": 2, "sequence_parallel": True}
-    run = settings(batch_size=4, **how, **more)
-    wanted, (got, *_) = work.curves(one, None, True), four.run(work.curves, run, None, True)
-    assert_like_one((got[0], []), run, (wanted[0], []), one)
-
-
 def test_what_travels(two: Ranks, settings: Settings) -> None:
     how = {"recipe": "tensorwise", "dtype": "bfloat16", "fsdp": True, "steps": 1}
     how["model"] = "nano-tied"  # of two blocks
@@ -133,16 +85,6 @@ def test_what_travels(two: Ranks, settings: Settings) -> None:
 def test_gradients_are_shards_between_microbatches(two: Ranks, settings: Settings) -> None:
     run = settings(fsdp=True, accumulate=3, steps=1)
     assert two.run(work.shards_between_microbatches, run) == [[False, True, True]] * 2
-
-
-@pytest.mark.parametrize("replicas", [[2], pytest.param([2, 4], marks=pytest.mark.exhaustive)])
-def test_replicas_of_a_sharded_model(four: Ranks, settings: Settings, replicas: list[int]) -> None:
-    how = {"recipe": "tensorwise", "dtype": "bfloat16", "accumulate": 2, "steps": 2}
-    how |= {"fsdp": True, "fsdp_float8_all_gather": True}
-    runs = [settings(hsdp=n, **how) for n in (1, *replicas)]
-    plain, *replicated = four.run(work.several, runs)[0]
-    for curves in replicated:
-        assert_close(curves, plain)
 
 
 def test_a_checkpoint_goes_from_rank_to_ranks_and_back_bit_by_bit(
@@ -159,10 +101,8 @@ def test_a_checkpoint_goes_from_rank_to_ranks_and_back_bit_by_bit(
     for name, ranks, more in (
         ("two to one", None, {}),
         ("one to two", two, sharded),
-        ("two to four", four, {**sharded, "hsdp": 2}),
-        ("four to two that share layers", two, {"tp": 2}),
-        ("two to two dims", four, {**sharded, "tp": 2, "sequence_parallel": True}),
-        ("two dims to one", None, {}),
+        ("two to four", four, sharded),
+        ("four to one", None, {}),
     ):
         args = settings(**how, **more), find_checkpoint(source), tmp_path / name / "checkpoints"
         work.written_again(*args) if ranks is None else ranks.run(work.written_again, *args)
@@ -175,13 +115,12 @@ def test_a_checkpoint_goes_from_rank_to_ranks_and_back_bit_by_bit(
 
 def test_a_run_goes_on_with_other_ranks(two: Ranks, four: Ranks, settings: Settings) -> None:
     whole = work.curves(settings(steps=4))
-    run = settings(steps=4, tp=2, stop_after=1)
+    run = settings(steps=4, fsdp=True, stop_after=1)
     output = Path(run["output"])
     two.run(work.curves, run)
-    two_dims = {"fsdp": True, "tp": 2, "sequence_parallel": True, "stop_after": 2}
-    four.run(work.curves, {**run, **two_dims}, output)
-    work.curves({**run, "tp": 1, "stop_after": 3}, output)
-    two.run(work.curves, {**run, "sequence_parallel": True, "stop_after": 0}, output)
+    four.run(work.curves, {**run, "stop_after": 2}, output)
+    work.curves({**run, "fsdp": False, "stop_after": 3}, output)
+    two.run(work.curves, {**run, "stop_after": 0}, output)
     assert_close(work.curves_of(output), whole)
 
 
@@ -208,14 +147,12 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all(two: Ranks, settings: Se
         ("other data", 0, "DataError", "ranks read different data"),
         ("disk full", 0, "CheckpointError", r"_00000002: \[Errno 28\] No space.*; free some space"),
         ("disk full", 1, "CheckpointError", r"_00000002: \[Errno 28\] No space.*; free some space"),
-        ("odd", 0, "ConfigError", r"'tensorwise' with --tp 2: Float8Linear: got a weight of"),
     ],
 )
 def test_what_fails_on_one_rank_ends_all_and_is_said_once(
     two: Ranks, settings: Settings, how: str, who: int, kind: str, text: str
 ) -> None:
-    run = settings(steps=2, **({"tp": 2, "recipe": "tensorwise"} if how == "odd" else {}))
-    run.setdefault("fsdp", "tp" not in run)
+    run = settings(steps=2, fsdp=True)
     raised = two.run(work.error_of, run, how, 1 if how == "other data" else who)
     assert [name for name, _ in raised] == [kind if rank == who else "ToldError" for rank in (0, 1)]
     assert re.search(text, raised[who][1])
@@ -236,28 +173,12 @@ def test_damage_of_one_file_is_met_by_all_ranks(two: Ranks, settings: Settings) 
         assert re.search(rf"__1_0.distcp has other bytes .*--resume {one}", text)
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ((6, 1, 1, True), r"--batch-size got 6 .*multiple of the 4 ranks"),
-        ((3, 1, 2, True), r"--batch-size got 3 .*multiple of the 2 groups of 2 ranks"),
-        ((4, 3, 1, True), r"--hsdp got 3, .*divisor of the 4 ranks: use one of 1, 2, 4"),
-        ((4, 4, 2, True), r"--hsdp got 4, .*divisor of the 2 groups of 2 ranks: use one of 1, 2"),
-        ((4, 1, 3, True), r"--tp got 3, .*divisor of the 4 ranks: use one of 1, 2, 4"),
-        ((4, 1, 2, False), r"--tp got 2 for 4 ranks, .*: add --fsdp, or start 2"),
-    ],
-)
-def test_what_does_not_come_out_even(how: tuple[int, int, int, bool], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        TrainerRanks(size=4).check_fits(*how)
-
-
-def test_what_comes_out_even() -> None:
-    for how in ((8, 2, 1, True), (2, 2, 2, True), (1, 1, 4, False)):
-        TrainerRanks(size=4).check_fits(*how)
-    for tp, parts in ((1, ["01", "23", "45", "67"]), (2, ["0123"] * 2 + ["4567"] * 2)):
-        shares = [TrainerRanks(rank, 4).share(8, tp) for rank in range(4)]
-        assert ["01234567"[share] for share in shares] == parts
+def test_each_rank_has_as_many_sequences() -> None:
+    with pytest.raises(ConfigError, match=r"--batch-size got 6 .*multiple of the 4 ranks"):
+        TrainerRanks(size=4).check_fits(6)
+    TrainerRanks(size=4).check_fits(8)
+    shares = [TrainerRanks(rank, 4).share(8) for rank in range(4)]
+    assert ["01234567"[share] for share in shares] == ["01", "23", "45", "67"]
 
 
 def test_a_refused_connection_of_an_observer_is_no_lost_rank() -> None:

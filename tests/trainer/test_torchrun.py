@@ -58,7 +58,7 @@ def test_a_rank_that_dies_while_saving_leaves_the_former_checkpoint(here: Path) 
 
 
 def test_ctrl_c_lets_all_ranks_save_together(here: Path) -> None:
-    words = [*TRAIN, "--steps", "100000", "--output", "run", "--tp", "2", "--sequence-parallel"]
+    words = [*TRAIN, "--steps", "100000", "--output", "run"]
     metrics = str(here / "run" / "metrics.jsonl")
     _, out, err = torchrun(here, *words, METRICS=metrics)
     assert err.count("stopping after this step, with a checkpoint") == 1

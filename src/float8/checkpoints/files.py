@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8.checkpoints.layouts import layout_of
+from float8.checkpoints.schemes import scheme_of
 from float8.formats import E4M3, E5M2, FLOAT8_MAX
 
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
@@ -31,7 +31,7 @@ class Checkpoint:
     """The safetensors files of a folder, each opened once; raises as `read_float8_checkpoint`."""
 
     def __init__(self, folder: Path, device: Any = "cpu") -> None:
-        self.layout = layout_of(_read_json(folder / CONFIG).get("quantization_config"))
+        self.scheme = scheme_of(_read_json(folder / CONFIG).get("quantization_config"))
         listed = _read_index(folder / INDEX) if (folder / INDEX).exists() else {}
         self._file_of: dict[str, Any] = {}
         for path in sorted(listed or folder.glob("*.safetensors")):
@@ -48,12 +48,12 @@ class Checkpoint:
             self._file_of |= dict.fromkeys(there, file)
         if not self._file_of:
             raise FileNotFoundError(f"{folder}: got no tensors, expected safetensors files")
-        self.in_float8, suffix = set[str](), self.layout.scale_suffix
+        self.in_float8, suffix = set[str](), self.scheme.scale_suffix
         for name in self._file_of:
             weight: Any = self.described(name)
             scale = self.described(name + suffix)
             if scale is not None or weight[0] in FLOAT8_MAX:
-                self.layout.require_pair(name, weight, scale)
+                self.scheme.require_pair(name, weight, scale)
                 self.in_float8.add(name)
         others = self._file_of.keys() - {name + suffix for name in self.in_float8}
         self.names = sorted(name for name in others if not name.endswith(_OF_ACTIVATIONS))
@@ -71,9 +71,9 @@ class Checkpoint:
         data: Tensor = self._file_of[name].get_tensor(name)
         if name not in self.in_float8:
             return data
-        scale_name = name + self.layout.scale_suffix
+        scale_name = name + self.scheme.scale_suffix
         scale = self._file_of[scale_name].get_tensor(scale_name)
-        return self.layout.weight(data, scale, dtype)
+        return self.scheme.weight(data, scale, dtype)
 
 
 # Ends of names of scales of activations and caches, which are of no use here.

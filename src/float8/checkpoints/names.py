@@ -1,7 +1,7 @@
 """The names of the tensors of a model: its own, and those under which models are published.
 
 transformers 5 renames tensors as it loads them, and joins the weights [N, K] of experts to one
-Parameter [E, parts * N, K]; it undoes that when it saves. So it is asked: no list of models here.
+Parameter [E, pieces * N, K]; it undoes that when it saves. So it is asked: no list of models here.
 """
 
 import copy
@@ -44,9 +44,9 @@ class SavedTensor:
         """Give all modules that have this tensor another one."""
         if isinstance(self.tensor, nn.Parameter):
             new = nn.Parameter(new, requires_grad=self.tensor.requires_grad)
-        for _, module, own in self.uses:
-            registry: Any = module._parameters if own in module._parameters else module._buffers
-            registry[own] = new
+        for _, module, attr in self.uses:
+            registry: Any = module._parameters if attr in module._parameters else module._buffers
+            registry[attr] = new
         self.tensor = new
 
 
@@ -55,16 +55,16 @@ def saved_tensors(model: nn.Module) -> list[SavedTensor]:
     saved: dict[int, SavedTensor] = {}
     for prefix, module in unwrapped(model).named_modules(remove_duplicate=False):
         passing = module._non_persistent_buffers_set
-        for own, x in {**module._parameters, **module._buffers}.items():
-            is_state = own.startswith(("fp8_amax_", "fp8_scale_"))
-            if x is not None and own not in passing and not is_state:
-                name = plain_name(f"{prefix}.{own}" if prefix else own)
-                saved.setdefault(id(x), SavedTensor(x)).uses.append((name, module, own))
+        for attr, x in {**module._parameters, **module._buffers}.items():
+            is_state = attr.startswith(("fp8_amax_", "fp8_scale_"))
+            if x is not None and attr not in passing and not is_state:
+                name = plain_name(f"{prefix}.{attr}" if prefix else attr)
+                saved.setdefault(id(x), SavedTensor(x)).uses.append((name, module, attr))
     return [*saved.values()]
 
 
 Names = list[list[str]]
-"""For each part of the rows of weights [E, parts * N, K]: names of all experts, in order."""
+"""For each piece of the rows of weights [E, pieces * N, K]: names of all experts, in order."""
 
 
 class PublishedNames(NamedTuple):
@@ -103,20 +103,20 @@ def published_names(model: nn.Module) -> PublishedNames:
                 name, _ = each.rename_source_key(name)
         return name
 
-    for name, module, own, x in saved:
+    for name, module, attr, x in saved:
         matches = ((each, *each.rename_source_key(name)) for each in converters)
         converter, first, pattern = next((m for m in matches if m[2]), (None, name, None))
         if converter is None:
-            in_float8 = own == "weight" and isinstance(module, Float8Linear)
+            in_float8 = attr == "weight" and isinstance(module, Float8Linear)
             ends = ("", "_scale", "_scale_inv") if in_float8 else ("",)
             new = renamed(name, saving)
             # Only if that, and the names of scales beside it, are read as this one.
             if all(renamed(new + end, loading) == name + end for end in ends):
                 found.names[name] = new
         elif _are_experts(module, x) and len(converter.source_patterns) == 1:
-            parts = _parts_of(copy.deepcopy(converter), name, first, pattern, x.shape[0], root)
-            if parts and x.shape[1] % len(parts) == 0:
-                found.experts[name] = [[renamed(each, saving) for each in names] for names in parts]
+            pieces = _pieces_of(copy.deepcopy(converter), name, first, pattern, x.shape[0], root)
+            if pieces and x.shape[1] % len(pieces) == 0:
+                found.experts[name] = [[renamed(x, saving) for x in piece] for piece in pieces]
     often = Counter(found.names.values())
     found.names.update({name: name for name, new in found.names.items() if often[new] > 1})
     return found
@@ -133,7 +133,7 @@ def replaced_by_transformers(model: nn.Module, method: str) -> str | None:
         from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION as REPLACED
     except ImportError:  # another version, which replaces none
         return None
-    names = {name for name, how in REPLACED.items() if method in how["quantization_methods"]}
+    names = {name for name, entry in REPLACED.items() if method in entry["quantization_methods"]}
     classes = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
     return min(classes & names, default=None)
 
@@ -146,22 +146,22 @@ def _are_experts(module: nn.Module, x: Tensor) -> bool:
     return kind_of(module) is RegisteredExperts and x.dim() == 3 and not lies_transposed(module)
 
 
-def _parts_of(
+def _pieces_of(
     converter: Any, name: str, first: str, pattern: str, experts: int, root: Any
 ) -> Names | None:
     """Return how transformers takes weights [E, N, K] apart, told by what it makes of numbers.
 
     None: into no weights [n, K], such as transposed or mixed ones.
     """
-    all_rows = 12  # of each expert; any parts that models have divide them
+    all_rows = 12  # of each expert; any number of pieces that models have divides them
     numbers = torch.arange(experts * all_rows * 2, device="cpu").view(experts, all_rows, 2)
     converter.add_tensor(first, name, pattern, numbers)
     made: dict[str, Tensor] = converter.convert(first, model=root, config=root.config)
     rows = all_rows * experts // max(len(made), 1)
-    parts = [[""] * experts for _ in range(len(made) // experts)]
+    pieces = [[""] * experts for _ in range(len(made) // experts)]
     for key, x in made.items():
         expert, row = divmod(int(x.flatten()[0]) // 2, all_rows)
         if not torch.equal(x, numbers[expert, row : row + rows]) or not key.endswith(".weight"):
             return None
-        parts[row // rows][expert] = key
-    return parts if all(all(names) for names in parts) else None
+        pieces[row // rows][expert] = key
+    return pieces if all(all(names) for names in pieces) else None

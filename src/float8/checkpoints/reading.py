@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from float8.checkpoints.files import Checkpoint
-from float8.checkpoints.layouts import values_of
 from float8.checkpoints.names import SavedTensor, published_names, saved_tensors, unwrapped
 from float8.checkpoints.ranks import Together
+from float8.checkpoints.schemes import values_of
 from float8.config import require_module
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.linear import Float8Linear
@@ -30,17 +30,17 @@ def read_float8_checkpoint(
     as they are. All files are looked at before the first tensor comes.
 
     Args:
-        folder: with `config.json`, whose `quantization_config` says the layout, and safetensors:
-            one file, or shards with an index.
-        dtype: that of the values that weights in float8 stand for.
+        folder: with `config.json`, whose `quantization_config` tells format and strategy, and
+            safetensors: one file, or shards with an index.
+        dtype: the dtype that each `Float8Tensor` reports.
         device: where tensors are made.
 
     Raises:
         ImportError: the package safetensors is not installed.
         FileNotFoundError: a file is missing.
         TypeError: `dtype` is none in high precision.
-        ValueError: the layout is none that is known; a weight has no scale, or one that does not
-            fit; a file is cut, damaged, or outside of the folder.
+        ValueError: format or strategy is unknown; a weight has no scale, or one that does not fit;
+            a file is cut, damaged, or outside of the folder.
         RuntimeError, AssertionError: torch's own, for a `device` that is not here.
     """
     if dtype not in HIGH_PRECISION_DTYPES:
@@ -54,10 +54,10 @@ def load_float8_checkpoint(
 ) -> nn.Module:
     """Load a checkpoint in float8 into a model, in place, one tensor after the other.
 
-    What a layer is says what it takes. One with `Float8Weights.ONLY` takes the very bytes and
-    scales, if it has the granularity of the file: the recipe `blockwise` for `fine-grained-fp8`,
-    `rowwise` for channels, `tensorwise` for tensors. Every other Parameter takes the dequantised
-    values, rounded to its dtype: masters that train, on all ranks their own part of each.
+    A layer with `Float8Weights.ONLY` takes the very bytes and scales, if it has the granularity of
+    the file: the recipe `blockwise` for `fine-grained-fp8`, `rowwise` for channels, `tensorwise`
+    for tensors. Every other Parameter takes the dequantised values, rounded to its dtype: masters
+    that train, on all ranks their own part of each.
 
     Names are those of the model, or those under which transformers publishes it: weights of experts
     that a file has one by one go into the Parameters that a model has for all of them. Ranks that
@@ -103,17 +103,17 @@ def load_float8_checkpoint(
 
 
 class _Place(NamedTuple):
-    """A whole Parameter or buffer, or the part [N, K] of one expert in one [E, parts * N, K]."""
+    """A whole Parameter or buffer, or the piece [N, K] of one expert in one [E, pieces * N, K]."""
 
     target: SavedTensor
     expert: int | None = None
-    part: int = 0
-    parts: int = 1
+    piece: int = 0
+    pieces: int = 1
 
     @property
     def layers(self) -> list[Any]:
         """Those that have it as weight, and take bytes and scales as they are."""
-        layers = (x for _, x, own in self.target.uses if own == "weight")
+        layers = (x for _, x, attr in self.target.uses if attr == "weight")
         return [x for x in layers if isinstance(x, Float8Linear) and x._float8_keeps_no_master]
 
 
@@ -122,10 +122,10 @@ def _places(model: nn.Module) -> dict[str, _Place]:
     places = {name: _Place(each) for each in saved_tensors(model) for name, *_ in each.uses}
     published = published_names(model)
     places |= {new: places[name] for name, new in published.names.items()}
-    for name, parts in published.experts.items():
-        for part, names in enumerate(parts):
+    for name, pieces in published.experts.items():
+        for piece, names in enumerate(pieces):
             for expert, new in enumerate(names):
-                places[new] = _Place(places[name].target, expert, part, len(parts))
+                places[new] = _Place(places[name].target, expert, piece, len(pieces))
     return places
 
 
@@ -174,9 +174,9 @@ def _require_fitting(name: str, place: _Place, checkpoint: Checkpoint) -> None:
     (dtype, shape), target = described, place.target.tensor
     wanted = tuple(target.shape)
     if place.expert is not None:
-        wanted = wanted[1] // place.parts, wanted[2]
+        wanted = wanted[1] // place.pieces, wanted[2]
     layers = place.layers if name in checkpoint.in_float8 else []
-    granularity = checkpoint.layout.granularity
+    granularity = checkpoint.scheme.granularity
     keeps = {layer._float8_plan.casts.weight.how.scaling_granularity for layer in layers}
     is_shared = is_dtensor(target)
     placements = target.placements if is_shared else ()
@@ -218,7 +218,7 @@ def _put(place: _Place, read: Callable[..., Tensor], device: Any) -> None:
     if is_dtensor(new):
         numbers = _shared(numbers, new).to_local()
     for expert in (numbers == place.expert).nonzero().flatten().tolist():  # if it is on this rank
-        _copy(here[expert].chunk(place.parts)[place.part], read())
+        _copy(here[expert].chunk(place.pieces)[place.piece], read())
 
 
 def _copy(to: Any, tensor: Tensor) -> None:

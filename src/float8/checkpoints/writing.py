@@ -1,4 +1,4 @@
-"""Write the weights of a model in float8: a checked `_Plan` first, then the bytes."""
+"""Write the weights of a model in float8: checked `_Contents` first, then the bytes."""
 
 import json
 import re
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from float8.checkpoints.files import NewFiles, import_safetensors
-from float8.checkpoints.layouts import FINE_GRAINED, Layout, layout_named, values_of
 from float8.checkpoints.names import (
     Names,
     PublishedNames,
@@ -26,6 +25,7 @@ from float8.checkpoints.names import (
     unwrapped,
 )
 from float8.checkpoints.ranks import Together
+from float8.checkpoints.schemes import FINE_GRAINED, Scheme, scheme_named, values_of
 from float8.config import CastConfig, require_module
 from float8.experts import Float8Experts
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
@@ -59,13 +59,13 @@ def float8_weights(
     Weights of `Float8Linear` come as e4m3 bytes, each followed by its scales; all else as `dtype`
     says. With the granularity of the recipe the bytes are those that training multiplies. Names are
     those under which transformers publishes the model; of other models those of
-    `model.state_dict()`, without what torch.compile and DDP add. Experts of transformers that are
-    published one by one come so, in float8, converted or not. One tensor is made at a time. What is
-    not cast may share the memory of the model: copy it before the next step.
+    `model.state_dict()`, without what torch.compile and DDP add. Experts come one by one
+    where transformers publishes them so, in float8, converted or not. One tensor is made at a time.
+    What is not cast may have the memory of the model: copy it before the next step.
 
-    Ranks that share a model (FSDP2, tensor parallel) gather one weight at a time, in high precision
-    but where it is in float8 only, and cast it as one rank does: each needs that much memory. All
-    ranks must iterate alike. FSDP2's weights are resharded.
+    Ranks that share a model (FSDP2, tensor parallel) gather one weight at a time and cast it as one
+    rank does: each needs memory for it, in high precision unless it is in float8 only. All ranks
+    must iterate alike. FSDP2's weights are resharded.
 
     Args:
         model: converted; in training or evaluation, sharded by FSDP2 or whole.
@@ -73,7 +73,7 @@ def float8_weights(
             `"compressed-tensors"`.
         strategy: what a scale covers. `"fine-grained-fp8"`: `"block"`, 128x128 (default), or
             `"tensor"`. `"compressed-tensors"`: `"channel"`, one output (default), or `"tensor"`.
-        dtype: of what is not in float8. None: as the model has it, if most of its weights for
+        dtype: that of what is not in float8. None: as the model has it, if most of its weights for
             float8 have 16 bits; else float32 becomes bfloat16, but for what the classes of
             transformers keep in float32.
         param_dtype: that of FSDP2's `MixedPrecisionPolicy`, if it has one: weights are rounded to
@@ -87,8 +87,8 @@ def float8_weights(
     """
     require_module(model, "model")
     with Together(model) as ranks:
-        plan = _plan(model, format, strategy, dtype, param_dtype)
-        for tensors, _ in _written(plan, ranks):
+        contents = _contents(model, format, strategy, dtype, param_dtype)
+        for tensors, _ in _written(contents, ranks):
             yield from tensors.items()
 
 
@@ -102,7 +102,7 @@ def quantization_config(
         ValueError: as `float8_weights`.
     """
     require_module(model, "model")
-    return _plan(model, format, strategy).config
+    return _contents(model, format, strategy).config
 
 
 def save_float8_checkpoint(
@@ -133,7 +133,7 @@ def save_float8_checkpoint(
         folder: the folder of the checkpoint; made if it does not exist.
         format: `"fine-grained-fp8"` or `"compressed-tensors"`.
         strategy: what a scale covers. None: the default of the format, see `float8_weights`.
-        dtype: of what is not in float8. None: chosen as by `float8_weights`.
+        dtype: that of what is not in float8. None: chosen as by `float8_weights`.
         param_dtype: that of FSDP2's `MixedPrecisionPolicy`, if it has one.
         max_shard_size: bytes of a file at most, but for a single tensor that is larger.
 
@@ -152,14 +152,14 @@ def save_float8_checkpoint(
     with Together(model) as ranks:
         if type(max_shard_size) is not int or max_shard_size < 1:
             raise ValueError(f"max_shard_size: got {max_shard_size!r}, expected bytes, 1 or more")
-        plan = _plan(model, format, strategy, dtype, param_dtype)
-        described = _config_of(unwrapped(model), plan.dtype)
-        config = json.dumps(described | {"quantization_config": plan.config}, indent=2)
+        contents = _contents(model, format, strategy, dtype, param_dtype)
+        described = _config_of(unwrapped(model), contents.dtype)
+        config = json.dumps(described | {"quantization_config": contents.config}, indent=2)
         import_safetensors()
         if ranks.number != 0 and not ranks.meshes:
             return ()
-        sources = [(each.x.dtype, each.x.shape, *each[1:]) for each in plan.sources]
-        if len({*ranks.agree(said=repr((*plan[:2], max_shard_size, sources)))}) > 1:
+        sources = [(each.x.dtype, each.x.shape, *each[1:]) for each in contents.sources]
+        if len({*ranks.agree(said=repr((*contents[:2], max_shard_size, sources)))}) > 1:
             raise ValueError(
                 "model: got ranks with other models or arguments, expected the same on all: "
                 "together they write one checkpoint"
@@ -169,7 +169,7 @@ def save_float8_checkpoint(
         writes = ranks.number == 0
         with NewFiles(Path(folder), max_shard_size) if writes else nullcontext() as files:
             notes = []
-            for tensors, note in _written(plan, ranks, measured=True):
+            for tensors, note in _written(contents, ranks, measured=True):
                 notes += [note] if note else []
                 if files is not None:
                     files.add(tensors)
@@ -202,28 +202,28 @@ class _Source(NamedTuple):
     as_trained: bool = False
 
 
-class _Plan(NamedTuple):
+class _Contents(NamedTuple):
     """The tensors of a model that are written, and how."""
 
-    layout: Layout
+    scheme: Scheme
     dtype: torch.dtype  # of most of what is not in float8
     sources: list[_Source]
     config: dict[str, Any]  # the `quantization_config` of `config.json`
 
 
-def _plan(
+def _contents(
     model: nn.Module,
     format: str,
     strategy: str | None,
     dtype: torch.dtype | None = None,
     param_dtype: torch.dtype | None = None,
-) -> _Plan:
+) -> _Contents:
     """Return what is written of a model; raises, as `float8_weights`, unless it can be."""
     for name, got in (("dtype", dtype), ("param_dtype", param_dtype)):
         if got not in (None, *HIGH_PRECISION_DTYPES):
             expected = f"None or one of {HIGH_PRECISION_DTYPES}"
             raise TypeError(f"{name}: got {got!r}, expected {expected}")
-    layout = layout_named(format, strategy)
+    scheme = scheme_named(format, strategy)
     reshard(model)
     if hasattr(model, "peft_config"):
         raise ValueError(
@@ -242,7 +242,7 @@ def _plan(
     for each in saved:
         _require_stored(each, each in in_float8)
         body[each.tensor.dtype] += each.tensor.numel() * (each in in_float8)
-    config = layout.config(_left_out(model, modules, published, layout))
+    config = scheme.config(_left_out(model, modules, published, scheme))
     if found := replaced_by_transformers(model, config["quant_method"]):
         raise ValueError(
             f"format: got {format!r} for a model with {found}, for which transformers finds no "
@@ -256,12 +256,12 @@ def _plan(
         names = [[published.names[name]]]
         if each in in_float8:
             names = published.experts.get(name, names)
-            sources.append(_Source(x, names, param_dtype, *_cast_of(module, layout, len(names))))
+            sources.append(_Source(x, names, param_dtype, *_cast_of(module, scheme, len(names))))
         else:
             stays = kept(name) if masters else dtype is None
             sources.append(_Source(x, names, None if stays else rest))
-    _require_own_names(sources, layout.scale_suffix)
-    return _Plan(layout, rest, sources, config)
+    _require_own_names(sources, scheme.scale_suffix)
+    return _Contents(scheme, rest, sources, config)
 
 
 def _require_stored(saved: SavedTensor, in_float8: bool) -> None:
@@ -302,38 +302,38 @@ def _in_float8(
     else, or kept in float32, such as `wo` of T5: transformers would read bytes without scales.
     """
 
-    def can_be(name: str, module: Any, own: str, x: Tensor) -> bool:
+    def can_be(name: str, module: Any, attr: str, x: Tensor) -> bool:
         dtype = local_tensor(high_precision(x)).dtype
         if is_lazy(x) or kept(name) or dtype not in HIGH_PRECISION_DTYPES:
             return False
-        is_weight = own == "weight" and isinstance(module, Float8Linear)
+        is_weight = attr == "weight" and isinstance(module, Float8Linear)
         return module._float8_plan.output is not None if is_weight else name in published.experts
 
-    cast = {each for each in saved if all(can_be(*use, each.tensor) for use in each.uses)}
-    stay = [each for each in saved if each not in cast and not is_lazy(each.tensor)]
+    chosen = {each for each in saved if all(can_be(*use, each.tensor) for use in each.uses)}
+    stay = [each for each in saved if each not in chosen and not is_lazy(each.tensor)]
     cut = {module for each in stay if each.tensor.dim() == 3 for _, module, _ in each.uses}
-    return {x for x in cast if x.tensor.dim() == 2 or cut.isdisjoint(m for _, m, _ in x.uses)}
+    return {x for x in chosen if x.tensor.dim() == 2 or cut.isdisjoint(m for _, m, _ in x.uses)}
 
 
-def _cast_of(module: Any, layout: Layout, parts: int) -> tuple[CastConfig, bool]:
+def _cast_of(module: Any, scheme: Scheme, pieces: int) -> tuple[CastConfig, bool]:
     """Return the cast of the weights of a module, and whether training casts them so, too."""
-    how = CastConfig(target_dtype=E4M3, scaling_granularity=layout.granularity)
+    how = CastConfig(target_dtype=E4M3, scaling_granularity=scheme.granularity)
     if not isinstance(module, Float8Linear | Float8Experts):
         return how, False
     of_training = module._float8_plan.casts.weight.how
     how = replace(how, power_of_2=of_training.power_of_2)
-    # Under one scale training has the parts of the weights of experts together.
-    return how, of_training == how and (parts == 1 or not layout.granularity.one_scale)
+    # Under one scale training has the pieces of the weights of experts together.
+    return how, of_training == how and (pieces == 1 or not scheme.granularity.one_scale)
 
 
 def _left_out(
-    model: nn.Module, in_float8: set[nn.Module], published: PublishedNames, layout: Layout
+    model: nn.Module, in_float8: set[nn.Module], published: PublishedNames, scheme: Scheme
 ) -> list[str]:
     """Return the names of modules that readers would take for float8, and that are not."""
     names = []
     for name, module in unwrapped(model).named_modules():
         name, has_experts = plain_name(name), any(x.dim() == 3 for x in module.parameters(False))
-        if layout.format == FINE_GRAINED:  # else transformers looks for them among its modules
+        if scheme.format == FINE_GRAINED:  # else transformers looks for them among its modules
             weight = f"{name}.weight"
             name = published.names.get(weight, weight).removesuffix(".weight")
         # A name stands for all beneath it.
@@ -344,7 +344,7 @@ def _left_out(
 
 def _require_own_names(sources: list[_Source], suffix: str) -> None:
     """Raise a `ValueError` if two tensors, or a tensor and a scale, have one name in files."""
-    names = Counter(name for each in sources for part in each.names for name in part)
+    names = Counter(name for each in sources for piece in each.names for name in piece)
     scales = {name + suffix for name in names}  # also of none: readers take it for one
     if taken := [name for name, count in names.items() if count > 1 or name in scales]:
         raise ValueError(
@@ -358,10 +358,10 @@ def _require_own_names(sources: list[_Source], suffix: str) -> None:
 
 @torch.no_grad()
 def _written(
-    plan: _Plan, ranks: Together, measured: bool = False
+    contents: _Contents, ranks: Together, measured: bool = False
 ) -> Iterator[tuple[dict[str, Tensor], WrittenWeight | None]]:
     """Yield each tensor by its name, with its scales, and a note of it if it was `measured`."""
-    for source in plan.sources:
+    for source in contents.sources:
         x: Any = high_precision(source.x.detach())
         in_8_bits = isinstance(local_tensor(x), Float8Tensor)
         if source.dtype and x.dtype in HIGH_PRECISION_DTYPES and not in_8_bits:
@@ -371,17 +371,17 @@ def _written(
             yield {source.names[0][0]: x}, None
             continue
         experts = x.dim() == 3
-        parts = x.chunk(len(source.names), 1) if experts else [[x]]
-        for names, part in zip(source.names, parts, strict=True):
-            for name, weight in zip(names, part, strict=True):
+        pieces = x.chunk(len(source.names), 1) if experts else [[x]]
+        for names, piece in zip(source.names, pieces, strict=True):
+            for name, weight in zip(names, piece, strict=True):
                 made = _cast(weight, source.how)
-                data, scale = plan.layout.published(made)
+                data, scale = contents.scheme.published(made)
                 if experts and scale.dim() == 0:
                     scale = scale.reshape(1, 1)  # transformers joins these
                 note = None
                 if measured:
                     note = WrittenWeight(name, source.as_trained, _sqnr(made, weight))
-                yield {name: data, name + plan.layout.scale_suffix: scale}, note
+                yield {name: data, name + contents.scheme.scale_suffix: scale}, note
 
 
 def _cast(weight: Tensor, how: CastConfig) -> Float8Tensor:

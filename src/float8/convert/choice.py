@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from float8.checkpoints.layouts import config_for, strategy_of, why_not_taken
 from float8.checkpoints.names import plain_name
+from float8.checkpoints.schemes import config_for, strategy_of, why_not_taken
 from float8.config import ConfigOrRecipe, as_config
 from float8.convert.speed import NARROW, SMALLEST, judged_as, slower_on_paper, too_small
 from float8.experts import Float8Experts, kind_of, unsupported_experts, weights_of
@@ -60,7 +60,7 @@ class Chooser:
         self.gpu: str | None = short_name(gpu)
         self.cuda_graphs = cuda_graphs
         self.classes = tuple(linear_classes) if isinstance(linear_classes, Iterable) else (None,)
-        self.experts = {part for part in model.modules() if kind_of(part) is not None}
+        self.experts = {mod for mod in model.modules() if kind_of(mod) is not None}
         if self.takes is not None and not callable(self.takes):
             raise TypeError(
                 f"module_filter_fn: got {type(self.takes).__name__}, expected a function "
@@ -87,39 +87,39 @@ class Chooser:
                     f"nn.Linear, as [MyLinear]"
                 )
 
-    def choose(self, part: nn.Module, fqn: str) -> Choice | None:
-        """Decide about a part of the model; None: it has no weights that could be in float8."""
-        if isinstance(part, Float8Linear | Float8Experts):
-            same = part._float8_config == self.config
-            return self._decide(part, fqn, "converted already" if same else None)
-        if part in self.experts:
-            problem = unsupported_experts(part, self.config)
-            return self._decide(part, fqn, problem, self._why_no_experts)
-        if strategy_of(part) is not None:
-            return self._decide(part, fqn, why_not_taken(part, config_for(part, self.given)))
-        if isinstance(part, nn.Linear):
-            problem = unsupported(part, self.config, self.classes)
-            return self._decide(part, fqn, problem, self._why_no_linear)
+    def choose(self, mod: nn.Module, fqn: str) -> Choice | None:
+        """Decide about a module of the model; None: it has no weights that could be in float8."""
+        if isinstance(mod, Float8Linear | Float8Experts):
+            same = mod._float8_config == self.config
+            return self._decide(mod, fqn, "converted already" if same else None)
+        if mod in self.experts:
+            problem = unsupported_experts(mod, self.config)
+            return self._decide(mod, fqn, problem, self._why_no_experts)
+        if strategy_of(mod) is not None:
+            return self._decide(mod, fqn, why_not_taken(mod, config_for(mod, self.given)))
+        if isinstance(mod, nn.Linear):
+            problem = unsupported(mod, self.config, self.classes)
+            return self._decide(mod, fqn, problem, self._why_no_linear)
         return None
 
     def _decide(
         self,
-        part: nn.Module,
+        mod: nn.Module,
         fqn: str,
         problem: str | None,
-        judge: Callable[[Any, str], str | None] = lambda part, fqn: None,
+        judge: Callable[[Any, str], str | None] = lambda mod, fqn: None,
     ) -> Choice:
         """Decide by `problem`, of which no filter need know; by the filter; by `judge` without."""
         if self.takes is None:
-            judged = not isinstance(part, Float8Linear | Float8Experts)
-            by = self._chosen_for(part) if judged else None
-            return Choice(problem or judge(part, fqn), chosen_for=by)
+            judged = not isinstance(mod, Float8Linear | Float8Experts)
+            by = self._chosen_for(mod) if judged else None
+            return Choice(problem or judge(mod, fqn), chosen_for=by)
         if problem is not None:
             return Choice(problem)
         try:
-            taken = self.takes(part, fqn)
+            taken = self.takes(mod, fqn)
         except AttributeError as error:  # as of `in_features`, which experts have not
-            if isinstance(part, nn.Linear):
+            if isinstance(mod, nn.Linear):
                 raise
             return Choice(f"module_filter_fn raised an AttributeError: {error}")
         return Choice(None if taken else f"module_filter_fn returned {taken!r}")
@@ -147,21 +147,21 @@ class Chooser:
             return None
         return too_small(gpu, judged_as(self.config), self.tokens, K, N, self.cuda_graphs)
 
-    def _gpu(self, part: nn.Module) -> str | None:
-        """Return the GPU that `part` is judged for; None without one, and where it is emulated."""
+    def _gpu(self, mod: nn.Module) -> str | None:
+        """Return the GPU that `mod` is judged for; None without one, and where it is emulated."""
         if self.gpu is None and not self.config.emulate:
-            return gpu_for(next((x.device for x in part.parameters()), torch.device("cpu")))
+            return gpu_for(next((x.device for x in mod.parameters()), torch.device("cpu")))
         return self.gpu
 
-    def _chosen_for(self, part: nn.Module) -> str | None:
-        """Say for which GPU `part` is judged, and by what; None: speed is not asked for."""
+    def _chosen_for(self, mod: nn.Module) -> str | None:
+        """Say for which GPU `mod` is judged, and by what; None: speed is not asked for."""
         if not self.config.float8_gemms or (self.config.emulate and self.gpu is None):
             return None
-        gpu = self._gpu(part)
+        gpu = self._gpu(mod)
         if gpu in SMALLEST:
-            how = f'gpu="{gpu}"' if self.gpu else "the GPU here"
+            said = f'gpu="{gpu}"' if self.gpu else "the GPU here"
             at = f"limits of {judged_as(self.config)} at {self.tokens} tokens per forward"
-            return f"chosen for {gpu} ({how}): {at}{', as CUDA graphs' * self.cuda_graphs}"
+            return f"chosen for {gpu} ({said}): {at}{', as CUDA graphs' * self.cuda_graphs}"
         if gpu is not None:
             others = "float8 plan measures the others"
             return f"no limits known for {gpu}: layers narrower than {NARROW} stay; {others}"
@@ -177,7 +177,7 @@ def all_linears(mod: nn.Module, fqn: str) -> bool:
 
 def is_router(linear: Any, fqn: str, experts: Iterable[nn.Module]) -> bool:
     """Whether a linear layer chooses between the experts of its model, by its name and outputs."""
-    named = any("router" in part or "gate" in part for part in fqn.split(".")[-2:])
+    named = any("router" in word or "gate" in word for word in fqn.split(".")[-2:])
     outputs = getattr(linear, "out_features", None)
     return named and any(x.experts == outputs for each in experts for x in weights_of(each)[:1])
 
@@ -190,10 +190,10 @@ def left_out(fqn: str) -> str | None:
     of delayed scaling gets into its checkpoints.
     """
     wrappers = "module", "model", "base_model"  # the names of a model in what wraps it
-    parts = [part for part in plain_name(fqn).split(".") if part not in wrappers]
-    if "lm_head" in parts or parts == ["output"]:
+    words = [word for word in plain_name(fqn).split(".") if word not in wrappers]
+    if "lm_head" in words or words == ["output"]:
         return "the head: converted only if a module_filter_fn takes it"
-    if any(part.startswith("lora_") or part == "modules_to_save" for part in parts):
+    if any(word.startswith("lora_") or word == "modules_to_save" for word in words):
         return "of an adapter: converted only if a module_filter_fn takes it"
     return None
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from float8.checkpoints.layouts import (
+from float8.checkpoints.schemes import (
     as_linear,
     config_for,
     leave_quantizers,
@@ -93,13 +93,13 @@ def convert_to_float8_training(
     )
     choices: dict[nn.Module, Choice] = {}
     changes: dict[nn.Module, Callable[[], None]] = {}
-    for fqn, part in module.named_modules():
-        if (choice := chooser.choose(part, fqn)) is not None:
-            choices[part] = choice
+    for fqn, mod in module.named_modules():
+        if (choice := chooser.choose(mod, fqn)) is not None:
+            choices[mod] = choice
             if choice.reason is None:
-                changes[part] = _change(part, fqn, chooser)
+                changes[mod] = _change(mod, fqn, chooser)
     # From here on the model changes, and nothing raises but for want of memory.
-    if again := [part for part in changes if isinstance(part, Float8Linear | Float8Experts)]:
+    if again := [mod for mod in changes if isinstance(mod, Float8Linear | Float8Experts)]:
         disable_float8_all_gather(again)
     for change in changes.values():
         change()
@@ -108,12 +108,12 @@ def convert_to_float8_training(
     leave_quantizers(module)
     tell_ddp_what_to_ignore(module)
     _leave_fast_path(module)
-    for part, choice in choices.items():
-        before = Choice(*part.__dict__.get(KEPT, ()))
+    for mod, choice in choices.items():
+        before = Choice(*mod.__dict__.get(KEPT, ()))
         if choice.by_filter and before.reason and not before.by_filter:
             choice = choice._replace(reason=before.reason)  # which says more
-        part.__dict__[KEPT] = tuple(choice)
-    if not any(isinstance(part, Float8Linear | Float8Experts) for part in choices):
+        mod.__dict__[KEPT] = tuple(choice)
+    if not any(isinstance(mod, Float8Linear | Float8Experts) for mod in choices):
         reasons = [*dict.fromkeys(str(choice.reason) for choice in choices.values())][:3]
         warnings.warn(
             f"float8: no layer of {type(module).__name__} was converted: "
@@ -125,30 +125,30 @@ def convert_to_float8_training(
 
 
 swap_linear_with_float8_linear = convert_to_float8_training
-"""The name that float8_experimental gave it."""
+"""`convert_to_float8_training` by the name that float8_experimental gave it."""
 
 
-def _change(part: Any, fqn: str, chooser: Chooser) -> Callable[[], None]:
-    """Return what will convert `part`, once all that may be refused, or may fail, has been done."""
-    config, again = chooser.config, isinstance(part, Float8Linear | Float8Experts)
+def _change(mod: Any, fqn: str, chooser: Chooser) -> Callable[[], None]:
+    """Return what will convert `mod`, once all that may be refused, or may fail, has been done."""
+    config, again = chooser.config, isinstance(mod, Float8Linear | Float8Experts)
     if again:
-        _require_changeable(part, fqn, config)
+        _require_changeable(mod, fqn, config)
     if config.enable_fsdp_float8_all_gather:
-        _require_gatherable(part, fqn)
+        _require_gatherable(mod, fqn)
     if again:
-        return functools.partial(part._float8_set_up, config)
-    if part in chooser.experts:
-        return functools.partial(convert_experts, part, config)
-    if strategy_of(part) is not None:  # others loaded it in float8
-        config = config_for(part, chooser.given)
-        loaded = functools.partial(as_linear, part, config, values_dtype(chooser.model))
-        return lambda: become(part, Float8Linear._float8_made_of(loaded(), config))
-    new = Float8Linear._float8_made_of(part, config, True)
+        return functools.partial(mod._float8_set_up, config)
+    if mod in chooser.experts:
+        return functools.partial(convert_experts, mod, config)
+    if strategy_of(mod) is not None:  # others loaded it in float8
+        config = config_for(mod, chooser.given)
+        loaded = functools.partial(as_linear, mod, config, values_dtype(chooser.model))
+        return lambda: become(mod, Float8Linear._float8_made_of(loaded(), config))
+    new = Float8Linear._float8_made_of(mod, config, True)
 
     def change() -> None:
         if new._float8_keeps_no_master:  # weights are cast one by one: the old one is freed
             new._float8_drop_master()
-        become(part, new)
+        become(mod, new)
 
     return change
 
@@ -170,38 +170,38 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     """
     require_module(module, "module")
     layers = []
-    for fqn, part in module.named_modules():
-        if isinstance(part, Float8Linear | Float8Experts):
-            layers.append(part)
-            _require_changeable(part, fqn)
+    for fqn, mod in module.named_modules():
+        if isinstance(mod, Float8Linear | Float8Experts):
+            layers.append(mod)
+            _require_changeable(mod, fqn)
     disable_float8_all_gather(layers)
-    for part in module.modules():
-        part.__dict__.pop(KEPT, None)
-        if isinstance(part, Float8Linear | Float8Experts):
-            part._float8_become_high_precision()
+    for mod in module.modules():
+        mod.__dict__.pop(KEPT, None)
+        if isinstance(mod, Float8Linear | Float8Experts):
+            mod._float8_become_high_precision()
     _leave_fast_path(module)
     tell_ddp_what_to_ignore(module)
     return module
 
 
 def _require_changeable(
-    part: Float8Linear | Float8Experts, fqn: str, config: Float8LinearConfig | None = None
+    mod: Float8Linear | Float8Experts, fqn: str, config: Float8LinearConfig | None = None
 ) -> None:
-    """Raise a `ValueError` if somebody relies on what `part` is, or it cannot take `config`."""
-    why_not: Any = unsupported if isinstance(part, Float8Linear) else unsupported_experts
-    if replaced_forward(part):
+    """Raise a `ValueError` if somebody relies on what `mod` is, or it cannot take `config`."""
+    why_not: Any = unsupported if isinstance(mod, Float8Linear) else unsupported_experts
+    if replaced_forward(mod):
         got = "a layer with a `forward` of its own as attribute, which holds that of float8"
         do = "remove it first: accelerate's, by accelerate.hooks.remove_hook_from_submodules(model)"
         do += ", or transformers' own, by forwards_taken_off(model) of this library"
-    elif is_fsdp_module(part):
+    elif is_fsdp_module(mod):
         got = "a layer that fully_shard was applied to"
         do = "apply it to the block around it"
-    elif is_parametrized(part):
+    elif is_parametrized(mod):
         got, do = "a layer that is parametrized", "remove the parametrization first"
-    elif _fsdp_has_weights(part):
+    elif _fsdp_has_weights(mod):
         got = "a weight that FSDP2 gathers in float8"
         do = "make the change before fully_shard, or load a state dict of it into a new model"
-    elif config is not None and (unfit := why_not(part, config)):
+    elif config is not None and (unfit := why_not(mod, config)):
         got = f"a layer already converted, which cannot take the new config: {unfit}"
         do = "leave it out with module_filter_fn"
     else:
@@ -209,10 +209,10 @@ def _require_changeable(
     raise _refused(fqn, got, do)
 
 
-def _require_gatherable(part: nn.Module, fqn: str) -> None:
-    """Raise a `ValueError` if a weight of `part` cannot become one that FSDP2 gathers in float8."""
+def _require_gatherable(mod: nn.Module, fqn: str) -> None:
+    """Raise a `ValueError` if a weight of `mod` cannot become one that FSDP2 gathers in float8."""
     hooks = "_backward_hooks", "_post_accumulate_grad_hooks"
-    for weight in map(part._parameters.get, names_to_gather(part)):
+    for weight in map(mod._parameters.get, names_to_gather(mod)):
         if is_dtensor(weight):
             got = "a DTensor as weight, which enable_fsdp_float8_all_gather cannot prepare"
             raise _refused(fqn, got, "convert the model first, then call fully_shard")
@@ -225,14 +225,14 @@ def _refused(fqn: str, got: str, do: str) -> ValueError:
     return ValueError(f"layer {fqn or '(root)'!r}: got {got}, expected one to change; {do}")
 
 
-def _fsdp_has_weights(part: Float8Linear | Float8Experts) -> bool:
+def _fsdp_has_weights(mod: Float8Linear | Float8Experts) -> bool:
     """Whether FSDP2 gathers a weight in float8: it has shards, or they are gathered now."""
-    parameters: Any = part._parameters
-    only = isinstance(part, Float8Linear) and part._float8_keeps_no_master
+    parameters: Any = mod._parameters
+    only = isinstance(mod, Float8Linear) and mod._float8_keeps_no_master
     return any(
         (isinstance(local, Float8GatherWeight) and local is not weight)
         or (isinstance(local, Float8Tensor) and not only)
-        for weight in map(parameters.get, names_to_gather(part))
+        for weight in map(parameters.get, names_to_gather(mod))
         for local in [local_tensor(weight)]
     )
 
@@ -252,12 +252,12 @@ linear layers and computes in high precision: another model than the one that wa
 
 def _leave_fast_path(module: nn.Module) -> None:
     """Have encoders with converted layers call them in evaluation, too; or no more, without any."""
-    for part in module.modules():
+    for mod in module.modules():
         for cls, name, off in _SWITCHES:
-            if not isinstance(part, cls):
+            if not isinstance(mod, cls):
                 continue
-            if any(isinstance(layer, Float8Linear) for layer in part.modules()):
-                part.__dict__.setdefault(_BEFORE, getattr(part, name))
-                setattr(part, name, off)
-            elif _BEFORE in part.__dict__:
-                setattr(part, name, part.__dict__.pop(_BEFORE))
+            if any(isinstance(layer, Float8Linear) for layer in mod.modules()):
+                mod.__dict__.setdefault(_BEFORE, getattr(mod, name))
+                setattr(mod, name, off)
+            elif _BEFORE in mod.__dict__:
+                setattr(mod, name, mod.__dict__.pop(_BEFORE))

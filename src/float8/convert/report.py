@@ -64,20 +64,21 @@ class ConversionReport:
     """
 
     layers: tuple[LayerReport, ...]
+    """Each `nn.Linear`: `fqn`, `in_features`, `out_features`, `scaling`, `skip_reason`."""
 
     others: tuple[OtherWeight, ...] = ()
-    """Stay in high precision. Told by their shape: two dims or more, each larger than one, in no
-    embedding, norm or convolution, nor called a bias, an embedding, a token or a position."""
+    """Other weights, in high precision: `fqn`, `shape`, `module` (its class). Of two dims or more,
+    each larger than one; in no embedding, norm, convolution; called no bias, embed, token, pos."""
 
     chosen_for: tuple[str, ...] = ()
     """One sentence per GPU, or for none: which limits chose the layers. Empty with filters."""
 
     experts: tuple[ExpertsReport, ...] = ()
-    """The weights of known experts, converted or not; not in `converted` and `skipped`."""
+    """The weights of known experts, converted or not: as `layers`, with `experts`, their number."""
 
     @property
     def share(self) -> float:
-        """The part of all matmul weights that runs in float8, by their number, from 0 to 1."""
+        """The fraction of the elements of all matmul weights that runs in float8, 0 to 1."""
         in_float8 = all_weights = 0
         for x in (*self.layers, *self.experts):
             size = getattr(x, "experts", 1) * x.in_features * x.out_features
@@ -98,9 +99,8 @@ class ConversionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return `share` and all fields in plain dicts, lists, strings and numbers, as of JSON."""
-        plain: dict[str, Any] = {"share": self.share, **asdict(self)}
-        plain.update(json.loads(json.dumps(plain, default=int)))  # lists for tuples
-        return plain
+        plain = json.loads(json.dumps(asdict(self), default=int))  # lists for tuples
+        return {"share": self.share, **plain}
 
     def __str__(self) -> str:
         count = f"{len(self.converted)} of {len(self.layers)} linear layers"
@@ -126,7 +126,7 @@ class ConversionReport:
 
 
 def percent(share: float) -> str:
-    """Write a part of a whole in percent: 0.0 and 100.0 are said of nothing and of all alone."""
+    """Write a fraction in percent: 0.0 and 100.0 are said of nothing and of all alone."""
     if 0 < share < 5e-4:
         return "<0.1%"
     return ">99.9%" if 0.9995 <= share < 1 else f"{share:.1%}"
@@ -141,16 +141,16 @@ def _numbers_joined(rows: list[_Row]) -> list[_Row]:
         joined: list[_Row] = []
         awaited: dict[_Row, tuple[int, str]] = {}  # with the place of its run, and how that begins
         for name, shape, fate in rows:
-            parts = name.split(".")
-            if at >= len(parts) or not parts[at].isdecimal():
+            words = name.split(".")
+            if at >= len(words) or not words[at].isdecimal():
                 joined.append((name, shape, fate))
                 continue
-            number = parts[at]
+            number = words[at]
             place, first = awaited.pop((name, shape, fate), (len(joined), number))
-            parts[at] = number if first == number else f"{first}-{number}"
-            joined[place : place + 1] = [(".".join(parts), shape, fate)]
-            parts[at] = str(int(number) + 1)
-            awaited[".".join(parts), shape, fate] = place, first
+            words[at] = number if first == number else f"{first}-{number}"
+            joined[place : place + 1] = [(".".join(words), shape, fate)]
+            words[at] = str(int(number) + 1)
+            awaited[".".join(words), shape, fate] = place, first
         rows = joined
     return rows
 
@@ -187,8 +187,8 @@ def conversion_report(model: nn.Module) -> ConversionReport:
     return ConversionReport(tuple(layers), tuple(others), sentences, tuple(experts))
 
 
-def _scaling(part: Float8Linear | Float8Experts) -> str:
-    casts, names = part._float8_plan.casts, [site.value for site in part._float8_config.own_casts]
+def _scaling(mod: Float8Linear | Float8Experts) -> str:
+    casts, names = mod._float8_plan.casts, [site.value for site in mod._float8_config.own_casts]
     return ", ".join(f"{name} {getattr(casts, name).how.short_str()}" for name in names)
 
 

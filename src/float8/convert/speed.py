@@ -53,7 +53,7 @@ def judged_as(config: Float8LinearConfig) -> str:
     """Return the recipe whose limits hold for a configuration: one with scales of the same kind."""
     if config.scales_by_blocks:
         return "blockwise"
-    if any(cast.scaling_granularity.by_rows for cast in config.own_casts.values()):
+    if any(how.scaling_granularity.by_rows for how in config.own_casts.values()):
         return "rowwise" if "grad_weight" in config.float8_gemms else "rowwise_with_gw_hp"
     activations = {CastSite.INPUT, CastSite.GRAD_OUTPUT}
     return "delayed" if activations.issubset(config.delayed_sites) else "tensorwise"
@@ -66,8 +66,8 @@ def too_small(
 
     Where limits are not known, `NARROW` is the only one: below what each GPU of `SMALLEST` needs.
     """
-    known = gpu in SMALLEST
-    least = SMALLEST[gpu][recipe] if known else Smallest(0, NARROW, 0.0)
+    has_limits = gpu in SMALLEST
+    least = SMALLEST[gpu][recipe] if has_limits else Smallest(0, NARROW, 0.0)
     product = tokens * K * N
     for name, value, minimum in (
         ("tokens", tokens, least.tokens),
@@ -77,10 +77,10 @@ def too_small(
     ):
         if value < minimum:
             why = f"{recipe} is slower there on {gpu}"
-            if not known:
+            if not has_limits:
                 why = f"slower on all GPUs with known limits, and {gpu} has none"
             return f"{name}={value:.4g} is less than {minimum:.4g}: {why}"
-    if known and product < WAITS_BELOW and not cuda_graphs:
+    if has_limits and product < WAITS_BELOW and not cuda_graphs:
         why = f"tokens*K*N={product:.4g} is less than {WAITS_BELOW:.4g}"
         return f"waits for the CPU: {why}; cuda_graphs=True converts it"
     return None
@@ -123,10 +123,10 @@ def slower_on_paper(
     by_rows = config.cast_config_weight.scaling_granularity.by_rows
     cast_twice, at_once = _BY_ROWS if by_rows else _UNDER_ONE_SCALE
     held = config.float8_weights is Float8Weights.HELD
-    of_weight = at_once / _MICROBATCHES if held else cast_twice
+    weight_moves = at_once / _MICROBATCHES if held else cast_twice
     in_bf16, in_float8 = _FEW_ROWS if rows < _FEW else _MANY_ROWS
     flop = sum(6 * rows * N * K for _, _, N, K in weights)
-    moved = sum(of_weight * N * K + at_once * rows * (N + K) for _, _, N, K in weights)
+    moved = sum(weight_moves * N * K + at_once * rows * (N + K) for _, _, N, K in weights)
     speedup = (flop / in_bf16) / (flop / in_float8 + moved / COPIES[near])
     if speedup >= _AT_LEAST:
         return None

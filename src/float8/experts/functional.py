@@ -22,8 +22,8 @@ def grouped_linear(
     sync, and no recompilation.
 
     Args:
-        input: [T, K] float32, bfloat16 or float16, the rows of each expert together; cast to
-            autocast's dtype under autocast. Rows from `offs[-1]` on belong to no expert.
+        input: [T, K] float32, bfloat16 or float16, the rows of each expert together; converted
+            to autocast's dtype under it. Rows from `offs[-1]` on belong to no expert.
         weight: [E, N, K], one [N, K] for each expert, of the dtype of `input` unless under
             autocast. N and K are multiples of 16, unless the config says `emulate`. Weights that
             lie as [E, K, N] are given as `weight.transpose(1, 2)`, which is not copied.
@@ -76,10 +76,10 @@ def apply_grouped(
     needs = grad and input.requires_grad, grad and weight.requires_grad
     transposed = held is not None and weight.stride() != held.values.stride()
     call = Call(plan, plan.casts, weight.shape[2], weight.dtype, *needs, transposed)
-    of_weight = held or Weight(weight)
+    w = held or Weight(weight)
     if isinstance(weight, GatheredExperts):
-        of_weight = Weight(None, weight._data, weight._scale)
-    args = input.contiguous(), weight, of_weight, offs, call
+        w = Weight(None, weight._data, weight._scale)
+    args = input.contiguous(), weight, w, offs, call
     computed = computed_before(Linear, *args) if compiling else None
     return Linear.apply(*args, computed)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -98,7 +98,7 @@ def _require(
     if same_dtype and input.dtype != weight.dtype:
         raise TypeError(
             f"{this} input of dtype {input.dtype} and weight of dtype {weight.dtype}, expected "
-            f"the same; cast one of them or use torch.autocast"
+            f"the same; convert one of them or use torch.autocast"
         )
     if offs.dtype != torch.int32:
         raise TypeError(f"{this} offs of dtype {offs.dtype}, expected torch.int32")

@@ -88,16 +88,16 @@ class Float8Experts(Float8Module):
     def extra_repr(self) -> str:
         """Return what its class says, the recipe, and what runs otherwise than in a layer."""
         config = self._float8_config
-        parts = [super().extra_repr(), config.short_str()]
+        words = [super().extra_repr(), config.short_str()]
         sites = CastSite.GRAD_OUTPUT, CastSite.GRAD_OUTPUT_FOR_GRAD_WEIGHT
         if any(config.cast_config(site).dtype == E5M2 for site in sites):
-            parts.append("grad_output in e4m3")
-        parts.append(f"use_fast_accum={config.gemm_config_output.use_fast_accum}")
+            words.append("grad_output in e4m3")
+        words.append(f"use_fast_accum={config.gemm_config_output.use_fast_accum}")
         if self._float8_held:
-            parts.append("weights held in float8")
+            words.append("weights held in float8")
         if config.enable_fsdp_float8_all_gather and not names_to_gather(self):
-            parts.append("weights gathered in high precision")
-        return ", ".join(filter(None, parts))
+            words.append("weights gathered in high precision")
+        return ", ".join(filter(None, words))
 
     def _get_name(self) -> str:
         return f"Float8Experts[{type(self).__name__}]"

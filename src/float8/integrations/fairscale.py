@@ -109,7 +109,7 @@ def swap_tp_linear_with_float8_linear(
     row-parallel ones return them.
 
     Args:
-        model: or a single such layer.
+        model: the model, or a single such layer.
         config: as for `convert_to_float8_training`. With `Float8Weights.HELD` weights are cast on
             the fly; a warning says so.
         module_filter_fn: called as `module_filter_fn(layer, fqn)`; True: it is converted.

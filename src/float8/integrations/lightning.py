@@ -16,7 +16,7 @@ class Float8Callback(Callback):
 
     Args:
         convert: False leaves the conversion to you, as of a model made in `configure_model`.
-        group: of the sync, as in `attach_to_optimizer`.
+        group: the process group of the sync, as in `attach_to_optimizer`.
         **conversion: the arguments of `convert_to_float8_training`, for example `config`.
     """
 

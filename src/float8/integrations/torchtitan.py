@@ -88,16 +88,16 @@ class Float8Converter(ModelConfigConverter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):
-        """The recipe, and the layers; the other fields as in `Float8LinearConfig`."""
+        """The recipe, and which layers; the other fields are those of `Float8LinearConfig`."""
 
         recipe_name: str = "tensorwise"
         experts_recipe_name: str | None = None
-        """None: `recipe_name`, but with `"delayed"` and `"blockwise"`, for which there is no
-        grouped GEMM, experts stay in high precision, which is logged."""
+        """The recipe of experts. None: `recipe_name`. There is no grouped GEMM for `"delayed"` and
+        `"blockwise"`: under these, experts stay in high precision, which is logged."""
         filter_fqns: list[str] = field(default_factory=list)
-        """Layers and experts stay if their names contain one of these; the head always."""
+        """Layers and experts stay in high precision if their names contain one of these."""
         enable_fsdp_float8_all_gather: bool = False
-        """Of linear layers alone: experts are gathered in high precision."""
+        """Have FSDP2 gather linear layers in float8; experts are gathered in high precision."""
         emulate: bool = False
 
     def __init__(self, config: Config) -> None:
@@ -143,7 +143,7 @@ class Float8Converter(ModelConfigConverter):
         return model_config
 
     def _filtered(self, fqn: str) -> bool:
-        return any(part in fqn for part in self._filter_fqns)
+        return any(name in fqn for name in self._filter_fqns)
 
 
 def _put(parent: Any, name: Any, config: Any, cls: Any, float8: Float8LinearConfig) -> None:
@@ -160,8 +160,8 @@ def attach_to_optimizers(optimizers: Any, model_parts: Any, parallel_dims: Any) 
 
     A model with experts has one already, which balances their load: call both in one of your own.
     """
-    for part in model_parts:
-        own = {id(parameter) for parameter in part.parameters()}
+    for mod in model_parts:
+        ids = {id(parameter) for parameter in mod.parameters()}
         for optimizer in optimizers:
-            if any(id(x) in own for group in optimizer.param_groups for x in group["params"]):
-                attach_to_optimizer(part, optimizer)
+            if any(id(x) in ids for group in optimizer.param_groups for x in group["params"]):
+                attach_to_optimizer(mod, optimizer)

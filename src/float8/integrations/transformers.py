@@ -31,8 +31,8 @@ class Float8Callback(TrainerCallback, ExportableState):
     before its first step; where `load_best_model_at_end` has left some out, a warning says so.
 
     Args:
-        group: of the sync, as in `attach_to_optimizer`. `restore_callback_states_from_checkpoint`
-            makes callbacks anew, without it.
+        group: the process group of the sync, as in `attach_to_optimizer`. Callbacks that
+            `restore_callback_states_from_checkpoint` makes anew are without it.
     """
 
     def __init__(self, *, group: Any = None) -> None:

@@ -59,19 +59,19 @@ def amax_triton(x: Tensor) -> Tensor:
     if not is_dense(x.shape, x.stride()):
         x = x.contiguous()
     measure = measuring(x.numel(), x.dtype, x.device)
-    parts = allocator(x.device)((measure.programs,), (1,), torch.float32)
-    measure(x, parts, None)
+    amaxes = allocator(x.device)((measure.programs,), (1,), torch.float32)
+    measure(x, amaxes, None)
     # As integers: magnitudes compare alike, and NaN lies above Inf.
-    return parts.view(torch.int32).amax().view(torch.float32) if len(parts) > 1 else parts[0]
+    return amaxes.view(torch.int32).amax().view(torch.float32) if len(amaxes) > 1 else amaxes[0]
 
 
 @functools.lru_cache(maxsize=4096)
 def measuring(n: int, dtype: torch.dtype, device: torch.device, history: bool = False) -> Launch:
-    """Plan the launch that measures ``n`` elements, dense in any order of their dims.
+    """Return the launch that measures ``n`` elements, dense in any order of their dims.
 
-    Arguments of a launch: x; parts [programs] float32, an amax of each program; with ``history`` a
-    scale: if that is not 0, the kernel returns at once. The kernel that follows joins the parts,
-    since here that would take another launch. Each of its programs reads all parts: so there are
+    Arguments of a launch: x; amaxes [programs] float32, one of each program; with ``history`` a
+    scale: if that is not 0, the kernel returns at once. The kernel that follows joins the amaxes,
+    since here that would take another launch. Each of its programs reads all of them: so there are
     few, at most a small multiple of the programs that run at once.
     """
     # 16 KiB at a time, by 16 warps: two loads of 16 bytes per thread and step.
@@ -98,7 +98,7 @@ def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 @jit(do_not_specialize_on_alignment=["scale_ptr"])
 def _amax_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, parts_ptr, scale_ptr, n, rounds,
+    x_ptr, amaxes_ptr, scale_ptr, n, rounds,
     BLOCK: tl.constexpr, STEPS: tl.constexpr, ONLY_IF_UNKNOWN: tl.constexpr,
 ):  # fmt: skip
     if ONLY_IF_UNKNOWN:
@@ -122,8 +122,8 @@ def _amax_kernel(  # type: ignore[no-untyped-def]
                 x = tl.load(x_ptr + first + at, mask=at < left, other=0.0)
                 largest = tl.maximum(largest, magnitude_bits(x))
         turn += 1
-    parts_ptr = parts_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    tl.store(parts_ptr + tl.program_id(0), float32_bits(tl.max(largest), element))
+    amaxes_ptr = amaxes_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.store(amaxes_ptr + tl.program_id(0), float32_bits(tl.max(largest), element))
 
 
 register(

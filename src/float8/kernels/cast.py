@@ -17,7 +17,7 @@ from float8.config import CastConfig
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES, ceil16
 from float8.kernels import cast_kernels, tiles
 from float8.kernels.amax import HIGH_PRECISION, amax_reference, describe, is_dense, measuring
-from float8.kernels.runtime.launch import Launch, Layout, allocator, takes_triton_directly
+from float8.kernels.runtime.launch import Launch, Spec, allocator, takes_triton_directly
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.private import surely
 from float8.kernels.runtime.triton import has_float8_conversion
@@ -60,33 +60,33 @@ def cast(
     """
     if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
         raise refusal(x)
-    of, amax = how.scaling_granularity, None
+    covers, amax = how.scaling_granularity, None
     if state is not None:
         scale, amax = state
     for one in (scale, amax):
         if one is None:
             continue
         fits = one.dtype == torch.float32 and one.numel() == 1 and one.device == x.device
-        if not (fits and of.one_scale):
+        if not (fits and covers.one_scale):
             expected = f"one float32 element on {x.device}"
-            if not of.one_scale:
-                expected = f"none: scales of {of} come from the tensor at hand"
+            if not covers.one_scale:
+                expected = f"none: scales of {covers} come from the tensor at hand"
             raise ValueError(f"cast: scale is {describe(one)}; expected {expected}")
     direct = x.is_cuda and takes_triton_directly(x, scale, amax)
     wanted = row, col, pad_rows, how.power_of_2
     if state is not None:
         delayed = _cast_delayed_triton if direct else torch.ops.float8.cast_delayed.default
-        used, of_row, of_col = delayed(x, scale, amax, how.dtype, *wanted, record)
-        return Operand(of_row, used) if row else None, Operand(of_col, used) if col else None
-    if of.width is not None:
+        used, row_data, col_data = delayed(x, scale, amax, how.dtype, *wanted, record)
+        return Operand(row_data, used) if row else None, Operand(col_data, used) if col else None
+    if covers.width is not None:
         # Nothing gained, and Inductor's C++ (torch 2.13) drops the last run where it is not whole.
-        traced = traced and x.shape[1] % of.width == 0 and x.stride(1) == 1
-    arguments = scale, of.height, of.width, how.dtype, *wanted, via
-    if traced and not of.one_scale and surely(x.numel() != 0):
+        traced = traced and x.shape[1] % covers.width == 0 and x.stride(1) == 1
+    arguments = scale, covers.height, covers.width, how.dtype, *wanted, via
+    if traced and not covers.one_scale and surely(x.numel() != 0):
         out = cast_reference(x.detach(), *arguments)
     else:
         out = (_cast_triton if direct else torch.ops.float8.cast.default)(x, *arguments, after)
-    if of.one_scale:
+    if covers.one_scale:
         used, *data = out if scale is None else (scale, *out)
         return Operand(data[0], used) if row else None, Operand(data[-1], used) if col else None
     return Operand(*out[:2]) if row else None, Operand(*out[-2:]) if col else None
@@ -156,12 +156,12 @@ def cast_reference(
     if width is not None:
         down, across = ((R + k - 1) // k, k), ((C + k - 1) // k, k)
     rows = (R16 if pad_rows or width is not None else R), 1
-    casts: list[tuple[Any, Any]] = [((*rows, *across), (3,))] * row
-    casts += [((*down, C16, 1), (1,))] * col
+    views: list[tuple[Any, Any]] = [((*rows, *across), (3,))] * row
+    views += [((*down, C16, 1), (1,))] * col
     if square := width is not None and width == height:
-        casts = [((*down, *across), (3, 1))]  # of runs first: that fuses into what produces x
-    parts, out = [], []
-    for blocks, dims in casts:
+        views = [((*down, *across), (3, 1))]  # of runs first: that fuses into what produces x
+    made, out = [], []
+    for blocks, dims in views:
         Rp, Cp = blocks[0] * blocks[1], blocks[2] * blocks[3]
         pad = (0, Cp - C, 0, Rp - R)
         # A compiler drops what pads by nothing. To ask it here would make it compile again for
@@ -177,23 +177,23 @@ def cast_reference(
                 # where a kernel loads it and not yet rounded in the kernel that takes it. Data
                 # would be cast under one scale and multiplied with the other.
                 amax = amax.to(torch.float32).abs().amax(dim, keepdim=True)
-        own = amax_to_scale(amax, dtype, power_of_2)
-        data = to_float8(y, own, dtype).reshape(Rp, Cp)
+        s = amax_to_scale(amax, dtype, power_of_2)
+        data = to_float8(y, s, dtype).reshape(Rp, Cp)
         if differs:  # once more: next to a NaN a zero has become NaN, too
             data = F.pad(data.view(torch.uint8)[:R, :C], pad).view(dtype)
-        parts.append((data.contiguous(), own.squeeze((1, 3))))
-    for wanted, transposed, (data, own) in ((row, False, parts[0]), (col, True, parts[-1])):
+        made.append((data.contiguous(), s.squeeze((1, 3))))
+    for wanted, transposed, (data, s) in ((row, False, made[0]), (col, True, made[-1])):
         if not wanted:
             continue
         if transposed:
-            data, own = torch.ops.float8.transpose.default(data, None), own.t()
+            data, s = torch.ops.float8.transpose.default(data, None), s.t()
         if square:
-            own = F.pad(own, (0, -own.shape[1] % 4)).clone(memory_format=torch.contiguous_format)
+            s = F.pad(s, (0, -s.shape[1] % 4)).clone(memory_format=torch.contiguous_format)
         elif width is None:
-            own = own.flatten().unsqueeze(1)
+            s = s.flatten().unsqueeze(1)
         elif not transposed:
-            own = own.t().clone(memory_format=torch.contiguous_format).t()
-        out += [data, own]
+            s = s.t().clone(memory_format=torch.contiguous_format).t()
+        out += [data, s]
     return out
 
 
@@ -209,17 +209,17 @@ def cast_delayed_reference(
     record: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Plain-torch twin under a state: the scale that was used, row data, column data."""
-    own = amax_reference(x)
-    used, scale = amax_to_scale(own, dtype, power_of_2), scale.reshape(())
+    current = amax_reference(x)
+    used, scale = amax_to_scale(current, dtype, power_of_2), scale.reshape(())
     if record:
-        amax.copy_(torch.maximum(amax, own))
+        amax.copy_(torch.maximum(amax, current))
     used = torch.where(scale == 0.0, used, scale)
     out = cast_reference(x, used, None, None, dtype, row, col, pad_rows)
     absent = x.new_empty((0,))
     return used, out[0] if row else absent, out[-1] if col else absent
 
 
-def layouts(
+def specs(
     shape: tuple[int, ...],
     height: int | None,
     width: int | None,
@@ -227,12 +227,12 @@ def layouts(
     row: bool,
     col: bool,
     pad_rows: bool = False,
-) -> list[Layout | None]:
+) -> list[Spec | None]:
     """Describe row data and their scales, column data and theirs; None for what is not made.
 
     The one scale of a tensor is not among them. Sizes may be symbolic.
     """
-    (R, C), made = shape, list[Layout | None]()
+    (R, C), made = shape, list[Spec | None]()
     for wanted, rows, columns, pads in ((row, R, C, pad_rows), (col, C, R, True)):
         if pads or width is not None:
             rows = _ceil(rows, (height == width and width) or 16)
@@ -252,22 +252,22 @@ def _ceil(n: int, to: int) -> int:
     return (n + to - 1) // to * to  # not -(-n // to): torch 2.11 fails on negative symbols
 
 
-_ONE: Layout = ((), (), torch.float32)
+_ONE: Spec = ((), (), torch.float32)
 
 
-def _cast_fake(x: Tensor, scale: Tensor | None, height: int | None, *how: Any) -> list[Tensor]:
+def _cast_fake(x: Tensor, scale: Tensor | None, height: int | None, *rest: Any) -> list[Tensor]:
     """Make uninitialised results of `cast_reference`."""
     made = [_ONE if height is None and scale is None else None]
-    made += layouts(x.shape, height, *how[:5])  # up to `pad_rows`; the rest changes no sizes
+    made += specs(x.shape, height, *rest[:5])  # up to `pad_rows`; the rest changes no sizes
     return [x.new_empty_strided(*each[:2], dtype=each[2]) for each in made if each is not None]
 
 
-def _cast_delayed_fake(x: Tensor, scale: Tensor, amax: Tensor, *how: Any) -> tuple[Tensor, ...]:
+def _cast_delayed_fake(x: Tensor, scale: Tensor, amax: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     # Ops that write an argument must return a fixed number: the compiler's functionalisation takes
     # no list. So there is an empty tensor for a layout that was not asked for.
-    dtype, row, col, pad_rows, *_ = how
-    of_row, _, of_col, _ = layouts(x.shape, None, None, dtype, row, col, pad_rows)
-    made = (each or ((0,), (1,), x.dtype) for each in (_ONE, of_row, of_col))
+    dtype, row, col, pad_rows, *_ = rest
+    row_spec, _, col_spec, _ = specs(x.shape, None, None, dtype, row, col, pad_rows)
+    made = (each or ((0,), (1,), x.dtype) for each in (_ONE, row_spec, col_spec))
     return tuple(x.new_empty_strided(*each[:2], dtype=each[2]) for each in made)
 
 
@@ -300,29 +300,29 @@ def _cast_triton(
     if x.numel() == 0:
         return cast_reference(x, scale, *wanted)
     source = cast_kernels.MEASURED if scale is None and height is None else cast_kernels.GIVEN
-    launch = _planned(x.dtype, x.shape, x.stride(), x.device, source, rounded, False, *wanted)
+    launch = _launching(x.dtype, x.shape, x.stride(), x.device, source, rounded, False, *wanted)
     return [made for made in launch(x, scale, None) if made is not None]
 
 
 def _cast_delayed_triton(
-    x: Tensor, scale: Any, amax: Any, *how: Any
+    x: Tensor, scale: Any, amax: Any, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     if x.numel() == 0:
-        return cast_delayed_reference(x, scale, amax, *how)
-    *wanted, record = None, None, *how
+        return cast_delayed_reference(x, scale, amax, *rest)
+    *wanted, record = None, None, *rest
     about = x.dtype, x.shape, x.stride(), x.device
-    launch = _planned(*about, cast_kernels.HISTORY, False, record, *wanted)
-    used, of_row, _, of_col, _ = launch(x, scale, amax if record else None)
+    launch = _launching(*about, cast_kernels.HISTORY, False, record, *wanted)
+    used, row, _, col, _ = launch(x, scale, amax if record else None)
     if record:
         torch.autograd.graph.increment_version(amax)  # as PyTorch does
-    if of_row is None or of_col is None:
+    if row is None or col is None:
         absent = x.new_empty((0,))
-        return used, absent if of_row is None else of_row, absent if of_col is None else of_col
-    return used, of_row, of_col
+        return used, absent if row is None else row, absent if col is None else col
+    return used, row, col
 
 
 @functools.lru_cache(maxsize=4096)
-def _planned(
+def _launching(
     element: torch.dtype,
     shape: tuple[int, int],
     strides: tuple[int, int],
@@ -332,36 +332,36 @@ def _planned(
     record: bool,
     *wanted: Any,
 ) -> Callable[..., tuple[Any, ...]]:
-    """Plan the launches that cast tensors of one kind: a function of a tensor, a scale, an amax.
+    """Return what casts tensors of one kind: a function of a tensor, a scale and an amax.
 
-    It returns the scale, row data and their scales, column data and theirs; None for what is not
+    That returns the scale, row data and their scales, column data and theirs; None for what is not
     made.
     """
     height, width, dtype, row, col, pad_rows, power_of_2 = wanted
     covers = cast_kernels.BLOCKS[height, width]
     if source != cast_kernels.GIVEN and not is_dense(shape, strides):
         dense = (shape[1], 1)
-        of_copy = _planned(element, shape, dense, device, source, rounded, record, *wanted)
-        return lambda x, *state: of_copy(x.contiguous(), *state)
+        of_dense = _launching(element, shape, dense, device, source, rounded, record, *wanted)
+        return lambda x, *state: of_dense(x.contiguous(), *state)
     (R, C), (stride_r, stride_c) = shape, strides
-    made = layouts(shape, height, width, dtype, row, col, pad_rows)
+    made = specs(shape, height, width, dtype, row, col, pad_rows)
     makes, pads = (row, col), (pad_rows or width is not None, True)
     if transposed := stride_c != 1 and stride_r == 1:  # the kernel reads x.t()
         R, C, stride_r, stride_c = C, R, stride_c, stride_r
         made, makes, pads = made[2:] + made[:2], makes[::-1], pads[::-1]
     make, integers = allocator(device), (R, C, stride_r, stride_c)
     arithmetic = 3 if dtype == E4M3 else 2, power_of_2, has_float8_conversion(device)
-    measure, of_parts, count = None, None, 0
+    measure, amaxes_spec, count = None, None, 0
     shapes = tiles.ALONG_AND_ACROSS if makes[1] else tiles.ALONG_ALONE
     # Triton 3.6 specialises on C == 1, and then pads wrongly.
-    if whole_rows := covers == cast_kernels.LINES and not makes[1] and 1 < C <= WIDEST_ROW:
+    if whole_rows := covers == cast_kernels.ROWS and not makes[1] and 1 < C <= WIDEST_ROW:
         cast = _casting_rows(device, integers, (pads[0], *arithmetic))
-    elif covers == cast_kernels.LINES:
+    elif covers == cast_kernels.ROWS:
         rows, block_c, strips = tiles.strips_of(R, C, element, device)
         kernel, programs = cast_kernels.measure_kernel, -(-R // rows) * strips
         sizes, settings = (*integers, rows), (*makes, C % block_c == 0, tiles.STRIP_R, block_c)
         measure = Launch(kernel, device, programs, sizes, settings, tiles.STRIP_WARPS)
-        of_parts = (R + C,), (1,), torch.int32
+        amaxes_spec = (R + C,), (1,), torch.int32
         if makes[1]:  # two scales for each element take more registers
             shapes = ((64, 128, 8), *shapes[1:])
     elif covers != cast_kernels.ONE:
@@ -371,26 +371,26 @@ def _planned(
     elif source != cast_kernels.GIVEN:
         measure = measuring(R * C, element, device, source == cast_kernels.HISTORY)
         count = measure.programs
-        of_parts = (count,), (1,), torch.float32
+        amaxes_spec = (count,), (1,), torch.float32
     if not whole_rows:
-        parts_padded = 1 << max(count - 1, 0).bit_length()
-        constants = (covers, *makes, *pads, source, parts_padded, record, rounded, *arithmetic)
+        count_padded = 1 << max(count - 1, 0).bit_length()
+        constants = (covers, *makes, *pads, source, count_padded, record, rounded, *arithmetic)
         cast = tiles.tiled(cast_kernels.cast_kernel, shapes, device, (*integers, count), constants)
 
     def launch(x: Tensor, scale: Tensor | None, amax: Tensor | None) -> tuple[Any, ...]:
         along, along_scale, across, across_scale = [each and make(*each) for each in made]
-        used = parts = None
-        if of_parts is not None and measure is not None:
-            parts = make(*of_parts)
-            if covers == cast_kernels.LINES:
-                measure(x, parts.zero_())
+        used = amaxes = None
+        if amaxes_spec is not None and measure is not None:
+            amaxes = make(*amaxes_spec)
+            if covers == cast_kernels.ROWS:
+                measure(x, amaxes.zero_())
             else:
                 used = make(*_ONE)
-                measure(x, parts, scale)
+                measure(x, amaxes, scale)
         if whole_rows:
             cast(x, along, along_scale)
         else:
-            cast(x, along, along_scale, across, across_scale, scale, parts, used, amax)
+            cast(x, along, along_scale, across, across_scale, scale, amaxes, used, amax)
         if transposed:
             return used, across, across_scale, along, along_scale
         return used, along, along_scale, across, across_scale
@@ -401,7 +401,7 @@ def _planned(
 def _casting_rows(
     device: torch.device, integers: tuple[int, ...], constants: tuple[object, ...]
 ) -> Launch:
-    """Plan the kernel whose programs hold whole rows in registers, of a power of two each."""
+    """Return the launch whose programs hold whole rows in registers, of a power of two each."""
     R, C, *_ = integers
     block_c = max(1 << (C - 1).bit_length(), 16)
     rows = max(4096 // block_c, 1)

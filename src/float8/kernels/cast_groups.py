@@ -132,12 +132,12 @@ def cast_groups_fake(
 _BLOCK_R, _BLOCK_C = 64, 128
 
 
-def _cast_groups_triton(x: Tensor, offs: Tensor, *how: Any) -> list[Tensor]:
+def _cast_groups_triton(x: Tensor, offs: Tensor, *settings: Any) -> list[Tensor]:
     if x.numel() == 0:
-        return cast_groups_reference(x, offs, *how)
-    out = cast_groups_fake(x, offs, *how)
+        return cast_groups_reference(x, offs, *settings)
+    out = cast_groups_fake(x, offs, *settings)
     (R, C), E = x.shape, offs.shape[0]
-    dtype, row, col, width, one_scale, power_of_2 = how
+    dtype, row, col, width, one_scale, power_of_2 = settings
     # The bits of amaxes: of rows, then of columns of each group, or of groups.
     amaxes = torch.zeros(E if one_scale else R + E * C, dtype=torch.int32, device=x.device)
     groups = max(1 << E.bit_length(), 16)  # E + 1 or more
@@ -184,13 +184,13 @@ def _place(tile, offs_ptr, R, E, rows, GROUPS: tl.constexpr):  # type: ignore[no
     g = tl.arange(0, GROUPS)
     begin, end = groups_of(offs_ptr, R, E, GROUPS)
     size = tl.where(g <= E, end - begin, 0)
-    parts = tl.cdiv(size, 128)  # of column data, which are filled up with zeros
-    count = tl.where(g <= E, tl.maximum(tl.cdiv(parts * 128, rows), 1), 0)  # one for a scale
+    runs = tl.cdiv(size, 128)  # of column data, which are filled up with zeros
+    count = tl.where(g <= E, tl.maximum(tl.cdiv(runs * 128, rows), 1), 0)  # one for a scale
     behind = tl.cumsum(count, 0)  # the tile behind the last one of each group
     group = tl.sum(((behind <= tile) & (g <= E)).to(tl.int32), 0)
     here = g == group
     first = tl.sum(tl.where(here, behind - count, 0), 0)
-    at = tl.sum(tl.where(g < group, parts, 0), 0) * 128
+    at = tl.sum(tl.where(g < group, runs, 0), 0) * 128
     begin = tl.sum(tl.where(here, begin, 0), 0)
     size = tl.sum(tl.where(here, size, 0), 0)  # 0 where there are fewer tiles than programs
     return group, begin, size, (tile - first) * rows, at

@@ -14,9 +14,9 @@ from float8.kernels.numeric import (
 from float8.kernels.runtime.triton import jit, tl
 from float8.kernels.tiles import load, or_zero, store
 
-ONE, LINES, RUNS, SQUARES = range(4)
-BLOCKS = {(None, None): ONE, (1, None): LINES, (1, 128): RUNS, (128, 128): SQUARES}
-"""The extent of a scale, by rows and columns of its block: all; a line; 128 of one; a square."""
+ONE, ROWS, RUNS, SQUARES = range(4)
+BLOCKS = {(None, None): ONE, (1, None): ROWS, (1, 128): RUNS, (128, 128): SQUARES}
+"""What a scale covers, by height and width: all; a row, of either layout; 128 of one; a square."""
 
 GIVEN, MEASURED, HISTORY = range(3)
 """Where one scale comes from: it is given; measured, from amaxes to be joined; or from the history,
@@ -27,19 +27,19 @@ and measured only where that knows none. Finer scales, which the kernel finds, a
 def cast_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, C]
     along_ptr,  # [rows, Ck]
-    along_scale_ptr,  # of LINES [rows], of RUNS [tiles_c, rows], of SQUARES [tiles_r, tiles_c to 4]
+    along_scale_ptr,  # of ROWS [rows], of RUNS [tiles_c, rows], of SQUARES [tiles_r, tiles_c to 4]
     across_ptr,  # [columns, Rk]
     across_scale_ptr,  # likewise
     scale_ptr,
-    parts_ptr,  # of ONE [parts] float32; of LINES [R + C] int32: bits of amaxes of rows, of columns
+    amaxes_ptr,  # amaxes: of ONE [count] float32; of ROWS [R + C] int32: bits, of rows, of columns
     used_ptr,
     amax_ptr,  # is raised to the amax of x
-    R, C, stride_r, stride_c, parts,
+    R, C, stride_r, stride_c, count,
     COVERS: tl.constexpr, ALONG: tl.constexpr, ACROSS: tl.constexpr,
     PAD_ALONG: tl.constexpr,  # whether rows are padded
     PAD_ACROSS: tl.constexpr,
     SOURCE: tl.constexpr,
-    PARTS: tl.constexpr,  # a power of two, not below parts
+    COUNT: tl.constexpr,  # a power of two, not below count
     RECORD: tl.constexpr,
     ROUNDED: tl.constexpr,  # whether x is rounded to bfloat16 first
     MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
@@ -52,7 +52,7 @@ def cast_kernel(  # type: ignore[no-untyped-def]
     rows = tl.cdiv(R, PAD) * PAD if PAD_ALONG else R
     columns = tl.cdiv(C, PAD) * PAD if PAD_ACROSS else C
     tile = tl.program_id(0)
-    if COVERS != 1:  # LINES were measured backwards, so their beginning is in the L2 cache
+    if COVERS != 1:  # ROWS were measured backwards, so their beginning is in the L2 cache
         tile = tiles.tile_of_program()
     R16, C16 = tl.cdiv(R, 16) * 16, tl.cdiv(C, 16) * 16
     tile_r, tile_c = tiles.tile_at(tile, R16, C16, BLOCK_R, BLOCK_C, GROUP)
@@ -65,7 +65,7 @@ def cast_kernel(  # type: ignore[no-untyped-def]
     if ROUNDED:
         v = [rounded_to_bfloat16(each, HARDWARE) for each in v]
     if COVERS == 0:  # ONE
-        scale = choose_scale(scale_ptr, parts_ptr, parts, SOURCE, PARTS, MANTISSA, POWER_OF_2)
+        scale = choose_scale(scale_ptr, amaxes_ptr, count, SOURCE, COUNT, MANTISSA, POWER_OF_2)
         if SOURCE != 0:  # not GIVEN
             if tl.program_id(0) == 0:
                 tl.store(used_ptr, scale)
@@ -90,8 +90,8 @@ def cast_kernel(  # type: ignore[no-untyped-def]
         v = tiles.times(v, [inverse for _ in v], inside, EVEN)
     if ALONG:  # before ACROSS, which takes more registers
         w = v
-        if COVERS == 1:  # LINES
-            bits = [load(parts_ptr + each, each < R, EVEN) for each in r]
+        if COVERS == 1:  # ROWS
+            bits = [load(amaxes_ptr + each, each < R, EVEN) for each in r]
             scales = [scale_of_amax(each, MANTISSA, POWER_OF_2, HARDWARE) for each in bits]
             if tile_c == 0:
                 tiles.store_scales(along_scale_ptr, quad, scales, rows)
@@ -106,9 +106,9 @@ def cast_kernel(  # type: ignore[no-untyped-def]
         tiles.store_along(along_ptr, w, quad, c, rows, Ck, MANTISSA, HARDWARE, EVEN)
     if ACROSS:
         w = v
-        if COVERS == 1 or COVERS == 2:  # LINES or RUNS
+        if COVERS == 1 or COVERS == 2:  # ROWS or RUNS
             if COVERS == 1:
-                bits = load(parts_ptr + R + c, c < C, EVEN)
+                bits = load(amaxes_ptr + R + c, c < C, EVEN)
             else:
                 bits = float32_bits(tl.max(largest, axis=0, keep_dims=True), element)
                 across_scale_ptr += tile_r.to(tl.int64) * columns
@@ -144,7 +144,7 @@ def times_any(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untype
 
 @jit
 def choose_scale(  # type: ignore[no-untyped-def]
-    scale_ptr, parts_ptr, parts, SOURCE: tl.constexpr, PARTS: tl.constexpr, MANTISSA: tl.constexpr,
+    scale_ptr, amaxes_ptr, count, SOURCE: tl.constexpr, COUNT: tl.constexpr, MANTISSA: tl.constexpr,
     POWER_OF_2: tl.constexpr,
 ):  # fmt: skip
     """Choose the decode scale, from where ``SOURCE`` says; see ``GIVEN``."""
@@ -154,9 +154,9 @@ def choose_scale(  # type: ignore[no-untyped-def]
         scale = tl.load(scale_ptr)
     if SOURCE != 0:  # not GIVEN
         if scale == 0.0:
-            at = tl.arange(0, PARTS)
+            at = tl.arange(0, COUNT)
             bits = tl.load(
-                parts_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + at, at < parts, 0
+                amaxes_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + at, at < count, 0
             )
             scale = scale_of_amax(tl.max(bits), MANTISSA, POWER_OF_2)
     return scale
@@ -182,12 +182,12 @@ def cast_rows_kernel(  # type: ignore[no-untyped-def]
     R, C, stride_r, stride_c,
     PAD: tl.constexpr,  # whether rows are padded
     MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Cast some whole rows, each held in registers, each under a scale of its own."""
     rows, Cp = tl.cdiv(R, 16) * 16 if PAD else R, tl.cdiv(C, 16) * 16
     # 64-bit, so that offsets are.
-    r = (tiles.tile_of_program() * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    r = (tiles.tile_of_program() * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[:, None]
     c = tl.arange(0, BLOCK_C)[None, :]
     inside = (r < R) & (c < C)
     x = load(x_ptr + r * stride_r + c.to(tl.int64) * stride_c, inside, EVEN)

@@ -32,8 +32,8 @@ def grouped_matmul_reference(
     tokens: int | None = None,
 ) -> Tensor:
     """Multiply group by group in float32: the plain-torch twin, see `gemm.grouped_matmul`."""
-    how = emulate, use_fast_accum, out_dtype
-    out = grouped_matmul_fake(a, a_scale, b, b_scale, ends, *how).zero_()
+    rest = emulate, use_fast_accum, out_dtype
+    out = grouped_matmul_fake(a, a_scale, b, b_scale, ends, *rest).zero_()
     begin, last = 0, a.shape[0 if b.dim() == 3 else 1]
     for group, end in enumerate(ends.tolist()):
         end = max(begin, min(end, last))  # as `cast_groups` reads them
@@ -60,12 +60,12 @@ def _grouped_matmul_checked(*given: Any, tokens: int | None = None) -> Tensor:
 
 
 def grouped_matmul_fake(
-    a: Tensor, _: Tensor, b: Tensor, __: Tensor, ends: Tensor, *how: Any, tokens: int | None = None
+    a: Tensor, _: Tensor, b: Tensor, __: Tensor, ends: Tensor, *rest: Any, tokens: int | None = None
 ) -> Tensor:
     """Allocate the result, uninitialised; sizes may be symbolic."""
     of_rows = b.dim() == 3
     shape = (a.shape[0], b.shape[1]) if of_rows else (ends.shape[0], a.shape[0], b.shape[0])
-    return a.new_empty(shape, dtype=how[2])
+    return a.new_empty(shape, dtype=rest[2])
 
 
 def _flops(a: Any, _: Any, b: Any, *rest: Any, **__: Any) -> Any:

@@ -41,7 +41,7 @@ def tiled(
     integers: tuple[int, ...],
     constants: tuple[object, ...] = (),
 ) -> Launch:
-    """Plan the launch of a kernel each of whose programs takes one tile of a matrix [R, C].
+    """Return the launch of a kernel each of whose programs takes one tile of a matrix [R, C].
 
     By the first of ``tiles``, largest first, that gives each multiprocessor two programs, or the
     last. EVEN: the tiles fill the matrix exactly, which takes no masks.

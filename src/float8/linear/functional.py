@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from float8.autograd import computed_before, once_differentiable, own
+from float8.autograd import another, computed_before, once_differentiable
 from float8.config import ConfigOrRecipe, as_config
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.gemm import grouped_matmul, grouped_outer, matmul
@@ -45,7 +45,7 @@ def linear(
     """Compute `input @ weight.T + bias` as `torch.nn.functional.linear`, with three float8 GEMMs.
 
     Args:
-        input: [..., K] float32, bfloat16 or float16; cast to autocast's dtype under autocast.
+        input: [..., K] float32, bfloat16 or float16; converted to autocast's dtype under it.
         weight: [N, K], dtype of `input` unless under autocast; or a `Float8Tensor`.
         bias: [N] or None.
         config: a `Float8LinearConfig`, or the name of a recipe. None means dynamic tensorwise
@@ -123,12 +123,12 @@ def apply_linear(
         rows = input if input.dim() == 2 else input.reshape(-1, K)
         needs = grad and input.requires_grad, grad and weight.requires_grad
         if isinstance(weight, Float8Tensor):
-            other = None if plan.share_weight else "grad_input"
-            of_weight = Weight(None, *operand_of("weight", weight, casts.weight, other))
+            other = None if plan.reuse_weight else "grad_input"
+            w = Weight(None, *operand_of("weight", weight, casts.weight, other))
         else:
-            of_weight = held or Weight(weight)
+            w = held or Weight(weight)
         call = Call(plan, casts, K, weight.dtype, *needs, enter=enter, leave=leave)
-        args = rows, weight, of_weight, None, call
+        args = rows, weight, w, None, call
         computed = computed_before(Linear, *args) if compiling else None
         output = Linear.apply(*args, computed)  # type: ignore[no-untyped-call]
     if input.dim() != 2:  # an op that changes nothing is still a node of the graph to issue
@@ -152,13 +152,13 @@ def in_compute_dtype(input: Tensor, weight: Tensor) -> Tensor:
     if not same and not isinstance(local_tensor(input), Float8Tensor):
         raise TypeError(
             f"Float8Linear: got input of dtype {input.dtype} and weight of dtype "
-            f"{weight.dtype}, expected the same; cast one of them or use torch.autocast"
+            f"{weight.dtype}, expected the same; convert one of them or use torch.autocast"
         )
     for name, x in (("input", input), ("weight", weight)):
         if x.dtype not in HIGH_PRECISION_DTYPES:
             raise TypeError(
                 f"Float8Linear: got {name} of dtype {x.dtype}, expected one of "
-                f"{', '.join(map(str, HIGH_PRECISION_DTYPES))}; cast it first"
+                f"{', '.join(map(str, HIGH_PRECISION_DTYPES))}; convert it first"
             )
     if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
         raise ValueError(
@@ -220,7 +220,7 @@ class Call(NamedTuple):
         self,
         a: Operand,
         b: Operand,
-        weight: Weight,
+        w: Weight,
         offs: Tensor | None,
         shape: tuple[int, int],
         dtype: torch.dtype,
@@ -233,11 +233,11 @@ class Call(NamedTuple):
         """
         gemm = self.plan.grad_input if col else self.plan.output
         assert gemm is not None
-        if weight.col_data is not None and torch.compiler.is_compiling():
-            of_a, of_b = gemm.granularities
+        if w.col_data is not None and torch.compiler.is_compiling():
+            first, second = gemm.granularities
             return TIMES_HELD(  # type: ignore[no-any-return]
-                *a, *b, weight.values.detach(), offs, self.stored_transposed, *shape, col,
-                self.casts.weight.how.power_of_2, of_a.value, of_b.value, gemm.use_fast_accum,
+                *a, *b, w.values.detach(), offs, self.stored_transposed, *shape, col,
+                self.casts.weight.how.power_of_2, first.value, second.value, gemm.use_fast_accum,
                 gemm.emulate, dtype,
             )  # fmt: skip
         if offs is None:
@@ -258,12 +258,12 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def compute(
-        input: Tensor, weight: Tensor, of_weight: Weight, offs: Tensor | None, call: Call
+        input: Tensor, weight: Tensor, w: Weight, offs: Tensor | None, call: Call
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Return the output [M, N] of the input [M, K], in the compute dtype, and what is saved.
 
-        Of the input that is column data; or, for backward to cast, `rows`: row data, or values in
-        high precision, with the scale by which forward cast them.
+        `w`: what there is of the weight. Saved of the input is column data; or, for backward to
+        cast, `rows`: row data, or values in high precision, with the scale of forward's cast.
         """
         plan, casts, compiling = call.plan, call.casts, torch.compiler.is_compiling()
         dw_in_float8 = call.need_grad_weight and plan.grad_weight is not None
@@ -277,23 +277,23 @@ class Linear(torch.autograd.Function):
                 row = operand_of("input", input, casts.input, other)
                 row = padded(row, casts.input.how.scaling_granularity, pad_rows=False)
             elif call.enter is not None:
-                row, M = call.enter.cast(input, casts.input, traced=True), M * call.enter.ranks
+                row, M = call.enter.gathered(input, casts.input, traced=True), M * call.enter.ranks
             else:
                 # A compiler chooses what to keep: see `recast`.
-                now = dw_in_float8 and plan.share_input and (offs is not None or not compiling)
+                now = dw_in_float8 and plan.reuse_input and (offs is not None or not compiling)
                 x = quantize(input, casts.input, row=True, col=now, traced=True, offs=offs)
                 row, col, ends = x.row, x.col, x.ends
-            b = of_weight.row(casts.weight)
+            b = w.row(casts.weight)
             shape = M, weight.shape[-2]  # read here: torch.jit.trace follows sizes
-            y = call.by_weight(row, b, of_weight, offs, shape, input.dtype)
-            if of_weight.values is not None:  # backward reads held columns, or casts: no row data
-                one_scale = plan.share_weight and casts.weight.how.scaling_granularity.one_scale
-                again = one_scale and of_weight.col_data is None and offs is None
+            y = call.by_weight(row, b, w, offs, shape, input.dtype)
+            if w.values is not None:  # backward reads held columns, or casts: no row data
+                one_scale = plan.reuse_weight and casts.weight.how.scaling_granularity.one_scale
+                again = one_scale and w.col_data is None and offs is None
                 # Not by `_replace`, which takes four times as long.
                 scale_of_row = b.scale if again else None
-                of_weight = Weight(of_weight.values, None, scale_of_row, *of_weight[3:])
+                w = Weight(w.values, None, scale_of_row, *w[3:])
             del b
-        if dw_in_float8 and not plan.share_input:
+        if dw_in_float8 and not plan.reuse_input:
             x = quantize(input, casts.input_for_grad_weight, col=True, offs=offs)
             col, ends = x.col, x.ends
         rows = None
@@ -309,27 +309,27 @@ class Linear(torch.autograd.Function):
         rows_scale = None if rows is None or row is None else row.scale
         col_data, col_scale = col or (None, None)
         if not call.need_grad_input:
-            of_weight = Weight()
+            w = Weight()
         if call.leave is not None:
             y = finished(call.leave.start_reduce_scatter(y))
-        return y, (rows, rows_scale, col_data, col_scale, ends, offs, *of_weight)
+        return y, (rows, rows_scale, col_data, col_scale, ends, offs, *w)
 
     @staticmethod
     def forward(
         ctx: Any,
         input: Tensor,
         weight: Tensor,
-        of_weight: Weight,
+        w: Weight,
         offs: Tensor | None,
         call: Call,
         computed: Any,
     ) -> Tensor:
         """Return the output; `computed` if a compiler has traced that by now."""
         if computed is None:
-            y, saved = Linear.compute(input, weight, of_weight, offs, call)
+            y, saved = Linear.compute(input, weight, w, offs, call)
         else:
             y, saved = computed
-            y = own(y)
+            y = another(y)
         ctx.save_for_backward(*saved)
         ctx.call = call
         return y
@@ -345,31 +345,31 @@ class Linear(torch.autograd.Function):
             raise RuntimeError(f"Float8Linear: got a backward within torch.func{_NO_TRANSFORM}")
         call: Call = ctx.call
         plan, casts = call.plan, call.casts
-        rows, rows_scale, col_data, col_scale, ends, offs, *of_weight = ctx.saved_tensors
-        weight, dtype = Weight(*of_weight), grad_output.dtype
+        rows, rows_scale, col_data, col_scale, ends, offs, *saved_w = ctx.saved_tensors
+        w, dtype = Weight(*saved_w), grad_output.dtype
         dx_in_float8 = call.need_grad_input and plan.grad_input is not None
         dw_in_float8 = call.need_grad_weight and plan.grad_weight is not None
-        shared = dw_in_float8 and plan.share_grad_output
+        reuse = dw_in_float8 and plan.reuse_grad_output
         (M, N), g = grad_output.shape, Quantized()
         if offs is not None:
             grad_output = grad_output.contiguous()
         if call.leave is not None:  # grad_output has the tokens of this rank, as the output had
-            of_row, M = call.leave.cast(grad_output, casts.grad_output), M * call.leave.ranks
-            g = Quantized(of_row, to_col(of_row, casts.grad_output.how) if shared else None)
-        elif dx_in_float8 or shared:
-            g = quantize(grad_output, casts.grad_output, row=dx_in_float8, col=shared, offs=offs)
+            row, M = call.leave.gathered(grad_output, casts.grad_output), M * call.leave.ranks
+            g = Quantized(row, to_col(row, casts.grad_output.how) if reuse else None)
+        elif dx_in_float8 or reuse:
+            g = quantize(grad_output, casts.grad_output, row=dx_in_float8, col=reuse, offs=offs)
 
         dx = dw = None
         if dx_in_float8:
-            b = weight.col(casts.weight_for_grad_input, g.row.scale)
-            dx = call.by_weight(g.row, b, weight, offs, (M, call.in_features), dtype, col=True)
+            b = w.col(casts.weight_for_grad_input, g.row.scale)
+            dx = call.by_weight(g.row, b, w, offs, (M, call.in_features), dtype, col=True)
             del b  # of experts as large as half of grad_weight
         elif call.need_grad_input:
-            dx = grad_output @ weight.values.to(dtype)
+            dx = grad_output @ w.values.to(dtype)
         if dx is not None and call.enter is not None:
             dx = call.enter.start_reduce_scatter(dx)  # overlaps grad_weight; finished below
         if dw_in_float8:
-            if not shared:
+            if not reuse:
                 g = quantize(grad_output, casts.grad_output_for_grad_weight, col=True, offs=offs)
             x = Operand(col_data, col_scale)
             if col_data is None:

@@ -48,7 +48,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
     config: Any = _Config()
     _float8_source_class: ClassVar[type[nn.Module]] = nn.Linear
     _float8_shards: Shards = Shards()
-    """The share of this rank, as a style of tensor parallel says."""
+    """What the style of tensor parallel says of its input and output."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
         self._float8_drop_state()
         self._float8_config, self._float8_plan = config, plan_linear(config)
         self._float8_delayed = config.delayed_sites
-        self._float8_held, self._float8_agreed = (), frozenset()
+        self._float8_held, self._float8_compared = (), frozenset()
         self._float8_register_buffers()
         if self._float8_keeps_no_master and not keep_master:
             self._float8_drop_master()
@@ -151,7 +151,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
         """Compute `input @ weight.T + bias`.
 
         Args:
-            input: [..., K] float32, bfloat16 or float16; cast to autocast's dtype under autocast.
+            input: [..., K] float32, bfloat16 or float16; converted to autocast's dtype under it.
 
         Returns:
             [..., N], dtype of the (autocast) input.
@@ -210,11 +210,11 @@ class Float8Linear(StatefulLayer, nn.Linear):
         casts, training = self._float8_plan.casts, self.training
         if mesh is not None and mesh.size() > 1:
             reduce = amax_over([mesh.get_group(0)])
-            settled, shared = self._float8_settled if training else (), {}
+            known, reduced = self._float8_known if training else (), {}
             for site in CAST_SITES:
-                if site not in settled:
-                    shared[site.value] = getattr(casts, site.value)._replace(reduce=reduce)
-            casts = casts._replace(**shared)
+                if site not in known:
+                    reduced[site.value] = getattr(casts, site.value)._replace(reduce=reduce)
+            casts = casts._replace(**reduced)
         record = torch.is_grad_enabled()
         if not self._float8_delayed or not (record or training):
             return casts
@@ -244,20 +244,20 @@ class Float8Linear(StatefulLayer, nn.Linear):
 
     def extra_repr(self) -> str:
         """Return what its class says, then a recipe, or the scaling of each tensor."""
-        parts = [super().extra_repr(), self._float8_config.short_str()]
+        words = [super().extra_repr(), self._float8_config.short_str()]
         weight = local_tensor(self._parameters.get("weight"))
         if self._float8_keeps_no_master and not isinstance(weight, Float8Tensor):
-            parts.append("weight in high precision")  # which somebody has set
+            words.append("weight in high precision")  # which somebody has set
         elif self._float8_held or self._float8_keeps_no_master:
-            parts.append(f"weight {self._float8_config.float8_weights.value} in float8")
+            words.append(f"weight {self._float8_config.float8_weights.value} in float8")
         gathered = None
         if self._float8_shards.tokens_dim is not None:
             gathered, once = "grad_output", self._float8_plan.grad_output_rows_suffice
         elif self._float8_shards.gathers_input and not self._float8_sums_over_ranks:
             gathered, once = "input", self._float8_plan.input_rows_suffice
         if gathered is not None:
-            parts.append(f"{gathered} gathered in {'float8' if once else 'high precision'}")
-        return ", ".join(filter(None, parts))
+            words.append(f"{gathered} gathered in {'float8' if once else 'high precision'}")
+        return ", ".join(filter(None, words))
 
 
 def unsupported(

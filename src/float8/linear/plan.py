@@ -30,13 +30,13 @@ class Casts(NamedTuple):
 
 
 class LinearPlan(NamedTuple):
-    """Six casts, three GEMMs (None: in high precision), and which casts serve two GEMMs."""
+    """Six casts, three GEMMs (None: in high precision), and whether one cast serves two of them."""
 
     casts: Casts
     """Without state and ranks, which belong to a call."""
-    share_input: bool
-    share_weight: bool
-    share_grad_output: bool
+    reuse_input: bool
+    reuse_weight: bool
+    reuse_grad_output: bool
     output: Gemm | None
     grad_input: Gemm | None
     grad_weight: Gemm | None
@@ -90,23 +90,23 @@ def _resolved(config: Float8LinearConfig, grouped: bool) -> LinearPlan:
         return Gemm(fast, config.emulate, (a, b))
 
     def rows_suffice(cast: Cast, *gemms: Gemm | None) -> bool:
-        of = cast.how.scaling_granularity
-        return None not in gemms and (of.one_scale or (of.by_rows and cast.how.power_of_2))
+        granularity, rounded = cast.how.scaling_granularity, cast.how.power_of_2
+        return None not in gemms and (granularity.one_scale or (granularity.by_rows and rounded))
 
     casts = Casts(*map(cast, CAST_SITES))
     output, grad_input, grad_weight = gemm("output"), gemm("grad_input"), gemm("grad_weight")
-    share_input = CastSite.INPUT_FOR_GRAD_WEIGHT not in config.own_casts
-    share_grad_output = CastSite.GRAD_OUTPUT_FOR_GRAD_WEIGHT not in config.own_casts
+    reuse_input = CastSite.INPUT_FOR_GRAD_WEIGHT not in config.own_casts
+    reuse_grad_output = CastSite.GRAD_OUTPUT_FOR_GRAD_WEIGHT not in config.own_casts
     return LinearPlan(
         casts,
-        share_input,
+        reuse_input,
         CastSite.WEIGHT_FOR_GRAD_INPUT not in config.own_casts,
-        share_grad_output,
+        reuse_grad_output,
         output,
         grad_input,
         grad_weight,
-        share_input and rows_suffice(casts.input, output, grad_weight),
-        share_grad_output and rows_suffice(casts.grad_output, grad_input, grad_weight),
+        reuse_input and rows_suffice(casts.input, output, grad_weight),
+        reuse_grad_output and rows_suffice(casts.grad_output, grad_input, grad_weight),
     )
 
 

@@ -51,19 +51,19 @@ def linear_of_shards(
             f"Float8Linear: got an input on {input.device_mesh} for a weight on {mesh}, "
             f"expected one mesh; parallelize both over the same"
         )
-    colwise = tuple(placements) == (dtensors.Shard(0),)
-    if not colwise and tuple(placements) != (dtensors.Shard(1),):
+    column_parallel = tuple(placements) == (dtensors.Shard(0),)
+    if not column_parallel and tuple(placements) != (dtensors.Shard(1),):
         raise ValueError(
             f"Float8Linear: got a weight placed {placements}, expected Shard(0) or Shard(1) on a "
             f"mesh of one dim, as tensor parallel's styles place it"
         )
-    require_parts(weight.shape, 0 if colwise else 1, mesh.size())
-    if colwise:
-        return _colwise(input, weight, bias, shards.gathers_input, plan, casts)
-    return _rowwise(input, weight, bias, shards.tokens_dim, plan, casts)
+    require_parts(weight.shape, 0 if column_parallel else 1, mesh.size())
+    if column_parallel:
+        return _column_parallel(input, weight, bias, shards.gathers_input, plan, casts)
+    return _row_parallel(input, weight, bias, shards.tokens_dim, plan, casts)
 
 
-def _colwise(
+def _column_parallel(
     input: Any, weight: Any, bias: Any, gathers: bool, plan: LinearPlan, casts: Casts
 ) -> Any:
     """Multiply all tokens by the rows of the weight that this rank has."""
@@ -91,7 +91,7 @@ def _colwise(
     )
 
 
-def _rowwise(
+def _row_parallel(
     input: Any, weight: Any, bias: Any, tokens_dim: int | None, plan: LinearPlan, casts: Casts
 ) -> Any:
     """Multiply the features that this rank has by the columns of the weight that it has."""

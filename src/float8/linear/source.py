@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from float8.config import Float8LinearConfig, Float8Weights
 from float8.formats import HIGH_PRECISION_DTYPES, lacks_float8_gemm
 from float8.linear.state import StatefulLayer
-from float8.linear.weight import own_names
+from float8.linear.weight import our_names
 from float8.tensor import is_dtensor, is_fsdp_module
 
 _PICKLING = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__slots__")
@@ -57,8 +57,8 @@ def class_with_forward(cls: type) -> type:
 
 def replaced_forward(mod: nn.Module) -> bool:
     """Whether an attribute hides the forward of the class; accelerate leaves it as one behind."""
-    own: Any = vars(mod).get("forward")
-    return own is not None and own != types.MethodType(type(mod).forward, mod)
+    forward: Any = vars(mod).get("forward")
+    return forward is not None and forward != types.MethodType(type(mod).forward, mod)
 
 
 def about_forward(mod: nn.Module) -> str:
@@ -157,7 +157,7 @@ def _cannot_be_both(mod: Any, base: type, config: Float8LinearConfig) -> str | N
     if is_ours:
         names -= {name for site in mod._float8_delayed for name in site.buffers}
     else:
-        names |= own_names(base)
+        names |= our_names(base)
         # The class would hide what is registered under this name.
         names |= {"from_float"} & {*mod._parameters, *mod._buffers, *mod._modules}
     if taken := names & there:
@@ -166,9 +166,9 @@ def _cannot_be_both(mod: Any, base: type, config: Float8LinearConfig) -> str | N
     if is_ours:
         return None
     for each in (each for each in cls.__mro__ if each not in (nn.Linear, nn.Module, object)):
-        if own := [name for name in _PICKLING if vars(each).get(name)]:  # `__slots__` may be empty
+        if has := [name for name in _PICKLING if vars(each).get(name)]:  # `__slots__` may be empty
             return (
-                f"with {own[0]!r}, expected one without: {base.__name__} has a way of its own to "
+                f"with {has[0]!r}, expected one without: {base.__name__} has a way of its own to "
                 f"copy and pickle layers"
             )
     try:

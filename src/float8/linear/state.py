@@ -29,17 +29,17 @@ class StatefulLayer(Float8Module):
     weight: Tensor
     _float8_delayed: tuple[CastSite, ...] = ()
     """The sites with delayed scaling."""
-    _float8_agreed: frozenset[Any] = frozenset()
+    _float8_compared: frozenset[Any] = frozenset()
     """Numbers of layers, each with its groups of ranks, that a sync has compared already."""
-    _float8_settled: frozenset[CastSite] = frozenset()
+    _float8_known: frozenset[CastSite] = frozenset()
     """Sites whose scale is known to come from the history, on all ranks that share the layer."""
-    _float8_seen: dict[int, int] | None = None
+    _float8_versions: dict[int, int] | None = None
     """The versions of the Parameters when the first amax since the last sync was recorded."""
     _float8_sample: tuple[Any, int, Tensor] | None = None
     """At the last check: which weight, the version of grad_output's amax, the weight's diagonal."""
     _float8_synced_version = -1
     _float8_not_copied = frozenset(
-        {*Float8Module._float8_not_copied, "_float8_agreed", "_float8_seen", "_float8_sample"}
+        {*Float8Module._float8_not_copied, "_float8_compared", "_float8_versions", "_float8_sample"}
     )
 
     # ---------------------------------------------------------------- the buffers
@@ -84,7 +84,7 @@ class StatefulLayer(Float8Module):
         return UNKNOWN_SCALE if self._float8_config.enable_amax_init else 1.0
 
     def _float8_state_was_written(self) -> None:
-        self._float8_settled = frozenset()
+        self._float8_known = frozenset()
         self._float8_mark_synced()
 
     def reset_parameters(self) -> None:
@@ -108,14 +108,14 @@ class StatefulLayer(Float8Module):
     def _float8_knows_weight_scale(self) -> bool:
         """Whether a gather takes the scale from the history; asks the device until there is one."""
         site = CastSite.WEIGHT
-        if self.training and site not in self._float8_settled:
-            self._float8_settle({site: self.get_buffer(site.scale).item()})
-        return self.training and site in self._float8_settled
+        if self.training and site not in self._float8_known:
+            self._float8_note_known({site: self.get_buffer(site.scale).item()})
+        return self.training and site in self._float8_known
 
-    def _float8_settle(self, scales: Mapping[CastSite, float]) -> None:
+    def _float8_note_known(self, scales: Mapping[CastSite, float]) -> None:
         """Note which of these scales come from the history."""
         known = {site for site, scale in scales.items() if scale != UNKNOWN_SCALE}
-        self._float8_settled = self._float8_settled | known  # Dynamo (torch 2.11) fails at `|=`
+        self._float8_known = self._float8_known | known  # Dynamo (torch 2.11) fails at `|=`
 
     def _float8_has_unsynced_amax(self) -> bool:
         """Whether an amax was recorded since the last sync, compiled or not."""
@@ -123,15 +123,15 @@ class StatefulLayer(Float8Module):
 
     def _float8_mark_synced(self) -> None:
         """Note that all amaxes recorded so far are in the history, or of no interest."""
-        if self._float8_seen is not None:  # setting an attribute of a module takes long
-            self._float8_seen = None
+        if self._float8_versions is not None:  # setting an attribute of a module takes long
+            self._float8_versions = None
         if not torch.compiler.is_compiling():
             self._float8_synced_version = self._float8_amax_version()
 
     def _float8_detach(self) -> None:
         """End one attachment; writes to weights count from the next forward."""
         super()._float8_detach()
-        self._float8_seen = None
+        self._float8_versions = None
 
     def _float8_amax_version(self) -> int:
         """Return how often the amax of the weight, or else of the first site, was written."""
@@ -162,11 +162,11 @@ class StatefulLayer(Float8Module):
         }
         weight: Any = self._parameters.get("weight")
         amax: Any = self._buffers.get(CastSite.GRAD_OUTPUT.amax)
-        seen, before, now = self._float8_seen, self._float8_sample, None
-        written = seen is not None and any(seen.get(key, v) != v for key, v in versions.items())
+        first, before, now = self._float8_versions, self._float8_sample, None
+        written = first is not None and any(first.get(key, v) != v for key, v in versions.items())
         trained = type(weight) is nn.Parameter and id(weight) in versions
         looks = trained and amax is not None and not (amax.is_meta or amax.is_inference())
-        if looks and seen is not None:  # without a backward there was no step
+        if looks and first is not None:  # without a backward there was no step
             looks = before is not None and weight.grad is None and amax._version != before[1]
         if looks:
             # Of what ranks share, gradients are None between microbatches, too.
@@ -174,12 +174,12 @@ class StatefulLayer(Float8Module):
             if not (ranks or (amax.is_cuda and torch.cuda.is_current_stream_capturing())):
                 which = id(weight), weight.dtype, weight.device, weight.shape
                 now = which, amax._version, weight.detach().diagonal().clone()
-            if seen is not None and now is not None and before is not None and now[0] == before[0]:
+            if first is not None and now is not None and before is not None and now[0] == before[0]:
                 written |= not torch.equal(now[2].nan_to_num(), before[2].nan_to_num())
-        if looks or seen is None:
+        if looks or first is None:
             self._float8_sample = now  # the next comparison is after another backward
-        if seen is None:
-            self._float8_seen = versions
+        if first is None:
+            self._float8_versions = versions
         if written:
             raise RuntimeError(
                 "Float8Linear: the optimizer stepped, or a weight was written by hand, but delayed "
@@ -202,7 +202,7 @@ class StatefulLayer(Float8Module):
                 f"high precision; call convert_to_high_precision(model), then quantise"
             )
         super().register_parameter(name, param)
-        self._float8_held, self._float8_seen = (), None
+        self._float8_held, self._float8_versions = (), None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StatefulLayer":
         weight: Any = self._parameters.get("weight")
@@ -250,8 +250,8 @@ class StatefulLayer(Float8Module):
         ours = {prefix + name for name in before}
         if ours.isdisjoint(state_dict):  # a checkpoint of the plain model, or a part of one
             missing_keys[:] = [key for key in missing_keys if key not in ours]
-            of_weight = {prefix + name for name, _ in self.named_parameters() if name != "bias"}
-            if not of_weight.isdisjoint(state_dict):
+            parameters = {prefix + name for name, _ in self.named_parameters() if name != "bias"}
+            if not parameters.isdisjoint(state_dict):
                 self._float8_reset_state()  # what they knew was of other weights
         self._float8_state_was_written()  # but no amax was recorded
 

@@ -21,7 +21,7 @@ from float8.config import CastConfig, Float8LinearConfig, ScalingGranularity
 from float8.formats import FLOAT8_MAX
 from float8.gemm import Gemm, grouped_matmul, matmul_of_any_size
 from float8.kernels.runtime.ops import register
-from float8.kernels.runtime.private import dispatch_modes, pre_dispatch_modes, records_ops
+from float8.kernels.runtime.private import dispatch_modes, make_fx_is_on, pre_dispatch_modes
 from float8.linear.plan import LinearPlan
 from float8.quantize import Cast, padded, quantize, to_col
 from float8.scales import Operand
@@ -97,7 +97,7 @@ def times_held(
     """Multiply row data by data that are held of a weight, or that are cast here if it was written.
 
     It writes nothing, so a compiler may order calls as it likes. A CUDA graph, which is replayed
-    without this code, records the cast.
+    without this code, captures the cast.
 
     `data` and `scale` are row data, or column data if `col`. `weight` is the Parameter: [N, K],
     [E, N, K], or [E, K, N] if `stored_transposed`. It is not a view: a compiler may rebuild a view,
@@ -105,8 +105,8 @@ def times_held(
     """
     b = Operand(data, scale)
     if _is_capturing(weight) or not is_current(data, weight):
-        of = ScalingGranularity(granularity)
-        how = CastConfig(target_dtype=data.dtype, scaling_granularity=of, power_of_2=power_of_2)
+        covers = ScalingGranularity(granularity)
+        how = CastConfig(target_dtype=data.dtype, scaling_granularity=covers, power_of_2=power_of_2)
         values = weight.transpose(1, 2) if stored_transposed else weight
         made = quantize(values, Cast(how), row=not col, col=col, pad_rows=True)
         b = made.col if col else made.row
@@ -137,14 +137,14 @@ TIMES_HELD = torch.ops.float8.times_held.default
 @torch.no_grad()
 def hold(values: Tensor, cast: Cast, parameter: Tensor | None = None) -> Weight:
     """Cast a Parameter, or its view `values`, to both layouts; the result has the Parameter."""
-    of = values if parameter is None else parameter
+    parameter = values if parameter is None else parameter
     made = quantize(values, cast, row=True, col=True, pad_rows=True)
     # `.data`: no views, as experts' may be.
     row: Any = made.row.data.data
     col: Any = made.col.data.data
     # Keep the storage alive, so that no new tensor gets its address.
-    row._float8_version = col._float8_version = _version_of(of), of.untyped_storage()
-    return Weight(of, row, made.row.scale, col, made.col.scale)
+    row._float8_version = col._float8_version = _version_of(parameter), parameter.untyped_storage()
+    return Weight(parameter, row, made.row.scale, col, made.col.scale)
 
 
 def _version_of(weight: Tensor) -> tuple[Any, ...]:
@@ -166,19 +166,19 @@ def can_be_held(weight: Any) -> bool:
     return type(weight) is nn.Parameter and not weight.is_meta and not weight.is_inference()
 
 
-def is_recording(weight: Tensor) -> bool:
+def goes_into_graph(weight: Tensor) -> bool:
     """Whether operations go into a graph, or an exported program, which would keep float8 data."""
     exporting = torch.compiler.is_exporting()
     if torch.compiler.is_compiling():
         return exporting and (_DYNAMO_TELLS or not torch.compiler.is_dynamo_compiling())
     tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-    known = dispatch_modes is not None and pre_dispatch_modes is not None
-    no_mode = known and not dispatch_modes() and not pre_dispatch_modes()
-    return exporting or tracing or (not no_mode and records_ops()) or _is_capturing(weight)
+    tells = dispatch_modes is not None and pre_dispatch_modes is not None
+    no_mode = tells and not dispatch_modes() and not pre_dispatch_modes()
+    return exporting or tracing or (not no_mode and make_fx_is_on()) or _is_capturing(weight)
 
 
 def _is_capturing(weight: Tensor) -> bool:
-    """Whether a CUDA graph is recorded, in whose replays nobody compares."""
+    """Whether a CUDA graph is captured, in whose replays nobody compares."""
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -187,7 +187,7 @@ PREFIX = "_float8_"
 
 
 @functools.cache
-def own_names(base: type) -> frozenset[str]:
+def our_names(base: type) -> frozenset[str]:
     """Return the names of attributes that are ours, in modules of class `base`."""
     every = {"_float8_config", "_float8_plan", *dir(base)}
     return frozenset(name for name in every if name.startswith(PREFIX))
@@ -226,7 +226,7 @@ class Float8Module(nn.Module):
                 break
         else:  # FSDP or `functional_call` replaced the Parameter
             return None
-        if not self.training or is_recording(parameter):
+        if not self.training or goes_into_graph(parameter):
             return None
         if torch.compiler.is_compiling() or is_current(held.row_data, parameter):
             return held
@@ -239,7 +239,7 @@ class Float8Module(nn.Module):
         self.__dict__.pop("forward", None)  # that of its class, which accelerate leaves behind
         source = self._float8_source_class  # may be its own attribute
         cls: Any = type(self)
-        for name in own_names(cls) & vars(self).keys():
+        for name in our_names(cls) & vars(self).keys():
             del self.__dict__[name]
         self.__class__ = source  # type: ignore[assignment]
 

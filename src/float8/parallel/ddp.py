@@ -21,10 +21,10 @@ def tell_ddp_what_to_ignore(module: nn.Module) -> None:
     """
     for root in module.modules():
         names = [
-            f"{prefix}.{own}" if prefix else own
+            f"{prefix}.{name}" if prefix else name
             for prefix, layer in root.named_modules()
             if isinstance(layer, Float8Linear)
-            for own in (
+            for name in (
                 *[site.amax for site in layer._float8_delayed],
                 *["weight"] * layer._float8_keeps_no_master,
             )

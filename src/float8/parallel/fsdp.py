@@ -123,17 +123,17 @@ def disable_float8_all_gather(layers: Iterable[nn.Module]) -> None:
 def _users(modules: Iterable[nn.Module]) -> dict[Any, list[tuple[nn.Module, str]]]:
     """Return all Parameters, each with the modules that have it and the names it has there."""
     users: dict[Any, list[tuple[nn.Module, str]]] = {}
-    for part in modules:
-        for name, parameter in part._parameters.items():
+    for mod in modules:
+        for name, parameter in mod._parameters.items():
             if parameter is not None:
-                users.setdefault(parameter, []).append((part, name))
+                users.setdefault(parameter, []).append((mod, name))
     return users
 
 
-def _config_of(part: Any, name: str) -> Float8LinearConfig | None:
+def _config_of(mod: Any, name: str) -> Float8LinearConfig | None:
     """Return the configuration of a module for a Parameter that it may be given in float8."""
-    ours = isinstance(part, Float8Linear | Float8Experts)
-    return part._float8_config if ours and name in names_to_gather(part) else None
+    ours = isinstance(mod, Float8Linear | Float8Experts)
+    return mod._float8_config if ours and name in names_to_gather(mod) else None
 
 
 def _take_places(made: dict[Any, Tensor], users: dict[Any, list[tuple[nn.Module, str]]]) -> None:
@@ -151,8 +151,8 @@ def _take_places(made: dict[Any, Tensor], users: dict[Any, list[tuple[nn.Module,
             torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
         except RuntimeError:  # nothing has changed then
             new_objects += 1
-            for part, name in users[old]:
-                part._parameters[name] = new
+            for mod, name in users[old]:
+                mod._parameters[name] = new
     if new_objects:
         warnings.warn(
             f"float8: the weights of {new_objects} layer(s) are new Parameters, because something "

@@ -24,8 +24,8 @@ class Float8ColwiseParallel(ColwiseParallel):
     """`ColwiseParallel` for a `Float8Linear`: an input sharded by tokens is gathered in float8.
 
     Args:
-        input_layouts, output_layouts, use_local_output: as for `ColwiseParallel`. What
-            `PrepareFloat8ModuleInput` has cast is taken as it is.
+        input_layouts, output_layouts, use_local_output: as for `ColwiseParallel`. An
+            input that `PrepareFloat8ModuleInput` has cast is not cast again.
     """
 
     @staticmethod
@@ -64,8 +64,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     """`PrepareModuleInput` that casts inputs once for all layers of a module, then gathers bytes.
 
     Args:
-        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts,
-            use_local_output: as for `PrepareModuleInput`.
+        **layouts: the arguments of `PrepareModuleInput`: `input_layouts`, `desired_input_layouts`,
+            `input_kwarg_layouts`, `desired_input_kwarg_layouts`, `use_local_output`.
         float8_dtype: None, or the format that the layers cast their input to.
         fwd_config_submodule_fqn: the name, within the module, of the `Float8Linear` that says how
             to cast; None: all of them must say the same.
@@ -101,9 +101,9 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                     )
                 pairs = zip(args, self.input_layouts, strict=True)
                 args = tuple(_cast(module, names, device_mesh, *each) for each in pairs)
-            for name, layout in self.input_kwarg_layouts.items():
+            for name, placement in self.input_kwarg_layouts.items():
                 if name in kwargs:
-                    kwargs[name] = _cast(module, names, device_mesh, kwargs[name], layout)
+                    kwargs[name] = _cast(module, names, device_mesh, kwargs[name], placement)
             args, kwargs = self._prepare_input_kwarg_fn(args, kwargs, device_mesh)  # type: ignore[no-untyped-call]
             return (type(module).forward if inner is None else inner)(module, *args, **kwargs)
 
@@ -134,18 +134,18 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 
 
 def _cast(
-    module: nn.Module, names: list[str], mesh: DeviceMesh, input: Any, layout: Placement | None
+    module: nn.Module, names: list[str], mesh: DeviceMesh, input: Any, placement: Placement | None
 ) -> Any:
     """Cast as the first layer with so many `in_features`, not sharded over them; else return it."""
     shape = getattr(input, "shape", ())
-    if layout is None or not shape:
+    if placement is None or not shape:
         return input
     for name in names:
         layer: Any = module.get_submodule(name)  # it may be in high precision again
         reads = isinstance(layer, Float8Linear) and layer.in_features == shape[-1]
         if reads and not layer._float8_sums_over_ranks:
             if not isinstance(input, DTensor):
-                input = DTensor.from_local(input, mesh, (layout,))
+                input = DTensor.from_local(input, mesh, (placement,))
             return layer._float8_in_float8(input)
     return input  # positions, masks and the like
 
@@ -165,8 +165,8 @@ def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) ->
     if module._float8_keeps_no_master and not parts_have_scales:
         raise ValueError(
             f"{this}: got a layer with float8_weights=ONLY whose weight has {granularity} scales, "
-            f"expected one scale, or those of rows for a colwise style: parts have all of them "
-            f"then; convert the layer with another config"
+            f"expected one scale, or those of rows for Float8ColwiseParallel: parts have all of "
+            f"them then; convert the layer with another config"
         )
     _require_one_dim(style, mesh)
     require_parts(module.weight.shape, dim, mesh.size())

@@ -232,18 +232,18 @@ def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         )
     with as_inference_as(x):
         data = func(x._data, *rest, **kwargs)
-        parts = [data] if isinstance(data, Tensor) else data
-        scales = _scales_of_parts(func, x, parts, rest, kwargs)
-        views = [x._like(*each) for each in zip(parts, scales, strict=True)]
+        pieces = [data] if isinstance(data, Tensor) else data
+        scales = _scales_of_pieces(func, x, pieces, rest, kwargs)
+        views = [x._like(*each) for each in zip(pieces, scales, strict=True)]
     return views[0] if isinstance(data, Tensor) else views
 
 
-def _scales_of_parts(
-    func: Any, x: Float8Tensor, parts: Any, rest: list[Any], kwargs: dict[str, Any]
+def _scales_of_pieces(
+    func: Any, x: Float8Tensor, pieces: Any, rest: list[Any], kwargs: dict[str, Any]
 ) -> Any:
     """Return the scales of the parts that `func` made of the data of `x`."""
     if x._granularity.one_scale:
-        return [x._scale] * len(parts)
+        return [x._scale] * len(pieces)
     if x._has_row_scales and func is aten.constant_pad_nd.default and not any(rest[0][:2]):
         return [func(x._scale, rest[0], 1.0)]
     if x._granularity.by_rows and func is not aten.as_strided.default:
@@ -255,7 +255,7 @@ def _scales_of_parts(
         found = [_of_rows(s, size) for s in ([spread] if isinstance(spread, Tensor) else spread)]
         if found and all(scale is not None for scale in found):
             return found
-    elif (parts[0].shape, parts[0].stride()) == (x.shape, x.stride()):
+    elif (pieces[0].shape, pieces[0].stride()) == (x.shape, x.stride()):
         return [x._scale]
     raise ValueError(
         f"{func}: got a Float8Tensor under {x._scaling}, expected TENSORWISE: a part of the data "

@@ -119,8 +119,8 @@ class Float8GatherWeight(Wrapper):
             return self
         if result.dtype not in HIGH_PRECISION_DTYPES:
             return result
-        shares = func.is_view and result.dtype == self.dtype
-        new: Float8GatherWeight = type(self)(result, self.how, self.counted if shares else None)
+        view = func.is_view and result.dtype == self.dtype
+        new: Float8GatherWeight = type(self)(result, self.how, self.counted if view else None)
         new.param_dtype = self.param_dtype
         return new
 
@@ -128,7 +128,7 @@ class Float8GatherWeight(Wrapper):
         """Keep what was made until `weight`, this or the DTensor around it, is written."""
         self._ahead = self._versions(weight), ahead
 
-    def known(self, weight: Any) -> CastAhead | None:
+    def kept(self, weight: Any) -> CastAhead | None:
         """Return what was kept, unless `weight` was written since."""
         versions, ahead = self._ahead
         return ahead if ahead is not None and versions == self._versions(weight) else None
@@ -195,7 +195,7 @@ class Float8GatherWeight(Wrapper):
         owner = local_tensor(weight)
         owner.param_dtype = dtype  # scales are computed ahead from now on
         delayed = how.scaling_type is ScalingType.DELAYED
-        made = ahead = None if delayed else owner.known(weight)
+        made = ahead = None if delayed else owner.kept(weight)
         if made is None or made.data is None:
             cast, has_scale = Cast(how), ahead is not None
             if ahead is not None:  # it may be offloaded

@@ -32,7 +32,7 @@ class SharedTokens(NamedTuple):
         whole = torch.ops._c10d_functional.wait_tensor(whole).view(x.dtype)
         return whole if self.before == 1 else self._swapped(whole, self.ranks, self.before)
 
-    def cast(self, x: Tensor, cast: Cast, traced: bool = False) -> Operand:
+    def gathered(self, x: Tensor, cast: Cast, traced: bool = False) -> Operand:
         """Cast [R / ranks, C] of this rank, and gather the bytes of all: row data [R, ceil16(C)].
 
         Scales of rows are gathered, too. `traced`: see `quantize`.
@@ -95,7 +95,7 @@ def sharding_groups(x: Any) -> tuple[Any, ...]:
     Under FSDP2 with tensor parallel there are two: reduce over both to get the amax of the whole.
     """
     mesh, placed = x.device_mesh, enumerate(x.placements)
-    dims = [dim for dim, how in placed if not how.is_replicate() and mesh.size(dim) > 1]
+    dims = [dim for dim, placement in placed if not placement.is_replicate() and mesh.size(dim) > 1]
     return tuple([mesh.get_group(dim) for dim in dims])
 
 

@@ -7,7 +7,7 @@ alone is cast apart from what makes its input, as in no model.
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -16,9 +16,12 @@ from torch import Tensor, nn
 
 from float8.convert.speed import Smallest
 from float8_lab.bench.step import Row, Step, bench_steps
-from float8_lab.bench.timing import input_sets, kernel_sampler
 from float8_lab.bench.variants import EAGER, HIGH_PRECISION, Variant, make_variants
+from float8_lab.device import Clock
 
+Sampler = Callable[[], float]  # takes one sample: milliseconds per call
+
+_CACHE_MULTIPLE, _MOST_SETS = 4, 16
 _NOISE = 2e-4  # of a mean over 145 layers: what three of them that differ by 1 % make
 
 
@@ -108,6 +111,59 @@ class LinearStep(Step):
         calls = [partial(self.gradients, *self._data(self.device)) for _ in range(sets)]
         sample = kernel_sampler(calls, self.device, 1.0)
         return [sample() for _ in range(rounds)]
+
+
+def call_sampler(calls: Sequence[Callable[[], object]], device: torch.device) -> Sampler:
+    """Sample calls issued one after the other: the larger of GPU time and time to issue them.
+
+    By CUDA events on a GPU, by the host's clock elsewhere.
+    """
+    clock = Clock(device)
+
+    def sample() -> float:
+        clock.mark()
+        for call in calls:
+            call()
+        clock.mark()
+        return 1e3 * clock.collect()[0] / len(calls)
+
+    return sample
+
+
+def kernel_sampler(
+    calls: Sequence[Callable[[], object]], device: torch.device, at_least_ms: float
+) -> Sampler:
+    """Sample what the GPU needs for `calls`, without the time to issue them: as one CUDA graph.
+
+    Calls do the same work on different data, together larger than the L2 cache, so that none finds
+    its input there. A sample takes `at_least_ms` on a GPU: long ones show what holds in training,
+    where power is at its limit and clocks drop.
+    """
+    if device.type != "cuda":
+        return call_sampler(calls, device)
+    with torch.cuda.device(device):
+        # Compiles kernels and chooses algorithms, on a side stream as graph capture wants it.
+        stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for call in calls[:3]:
+                call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = [call() for call in calls]  # all alive, so none reuses another's memory
+        del results  # the graph keeps the memory
+    replays = max(1, round(at_least_ms / call_sampler([graph.replay], device)()))
+    sample = call_sampler([graph.replay] * replays, device)
+    return lambda: sample() / len(calls)
+
+
+def input_sets(set_bytes: int, device: torch.device) -> int:
+    """Return how many input sets of `set_bytes` outgrow the L2 cache several times; at least 2."""
+    if device.type != "cuda":
+        return 2
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(2, min(_MOST_SETS, -(-_CACHE_MULTIPLE * cache // set_bytes)))
 
 
 # ---------------------------------------------------------------- limits of the default filter

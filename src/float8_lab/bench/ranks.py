@@ -10,14 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 
 from float8.parallel import tensor as own_styles
 from float8_lab.bench.model import Size, Whole, model_step, stack_and_data
 from float8_lab.bench.step import Results, Row, Step, check
 from float8_lab.bench.variants import EAGER, HIGH_PRECISION, Variant
 from float8_lab.errors import WrongResultError
-from float8_lab.models.parallel import share_layers
 from float8_lab.ranks import for_all
 
 _LEARNING = 9  # steps after the first one, which let a loss fall at this learning rate
@@ -75,7 +74,7 @@ class TrainStep(Step):
             torch.cuda.synchronize(self.device)
         row: Row = {"first_step_s": time.perf_counter() - began}
         found = {n: x.to_local() if isinstance(x, DTensor) else x for n, x in results.items()}
-        if self.variant.is_reference:
+        if not references:
             references["first"] = {n: x.cpu() for n, x in found.items()}
         row["sqnr_db"] = check(f"{name}:", references["first"], found, self.at_least)
         for _ in range(_LEARNING):
@@ -83,8 +82,7 @@ class TrainStep(Step):
         losses = torch.cat([references["first"]["output"].to(loss), loss])
         dist.all_reduce(losses)
         losses /= dist.get_world_size()
-        if self.variant.is_reference:
-            references["loss"] = {"loss": losses}
+        references.setdefault("loss", {"loss": losses})
         (first, wanted), last = references["loss"]["loss"].tolist(), losses[1].item()
         most = 0.1 * (first - wanted) + 1e-3 * wanted
         if not (abs(last - wanted) <= most and wanted < first):  # also if it is NaN
@@ -104,21 +102,42 @@ def _adapted(model: nn.Module) -> nn.Module:
     return peft.inject_adapter_in_model(lora, model)  # type: ignore[no-any-return]
 
 
+def _styles(variant: Variant) -> dict[str, Any]:
+    """Return the styles by which ranks share the layers of a block, and tokens between them.
+
+    Layers that read the same tokens gather them once.
+    """
+    package, prefix = (parallel, "") if variant.is_reference else (own_styles, "Float8")
+    if not (variant.ours or variant.is_reference):
+        library = variant.recipe.split()[0]
+        package = importlib.import_module(f"{library}.float8.float8_tensor_parallel")
+    names = f"{prefix}ColwiseParallel", f"{prefix}RowwiseParallel", f"Prepare{prefix}ModuleInput"
+    first, last, gather = (getattr(package, name) for name in names)
+    tokens, whole = Shard(1), Replicate()
+    return {
+        **dict.fromkeys(("attention_norm", "feed_forward_norm"), parallel.SequenceParallel()),
+        **{f"attention.{name}": first() for name in ("query", "key", "value")},
+        **{f"feed_forward.{name}": first() for name in ("gate", "up")},
+        **{name: last(output_layouts=tokens) for name in ("attention.out", "feed_forward.down")},
+        "attention": gather(
+            input_layouts=(tokens, None, None), desired_input_layouts=(whole, None, None)
+        ),
+        "feed_forward": gather(input_layouts=(tokens,), desired_input_layouts=(whole,)),
+    }
+
+
 class ParallelStep(Step):
     """Forward and backward of a stack, whose tokens all ranks share between layers."""
 
     def __init__(self, variant: Variant, size: Size, device: torch.device) -> None:
         ranks = dist.get_world_size()
-        size.config().check_shares("ranks:", ranks, size.seq_len)
+        size.config().check_shares(ranks, size.seq_len)
         self._size, self._mesh = size, init_device_mesh(device.type, (ranks,))
-        styles: Any = own_styles if variant.ours else None
-        if not (variant.ours or variant.is_reference):
-            library = variant.recipe.split()[0]
-            styles = importlib.import_module(f"{library}.float8.float8_tensor_parallel")
 
         def convert(model: nn.Module) -> nn.Module:
             model = variant.convert(model)
-            share_layers(model.get_submodule("layers").children(), self._mesh, Shard(1), styles)
+            for block in model.get_submodule("layers").children():
+                parallel.parallelize_module(block, self._mesh, _styles(variant), src_data_rank=None)
             return model
 
         stack, data = stack_and_data(size, device)

@@ -215,17 +215,16 @@ def experts_command(
     recipe: Recipes = None,
     microbatches: Annotated[int, "In which weights that are held are cast once."] = 4,
 ) -> None:
-    """Layers of experts forward and backward beside bf16, their GEMMs and their casts alone.
+    """Layers of experts forward and backward beside bf16.
 
-    Times are of one microbatch. Memory is the peak of a step over the weights. Each layer and
-    product is checked against bf16's first.
+    Times are of one microbatch. Memory is the peak of a step over the weights. Each layer is
+    checked against bf16's first.
     """
     recipes, names = recipe or experts.RECIPES, shape or [*experts.EXPERTS]
     shapes = [experts.parse_experts(name) for name in names]
     bench = Bench("experts", where, shapes=names, recipes=recipes, microbatches=microbatches)
-    bench.console.width = min(bench.console.width, 80)
     groups = experts.bench_experts(shapes, recipes, bench.device, where.rounds, microbatches)
-    bench.finish("experts", bench.collect(groups, 3 * len(shapes)))
+    bench.finish("experts", bench.collect(groups, len(shapes)))
 
 
 _FILES = ("output", "tensorboard", "keep_checkpoints", "final_checkpoint", "checkpoint_interval")

@@ -13,7 +13,7 @@ from float8_lab.cli.progress import ConsoleProgress, make_console, stop_on_signa
 from float8_lab.cli.table import print_table
 from float8_lab.errors import ConfigError
 from float8_lab.trainer.config import HIGH_PRECISION, ONE_PROCESS, OUTPUT, TrainConfig
-from float8_lab.trainer.metrics import FAILED, MEAN
+from float8_lab.trainer.metrics import FAILED, FINISHED, MEAN
 
 _NOT_OURS = (
     *("recipe", "output", "keep_checkpoints", "final_checkpoint", "stop_after"),
@@ -46,11 +46,11 @@ def compare_command(
 ) -> None:
     """Train high precision and each RECIPE from the same seed on the same data, and compare.
 
-    Writes report.json, report.md and loss.png, besides a folder per run. Ctrl-C leaves a
+    Writes report.json and loss.png, besides a folder per run. Ctrl-C leaves a
     checkpoint of the run under way; the same command with --resume goes on from it.
     """
     from float8_lab.ranks import for_all
-    from float8_lab.trainer.compare import SLOW, cells, compare
+    from float8_lab.trainer.compare import compare
 
     if "RANK" in os.environ:
         message = "float8 compare got ranks of torchrun, but keeps to one device: run it without"
@@ -65,10 +65,11 @@ def compare_command(
         how: Any = {"resume": resume, "overwrite": overwrite, "stop": stop}
         rows = compare(config, recipes, [ConsoleProgress(console)], **how)
     if config.device.startswith("cpu"):
-        console.print(SLOW)
-    shown = [cells(row) for row in rows]
-    title = f"nats per byte; train loss: {MEAN}"
-    print_table(console, title, shown, [*shown[0]][1:])
+        console.print("CPUs are for trying float8, not for speed: it is slower there.")
+    for row in rows:
+        row["recipe"] += f" ({row['status']})" * (row["status"] != FINISHED)
+        row["peak_gib"] = row["peak_memory_bytes"] and row["peak_memory_bytes"] / 2**30
+    print_table(console, f"nats per byte; train loss: {MEAN}", rows)
     console.print(f"report: {output}/report.json")
     if Path(output, "loss.png").exists():
         console.print(f"loss curves: {output}/loss.png")

@@ -11,7 +11,7 @@ from types import FrameType
 from rich.console import Console
 
 from float8_lab.trainer.config import TrainConfig
-from float8_lab.trainer.metrics import RATES, Observer, StepRecord, ValidationRecord
+from float8_lab.trainer.metrics import Observer, StepRecord, ValidationRecord
 
 _PLAIN_WIDTH = 120  # A log has no width; this one holds the widest table.
 
@@ -44,9 +44,6 @@ class ConsoleProgress(Observer):
         parts = [f"loss {loss:.4f}", speed, f"{1e3 * seconds:.0f} ms"]
         if last.memory_bytes is not None:
             parts.append(f"{last.memory_bytes / 2**30:.2f} GiB")
-        for name, text in RATES.items():
-            if (rate := getattr(last, name)) is not None:
-                parts.append(text.format(rate * last.seconds / seconds))
         self._console.print(f"  step {last.step}/{self._steps}  {'  '.join(parts)}")
 
     def on_validation(self, record: ValidationRecord) -> None:

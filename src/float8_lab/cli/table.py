@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from rich import box
@@ -12,27 +11,25 @@ from rich.table import Table
 Rows = list[dict[str, Any]]
 
 # What is shown of a row, in this order. A heading is the key itself, its words below each other.
-_NAMES = "width M K N case count layers recipe mode gather checkpointing"
-_TEXT = "case layers recipe mode gather checkpointing fate"
+_NAMES = "width M K N count layers recipe mode gather checkpointing"
+_TEXT = "layers recipe mode gather checkpointing fate"
 _NUMBERS = (
-    "gemms_ms attention_ms casts_ms else_ms launches us ms bf16_ms float8_ms "
-    "tokens_per_s tokens_per_s_per_gpu bf16_tflops float8_tflops gb_per_s of_copy speedup "
-    "peak_gib first_step_s drift_percent sqnr_db loss val_loss gap_percent gap_error_percent fate"
+    "train_loss gemms_ms attention_ms casts_ms else_ms launches ms bf16_ms float8_ms "
+    "tokens_per_s tokens_per_s_per_gpu speedup peak_gib first_step_s drift_percent sqnr_db loss "
+    "val_loss val_gap_nats val_gap_percent gap_percent gap_error_percent fate"
 )
-_WORDS = {"tflops": "TFLOP/s", "sqnr": "SQNR", "db": "dB", "gemms": "GEMMs", "gib": "GiB"}
-_HEADINGS = {"tokens_per_s": "tokens/s", "gb_per_s": "GB/s", "fate": ""}
-_HEADINGS |= {"tokens_per_s_per_gpu": "tokens/s\nper GPU", "drift_percent": "drift\n%"}
-_HEADINGS |= {"checkpointing": "check-\npointing"}
-_FORMATS = {"speedup": ".2f", "of_copy": ".1%", "sqnr_db": ".1f"}
-_FORMATS |= {"first_step_s": ".1f", "drift_percent": ".1f"}
+_WORDS = {"sqnr": "SQNR", "db": "dB", "gemms": "GEMMs", "gib": "GiB"}
+_HEADINGS = {"tokens_per_s": "tokens/s", "tokens_per_s_per_gpu": "tokens/s\nper GPU", "fate": ""}
+_HEADINGS |= {"drift_percent": "drift\n%", "checkpointing": "check-\npointing"}
+_FORMATS = {"speedup": ".2f", "sqnr_db": ".1f", "first_step_s": ".1f", "drift_percent": ".1f"}
+_FORMATS |= {"train_loss": ".4f", "val_loss": ".4f", "val_gap_nats": "+.4f"}
+_FORMATS |= {"val_gap_percent": "+.2f"}
 
 
-def print_table(
-    console: Console, title: str, rows: Rows, numbers: Sequence[str] = _NUMBERS.split()
-) -> None:
+def print_table(console: Console, title: str, rows: Rows) -> None:
     """Print what is known of `rows`; columns that no row has a value for are left out."""
     known = {key for row in rows for key, value in row.items() if value is not None}
-    keys = [key for key in (*_NAMES.split(), *numbers) if key in known]
+    keys = [key for key in f"{_NAMES} {_NUMBERS}".split() if key in known]
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=0)
     for key in keys:
         default = "\n".join(_WORDS.get(word, word) for word in re.split("[_ ]", key))

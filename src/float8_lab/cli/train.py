@@ -38,7 +38,7 @@ def train_command(
     from float8_lab.trainer.loop import train
 
     console = make_console()
-    several = bool(chosen.fsdp) or chosen.tp not in (None, 1)
+    several = bool(chosen.fsdp)
     with join_ranks(several) as ranks:
         notice = STOP_NOTICE if ranks.rank == 0 else ""
         with stop_on_signals(notice) as stop:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
-from float8_lab.errors import ConfigError, require_divisor
+from float8_lab.errors import ConfigError
 
 LLAMA3_VOCAB = 128256
 
@@ -23,12 +23,12 @@ class ModelConfig:
     norm_eps: float = 1e-5  # added to the mean square in RMSNorm
     init_std: float = 0.02  # standard deviation of the initial weights
 
-    def check_shares(self, what: str, ranks: int, tokens: int = 0) -> None:
-        """Raise a `ConfigError` unless so many ranks can share layers, and `tokens`, evenly."""
-        shared = {"key/value heads": self.n_kv_heads, "ffn width": self.ffn_dim}
-        shared["tokens per sequence"] = tokens
-        for name, number in shared.items():
-            require_divisor(what, ranks, number, name, math.gcd(*shared.values()))
+    def check_shares(self, ranks: int, tokens: int) -> None:
+        """Raise a `ConfigError` unless so many ranks can share layers and `tokens` evenly."""
+        if (common := math.gcd(self.n_kv_heads, self.ffn_dim, tokens)) % ranks:
+            shared = f"{self.n_kv_heads} key/value heads, ffn width {self.ffn_dim}, {tokens} tokens"
+            fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+            raise ConfigError(f"ranks: got {ranks} for {shared}, expected one of {fitting}")
 
     def scaled(self, dim: int) -> "ModelConfig":
         """Return this shape at another width: heads as wide as they are, all else in proportion."""
@@ -42,15 +42,6 @@ class ModelConfig:
             n_kv_heads=self.n_kv_heads * dim // self.dim,
             ffn_dim=self.ffn_dim * dim // self.dim,
         )
-
-    def flops_per_token(self, seq_len: int) -> int:
-        """Of a forward and backward: 6 per weight of linear layers, head included, and attention's.
-
-        Attention counts whole, as usual, though the causal mask leaves half of it out.
-        """
-        widths = 2 * self.dim + 2 * self.n_kv_heads * self.head_dim + 3 * self.ffn_dim
-        weights = self.dim * (self.n_layers * widths + self.vocab_size)
-        return 6 * weights + 12 * self.n_layers * self.dim * seq_len
 
     @property
     def head_dim(self) -> int:

@@ -2,21 +2,17 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, parallel
 
 from float8 import Float8Weights, conversion_report, convert_to_float8_training
 from float8.config import CastSite
 from float8.formats import lacks_float8_gemm
-from float8.parallel import tensor as float8_styles
 from float8_lab.errors import ConfigError
 from float8_lab.models.llama import Llama
-from float8_lab.models.parallel import share_layers
 from float8_lab.models.presets import preset
 from float8_lab.ranks import ALONE, Ranks
 from float8_lab.trainer.config import HIGH_PRECISION, TrainConfig, float8_config
@@ -37,9 +33,6 @@ def build_model(
         model = Llama(shape, config.seq_len, activation_checkpointing=again)
     model.tie_head()
     conversion = ranks.together(lambda: _convert(model, config, device))
-    mesh: Any = _make_mesh(config, device, ranks) if config.spread else None
-    if config.tp > 1:
-        ranks.together(lambda: _parallelize(model, config, mesh["tensor"]))
     if config.compile:
         # Blocks are alike, so one compilation serves all; the names of parameters stay.
         for block in (*model.layers, model.norm):
@@ -47,11 +40,11 @@ def build_model(
             mode = "reduce-overhead" if config.cuda_graphs else None
             block.compile(fullgraph=not config.fsdp, dynamic=False, mode=mode)
     if config.fsdp:
-        data = mesh["shard"] if config.hsdp == 1 else mesh["replicate", "shard"]
+        mesh = init_device_mesh(device.type, (ranks.size,))
         # No mixed precision policy: weights are gathered as they are, or in float8 if the config
         # says so, and autocast does the rest, so that the numbers are those of one device.
         for module in (*model.layers, model):
-            fully_shard(module, mesh=data)
+            fully_shard(module, mesh=mesh)
     model.to_empty(device=device)
     model.init_weights(config.seed)
     return model, conversion
@@ -84,44 +77,6 @@ def _convert(model: Llama, config: TrainConfig, device: torch.device) -> str:
         reasons = {str(layer.skip_reason) for layer in report.skipped if layer.fqn != "output"}
         raise ConfigError(f"recipe {recipe!r} converted no layer: {'; '.join(sorted(reasons))}")
     return str(report)
-
-
-def _make_mesh(config: TrainConfig, device: torch.device, ranks: Ranks) -> DeviceMesh:
-    """All ranks, in a dim for each way in which they share work; neighbours share layers."""
-    shards = ranks.size // (config.hsdp * config.tp)
-    sizes = {"replicate": config.hsdp, "shard": shards, "tensor": config.tp}
-    dims = {name: n for name, n in sizes.items() if n > 1 or (name == "shard" and config.fsdp)}
-    mesh = init_device_mesh(device.type, (*dims.values(),), mesh_dim_names=(*dims,))
-    if config.fsdp and config.tp > 1:
-        mesh["shard", "tensor"]._flatten()  # norms then take one collective, not one per dim
-    return mesh
-
-
-def _parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh) -> None:
-    """Give each rank its part of the layers of blocks. Embedding, norms and head are on all.
-
-    They, too, become DTensors, so that the norm of all gradients is that of tensors on one mesh.
-    """
-    tokens = Shard(1) if config.sequence_parallel else Replicate()
-    styles = None if config.recipe == HIGH_PRECISION else float8_styles
-    try:
-        share_layers(model.layers, mesh, tokens, styles)
-    except ValueError as error:
-        raise ConfigError(f"recipe {config.recipe!r} with --tp {config.tp}: {error}") from error
-    local: Any = parallel.SequenceParallel(use_local_output=True)
-    local.sequence_sharding = (tokens,)
-    # Each rank is given all tokens.
-    share = parallel.PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=tokens)
-    parallel.parallelize_module(model.embedding, mesh, share)
-    head = local
-    if config.sequence_parallel:  # torch 2.11 flattens tokens only where the first dim is sharded
-        head = parallel.SequenceParallel(sequence_dim=0, use_local_output=True)
-        model.output.register_forward_pre_hook(lambda _, args: (args[0].transpose(0, 1),))
-        model.output.register_forward_hook(lambda _, args, logits: logits.transpose(0, 1))
-    parallel.parallelize_module(model, mesh, {"embedding": local, "norm": local, "output": head})
-    view = torch.ops.aten._unsafe_view.default  # not noted as one: FSDP2 warns of modules that do
-    model.output.register_forward_hook(lambda _, args, logits: view(logits, logits.shape))
-    model.tie_head()  # they have new Parameters
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:

@@ -16,11 +16,9 @@ from float8_lab.trainer.config import HIGH_PRECISION, TrainConfig
 from float8_lab.trainer.data import Corpus, check_length, load_corpus
 from float8_lab.trainer.environment import describe_environment, public_path
 from float8_lab.trainer.loop import Trainer, train
-from float8_lab.trainer.metrics import FAILED, FINISHED, MEAN, Observer, read_metrics, summarize
+from float8_lab.trainer.metrics import FAILED, FINISHED, Observer, read_metrics, summarize
 from float8_lab.trainer.plot import plot_comparison
 from float8_lab.trainer.run_folder import RunFolder, check_same_run
-
-SLOW = "CPUs are for trying float8, not for speed: it is slower than high precision there."
 
 Row = dict[str, Any]
 """One run: what `summarize` gives, its recipe, how it ended, and gaps to high precision.
@@ -41,41 +39,6 @@ def add_gaps(row: Row, base: Row) -> None:
         row |= {"val_gap_nats": loss - other, "val_gap_percent": 100 * (loss - other) / other}
     if row["tokens_per_s"] and base["tokens_per_s"]:
         row["speedup"] = row["tokens_per_s"] / base["tokens_per_s"]
-
-
-def cells(row: Row) -> dict[str, str | None]:
-    """A row as text by column; None for what is not known."""
-
-    def show(name: str, form: str, unit: str = "", per: float = 1) -> str | None:
-        return None if row[name] is None else format(row[name] / per, form) + unit
-
-    finished = row["status"] == FINISHED
-    return {
-        "recipe": row["recipe"] if finished else f"{row['recipe']} ({row['status']})",
-        "train loss": show("train_loss", ".4f"),
-        "val loss": show("val_loss", ".4f"),
-        "gap (nats)": show("val_gap_nats", "+.4f"),
-        "gap (%)": show("val_gap_percent", "+.2f"),
-        "tokens/s": show("tokens_per_s", ",.0f"),
-        "speed-up": show("speedup", ".2f", "x"),
-        "peak MiB": show("peak_memory_bytes", ",.0f", per=2**20),
-    }
-
-
-def write_report(folder: Path, rows: list[Row], about: dict[str, Any]) -> None:
-    """Write `report.json` and `report.md`."""
-    content = json.dumps({"runs": rows, **about}, indent=1, allow_nan=False)
-    (folder / "report.json").write_text(content + "\n")
-    table, corpus = [cells(row) for row in rows], about["corpus"]
-    lines = [SLOW, ""] if about["environment"]["device_type"] == "cpu" else []
-    lines += ["| " + " | ".join(table[0]) + " |", "|---" + "|---:" * (len(table[0]) - 1) + "|"]
-    lines += ["| " + " | ".join(cell or "-" for cell in row.values()) + " |" for row in table]
-    lines += ["", "Losses in nats per byte; gaps in validation loss to the first row."]
-    lines += [f"Train loss: {MEAN}."]
-    lines += [f"{row['recipe']} failed: {row['error']}" for row in rows if row["error"]]
-    lines += ["", f"- data: {corpus['name']}, {corpus['train_bytes']:,} training bytes"]
-    lines += [f"- {key}: {value}" for key, value in about["environment"].items() if value]
-    (folder / "report.md").write_text("\n".join(lines) + "\n")
 
 
 def compare(
@@ -119,7 +82,8 @@ def compare(
     for config in configs:
         rows.append(_run(config, corpus, observers, stop))
         add_gaps(rows[-1], base=rows[0])
-        write_report(output, rows, about)
+        report = json.dumps({"runs": rows, **about}, indent=1, allow_nan=False)
+        (output / "report.json").write_text(report + "\n")
         if stop.is_set():
             break
     runs = {row["recipe"]: read_metrics(output / row["metrics"]) for row in rows}
@@ -141,7 +105,7 @@ def _prepare(
             f"{output} already holds a comparison: go on with it with --resume, replace it with "
             "--overwrite, or choose another folder with --output"
         )
-    for name in () if resume else ("report.json", "report.md", "loss.png"):
+    for name in () if resume else ("report.json", "loss.png"):
         (output / name).unlink(missing_ok=True)
     for config, folder in zip(configs, folders, strict=True):
         if resume and (folder.status == FINISHED or folder.saved):

@@ -101,9 +101,6 @@ class TrainConfig:
     # How a run is spread over ranks belongs to its start: a resumed one may have others.
     fsdp: bool = _ranks("Shard the model over the ranks that torchrun started.", False)
     fsdp_float8_all_gather: bool = _ranks("Gather sharded weights in float8.", False)
-    hsdp: int = _ranks("Replicas of the sharded model; they divide the ranks.", 1, min=1)
-    tp: int = _ranks("Ranks that share each layer; more than those need --fsdp.", 1, min=1)
-    sequence_parallel: bool = _ranks("The ranks of --tp share tokens between layers, too.", False)
     output: str = _output("Folder of the run.", shown="runs/MODEL-RECIPE")
     log_interval: int = _output("Steps between looks at the loss; each is a wait.", 10, min=1)
     eval_interval: int = _output("Steps between validations; 0: at the end only.", 0, min=0)
@@ -123,7 +120,7 @@ class TrainConfig:
             low, high, got = option.min, option.max or math.inf, getattr(self, name)
             if low is not None and not low <= got <= high:
                 raise ConfigError(f"{name}: got {got!r}, expected {low} to {high}")
-        recipe, shape = float8_config(self.recipe), preset(self.model).model
+        recipe, _ = float8_config(self.recipe), preset(self.model)
         if self.dtype not in DTYPES:
             raise ConfigError(f"unknown dtype {self.dtype!r}: choose one of {', '.join(DTYPES)}")
         check_device(self.device)
@@ -133,23 +130,20 @@ class TrainConfig:
         held = recipe is not None and recipe.float8_weights is Float8Weights.HELD
         if held and self.fsdp and not self.fsdp_float8_all_gather:
             raise ConfigError("+held needs --fsdp-float8-all-gather with --fsdp: add it")
-        if not self.fsdp and (self.fsdp_float8_all_gather or self.hsdp > 1):
-            names = "--fsdp-float8-all-gather and --hsdp"
-            raise ConfigError(f"{names} are for sharded models: add --fsdp, or leave them out")
-        if self.sequence_parallel and self.tp == 1:
-            raise ConfigError("--sequence-parallel is for --tp N: add that, or leave it out")
+        if self.fsdp_float8_all_gather and not self.fsdp:
+            got = "--fsdp-float8-all-gather is for sharded models"
+            raise ConfigError(f"{got}: add --fsdp, or leave it out")
         in_the_way = {
             f"--device {self.device}": not self.device.startswith("cuda"),
             "no --compile": not self.compile,
             "--activation-checkpointing": self.activation_checkpointing,
-            "--fsdp or --tp": self.spread,
+            "--fsdp": self.fsdp,
             "+held": held,
         }
         if self.cuda_graphs and any(in_the_way.values()):
             got = ", ".join(name for name, there in in_the_way.items() if there)
             expected = "expected --compile on a GPU, blocks that run once, a model that is whole"
             raise ConfigError(f"--cuda-graphs got {got}; {expected}: or use --no-cuda-graphs")
-        shape.check_shares("--tp", self.tp, self.seq_len * self.sequence_parallel)
 
     @classmethod
     def create(cls, *, model: str = "tiny", **settings: Any) -> "TrainConfig":
@@ -169,11 +163,6 @@ class TrainConfig:
             "output": str(Path("runs") / f"{model}-{values['recipe']}"),
         }
         return cls(**(derived | values))
-
-    @property
-    def spread(self) -> bool:
-        """Return whether the model is spread over the ranks that torchrun started."""
-        return self.fsdp or self.tp > 1
 
     @property
     def tokens_per_step(self) -> int:

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from float8 import attach_to_optimizer
-from float8_lab.device import BF16_PEAK, Clock, explain_out_of_memory, skipped_graphs
+from float8_lab.device import Clock, explain_out_of_memory, skipped_graphs
 from float8_lab.errors import DataError, TrainingDivergedError
 from float8_lab.ranks import ALONE, Ranks, for_all
 from float8_lab.trainer import build, data, metrics
@@ -50,8 +50,7 @@ class Trainer:
         self.step = 0
         self.status = ""  # of `metrics`, once it has ended
         self.last_checkpoint: Path | None = None
-        self._mine = ranks.share(config.batch_size, config.tp)
-        self._token_parts = config.tp if config.sequence_parallel else 1
+        self._mine = ranks.share(config.batch_size)
         self.model, self.conversion = build.build_model(config, self.device, ranks)
         self.optimizer = build.build_optimizer(self.model, config)
         if self.device.type == "cuda":
@@ -144,20 +143,9 @@ class Trainer:
                 batch_size=self._mine.stop - self._mine.start,
                 seq_len=config.seq_len,
             )
-            if config.accumulate > 1 and isinstance(self.model, FSDPModule):
-                # Gradients become shards at once: no rank has room for those of a whole model.
-                # Only replicas can wait for the last.
-                last = index == step * config.accumulate - 1
-                self.model.set_requires_all_reduce(last)
             part = self.loss(batch) / config.accumulate
-            # The means of ranks that share tokens are summed up by what they do in backward.
-            (part / self._token_parts).backward()  # type: ignore[no-untyped-call]
+            part.backward()  # type: ignore[no-untyped-call]
             loss += part.detach()
-        for parameter in self.model.parameters():
-            grad = parameter.grad
-            if isinstance(grad, DTensor) and any(x.is_partial() for x in grad.placements):
-                # Of the rank's own tokens: summed once, not for the norm and for the step.
-                parameter.grad = grad.redistribute(placements=[Replicate()])
         limit = config.grad_clip or math.inf
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)  # before, of all ranks
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -177,19 +165,14 @@ class Trainer:
         return interval > 0 and self.step % interval == 0
 
     def loss(self, batch: Tensor) -> Tensor:
-        """Mean loss of this rank's tokens of a batch [batch, seq + 1] uint8 from the CPU.
-
-        In nats per byte. Ranks of sequence parallel have parts of the tokens, others all of them.
-        """
+        """Mean loss of a batch [batch, seq + 1] uint8 from the CPU, nats per byte."""
         if self.device.type == "cuda":
             batch = batch.pin_memory().to(self.device, non_blocking=True)
         tokens = batch.long()
         low = getattr(torch, self.config.dtype) if self.config.dtype != "float32" else None
         with torch.autocast(self.device.type, dtype=low, enabled=low is not None):
             logits = self.model(tokens[:, :-1])
-        parts = self._token_parts
-        targets = tokens[:, 1:].chunk(parts, 1)[self.ranks.rank % parts]
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -221,13 +204,9 @@ class Trainer:
         steps = range(self.step - len(losses) + 1, self.step + 1)
         means, seconds = self.ranks.mean(losses), self.timer.collect()[::2]
         untimed = min(WARMUP_STEPS, (config.last_step - self._first_step) // 2)
-        memory = peak = None
-        flops = 0.0  # of a step on one GPU
+        memory = None
         if self.device.type == "cuda":
             memory = max(self.ranks.gather(torch.cuda.max_memory_allocated(self.device)))
-            peak = BF16_PEAK.get(torch.cuda.get_device_name(self.device))
-            flops = self.model.config.flops_per_token(config.seq_len)
-            flops *= config.tokens_per_step / self.ranks.size
         columns = (steps, means.tolist(), norms.tolist(), seconds)
         records = [
             StepRecord(
@@ -239,8 +218,6 @@ class Trainer:
                 tokens=config.tokens_per_step,
                 timed=step - self._first_step > untimed,
                 memory_bytes=memory,
-                tflops_per_gpu=flops / duration / 1e12 if flops else None,
-                mfu=flops / duration / peak if peak else None,
             )
             for step, loss, norm, duration in zip(*columns, strict=True)
         ]
@@ -288,7 +265,7 @@ def train(
     """
 
     def usable() -> data.Corpus:
-        ranks.check_fits(config.batch_size, config.hsdp, config.tp, config.fsdp)
+        ranks.check_fits(config.batch_size)
         found = corpus if corpus is not None else data.load_corpus(config.data)
         data.check_length(found, config.seq_len, config.batch_size)
         return found

@@ -13,8 +13,6 @@ from float8_lab.errors import ConfigError
 from float8_lab.trainer.config import TrainConfig, check_types
 
 FINISHED, INTERRUPTED, STOPPED, FAILED = "finished", "interrupted", "stopped", "failed"
-RATES = {"tflops_per_gpu": "{:.0f} TFLOP/s", "mfu": "MFU {:.0%} (bf16)"}
-"""Fields of a `StepRecord` that only runs on GPUs have, and how they are shown."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +27,6 @@ class StepRecord:
     tokens: int  # seen by all ranks
     timed: bool  # whether it counts for throughput, being past compilation and warm-up
     memory_bytes: int | None  # highest of tensors until now, of the rank that took most; of GPUs
-    tflops_per_gpu: float | None = None  # TFLOP/s of the model, without what runs again; of GPUs
-    mfu: float | None = None  # the same as a part of the bf16 peak, where that is known
 
     @property
     def finite(self) -> bool:
@@ -126,7 +122,6 @@ class TensorBoard(Observer):
             values["optimizer/learning_rate"] = record.learning_rate
             if record.timed:
                 values["speed/tokens_per_s"] = record.tokens / record.seconds
-                values |= {f"speed/{name}": getattr(record, name) for name in RATES}
             if record.memory_bytes is not None:
                 values["memory/peak_gib"] = record.memory_bytes / 2**30
             for name, value in values.items():
@@ -177,7 +172,8 @@ def _add(metrics: Metrics, kind: str, step: int, **values: Any) -> None:
         metrics.validation = [record for record in metrics.validation if record.step <= step]
         metrics.status = ""
     elif kind == "train":
-        del values["tokens_per_s"]
+        for name in ("tokens_per_s", "tflops_per_gpu", "mfu"):  # the last two of 0.2.0
+            values.pop(name, None)
         metrics.train.append(check_types(StepRecord(step, **values)))
     elif kind == "validation":
         metrics.validation.append(check_types(ValidationRecord(step, **values)))

@@ -22,6 +22,9 @@ from float8_lab.trainer.metrics import FAILED, read_metrics
 _FREE = ("data", "threads", "cuda_graphs")
 """Settings that change no numbers, besides those of whole panels."""
 
+_GONE = ("hsdp", "tp", "sequence_parallel")
+"""Settings of 0.2.0 that changed none either."""
+
 
 class RunFolder:
     """Paths of what lies in the run's folder `path`, as the module says; none need exist."""
@@ -104,7 +107,8 @@ def _read_config(folder: Path) -> tuple[TrainConfig, str]:
     """The settings of a run, and the fingerprint of its data."""
     try:
         saved = json.loads((folder / "config.json").read_text())
-        return TrainConfig(**saved["config"]), saved["corpus"]["fingerprint"]
+        settings = {k: v for k, v in dict(saved["config"]).items() if k not in _GONE}
+        return TrainConfig(**settings), saved["corpus"]["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         do = "delete that folder, which holds no checkpoint, to have the run done again"
         if RunFolder(folder).saved:

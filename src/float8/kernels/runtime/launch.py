@@ -15,7 +15,7 @@ from torch import Tensor
 from float8.kernels.runtime import private
 from float8.kernels.runtime.triton import HAS_TRITON
 
-Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """The shape, strides and dtype of a tensor."""
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -97,7 +97,7 @@ def _for_pytorch(compiled: Any, programs: int, integers: tuple[int, ...]) -> Any
 
 
 def allocator(device: torch.device) -> Callable[..., Tensor]:
-    """Return what makes an uninitialised tensor of a `Layout` on a device, the current one."""
+    """Return what makes an uninitialised tensor of a `Spec` on a device, the current one."""
     if device.type == "cuda" and private.empty_strided_cuda is not None:
         return private.empty_strided_cuda  # type: ignore[no-any-return]
     return lambda shape, strides, dtype: torch.empty_strided(

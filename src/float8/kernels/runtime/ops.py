@@ -51,7 +51,7 @@ def register(
     """
     schema = torch.library.infer_schema(plain, mutates_args=writes)
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    plain = torch.no_grad()(plain)  # the op skips autograd, so its body must not record either
+    plain = torch.no_grad()(plain)  # the op skips autograd, so its body must build no graph
     if triton is None or not HAS_TRITON:
         triton = plain if triton is None else without_triton(plain)
     for device, key, body in ((cpu, "CPU", plain), (cuda, "CUDA", _on_its_device(triton))):
@@ -97,9 +97,9 @@ def _tell_inductor(name: str) -> None:
     if _REGISTRY not in sys.modules or private.PLAIN_LAUNCH:
         return
     module: Any = sys.modules[_REGISTRY]
-    known = getattr(module, "CUSTOM_EXTERN_KERNEL_CODEGEN", None)
+    registry = getattr(module, "CUSTOM_EXTERN_KERNEL_CODEGEN", None)
     op = f"torch.ops.float8.{name}.default"
-    if known is None or not hasattr(module, "CustomCodegen") or op in known:
+    if registry is None or not hasattr(module, "CustomCodegen") or op in registry:
         return
 
     def generate(node: Any, writeline: Callable[[str], None]) -> None:
@@ -109,7 +109,7 @@ def _tell_inductor(name: str) -> None:
         arguments = ", ".join([*node.codegen_args(), *node.codegen_kwargs()])
         writeline(f"{node.get_name()} = float8_{device}.{name}({arguments})")
 
-    known[op] = module.CustomCodegen(python=generate)
+    registry[op] = module.CustomCodegen(python=generate)
 
 
 @functools.cache

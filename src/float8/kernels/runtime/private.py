@@ -42,7 +42,7 @@ dispatch_modes = find("_C._len_torch_dispatch_stack")
 """The number of dispatch modes that are active. Else: every call goes through the dispatcher."""
 
 pre_dispatch_modes = find("_ops._len_torch_dispatch_stack_pre_dispatch")
-"""The number of those that are active above autograd. Else: `records_ops` looks at every call."""
+"""The number of those that are active above autograd. Else: `make_fx_is_on` looks at every call."""
 
 functorch_levels = find("_C._functorch.peek_interpreter_stack")
 """The innermost transform of torch.func. Else: every call goes through the dispatcher, and a layer
@@ -60,12 +60,12 @@ def surely(condition: Any) -> bool:
     if not torch.compiler.is_compiling():
         return bool(condition)
     # By its path: whoever compiles has imported it, `import float8` is not to.
-    known: bool = torch.fx.experimental.symbolic_shapes.statically_known_true(condition)
-    return known
+    holds: bool = torch.fx.experimental.symbolic_shapes.statically_known_true(condition)
+    return holds
 
 
-def records_ops() -> bool:
-    """Whether `make_fx` records what runs; where torch does not tell, whenever it is imported."""
+def make_fx_is_on() -> bool:
+    """Whether `make_fx` traces what runs; where torch does not tell, whenever it is imported."""
     tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
     mode: Any = getattr(tracing, "get_proxy_mode", lambda: tracing)
     return mode() is not None

@@ -1,4 +1,4 @@
-"""The layouts of published float8 weights, and layers that others loaded in one of them.
+"""The schemes of published float8 weights, and layers that others loaded in one of them.
 
 In all of them a weight [N, K] is e4m3 bytes with decode scales beside it, `x ~= data * scale`, as
 in this library; they differ in what a scale covers, and in names.
@@ -26,7 +26,7 @@ from float8.tensor import Float8Tensor, dequantise, is_dtensor
 FINE_GRAINED, COMPRESSED = "fine-grained-fp8", "compressed-tensors"
 
 
-class Layout(NamedTuple):
+class Scheme(NamedTuple):
     """How each weight in float8 lies in a checkpoint."""
 
     format: str
@@ -47,7 +47,7 @@ class Layout(NamedTuple):
         return (-(-N // 128), -(-K // 128)) if self.granularity.by_blocks else (N, 1)
 
     def require_pair(self, name: str, weight: Any, scale: Any) -> None:
-        """Raise unless a weight and its scale, each given as dtype and shape, fit this layout."""
+        """Raise unless a weight and its scale, each given as dtype and shape, fit this scheme."""
         (dtype, shape), scale_name = weight, name + self.scale_suffix
         kind, size = scale or (None, None)
         right = [self.scale_shape(shape)] if len(shape) == 2 else []
@@ -86,39 +86,39 @@ class Layout(NamedTuple):
         """Return the `quantization_config`; `left_out`: names of layers in high precision."""
         by_tensor = self.granularity.one_scale
         if self.format == FINE_GRAINED:
-            how = {"fmt": "e4m3", "activation_scheme": "dynamic"}
+            more = {"fmt": "e4m3", "activation_scheme": "dynamic"}
             blocks = {"weight_block_size": None if by_tensor else [128, 128]}
-            return {"quant_method": "fp8", **how, **blocks, "modules_to_not_convert": left_out}
+            return {"quant_method": "fp8", **more, **blocks, "modules_to_not_convert": left_out}
         common = {"num_bits": 8, "type": "float", "symmetric": True}
         weights = common | {"strategy": self.strategy, "dynamic": False}
         inputs = common | {"strategy": "tensor" if by_tensor else "token", "dynamic": True}
         group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-        how = {"format": "float-quantized", "quantization_status": "compressed"}
+        more = {"format": "float-quantized", "quantization_status": "compressed"}
         groups = {"config_groups": {"group_0": group}}
-        return {"quant_method": COMPRESSED, **how, **groups, "ignore": left_out}
+        return {"quant_method": COMPRESSED, **more, **groups, "ignore": left_out}
 
 
 _ALL = (
-    Layout(FINE_GRAINED, "block", ScalingGranularity.BLOCK_128x128, "blockwise"),
-    Layout(FINE_GRAINED, "tensor", ScalingGranularity.TENSORWISE, "tensorwise"),
-    Layout(COMPRESSED, "channel", ScalingGranularity.AXISWISE, "rowwise"),
-    Layout(COMPRESSED, "tensor", ScalingGranularity.TENSORWISE, "tensorwise"),
+    Scheme(FINE_GRAINED, "block", ScalingGranularity.BLOCK_128x128, "blockwise"),
+    Scheme(FINE_GRAINED, "tensor", ScalingGranularity.TENSORWISE, "tensorwise"),
+    Scheme(COMPRESSED, "channel", ScalingGranularity.AXISWISE, "rowwise"),
+    Scheme(COMPRESSED, "tensor", ScalingGranularity.TENSORWISE, "tensorwise"),
 )
-LAYOUTS = {(each.format, each.strategy): each for each in _ALL}
+SCHEMES = {(each.format, each.strategy): each for each in _ALL}
 """All that can be read and written, by format and strategy."""
 
 
-def layout_named(format: str, strategy: str | None) -> Layout:
-    """Return the layout of a format and a strategy; None: the first of that format."""
-    for (of, name), layout in LAYOUTS.items():
-        if of == format and strategy in (None, name):
-            return layout
-    known = ", ".join(f"{of!r} with strategy {name!r}" for of, name in LAYOUTS)
-    raise ValueError(f"format: got {format!r} with strategy {strategy!r}, expected one of {known}")
+def scheme_named(format: str, strategy: str | None) -> Scheme:
+    """Return the scheme of a format and a strategy; None: the first of that format."""
+    for (known_format, name), scheme in SCHEMES.items():
+        if known_format == format and strategy in (None, name):
+            return scheme
+    names = ", ".join(f"{known_format!r} with strategy {name!r}" for known_format, name in SCHEMES)
+    raise ValueError(f"format: got {format!r} with strategy {strategy!r}, expected one of {names}")
 
 
-def layout_of(config: Any) -> Layout:
-    """Return the layout that the `quantization_config` of a `config.json` describes."""
+def scheme_of(config: Any) -> Scheme:
+    """Return the scheme that the `quantization_config` of a `config.json` describes."""
     config = _object(config)
     method, said = config.get("quant_method"), list[tuple[str, Any, list[Any]]]()
     if method == "fp8":
@@ -130,7 +130,7 @@ def layout_of(config: Any) -> Layout:
     elif method == COMPRESSED:
         groups = _object(config.get("config_groups"))
         if len(groups) != 1:
-            raise _unknown("", f"groups {[*groups]}", "one group: all weights in one layout")
+            raise _unknown("", f"groups {[*groups]}", "one group: all weights alike")
         (group,) = map(_object, groups.values())
         weights = _object(group.get("weights"))
         key = COMPRESSED, weights.get("strategy", "")
@@ -147,7 +147,7 @@ def layout_of(config: Any) -> Layout:
         if got not in right:
             expected = " or ".join(repr(each) for each in right if each is not None)
             raise _unknown(what, repr(got), expected)
-    return LAYOUTS[key]
+    return SCHEMES[key]
 
 
 def _object(x: Any) -> dict[str, Any]:
@@ -195,16 +195,16 @@ def config_for(mod: Any, config: Float8LinearConfig | None) -> Float8LinearConfi
     """Return the configuration of a layer that is in float8; None: that which keeps its bytes."""
     if config is not None:
         return config
-    layout = LAYOUTS.get(strategy_of(mod) or ("", ""))
-    recipe = as_config(layout.recipe if layout else "tensorwise")
+    scheme = SCHEMES.get(strategy_of(mod) or ("", ""))
+    recipe = as_config(scheme.recipe if scheme else "tensorwise")
     return replace(recipe, float8_weights=Float8Weights.ONLY)
 
 
 def why_not_taken(mod: Any, config: Float8LinearConfig) -> str | None:
     """Say why a layer that is in float8 cannot become a `Float8Linear` of `config`, or None."""
     format, strategy = strategy_of(mod) or ("", "")
-    layout = LAYOUTS.get((format, strategy))
-    if layout is None:
+    scheme = SCHEMES.get((format, strategy))
+    if scheme is None:
         return (
             f"got a weight in float8 with scales of {strategy} ({format}), expected 128x128 blocks "
             f"or compressed-tensors by channel or tensor; load it dequantised"
@@ -214,17 +214,17 @@ def why_not_taken(mod: Any, config: Float8LinearConfig) -> str | None:
         return f"{got}, expected one without; load the model onto one device"
     if is_dtensor(mod.weight):
         return "got a weight in float8 that ranks share, expected a whole one; load it dequantised"
-    pair = mod.weight, mod._parameters["weight" + layout.scale_suffix]
+    pair = mod.weight, mod._parameters["weight" + scheme.scale_suffix]
     try:
-        layout.require_pair("weight", *((x.dtype, tuple(x.shape)) for x in pair))
+        scheme.require_pair("weight", *((x.dtype, tuple(x.shape)) for x in pair))
     except ValueError as error:
         return f"{error}; load it dequantised"
-    of = config.cast_config_weight.scaling_granularity
-    if config.float8_weights is not Float8Weights.ONLY or of is layout.granularity:
+    covers = config.cast_config_weight.scaling_granularity
+    if config.float8_weights is not Float8Weights.ONLY or covers is scheme.granularity:
         return None
     return (
-        f"got float8_weights=ONLY with scales of {of} for a weight in float8 that has those of "
-        f"{layout.granularity}, expected the recipe {layout.recipe!r}"
+        f"got float8_weights=ONLY with scales of {covers} for a weight in float8 that has those of "
+        f"{scheme.granularity}, expected the recipe {scheme.recipe!r}"
     )
 
 
@@ -234,9 +234,9 @@ def as_linear(mod: Any, config: Float8LinearConfig, dtype: torch.dtype) -> nn.Li
 
     Its weight is a `Float8Tensor` of the same bytes under `Float8Weights.ONLY`, else the values.
     """
-    layout = LAYOUTS[strategy_of(mod) or ("", "")]
-    scale = mod._parameters["weight" + layout.scale_suffix]
-    weight: Any = layout.weight(mod.weight, scale, dtype)
+    scheme = SCHEMES[strategy_of(mod) or ("", "")]
+    scale = mod._parameters["weight" + scheme.scale_suffix]
+    weight: Any = scheme.weight(mod.weight, scale, dtype)
     only = config.float8_weights is Float8Weights.ONLY
     weight = weight if only else values_of(weight).to(dtype)
     new: nn.Linear = shallow_copy(mod, nn.Linear)
@@ -254,16 +254,16 @@ def leave_quantizers(model: nn.Module) -> None:
     The hook of compressed-tensors would give all modules dicts of Parameters of another kind.
     transformers would refuse to train masters, and save them under its `quantization_config`.
     """
-    left = any(_SCHEME in vars(part) for part in model.modules())
+    left = any(_SCHEME in vars(mod) for mod in model.modules())
     if left or any(p.dtype in FLOAT8_MAX for p in model.parameters()):
         return
-    for part in model.modules():
-        if hook := part.__dict__.pop("ct_decompress_hook", None):
+    for mod in model.modules():
+        if hook := mod.__dict__.pop("ct_decompress_hook", None):
             hook.remove()
-        quantizer = vars(part).get("hf_quantizer")
-        how = getattr(quantizer, "quantization_config", None)
-        if quantizer and getattr(how, "quant_method", None) in ("fp8", COMPRESSED):
-            quantizer.remove_quantization_config(part)
+        quantizer = vars(mod).get("hf_quantizer")
+        config = getattr(quantizer, "quantization_config", None)
+        if quantizer and getattr(config, "quant_method", None) in ("fp8", COMPRESSED):
+            quantizer.remove_quantization_config(mod)
 
 
 def values_dtype(model: nn.Module) -> torch.dtype:
