@@ -220,16 +220,6 @@ def test_syncing_a_part_between_syncs_of_the_whole() -> None:
     synced_right(model)
 
 
-def test_a_copy_and_its_original_are_synced_apart() -> None:
-    model = stack(2)
-    synced_right(model)
-    clone = copy.deepcopy(model)
-    before = copied(clone)
-    synced_right(model)
-    assert_same_bits(fp8_state(clone), before)
-    synced_right(clone)
-
-
 def test_shared_layers_are_synced_once() -> None:
     linear = nn.Linear(16, 16)
     model = convert_to_float8_training(nn.Sequential(linear, nn.ReLU(), linear), config=delayed())
