@@ -208,7 +208,7 @@ def test_a_weight_that_is_computed_by_now(name: str) -> None:
 # ---------------------------------------------------------------- held
 
 
-@TWO
+@pytest.mark.parametrize("name", ["Mixtral", pytest.param("GptOss", marks=pytest.mark.exhaustive)])
 def test_compiled_code_reads_what_is_held(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In forward and backward; in the first step uses cast, as it may follow a checkpoint."""
     model = converted(name, with_weights(ROWWISE))
