@@ -1,6 +1,7 @@
 """Checkpoints in float8 that are written and read: bytes, values, names, what stays as it was."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -229,29 +230,31 @@ def test_zeros_are_written_without_loss(tmp_path: Path) -> None:
     assert note.sqnr == float("inf")
 
 
-def test_scales_of_caches_are_skipped(tmp_path: Path) -> None:
-    save_float8_checkpoint(built("blockwise"), tmp_path)
-    rewrite(tmp_path, tensors=lambda t: t.update({"ffn.k_scale": torch.ones(1)}))
-    assert "ffn.k_scale" not in dict(read_float8_checkpoint(tmp_path))
+def in_a_folder_of_their_own(folder: Path) -> None:
+    index, (path,) = folder / INDEX, folder.glob("*.safetensors")
+    (folder / "shards").mkdir()
+    path.rename(folder / "shards" / path.name)
+    index.write_text(index.read_text().replace(path.name, f"shards/{path.name}"))
 
 
-def test_one_tensor_under_two_names(tmp_path: Path) -> None:
-    """Many save tied weights twice: the same values are read, whatever their dtypes."""
+@pytest.mark.parametrize(
+    "change",
+    [
+        in_a_folder_of_their_own,
+        # Of a cache, which is skipped.
+        partial(rewrite, tensors=lambda t: t.update({"ffn.k_scale": torch.ones(1)})),
+        # Many save tied weights twice: the same values, whatever their dtypes.
+        partial(rewrite, tensors=lambda t: t.update({"lm_head.weight": t["embed.weight"].float()})),
+    ],
+    ids=["shards", "scale of a cache", "two names"],
+)
+def test_other_files_are_read_all_the_same(change: Any, tmp_path: Path) -> None:
     save_float8_checkpoint(built("blockwise"), tmp_path)
-    rewrite(tmp_path, tensors=lambda t: t.update({"lm_head.weight": t["embed.weight"].float()}))
+    change(tmp_path)
     model = load_float8_checkpoint(built(seed=1), tmp_path)
     assert model.lm_head.weight is model.embed.weight
     assert torch.equal(model.embed.weight, built().embed.weight)
-
-
-def test_shards_in_a_folder_of_their_own(tmp_path: Path) -> None:
-    save_float8_checkpoint(built("blockwise"), tmp_path)
-    index, (path,) = tmp_path / INDEX, tmp_path.glob("*.safetensors")
-    (tmp_path / "shards").mkdir()
-    path.rename(tmp_path / "shards" / path.name)
-    index.write_text(index.read_text().replace(path.name, f"shards/{path.name}"))
-    model = load_float8_checkpoint(built(seed=1), tmp_path)
-    assert torch.equal(model.embed.weight, built().embed.weight)
+    assert "ffn.k_scale" not in dict(read_float8_checkpoint(tmp_path))
 
 
 @pytest.mark.parametrize("config", [None, only("blockwise")], ids=["masters", "bytes"])

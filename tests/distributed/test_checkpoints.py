@@ -17,13 +17,15 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor.parallel import parallelize_module
 
 from float8 import precompute_float8_dynamic_scale_for_fsdp, sync_float8_amax_and_scale_history
-from support.configs import RECIPES
 from support.models import seeded
 from support.outcome import assert_same, train
 from support.parallel import DIM as LLAMA_DIM
 from support.parallel import block_of, plan_of
 from support.ranks import Ranks
 from support.sharded import DIM, convert, data_and_tensor, model_of, shard, whole
+
+TENSORWISE = pytest.param("tensorwise", marks=pytest.mark.exhaustive)
+recipes = pytest.mark.parametrize("recipe", [TENSORWISE, "delayed"])
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Tensor]:
@@ -106,7 +108,7 @@ def load_plain(path: str, expected: dict[str, Tensor]) -> None:
         assert torch.equal(whole(parameter), expected[f"/model/{name}"]), name
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@recipes
 def test_from_two_ranks_to_four_and_to_one_and_back(
     two: Ranks, four: Ranks, recipe: str, tmp_path: Path
 ) -> None:
@@ -119,9 +121,7 @@ def test_from_two_ranks_to_four_and_to_one_and_back(
     two.run(load, again, recipe, "fsdp", saved)
 
 
-@pytest.mark.parametrize(
-    "recipe", [pytest.param("tensorwise", marks=pytest.mark.exhaustive), "delayed"]
-)
+@recipes
 def test_from_a_mesh_of_two_dims_to_others(
     two: Ranks, four: Ranks, recipe: str, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ A scale that was computed ahead is used for the weight that it was computed for,
 import copy
 import warnings
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -208,10 +209,7 @@ WRITES: dict[str, Callable[[nn.Module, dict[str, Tensor]], object]] = {
 """Without an optimizer; `early` is a state dict from before."""
 
 
-@pytest.mark.parametrize("hidden", [pytest.param(3, marks=pytest.mark.exhaustive), 42])
-@on("four")
-def test_a_stale_precomputed_scale_is_never_used(hidden: int) -> None:
-    """Shards of 42 rows: 11, 11, 11, 9. Of 3 rows one rank has none."""
+def stale(hidden: int) -> None:
     for name, write in WRITES.items():
         results = []
         for precompute in (True, False):
@@ -233,10 +231,22 @@ def test_a_stale_precomputed_scale_is_never_used(hidden: int) -> None:
         assert all(torch.equal(*pair) for pair in zip(*results, strict=True)), name
 
 
-@on("four")
+@pytest.mark.parametrize(
+    ("ranks", "hidden"),
+    [
+        ("two", 43),  # shards of 22 and 21 rows
+        pytest.param("four", 42, marks=pytest.mark.exhaustive),  # 11, 11, 11, 9
+        pytest.param("four", 3, marks=pytest.mark.exhaustive),  # one rank has none
+    ],
+)
+def test_a_stale_precomputed_scale_is_never_used(request: Any, ranks: str, hidden: int) -> None:
+    request.getfixturevalue(ranks).run(stale, hidden)
+
+
+@on("two")
 def test_when_scales_can_be_precomputed() -> None:
     for assign in (False, True):  # loading makes FSDP2 pad, and so move, uneven shards again
-        model = shard(convert(model_of(42), "tensorwise"))
+        model = shard(convert(model_of(43), "tensorwise"))
         step(model)
         precompute_scales(model)
         model.float()
@@ -246,19 +256,19 @@ def test_when_scales_can_be_precomputed() -> None:
         with Traffic() as seen:
             precomputed = step(model)
         assert seen.all_reduces == 0
-        reference = shard(convert(model_of(42), "tensorwise"))
+        reference = shard(convert(model_of(43), "tensorwise"))
         reference.load_state_dict(model.state_dict())
         assert torch.equal(step(reference), precomputed)
 
     # Whether an empty shard was written cannot be seen, so its weight is not precomputed.
-    model = shard(convert(nn.Sequential(nn.Linear(8, 5, bias=False)), "tensorwise"))  # 2, 2, 1, 0
+    model = shard(convert(nn.Sequential(nn.Linear(8, 1, bias=False)), "tensorwise"))
     precompute_scales(model)
     assert all_reduces(model, torch.ones(4, 8)) == 1
 
     # FSDP2 moves the shards of some ranks at first; all must agree that no scale is known yet.
     results = []
     for precompute in (True, False):
-        model = shard(convert(model_of(42), "tensorwise"))
+        model = shard(convert(model_of(43), "tensorwise"))
         if precompute:
             precompute_scales(model)
         assert all_reduces(step, model) > 0

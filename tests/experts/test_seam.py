@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 
 import tolerances
 from float8 import (
-    Float8LinearConfig,
     all_linears,
     conversion_report,
     convert_to_float8_training,
@@ -20,6 +18,7 @@ from float8 import (
 )
 from float8.experts import Float8Experts, GatherExperts
 from sqnr import sqnr
+from support.configs import of_recipe
 from support.models import gradients, seeded
 
 DIM, HIDDEN = 48, 80
@@ -122,11 +121,14 @@ def test_another_seam_is_left_alone() -> None:
 
 
 def test_a_weight_may_have_its_two_projections_in_dims_of_their_own() -> None:
-    """As in torchtitan's `FusedGroupedExperts`."""
+    """As in torchtitan's `FusedGroupedExperts`: such a weight is gathered in high precision."""
     experts = SeamExperts()
     experts.w1 = nn.Parameter(torch.zeros(4, HIDDEN, 2, DIM))
-    report = conversion_report(convert_to_float8_training(experts, config="rowwise")).experts[0]
+    config = of_recipe("rowwise", enable_fsdp_float8_all_gather=True)
+    report = conversion_report(convert_to_float8_training(experts, config=config)).experts[0]
     assert (report.fqn, report.experts, report.out_features) == ("w1", 4, 2 * HIDDEN)
+    assert type(experts.w1) is nn.Parameter
+    assert isinstance(experts.w2, GatherExperts)
 
 
 class NotTheSeam(nn.Linear):
@@ -137,26 +139,6 @@ def test_what_has_the_name_only_is_no_seam() -> None:
     model = nn.ModuleList([NotTheSeam(DIM, DIM), nn.Linear(DIM, DIM)])
     convert_to_float8_training(model, config="rowwise", module_filter_fn=all_linears)
     assert all(each.skip_reason is None for each in conversion_report(model).layers)
-
-
-class FourDims(nn.Module):
-    """Two projections in one Parameter, in a dim of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w13 = nn.Parameter(seeded(0, 4, 2, HIDDEN, DIM))
-        self.w2 = nn.Parameter(seeded(1, 4, DIM, HIDDEN))
-
-    _grouped_mm = SeamExperts._grouped_mm
-
-
-def test_weights_in_four_dims_are_gathered_in_high_precision() -> None:
-    config = replace(
-        Float8LinearConfig.from_recipe_name("rowwise"), enable_fsdp_float8_all_gather=True
-    )
-    experts = convert_to_float8_training(FourDims(), config=config, module_filter_fn=all_linears)
-    assert type(experts.w13) is nn.Parameter
-    assert isinstance(experts.w2, GatherExperts)
 
 
 class Handling(SeamExperts):

@@ -1,5 +1,6 @@
 """Training with weights held in float8 has the bits of casting on the fly; each is cast once."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from float8 import (
 )
 from sqnr import assert_same_bits
 from support.configs import RECIPES, delayed, of_recipe, tensorwise
-from support.devices import E4M3, E5M2, on_devices
+from support.devices import E4M3, E5M2, GPU
 from support.microbatches import (
     HELD,
     ON_THE_FLY,
@@ -63,38 +64,6 @@ class Tied(nn.Module):
         return self.two(self.one(x).relu())
 
 
-@on_devices
-@pytest.mark.parametrize("recipe", [*RECIPES, "rowwise", "blockwise"])
-def test_one_layer_of_odd_shape(device: str, recipe: str) -> None:
-    assert_held_equals_on_the_fly(convert(Holder().to(device), of_recipe(recipe)), (17, 33))
-
-
-@on_devices
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["bfloat16", "autocast"])
-def test_feed_forwards_in_bfloat16(device: str, recipe: str, autocast) -> None:
-    model = FeedForward(32, 48).to(torch.bfloat16 if autocast is None else torch.float32)
-    model = convert(model, of_recipe(recipe)).to(device)
-    assert_held_equals_on_the_fly(model, (2, 16, 32), autocast=autocast)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        of_recipe("delayed", round_scales_to_power_of_2=True, enable_amax_init=False),
-        tensorwise(emulate=True),
-        Float8LinearConfig(
-            cast_config_weight=CastConfig(target_dtype=E5M2),
-            cast_config_grad_output=CastConfig(target_dtype=E4M3),
-        ),
-        delayed(),  # of the weight, too
-    ],
-    ids=["delayed-from-one-power-of-2", "emulate", "e5m2", "all-delayed"],
-)
-def test_switches(config) -> None:
-    assert_held_equals_on_the_fly(convert(FeedForward(32, 48), config), SHAPE)
-
-
 def plain(config: Float8LinearConfig) -> nn.Module:
     return convert(FeedForward(32, 48), config)
 
@@ -105,37 +74,56 @@ def frozen(config: Float8LinearConfig) -> nn.Module:
     return model
 
 
-BUILD = {
-    "tied": lambda config: convert(Tied(), config),
-    "frozen": frozen,
-    "checkpoint": lambda config: Wrapped(plain(config), "checkpoint"),
-    "selective": lambda config: Wrapped(plain(config), "selective-checkpoint"),
-}
+def odd(config: Float8LinearConfig) -> nn.Module:
+    return convert(Holder(), config)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("what", BUILD)
-def test_tied_frozen_and_checkpointed(recipe: str, what: str) -> None:
-    assert_held_equals_on_the_fly(BUILD[what](of_recipe(recipe)), SHAPE)
+def checkpointed(config: Float8LinearConfig) -> nn.Module:
+    return Wrapped(plain(config), "checkpoint")
 
 
-AUTOCAST = {"autocast": torch.bfloat16, "steps": 2}
+LONGER = pytest.mark.exhaustive
+ODD, TOKENS = (17, 33), (2, 16, 32)
+ON_GPUS: list[tuple[Any, ...]] = [
+    *((odd, recipe, ODD, {}) for recipe in (*RECIPES, "rowwise", "blockwise")),
+    *((lambda c: plain(c).bfloat16(), recipe, TOKENS, {}) for recipe in RECIPES),
+    *((plain, recipe, TOKENS, {"autocast": torch.bfloat16}) for recipe in RECIPES),
+]
+SWITCHES = [
+    of_recipe("delayed", round_scales_to_power_of_2=True, enable_amax_init=False),
+    tensorwise(emulate=True),
+    Float8LinearConfig(
+        cast_config_weight=CastConfig(target_dtype=E5M2),
+        cast_config_grad_output=CastConfig(target_dtype=E4M3),
+    ),
+    delayed(),  # of the weight, too
+]
+WAYS = [
+    lambda config: convert(Tied(), config),
+    frozen,
+    checkpointed,
+    lambda config: Wrapped(plain(config), "selective-checkpoint"),
+]
+ROWS = [pytest.param("cpu", *row) for row in ON_GPUS]
+ROWS += [pytest.param("cuda", *row, marks=GPU) for row in ON_GPUS]
+ROWS += [pytest.param("cpu", plain, config, SHAPE, {}) for config in SWITCHES]
+ROWS += [pytest.param("cpu", *row, SHAPE, {}) for row in itertools.product(WAYS, RECIPES)]
+COMPILED: dict[str, Any] = {"compile": MODES["aot_eager"]}
+AUTOCAST = COMPILED | {"autocast": torch.bfloat16, "steps": 2}
+ROWS += [
+    pytest.param("cpu", plain, "delayed", TOKENS, AUTOCAST),
+    pytest.param("cpu", odd, "blockwise", ODD, COMPILED),
+    pytest.param("cpu", plain, "tensorwise", TOKENS, AUTOCAST, marks=LONGER),
+    pytest.param("cpu", checkpointed, "delayed", SHAPE, COMPILED, marks=LONGER),
+]
 
 
-@pytest.mark.parametrize(
-    ("build", "recipe", "shape", "more"),
-    [
-        (plain, "delayed", (2, 16, 32), AUTOCAST),
-        pytest.param(plain, "tensorwise", (2, 16, 32), AUTOCAST, marks=pytest.mark.exhaustive),
-        (BUILD["checkpoint"], "delayed", SHAPE, {}),
-        (lambda config: convert(Holder(), config), "blockwise", (17, 33), {}),
-    ],
-    ids=["delayed", "tensorwise", "checkpoint", "odd"],
-)
-def test_compiled(build, recipe: str, shape: tuple[int, ...], more: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("device", "build", "config", "shape", "more"), ROWS)
+def test_trained(device: str, build: Any, config: Any, shape: Any, more: dict[str, Any]) -> None:
+    """However weights are used, and by whatever recipe they are cast."""
     torch._dynamo.reset()
-    model = build(of_recipe(recipe))
-    assert_held_equals_on_the_fly(model, shape, compile=MODES["aot_eager"], **more)
+    config = of_recipe(config) if isinstance(config, str) else config
+    assert_held_equals_on_the_fly(build(config).to(device), shape, **more)
 
 
 @pytest.mark.parametrize(

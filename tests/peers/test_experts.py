@@ -2,7 +2,6 @@
 
 import copy
 import importlib
-import pickle
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +27,7 @@ from sqnr import same_bits, sqnr
 from support.microbatches import with_weights
 from support.models import seeded
 from support.saved import saved_bytes
+from support.threads import one_thread  # noqa: F401 - the sums of all tests here
 
 transformers = pytest.importorskip("transformers")
 hf = importlib.import_module("support.hugging_face")
@@ -39,7 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen2Moe": NARROW | {"shared_expert_intermediate_size": 64},
     "Qwen3Moe": NARROW | {"head_dim": 16},
     "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "GptOss": FOUR | {"head_dim": 16, "layer_types": ["full_attention"] * 2},
+    "GptOss": FOUR | {"head_dim": 16, "layer_types": ["full_attention"]},
     "DeepseekV3": NARROW
     | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
     | {"num_key_value_heads": 4, "q_lora_rank": 32}
@@ -49,8 +49,8 @@ TWO = pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
 ROWWISE = Float8LinearConfig.from_recipe_name("rowwise")
 
 
-def built(name: str = "Mixtral") -> nn.Module:
-    return hf.llama(0, name, **MODELS[name]).train()
+def built(name: str = "Mixtral", layers: int = 1) -> nn.Module:
+    return hf.llama(0, name, **MODELS[name], num_hidden_layers=layers).train()
 
 
 def converted(name: str = "Mixtral", config: Any = "rowwise", **how: Any) -> Any:
@@ -97,8 +97,8 @@ def test_trained_saved_loaded_and_generating(name: str, tmp_path: Path) -> None:
     model = converted(name, "tensorwise")
     report = conversion_report(model)
     assert all(each.skip_reason is None and each.experts == 4 for each in report.experts)
-    assert len(report.experts) == 4
-    assert "4 of 4 weights of experts" in str(report)
+    assert len(report.experts) == 2
+    assert "2 of 2 weights of experts" in str(report)
     assert not any("e5m2" in str(each.scaling) for each in report.experts)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
@@ -107,7 +107,8 @@ def test_trained_saved_loaded_and_generating(name: str, tmp_path: Path) -> None:
         optimizer.step()
     assert losses[2] < losses[0]
     model.save_pretrained(tmp_path)
-    plain = type(model).from_pretrained(tmp_path)
+    # Copied: where a file's weights lie in memory may change the last bit of a GEMM.
+    plain = copy.deepcopy(type(model).from_pretrained(tmp_path))
     assert not experts_of(plain)
     state = model.state_dict()
     assert all(torch.equal(x, state[key]) for key, x in plain.state_dict().items())
@@ -117,36 +118,6 @@ def test_trained_saved_loaded_and_generating(name: str, tmp_path: Path) -> None:
     convert_to_high_precision(model)
     assert not experts_of(model)
     assert torch.equal(plain.eval()(prompt).logits, model(prompt).logits)
-
-
-def test_copies_of_experts() -> None:
-    first = first_experts("GptOss")
-    args = routed(first)
-    for other in (copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
-        assert type(other) is type(first)
-        assert torch.equal(other(*args), first(*args))
-
-
-CHECKPOINTS = ("checkpoint", "reentrant checkpoint")
-
-
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        *((name, how) for name in ("Mixtral", "GptOss") for how in CHECKPOINTS),
-        ("Mixtral", "compiled"),
-        pytest.param("GptOss", "compiled", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_what_changes_no_bit(name: str, how: str) -> None:
-    model, other = converted(name), converted(name)
-    if how == "compiled":
-        compile_experts(other)
-    else:
-        hf.checkpoint(other, reentrant=how != "checkpoint")
-    for seed in range(2):
-        wanted, got = hf.step(model, seed), hf.step(other, seed)
-        assert all(same_bits(got[name], wanted[name]) for name in wanted)
 
 
 def compile_experts(model: nn.Module) -> None:
@@ -237,7 +208,7 @@ def test_a_weight_that_is_computed_by_now(name: str) -> None:
 # ---------------------------------------------------------------- held
 
 
-@TWO
+@pytest.mark.parametrize("name", ["Mixtral", pytest.param("GptOss", marks=pytest.mark.exhaustive)])
 def test_compiled_code_reads_what_is_held(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In forward and backward; in the first step uses cast, as it may follow a checkpoint."""
     model = converted(name, with_weights(ROWWISE))
@@ -300,7 +271,7 @@ def test_held_weights_are_current(recipe: str, compiled: bool) -> None:
             found += hf.step(model, step).values()
             optimizer.step()
             is_held = [bool(experts._float8_held) for experts in experts_of(model)]
-            assert is_held == [held, held]
+            assert is_held == [held]
         assert ("weights held in float8" in repr(model)) == held
         results.append([*found, *model.parameters()])
     assert all(map(same_bits, *results))
@@ -343,7 +314,7 @@ def reasons(model: nn.Module) -> list[Any]:
 def test_what_grouped_gemms_cannot_do_stays(config: Any, reason: str) -> None:
     model = converted(config=config)
     assert all(r is None if reason == "" else reason in r for r in reasons(model))
-    assert len(conversion_report(model).converted) == 8
+    assert len(conversion_report(model).converted) == 4
 
 
 def test_how_many_experts_a_token_has_is_known_by_other_names() -> None:
@@ -372,12 +343,12 @@ def test_a_filter_decides_and_experts_convert_by_themselves() -> None:
     assert set(reasons(model)) == {"module_filter_fn returned False"}
     only = converted(module_filter_fn=lambda mod, fqn: fqn.endswith("experts"))
     assert not conversion_report(only).converted
-    assert len(experts_of(only)) == 2
+    assert len(experts_of(only)) == 1
     of_layers = {"module_filter_fn": lambda mod, fqn: mod.in_features % 16 == 0}
     narrow = converted(config=None, **of_layers)
     assert all("AttributeError" in reason for reason in reasons(narrow))
     convert_to_float8_training(only, config="tensorwise", **of_layers)
-    assert len(experts_of(only)) == 2
+    assert len(experts_of(only)) == 1
     odd = built()
     odd.model.layers[0].mlp.experts.down_proj = nn.Parameter(torch.ones(4, 64, 152))
     convert_to_float8_training(odd)
@@ -386,7 +357,7 @@ def test_a_filter_decides_and_experts_convert_by_themselves() -> None:
 
 def test_routers_stay() -> None:
     """Linear layers with as many outputs as experts that are called so, unless a filter says."""
-    model = built()
+    model = built(layers=2)
     model.model.layers[0].mlp.router = nn.Linear(64, 32)
     model.model.layers[1].mlp.other = nn.Linear(64, 32)
     many = {"num_local_experts": 32, "num_experts_per_tok": 2}

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from float8 import Float8Linear
 from sqnr import same_bits
 from support import libraries
+from support.microbatches import layers_of
 from support.models import fp8_state
 
 pytest.importorskip("lightning")
@@ -22,8 +22,7 @@ def test_each_step_is_synced_once(how: str, tmp_path: Path) -> None:
     lightning_run.trainer(tmp_path, 1, **more.get(how, {})).fit(module, lightning_run.data())
     steps = [int((x > 0).sum()) for name, x in fp8_state(module).items() if "history" in name]
     assert steps == [4] * 12
-    layers = [layer for layer in module.modules() if isinstance(layer, Float8Linear)]
-    assert len(layers) == 6
+    assert len(layers := layers_of(module)) == 6
     assert not any(x._float8_attached or x._float8_has_unsynced_amax() for x in layers)
 
 
@@ -57,8 +56,7 @@ def test_a_training_that_fails_ends_the_attachments(tmp_path: Path) -> None:
     module, trainer = Failing(), lightning_run.trainer(tmp_path, 1)
     with pytest.raises(OSError, match="no data"):
         trainer.fit(module, lightning_run.data())
-    layers = [layer for layer in module.modules() if isinstance(layer, Float8Linear)]
-    assert len(layers) == 6
+    assert len(layers := layers_of(module)) == 6
     assert not any(layer._float8_attached for layer in layers)
 
 
@@ -66,4 +64,4 @@ def test_the_conversion_can_be_left_to_the_user(tmp_path: Path) -> None:
     callback = type(lightning_run.trainer(tmp_path, 1).callbacks[0])(convert=False)
     module = lightning_run.Module()
     callback.setup(None, module, "fit")
-    assert not any(isinstance(layer, Float8Linear) for layer in module.modules())
+    assert not layers_of(module)

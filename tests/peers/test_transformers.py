@@ -2,6 +2,8 @@
 
 import copy
 import importlib
+import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +18,8 @@ from support.models import fp8_state
 
 transformers = pytest.importorskip("transformers")
 hf = importlib.import_module("support.hugging_face")
-others = (pytest.param(x, marks=pytest.mark.exhaustive) for x in ("Mistral", "Qwen2", "Qwen3"))
-names = pytest.mark.parametrize("name", ["Llama", *others])
+OTHERS = ["Mistral", "Qwen2", "Qwen3"]
+LONGER = (pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS)
 
 
 def converted(plain: nn.Module, recipe: str) -> nn.Module:
@@ -32,7 +34,7 @@ def step(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
 @on_devices
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@names
+@pytest.mark.parametrize("name", ["Llama", *LONGER])
 def test_gradients_are_accurate(name: str, dtype, recipe: str, device: str) -> None:
     plain = hf.llama(name=name).to(device, dtype)
     model = converted(plain, recipe)
@@ -46,31 +48,29 @@ def test_gradients_are_accurate(name: str, dtype, recipe: str, device: str) -> N
             assert sqnr(reference[key], got[key]) > tolerances.MODEL, key
 
 
-@names
-def test_compiled_in_one_graph(name: str) -> None:
-    torch._dynamo.reset()
-    eager = converted(hf.llama(name=name, num_hidden_layers=1), "delayed")
-    compiled = copy.deepcopy(eager)
-    compiled.forward = torch.compile(compiled.forward, fullgraph=True, backend="aot_eager")
-    for seed in range(2):
-        wanted, got = step(eager, seed), step(compiled, seed)
-        for key in wanted:
-            assert sqnr(wanted[key], got[key]) > tolerances.COMPILED, key
+CHECKPOINTS = ["checkpoint", "reentrant checkpoint"]
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MORE: dict[str, dict[str, Any]] = {"Mixtral": EXPERTS}
+MORE["GptOss"] = EXPERTS | {"head_dim": 16, "layer_types": ["full_attention"]}
+COMPILED = itertools.product(["Llama", *OTHERS], ["delayed"], ["compiled"])
 
 
 @pytest.mark.parametrize(
-    ("recipe", "how"),
+    ("name", "recipe", "how"),
     [
-        *((recipe, how) for recipe in RECIPES for how in ("checkpoint", "reentrant checkpoint")),
-        ("tensorwise", "compiled"),
-        pytest.param("delayed", "compiled", marks=pytest.mark.exhaustive),
+        *itertools.product(["Llama"], RECIPES, CHECKPOINTS),
+        *itertools.product(MORE, ["rowwise"], CHECKPOINTS),
+        ("Llama", "tensorwise", "compiled"),
+        *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in COMPILED),
     ],
 )
-def test_what_changes_no_bit(recipe: str, how: str) -> None:
-    model, other = (converted(hf.llama(num_hidden_layers=1), recipe).train() for _ in range(2))
+def test_what_changes_no_bit(name: str, recipe: str, how: str) -> None:
+    """Compiled in one graph."""
+    plain = hf.llama(name=name, num_hidden_layers=1, **MORE.get(name, {}))
+    model, other = (converted(plain, recipe).train() for _ in range(2))
     if how == "compiled":
         torch._dynamo.reset()
-        other.compile(backend="eager")
+        other.compile(backend="aot_eager", fullgraph=True)
     else:
         hf.checkpoint(other, reentrant=how != "checkpoint")
     for seed in range(2):

@@ -89,7 +89,7 @@ def two_ranks_train(folder: Path, recipe: Any, sizes: dict[str, int]) -> None:
     ],
 )
 def test_a_shared_model(two: Ranks, name: str, recipe: str, tmp_path: Path) -> None:
-    hf.llama(name=name).save_pretrained(tmp_path)
+    hf.llama(name=name, num_hidden_layers=1).save_pretrained(tmp_path)
     two.run(two_ranks_train, tmp_path, recipe, {"tp_size": 2})
 
 
@@ -105,7 +105,7 @@ def test_a_shared_model(two: Ranks, name: str, recipe: str, tmp_path: Path) -> N
 )
 def test_shared_experts(two: Ranks, recipe: Any, sizes: dict[str, int], tmp_path: Path) -> None:
     more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    hf.llama(name="Qwen3Moe", head_dim=16, **more).save_pretrained(tmp_path)
+    hf.llama(0, "Qwen3Moe", head_dim=16, num_hidden_layers=1, **more).save_pretrained(tmp_path)
     two.run(two_ranks_train, tmp_path, recipe, sizes)
 
 

@@ -77,8 +77,8 @@ class Tokens(Dataset):
 
 
 def converted(recipe: str, seed: int = 0) -> nn.Module:
-    """A Llama, all of it but its head."""
-    return libraries.converted(llama(seed), recipe)
+    """A Llama of one layer, all of it but its head."""
+    return libraries.converted(libraries.llama(seed), recipe)
 
 
 def with_lora(model: nn.Module, **more: Any) -> nn.Module:

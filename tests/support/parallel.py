@@ -1,6 +1,6 @@
 """A Llama block under tensor parallel, by float8's styles and by torch's own, and a single one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -90,14 +90,19 @@ def block_of(recipe: str, bias: bool = False, all_gather: bool = False) -> nn.Mo
     return convert(LlamaBlock(DIM, HIDDEN, bias), recipe, all_gather).to(here())
 
 
-def plan_of(kind: str, sequence: bool, local: bool = False, norms: bool = False) -> dict[str, Any]:
+def plan_of(
+    kind: str, sequence: bool, local: Sequence[str] = (), norms: bool = False
+) -> dict[str, Any]:
+    """Parts of a block named in `local` get plain tensors from what prepares their input."""
     colwise, rowwise, prepare = STYLES[kind]
     tokens = Shard(1) if sequence else Replicate()
     names = ("attention_norm", "ffn_norm") if norms and sequence else ()
     plan: dict[str, Any] = {name: SequenceParallel() for name in names}
     for part, first, last in (("attention", ("wq", "wk", "wv"), "wo"), ("ffn", ("w1", "w3"), "w2")):
         plan[part] = prepare(
-            input_layouts=(tokens,), desired_input_layouts=(Replicate(),), use_local_output=local
+            input_layouts=(tokens,),
+            desired_input_layouts=(Replicate(),),
+            use_local_output=part in local,
         )
         plan |= {f"{part}.{name}": colwise() for name in first}
         plan[f"{part}.{last}"] = rowwise(output_layouts=tokens)

@@ -36,6 +36,7 @@ PRELOAD = [
     "torch.distributed.tensor.experimental",
     "torch.nn.parallel",
     "float8",
+    "transformers.modeling_utils",
 ]
 """What is imported once for all processes: installed packages only, the server finds no others."""
 

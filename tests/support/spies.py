@@ -14,18 +14,28 @@ def is_wrapper(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__")
 
 
-class OpCounter(TorchDispatchMode):
+class Spy(TorchDispatchMode):
+    """Sees what is dispatched; of wrappers, what they make of it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_wrapper, types)):
+            return NotImplemented
+        self.see(func, args)
+        return func(*args, **(kwargs or {}))
+
+    def see(self, func: Any, args: Any) -> None:
+        raise NotImplementedError
+
+
+class OpCounter(Spy):
     """Counts dispatched ops, by their overload packet's name: `ops["aten._scaled_mm"]`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ops: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(is_wrapper, types)):
-            return NotImplemented  # count what the wrapper makes of it
+    def see(self, func: Any, args: Any) -> None:
         self.ops[str(func.overloadpacket)] += 1
-        return func(*args, **(kwargs or {}))
 
     @property
     def gemms(self) -> int:
@@ -37,23 +47,20 @@ class OpCounter(TorchDispatchMode):
         return sum(self.ops[f"aten.{op}"] for op in ("mm", "addmm", "bmm", "matmul", "linear"))
 
 
-class GemmSpy(TorchDispatchMode):
+class GemmSpy(Spy):
     """Keeps the operands of every float8 GEMM: `(a [M, K], scale_a, b [N, K], scale_b)`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gemms: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(is_wrapper, types)):
-            return NotImplemented
+    def see(self, func: Any, args: Any) -> None:
         if func is torch.ops.aten._scaled_mm.default:
             a, b_t, scale_a, scale_b = args[:4]
             self.gemms.append((a.clone(), scale_a.clone(), b_t.t().clone(), scale_b.clone()))
-        return func(*args, **(kwargs or {}))
 
 
-class Traffic(TorchDispatchMode):
+class Traffic(Spy):
     """Collectives of this rank while it is watched; in compiled code none but FSDP2's."""
 
     def __init__(self) -> None:
@@ -71,9 +78,7 @@ class Traffic(TorchDispatchMode):
         """Else compiled code would run in eager mode."""
         return True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(is_wrapper, types)):
-            return NotImplemented  # it will call what it is made of
+    def see(self, func: Any, args: Any) -> None:
         name = func.overloadpacket.__name__
         if func.namespace == "fsdp" and name == "all_gather_copy_in":
             self.sizes.append(args[3] * args[1].itemsize)
@@ -83,7 +88,6 @@ class Traffic(TorchDispatchMode):
             dtype = torch.uint8 if dtype.itemsize == 1 else dtype  # GPUs send float8 as it is
             self.seen.append((name, dtype, args[0].nbytes))
         self.all_reduces += name in ("allreduce_", "all_reduce")
-        return func(*args, **kwargs or {})
 
     def bytes_of(self, name: str) -> dict[torch.dtype, int]:
         """Given into functional ones of this name, by dtype; those of single numbers left out."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,13 @@ from support.stacks import MISSING, optimizer_of, stack, train
 def steps_seen(model: nn.Module) -> int:
     """The optimizer steps in the history of the first layer."""
     return int((model[0].fp8_amax_history_input > 0).sum())
+
+
+def attached(layers: int = 2) -> tuple[Any, torch.optim.Optimizer, Any]:
+    """A model, its optimizer, and the attachment."""
+    model = stack(layers)
+    optimizer = optimizer_of(model)
+    return model, optimizer, attach_to_optimizer(model, optimizer)
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, *seeds: int) -> None:
@@ -67,21 +75,9 @@ def test_each_step_is_one_sync(device: str, how: str) -> None:
     assert steps_seen(model) == 3
 
 
-def test_the_handle_detaches() -> None:
-    model = stack(2)
-    optimizer = optimizer_of(model)
-    handle = attach_to_optimizer(model, optimizer)
-    steps(model, optimizer)
-    handle.remove()
-    steps(model, optimizer)
-    assert_missing(model)
-
-
 def test_an_attachment_outlives_the_way_back() -> None:
     """It writes nothing on layers in high precision, which can be converted again."""
-    model = stack(1)
-    optimizer = optimizer_of(model)
-    attachment = attach_to_optimizer(model, optimizer)
+    model, optimizer, attachment = attached(1)
     steps(model, optimizer)
     convert_to_high_precision(model)
     attachment.remove()
@@ -129,10 +125,9 @@ def microbatch(model: nn.Module, seed: int) -> Tensor:
 @pytest.mark.parametrize("how", ["argument", "keyword"])
 def test_a_closure_is_of_the_step_that_runs_it(how: str) -> None:
     """As Lightning does it: microbatches before the last one run their closure without a step."""
-    model = stack(2)
+    model, optimizer, _ = attached()
     other = copy.deepcopy(model)
-    optimizer, others = optimizer_of(model), optimizer_of(other)
-    attach_to_optimizer(model, optimizer)
+    others = optimizer_of(other)
     for step in range(4):
         batches = range(10 * step, 10 * step + 3)
         losses = [microbatch(model, seed) for seed in batches[:-1]]
@@ -294,26 +289,6 @@ def test_a_missing_sync_is_noticed_in_copies_too(copied) -> None:
     assert_missing(model)
 
 
-@pytest.mark.parametrize("when", ["before the step", "after the step"])
-def test_a_sync_before_or_after_the_step_is_fine(when: str) -> None:
-    model = stack(2)
-    optimizer = optimizer_of(model)
-    for _ in range(3):
-        for microbatch in range(2):
-            train(model, microbatch)
-        if when == "before the step":
-            sync_float8_amax_and_scale_history(model)
-        optimizer.step()
-        if when == "after the step":
-            sync_float8_amax_and_scale_history(model)
-
-
-def test_where_nothing_is_checked_nothing_raises() -> None:
-    dynamic = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), config=tensorwise())
-    for model in (stack(2, enable_pre_and_post_forward=False), dynamic):
-        steps(model, optimizer_of(model), 0, 0, 0)
-
-
 @pytest.mark.parametrize("freeze", [False, True])
 @pytest.mark.parametrize("first", ["generator", "discriminator"])
 def test_two_models_with_two_optimizers_do_not_raise(first: str, freeze: bool) -> None:
@@ -379,7 +354,11 @@ def test_other_writes_are_no_missing_sync(when: str) -> None:
         train(model)
 
 
-def test_functional_calls_with_weights_of_their_own() -> None:
+def test_where_nothing_is_checked_nothing_raises() -> None:
+    """Nor where functional calls bring weights of their own."""
+    dynamic = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), config=tensorwise())
+    for model in (stack(2, enable_pre_and_post_forward=False), dynamic):
+        steps(model, optimizer_of(model), 0, 0, 0)
     model = stack(2)
     for factor in range(1, 6):
         weights = {name: factor * p for name, p in model.named_parameters()}
@@ -399,10 +378,8 @@ def test_forgotten_amaxes_need_no_sync() -> None:
 
 def test_threads_may_convert_and_step_at_once() -> None:
     def work(seed: int) -> int:
-        for _ in range(20):
-            model = stack(2)
-            optimizer = optimizer_of(model)
-            attach_to_optimizer(model, optimizer)
+        for _ in range(10):
+            model, optimizer, _ = attached()
             steps(model, optimizer, seed, seed + 1, seed + 2)
         return steps_seen(model)
 

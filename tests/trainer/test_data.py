@@ -34,10 +34,10 @@ def test_split_depends_on_names_only(text_folder: Path, corpus: Corpus, tmp_path
     assert again.fingerprint == corpus.fingerprint
     assert torch.equal(again.train, corpus.train)
 
-    (moved / "a_new_file.txt").write_text("more")
+    file = moved / "a_new_file.txt"
+    file.write_text("more")
     grown = load_corpus(moved)
     assert grown.fingerprint != corpus.fingerprint
-    file = moved / "a_new_file.txt"
     file.write_text("fewer")
     assert load_corpus(moved).fingerprint != grown.fingerprint
     stayed = set(files_of(grown.validation)) - {b"more"}
@@ -51,8 +51,7 @@ def test_what_is_no_text_is_left_out(text_folder: Path, corpus: Corpus) -> None:
     (text_folder / "dangling").symlink_to(text_folder / "nowhere")
     (text_folder / ".git").mkdir()
     (text_folder / ".git" / "config").write_text("hidden")
-    again = load_corpus(text_folder)
-    assert again.fingerprint == corpus.fingerprint
+    assert load_corpus(text_folder).fingerprint == corpus.fingerprint
 
 
 def test_too_little_text_says_how_much_is_needed(corpus: Corpus) -> None:
@@ -96,9 +95,7 @@ def test_validation_is_spread_from_start_to_end_and_always_the_same() -> None:
     assert len(short) == 3
 
 
-def test_one_file_few_files_and_none(
-    tmp_path: Path,
-) -> None:
+def test_one_file_few_files_and_none(tmp_path: Path) -> None:
     file = tmp_path / "book.txt"
     file.write_text("0123456789" * 100)
     corpus = load_corpus(file)

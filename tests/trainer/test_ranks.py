@@ -47,8 +47,8 @@ def state_of(folder: str | Path) -> dict[str, torch.Tensor]:
 
 def test_the_curves_of_two_ranks_are_those_of_one(two: Ranks, settings: Settings) -> None:
     hows: list[dict[str, Any]] = [
-        {"eval_interval": 3, "accumulate": 2, "activation_checkpointing": True},
-        {"model": "nano-tied", "grad_clip": 0.0, "steps": 3},
+        {"eval_interval": 2, "accumulate": 2, "activation_checkpointing": True, "steps": 3},
+        {"model": "nano-tied", "grad_clip": 0.0, "steps": 2},
     ]
     wanted = work.several([settings(**how) for how in hows])
     got = two.run(work.several, [settings(fsdp=True, **how) for how in hows])
@@ -64,7 +64,7 @@ def test_float8_curves_are_those_of_one_rank_that_takes_the_parts_in_turn(
     two: Ranks, settings: Settings, recipe: str, compile: bool
 ) -> None:
     # A scale is that of one rank's part of the batch, as it is that of one microbatch.
-    how = {"recipe": recipe, "steps": 3}
+    how = {"recipe": recipe, "steps": 2}
     wanted = work.curves(settings(batch_size=2, accumulate=2, **how))
     how |= {"batch_size": 4, "fsdp": True}
     # None of this changes a bit.
@@ -76,6 +76,7 @@ def test_float8_curves_are_those_of_one_rank_that_takes_the_parts_in_turn(
 
 def test_what_travels(two: Ranks, settings: Settings) -> None:
     how = {"recipe": "tensorwise", "dtype": "bfloat16", "fsdp": True, "steps": 1}
+    how["model"] = "nano-tied"  # of two blocks
     assert two.run(work.gathered, settings(**how))[0] == {torch.float32}
     how["fsdp_float8_all_gather"] = True  # bytes of blocks; what is around them is not converted
     assert two.run(work.gathered, settings(**how))[0] == {torch.float32, torch.uint8}

@@ -81,20 +81,20 @@ def test_a_run_that_diverges_leaves_the_others(
 def test_an_interrupted_comparison_goes_on_where_it_was(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    config = make_config(steps=6, final_checkpoint=False)
+    config = make_config(steps=4, final_checkpoint=False)
     whole = compare(config.replace(output=str(tmp_path / "whole")), ["tensorwise", "delayed"])
 
     stop = Event()
 
-    class StopAt3(Observer):
+    class StopAt2(Observer):
         def on_start(self, config: TrainConfig, step: int, about: str) -> None:
             self.recipe = config.recipe
 
         def on_step(self, step: int) -> None:
-            if step == 3 and self.recipe == "tensorwise":
+            if step == 2 and self.recipe == "tensorwise":
                 stop.set()
 
-    half = compare(config, ["tensorwise", "delayed"], [StopAt3()], stop=stop)
+    half = compare(config, ["tensorwise", "delayed"], [StopAt2()], stop=stop)
     assert [row["status"] for row in half] == ["finished", "interrupted"]
     assert half[1]["val_gap_percent"] is None
     with pytest.raises(ConfigError, match="already holds a comparison"):
@@ -123,7 +123,7 @@ def test_recipes_are_checked_before_anything_runs(make_config: MakeConfig) -> No
     assert not Path(config.output).exists()
 
 
-@pytest.mark.parametrize("content", ["{", '{"config": 3, "corpus": {}}', None])
+@pytest.mark.parametrize("content", ["{", None])
 def test_resuming_over_a_damaged_file_says_what_to_do(
     make_config: MakeConfig, content: str | None
 ) -> None:

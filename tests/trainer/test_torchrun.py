@@ -1,11 +1,8 @@
 """`float8 train` as torchrun starts it: real processes, which die and are asked to stop."""
 
-import os
+import json
 import re
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,36 +11,21 @@ from float8_lab.cli import main as main_module
 from float8_lab.cli.main import main
 from float8_lab.errors import ConfigError, OutOfMemoryError, RankFailedError, ToldError
 from float8_lab.trainer.run_folder import find_checkpoint
-from support import trainer_ranks as work
-from support.limits import HANGS
-from support.ranks import Ranks
+from support.forks import COMPILER, run_program
 
-# One after the other: each has a process per core.
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.xdist_group("programs")
 
-FAILING = str(Path(__file__).parents[1] / "support" / "rank_that_fails.py")
+SUPPORT = Path(__file__).parents[1] / "support"
 SHORT = ["--device", "cpu", "--batch-size", "2", "--seq-len", "16", "--eval-batches", "1"]
 SHORT += ["--no-tensorboard", "--log-interval", "1", "--fsdp"]
 
 
-def torchrun(here: Path, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return subprocess.Popen(
-        [*command, "--nproc-per-node", "2", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=here,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
-def end_of(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    try:
-        out, err = process.communicate(timeout=HANGS)
-    finally:
-        process.kill()
-    return process.returncode, out, err
+def torchrun(here: Path, *words: str, **env: str) -> tuple[int, str, str]:
+    program = (SUPPORT / "torchrun.py").read_text()
+    script = str(SUPPORT / "trainer_rank.py")
+    env |= {"HERE": str(here), "WORDS": json.dumps([script, *words]), "OMP_NUM_THREADS": "1"}
+    ended = run_program(program, COMPILER, **env)
+    return ended.returncode, ended.stdout, ended.stderr
 
 
 @pytest.fixture
@@ -54,10 +36,10 @@ def here(text_folder: Path) -> Path:
 TRAIN = ["train", "--data", "text", *SHORT]
 
 
-def test_a_rank_that_dies_while_saving_leaves_the_former_checkpoint(two: Ranks, here: Path) -> None:
+def test_a_rank_that_dies_while_saving_leaves_the_former_checkpoint(here: Path) -> None:
     words = [*TRAIN, "--recipe", "delayed", "--fsdp-float8-all-gather", "--steps", "2"]
     words += ["--checkpoint-interval", "1"]
-    code, out, err = end_of(torchrun(here, FAILING, *words, "--output", "run"))
+    code, out, err = torchrun(here, *words, "--output", "run", FAILS="1")
     assert code != 0
     assert "another rank is gone" in err
     assert "exitcode  : 9" in err
@@ -70,22 +52,15 @@ def test_a_rank_that_dies_while_saving_leaves_the_former_checkpoint(two: Ranks, 
     assert out.count("checkpoint: run/checkpoints/step_00000001") == 1
 
     way_on = ["train", "--fsdp", "--fsdp-float8-all-gather", "--resume", "run"]
-    assert two.run(work.command, here, way_on) == [0, 0]
+    assert torchrun(here, *way_on)[0] == 0
     assert not list(checkpoints.glob(".unfinished*"))
     assert find_checkpoint(here / "run").name == "step_00000002"
 
 
 def test_ctrl_c_lets_all_ranks_save_together(here: Path) -> None:
-    words = ["-m", "float8_lab.cli.main", *TRAIN, "--steps", "100000", "--output", "run"]
-    process = torchrun(here, *words)
-    metrics = here / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + HANGS
-    while not (metrics.exists() and '"train"' in metrics.read_text()):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)  # to torchrun, as a terminal does
-    _, out, err = end_of(process)
+    words = [*TRAIN, "--steps", "100000", "--output", "run"]
+    metrics = str(here / "run" / "metrics.jsonl")
+    _, out, err = torchrun(here, *words, METRICS=metrics)
     assert err.count("stopping after this step, with a checkpoint") == 1
     step = int(re.findall(r"interrupted after step (\d+)", out)[0])
     assert find_checkpoint(here / "run").name == f"step_{step:08d}"
