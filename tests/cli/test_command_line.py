@@ -130,7 +130,8 @@ def test_compare_prints_the_table_and_where_the_files_are(
         assert f"{run['val_loss']:.4f}" in row
         assert f"{run['val_gap_percent']:+.2f}" in row
     assert "CPUs are for trying float8, not for speed" in out
-    assert "report: cmp/report.json" in out
+    assert "report: cmp/report.json, cmp/report.txt" in out
+    assert all(run["recipe"] in Path("cmp/report.txt").read_text() for run in runs)
     assert not list(Path("cmp").glob("*/checkpoints"))
     assert main([*words, *QUICK]) == 2
     assert "--overwrite" in capsys.readouterr().err

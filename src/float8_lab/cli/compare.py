@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from float8_lab.cli.options import INTERRUPTED_EXIT, STOP_NOTICE, App, given, settings, takes
 from float8_lab.cli.progress import ConsoleProgress, make_console, stop_on_signals
@@ -46,7 +47,7 @@ def compare_command(
 ) -> None:
     """Train high precision and each RECIPE from the same seed on the same data, and compare.
 
-    Writes report.json and loss.png, besides a folder per run. Ctrl-C leaves a
+    Writes report.json, report.txt and loss.png, besides a folder per run. Ctrl-C leaves a
     checkpoint of the run under way; the same command with --resume goes on from it.
     """
     from float8_lab.ranks import for_all
@@ -69,8 +70,10 @@ def compare_command(
     for row in rows:
         row["recipe"] += f" ({row['status']})" * (row["status"] != FINISHED)
         row["peak_gib"] = row["peak_memory_bytes"] and row["peak_memory_bytes"] / 2**30
-    print_table(console, f"nats per byte; train loss: {MEAN}", rows)
-    console.print(f"report: {output}/report.json")
+    with Path(output, "report.txt").open("w", encoding="utf-8") as file:
+        for where in (console, Console(file=file, width=120)):
+            print_table(where, f"nats per byte; train loss: {MEAN}", rows)
+    console.print(f"report: {output}/report.json, {output}/report.txt")
     if Path(output, "loss.png").exists():
         console.print(f"loss curves: {output}/loss.png")
     if stop.is_set():
