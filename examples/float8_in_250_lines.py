@@ -5,7 +5,7 @@ GPUs multiply 8-bit numbers about twice as fast as 16-bit ones: on an H200 the G
 of Llama-3-8B take 31.1 ms of a step instead of 59.1 ms (docs/performance.md). So each GEMM here
 gets its operands in float8. Weights, gradients and the optimizer stay as they are.
 
-This page computes what `convert_to_float8_training(model)` computes on a CPU, bit by bit:
+On a CPU a layer here computes what `Float8Linear` of the library does, bit by bit:
 tests/test_examples.py compares the two. The table at the end says what the library adds.
 
 Run it with `python examples/float8_in_250_lines.py`: on a CPU, or on an NVIDIA GPU with float8

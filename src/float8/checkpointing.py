@@ -20,10 +20,10 @@ def save_gemm_outputs(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
         contexts = functools.partial(create_selective_checkpoint_contexts, save_gemm_outputs)
         y = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 
-    Kept are the [tokens, out_features] that layers return, in the compute dtype, where backward
-    reads them: twice the bytes of their float8 inputs, and most of the time of a recomputation.
-    Casts, norms, activation functions and attention run again, and so do GEMMs in high precision
-    and emulated ones, but for those of experts, and those of held weights in compiled code.
+    Kept are the [tokens, out_features] that layers return, in the compute dtype; in compiled code
+    those that backward reads. Their GEMMs take most of the time of a recomputation. Casts, norms,
+    activation functions and attention run again, and so do GEMMs in high precision and emulated
+    ones, but for those of experts, and those of held weights in compiled code.
 
     Returns:
         `MUST_SAVE` if `op`, the `OpOverload` that is about to run, is a float8 GEMM, else

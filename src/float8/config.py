@@ -301,7 +301,7 @@ class Float8GemmConfig:
 
 @dataclass(frozen=True)
 class Float8LinearConfig:
-    """The configuration of `Float8Linear`, immutable. Each field takes effect, or its value raises.
+    """The immutable configuration of `Float8Linear`. Combinations that cannot work raise.
 
     Args:
         cast_config_input: cast of the input [M, K] for `output = input @ weight.T`.

@@ -224,10 +224,10 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     """Run at every `optimizer.step()` what the scaling of `model` needs once per step.
 
     Registers hooks on the optimizer. `sync_float8_amax_and_scale_history(model)` runs right before
-    the step; with a closure right after it, so that all forwards in the closure count. Then run
-    `precompute_float8_dynamic_scale_for_fsdp(model)` and `update_float8_weights(model)`. Attaching
-    casts held weights now, and again at their first use, because a checkpoint may be loaded in
-    between. With several optimizers, attach the model to each. Harmless for other models.
+    the step; with a closure right after it, so that all forwards in the closure count.
+    `precompute_float8_dynamic_scale_for_fsdp(model)` and `update_float8_weights(model)` follow.
+    Attaching casts held weights now, and again at their first use, because a checkpoint may be
+    loaded in between. With several optimizers, attach the model to each. Harmless for other models.
 
     Args:
         model: the converted model, compiled or not.

@@ -50,8 +50,8 @@ def convert_to_float8_training(
     all experts run as `grouped_linear` does.
 
     Layers whose weights others have loaded in float8 (transformers' `FP8Linear`; compressed-tensors
-    by channel or tensor) keep their bytes with `Float8Weights.ONLY`, which they get without a
-    `config`. Any other config dequantises them to Parameters that train. A layer already converted
+    by channel or tensor) keep their bytes under `Float8Weights.ONLY`, the default for
+    them. Any other config dequantises them to Parameters that train. A layer already converted
     gets the new `config`, and its delayed-scaling state starts again. `nn.TransformerEncoder` is
     kept off its fast path, which would evaluate in high precision.
 
@@ -84,8 +84,8 @@ def convert_to_float8_training(
         TypeError: an argument has the wrong type.
         ValueError: a layer is to be gathered in float8, although its weight is a DTensor (convert,
             then `fully_shard`) or has gradient hooks; or a layer already converted cannot take the
-            new config. Or `tokens_per_step` is less than 1, or `gpu` is not known; or `gpu` or
-            `cuda_graphs` comes with a `module_filter_fn`. Nothing is changed then.
+            new config. Or `tokens_per_step` is less than 1, or a recipe or `gpu` is not known; or
+            `gpu` or `cuda_graphs` comes with a `module_filter_fn`. Nothing is changed then.
     """
     require_module(module, "module")
     chooser = Chooser(

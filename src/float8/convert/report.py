@@ -67,11 +67,11 @@ class ConversionReport:
     """Each `nn.Linear`: `fqn`, `in_features`, `out_features`, `scaling`, `skip_reason`."""
 
     others: tuple[OtherWeight, ...] = ()
-    """Other weights, in high precision: `fqn`, `shape`, `module` (its class). Of two dims or more,
-    each larger than one; in no embedding, norm, convolution; called no bias, embed, token, pos."""
+    """Weights that conversion does not know, in high precision unless `grouped_linear` has them:
+    `fqn`, `shape`, `module` (its class). No vectors, embeddings, norms, convolutions, biases."""
 
     chosen_for: tuple[str, ...] = ()
-    """One sentence per GPU, or for none: which limits chose the layers. Empty with filters."""
+    """One sentence per GPU, or for a CPU: which limits chose the layers. Empty with filters."""
 
     experts: tuple[ExpertsReport, ...] = ()
     """The weights of known experts, converted or not: as `layers`, with `experts`, their number."""

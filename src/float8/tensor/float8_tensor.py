@@ -33,12 +33,12 @@ class Float8Tensor(Wrapper):
     Args:
         data: float8, any shape and strides. Under finer scales [R, C], contiguous; `AXISWISE`
             allows more leading dims, or data whose last two dims are transposed.
-        scale: float32, the decode scales, in the shape of their granularity (`check_scale`). Under
-            `AXISWISE` also [..., 1, C], one for each column: the result of `.t()` on row scales.
+        scale: float32, the decode scales: one element, [..., R, 1] by rows, or one for each block.
+            Under `AXISWISE` also [..., 1, C], for columns: the result of `.t()` on row scales.
         orig_dtype: the dtype the tensor reports: float32, bfloat16 or float16.
-        granularity: what one scale covers. All allow copies and dequantising; `AXISWISE` also to
-            transpose, and to slice along the dim that has scales; `TENSORWISE` all views.
-        amax: 0-dim float32: what delayed scaling has to record at each use in training, if any.
+        granularity: what one scale covers. All allow copies and dequantising; `AXISWISE` also
+            transposing, and slicing the dim that has scales; `TENSORWISE` all views.
+        amax: 0-dim float32, which delayed scaling records at each use in training; else None.
 
     Raises:
         TypeError: a dtype is not one of those named above.
