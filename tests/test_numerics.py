@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from float8 import all_linears, convert_to_float8_training, sync_float8_amax_and_scale_history
+from float8 import all_linears, convert_to_float8_training
 from float8.formats import E4M3
 from float8.linear.plan import Casts
 from float8_lab.numerics import LayerCast, MeasuredCast, casts_of, compare, decibels, measure_cast
 from support.configs import of_recipe, tensorwise
 
-# SQNR in dB of normal numbers that are cast to a format without leaving its normal range.
-OF_E4M3, OF_E5M2 = 31.5, 25.5
+# SQNR in dB of normal numbers that are cast to e4m3 without leaving its normal range.
+OF_E4M3 = 31.5
 GEMMS = ("output", "grad_input", "grad_weight")
 M, K, N = 384, 512, 256
 
@@ -88,7 +88,6 @@ def exactness(convert: Any, weight: Tensor, steps: Any) -> dict[str, Any]:
         x = x.detach().requires_grad_()
         y = layer(x)
         results = y.detach(), *torch.autograd.grad(y, (x, layer.weight), grad)
-        sync_float8_amax_and_scale_history(layer)
     x, grad, weight = x.detach().double(), grad.double(), weight.double()
     exact, found = (x @ weight.t(), grad @ weight, grad.t() @ x), {}
     for gemm, wanted, got in zip(GEMMS, exact, results, strict=True):
@@ -99,10 +98,9 @@ def exactness(convert: Any, weight: Tensor, steps: Any) -> dict[str, Any]:
     return found
 
 
-def tensors(growth: float = 1.0) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """A weight, and three steps of which the last has an input larger by `growth`."""
-    steps = [(torch.randn(M, K).bfloat16(), torch.randn(M, N).bfloat16()) for _ in range(3)]
-    steps[-1][0].mul_(growth)
+def tensors() -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """A weight, and inputs and gradients of the output of two steps."""
+    steps = [(torch.randn(M, K).bfloat16(), torch.randn(M, N).bfloat16()) for _ in range(2)]
     return torch.randn(N, K).bfloat16(), steps
 
 
@@ -116,7 +114,7 @@ def test_at_least_as_exact_as_torchao(recipe: str) -> None:
         config = torchao.Float8LinearConfig.from_recipe_name(recipe)
         return torchao.convert_to_float8_training(layer, config=config)
 
-    weight, [(x, grad), (tokens, _), _] = tensors()
+    weight, [(x, grad), (tokens, _)] = tensors()
     hot, tiny = torch.randperm(K)[:4], 1e-10 * torch.exp(3 * tokens[:, :1].float())
     x[:, hot] *= 2.0**14
     weight[:, hot] /= 2.0**14

@@ -186,7 +186,7 @@ def test_a_compiled_sync_is_that_of_eager_mode() -> None:
     compiled = sync_float8_amax_and_scale_history
     if compiles():
         compiled = torch.compile(compiled, backend="aot_eager")
-    for number in range(2):
+    for number in range(3):  # scales are known from the third on
         for model, sync_it in zip(
             models, (sync_float8_amax_and_scale_history, compiled), strict=True
         ):

@@ -237,9 +237,10 @@ def trained(
     microbatches: int = 1,
     checkpointed: bool = False,
 ) -> list[Tensor]:
-    """Two steps of a block that ranks share over `tensor`, maybe also `data`, and of one alone.
+    """Steps of a block that ranks share over `tensor`, maybe also `data`, and of one alone.
 
-    Where sums differ in their last bits, few casts round otherwise. The gradients of both steps.
+    Where sums differ in their last bits, few casts round otherwise. The gradients of all steps. The
+    third step of delayed scaling is the first one with known scales.
     """
     mesh = data_and_tensor(*shape)
     alike = (nn.Sequential(block_of(recipe, True, all_gather)) for all_gather in (False, gather))
@@ -263,7 +264,7 @@ def trained(
 
     results: list[Tensor] = []
     first = 0
-    for step in range(2):
+    for step in range(3 if "delayed" in recipe else 2):
         for microbatch in range(microbatches):
             batches = [
                 seeded(100 * step + 10 * microbatch + n, 2, TOKENS, DIM) for n in range(replicas)

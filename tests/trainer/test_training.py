@@ -54,7 +54,12 @@ def test_weights_are_held_in_float8_while_microbatches_accumulate(
         assert {layer.config.float8_weights for layer in layers} == {wanted}
 
 
-def test_first_loss_and_step_match_plain_torch(make_config: MakeConfig, corpus: Corpus) -> None:
+def nats_per_byte(model: nn.Module, tokens: Tensor) -> Tensor:
+    log_odds = model(tokens[:, :-1]).log_softmax(-1)
+    return -log_odds.gather(-1, tokens[:, 1:, None]).mean()
+
+
+def test_losses_and_steps_match_plain_torch(make_config: MakeConfig, corpus: Corpus) -> None:
     config = make_config(steps=2, warmup_steps=0, grad_clip=0.05)
     result = train(config)
     model, _ = build.build_model(config, torch.device("cpu"))
@@ -66,8 +71,7 @@ def test_first_loss_and_step_match_plain_torch(make_config: MakeConfig, corpus: 
         tokens = data.train_batch(
             corpus.train, seed=0, first=4 * step, batch_size=4, seq_len=16
         ).long()
-        log_odds = model(tokens[:, :-1]).log_softmax(-1)
-        loss = -log_odds.gather(-1, tokens[:, 1:, None]).mean()
+        loss = nats_per_byte(model, tokens)
         optimizer.zero_grad()
         loss.backward()
         norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()  # type: ignore[union-attr]
@@ -81,6 +85,10 @@ def test_first_loss_and_step_match_plain_torch(make_config: MakeConfig, corpus: 
     trained = tensors_of(result)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(trained[f"model/{name}"], parameter.data, rtol=1e-4, atol=1e-6)
+    batches = data.validation_batches(corpus.validation, batches=2, batch_size=4, seq_len=16)
+    losses = [nats_per_byte(model, batch.long()).item() for batch in batches]
+    (validation,) = read_metrics(result.folder.metrics).validation
+    assert validation.loss == pytest.approx(sum(losses) / 2, rel=1e-4)
 
 
 def test_validating_on_the_way_changes_nothing(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def _prepare(
             f"{output} already holds a comparison: go on with it with --resume, replace it with "
             "--overwrite, or choose another folder with --output"
         )
-    for name in () if resume else ("report.json", "report.txt", "loss.png"):
+    for name in () if resume else ("report.json", "report.md", "report.txt", "loss.png"):
         (output / name).unlink(missing_ok=True)
     for config, folder in zip(configs, folders, strict=True):
         if resume and (folder.status == FINISHED or folder.saved):
