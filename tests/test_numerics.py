@@ -79,15 +79,14 @@ def ours(recipe: str) -> Callable[[nn.Module], nn.Module]:
     return lambda layer: convert_to_float8_training(layer, **config)  # type: ignore[arg-type]
 
 
-def exactness(convert: Any, weight: Tensor, steps: Any) -> dict[str, Any]:
-    """SQNR in dB of each GEMM of the last step, and that of its mean row or channel."""
+def exactness(convert: Any, weight: Tensor, x: Tensor, grad: Tensor) -> dict[str, Any]:
+    """SQNR in dB of each GEMM, and that of its mean row or channel."""
     layer = nn.Linear(*weight.shape[::-1], bias=False, dtype=torch.bfloat16)
     layer.weight.data = weight.clone()
     layer = convert(layer)
-    for x, grad in steps:
-        x = x.detach().requires_grad_()
-        y = layer(x)
-        results = y.detach(), *torch.autograd.grad(y, (x, layer.weight), grad)
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    results = y.detach(), *torch.autograd.grad(y, (x, layer.weight), grad)
     x, grad, weight = x.detach().double(), grad.double(), weight.double()
     exact, found = (x @ weight.t(), grad @ weight, grad.t() @ x), {}
     for gemm, wanted, got in zip(GEMMS, exact, results, strict=True):
@@ -96,12 +95,6 @@ def exactness(convert: Any, weight: Tensor, steps: Any) -> dict[str, Any]:
         found[gemm] = decibels(signal, noise)
         found[f"even {gemm}"] = decibels(count, relative)
     return found
-
-
-def tensors() -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """A weight, and inputs and gradients of the output of two steps."""
-    steps = [(torch.randn(M, K).bfloat16(), torch.randn(M, N).bfloat16()) for _ in range(2)]
-    return torch.randn(N, K).bfloat16(), steps
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
@@ -114,11 +107,12 @@ def test_at_least_as_exact_as_torchao(recipe: str) -> None:
         config = torchao.Float8LinearConfig.from_recipe_name(recipe)
         return torchao.convert_to_float8_training(layer, config=config)
 
-    weight, [(x, grad), (tokens, _)] = tensors()
+    shapes = (N, K), (M, K), (M, N), (M, K)
+    weight, x, grad, tokens = (torch.randn(shape).bfloat16() for shape in shapes)
     hot, tiny = torch.randperm(K)[:4], 1e-10 * torch.exp(3 * tokens[:, :1].float())
     x[:, hot] *= 2.0**14
     weight[:, hot] /= 2.0**14
     for step in ((x, grad), (tokens, (grad * tiny).bfloat16())):
-        mine, other = (exactness(convert, weight, [step]) for convert in (ours(recipe), theirs))
+        mine, other = (exactness(convert, weight, *step) for convert in (ours(recipe), theirs))
         for gemm, sqnr in other.items():
             assert mine[gemm] - sqnr >= -0.1, gemm

@@ -16,7 +16,7 @@ from float8.kernels.tiles import load, or_zero, store
 
 ONE, ROWS, RUNS, SQUARES = range(4)
 BLOCKS = {(None, None): ONE, (1, None): ROWS, (1, 128): RUNS, (128, 128): SQUARES}
-"""What a scale covers, by height and width: all; a row, of either layout; 128 of one; a square."""
+"""The block of a scale, by height and width: all; a row, of either layout; 128 of one; a square."""
 
 GIVEN, MEASURED, HISTORY = range(3)
 """Where one scale comes from: it is given; measured, from amaxes to be joined; or from the history,

@@ -48,7 +48,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
     config: Any = _Config()
     _float8_source_class: ClassVar[type[nn.Module]] = nn.Linear
     _float8_shards: Shards = Shards()
-    """What the style of tensor parallel says of its input and output."""
+    """The style of tensor parallel, for its input and output."""
 
     def __init__(
         self,

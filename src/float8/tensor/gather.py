@@ -37,7 +37,7 @@ class GatherInfo(NamedTuple):
 
 
 class CastAhead(NamedTuple):
-    """What was made of the values of a shard before its gather."""
+    """Made of the values of a shard before its gather."""
 
     scale: Tensor
     data: Tensor | Any = None  # float8, as Float8Weights.HELD keeps them; None: only the scale

@@ -32,7 +32,7 @@ Columns = Mapping[str, tuple[str, int]]  # key, or keys of a sum, and digits of 
 
 
 class Section(NamedTuple):
-    """What stands between two markers of a page: a picture, a table, and where they come from."""
+    """One place of a page, between two markers: a picture, a table, and where they come from."""
 
     page: Path
     name: str  # of the markers

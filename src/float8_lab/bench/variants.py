@@ -44,7 +44,7 @@ class Variant:
 
     @property
     def columns(self) -> dict[str, Any]:
-        """What tells it from others, as columns of a row."""
+        """Return columns of a row that tell it from others."""
         names = "recipe", "mode", "gather", "checkpointing"
         return {name: getattr(self, name) or None for name in names}
 

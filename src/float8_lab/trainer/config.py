@@ -120,7 +120,8 @@ class TrainConfig:
             low, high, got = option.min, option.max or math.inf, getattr(self, name)
             if low is not None and not low <= got <= high:
                 raise ConfigError(f"{name}: got {got!r}, expected {low} to {high}")
-        recipe, _ = float8_config(self.recipe), preset(self.model)
+        recipe = float8_config(self.recipe)
+        preset(self.model)  # refuses what it does not know
         if self.dtype not in DTYPES:
             raise ConfigError(f"unknown dtype {self.dtype!r}: choose one of {', '.join(DTYPES)}")
         check_device(self.device)
