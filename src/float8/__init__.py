@@ -6,7 +6,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from float8.checkpointing import save_gemm_outputs
+from float8.checkpointing import activations_in_float8, save_gemm_outputs
 from float8.config import (
     CastConfig,
     DelayedScalingConfig,
@@ -73,6 +73,7 @@ __all__ = [
     "PrepareFloat8ModuleInput",
     "ScalingGranularity",
     "ScalingType",
+    "activations_in_float8",
     "all_linears",
     "attach_to_optimizer",
     "conversion_report",

@@ -1,14 +1,63 @@
-"""Selective activation checkpointing: a policy that keeps the outputs of float8 GEMMs."""
+"""Memory of activations: kept in float8, or made again but for the outputs of GEMMs."""
 
 from typing import Any
 
+import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
+from float8.formats import E4M3, FLOAT8_MAX
 from float8.gemm import GEMM_OPS
 from float8.kernels.grouped_matmul import GROUPED_GEMM
 from float8.linear.weight import TIMES_HELD
 
 _KEPT = {*GEMM_OPS, GROUPED_GEMM, TIMES_HELD}
+
+
+def activations_in_float8(*, min_mib: float = 1.0, dtype: torch.dtype = E4M3) -> dict[str, Any]:
+    """Return options of `torch.compile` that keep activations in float8 until backward.
+
+    Forward is as without them. Of what it keeps for backward, a block of Llama keeps half the bytes
+    under `tensorwise`; a model in bfloat16 need not be converted:
+
+        block.compile(options=float8.activations_in_float8())
+
+    What Inductor keeps of bfloat16 and float16 activations is rounded to `dtype`, with a float32
+    scale, a power of two, for each 128 elements along the last dim (for all of it, if it is no
+    multiple of 128). Backward reads the rounded values in their own dtype. Infinite values, and
+    NaN, make NaN of the elements that share their scale. These stay as they are:
+
+    - Parameters, buffers, and what is made of them alone, such as weights that autocast rounds;
+    - queries and keys of fused attention: its backward makes the probabilities of them once more,
+      so that errors grow;
+    - what is kept anyway: outputs, what shares their storage, and inputs without gradients.
+
+    Args:
+        min_mib: tensors of fewer MiB stay as they are. Sizes are those at hand while the graph is
+            compiled.
+        dtype: `torch.float8_e4m3fn`, or `torch.float8_e5m2` with one bit less.
+
+    Returns:
+        A new dict, to which other options may be added, such as `{"triton.cudagraphs": True}` for
+        what `mode="reduce-overhead"` does: torch takes no mode beside options. Inductor alone
+        reads it; torch warns of, or refuses, options for other backends.
+
+    Raises:
+        TypeError: `min_mib` is no number, or `dtype` no dtype.
+        ValueError: `min_mib` is negative or not finite, or `dtype` is no float8 format.
+    """
+    if isinstance(min_mib, bool) or not isinstance(min_mib, int | float):
+        raise TypeError(f"activations_in_float8: got min_mib={min_mib!r}, expected a number of MiB")
+    if not 0 <= min_mib < float("inf"):
+        raise ValueError(f"activations_in_float8: got min_mib={min_mib}, expected at least 0")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"activations_in_float8: got dtype={dtype!r}, expected a torch.dtype")
+    if dtype not in FLOAT8_MAX:
+        expected = " or ".join(map(str, FLOAT8_MAX))
+        raise ValueError(f"activations_in_float8: got dtype={dtype}, expected {expected}")
+    # Imports Inductor, which `import float8` is not to.
+    from float8.kernels.runtime.partition import Float8Partitioner
+
+    return {"custom_partitioner_fn": Float8Partitioner(min_mib * 2**20, dtype)}
 
 
 def save_gemm_outputs(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -74,7 +74,7 @@ class TrainStep(Step):
             torch.cuda.synchronize(self.device)
         row: Row = {"first_step_s": time.perf_counter() - began}
         found = {n: x.to_local() if isinstance(x, DTensor) else x for n, x in results.items()}
-        if self.variant.is_reference:
+        if not references:
             references["first"] = {n: x.cpu() for n, x in found.items()}
         row["sqnr_db"] = check(f"{name}:", references["first"], found, self.at_least)
         for _ in range(_LEARNING):
@@ -82,8 +82,7 @@ class TrainStep(Step):
         losses = torch.cat([references["first"]["output"].to(loss), loss])
         dist.all_reduce(losses)
         losses /= dist.get_world_size()
-        if self.variant.is_reference:
-            references["loss"] = {"loss": losses}
+        references.setdefault("loss", {"loss": losses})
         (first, wanted), last = references["loss"]["loss"].tolist(), losses[1].item()
         most = 0.1 * (first - wanted) + 1e-3 * wanted
         if not (abs(last - wanted) <= most and wanted < first):  # also if it is NaN

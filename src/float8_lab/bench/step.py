@@ -9,10 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    _CHECKPOINT_PREFIX,
+    checkpoint_wrapper,
+)
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from float8 import save_gemm_outputs
+from float8 import activations_in_float8, save_gemm_outputs
 from float8.step import sync_float8_amax_and_scale_history, update_float8_weights
 from float8_lab.bench.variants import EAGER, GRAPHED, Variant, many_compilations
 from float8_lab.device import Clock, skipped_graphs
@@ -53,6 +56,7 @@ CHECKPOINTING: dict[str, dict[str, Any]] = {  # Dynamo takes no closures
 }
 """How blocks are checkpointed: only inputs of blocks are kept, also outputs of GEMMs, also those of
 attention."""
+IN_FLOAT8 = "float8"  # beside these: nothing is computed again, but kept in float8
 
 
 def check(what: str, reference: Results, results: Results, at_least: float) -> float:
@@ -106,7 +110,8 @@ class Step:
     ) -> None:
         self.model = variant.convert(model)
         parts: Any = getattr(self.model, "layers", [self.model])
-        for i, part in enumerate(parts if variant.checkpointing else []):
+        in_float8 = variant.checkpointing == IN_FLOAT8
+        for i, part in enumerate(parts if variant.checkpointing and not in_float8 else []):
             how = CHECKPOINTING[variant.checkpointing]
             parts[i] = checkpoint_wrapper(part, preserve_rng_state=False, **how)
         self.parts: list[Any] = list(parts)
@@ -117,8 +122,9 @@ class Step:
         for part in [self.model] if graphed else apart if variant.mode != EAGER else []:
             # Without graph breaks where the code is ours: they would go unnoticed in a time.
             whole = one_graph and (variant.ours or variant.is_reference)
-            mode = "reduce-overhead" if graphed else None
-            part.compile(fullgraph=whole, dynamic=False, mode=mode)
+            options = activations_in_float8() if in_float8 else {}
+            options |= {"triton.cudagraphs": True} if graphed else {}
+            part.compile(fullgraph=whole, dynamic=False, options=options or None)
         self.variant, self.device, self._x, self._grad = variant, x.device, x, grad
         self._optimizer: torch.optim.Optimizer | None = None
         if variant.ours and not variant.gather:  # shards are held once there are some
@@ -165,6 +171,7 @@ class Step:
         for name, tensor in [("input", x), *self.model.named_parameters()]:
             if tensor.requires_grad:
                 assert tensor.grad is not None, name
+                name = name.replace(_CHECKPOINT_PREFIX, "")  # the same for each variant
                 results[f"gradient of {name}"], tensor.grad = tensor.grad, None
         return results
 

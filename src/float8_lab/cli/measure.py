@@ -10,7 +10,7 @@ import torch
 import typer
 
 from float8_lab.bench.results import check_output, write_results
-from float8_lab.bench.step import CHECKPOINTING, Row
+from float8_lab.bench.step import CHECKPOINTING, IN_FLOAT8, Row
 from float8_lab.bench.variants import MODES, PEERS, peer_version
 from float8_lab.cli.options import Words, one_of
 from float8_lab.cli.progress import make_console
@@ -20,7 +20,9 @@ from float8_lab.trainer.environment import describe_environment
 
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write results: a .json file.")]
 Checkpointing = Annotated[
-    Words, f"Of blocks: off, {', '.join(CHECKPOINTING)}; several: with commas."
+    Words,
+    f"Of blocks: off, {', '.join(CHECKPOINTING)}; {IN_FLOAT8}: activations are kept in float8; "
+    "several: with commas.",
 ]
 Peers = Annotated[Words, f"Also {', '.join(PEERS)}, if it is installed."]
 Recipes = Annotated[Words, "Several: with commas; else all."]
@@ -69,7 +71,7 @@ class Compared:
 
     def chosen(self, checkpointing: Words = None, *, all_layers: bool = True) -> dict[str, Any]:
         """Return the arguments of `make_variants`."""
-        how = {"off": "", **{name: name for name in CHECKPOINTING}}
+        how = {"off": "", **{name: name for name in (IN_FLOAT8, *CHECKPOINTING)}}
         return {
             "recipes": self.recipe or ["tensorwise", "delayed"],
             "modes": one_of("mode", self.mode, MODES),

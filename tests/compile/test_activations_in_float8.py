@@ -1,0 +1,315 @@
+"""Activations that compiled code keeps in float8: which, how exact, and what must stay."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from float8 import (
+    Float8Weights,
+    activations_in_float8,
+    all_linears,
+    convert_to_float8_training,
+    grouped_linear,
+    save_gemm_outputs,
+    sync_float8_amax_and_scale_history,
+    update_float8_weights,
+)
+from sqnr import same_bits, sqnr
+from support.configs import of_recipe, tensorwise
+from support.devices import on_devices
+from support.models import LlamaBlock, forward_backward, seeded
+from support.saved import saved_bytes
+from support.spies import saved_tensors
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def run(function: Callable[..., Tensor], *args: Tensor, **options: Any) -> tuple[Tensor, list[Any]]:
+    """The output of a function, compiled with all that can be kept in float8 kept so, and what
+    it keeps for backward."""
+    torch._dynamo.reset()
+    how = activations_in_float8(min_mib=0, **options)
+    with saved_tensors() as saved:
+        y = torch.compile(function, fullgraph=True, options=how)(*args)
+    return y, saved
+
+
+def in_float8(saved: list[Tensor]) -> list[tuple[int, ...]]:
+    return sorted(tuple(x.shape) for x in saved if x.dtype in FLOAT8)
+
+
+RECIPES: Any = [
+    (None, {}),
+    ("tensorwise", {}),
+    ("tensorwise", {"float8_weights": Float8Weights.HELD}),
+]
+RECIPES += [("delayed", {}), ("rowwise", {}), ("blockwise", {})]
+SHORT = [
+    pytest.param(*each, marks=[pytest.mark.exhaustive] * (n > 1)) for n, each in enumerate(RECIPES)
+]
+
+
+def steps(model: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+    """Gradients of two microbatches, after a step that lets delayed scaling find its scales."""
+    for microbatches in (1, 2):
+        update_float8_weights(model)
+        for _ in range(microbatches):
+            found = forward_backward(model, x, g)
+        sync_float8_amax_and_scale_history(model)
+    return found
+
+
+@on_devices
+@pytest.mark.parametrize(("recipe", "more"), SHORT)
+def test_a_block_keeps_less_and_has_nearly_the_same_gradients(
+    device: str, recipe: str | None, more: Any
+) -> None:
+    dim, hidden, tokens = (1024, 3072, 2048) if device == "cuda" else (128, 384, 128)
+    torch.manual_seed(0)
+    model: nn.Module = LlamaBlock(dim, hidden, heads=4, kv=2, head_dim=dim // 4)
+    model = model.to(device, torch.bfloat16)
+    if recipe is not None:
+        convert_to_float8_training(
+            model, config=of_recipe(recipe, **more), module_filter_fn=all_linears
+        )
+    x = seeded(0, 1, tokens, dim, device=device, dtype=torch.bfloat16)
+    g = seeded(1, 1, tokens, dim, device=device, dtype=torch.bfloat16)
+    results, kept = [], []
+    for options in (None, activations_in_float8(min_mib=0)):
+        torch._dynamo.reset()
+        one = copy.deepcopy(model)
+        one.compile(fullgraph=True, dynamic=False, options=options)
+        results.append(steps(one, x, g))
+        there = (*one.parameters(), *one.buffers())
+        kept.append(saved_bytes(lambda: one(x.clone().requires_grad_()), there))
+    assert same_bits(results[0]["output"], results[1]["output"]) or recipe in (
+        "rowwise",
+        "blockwise",
+    )
+    for name, expected in results[0].items():
+        assert sqnr(expected, results[1][name]) > 20, name  # a mantissa of 3 bits has 31 dB
+    assert kept[1] < 0.75 * kept[0]
+
+
+def square(x: Tensor) -> Tensor:
+    """Backward reads its input, doubled."""
+    return x.square()
+
+
+@pytest.mark.parametrize("columns", [256, 96])  # in runs of 128; one scale for each row
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_values_are_rounded_to_the_mantissa(columns: int, dtype: torch.dtype) -> None:
+    x = (torch.randn(64, columns) * torch.logspace(-20, 20, 64)[:, None]).bfloat16()
+    x.requires_grad_()
+    y, saved = run(square, x, dtype=dtype)
+    y.backward(torch.ones_like(y))
+    assert in_float8(saved) == [(64, columns)]
+    runs = x.detach().float().view(64, -1, min(columns, 128))
+    scale = torch.exp2((runs.abs().amax(-1, True) / torch.finfo(dtype).max).log2().ceil())
+    rounded = ((runs / scale).to(dtype).float() * scale).view(64, columns)
+    assert same_bits(x.grad, (2 * rounded).bfloat16())
+
+
+def test_what_is_not_finite_stays_so_and_zeros_stay_zero() -> None:
+    x = torch.randn(6, 256, dtype=torch.bfloat16)
+    x[0], x[1, 3], x[2, 200], x[3], x[4, 7] = 0, float("nan"), float("inf"), 3e4, -float("inf")
+    x.requires_grad_()
+    y, saved = run(square, x)
+    y.backward(torch.ones_like(y))
+    assert in_float8(saved) == [(6, 256)]
+    assert (x.grad[0] == 0).all()
+    for row, first in ((1, 0), (2, 128), (4, 0)):
+        assert not x.grad[row, first : first + 128].isfinite().any()
+        assert x.grad[row].isfinite().sum() == 128  # those of the other run
+    for row in (3, 5):
+        assert sqnr(2 * x.detach()[row], x.grad[row]) > 24
+
+
+class Head(nn.Module):
+    """Attention written out or fused, a feed-forward, and a loss, as one graph."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused = fused
+        self.query, self.key, self.value = (nn.Linear(64, 64, bias=False) for _ in range(3))
+        self.up, self.head = nn.Linear(64, 256, bias=False), nn.Linear(256, 512, bias=False)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        if self.fused:
+            heads = (y.unflatten(-1, (1, 64)).transpose(1, 2) for y in (q, k, v))
+            x = F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        else:
+            x = F.softmax(q @ k.transpose(1, 2), -1) @ v
+        logits = self.head(F.gelu(self.up(x))).float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_probabilities_are_made_of_stays(fused: bool) -> None:
+    """Errors of queries, keys and logits would grow: backward divides by sums of forward."""
+    torch.manual_seed(0)
+    model = Head(fused).bfloat16()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    x, targets = seeded(0, 2, 96, 64, dtype=torch.bfloat16), torch.randint(512, (2, 96))
+    wanted, kept = {}, []
+    for options in (None, activations_in_float8(min_mib=0)):
+        torch._dynamo.reset()
+        one = copy.deepcopy(model)
+        one.compile(fullgraph=True, options=options)
+        with saved_tensors() as saved:
+            loss = one(x.clone().requires_grad_(), targets)
+        loss.backward()
+        kept.append(sorted(tuple(y.shape) for y in saved if y.dtype == torch.bfloat16))
+        for name, parameter in one.named_parameters():
+            expected = wanted.setdefault(name, parameter.grad)
+            assert sqnr(expected, parameter.grad) > 22, name
+    logits = (192, 512)
+    queries_and_keys = [(2, 1, 96, 64)] * 2 if fused else []
+    assert [shape for shape in kept[1] if shape in {logits, (2, 1, 96, 64)}] == [
+        *([logits] if logits in kept[0] else []),
+        *queries_and_keys,
+    ] or kept[1].count(logits) == kept[0].count(logits)
+
+
+class Rotated(nn.Module):
+    """Its weight is rounded under autocast, its input turned by a table, its output returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64, bias=False)
+        self.register_buffer("frequencies", torch.rand(64))
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        table = (positions[:, None] * self.frequencies).cos().to(x.dtype)
+        return torch.relu(self.linear(x * table))
+
+
+def test_weights_tables_and_outputs_stay() -> None:
+    model, x = Rotated(), seeded(0, 128, 64, dtype=torch.bfloat16).requires_grad_()
+
+    def autocast(x: Tensor, positions: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x, positions)
+
+    y, saved = run(autocast, x, torch.arange(128))
+    assert y.dtype == torch.bfloat16
+    assert in_float8(saved) == [(128, 64)]  # the input of the linear layer
+    assert sorted(x.shape for x in saved if x.dtype == torch.bfloat16) != []
+    y.sum().backward()
+    first = x.grad
+    x.grad = None
+    autocast(x, torch.arange(128)).sum().backward()
+    assert sqnr(x.grad, first) > 45  # no weight was rounded to 3 bits of mantissa
+
+
+def test_what_shares_storage_with_what_stays_stays() -> None:
+    """Queries and keys are views of one tensor with values: to pack these alone frees nothing."""
+    linear = nn.Linear(64, 192, bias=False).bfloat16()
+
+    def attention(x: Tensor) -> Tensor:
+        q, k, v = linear(x).view(2, 96, 3, 1, 64).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v)
+
+    _, saved = run(attention, seeded(0, 2, 96, 64, dtype=torch.bfloat16).requires_grad_())
+    assert [x.shape[-1] for x in saved if x.dtype in FLOAT8] == [64]  # the input
+
+
+def test_it_goes_with_dynamic_shapes_and_compiles_once_for_blocks() -> None:
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.SiLU()) for _ in range(3)))
+    blocks.bfloat16()
+    counters.clear()
+    for block in blocks:
+        block.forward = torch.compile(  # each has options of its own
+            type(block).forward.__get__(block),
+            dynamic=True,
+            options=activations_in_float8(min_mib=0),
+        )
+    for tokens in (64, 96, 160):
+        x = torch.randn(tokens, 64, dtype=torch.bfloat16, requires_grad=True)
+        blocks(x).sum().backward()
+        assert x.grad.isfinite().all()
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_it_goes_with_checkpointing(selective: bool) -> None:
+    torch.manual_seed(0)
+    block = LlamaBlock(64, 192, heads=2, kv=1, head_dim=32).bfloat16()
+    convert_to_float8_training(block, config=tensorwise(), module_filter_fn=all_linears)
+    x, g = (seeded(i, 1, 96, 64, dtype=torch.bfloat16) for i in (0, 1))
+    expected = forward_backward(block, x, g)
+    block.compile(fullgraph=True, options=activations_in_float8(min_mib=0))
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(save_gemm_outputs)
+
+    more = {"context_fn": contexts} if selective else {}
+    found = forward_backward(lambda x: checkpoint(block, x, use_reentrant=False, **more), x, g)
+    for name, value in found.items():
+        assert sqnr(expected[name], value) > 20, name
+
+
+def test_it_goes_with_experts() -> None:
+    w1, w2 = (
+        seeded(i, 4, *s).bfloat16().requires_grad_() for i, s in enumerate([(96, 64), (64, 96)])
+    )
+    offs, x = torch.tensor([32, 32, 96, 128], dtype=torch.int32), seeded(3, 128, 64).bfloat16()
+
+    def experts(x: Tensor) -> Tensor:
+        h = grouped_linear(x, w1, offs, config=tensorwise())
+        return grouped_linear(F.silu(h), w2, offs, config=tensorwise())
+
+    x.requires_grad_()
+    experts(x).sum().backward()
+    expected = [y.grad for y in (x, w1, w2)]
+    x.grad = w1.grad = w2.grad = None
+    y, saved = run(experts, x)
+    y.sum().backward()
+    assert (128, 96) in in_float8(saved)
+    for wanted, of in zip(expected, (x, w1, w2), strict=True):
+        assert sqnr(wanted, of.grad) > 20
+
+
+def test_settings_are_told_apart_and_equal_ones_are_not() -> None:
+    a, b, c, d = (
+        activations_in_float8(**how)["custom_partitioner_fn"]
+        for how in ({}, {}, {"min_mib": 2}, {"dtype": torch.float8_e5m2})
+    )
+    assert a == b
+    assert a.uuid() == b.uuid() == pickle.loads(pickle.dumps(a)).uuid()
+    assert len({a, b, c, d}) == len({x.uuid() for x in (a, b, c, d)}) == 3
+
+
+def test_small_tensors_stay() -> None:
+    x = torch.randn(1024, 512, dtype=torch.bfloat16, requires_grad=True)  # 1 MiB
+    for min_mib, count in ((1.0, 1), (1.01, 0)):
+        torch._dynamo.reset()
+        with saved_tensors() as saved:
+            torch.compile(square, options=activations_in_float8(min_mib=min_mib))(x)
+        assert len(in_float8(saved)) == count
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ({"min_mib": "1"}, TypeError),
+        ({"min_mib": True}, TypeError),
+        ({"min_mib": -1}, ValueError),
+        ({"min_mib": float("nan")}, ValueError),
+        ({"dtype": "float8_e4m3fn"}, TypeError),
+        ({"dtype": torch.bfloat16}, ValueError),
+    ],
+)
+def test_wrong_values_are_refused(how: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error, match=rf"activations_in_float8: got {next(iter(how))}=.*expected"):
+        activations_in_float8(**how)
