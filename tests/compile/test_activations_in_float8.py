@@ -1,6 +1,7 @@
 """Activations that compiled code keeps in float8: which, how exact, and what must stay."""
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -88,15 +89,12 @@ def test_a_block_keeps_less_and_has_nearly_the_same_gradients(
         one = copy.deepcopy(model)
         one.compile(fullgraph=True, dynamic=False, options=options)
         results.append(steps(one, x, g))
-        there = (*one.parameters(), *one.buffers())
-        kept.append(saved_bytes(lambda: one(x.clone().requires_grad_()), there))
-    assert same_bits(results[0]["output"], results[1]["output"]) or recipe in (
-        "rowwise",
-        "blockwise",
-    )
-    for name, expected in results[0].items():
-        assert sqnr(expected, results[1][name]) > 20, name  # a mantissa of 3 bits has 31 dB
-    assert kept[1] < 0.75 * kept[0]
+        inputs, there = x.clone().requires_grad_(), (*one.parameters(), *one.buffers())
+        kept.append(saved_bytes(functools.partial(one, inputs), there))
+    for name, expected in results[0].items():  # a mantissa of 3 bits has 31 dB
+        least = 40 if name == "output" else 20  # Inductor fuses forward in another way
+        assert sqnr(expected, results[1][name]) > least, name
+    assert kept[1] < 0.8 * kept[0]
 
 
 def square(x: Tensor) -> Tensor:
@@ -155,13 +153,13 @@ class Head(nn.Module):
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_what_probabilities_are_made_of_stays(fused: bool) -> None:
-    """Errors of queries, keys and logits would grow: backward divides by sums of forward."""
+    """Their errors would grow: backward divides exponents by sums of forward, and subtracts."""
     torch.manual_seed(0)
     model = Head(fused).bfloat16()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     x, targets = seeded(0, 2, 96, 64, dtype=torch.bfloat16), torch.randint(512, (2, 96))
-    wanted, kept = {}, []
+    gradients, kept = [], []
     for options in (None, activations_in_float8(min_mib=0)):
         torch._dynamo.reset()
         one = copy.deepcopy(model)
@@ -169,16 +167,23 @@ def test_what_probabilities_are_made_of_stays(fused: bool) -> None:
         with saved_tensors() as saved:
             loss = one(x.clone().requires_grad_(), targets)
         loss.backward()
-        kept.append(sorted(tuple(y.shape) for y in saved if y.dtype == torch.bfloat16))
-        for name, parameter in one.named_parameters():
-            expected = wanted.setdefault(name, parameter.grad)
-            assert sqnr(expected, parameter.grad) > 22, name
-    logits = (192, 512)
-    queries_and_keys = [(2, 1, 96, 64)] * 2 if fused else []
-    assert [shape for shape in kept[1] if shape in {logits, (2, 1, 96, 64)}] == [
-        *([logits] if logits in kept[0] else []),
-        *queries_and_keys,
-    ] or kept[1].count(logits) == kept[0].count(logits)
+        kept.append([tuple(y.shape) for y in saved if y.dtype == torch.bfloat16])
+        gradients.append({name: p.grad for name, p in one.named_parameters()})
+    for name, expected in gradients[0].items():
+        assert sqnr(expected, gradients[1][name]) > 22, name
+    for stays in ((192, 512), (2, 1, 96, 64)):  # logits; queries, keys, values, attention's output
+        assert kept[1].count(stays) == kept[0].count(stays)
+    assert len(kept[1]) < len(kept[0])
+    assert kept[1].count((2, 1, 96, 64)) == 4 * fused
+
+
+class Gated(nn.Module):
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.up(x)))
 
 
 class Rotated(nn.Module):
@@ -191,7 +196,7 @@ class Rotated(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         table = (positions[:, None] * self.frequencies).cos().to(x.dtype)
-        return torch.relu(self.linear(x * table))
+        return torch.tanh(self.linear(x * table))
 
 
 def test_weights_tables_and_outputs_stay() -> None:
@@ -225,38 +230,50 @@ def test_what_shares_storage_with_what_stays_stays() -> None:
 
 
 def test_it_goes_with_dynamic_shapes_and_compiles_once_for_blocks() -> None:
-    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.SiLU()) for _ in range(3)))
-    blocks.bfloat16()
+    torch._dynamo.reset()
+    blocks = nn.Sequential(*(Gated(64, 64) for _ in range(3))).bfloat16()
     counters.clear()
-    for block in blocks:
-        block.forward = torch.compile(  # each has options of its own
-            type(block).forward.__get__(block),
-            dynamic=True,
-            options=activations_in_float8(min_mib=0),
-        )
-    for tokens in (64, 96, 160):
+    for block in blocks:  # each has options of its own
+        block.compile(dynamic=True, options=activations_in_float8(min_mib=0))
+    for tokens in (80, 96, 160):
         x = torch.randn(tokens, 64, dtype=torch.bfloat16, requires_grad=True)
         blocks(x).sum().backward()
         assert x.grad.isfinite().all()
     assert counters["stats"]["unique_graphs"] == 1
 
 
+class Checkpointed(nn.Module):
+    """A block whose forward runs again in backward, but for what a policy keeps."""
+
+    def __init__(self, block: nn.Module, selective: bool) -> None:
+        super().__init__()
+        self.block, self.how = block, {"context_fn": contexts} if selective else {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False, **self.how)
+
+
+def contexts() -> Any:
+    return create_selective_checkpoint_contexts(save_gemm_outputs)
+
+
 @pytest.mark.parametrize("selective", [False, True])
-def test_it_goes_with_checkpointing(selective: bool) -> None:
+@pytest.mark.parametrize("inside", [False, True])
+def test_it_goes_with_checkpointing(selective: bool, inside: bool) -> None:
+    torch._dynamo.reset()
     torch.manual_seed(0)
     block = LlamaBlock(64, 192, heads=2, kv=1, head_dim=32).bfloat16()
     convert_to_float8_training(block, config=tensorwise(), module_filter_fn=all_linears)
     x, g = (seeded(i, 1, 96, 64, dtype=torch.bfloat16) for i in (0, 1))
-    expected = forward_backward(block, x, g)
-    block.compile(fullgraph=True, options=activations_in_float8(min_mib=0))
-
-    def contexts() -> Any:
-        return create_selective_checkpoint_contexts(save_gemm_outputs)
-
-    more = {"context_fn": contexts} if selective else {}
-    found = forward_backward(lambda x: checkpoint(block, x, use_reentrant=False, **more), x, g)
-    for name, value in found.items():
-        assert sqnr(expected[name], value) > 20, name
+    model = Checkpointed(block, selective)
+    results = []
+    for options in (None, activations_in_float8(min_mib=0)):
+        torch._dynamo.reset()
+        one = copy.deepcopy(model)
+        (one if inside else one.block).compile(fullgraph=True, options=options)
+        results.append(forward_backward(one, x, g))
+    for name, expected in results[0].items():
+        assert sqnr(expected, results[1][name]) > 20, name
 
 
 def test_it_goes_with_experts() -> None:
@@ -264,10 +281,11 @@ def test_it_goes_with_experts() -> None:
         seeded(i, 4, *s).bfloat16().requires_grad_() for i, s in enumerate([(96, 64), (64, 96)])
     )
     offs, x = torch.tensor([32, 32, 96, 128], dtype=torch.int32), seeded(3, 128, 64).bfloat16()
+    config = tensorwise()
 
     def experts(x: Tensor) -> Tensor:
-        h = grouped_linear(x, w1, offs, config=tensorwise())
-        return grouped_linear(F.silu(h), w2, offs, config=tensorwise())
+        h = grouped_linear(x, w1, offs, config=config)
+        return grouped_linear(F.silu(h), w2, offs, config=config)
 
     x.requires_grad_()
     experts(x).sum().backward()

@@ -3,7 +3,7 @@
 Names of torch here are private; there is no fallback. Importing this module imports Dynamo.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
+from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,8 +21,6 @@ from float8.scales import amax_to_scale
 
 RUN = 128
 """Elements along the last dim that share a scale, if that dim is a multiple of it; else all do."""
-
-_SHIFTING = "sub", "add", "mul", "div", "where", "convert_element_type"
 
 
 @dataclass(frozen=True)
@@ -49,16 +48,19 @@ class Float8Partitioner(CustomPartitionerFn):
         static.update(kwargs.get("static_lifetime_input_indices") or ())
         activations = _activations(forward.graph, inputs, gradients, static)
         taken = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
-        count = kwargs["num_fwd_outputs"]
+        others = [node for node in forward.graph.nodes if not _is_elementwise(node)]
+        near, count = _nearness(forward.graph, others), kwargs["num_fwd_outputs"]
         chosen = [
             node
             for node in outputs[count:]
             if node in activations
             and self._pays(node)
-            and not _gives_probabilities(taken[node.name])
+            and max(near[node], *_nearness(backward.graph, [taken[node.name]]).values()) < 2
         ]
         # Nothing is freed where an output shares the storage, or what stays as it is.
-        stays = {_storage(node) for i, node in enumerate(outputs) if i < count or node not in chosen}
+        stays = {
+            _storage(node) for i, node in enumerate(outputs) if i < count or node not in chosen
+        }
         for node in [node for node in chosen if _storage(node) not in stays]:
             packed = self._pack_in_forward(forward.graph, node)
             self._unpack_in_backward(backward.graph, taken[node.name], packed)
@@ -126,28 +128,34 @@ def _activations(
     return {node for node in graph.nodes if traits.get(node.name) == (True, True)}
 
 
-def _gives_probabilities(node: Node) -> bool:
-    """Whether backward makes probabilities of a node once more: of logits, of queries and keys.
+def _nearness(graph: Graph, starts: Iterable[Node]) -> dict[Node, int]:
+    """Find what is made elementwise of nodes, and how near that is to probabilities.
 
-    It divides them by sums that forward made of the exact values, so that errors grow.
+    1: a maximum or a logarithm may have been taken off. 2: exponents of that, or what fused
+    attention does with it.
     """
-    made = {node: False}  # what is made of it, and whether a maximum or a logarithm was taken off
-    for user in node.graph.nodes:
-        of = [made[each] for each in user.all_input_nodes if each in made]
-        if not of:
+    near = dict.fromkeys(starts, 0)
+    for node in graph.nodes:
+        of = [near[each] for each in node.all_input_nodes if each in near]
+        if node in near or not of:
             continue
-        op, schema = str(user.target), getattr(user.target, "_schema", None)
-        name = op.split(".")[1] if schema else op
-        if "attention" in name or "attn" in name:
-            names = [argument.name for argument in schema.arguments] if schema else ["q", "k"]
-            named = zip(names, user.args, strict=False)
-            if any(each in ("query", "key", "q", "k", "out") and arg in made for each, arg in named):
-                return True
-        elif name == "exp" and any(of):
-            return True
-        elif name in _SHIFTING or (schema and schema._is_view_op()):
-            made[user] = any(of) or name == "sub"
-    return False
+        name = str(node.target)
+        if "attention" in name or "attn" in name or ("exp." in name and max(of) > 0):
+            near[node] = 2
+        elif _is_elementwise(node):
+            near[node] = max(*of, "sub." in name)
+    return near
+
+
+def _is_elementwise(node: Node) -> bool:
+    op = node.target
+    if not isinstance(op, OpOverload):
+        return False
+    return (
+        torch.Tag.pointwise in op.tags
+        or op._schema._is_view_op()
+        or op is torch.ops.aten.cat.default
+    )
 
 
 def _graft(graph: Graph, function: Callable[..., Any], nodes: list[Node]) -> list[Any]:
