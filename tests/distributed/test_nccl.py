@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import profile
 
 import tolerances
+from float8 import activations_in_float8
 from float8.tensor import local_tensor
 from float8_lab.bench.model import Size
 from float8_lab.bench.ranks import ParallelStep, TrainStep
@@ -27,7 +28,7 @@ from support.models import LlamaBlock
 from support.outcome import assert_same, train
 from support.ranks import Ranks, on
 from support.sharded import DIM, convert, here, model_of, shard
-from support.spies import Traffic
+from support.spies import Traffic, saved_tensors
 
 pytestmark = pytest.mark.gpu
 
@@ -83,6 +84,22 @@ def test_a_float8_gather_has_the_bits_of_a_cast_after_the_gather(
 def test_fsdp2_moves_what_was_converted_on_a_cpu(recipe: str) -> None:
     runs = [train(shard(convert(model_of(device=device), recipe)), 3) for device in ("cpu", here())]
     assert_same(*runs)
+
+
+@on("two_gpus")
+def test_activations_in_float8_change_gradients_little_under_fsdp2() -> None:
+    runs, kept = [], []
+    for options in (None, activations_in_float8(min_mib=0)):
+        torch._dynamo.reset()
+        model = shard(convert(build("llama", BF16), "tensorwise", True))
+        for block in model:
+            block.compile(fullgraph=True, options=options)
+        with saved_tensors() as saved:
+            runs.append(train(model, 2, dtype=BF16, forward=one_sequence))
+        kept.append(sum(x.nbytes for x in saved))
+    for name in (name for name in runs[0] if name.startswith(("loss 0", "grad 0"))):
+        assert sqnr(runs[0][name], runs[1][name]) > 18, name
+    assert kept[1] < kept[0]
 
 
 def peaks(recipes: tuple[str, ...], mode: str) -> dict[str, float]:

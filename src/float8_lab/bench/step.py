@@ -9,10 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    _CHECKPOINT_PREFIX,
-    checkpoint_wrapper,
-)
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from float8 import activations_in_float8, save_gemm_outputs
@@ -110,10 +107,9 @@ class Step:
     ) -> None:
         self.model = variant.convert(model)
         parts: Any = getattr(self.model, "layers", [self.model])
-        in_float8 = variant.checkpointing == IN_FLOAT8
-        for i, part in enumerate(parts if variant.checkpointing and not in_float8 else []):
-            how = CHECKPOINTING[variant.checkpointing]
-            parts[i] = checkpoint_wrapper(part, preserve_rng_state=False, **how)
+        if (how := CHECKPOINTING.get(variant.checkpointing)) is not None:
+            for i, part in enumerate(parts):
+                parts[i] = checkpoint_wrapper(part, preserve_rng_state=False, **how)
         self.parts: list[Any] = list(parts)
         loss = getattr(self.model, "loss", None)
         apart = self.parts if loss is None else [*self.parts, loss]
@@ -122,7 +118,7 @@ class Step:
         for part in [self.model] if graphed else apart if variant.mode != EAGER else []:
             # Without graph breaks where the code is ours: they would go unnoticed in a time.
             whole = one_graph and (variant.ours or variant.is_reference)
-            options = activations_in_float8() if in_float8 else {}
+            options = activations_in_float8() if variant.checkpointing == IN_FLOAT8 else {}
             options |= {"triton.cudagraphs": True} if graphed else {}
             part.compile(fullgraph=whole, dynamic=False, options=options or None)
         self.variant, self.device, self._x, self._grad = variant, x.device, x, grad
@@ -171,7 +167,7 @@ class Step:
         for name, tensor in [("input", x), *self.model.named_parameters()]:
             if tensor.requires_grad:
                 assert tensor.grad is not None, name
-                name = name.replace(_CHECKPOINT_PREFIX, "")  # the same for each variant
+                name = name.replace("_checkpoint_wrapped_module.", "")  # the same for each variant
                 results[f"gradient of {name}"], tensor.grad = tensor.grad, None
         return results
 

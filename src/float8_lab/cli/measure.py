@@ -21,8 +21,7 @@ from float8_lab.trainer.environment import describe_environment
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write results: a .json file.")]
 Checkpointing = Annotated[
     Words,
-    f"Of blocks: off, {', '.join(CHECKPOINTING)}; {IN_FLOAT8}: activations are kept in float8; "
-    "several: with commas.",
+    f"Of blocks: off, {IN_FLOAT8} (kept so), {', '.join(CHECKPOINTING)}; several: with commas.",
 ]
 Peers = Annotated[Words, f"Also {', '.join(PEERS)}, if it is installed."]
 Recipes = Annotated[Words, "Several: with commas; else all."]
