@@ -18,7 +18,7 @@ def test_the_pages_are_up_to_date(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pages = {section.page for section in tables.SECTIONS}
-    assert pages == {tables.README, tables.PERFORMANCE, tables.TRAINER}
+    assert pages == {tables.PERFORMANCE, tables.TRAINER}
     assert main(["bench", "tables", "--check"]) == 0, "run float8 bench tables"
     before = tables.PERFORMANCE.read_text()
     # So what a section may have is in one.
@@ -55,7 +55,7 @@ def test_what_failed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_columns_may_be_values_of_any_key() -> None:
-    page = tables.README
+    page = tables.PERFORMANCE
     section = tables.Section(page, "x", "x", "x", {"": ("ms", 2)}, across=("K", (8, 16, 32)))
     rows = [{"recipe": "a", "K": 16, "ms": -0.001}, {"recipe": "b", "K": 8, "ms": 2}]
     rows += [{"recipe": "b", "K": 64, "ms": 1}, {"recipe": "b", "K": None, "ms": 3}]

@@ -1,4 +1,4 @@
-"""`float8 bench tables`: tables of README.md and of pages in docs, from results files alone.
+"""`float8 bench tables`: tables of pages in docs, from results files alone.
 
 The files are what `float8 bench ... -o benchmarks/results/NAME.json` wrote. `SECTIONS` says which
 of their rows and columns go where; a page has the markers between which they are written.
@@ -18,7 +18,6 @@ from float8_lab.bench.results import size_of
 from float8_lab.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
-README = ROOT / "README.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
 TRAINER = ROOT / "docs" / "trainer.md"
 MEASURING = ROOT / "docs" / "measuring.md"
@@ -63,7 +62,6 @@ _GAPS: Columns = {"": ("gap_percent", 2), "standard error": ("gap_error_percent"
 _SEEDS = ("part", ("mean of 3 seeds", "seed 0", "seed 1", "seed 2"))
 
 SECTIONS = (
-    Section(README, "8B model", "h200-train-8b", _WHOLE, _TRAIN),
     Section(PERFORMANCE, "8B model", "h200-train-8b", _WHOLE, _TRAIN),
     Section(PERFORMANCE, "1B model", "h200-train-1b", _WHOLE, _TRAIN),
     Section(PERFORMANCE, "LoRA", "h200-train-lora", _ADAPTED, _TRAIN),
@@ -83,7 +81,7 @@ def write_tables(only_check: bool) -> list[Path]:
         raise ConfigError(f"{got}: run it in one, installed there by pip install -e .")
     contents = [(section.page, section.name, written(section)) for section in SECTIONS]
     changed = []
-    for page in (README, PERFORMANCE, TRAINER, MEASURING):
+    for page in (PERFORMANCE, TRAINER, MEASURING):
         old = new = page.read_text()
         for of, name, content in [*contents, (MEASURING, "limits", _limits())]:
             if of == page:
@@ -125,7 +123,7 @@ def written(section: Section) -> str:
     title = title[0].upper() + title[1:]
     parts = [[f"**{title}**"], pivot(section, results), *source(results, path, beside)]
     if (picture := path.with_suffix(".png")).exists():
-        parts.insert(0, [f"![{title}]({os.path.relpath(picture, beside)})"])
+        parts.insert(0, [f"![Speed and peak memory]({os.path.relpath(picture, beside)})"])
     drifts = [row.get("drift_percent") for row in rows if "ms" in row]
     if known := [abs(each) for each in drifts if each is not None]:
         once = len(drifts) - len(known)

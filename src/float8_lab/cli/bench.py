@@ -268,7 +268,7 @@ def one_start_command(
 @app.command("tables")
 @takes()
 def tables_command(check: Annotated[bool, "Only say whether they are up to date."] = False) -> None:
-    """Write the tables of README.md and of pages in docs, in a checkout, from its results."""
+    """Write the tables of pages in docs, in a checkout, from its results."""
     changed = tables.write_tables(check)
     if check and changed:
         names = " and ".join(page.name for page in changed)
