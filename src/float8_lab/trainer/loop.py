@@ -116,12 +116,12 @@ class Trainer:
         config, corpus, ranks = self.config, self.corpus, self.ranks.size
         size = sum(parameter.numel() for parameter in self.model.parameters())
         about = f"{config.recipe}: Llama {config.model}, {size / 1e6:.1f}M parameters"
-        about += (
-            f", {config.dtype}{', compiled' * config.compile}{', graphed' * config.cuda_graphs}"
-        )
-        about += f" on {config.device}"
+        about += f", {config.dtype}{', compiled' * config.compile}"
+        about += f"{', graphed' * config.cuda_graphs} on {config.device}"
         if self.device.type == "cpu":
             about += f" with {torch.get_num_threads()} thread(s)"
+            slow = "\n  the first step takes a minute or two: Inductor's C++ is compiled"
+            about += slow * config.compile
         about += f", {ranks} ranks" if ranks > 1 else ""
         data = f"data: {corpus.name}, {len(corpus.train) / 1e6:.1f} MB in "
         data += f"{corpus.train_files} file(s), {config.tokens_per_step:,} tokens per step"
