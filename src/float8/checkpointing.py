@@ -27,8 +27,8 @@ def activations_in_float8(*, min_mib: float = 1.0, dtype: torch.dtype = E4M3) ->
     NaN, make NaN of the elements that share their scale. These stay as they are:
 
     - Parameters, buffers, and what is made of them alone, such as weights that autocast rounds;
-    - what backward of fused attention reads, and probabilities and logits of a softmax: errors
-      grow there;
+    - what backward of fused attention reads, probabilities and logits of a softmax, and what
+      backward makes these of again: errors grow there;
     - what is kept anyway: outputs, what shares their storage, and inputs without gradients.
 
     Args:

@@ -10,7 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch.compilers import nop
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from float8 import (
@@ -33,13 +37,20 @@ from support.spies import saved_tensors
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+def in_eager_mode(options: dict[str, Any] | None) -> dict[str, Any]:
+    """Arguments of a compilation that splits graphs so, and runs them op by op: no C++ is made."""
+    split = options["custom_partitioner_fn"] if options else min_cut_rematerialization_partition
+    table = select_decomp_table()
+    return {"backend": aot_autograd(fw_compiler=nop, partition_fn=split, decompositions=table)}
+
+
 def run(function: Callable[..., Tensor], *args: Tensor, **options: Any) -> tuple[Tensor, list[Any]]:
     """The output of a function, compiled with all that can be kept in float8 kept so, and what
     it keeps for backward."""
     torch._dynamo.reset()
-    how = activations_in_float8(min_mib=0, **options)
+    how = in_eager_mode(activations_in_float8(min_mib=0, **options))
     with saved_tensors() as saved:
-        y = torch.compile(function, fullgraph=True, options=how)(*args)
+        y = torch.compile(function, fullgraph=True, **how)(*args)
     return y, saved
 
 
@@ -87,7 +98,8 @@ def test_a_block_keeps_less_and_has_nearly_the_same_gradients(
     for options in (None, activations_in_float8(min_mib=0)):
         torch._dynamo.reset()
         one = copy.deepcopy(model)
-        one.compile(fullgraph=True, dynamic=False, options=options)
+        how = in_eager_mode(options) if device == "cpu" else {"options": options}
+        one.compile(fullgraph=True, dynamic=False, **how)
         results.append(steps(one, x, g))
         inputs, there = x.clone().requires_grad_(), (*one.parameters(), *one.buffers())
         kept.append(saved_bytes(functools.partial(one, inputs), there))
@@ -163,7 +175,7 @@ def test_what_probabilities_are_made_of_stays(fused: bool) -> None:
     for options in (None, activations_in_float8(min_mib=0)):
         torch._dynamo.reset()
         one = copy.deepcopy(model)
-        one.compile(fullgraph=True, options=options)
+        one.compile(fullgraph=True, **in_eager_mode(options))
         with saved_tensors() as saved:
             loss = one(x.clone().requires_grad_(), targets)
         loss.backward()
@@ -277,7 +289,7 @@ def contexts() -> Any:
 
 
 @pytest.mark.parametrize("selective", [False, True])
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("inside", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_it_goes_with_checkpointing(selective: bool, inside: bool) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -289,7 +301,7 @@ def test_it_goes_with_checkpointing(selective: bool, inside: bool) -> None:
     for options in (None, activations_in_float8(min_mib=0)):
         torch._dynamo.reset()
         one = copy.deepcopy(model)
-        (one if inside else one.block).compile(fullgraph=True, options=options)
+        (one if inside else one.block).compile(fullgraph=True, **in_eager_mode(options))
         results.append(forward_backward(one, x, g))
     for name, expected in results[0].items():
         assert sqnr(expected, results[1][name]) > 20, name

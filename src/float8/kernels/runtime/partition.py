@@ -3,7 +3,7 @@
 Names of torch here are private; there is no fallback. Importing this module imports Dynamo.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ from float8.scales import amax_to_scale
 
 RUN = 128
 """Elements along the last dim that share a scale, if that dim is a multiple of it; else all do."""
+
+_NEAR = 2
 
 
 @dataclass(frozen=True)
@@ -48,15 +50,14 @@ class Float8Partitioner(CustomPartitionerFn):
         static.update(kwargs.get("static_lifetime_input_indices") or ())
         activations = _activations(forward.graph, inputs, gradients, static)
         taken = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
-        others = [node for node in forward.graph.nodes if not _is_elementwise(node)]
-        near, count = _nearness(forward.graph, others), kwargs["num_fwd_outputs"]
-        chosen = [
-            node
-            for node in outputs[count:]
-            if node in activations
-            and self._pays(node)
-            and max(near[node], *_nearness(backward.graph, [taken[node.name]]).values()) < 2
-        ]
+        count = kwargs["num_fwd_outputs"]
+        none = dict.fromkeys(forward.graph.nodes, 0)
+        made = _near_probabilities(forward.graph, none, _is_elementwise)
+        again = _made_again(backward.graph, {node.name for node in outputs if node is not None})
+        chosen = []
+        for node in (node for node in outputs[count:] if node in activations and self._pays(node)):
+            read = _near_probabilities(backward.graph, {taken[node.name]: made[node]}, again)
+            chosen += [node] * (max(read.values()) < _NEAR)
         # Nothing is freed where an output shares the storage, or what stays as it is.
         stays = {
             _storage(node) for i, node in enumerate(outputs) if i < count or node not in chosen
@@ -100,7 +101,7 @@ class Float8Partitioner(CustomPartitionerFn):
             return ((_in_runs(data.to(torch.float32)) * scale).to(dtype).reshape(data.shape),)
 
         with graph.inserting_before(node):
-            inputs = [graph.placeholder(each.name) for each in packed]
+            inputs = [graph.placeholder(f"{each.name}_kept") for each in packed]  # of no other node
         for each, of in zip(inputs, packed, strict=True):
             each.meta = dict(of.meta)
         with graph.inserting_before(first):
@@ -128,21 +129,30 @@ def _activations(
     return {node for node in graph.nodes if traits.get(node.name) == (True, True)}
 
 
-def _nearness(graph: Graph, starts: Iterable[Node]) -> dict[Node, int]:
-    """Find what is made elementwise of nodes, and how near that is to probabilities.
+def _made_again(graph: Graph, kept: set[str]) -> Callable[[Node], bool]:
+    """Tell which nodes of backward compute forward once more: no gradient goes into them."""
+    of_gradients = {n for n in graph.find_nodes(op="placeholder") if n.name not in kept}
+    for node in graph.nodes:
+        if not of_gradients.isdisjoint(node.all_input_nodes):
+            of_gradients.add(node)
+    return lambda node: node not in of_gradients
+
+
+def _near_probabilities(
+    graph: Graph, near: dict[Node, int], passes: Callable[[Node], bool]
+) -> dict[Node, int]:
+    """Find what is made of nodes by ops that pass it on, and how near that is to probabilities.
 
     1: a maximum or a logarithm may have been taken off. 2: exponents of that, or what fused
-    attention does with it.
+    attention reads.
     """
-    near = dict.fromkeys(starts, 0)
+    near = dict(near)
     for node in graph.nodes:
         of = [near[each] for each in node.all_input_nodes if each in near]
-        if node in near or not of:
-            continue
         name = str(node.target)
-        if "attention" in name or "attn" in name or ("exp." in name and max(of) > 0):
-            near[node] = 2
-        elif _is_elementwise(node):
+        if of and ("attention" in name or "attn" in name or ("exp." in name and max(of) > 0)):
+            near[node] = _NEAR
+        elif of and passes(node):
             near[node] = max(*of, "sub." in name)
     return near
 
