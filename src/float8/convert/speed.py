@@ -41,7 +41,7 @@ HELD = 0.15  # of the casts of weights of experts that four microbatches share
 
 WAITS_BELOW_MS = 0.25
 """In bf16 on a GPU: a layer below has the GPU wait in float8. Compiled under `tensorwise`, one took
-the CPU 0.36 ms with what is around it (h200-150m-kernels.json). A CUDA graph starts all at once."""
+the CPU 0.36 ms with what is around it. A CUDA graph starts all kernels at once."""
 
 NARROW = 256  # features, K and N alike, below which layers stay on a GPU that is not modelled
 

@@ -1,7 +1,7 @@
 """`float8 plan --gpu`: what a step of training takes, modelled by its parts, in bf16 and in float8.
 
-Compiled, with AdamW; fitted to what benchmarks/results has of H200s and H100s. Linear layers and
-experts are those of `float8.convert.speed`; what float8 leaves alone is modelled here.
+Compiled, with AdamW; fitted to what was measured of H200s and H100s. Linear layers and experts are
+those of `float8.convert.speed`; what float8 leaves alone is modelled here.
 """
 
 import re
@@ -30,12 +30,13 @@ _WIDE_HEADS, _HEADS = 470e9, 360e9
 _NORMS, _ADAPTERS, _LOSS, _ADAMW, _COPIES, _SHARDS = 1.74, 2.4, 4.3, 8.5, 3.0, 10.0
 _LINK = 300e6  # bytes per ms that a GPU gets from others: NVLink, or eight network cards of a host
 _HOST_MS = 0.1, 0.4  # of the CPU, for each layer in bf16 and in float8, compiled
-_FUSED = r"(w?qkv|query_key_value|c_attn|in_proj)(_proj|_weight)?"
+# Names of layers that make queries, alone and with keys and values.
 _QUERY = r"(to_|w)?q(uery)?(_proj|_b_proj)?"
+_FUSED = r"[wW]?qkv(_proj)?|query_key_value|in_proj_weight"
 _LINEAR, _EXPERTS = "linear layers", "experts"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Setup:
     """How a model is trained; `tokens` are those of a forward on one device."""
 
@@ -43,6 +44,7 @@ class Setup:
     sequence: int
     data_parallel: int = 1
     expert_parallel: int = 1
+    checkpointing: bool = False
     cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
@@ -93,6 +95,10 @@ class Step:
             if len(other.shape) == 2:
                 self._add(_LINEAR, layer_ms(gpu, "bf16", how.tokens, *other.shape))
                 self._add_attention(model, other.fqn, *other.shape)
+        if how.checkpointing:  # forward once more, of what makes two to two and a half backward
+            for part, sums in self.ms.items():
+                more = {"attention": 9 / 7, "head and loss": 1.0}.get(part, 4 / 3)
+                self.ms[part] = [more * ms for ms in sums]
         for weight in model.parameters():
             self._add_weight(weight)
         self._add_waits("waiting for gathers", [sent / _LINK for sent in self._sent])
@@ -108,11 +114,15 @@ class Step:
             for what, (high, low) in (*self.ms.items(), ("step", sums))
         ]
 
+    @property
+    def error(self) -> float:
+        """By how much the speed-up of the step may be missed."""
+        return EXPERTS_ERROR if _EXPERTS in self.ms else ERROR
+
     def __str__(self) -> str:
         found = {row["what"]: f"{row['speedup']:.2f}x of its {row['what']}" for row in self.rows}
         each = ", ".join(found[what] for what in ("step", _LINEAR, _EXPERTS) if what in found)
-        error = EXPERTS_ERROR if _EXPERTS in found else ERROR
-        return f"modelled (±{error:.0%}): {each}".replace("its step", "a step")
+        return f"modelled (±{self.error:.0%}): {each}".replace("its step", "a step")
 
     def _add(self, part: str, high: float, low: float | None = None) -> None:
         sums = self.ms.setdefault(part, [0.0, 0.0])

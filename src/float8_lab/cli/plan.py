@@ -21,7 +21,7 @@ from float8.convert.choice import short_name
 from float8.convert.speed import MEMORY, WAITS_BELOW_MS
 from float8_lab.bench.linear import LinearTimes, Shape, measure_linear
 from float8_lab.bench.step import Row
-from float8_lab.bench.whole import ERROR, Setup, Step, keep_experts_of_a_rank
+from float8_lab.bench.whole import Setup, Step, keep_experts_of_a_rank
 from float8_lab.cli.measure import Bench, Output, Place
 from float8_lab.cli.options import App, takes
 from float8_lab.errors import ConfigError
@@ -129,7 +129,7 @@ def filter_found(report: ConversionReport, rows: Sequence[Row]) -> str:
 
 def verdict(report: ConversionReport, step: Step, every: Step) -> list[str]:
     """Say in lines what a step gains, and `every`, which has in float8 what stays for its speed."""
-    pays = step.rows[-1]["speedup"] >= 1 + ERROR
+    pays = step.rows[-1]["speedup"] >= 1 + step.error
     lines = [f"{step}: {'it pays' if pays else 'about level, so time a step of yours'}"]
     if none := not (report.converted or any(x.skip_reason is None for x in report.experts)):
         lines = ["loses: no layer gains; more --tokens, or --cuda-graphs, may change that"]
@@ -166,6 +166,7 @@ def plan_command(
     ] = None,
     data_parallel: Annotated[int, "GPUs that share weights by FSDP2 and gather them."] = 1,
     expert_parallel: Annotated[int, "Of these, GPUs that share the experts between them."] = 1,
+    checkpointing: Annotated[bool, "Blocks will be computed once more in backward."] = False,
     cuda_graphs: Annotated[bool, "It will run as CUDA graphs: GPU time alone decides."] = False,
     device: Annotated[str | None, "Where to measure: cuda (the default), cuda:N or cpu."] = None,
     output: Output = None,
@@ -198,7 +199,8 @@ def plan_command(
             whole = Llama(shape.model, longest)
         whole.tie_head()
     sequence = sequence or math.gcd(tokens, longest)
-    how = Setup(tokens, sequence, data_parallel, expert_parallel, cuda_graphs)
+    parallel = data_parallel, expert_parallel
+    how = Setup(tokens, sequence, *parallel, checkpointing, cuda_graphs)
     about = {"model": name, "recipe": recipe, "for": judged or place.device, **vars(how)}
     bench = Bench("plan", place, tell=not judged, **about)
     title = f"{name}, {recipe}, {tokens} tokens" + ", as CUDA graphs" * cuda_graphs
