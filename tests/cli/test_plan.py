@@ -44,6 +44,14 @@ def on_cpu():
     with torch.device("cpu"):
         return values()
 
+def unusual():
+    computed = nn.utils.parametrizations.weight_norm(nn.Linear(4096, 4096))
+    return nn.Sequential(nn.LazyLinear(4096), computed, nn.Linear(4096, 4096))
+
+def root():
+    return nn.Linear(8192, 8192)
+
+nothing = nn.ReLU
 none = dict
 """
 
@@ -100,6 +108,14 @@ def test_layers_are_measured_where_a_device_is_named(planned: Callable[..., str]
     assert "modelled" not in out
 
 
+def test_unusual_models_have_an_answer(planned: Callable[..., str]) -> None:
+    assert re.search(r"\nmodelled \(±5%\): 1\.\d\dx of a step", planned("mine_to_plan:unusual"))
+    assert "\nloses: no layer gains" in planned("mine_to_plan:nothing")
+    # All tokens, not one of each sequence as of a classifier.
+    high = layer_ms("H100", "bf16", 8192, 8192, 8192)
+    assert re.search(rf"linear layers +{high:.3f} ", planned("mine_to_plan:root"))
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -116,8 +132,8 @@ def test_layers_are_measured_where_a_device_is_named(planned: Callable[..., str]
         ("--gpu H1000", "gpu: got 'H1000', expected one of H100, H200"),
         ("--gpu abacus", "gpu: got 'abacus', expected one of H100, H200"),
         ("--gpu H100 --device cpu", "--device is where to measure"),
-        ("--tokens 8192 --sequence 5000", "--sequence: got 5000, expected a divisor of --tokens 8"),
-        ("--expert-parallel 2", "--expert-parallel: got 2, expected a divisor of --data-parallel"),
+        ("--tokens 8192 --sequence 5000", "sequence: got 5000, expected a divisor of --tokens 8"),
+        ("--expert-parallel 2", "expert-parallel: got 2, expected a divisor of --data-parallel"),
         ("--recipe fp7", "recipe: got 'fp7', expected one of"),
     ],
 )

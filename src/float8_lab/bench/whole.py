@@ -5,10 +5,12 @@ those of `float8.convert.speed`; what float8 leaves alone is modelled here.
 """
 
 import re
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from float8 import conversion_report
 from float8.config import Float8LinearConfig, Float8Weights
@@ -33,6 +35,7 @@ _HOST_MS = 0.1, 0.4  # of the CPU, for each layer in bf16 and in float8, compile
 # Names of layers that make queries, alone and with keys and values.
 _QUERY = r"(to_|w)?q(uery)?(_proj|_b_proj)?"
 _FUSED = r"[wW]?qkv(_proj)?|query_key_value|in_proj_weight"
+_CLASSIFIER = r"(\w+\.)?(heads?|classifier|fc|pooler)(\.\w+)?"  # of whole sequences
 _LINEAR, _EXPERTS = "linear layers", "experts"
 
 
@@ -50,8 +53,8 @@ class Setup:
     def __post_init__(self) -> None:
         """Raise a `ConfigError` for numbers that do not divide each other."""
         for name, part, of, whole in (
-            ("--sequence", self.sequence, "--tokens", self.tokens),
-            ("--expert-parallel", self.expert_parallel, "--data-parallel", self.data_parallel),
+            ("sequence", self.sequence, "--tokens", self.tokens),
+            ("expert-parallel", self.expert_parallel, "--data-parallel", self.data_parallel),
         ):
             if part < 1 or whole < 1 or whole % part:
                 raise ConfigError(f"{name}: got {part}, expected a divisor of {of} {whole}")
@@ -62,8 +65,7 @@ def keep_experts_of_a_rank(model: nn.Module, ranks: int) -> None:
     for module in [each for each in model.modules() if kind_of(each) is not None]:
         for name, experts, *_ in weights_of(module):
             if experts % ranks:
-                expected = f"expected a divisor of {experts} experts"
-                raise ConfigError(f"--expert-parallel: got {ranks}, {expected}")
+                raise ConfigError(f"expert-parallel: got {ranks}, expected a divisor of {experts}")
             weight: Any = module._parameters[name]
             kept = nn.Parameter(weight.detach()[: experts // ranks], weight.requires_grad)
             module._parameters[name] = kept
@@ -83,11 +85,10 @@ class Step:
         each = model.named_modules()
         self._text = any(isinstance(mod, nn.Embedding) and "pos" not in name for name, mod in each)
         self.ms = {_LINEAR: [0.0, 0.0]}
-        self._ranks = {id(weight): how.data_parallel for weight in model.parameters()}
-        for mod in model.modules():
-            if kind_of(mod) is not None:
-                own = how.data_parallel // how.expert_parallel
-                self._ranks |= {id(weight): own for weight in mod.parameters()}
+        own = how.data_parallel // how.expert_parallel
+        experts = [mod for mod in model.modules() if kind_of(mod) is not None]
+        self._ranks: dict[int, int] = defaultdict(lambda: how.data_parallel)
+        self._ranks |= {id(weight): own for mod in experts for weight in mod.parameters()}
         report = conversion_report(model)
         for row in (*report.layers, *report.experts):
             self._add_layer(model, row)
@@ -100,7 +101,8 @@ class Step:
                 more = {"attention": 9 / 7, "head and loss": 1.0}.get(part, 4 / 3)
                 self.ms[part] = [more * ms for ms in sums]
         for weight in model.parameters():
-            self._add_weight(weight)
+            if not is_lazy(weight):
+                self._add_weight(weight)
         self._add_waits("waiting for gathers", [sent / _LINK for sent in self._sent])
         if not how.cuda_graphs:
             self._add_waits("waiting for the CPU", self._host)
@@ -136,11 +138,11 @@ class Step:
         how, K, N = self._how, row.in_features, row.out_features
         experts, tokens, fqn = getattr(row, "experts", 0), how.tokens, row.fqn.replace("(root)", "")
         path, _, name = fqn.rpartition(".")
-        weight: Any = model.get_parameter(fqn if experts else f"{fqn}.weight".lstrip("."))
+        module: Any = model.get_submodule(path if experts else fqn)
+        weight = getattr(module, name if experts else "weight")  # also one that is computed
         if experts:
-            module = model.get_submodule(path)
             tokens *= experts_per_token(module, model.get_submodule(path.rpartition(".")[0]))
-        elif not self._text and not re.search(r"\d", fqn):  # a classifier, of whole sequences
+        elif not self._text and re.fullmatch(_CLASSIFIER, fqn):
             tokens //= how.sequence
         of: dict[str, Any] = {"trains": weight.requires_grad, "experts": experts}
         high = low = layer_ms(self._gpu, "bf16", tokens, K, N, **of)
@@ -150,7 +152,7 @@ class Step:
         if in_float8:
             of["casts"] = self._casts(weight, experts)
             low = layer_ms(self._gpu, judged_as(self._config), tokens, K, N, **of)
-            self._sent[1] -= 2 * weight.numel() * _others(self._ranks[id(weight)])
+            self._sent[1] -= 2 * K * N * (experts or 1) * _others(self._ranks[id(weight)])
         if (left_out(fqn) or "").startswith("the head"):
             self._add("head and loss", high, low)
             self._elements("head and loss", tokens * N, _LOSS)

@@ -129,8 +129,9 @@ def filter_found(report: ConversionReport, rows: Sequence[Row]) -> str:
 
 def verdict(report: ConversionReport, step: Step, every: Step) -> list[str]:
     """Say in lines what a step gains, and `every`, which has in float8 what stays for its speed."""
-    pays = step.rows[-1]["speedup"] >= 1 + step.error
-    lines = [f"{step}: {'it pays' if pays else 'about level, so time a step of yours'}"]
+    speedup = step.rows[-1]["speedup"]
+    level = "it loses" if speedup < 1 else "about level, so time a step of yours"
+    lines = [f"{step}: {'it pays' if speedup >= 1 + step.error else level}"]
     if none := not (report.converted or any(x.skip_reason is None for x in report.experts)):
         lines = ["loses: no layer gains; more --tokens, or --cuda-graphs, may change that"]
     if every.ms != step.ms and (none or any(x.skip_reason for x in report.experts)):
@@ -199,8 +200,7 @@ def plan_command(
             whole = Llama(shape.model, longest)
         whole.tie_head()
     sequence = sequence or math.gcd(tokens, longest)
-    parallel = data_parallel, expert_parallel
-    how = Setup(tokens, sequence, *parallel, checkpointing, cuda_graphs)
+    how = Setup(tokens, sequence, data_parallel, expert_parallel, checkpointing, cuda_graphs)
     about = {"model": name, "recipe": recipe, "for": judged or place.device, **vars(how)}
     bench = Bench("plan", place, tell=not judged, **about)
     title = f"{name}, {recipe}, {tokens} tokens" + ", as CUDA graphs" * cuda_graphs
