@@ -228,19 +228,6 @@ def test_missing_and_unknown_peers(monkeypatch: pytest.MonkeyPatch) -> None:
         peer_version("apex")
 
 
-def test_each_width_is_a_model_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        made.append(model_step(*args, **kwargs))
-        return made[-1]
-
-    made: list[Any] = []
-    monkeypatch.setattr(model, "model_step", noted)
-    *_, rows = model.bench_model(TINY, [64, 128], make_variants([], ["eager"]), CPU, 1)
-    widths = [each.parts[0].attention.query.in_features for each in made]
-    assert widths == [64, 64, 128, 128]
-    assert [row["width"] for row in rows] == [64, 128]
-
-
 @pytest.mark.parametrize(
     ("device", "mode"),
     [

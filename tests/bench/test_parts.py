@@ -1,29 +1,23 @@
 """Times are fair; single layers and experts on tiny shapes; wrong results end a benchmark."""
 
-import json
 import time
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from float8.convert.speed import SMALLEST
 from float8_lab.bench import experts, linear
 from float8_lab.bench.experts import Experts, bench_experts, parse_experts
 from float8_lab.bench.linear import (
+    LinearStep,
     Shape,
-    call_sampler,
-    fit,
-    fit_rows,
-    input_sets,
-    kernel_sampler,
     measure_linear,
-    parse_shape,
+    recorded,
 )
-from float8_lab.bench.step import WARMUP, Step
+from float8_lab.bench.step import WARMUP, Step, bench_steps
 from float8_lab.bench.variants import Variant
-from float8_lab.device import float8_device
+from float8_lab.device import Clock, float8_device
 from float8_lab.errors import WrongResultError
 from support.clock import stopped_clock
 from support.devices import on_devices
@@ -50,29 +44,21 @@ def test_a_gpu_is_timed_without_the_time_to_issue_on_data_that_no_cache_has() ->
         time.sleep(0.002)
         return x @ x
 
-    assert kernel_sampler([issue_slowly] * 4, device, 0.0)() < 0.5
-    assert call_sampler([issue_slowly] * 4, device)() > 1.0
-    cache = torch.cuda.get_device_properties(device).L2_cache_size
-    assert input_sets(1 << 24, device) * (1 << 24) >= 4 * cache
-    assert input_sets(1 << 40, device) == 2
-
-
-def test_shapes() -> None:
-    assert parse_shape("64, 32,16") == (64, 32, 16)
-    for text in ("", "64,64,64,64", "a,64,64", "0,64,64", "8,8,8"):
-        with pytest.raises(ValueError, match="expected M,K,N"):
-            parse_shape(text)
+    replay = recorded([issue_slowly] * 4, device)
+    clock = Clock(device)
+    for call in (replay, lambda: [issue_slowly() for _ in range(4)]):
+        clock.mark()
+        call()
+    clock.mark()
+    of_gpu, with_issue = clock.collect()
+    assert of_gpu < 0.002 < with_issue
 
 
 @on_devices
 def test_linear(device: str) -> None:
-    recipes = ["tensorwise", "delayed"]
-    groups = linear.bench_linear([SHAPE, Shape(64, 32, 32)], recipes, torch.device(device), 1)
-    first, second = groups
-    for rows in (first, second):
-        assert [row["recipe"] for row in rows] == ["bf16", *recipes]
-        assert all(17 < row["sqnr_db"] < 40 and row["ms"] > 0 for row in rows[1:])
-    assert [(row["M"], row["K"], row["N"]) for row in first] == [SHAPE] * 3
+    for shape in (SHAPE, Shape(64, 32, 32)):
+        found = measure_linear(shape, "delayed", torch.device(device))
+        assert min(found) > 0
 
 
 def doubled(model: nn.Module) -> nn.Module:
@@ -84,10 +70,11 @@ def test_a_wrong_layer_is_not_timed() -> None:
     bf16, ours = linear.make_variants(["tensorwise"], ["eager"])
     message = "wrong, eager: output: SQNR .* nothing was timed"
     wrong = Variant("wrong", "eager", doubled, config=ours.config)
+    make = partial(LinearStep, SHAPE, CPU)
     with pytest.raises(WrongResultError, match=message):
-        linear._rows(SHAPE, [bf16, wrong], CPU, 1)
+        list(bench_steps(make, [bf16, wrong], CPU, 1))
     peer = Variant("peer", "eager", doubled)  # of others only the reason is told
-    reference, left_out = linear._rows(SHAPE, [bf16, peer], CPU, 1)
+    *_, (reference, left_out) = bench_steps(make, [bf16, peer], CPU, 1)
     assert "WrongResultError: peer, eager: output" in left_out["left_out"]
     assert "ms" in reference
     assert "ms" not in left_out
@@ -97,22 +84,6 @@ def test_a_wrong_layer_is_not_timed() -> None:
 def test_a_large_layer_gains_on_a_gpu() -> None:
     times = measure_linear(Shape(8192, 4096, 4096), "tensorwise", torch.device("cuda", 0))
     assert times.float8_ms < times.bf16_ms
-
-
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-
-
-def test_limits_of_the_default_filter_are_what_was_measured() -> None:
-    rows = json.loads((RESULTS / "h200-smallest-layers.json").read_text())["rows"]
-    limits = {recipe: found.limits for recipe, found in fit_rows(rows).items()}
-    assert limits == SMALLEST["H200"]
-
-
-def test_of_limits_that_cost_as_little_those_that_convert_the_fewest_are_taken() -> None:
-    cells = [(64, 16, 1e6, -0.5), (128, 16, 2e6, 1e-4), (256, 16, 4e6, 0.5)]
-    assert fit(cells).limits.product == 4e6
-    cells[1] = 128, 16, 2e6, 1e-2
-    assert fit(cells).limits.product == 2e6
 
 
 @on_devices

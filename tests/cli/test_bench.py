@@ -15,7 +15,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from float8_lab.bench import linear, one_start
+from float8_lab.bench import one_start
+from float8_lab.bench.step import Step
 from float8_lab.cli.main import main
 from float8_lab.cli.table import print_table
 
@@ -29,17 +30,7 @@ EACH = [
         3,
         r"1 block of tiny, 1 x 32 tokens, forward[\s\S]+delayed\+held +eager +full +[\d.]+",
     ),
-    (
-        f"model {BLOCK} --widths 64,128 --rounds 1 --recipe rowwise",
-        4,
-        r"64 +rowwise[\s\S]+128 +bf16 +eager +[\d.]+ +[\d,]+ +1.00",
-    ),
     (f"profile {BLOCK} --recipe tensorwise", 2, r"tensorwise +eager +[\d.]+"),
-    (
-        "linear --mkn 64,64,64 --mkn 32,64,32 --recipe tensorwise,delayed --rounds 1",
-        6,
-        r"32 +64 +32 +delayed +eager[\s\S]+tensorwise: .*% are judged rightly",
-    ),
     (
         "experts --shape 2,1024,32,32 --recipe tensorwise+held --rounds 1",
         2,
@@ -82,27 +73,19 @@ def test_each_benchmark_prints_its_rows_and_writes_what_it_takes_to_repeat_it(
     assert float("inf") not in results["rows"][0].values()  # no JSON
 
 
-def test_time_that_is_over_and_missing_peers(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_peers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("time.monotonic", iter(range(0, 100, 2)).__next__)  # none is left
-    words = ["--mkn", "32,32,32", "--mkn", "16,16,16", "--seconds", "1", "--recipe", "tensorwise"]
-    assert main(["bench", "linear", *words, *CPU]) == 0
     assert main(["bench", "model", *BLOCK.split(), "--peers", "torchao", *CPU]) == 0
-    out = capsys.readouterr().out
-    assert "torchao is not installed: left out\n" in out
-    assert re.search(r"32 +32 +32 +tensorwise +eager", out)
-    assert "16  16" not in out
+    assert "torchao is not installed: left out\n" in capsys.readouterr().out
 
 
-def test_a_wrong_result_is_one_line_and_no_file(
+def test_a_wrong_result_is_one_line_and_not_in_the_file(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear.LinearStep, "at_least", 1e3)
-    said = refused("bench", "linear", "--mkn", "32,32,32", "-o", "x.json", *CPU, code=1)
+    monkeypatch.setattr(Step, "at_least", 1e3)
+    said = refused("bench", "model", *BLOCK.split(), "-o", "x.json", *CPU, code=1)
     assert re.match(r"tensorwise, eager: .*SQNR .* nothing was timed\n$", said)
-    assert not Path("x.json").exists()
+    assert [row["recipe"] for row in json.loads(Path("x.json").read_text())["rows"]] == ["bf16"]
     words = ["--model", "tiny", "--batch", "100000000000", "--device", "cpu"]
     assert refused("bench", "model", *words, code=1).startswith("too large for the memory: ")
 
@@ -144,13 +127,10 @@ def test_numbers_of_a_table_are_whole(width: int) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("linear --mkn 64,64", "shape: got '64,64', expected M,K,N"),
-        ("linear --recipe fp7", "recipe: got 'fp7', expected one of"),
-        ("linear -o x.txt", "output: got 'x.txt', expected a name ending in .json"),
-        ("linear -o no/x.json", "output: there is no folder no"),
+        ("model --recipe fp7", "recipe: got 'fp7', expected one of"),
+        ("model -o x.txt", "output: got 'x.txt', expected a name ending in .json"),
+        ("model -o no/x.json", "output: there is no folder no"),
         ("model --mode lazy", "mode: got 'lazy', expected one of eager"),
-        ("model --widths x", "widths: got 'x', expected whole numbers"),
-        ("model --widths 512,700", "width: got 700, expected a positive multiple"),
         ("model --peers apex", "peers: got 'apex', expected torchao"),
         ("model --checkpointing all", "checkpointing: got 'all', expected one of off, full, gemms"),
         ("train --mode graphed", "mode: got graphed on ranks, expected eager"),
@@ -177,5 +157,5 @@ def test_without_a_gpu_it_says_so(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     expected = "device 'cuda' is not there: no CUDA GPU here, use --device cpu\n"
-    for words in (["bench", "linear"], ["bench", "tp"], ["train", "--device", "cuda"]):
+    for words in (["bench", "model"], ["bench", "tp"], ["train", "--device", "cuda"]):
         assert refused(*words).endswith(expected)

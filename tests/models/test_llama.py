@@ -109,10 +109,3 @@ def test_presets_have_the_size_of_their_name() -> None:
         model.tie_head()
         assert sum(p.numel() for p in model.parameters()) == count
         assert all(dim % 16 == 0 for p in model.parameters() for dim in p.shape)
-
-
-def test_a_scaled_shape_keeps_its_proportions() -> None:
-    shape = PRESETS["llama3-8b"].model.scaled(1024)
-    assert (shape.n_heads, shape.n_kv_heads, shape.ffn_dim) == (8, 2, 3584)
-    assert (shape.head_dim, shape.n_layers, shape.vocab_size) == (128, 32, 128256)
-    assert shape.scaled(4096) == PRESETS["llama3-8b"].model

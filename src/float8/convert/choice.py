@@ -10,7 +10,7 @@ from torch import nn
 from float8.checkpoints.names import plain_name
 from float8.checkpoints.schemes import config_for, strategy_of, why_not_taken
 from float8.config import ConfigOrRecipe, as_config
-from float8.convert.speed import NARROW, SMALLEST, judged_as, slower_on_paper, too_small
+from float8.convert.speed import MEMORY, NARROW, judged_as, why_experts_slower, why_slower
 from float8.experts import Float8Experts, kind_of, unsupported_experts, weights_of
 from float8.linear import Float8Linear, unsupported
 
@@ -72,8 +72,8 @@ class Chooser:
             raise ValueError(f"tokens_per_step: got {self.tokens}, expected at least 1 per forward")
         if not isinstance(cuda_graphs, bool):
             raise TypeError(f"cuda_graphs: got {cuda_graphs!r}, expected True or False")
-        if gpu is not None and self.gpu not in tuple(SMALLEST):
-            expected = f"one whose limits are known, of {', '.join(map(repr, SMALLEST))}"
+        if gpu is not None and self.gpu not in tuple(MEMORY):
+            expected = f"one that is modelled, of {', '.join(map(repr, MEMORY))}"
             raise ValueError(
                 f"gpu: got {gpu!r}, expected {expected}; leave it out for the GPU here"
             )
@@ -129,23 +129,20 @@ class Chooser:
         if (reason := left_out(fqn)) or gpu is None:
             return reason
         parent = self.model.get_submodule(fqn.rpartition(".")[0])
-        return slower_on_paper(module, parent, self.config, self.tokens, gpu)
+        return why_experts_slower(module, parent, self.config, self.tokens, gpu)
 
     def _why_no_linear(self, layer: Any, fqn: str) -> str | None:
         if not self.config.float8_gemms:
             return None
-        K, N = layer.in_features, layer.out_features
         if is_router(layer, fqn, self.experts):
             return "a router: converted only if a module_filter_fn takes it"
         if reason := left_out(fqn):
             return reason
-        if N < ROUTER:
-            few = f"N={N} is less than {ROUTER}, as a router's"
+        if layer.out_features < ROUTER:
+            few = f"N={layer.out_features} is less than {ROUTER}, as a router's"
             return f"{few}: converted only if a module_filter_fn takes it"
         gpu = self._gpu(layer)
-        if gpu is None:
-            return None
-        return too_small(gpu, judged_as(self.config), self.tokens, K, N, self.cuda_graphs)
+        return gpu and why_slower(layer, self.config, self.tokens, gpu, self.cuda_graphs)
 
     def _gpu(self, mod: nn.Module) -> str | None:
         """Return the GPU that `mod` is judged for; None without one, and where it is emulated."""
@@ -158,15 +155,15 @@ class Chooser:
         if not self.config.float8_gemms or (self.config.emulate and self.gpu is None):
             return None
         gpu = self._gpu(mod)
-        if gpu in SMALLEST:
+        if gpu in MEMORY:
             said = f'gpu="{gpu}"' if self.gpu else "the GPU here"
-            at = f"limits of {judged_as(self.config)} at {self.tokens} tokens per forward"
+            at = f"modelled as {judged_as(self.config)} at {self.tokens} tokens per forward"
             return f"chosen for {gpu} ({said}): {at}{', as CUDA graphs' * self.cuda_graphs}"
         if gpu is not None:
             others = "float8 plan measures the others"
-            return f"no limits known for {gpu}: layers narrower than {NARROW} stay; {others}"
-        names = " or ".join(f'gpu="{name}"' for name in SMALLEST)
-        those = f"{names} leaves those too small for it"
+            return f"{gpu} is not modelled: layers narrower than {NARROW} stay; {others}"
+        names = " or ".join(f'gpu="{name}"' for name in MEMORY)
+        those = f"{names} leaves those that lose on it"
         return f"no GPU here: layers of any size are converted; {those}"
 
 
@@ -210,6 +207,6 @@ def gpu_for(device: torch.device) -> str | None:
 
 
 def short_name(gpu: Any) -> Any:
-    """Return the name in `SMALLEST` of a GPU, however long its own is; without one, that."""
-    found = isinstance(gpu, str) and re.search(rf"({'|'.join(SMALLEST)})(?!\w)", gpu.upper())
+    """Return the name in `MEMORY` of a GPU, however long its own is; without one, that."""
+    found = isinstance(gpu, str) and re.search(rf"({'|'.join(MEMORY)})(?!\w)", gpu.upper())
     return found[1] if found else gpu

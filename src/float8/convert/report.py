@@ -71,7 +71,7 @@ class ConversionReport:
     `fqn`, `shape`, `module` (its class). No vectors, embeddings, norms, convolutions, biases."""
 
     chosen_for: tuple[str, ...] = ()
-    """One sentence per GPU, or for a CPU: which limits chose the layers. Empty with filters."""
+    """One sentence per GPU, or for a CPU: what chose the layers. Empty with filters."""
 
     experts: tuple[ExpertsReport, ...] = ()
     """The weights of known experts, converted or not: as `layers`, with `experts`, their number."""

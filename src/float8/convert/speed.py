@@ -1,4 +1,7 @@
-"""Tell what is slower in float8 than in bf16: layers by measured limits, experts on paper."""
+"""Model the time of linear layers and experts in bf16 and in float8: what gains is converted.
+
+Fitted to layers in compiled models, forward and backward, of H200s (docs/measuring.md).
+"""
 
 from typing import Any, NamedTuple
 
@@ -7,50 +10,73 @@ from float8.experts import weights_of
 from float8.tensor import local_tensor
 
 
-class Smallest(NamedTuple):
-    """Below any of these a layer, forward and backward, takes longer in float8 than in bf16."""
+class Cost(NamedTuple):
+    """Milliseconds of a GPU for the GEMMs of a layer and their casts, by what it has."""
 
-    tokens: int
-    features: int
-    """K and N alike."""
-    product: float
-    """tokens * K * N"""
+    flop: float  # for 1e12 FLOP, to the power of `_POWER`
+    start: float  # for the layer, however small it is
+    tokens: float  # for 1e9 elements of its output, whose gradient is cast; `_INPUT` of its input
+    weight: float  # for 1e9 elements of its weight
+    experts: float  # the same of experts, with what GEMMs of few tokens read
 
 
-NARROW = 256
-"""Features, K and N alike, below which layers stay on a GPU whose limits are not known."""
-
-WAITS_BELOW = 34e9
-"""tokens * K * N of a layer below which the CPU takes longer to start its kernels in float8 than
-the GPU to run them in bf16. Compiled under `tensorwise`, one took the CPU 0.36 ms with what is
-around it (h200-150m-kernels.json). A CUDA graph starts all at once."""
-
-# GPU time, without what the CPU needs to issue it.
-# Those of an H200 are what `float8 bench linear` says of 145 sizes (h200-smallest-layers.json). Of
-# each recipe 93% or more are judged rightly; the others cost 0.2% of the time of all, or less. An
-# H100 was not measured: its limits are those of an earlier fit, which had 10 compiled sizes, too,
-# with the times of a slower memory, and no lower than what was measured there before
-# (h100-linear-eager.json).
-SMALLEST = {
-    "H100": {
-        "tensorwise": Smallest(1024, 1024, 34e9),
-        "delayed": Smallest(1024, 1024, 34e9),
-        "rowwise": Smallest(1024, 1024, 38e9),
-        "rowwise_with_gw_hp": Smallest(2048, 1024, 34e9),
-        "blockwise": Smallest(2048, 2048, 34e9),
-    },
-    "H200": {
-        "tensorwise": Smallest(1024, 768, 19e9),
-        "delayed": Smallest(1024, 768, 25e9),
-        "rowwise": Smallest(1024, 1024, 34e9),
-        "rowwise_with_gw_hp": Smallest(2048, 768, 25e9),
-        "blockwise": Smallest(2048, 2048, 34e9),
-    },
+COSTS = {
+    "bf16": Cost(1.426, 0.009, 0.0, 0.0, 1.46),
+    "tensorwise": Cost(0.724, 0.021, 2.51, 1.9, 3.83),
+    "delayed": Cost(0.705, 0.023, 2.80, 1.5, 3.83),
+    "rowwise": Cost(0.739, 0.033, 2.70, 1.9, 3.57),
+    "rowwise_with_gw_hp": Cost(0.968, 0.024, 1.71, 1.9, 3.10),
+    "blockwise": Cost(0.775, 0.025, 2.44, 1.9, 3.57),
 }
+_INPUT = 0.85  # as several layers read one tensor, and kernels that make it find its amax
+_POWER = 1.03  # the larger a GEMM, the nearer to its limit of power a GPU runs
+
+MEMORY = {"H100": 1.2, "H200": 1.0}
+"""How long bytes take, over those of an H200."""
+
+_GROUPED = {"H100": 1.3, "H200": 1.0}  # the same of float8 GEMMs of experts
+_AT_LEAST = 1.01  # modelled, for what is converted
+_FROZEN = {"tensorwise": 0.4, "delayed": 0.4}  # of casts of tokens whose transposes nobody needs
+HELD = 0.15  # of the casts of weights of experts that four microbatches share
+
+WAITS_BELOW_MS = 0.25
+"""In bf16 on a GPU: a layer below has the GPU wait in float8. Compiled under `tensorwise`, one took
+the CPU 0.36 ms with what is around it. A CUDA graph starts all kernels at once."""
+
+NARROW = 256  # features, K and N alike, below which layers stay on a GPU that is not modelled
+
+
+def layer_ms(
+    gpu: str,
+    recipe: str,
+    tokens: float,
+    K: int,
+    N: int,
+    *,
+    trains: bool = True,
+    experts: int = 0,
+    casts: float = 1.0,
+) -> float:
+    """Return the modelled milliseconds of a linear layer, or of `experts` that share `tokens`.
+
+    Forward and backward on `gpu`, of `MEMORY`, under `recipe`, of `COSTS`. A frozen layer, which
+    does not train, has two GEMMs. `casts` is the share of the casts of the weight that this rank
+    has: 1 / N where N ranks gather it in float8, none if there is only float8.
+    """
+    cost, high = COSTS[recipe], COSTS["bf16"]
+    share = 1.0 if trains else 2 / 3
+    flop = cost.flop * float((6e-12 * share * tokens * K * N) ** _POWER)
+    moved = cost.tokens * (1.0 if trains else _FROZEN.get(recipe, 1.0)) * tokens * (_INPUT * K + N)
+    if experts:
+        flop *= 1.0 if cost is high else _GROUPED[gpu]
+        moved += (high.experts + casts * (cost.experts - high.experts)) * experts * K * N
+    else:
+        moved += casts * cost.weight * K * N
+    return flop + share * cost.start + 1e-9 * MEMORY[gpu] * moved
 
 
 def judged_as(config: Float8LinearConfig) -> str:
-    """Return the recipe whose limits hold for a configuration: one with scales of the same kind."""
+    """Return the recipe of `COSTS` for a configuration: one with scales of the same kind."""
     if config.scales_by_blocks:
         return "blockwise"
     if any(how.scaling_granularity.by_rows for how in config.own_casts.values()):
@@ -59,80 +85,48 @@ def judged_as(config: Float8LinearConfig) -> str:
     return "delayed" if activations.issubset(config.delayed_sites) else "tensorwise"
 
 
-def too_small(
-    gpu: str, recipe: str, tokens: int, K: int, N: int, cuda_graphs: bool = False
+def why_slower(
+    layer: Any, config: Float8LinearConfig, tokens: int, gpu: str, cuda_graphs: bool
 ) -> str | None:
-    """Say which limit of a GPU a layer misses, or that it waits, or return None.
+    """Say that a linear layer loses, or that it waits for the CPU, or return None.
 
-    Where limits are not known, `NARROW` is the only one: below what each GPU of `SMALLEST` needs.
+    On a GPU that is not modelled `NARROW` is the only limit.
     """
-    has_limits = gpu in SMALLEST
-    least = SMALLEST[gpu][recipe] if has_limits else Smallest(0, NARROW, 0.0)
-    product = tokens * K * N
-    for name, value, minimum in (
-        ("tokens", tokens, least.tokens),
-        ("K", K, least.features),
-        ("N", N, least.features),
-        ("tokens*K*N", product, least.product),
-    ):
-        if value < minimum:
-            why = f"{recipe} is slower there on {gpu}"
-            if not has_limits:
-                why = f"slower on all GPUs with known limits, and {gpu} has none"
-            return f"{name}={value:.4g} is less than {minimum:.4g}: {why}"
-    if has_limits and product < WAITS_BELOW and not cuda_graphs:
-        why = f"tokens*K*N={product:.4g} is less than {WAITS_BELOW:.4g}"
+    K, N = layer.in_features, layer.out_features
+    if gpu not in MEMORY:
+        narrow = f"{min(K, N)} features are less than {NARROW}, and {gpu} is not modelled"
+        return narrow if min(K, N) < NARROW else None
+    trains, casts = layer.weight.requires_grad, config.float8_weights is not Float8Weights.ONLY
+    high = layer_ms(gpu, "bf16", tokens, K, N, trains=trains)
+    speedup = high / layer_ms(gpu, judged_as(config), tokens, K, N, trains=trains, casts=casts)
+    if speedup < _AT_LEAST:
+        return f"loses: modelled {speedup:.2f}x of bf16 on {gpu}, {tokens} tokens per forward"
+    if high < WAITS_BELOW_MS * (1.0 if trains else 2 / 3) and not cuda_graphs:
+        why = f"{high:.2f} ms of {gpu} in bf16 is less than the CPU needs"
         return f"waits for the CPU: {why}; cuda_graphs=True converts it"
     return None
 
 
-# ---------------------------------------------------------------- experts
-
-# FLOP/s of grouped GEMMs in bf16 and in float8: of an H200 (docs/experts.md), an H100 is alike.
-_MANY_ROWS, _FEW_ROWS = (665e12, 1150e12), (570e12, 850e12)
-_FEW = 1024
-"""Fewer rows than this, of each expert, multiply at the lower rates."""
-
-COPIES = {"H100": 3.02e12, "H200": 4.25e12}
-"""Bytes/s that a copy reads and writes."""
-
-# What casts take, as bytes of a copy for each element: of a weight, cast once for the forward and
-# once for the backward; and of what is cast to both layouts at once.
-_UNDER_ONE_SCALE, _BY_ROWS = (11.1, 6.7), (9.5, 7.5)
-
-_MICROBATCHES = 4
-"""In which a held weight is cast once."""
-
-_AT_LEAST = 1.07
-"""On paper, for what that leaves out: launches, and groups that are filled up."""
-
-
-def slower_on_paper(
+def why_experts_slower(
     module: Any, parent: Any, config: Float8LinearConfig, tokens: int, gpu: str
 ) -> str | None:
-    """Say that casts take longer than GEMMs gain, for the experts of a known kind, or return None.
+    """Say that experts of a known kind lose, or return None.
 
-    By bf16's time of the three GEMMs of an expert over float8's with its casts. Tokens are taken to
-    be spread evenly over the experts of this rank.
+    Tokens are taken to be spread evenly over the experts of this rank.
     """
-    near = gpu if gpu in COPIES else "H100"  # another Hopper GPU: others have no such GEMM
-    weights = weights_of(module)
+    near = gpu if gpu in MEMORY else "H100"  # another Hopper GPU: others have no such GEMM
+    weights, recipe = weights_of(module), judged_as(config)
     experts = local_tensor(module._parameters[weights[0].name]).shape[0]
-    top_k = _top_k(module, parent)
-    rows = tokens * top_k / experts
-    by_rows = config.cast_config_weight.scaling_granularity.by_rows
-    cast_twice, at_once = _BY_ROWS if by_rows else _UNDER_ONE_SCALE
-    held = config.float8_weights is Float8Weights.HELD
-    weight_moves = at_once / _MICROBATCHES if held else cast_twice
-    in_bf16, in_float8 = _FEW_ROWS if rows < _FEW else _MANY_ROWS
-    flop = sum(6 * rows * N * K for _, _, N, K in weights)
-    moved = sum(weight_moves * N * K + at_once * rows * (N + K) for _, _, N, K in weights)
-    speedup = (flop / in_bf16) / (flop / in_float8 + moved / COPIES[near])
-    if speedup >= _AT_LEAST:
+    top_k = experts_per_token(module, parent)
+    casts: Any = HELD if config.float8_weights is Float8Weights.HELD else 1.0
+    rows, of = tokens * top_k, {"experts": experts, "casts": casts}
+    each = [(rows, weight.in_features, weight.out_features) for weight in weights]
+    high, low = (sum(layer_ms(near, x, *size, **of) for size in each) for x in ("bf16", recipe))
+    if high / low >= _AT_LEAST:
         return None
     return (
-        f"{speedup:.2f}x of bf16 on paper for {near}, with {rows:.0f} tokens for each expert "
-        f"({tokens} tokens, {top_k} of {experts} experts each): a module_filter_fn takes them"
+        f"loses: modelled {high / low:.2f}x of bf16 on {near}, {rows / experts:.0f} "
+        f"tokens for each expert ({tokens} tokens, {top_k} of {experts} experts each)"
     )
 
 
@@ -140,7 +134,7 @@ _TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 """The names in most of transformers' configs, in Gemma's and in Aria's."""
 
 
-def _top_k(module: Any, parent: Any) -> int:
+def experts_per_token(module: Any, parent: Any) -> int:
     """Return how many experts a token goes to: transformers' say it, of torchtitan's the parent."""
     config, dispatcher = getattr(module, "config", None), getattr(parent, "token_dispatcher", None)
     said = [getattr(config, name, None) for name in _TOP_K]

@@ -1,9 +1,7 @@
 """Plain Llamas as users write them, whose variants are measured side by side."""
 
 import importlib
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Annotated
 
 import torch
@@ -11,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from float8_lab.bench.results import size_of
-from float8_lab.bench.step import Row, Step, bench_steps
+from float8_lab.bench.step import Step
 from float8_lab.bench.variants import Variant
 from float8_lab.models.llama import Block, Llama, rope_table
 from float8_lab.models.presets import PRESETS, ModelConfig, preset
@@ -26,11 +24,10 @@ class Size:
     seq_len: Annotated[int, "Tokens per sequence."] = 8192
     batch: Annotated[int, "Sequences."] = 1
 
-    def config(self, width: int | None = None) -> ModelConfig:
-        """Return the shape of the model with so many blocks, of that width or as it is."""
-        config = preset(self.model).model
-        config = config if width is None else config.scaled(width)
-        return replace(config, n_layers=self.blocks or config.n_layers)
+    def config(self) -> ModelConfig:
+        """Return the shape of the model with so many blocks."""
+        shape = preset(self.model).model
+        return replace(shape, n_layers=self.blocks or shape.n_layers)
 
     @property
     def tokens(self) -> int:
@@ -118,14 +115,12 @@ class Whole(nn.Module):
         return self.loss(getattr(logits, "logits", logits), tokens)  # type: ignore[no-any-return]
 
 
-def stack_and_data(
-    size: Size, device: torch.device, width: int | None = None
-) -> tuple[Stack, Tensor]:
+def stack_and_data(size: Size, device: torch.device) -> tuple[Stack, Tensor]:
     """Return the same at every call: a stack in bf16, whose rotary table stays float32, and data.
 
     Data are its input and the gradient of its output, [2, batch, seq, dim] bf16.
     """
-    config = size.config(width)
+    config = size.config()
     torch.manual_seed(0)
     with torch.device(device):
         stack = Stack(config, size.seq_len)
@@ -134,33 +129,7 @@ def stack_and_data(
     return stack, data
 
 
-def model_step(
-    variant: Variant, size: Size, device: torch.device, width: int | None = None
-) -> Step:
+def model_step(variant: Variant, size: Size, device: torch.device) -> Step:
     """Return a step of one variant of a stack on random data."""
-    stack, data = stack_and_data(size, device, width)
+    stack, data = stack_and_data(size, device)
     return Step(variant, stack, *data)
-
-
-def bench_model(
-    size: Size,
-    widths: Sequence[int],
-    variants: Sequence[Variant],
-    device: torch.device,
-    rounds: int,
-) -> Iterator[list[Row]]:
-    """Check and time every variant at each width, or as it is; all rows known, as `bench_steps`."""
-    done: list[Row] = []
-    rows: list[Row] = []
-    each_width: list[int | None] = [*widths] or [None]
-    for width in each_width:
-        size.config(width)  # refuses one that cannot be
-    for width in each_width:
-        torch.compiler.reset()  # what was compiled for the width before
-        make = partial(model_step, size=size, device=device, width=width)
-        for known in bench_steps(
-            make, variants, device, rounds, tokens={"tokens_per_s": size.tokens}
-        ):
-            rows = [({"width": width} if width else {}) | row for row in known]
-            yield done + rows
-        done += rows

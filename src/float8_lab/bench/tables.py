@@ -13,14 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from float8.convert.speed import SMALLEST
 from float8_lab.bench.results import size_of
 from float8_lab.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
 PERFORMANCE = ROOT / "docs" / "performance.md"
 TRAINER = ROOT / "docs" / "trainer.md"
-MEASURING = ROOT / "docs" / "measuring.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 WIDTH = 96  # of a command, which goes on in the next line
@@ -38,11 +36,9 @@ class Section(NamedTuple):
     file: str  # in `RESULTS`, without .json; a picture of that name, if there is one, comes first
     title: str  # with settings in braces; `size` is model and tokens
     columns: Columns  # of each value in `across`; rows without the first one are left out
-    names: Sequence[str] = ("recipe",)  # what tells rows apart
     across: tuple[str, Sequence[Any]] = ("mode", ("compiled", "graphed", "eager"))  # a key, values
 
 
-_RATIO: Columns = {"": ("speedup", 2)}
 _STEP: Columns = {"ms": ("ms", 1), "speedup": ("speedup", 2), "peak GiB": ("peak_gib", 2)}
 _TRAIN = {**_STEP, "tokens/s of a GPU": ("tokens_per_s_per_gpu", 0)}
 _TIME: Columns = {
@@ -55,8 +51,6 @@ _WHOLE = "{size} per GPU: training with AdamW; GPUs: {ranks}"
 _ADAPTED = _WHOLE + ", LoRA with PEFT"
 _BLOCKS = "{size}: forward + backward"
 _SHARED = "{size}, tensor and sequence parallel on {ranks} GPUs: forward + backward"
-_BY_WIDTH = "{size}, scaled to a width, all layers in float8: speed-up of forward + backward"
-_WIDTHS = ("width", (1024, 1536, 2048, 3072, 4096))
 _LOSSES = "Gap of the validation loss to high precision after {steps} steps, in percent"
 _GAPS: Columns = {"": ("gap_percent", 2), "standard error": ("gap_error_percent", 2)}
 _SEEDS = ("part", ("mean of 3 seeds", "seed 0", "seed 1", "seed 2"))
@@ -68,7 +62,6 @@ SECTIONS = (
     Section(PERFORMANCE, "8B blocks", "h200-kernels-8b", _BLOCKS, _STEP),
     Section(PERFORMANCE, "70B block", "h200-block-70b", _BLOCKS, _STEP),
     Section(PERFORMANCE, "time", "h200-profile-8b", _BLOCKS, _TIME),
-    Section(PERFORMANCE, "widths", "h200-widths", _BY_WIDTH, _RATIO, ("mode", "recipe"), _WIDTHS),
     Section(PERFORMANCE, "TP", "h200-tp-llama3-70b", _SHARED, _STEP),
     Section(TRAINER, "one start", "h200-one-start-seeds", _LOSSES, _GAPS, across=_SEEDS),
 )
@@ -79,29 +72,16 @@ def write_tables(only_check: bool) -> list[Path]:
     if not RESULTS.is_dir():
         got = f"bench tables: got no folder {RESULTS}, expected that of a checkout"
         raise ConfigError(f"{got}: run it in one, installed there by pip install -e .")
-    contents = [(section.page, section.name, written(section)) for section in SECTIONS]
-    changed = []
-    for page in (PERFORMANCE, TRAINER, MEASURING):
-        old = new = page.read_text()
-        for of, name, content in [*contents, (MEASURING, "limits", _limits())]:
-            if of == page:
-                begin = f"<!-- {name}: written by float8 bench tables -->"
-                new = updated(new, begin, f"<!-- end of {name} -->", content)
-        if new != old:
-            changed.append(page)
-            page.write_text(old if only_check else new)
+    old = {section.page: section.page.read_text() for section in SECTIONS}
+    new = dict(old)
+    for section in SECTIONS:
+        page, name = section.page, section.name
+        begin = f"<!-- {name}: written by float8 bench tables -->"
+        new[page] = updated(new[page], begin, f"<!-- end of {name} -->", written(section))
+    changed = [page for page in old if new[page] != old[page]]
+    for page in changed if not only_check else []:
+        page.write_text(new[page])
     return changed
-
-
-def _limits() -> str:
-    """Return the limits of sizes by which the default filter decides, as a table."""
-    heads = ["GPU", "recipe", "tokens per forward", "K and N", "tokens x K x N"]
-    rows = [
-        [gpu, recipe, str(least.tokens), str(least.features), f"{least.product / 1e9:g}e9"]
-        for gpu, recipes in SMALLEST.items()
-        for recipe, least in recipes.items()
-    ]
-    return "\n".join(["", *table(heads, rows, 2), "", ""])
 
 
 def updated(text: str, begin: str, end: str, content: str) -> str:
@@ -136,7 +116,7 @@ def written(section: Section) -> str:
 
 
 def pivot(section: Section, results: Results) -> list[str]:
-    """Return a table: a line for each of the `names`, columns `across`; peers with versions."""
+    """Return a table: a line for each recipe, columns `across`; peers with versions."""
     (first, (needed, _)), *_ = section.columns.items()
     rows = [row for row in results["rows"] if row.get(needed) is not None]
     if not rows:
@@ -144,22 +124,21 @@ def pivot(section: Section, results: Results) -> list[str]:
         raise ValueError(f"{section.file}.json: expected rows with {needed!r}, got {has}")
     key, values = section.across
     values = [value for value in values if any(row.get(key) == value for row in rows)]
-    heads = [*section.names]
+    heads = ["recipe"]
     for value in values:
         heads += [f"{value} {head}".strip() if head == first else head for head in section.columns]
-    found: dict[tuple[str, ...], dict[str, Row]] = {}
+    found: dict[str, dict[str, Row]] = {}
     for row in rows:
         peer, _, recipe = row["recipe"].partition(" ")
         version = results["environment"].get(peer)
-        named = {**row, "recipe": f"{peer} {version} {recipe}"} if version else row
+        name = f"{peer} {version} {recipe}" if version else row["recipe"]
         if row[key] in values:
-            names = tuple(str(named[name]) for name in section.names)
-            found.setdefault(names, {})[row[key]] = row
+            found.setdefault(name, {})[row[key]] = row
     lines = []
-    for names, of in found.items():
+    for name, of in found.items():
         cells = [_number(of.get(x, {}), *c) for x in values for c in section.columns.values()]
-        lines.append([*names, *cells])
-    return table(heads, lines, len(section.names))
+        lines.append([name, *cells])
+    return table(heads, lines)
 
 
 def _number(row: Row, keys: str, digits: int) -> str:
@@ -169,17 +148,17 @@ def _number(row: Row, keys: str, digits: int) -> str:
     return text.removeprefix("-") if not text.strip("-0.") else text
 
 
-def table(heads: list[str], rows: list[list[str]], names: int) -> list[str]:
+def table(heads: list[str], rows: list[list[str]]) -> list[str]:
     """Return lines of a table, without columns that no row fills; readable as plain text, too.
 
-    The first columns are `names`, all others numbers.
+    The first column has names, all others numbers.
     """
     padded = []
     for i, column in enumerate(zip(heads, *rows, strict=True)):
         if any(column[1:]):
             width = max(map(len, column))
-            rule = "-" * width if i < names else "-" * (width - 1) + ":"
-            head, *cells = (x.ljust(width) if i < names else x.rjust(width) for x in column)
+            rule = "-" * width if not i else "-" * (width - 1) + ":"
+            head, *cells = (x.rjust(width) if i else x.ljust(width) for x in column)
             padded.append([head, rule, *cells])
     return [f"| {' | '.join(line)} |" for line in zip(*padded, strict=True)]
 

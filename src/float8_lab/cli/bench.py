@@ -1,6 +1,5 @@
 """`float8 bench`: time models, layers and training, each checked before it is timed."""
 
-import json
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -9,9 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from float8.convert.report import percent
-from float8_lab.bench import experts, linear, tables
-from float8_lab.bench.model import Size, bench_model
+from float8_lab.bench import experts, tables
+from float8_lab.bench.model import Size, model_step
 from float8_lab.bench.one_start import bench_one_start, mean_of_seeds
 from float8_lab.bench.profile import bench_profile
 from float8_lab.bench.ranks import ParallelStep, TrainStep
@@ -141,23 +139,21 @@ def model_command(
     where: Run,
     checkpointing: Checkpointing = None,
     all_layers: Annotated[bool, "Convert layers that float8 makes slower, too."] = False,
-    widths: Annotated[Words, "Scale blocks to each of these; with --all-layers."] = None,
 ) -> None:
     """A plain Llama that was converted as users do, forward and backward, beside bf16.
 
     Blocks without embedding and head; the sync of delayed scaling and casts of held weights are in
     each step. Every gradient of every variant is checked against bf16's first. Memory is what a
-    model holds and the peak of a step over it. With `--widths` and `--all-layers` it says from
-    which width on a recipe gains: heads stay as wide as they are, all else is in proportion.
+    model holds and the peak of a step over it.
     """
     chosen = compared.chosen(checkpointing, all_layers=all_layers)
-    if wrong := [each for each in widths or [] if not each.isdecimal()]:
-        raise ConfigError(f"widths: got {wrong[0]!r}, expected whole numbers")
-    scaled, variants = [*map(int, widths or [])], make_variants(**chosen)
-    bench = Bench("model", where, **vars(size), **chosen, widths=scaled)
-    groups = bench_model(size, scaled, variants, bench.device, where.rounds)
-    total = PASSES * max(1, len(scaled)) * len(variants)
-    rows = bench.collect(groups, total, growing=True)
+    preset(size.model)
+    variants = make_variants(**chosen)
+    bench = Bench("model", where, **vars(size), **chosen)
+    make = partial(model_step, size=size, device=bench.device)
+    tokens = {"tokens_per_s": size.tokens}
+    groups = bench_steps(make, variants, bench.device, where.rounds, tokens=tokens)
+    rows = bench.collect(groups, PASSES * len(variants), growing=True)
     bench.finish(f"{size}, forward + backward", rows)
 
 
@@ -176,35 +172,6 @@ def profile_command(size: Size, compared: Compared, where: Place) -> None:
     groups = bench_profile(variants, size, bench.device)
     rows = bench.collect(groups, len(variants), growing=True)
     bench.finish(f"{size}, forward + backward", rows)
-
-
-@app.command("linear")
-@takes(where=Run)
-def linear_command(
-    where: Run,
-    mkn: Annotated[
-        Words, typer.Option(help="M,K,N: tokens, in and out features; repeatable; else a grid.")
-    ] = None,
-    recipe: Recipes = None,
-    seconds: Annotated[int | None, "End after so many, with what is measured by then."] = None,
-    results: Annotated[Path | None, "Take those of a file, and measure nothing."] = None,
-) -> None:
-    """One layer per shape, and the limits of size from which on layers gain.
-
-    GPU time of forward and backward in eager mode, beside nn.Linear in bf16. Each result is checked
-    against bf16's. Limits are those that lose the least time over all layers.
-    """
-    if results is None:
-        shapes, recipes = [*map(linear.parse_shape, mkn or [])] or linear.grid(), recipe or RECIPES
-        bench = Bench("linear", where, shapes=mkn or "all", recipes=recipes)
-        groups = linear.bench_linear(shapes, recipes, bench.device, where.rounds)
-        rows = bench.collect(groups, len(shapes), seconds)
-        bench.finish("linear layer, forward + backward", rows)
-    else:
-        rows = json.loads(results.read_text())["rows"]
-    for name, (limits, loss, right) in linear.fit_rows(rows).items():
-        how = f"{percent(right)} are judged rightly, others cost {loss:.2%}"
-        typer.echo(f"{name}: {', '.join(f'{x:g}' for x in limits)}: {how}")
 
 
 @app.command("experts")

@@ -1,6 +1,5 @@
 """Shared by commands that measure: where they run, what is compared, what they leave behind."""
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,43 +97,29 @@ class Bench:
         for line in lines:
             self.console.print(line)
 
-    def collect(
-        self,
-        groups: Iterable[list[Row]],
-        total: int,
-        seconds: float | None = None,
-        growing: bool = False,
-    ) -> list[Row]:
-        """All rows, or those of the first `seconds`; a line says how many groups are there.
+    def collect(self, groups: Iterable[list[Row]], total: int, growing: bool = False) -> list[Row]:
+        """All rows; a line says how many groups are there.
 
         Groups follow each other, or, `growing`, each has all rows so far.
         """
         rows: list[Row] = []
-        began = time.monotonic()
         for number, group in enumerate(groups, 1):
             rows = group if growing else rows + group
             if group and self._output is not None:  # so that nothing is lost if it is stopped
                 write_results(self._output, {**self._about, "rows": rows})
             self.console.print(f"  {number}/{total}")
-            if seconds is not None and time.monotonic() > began + seconds:
-                break
         return rows
 
-    def finish(self, title: str, rows: list[Row], shown: str | None = None) -> dict[str, Any]:
-        """Print what is `shown`, else a table, or one of each `part`; write the file.
-
-        Returns what the file would have.
-        """
-        if shown is not None:
-            self.console.print(f"{title}\n{shown}")
+    def finish(self, title: str, rows: list[Row], **more: Any) -> dict[str, Any]:
+        """Print a table, or one of each `part`; write the file. Returns what it would have."""
         for row in rows:
             if row.get("left_out"):
                 name = ", ".join(filter(None, (row["recipe"], row["mode"])))
                 self.console.print(f"{name} is left out: {row['left_out']}")
-        for part in dict.fromkeys(row.get("part") for row in rows if shown is None):
+        for part in dict.fromkeys(row.get("part") for row in rows):
             of_part = [row for row in rows if row.get("part") == part]
             print_table(self.console, part or title, of_part)
-        results = {**self._about, "rows": rows}
+        results = {**self._about, **more, "rows": rows}
         if self._output is not None:
             write_results(self._output, results)
             self.console.print(f"results: {self._output}")

@@ -1,6 +1,7 @@
 """`float8 plan`: which layers of a model to convert."""
 
 import dataclasses
+import math
 import re
 import sys
 import warnings
@@ -17,9 +18,10 @@ from torch import nn
 from float8 import ConversionReport, conversion_report, convert_to_float8_training
 from float8.config import Float8LinearConfig
 from float8.convert.choice import short_name
-from float8.convert.speed import SMALLEST
+from float8.convert.speed import MEMORY, WAITS_BELOW_MS
 from float8_lab.bench.linear import LinearTimes, Shape, measure_linear
 from float8_lab.bench.step import Row
+from float8_lab.bench.whole import Setup, Step, keep_experts_of_a_rank
 from float8_lab.cli.measure import Bench, Output, Place
 from float8_lab.cli.options import App, takes
 from float8_lab.errors import ConfigError
@@ -27,12 +29,11 @@ from float8_lab.models.llama import Llama
 from float8_lab.models.presets import PRESETS, preset
 from float8_lab.trainer.config import RECIPES
 from float8_lab.trainer.environment import device_name
+from float8_lab.trainer.recipes import recipe_config
 
 CONVERT = "convert"
 _DEFAULT_GPU = "H100"
-
-WAITS_BELOW_MS = 0.25
-"""In bf16 on a GPU: the time of a layer of `WAITS_BELOW`, of float8.convert.speed."""
+_SEQUENCE = 8192
 
 app = App()
 
@@ -126,6 +127,18 @@ def filter_found(report: ConversionReport, rows: Sequence[Row]) -> str:
     return f'lambda mod, fqn: re.sub(r"\\d+", "N", fqn) in {sorted(alike[True])}'
 
 
+def verdict(report: ConversionReport, step: Step, every: Step) -> list[str]:
+    """Say in lines what a step gains, and `every`, which has in float8 what stays for its speed."""
+    speedup = step.rows[-1]["speedup"]
+    level = "it loses" if speedup < 1 else "about level, so time a step of yours"
+    lines = [f"{step}: {'it pays' if speedup >= 1 + step.error else level}"]
+    if none := not (report.converted or any(x.skip_reason is None for x in report.experts)):
+        lines = ["loses: no layer gains; more --tokens, or --cuda-graphs, may change that"]
+    if every.ms != step.ms and (none or any(x.skip_reason for x in report.experts)):
+        lines.append(f"with all in float8 that stays for its speed, {every}")
+    return lines
+
+
 def _short(fqn: str) -> str:
     """Return the last part of a name, and where that is a number also the one before it.
 
@@ -147,10 +160,14 @@ def plan_command(
     ] = None,
     model: Annotated[str | None, f"One of {', '.join(PRESETS)}; else llama3-8b."] = None,
     tokens: Annotated[int, "Tokens per forward on one device."] = 8192,
-    recipe: Annotated[str, f"One of {', '.join(RECIPES)}."] = "tensorwise",
+    sequence: Annotated[int | None, "Tokens of a sequence; else those of --model, or 8192."] = None,
+    recipe: Annotated[str, f"One of {', '.join(RECIPES)}; +only, +held behind."] = "tensorwise",
     gpu: Annotated[
-        str | None, f"By size for {' or '.join(SMALLEST)}, not measured on the one here."
+        str | None, f"Modelled for {' or '.join(MEMORY)}, not measured on the one here."
     ] = None,
+    data_parallel: Annotated[int, "GPUs that share weights by FSDP2 and gather them."] = 1,
+    expert_parallel: Annotated[int, "Of these, GPUs that share the experts between them."] = 1,
+    checkpointing: Annotated[bool, "Blocks will be computed once more in backward."] = False,
     cuda_graphs: Annotated[bool, "It will run as CUDA graphs: GPU time alone decides."] = False,
     device: Annotated[str | None, "Where to measure: cuda (the default), cuda:N or cpu."] = None,
     output: Output = None,
@@ -159,36 +176,45 @@ def plan_command(
 
     Of one of ours, or of your own: float8 plan --gpu H100 my_module:make_model
 
-    Without a GPU, or for another one, layers are judged by their sizes, as a conversion does, and
-    its report is shown. Else a layer of each shape runs on the GPU. Times are those of the GPU.
+    Without a GPU, or for one that --gpu names, the report of a conversion is shown, and what a step
+    of training takes, compiled, with AdamW: modelled. Else a layer of each shape runs on the GPU.
     What gained is printed as a filter, to be pasted. What a conversion without a filter leaves
     stays here, too. Experts are not measured, and not in the filter.
     """
-    config = Float8LinearConfig.from_recipe_name(recipe)
+    config = recipe_config(recipe)
     here = torch.cuda.is_available()
     if make and model:
         raise ConfigError(f"model: got {make!r} and --model {model}, expected one of the two")
     if device and gpu:
         raise ConfigError("--device is where to measure: leave it, or --gpu, out")
     judged = short_name(gpu) if gpu else None if here or device else _DEFAULT_GPU
-    if gpu and judged not in SMALLEST:
-        raise ConfigError(f"gpu: got {gpu!r}, expected one of {', '.join(SMALLEST)}")
+    if gpu and judged not in MEMORY:
+        raise ConfigError(f"gpu: got {gpu!r}, expected one of {', '.join(MEMORY)}")
     place, name = Place("cpu" if judged else device or "cuda", output), make or model or "llama3-8b"
     if make:
-        whole = load_model(make)
+        whole, longest = load_model(make), _SEQUENCE
     else:
         shape = preset(name)
+        longest = shape.seq_len
         with torch.device("meta"):
-            whole = Llama(shape.model, shape.seq_len)
-    settings = {"tokens": tokens, "recipe": recipe, "for": judged or place.device}
-    bench = Bench("plan", place, tell=not judged, model=name, cuda_graphs=cuda_graphs, **settings)
-    report = report_on(whole, config, tokens, judged, cuda_graphs)
+            whole = Llama(shape.model, longest)
+        whole.tie_head()
+    sequence = sequence or math.gcd(tokens, longest)
+    how = Setup(tokens, sequence, data_parallel, expert_parallel, checkpointing, cuda_graphs)
+    about = {"model": name, "recipe": recipe, "for": judged or place.device, **vars(how)}
+    bench = Bench("plan", place, tell=not judged, **about)
     title = f"{name}, {recipe}, {tokens} tokens" + ", as CUDA graphs" * cuda_graphs
     if judged:
-        title += f": judged by size for {judged}" + " (no --gpu names another)" * (not gpu)
-        layers = [vars(layer) for layer in (*report.layers, *report.experts)]
-        bench.finish(title, layers, shown=str(report))
-        pays = any(layer["skip_reason"] is None for layer in layers)
+        keep_experts_of_a_rank(whole, expert_parallel)
+    report = report_on(whole, config, tokens, judged, cuda_graphs)
+    if judged:
+        title += f": modelled for {judged}" + " (no --gpu names another)" * (not gpu)
+        bench.console.print(f"{title}\n{report}")
+        step = Step(whole, judged, config, how)
+        every = Step(whole, judged, config, how, slow=True)
+        bench.finish("a step of training, modelled", step.rows, report=report.to_dict())
+        for line in verdict(report, step, every):
+            bench.console.print(line)
     else:
         measure = partial(measure_linear, recipe=recipe, device=bench.device)
         waits = bench.device.type == "cuda" and not cuda_graphs
@@ -198,14 +224,13 @@ def plan_command(
         bf16 = sum(row["count"] * row["bf16_ms"] for row in rows)
         best = ("float8_ms" if row["fate"] == CONVERT else "bf16_ms" for row in rows)
         ours = sum(row["count"] * row[ms] for row, ms in zip(rows, best, strict=True))
-        bench.console.print(f"all linear layers: {bf16 / ours:.2f}x of bf16")
-        if pays := any(row["fate"] == CONVERT for row in rows):
+        bench.console.print(f"measured: {bf16 / ours:.2f}x of all linear layers")
+        if any(row["fate"] == CONVERT for row in rows):
             bench.console.print("what gained, as a filter of the conversion:")
             found = filter_found(report, rows)  # in one line, to be pasted
             typer.echo(f"{'import re' * ('re.sub' in found)}\nmodule_filter_fn={found}")
+        else:
+            bench.console.print("loses: no layer gains")
         bench.console.print("M: tokens, K: features in, N: features out")
-    if not pays:
-        do = "more --tokens per forward, or --cuda-graphs, may change that"
-        bench.console.print(f"it does not pay: no layer gains; {do}")
-    bench.console.print("GPU time of layers one by one: large ones gain more when compiled,")
-    bench.console.print("small ones less in eager mode, where they wait for the CPU")
+        bench.console.print("GPU time of layers one by one: large ones gain more when compiled,")
+        bench.console.print("small ones less in eager mode, where they wait for the CPU")

@@ -11,8 +11,8 @@ from rich.table import Table
 Rows = list[dict[str, Any]]
 
 # What is shown of a row, in this order. A heading is the key itself, its words below each other.
-_NAMES = "width M K N count layers recipe mode gather checkpointing"
-_TEXT = "layers recipe mode gather checkpointing fate"
+_NAMES = "what width M K N count layers recipe mode gather checkpointing"
+_TEXT = "what layers recipe mode gather checkpointing fate"
 _NUMBERS = (
     "train_loss gemms_ms attention_ms casts_ms else_ms launches ms bf16_ms float8_ms "
     "tokens_per_s tokens_per_s_per_gpu speedup peak_gib first_step_s drift_percent sqnr_db loss "
@@ -20,7 +20,7 @@ _NUMBERS = (
 )
 _WORDS = {"sqnr": "SQNR", "db": "dB", "gemms": "GEMMs", "gib": "GiB"}
 _HEADINGS = {"tokens_per_s": "tokens/s", "tokens_per_s_per_gpu": "tokens/s\nper GPU", "fate": ""}
-_HEADINGS |= {"drift_percent": "drift\n%", "checkpointing": "check-\npointing"}
+_HEADINGS |= {"drift_percent": "drift\n%", "what": "", "checkpointing": "check-\npointing"}
 _FORMATS = {"speedup": ".2f", "sqnr_db": ".1f", "first_step_s": ".1f", "drift_percent": ".1f"}
 _FORMATS |= {"train_loss": ".4f", "val_loss": ".4f", "val_gap_nats": "+.4f"}
 _FORMATS |= {"val_gap_percent": "+.2f"}

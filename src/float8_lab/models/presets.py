@@ -1,7 +1,7 @@
 """The shapes of the Llama models that the trainer knows by name."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from float8_lab.errors import ConfigError
 
@@ -29,19 +29,6 @@ class ModelConfig:
             shared = f"{self.n_kv_heads} key/value heads, ffn width {self.ffn_dim}, {tokens} tokens"
             fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
             raise ConfigError(f"ranks: got {ranks} for {shared}, expected one of {fitting}")
-
-    def scaled(self, dim: int) -> "ModelConfig":
-        """Return this shape at another width: heads as wide as they are, all else in proportion."""
-        unit = self.dim // math.gcd(self.dim, self.n_heads, self.n_kv_heads, self.ffn_dim)
-        if dim < unit or dim % unit:
-            raise ConfigError(f"width: got {dim}, expected a positive multiple of {unit}")
-        return replace(
-            self,
-            dim=dim,
-            n_heads=self.n_heads * dim // self.dim,
-            n_kv_heads=self.n_kv_heads * dim // self.dim,
-            ffn_dim=self.ffn_dim * dim // self.dim,
-        )
 
     @property
     def head_dim(self) -> int:

@@ -1,0 +1,209 @@
+"""`float8 plan --gpu`: what a step of training takes, modelled by its parts, in bf16 and in float8.
+
+Compiled, with AdamW; fitted to what was measured of H200s and H100s. Linear layers and experts are
+those of `float8.convert.speed`; what float8 leaves alone is modelled here.
+"""
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from float8 import conversion_report
+from float8.config import Float8LinearConfig, Float8Weights
+from float8.convert.choice import left_out
+from float8.convert.report import LayerReport
+from float8.convert.speed import HELD, MEMORY, NARROW, experts_per_token, judged_as, layer_ms
+from float8.experts import kind_of, weights_of
+from float8_lab.bench.step import Row
+from float8_lab.errors import ConfigError
+
+ERROR, EXPERTS_ERROR = 0.05, 0.1
+"""By how much speed-ups of steps, and of models of experts, may be missed."""
+
+# FLOP per ms of attention, forward and backward, with heads of 128 and of 64 and fewer.
+_WIDE_HEADS, _HEADS = 470e9, 360e9
+# Milliseconds of an H200 for 1e9 elements: of what layers read and write, by norms, activations and
+# residuals; of what adapters read and write; of logits; of Parameters that AdamW writes, that one
+# GPU copies to bf16 and back, that FSDP2 copies for each GPU.
+_NORMS, _ADAPTERS, _LOSS, _ADAMW, _COPIES, _SHARDS = 1.74, 2.4, 4.3, 8.5, 3.0, 10.0
+_LINK = 300e6  # bytes per ms that a GPU gets from others: NVLink, or eight network cards of a host
+_HOST_MS = 0.1, 0.4  # of the CPU, for each layer in bf16 and in float8, compiled
+# Names of layers that make queries, alone and with keys and values.
+_QUERY = r"(to_|w)?q(uery)?(_proj|_b_proj)?"
+_FUSED = r"[wW]?qkv(_proj)?|query_key_value|in_proj_weight"
+_CLASSIFIER = r"(\w+\.)?(heads?|classifier|fc|pooler)(\.\w+)?"  # of whole sequences
+_LINEAR, _EXPERTS = "linear layers", "experts"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is trained; `tokens` are those of a forward on one device."""
+
+    tokens: int
+    sequence: int
+    data_parallel: int = 1
+    expert_parallel: int = 1
+    checkpointing: bool = False
+    cuda_graphs: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise a `ConfigError` for numbers that do not divide each other."""
+        for name, part, of, whole in (
+            ("sequence", self.sequence, "--tokens", self.tokens),
+            ("expert-parallel", self.expert_parallel, "--data-parallel", self.data_parallel),
+        ):
+            if part < 1 or whole < 1 or whole % part:
+                raise ConfigError(f"{name}: got {part}, expected a divisor of {of} {whole}")
+
+
+def keep_experts_of_a_rank(model: nn.Module, ranks: int) -> None:
+    """Leave the experts, on the meta device, that one of `ranks` has."""
+    for module in [each for each in model.modules() if kind_of(each) is not None]:
+        for name, experts, *_ in weights_of(module):
+            if experts % ranks:
+                raise ConfigError(f"expert-parallel: got {ranks}, expected a divisor of {experts}")
+            weight: Any = module._parameters[name]
+            kept = nn.Parameter(weight.detach()[: experts // ranks], weight.requires_grad)
+            module._parameters[name] = kept
+
+
+class Step:
+    """Milliseconds of a step of a converted model on `gpu`, in bf16 and in float8, by part.
+
+    With `slow`, layers that stay for their speed are taken to be in float8, too.
+    """
+
+    def __init__(
+        self, model: nn.Module, gpu: str, config: Float8LinearConfig, how: Setup, slow: bool = False
+    ) -> None:
+        self._gpu, self._config, self._how, self._slow = gpu, config, how, slow
+        self._sent, self._host = [0.0, 0.0], [0.0, 0.0]
+        each = model.named_modules()
+        self._text = any(isinstance(mod, nn.Embedding) and "pos" not in name for name, mod in each)
+        self.ms = {_LINEAR: [0.0, 0.0]}
+        own = how.data_parallel // how.expert_parallel
+        experts = [mod for mod in model.modules() if kind_of(mod) is not None]
+        self._ranks: dict[int, int] = defaultdict(lambda: how.data_parallel)
+        self._ranks |= {id(weight): own for mod in experts for weight in mod.parameters()}
+        report = conversion_report(model)
+        for row in (*report.layers, *report.experts):
+            self._add_layer(model, row)
+        for other in report.others:
+            if len(other.shape) == 2:
+                self._add(_LINEAR, layer_ms(gpu, "bf16", how.tokens, *other.shape))
+                self._add_attention(model, other.fqn, *other.shape)
+        if how.checkpointing:  # forward once more, of what makes two to two and a half backward
+            for part, sums in self.ms.items():
+                more = {"attention": 9 / 7, "head and loss": 1.0}.get(part, 4 / 3)
+                self.ms[part] = [more * ms for ms in sums]
+        for weight in model.parameters():
+            if not is_lazy(weight):
+                self._add_weight(weight)
+        self._add_waits("waiting for gathers", [sent / _LINK for sent in self._sent])
+        if not how.cuda_graphs:
+            self._add_waits("waiting for the CPU", self._host)
+
+    @property
+    def rows(self) -> list[Row]:
+        """All parts, and their sum, as rows of a table."""
+        sums = [sum(ms) for ms in zip(*self.ms.values(), strict=True)]
+        return [
+            {"what": what, "bf16_ms": high, "float8_ms": low, "speedup": high / low if low else 1.0}
+            for what, (high, low) in (*self.ms.items(), ("step", sums))
+        ]
+
+    @property
+    def error(self) -> float:
+        """By how much the speed-up of the step may be missed."""
+        return EXPERTS_ERROR if _EXPERTS in self.ms else ERROR
+
+    def __str__(self) -> str:
+        found = {row["what"]: f"{row['speedup']:.2f}x of its {row['what']}" for row in self.rows}
+        each = ", ".join(found[what] for what in ("step", _LINEAR, _EXPERTS) if what in found)
+        return f"modelled (±{self.error:.0%}): {each}".replace("its step", "a step")
+
+    def _add(self, part: str, high: float, low: float | None = None) -> None:
+        sums = self.ms.setdefault(part, [0.0, 0.0])
+        sums[0] += high
+        sums[1] += high if low is None else low
+
+    def _elements(self, part: str, count: float, ms: float) -> None:
+        self._add(part, 1e-9 * count * ms * MEMORY[self._gpu])
+
+    def _add_layer(self, model: nn.Module, row: LayerReport) -> None:
+        how, K, N = self._how, row.in_features, row.out_features
+        experts, tokens, fqn = getattr(row, "experts", 0), how.tokens, row.fqn.replace("(root)", "")
+        path, _, name = fqn.rpartition(".")
+        module: Any = model.get_submodule(path if experts else fqn)
+        weight = getattr(module, name if experts else "weight")  # also one that is computed
+        if experts:
+            tokens *= experts_per_token(module, model.get_submodule(path.rpartition(".")[0]))
+        elif not self._text and re.fullmatch(_CLASSIFIER, fqn):
+            tokens //= how.sequence
+        of: dict[str, Any] = {"trains": weight.requires_grad, "experts": experts}
+        high = low = layer_ms(self._gpu, "bf16", tokens, K, N, **of)
+        reason = row.skip_reason
+        in_float8 = reason is None or (self._slow and reason.startswith(("loses", "waits")))
+        self._host = [ms + _HOST_MS[i and in_float8] for i, ms in enumerate(self._host)]
+        if in_float8:
+            of["casts"] = self._casts(weight, experts)
+            low = layer_ms(self._gpu, judged_as(self._config), tokens, K, N, **of)
+            self._sent[1] -= 2 * K * N * (experts or 1) * _others(self._ranks[id(weight)])
+        if (left_out(fqn) or "").startswith("the head"):
+            self._add("head and loss", high, low)
+            self._elements("head and loss", tokens * N, _LOSS)
+        elif experts:
+            self._add(_EXPERTS, high, low)
+            if how.expert_parallel > 1 and weights_of(module)[0].name == name:
+                sent = 8 * tokens * K * _others(how.expert_parallel)  # there and back, twice
+                self._add("exchange of tokens", sent / _LINK)
+        else:
+            self._add(_LINEAR, high, low)
+            small = min(K, N) <= NARROW
+            part = "adapters and other small layers" if small else "norms, activations"
+            self._elements(part, tokens * (K + N), _ADAPTERS if small else _NORMS)
+            self._add_attention(model, fqn, N, K)
+
+    def _casts(self, weight: Any, experts: int) -> float:
+        """Return the share of the casts of a weight that this rank has."""
+        kept = self._config.float8_weights
+        if kept is Float8Weights.ONLY and not weight.requires_grad:
+            return 0.0
+        share = HELD if kept is Float8Weights.HELD and experts else 1.0
+        return share / self._ranks[id(weight)]
+
+    def _add_attention(self, model: nn.Module, fqn: str, N: int, K: int) -> None:
+        path, _, name = fqn.removesuffix(".base_layer").rpartition(".")
+        fused = re.fullmatch(_FUSED, name)
+        if fused or re.fullmatch(_QUERY, name):
+            parent: Any = model.get_submodule(path)
+            rate = _WIDE_HEADS if getattr(parent, "head_dim", 128) > 64 else _HEADS
+            flop = 14 * self._how.sequence * self._how.tokens * (K if fused else N)
+            self._add("attention", flop / rate / (2 if self._text else 1))
+
+    def _add_weight(self, weight: nn.Parameter) -> None:
+        count, trains, ranks = weight.numel(), weight.requires_grad, self._ranks[id(weight)]
+        if trains:
+            self._elements("optimizer", count / ranks, _ADAMW)
+        if ranks > 1:
+            self._elements("copies of FSDP2", count, _SHARDS)
+            both = (8 if trains else 4) * count * _others(ranks)  # gathered twice, and reduced
+            self._sent = [sent + both for sent in self._sent]
+        elif trains:
+            self._elements("optimizer", count, _COPIES)
+
+    def _add_waits(self, part: str, least: list[float]) -> None:
+        """Add what a step takes less than `least`."""
+        busy = [sum(ms) for ms in zip(*self.ms.values(), strict=True)]
+        waits = [max(0.0, each - ms) for each, ms in zip(least, busy, strict=True)]
+        if any(waits):
+            self._add(part, *waits)
+
+
+def _others(ranks: int) -> float:
+    """Return the share of what one of `ranks` gets from the others."""
+    return (ranks - 1) / ranks

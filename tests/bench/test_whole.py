@@ -1,0 +1,303 @@
+"""What a step takes by the model of `float8 plan`, held against all that was measured.
+
+Each row of the table is a stack or a whole model of a results file. The tables of
+benchmarks/NOTES.md are printed by `python tests/bench/test_whole.py`.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from float8 import all_linears, convert_to_float8_training
+from float8.convert.speed import COSTS, MEMORY, layer_ms
+from float8_lab.bench.experts import EXPERTS
+from float8_lab.bench.whole import ERROR, EXPERTS_ERROR, Setup, Step, keep_experts_of_a_rank
+from float8_lab.errors import ConfigError
+from float8_lab.models.llama import Block, Llama
+from float8_lab.models.presets import PRESETS
+from float8_lab.trainer.recipes import recipe_config
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+RECIPES = ("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
+OLDER = (
+    *("h200-block-llama3-8b", "h100-block-finer", "h200-fsdp-finer"),
+    *("plain-rebuild", "hugging-face"),
+)
+"""Files of versions that had fused functions, other scales of blocks, or another trainer."""
+
+
+class Case(NamedTuple):
+    """A model of one results file."""
+
+    file: str
+    name: str
+    gpu: str
+    blocks: int | None = None  # of a stack; None: the whole model
+    width: int | None = None
+    leaves: tuple[str, ...] = ("output",)  # what was in bf16, of what a filter may leave
+    setup: Setup = Setup(8192, 8192)
+    lora: bool = False
+    mode: str = "compiled"
+
+
+KV = "output", "key", "value"
+GRAPHS = Setup(8192, 8192, cuda_graphs=True)
+SMALL = Setup(8192, 2048, cuda_graphs=True)
+
+
+CASES = [
+    *(
+        Case("h200-widths", "llama3-8b", "H200", 2, width, setup=GRAPHS, mode="graphed")
+        for width in (1024, 1536, 2048, 3072)
+    ),
+    Case("h200-150m-graphed", "150m", "H200", 4, setup=SMALL, mode="graphed"),
+    Case("h200-stack-1b", "1b", "H200", 8, leaves=KV),
+    Case("h200-kernels-8b", "llama3-8b", "H200", 4),
+    Case("h200-block-llama3-8b", "llama3-8b", "H200", 4),
+    Case("h200-block-70b", "llama3-70b", "H200", 1),
+    Case("h200-block-llama3-70b", "llama3-70b", "H200", 1),
+    Case("h100-smaller-library", "llama3-8b", "H100", 4),
+    Case("plain-rebuild", "1b", "H100", 8, leaves=KV),
+    Case("h100-block-finer", "llama3-8b", "H100", 4),
+    Case("h100-block-llama3-70b", "llama3-70b", "H100", 1),
+    Case("h200-train-1b", "llama3-1b", "H200", leaves=KV),
+    Case("h200-train-8b-full", "llama3-8b", "H200", setup=Setup(8192, 8192, checkpointing=True)),
+    Case("h200-train-8b", "llama3-8b", "H200", setup=Setup(8192, 8192, 2)),
+    Case("h200-fsdp-llama3-8b", "llama3-8b", "H200", 8, setup=Setup(8192, 8192, 4)),
+    Case("h200-fsdp-finer", "llama3-8b", "H200", 8, setup=Setup(8192, 8192, 4)),
+    Case("h200-train-lora", "llama3-8b", "H200", lora=True),
+    Case("h200-lora", "llama3-8b", "H200", 8, setup=Setup(4096, 4096), lora=True),
+    Case("hugging-face", "llama3-8b", "H100", blocks=-4),  # with embedding and head
+]
+
+
+class Stack(nn.Module):
+    """Blocks of a model of text, without embedding and head."""
+
+    def __init__(self, shape: Any, blocks: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(shape) for _ in range(blocks))
+        self.text = nn.Embedding(1, 1)
+
+
+def made(case: Case) -> nn.Module:
+    preset = PRESETS[case.name]
+    shape = preset.model
+    if case.width:
+        part = case.width / shape.dim
+        sizes = {name: int(getattr(shape, name) * part) for name in ("n_heads", "n_kv_heads")}
+        shape = dataclasses.replace(
+            shape, dim=case.width, ffn_dim=int(shape.ffn_dim * part), **sizes
+        )
+    with torch.device("meta"):
+        if case.blocks is not None and case.blocks > 0:
+            return Stack(shape, case.blocks)
+        layers = abs(case.blocks or shape.n_layers)
+        model = Llama(dataclasses.replace(shape, n_layers=layers), preset.seq_len)
+    model.tie_head()
+    return model
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    """Freeze all, and give each linear layer of the blocks adapters."""
+    model.requires_grad_(False)
+    with torch.device("meta"):
+        for module in [x for x in model.modules() if any(x.children())]:
+            for name, layer in [*module.named_children()]:
+                if isinstance(layer, nn.Linear) and name != "output":
+                    module.add_module(f"lora_A_{name}", nn.Linear(layer.in_features, 16))
+                    module.add_module(f"lora_B_{name}", nn.Linear(16, layer.out_features))
+    return model
+
+
+def predicted(case: Case, recipe: str) -> float:
+    model = adapted(made(case)) if case.lora else made(case)
+    config = recipe_config(recipe)
+
+    def takes(mod: nn.Module, fqn: str) -> bool:
+        return "lora_" not in fqn and fqn.rpartition(".")[2] not in case.leaves
+
+    convert_to_float8_training(model, config=config, module_filter_fn=takes)
+    step = Step(model, case.gpu, config, case.setup)
+    if case.blocks is not None and case.blocks > 0 and case.setup.data_parallel == 1:
+        del step.ms["optimizer"]  # these were forward and backward alone
+    return float(step.rows[-1]["speedup"])
+
+
+def measured(case: Case) -> dict[str, float]:
+    results = json.loads((RESULTS / f"{case.file}.json").read_text())
+    if case.file == "plain-rebuild":
+        (results,) = [x for x in results["runs"] if x["environment"]["commit"] == "9763af4"]
+    rows = results["rows"]
+    if case.file == "h100-smaller-library":  # of two versions, several times
+        rows = [row for row in rows if row.get("size") == "llama3-8b" and row["code"] == "new"]
+    rows = [row for row in rows if (row["mode"], row.get("width")) == (case.mode, case.width)]
+    base, found = rows[0]["ms"], {}
+    assert rows[0]["recipe"] == "bf16"
+    for row in rows[1:]:
+        recipe = row["recipe"]
+        if case.file == "h200-lora":  # the base is in float8, but for one row
+            recipe = "tensorwise" if "bf16 base" in recipe else f"{recipe}+only"
+        if recipe.removesuffix("+only") in RECIPES:
+            found[recipe] = base / row["ms"]  # the last one: float8 gathers
+    return found
+
+
+@functools.cache
+def speedups(case: Case) -> dict[str, tuple[float, float]]:
+    """By recipe: modelled, and measured."""
+    found = {}
+    for recipe, speedup in measured(case).items():
+        blocks = recipe_config(recipe).scales_by_blocks
+        left = blocks and case.file in ("h200-kernels-8b", "h200-train-8b")
+        modelled = predicted(case._replace(leaves=KV) if left else case, recipe)
+        found[recipe] = modelled, speedup
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.file} {case.width or ''}")
+def test_speed_ups_are_within_the_error(case: Case) -> None:
+    at_most = 0.07 if case.file in OLDER else ERROR + 0.003 * (case.width == 1536)
+    assert speedups(case)
+    for recipe, (modelled, found) in speedups(case).items():
+        assert modelled / found == pytest.approx(1, abs=at_most), recipe
+
+
+def test_in_the_mean_the_error_is_small_and_has_no_tendency() -> None:
+    pairs = [pair for case in CASES for pair in speedups(case).values()]
+    errors = [modelled / found - 1 for modelled, found in pairs]
+    assert len(errors) == 63
+    assert abs(statistics.mean(errors)) < 0.002
+    assert statistics.mean(map(abs, errors)) < 0.0205
+
+
+def experts_ms(gpu: str, recipe: str, name: str) -> float:
+    E, rows, hidden, ff = EXPERTS[name]
+    kind, _, held = recipe.partition("+")
+    how: dict[str, Any] = {"experts": E, "casts": 0.15 if held else 1.0}
+    sizes = (hidden, 2 * ff), (ff, hidden)
+    return sum(layer_ms(gpu, kind, rows, *size, **how) for size in sizes)
+
+
+def experts_table() -> Iterator[tuple[str, str, str, float, float]]:
+    for row in json.loads((RESULTS / "h200-experts.json").read_text())["rows"]:
+        name, _, what = row["part"].partition(": ")
+        if what.startswith("forward") and row["recipe"] != "bf16":
+            kind = row["recipe"]
+            speedup = experts_ms("H200", "bf16", name) / experts_ms("H200", kind, name)
+            yield "H200", name, kind, speedup, row["speedup"]
+    rows = json.loads((RESULTS / "h100-smaller-library.json").read_text())["rows"]
+    ms = {row["recipe"]: row["ms"] for row in rows if row["what"] == "experts"}
+    for kind in ("tensorwise", "rowwise"):
+        high, low = (experts_ms("H100", x, "mixtral-8x7b") for x in ("bf16", kind))
+        yield "H100", "mixtral-8x7b", kind, high / low, ms["bf16"] / ms[kind]
+
+
+@pytest.mark.parametrize(("gpu", "name", "recipe", "modelled", "found"), [*experts_table()])
+def test_experts_are_within_their_error(
+    gpu: str, name: str, recipe: str, modelled: float, found: float
+) -> None:
+    assert modelled / found == pytest.approx(1, abs=EXPERTS_ERROR)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_most_layers_that_were_measured_alone_are_judged_rightly(recipe: str) -> None:
+    """Alone and eager, where casts take longer: the others cost less than 1 % of the time."""
+    rows = json.loads((RESULTS / "h200-smallest-layers.json").read_text())["rows"]
+    right, lost = [], 0.0
+    for row in [row for row in rows if row["mode"] == "eager" and row["recipe"] == recipe]:
+        size = row["M"], row["K"], row["N"]
+        gains = layer_ms("H200", "bf16", *size) / layer_ms("H200", recipe, *size) >= 1.01
+        right.append(gains == (row["speedup"] > 1))
+        lost += 0 if right[-1] else abs(row["speedup"] - 1)
+    assert len(right) == 145
+    assert sum(right) / 145 > 0.86
+    assert lost / 145 < 0.01
+
+
+def test_the_page_has_the_numbers_of_the_model() -> None:
+    text = (RESULTS.parents[1] / "docs" / "measuring.md").read_text()
+    for recipe, cost in COSTS.items():
+        (row,) = re.findall(rf"^\| `?{recipe}`? \| (0\.\d.*|1\.\d.*) \|$", text, re.MULTILINE)
+        assert tuple(map(float, row.split(" | "))) == cost[:4]
+
+
+# ---------------------------------------------------------------- what is not in files
+
+
+def test_ranks_share_optimizer_casts_and_experts() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8}
+    config = transformers.MixtralConfig(num_hidden_layers=1, vocab_size=256, **sizes)
+    steps = {}
+    for data, experts in ((1, 1), (8, 1), (8, 8)):
+        with torch.device("meta"):
+            model = transformers.MixtralForCausalLM(config)
+        keep_experts_of_a_rank(model, experts)
+        recipe = recipe_config("rowwise")
+        convert_to_float8_training(model, config=recipe, gpu="H200")
+        steps[data, experts] = Step(model, "H200", recipe, Setup(8192, 8192, data, experts)).ms
+    one, shared, apart = steps.values()
+    assert shared["optimizer"][0] < one["optimizer"][0] / 8
+    assert shared["experts"][0] == one["experts"][0]
+    assert shared["experts"][1] < one["experts"][1] - 2.0  # ms: seven eighths of the casts
+    # Each rank has one expert with all tokens of it: fewer bytes of weights.
+    assert apart["experts"][0] < shared["experts"][0]
+    assert "exchange of tokens" in apart
+    assert shared["copies of FSDP2"][0] > 5 * apart["copies of FSDP2"][0]
+    with pytest.raises(ConfigError, match="got 3, expected a divisor of 1"):
+        keep_experts_of_a_rank(model, 3)
+
+
+def test_a_step_waits_for_gathers_and_for_the_cpu() -> None:
+    model = made(Case("", "llama3-8b", ""))
+    config = recipe_config("tensorwise")
+    convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
+    step = Step(model, "H100", config, Setup(512, 512, 8))
+    high, low = step.ms["waiting for gathers"]
+    assert high > low > 0  # half of the bytes are gathered, as many are reduced
+    tiny = made(Case("", "tiny", ""))
+    convert_to_float8_training(tiny, config=config, module_filter_fn=all_linears)
+    assert Step(tiny, "H100", config, Setup(64, 64)).ms["waiting for the CPU"][1] > 5
+    graphs = Step(tiny, "H100", config, Setup(64, 64, cuda_graphs=True))
+    assert "waiting for the CPU" not in graphs.ms
+
+
+@pytest.mark.parametrize("gpu", MEMORY)
+def test_attention_and_classifiers_of_pictures(gpu: str) -> None:
+    """All see all tokens of a picture; one token of each is classified."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head_dim = 64
+            self.qkv, self.proj = nn.Linear(1024, 3072), nn.Linear(1024, 1024)
+
+    with torch.device("meta"):
+        blocks = nn.ModuleList([Attention(), nn.MultiheadAttention(1024, 8)])
+        whole = nn.ModuleDict({"blocks": blocks, "head": nn.Linear(1024, 1000)})
+    step = Step(whole, gpu, recipe_config("tensorwise"), Setup(50432, 197))
+    flop = 3.5 * 4 * 197 * 50432 * 1024
+    assert step.ms["attention"][0] == pytest.approx(flop / 360e9 + flop / 470e9)
+    sizes = [*2 * [(50432, 1024, 3072), (50432, 1024, 1024)], (256, 1024, 1000)]
+    expected = sum(layer_ms(gpu, "bf16", *size) for size in sizes)
+    assert step.ms["linear layers"][0] == pytest.approx(expected)
+
+
+if __name__ == "__main__":  # prints the table of the notes
+    rows = [(case.file, case.width, *row) for case in CASES for row in speedups(case).items()]
+    for file, width, recipe, (modelled, found) in rows:
+        what = f"{file}{f', {width} wide' * bool(width)}"
+        print(f"| {what} | {recipe} | {found:.2f} / {modelled:.2f} | {modelled / found - 1:+.1%} |")  # noqa: T201
+    for gpu, name, recipe, modelled, found in experts_table():
+        error = f"{modelled / found - 1:+.1%}"
+        print(f"| {gpu}: {name} | {recipe} | {found:.2f} / {modelled:.2f} | {error} |")  # noqa: T201

@@ -1,0 +1,93 @@
+"""`float8 plan` has a number and a verdict for each model of a newcomer, without a GPU."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from float8_lab.cli.main import main
+
+pytest.importorskip("peft")
+pytest.importorskip("transformers")
+
+MODELS = """
+import transformers
+from peft import LoraConfig, get_peft_model
+
+def llama(vocab_size, hidden_size, intermediate_size, layers, heads, kv=8, **more):
+    config = transformers.LlamaConfig(
+        vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=intermediate_size,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv, **more)
+    return transformers.LlamaForCausalLM(config)
+
+def llama32_1b():
+    return llama(128256, 2048, 8192, 16, 32, tie_word_embeddings=True)
+
+def llama3_8b():
+    return llama(128256, 4096, 14336, 32, 32)
+
+def lora_13b():
+    how = LoraConfig(r=16, target_modules="all-linear")
+    return get_peft_model(llama(32000, 5120, 13824, 40, 40, 40), how)
+
+def qwen3_30b_a3b():
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32,
+        num_key_value_heads=4, head_dim=128, moe_intermediate_size=768, num_experts=128,
+        num_experts_per_tok=8)
+    return transformers.Qwen3MoeForCausalLM(config)
+
+def mixtral_8x7b():
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig())
+
+def vit_l():
+    config = transformers.ViTConfig(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096,
+        num_labels=1000)
+    return transformers.ViTForImageClassification(config)
+"""
+ON_EIGHT = "--data-parallel 8"
+SPLIT = f"{ON_EIGHT} --expert-parallel 8"
+CASES = [
+    ("llama32_1b --tokens 4096", 1.07, "it pays"),
+    ("llama3_8b --tokens 4096", 1.20, "it pays"),
+    ("lora_13b --tokens 4096", 1.28, "it pays"),
+    ("lora_13b --tokens 4096 --recipe tensorwise+only", 1.40, "it pays"),
+    ("--model llama3-70b --data-parallel 64", 1.47, "it pays"),
+    (f"qwen3_30b_a3b {ON_EIGHT}", 1.01, "about level, so time a step of yours"),
+    (f"qwen3_30b_a3b {SPLIT}", 1.02, "about level, so time a step of yours"),
+    (f"mixtral_8x7b {ON_EIGHT}", 1.14, "it pays"),
+    (f"mixtral_8x7b {SPLIT}", 1.21, "it pays"),
+    ("vit_l --tokens 50432 --sequence 197", 1.04, "about level, so time a step of yours"),
+]
+
+
+@pytest.mark.parametrize(("words", "speedup", "verdict"), CASES, ids=lambda x: str(x)[:30])
+def test_a_number_and_a_verdict(
+    words: str,
+    speedup: float,
+    verdict: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("models_to_plan.py").write_text(MODELS)
+    monkeypatch.delitem(sys.modules, "models_to_plan", raising=False)
+    model = words if words.startswith("--") else f"models_to_plan:{words}"
+    assert main(["plan", "--gpu", "H100", *model.split()]) == 0
+    out = capsys.readouterr().out
+    found = re.search(r"\nmodelled \(±(5|10)%\): ([\d.]+)x of a step, (.*): (.*)\n", out)
+    assert found
+    assert float(found[2]) == pytest.approx(speedup, abs=0.011)
+    assert found[4] == verdict
+    assert "x of its linear layers" in found[3]
+    experts = "experts" in out
+    assert (found[1] == "10") == experts == ("x of its experts" in found[3])
+    if "qwen3" in words:  # a number although they stay
+        assert re.search(r"all in float8 that stays for its speed, modelled .*: 0\.9.x of a", out)
+    assert "measured" not in out
