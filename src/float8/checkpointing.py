@@ -27,9 +27,11 @@ def activations_in_float8(*, min_mib: float = 1.0, dtype: torch.dtype = E4M3) ->
     NaN, make NaN of the elements that share their scale. These stay as they are:
 
     - Parameters, buffers, and what is made of them alone, such as weights that autocast rounds;
-    - what backward of fused attention reads, probabilities and logits of a softmax, and what
-      backward makes these of again: errors grow there;
-    - what is kept anyway: outputs, what shares their storage, and inputs without gradients.
+    - all with which backward does more than is known to be harmless. It may multiply, add, take
+      means and maxima, derive activation functions and norms, and cast to float8. Errors grow in
+      fused attention, softmaxes, differences of a loss, comparisons, quotients, custom ops;
+    - what is kept anyway: outputs, what shares their storage, and inputs without gradients;
+    - the inputs of inner graphs (`nested_compile_region`), of which nothing is known.
 
     Args:
         min_mib: tensors of fewer MiB stay as they are. Sizes are those at hand while the graph is

@@ -10,11 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
-from torch._functorch.compilers import nop
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from float8 import (
@@ -30,6 +26,7 @@ from float8 import (
 from sqnr import same_bits, sqnr
 from support.configs import of_recipe, tensorwise
 from support.devices import on_devices
+from support.graphs import op_by_op
 from support.models import LlamaBlock, forward_backward, seeded
 from support.saved import saved_bytes
 from support.spies import saved_tensors
@@ -37,18 +34,11 @@ from support.spies import saved_tensors
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def in_eager_mode(options: dict[str, Any] | None) -> dict[str, Any]:
-    """Arguments of a compilation that splits graphs so, and runs them op by op: no C++ is made."""
-    split = options["custom_partitioner_fn"] if options else min_cut_rematerialization_partition
-    table = select_decomp_table()
-    return {"backend": aot_autograd(fw_compiler=nop, partition_fn=split, decompositions=table)}
-
-
 def run(function: Callable[..., Tensor], *args: Tensor, **options: Any) -> tuple[Tensor, list[Any]]:
     """The output of a function, compiled with all that can be kept in float8 kept so, and what
     it keeps for backward."""
     torch._dynamo.reset()
-    how = in_eager_mode(activations_in_float8(min_mib=0, **options))
+    how = op_by_op(activations_in_float8(min_mib=0, **options))
     with saved_tensors() as saved:
         y = torch.compile(function, fullgraph=True, **how)(*args)
     return y, saved
@@ -98,7 +88,7 @@ def test_a_block_keeps_less_and_has_nearly_the_same_gradients(
     for options in (None, activations_in_float8(min_mib=0)):
         torch._dynamo.reset()
         one = copy.deepcopy(model)
-        how = in_eager_mode(options) if device == "cpu" else {"options": options}
+        how = op_by_op(options) if device == "cpu" else {"options": options}
         one.compile(fullgraph=True, dynamic=False, **how)
         results.append(steps(one, x, g))
         inputs, there = x.clone().requires_grad_(), (*one.parameters(), *one.buffers())
@@ -107,6 +97,30 @@ def test_a_block_keeps_less_and_has_nearly_the_same_gradients(
         least = 40 if name == "output" else 20  # Inductor fuses forward in another way
         assert sqnr(expected, results[1][name]) > least, name
     assert kept[1] < 0.8 * kept[0]
+
+
+def masked(x: Tensor) -> Tensor:
+    return x[x[:, 0] > 0].square().tanh()
+
+
+def times(x: Tensor, w: Tensor) -> Tensor:
+    return x * w
+
+
+@pytest.mark.parametrize("case", ["data decide", "no tokens", "float16 at its end"])
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_odd_inputs(case: str) -> None:
+    x = seeded(0, 0 if case == "no tokens" else 64, 256, dtype=torch.float16).requires_grad_()
+    with torch.no_grad():
+        x[3:4, 4] = 65000 if case == "float16 at its end" else 1  # next in float8 is 65,536
+    w = torch.full_like(x, 2.0**-9).requires_grad_()
+    how = (masked, x) if case == "data decide" else (times, x, w)
+    y, saved = run(*how)
+    y.sum().backward()
+    assert x.grad.isfinite().all()
+    assert case == "data decide" or w.grad.isfinite().all()
+    if case == "data decide":
+        assert in_float8(saved) == [(int((x[:, 0] > 0).sum()), 256)]
 
 
 def square(x: Tensor) -> Tensor:
@@ -175,7 +189,7 @@ def test_what_probabilities_are_made_of_stays(fused: bool) -> None:
     for options in (None, activations_in_float8(min_mib=0)):
         torch._dynamo.reset()
         one = copy.deepcopy(model)
-        one.compile(fullgraph=True, **in_eager_mode(options))
+        one.compile(fullgraph=True, **op_by_op(options))
         with saved_tensors() as saved:
             loss = one(x.clone().requires_grad_(), targets)
         loss.backward()
@@ -187,6 +201,97 @@ def test_what_probabilities_are_made_of_stays(fused: bool) -> None:
         assert kept[1].count(stays) == kept[0].count(stays)
     assert len(kept[1]) < len(kept[0])
     assert kept[1].count((2, 1, 96, 64)) == 4 * fused
+
+
+@torch.library.custom_op("float8_tests::attention", mutates_args=())
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(q.float() @ k.float().mT, -1).to(v.dtype) @ v
+
+
+@attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.empty_like(v)
+
+
+@torch.library.custom_op("float8_tests::attention_backward", mutates_args=())
+def attention_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    p, g = F.softmax(q.float() @ k.float().mT, -1), g.float()
+    s = p * (g @ v.float().mT)
+    s = s - p * s.sum(-1, keepdim=True)
+    found = s @ k.float(), s.mT @ q.float(), p.mT @ g
+    return [x.to(v.dtype) for x in found]
+
+
+@attention_backward.register_fake
+def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    return [torch.empty_like(x) for x in (q, k, v)]
+
+
+attention.register_autograd(
+    lambda ctx, g: tuple(attention_backward(g, *ctx.saved_tensors)),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+NOISE = seeded(2, 64, 192, dtype=torch.bfloat16)
+
+
+def near(y: Tensor) -> Tensor:
+    """Targets that a model has all but learnt."""
+    return y.detach() + 0.01 * y.detach().std() * NOISE
+
+
+def normed_queries(y: Tensor) -> Tensor:
+    q, k, v = (x[:, None] for x in y.view(2, -1, 192).split(64, -1))
+    q, k = (10 * F.rms_norm(x, (64,)) for x in (q, k))
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def shifted(s: Tensor) -> Tensor:
+    return s - s.amax(-1, keepdim=True).detach()
+
+
+AMPLIFY: dict[str, Callable[[Tensor], Tensor]] = {
+    "absmax": lambda y: y / y.abs().amax(-1, keepdim=True).clamp(min=1e-5),
+    "max over tokens": lambda y: y.square().sum() + y.amax(0).sum(),
+    "mse": lambda y: F.mse_loss(y, near(y)),
+    "smooth_l1": lambda y: F.smooth_l1_loss(y, near(y), beta=0.01),
+    "exp2": lambda y: torch.exp2(shifted(y) * 1.44) / torch.exp2(shifted(y) * 1.44).sum(-1, True),
+    "exp": lambda y: y.exp() / y.exp().sum(-1, keepdim=True),
+    "exp of a sum": lambda y: (y + -y.amax(-1, keepdim=True).detach()).exp(),
+    "chunks": lambda y: sum(F.cross_entropy(each, torch.arange(len(each))) for each in y.chunk(4)),
+    "softmax": lambda y: F.softmax(y, -1).square(),
+    "normed queries": normed_queries,
+    "custom op": lambda y: attention(*(x.contiguous() for x in y.split(64, -1))),
+    "sin": lambda y: (30 * y).sin(),
+    "prod": lambda y: y[:, :8].prod(-1),
+    "threshold": lambda y: torch.where(y >= y.topk(8).values[:, -1:], y, 0).square(),
+    "tanh of an action": lambda y: (1 - y.tanh().square() + 1e-6).log(),
+    "quotient": lambda y: 1 / (y.abs() + 1e-4),
+    "square root": lambda y: y.abs().sqrt(),
+}
+
+
+@pytest.mark.parametrize("name", AMPLIFY)
+def test_what_makes_errors_grow_is_not_rounded(name: str) -> None:
+    torch.manual_seed(0)
+    w = (0.3 * torch.randn(192, 64)).bfloat16()
+    x = seeded(0, 64, 64, dtype=torch.bfloat16)
+    weight = seeded(1, 64, 192, dtype=torch.float32)
+    gradients = []
+    for options in (None, activations_in_float8(min_mib=0)):
+        torch._dynamo.reset()
+        inputs = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+
+        def loss(x: Tensor, w: Tensor) -> Tensor:
+            y = AMPLIFY[name](x @ w.t()).float().flatten()
+            return (y * weight.flatten()[: len(y)]).sum()
+
+        torch.compile(loss, **op_by_op(options))(*inputs).backward()
+        gradients.append([x.grad for x in inputs])
+    for expected, found in zip(*gradients, strict=True):
+        assert expected.isfinite().all()
+        assert sqnr(expected, found) > 22
 
 
 class Gated(nn.Module):
@@ -301,7 +406,7 @@ def test_it_goes_with_checkpointing(selective: bool, inside: bool) -> None:
     for options in (None, activations_in_float8(min_mib=0)):
         torch._dynamo.reset()
         one = copy.deepcopy(model)
-        (one if inside else one.block).compile(fullgraph=True, **in_eager_mode(options))
+        (one if inside else one.block).compile(fullgraph=True, **op_by_op(options))
         results.append(forward_backward(one, x, g))
     for name, expected in results[0].items():
         assert sqnr(expected, results[1][name]) > 20, name

@@ -12,13 +12,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from float8 import attach_to_optimizer, precompute_float8_dynamic_scale_for_fsdp
+from float8 import (
+    activations_in_float8,
+    attach_to_optimizer,
+    precompute_float8_dynamic_scale_for_fsdp,
+)
 from sqnr import sqnr
 from support.configs import RECIPES
 from support.devices import E4M3
+from support.graphs import op_by_op
 from support.outcome import IN_ONE_GRAPH, assert_same, compiled, compiles, train
 from support.ranks import on
 from support.sharded import DIM, convert, fsdp1, here, shard, small
@@ -91,6 +99,22 @@ def test_compiled_forwards_keep_the_gathered_bytes_and_no_copy() -> None:
     # The gathered bytes, of the layer whose input has a gradient; no view of their transposed copy.
     found = [(tuple(x.shape), x.stride()) for x in kept]
     assert found == [((32, 64), (64, 1))] or not compiles()
+
+
+@on("either")
+def test_activations_in_float8_leave_weights_of_tensor_parallel() -> None:
+    torch._dynamo.reset()
+    mesh = init_device_mesh(here().type, (dist.get_world_size(),))
+    model = nn.Sequential(
+        nn.Linear(128, 256, bias=False), nn.SiLU(), nn.Linear(256, 96, bias=False)
+    )
+    plan = {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}
+    model = parallel.parallelize_module(model.to(here(), torch.bfloat16), mesh, plan)
+    x = torch.randn(64, 128, device=here(), dtype=torch.bfloat16, requires_grad=True)
+    with saved_tensors() as saved:
+        torch.compile(model, **op_by_op(activations_in_float8(min_mib=0)))(x)
+    packed = {tuple(x.shape) for x in saved if x.dtype == E4M3}
+    assert packed == {(64, 128), (64, 256 // dist.get_world_size())}
 
 
 def stepped(compile_step: bool, attached: bool, kind: Any = torch.optim.SGD, **more: Any) -> Tensor:

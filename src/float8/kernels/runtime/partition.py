@@ -15,14 +15,25 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from float8 import scales
 from float8.scales import amax_to_scale
 
 RUN = 128
 """Elements along the last dim that share a scale, if that dim is a multiple of it; else all do."""
 
-_NEAR = 2
+_SUMS = {"sum", "mean", "amax", "var_mean"}
+_ALIKE = {"add", "mul", "neg", "abs", "relu", "where", "clamp", "clamp_min", "clamp_max", "cat"}
+_ALIKE |= {"clone", "convert_element_type", "constant_pad_nd", "getitem"}
+_HARMLESS = {*_SUMS, *_ALIKE, "sigmoid", "tanh", "erf", "isnan", "bitwise_and", "bitwise_not"}
+_HARMLESS |= {"float8::cast", "float8::cast_groups", "float8::amax", "float8::transpose"}
+_OF_FEW = {"rsqrt", "sqrt", "maximum", "minimum", "bitwise_or"}
+_COMPARISONS = {"eq", "ne", "le", "lt", "ge", "gt"}
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm"}
+_PRODUCTS |= {"float8::grouped_matmul", "float8::matmul", "convolution_backward"}
+"""Ops by their names; those that are not of aten with their namespace."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,7 @@ class Float8Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> object:
         """Return what the caches of compiled code tell partitioners by."""
-        return get_hash_for_files((__file__,)), self.min_bytes, self.dtype
+        return get_hash_for_files((__file__, scales.__file__)), self.min_bytes, self.dtype
 
     def __call__(
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -50,14 +61,16 @@ class Float8Partitioner(CustomPartitionerFn):
         static.update(kwargs.get("static_lifetime_input_indices") or ())
         activations = _activations(forward.graph, inputs, gradients, static)
         taken = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+        kept = {node.name for node in outputs if isinstance(node, Node)}
+        of_gradients = _made_of(backward.graph, {n for n in taken.values() if n.name not in kept})
         count = kwargs["num_fwd_outputs"]
-        none = dict.fromkeys(forward.graph.nodes, 0)
-        made = _near_probabilities(forward.graph, none, _is_elementwise)
-        again = _made_again(backward.graph, {node.name for node in outputs if node is not None})
-        chosen = []
-        for node in (node for node in outputs[count:] if node in activations and self._pays(node)):
-            read = _near_probabilities(backward.graph, {taken[node.name]: made[node]}, again)
-            chosen += [node] * (max(read.values()) < _NEAR)
+        chosen = [
+            node
+            for node in outputs[count:]
+            if node in activations
+            and self._pays(node)
+            and _may_be_rounded(backward.graph, taken[node.name], of_gradients)
+        ]
         # Nothing is freed where an output shares the storage, or what stays as it is.
         stays = {
             _storage(node) for i, node in enumerate(outputs) if i < count or node not in chosen
@@ -74,9 +87,10 @@ class Float8Partitioner(CustomPartitionerFn):
 
     def _pays(self, node: Node) -> bool:
         x = node.meta["val"]
-        if x.dtype not in (torch.bfloat16, torch.float16) or x.dim() < 2:
+        if not isinstance(x, Tensor) or x.dtype not in (torch.bfloat16, torch.float16):
             return False
-        return _hint(x.shape[-1]) >= 32 and _hint(x.numel()) * x.element_size() >= self.min_bytes
+        enough = x.dim() > 1 and _hint(x.shape[-1]) >= 32 and _hint(x.numel()) > 0
+        return enough and _hint(x.numel()) * x.element_size() >= self.min_bytes
 
     def _pack(self, x: Tensor) -> tuple[Tensor, Tensor]:
         # Scales are rounded up, so that nothing saturates, to powers of two, so that values lose
@@ -98,7 +112,9 @@ class Float8Partitioner(CustomPartitionerFn):
         dtype, first = node.meta["val"].dtype, next(n for n in graph.nodes if n in node.users)
 
         def unpack(data: Tensor, scale: Tensor) -> tuple[Tensor]:
-            return ((_in_runs(data.to(torch.float32)) * scale).to(dtype).reshape(data.shape),)
+            x, largest = _in_runs(data.to(torch.float32)) * scale, torch.finfo(dtype).max
+            x = x.clamp(-largest, largest) if dtype == torch.float16 else x  # rounded to above
+            return (x.to(dtype).reshape(data.shape),)
 
         with graph.inserting_before(node):
             inputs = [graph.placeholder(f"{each.name}_kept") for each in packed]  # of no other node
@@ -117,55 +133,106 @@ def _results(graph: Graph) -> list[Any]:
 def _activations(
     graph: Graph, inputs: Sequence[Node], gradients: Sequence[Node | None], static: set[int]
 ) -> set[Node]:
-    """Find what requires grad, and is made of more than static inputs: Parameters and buffers."""
-    traits = {
-        node.name: (gradient is not None, index not in static)
-        for index, (node, gradient) in enumerate(zip(inputs, gradients, strict=False))
-    }
+    """Find what requires grad, is made of more than Parameters and buffers, and no probability."""
+    traits = {}
+    for index, (node, gradient) in enumerate(zip(inputs, gradients, strict=False)):
+        what: Any = node.meta.get("desc")  # of an inner graph there is none: nothing is known
+        while hasattr(what, "base"):  # an attribute of a tensor subclass; static are the subclasses
+            what = what.base
+        known = what is not None and not (what.is_param() or what.is_buffer())
+        given = known and static.isdisjoint((index, getattr(what, "idx", index)))
+        traits[node.name] = gradient is not None, given, False
     for node in graph.nodes:
         if node.op == "call_function":
-            of = [traits.get(each.name, (False, False)) for each in node.all_input_nodes]
-            traits[node.name] = any(a for a, _ in of), any(b for _, b in of)
-    return {node for node in graph.nodes if traits.get(node.name) == (True, True)}
+            of = [traits.get(each.name, (False, False, False)) for each in node.all_input_nodes]
+            alike = _name(node) in {*_ALIKE, "div"} or _is_view(node)
+            exponents = _name(node).startswith("exp") or (alike and any(c for *_, c in of))
+            traits[node.name] = any(a for a, *_ in of), any(b for _, b, _ in of), exponents
+    return {node for node in graph.nodes if traits.get(node.name) == (True, True, False)}
 
 
-def _made_again(graph: Graph, kept: set[str]) -> Callable[[Node], bool]:
-    """Tell which nodes of backward compute forward once more: no gradient goes into them."""
-    of_gradients = {n for n in graph.find_nodes(op="placeholder") if n.name not in kept}
+def _made_of(graph: Graph, starts: set[Node]) -> set[Node]:
+    made = set(starts)
     for node in graph.nodes:
-        if not of_gradients.isdisjoint(node.all_input_nodes):
-            of_gradients.add(node)
-    return lambda node: node not in of_gradients
+        if not made.isdisjoint(node.all_input_nodes):
+            made.add(node)
+    return made
 
 
-def _near_probabilities(
-    graph: Graph, near: dict[Node, int], passes: Callable[[Node], bool]
-) -> dict[Node, int]:
-    """Find what is made of nodes by ops that pass it on, and how near that is to probabilities.
+def _may_be_rounded(graph: Graph, start: Node, of_gradients: set[Node]) -> bool:
+    """Whether all that backward does with a node, until it meets a gradient, keeps errors small.
 
-    1: a maximum or a logarithm may have been taken off. 2: exponents of that, or what fused
-    attention reads.
+    They grow where numbers that are nearly equal are subtracted or compared, where it divides by
+    single numbers, and in exponents, of which fused attention takes some, too. So what is not known
+    to be harmless is refused. What is made of the node: "few" are sums and maxima, "square" what
+    GELU takes exponents of, "divisor" the 1 + exp(-x) of sigmoids.
     """
-    near = dict(near)
+    kinds = {start: "each"}
     for node in graph.nodes:
-        of = [near[each] for each in node.all_input_nodes if each in near]
-        name = str(node.target)
-        if of and ("attention" in name or "attn" in name or ("exp." in name and max(of) > 0)):
-            near[node] = _NEAR
-        elif of and passes(node):
-            near[node] = max(*of, "sub." in name)
-    return near
+        given = {kinds[each] for each in node.all_input_nodes if each in kinds}
+        if not given or node.op == "output":
+            continue
+        name, few, divisors = _name(node), given == {"few"}, {"few", "divisor"}
+        second = node.args[1] if len(node.args) > 1 else None
+        if name == "sub":  # of a mean, or of a constant
+            known = few or any(_is_alike_along_rows(each) for each in node.args)
+        elif name == "div":
+            known = not isinstance(second, Node) or kinds.get(second, "few") in divisors
+        elif name == "reciprocal":
+            known = given <= divisors
+        elif name == "exp":
+            known = given == {"square"} or all(_adds_one(user) for user in node.users)
+        elif name == "pow":
+            known = few or second in (1, 2, 3)
+        elif name in _COMPARISONS:
+            known = few or not isinstance(second, Node) or second is node.args[0]
+        elif name in _PRODUCTS:
+            known = node in of_gradients
+        else:
+            known = name in _HARMLESS or _is_view(node) or (few and name in _OF_FEW)
+        if not known:
+            return False
+        if node in of_gradients:
+            continue
+        squares = name == "mul" and node.args[0] is second
+        if few or name in _SUMS:
+            kinds[node] = "few"
+        elif name == "add" and _adds_one(node) and _name(node.args[0]) == "exp":
+            kinds[node] = "divisor"
+        elif squares or (name in ("mul", "neg") and "square" in given) or name == "pow":
+            kinds[node] = "square"
+        else:
+            kinds[node] = "each"
+    return True
 
 
-def _is_elementwise(node: Node) -> bool:
+def _is_alike_along_rows(each: Any) -> bool:
+    """Whether it is a number, or a tensor with one number for each row or for all."""
+    if not isinstance(each, Node) or each.target is torch.ops.aten.full.default:
+        return True
+    sizes = each.meta["val"].shape[-1:]  # of a scalar there is none
+    return all(statically_known_true(size == 1) is True for size in sizes)
+
+
+def _adds_one(node: Node) -> bool:
+    return _name(node) == "add" and node.args[1:] == (1,)
+
+
+def _name(node: Node) -> str:
     op = node.target
     if not isinstance(op, OpOverload):
-        return False
+        return getattr(op, "__name__", "")
+    whole: str = op.name()  # type: ignore[no-untyped-call]
+    space, _, name = whole.partition("::")
     return (
-        torch.Tag.pointwise in op.tags
-        or op._schema._is_view_op()
-        or op is torch.ops.aten.cat.default
+        name.partition(".")[0]
+        if space in ("aten", "prims")
+        else f"{space}::{name.partition('.')[0]}"
     )
+
+
+def _is_view(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema._is_view_op()
 
 
 def _graft(graph: Graph, function: Callable[..., Any], nodes: list[Node]) -> list[Any]:
@@ -186,7 +253,8 @@ def _storage(node: Any) -> Any:
 
 
 def _in_runs(x: Tensor) -> Tensor:
-    return x.reshape(*x.shape[:-1], -1, RUN) if x.shape[-1] % RUN == 0 else x
+    whole = statically_known_true(x.shape[-1] % RUN == 0)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // RUN, RUN) if whole else x
 
 
 def _hint(size: Any) -> int:
