@@ -26,6 +26,7 @@ from float8.convert import (
     convert_to_high_precision,
     float8_state_dict,
     high_precision_state_dict,
+    keep_high_precision,
     swap_linear_with_float8_linear,
 )
 from float8.experts import grouped_linear
@@ -82,6 +83,7 @@ __all__ = [
     "forget_float8_amax",
     "grouped_linear",
     "high_precision_state_dict",
+    "keep_high_precision",
     "linear",
     "linear_requires_sync",
     "precompute_float8_dynamic_scale_for_fsdp",
