@@ -31,6 +31,7 @@ from float8.convert import (
 )
 from float8.experts import grouped_linear
 from float8.linear import Float8Linear, linear
+from float8.numerics import Watch
 from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp
 from float8.step import (
     attach_to_optimizer,
@@ -74,6 +75,7 @@ __all__ = [
     "PrepareFloat8ModuleInput",
     "ScalingGranularity",
     "ScalingType",
+    "Watch",
     "all_linears",
     "attach_to_optimizer",
     "conversion_report",
