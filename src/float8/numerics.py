@@ -144,8 +144,8 @@ class Watch(contextlib.ExitStack):
     """A watch over the casts of a converted model, in every so many steps of its training.
 
     Call `step()` once per optimizer step. A watched step runs eagerly, also of compiled models, and
-    takes about twice as long; others cost nothing. `close()`, or the end of a `with`, takes off the
-    hooks that an error may leave.
+    takes longer; others cost nothing. `close()`, or the end of a `with`, takes off the hooks that
+    an error may leave. See docs/nan_or_drift.md.
 
     Args:
         model: it may be compiled, under FSDP2, tensor parallel or DDP.

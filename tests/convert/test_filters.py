@@ -325,7 +325,7 @@ def test_others_are_left_to_the_default_or_to_the_given_filter() -> None:
     whole = Towers()
     convert_to_float8_training(whole, gpu="H100", module_filter_fn=keep)  # is still asked
     reasons = {layer.fqn: layer.skip_reason for layer in conversion_report(whole).layers}
-    assert reasons["vision.0.q"] == "keep_high_precision: in the first 1 of vision"
+    assert reasons["vision.0.q"] == "keep_high_precision: first=1 of vision"
     assert reasons["text.2.experts.0.down_proj"] == "keep_high_precision: named 'down_proj'"
     assert reasons["text.2.q"] == "K=16 is less than 1024: tensorwise is slower there on H100"
     assert str(reasons["lm_head"]).startswith("the head: ")

@@ -40,7 +40,7 @@ class Keep(NamedTuple):
                 (self.first, "first", blocks[: self.first]),
                 (self.last, "last", blocks[::-1][: self.last]),
             ):
-                reason = f"keep_high_precision: in the {where} {count} of {name}"
+                reason = f"keep_high_precision: {where}={count} of {name}"
                 kept.update((each, reason) for block in some for each in block.modules())
         if (self.first or self.last) and not in_blocks:
             got = f"keep_high_precision: got first={self.first} and last={self.last} for a model"
