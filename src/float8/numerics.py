@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -85,16 +85,18 @@ def over_ranks(
     return torch.cat([amaxes[:, None].double(), sums], 1)[1:].tolist()
 
 
-@contextlib.contextmanager
-def shown(
-    layers: Mapping[str, nn.Module], see: Callable[..., None], probe: Tensor | None = None
-) -> Iterator[None]:
-    """Show what `layers` read, in forwards with gradients; compiled code runs eagerly meanwhile.
+def show(
+    layers: Mapping[str, nn.Module],
+    see: Callable[..., None],
+    stack: contextlib.ExitStack,
+    probe: Tensor | None = None,
+) -> None:
+    """Show what `layers` read until `stack` is closed; all code runs eagerly meanwhile.
 
     `see(name, layer, gemms, offs, role, x)` gets the input, the weight, and in backward the
     grad_output; `gemms` are those that are needed. Of experts it gets weights [E, N, K] by the
-    names of their Parameters, and rows in groups by `offs`. A `probe` is a zero that is added to
-    outputs; with it forwards without gradients are shown, too.
+    names of their Parameters, and rows in groups by `offs`. Forwards without gradients are shown
+    only with a `probe`, a zero that is added to outputs.
     """
 
     def follow(name: str, layer: Any, x: Any, weight: Any, y: Any, offs: Any = None) -> Any:
@@ -102,14 +104,14 @@ def shown(
             return y
         needs = {"grad_input": x.requires_grad, "grad_weight": getattr(weight, "requires_grad", 1)}
         gemms = {"output"} | {gemm for gemm in needs if needs[gemm] and y.requires_grad}
-        show = functools.partial(see, name, layer, gemms, offs)
+        tell = functools.partial(see, name, layer, gemms, offs)
         dtype = autocast_dtype(x.device) or getattr(weight, "dtype", x.dtype)
         with torch.no_grad():  # nothing is recorded
-            show("input", x if isinstance(local_tensor(x), Float8Tensor) else x.to(dtype))
-            show("weight", weight)
+            tell("input", x if isinstance(local_tensor(x), Float8Tensor) else x.to(dtype))
+            tell("weight", weight)
         if y.requires_grad:
             y = y if probe is None else y + probe
-            y.register_hook(functools.partial(show, "grad_output"))
+            y.register_hook(functools.partial(tell, "grad_output"))
         return y
 
     def after(name: str, layer: Any, args: Any, kwargs: Any, y: Any) -> Any:
@@ -122,18 +124,16 @@ def shown(
         own = own or next((n for n, p in named if _address(p) == _address(weight)), "")
         return follow(f"{name}.{own}".strip("."), experts, x, weight, y, offs)
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for name, layer in layers.items():
-            if isinstance(layer, Float8Experts):
-                layer.__dict__["_float8_product"] = functools.partial(product, name, layer)
-                stack.callback(layer.__dict__.pop, "_float8_product")
-                continue
-            # First of all hooks: before FSDP2 lets go of weights, and styles move outputs.
-            hook: Any = functools.partial(after, name)
-            handle = layer.register_forward_hook(hook, prepend=True, with_kwargs=True)
-            stack.callback(handle.remove)
-        yield
+    stack.enter_context(torch.compiler.set_stance("force_eager"))
+    for name, layer in layers.items():
+        if isinstance(layer, Float8Experts):
+            layer.__dict__["_float8_product"] = functools.partial(product, name, layer)
+            stack.callback(layer.__dict__.pop, "_float8_product")
+            continue
+        # First of all hooks: before FSDP2 lets go of weights, and styles move outputs.
+        how: Any = {"prepend": True, "with_kwargs": True}
+        handle = layer.register_forward_hook(functools.partial(after, name), **how)
+        stack.callback(handle.remove)
 
 
 def _address(x: Any) -> Any:
@@ -203,7 +203,7 @@ class Watch(contextlib.ExitStack):
                 names += [name, *(f"{name}.{each.name}" for each in weights_of(layer))]
         self._keys = [f"{x}/{role}" for x in names for role in ("input", "weight", "grad_output")]
         self._found: dict[str, list[Tensor]] = {}
-        self.enter_context(shown(layers, self._see))
+        show(layers, self._see, self)
 
     def _see(self, name: str, layer: Any, _: Any, offs: Any, role: str, x: Any) -> None:
         key, linear = f"{name}/{role}", isinstance(layer, Float8Linear)

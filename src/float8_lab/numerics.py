@@ -26,7 +26,7 @@ from float8.config import (
 from float8.convert.report import percent
 from float8.experts import Float8Experts, kind_of, weights_of
 from float8.linear.plan import no_grouped_gemm, plan_linear
-from float8.numerics import measure, of_this_rank, over_ranks, shown
+from float8.numerics import measure, of_this_rank, over_ranks, show
 from float8.quantize import Cast, quantize
 from float8.scales import dequantised
 from float8.tensor import local_tensor
@@ -221,7 +221,8 @@ def numerics_report(
 
     probe = torch.tensor(-0.0, requires_grad=True)  # changes no bits of what it is added to
     devices = {p.device for p in model.parameters() if p.is_cuda}
-    with torch.random.fork_rng(devices), _put_back(model), shown(layers, see, probe):  # noqa: SIM117
+    with torch.random.fork_rng(devices), _put_back(model), contextlib.ExitStack() as stack:
+        show(layers, see, stack, probe)
         with torch.enable_grad():  # no parameter gets a gradient, so none of their hooks run
             torch.autograd.grad(_loss(model, batch, loss), probe, allow_unused=True)
     measured = []
