@@ -11,8 +11,19 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
-from float8 import Watch, all_linears, attach_to_optimizer, convert_to_float8_training
+from float8 import (
+    CastConfig,
+    ScalingType,
+    Watch,
+    all_linears,
+    attach_to_optimizer,
+    convert_to_float8_training,
+    numerics,
+)
 from float8.formats import E4M3, E5M2
+from float8.numerics import measure
+from float8.quantize import Cast
+from float8.scales import DelayedScale, amax_to_scale
 from sqnr import same_bits
 from support.errors import require_errors
 from support.reference import reference_values
@@ -88,6 +99,34 @@ def test_delayed_scales_cut() -> None:
     for name, buffer in model.named_buffers():  # recorded by the layer alone, once
         assert same_bits(buffer, before[name]) == ("amax_" not in name or "history" in name)
     assert model[0].fp8_amax_input == 8 * x.abs().max()
+
+
+def test_what_is_cut_to_the_bit() -> None:
+    how, amax = CastConfig(ScalingType.DELAYED, target_dtype=E4M3), torch.zeros(())
+    for seed in range(50):  # scales are rounded up and down: the amax itself is not cut
+        x = wide(2, 16, seed=seed)
+        scale = amax_to_scale(x.abs().max(), E4M3, False)
+        assert measure(x, Cast(how, DelayedScale(scale, amax)))[4] == 0
+    scale = torch.tensor(257.4 / 448)  # which bfloat16 has not: 258 is the next
+    x = torch.tensor([[258.0, 256.0, -258.0, math.inf, math.nan]], dtype=torch.bfloat16)
+    numbers = measure(x, Cast(how, DelayedScale(scale, amax)))
+    assert numbers.tolist()[1:] == [5, 5, 0, 2, 2]
+    seen = seen_in_a_step(layers_of("delayed"), torch.full((M, K), math.nan), wide(M, 9))
+    assert seen["0/input/saturation"] == 0  # its scale is NaN
+    assert seen["0/input/nonfinite"] == 1
+
+
+def test_weights_are_cast_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, casts = layers_of("tensorwise"), []
+    monkeypatch.setattr(
+        numerics, "measure", lambda x, *rest, **more: casts.append(x) or measure(x, *rest, **more)
+    )
+    with Watch(model, 1) as watch:
+        for _ in range(3):
+            model(wide(M, K)).sum().backward()
+        watch.step()
+    assert sum(x is model[0].weight for x in casts) == 1
+    assert len(casts) == 2 * (1 + 3 + 3)
 
 
 def test_zeros_and_what_is_not_finite() -> None:

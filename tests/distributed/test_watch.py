@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from float8 import Watch, all_linears, convert_to_float8_training
+from float8 import Float8ColwiseParallel, Watch, all_linears, convert_to_float8_training
 from float8_lab.numerics import numerics_report
 from support.models import seeded
 from support.outcome import compiles, train
@@ -115,6 +115,17 @@ def test_tensor_parallel(kind: str, recipe: str) -> None:
         # Inputs may be in float8 before they get there.
         rel, off = (0.07, 0.02) if kind == "float8" and "/input/" in key else (1e-3, 2e-3)
         assert seen[key] == pytest.approx(value, rel=rel, abs=off), key
+
+
+@on("two")
+def test_an_input_that_is_a_sum_still_to_be_made() -> None:
+    model = convert(nn.Sequential(nn.Linear(32, 48)), "tensorwise", False)
+    parallelize_module(model, mesh_of(), {"0": Float8ColwiseParallel(input_layouts=Shard(1))})
+    x = seeded(1, 2, 8, 32)
+    summands = DTensor.from_local(x * (3, -2)[dist.get_rank()], mesh_of(), [Partial()])
+    with Watch(model, 1) as watch:
+        model(summands.requires_grad_()).sum().backward()
+        assert watch.step()["0/input/amax"] == pytest.approx(x.abs().max().item())
 
 
 @on("four")
