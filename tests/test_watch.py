@@ -25,6 +25,7 @@ from float8.numerics import measure
 from float8.quantize import Cast
 from float8.scales import DelayedScale, amax_to_scale
 from sqnr import same_bits
+from support.devices import on_devices
 from support.errors import require_errors
 from support.reference import reference_values
 
@@ -60,11 +61,13 @@ BLOCKS: dict[str, tuple[dict[str, Any], ...]] = {
 """How input, weight and grad_output are cast."""
 
 
+@on_devices
 @pytest.mark.parametrize("recipe", BLOCKS)
-def test_shares_are_those_of_a_recount_in_float64(recipe: str) -> None:
-    model, x, g = layers_of(recipe), wide(3, M, K), wide(3, M, 9, seed=2)
+def test_shares_are_those_of_a_recount_in_float64(recipe: str, device: str) -> None:
+    model, x, g = layers_of(recipe), wide(3, M, K).to(device), wide(3, M, 9, seed=2).to(device)
     model[1].weight.data = wide(9, N, seed=3)
     model[1].weight.data[2] = 0
+    model.to(device)
     seen = seen_in_a_step(model, x, g)
     assert len(seen) == 2 * 3 * 4
     for key, read, how in (
@@ -111,9 +114,11 @@ def test_what_is_cut_to_the_bit() -> None:
     x = torch.tensor([[258.0, 256.0, -258.0, math.inf, math.nan]], dtype=torch.bfloat16)
     numbers = measure(x, Cast(how, DelayedScale(scale, amax)))
     assert numbers.tolist()[1:] == [5, 5, 0, 2, 2]
-    seen = seen_in_a_step(layers_of("delayed"), torch.full((M, K), math.nan), wide(M, 9))
-    assert seen["0/input/saturation"] == 0  # its scale is NaN
-    assert seen["0/input/nonfinite"] == 1
+    x = wide(M, K)
+    x[0, 0] = math.nan  # and so is its scale
+    seen = seen_in_a_step(layers_of("delayed"), x, wide(M, 9))
+    assert seen["0/input/saturation"] == 0
+    assert seen["0/input/nonfinite"] == 1 / (M * K)
 
 
 def test_weights_are_cast_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
