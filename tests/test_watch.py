@@ -18,6 +18,7 @@ from float8 import (
     all_linears,
     attach_to_optimizer,
     convert_to_float8_training,
+    convert_to_high_precision,
     numerics,
 )
 from float8.formats import E4M3, E5M2
@@ -237,6 +238,30 @@ def test_names_are_those_without_wrappers_and_layers_in_high_precision_have_none
         frozen(wide(M, K))
         assert {key.split("/")[1] for key in watch.step()} == {"input", "weight"}
         assert watch.step() == {}  # nothing ran
+
+
+def test_conversions_between_steps() -> None:
+    model = nn.ModuleDict({"layer": layers_of("tensorwise"), "experts": Experts()})
+    convert_to_float8_training(model, config="rowwise", module_filter_fn=all_linears)
+    x, offs = wide(20, 32), torch.tensor([8, 8, 20], dtype=torch.int32)
+
+    def step() -> set[str]:
+        (model["layer"](wide(M, K)).sum() + model["experts"](x, offs).sum()).backward()
+        return {key.split("/")[0] for key in watch.step()}
+
+    with Watch(model, 1) as watch:
+        every = {"layer.0", "layer.1", "experts", "experts.w1"}
+        assert step() == every
+        convert_to_high_precision(model["layer"])
+        assert step() == {"experts", "experts.w1"}
+        convert_to_float8_training(model, config="tensorwise", module_filter_fn=all_linears)
+        step()
+        assert step() == every
+        convert_to_high_precision(model)
+        model["layer"](wide(M, K)).sum().backward()
+        assert watch.step() == {}
+    root = convert_to_float8_training(nn.Linear(K, N), module_filter_fn=all_linears)
+    assert "(root)/input/amax" in seen_in_a_step(root, wide(M, K), wide(M, N))
 
 
 def test_what_cannot_be_watched() -> None:

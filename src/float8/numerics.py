@@ -128,7 +128,7 @@ def show(
     for name, layer in layers.items():
         if isinstance(layer, Float8Experts):
             layer.__dict__["_float8_product"] = functools.partial(product, name, layer)
-            stack.callback(layer.__dict__.pop, "_float8_product")
+            stack.callback(layer.__dict__.pop, "_float8_product", None)
             continue
         # First of all hooks: before FSDP2 lets go of weights, and styles move outputs.
         how: Any = {"prepend": True, "with_kwargs": True}
@@ -199,15 +199,16 @@ class Watch(contextlib.ExitStack):
         layers, names = {}, []
         for fqn, layer in unwrapped(self._model).named_modules():
             if isinstance(layer, Float8Linear | Float8Experts):
-                layers[name := plain_name(fqn)] = layer
+                layers[name := plain_name(fqn) or "(root)"] = layer
                 names += [name, *(f"{name}.{each.name}" for each in weights_of(layer))]
         self._keys = [f"{x}/{role}" for x in names for role in ("input", "weight", "grad_output")]
         self._found: dict[str, list[Tensor]] = {}
         show(layers, self._see, self)
 
     def _see(self, name: str, layer: Any, _: Any, offs: Any, role: str, x: Any) -> None:
-        key, linear = f"{name}/{role}", isinstance(layer, Float8Linear)
-        cast = getattr(layer._float8_casts() if linear else layer._float8_plan.casts, role)
-        # A weight may be computed at each use; and it is the same in all forwards.
-        if cast.how.is_float8 and not (role == "weight" and (x is None or key in self._found)):
+        key, plan = f"{name}/{role}", getattr(layer, "_float8_plan", None)
+        if plan is None or (role == "weight" and (x is None or key in self._found)):
+            return  # turned back by now; or a weight that is computed, or was seen
+        casts = layer._float8_casts() if isinstance(layer, Float8Linear) else plan.casts
+        if (cast := getattr(casts, role)).how.is_float8:
             self._found.setdefault(key, []).append(measure(x, cast, offs=offs))
