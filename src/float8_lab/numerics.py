@@ -206,12 +206,14 @@ def numerics_report(
     found: dict[tuple[str, int], list[Tensor]] = {}
 
     def see(name: str, layer: Any, gemms: set[str], offs: Any, role: str, x: Any) -> None:
+        if x is None or isinstance(local_tensor(x), Float8Tensor):
+            return  # computed at each use, or cast before
         own = recipe is None and isinstance(layer, Float8Linear)
         with torch.no_grad():
             casts: Any = layer._float8_casts() if own else None
         for index, cast in enumerate(differ[layer]):
             needed = [gemm in gemms.intersection(cast.gemms) for gemm in GEMM_OPERANDS]
-            if cast.role == role and x is not None and any(needed):
+            if cast.role == role and any(needed):
                 part, how = of_this_rank(x, getattr(casts, cast.site) if own else Cast(cast.how))
                 how = how if offs is None else Cast(cast.how)
                 for rows in _groups(part, offs):

@@ -226,6 +226,8 @@ def test_a_report_of_a_sharded_model(recipe: str) -> None:
     assert all(torch.equal(x, unwatched[name]) for name, x in found.items())
     every = report(model, dist.get_rank()).casts  # of both batches
     same_on_all_ranks([(cast.layer, cast.sqnr_db) for cast in every])
+    gathered = report(shard(convert(model_of(), recipe, True)), 0)
+    assert {cast.role for cast in gathered.casts} == {"input", "grad_output"}
 
 
 @on("two")
