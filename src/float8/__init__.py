@@ -26,10 +26,12 @@ from float8.convert import (
     convert_to_high_precision,
     float8_state_dict,
     high_precision_state_dict,
+    keep_high_precision,
     swap_linear_with_float8_linear,
 )
 from float8.experts import grouped_linear
 from float8.linear import Float8Linear, linear
+from float8.numerics import Watch
 from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp
 from float8.step import (
     attach_to_optimizer,
@@ -73,6 +75,7 @@ __all__ = [
     "PrepareFloat8ModuleInput",
     "ScalingGranularity",
     "ScalingType",
+    "Watch",
     "activations_in_float8",
     "all_linears",
     "attach_to_optimizer",
@@ -83,6 +86,7 @@ __all__ = [
     "forget_float8_amax",
     "grouped_linear",
     "high_precision_state_dict",
+    "keep_high_precision",
     "linear",
     "linear_requires_sync",
     "precompute_float8_dynamic_scale_for_fsdp",

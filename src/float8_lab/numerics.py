@@ -4,16 +4,14 @@
 """
 
 import contextlib
-import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from float8 import Float8Linear, Float8LinearConfig, Float8Tensor
@@ -27,30 +25,28 @@ from float8.config import (
 )
 from float8.convert.report import percent
 from float8.experts import Float8Experts, kind_of, weights_of
-from float8.formats import E4M3, FLOAT8_MAX
-from float8.linear.functional import autocast_dtype, in_compute_dtype
-from float8.linear.plan import Casts, no_grouped_gemm, plan_linear
+from float8.linear.plan import no_grouped_gemm, plan_linear
+from float8.numerics import measure, of_this_rank, over_ranks, show
 from float8.quantize import Cast, quantize
 from float8.scales import dequantised
+from float8.tensor import local_tensor
 
-_ROUNDING = 1 + 2.0**-20  # a float32 scale is rounded, and its amax so not quite the largest value
-ROLES = ("input", "weight", "grad_output")
 _LAYER_WIDTH = 23  # with it a report has 80 columns
 
 
 class MeasuredCast(NamedTuple):
     """One cast of a linear layer, which serves one or two of its GEMMs."""
 
-    role: str  # of `ROLES`
+    role: str  # "input", "weight" or "grad_output"
     gemms: tuple[str, ...]  # that read it
     how: CastConfig
     col: bool  # whether scales run along columns
     site: str  # of `Casts`: the one that owns it
 
 
-def casts_of(config: Float8LinearConfig) -> list[MeasuredCast]:
-    """The casts of a layer of this configuration that differ in their values."""
-    plan, found = plan_linear(config), dict[tuple[str, bool], MeasuredCast]()
+def casts_of(config: Float8LinearConfig, grouped: bool = False) -> list[MeasuredCast]:
+    """The casts of a layer, or of experts, of this configuration that differ in their values."""
+    plan, found = plan_linear(config, grouped=grouped), dict[tuple[str, bool], MeasuredCast]()
     read_by = {site: gemm for gemm, sites in GEMM_OPERANDS.items() for site in sites}
     for site in CAST_SITES:
         if not config.cast_config(site).is_float8:
@@ -66,26 +62,18 @@ def casts_of(config: Float8LinearConfig) -> list[MeasuredCast]:
 
 
 @torch.no_grad()
-def measure_cast(x: Tensor, cast: MeasuredCast, casts: Casts | None = None) -> Tensor:
-    """Cast x [R, C] as a layer would and compare; `casts`: with scales from histories.
+def measure_cast(x: Tensor, cast: MeasuredCast, how: Cast | None = None) -> Tensor:
+    """Cast x [R, C] as a layer would and compare; `how`: with a state, or ranks.
 
     Returns:
-        [10] float64: amax of x; numbers of its elements that are not zero, that become zero
-        although they are not, that become the largest value although they are larger; then what
-        `compare` returns. All but amax may be added up over several tensors.
+        [12] float64: what `measure` of float8.numerics counts, then what `compare` returns. All but
+        amax may be added up over several tensors.
     """
-    how = Cast(cast.how) if casts is None else getattr(casts, cast.site)
+    how = Cast(cast.how) if how is None else how
     made = quantize(x, how, row=not cast.col, col=cast.col)
-    part = made.col if cast.col else made.row
-    assert part is not None
-    x = (x.t() if cast.col else x).float()
-    R, C = x.shape
-    values = dequantised(part, cast.how.scaling_granularity)[:R, :C]
-    data = part.data[:R, :C].float()
-    nonzero, largest = x != 0, data.abs() == FLOAT8_MAX[cast.how.dtype]
-    counts = nonzero, nonzero & (data == 0), largest & (x.abs() > values.abs() * _ROUNDING)
-    sums = torch.stack([x.abs().max().double(), *(count.sum().double() for count in counts)])
-    return torch.cat([sums, compare(x, values)])
+    values = dequantised(made.col if cast.col else made.row, cast.how.scaling_granularity)
+    counts, x = measure(x, how, cast.col), (x.t() if cast.col else x).float()
+    return torch.cat([counts, compare(x, values[: x.shape[0], : x.shape[1]])])
 
 
 def compare(expected: Tensor, found: Tensor) -> Tensor:
@@ -110,7 +98,7 @@ class LayerCast:
     """Effects of one cast of one layer on its tensor."""
 
     layer: str
-    role: str  # of `ROLES`
+    role: str  # "input", "weight" or "grad_output"
     gemms: tuple[str, ...]  # that read it, of `"output"`, `"grad_input"` and `"grad_weight"`
     amax: float
     underflow: float  # share of the nonzero elements that become zero
@@ -119,9 +107,9 @@ class LayerCast:
     even_db: float  # of the mean relative error of rows, or of columns, whichever is lower
 
     @classmethod
-    def of(cls, layer: str, cast: MeasuredCast, measured: Tensor) -> "LayerCast":
-        """From what `measure_cast` returns, waiting for the device."""
-        amax, nonzero, vanished, saturated, signal, noise, rows, R, columns, C = measured.tolist()
+    def of(cls, layer: str, cast: MeasuredCast, measured: Sequence[float]) -> "LayerCast":
+        """From the numbers that `measure_cast` returns."""
+        amax, _, nonzero, vanished, saturated, _, signal, noise, rows, R, columns, C = measured
         count, whole = max(nonzero, 1), decibels(signal, noise)
         even = whole if math.isnan(whole) else min(decibels(R, rows), decibels(C, columns))
         shares = vanished / count, saturated / count
@@ -135,72 +123,6 @@ def decibels(signal: float, noise: float) -> float:
     if noise == 0:
         return math.inf
     return 10 * math.log10(signal / noise) if signal else -math.inf
-
-
-def _watch(
-    model: nn.Module,
-    layers: Mapping[str, nn.Module],
-    loss: Callable[[], Tensor],
-    see: Callable[..., None],
-) -> None:
-    """Run one forward and backward, eagerly, and show what `layers` cast; leave all as it was.
-
-    `see` is shown a layer's name, its casts if it is converted, the GEMMs that it needs, a role and
-    its tensor: input [M, K] and weight [N, K] at each forward, and grad_output [M, N] when backward
-    reaches it; of experts these of each group, and the name of their Parameter. No parameter gets a
-    gradient, so none of their hooks run.
-    """
-    probe = torch.tensor(-0.0, requires_grad=True)  # changes no bits of what it is added to
-
-    def follow(x: Tensor, weight: Tensor, y: Tensor, show: Callable[..., None]) -> Tensor:
-        needs = {"grad_input": x.requires_grad, "grad_weight": weight.requires_grad}
-        gemms = {"output"} | {gemm for gemm in needs if needs[gemm] and y.requires_grad}
-        with torch.no_grad():  # so that nothing is recorded
-            show(gemms, "input", x)
-            show(gemms, "weight", weight)
-        if y.requires_grad:
-            y = y + probe
-            y.register_hook(lambda gradient: show(gemms, "grad_output", gradient))  # type: ignore
-        return y
-
-    def shown(name: str, layer: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
-        x = in_compute_dtype(args[0] if args else kwargs["input"], layer.weight)
-        if x.numel() == 0:
-            return None
-        with torch.no_grad():
-            casts = layer._float8_casts() if isinstance(layer, Float8Linear) else None
-
-        def show(gemms: set[str], role: str, x: Tensor) -> None:
-            see(name, casts, gemms, role, x.reshape(-1, x.shape[-1]))
-
-        return follow(x, layer.weight, output, show)
-
-    def product(
-        fqn: str, experts: Any, x: Tensor, weight: Tensor, offs: Tensor, name: str = ""
-    ) -> Tensor:
-        y: Tensor = type(experts)._float8_product(experts, x, weight, offs, name)
-        name = name or _name_of(weight, experts)
-        groups = [slice(a, b) for a, b in itertools.pairwise([0, *offs.tolist()]) if a < b]
-
-        def show(gemms: set[str], role: str, x: Tensor) -> None:
-            for part in x if role == "weight" else (x[rows] for rows in groups):
-                see(fqn, None, gemms, role, part, name)
-
-        return follow(x.to(autocast_dtype(x.device) or weight.dtype), weight, y, show)
-
-    devices = {p.device for p in model.parameters() if p.is_cuda}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(torch.random.fork_rng(devices))
-        stack.enter_context(_put_back(model))
-        for name, layer in layers.items():
-            if isinstance(layer, Float8Experts):  # `_put_back` takes it off again
-                layer.__dict__["_float8_product"] = functools.partial(product, name, layer)
-                continue
-            handle = layer.register_forward_hook(functools.partial(shown, name), with_kwargs=True)
-            stack.callback(handle.remove)
-        with torch.enable_grad():
-            torch.autograd.grad(loss(), probe, allow_unused=True)
 
 
 @contextlib.contextmanager
@@ -259,7 +181,8 @@ def numerics_report(
     checkpointing, forward alone is measured.
 
     Args:
-        model: on one device, with parameters that require gradients.
+        model: with parameters that require gradients. Where ranks share it, under FSDP2 or tensor
+            parallel, all of them call this, and get what it is on all of their batches.
         batch: a tensor; a tuple or list of positional arguments; or a dict of keyword arguments.
         loss: takes what the model returns and gives a tensor of one element. None: the model
             returns one, or something with the attribute `loss`, as those of Hugging Face do.
@@ -270,30 +193,48 @@ def numerics_report(
 
     Raises:
         TypeError: `model` is no module, or an argument has another wrong type.
-        ValueError: the model is sharded, holds weights in float8, is wrapped in DDP or has no
-            linear layers; the loss is not of one element or has no gradient; the recipe is unknown.
+        ValueError: the model holds weights in float8 only, is wrapped in DDP or has no linear
+            layers; the loss is not of one element or has no gradient; the recipe is unknown.
     """
     configs = _configs(model, recipe)
     layers = {name: layer for name, layer in model.named_modules() if name in configs}
-    differ = {name: casts_of(config) for name, config in configs.items()}
-    for name, layer in layers.items():
-        if isinstance(layer, Float8Experts):  # their casts are all to e4m3
-            differ[name] = [c._replace(how=replace(c.how, target_dtype=E4M3)) for c in differ[name]]
-    found: dict[tuple[str, MeasuredCast], Tensor] = {}
+    differ, keys = dict[nn.Module, list[MeasuredCast]](), dict[tuple[str, int], MeasuredCast]()
+    for fqn, layer in layers.items():
+        differ[layer] = casts_of(configs[fqn], grouped=isinstance(layer, Float8Experts))
+        for name in [fqn, *(_joined(fqn, x.name) for x in weights_of(layer))]:
+            keys |= {(name, index): cast for index, cast in enumerate(differ[layer])}
+    found: dict[tuple[str, int], list[Tensor]] = {}
 
-    def see(
-        fqn: str, casts: Casts | None, gemms: set[str], role: str, x: Tensor, weight: str = ""
-    ) -> None:
-        name = ".".join(filter(None, (fqn, weight)))
-        for cast in differ[fqn]:
-            cast = cast._replace(gemms=tuple(gemm for gemm in cast.gemms if gemm in gemms))
-            if cast.role == role and cast.gemms:
-                new = measure_cast(x, cast, casts if recipe is None else None)
-                old = found.get((name, cast), torch.zeros_like(new))
-                found[name, cast] = torch.cat([torch.maximum(old, new)[:1], (old + new)[1:]])
+    def see(name: str, layer: Any, gemms: set[str], offs: Any, role: str, x: Any) -> None:
+        if x is None or isinstance(local_tensor(x), Float8Tensor):
+            return  # computed at each use, or cast before
+        own = recipe is None and isinstance(layer, Float8Linear)
+        with torch.no_grad():
+            casts: Any = layer._float8_casts() if own else None
+        for index, cast in enumerate(differ[layer]):
+            needed = [gemm in gemms.intersection(cast.gemms) for gemm in GEMM_OPERANDS]
+            if cast.role == role and any(needed):
+                part, how = of_this_rank(x, getattr(casts, cast.site) if own else Cast(cast.how))
+                how = how if offs is None else Cast(cast.how)
+                for rows in _groups(part, offs):
+                    sums = measure_cast(rows, cast, how)
+                    row = torch.cat([sums, sums.new_tensor(needed)])
+                    found.setdefault((name, index), []).append(row)
 
-    _watch(model, layers, lambda: _loss(model, batch, loss), see)
-    measured = [LayerCast.of(name, cast, sums) for (name, cast), sums in found.items()]
+    probe = torch.tensor(-0.0, requires_grad=True)  # changes no bits of what it is added to
+    devices = {p.device for p in model.parameters() if p.is_cuda}
+    with torch.random.fork_rng(devices), _put_back(model), contextlib.ExitStack() as stack:
+        show(layers, see, stack, probe)
+        with torch.enable_grad():  # no parameter gets a gradient, so none of their hooks run
+            torch.autograd.grad(_loss(model, batch, loss), probe, allow_unused=True)
+    measured = []
+    table = over_ranks(found, [*keys], 15, model, None)
+    for ((name, _), cast), row in zip(keys.items(), table, strict=True):
+        if row[1]:
+            gemms = tuple(
+                gemm for gemm, calls in zip(GEMM_OPERANDS, row[12:], strict=True) if calls
+            )
+            measured.append(LayerCast.of(name, cast._replace(gemms=gemms), row[:12]))
     measured.sort(key=lambda cast: -math.inf if math.isnan(cast.even_db) else cast.even_db)
     seen = {cast.layer for cast in measured}
     names = []
@@ -301,14 +242,21 @@ def numerics_report(
         if isinstance(layer, nn.Linear):
             names.append(name)
         elif kind_of(layer) is not None and name not in seen:
-            names += [".".join(filter(None, (name, weight.name))) for weight in weights_of(layer)]
+            names += [_joined(name, weight.name) for weight in weights_of(layer)]
     return NumericsReport(tuple(measured), tuple(name for name in names if name not in seen))
 
 
-def _name_of(weight: Tensor, experts: nn.Module) -> str:
-    """The Parameter that a weight is a view of, "" if it is a copy."""
-    address = weight.untyped_storage().data_ptr()
-    return next((n for n, p in experts.named_parameters() if p.data_ptr() == address), "")
+def _groups(x: Tensor, offs: Tensor | None) -> Iterable[Tensor]:
+    """What has scales of its own: a tensor [R, C], or that of each expert."""
+    if offs is None:
+        return [x.reshape(-1, x.shape[-1])] if x.numel() else []
+    if x.dim() == 3:
+        return x
+    return [x[a:b] for a, b in itertools.pairwise([0, *offs.tolist()]) if a < b]
+
+
+def _joined(*names: str) -> str:
+    return ".".join(filter(None, names))
 
 
 def _configs(model: nn.Module, recipe: ConfigOrRecipe | None) -> dict[str, Float8LinearConfig]:
@@ -319,10 +267,9 @@ def _configs(model: nn.Module, recipe: ConfigOrRecipe | None) -> dict[str, Float
     if isinstance(model, DistributedDataParallel):
         raise _wrong(f"a {kind}, which counts its backwards", "the model in it; pass model.module")
     for name, p in model.named_parameters():
-        if isinstance(p, DTensor | Float8Tensor):
-            do = "pass the model before it is sharded, or a copy"
-            need = f"a whole tensor in high precision; {do}"
-            raise _wrong(f"{name} as a {type(p).__name__}", need)
+        if isinstance(local_tensor(p), Float8Tensor):
+            do = "pass the model before it is in float8, or a copy"
+            raise _wrong(f"{name} as a Float8Tensor", f"high precision; {do}")
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     experts = {name: m for name, m in model.named_modules() if isinstance(m, Float8Experts)}
     if not linears and not experts:

@@ -91,6 +91,8 @@ def test_the_second_signal_acts_as_usual(monkeypatch: pytest.MonkeyPatch) -> Non
     ("words", "message"),
     [
         (["--recipe", "fp7"], r"recipe.*'fp7'.*tensorwise.*high_precision"),
+        (["--recipe", "nowhere:mine"], "recipe: 'nowhere:mine' cannot be imported in .*; call it"),
+        (["--recipe", "os:sep"], "recipe: 'os:sep' is a str, expected a Float8"),
         (["--data", "missing"], r"no data at missing"),
         (["--resume", "nowhere"], r"nothing to resume at nowhere"),
         (["--output", "text.txt"], r"cannot write to text.txt"),
@@ -121,14 +123,21 @@ def test_numbers_out_of_bounds_are_refused_and_debug_shows_tracebacks(
 def test_compare_prints_the_table_and_where_the_files_are(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["compare", "tensorwise", "--data", "text.txt", "--output", "cmp", "--steps", "3"]
+    mine = (
+        "from float8 import Float8LinearConfig\ndef mine(): return Float8LinearConfig(emulate=True)"
+    )
+    Path("my_recipes.py").write_text(mine)
+    words = ["compare", "tensorwise", "my_recipes:mine", "--data", "text.txt"]
+    words += ["--output", "cmp", "--steps", "3"]
     assert main([*words, *QUICK]) == 0
     out = capsys.readouterr().out
-    runs = json.loads(Path("cmp/report.json").read_text())["runs"]
+    runs, names = json.loads(Path("cmp/report.json").read_text())["runs"], []
     for run in runs:
         row = next(line for line in out.splitlines() if line.startswith(f" {run['recipe']} "))
+        names.append(run["recipe"])
         assert f"{run['val_loss']:.4f}" in row
         assert f"{run['val_gap_percent']:+.2f}" in row
+    assert names == ["high_precision", "tensorwise", "my_recipes:mine"]
     assert "CPUs are for trying float8, not for speed" in out
     assert "report: cmp/report.json, cmp/report.txt" in out
     assert all(run["recipe"] in Path("cmp/report.txt").read_text() for run in runs)

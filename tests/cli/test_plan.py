@@ -119,8 +119,8 @@ def test_unusual_models_have_an_answer(planned: Callable[..., str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("mine_to_plan", "got 'mine_to_plan', expected module:function"),
-        ("mine_to_plan.py", "got 'mine_to_plan.py', expected mine_to_plan:FUNCTION, with"),
+        ("mine_to_plan", "got 'mine_to_plan', expected module:name of a func"),
+        ("mine_to_plan.py", "got 'mine_to_plan.py', expected mine_to_plan:NAME, with"),
         ("a/m.py:make", "got 'a/m.py:make', expected m:make, without .py, called in the f"),
         ("mine_to_plan:other", "'mine_to_plan:other' cannot be imported in "),
         ("nowhere:make", r"'nowhere:make' cannot.*; call it in the folder of the module\n$"),

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import warnings
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from float8 import (
     conversion_report,
     convert_to_float8_training,
     convert_to_high_precision,
+    keep_high_precision,
 )
 from float8.convert import choice
 from float8.convert.speed import MEMORY, judged_as
@@ -269,3 +271,126 @@ def test_nothing_converted_is_told() -> None:
         convert_to_float8_training(WithHead("lm_head"), module_filter_fn=forgotten)
     with pytest.warns(UserWarning, match="of ReLU was converted: it has no nn.Linear"):
         convert_to_float8_training(nn.ReLU())
+
+
+# ---------------------------------------------------------------- by block
+
+
+class Expert(nn.Module):
+    """As transformers' sparse layers had them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(16, 32), nn.Linear(32, 16)
+
+
+def tower(blocks: int) -> nn.ModuleList:
+    made = ({"q": nn.Linear(16, 16), "experts": nn.ModuleList([Expert()])} for _ in range(blocks))
+    return nn.ModuleList(map(nn.ModuleDict, made))
+
+
+class Towers(nn.Module):
+    """Vision, as a list; text, as torchtitan's numbered dict; and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision = tower(3)
+        self.text = nn.ModuleDict({str(n): block for n, block in enumerate(tower(4))})
+        self.lm_head = nn.Linear(16, 32)
+
+
+def in_float8(wrap: Any = lambda model: model, **kept: Any) -> set[str]:
+    """Blocks, and what of them is converted, in short: all, or without the down projection."""
+    whole = wrap(Towers())
+    convert_to_float8_training(whole, module_filter_fn=keep_high_precision(**kept))
+    return {
+        name.removeprefix("_orig_mod.").replace("experts.0.", "")
+        for name in is_float8(whole)
+        if not name.endswith("up_proj")
+    }
+
+
+def of_blocks(vision: str, text: str, *layers: str) -> set[str]:
+    places = [*(f"vision.{n}" for n in vision), *(f"text.{n}" for n in text)]
+    return {f"{place}.{layer}" for place in places for layer in layers}
+
+
+def test_first_and_last_blocks_of_each_list_stay() -> None:
+    both = "q", "down_proj"
+    assert in_float8() == of_blocks("012", "0123", *both)
+    assert in_float8(first=1) == of_blocks("12", "123", *both)
+    assert in_float8(first=1, last=2, wrap=torch.compile) == of_blocks("", "1", *both)
+    assert in_float8(last=3) == of_blocks("", "0", *both)
+    assert in_float8(last=1, names=["down_proj"]) == of_blocks("01", "012", "q")
+    assert in_float8(names=("vision", "text.3.experts")) == of_blocks("", "012", *both) | {
+        "text.3.q"
+    }
+
+
+def test_others_are_left_to_the_default_or_to_the_given_filter() -> None:
+    keep = keep_high_precision(first=1, names=["down_proj"])
+    whole = Towers()
+    convert_to_float8_training(whole, gpu="H100", module_filter_fn=keep)  # is still asked
+    reasons = {layer.fqn: layer.skip_reason for layer in conversion_report(whole).layers}
+    assert reasons["vision.0.q"] == "keep_high_precision: first=1 of vision"
+    assert reasons["text.2.experts.0.down_proj"] == "keep_high_precision: named 'down_proj'"
+    assert reasons["text.2.q"] == "K=16 is less than 1024: tensorwise is slower there on H100"
+    assert str(reasons["lm_head"]).startswith("the head: ")
+    assert "vision.0.experts.0.up_proj" in str(conversion_report(whole))
+    mine = keep._replace(module_filter_fn=lambda mod, fqn: fqn.endswith(("q", "lm_head")))
+    convert_to_float8_training(whole, module_filter_fn=mine)
+    assert set(is_float8(whole)) == of_blocks("12", "123", "q") | {"lm_head"}
+    refused = partial(convert_to_float8_training, whole, gpu="H100", module_filter_fn=mine)
+    require_errors(("ValueError: got a module_filter_fn, which decides alone", refused, []))
+
+
+def test_experts_stay_with_their_block_or_by_a_weight() -> None:
+    def fused() -> nn.Module:
+        return nn.ModuleDict(
+            {"layers": nn.ModuleList(nn.ModuleDict({"moe": Seam()}) for _ in "ab")}
+        )
+
+    def kept(**arguments: Any) -> list[bool]:
+        whole, keep = fused(), keep_high_precision(module_filter_fn=all_linears, **arguments)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that nothing was converted
+            convert_to_float8_training(whole, config="rowwise", module_filter_fn=keep)
+        reasons = [each.skip_reason for each in conversion_report(whole).experts]
+        assert all(reason is None or "keep_high_precision: " in reason for reason in reasons)
+        return [reason is None for reason in reasons]
+
+    assert kept() == [True, True]
+    assert kept(last=1) == [True, False]
+    assert kept(names=["layers.0"]) == [False, True]
+    assert kept(names=["moe.w2"]) == [False, False]
+
+
+class Seam(nn.Module):
+    """Experts as torchtitan has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w2 = nn.Parameter(torch.zeros(2, 16, 32))
+
+    def _grouped_mm(self, *, A: Any, B_t: Any, offs: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_what_cannot_be_kept() -> None:
+    plain, convert = nn.Sequential(nn.Linear(16, 16)), convert_to_float8_training
+    keeping = lambda **kept: partial(convert, module_filter_fn=keep_high_precision(**kept))  # noqa: E731
+    by = lambda **kept: partial(keep_high_precision, **kept)  # noqa: E731
+    require_errors(
+        ("ValueError: keep_high.* got first=0 and last=2 for .* names=", keeping(last=2), [plain]),
+        (
+            "ValueError: keep_high.*no module is called .'down'.; pr",
+            keeping(names=["down"]),
+            [plain],
+        ),
+        ("TypeError: first: got -1, expected a number of blocks", by(first=-1), []),
+        ("TypeError: last: got True, expected a number of blocks", by(last=True), []),
+        ("TypeError: names: got 'down_proj', expected a list", by(names="down_proj"), []),
+        ("TypeError: names: got .1., expected a list", by(names=[1]), []),
+        ("TypeError: module_filter_fn: got int", keeping(module_filter_fn=3), [plain]),
+    )
+    assert is_float8(plain) == []

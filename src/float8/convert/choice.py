@@ -10,13 +10,12 @@ from torch import nn
 from float8.checkpoints.names import plain_name
 from float8.checkpoints.schemes import config_for, strategy_of, why_not_taken
 from float8.config import ConfigOrRecipe, as_config
+from float8.convert.keep import Keep, ModuleFilter
 from float8.convert.speed import MEMORY, NARROW, judged_as, why_experts_slower, why_slower
 from float8.experts import Float8Experts, kind_of, unsupported_experts, weights_of
 from float8.linear import Float8Linear, unsupported
 
 DEFAULT_TOKENS = 8192
-
-ModuleFilter = Callable[[nn.Module, str], bool]
 
 ROUTER = 16
 """Layers with fewer features out are left to a `module_filter_fn`: each output decides much, and a
@@ -48,12 +47,16 @@ class Chooser:
         self,
         model: nn.Module,
         config: ConfigOrRecipe | None,
-        module_filter_fn: ModuleFilter | None = None,
+        module_filter_fn: ModuleFilter | Keep | None = None,
         tokens_per_step: int = DEFAULT_TOKENS,
         gpu: str | None = None,
         cuda_graphs: bool = False,
         linear_classes: Collection[type[nn.Linear]] = (),
     ) -> None:
+        self.kept: dict[nn.Module, str] = {}
+        if isinstance(module_filter_fn, Keep):
+            self.kept = module_filter_fn.reasons(model)
+            module_filter_fn = module_filter_fn.module_filter_fn
         self.model, self.takes, self.tokens = model, module_filter_fn, tokens_per_step
         self.config = as_config(config)
         self.given = None if config is None else self.config
@@ -110,6 +113,7 @@ class Chooser:
         judge: Callable[[Any, str], str | None] = lambda mod, fqn: None,
     ) -> Choice:
         """Decide by `problem`, of which no filter need know; by the filter; by `judge` without."""
+        problem = problem or self.kept.get(mod)
         if self.takes is None:
             judged = not isinstance(mod, Float8Linear | Float8Experts)
             by = self._chosen_for(mod) if judged else None

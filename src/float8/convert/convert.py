@@ -16,7 +16,8 @@ from float8.checkpoints.schemes import (
     values_dtype,
 )
 from float8.config import ConfigOrRecipe, Float8LinearConfig, require_module
-from float8.convert.choice import DEFAULT_TOKENS, KEPT, Choice, Chooser, ModuleFilter
+from float8.convert.choice import DEFAULT_TOKENS, KEPT, Choice, Chooser
+from float8.convert.keep import Keep, ModuleFilter
 from float8.experts import Float8Experts, convert_experts, names_to_gather, unsupported_experts
 from float8.linear import Float8Linear, unsupported
 from float8.linear.source import become, replaced_forward
@@ -28,7 +29,7 @@ from float8.tensor import Float8GatherWeight, Float8Tensor, is_dtensor, is_fsdp_
 def convert_to_float8_training(
     module: nn.Module,
     *,
-    module_filter_fn: ModuleFilter | None = None,
+    module_filter_fn: ModuleFilter | Keep | None = None,
     config: ConfigOrRecipe | None = None,
     tokens_per_step: int = DEFAULT_TOKENS,
     gpu: str | None = None,
@@ -65,7 +66,7 @@ def convert_to_float8_training(
         module_filter_fn: called as `module_filter_fn(mod, fqn)` for each `nn.Linear` and module of
             experts that can be converted, or was. Return True to convert it; `all_linears` accepts
             all. Experts have no `in_features`: a filter that reads it leaves them out, as the
-            report says. None: those described above.
+            report says. None: those described above. `keep_high_precision(...)`: less some blocks.
         config: a `Float8LinearConfig`, or the name of a recipe, for example `"delayed"`. None
             means dynamic tensorwise scaling.
         tokens_per_step: rows of a layer's input: tokens per forward on one device. Read only

@@ -33,7 +33,7 @@ def compare_command(
         list[str],
         typer.Argument(
             metavar="RECIPE...",
-            help="Recipes to hold against high precision, which is always run first.",
+            help="Recipes, or MODULE:NAME of your own, to hold against high precision, run first.",
         ),
     ],
     chosen: Any,

@@ -60,9 +60,9 @@ class Compared:
 
     recipe: Annotated[
         Words,
-        "Several: with commas; else tensorwise,delayed. Behind a +: switches of "
-        "Float8LinearConfig, as in tensorwise+round_scales_to_power_of_2; fast_accum for all "
-        "GEMMs; held and only for float8_weights.",
+        "Several: with commas; else tensorwise,delayed. Or MODULE:NAME, a Float8LinearConfig of "
+        "yours. Behind a +: its switches, as in tensorwise+round_scales_to_power_of_2; fast_accum "
+        "for all GEMMs; held and only for float8_weights.",
     ] = None
     mode: Annotated[str, f"{', '.join(MODES)}."] = "both"
     peers: Peers = None

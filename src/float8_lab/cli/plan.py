@@ -3,12 +3,9 @@
 import dataclasses
 import math
 import re
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import import_module
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -29,7 +26,7 @@ from float8_lab.models.llama import Llama
 from float8_lab.models.presets import PRESETS, preset
 from float8_lab.trainer.config import RECIPES
 from float8_lab.trainer.environment import device_name
-from float8_lab.trainer.recipes import recipe_config
+from float8_lab.trainer.recipes import imported, recipe_config
 
 CONVERT = "convert"
 _DEFAULT_GPU = "H100"
@@ -44,24 +41,8 @@ def load_model(name: str) -> nn.Module:
     Raises:
         ConfigError: it is not there, needs values of weights, or returns no model.
     """
-    module, _, function = name.partition(":")
-    if module.endswith(".py"):
-        folder, expected = Path(module).parent, f"{Path(module).stem}:{function or 'FUNCTION'}"
-        there = "" if folder == Path() else f", called in the folder {folder}"
-        raise ConfigError(f"model: got {name!r}, expected {expected}, without .py{there}")
-    if not module or not function:
-        what = "module:function, of a function without arguments that returns a model"
-        raise ConfigError(f"model: got {name!r}, expected {what}, or --model for one of ours")
-    if (here := str(Path.cwd())) not in sys.path:  # the folder of a script is there, not ours
-        sys.path.insert(0, here)
-    try:
-        make = getattr(import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else module
-        inside = f"{module}.".startswith(f"{missing}.")
-        do = "call it in the folder of the module"
-        do = do if inside else f"install {missing}, which it imports"
-        raise ConfigError(f"model: {name!r} cannot be imported in {here}: {error}; {do}") from error
+    what = "a function without arguments that returns a model, or --model for one of ours"
+    make = imported("model", name, what)
     try:
         with torch.device("meta"):
             model = make()

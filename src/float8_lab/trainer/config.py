@@ -68,8 +68,8 @@ class TrainConfig:
     """
 
     recipe: str = _model(
-        f"{', '.join(RECIPES)}, with switches as in {RECIPES[0]}+held; or {HIGH_PRECISION}: no "
-        "float8.",
+        f"{', '.join(RECIPES)}, with switches as in {RECIPES[0]}+held; MODULE:NAME, a "
+        f"Float8LinearConfig of yours; or {HIGH_PRECISION}: no float8.",
         RECIPES[0],
     )
     model: str = _model(f"One of {', '.join(PRESETS)}.", shown="tiny")

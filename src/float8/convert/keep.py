@@ -1,0 +1,84 @@
+"""Layers that stay in high precision by their block or by name, whatever else decides."""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from torch import nn
+
+from float8.checkpoints.names import plain_name
+from float8.experts import kind_of, weights_of
+
+ModuleFilter = Callable[[nn.Module, str], bool]
+
+
+class Keep(NamedTuple):
+    """The arguments of `keep_high_precision`; a conversion asks which modules of a model stay."""
+
+    first: int
+    last: int
+    names: tuple[str, ...]
+    module_filter_fn: ModuleFilter | None
+
+    def reasons(self, model: nn.Module) -> dict[nn.Module, str]:
+        """Return the modules that stay, and why; raise a `ValueError` if an argument keeps none."""
+        kept: dict[nn.Module, str] = {}
+        in_blocks, unused = set[nn.Module](), {*self.names}
+        for fqn, mod in model.named_modules(remove_duplicate=False):
+            name = plain_name(fqn)
+            weights = weights_of(mod) if kind_of(mod) is not None else []
+            paths = [f".{name}.", *(f".{name}.{weight.name}." for weight in weights)]
+            for word in self.names:
+                if any(f".{word}." in path for path in paths):
+                    unused.discard(word)
+                    kept[mod] = f"keep_high_precision: named {word!r}"
+            blocks = [*mod.children()]
+            numbered = isinstance(mod, nn.ModuleDict) and all(key.isdecimal() for key in mod)
+            if mod in in_blocks or not blocks or not (isinstance(mod, nn.ModuleList) or numbered):
+                continue
+            in_blocks.update(mod.modules())
+            for count, where, some in (
+                (self.first, "first", blocks[: self.first]),
+                (self.last, "last", blocks[::-1][: self.last]),
+            ):
+                reason = f"keep_high_precision: {where}={count} of {name}"
+                kept.update((each, reason) for block in some for each in block.modules())
+        if (self.first or self.last) and not in_blocks:
+            got = f"keep_high_precision: got first={self.first} and last={self.last} for a model"
+            raise ValueError(f"{got} without an nn.ModuleList of blocks; name its layers by names=")
+        if unused:
+            got = f"keep_high_precision: got names={self.names}, but no module is called"
+            raise ValueError(f"{got} {sorted(unused)}; print(model) shows all names")
+        return kept
+
+
+def keep_high_precision(
+    *,
+    first: int = 0,
+    last: int = 0,
+    names: Iterable[str] = (),
+    module_filter_fn: ModuleFilter | None = None,
+) -> Keep:
+    """Return a `module_filter_fn` that keeps some layers, and some experts, in high precision.
+
+    All others are left to the rules of `convert_to_float8_training` without a filter, or to
+    `module_filter_fn`.
+
+    Args:
+        first: so many blocks stay at the beginning of each `nn.ModuleList`, or `nn.ModuleDict` with
+            numbers as keys. Lists within a block, as of experts, do not count.
+        last: so many stay at the end of each.
+        names: modules stay if some parts of their name are one of these, as `"down_proj"`,
+            `"mlp.down_proj"` or `"layers.3"`; experts also if one of their weights is called so.
+        module_filter_fn: a filter for the others; None: those rules.
+
+    Raises:
+        TypeError: `first` or `last` is no int >= 0, or `names` is no list of strings. The
+            conversion raises a `ValueError` for a model without blocks, or a name that none has.
+    """
+    for name, value in (("first", first), ("last", last)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise TypeError(f"{name}: got {value!r}, expected a number of blocks >= 0")
+    given = (names,) if isinstance(names, str) else tuple(names)
+    if given == (names,) or not all(isinstance(each, str) for each in given):
+        raise TypeError(f"names: got {names!r}, expected a list of names, as ['down_proj']")
+    return Keep(first, last, given, module_filter_fn)

@@ -1,0 +1,315 @@
+"""`Watch` on one device: exact numbers, and that nothing else of a training changes."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+from torch.utils.checkpoint import checkpoint
+
+from float8 import (
+    CastConfig,
+    ScalingType,
+    Watch,
+    all_linears,
+    attach_to_optimizer,
+    convert_to_float8_training,
+    convert_to_high_precision,
+    numerics,
+)
+from float8.formats import E4M3, E5M2
+from float8.numerics import measure
+from float8.quantize import Cast
+from float8.scales import DelayedScale, amax_to_scale
+from sqnr import same_bits
+from support.devices import on_devices
+from support.errors import require_errors
+from support.reference import reference_values
+
+M, K, N = 37, 50, 23
+
+
+def layers_of(recipe: str | None) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(K, N), nn.Linear(N, 9, bias=False))
+    if recipe is not None:
+        convert_to_float8_training(model, config=recipe, module_filter_fn=all_linears)
+    return model
+
+
+def wide(*shape: int, seed: int = 1) -> Tensor:
+    """Of many sizes, and some zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * torch.logspace(0, -7, shape[-1])
+    return x * (torch.rand(shape, generator=generator) > 0.1)
+
+
+def seen_in_a_step(model: nn.Module, x: Tensor, g: Tensor) -> dict[str, float]:
+    with Watch(model, 1) as watch:
+        model(x).backward(g)
+        return watch.step()
+
+
+BLOCKS: dict[str, tuple[dict[str, Any], ...]] = {
+    "tensorwise": ({}, {}, {"dtype": E5M2}),
+    "rowwise": ({"block": (1, 0), "power_of_2": True},) * 3,
+    "blockwise": ({"block": (1, 128)}, {"block": (128, 128)}, {"block": (1, 128)}),
+}
+"""How input, weight and grad_output are cast."""
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", BLOCKS)
+def test_shares_are_those_of_a_recount_in_float64(recipe: str, device: str) -> None:
+    model, x, g = layers_of(recipe), wide(3, M, K).to(device), wide(3, M, 9, seed=2).to(device)
+    model[1].weight.data = wide(9, N, seed=3)
+    model[1].weight.data[2] = 0
+    model.to(device)
+    seen = seen_in_a_step(model, x, g)
+    assert len(seen) == 2 * 3 * 4
+    for key, read, how in (
+        ("0/input", x, BLOCKS[recipe][0]),
+        ("1/weight", model[1].weight.detach(), BLOCKS[recipe][1]),
+        ("1/grad_output", g, BLOCKS[recipe][2]),
+    ):
+        read = read.flatten(0, -2)
+        cast = reference_values(read, **{"dtype": E4M3, **how})
+        lost = (cast == 0) & (read != 0)
+        assert lost.any() or key != "0/input"
+        assert seen[f"{key}/amax"] == read.abs().max().item()
+        assert seen[f"{key}/underflow"] == lost.sum().item() / (read != 0).sum().item()
+        assert seen[f"{key}/saturation"] == seen[f"{key}/nonfinite"] == 0
+
+
+def test_delayed_scales_cut() -> None:
+    model, x, g = layers_of("delayed"), wide(M, K), wide(M, 9, seed=2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    attach_to_optimizer(model, optimizer)
+    for _ in range(2):
+        model(x).backward(g)
+        optimizer.step()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    seen = seen_in_a_step(model, 8 * x, 4 * g)
+    cut = (8 * x.abs() > x.abs().max()).sum().item() / (x != 0).sum().item()
+    assert seen["0/input/saturation"] == cut > 0.05
+    assert seen["1/grad_output/saturation"] == (
+        (4 * g.abs() > g.abs().max()).sum().item() / (g != 0).sum().item()
+    )
+    assert seen["0/weight/saturation"] == 0  # dynamic
+    for name, buffer in model.named_buffers():  # recorded by the layer alone, once
+        assert same_bits(buffer, before[name]) == ("amax_" not in name or "history" in name)
+    assert model[0].fp8_amax_input == 8 * x.abs().max()
+
+
+def test_what_is_cut_to_the_bit() -> None:
+    how, amax = CastConfig(ScalingType.DELAYED, target_dtype=E4M3), torch.zeros(())
+    for seed in range(50):  # scales are rounded up and down: the amax itself is not cut
+        x = wide(2, 16, seed=seed)
+        scale = amax_to_scale(x.abs().max(), E4M3, False)
+        assert measure(x, Cast(how, DelayedScale(scale, amax)))[4] == 0
+    scale = torch.tensor(257.4 / 448)  # which bfloat16 has not: 258 is the next
+    x = torch.tensor([[258.0, 256.0, -258.0, math.inf, math.nan]], dtype=torch.bfloat16)
+    numbers = measure(x, Cast(how, DelayedScale(scale, amax)))
+    assert numbers.tolist()[1:] == [5, 5, 0, 2, 2]
+    x = wide(M, K)
+    x[0, 0] = math.nan  # and so is its scale
+    seen = seen_in_a_step(layers_of("delayed"), x, wide(M, 9))
+    assert seen["0/input/saturation"] == 0
+    assert seen["0/input/nonfinite"] == 1 / (M * K)
+
+
+def test_weights_are_cast_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, casts = layers_of("tensorwise"), []
+    monkeypatch.setattr(
+        numerics, "measure", lambda x, *rest, **more: casts.append(x) or measure(x, *rest, **more)
+    )
+    with Watch(model, 1) as watch:
+        for _ in range(3):
+            model(wide(M, K)).sum().backward()
+        watch.step()
+    assert sum(x is model[0].weight for x in casts) == 1
+    assert len(casts) == 2 * (1 + 3 + 3)
+
+
+def test_zeros_and_what_is_not_finite() -> None:
+    model, x, g = layers_of("tensorwise"), wide(M, K), torch.zeros(M, 9)
+    for bad, amax in ((math.inf, math.inf), (math.nan, math.nan), (-math.inf, math.inf)):
+        x[3, 7] = bad
+        seen = seen_in_a_step(model, x, g)
+        assert seen["0/input/amax"] == pytest.approx(amax, nan_ok=True)
+        assert seen["0/input/nonfinite"] == 1 / (M * K)
+        assert seen["0/weight/nonfinite"] == 0
+        assert seen["1/input/nonfinite"] == 1  # one scale, and so all of the output
+        assert [seen[f"1/grad_output/{x}"] for x in ("amax", "underflow", "nonfinite")] == [0, 0, 0]
+    x[3] = 0
+    model[1].weight.data[2, 2:4] = math.inf
+    seen = seen_in_a_step(model, x, g)
+    assert seen["0/input/nonfinite"] == seen["1/input/nonfinite"] == 0
+    assert seen["1/weight/nonfinite"] == 2 / (9 * N)
+
+
+# ---------------------------------------------------------------- nothing else changes
+
+
+def train(model: nn.Module, recipe: str, every: int | None, begin: Any = None) -> list[Tensor]:
+    """Six steps of two microbatches, and evaluations between; losses, gradients, all state."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    attach_to_optimizer(model, optimizer)
+    watch = None if every is None else Watch(model, every)
+    found, told = [], []
+    for step in range(6):
+        for seed in (2 * step, 2 * step + 1):
+            loss = (model(wide(M, K, seed=seed)) - 1).square().mean()
+            loss.backward()
+            found.append(loss.detach())
+        with torch.no_grad():
+            model(torch.full((M, K), 1e6))  # an evaluation, of which nothing is counted
+        told.append({} if watch is None else watch.step())
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    if every is not None:
+        assert [bool(seen) for seen in told] == [(n + 1) % every == 0 for n in range(6)]
+        assert all(seen["0/input/amax"] < 100 for seen in told if seen)
+    return [*found, *model.state_dict().values()]
+
+
+def checkpointed(model: nn.Sequential) -> nn.Sequential:
+    class Again(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    return Again(*model)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, checkpointed], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+def test_a_watched_training_has_the_same_bits(recipe: str, wrap: Callable[..., Any]) -> None:
+    model = wrap(layers_of(recipe))
+    watched = train(model, recipe, 2)
+    assert all(map(same_bits, watched, train(wrap(layers_of(recipe)), recipe, None)))
+    for layer in model.modules():
+        assert not layer._forward_hooks
+        assert not layer._forward_hooks_with_kwargs
+
+
+class Block(nn.Sequential):
+    """Whose forward is code of its own, and so one graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self[1](self[0](x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_compiled_blocks_stay_one_graph(recipe: str) -> None:
+    torch._dynamo.reset()
+    model, eager, counter = Block(*layers_of(recipe)), layers_of(recipe), CompileCounter()
+    model.compile(backend=counter, fullgraph=True)
+    assert all(map(same_bits, train(model, recipe, 3), train(eager, recipe, None)))
+    assert counter.frame_count == 2  # a training and an evaluation
+    x, g = wide(M, K), wide(M, 9, seed=2)
+    assert seen_in_a_step(model, x, g) == seen_in_a_step(eager, x, g)
+    torch._dynamo.reset()
+
+
+def test_the_end_of_a_with_takes_hooks_off() -> None:
+    model, x = layers_of("tensorwise"), wide(M, K)
+    with pytest.raises(ZeroDivisionError), Watch(model, 1):
+        model(x).mean().backward(torch.tensor(1 / 0))
+    torch._dynamo.reset()
+    assert not model[0]._forward_hooks
+    compiled = torch.compile(model, backend=(counter := CompileCounter()))
+    compiled(x)
+    assert counter.frame_count == 1  # not eagerly
+
+
+def test_names_are_those_without_wrappers_and_layers_in_high_precision_have_none() -> None:
+    model = layers_of(None)
+    convert_to_float8_training(model, module_filter_fn=lambda mod, fqn: fqn == "1")
+    seen = seen_in_a_step(torch.compile(model, backend="eager"), wide(M, K), wide(M, 9))  # type: ignore[arg-type]
+    assert {key.split("/")[0] for key in seen} == {"1"}
+    assert seen_in_a_step(layers_of(None), wide(M, K), wide(M, 9)) == {}
+    frozen = layers_of("tensorwise").requires_grad_(False)
+    with Watch(frozen, 1) as watch:
+        frozen(wide(M, K))
+        assert {key.split("/")[1] for key in watch.step()} == {"input", "weight"}
+        assert watch.step() == {}  # nothing ran
+
+
+def test_conversions_between_steps() -> None:
+    model = nn.ModuleDict({"layer": layers_of("tensorwise"), "experts": Experts()})
+    convert_to_float8_training(model, config="rowwise", module_filter_fn=all_linears)
+    x, offs = wide(20, 32), torch.tensor([8, 8, 20], dtype=torch.int32)
+
+    def step() -> set[str]:
+        (model["layer"](wide(M, K)).sum() + model["experts"](x, offs).sum()).backward()
+        return {key.split("/")[0] for key in watch.step()}
+
+    with Watch(model, 1) as watch:
+        every = {"layer.0", "layer.1", "experts", "experts.w1"}
+        assert step() == every
+        convert_to_high_precision(model["layer"])
+        assert step() == {"experts", "experts.w1"}
+        convert_to_float8_training(model, config="tensorwise", module_filter_fn=all_linears)
+        step()
+        assert step() == every
+        convert_to_high_precision(model)
+        model["layer"](wide(M, K)).sum().backward()
+        assert watch.step() == {}
+    root = convert_to_float8_training(nn.Linear(K, N), module_filter_fn=all_linears)
+    assert "(root)/input/amax" in seen_in_a_step(root, wide(M, K), wide(M, N))
+
+
+def test_what_cannot_be_watched() -> None:
+    model, every = layers_of("tensorwise"), "expected a number of steps >= 1"
+    require_errors(
+        ("TypeError: model: got function, expected an nn.Module", Watch, [lambda x: x]),
+        (f"TypeError: every: got 0, {every}", partial(Watch, every=0), [model]),
+        (f"TypeError: every: got 1.5, {every}", partial(Watch, every=1.5), [model]),
+    )
+    assert not model[0]._forward_hooks
+
+
+# ---------------------------------------------------------------- experts
+
+
+class Experts(nn.Module):
+    """As torchtitan's: one method multiplies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2 = (nn.Parameter(wide(3, *size)) for size in ((48, 32), (16, 48)))
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        h = self._grouped_mm(A=x, B_t=self.w1.transpose(1, 2), offs=offs).relu()
+        return self._grouped_mm(A=h, B_t=self.w2.double().float().transpose(1, 2), offs=offs)
+
+    def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_experts_by_the_names_of_their_weights(recipe: str) -> None:
+    whole = nn.ModuleDict({"experts": Experts()})
+    convert_to_float8_training(whole, config=recipe, module_filter_fn=all_linears)
+    x, offs = wide(24, 32), torch.tensor([8, 8, 20], dtype=torch.int32)
+    x[20:] = math.nan  # rows of nobody
+    with Watch(whole, 1) as watch:
+        y = whole["experts"](x, offs)
+        y[:20].sum().backward()
+        seen = watch.step()
+    of_a_copy = "experts"
+    assert {key.rsplit("/", 2)[0] for key in seen} == {"experts.w1", of_a_copy}
+    groups, how = (x[:8], x[8:20]), BLOCKS[recipe][0]
+    lost = sum(((reference_values(g, **how) == 0) & (g != 0)).sum().item() for g in groups)
+    assert seen["experts.w1/input/underflow"] == lost / (x[:20] != 0).sum().item() > 0
+    assert seen["experts.w1/input/amax"] == x[:20].abs().max().item()
+    assert seen["experts.w1/input/nonfinite"] == 0
+    weights = whole["experts"].w1.detach()
+    lost = sum(((reference_values(w, **how) == 0) & (w != 0)).sum().item() for w in weights)
+    assert seen["experts.w1/weight/underflow"] == lost / (weights != 0).sum().item()
+    assert not vars(whole["experts"]).keys() & {"_float8_product"}
