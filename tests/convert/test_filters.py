@@ -334,7 +334,7 @@ def test_others_are_left_to_the_default_or_to_the_given_filter() -> None:
     reasons = {layer.fqn: layer.skip_reason for layer in conversion_report(whole).layers}
     assert reasons["vision.0.q"] == "keep_high_precision: first=1 of vision"
     assert reasons["text.2.experts.0.down_proj"] == "keep_high_precision: named 'down_proj'"
-    assert reasons["text.2.q"] == "K=16 is less than 1024: tensorwise is slower there on H100"
+    assert str(reasons["text.2.q"]).startswith("loses: modelled 0.")
     assert str(reasons["lm_head"]).startswith("the head: ")
     assert "vision.0.experts.0.up_proj" in str(conversion_report(whole))
     mine = keep._replace(module_filter_fn=lambda mod, fqn: fqn.endswith(("q", "lm_head")))
