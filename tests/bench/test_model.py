@@ -77,12 +77,13 @@ def test_checkpointed_blocks_compute_the_same_and_keep_less(recipe: str, how: st
 
 
 @pytest.mark.parametrize(
-    ("mode", "how"), [("eager", None), ("compiled", None), ("graphed", "reduce-overhead")]
+    ("mode", "how"),
+    [("eager", None), ("compiled", None), ("graphed", {"triton.cudagraphs": True})],
 )
-def test_what_is_compiled(mode: str, how: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_compiled(mode: str, how: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks one by one; for CUDA graphs, of which each has to be started, all of them as one."""
-    found: list[tuple[nn.Module, str | None]] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda x, **given: found.append((x, given["mode"])))
+    found: list[tuple[nn.Module, Any]] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda x, **how: found.append((x, how["options"])))
     bf16, ours = make_variants(["tensorwise"], [mode], all_layers=False)
     step = model_step(bf16, Size("tiny", 2, 32), CPU)
     parts = {"eager": [], "compiled": step.parts, "graphed": [step.model]}[mode]
