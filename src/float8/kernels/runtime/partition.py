@@ -146,7 +146,9 @@ def _activations(
         if node.op == "call_function":
             of = [traits.get(each.name, (False, False, False)) for each in node.all_input_nodes]
             alike = _name(node) in {*_ALIKE, "div"} or _is_view(node)
-            exponents = _name(node).startswith("exp") or (alike and any(c for *_, c in of))
+            sigmoid = all(_adds_one(user) for user in node.users)
+            exponents = _name(node) in ("exp", "exp2") and not sigmoid
+            exponents |= alike and any(c for *_, c in of)
             traits[node.name] = any(a for a, *_ in of), any(b for _, b, _ in of), exponents
     return {node for node in graph.nodes if traits.get(node.name) == (True, True, False)}
 
