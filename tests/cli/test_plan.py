@@ -92,7 +92,7 @@ def test_a_step_is_modelled_without_a_gpu(planned: Callable[..., str]) -> None:
     assert "1 of 1 linear" in planned("--gpu", "NVIDIA H100 80GB HBM3", "mine_to_plan:on_cpu")
     tiny = planned("--model", "tiny")
     assert "\nloses: no layer gains; more --tokens" in tiny
-    assert "\nwith all in float8 that stays for its speed, modelled (±5%): 0." in tiny
+    assert "\na module_filter_fn that takes what loses by itself has modelled (±5%): 0." in tiny
     mine = planned("--gpu", "H200", "mine_to_plan:make")
     assert "mine_to_plan:make, tensorwise, 8192 tokens: modelled for H200" in mine
     assert "1 of 3 linear layers run in float8, 1.5% of all matmul weights" in mine

@@ -81,7 +81,9 @@ def test_a_number_and_a_verdict(
     model = words if words.startswith("--") else f"models_to_plan:{words}"
     assert main(["plan", "--gpu", "H100", *model.split()]) == 0
     out = capsys.readouterr().out
-    found = re.search(r"\nmodelled \(±(5|10)%\): ([\d.]+)x of a step, (.*): (.*)\n", out)
+    found = re.search(
+        r"\nmodelled \(±(5|10)%(?:, extrapolated.*)?\): ([\d.]+)x of a step, (.*): (.*)\n", out
+    )
     assert found
     assert float(found[2]) == pytest.approx(speedup, abs=0.011)
     assert found[4] == verdict
@@ -89,5 +91,6 @@ def test_a_number_and_a_verdict(
     experts = "experts" in out
     assert (found[1] == "10") == experts == ("x of its experts" in found[3])
     if "qwen3" in words:  # a number although they stay
-        assert re.search(r"all in float8 that stays for its speed, modelled .*: 0\.9.x of a", out)
+        assert re.search(r"takes what loses by itself has modelled .*: 0\.9.x of a", out)
+    assert ("extrapolated" in out) == ("--data-parallel" in words)
     assert "measured" not in out

@@ -85,6 +85,10 @@ def judged_as(config: Float8LinearConfig) -> str:
     return "delayed" if activations.issubset(config.delayed_sites) else "tensorwise"
 
 
+def _lost(speedup: float) -> str:
+    return f"{'loses' if speedup < 0.995 else 'gains too little'}: modelled {speedup:.2f}"
+
+
 def why_slower(
     layer: Any, config: Float8LinearConfig, tokens: int, gpu: str, cuda_graphs: bool
 ) -> str | None:
@@ -100,7 +104,7 @@ def why_slower(
     high = layer_ms(gpu, "bf16", tokens, K, N, trains=trains)
     speedup = high / layer_ms(gpu, judged_as(config), tokens, K, N, trains=trains, casts=casts)
     if speedup < _AT_LEAST:
-        return f"loses: modelled {speedup:.2f}x of bf16 on {gpu}, {tokens} tokens per forward"
+        return f"{_lost(speedup)}x of bf16 on {gpu}, {tokens} tokens per forward"
     if high < WAITS_BELOW_MS * (1.0 if trains else 2 / 3) and not cuda_graphs:
         why = f"{high:.2f} ms of {gpu} in bf16 is less than the CPU needs"
         return f"waits for the CPU: {why}; cuda_graphs=True converts it"
@@ -125,7 +129,7 @@ def why_experts_slower(
     if high / low >= _AT_LEAST:
         return None
     return (
-        f"loses: modelled {high / low:.2f}x of bf16 on {near}, {rows / experts:.0f} "
+        f"{_lost(high / low)}x of bf16 on {near}, {rows / experts:.0f} "
         f"tokens for each expert ({tokens} tokens, {top_k} of {experts} experts each)"
     )
 

@@ -57,7 +57,8 @@ class Setup:
             ("expert-parallel", self.expert_parallel, "--data-parallel", self.data_parallel),
         ):
             if part < 1 or whole < 1 or whole % part:
-                raise ConfigError(f"{name}: got {part}, expected a divisor of {of} {whole}")
+                do = "; give --data-parallel, too" * (of == "--data-parallel" and whole == 1)
+                raise ConfigError(f"{name}: got {part}, expected a divisor of {of} {whole}{do}")
 
 
 def keep_experts_of_a_rank(model: nn.Module, ranks: int) -> None:
@@ -124,7 +125,9 @@ class Step:
     def __str__(self) -> str:
         found = {row["what"]: f"{row['speedup']:.2f}x of its {row['what']}" for row in self.rows}
         each = ", ".join(found[what] for what in ("step", _LINEAR, _EXPERTS) if what in found)
-        return f"modelled (±{self.error:.0%}): {each}".replace("its step", "a step")
+        far = self._how.data_parallel > 4 or self._how.expert_parallel > 1
+        said = f"±{self.error:.0%}" + ", extrapolated from up to 4 GPUs" * far
+        return f"modelled ({said}): {each}".replace("its step", "a step")
 
     def _add(self, part: str, high: float, low: float | None = None) -> None:
         sums = self.ms.setdefault(part, [0.0, 0.0])

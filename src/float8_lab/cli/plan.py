@@ -110,13 +110,14 @@ def filter_found(report: ConversionReport, rows: Sequence[Row]) -> str:
 
 def verdict(report: ConversionReport, step: Step, every: Step) -> list[str]:
     """Say in lines what a step gains, and `every`, which has in float8 what stays for its speed."""
-    speedup = step.rows[-1]["speedup"]
+    speedup, best = (each.rows[-1]["speedup"] for each in (step, every))
     level = "it loses" if speedup < 1 else "about level, so time a step of yours"
     lines = [f"{step}: {'it pays' if speedup >= 1 + step.error else level}"]
     if none := not (report.converted or any(x.skip_reason is None for x in report.experts)):
         lines = ["loses: no layer gains; more --tokens, or --cuda-graphs, may change that"]
     if every.ms != step.ms and (none or any(x.skip_reason for x in report.experts)):
-        lines.append(f"with all in float8 that stays for its speed, {every}")
+        shared = "better, as ranks share casts: " * (best > speedup + 0.01)
+        lines.append(f"{shared}a module_filter_fn that takes what loses by itself has {every}")
     return lines
 
 
