@@ -24,7 +24,7 @@ from float8 import (
 )
 from float8.convert import choice
 from float8.convert.speed import MEMORY, judged_as
-from support.configs import DISABLED, mixed
+from support.configs import DISABLED, mixed, of_recipe
 from support.errors import require_errors
 
 # Not what tests/conftest.py replaces.
@@ -394,3 +394,15 @@ def test_what_cannot_be_kept() -> None:
         ("TypeError: module_filter_fn: got int", keeping(module_filter_fn=3), [plain]),
     )
     assert is_float8(plain) == []
+
+
+def test_adapters_and_heads_stay_as_such_where_weights_must_be_frozen() -> None:
+    """Not with the advice to freeze them."""
+    model = nn.ModuleDict({name: nn.Linear(64, 64) for name in ("q", "lora_A", "lm_head")})
+    model["q"].requires_grad_(False)
+    config = of_recipe("tensorwise", float8_weights=Float8Weights.ONLY)
+    convert_to_float8_training(model, config=config)
+    reasons = {layer.fqn: str(layer.skip_reason) for layer in conversion_report(model).layers}
+    assert reasons["q"] == "None"
+    assert reasons["lora_A"].startswith("of an adapter: ")
+    assert reasons["lm_head"].startswith("the head: ")

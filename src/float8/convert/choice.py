@@ -101,7 +101,8 @@ class Chooser:
         if strategy_of(mod) is not None:
             return self._decide(mod, fqn, why_not_taken(mod, config_for(mod, self.given)))
         if isinstance(mod, nn.Linear):
-            problem = unsupported(mod, self.config, self.classes)
+            stays = self.takes is None and self.config.float8_gemms and left_out(fqn)
+            problem = None if stays else unsupported(mod, self.config, self.classes)
             return self._decide(mod, fqn, problem, self._why_no_linear)
         return None
 
