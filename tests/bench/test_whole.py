@@ -272,6 +272,18 @@ def test_a_step_waits_for_gathers_and_for_the_cpu() -> None:
     assert "waiting for the CPU" not in graphs.ms
 
 
+def test_whatever_stays_for_its_speed_can_be_counted_in_float8() -> None:
+    """The layers of these widths lose, and gain too little."""
+    config = recipe_config("tensorwise")
+    for width, why in ((1024, "loses"), (1744, "gains too little")):
+        with torch.device("meta"):
+            model = nn.ModuleDict({"up": nn.Linear(width, width)})
+        with pytest.warns(UserWarning, match=why):
+            convert_to_float8_training(model, config=config, gpu="H100")
+        stays, slow = (Step(model, "H100", config, Setup(8192, 8192), x).ms for x in (False, True))
+        assert stays["linear layers"][0] == stays["linear layers"][1] != slow["linear layers"][1]
+
+
 @pytest.mark.parametrize("gpu", MEMORY)
 def test_attention_and_classifiers_of_pictures(gpu: str) -> None:
     """All see all tokens of a picture; one token of each is classified."""

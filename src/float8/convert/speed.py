@@ -85,8 +85,12 @@ def judged_as(config: Float8LinearConfig) -> str:
     return "delayed" if activations.issubset(config.delayed_sites) else "tensorwise"
 
 
+SLOW = "loses", "gains too little", "waits"
+"""How the reasons of layers begin that stay for their speed."""
+
+
 def _lost(speedup: float) -> str:
-    return f"{'loses' if speedup < 0.995 else 'gains too little'}: modelled {speedup:.2f}"
+    return f"{SLOW[0] if speedup < 0.995 else SLOW[1]}: modelled {speedup:.2f}"
 
 
 def why_slower(

@@ -16,7 +16,7 @@ from float8 import conversion_report
 from float8.config import Float8LinearConfig, Float8Weights
 from float8.convert.choice import left_out
 from float8.convert.report import LayerReport
-from float8.convert.speed import HELD, MEMORY, NARROW, experts_per_token, judged_as, layer_ms
+from float8.convert.speed import HELD, MEMORY, NARROW, SLOW, experts_per_token, judged_as, layer_ms
 from float8.experts import kind_of, weights_of
 from float8_lab.bench.step import Row
 from float8_lab.errors import ConfigError
@@ -150,7 +150,8 @@ class Step:
         of: dict[str, Any] = {"trains": weight.requires_grad, "experts": experts}
         high = low = layer_ms(self._gpu, "bf16", tokens, K, N, **of)
         reason = row.skip_reason
-        in_float8 = reason is None or (self._slow and reason.startswith(("loses", "waits")))
+        slow = self._slow and (reason or "").startswith(SLOW)
+        in_float8 = reason is None or slow
         self._host = [ms + _HOST_MS[i and in_float8] for i, ms in enumerate(self._host)]
         if in_float8:
             of["casts"] = self._casts(weight, experts)

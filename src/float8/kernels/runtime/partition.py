@@ -1,4 +1,4 @@
-"""What Inductor's graphs of forward keep for those of backward: activations, in float8.
+"""Activations that Inductor's graphs of forward keep for those of backward: in float8.
 
 Names of torch here are private; there is no fallback. Importing this module imports Dynamo.
 """
@@ -19,7 +19,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from float8 import scales
-from float8.scales import amax_to_scale
 
 RUN = 128
 """Elements along the last dim that share a scale, if that dim is a multiple of it; else all do."""
@@ -96,7 +95,7 @@ class Float8Partitioner(CustomPartitionerFn):
         # Scales are rounded up, so that nothing saturates, to powers of two, so that values lose
         # nothing but bits of their mantissa. What is not finite makes its run NaN.
         runs = _in_runs(x.to(torch.float32))
-        scale = amax_to_scale(runs.abs().amax(-1, keepdim=True), self.dtype, True)
+        scale = scales.amax_to_scale(runs.abs().amax(-1, keepdim=True), self.dtype, True)
         return (runs * scale.reciprocal()).to(self.dtype).reshape(x.shape), scale
 
     def _pack_in_forward(self, graph: Graph, node: Node) -> list[Node]:
