@@ -1,8 +1,7 @@
 """The grouped GEMM of a Hopper GPU: each group of rows by a matrix of its own, or by another group.
 
-`torch._scaled_grouped_mm` takes 1.07 times as long in the mean of 24 products (docs/experts.md):
-here two programs on a multiprocessor hide each other's beginnings and ends. It also returns no
-float32, and writes no zeros into rows of no group. The products, by the kernel's names:
+`torch._scaled_grouped_mm` takes 1.07 to 1.2 times as long (benchmarks/NOTES.md). It also returns
+no float32, and writes no zeros into rows of no group. The products, by the kernel's names:
 
     groups of rows    out [R, N] = a [R, C] by b [E, N, C] of the row's group        R are tokens
     of tokens         out [E, R, N] = a [R, C] by b [N, C], over C of each group     C are tokens
@@ -80,7 +79,7 @@ def _flops(a: Any, _: Any, b: Any, *rest: Any, **__: Any) -> Any:
 # ---------------------------------------------------------------- Triton
 
 
-_BLOCK = GROUP_ALIGNMENT  # of what is contracted, and of rows and columns of the result
+_BLOCK = GROUP_ALIGNMENT  # of what is contracted, and of rows of the result
 _PANEL = 16  # tiles of rows that share what is read of `b`
 
 
@@ -93,14 +92,18 @@ def _grouped_matmul_triton(*given: Any, tokens: int | None = None) -> Tensor:
     b = b if of_rows else b.unsqueeze(0)
     (R, C), N, E = a.shape, b.shape[1], ends.shape[0]
     tiles_of_a = TensorDescriptor(a, a.shape, a.stride(), [_BLOCK, _BLOCK])
-    tiles_of_b = TensorDescriptor(b, b.shape, b.stride(), [1, _BLOCK, _BLOCK])
+    # Wide tiles read less, which an H100 at its limit of power has time for. Sums of float32, and
+    # those of a second accumulator, leave no room for them.
+    wide = use_fast_accum and out.dtype.itemsize == 2
+    columns, programs, warps = (256, 1, 8) if wide else (128, 2, 4)
+    tiles_of_b = TensorDescriptor(b, b.shape, b.stride(), [1, columns, _BLOCK])
     stride = 0 if of_rows else a_scale.stride(0)
     sizes = R, N, C, E, stride, b_scale.stride(0)
     groups = max(1 << E.bit_length(), 16)  # E + 1 or more
     kernel: Any = _grouped_matmul_kernel
-    kernel[(2 * sm_count(a.device),)](
+    kernel[(programs * sm_count(a.device),)](
         tiles_of_a, tiles_of_b, a_scale, b_scale, ends, out, *sizes, of_rows, use_fast_accum,
-        groups, _BLOCK, _PANEL, num_warps=4, num_stages=3,
+        groups, _BLOCK, columns, _PANEL, num_warps=warps, num_stages=3,
     )  # fmt: skip
     return out
 
@@ -108,7 +111,7 @@ def _grouped_matmul_triton(*given: Any, tokens: int | None = None) -> Tensor:
 @jit
 def _place(  # type: ignore[no-untyped-def]
     tile, behind, tiles, begins, ends, R, C, tiles_n, E, OF_ROWS: tl.constexpr,
-    GROUPS: tl.constexpr, BLOCK: tl.constexpr, PANEL: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PANEL: tl.constexpr,
 ):  # fmt: skip
     """Place a tile.
 
@@ -126,7 +129,7 @@ def _place(  # type: ignore[no-untyped-def]
     panel = t // (PANEL * tiles_n) * PANEL
     high = min(PANEL, tiles_m - panel)
     t = t % (PANEL * tiles_n)
-    m, n = (panel + t % high) * BLOCK, t // high * BLOCK
+    m, n = (panel + t % high) * BLOCK, t // high * COLUMNS
     zero = 0 * m  # so that all are values, also what a shape makes a constant
     if OF_ROWS:
         row, end_row, k = begin + m, end, zero
@@ -159,13 +162,13 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     out_ptr,  # [R, N], or [E, R, N]
     R, N, C, E, a_scale_stride, b_scale_stride,
     OF_ROWS: tl.constexpr, FAST: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
-    PANEL: tl.constexpr,
+    COLUMNS: tl.constexpr, PANEL: tl.constexpr,
 ):  # fmt: skip
     """Run through the tiles of this program as one loop, which loads ahead from tile to tile."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     g = tl.arange(0, GROUPS)
     begins, ends = groups_of(ends_ptr, R if OF_ROWS else C, E, GROUPS)
-    tiles_n = tl.cdiv(N, BLOCK)
+    tiles_n = tl.cdiv(N, COLUMNS)
     if OF_ROWS:  # a group E of the rows that are in no other
         tiles = tl.where(g <= E, tl.cdiv(ends - begins, BLOCK) * tiles_n, 0)
         steps_of = tl.where(g < E, tl.cdiv(C, BLOCK), 1)
@@ -178,17 +181,18 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     tile, step, steps = program - programs, -1, 0
     group, row, end_row, n, k = 0, 0, 0, 0, 0
     some = program < 0
-    sums = tl.zeros((BLOCK, BLOCK), tl.float32)
+    sums = tl.zeros((BLOCK, COLUMNS), tl.float32)
     for _ in range(tl.sum(mine * steps_of, 0)):
         step = tl.where(step == steps - 1, 0, step + 1)
         if step == 0:
             tile += programs
             group, row, end_row, n, k, steps, some = _place(
-                tile, behind, tiles, begins, ends, R, C, tiles_n, E, OF_ROWS, GROUPS, BLOCK, PANEL
-            )
+                tile, behind, tiles, begins, ends, R, C, tiles_n, E, OF_ROWS, GROUPS, BLOCK,
+                COLUMNS, PANEL,
+            )  # fmt: skip
         a = a_tiles.load([row, k + step * BLOCK])
         matrix = tl.minimum(group, E - 1) if OF_ROWS else 0
-        b = b_tiles.load([matrix, n, k + step * BLOCK]).reshape(BLOCK, BLOCK)
+        b = b_tiles.load([matrix, n, k + step * BLOCK]).reshape(COLUMNS, BLOCK)
         # Tensor cores add with few bits; else their sums are added in float32 after each step.
         sums = tl.dot(a, b.T, sums, max_num_imprecise_acc=None if FAST else BLOCK)
         if step == steps - 1:
@@ -197,12 +201,15 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
                 of_a += group * a_scale_stride
                 out += tl.cast(group, tl.int64) * R * N
             of_b = b_scale_ptr + tl.minimum(group, E - 1) * b_scale_stride
-            r, c = row + tl.arange(0, BLOCK), n + tl.arange(0, BLOCK // 2)
-            # In halves: then there is memory for two programs on a multiprocessor.
-            left, right = tl.split(sums.reshape(BLOCK, 2, BLOCK // 2).permute(0, 2, 1))
-            _store(left, out, of_a, of_b, r, end_row, c, N, some)
-            _store(right, out, of_a, of_b, r, end_row, c + BLOCK // 2, N, some)
-            sums = tl.zeros((BLOCK, BLOCK), tl.float32)
+            r = row + tl.arange(0, BLOCK)
+            if COLUMNS > BLOCK:
+                _store(sums, out, of_a, of_b, r, end_row, n + tl.arange(0, COLUMNS), N, some)
+            else:  # in halves: then there is memory for two programs on a multiprocessor
+                c = n + tl.arange(0, COLUMNS // 2)
+                left, right = tl.split(sums.reshape(BLOCK, 2, COLUMNS // 2).permute(0, 2, 1))
+                _store(left, out, of_a, of_b, r, end_row, c, N, some)
+                _store(right, out, of_a, of_b, r, end_row, c + COLUMNS // 2, N, some)
+            sums = tl.zeros((BLOCK, COLUMNS), tl.float32)
 
 
 register(
