@@ -13,6 +13,7 @@ from float8.checkpoints.names import plain_name, unwrapped
 from float8.config import require_module
 from float8.experts import Float8Experts, weights_of
 from float8.formats import FLOAT8_MAX
+from float8.kernels.count import COUNT
 from float8.linear import Float8Linear
 from float8.linear.functional import autocast_dtype
 from float8.parallel.groups import mesh_device_type, unlike
@@ -47,18 +48,12 @@ def measure(x: Any, cast: Cast, col: bool = False, offs: Tensor | None = None) -
     else:  # each group, and expert, has scales of its own; rows behind are nobody's
         x, cast = x if x.dim() == 3 else x[: offs[-1]].contiguous(), cast._replace(reduce=None)
     made = quantize(x, cast, row=not col, col=col, offs=offs if x.dim() == 2 else None)
-    data, scale = made.col if col else made.row
-    size, largest = (x.mT if col else x).abs(), torch.finfo(x.dtype).max
-    lost = data[..., : size.shape[-2], : size.shape[-1]].view(torch.uint8) & 127 == 0
-    nonzero, finite = (size != 0) | in_float8, (size <= largest).sum()
-    cut = torch.zeros_like(finite)
-    if cast.state is not None:  # any other scale is that of the largest value
-        # Scales are rounded. And a tensor of no dims would be rounded to the dtype of `size`.
-        bound = scale.reshape(1) * FLOAT8_MAX[cast.how.dtype] * (1 + 2.0**-20)
-        cut = finite - (size <= bound.nan_to_num(torch.inf, torch.inf).clamp(max=largest)).sum()
-    amax = size.amax() if size.numel() else cut
-    numbers = amax, cut * 0 + size.numel(), nonzero.sum(), (nonzero & lost).sum(), cut
-    return torch.stack([each.double() for each in (*numbers, size.numel() - finite)])
+    (data, scale), x = (made.col, x.mT) if col else (made.row, x)
+    bound = scale.new_full((1,), torch.inf)  # most scales are those of the largest value
+    if cast.state is not None:
+        bound = scale * FLOAT8_MAX[cast.how.dtype] * (1 + 2.0**-20)  # scales are rounded
+    data = data[..., : x.shape[-2], : x.shape[-1]]
+    return COUNT(x, data, bound, in_float8)  # type: ignore[no-any-return]
 
 
 def over_ranks(

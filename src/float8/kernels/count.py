@@ -1,0 +1,89 @@
+"""Counting what a cast did to a tensor, in one read of it and of its float8 data."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8.kernels.numeric import float32_bits, magnitude_bits
+from float8.kernels.runtime.ops import register
+from float8.kernels.runtime.triton import jit, sm_count, tl
+
+
+def count_reference(x: Tensor, data: Tensor, bound: Tensor, all_count: bool) -> Tensor:
+    """Count the values of `x`, and what became of them in `data`, float8 of the same shape.
+
+    `bound`: float32, one element, above which values were cut. `all_count`: zeros are values, too.
+
+    Returns:
+        [6] float64: amax; numbers of all elements, of values, that is of those that are not zero,
+        of values that became zero, that are finite and were cut, that are not finite.
+    """
+    size, zero = x.abs(), data.view(torch.uint8) & 127 == 0
+    values, finite = (size != 0) | all_count, size.isfinite()
+    counts = values, values & zero, finite & (size.float() > bound.reshape(())), ~finite
+    amax = size.amax() if size.numel() else size.new_zeros(())
+    numbers = amax, torch.full_like(amax, size.numel(), dtype=torch.float64)
+    return torch.stack([each.double() for each in (*numbers, *(kind.sum() for kind in counts))])
+
+
+_BLOCK = 4096
+
+
+def _count_triton(x: Tensor, data: Tensor, bound: Tensor, all_count: bool) -> Tensor:
+    if not (x.is_contiguous() and data.is_contiguous() and x.numel()):
+        return count_reference(x, data, bound, all_count)
+    out = torch.zeros(6, dtype=torch.int64, device=x.device)
+    blocks = -(-x.numel() // _BLOCK)
+    rounds = -(-blocks // (8 * sm_count(x.device)))
+    kernel: Any = _count_kernel
+    kernel[(-(-blocks // rounds),)](
+        x, data.view(torch.uint8), bound, out, x.numel(), rounds, all_count, _BLOCK, num_warps=8
+    )
+    return torch.cat([out[:1].int().view(torch.float32).double(), out[1:].double()])
+
+
+@jit
+def _count_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    data_ptr,
+    bound_ptr,
+    out_ptr,  # [6] int64, zeros; the first becomes the bits of a float32
+    n,
+    rounds,  # blocks of a program
+    ALL_COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    bound = tl.load(bound_ptr).to(tl.int32, bitcast=True)  # magnitudes compare as integers
+    values = lost = cut = bad = largest = tl.zeros((BLOCK,), tl.int32)
+    first = tl.program_id(0).to(tl.int64) * rounds * BLOCK
+    end = tl.minimum(first + rounds * BLOCK, n)
+    while first < end:  # Triton's interpreter (3.6) takes no range of tensors
+        at = first + tl.arange(0, BLOCK)
+        inside = at < n
+        bits = magnitude_bits(tl.load(x_ptr + at, mask=inside, other=0))
+        bits = float32_bits(bits, x_ptr.dtype.element_ty)
+        zero = tl.load(data_ptr + at, mask=inside, other=1) & 127 == 0
+        value = inside if ALL_COUNT else bits != 0
+        largest = tl.maximum(largest, bits)
+        values += value.to(tl.int32)
+        lost += (value & zero).to(tl.int32)
+        cut += ((bits > bound) & (bits < 0x7F800000)).to(tl.int32)
+        bad += (bits >= 0x7F800000).to(tl.int32)
+        first += BLOCK
+    tl.atomic_max(out_ptr, tl.max(largest, 0).to(tl.int64), sem="relaxed")
+    if tl.program_id(0) == 0:
+        tl.store(out_ptr + 1, n)
+    tl.atomic_add(out_ptr + 2, tl.sum(values, 0).to(tl.int64), sem="relaxed")
+    tl.atomic_add(out_ptr + 3, tl.sum(lost, 0).to(tl.int64), sem="relaxed")
+    tl.atomic_add(out_ptr + 4, tl.sum(cut, 0).to(tl.int64), sem="relaxed")
+    tl.atomic_add(out_ptr + 5, tl.sum(bad, 0).to(tl.int64), sem="relaxed")
+
+
+register(
+    "count",
+    count_reference,
+    triton=_count_triton,
+    fake=lambda x, *_: x.new_empty((6,), dtype=torch.float64),
+)
+
+COUNT = torch.ops.float8.count.default
