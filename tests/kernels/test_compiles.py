@@ -30,7 +30,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
-POINTERS = {BF16: "*bf16", FP32: "*fp32", E4M3: "*fp8e4nv", E5M2: "*fp8e5", torch.int32: "*i32"}
+POINTERS = {BF16: "*bf16", FP32: "*fp32", E4M3: "*fp8e4nv", E5M2: "*fp8e5"}
+POINTERS |= {torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64"}
 
 
 def empty(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
@@ -127,17 +128,19 @@ CASES: dict[str, Callable[[Tensor], Any]] = {
 }
 BOOLS = False, True
 LAYOUTS = (True, True), (False, True), (True, False)
-GROUPED: dict[str, Callable[[Tensor], Any]] = {
+BY_TRITON: dict[str, Callable[[Tensor], Any]] = {
     f"groups {of} {one_scale} {row} {col}": partial(cast_groups, of, one_scale, row, col)
     for of, one_scale, (row, col) in itertools.product((BF16, FP32), BOOLS, LAYOUTS)
 } | {
     f"grouped_matmul {' '.join(map(str, how))}": partial(grouped_matmul, *how)
     for how in itertools.product(BOOLS, BOOLS, (BF16, FP32))
 }
+"""Launched by Triton itself."""
+BY_TRITON["count"] = lambda x: ops.cuda.count(x, empty(*x.shape, dtype=E4M3), empty(), False)
 SHAPES = (4096, 2048), (100, 72)  # as tiles fill exactly, and not
 COMPILED = [
-    pytest.param(case, shape, marks=[pytest.mark.exhaustive] * (case in GROUPED and (n + m) % 2))
-    for n, case in enumerate(CASES | GROUPED)
+    pytest.param(case, shape, marks=[pytest.mark.exhaustive] * (case in BY_TRITON and (n + m) % 2))
+    for n, case in enumerate(CASES | BY_TRITON)
     for m, shape in enumerate(SHAPES)
 ]
 
@@ -172,7 +175,7 @@ def test_kernels_are_not_specialised_on_what_may_start_anywhere(
 def test_it_compiles_and_spills_nothing(
     case: str, shape: tuple[int, int], binaries: list[bytes], tmp_path: Path
 ) -> None:
-    (CASES | GROUPED)[case](empty(*shape, dtype=BF16))
+    (CASES | BY_TRITON)[case](empty(*shape, dtype=BF16))
     assert binaries
     for binary in binaries:
         used = resources(binary, tmp_path)

@@ -58,6 +58,11 @@ def of_transpose(device: str) -> Args:
     yield data, torch.ones((), device=device)
 
 
+def of_count(device: str) -> Args:
+    x = torch.randn(17, 33, device=device)
+    yield x, x.to(E4M3), torch.ones((), device=device), False
+
+
 def of_times_held(device: str) -> Args:
     for experts in ((), (3,)):
         weight = torch.nn.Parameter(torch.randn(*experts, 32, 48, device=device))
@@ -112,6 +117,7 @@ ARGUMENTS: dict[str, Callable[[str], Args]] = {
     "cast": of_cast,
     "cast_delayed": of_cast_delayed,
     "cast_groups": of_cast_groups,
+    "count": of_count,
     "grouped_matmul": of_grouped_matmul,
     "grouped_outer": lambda device: iter([of_groups(device)]),
     "matmul": of_matmul,

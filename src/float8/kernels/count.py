@@ -54,7 +54,8 @@ def _count_kernel(  # type: ignore[no-untyped-def]
     ALL_COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     bound = tl.load(bound_ptr).to(tl.int32, bitcast=True)  # magnitudes compare as integers
-    values = lost = cut = bad = largest = tl.zeros((BLOCK,), tl.int32)
+    largest = tl.zeros((BLOCK,), tl.int32)
+    values, lost, cut, bad = largest, largest, largest, largest
     first = tl.program_id(0).to(tl.int64) * rounds * BLOCK
     end = tl.minimum(first + rounds * BLOCK, n)
     while first < end:  # Triton's interpreter (3.6) takes no range of tensors
