@@ -83,15 +83,15 @@ def quantize(
     """
     how, state, record, reduce, scale = cast
     if offs is not None or x.dim() == 3:
-        of_one_tensor = state is not None or reduce is not None or scale is not None
-        if how.scaling_granularity.by_blocks or of_one_tensor:
+        known = scale is not None and (offs is not None or not how.scaling_granularity.one_scale)
+        if how.scaling_granularity.by_blocks or known or state is not None or reduce is not None:
             got = f"{how.scaling_granularity}, or a state, scale or reduction, for groups of rows"
             raise ValueError(
                 f"quantize: got {got}, expected dynamic scales of each, or of its rows"
             )
         if offs is not None:
             return cast_groups(x, offs, how, row=row, col=col)
-        return _cast_each(x.detach(), how, row=row, col=col)
+        return _cast_each(x.detach(), how, scale, after, row=row, col=col)
     one_scale = how.scaling_granularity.one_scale
     traced = traced and torch.compiler.is_compiling()
     if via is not None and (via is x.dtype or state is not None or not one_scale):
@@ -107,8 +107,16 @@ def quantize(
     )  # fmt: skip
 
 
-def _cast_each(weights: Tensor, how: CastConfig, *, row: bool, col: bool) -> Quantized:
-    """Cast the weights [E, N, K] of experts, each under scales of its own.
+def _cast_each(
+    weights: Tensor,
+    how: CastConfig,
+    scale: Tensor | None,
+    after: Tensor | None,
+    *,
+    row: bool,
+    col: bool,
+) -> Quantized:
+    """Cast the weights [E, N, K] of experts, each under scales of its own, or given ones [E].
 
     To row data [E, N, ceil16(K)] with scales [E, N], column data [E, K, ceil16(N)] with [E, K].
     The weights are viewed as one matrix with E equal groups of rows. For storage [E, K, N], row and
@@ -119,7 +127,8 @@ def _cast_each(weights: Tensor, how: CastConfig, *, row: bool, col: bool) -> Qua
     E, R, C = weights.shape
     ends = torch.arange(R, E * R + 1, R, dtype=torch.int32, device=weights.device)
     matrix, width = weights.contiguous().view(E * R, C), (R + 127) // 128 * 128
-    made = cast_groups(matrix, ends, how, row=row, col=col, width=E * width)
+    known = {"scale": scale, "after": after}
+    made = cast_groups(matrix, ends, how, row=row, col=col, width=E * width, **known)
     of_row = of_col = None
     if row:
         of_row = Operand(made.row.data.view(E, R, -1), made.row.scale.view(E, R))

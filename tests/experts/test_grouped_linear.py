@@ -18,6 +18,7 @@ from float8.gemm import grouped_outer
 from sqnr import sqnr
 from support.devices import on_devices
 from support.errors import require_errors
+from support.graphs import op_by_op
 from support.models import seeded
 from support.spies import OpCounter, saved_tensors
 
@@ -190,6 +191,20 @@ def test_compiled_code_holds_for_all_sizes(recipe: str) -> None:
         given = inputs(sizes)
         assert_same(given.run(recipe, call), given.run(recipe))
     assert counter.frame_count <= 2
+
+
+@recipes
+def test_compiled_code_keeps_no_cast_of_weights(recipe: str) -> None:
+    """It would fill memory until backward, and under FSDP2 hold all weights of all ranks."""
+    torch._dynamo.reset()
+    x, w, offs, _ = inputs([16, 48])
+    lies_transposed = w.detach().transpose(1, 2).contiguous().requires_grad_().transpose(1, 2)
+    call = torch.compile(grouped_linear, **op_by_op(None))
+    for weight in (w, lies_transposed):
+        with saved_tensors() as kept:
+            y = call(x, weight, offs, config=recipe)
+        assert y.requires_grad
+        assert {tuple(t.shape) for t in kept if t.dtype.itemsize == 1} <= {(K, 256)}  # the input
 
 
 def test_compiled_code_takes_all_dtypes() -> None:

@@ -26,7 +26,15 @@ from float8.scales import Operand, Quantized, amax_to_scale
 
 
 def cast_groups(
-    x: Tensor, offs: Tensor, how: CastConfig, *, row: bool, col: bool, width: int | None = None
+    x: Tensor,
+    offs: Tensor,
+    how: CastConfig,
+    *,
+    row: bool,
+    col: bool,
+    width: int | None = None,
+    scale: Tensor | None = None,
+    after: Tensor | None = None,
 ) -> Quantized:
     """Cast ``x`` [R, C], contiguous, whose rows lie in E groups, under scales of each group.
 
@@ -38,20 +46,21 @@ def cast_groups(
     ``offs`` [E] int32: the row behind the last one of each group, on the device of ``x``. Groups
     may be empty; rows behind the last group are in none. ``width`` is at least the sum of the sizes
     of groups, each rounded up to 128; None: as much as groups of any sizes need.
+    ``scale`` [E] is that of the amax of each group, if it is known. ``after``: as there.
     """
     if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
         raise refusal(x)
     if not x.is_contiguous():
         raise ValueError(f"cast_groups: x has strides {x.stride()}, expected x.contiguous()")
     if not col and how.scaling_granularity.by_rows:  # a row is the same in any group
-        made: Any = cast(x, how, row=True, col=False)[0]
+        made: Any = cast(x, how, row=True, col=False, after=after)[0]
         return Quantized(Operand(made.data, made.scale.view(-1)))
     if width is None:
         most = x.shape[0] + (GROUP_ALIGNMENT - 1) * offs.shape[0]
         width = most // GROUP_ALIGNMENT * GROUP_ALIGNMENT
     one_scale = how.scaling_granularity.one_scale
     out = torch.ops.float8.cast_groups.default(
-        x, offs, how.dtype, row, col, width, one_scale, how.power_of_2
+        x, offs, how.dtype, row, col, width, one_scale, how.power_of_2, scale, after
     )
     of_row = Operand(out[0], out[1]) if row else None
     return Quantized(of_row, Operand(out[-3], out[-2]), ends=out[-1]) if col else Quantized(of_row)
@@ -81,6 +90,8 @@ def cast_groups_reference(
     width: int,
     one_scale: bool,
     power_of_2: bool,
+    scale: Tensor | None = None,
+    after: Tensor | None = None,
 ) -> list[Tensor]:
     """Plain-torch twin: row data and scales, column data, scales and ends, those asked for."""
     (R, C), E = x.shape, offs.shape[0]
@@ -94,20 +105,24 @@ def cast_groups_reference(
         amaxes[:, :C] = amaxes.amax(1, keepdim=True)
     if row:
         of_rows = amaxes[group, :1] if one_scale else magnitudes.amax(1, keepdim=True)
-        scale = amax_to_scale(of_rows.masked_fill(outside, 0), dtype, power_of_2)
-        codes = to_float8(x, scale, dtype).view(torch.uint8)
+        of_rows = amax_to_scale(of_rows.masked_fill(outside, 0), dtype, power_of_2)
+        if scale is not None:
+            of_rows = torch.where(outside, of_rows, scale[group.clamp(max=E - 1), None])
+        codes = to_float8(x, of_rows, dtype).view(torch.uint8)
         out[0].view(torch.uint8).zero_()[:, :C] = codes.masked_fill(outside, 0)
-        out[1].copy_(scale[:, 0])
+        out[1].copy_(of_rows[:, 0])
     if col:
-        scale = amax_to_scale(amaxes, dtype, power_of_2)
+        of_columns = amax_to_scale(amaxes[:E], dtype, power_of_2)
+        if scale is not None:
+            of_columns = scale[:, None].expand_as(of_columns)
         sizes = ends.diff(prepend=ends.new_zeros(1))
         padded = (sizes + 127) // 128 * 128
         behind = padded.cumsum(0)
         rows = (group < E).nonzero().view(-1)
         to = rows + (behind - padded - ends + sizes)[group[rows]]
-        codes = to_float8(x, scale[group, :C], dtype).view(torch.uint8)
-        out[-3].view(torch.uint8).zero_()[:C, to] = codes[rows].t()
-        out[-2].copy_(scale[:E])
+        codes = to_float8(x[rows], of_columns[group[rows], :C], dtype).view(torch.uint8)
+        out[-3].view(torch.uint8).zero_()[:C, to] = codes.t()
+        out[-2].copy_(of_columns)
         out[-1].copy_(behind)
     return out
 
@@ -132,30 +147,44 @@ def cast_groups_fake(
 _BLOCK_R, _BLOCK_C = 64, 128
 
 
-def _cast_groups_triton(x: Tensor, offs: Tensor, *settings: Any) -> list[Tensor]:
+def _cast_groups_triton(
+    x: Tensor,
+    offs: Tensor,
+    dtype: torch.dtype,
+    row: bool,
+    col: bool,
+    width: int,
+    one_scale: bool,
+    power_of_2: bool,
+    scale: Tensor | None = None,
+    after: Tensor | None = None,
+) -> list[Tensor]:
     if x.numel() == 0:
-        return cast_groups_reference(x, offs, *settings)
-    out = cast_groups_fake(x, offs, *settings)
-    (R, C), E = x.shape, offs.shape[0]
-    dtype, row, col, width, one_scale, power_of_2 = settings
-    # The bits of amaxes: of rows, then of columns of each group, or of groups.
-    amaxes = torch.zeros(E if one_scale else R + E * C, dtype=torch.int32, device=x.device)
+        return cast_groups_reference(x, offs, dtype, row, col, width, one_scale, power_of_2, scale)
+    out = cast_groups_fake(x, offs, dtype, row, col, width)
+    (R, C), E, given = x.shape, offs.shape[0], scale is not None
+    # The bits of amaxes: of rows, then of columns of each group, or of groups; or of scales.
+    if scale is not None:
+        amaxes = scale.contiguous().view(torch.int32)
+    else:
+        amaxes = torch.zeros(E if one_scale else R + E * C, dtype=torch.int32, device=x.device)
     groups = max(1 << E.bit_length(), 16)  # E + 1 or more
     rows, block_c, across = tiles.strips_of(R, C, x.dtype, x.device)
     # Each tile lies within one group, the last one being that of all other rows.
     of_strips, of_tiles = (-(-R // n) + 2 * E + 1 for n in (rows, _BLOCK_R))
-    data, scale = out[:2] if row else (x, amaxes)
+    data, data_scale = out[:2] if row else (x, amaxes)
     data_t, scale_t, ends = out[-3:] if col else (x, amaxes, offs)
     measure: Any = _measure_groups_kernel
     cast: Any = _cast_groups_kernel
-    measure[(of_strips * across,)](
-        x, offs, amaxes, R, C, E, rows, one_scale, row, col, C % block_c == 0, groups,
-        tiles.STRIP_R, block_c, num_warps=tiles.STRIP_WARPS,
-    )  # fmt: skip
+    if not given:
+        measure[(of_strips * across,)](
+            x, offs, amaxes, R, C, E, rows, one_scale, row, col, C % block_c == 0, groups,
+            tiles.STRIP_R, block_c, num_warps=tiles.STRIP_WARPS,
+        )  # fmt: skip
     cast[(of_tiles * -(-C // _BLOCK_C),)](
-        x, offs, amaxes, data, scale, data_t, scale_t, ends, R, C, E, width, one_scale, row, col,
-        3 if dtype == E4M3 else 2, power_of_2, has_float8_conversion(x.device), C % _BLOCK_C == 0,
-        groups, _BLOCK_R, _BLOCK_C, num_warps=4,
+        x, offs, amaxes, data, data_scale, data_t, scale_t, ends, R, C, E, width, given,
+        one_scale, row, col, 3 if dtype == E4M3 else 2, power_of_2, has_float8_conversion(x.device),
+        C % _BLOCK_C == 0, groups, _BLOCK_R, _BLOCK_C, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -222,6 +251,18 @@ def _measure_groups_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit
+def _scale_of(  # type: ignore[no-untyped-def]
+    bits, GIVEN: tl.constexpr, MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
+    if GIVEN:
+        scale = bits.to(tl.float32, bitcast=True)
+    else:
+        scale = scale_of_amax(bits, MANTISSA, POWER_OF_2, HARDWARE)
+    return scale
+
+
+@jit
 def _cast_groups_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, C]
     offs_ptr,  # [E]
@@ -232,6 +273,7 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
     col_scale_ptr,  # [E, Cp]
     ends_ptr,  # [E]
     R, C, E, width,
+    GIVEN: tl.constexpr,  # scales in place of amaxes
     ONE_SCALE: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, MANTISSA: tl.constexpr,
     POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr,
     EVEN: tl.constexpr,  # tiles fill the columns exactly
@@ -255,10 +297,10 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
         if COL:
             if ONE_SCALE:
                 bits = tl.load(amax_ptr + group) + tl.zeros(c.shape, tl.int32)
-                bits = tl.where(c < C, bits, 0)
+                bits = tl.where((c < C) | GIVEN, bits, 0)
             else:
                 bits = load(amax_ptr + R + group.to(tl.int64) * C + c, in_c, EVEN)
-            scale = scale_of_amax(bits, MANTISSA, POWER_OF_2, HARDWARE)
+            scale = _scale_of(bits, GIVEN, MANTISSA, POWER_OF_2, HARDWARE)
             padded = tl.cdiv(size, 128) * 128
             if first == 0:
                 tl.store(col_scale_ptr + group * Cp + c, scale, mask=c < Cp)
@@ -284,7 +326,7 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
                 of_rows = [m for _ in read]
             else:
                 of_rows = [tl.load(amax_ptr + begin + each) for each in read]
-            scales = [scale_of_amax(each, MANTISSA, POWER_OF_2, HARDWARE) for each in of_rows]
+            scales = [_scale_of(each, GIVEN, MANTISSA, POWER_OF_2, HARDWARE) for each in of_rows]
             if tile_c == 0:
                 tiles.store_scales(row_scale_ptr + begin, quad, scales, size)
             p = tiles.divided(v, scales, inside, HARDWARE, EVEN)

@@ -288,7 +288,7 @@ class Linear(torch.autograd.Function):
             y = call.by_weight(row, b, w, offs, shape, input.dtype)
             if w.values is not None:  # backward reads held columns, or casts: no row data
                 one_scale = plan.reuse_weight and casts.weight.how.scaling_granularity.one_scale
-                again = one_scale and w.col_data is None and offs is None
+                again = one_scale and w.col_data is None
                 # Not by `_replace`, which takes four times as long.
                 scale_of_row = b.scale if again else None
                 w = Weight(w.values, None, scale_of_row, *w[3:])
