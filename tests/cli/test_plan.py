@@ -1,6 +1,7 @@
 """`float8 plan` as users call it: what a step and its layers gain, modelled or measured."""
 
 import copy
+import dataclasses
 import json
 import re
 import sys
@@ -9,16 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from float8 import Float8LinearConfig
+from float8 import Float8LinearConfig, conversion_report, convert_to_float8_training
 from float8.convert.speed import MEMORY, WAITS_BELOW_MS, layer_ms, why_slower
 from float8_lab.bench.linear import LinearTimes
+from float8_lab.bench.whole import Setup
 from float8_lab.cli import plan
 from float8_lab.cli.main import main
 from float8_lab.cli.plan import (
     _short,
     filter_found,
+    load_model,
     plan_layers,
     report_on,
 )
@@ -27,6 +31,9 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 MINE = """
 import torch
 from torch import nn
+
+from float8_lab.models.llama import Llama
+from float8_lab.models.presets import PRESETS
 
 class Experts(nn.Module):
     def __init__(self):
@@ -47,6 +54,11 @@ def on_cpu():
 def unusual():
     computed = nn.utils.parametrizations.weight_norm(nn.Linear(4096, 4096))
     return nn.Sequential(nn.LazyLinear(4096), computed, nn.Linear(4096, 4096))
+
+def llama():
+    model = Llama(PRESETS["llama3-8b"].model, 8192)
+    model.tie_head()
+    return model
 
 def root():
     return nn.Linear(8192, 8192)
@@ -76,26 +88,38 @@ def planned(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 def test_a_step_is_modelled_without_a_gpu(planned: Callable[..., str]) -> None:
     out = planned("--model", "llama3-8b", "--tokens", "8192", "-o", "x.json")
-    judged = "llama3-8b, tensorwise, 8192 tokens: modelled for H100 (no --gpu names another)"
-    assert out.startswith(judged)
+    judged = "llama3-8b, tensorwise, 8192 tokens in sequences of 8192: modelled for H100 (no --gpu"
+    told = "it pays: a step 1.25x as fast, its linear layers 1.50x\n"
+    memory = "parameters, gradients, AdamW: 119.7 of 79 GiB a GPU; they do not fit\n\n"
+    assert out.startswith(f"{judged} names another)\n{told}modelled (±5%)\n{memory}224 of 225")
     assert "224 of 225 linear layers run in float8, 93.0% of all matmul weights" in out
     assert 'chosen for H100 (gpu="H100"): modelled as tensorwise at 8192 tokens per forward' in out
     assert re.search(r"output +\[128256, 4096\] +skipped: the head", out)
-    told = "modelled (±5%): 1.25x of a step, 1.50x of its linear layers: it pays\n"
     assert out.endswith(f"results: x.json\n{told}")
     assert "measured" not in out
     results = json.loads(Path("x.json").read_text())
     assert (len(results["report"]["layers"]), results["settings"]["for"]) == (225, "H100")
+    assert results["verdict"][0] == told.strip()
     step = results["rows"][-1]
     assert (step["what"], step["speedup"]) == ("step", pytest.approx(1.25, abs=0.005))
     # Made on the CPU, since it needs values.
     assert "1 of 1 linear" in planned("--gpu", "NVIDIA H100 80GB HBM3", "mine_to_plan:on_cpu")
     tiny = planned("--model", "tiny")
     assert "\nloses: no layer gains; more --tokens" in tiny
-    assert "\na module_filter_fn that takes what loses by itself has modelled (±5%): 0." in tiny
+    assert "\nif a filter takes what stays for its speed, a step: 0." in tiny
     mine = planned("--gpu", "H200", "mine_to_plan:make")
-    assert "mine_to_plan:make, tensorwise, 8192 tokens: modelled for H200" in mine
+    assert "mine_to_plan:make, tensorwise, 8192 tokens in sequences of 8192: modelled" in mine
     assert "1 of 3 linear layers run in float8, 1.5% of all matmul weights" in mine
+
+
+def test_the_page_shows_what_is_printed(planned: Callable[..., str]) -> None:
+    page = (RESULTS.parents[1] / "docs" / "measuring.md").read_text()
+    (shown,) = re.findall(r"^```text\n(llama3-8b, .*?)^```$", page, re.MULTILINE | re.DOTALL)
+    out = planned("--gpu", "H100", "--model", "llama3-8b", "--data-parallel", "8")
+    printed = [line.strip() for line in out.splitlines()]
+    table = next(i for i, line in enumerate(printed) if line.startswith("a step of training, "))
+    del printed[printed.index("") + 1 : table]  # the report
+    assert [line.strip() for line in shown.splitlines()] == printed
 
 
 def test_layers_are_measured_where_a_device_is_named(planned: Callable[..., str]) -> None:
@@ -109,11 +133,39 @@ def test_layers_are_measured_where_a_device_is_named(planned: Callable[..., str]
 
 
 def test_unusual_models_have_an_answer(planned: Callable[..., str]) -> None:
-    assert re.search(r"\nmodelled \(±5%\): 1\.\d\dx of a step", planned("mine_to_plan:unusual"))
+    assert re.search(r"\nit pays: a step 1\.\d\dx as fast", planned("mine_to_plan:unusual"))
     assert "\nloses: no layer gains" in planned("mine_to_plan:nothing")
     # All tokens, not one of each sequence as of a classifier.
     high = layer_ms("H100", "bf16", 8192, 8192, 8192)
     assert re.search(rf"linear layers +{high:.3f} ", planned("mine_to_plan:root"))
+
+
+def test_ranks_that_gather_in_float8_choose_as_the_conversion_does(
+    planned: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers of 8B lose at 768 tokens on one rank; the largest do not with an eighth of casts."""
+    words = "--model", "llama3-8b", "--tokens", "768"
+    for recipe, ranks, converted in (
+        ("tensorwise", 1, 0),
+        ("tensorwise", 8, 96),
+        ("rowwise", 8, 96),
+        ("rowwise_with_gw_hp", 8, 0),  # has two casts, so it cannot gather them
+    ):
+        out = planned(*words, "--recipe", recipe, "--data-parallel", str(ranks), "-o", "x.json")
+        gathers = ranks > 1 and recipe != "rowwise_with_gw_hp"
+        assert (", casts shared by 8 ranks\n" in out) == gathers
+        model = load_model("mine_to_plan:llama")
+        config = Float8LinearConfig.from_recipe_name(recipe)
+        config = dataclasses.replace(config, enable_fsdp_float8_all_gather=gathers)
+        with monkeypatch.context() as patched:
+            patched.setattr(dist, "is_initialized", lambda: True)
+            patched.setattr(dist, "get_world_size", lambda n=ranks: n)
+            convert_to_float8_training(model, config=config, tokens_per_step=768, gpu="H100")
+        report = conversion_report(model)
+        assert (
+            report.to_dict()["layers"] == json.loads(Path("x.json").read_text())["report"]["layers"]
+        )
+        assert len(report.converted) == converted
 
 
 @pytest.mark.parametrize(
@@ -149,7 +201,7 @@ def model() -> nn.Module:
 
 
 def test_layers_are_grouped_by_shape_and_fate() -> None:
-    report = report_on(model(), Float8LinearConfig(), 8192, "H100", False)
+    report = report_on(model(), Float8LinearConfig(), Setup(8192, 8192), "H100")
     for times, waits, fate in (
         (LinearTimes(2.0, 1.0), True, "convert"),
         (LinearTimes(1.0, 2.0), True, "leave: slower"),
@@ -180,7 +232,7 @@ def test_layers_that_were_measured_to_gain_are_large_enough(gpu: str) -> None:
     for row in gaining:
         layer = nn.Linear(row["K"], row["N"], device="meta")
         config = Float8LinearConfig.from_recipe_name(row["recipe"])
-        assert why_slower(layer, config, row["M"], gpu, False) is None
+        assert why_slower(layer, config, row["M"], 1, gpu, False) is None
 
 
 def test_layers_that_wait_for_the_cpu_stay_but_in_cuda_graphs(planned: Callable[..., str]) -> None:
@@ -215,7 +267,7 @@ def test_what_was_measured_is_given_out_as_a_filter(
         (nn.ModuleList([block, other]), "fqn in ['0.wide']"),  # blocks differ
         (root, r"""re.sub(r"\d+", "N", fqn) in ['']"""),
     ):
-        report = report_on(copy.deepcopy(model), Float8LinearConfig(), 8192, None, False)
+        report = report_on(copy.deepcopy(model), Float8LinearConfig(), Setup(8192, 8192), None)
         rows = plan_layers(
             report, 8192, lambda shape: LinearTimes(1.0, 2.0 if shape.N == 256 else 0.5), True
         )

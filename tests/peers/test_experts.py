@@ -296,7 +296,7 @@ def test_the_filter_leaves_experts_whose_casts_take_longer() -> None:
     assert {x.skip_reason for x in chosen("Mixtral", MIXTRAL, gpu="H100").experts} == {None}
     (reason,) = {x.skip_reason for x in chosen("Qwen3Moe", QWEN3, gpu="H100").experts}
     assert reason.startswith("loses: modelled 0.")
-    assert "x of bf16 on H100, 512 tokens for each expert (8192 tokens, 8 of 128" in reason
+    assert "x of bf16 on H100, 512 tokens for each of 128 experts (8192 tokens go to 8 ea" in reason
     everything = chosen("Qwen3Moe", QWEN3, module_filter_fn=all_linears)
     assert {x.skip_reason for x in everything.experts} == {None}
     few = chosen("Mixtral", MIXTRAL, gpu="H100", tokens_per_step=1024)

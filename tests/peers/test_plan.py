@@ -51,24 +51,26 @@ def vit_l():
 ON_EIGHT = "--data-parallel 8"
 SPLIT = f"{ON_EIGHT} --expert-parallel 8"
 CASES = [
-    ("llama32_1b --tokens 4096", 1.07, "it pays"),
-    ("llama3_8b --tokens 4096", 1.20, "it pays"),
-    ("lora_13b --tokens 4096", 1.28, "it pays"),
-    ("lora_13b --tokens 4096 --recipe tensorwise+only", 1.40, "it pays"),
-    ("--model llama3-70b --data-parallel 64", 1.47, "it pays"),
-    (f"qwen3_30b_a3b {ON_EIGHT}", 1.01, "about level, so time a step of yours"),
-    (f"qwen3_30b_a3b {SPLIT}", 1.02, "about level, so time a step of yours"),
-    (f"mixtral_8x7b {ON_EIGHT}", 1.14, "it pays"),
-    (f"mixtral_8x7b {SPLIT}", 1.21, "it pays"),
-    ("vit_l --tokens 50432 --sequence 197", 1.04, "about level, so time a step of yours"),
+    ("llama32_1b --tokens 4096", 1.07, "it pays", 18.4),
+    ("llama3_8b --tokens 4096", 1.20, "it pays", 119.7),
+    ("lora_13b --tokens 4096", 1.28, "it pays", 49.4),
+    ("lora_13b --tokens 4096 --recipe tensorwise+only", 1.40, "it pays", 14.0),
+    ("--model llama3-70b --data-parallel 64", 1.47, "it pays", 16.4),
+    (f"qwen3_30b_a3b {ON_EIGHT}", 1.01, "about level", 56.9),
+    (f"qwen3_30b_a3b {SPLIT}", 1.02, "about level", 56.9),
+    (f"mixtral_8x7b {ON_EIGHT}", 1.14, "it pays", 87.0),
+    (f"mixtral_8x7b {ON_EIGHT} --tokens 2048", 1.21, "it pays", 87.0),
+    (f"mixtral_8x7b {SPLIT}", 1.21, "it pays", 87.0),
+    ("vit_l --tokens 50432 --sequence 197", 1.04, "about level", 4.5),
 ]
 
 
-@pytest.mark.parametrize(("words", "speedup", "verdict"), CASES, ids=lambda x: str(x)[:30])
+@pytest.mark.parametrize(("words", "speedup", "verdict", "gib"), CASES, ids=str)
 def test_a_number_and_a_verdict(
     words: str,
     speedup: float,
     verdict: str,
+    gib: float,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -81,16 +83,22 @@ def test_a_number_and_a_verdict(
     model = words if words.startswith("--") else f"models_to_plan:{words}"
     assert main(["plan", "--gpu", "H100", *model.split()]) == 0
     out = capsys.readouterr().out
-    found = re.search(
-        r"\nmodelled \(±(5|10)%(?:, extrapolated.*)?\): ([\d.]+)x of a step, (.*): (.*)\n", out
-    )
+    first, last = out.splitlines()[1], out.splitlines()[-1]
+    found = re.fullmatch(r"(.*): a step ([\d.]+)x as fast, its linear layers ([\d.]+)x(.*)", first)
     assert found
+    assert first == last
+    assert found[1] == verdict
     assert float(found[2]) == pytest.approx(speedup, abs=0.011)
-    assert found[4] == verdict
-    assert "x of its linear layers" in found[3]
     experts = "experts" in out
-    assert (found[1] == "10") == experts == ("x of its experts" in found[3])
+    assert ("\nmodelled (±10%" in out) == experts == (", its experts 1." in found[4])
+    assert (": may as well lose, so time it\n" in out) == (verdict == "about level")
     if "qwen3" in words:  # a number although they stay
-        assert re.search(r"takes what loses by itself has modelled .*: 0\.9.x of a", out)
+        assert "\nif a filter takes what stays for its speed, a step: 0.9" in out
     assert ("extrapolated" in out) == ("--data-parallel" in words)
+    fits = "activations come on top" if gib < 79 else "they do not fit"
+    assert f"\nparameters, gradients, AdamW: {gib} of 79 GiB a GPU; {fits}\n" in out
+    only = "\nfrozen base in float8 alone, --recipe tensorwise+only: a step 1.40x, 14.0 GiB\n"
+    assert (only in out) == (words == "lora_13b --tokens 4096")
+    pooled = "\nclassifier: judged at all tokens, timed at one of each sequence\n"
+    assert (pooled in out) == ("vit_l" in words)
     assert "measured" not in out

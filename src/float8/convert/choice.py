@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from float8.checkpoints.names import plain_name
@@ -60,6 +61,9 @@ class Chooser:
         self.model, self.takes, self.tokens = model, module_filter_fn, tokens_per_step
         self.config = as_config(config)
         self.given = None if config is None else self.config
+        gathers = self.config.enable_fsdp_float8_all_gather and dist.is_available()
+        ranks = dist.get_world_size() if gathers and dist.is_initialized() else 1
+        self.ranks = ranks, ranks  # that share the casts of a weight: of a layer, of experts
         self.gpu: str | None = short_name(gpu)
         self.cuda_graphs = cuda_graphs
         self.classes = tuple(linear_classes) if isinstance(linear_classes, Iterable) else (None,)
@@ -134,7 +138,7 @@ class Chooser:
         if (reason := left_out(fqn)) or gpu is None:
             return reason
         parent = self.model.get_submodule(fqn.rpartition(".")[0])
-        return why_experts_slower(module, parent, self.config, self.tokens, gpu)
+        return why_experts_slower(module, parent, self.config, self.tokens, self.ranks[1], gpu)
 
     def _why_no_linear(self, layer: Any, fqn: str) -> str | None:
         if not self.config.float8_gemms:
@@ -147,7 +151,8 @@ class Chooser:
             few = f"N={layer.out_features} is less than {ROUTER}, as a router's"
             return f"{few}: converted only if a module_filter_fn takes it"
         gpu = self._gpu(layer)
-        return gpu and why_slower(layer, self.config, self.tokens, gpu, self.cuda_graphs)
+        of = self.config, self.tokens, self.ranks[0]
+        return gpu and why_slower(layer, *of, gpu, self.cuda_graphs)
 
     def _gpu(self, mod: nn.Module) -> str | None:
         """Return the GPU that `mod` is judged for; None without one, and where it is emulated."""
@@ -163,6 +168,7 @@ class Chooser:
         if gpu in MEMORY:
             said = f'gpu="{gpu}"' if self.gpu else "the GPU here"
             at = f"modelled as {judged_as(self.config)} at {self.tokens} tokens per forward"
+            at += f", casts shared by {self.ranks[0]} ranks" * (self.ranks[0] > 1)
             return f"chosen for {gpu} ({said}): {at}{', as CUDA graphs' * self.cuda_graphs}"
         if gpu is not None:
             others = "float8 plan measures the others"

@@ -89,9 +89,13 @@ def convert_to_float8_training(
             `gpu` or `cuda_graphs` comes with a `module_filter_fn`. Nothing is changed then.
     """
     require_module(module, "module")
-    chooser = Chooser(
-        module, config, module_filter_fn, tokens_per_step, gpu, cuda_graphs, linear_classes
-    )
+    how = config, module_filter_fn, tokens_per_step, gpu, cuda_graphs, linear_classes
+    return convert_chosen(Chooser(module, *how))
+
+
+def convert_chosen(chooser: Chooser) -> nn.Module:
+    """Convert what `chooser` takes of its model, as `convert_to_float8_training` does."""
+    module = chooser.model
     choices: dict[nn.Module, Choice] = {}
     changes: dict[nn.Module, Callable[[], None]] = {}
     for fqn, mod in module.named_modules():
@@ -120,7 +124,7 @@ def convert_to_float8_training(
             f"float8: no layer of {type(module).__name__} was converted: "
             f"{'; '.join(reasons) or 'it has no nn.Linear'}. print(conversion_report(model)) shows "
             f"each",
-            stacklevel=2,
+            stacklevel=3,
         )
     return module
 

@@ -31,13 +31,12 @@ COSTS = {
 _INPUT = 0.85  # as several layers read one tensor, and kernels that make it find its amax
 _POWER = 1.03  # the larger a GEMM, the nearer to its limit of power a GPU runs
 
-MEMORY = {"H100": 1.2, "H200": 1.0}
-"""How long bytes take, over those of an H200."""
-
+MEMORY = {"H100": 1.2, "H200": 1.0}  # how long bytes take, over those of an H200
 _GROUPED = {"H100": 1.3, "H200": 1.0}  # the same of float8 GEMMs of experts
 _AT_LEAST = 1.01  # modelled, for what is converted
 _FROZEN = {"tensorwise": 0.4, "delayed": 0.4}  # of casts of tokens whose transposes nobody needs
-HELD = 0.15  # of the casts of weights of experts that four microbatches share
+_HELD = 0.15  # of the casts of weights of experts that four microbatches share
+ERROR, EXPERTS_ERROR = 0.05, 0.1  # by how much speed-ups may be missed, and those with experts
 
 WAITS_BELOW_MS = 0.25
 """In bf16 on a GPU: a layer below has the GPU wait in float8. Compiled under `tensorwise`, one took
@@ -85,30 +84,39 @@ def judged_as(config: Float8LinearConfig) -> str:
     return "delayed" if activations.issubset(config.delayed_sites) else "tensorwise"
 
 
-SLOW = "loses", "gains too little", "waits"
-"""How the reasons of layers begin that stay for their speed."""
+def both_ms(
+    gpu: str, config: Float8LinearConfig, tokens: float, K: int, N: int, ranks: int, **of: Any
+) -> tuple[float, float]:
+    """Return `layer_ms` in bf16, and under `config`, where `ranks` gather the weight in float8."""
+    share = {Float8Weights.HELD: _HELD if of.get("experts") else 1.0}
+    share[Float8Weights.ONLY] = float(of.get("trains", True))
+    casts = share.get(config.float8_weights, 1.0) / ranks
+    high = layer_ms(gpu, "bf16", tokens, K, N, **of)
+    return high, layer_ms(gpu, judged_as(config), tokens, K, N, casts=casts, **of)
 
 
-def _lost(speedup: float) -> str:
-    return f"{SLOW[0] if speedup < 0.995 else SLOW[1]}: modelled {speedup:.2f}"
+SLOW = "loses", "about level", "waits"  # how the reasons of what stays for its speed begin
+
+
+def _lost(speedup: float, error: float) -> str:
+    return f"{SLOW[0] if speedup < 1 - error else SLOW[1]}: modelled {speedup:.2f}"
 
 
 def why_slower(
-    layer: Any, config: Float8LinearConfig, tokens: int, gpu: str, cuda_graphs: bool
+    layer: Any, config: Float8LinearConfig, tokens: int, ranks: int, gpu: str, cuda_graphs: bool
 ) -> str | None:
     """Say that a linear layer loses, or that it waits for the CPU, or return None.
 
-    On a GPU that is not modelled `NARROW` is the only limit.
+    `ranks` share its weight. On a GPU that is not modelled `NARROW` is the only limit.
     """
     K, N = layer.in_features, layer.out_features
     if gpu not in MEMORY:
         narrow = f"{min(K, N)} features are less than {NARROW}, and {gpu} is not modelled"
         return narrow if min(K, N) < NARROW else None
-    trains, casts = layer.weight.requires_grad, config.float8_weights is not Float8Weights.ONLY
-    high = layer_ms(gpu, "bf16", tokens, K, N, trains=trains)
-    speedup = high / layer_ms(gpu, judged_as(config), tokens, K, N, trains=trains, casts=casts)
-    if speedup < _AT_LEAST:
-        return f"{_lost(speedup)}x of bf16 on {gpu}, {tokens} tokens per forward"
+    trains = layer.weight.requires_grad
+    high, low = both_ms(gpu, config, tokens, K, N, ranks, trains=trains)
+    if high / low < _AT_LEAST:
+        return f"{_lost(high / low, ERROR)}x of bf16 on {gpu}, {tokens} tokens per forward"
     if high < WAITS_BELOW_MS * (1.0 if trains else 2 / 3) and not cuda_graphs:
         why = f"{high:.2f} ms of {gpu} in bf16 is less than the CPU needs"
         return f"waits for the CPU: {why}; cuda_graphs=True converts it"
@@ -116,30 +124,24 @@ def why_slower(
 
 
 def why_experts_slower(
-    module: Any, parent: Any, config: Float8LinearConfig, tokens: int, gpu: str
+    module: Any, parent: Any, config: Float8LinearConfig, tokens: int, ranks: int, gpu: str
 ) -> str | None:
     """Say that experts of a known kind lose, or return None.
 
-    Tokens are taken to be spread evenly over the experts of this rank.
+    `ranks` share their weights. Tokens are taken to be spread evenly over the experts of this rank.
     """
     near = gpu if gpu in MEMORY else "H100"  # another Hopper GPU: others have no such GEMM
-    weights, recipe = weights_of(module), judged_as(config)
+    weights, top_k = weights_of(module), experts_per_token(module, parent)
     experts = local_tensor(module._parameters[weights[0].name]).shape[0]
-    top_k = experts_per_token(module, parent)
-    casts: Any = HELD if config.float8_weights is Float8Weights.HELD else 1.0
-    rows, of = tokens * top_k, {"experts": experts, "casts": casts}
-    each = [(rows, weight.in_features, weight.out_features) for weight in weights]
-    high, low = (sum(layer_ms(near, x, *size, **of) for size in each) for x in ("bf16", recipe))
-    if high / low >= _AT_LEAST:
-        return None
-    return (
-        f"{_lost(high / low)}x of bf16 on {near}, {rows / experts:.0f} "
-        f"tokens for each expert ({tokens} tokens, {top_k} of {experts} experts each)"
-    )
+    rows, sizes = tokens * top_k, [(x.in_features, x.out_features) for x in weights]
+    each = [both_ms(near, config, rows, *size, ranks, experts=experts) for size in sizes]
+    high, low = map(sum, zip(*each, strict=True))
+    told = f"{_lost(high / low, EXPERTS_ERROR)}x of bf16 on {near}, {rows / experts:.0f} tokens for"
+    told += f" each of {experts} experts ({tokens} tokens go to {top_k} each)"
+    return told if high / low < _AT_LEAST else None
 
 
-_TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk")
-"""The names in most of transformers' configs, in Gemma's and in Aria's."""
+_TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk")  # of most models, Gemma's, Aria's
 
 
 def experts_per_token(module: Any, parent: Any) -> int:

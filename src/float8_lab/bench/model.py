@@ -129,7 +129,7 @@ def stack_and_data(size: Size, device: torch.device) -> tuple[Stack, Tensor]:
     return stack, data
 
 
-def model_step(variant: Variant, size: Size, device: torch.device) -> Step:
+def model_step(variant: Variant, size: Size, device: torch.device, kind: type[Step] = Step) -> Step:
     """Return a step of one variant of a stack on random data."""
     stack, data = stack_and_data(size, device)
-    return Step(variant, stack, *data)
+    return kind(variant, stack, *data)

@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch.profiler import profile
 
-from float8_lab.bench.model import Size, stack_and_data
+from float8_lab.bench.model import Size, model_step
 from float8_lab.bench.step import Results, Row, Step, bench_steps
 from float8_lab.bench.variants import Variant
 
@@ -30,11 +31,7 @@ def bench_profile(
     variants: Sequence[Variant], size: Size, device: torch.device
 ) -> Iterator[list[Row]]:
     """Profile steps of every variant; all rows known, as `bench_steps`."""
-
-    def make(variant: Variant) -> Step:
-        stack, data = stack_and_data(size, device)
-        return ProfiledStep(variant, stack, *data)
-
+    make = partial(model_step, size=size, device=device, kind=ProfiledStep)
     return bench_steps(make, variants, device, _STEPS, passes=1)
 
 

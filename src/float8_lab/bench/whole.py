@@ -12,17 +12,13 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from float8 import conversion_report
-from float8.config import Float8LinearConfig, Float8Weights
+from float8 import Float8LinearConfig, Float8Tensor, conversion_report
+from float8.convert import speed
 from float8.convert.choice import left_out
 from float8.convert.report import LayerReport
-from float8.convert.speed import HELD, MEMORY, NARROW, SLOW, experts_per_token, judged_as, layer_ms
 from float8.experts import kind_of, weights_of
 from float8_lab.bench.step import Row
 from float8_lab.errors import ConfigError
-
-ERROR, EXPERTS_ERROR = 0.05, 0.1
-"""By how much speed-ups of steps, and of models of experts, may be missed."""
 
 # FLOP per ms of attention, forward and backward, with heads of 128 and of 64 and fewer.
 _WIDE_HEADS, _HEADS = 470e9, 360e9
@@ -36,7 +32,7 @@ _HOST_MS = 0.1, 0.4  # of the CPU, for each layer in bf16 and in float8, compile
 _QUERY = r"(to_|w)?q(uery)?(_proj|_b_proj)?"
 _FUSED = r"[wW]?qkv(_proj)?|query_key_value|in_proj_weight"
 _CLASSIFIER = r"(\w+\.)?(heads?|classifier|fc|pooler)(\.\w+)?"  # of whole sequences
-_LINEAR, _EXPERTS = "linear layers", "experts"
+_LINEAR, _EXPERTS, _COPIED = "linear layers", "experts", "copies of weights"
 
 
 @dataclass(frozen=True)
@@ -68,8 +64,8 @@ def keep_experts_of_a_rank(model: nn.Module, ranks: int) -> None:
             if experts % ranks:
                 raise ConfigError(f"expert-parallel: got {ranks}, expected a divisor of {experts}")
             weight: Any = module._parameters[name]
-            kept = nn.Parameter(weight.detach()[: experts // ranks], weight.requires_grad)
-            module._parameters[name] = kept
+            part = weight.detach()[: experts // ranks]
+            module._parameters[name] = nn.Parameter(part, weight.requires_grad)
 
 
 class Step:
@@ -81,8 +77,10 @@ class Step:
     def __init__(
         self, model: nn.Module, gpu: str, config: Float8LinearConfig, how: Setup, slow: bool = False
     ) -> None:
-        self._gpu, self._config, self._how, self._slow = gpu, config, how, slow
+        self.gpu, self.config, self.how, self._slow = gpu, config, how, slow
         self._sent, self._host = [0.0, 0.0], [0.0, 0.0]
+        self.gib = 0.0  # of Parameters, gradients and AdamW's state, on one GPU
+        self.pooled: list[str] = []  # layers that see one row of each sequence
         each = model.named_modules()
         self._text = any(isinstance(mod, nn.Embedding) and "pos" not in name for name, mod in each)
         self.ms = {_LINEAR: [0.0, 0.0]}
@@ -95,7 +93,7 @@ class Step:
             self._add_layer(model, row)
         for other in report.others:
             if len(other.shape) == 2:
-                self._add(_LINEAR, layer_ms(gpu, "bf16", how.tokens, *other.shape))
+                self._add(_LINEAR, speed.layer_ms(gpu, "bf16", how.tokens, *other.shape))
                 self._add_attention(model, other.fqn, *other.shape)
         if how.checkpointing:  # forward once more, of what makes two to two and a half backward
             for part, sums in self.ms.items():
@@ -107,27 +105,22 @@ class Step:
         self._add_waits("waiting for gathers", [sent / _LINK for sent in self._sent])
         if not how.cuda_graphs:
             self._add_waits("waiting for the CPU", self._host)
+        self.speedup = float(self.rows[-1]["speedup"] or 1)
+        self.error = speed.EXPERTS_ERROR if _EXPERTS in self.ms else speed.ERROR  # of the speed-up
 
     @property
     def rows(self) -> list[Row]:
         """All parts, and their sum, as rows of a table."""
         sums = [sum(ms) for ms in zip(*self.ms.values(), strict=True)]
         return [
-            {"what": what, "bf16_ms": high, "float8_ms": low, "speedup": high / low if low else 1.0}
-            for what, (high, low) in (*self.ms.items(), ("step", sums))
+            {"what": what, "bf16_ms": a, "float8_ms": b, "speedup": a / b if b else None}
+            for what, (a, b) in (*self.ms.items(), ("step", sums))
         ]
 
-    @property
-    def error(self) -> float:
-        """By how much the speed-up of the step may be missed."""
-        return EXPERTS_ERROR if _EXPERTS in self.ms else ERROR
-
     def __str__(self) -> str:
-        found = {row["what"]: f"{row['speedup']:.2f}x of its {row['what']}" for row in self.rows}
-        each = ", ".join(found[what] for what in ("step", _LINEAR, _EXPERTS) if what in found)
-        far = self._how.data_parallel > 4 or self._how.expert_parallel > 1
-        said = f"±{self.error:.0%}" + ", extrapolated from up to 4 GPUs" * far
-        return f"modelled ({said}): {each}".replace("its step", "a step")
+        found = {row["what"]: row["speedup"] for row in self.rows}
+        each = [f"its {part} {found[part]:.2f}x" for part in (_LINEAR, _EXPERTS) if found.get(part)]
+        return ", ".join([f"a step {self.speedup:.2f}x as fast", *each])
 
     def _add(self, part: str, high: float, low: float | None = None) -> None:
         sums = self.ms.setdefault(part, [0.0, 0.0])
@@ -135,50 +128,41 @@ class Step:
         sums[1] += high if low is None else low
 
     def _elements(self, part: str, count: float, ms: float) -> None:
-        self._add(part, 1e-9 * count * ms * MEMORY[self._gpu])
+        self._add(part, 1e-9 * count * ms * speed.MEMORY[self.gpu])
 
     def _add_layer(self, model: nn.Module, row: LayerReport) -> None:
-        how, K, N = self._how, row.in_features, row.out_features
+        how, K, N = self.how, row.in_features, row.out_features
         experts, tokens, fqn = getattr(row, "experts", 0), how.tokens, row.fqn.replace("(root)", "")
         path, _, name = fqn.rpartition(".")
         module: Any = model.get_submodule(path if experts else fqn)
         weight = getattr(module, name if experts else "weight")  # also one that is computed
         if experts:
-            tokens *= experts_per_token(module, model.get_submodule(path.rpartition(".")[0]))
+            tokens *= speed.experts_per_token(module, model.get_submodule(path.rpartition(".")[0]))
         elif not self._text and re.fullmatch(_CLASSIFIER, fqn):
             tokens //= how.sequence
-        of: dict[str, Any] = {"trains": weight.requires_grad, "experts": experts}
-        high = low = layer_ms(self._gpu, "bf16", tokens, K, N, **of)
+            self.pooled.append(fqn)
+        ranks = self._ranks[id(weight)] if self.config.enable_fsdp_float8_all_gather else 1
+        of = {"trains": weight.requires_grad, "experts": experts}
+        high, low = speed.both_ms(self.gpu, self.config, tokens, K, N, ranks, **of)
         reason = row.skip_reason
-        slow = self._slow and (reason or "").startswith(SLOW)
-        in_float8 = reason is None or slow
+        in_float8 = reason is None or (self._slow and reason.startswith(speed.SLOW))
         self._host = [ms + _HOST_MS[i and in_float8] for i, ms in enumerate(self._host)]
-        if in_float8:
-            of["casts"] = self._casts(weight, experts)
-            low = layer_ms(self._gpu, judged_as(self._config), tokens, K, N, **of)
-            self._sent[1] -= 2 * K * N * (experts or 1) * _others(self._ranks[id(weight)])
+        low, ranks = (low, ranks) if in_float8 else (high, 1)
+        self._sent[1] -= 2 * K * N * (experts or 1) * (1 - 1 / ranks)
         if (left_out(fqn) or "").startswith("the head"):
             self._add("head and loss", high, low)
             self._elements("head and loss", tokens * N, _LOSS)
         elif experts:
             self._add(_EXPERTS, high, low)
             if how.expert_parallel > 1 and weights_of(module)[0].name == name:
-                sent = 8 * tokens * K * _others(how.expert_parallel)  # there and back, twice
+                sent = 8 * tokens * K * (1 - 1 / how.expert_parallel)  # there and back, twice
                 self._add("exchange of tokens", sent / _LINK)
         else:
             self._add(_LINEAR, high, low)
-            small = min(K, N) <= NARROW
+            small = min(K, N) <= speed.NARROW
             part = "adapters and other small layers" if small else "norms, activations"
             self._elements(part, tokens * (K + N), _ADAPTERS if small else _NORMS)
             self._add_attention(model, fqn, N, K)
-
-    def _casts(self, weight: Any, experts: int) -> float:
-        """Return the share of the casts of a weight that this rank has."""
-        kept = self._config.float8_weights
-        if kept is Float8Weights.ONLY and not weight.requires_grad:
-            return 0.0
-        share = HELD if kept is Float8Weights.HELD and experts else 1.0
-        return share / self._ranks[id(weight)]
 
     def _add_attention(self, model: nn.Module, fqn: str, N: int, K: int) -> None:
         path, _, name = fqn.removesuffix(".base_layer").rpartition(".")
@@ -186,19 +170,23 @@ class Step:
         if fused or re.fullmatch(_QUERY, name):
             parent: Any = model.get_submodule(path)
             rate = _WIDE_HEADS if getattr(parent, "head_dim", 128) > 64 else _HEADS
-            flop = 14 * self._how.sequence * self._how.tokens * (K if fused else N)
+            flop = 14 * self.how.sequence * self.how.tokens * (K if fused else N)
             self._add("attention", flop / rate / (2 if self._text else 1))
 
     def _add_weight(self, weight: nn.Parameter) -> None:
-        count, trains, ranks = weight.numel(), weight.requires_grad, self._ranks[id(weight)]
+        count, trains, size = weight.numel(), weight.requires_grad, weight.element_size()
+        ranks = self._ranks[id(weight)]
+        if isinstance(weight, Float8Tensor):  # in float8 only: each GPU has all of it
+            size = ranks = 1
+        self.gib += count * size * (4 if trains else 1) / ranks / 2**30
         if trains:
             self._elements("optimizer", count / ranks, _ADAMW)
         if ranks > 1:
-            self._elements("copies of FSDP2", count, _SHARDS)
-            both = (8 if trains else 4) * count * _others(ranks)  # gathered twice, and reduced
+            self._elements(_COPIED, count, _SHARDS)
+            both = (8 if trains else 4) * count * (1 - 1 / ranks)  # gathered twice, and reduced
             self._sent = [sent + both for sent in self._sent]
         elif trains:
-            self._elements("optimizer", count, _COPIES)
+            self._elements(_COPIED, count, _COPIES)
 
     def _add_waits(self, part: str, least: list[float]) -> None:
         """Add what a step takes less than `least`."""
@@ -206,8 +194,3 @@ class Step:
         waits = [max(0.0, each - ms) for each, ms in zip(least, busy, strict=True)]
         if any(waits):
             self._add(part, *waits)
-
-
-def _others(ranks: int) -> float:
-    """Return the share of what one of `ranks` gets from the others."""
-    return (ranks - 1) / ranks

@@ -16,11 +16,7 @@ from float8_lab.errors import ConfigError
 from float8_lab.trainer.config import HIGH_PRECISION, ONE_PROCESS, OUTPUT, TrainConfig
 from float8_lab.trainer.metrics import FAILED, FINISHED, MEAN
 
-_NOT_OURS = (
-    *("recipe", "output", "keep_checkpoints", "final_checkpoint", "stop_after"),
-    *ONE_PROCESS,
-)
-
+_NOT_OURS = ("recipe", "output", "keep_checkpoints", "final_checkpoint", "stop_after", *ONE_PROCESS)
 _option = functools.partial(typer.Option, rich_help_panel=OUTPUT)
 
 app = App()

@@ -1,5 +1,6 @@
 """`float8 plan`: which layers of a model to convert."""
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -12,9 +13,10 @@ import torch
 import typer
 from torch import nn
 
-from float8 import ConversionReport, conversion_report, convert_to_float8_training
-from float8.config import Float8LinearConfig
-from float8.convert.choice import short_name
+from float8 import ConversionReport, conversion_report, convert_to_high_precision
+from float8.config import Float8LinearConfig, Float8Weights
+from float8.convert.choice import Chooser, short_name
+from float8.convert.convert import convert_chosen
 from float8.convert.speed import MEMORY, WAITS_BELOW_MS
 from float8_lab.bench.linear import LinearTimes, Shape, measure_linear
 from float8_lab.bench.step import Row
@@ -29,8 +31,7 @@ from float8_lab.trainer.environment import device_name
 from float8_lab.trainer.recipes import imported, recipe_config
 
 CONVERT = "convert"
-_DEFAULT_GPU = "H100"
-_SEQUENCE = 8192
+_GIB = {"H100": 79, "H200": 139}  # that CUDA has of a card's 80 and 141 GB
 
 app = App()
 
@@ -55,16 +56,17 @@ def load_model(name: str) -> nn.Module:
 
 
 def report_on(
-    model: nn.Module, config: Float8LinearConfig, tokens: int, gpu: str | None, cuda_graphs: bool
+    model: nn.Module, config: Float8LinearConfig, how: Setup, gpu: str | None
 ) -> ConversionReport:
     """Convert a model on the meta device and report; `gpu` None: whatever the size of layers."""
     if gpu is None:
         config = dataclasses.replace(config, emulate=True)  # of which no speed is asked
+    chooser = Chooser(model, config, None, how.tokens, gpu, how.cuda_graphs)
+    if config.enable_fsdp_float8_all_gather:
+        chooser.ranks = how.data_parallel, how.data_parallel // how.expert_parallel
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "float8: no layer")  # the report says so, too
-        convert_to_float8_training(
-            model, config=config, tokens_per_step=tokens, gpu=gpu, cuda_graphs=cuda_graphs
-        )
+        convert_chosen(chooser)
     return conversion_report(model)
 
 
@@ -108,16 +110,31 @@ def filter_found(report: ConversionReport, rows: Sequence[Row]) -> str:
     return f'lambda mod, fqn: re.sub(r"\\d+", "N", fqn) in {sorted(alike[True])}'
 
 
-def verdict(report: ConversionReport, step: Step, every: Step) -> list[str]:
-    """Say in lines what a step gains, and `every`, which has in float8 what stays for its speed."""
-    speedup, best = (each.rows[-1]["speedup"] for each in (step, every))
-    level = "it loses" if speedup < 1 else "about level, so time a step of yours"
-    lines = [f"{step}: {'it pays' if speedup >= 1 + step.error else level}"]
+def verdict(whole: nn.Module, report: ConversionReport, step: Step, recipe: str) -> list[str]:
+    """Say in lines what a step gains, and what else decides; `whole` may be another one then."""
+    how, gpu, config = step.how, step.gpu, step.config
+    far = ", extrapolated from up to 4 GPUs" * (how.data_parallel > 4 or how.expert_parallel > 1)
+    level = abs(step.speedup - 1) < step.error
+    word = "about level" if level else "it pays" if step.speedup > 1 else "loses"
+    said = f"modelled (±{step.error:.0%}{far})" + ": may as well lose, so time it" * level
+    lines = [f"{word}: {step}", said]
     if none := not (report.converted or any(x.skip_reason is None for x in report.experts)):
         lines = ["loses: no layer gains; more --tokens, or --cuda-graphs, may change that"]
+    fits = "activations come on top" if step.gib < _GIB[gpu] else "they do not fit"
+    lines.append(f"parameters, gradients, AdamW: {step.gib:.1f} of {_GIB[gpu]} GiB a GPU; {fits}")
+    every = Step(whole, gpu, config, how, slow=True)
     if every.ms != step.ms and (none or any(x.skip_reason for x in report.experts)):
-        shared = "better, as ranks share casts: " * (best > speedup + 0.01)
-        lines.append(f"{shared}a module_filter_fn that takes what loses by itself has {every}")
+        lines.append(f"if a filter takes what stays for its speed, a step: {every.speedup:.2f}x")
+    lines += [f"{x}: judged at all tokens, timed at one of each sequence" for x in step.pooled]
+    frozen = not all(weight.requires_grad for weight in whole.parameters())
+    if frozen and how.data_parallel == 1 and config.float8_weights is Float8Weights.ON_THE_FLY:
+        with contextlib.suppress(ValueError):  # not every recipe can
+            only = dataclasses.replace(config, float8_weights=Float8Weights.ONLY)
+            report_on(convert_to_high_precision(whole), only, how, gpu)
+            best = Step(whole, gpu, only, how)
+            if best.gib < step.gib:
+                gains = f"a step {best.speedup:.2f}x, {best.gib:.1f} GiB"
+                lines.append(f"frozen base in float8 alone, --recipe {recipe}+only: {gains}")
     return lines
 
 
@@ -169,34 +186,37 @@ def plan_command(
         raise ConfigError(f"model: got {make!r} and --model {model}, expected one of the two")
     if device and gpu:
         raise ConfigError("--device is where to measure: leave it, or --gpu, out")
-    judged = short_name(gpu) if gpu else None if here or device else _DEFAULT_GPU
+    judged = short_name(gpu) if gpu else None if here or device else "H100"
     if gpu and judged not in MEMORY:
         raise ConfigError(f"gpu: got {gpu!r}, expected one of {', '.join(MEMORY)}")
     place, name = Place("cpu" if judged else device or "cuda", output), make or model or "llama3-8b"
     if make:
-        whole, longest = load_model(make), _SEQUENCE
+        whole, longest = load_model(make), 8192
     else:
         shape = preset(name)
         longest = shape.seq_len
         with torch.device("meta"):
             whole = Llama(shape.model, longest)
         whole.tie_head()
-    sequence = sequence or math.gcd(tokens, longest)
-    how = Setup(tokens, sequence, data_parallel, expert_parallel, checkpointing, cuda_graphs)
+    each = sequence or math.gcd(tokens, longest)
+    how = Setup(tokens, each, data_parallel, expert_parallel, checkpointing, cuda_graphs)
     about = {"model": name, "recipe": recipe, "for": judged or place.device, **vars(how)}
     bench = Bench("plan", place, tell=not judged, **about)
-    title = f"{name}, {recipe}, {tokens} tokens" + ", as CUDA graphs" * cuda_graphs
-    if judged:
-        keep_experts_of_a_rank(whole, expert_parallel)
-    report = report_on(whole, config, tokens, judged, cuda_graphs)
+    title = f"{name}, {recipe}, {tokens} tokens" + f" in sequences of {each}" * bool(judged)
+    title += ", as CUDA graphs" * cuda_graphs
+    keep_experts_of_a_rank(whole, expert_parallel)
+    if data_parallel > 1 and ":" not in recipe:  # a configuration of one's own says it itself
+        with contextlib.suppress(ValueError):  # not every recipe can
+            config = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
+    report = report_on(whole, config, how, judged)
     if judged:
         title += f": modelled for {judged}" + " (no --gpu names another)" * (not gpu)
-        bench.console.print(f"{title}\n{report}")
         step = Step(whole, judged, config, how)
-        every = Step(whole, judged, config, how, slow=True)
-        bench.finish("a step of training, modelled", step.rows, report=report.to_dict())
-        for line in verdict(report, step, every):
-            bench.console.print(line)
+        answer = verdict(whole, report, step, recipe)
+        bench.console.print("\n".join([title, *answer, "", str(report)]))
+        table = "a step of training, modelled; docs/measuring.md explains the parts"
+        bench.finish(table, step.rows, report=report.to_dict(), verdict=answer)
+        bench.console.print(answer[0])
     else:
         measure = partial(measure_linear, recipe=recipe, device=bench.device)
         waits = bench.device.type == "cuda" and not cuda_graphs
