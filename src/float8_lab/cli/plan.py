@@ -13,7 +13,12 @@ import torch
 import typer
 from torch import nn
 
-from float8 import ConversionReport, conversion_report, convert_to_high_precision
+from float8 import (
+    ConversionReport,
+    ModuleFilter,
+    conversion_report,
+    convert_to_high_precision,
+)
 from float8.config import Float8LinearConfig, Float8Weights
 from float8.convert.choice import Chooser, short_name
 from float8.convert.convert import convert_chosen
@@ -56,12 +61,16 @@ def load_model(name: str) -> nn.Module:
 
 
 def report_on(
-    model: nn.Module, config: Float8LinearConfig, how: Setup, gpu: str | None
+    model: nn.Module,
+    config: Float8LinearConfig,
+    how: Setup,
+    gpu: str | None,
+    takes: ModuleFilter | None = None,
 ) -> ConversionReport:
     """Convert a model on the meta device and report; `gpu` None: whatever the size of layers."""
     if gpu is None:
         config = dataclasses.replace(config, emulate=True)  # of which no speed is asked
-    chooser = Chooser(model, config, None, how.tokens, gpu, how.cuda_graphs)
+    chooser = Chooser(model, config, takes, how.tokens, gpu, how.cuda_graphs and not takes)
     if config.enable_fsdp_float8_all_gather:
         chooser.ranks = how.data_parallel, how.data_parallel // how.expert_parallel
     with warnings.catch_warnings():
@@ -100,42 +109,101 @@ def plan_layers(
 def filter_found(report: ConversionReport, rows: Sequence[Row]) -> str:
     """Return code of a `module_filter_fn` that takes the linear layers that are to be converted."""
     shapes = {(x["K"], x["N"]) for x in rows if x["fate"] == CONVERT}
+    takes = [
+        x.skip_reason is None and (x.in_features, x.out_features) in shapes for x in report.layers
+    ]
+    return _filter_code(report, takes, "in")
+
+
+def _filter_code(report: ConversionReport, meant: Sequence[bool], word: str) -> str:
+    """Return code of a filter: what is `in` the linear layers that are meant, or `not in` them."""
     names: dict[bool, list[str]] = {True: [], False: []}
-    for x in report.layers:
-        takes = x.skip_reason is None and (x.in_features, x.out_features) in shapes
-        names[takes].append("" if x.fqn == "(root)" else x.fqn)
-    alike = {takes: {re.sub(r"\d+", "N", name) for name in names[takes]} for takes in names}
-    if alike[True] & alike[False]:  # blocks differ
-        return f"lambda mod, fqn: fqn in {names[True]}"
-    return f'lambda mod, fqn: re.sub(r"\\d+", "N", fqn) in {sorted(alike[True])}'
+    for x, means in zip(report.layers, meant, strict=True):
+        names[means].append("" if x.fqn == "(root)" else x.fqn)
+    alike = {means: {re.sub(r"\d+", "N", name) for name in names[means]} for means in names}
+    if alike[True] & alike[False] or alike[True] == {*names[True]}:  # blocks differ; no blocks
+        return f"lambda mod, fqn: fqn {word} {names[True]}"
+    return f'lambda mod, fqn: re.sub(r"\\d+", "N", fqn) {word} {sorted(alike[True])}'
 
 
-def verdict(whole: nn.Module, report: ConversionReport, step: Step, recipe: str) -> list[str]:
-    """Say in lines what a step gains, and what else decides; `whole` may be another one then."""
-    how, gpu, config = step.how, step.gpu, step.config
-    far = ", extrapolated from up to 4 GPUs" * (how.data_parallel > 4 or how.expert_parallel > 1)
-    level = abs(step.speedup - 1) < step.error
+def config_code(config: Float8LinearConfig, recipe: str) -> str:
+    """Return code of a configuration: that of a recipe, or of one's own, with what differs."""
+    name = recipe.partition("+")[0]
+    plain, own = recipe_config(name), name.replace(":", ".") if ":" in name else None
+    values = {x.name: getattr(config, x.name) for x in dataclasses.fields(config)}
+    more = [f"{key}={value}" for key, value in values.items() if value != getattr(plain, key)]
+    if not more:
+        return own or f'"{name}"'
+    base = own or f'Float8LinearConfig.from_recipe_name("{name}")'
+    return f"replace({base}, {', '.join(more)})"
+
+
+def judge(
+    model: nn.Module, config: Float8LinearConfig, how: Setup, gpu: str, recipe: str
+) -> tuple[ConversionReport, Step, list[str]]:
+    """Return report and step of the default filter, or of all layers if that clearly gains more.
+
+    And what to say of them, in lines. The filter does not know of gathers that a step waits for.
+    """
+    report = report_on(model, config, how, gpu)
+    step = Step(model, gpu, config, how)
+    stay = ["module_filter_fn takes" in (x.skip_reason or "") for x in report.layers]
+    names = {x.fqn for x, stays in zip(report.layers, stay, strict=True) if stays}
+    takes = _filter_code(report, stay, "not in") if names else "all_linears"
+    every = report_on(
+        convert_to_high_precision(model), config, how, None, lambda _, fqn: fqn not in names
+    )
+    fast = Step(model, gpu, config, how)
+    call = f'tokens_per_step={how.tokens}, gpu="{gpu}"' + ", cuda_graphs=True" * how.cuda_graphs
+    other = f"all layers in float8, module_filter_fn={takes}: a step {fast.speedup:.2f}x"
+    more, gains = "", fast.speedup / step.speedup - 1
+    if gains > step.error:
+        other = f"without that filter, which does not know of gathers: a step {step.speedup:.2f}x"
+        report, step, call = every, fast, f"module_filter_fn={takes}"
+        more = ", with all layers in float8"
+    level, limit = abs(step.speedup - 1) < step.error, _GIB[gpu]
     word = "about level" if level else "it pays" if step.speedup > 1 else "loses"
+    if step.gib >= limit:
+        shared = (step.gib - step.unshared_gib) * how.data_parallel
+        ranks = (how.data_parallel << n for n in range(12))
+        enough = [n for n in ranks if step.unshared_gib + shared / n < limit]
+        word = "does not fit" + "".join(f"; {n} GPUs (FSDP2) would hold it" for n in enough[:1])
+    far = ", extrapolated from up to 4 GPUs" * (how.data_parallel > 4)
+    far = ", expert parallel was not measured" if how.expert_parallel > 1 else far
     said = f"modelled (±{step.error:.0%}{far})" + ": may as well lose, so time it" * level
-    lines = [f"{word}: {step}", said]
+    lines = [f"{word}: {step}{more}", said]
     if none := not (report.converted or any(x.skip_reason is None for x in report.experts)):
         lines = ["loses: no layer gains; more --tokens, or --cuda-graphs, may change that"]
-    fits = "activations come on top" if step.gib < _GIB[gpu] else "they do not fit"
-    lines.append(f"parameters, gradients, AdamW: {step.gib:.1f} of {_GIB[gpu]} GiB a GPU; {fits}")
-    every = Step(whole, gpu, config, how, slow=True)
-    if every.ms != step.ms and (none or any(x.skip_reason for x in report.experts)):
-        lines.append(f"if a filter takes what stays for its speed, a step: {every.speedup:.2f}x")
+    fits = "activations come on top" if step.gib < limit else "they do not fit"
+    lines.append(f"parameters, gradients, AdamW: {step.gib:.1f} of {limit} GiB a GPU; {fits}")
+    lines += [other] * (gains > 0.005)
     lines += [f"{x}: judged at all tokens, timed at one of each sequence" for x in step.pooled]
-    frozen = not all(weight.requires_grad for weight in whole.parameters())
+    frozen = not all(weight.requires_grad for weight in model.parameters())
     if frozen and how.data_parallel == 1 and config.float8_weights is Float8Weights.ON_THE_FLY:
         with contextlib.suppress(ValueError):  # not every recipe can
             only = dataclasses.replace(config, float8_weights=Float8Weights.ONLY)
-            report_on(convert_to_high_precision(whole), only, how, gpu)
-            best = Step(whole, gpu, only, how)
+            report_on(convert_to_high_precision(model), only, how, gpu)
+            best = Step(model, gpu, only, how)
             if best.gib < step.gib:
-                gains = f"a step {best.speedup:.2f}x, {best.gib:.1f} GiB"
-                lines.append(f"frozen base in float8 alone, --recipe {recipe}+only: {gains}")
-    return lines
+                saves = f"a step {best.speedup:.2f}x, {best.gib:.1f} GiB"
+                lines.append(f"frozen base in float8 alone, --recipe {recipe}+only: {saves}")
+    if not none:
+        call = f"config={config_code(config, recipe)}, {call}"
+        lines.append(f"convert_to_float8_training(model, {call})")
+    return report, step, lines
+
+
+def with_gains(report: ConversionReport, step: Step) -> ConversionReport:
+    """Return a report that has numbers for scalings."""
+    what, kinds = "float8: modelled {:.2f}x of bf16", ("layers", "experts")
+    told = {
+        kind: tuple(
+            dataclasses.replace(x, scaling=x.scaling and what.format(step.gains[x.fqn]))
+            for x in getattr(report, kind)
+        )
+        for kind in kinds
+    }
+    return dataclasses.replace(report, **told)
 
 
 def _short(fqn: str) -> str:
@@ -208,16 +276,17 @@ def plan_command(
     if data_parallel > 1 and ":" not in recipe:  # a configuration of one's own says it itself
         with contextlib.suppress(ValueError):  # not every recipe can
             config = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
-    report = report_on(whole, config, how, judged)
     if judged:
         title += f": modelled for {judged}" + " (no --gpu names another)" * (not gpu)
-        step = Step(whole, judged, config, how)
-        answer = verdict(whole, report, step, recipe)
-        bench.console.print("\n".join([title, *answer, "", str(report)]))
+        report, step, answer = judge(whole, config, how, judged, recipe)
+        bench.console.print("\n".join([title, *answer, "", str(with_gains(report, step)), ""]))
         table = "a step of training, modelled; docs/measuring.md explains the parts"
-        bench.finish(table, step.rows, report=report.to_dict(), verdict=answer)
+        numbers = {name: getattr(step, name) for name in ("speedup", "error", "gib", "gains")}
+        numbers["gib_of_gpu"] = _GIB[judged]
+        bench.finish(table, step.rows, report=report.to_dict(), verdict=answer, modelled=numbers)
         bench.console.print(answer[0])
     else:
+        report = report_on(whole, config, how, None)
         measure = partial(measure_linear, recipe=recipe, device=bench.device)
         waits = bench.device.type == "cuda" and not cuda_graphs
         rows = plan_layers(report, tokens, measure, waits)
