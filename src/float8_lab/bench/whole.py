@@ -84,7 +84,7 @@ class Step:
         experts = [mod for mod in model.modules() if kind_of(mod) is not None]
         self._ranks: dict[int, int] = defaultdict(lambda: how.data_parallel)
         self._ranks |= {id(weight): own for mod in experts for weight in mod.parameters()}
-        report = conversion_report(model)
+        self.report = report = conversion_report(model)
         for row in (*report.layers, *report.experts):
             self._add_layer(model, row)
         for other in report.others:

@@ -1,13 +1,13 @@
 """`float8 plan`: which layers of a model to convert."""
 
 import contextlib
-import dataclasses
 import math
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -15,13 +15,15 @@ from torch import nn
 
 from float8 import (
     ConversionReport,
-    ModuleFilter,
+    all_linears,
     conversion_report,
+    convert_to_float8_training,
     convert_to_high_precision,
 )
 from float8.config import Float8LinearConfig, Float8Weights
 from float8.convert.choice import Chooser, short_name
 from float8.convert.convert import convert_chosen
+from float8.convert.report import LayerReport
 from float8.convert.speed import MEMORY, WAITS_BELOW_MS
 from float8_lab.bench.linear import LinearTimes, Shape, measure_linear
 from float8_lab.bench.step import Row
@@ -37,6 +39,8 @@ from float8_lab.trainer.recipes import imported, recipe_config
 
 CONVERT = "convert"
 _GIB = {"H100": 79, "H200": 139}  # that CUDA has of a card's 80 and 141 GB
+
+_LEFT = "converted only if a module_filter_fn takes it"  # in reasons that are not of speed
 
 app = App()
 
@@ -61,22 +65,15 @@ def load_model(name: str) -> nn.Module:
 
 
 def report_on(
-    model: nn.Module,
-    config: Float8LinearConfig,
-    how: Setup,
-    gpu: str | None,
-    takes: ModuleFilter | None = None,
+    model: nn.Module, config: Float8LinearConfig, how: Setup, gpu: str | None
 ) -> ConversionReport:
     """Convert a model on the meta device and report; `gpu` None: whatever the size of layers."""
     if gpu is None:
-        config = dataclasses.replace(config, emulate=True)  # of which no speed is asked
-    chooser = Chooser(model, config, takes, how.tokens, gpu, how.cuda_graphs and not takes)
+        config = replace(config, emulate=True)  # of which no speed is asked
+    chooser = Chooser(model, config, None, how.tokens, gpu, how.cuda_graphs)
     if config.enable_fsdp_float8_all_gather:
         chooser.ranks = how.data_parallel, how.data_parallel // how.expert_parallel
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "float8: no layer")  # the report says so, too
-        convert_chosen(chooser)
-    return conversion_report(model)
+    return conversion_report(convert_chosen(chooser))
 
 
 def plan_layers(
@@ -106,21 +103,16 @@ def plan_layers(
     return rows
 
 
-def filter_found(report: ConversionReport, rows: Sequence[Row]) -> str:
-    """Return code of a `module_filter_fn` that takes the linear layers that are to be converted."""
-    shapes = {(x["K"], x["N"]) for x in rows if x["fate"] == CONVERT}
-    takes = [
-        x.skip_reason is None and (x.in_features, x.out_features) in shapes for x in report.layers
-    ]
-    return _filter_code(report, takes, "in")
-
-
-def _filter_code(report: ConversionReport, meant: Sequence[bool], word: str) -> str:
-    """Return code of a filter: what is `in` the linear layers that are meant, or `not in` them."""
+def filter_code(
+    report: ConversionReport, meant: Callable[[LayerReport], bool], word: str = "in"
+) -> str:
+    """Return code of a filter: it takes what is `in` the layers that are meant, or `not in`."""
     names: dict[bool, list[str]] = {True: [], False: []}
-    for x, means in zip(report.layers, meant, strict=True):
-        names[means].append("" if x.fqn == "(root)" else x.fqn)
-    alike = {means: {re.sub(r"\d+", "N", name) for name in names[means]} for means in names}
+    for x in report.layers:
+        names[meant(x)].append("" if x.fqn == "(root)" else x.fqn)
+    alike = {key: {re.sub(r"\d+", "N", name) for name in names[key]} for key in names}
+    if word == "not in" and not names[True]:
+        return "all_linears"
     if alike[True] & alike[False] or alike[True] == {*names[True]}:  # blocks differ; no blocks
         return f"lambda mod, fqn: fqn {word} {names[True]}"
     return f'lambda mod, fqn: re.sub(r"\\d+", "N", fqn) {word} {sorted(alike[True])}'
@@ -129,81 +121,75 @@ def _filter_code(report: ConversionReport, meant: Sequence[bool], word: str) -> 
 def config_code(config: Float8LinearConfig, recipe: str) -> str:
     """Return code of a configuration: that of a recipe, or of one's own, with what differs."""
     name = recipe.partition("+")[0]
-    plain, own = recipe_config(name), name.replace(":", ".") if ":" in name else None
-    values = {x.name: getattr(config, x.name) for x in dataclasses.fields(config)}
-    more = [f"{key}={value}" for key, value in values.items() if value != getattr(plain, key)]
-    if not more:
-        return own or f'"{name}"'
+    own, plain = name.replace(":", ".") * (":" in name), vars(recipe_config(name))
+    more = [f"{key}={x}" for key, x in vars(config).items() if x != plain[key]]
     base = own or f'Float8LinearConfig.from_recipe_name("{name}")'
-    return f"replace({base}, {', '.join(more)})"
+    return f"replace({base}, {', '.join(more)})" if more else own or f'"{name}"'
 
 
 def judge(
     model: nn.Module, config: Float8LinearConfig, how: Setup, gpu: str, recipe: str
-) -> tuple[ConversionReport, Step, list[str]]:
-    """Return report and step of the default filter, or of all layers if that clearly gains more.
+) -> tuple[Step, list[str]]:
+    """Return a step of what the default filter takes, and what to say of it, in lines.
 
-    And what to say of them, in lines. The filter does not know of gathers that a step waits for.
+    Or of all layers, if these clearly gain more: the filter knows of no gathers that a step waits
+    for.
     """
     report = report_on(model, config, how, gpu)
-    step = Step(model, gpu, config, how)
-    stay = ["module_filter_fn takes" in (x.skip_reason or "") for x in report.layers]
-    names = {x.fqn for x, stays in zip(report.layers, stay, strict=True) if stays}
-    takes = _filter_code(report, stay, "not in") if names else "all_linears"
-    every = report_on(
-        convert_to_high_precision(model), config, how, None, lambda _, fqn: fqn not in names
+    step, limit = Step(model, gpu, config, how), _GIB[gpu]
+    code = filter_code(report, lambda x: _LEFT in (x.skip_reason or ""), "not in")
+    takes = eval(code, {"re": re, "all_linears": all_linears})  # what is told is what is modelled
+    convert_to_float8_training(
+        convert_to_high_precision(model), config=config, module_filter_fn=takes
     )
-    fast = Step(model, gpu, config, how)
+    every, all_in = Step(model, gpu, config, how), ""
+    other = f"all layers in float8, module_filter_fn={code}: a step {every.speedup:.2f}x"
     call = f'tokens_per_step={how.tokens}, gpu="{gpu}"' + ", cuda_graphs=True" * how.cuda_graphs
-    other = f"all layers in float8, module_filter_fn={takes}: a step {fast.speedup:.2f}x"
-    more, gains = "", fast.speedup / step.speedup - 1
-    if gains > step.error:
-        other = f"without that filter, which does not know of gathers: a step {step.speedup:.2f}x"
-        report, step, call = every, fast, f"module_filter_fn={takes}"
-        more = ", with all layers in float8"
-    level, limit = abs(step.speedup - 1) < step.error, _GIB[gpu]
+    if (more := every.speedup / step.speedup - 1) > step.error:
+        other = f"by the default filter, which knows of no gathers: a step {step.speedup:.2f}x"
+        step, all_in, call = every, ", with all layers in float8", f"module_filter_fn={code}"
+    level = abs(step.speedup - 1) < step.error
     word = "about level" if level else "it pays" if step.speedup > 1 else "loses"
+    fits = "activations come on top"
     if step.gib >= limit:
         shared = (step.gib - step.unshared_gib) * how.data_parallel
         ranks = (how.data_parallel << n for n in range(12))
         enough = [n for n in ranks if step.unshared_gib + shared / n < limit]
-        word = "does not fit" + "".join(f"; {n} GPUs (FSDP2) would hold it" for n in enough[:1])
+        fits, word = "they do not fit", "does not fit"
+        word += "".join(f"; {n} GPUs (FSDP2) would hold it" for n in enough[:1])
     far = ", extrapolated from up to 4 GPUs" * (how.data_parallel > 4)
     far = ", expert parallel was not measured" if how.expert_parallel > 1 else far
     said = f"modelled (±{step.error:.0%}{far})" + ": may as well lose, so time it" * level
-    lines = [f"{word}: {step}{more}", said]
-    if none := not (report.converted or any(x.skip_reason is None for x in report.experts)):
+    lines = [f"{word}: {step}{all_in}", said]
+    converted = step.report.converted or any(x.scaling for x in step.report.experts)
+    if not converted:
         lines = ["loses: no layer gains; more --tokens, or --cuda-graphs, may change that"]
-    fits = "activations come on top" if step.gib < limit else "they do not fit"
     lines.append(f"parameters, gradients, AdamW: {step.gib:.1f} of {limit} GiB a GPU; {fits}")
-    lines += [other] * (gains > 0.005)
+    lines += [other] * (more > 0.005)
     lines += [f"{x}: judged at all tokens, timed at one of each sequence" for x in step.pooled]
     frozen = not all(weight.requires_grad for weight in model.parameters())
     if frozen and how.data_parallel == 1 and config.float8_weights is Float8Weights.ON_THE_FLY:
         with contextlib.suppress(ValueError):  # not every recipe can
-            only = dataclasses.replace(config, float8_weights=Float8Weights.ONLY)
+            only = replace(config, float8_weights=Float8Weights.ONLY)
             report_on(convert_to_high_precision(model), only, how, gpu)
             best = Step(model, gpu, only, how)
             if best.gib < step.gib:
-                saves = f"a step {best.speedup:.2f}x, {best.gib:.1f} GiB"
-                lines.append(f"frozen base in float8 alone, --recipe {recipe}+only: {saves}")
-    if not none:
+                gains = f"a step {best.speedup:.2f}x, {best.gib:.1f} GiB"
+                lines.append(f"frozen base in float8 alone, --recipe {recipe}+only: {gains}")
+    if converted:
         call = f"config={config_code(config, recipe)}, {call}"
         lines.append(f"convert_to_float8_training(model, {call})")
-    return report, step, lines
+    return step, lines
 
 
-def with_gains(report: ConversionReport, step: Step) -> ConversionReport:
-    """Return a report that has numbers for scalings."""
-    what, kinds = "float8: modelled {:.2f}x of bf16", ("layers", "experts")
-    told = {
-        kind: tuple(
-            dataclasses.replace(x, scaling=x.scaling and what.format(step.gains[x.fqn]))
-            for x in getattr(report, kind)
-        )
-        for kind in kinds
-    }
-    return dataclasses.replace(report, **told)
+def with_gains(step: Step) -> ConversionReport:
+    """Return the report of a conversion with numbers for scalings."""
+
+    def told(rows: Any) -> Any:
+        what = "float8: modelled {:.2f}x of bf16"
+        return tuple(replace(x, scaling=x.scaling and what.format(step.gains[x.fqn])) for x in rows)
+
+    return replace(step.report, layers=told(step.report.layers), experts=told(step.report.experts))
 
 
 def _short(fqn: str) -> str:
@@ -248,6 +234,7 @@ def plan_command(
     What gained is printed as a filter, to be pasted. What a conversion without a filter leaves
     stays here, too. Experts are not measured, and not in the filter.
     """
+    warnings.filterwarnings("ignore", "float8: no layer")  # the report says so, too
     config = recipe_config(recipe)
     here = torch.cuda.is_available()
     if make and model:
@@ -255,8 +242,6 @@ def plan_command(
     if device and gpu:
         raise ConfigError("--device is where to measure: leave it, or --gpu, out")
     judged = short_name(gpu) if gpu else None if here or device else "H100"
-    if gpu and judged not in MEMORY:
-        raise ConfigError(f"gpu: got {gpu!r}, expected one of {', '.join(MEMORY)}")
     place, name = Place("cpu" if judged else device or "cuda", output), make or model or "llama3-8b"
     if make:
         whole, longest = load_model(make), 8192
@@ -275,15 +260,15 @@ def plan_command(
     keep_experts_of_a_rank(whole, expert_parallel)
     if data_parallel > 1 and ":" not in recipe:  # a configuration of one's own says it itself
         with contextlib.suppress(ValueError):  # not every recipe can
-            config = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
+            config = replace(config, enable_fsdp_float8_all_gather=True)
     if judged:
         title += f": modelled for {judged}" + " (no --gpu names another)" * (not gpu)
-        report, step, answer = judge(whole, config, how, judged, recipe)
-        bench.console.print("\n".join([title, *answer, "", str(with_gains(report, step)), ""]))
+        step, answer = judge(whole, config, how, judged, recipe)
+        bench.console.print("\n".join([title, *answer, "", f"{with_gains(step)}\n"]))
         table = "a step of training, modelled; docs/measuring.md explains the parts"
         numbers = {name: getattr(step, name) for name in ("speedup", "error", "gib", "gains")}
-        numbers["gib_of_gpu"] = _GIB[judged]
-        bench.finish(table, step.rows, report=report.to_dict(), verdict=answer, modelled=numbers)
+        about = {"verdict": answer, "modelled": {**numbers, "gib_of_gpu": _GIB[judged]}}
+        bench.finish(table, step.rows, report=step.report.to_dict(), **about)
         bench.console.print(answer[0])
     else:
         report = report_on(whole, config, how, None)
@@ -296,9 +281,11 @@ def plan_command(
         best = ("float8_ms" if row["fate"] == CONVERT else "bf16_ms" for row in rows)
         ours = sum(row["count"] * row[ms] for row, ms in zip(rows, best, strict=True))
         bench.console.print(f"measured: {bf16 / ours:.2f}x of all linear layers")
-        if any(row["fate"] == CONVERT for row in rows):
+        sizes = {(row["K"], row["N"]) for row in rows if row["fate"] == CONVERT}
+        fitting = (x for x in report.converted if (x.in_features, x.out_features) in sizes)
+        if gains := [*fitting]:
             bench.console.print("what gained, as a filter of the conversion:")
-            found = filter_found(report, rows)  # in one line, to be pasted
+            found = filter_code(report, gains.__contains__)  # in one line, to be pasted
             typer.echo(f"{'import re' * ('re.sub' in found)}\nmodule_filter_fn={found}")
         else:
             bench.console.print("loses: no layer gains")
