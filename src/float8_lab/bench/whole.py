@@ -74,7 +74,7 @@ class Step:
     def __init__(self, model: nn.Module, gpu: str, config: Float8LinearConfig, how: Setup) -> None:
         self.gpu, self.config, self.how = gpu, config, how
         self._sent, self._host = [0.0, 0.0], [0.0, 0.0]
-        self.gib = self.unshared_gib = 0.0  # of Parameters, gradients, AdamW's state, on one GPU
+        self.gib = 0.0  # of Parameters, gradients and AdamW's state, on one GPU
         self.gains: dict[str, float] = {}  # of each layer, whether in float8 or not
         self.pooled: list[str] = []  # layers that see one row of each sequence
         each = model.named_modules()
@@ -173,7 +173,6 @@ class Step:
         ranks = self._ranks[id(weight)]
         if isinstance(weight, Float8Tensor):  # in float8 only: each GPU has all of it
             size = ranks = 1
-            self.unshared_gib += count / 2**30
         self.gib += count * size * (4 if trains else 1) / ranks / 2**30
         if trains:
             self._elements("optimizer", count / ranks, _ADAMW * size / 4)
