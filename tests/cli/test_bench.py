@@ -41,7 +41,7 @@ EACH = [
         f"{START} --seeds 2",
         6,
         r"4/4\s+validation losses[\s\S]+mean of 2 seeds[\s\S]+rowwise( +[-\d.]+){3}"
-        r"[\s\S]+seed 0[\s\S]+seed 1[\s\S]+rowwise( +[-\d.]+){2} ",
+        r"[\s\S]+seed 0[\s\S]+seed 1[\s\S]+rowwise( +[-\d.]+){2}\n",
     ),
 ]
 

@@ -133,7 +133,7 @@ def test_compare_prints_the_table_and_where_the_files_are(
     out = capsys.readouterr().out
     runs, names = json.loads(Path("cmp/report.json").read_text())["runs"], []
     for run in runs:
-        row = next(line for line in out.splitlines() if line.startswith(f" {run['recipe']} "))
+        row = next(line for line in out.splitlines() if line.startswith(f"{run['recipe']} "))
         names.append(run["recipe"])
         assert f"{run['val_loss']:.4f}" in row
         assert f"{run['val_gap_percent']:+.2f}" in row

@@ -178,6 +178,7 @@ def test_what_arguments_cannot_be() -> None:
             {"cuda_graphs": True, **filtered},
         ),
         (f"ValueError: gpu: got 'B200', {gpus}", {"gpu": "B200"}),
+        (f"ValueError: gpu: got 'H100,H200', {gpus}", {"gpu": "H100,H200"}),
         ("ValueError: gpu: got .'H100'., expected one", {"gpu": ["H100"]}),
         ("ValueError: alone, with gpu=.H100. and cuda_graphs=F", {"gpu": "H100", **filtered}),
     ):

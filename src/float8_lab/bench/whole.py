@@ -26,6 +26,7 @@ _WIDE_HEADS, _HEADS = 470e9, 360e9
 # residuals; of what adapters read and write; of logits; of float32 Parameters that AdamW writes,
 # that one GPU copies to bf16 and back, that FSDP2 copies for each GPU.
 _NORMS, _ADAPTERS, _LOSS, _ADAMW, _COPIES, _SHARDS = 1.74, 2.4, 4.3, 8.5, 3.0, 10.0
+_GIB = {"H100": 79, "H200": 139}  # that CUDA has of a card's 80 and 141 GB
 _LINK = 300e6  # bytes per ms that a GPU gets from others: NVLink, or eight network cards of a host
 _HOST_MS = 0.1, 0.4  # of the CPU, for each layer in bf16 and in float8, compiled
 # Names of layers that make queries, alone and with keys and values.
@@ -72,7 +73,7 @@ class Step:
     """Milliseconds of a step of a converted model on `gpu`, in bf16 and in float8, by part."""
 
     def __init__(self, model: nn.Module, gpu: str, config: Float8LinearConfig, how: Setup) -> None:
-        self.gpu, self.config, self.how = gpu, config, how
+        self.gpu, self.config, self.how, self.gib_of_gpu = gpu, config, how, _GIB[gpu]
         self._sent, self._host = [0.0, 0.0], [0.0, 0.0]
         self.gib = 0.0  # of Parameters, gradients and AdamW's state, on one GPU
         self.gains: dict[str, float] = {}  # of each layer, whether in float8 or not

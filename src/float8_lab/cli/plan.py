@@ -32,7 +32,6 @@ from float8_lab.trainer.environment import device_name
 from float8_lab.trainer.recipes import imported, recipe_config
 
 CONVERT = "convert"
-_GIB = {"H100": 79, "H200": 139}  # that CUDA has of a card's 80 and 141 GB
 
 app = App()
 
@@ -124,7 +123,7 @@ def judge(
 ) -> tuple[Step, list[str]]:
     """Return a step, what the default filter takes or all if clearly faster, and lines on it."""
     report_on(model, config, how, gpu)
-    step, limit, of_all = Step(model, gpu, config, how), _GIB[gpu], ""
+    step, of_all = Step(model, gpu, config, how), ""
     code = filter_code(step.report, lambda x: "filter_fn takes" in (x.skip_reason or ""), "not in")
     takes = eval(code, {"re": re, "all_linears": all_linears})  # so what is told is what is planned
     convert_to_high_precision(model)
@@ -138,7 +137,7 @@ def judge(
     level = abs(step.speedup - 1) < step.error
     word = "about level" if level else "it pays" if step.speedup > 1 else "loses"
     fits, only = "activations come on top", config.float8_weights is Float8Weights.ONLY
-    if step.gib > limit:
+    if step.gib > (limit := step.gib_of_gpu):
         gpus = how.data_parallel * 2 ** math.ceil(math.log2(step.gib / limit))
         fits, word = "they do not fit", "does not fit"
         word += f"; {gpus} GPUs (FSDP2) would hold it" * (not only)  # which is not shared
@@ -151,7 +150,8 @@ def judge(
     lines.append(f"parameters, gradients, AdamW: {step.gib:.1f} of {limit} GiB a GPU; {fits}")
     lines += [other] * (gains > 0.005)
     lines += [f"{x}: judged at all tokens, timed at one of each sequence" for x in step.pooled]
-    call = f"convert_to_float8_training(model, config={config_code(config, recipe)}, {call})"
+    code = f"config = {config_code(config, recipe)}\n"
+    code += f"convert_to_float8_training(model, config=config, {call})"
     frozen = not all(weight.requires_grad for weight in model.parameters())
     if frozen and how.data_parallel == 1 and config.float8_weights is Float8Weights.ON_THE_FLY:
         with contextlib.suppress(ValueError):  # not every recipe can
@@ -161,7 +161,7 @@ def judge(
             if best.gib < step.gib:
                 saves = f"a step {best.speedup:.2f}x, {best.gib:.1f} GiB"
                 lines.append(f"frozen base in float8 alone, --recipe {recipe}+only: {saves}")
-    return step, lines + [call] * converted
+    return step, lines + code.splitlines() * converted
 
 
 def _told(rows: Any, gains: dict[str, float]) -> Any:
@@ -242,12 +242,11 @@ def plan_command(
     if judged:
         title += f": modelled for {judged}" + " (no --gpu names another)" * (not gpu)
         step, answer = judge(whole, config, how, judged, recipe)
-        report, gains = step.report, step.gains
-        told = {of: _told(getattr(report, of), gains) for of in ("layers", "experts")}
+        report = step.report
+        told = {of: _told(getattr(report, of), step.gains) for of in ("layers", "experts")}
         bench.console.print("\n".join([title, *answer, "", f"{replace(report, **told)}\n"]))
         table = "a step of training, modelled; docs/measuring.md explains the parts"
-        numbers = {name: getattr(step, name) for name in ("speedup", "error", "gib", "gains")}
-        numbers["gib_of_gpu"] = _GIB[judged]
+        numbers = {x: getattr(step, x) for x in ("speedup", "error", "gib", "gib_of_gpu", "gains")}
         bench.finish(table, step.rows, report=report.to_dict(), verdict=answer, modelled=numbers)
         bench.console.print(answer[0])
     else:
