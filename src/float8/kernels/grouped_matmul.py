@@ -92,10 +92,9 @@ def _grouped_matmul_triton(*given: Any, tokens: int | None = None) -> Tensor:
     b = b if of_rows else b.unsqueeze(0)
     (R, C), N, E = a.shape, b.shape[1], ends.shape[0]
     tiles_of_a = TensorDescriptor(a, a.shape, a.stride(), [_BLOCK, _BLOCK])
-    # Wide tiles read less, which an H100 at its limit of power has time for. Sums of float32, and
-    # those of a second accumulator, leave no room for them.
-    wide = use_fast_accum and out.dtype.itemsize == 2
-    columns, programs, warps = (256, 1, 8) if wide else (128, 2, 4)
+    # Wide tiles read less, which an H100 at its limit of power has time for. A second accumulator
+    # leaves no registers for them.
+    columns, programs, warps = (256, 1, 8) if use_fast_accum else (128, 2, 4)
     tiles_of_b = TensorDescriptor(b, b.shape, b.stride(), [1, columns, _BLOCK])
     stride = 0 if of_rows else a_scale.stride(0)
     sizes = R, N, C, E, stride, b_scale.stride(0)
@@ -201,14 +200,11 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
                 of_a += group * a_scale_stride
                 out += tl.cast(group, tl.int64) * R * N
             of_b = b_scale_ptr + tl.minimum(group, E - 1) * b_scale_stride
-            r = row + tl.arange(0, BLOCK)
-            if COLUMNS > BLOCK:
-                _store(sums, out, of_a, of_b, r, end_row, n + tl.arange(0, COLUMNS), N, some)
-            else:  # in halves: then there is memory for two programs on a multiprocessor
-                c = n + tl.arange(0, COLUMNS // 2)
-                left, right = tl.split(sums.reshape(BLOCK, 2, COLUMNS // 2).permute(0, 2, 1))
-                _store(left, out, of_a, of_b, r, end_row, c, N, some)
-                _store(right, out, of_a, of_b, r, end_row, c + COLUMNS // 2, N, some)
+            r, c = row + tl.arange(0, BLOCK), n + tl.arange(0, COLUMNS // 2)
+            # In halves, for which there is memory beside the loads ahead.
+            left, right = tl.split(sums.reshape(BLOCK, 2, COLUMNS // 2).permute(0, 2, 1))
+            _store(left, out, of_a, of_b, r, end_row, c, N, some)
+            _store(right, out, of_a, of_b, r, end_row, c + COLUMNS // 2, N, some)
             sums = tl.zeros((BLOCK, COLUMNS), tl.float32)
 
 
