@@ -84,10 +84,12 @@ def quantize(
     how, state, record, reduce, scale = cast
     if offs is not None or x.dim() == 3:
         of_one_tensor = state is not None or reduce is not None or scale is not None
-        if how.scaling_granularity.by_blocks or of_one_tensor:
-            got = f"{how.scaling_granularity}, or a state, scale or reduction, for groups of rows"
+        covers = how.scaling_granularity
+        if of_one_tensor or (covers.by_blocks and covers.square == (offs is not None)):
             raise ValueError(
-                f"quantize: got {got}, expected dynamic scales of each, or of its rows"
+                f"quantize: got {covers}, or a state, scale or reduction, for groups of rows or "
+                f"weights of experts, expected dynamic scales of each or of its rows; or of runs "
+                f"for groups, of squares for weights"
             )
         if offs is not None:
             return cast_groups(x, offs, how, row=row, col=col)
@@ -113,14 +115,31 @@ def _cast_each(weights: Tensor, how: CastConfig, *, row: bool, col: bool) -> Qua
     To row data [E, N, ceil16(K)] with scales [E, N], column data [E, K, ceil16(N)] with [E, K].
     The weights are viewed as one matrix with E equal groups of rows. For storage [E, K, N], row and
     col requests are swapped instead of copying. Weights stored otherwise are copied.
+
+    By squares row data are [E, N, ceil128(K)] with scales [E, ceil(N / 128), ceil(K / 128) or
+    more], column data [E, K, ceil128(N)] with [E, ceil(K / 128), ceil(N / 128) or more]. They are
+    cast as one matrix, filled up to whole squares of each: a copy unless the weights are that.
     """
     if transposed := weights.transpose(1, 2).is_contiguous():
         weights, row, col = weights.transpose(1, 2), col, row
     E, R, C = weights.shape
+    of_row: Operand | None = None
+    of_col: Operand | None = None
+    if how.scaling_granularity.square and not how.scaling_granularity.one_scale:
+        below = -R % 128
+        padded = F.pad(weights, (0, 0, 0, below)) if below else weights.contiguous()
+        of_row, of_col = kernels.cast(padded.view(-1, C), how, row=row, col=col)
+        if of_row is not None:
+            data, scale = (x.view(E, x.shape[0] // E, -1) for x in of_row)
+            of_row = Operand(data[:, :R], scale)
+        if of_col is not None:  # those of each expert lie beside each other
+            scale = of_col.scale[:, : (R + below) * E // 128]
+            data, scale = (x.view(len(x), E, -1).transpose(0, 1) for x in (of_col.data, scale))
+            of_col = Operand(data[:, :C], scale)
+        return Quantized(of_col, of_row) if transposed else Quantized(of_row, of_col)
     ends = torch.arange(R, E * R + 1, R, dtype=torch.int32, device=weights.device)
     matrix, width = weights.contiguous().view(E * R, C), (R + 127) // 128 * 128
     made = cast_groups(matrix, ends, how, row=row, col=col, width=E * width)
-    of_row = of_col = None
     if row:
         of_row = Operand(made.row.data.view(E, R, -1), made.row.scale.view(E, R))
     if col:  # those of each expert lie beside each other

@@ -108,7 +108,9 @@ class Operand(NamedTuple):
     128; gathered data are not padded before `quantize.padded`."""
 
     scale: Tensor
-    """float32 decode scales, in the shape of `Granularity.scales`; of groups [R], or [E, N]."""
+    """float32 decode scales, in the shape of `Granularity.scales`. Of groups [R], and of columns
+    [E, N], where rows have scales; runs have [R, K / 128], and columns [N, width / 128]. Weights
+    [E, N, K] have [E, N]; by squares [E, ceil(N / 128), ceil(K / 128) or more], of any strides."""
 
 
 class Quantized(NamedTuple):

@@ -92,6 +92,11 @@ def cast_groups(source: torch.dtype, one_scale: bool, row: bool, col: bool, x: T
     ops.cuda.cast_groups(x.to(source), ends, E4M3, row, col, 5120, one_scale, power_of_2)
 
 
+def by_runs(source: torch.dtype, row: bool, x: Tensor) -> None:
+    ends = empty(5, dtype=torch.int32)
+    ops.cuda.cast_groups_by_runs(x.to(source), ends, E4M3, row, 5120, not row)
+
+
 def grouped_matmul(of_rows: bool, fast: bool, dtype: torch.dtype, x: Tensor) -> None:
     R, C, ends = x.shape[0], ceil16(x.shape[1]), empty(5, dtype=torch.int32)
     if of_rows:
@@ -127,13 +132,20 @@ CASES: dict[str, Callable[[Tensor], Any]] = {
 }
 BOOLS = False, True
 LAYOUTS = (True, True), (False, True), (True, False)
-GROUPED: dict[str, Callable[[Tensor], Any]] = {
-    f"groups {of} {one_scale} {row} {col}": partial(cast_groups, of, one_scale, row, col)
-    for of, one_scale, (row, col) in itertools.product((BF16, FP32), BOOLS, LAYOUTS)
-} | {
-    f"grouped_matmul {' '.join(map(str, how))}": partial(grouped_matmul, *how)
-    for how in itertools.product(BOOLS, BOOLS, (BF16, FP32))
-}
+GROUPED: dict[str, Callable[[Tensor], Any]] = (
+    {
+        f"groups {of} {one_scale} {row} {col}": partial(cast_groups, of, one_scale, row, col)
+        for of, one_scale, (row, col) in itertools.product((BF16, FP32), BOOLS, LAYOUTS)
+    }
+    | {
+        f"groups by runs {of} {row}": partial(by_runs, of, row)
+        for of, row in itertools.product((BF16, FP32), BOOLS)
+    }
+    | {
+        f"grouped_matmul {' '.join(map(str, how))}": partial(grouped_matmul, *how)
+        for how in itertools.product(BOOLS, BOOLS, (BF16, FP32))
+    }
+)
 SHAPES = (4096, 2048), (100, 72)  # as tiles fill exactly, and not
 COMPILED = [
     pytest.param(case, shape, marks=[pytest.mark.exhaustive] * (case in GROUPED and (n + m) % 2))

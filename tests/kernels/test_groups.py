@@ -1,6 +1,6 @@
 """`cast_groups`: each group as a cast of its own, and the Triton kernels as their twin."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, cast
@@ -40,6 +40,12 @@ def tensor(sizes: list[int], C: int, source: torch.dtype = torch.bfloat16) -> tu
     return x, torch.tensor(sizes).cumsum(0).to(torch.int32)
 
 
+def assert_alike(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+    """Bit for bit, however they lie."""
+    of = torch.contiguous_format
+    assert_same(*([x.clone(memory_format=of) for x in each] for each in (got, want)))
+
+
 @cases
 def test_each_group_is_cast_by_itself(
     sizes: list[int], of: ScalingGranularity, power_of_2: bool
@@ -57,7 +63,7 @@ def test_each_group_is_cast_by_itself(
             got += [made.col.data[:C, at : at + n], made.col.scale[group, :C]]
             want = [alone.row.data[:n, :C], alone.row.scale.flatten().expand(n)]
             want += [alone.col.data[:C, :n], alone.col.scale.flatten()[:C].expand(C)]
-            assert_same(*([each.contiguous() for each in both] for both in (got, want)))
+            assert_alike(got, want)
         assert end == at + ceil128(n)
         assert not made.col.data.view(torch.uint8)[:, at + n : end].any()
         at = end
@@ -74,6 +80,57 @@ def test_kernels_are_their_twin(
         x, offs = (t.to(triton_device) for t in tensor(sizes, 150 if few else 24, source))
         how = E4M3, row, col, sum(map(ceil128, sizes)), of.one_scale, power_of_2
         assert_same(ops.cuda.cast_groups(x, offs, *how), ops.cpu.cast_groups(x, offs, *how))
+
+
+RUNS, SQUARES = ScalingGranularity.BLOCK_1x128, ScalingGranularity.BLOCK_128x128
+SIZES_OF_RUNS = [*SIZES, [127, 0, 128, 129, 300]]
+
+
+@pytest.mark.parametrize("C", [24, 256])
+@pytest.mark.parametrize("sizes", SIZES_OF_RUNS, ids=str)
+def test_each_group_is_cast_by_itself_by_runs(sizes: list[int], C: int) -> None:
+    """No run has tokens of two groups, and all of a group is as a linear layer casts it."""
+    spec = CastConfig(target_dtype=E4M3, scaling_granularity=RUNS, power_of_2=C == 24)
+    x, offs = tensor(sizes, C)
+    both, row = (cast_groups(x, offs, spec, row=True, col=col) for col in (True, False))
+    assert_alike(both.row, row.row)
+    at = 0
+    for rows, behind, end in zip(x.split([*sizes, 3]), offs.tolist(), both.ends, strict=False):
+        if n := len(rows):
+            alone = quantize(rows, Cast(spec), row=True, col=True)
+            here, tokens = slice(behind - n, behind), slice(at, at + ceil128(n))
+            runs = slice(at // 128, (at + ceil128(n)) // 128)
+            assert_alike([x[here] for x in both.row], [x[:n] for x in alone.row])
+            assert_alike([both.col.data[:, tokens], both.col.scale[:, runs]], alone.col)
+        at += ceil128(n)
+        assert end == at
+
+
+@pytest.mark.parametrize("sizes", SIZES_OF_RUNS, ids=str)
+def test_the_kernel_of_runs_is_its_twin(triton_device: torch.device, sizes: list[int]) -> None:
+    for n, C in enumerate([24, 150, 256]):  # with masks and without
+        x, offs = (t.to(triton_device) for t in tensor(sizes, C, HIGH_PRECISION[n]))
+        how = E4M3, C != 24, sum(map(ceil128, sizes)), C == 150
+        got, want = (o.cast_groups_by_runs(x, offs, *how) for o in (ops.cuda, ops.cpu))
+        assert_same(got, want)
+
+
+@pytest.mark.parametrize("shape", [(3, 128, 256), (3, 48, 80), (2, 300, 144)], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_each_weight_is_cast_by_itself_by_squares(
+    shape: tuple[int, int, int], transposed: bool
+) -> None:
+    """All that a linear layer has, but for rows of zeros below row data."""
+    (_, N, K), spec = shape, Cast(CastConfig(target_dtype=E4M3, scaling_granularity=SQUARES))
+    weights = torch.randn(shape).exp()
+    weights = weights.mT.contiguous().mT if transposed else weights
+    made = quantize(weights, spec, row=True, col=True)
+    below, right = ceil128(N) // 128, ceil128(K) // 128
+    for e, weight in enumerate(weights):
+        alone = quantize(weight, spec, row=True, col=True)
+        assert_alike([made.row.data[e], made.col.data[e]], [alone.row.data[:N], alone.col.data[:K]])
+        assert_alike([made.row.scale[e, :, :right]], [alone.row.scale[:, :right]])
+        assert_alike([made.col.scale[e, :, :below]], [alone.col.scale[:, :below]])
 
 
 @pytest.mark.parametrize("of", GRANULARITIES, ids=str)
@@ -157,8 +214,16 @@ def test_no_offs_lead_out_of_the_tensors(
         arenas.append(arena[MARGIN + size :])
         return arena[MARGIN : MARGIN + size].view(x.dtype).view(x.shape).copy_(x)
 
-    cast_fake, matmul_fake = casts.cast_groups_fake, gemm.grouped_matmul_fake
-    monkeypatch.setattr(casts, "cast_groups_fake", lambda *a: [*map(guarded, cast_fake(*a))])
+    def guarded_all(made: list[Tensor]) -> list[Tensor]:
+        strided = [x.t() if x.dim() == 2 and x.stride(0) == 1 else x for x in made]
+        return [
+            guarded(x) if x is y else guarded(x).t() for x, y in zip(strided, made, strict=True)
+        ]
+
+    matmul_fake = gemm.grouped_matmul_fake
+    for name in ("cast_groups_fake", "cast_groups_by_runs_fake"):
+        fake = getattr(casts, name)
+        monkeypatch.setattr(casts, name, lambda *a, fake=fake: guarded_all(fake(*a)))
     monkeypatch.setattr(gemm, "grouped_matmul_fake", lambda *a: guarded(matmul_fake(*a)))
 
     def ends(numbers: list[int]) -> Tensor:
@@ -175,6 +240,10 @@ def test_no_offs_lead_out_of_the_tensors(
         made = ops.cuda.cast_groups(x, ends(wild), *how)
         for offs in (wild, tame):
             assert_same(made, casts.cast_groups_reference(x, ends(offs), *how))
+    runs = E4M3, True, sum(map(ceil128, sizes)), False
+    by_runs = ops.cuda.cast_groups_by_runs(x, ends(wild), *runs)
+    for offs in (wild, tame):
+        assert_same(by_runs, casts.cast_groups_by_runs_reference(x, ends(offs), *runs))
     b = guarded(torch.randn(E, N, C, device=triton_device).to(E4M3))
     rows = *made[:2], b, guarded(torch.rand(E, N, device=triton_device))
     padded = [n if n in (MIN, MAX) else min(max(n * 128, MIN), MAX // 128 * 128) for n in wild]

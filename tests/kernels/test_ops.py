@@ -97,6 +97,12 @@ def of_cast_groups(device: str) -> Args:
         yield x, offs, E4M3, *layout, 256, one_scale, False  # nothing is left unwritten
 
 
+def of_cast_groups_by_runs(device: str) -> Args:
+    x, offs, *_ = next(of_cast_groups(device))
+    for row in (False, True):
+        yield x, offs, E4M3, row, 256, row
+
+
 def of_grouped_matmul(device: str) -> Args:
     x, other, offs = of_groups(device)
     spec, how = CastConfig(target_dtype=E4M3), (True, False)
@@ -112,6 +118,7 @@ ARGUMENTS: dict[str, Callable[[str], Args]] = {
     "cast": of_cast,
     "cast_delayed": of_cast_delayed,
     "cast_groups": of_cast_groups,
+    "cast_groups_by_runs": of_cast_groups_by_runs,
     "grouped_matmul": of_grouped_matmul,
     "grouped_outer": lambda device: iter([of_groups(device)]),
     "matmul": of_matmul,
