@@ -97,6 +97,14 @@ def by_runs(source: torch.dtype, row: bool, x: Tensor) -> None:
     ops.cuda.cast_groups_by_runs(x.to(source), ends, E4M3, row, 5120, not row)
 
 
+def of_blocks(of_rows: bool, dtype: torch.dtype, x: Tensor) -> None:
+    (R, C), ends = x.shape, empty(5, dtype=torch.int32)
+    of_a, of_b = ((R, 2048), (5, 80, 2048)) if of_rows else ((R, 1280), (C, 1280))
+    scales = empty(of_a[1] // 128, R).t(), empty(5, 1, 16) if of_rows else empty(10, C).t()
+    given = empty(*of_a, dtype=E4M3), scales[0], empty(*of_b, dtype=E4M3), scales[1]
+    ops.cuda.grouped_matmul(*given, ends, False, True, dtype, None, True)
+
+
 def grouped_matmul(of_rows: bool, fast: bool, dtype: torch.dtype, x: Tensor) -> None:
     R, C, ends = x.shape[0], ceil16(x.shape[1]), empty(5, dtype=torch.int32)
     if of_rows:
@@ -132,20 +140,17 @@ CASES: dict[str, Callable[[Tensor], Any]] = {
 }
 BOOLS = False, True
 LAYOUTS = (True, True), (False, True), (True, False)
-GROUPED: dict[str, Callable[[Tensor], Any]] = (
-    {
-        f"groups {of} {one_scale} {row} {col}": partial(cast_groups, of, one_scale, row, col)
-        for of, one_scale, (row, col) in itertools.product((BF16, FP32), BOOLS, LAYOUTS)
-    }
-    | {
-        f"groups by runs {of} {row}": partial(by_runs, of, row)
-        for of, row in itertools.product((BF16, FP32), BOOLS)
-    }
-    | {
-        f"grouped_matmul {' '.join(map(str, how))}": partial(grouped_matmul, *how)
-        for how in itertools.product(BOOLS, BOOLS, (BF16, FP32))
-    }
-)
+GROUPED: dict[str, Callable[[Tensor], Any]] = {
+    f"groups {of} {one_scale} {row} {col}": partial(cast_groups, of, one_scale, row, col)
+    for of, one_scale, (row, col) in itertools.product((BF16, FP32), BOOLS, LAYOUTS)
+}
+GROUPED |= {
+    f"grouped_matmul {' '.join(map(str, how))}": partial(grouped_matmul, *how)
+    for how in itertools.product(BOOLS, BOOLS, (BF16, FP32))
+}
+for flag, of in itertools.product(BOOLS, (BF16, FP32)):
+    GROUPED[f"groups by runs {of} {flag}"] = partial(by_runs, of, flag)
+    GROUPED[f"grouped_matmul of blocks {of} {flag}"] = partial(of_blocks, flag, of)
 SHAPES = (4096, 2048), (100, 72)  # as tiles fill exactly, and not
 COMPILED = [
     pytest.param(case, shape, marks=[pytest.mark.exhaustive] * (case in GROUPED and (n + m) % 2))

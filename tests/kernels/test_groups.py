@@ -180,14 +180,43 @@ def test_the_grouped_gemm_is_its_twin(triton_device: torch.device, sizes: list[i
         assert not want.any() or sqnr(want, got) > 45
 
 
+@pytest.mark.parametrize("sizes", [*SIZES[:3], [0, 0], [290]], ids=str)
+def test_the_grouped_gemm_of_blocks_is_its_twin(
+    triton_device: torch.device, sizes: list[int]
+) -> None:
+    """Scales of blocks lie far apart; those of rows in no group, and behind all runs, are NaN."""
+    R, N, C, E = sum(sizes) + 5, 150, 384, len(sizes)
+    make = partial(torch.randn, device=triton_device)
+    spec = Cast(CastConfig(target_dtype=E4M3, scaling_granularity=SQUARES))
+    w = quantize(make(E, C, N) * make(E, C, N).mul(3).exp(), spec, row=True, col=True)
+    rows, columns = ((make(R, n).to(E4M3), make(n // 128, R).mul(3).exp().t()) for n in (C, 256))
+    padded = torch.tensor([*map(ceil128, sizes)], device=triton_device).cumsum(0)
+    tokens = []
+    for n in (N + 10, C):
+        data, scale = make(n, int(padded[-1]) + 128).to(E4M3), make(int(padded[-1]) // 128 + 1, n)
+        data.view(torch.uint8)[:, padded[-1] :], scale[-1] = 127, float("nan")
+        tokens += [data, scale.mul(3).exp().t()]
+    rows[1][sum(sizes) :] = float("nan")
+    ends = torch.tensor(sizes, device=triton_device).cumsum(0).to(torch.int32)
+    cases = [(*rows, *w.col, ends), (*columns, *w.row, ends), (*tokens, padded.to(torch.int32))]
+    for n, case in enumerate(cases):
+        how = False, True, torch.float32 if n == len(sizes) % 3 else torch.bfloat16, None, True
+        got, want = ops.cuda.grouped_matmul(*case, *how), ops.cpu.grouped_matmul(*case, *how)
+        assert torch.equal(got == 0, want == 0)
+        assert got.isfinite().all()
+        # As above. Scales of neighbours would be a hundred times as large.
+        assert not want.any() or sqnr(want, got) > 45
+
+
 def test_no_tokens_at_all(triton_device: torch.device) -> None:
     """One expert without tokens has column data without columns, which no descriptor takes."""
     x = torch.empty(0, 32, device=triton_device, dtype=torch.bfloat16)
     offs = torch.zeros(1, device=triton_device, dtype=torch.int32)
-    for of in GRANULARITIES:
+    for of in (*GRANULARITIES, RUNS):
         spec = CastConfig(target_dtype=E4M3, scaling_granularity=of)
         _, col, ends = cast_groups(x, offs, spec, row=False, col=True)
-        assert not ops.cuda.grouped_matmul(*col, *col, ends, False, True, torch.bfloat16).any()
+        how = False, True, torch.bfloat16, None, of is RUNS
+        assert not ops.cuda.grouped_matmul(*col, *col, ends, *how).any()
 
 
 MIN, MAX, T = -(2**31), 2**31 - 1, 140
@@ -248,12 +277,20 @@ def test_no_offs_lead_out_of_the_tensors(
     rows = *made[:2], b, guarded(torch.rand(E, N, device=triton_device))
     padded = [n if n in (MIN, MAX) else min(max(n * 128, MIN), MAX // 128 * 128) for n in wild]
     columns, reference = (*made[2:4], *made[2:4]), cast(Any, gemm.grouped_matmul_reference)
-    for case, offs, most in ((rows, wild, T), (columns, padded, made[2].shape[1])):
+    squares = quantize(b.float(), Cast(CastConfig(scaling_granularity=SQUARES)), row=True).row
+    squares = [*map(guarded, (squares.data.contiguous(), squares.scale.contiguous()))]
+    width, how = made[2].shape[1], (False, False, torch.float32, None)
+    for case, offs, most, blocks in (
+        (rows, wild, T, False),
+        (columns, padded, width, False),
+        ((*by_runs[:2], *squares), wild, T, True),
+        ((*by_runs[2:4], *by_runs[2:4]), padded, width, True),
+    ):
         got, want = (
-            ops.cuda.grouped_matmul(*case, ends(numbers), False, False, torch.float32)
+            ops.cuda.grouped_matmul(*case, ends(numbers), *how, blocks)
             for numbers in (offs, clean(offs, most))
         )
-        twin = reference(*case, ends(offs), False, False, torch.float32)
+        twin = reference(*case, ends(offs), *how, blocks)
         assert torch.equal(got, want)
         assert torch.equal(got == 0, twin == 0)
         assert not twin.any() or sqnr(twin, got) > 45

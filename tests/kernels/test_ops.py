@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from float8.config import CastConfig
+from float8.config import CastConfig, ScalingGranularity
 from float8.kernels.amax import amax_reference
 from float8.kernels.cast_groups import cast_groups
 from float8.kernels.runtime import ops
@@ -111,6 +111,11 @@ def of_grouped_matmul(device: str) -> Args:
     w = torch.randn(3, 32, 48, device=device).to(E4M3)
     yield *a.row, w, torch.ones(3, 32, device=device), offs, *how, torch.bfloat16
     yield *a.col, *b.col, a.ends, *how, torch.bfloat16
+    runs = CastConfig(target_dtype=E4M3, scaling_granularity=ScalingGranularity.BLOCK_1x128)
+    a, b = (cast_groups(each, offs, runs, row=True, col=True) for each in (x, other))
+    squares = torch.randn(3, 32, 128, device=device).to(E4M3), torch.ones(3, 1, 4, device=device)
+    yield *a.row, *squares, offs, *how, torch.bfloat16, None, True
+    yield *a.col, *b.col, a.ends, *how, torch.bfloat16, None, True
 
 
 ARGUMENTS: dict[str, Callable[[str], Args]] = {
@@ -155,7 +160,7 @@ import sys
 sys.modules["triton"] = None  # makes `import triton` raise ImportError
 import torch
 from float8 import kernels
-from float8.config import CastConfig
+from float8.config import CastConfig, ScalingGranularity
 assert kernels.amax(torch.tensor([1.0, -2.0])).item() == 2.0
 spec = CastConfig(target_dtype=torch.float8_e5m2)
 row, col = kernels.cast(torch.ones(3, 5), spec, row=True, col=True)

@@ -5,6 +5,8 @@ no float32, and writes no zeros into rows of no group. The products, by the kern
 
     groups of rows    out [R, N] = a [R, C] by b [E, N, C] of the row's group        R are tokens
     of tokens         out [E, R, N] = a [R, C] by b [N, C], over C of each group     C are tokens
+
+Under scales of blocks sums of 128 products are scaled, and added in float32.
 """
 
 import functools
@@ -13,10 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from float8.config import ScalingGranularity
 from float8.formats import GROUP_ALIGNMENT
 from float8.kernels.cast_groups import check_offs, groups_of
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import TensorDescriptor, jit, sm_count, tl
+from float8.scales import Operand, dequantised
+
+_RUNS, _SQUARES = ScalingGranularity.BLOCK_1x128, ScalingGranularity.BLOCK_128x128
 
 
 def grouped_matmul_reference(
@@ -29,28 +35,38 @@ def grouped_matmul_reference(
     use_fast_accum: bool,
     out_dtype: torch.dtype,
     tokens: int | None = None,
+    blocks: bool = False,
 ) -> Tensor:
-    """Multiply group by group in float32: the plain-torch twin, see `gemm.grouped_matmul`."""
+    """Multiply group by group in float32: the plain-torch twin, see `gemm.grouped_matmul`.
+
+    With `blocks` it multiplies dequantised values, as a linear layer does where it emulates.
+    """
     rest = emulate, use_fast_accum, out_dtype
     out = grouped_matmul_fake(a, a_scale, b, b_scale, ends, *rest).zero_()
     begin, last = 0, a.shape[0 if b.dim() == 3 else 1]
     for group, end in enumerate(ends.tolist()):
         end = max(begin, min(end, last))  # as `cast_groups` reads them
         if b.dim() == 3:
-            x, w, scale = a[begin:end], b[group], a_scale[begin:end]
+            x, w, scale, of_b = a[begin:end], b[group], a_scale[begin:end], b_scale[group]
         else:
-            x, w, scale = a[:, begin:end], b[:, begin:end], a_scale[group]
+            x, w = a[:, begin:end], b[:, begin:end]
+            here = (slice(None), slice(begin // 128, end // 128)) if blocks else group
+            scale, of_b = a_scale[here], b_scale[here]
+        if blocks:
+            x = dequantised(Operand(x, scale), _RUNS)
+            w = dequantised(Operand(w, of_b), _SQUARES if b.dim() == 3 else _RUNS)
         # Autocast would round the operands to its own dtype.
         with torch.autocast(a.device.type, enabled=False):
             product = x.float() @ w.float().t()
-        product = product * scale[:, None] * b_scale[group]
+        if not blocks:
+            product = product * scale[:, None] * of_b
         (out[begin:end] if b.dim() == 3 else out[group]).copy_(product)
         begin = end
     return out
 
 
 @functools.wraps(grouped_matmul_reference)
-def _grouped_matmul_checked(*given: Any, tokens: int | None = None) -> Tensor:
+def _grouped_matmul_checked(*given: Any) -> Tensor:
     """Run the twin; on a CPU, where that waits for nothing, after a look at ends of rows."""
     a, _, b, _, ends, *_ = given
     if ends.is_cpu and b.dim() == 3:
@@ -59,7 +75,7 @@ def _grouped_matmul_checked(*given: Any, tokens: int | None = None) -> Tensor:
 
 
 def grouped_matmul_fake(
-    a: Tensor, _: Tensor, b: Tensor, __: Tensor, ends: Tensor, *rest: Any, tokens: int | None = None
+    a: Tensor, _: Tensor, b: Tensor, __: Tensor, ends: Tensor, *rest: Any
 ) -> Tensor:
     """Allocate the result, uninitialised; sizes may be symbolic."""
     of_rows = b.dim() == 3
@@ -79,31 +95,36 @@ def _flops(a: Any, _: Any, b: Any, *rest: Any, **__: Any) -> Any:
 # ---------------------------------------------------------------- Triton
 
 
-_BLOCK = GROUP_ALIGNMENT  # of what is contracted, and of rows of the result
+_BLOCK = GROUP_ALIGNMENT  # of what is contracted
 _PANEL = 16  # tiles of rows that share what is read of `b`
 
 
-def _grouped_matmul_triton(*given: Any, tokens: int | None = None) -> Tensor:
-    a, a_scale, b, b_scale, ends, emulate, use_fast_accum, *_ = given
+def tile_of(dtype: torch.dtype, fast: bool, blocks: bool) -> tuple[int, int, int, int, int]:
+    """Return the rows and columns of a tile, programs on a multiprocessor, and warps and stages."""
+    if blocks:  # a second accumulator for each sum of 128
+        return 128, 128, 1, 8, 3
+    # Wide tiles read less, which an H100 at its limit of power has time for. Sums of float32, and
+    # those of a second accumulator, leave no room for them.
+    return (128, 256, 1, 8, 3) if fast and dtype.itemsize == 2 else (128, 128, 2, 4, 3)
+
+
+def _grouped_matmul_triton(*given: Any) -> Tensor:
+    a, a_scale, b, b_scale, ends, emulate, fast, *_ = given
     if emulate or a.numel() == 0:  # no rows, or no tokens that are contracted
         return grouped_matmul_reference(*given)
-    out = grouped_matmul_fake(*given)
+    out, blocks = grouped_matmul_fake(*given), given[9:] == (True,)
     of_rows = b.dim() == 3
     b = b if of_rows else b.unsqueeze(0)
     (R, C), N, E = a.shape, b.shape[1], ends.shape[0]
-    tiles_of_a = TensorDescriptor(a, a.shape, a.stride(), [_BLOCK, _BLOCK])
-    # Wide tiles read less, which an H100 at its limit of power has time for. Sums of float32, and
-    # those of a second accumulator, leave no room for them.
-    wide = use_fast_accum and out.dtype.itemsize == 2
-    columns, programs, warps = (256, 1, 8) if wide else (128, 2, 4)
+    rows, columns, programs, warps, stages = tile_of(out.dtype, fast, blocks)
+    tiles_of_a = TensorDescriptor(a, a.shape, a.stride(), [rows, _BLOCK])
     tiles_of_b = TensorDescriptor(b, b.shape, b.stride(), [1, columns, _BLOCK])
-    stride = 0 if of_rows else a_scale.stride(0)
-    sizes = R, N, C, E, stride, b_scale.stride(0)
+    strides = *(a_scale.stride(i) for i in (0, -1)), *(b_scale.stride(i) for i in (0, -2, -1))
     groups = max(1 << E.bit_length(), 16)  # E + 1 or more
     kernel: Any = _grouped_matmul_kernel
     kernel[(programs * sm_count(a.device),)](
-        tiles_of_a, tiles_of_b, a_scale, b_scale, ends, out, *sizes, of_rows, use_fast_accum,
-        groups, _BLOCK, columns, _PANEL, num_warps=warps, num_stages=3,
+        tiles_of_a, tiles_of_b, a_scale, b_scale, ends, out, R, N, C, E, *strides, of_rows, fast,
+        blocks, groups, rows, columns, _BLOCK, _PANEL, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 
@@ -111,7 +132,8 @@ def _grouped_matmul_triton(*given: Any, tokens: int | None = None) -> Tensor:
 @jit
 def _place(  # type: ignore[no-untyped-def]
     tile, behind, tiles, begins, ends, R, C, tiles_n, E, OF_ROWS: tl.constexpr,
-    GROUPS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PANEL: tl.constexpr,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    PANEL: tl.constexpr,
 ):  # fmt: skip
     """Place a tile.
 
@@ -125,11 +147,11 @@ def _place(  # type: ignore[no-untyped-def]
     begin = tl.sum(tl.where(here, begins, 0), 0)
     end = tl.sum(tl.where(here, ends, 0), 0)
     # Tiles of a panel go down its rows, then right: what they read stays in the L2 cache.
-    tiles_m = tl.cdiv(end - begin, BLOCK) if OF_ROWS else tl.cdiv(R, BLOCK)
+    tiles_m = tl.cdiv(end - begin, ROWS) if OF_ROWS else tl.cdiv(R, ROWS)
     panel = t // (PANEL * tiles_n) * PANEL
     high = min(PANEL, tiles_m - panel)
     t = t % (PANEL * tiles_n)
-    m, n = (panel + t % high) * BLOCK, t // high * COLUMNS
+    m, n = (panel + t % high) * ROWS, t // high * COLUMNS
     zero = 0 * m  # so that all are values, also what a shape makes a constant
     if OF_ROWS:
         row, end_row, k = begin + m, end, zero
@@ -141,13 +163,17 @@ def _place(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _store(sums, out_ptr, a_scale_ptr, b_scale_ptr, r, end_row, c, N, some):  # type: ignore[no-untyped-def]
-    """Scale sums, and store them as rows `r` and columns `c`."""
+def _store(  # type: ignore[no-untyped-def]
+    sums, out_ptr, a_scale_ptr, b_scale_ptr, r, end_row, c, N, some, SCALED: tl.constexpr
+):
+    """Scale sums, unless they are by now, and store them as rows `r` and columns `c`."""
     inside = r < end_row
-    a_scale = tl.load(a_scale_ptr + r, mask=inside, other=0)
-    b_scale = tl.load(b_scale_ptr + c, mask=c < N, other=0)
+    if not SCALED:
+        a_scale = tl.load(a_scale_ptr + r, mask=inside, other=0)
+        b_scale = tl.load(b_scale_ptr + c, mask=c < N, other=0)
+        sums = sums * a_scale[:, None] * b_scale[None, :]
     # For an empty group a step has read of another one, which may be NaN.
-    y = tl.where(some, sums * a_scale[:, None] * b_scale[None, :], 0.0)
+    y = tl.where(some, sums, 0.0)
     to = out_ptr + r.to(tl.int64)[:, None] * N + c[None, :]
     tl.store(to, y.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (c < N)[None, :])
 
@@ -156,13 +182,14 @@ def _store(sums, out_ptr, a_scale_ptr, b_scale_ptr, r, end_row, c, N, some):  # 
 def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     a_tiles,  # [R, C], contiguous along C
     b_tiles,  # [E, N, C], or [1, N, C]
-    a_scale_ptr,  # [R], or [E, R]
-    b_scale_ptr,  # [E, N]
+    a_scale_ptr,  # [R], or [E, R]; of BLOCKS [R, C / 128]
+    b_scale_ptr,  # [E, N]; of BLOCKS [E, N / 128, C / 128], or [N, C / 128]
     ends_ptr,  # [E]: of rows, or of what is contracted
     out_ptr,  # [R, N], or [E, R, N]
-    R, N, C, E, a_scale_stride, b_scale_stride,
-    OF_ROWS: tl.constexpr, FAST: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr, PANEL: tl.constexpr,
+    R, N, C, E,
+    stride_a, step_a, stride_b, row_b, step_b,  # of scales, in dims 0, -1; 0, -2, -1
+    OF_ROWS: tl.constexpr, FAST: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PANEL: tl.constexpr,
 ):  # fmt: skip
     """Run through the tiles of this program as one loop, which loads ahead from tile to tile."""
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -170,10 +197,10 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     begins, ends = groups_of(ends_ptr, R if OF_ROWS else C, E, GROUPS)
     tiles_n = tl.cdiv(N, COLUMNS)
     if OF_ROWS:  # a group E of the rows that are in no other
-        tiles = tl.where(g <= E, tl.cdiv(ends - begins, BLOCK) * tiles_n, 0)
+        tiles = tl.where(g <= E, tl.cdiv(ends - begins, ROWS) * tiles_n, 0)
         steps_of = tl.where(g < E, tl.cdiv(C, BLOCK), 1)
     else:
-        tiles = tl.where(g < E, tl.cdiv(R, BLOCK) * tiles_n, 0)
+        tiles = tl.where(g < E, tl.cdiv(R, ROWS) * tiles_n, 0)
         steps_of = tl.maximum((ends - begins) // BLOCK, 1)
     behind = tl.cumsum(tiles, 0)  # the tile behind the last one of each group
     mine = tl.cdiv(behind - program, programs) - tl.cdiv(behind - tiles - program, programs)
@@ -181,35 +208,48 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     tile, step, steps = program - programs, -1, 0
     group, row, end_row, n, k = 0, 0, 0, 0, 0
     some = program < 0
-    sums = tl.zeros((BLOCK, COLUMNS), tl.float32)
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     for _ in range(tl.sum(mine * steps_of, 0)):
         step = tl.where(step == steps - 1, 0, step + 1)
         if step == 0:
             tile += programs
             group, row, end_row, n, k, steps, some = _place(
-                tile, behind, tiles, begins, ends, R, C, tiles_n, E, OF_ROWS, GROUPS, BLOCK,
-                COLUMNS, PANEL,
+                tile, behind, tiles, begins, ends, R, C, tiles_n, E, OF_ROWS, GROUPS, ROWS,
+                COLUMNS, BLOCK, PANEL,
             )  # fmt: skip
         a = a_tiles.load([row, k + step * BLOCK])
         matrix = tl.minimum(group, E - 1) if OF_ROWS else 0
         b = b_tiles.load([matrix, n, k + step * BLOCK]).reshape(COLUMNS, BLOCK)
-        # Tensor cores add with few bits; else their sums are added in float32 after each step.
-        sums = tl.dot(a, b.T, sums, max_num_imprecise_acc=None if FAST else BLOCK)
+        r, c = row + tl.arange(0, ROWS), n + tl.arange(0, COLUMNS)
+        if BLOCKS:
+            # An empty group may begin behind the last run.
+            run = tl.minimum(k // BLOCK + step, C // BLOCK - 1)
+            a_scale = tl.load(a_scale_ptr + r * stride_a + run * step_a, mask=r < end_row, other=0)
+            ptr = b_scale_ptr + run * step_b + matrix * stride_b
+            if OF_ROWS and COLUMNS <= BLOCK:  # scaled after the product: loads arrive meanwhile
+                b_scale = tl.load(ptr + n // BLOCK * row_b)
+                sums += tl.dot(a, b.T) * (a_scale * b_scale)[:, None]
+            else:
+                ptr += (c // BLOCK if OF_ROWS else c) * row_b
+                b_scale = tl.load(ptr, mask=c < N, other=0)
+                sums += tl.dot(a, b.T) * a_scale[:, None] * b_scale[None, :]
+        else:
+            # Tensor cores add with few bits; else their sums are added in float32 after each step.
+            sums = tl.dot(a, b.T, sums, max_num_imprecise_acc=None if FAST else BLOCK)
         if step == steps - 1:
             of_a, out = a_scale_ptr, out_ptr
             if not OF_ROWS:
-                of_a += group * a_scale_stride
+                of_a += group * stride_a
                 out += tl.cast(group, tl.int64) * R * N
-            of_b = b_scale_ptr + tl.minimum(group, E - 1) * b_scale_stride
-            r = row + tl.arange(0, BLOCK)
+            of_b = b_scale_ptr + tl.minimum(group, E - 1) * stride_b
             if COLUMNS > BLOCK:
-                _store(sums, out, of_a, of_b, r, end_row, n + tl.arange(0, COLUMNS), N, some)
+                _store(sums, out, of_a, of_b, r, end_row, c, N, some, BLOCKS)
             else:  # in halves: then there is memory for two programs on a multiprocessor
-                c = n + tl.arange(0, COLUMNS // 2)
-                left, right = tl.split(sums.reshape(BLOCK, 2, COLUMNS // 2).permute(0, 2, 1))
-                _store(left, out, of_a, of_b, r, end_row, c, N, some)
-                _store(right, out, of_a, of_b, r, end_row, c + COLUMNS // 2, N, some)
-            sums = tl.zeros((BLOCK, COLUMNS), tl.float32)
+                half = n + tl.arange(0, COLUMNS // 2)
+                left, right = tl.split(sums.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1))
+                _store(left, out, of_a, of_b, r, end_row, half, N, some, BLOCKS)
+                _store(right, out, of_a, of_b, r, end_row, half + COLUMNS // 2, N, some, BLOCKS)
+            sums = tl.zeros((ROWS, COLUMNS), tl.float32)
 
 
 register(
