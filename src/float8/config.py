@@ -84,8 +84,8 @@ class Granularity(enum.Enum):
     def scales(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the scales of data [..., R, C]; symbolic sizes get no guard.
 
-        `()` for one scale, [..., R, 1] by rows, [R, ceil(C / width)] by runs of a row. By squares
-        [ceil(R / height), ceil(C / width)] with the columns padded to 4, as cuBLASLt wants.
+        `()` for one scale, [..., R, 1] by rows, [..., R, ceil(C / width)] by runs. By squares
+        [..., ceil(R / height), ceil(C / width)], the columns padded to 4, as cuBLASLt wants.
         """
         if self.height is None:
             return ()
@@ -95,7 +95,8 @@ class Granularity(enum.Enum):
         runs = (shape[-1] + self.width - 1) // self.width
         if self.height == 1:
             return (*shape[:-1], runs)
-        return ((shape[0] + self.height - 1) // self.height, (runs + 3) // 4 * 4)
+        below = (shape[-2] + self.height - 1) // self.height
+        return (*shape[:-2], below, (runs + 3) // 4 * 4)
 
 
 class ScalingGranularity(Granularity):

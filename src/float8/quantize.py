@@ -217,17 +217,21 @@ def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Ope
 def to_col(row: Operand, how: CastConfig, after: Tensor | None = None) -> Operand:
     """Return column data of row data that were cast by `how`; `after` as `kernels.cast`.
 
-    Row data are [R, C], or [E, N, K] of experts with scales [E, N, 1], alike under one scale each.
+    Row data are [R, C], or [E, N, K] of experts with scales of squares, or [E, N, 1], alike under
+    one scale each.
     Bytes are transposed where columns have the scales of rows. Where rows have scales of their own,
     the values are cast again: with powers of two as scales that changes no value but those that are
     tiny in their column; what was tiny in its row was rounded before.
     """
     granularity = how.scaling_granularity
-    if granularity.one_scale and row.data.dim() == 3:
+    if granularity.square and row.data.dim() == 3:
         E, N, K = row.data.shape
-        matrix = F.pad(row.data.view(torch.uint8), (0, 0, 0, -N % GEMM_ALIGNMENT)).flatten(0, 1)
+        below = -N % (granularity.height or GEMM_ALIGNMENT)
+        matrix = F.pad(row.data.view(torch.uint8), (0, 0, 0, below)).flatten(0, 1)
         data = kernels.transpose_bytes(matrix.view(row.data.dtype), after=after)
         data = data[:K].view(K, E, -1).transpose(0, 1)
+        if granularity.by_blocks:
+            return Operand(data, row.scale.mT)
         return Operand(data, row.scale[:, 0].expand(E, K).contiguous())
     if granularity.one_scale:
         return Operand(kernels.transpose_bytes(row.data, after=after), row.scale)

@@ -133,7 +133,7 @@ class Quantized(NamedTuple):
 def check_scale(operand: Operand, granularity: Granularity) -> None:
     """Raise a `ValueError` if the scales of data [R, C] do not have the shape of a granularity.
 
-    One element for one scale, else `Granularity.scales`; rows may have more leading dims.
+    One element for one scale, else `Granularity.scales`; but for runs with any leading dims.
     """
     if granularity.one_scale:
         right, expected = operand.scale.numel() == 1, "one element"
@@ -150,10 +150,12 @@ def check_scale(operand: Operand, granularity: Granularity) -> None:
 def dequantised(
     operand: Operand, granularity: Granularity, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return `data * scale` in `dtype`; of any shape under one scale or rows, else [R, C]."""
+    """Return `data * scale` in `dtype`, of any shape."""
     scale = operand.scale.reshape(()) if granularity.one_scale else operand.scale
     if granularity.width is not None:
-        scale = scale.repeat_interleave(granularity.width, dim=1)[:, : operand.data.shape[1]]
+        scale = scale.repeat_interleave(granularity.width, dim=-1)[..., : operand.data.shape[-1]]
     if granularity.height not in (None, 1):
-        scale = scale.repeat_interleave(granularity.height, dim=0)[: operand.data.shape[0]]
+        scale = scale.repeat_interleave(granularity.height, dim=-2)[
+            ..., : operand.data.shape[-2], :
+        ]
     return operand.data.to(dtype).mul_(scale.to(dtype))
