@@ -95,7 +95,8 @@ class Float8Experts(Float8Module):
         again = config.cast_config(CastSite.INPUT_FOR_GRAD_WEIGHT).scaling_granularity
         if again is ScalingGranularity.BLOCK_128x128:
             words.append("input by 1x128 for grad_weight")
-        words.append(f"use_fast_accum={config.gemm_config_output.use_fast_accum}")
+        if not config.scales_by_blocks:
+            words.append(f"use_fast_accum={config.gemm_config_output.use_fast_accum}")
         if self._float8_held:
             words.append("weights held in float8")
         if config.enable_fsdp_float8_all_gather and not names_to_gather(self):
