@@ -66,7 +66,7 @@ def run(experts: nn.Module) -> dict[str, Tensor]:
     return made
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"])
 def test_the_seam_multiplies_in_float8(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As exact as three float8 layers, and bit by bit what `grouped_linear` gives there."""
     model = convert_to_float8_training(Model(), config=recipe)

@@ -59,20 +59,24 @@ def of_transpose(device: str) -> Args:
 
 
 def of_times_held(device: str) -> Args:
-    for experts in ((), (3,)):
+    squares = ScalingGranularity.BLOCK_128x128
+    for experts, of in (((), None), ((3,), None), ((3,), squares)):
         weight = torch.nn.Parameter(torch.randn(*experts, 32, 48, device=device))
-        kept = hold(weight, Cast(CastConfig(target_dtype=E4M3)))
+        spec = CastConfig(scaling_granularity=of or ScalingGranularity.TENSORWISE)
+        kept = hold(weight, Cast(spec))
         offs = of_groups(device)[2] if experts else None
         for current, columns in itertools.product((False, True), repeat=2):
             data = kept.col_data if columns else kept.row_data
             scale = kept.col_scale if columns else kept.row_scale
             a = torch.randn(40, data.shape[-1], device=device).to(E4M3)
             of_a = torch.ones(40 if experts else (), device=device)
+            of_a = torch.ones(1, 40, device=device).t() if of else of_a
+            covers = ("block_1x128", of.value) if of else ("tensorwise", "tensorwise")
             # opcheck copies the weight, which has another address then.
             with mock.patch.object(held_weights, "is_current", return_value=current):
                 yield (
                     a, of_a, data, scale, weight.detach(), offs, False, 40, data.shape[-2], columns,
-                    False, "tensorwise", "tensorwise", False, bool(experts), torch.bfloat16,
+                    False, *covers, False, bool(experts), torch.bfloat16,
                 )  # fmt: skip
 
 
