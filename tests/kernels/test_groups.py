@@ -180,11 +180,14 @@ def test_the_grouped_gemm_is_its_twin(triton_device: torch.device, sizes: list[i
         assert not want.any() or sqnr(want, got) > 45
 
 
+@pytest.mark.parametrize("tile", [None, (128, 256, 1, 8, 3), (64, 64, 1, 4, 3)], ids=str)
 @pytest.mark.parametrize("sizes", [*SIZES[:3], [0, 0], [290]], ids=str)
 def test_the_grouped_gemm_of_blocks_is_its_twin(
-    triton_device: torch.device, sizes: list[int]
+    triton_device: torch.device, sizes: list[int], tile: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scales of blocks lie far apart; those of rows in no group, and behind all runs, are NaN."""
+    if tile is not None:
+        monkeypatch.setattr(gemm, "tile_of", lambda *_: tile)
     R, N, C, E = sum(sizes) + 5, 150, 384, len(sizes)
     make = partial(torch.randn, device=triton_device)
     spec = Cast(CastConfig(target_dtype=E4M3, scaling_granularity=SQUARES))

@@ -118,13 +118,14 @@ def _grouped_matmul_triton(*given: Any) -> Tensor:
     (R, C), N, E = a.shape, b.shape[1], ends.shape[0]
     rows, columns, programs, warps, stages = tile_of(out.dtype, fast, blocks)
     tiles_of_a = TensorDescriptor(a, a.shape, a.stride(), [rows, _BLOCK])
-    tiles_of_b = TensorDescriptor(b, b.shape, b.stride(), [1, columns, _BLOCK])
+    pieces = 2 if blocks and columns > _BLOCK else 1  # one after the other: one second accumulator
+    tiles_of_b = TensorDescriptor(b, b.shape, b.stride(), [1, columns // pieces, _BLOCK])
     strides = *(a_scale.stride(i) for i in (0, -1)), *(b_scale.stride(i) for i in (0, -2, -1))
     groups = max(1 << E.bit_length(), 16)  # E + 1 or more
     kernel: Any = _grouped_matmul_kernel
     kernel[(programs * sm_count(a.device),)](
         tiles_of_a, tiles_of_b, a_scale, b_scale, ends, out, R, N, C, E, *strides, of_rows, fast,
-        blocks, groups, rows, columns, _BLOCK, _PANEL, num_warps=warps, num_stages=stages,
+        blocks, groups, rows, columns, pieces, _BLOCK, _PANEL, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 
@@ -179,6 +180,22 @@ def _store(  # type: ignore[no-untyped-def]
 
 
 @jit
+def _scaled(  # type: ignore[no-untyped-def]
+    a, b_tiles, a_scale, ptr, matrix, n, k, row_b, N, OF_ROWS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Multiply a step by columns from `n` on; `ptr` is where the scales of `b` of this step lie."""
+    BLOCK: tl.constexpr = a.shape[1]
+    c = n + tl.arange(0, WIDTH)
+    if OF_ROWS:  # one square
+        b_scale = tl.load(ptr + tl.minimum(n, N - 1) // BLOCK * row_b)
+    else:
+        b_scale = tl.load(ptr + c * row_b, mask=c < N, other=0)
+    y = tl.dot(a, b_tiles.load([matrix, n, k]).reshape(WIDTH, BLOCK).T)
+    # Scaled here and not before the product: scales arrive meanwhile, and take fewer registers.
+    return y * (a_scale * b_scale)[:, None] if OF_ROWS else y * a_scale[:, None] * b_scale[None, :]
+
+
+@jit
 def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     a_tiles,  # [R, C], contiguous along C
     b_tiles,  # [E, N, C], or [1, N, C]
@@ -189,7 +206,8 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     R, N, C, E,
     stride_a, step_a, stride_b, row_b, step_b,  # of scales, in dims 0, -1; 0, -2, -1
     OF_ROWS: tl.constexpr, FAST: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PANEL: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
+    PANEL: tl.constexpr,
 ):  # fmt: skip
     """Run through the tiles of this program as one loop, which loads ahead from tile to tile."""
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -208,7 +226,9 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     tile, step, steps = program - programs, -1, 0
     group, row, end_row, n, k = 0, 0, 0, 0, 0
     some = program < 0
-    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    WIDTH: tl.constexpr = COLUMNS // PIECES
+    sums = tl.zeros((ROWS, WIDTH), tl.float32)
+    more = tl.zeros((ROWS, WIDTH), tl.float32)  # the second piece
     for _ in range(tl.sum(mine * steps_of, 0)):
         step = tl.where(step == steps - 1, 0, step + 1)
         if step == 0:
@@ -217,23 +237,20 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
                 tile, behind, tiles, begins, ends, R, C, tiles_n, E, OF_ROWS, GROUPS, ROWS,
                 COLUMNS, BLOCK, PANEL,
             )  # fmt: skip
-        a = a_tiles.load([row, k + step * BLOCK])
+        at = k + step * BLOCK
+        a = a_tiles.load([row, at])
         matrix = tl.minimum(group, E - 1) if OF_ROWS else 0
-        b = b_tiles.load([matrix, n, k + step * BLOCK]).reshape(COLUMNS, BLOCK)
-        r, c = row + tl.arange(0, ROWS), n + tl.arange(0, COLUMNS)
+        r, c = row + tl.arange(0, ROWS), n + tl.arange(0, WIDTH)
         if BLOCKS:
-            # An empty group may begin behind the last run.
-            run = tl.minimum(k // BLOCK + step, C // BLOCK - 1)
+            run = tl.minimum(at, C - 1) // BLOCK  # an empty group may begin behind the last one
             a_scale = tl.load(a_scale_ptr + r * stride_a + run * step_a, mask=r < end_row, other=0)
             ptr = b_scale_ptr + run * step_b + matrix * stride_b
-            if OF_ROWS and COLUMNS <= BLOCK:  # scaled after the product: loads arrive meanwhile
-                b_scale = tl.load(ptr + n // BLOCK * row_b)
-                sums += tl.dot(a, b.T) * (a_scale * b_scale)[:, None]
-            else:
-                ptr += (c // BLOCK if OF_ROWS else c) * row_b
-                b_scale = tl.load(ptr, mask=c < N, other=0)
-                sums += tl.dot(a, b.T) * a_scale[:, None] * b_scale[None, :]
+            sums += _scaled(a, b_tiles, a_scale, ptr, matrix, n, at, row_b, N, OF_ROWS, WIDTH)
+            if PIECES == 2:
+                m = n + WIDTH
+                more += _scaled(a, b_tiles, a_scale, ptr, matrix, m, at, row_b, N, OF_ROWS, WIDTH)
         else:
+            b = b_tiles.load([matrix, n, at]).reshape(WIDTH, BLOCK)
             # Tensor cores add with few bits; else their sums are added in float32 after each step.
             sums = tl.dot(a, b.T, sums, max_num_imprecise_acc=None if FAST else BLOCK)
         if step == steps - 1:
@@ -244,12 +261,15 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
             of_b = b_scale_ptr + tl.minimum(group, E - 1) * stride_b
             if COLUMNS > BLOCK:
                 _store(sums, out, of_a, of_b, r, end_row, c, N, some, BLOCKS)
+                if PIECES == 2:
+                    _store(more, out, of_a, of_b, r, end_row, c + WIDTH, N, some, BLOCKS)
+                    more = tl.zeros((ROWS, WIDTH), tl.float32)
             else:  # in halves: then there is memory for two programs on a multiprocessor
                 half = n + tl.arange(0, COLUMNS // 2)
                 left, right = tl.split(sums.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1))
                 _store(left, out, of_a, of_b, r, end_row, half, N, some, BLOCKS)
                 _store(right, out, of_a, of_b, r, end_row, half + COLUMNS // 2, N, some, BLOCKS)
-            sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+            sums = tl.zeros((ROWS, WIDTH), tl.float32)
 
 
 register(
