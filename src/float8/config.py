@@ -263,8 +263,8 @@ class Float8LinearRecipeName(enum.Enum):
     BLOCKWISE = "blockwise"
     """Dynamic scaling, a scale per 1x128 elements of input and grad_output and per 128x128 of the
     weight, and of the input for grad_weight; e4m3 everywhere. DeepSeek-V3 (arXiv 2412.19437,
-    section 3.3) has 1x128 there, too, whose GEMM is slower on Hopper: set
-    `cast_config_input_for_grad_weight` to `cast_config_input`."""
+    section 3.3) has 1x128 there, too, as experts here do; for linear layers, whose GEMM is slower
+    so on Hopper, set `cast_config_input_for_grad_weight` to `cast_config_input`."""
 
 
 class Float8Weights(enum.Enum):

@@ -2,6 +2,7 @@
 
 import importlib
 import warnings
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -430,8 +431,10 @@ SENT = [[3, 5], [0, 7]]
 """Rows from each rank to each."""
 
 
-def in_float8(x: Tensor) -> Tensor:
-    return dequantised(quantize(x, Cast(ROWS), row=True).row, ROWS.scaling_granularity, x.dtype)
+def in_float8(x: Tensor, how: CastConfig = ROWS) -> Tensor:
+    row = quantize(x, Cast(how), row=True).row
+    values = dequantised(row, how.scaling_granularity, torch.float32).to(x.dtype)
+    return values[: x.shape[0], : x.shape[1]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -453,6 +456,16 @@ def test_tokens_are_sent_in_float8(dtype: torch.dtype) -> None:
         assert sum(seen.bytes_of("all_to_all").values()) == (K + 4) * rows < size * K * rows
     # Cast again by a grouped GEMM, they are the same values.
     assert torch.equal(in_float8(y.detach()), y)
+
+
+@on("two")
+def test_tokens_that_arrived_are_cast_to_blocks() -> None:
+    """Under powers of two they stay the values they are; else they are rounded a second time."""
+    x = seeded(0, 256, 512, device=here())
+    arrived, runs = in_float8(x), replace(ROWS, scaling_granularity=ScalingGranularity.BLOCK_1x128)
+    assert torch.equal(in_float8(arrived, runs), arrived)
+    plain = replace(runs, power_of_2=False)
+    assert 3 < sqnr(x, in_float8(x, plain)) - sqnr(x, in_float8(arrived, plain)) < 4
 
 
 @on("two")
