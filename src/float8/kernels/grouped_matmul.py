@@ -240,15 +240,15 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
         at = k + step * BLOCK
         a = a_tiles.load([row, at])
         matrix = tl.minimum(group, E - 1) if OF_ROWS else 0
-        r, c = row + tl.arange(0, ROWS), n + tl.arange(0, WIDTH)
         if BLOCKS:
+            r = row + tl.arange(0, ROWS)
             run = tl.minimum(at, C - 1) // BLOCK  # an empty group may begin behind the last one
             a_scale = tl.load(a_scale_ptr + r * stride_a + run * step_a, mask=r < end_row, other=0)
             ptr = b_scale_ptr + run * step_b + matrix * stride_b
             sums += _scaled(a, b_tiles, a_scale, ptr, matrix, n, at, row_b, N, OF_ROWS, WIDTH)
             if PIECES == 2:
-                m = n + WIDTH
-                more += _scaled(a, b_tiles, a_scale, ptr, matrix, m, at, row_b, N, OF_ROWS, WIDTH)
+                to = n + WIDTH
+                more += _scaled(a, b_tiles, a_scale, ptr, matrix, to, at, row_b, N, OF_ROWS, WIDTH)
         else:
             b = b_tiles.load([matrix, n, at]).reshape(WIDTH, BLOCK)
             # Tensor cores add with few bits; else their sums are added in float32 after each step.
@@ -259,16 +259,18 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
                 of_a += group * stride_a
                 out += tl.cast(group, tl.int64) * R * N
             of_b = b_scale_ptr + tl.minimum(group, E - 1) * stride_b
+            m = row + tl.arange(0, ROWS)
             if COLUMNS > BLOCK:
-                _store(sums, out, of_a, of_b, r, end_row, c, N, some, BLOCKS)
+                c = n + tl.arange(0, WIDTH)
+                _store(sums, out, of_a, of_b, m, end_row, c, N, some, BLOCKS)
                 if PIECES == 2:
-                    _store(more, out, of_a, of_b, r, end_row, c + WIDTH, N, some, BLOCKS)
+                    _store(more, out, of_a, of_b, m, end_row, c + WIDTH, N, some, BLOCKS)
                     more = tl.zeros((ROWS, WIDTH), tl.float32)
             else:  # in halves: then there is memory for two programs on a multiprocessor
                 half = n + tl.arange(0, COLUMNS // 2)
                 left, right = tl.split(sums.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1))
-                _store(left, out, of_a, of_b, r, end_row, half, N, some, BLOCKS)
-                _store(right, out, of_a, of_b, r, end_row, half + COLUMNS // 2, N, some, BLOCKS)
+                _store(left, out, of_a, of_b, m, end_row, half, N, some, BLOCKS)
+                _store(right, out, of_a, of_b, m, end_row, half + COLUMNS // 2, N, some, BLOCKS)
             sums = tl.zeros((ROWS, WIDTH), tl.float32)
 
 
