@@ -137,7 +137,7 @@ def _cast_each(
     if how.scaling_granularity.square and not how.scaling_granularity.one_scale:
         below = -R % 128
         padded = F.pad(weights, (0, 0, 0, below)) if below else weights.contiguous()
-        of_row, of_col = kernels.cast(padded.view(-1, C), how, row=row, col=col)
+        of_row, of_col = kernels.cast(padded.view(-1, C), how, row=row, col=col, after=after)
         if of_row is not None:
             data, scale = (x.view(E, x.shape[0] // E, -1) for x in of_row)
             of_row = Operand(data[:, :R], scale)

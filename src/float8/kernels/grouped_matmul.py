@@ -67,16 +67,16 @@ def grouped_matmul_reference(
 
 
 @functools.wraps(grouped_matmul_reference)
-def _grouped_matmul_checked(*given: Any) -> Tensor:
+def _grouped_matmul_checked(*given: Any, **named: Any) -> Tensor:
     """Run the twin; on a CPU, where that waits for nothing, after a look at ends of rows."""
     a, _, b, _, ends, *_ = given
     if ends.is_cpu and b.dim() == 3:
         check_offs(ends, len(a))
-    return grouped_matmul_reference(*given)
+    return grouped_matmul_reference(*given, **named)
 
 
 def grouped_matmul_fake(
-    a: Tensor, _: Tensor, b: Tensor, __: Tensor, ends: Tensor, *rest: Any
+    a: Tensor, _: Tensor, b: Tensor, __: Tensor, ends: Tensor, *rest: Any, **named: Any
 ) -> Tensor:
     """Allocate the result, uninitialised; sizes may be symbolic."""
     of_rows = b.dim() == 3
@@ -100,14 +100,15 @@ _BLOCK = GROUP_ALIGNMENT  # of what is contracted, and of rows of the result
 _PANEL = 16  # tiles of rows that share what is read of `b`
 
 
-def _grouped_matmul_triton(*given: Any) -> Tensor:
-    a, a_scale, b, b_scale, ends, emulate, use_fast_accum, *_ = given
+def _grouped_matmul_triton(*given: Any, tokens: int | None = None, blocks: bool = False) -> Tensor:
+    a, a_scale, b, b_scale, ends, emulate, use_fast_accum, dtype, *rest = given
+    blocks = blocks or rest[1:] == [True]
     if emulate or a.numel() == 0:  # no rows, or no tokens that are contracted
-        return grouped_matmul_reference(*given)
+        return grouped_matmul_reference(*given[:8], tokens, blocks)
     out = grouped_matmul_fake(*given)
     of_rows = b.dim() == 3
     b = b if of_rows else b.unsqueeze(0)
-    if given[9:] == (True,):
+    if blocks:
         multiply_blocks(out, a, a_scale, b, b_scale, ends)
         return out
     (R, C), N, E = a.shape, b.shape[1], ends.shape[0]
@@ -119,7 +120,7 @@ def _grouped_matmul_triton(*given: Any) -> Tensor:
     stride = 0 if of_rows else a_scale.stride(0)
     sizes = R, N, C, E, stride, b_scale.stride(0)
     groups = max(1 << E.bit_length(), 16)  # E + 1 or more
-    whole = use_fast_accum and out.dtype.itemsize == 2
+    whole = use_fast_accum and dtype.itemsize == 2
     kernel: Any = _grouped_matmul_kernel
     kernel[(programs * sm_count(a.device),)](
         tiles_of_a, tiles_of_b, a_scale, b_scale, ends, out, *sizes, of_rows, use_fast_accum,
