@@ -16,7 +16,7 @@ from float8 import Float8GemmConfig, Float8Linear, Float8LinearConfig
 from float8_lab.bench import model, step
 from float8_lab.bench.model import Size, model_step
 from float8_lab.bench.one_start import bench_one_start, mean_of_seeds
-from float8_lab.bench.profile import ATTENTION, CASTS, ELSE, GEMMS, KINDS, bench_profile, kind_of
+from float8_lab.bench.profile import ATTENTION, CASTS, ELSE, GEMMS, KINDS, ProfiledStep, kind_of
 from float8_lab.bench.step import bench_steps, check
 from float8_lab.bench.variants import (
     PEERS,
@@ -240,7 +240,8 @@ def test_where_the_time_goes(device: str, mode: str) -> None:
     recipes = ["tensorwise", "blockwise"]
     variants = make_variants(recipes, [mode])
     size = TINY if device == "cpu" else Size("tiny", 1, 128)
-    *_, rows = bench_profile(variants, size, torch.device(device))
+    make = functools.partial(model_step, size=size, device=torch.device(device), kind=ProfiledStep)
+    *_, rows = bench_steps(make, variants, torch.device(device), 1, passes=1)
     assert [row["recipe"] for row in rows] == ["bf16", *recipes]
     for row in rows:
         assert row["sum_ms"] == pytest.approx(sum(row[kind] for kind in KINDS))

@@ -289,16 +289,25 @@ def test_a_step_waits_for_gathers_and_for_the_cpu() -> None:
     assert "waiting for the CPU" not in graphs.ms
 
 
-def test_whatever_stays_for_its_speed_can_be_counted_in_float8() -> None:
-    """The layers of these widths lose, and gain too little."""
-    config = recipe_config("tensorwise")
-    for width, why in ((1024, "loses"), (1744, "about level")):
-        with torch.device("meta"):
-            model = nn.ModuleDict({"up": nn.Linear(width, width)})
-        with pytest.warns(UserWarning, match=why):
-            convert_to_float8_training(model, config=config, gpu="H100")
-        stays, slow = (Step(model, "H100", config, Setup(8192, 8192), x).ms for x in (False, True))
-        assert stays["linear layers"][0] == stays["linear layers"][1] != slow["linear layers"][1]
+def test_masters_in_bfloat16_are_half_the_bytes_and_need_no_copies() -> None:
+    config, steps = recipe_config("tensorwise"), {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for ranks in (1, 8):
+            model = made(Case("", "llama3-8b", "")).to(dtype)
+            convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
+            steps[dtype, ranks] = Step(model, "H100", config, Setup(512, 512, ranks))
+    for ranks in (1, 8):
+        high, low = steps[torch.float32, ranks], steps[torch.bfloat16, ranks]
+        assert low.gib == pytest.approx(high.gib / 2)
+        assert low.ms["optimizer"][0] == pytest.approx(high.ms["optimizer"][0] / 2)
+    assert "copies of weights" in steps[torch.float32, 1].ms
+    assert "copies of weights" not in steps[torch.bfloat16, 1].ms
+    waits = [
+        steps[dtype, 8].ms["waiting for gathers"][0] for dtype in (torch.float32, torch.bfloat16)
+    ]
+    saved = steps[torch.float32, 8].ms["optimizer"][0] / 2
+    sent = 2 * 8_030_261_248 * 7 / 8 / 300e6  # bytes of gradients less, at 300 GB/s
+    assert waits[0] - waits[1] == pytest.approx(sent - saved)
 
 
 def test_memory_of_weights_gradients_and_optimizer_is_counted() -> None:

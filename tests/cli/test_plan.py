@@ -13,19 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import float8
 from float8 import Float8LinearConfig, conversion_report, convert_to_float8_training
+from float8.config import as_config
 from float8.convert.speed import MEMORY, WAITS_BELOW_MS, layer_ms, why_slower
-from float8_lab.bench.linear import LinearTimes
 from float8_lab.bench.whole import Setup
 from float8_lab.cli import plan
 from float8_lab.cli.main import main
 from float8_lab.cli.plan import (
     _short,
-    filter_found,
+    config_code,
+    filter_code,
     load_model,
     plan_layers,
     report_on,
 )
+from float8_lab.trainer.recipes import recipe_config
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 MINE = """
@@ -89,9 +92,18 @@ def planned(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 def test_a_step_is_modelled_without_a_gpu(planned: Callable[..., str]) -> None:
     out = planned("--model", "llama3-8b", "--tokens", "8192", "-o", "x.json")
     judged = "llama3-8b, tensorwise, 8192 tokens in sequences of 8192: modelled for H100 (no --gpu"
-    told = "it pays: a step 1.25x as fast, its linear layers 1.50x\n"
-    memory = "parameters, gradients, AdamW: 119.7 of 79 GiB a GPU; they do not fit\n\n"
-    assert out.startswith(f"{judged} names another)\n{told}modelled (±5%)\n{memory}224 of 225")
+    told = "does not fit; 2 GPUs (FSDP2) would hold it: "
+    told += "a step 1.25x as fast, its linear layers 1.50x\n"
+    memory = "parameters, gradients, AdamW: 119.7 of 79 GiB a GPU; they do not fit\n"
+    call = (
+        'convert_to_float8_training(model, config="tensorwise", tokens_per_step=8192, gpu="H100")'
+    )
+    answer = f"{told}modelled (±5%)\n{memory}{call}\n"
+    assert out.startswith(f"{judged} names another)\n{answer}\n224 of 225")
+    assert "it pays" not in out
+    assert re.search(
+        r"layers.0-31.attention.key +\[1024, 4096\] +float8: modelled 1.02x of bf16\n", out
+    )
     assert "224 of 225 linear layers run in float8, 93.0% of all matmul weights" in out
     assert 'chosen for H100 (gpu="H100"): modelled as tensorwise at 8192 tokens per forward' in out
     assert re.search(r"output +\[128256, 4096\] +skipped: the head", out)
@@ -99,14 +111,21 @@ def test_a_step_is_modelled_without_a_gpu(planned: Callable[..., str]) -> None:
     assert "measured" not in out
     results = json.loads(Path("x.json").read_text())
     assert (len(results["report"]["layers"]), results["settings"]["for"]) == (225, "H100")
-    assert results["verdict"][0] == told.strip()
+    assert results["verdict"] == answer.splitlines()
+    modelled = results["modelled"]
+    assert (modelled["gib_of_gpu"], modelled["error"]) == (79, 0.05)
+    assert modelled["gib"] == pytest.approx(119.66, abs=0.01)
+    assert len(modelled["gains"]) == 225
+    assert modelled["gains"]["layers.0.attention.key"] == pytest.approx(1.02, abs=0.005)
     step = results["rows"][-1]
-    assert (step["what"], step["speedup"]) == ("step", pytest.approx(1.25, abs=0.005))
+    assert (step["what"], step["speedup"]) == ("step", pytest.approx(modelled["speedup"]))
+    assert modelled["speedup"] == pytest.approx(1.25, abs=0.005)
     # Made on the CPU, since it needs values.
     assert "1 of 1 linear" in planned("--gpu", "NVIDIA H100 80GB HBM3", "mine_to_plan:on_cpu")
     tiny = planned("--model", "tiny")
     assert "\nloses: no layer gains; more --tokens" in tiny
-    assert "\nif a filter takes what stays for its speed, a step: 0." in tiny
+    assert "all layers in float8" not in tiny  # which is slower
+    assert "convert_to_float8_training" not in tiny
     mine = planned("--gpu", "H200", "mine_to_plan:make")
     assert "mine_to_plan:make, tensorwise, 8192 tokens in sequences of 8192: modelled" in mine
     assert "1 of 3 linear layers run in float8, 1.5% of all matmul weights" in mine
@@ -116,10 +135,11 @@ def test_the_page_shows_what_is_printed(planned: Callable[..., str]) -> None:
     page = (RESULTS.parents[1] / "docs" / "measuring.md").read_text()
     (shown,) = re.findall(r"^```text\n(llama3-8b, .*?)^```$", page, re.MULTILINE | re.DOTALL)
     out = planned("--gpu", "H100", "--model", "llama3-8b", "--data-parallel", "8")
-    printed = [line.strip() for line in out.splitlines()]
+    printed = out.splitlines()
+    assert [line for line in printed if line != line.rstrip()] == []
     table = next(i for i, line in enumerate(printed) if line.startswith("a step of training, "))
     del printed[printed.index("") + 1 : table]  # the report
-    assert [line.strip() for line in shown.splitlines()] == printed
+    assert shown.splitlines() == printed
 
 
 def test_layers_are_measured_where_a_device_is_named(planned: Callable[..., str]) -> None:
@@ -181,12 +201,12 @@ def test_ranks_that_gather_in_float8_choose_as_the_conversion_does(
         ("mine_to_plan:none", "'mine_to_plan:none' returned dict, expected nn.Module"),
         ("mine_to_plan:make --model 1b", "got 'mine_to_plan:make' and --model 1b"),
         ("--device cuda", "device 'cuda' is not there: no CUDA GPU here"),
-        ("--gpu H1000", "gpu: got 'H1000', expected one of H100, H200"),
-        ("--gpu abacus", "gpu: got 'abacus', expected one of H100, H200"),
+        ("--gpu H1000", "gpu: got 'H1000', expected one that is modelled, of 'H100', 'H200'"),
+        ("--gpu H100,H200", "gpu: got 'H100,H200', expected one that is modelled, of 'H100', 'H"),
         ("--gpu H100 --device cpu", "--device is where to measure"),
         ("--tokens 8192 --sequence 5000", "sequence: got 5000, expected a divisor of --tokens 8"),
         ("--expert-parallel 2", "expert-parallel: got 2, expected a divisor of --data-parallel"),
-        ("--recipe fp7", "recipe: got 'fp7', expected one of"),
+        ("--recipe tensorwise,rowwise", "recipe: got 'tensorwise,rowwise', expected one of"),
     ],
 )
 def test_user_errors_are_one_line(words: str, message: str, refused: Callable[..., str]) -> None:
@@ -203,10 +223,10 @@ def model() -> nn.Module:
 def test_layers_are_grouped_by_shape_and_fate() -> None:
     report = report_on(model(), Float8LinearConfig(), Setup(8192, 8192), "H100")
     for times, waits, fate in (
-        (LinearTimes(2.0, 1.0), True, "convert"),
-        (LinearTimes(1.0, 2.0), True, "leave: slower"),
-        (LinearTimes(0.2, 0.1), True, "leave: waits for the CPU"),
-        (LinearTimes(0.2, 0.1), False, "convert"),
+        ((2.0, 1.0), True, "convert"),
+        ((1.0, 2.0), True, "leave: slower"),
+        ((0.2, 0.1), True, "leave: waits for the CPU"),
+        ((0.2, 0.1), False, "convert"),
     ):
         rows = plan_layers(report, 8192, lambda shape, times=times: times, waits)
         found = [(row["layers"], row["count"], row["M"], row["K"], row["fate"]) for row in rows]
@@ -255,28 +275,74 @@ def test_the_limit_of_the_cpu_is_the_same_modelled_and_measured() -> None:
                 assert (layer_ms("H200", "bf16", M, K, N) < WAITS_BELOW_MS) == waits
 
 
-def test_what_was_measured_is_given_out_as_a_filter(
-    planned: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def models() -> dict[str, nn.Module]:
+    """Models by their filter of what has 1,024 features out, but for the head."""
     with torch.device("meta"):
         block = nn.ModuleDict({"wide": nn.Linear(512, 1024), "narrow": nn.Linear(512, 256)})
         other = nn.ModuleDict({"wide": nn.Linear(512, 256), "lm_head": nn.Linear(512, 1024)})
-        root = nn.Linear(512, 1024)
-    for model, found in (
-        (nn.ModuleList([block, block]), r"""re.sub(r"\d+", "N", fqn) in ['N.wide']"""),
-        (nn.ModuleList([block, other]), "fqn in ['0.wide']"),  # blocks differ
-        (root, r"""re.sub(r"\d+", "N", fqn) in ['']"""),
-    ):
+        return {
+            r"""re.sub(r"\d+", "N", fqn) {} ['N.wide']""": nn.ModuleList([block, block]),
+            "fqn {} ['0.wide']": nn.ModuleList([block, other]),  # blocks differ
+            "fqn {} ['']": nn.Linear(512, 1024),
+        }
+
+
+@pytest.mark.parametrize("word", ["in", "not in"])
+def test_a_filter_is_given_out_as_code(models: dict[str, nn.Module], word: str) -> None:
+    for code, model in models.items():
         report = report_on(copy.deepcopy(model), Float8LinearConfig(), Setup(8192, 8192), None)
-        rows = plan_layers(
-            report, 8192, lambda shape: LinearTimes(1.0, 2.0 if shape.N == 256 else 0.5), True
-        )
-        code = filter_found(report, rows)
-        assert code == f"lambda mod, fqn: {found}"
-        takes = eval(code, {"re": re})
-        gaining = [x for x in report.layers if x.out_features == 1024 and "head" not in x.fqn]
-        assert [x for x in report.layers if takes(None, x.fqn.removeprefix("(root)"))] == gaining
+        wide = {x.fqn for x in report.converted if x.out_features == 1024}
+        found = filter_code(report, lambda x, wide=wide: x.fqn in wide, word)
+        assert found == f"lambda mod, fqn: {code.format(word)}"
+        takes = eval(found, {"re": re})
+        taken = {x.fqn for x in report.layers if takes(None, x.fqn.removeprefix("(root)"))}
+        assert taken == (wide if word == "in" else {x.fqn for x in report.layers} - wide)
+    assert filter_code(report, lambda x: False, "not in") == "all_linears"
+
+
+def test_what_was_measured_is_given_out_as_a_filter(
+    planned: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for ms, told in ((0.5, True), (2.0, False)):
-        monkeypatch.setattr(plan, "measure_linear", lambda *_, ms=ms, **__: LinearTimes(1.0, ms))
+        monkeypatch.setattr(plan, "measure_linear", lambda *_, ms=ms, **__: (1.0, ms))
         out = planned("--model", "tiny", "--tokens", "32", "--device", "cpu")
         assert ("\nmodule_filter_fn=lambda mod, fqn: re.sub(" in out) == told
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise+held", "tensorwise+fast_accum"])
+def test_a_configuration_is_given_out_as_code(recipe: str) -> None:
+    for gathers in (False, True):
+        config = dataclasses.replace(recipe_config(recipe), enable_fsdp_float8_all_gather=gathers)
+        names = {"replace": dataclasses.replace, **vars(float8)}
+        code = eval(config_code(config, recipe), names)
+        assert as_config(code) == config
+    assert config_code(recipe_config("rowwise"), "rowwise") == '"rowwise"'
+
+
+def test_the_call_that_is_printed_converts_what_the_report_says(
+    planned: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All layers, where a step waits for gathers: the default filter knows of none."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    for tokens, of_all, other in (
+        (4096, "", []),
+        (
+            768,
+            "",
+            ["all layers in float8, module_filter_fn=lambda mod, fqn: fqn not in ['output']"],
+        ),
+        (256, ", with all layers in float8", ["by the default filter, which knows of no gathers"]),
+    ):
+        words = "--model", "llama3-8b", "--tokens", str(tokens), "--data-parallel", "8"
+        out = planned(*words, "-o", "x.json")
+        (call,) = re.findall(r"^convert_to_float8_training.*$", out, re.MULTILINE)
+        names = {"model": load_model("mine_to_plan:llama"), "replace": dataclasses.replace}
+        report = conversion_report(eval(call, names | vars(float8)))
+        found = json.loads(Path("x.json").read_text())
+        assert report.to_dict()["layers"] == found["report"]["layers"]
+        first, *_ = found["verdict"]
+        assert first.startswith("it pays: ")
+        assert first.endswith("x" + of_all)
+        assert [line.partition(": a step")[0] for line in found["verdict"][3:-1]] == other

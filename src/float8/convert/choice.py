@@ -219,5 +219,5 @@ def gpu_for(device: torch.device) -> str | None:
 
 def short_name(gpu: Any) -> Any:
     """Return the name in `MEMORY` of a GPU, however long its own is; without one, that."""
-    found = isinstance(gpu, str) and re.search(rf"({'|'.join(MEMORY)})(?!\w)", gpu.upper())
-    return found[1] if found else gpu
+    names = re.findall(rf"({'|'.join(MEMORY)})(?!\w)", gpu.upper() if isinstance(gpu, str) else "")
+    return names[0] if len({*names}) == 1 else gpu

@@ -98,11 +98,8 @@ def both_ms(
     return high, layer_ms(gpu, judged_as(config), tokens, K, N, casts=casts, **of)
 
 
-SLOW = "loses", "about level", "waits"  # how the reasons of what stays for its speed begin
-
-
 def _lost(speedup: float, error: float) -> str:
-    return f"{SLOW[0] if speedup < 1 - error else SLOW[1]}: modelled {speedup:.2f}"
+    return f"{'loses' if speedup < 1 - error else 'about level'}: modelled {speedup:.2f}"
 
 
 def why_slower(

@@ -6,7 +6,6 @@ alone is cast apart from what makes its input, as in no model.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,26 +17,15 @@ from float8_lab.device import Clock
 _CACHE_MULTIPLE, _MOST_SETS = 4, 16
 
 
-class Shape(NamedTuple):
-    """A linear layer at work: M tokens, K input features, N output features."""
-
-    M: int
-    K: int
-    N: int
+Shape = tuple[int, int, int]  # of a layer at work: M tokens, K features in, N features out
+Times = tuple[float, float]  # ms forward and backward, bf16 and float8; on a CPU those of the host
 
 
-class LinearTimes(NamedTuple):
-    """Milliseconds of forward and backward of a layer: of the GPU alone; on a CPU of the host."""
-
-    bf16_ms: float
-    float8_ms: float
-
-
-def measure_linear(shape: Shape, recipe: str, device: torch.device) -> LinearTimes:
+def measure_linear(shape: Shape, recipe: str, device: torch.device) -> Times:
     """Check, then time a layer on random data in eager mode; raises as `bench_steps`."""
     variants = make_variants([recipe], [EAGER])
-    *_, rows = bench_steps(partial(LinearStep, shape, device), variants, device, rounds=5)
-    return LinearTimes(*(row["ms"] for row in rows))
+    *_, (high, low) = bench_steps(partial(LinearStep, shape, device), variants, device, rounds=5)
+    return high["ms"], low["ms"]
 
 
 class LinearStep(Step):
@@ -46,9 +34,9 @@ class LinearStep(Step):
     at_least = 17.0
 
     def __init__(self, shape: Shape, device: torch.device, variant: Variant) -> None:
-        self.shape = shape
+        self.shape = _, K, N = shape
         torch.manual_seed(0)
-        layer = nn.Linear(shape.K, shape.N, bias=False, device=device, dtype=torch.bfloat16)
+        layer = nn.Linear(K, N, bias=False, device=device, dtype=torch.bfloat16)
         super().__init__(variant, nn.Sequential(layer), *self._data(device))
 
     def _data(self, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,7 @@
 """`float8 bench one-start`: bf16 trains until losses no longer jump, then all recipes go on alike.
 
 Runs part ways in their first steps, where losses fall fast: bf16 differs so from itself by half a
-percent. From a common start on, what differs is due to the recipe, or noise. With one seed bf16
-goes on twice, which shows the noise. With several seeds, each has its own start, and the spread of
-their gaps shows it.
+percent. From a common start on, what differs is due to the recipe, or noise.
 """
 
 import functools

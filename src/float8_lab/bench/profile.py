@@ -1,15 +1,11 @@
 """`float8 bench profile`: where the time of a step goes."""
 
 import re
-from collections.abc import Iterator, Sequence
-from functools import partial
 
 import torch
 from torch.profiler import profile
 
-from float8_lab.bench.model import Size, model_step
-from float8_lab.bench.step import Results, Row, Step, bench_steps
-from float8_lab.bench.variants import Variant
+from float8_lab.bench.step import Results, Row, Step
 
 GEMMS, ATTENTION, CASTS, ELSE = KINDS = "gemms_ms", "attention_ms", "casts_ms", "else_ms"
 
@@ -24,15 +20,7 @@ _KINDS = (
     (GEMMS, r"gemm|nvjet|cutlass|cublas|xmma|scaled_mm|mkldnn_linear|^triton_|(^|::)(add|b)?mm\b"),
     (CASTS, r"amax|abs|clamp|float8::|^_?(cast\w*|measure\w*|transpose)_kernel"),
 )
-_STEPS = 3  # whose mean is taken
-
-
-def bench_profile(
-    variants: Sequence[Variant], size: Size, device: torch.device
-) -> Iterator[list[Row]]:
-    """Profile steps of every variant; all rows known, as `bench_steps`."""
-    make = partial(model_step, size=size, device=device, kind=ProfiledStep)
-    return bench_steps(make, variants, device, _STEPS, passes=1)
+STEPS = 3  # whose mean is taken
 
 
 class ProfiledStep(Step):
@@ -51,7 +39,7 @@ def profile_step(step: Step) -> Row:
     """
     gpu = step.device.type == "cuda"
     with profile() as profiled:
-        for _ in range(_STEPS):
+        for _ in range(STEPS):
             step()
         if gpu:
             torch.cuda.synchronize()
@@ -61,12 +49,12 @@ def profile_step(step: Step) -> Row:
         on_gpu = event.device_type == torch.profiler.DeviceType.CUDA
         if not event.is_user_annotation and (on_gpu or not gpu):
             us = event.self_device_time_total if gpu else event.self_cpu_time_total
-            times[kind_of(event.key)] += us / 1e3 / _STEPS
+            times[kind_of(event.key)] += us / 1e3 / STEPS
             launches += event.count
     if not any(times.values()):
         need = "on a GPU it needs CUPTI and the right to use performance counters"
         raise ValueError(f"profile: the profiler saw no kernels on {step.device.type}; {need}")
-    return {**times, "sum_ms": sum(times.values()), "launches": launches // _STEPS}
+    return {**times, "sum_ms": sum(times.values()), "launches": launches // STEPS}
 
 
 def kind_of(name: str) -> str:

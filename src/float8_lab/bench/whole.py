@@ -23,8 +23,8 @@ from float8_lab.errors import ConfigError
 # FLOP per ms of attention, forward and backward, with heads of 128 and of 64 and fewer.
 _WIDE_HEADS, _HEADS = 470e9, 360e9
 # Milliseconds of an H200 for 1e9 elements: of what layers read and write, by norms, activations and
-# residuals; of what adapters read and write; of logits; of Parameters that AdamW writes, that one
-# GPU copies to bf16 and back, that FSDP2 copies for each GPU.
+# residuals; of what adapters read and write; of logits; of float32 Parameters that AdamW writes,
+# that one GPU copies to bf16 and back, that FSDP2 copies for each GPU.
 _NORMS, _ADAPTERS, _LOSS, _ADAMW, _COPIES, _SHARDS = 1.74, 2.6, 4.3, 8.5, 3.0, 10.0
 _LINK = 300e6  # bytes per ms that a GPU gets from others: NVLink, or eight network cards of a host
 _HOST_MS = 0.1, 0.4  # of the CPU, for each layer in bf16 and in float8, compiled
@@ -69,17 +69,13 @@ def keep_experts_of_a_rank(model: nn.Module, ranks: int) -> None:
 
 
 class Step:
-    """Milliseconds of a step of a converted model on `gpu`, in bf16 and in float8, by part.
+    """Milliseconds of a step of a converted model on `gpu`, in bf16 and in float8, by part."""
 
-    With `slow`, layers that stay for their speed are taken to be in float8, too.
-    """
-
-    def __init__(
-        self, model: nn.Module, gpu: str, config: Float8LinearConfig, how: Setup, slow: bool = False
-    ) -> None:
-        self.gpu, self.config, self.how, self._slow = gpu, config, how, slow
+    def __init__(self, model: nn.Module, gpu: str, config: Float8LinearConfig, how: Setup) -> None:
+        self.gpu, self.config, self.how = gpu, config, how
         self._sent, self._host = [0.0, 0.0], [0.0, 0.0]
         self.gib = 0.0  # of Parameters, gradients and AdamW's state, on one GPU
+        self.gains: dict[str, float] = {}  # of each layer, whether in float8 or not
         self.pooled: list[str] = []  # layers that see one row of each sequence
         each = model.named_modules()
         self._text = any(isinstance(mod, nn.Embedding) and "pos" not in name for name, mod in each)
@@ -88,7 +84,7 @@ class Step:
         experts = [mod for mod in model.modules() if kind_of(mod) is not None]
         self._ranks: dict[int, int] = defaultdict(lambda: how.data_parallel)
         self._ranks |= {id(weight): own for mod in experts for weight in mod.parameters()}
-        report = conversion_report(model)
+        self.report = report = conversion_report(model)
         for row in (*report.layers, *report.experts):
             self._add_layer(model, row)
         for other in report.others:
@@ -144,8 +140,7 @@ class Step:
         ranks = self._ranks[id(weight)] if self.config.enable_fsdp_float8_all_gather else 1
         of = {"trains": weight.requires_grad, "experts": experts}
         high, low = speed.both_ms(self.gpu, self.config, tokens, K, N, ranks, **of)
-        reason = row.skip_reason
-        in_float8 = reason is None or (self._slow and reason.startswith(speed.SLOW))
+        self.gains[row.fqn], in_float8 = high / low, row.skip_reason is None
         self._host = [ms + _HOST_MS[i and in_float8] for i, ms in enumerate(self._host)]
         low, ranks = (low, ranks) if in_float8 else (high, 1)
         self._sent[1] -= 2 * K * N * (experts or 1) * (1 - 1 / ranks)
@@ -180,12 +175,12 @@ class Step:
             size = ranks = 1
         self.gib += count * size * (4 if trains else 1) / ranks / 2**30
         if trains:
-            self._elements("optimizer", count / ranks, _ADAMW)
+            self._elements("optimizer", count / ranks, _ADAMW * size / 4)
         if ranks > 1:
             self._elements(_COPIED, count, _SHARDS)
-            both = (8 if trains else 4) * count * (1 - 1 / ranks)  # gathered twice, and reduced
+            both = (4 + trains * size) * count * (1 - 1 / ranks)  # gathered twice, and reduced
             self._sent = [sent + both for sent in self._sent]
-        elif trains:
+        elif trains and size > 2:
             self._elements(_COPIED, count, _COPIES)
 
     def _add_waits(self, part: str, least: list[float]) -> None:

@@ -11,7 +11,7 @@ import typer
 from float8_lab.bench import experts, tables
 from float8_lab.bench.model import Size, model_step
 from float8_lab.bench.one_start import bench_one_start, mean_of_seeds
-from float8_lab.bench.profile import bench_profile
+from float8_lab.bench.profile import STEPS, ProfiledStep
 from float8_lab.bench.ranks import ParallelStep, TrainStep
 from float8_lab.bench.results import check_output
 from float8_lab.bench.step import PASSES, bench_steps
@@ -169,7 +169,8 @@ def profile_command(size: Size, compared: Compared, where: Place) -> None:
     preset(size.model)
     variants = make_variants(**chosen)
     bench = Bench("profile", where, **vars(size), **chosen)
-    groups = bench_profile(variants, size, bench.device)
+    make = partial(model_step, size=size, device=bench.device, kind=ProfiledStep)
+    groups = bench_steps(make, variants, bench.device, STEPS, passes=1)
     rows = bench.collect(groups, len(variants), growing=True)
     bench.finish(f"{size}, forward + backward", rows)
 

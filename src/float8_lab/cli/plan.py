@@ -1,24 +1,25 @@
 """`float8 plan`: which layers of a model to convert."""
 
 import contextlib
-import dataclasses
 import math
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from torch import nn
 
-from float8 import ConversionReport, conversion_report, convert_to_high_precision
+from float8 import ConversionReport, all_linears, conversion_report, convert_to_high_precision
 from float8.config import Float8LinearConfig, Float8Weights
 from float8.convert.choice import Chooser, short_name
-from float8.convert.convert import convert_chosen
+from float8.convert.convert import convert_chosen, convert_to_float8_training
+from float8.convert.report import LayerReport
 from float8.convert.speed import MEMORY, WAITS_BELOW_MS
-from float8_lab.bench.linear import LinearTimes, Shape, measure_linear
+from float8_lab.bench.linear import Shape, Times, measure_linear
 from float8_lab.bench.step import Row
 from float8_lab.bench.whole import Setup, Step, keep_experts_of_a_rank
 from float8_lab.cli.measure import Bench, Output, Place
@@ -60,18 +61,15 @@ def report_on(
 ) -> ConversionReport:
     """Convert a model on the meta device and report; `gpu` None: whatever the size of layers."""
     if gpu is None:
-        config = dataclasses.replace(config, emulate=True)  # of which no speed is asked
+        config = replace(config, emulate=True)  # of which no speed is asked
     chooser = Chooser(model, config, None, how.tokens, gpu, how.cuda_graphs)
     if config.enable_fsdp_float8_all_gather:
         chooser.ranks = how.data_parallel, how.data_parallel // how.expert_parallel
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "float8: no layer")  # the report says so, too
-        convert_chosen(chooser)
-    return conversion_report(model)
+    return conversion_report(convert_chosen(chooser))
 
 
 def plan_layers(
-    report: ConversionReport, tokens: int, measure: Callable[[Shape], LinearTimes], waits: bool
+    report: ConversionReport, tokens: int, measure: Callable[[Shape], Times], waits: bool
 ) -> list[Row]:
     """Return a row for all linear layers of one shape and fate, with the times of one.
 
@@ -85,57 +83,91 @@ def plan_layers(
     rows = []
     for (K, N, reason), names in groups.items():
         layers = " ".join(dict.fromkeys(map(_short, names)))
-        found = measure(Shape(tokens, K, N))
-        if found.float8_ms > found.bf16_ms:
+        high, low = measure((tokens, K, N))
+        if low > high:
             reason = reason or "slower"
-        elif waits and found.bf16_ms < WAITS_BELOW_MS:
+        elif waits and high < WAITS_BELOW_MS:
             reason = reason or "waits for the CPU"
         row: Row = {"M": tokens, "K": K, "N": N, "count": len(names), "layers": layers}
-        row |= {**found._asdict(), "speedup": found.bf16_ms / found.float8_ms}
+        row |= {"bf16_ms": high, "float8_ms": low, "speedup": high / low}
         row["fate"] = f"leave: {reason.partition(':')[0]}" if reason else CONVERT
         rows.append(row)
     return rows
 
 
-def filter_found(report: ConversionReport, rows: Sequence[Row]) -> str:
-    """Return code of a `module_filter_fn` that takes the linear layers that are to be converted."""
-    shapes = {(x["K"], x["N"]) for x in rows if x["fate"] == CONVERT}
+def filter_code(
+    report: ConversionReport, meant: Callable[[LayerReport], bool], word: str = "in"
+) -> str:
+    """Return code of a filter: it takes what is `in` the layers that are meant, or `not in`."""
     names: dict[bool, list[str]] = {True: [], False: []}
     for x in report.layers:
-        takes = x.skip_reason is None and (x.in_features, x.out_features) in shapes
-        names[takes].append("" if x.fqn == "(root)" else x.fqn)
-    alike = {takes: {re.sub(r"\d+", "N", name) for name in names[takes]} for takes in names}
-    if alike[True] & alike[False]:  # blocks differ
-        return f"lambda mod, fqn: fqn in {names[True]}"
-    return f'lambda mod, fqn: re.sub(r"\\d+", "N", fqn) in {sorted(alike[True])}'
+        names[meant(x)].append("" if x.fqn == "(root)" else x.fqn)
+    alike = {key: {re.sub(r"\d+", "N", name) for name in names[key]} for key in names}
+    if word == "not in" and not names[True]:
+        return "all_linears"
+    if alike[True] & alike[False] or alike[True] == {*names[True]}:  # blocks differ; no blocks
+        return f"lambda mod, fqn: fqn {word} {names[True]}"
+    return f'lambda mod, fqn: re.sub(r"\\d+", "N", fqn) {word} {sorted(alike[True])}'
 
 
-def verdict(whole: nn.Module, report: ConversionReport, step: Step, recipe: str) -> list[str]:
-    """Say in lines what a step gains, and what else decides; `whole` may be another one then."""
-    how, gpu, config = step.how, step.gpu, step.config
-    far = ", extrapolated from up to 4 GPUs" * (how.data_parallel > 4 or how.expert_parallel > 1)
+def config_code(config: Float8LinearConfig, recipe: str) -> str:
+    """Return code of a configuration: that of a recipe, or of one's own, with what differs."""
+    name = recipe.partition("+")[0]
+    own, plain = name.replace(":", ".") * (":" in name), vars(recipe_config(name))
+    more = [f"{key}={x}" for key, x in vars(config).items() if x != plain[key]]
+    base = own or f'Float8LinearConfig.from_recipe_name("{name}")'
+    return f"replace({base}, {', '.join(more)})" if more else own or f'"{name}"'
+
+
+def judge(
+    model: nn.Module, config: Float8LinearConfig, how: Setup, gpu: str, recipe: str
+) -> tuple[Step, list[str]]:
+    """Return a step, what the default filter takes or all if clearly faster, and lines on it."""
+    report_on(model, config, how, gpu)
+    step, limit, of_all = Step(model, gpu, config, how), _GIB[gpu], ""
+    code = filter_code(step.report, lambda x: "filter_fn takes" in (x.skip_reason or ""), "not in")
+    takes = eval(code, {"re": re, "all_linears": all_linears})  # so what is told is what is planned
+    convert_to_high_precision(model)
+    convert_to_float8_training(model, config=config, module_filter_fn=takes)
+    every = Step(model, gpu, config, how)
+    other = f"all layers in float8, module_filter_fn={code}: a step {every.speedup:.2f}x"
+    call = f'tokens_per_step={how.tokens}, gpu="{gpu}"' + ", cuda_graphs=True" * how.cuda_graphs
+    if (gains := every.speedup / step.speedup - 1) > step.error:
+        other = f"by the default filter, which knows of no gathers: a step {step.speedup:.2f}x"
+        step, of_all, call = every, ", with all layers in float8", f"module_filter_fn={code}"
     level = abs(step.speedup - 1) < step.error
     word = "about level" if level else "it pays" if step.speedup > 1 else "loses"
+    fits, only = "activations come on top", config.float8_weights is Float8Weights.ONLY
+    if step.gib > limit:
+        gpus = how.data_parallel * 2 ** math.ceil(math.log2(step.gib / limit))
+        fits, word = "they do not fit", "does not fit"
+        word += f"; {gpus} GPUs (FSDP2) would hold it" * (not only)  # which is not shared
+    far = ", extrapolated from up to 4 GPUs" * (how.data_parallel > 4)
+    far = ", expert parallel was not measured" if how.expert_parallel > 1 else far
     said = f"modelled (±{step.error:.0%}{far})" + ": may as well lose, so time it" * level
-    lines = [f"{word}: {step}", said]
-    if none := not (report.converted or any(x.skip_reason is None for x in report.experts)):
+    lines = [f"{word}: {step}{of_all}", said]
+    if not (converted := step.report.share > 0):
         lines = ["loses: no layer gains; more --tokens, or --cuda-graphs, may change that"]
-    fits = "activations come on top" if step.gib < _GIB[gpu] else "they do not fit"
-    lines.append(f"parameters, gradients, AdamW: {step.gib:.1f} of {_GIB[gpu]} GiB a GPU; {fits}")
-    every = Step(whole, gpu, config, how, slow=True)
-    if every.ms != step.ms and (none or any(x.skip_reason for x in report.experts)):
-        lines.append(f"if a filter takes what stays for its speed, a step: {every.speedup:.2f}x")
+    lines.append(f"parameters, gradients, AdamW: {step.gib:.1f} of {limit} GiB a GPU; {fits}")
+    lines += [other] * (gains > 0.005)
     lines += [f"{x}: judged at all tokens, timed at one of each sequence" for x in step.pooled]
-    frozen = not all(weight.requires_grad for weight in whole.parameters())
+    call = f"convert_to_float8_training(model, config={config_code(config, recipe)}, {call})"
+    frozen = not all(weight.requires_grad for weight in model.parameters())
     if frozen and how.data_parallel == 1 and config.float8_weights is Float8Weights.ON_THE_FLY:
         with contextlib.suppress(ValueError):  # not every recipe can
-            only = dataclasses.replace(config, float8_weights=Float8Weights.ONLY)
-            report_on(convert_to_high_precision(whole), only, how, gpu)
-            best = Step(whole, gpu, only, how)
+            config = replace(config, float8_weights=Float8Weights.ONLY)
+            report_on(convert_to_high_precision(model), config, how, gpu)
+            best = Step(model, gpu, config, how)
             if best.gib < step.gib:
-                gains = f"a step {best.speedup:.2f}x, {best.gib:.1f} GiB"
-                lines.append(f"frozen base in float8 alone, --recipe {recipe}+only: {gains}")
-    return lines
+                saves = f"a step {best.speedup:.2f}x, {best.gib:.1f} GiB"
+                lines.append(f"frozen base in float8 alone, --recipe {recipe}+only: {saves}")
+    return step, lines + [call] * converted
+
+
+def _told(rows: Any, gains: dict[str, float]) -> Any:
+    """Return rows of a report with numbers for scalings."""
+    what = "float8: modelled {:.2f}x of bf16"
+    return tuple(replace(x, scaling=x.scaling and what.format(gains[x.fqn])) for x in rows)
 
 
 def _short(fqn: str) -> str:
@@ -160,11 +192,13 @@ def plan_command(
     model: Annotated[str | None, f"One of {', '.join(PRESETS)}; else llama3-8b."] = None,
     tokens: Annotated[int, "Tokens per forward on one device."] = 8192,
     sequence: Annotated[int | None, "Tokens of a sequence; else those of --model, or 8192."] = None,
-    recipe: Annotated[str, f"One of {', '.join(RECIPES)}; +only, +held behind."] = "tensorwise",
-    gpu: Annotated[
-        str | None, f"Modelled for {' or '.join(MEMORY)}, not measured on the one here."
-    ] = None,
-    data_parallel: Annotated[int, "GPUs that share weights by FSDP2 and gather them."] = 1,
+    recipe: Annotated[
+        str,
+        f"One of {', '.join(RECIPES)}; or MODULE:NAME, a Float8LinearConfig of yours. With +held "
+        "behind it, each weight is cast once per step; with +only, frozen ones have float8 alone.",
+    ] = "tensorwise",
+    gpu: Annotated[str | None, f"Model {' or '.join(MEMORY)}: nothing runs on a GPU here."] = None,
+    data_parallel: Annotated[int, "GPUs that share weights by FSDP2, gathered in float8."] = 1,
     expert_parallel: Annotated[int, "Of these, GPUs that share the experts between them."] = 1,
     checkpointing: Annotated[bool, "Blocks will be computed once more in backward."] = False,
     cuda_graphs: Annotated[bool, "It will run as CUDA graphs: GPU time alone decides."] = False,
@@ -173,22 +207,19 @@ def plan_command(
 ) -> None:
     """Show for each linear layer of a model whether float8 makes it faster.
 
-    Of one of ours, or of your own: float8 plan --gpu H100 my_module:make_model
+    A model of yours: float8 plan --gpu H100 my_module:make_model
 
-    Without a GPU, or for one that --gpu names, the report of a conversion is shown, and what a step
-    of training takes, compiled, with AdamW: modelled. Else a layer of each shape runs on the GPU.
-    What gained is printed as a filter, to be pasted. What a conversion without a filter leaves
-    stays here, too. Experts are not measured, and not in the filter.
+    Without a GPU, or with --gpu, all is modelled: what a step of training takes, compiled, with
+    AdamW, and what each layer gains. Else a layer of each shape runs on the GPU here. What gained
+    is printed as a filter, to be pasted. It leaves experts, which are not measured, and the head.
     """
+    warnings.filterwarnings("ignore", "float8: no layer")  # the report says so, too
     config = recipe_config(recipe)
-    here = torch.cuda.is_available()
     if make and model:
         raise ConfigError(f"model: got {make!r} and --model {model}, expected one of the two")
     if device and gpu:
         raise ConfigError("--device is where to measure: leave it, or --gpu, out")
-    judged = short_name(gpu) if gpu else None if here or device else "H100"
-    if gpu and judged not in MEMORY:
-        raise ConfigError(f"gpu: got {gpu!r}, expected one of {', '.join(MEMORY)}")
+    judged = short_name(gpu) if gpu else None if device or torch.cuda.is_available() else "H100"
     place, name = Place("cpu" if judged else device or "cuda", output), make or model or "llama3-8b"
     if make:
         whole, longest = load_model(make), 8192
@@ -207,17 +238,20 @@ def plan_command(
     keep_experts_of_a_rank(whole, expert_parallel)
     if data_parallel > 1 and ":" not in recipe:  # a configuration of one's own says it itself
         with contextlib.suppress(ValueError):  # not every recipe can
-            config = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
-    report = report_on(whole, config, how, judged)
+            config = replace(config, enable_fsdp_float8_all_gather=True)
     if judged:
         title += f": modelled for {judged}" + " (no --gpu names another)" * (not gpu)
-        step = Step(whole, judged, config, how)
-        answer = verdict(whole, report, step, recipe)
-        bench.console.print("\n".join([title, *answer, "", str(report)]))
+        step, answer = judge(whole, config, how, judged, recipe)
+        report, gains = step.report, step.gains
+        told = {of: _told(getattr(report, of), gains) for of in ("layers", "experts")}
+        bench.console.print("\n".join([title, *answer, "", f"{replace(report, **told)}\n"]))
         table = "a step of training, modelled; docs/measuring.md explains the parts"
-        bench.finish(table, step.rows, report=report.to_dict(), verdict=answer)
+        numbers = {name: getattr(step, name) for name in ("speedup", "error", "gib", "gains")}
+        numbers["gib_of_gpu"] = _GIB[judged]
+        bench.finish(table, step.rows, report=report.to_dict(), verdict=answer, modelled=numbers)
         bench.console.print(answer[0])
     else:
+        report = report_on(whole, config, how, None)
         measure = partial(measure_linear, recipe=recipe, device=bench.device)
         waits = bench.device.type == "cuda" and not cuda_graphs
         rows = plan_layers(report, tokens, measure, waits)
@@ -227,12 +261,12 @@ def plan_command(
         best = ("float8_ms" if row["fate"] == CONVERT else "bf16_ms" for row in rows)
         ours = sum(row["count"] * row[ms] for row, ms in zip(rows, best, strict=True))
         bench.console.print(f"measured: {bf16 / ours:.2f}x of all linear layers")
-        if any(row["fate"] == CONVERT for row in rows):
+        sizes = {(row["K"], row["N"]) for row in rows if row["fate"] == CONVERT}
+        fitting = (x for x in report.converted if (x.in_features, x.out_features) in sizes)
+        if taken := [*fitting]:
             bench.console.print("what gained, as a filter of the conversion:")
-            found = filter_found(report, rows)  # in one line, to be pasted
+            found = filter_code(report, taken.__contains__)  # in one line, to be pasted
             typer.echo(f"{'import re' * ('re.sub' in found)}\nmodule_filter_fn={found}")
         else:
             bench.console.print("loses: no layer gains")
-        bench.console.print("M: tokens, K: features in, N: features out")
-        bench.console.print("GPU time of layers one by one: large ones gain more when compiled,")
-        bench.console.print("small ones less in eager mode, where they wait for the CPU")
+        bench.console.print("M: tokens, K: features in, N: features out; docs/measuring.md")

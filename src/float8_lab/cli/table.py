@@ -30,21 +30,22 @@ def print_table(console: Console, title: str, rows: Rows) -> None:
     """Print what is known of `rows`; columns that no row has a value for are left out."""
     known = {key for row in rows for key, value in row.items() if value is not None}
     keys = [key for key in f"{_NAMES} {_NUMBERS}".split() if key in known]
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=0)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, header_style="", padding=0)
     for key in keys:
         default = "\n".join(_WORDS.get(word, word) for word in re.split("[_ ]", key))
         justify: Any = "left" if key in _TEXT.split() else "right"
         table.add_column(_HEADINGS.get(key, default), justify=justify, overflow="fold")
-    for row in rows:
-        table.add_row(*(_cell(row.get(key), _FORMATS.get(key)) for key in keys))
-    console.print(table)
+    columns = [_cells([row.get(key) for row in rows], _FORMATS.get(key)) for key in keys]
+    for cells in zip(*columns, strict=True):
+        table.add_row(*cells)
+    with console.capture() as shown:
+        console.print(table)
+    console.print("\n".join([title, "", *map(str.rstrip, shown.get().splitlines()), ""]))
 
 
-def _cell(value: Any, form: str | None) -> str:
-    """Numbers that have no format of their own have four digits."""
-    if not isinstance(value, (int, float)):
-        return value or ""
-    if isinstance(value, float) and form is None:
-        digits = math.floor(math.log10(abs(value))) if value else 0
-        form = f",.{max(0, 3 - digits)}f"
-    return format(value, form or "")
+def _cells(values: list[Any], form: str | None) -> list[str]:
+    """Numbers that have no format of their own: four digits of the largest in their column."""
+    largest = max((abs(x) for x in values if isinstance(x, float)), default=0.0)
+    form = form or f",.{max(0, 3 - math.floor(math.log10(largest or 1)))}f"
+    numbers = {float: form, int: ""}
+    return [format(x, numbers[type(x)]) if type(x) in numbers else x or "" for x in values]

@@ -125,8 +125,7 @@ class TensorBoard(Observer):
             if record.memory_bytes is not None:
                 values["memory/peak_gib"] = record.memory_bytes / 2**30
             for name, value in values.items():
-                if value is not None:
-                    self._writer.add_scalar(name, value, record.step)
+                self._writer.add_scalar(name, value, record.step)
 
     def on_validation(self, record: ValidationRecord) -> None:
         """Write the validation loss."""
