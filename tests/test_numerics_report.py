@@ -21,6 +21,7 @@ from float8 import (
     convert_to_float8_training,
     sync_float8_amax_and_scale_history,
 )
+from float8.config import ScalingGranularity
 from float8_lab.models.llama import Llama
 from float8_lab.numerics import NumericsReport, casts_of, measure_cast, numerics_report
 from sqnr import same_bits
@@ -175,6 +176,13 @@ def test_experts_count_group_by_group() -> None:
     assert cast.sqnr_db == pytest.approx(10 * math.log10(sums[6] / sums[7]), abs=1e-4)
     assert cast.even_db > 30
     assert all(c.sqnr_db > 30 for c in report.casts)  # e4m3 gradients, too
+    blocks = numerics_report(Both(model), (x, offs), loss=square, recipe="blockwise")
+    key = "experts.w1", "input", ("grad_weight",)
+    (cast,) = (c for c in blocks.casts if (c.layer, c.role, c.gemms) == key)
+    runs = next(x for x in casts_of(of_recipe("blockwise"), True) if x.col and x.role == "input")
+    assert runs.how.scaling_granularity is ScalingGranularity.BLOCK_1x128
+    sums = sum((measure_cast(part, runs) for part in (x[:8], x[8:])), torch.zeros(12))
+    assert cast.sqnr_db == pytest.approx(10 * math.log10(sums[6] / sums[7]), abs=1e-4)
     delayed = numerics_report(Both(model), (x, offs), loss=square, recipe="delayed")
     assert delayed.left_out == ("experts.w1", "experts.w2")
 

@@ -292,7 +292,7 @@ class Experts(nn.Module):
         raise NotImplementedError
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_experts_by_the_names_of_their_weights(recipe: str) -> None:
     whole = nn.ModuleDict({"experts": Experts()})
     convert_to_float8_training(whole, config=recipe, module_filter_fn=all_linears)
@@ -304,12 +304,12 @@ def test_experts_by_the_names_of_their_weights(recipe: str) -> None:
         seen = watch.step()
     of_a_copy = "experts"
     assert {key.rsplit("/", 2)[0] for key in seen} == {"experts.w1", of_a_copy}
-    groups, how = (x[:8], x[8:20]), BLOCKS[recipe][0]
+    groups, (how, of_weights, _) = (x[:8], x[8:20]), BLOCKS[recipe]
     lost = sum(((reference_values(g, **how) == 0) & (g != 0)).sum().item() for g in groups)
     assert seen["experts.w1/input/underflow"] == lost / (x[:20] != 0).sum().item() > 0
     assert seen["experts.w1/input/amax"] == x[:20].abs().max().item()
     assert seen["experts.w1/input/nonfinite"] == 0
     weights = whole["experts"].w1.detach()
-    lost = sum(((reference_values(w, **how) == 0) & (w != 0)).sum().item() for w in weights)
+    lost = sum(((reference_values(w, **of_weights) == 0) & (w != 0)).sum().item() for w in weights)
     assert seen["experts.w1/weight/underflow"] == lost / (weights != 0).sum().item()
     assert not vars(whole["experts"]).keys() & {"_float8_product"}

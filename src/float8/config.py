@@ -84,8 +84,8 @@ class Granularity(enum.Enum):
     def scales(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the scales of data [..., R, C]; symbolic sizes get no guard.
 
-        `()` for one scale, [..., R, 1] by rows, [R, ceil(C / width)] by runs of a row. By squares
-        [ceil(R / height), ceil(C / width)] with the columns padded to 4, as cuBLASLt wants.
+        `()` for one scale, [..., R, 1] by rows, [..., R, ceil(C / width)] by runs. By squares
+        [..., ceil(R / height), ceil(C / width)], the columns padded to 4, as cuBLASLt wants.
         """
         if self.height is None:
             return ()
@@ -95,7 +95,8 @@ class Granularity(enum.Enum):
         runs = (shape[-1] + self.width - 1) // self.width
         if self.height == 1:
             return (*shape[:-1], runs)
-        return ((shape[0] + self.height - 1) // self.height, (runs + 3) // 4 * 4)
+        below = (shape[-2] + self.height - 1) // self.height
+        return (*shape[:-2], below, (runs + 3) // 4 * 4)
 
 
 class ScalingGranularity(Granularity):
@@ -262,8 +263,8 @@ class Float8LinearRecipeName(enum.Enum):
     BLOCKWISE = "blockwise"
     """Dynamic scaling, a scale per 1x128 elements of input and grad_output and per 128x128 of the
     weight, and of the input for grad_weight; e4m3 everywhere. DeepSeek-V3 (arXiv 2412.19437,
-    section 3.3) has 1x128 there, too, whose GEMM is slower on Hopper: set
-    `cast_config_input_for_grad_weight` to `cast_config_input`."""
+    section 3.3) has 1x128 there, too, as experts here do; for linear layers, whose GEMM is slower
+    so on Hopper, set `cast_config_input_for_grad_weight` to `cast_config_input`."""
 
 
 class Float8Weights(enum.Enum):

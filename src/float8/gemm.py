@@ -199,14 +199,19 @@ def grouped_matmul(
     empty; ends are multiples of 128 where what is contracted lies in groups. `tokens`: the real
     rows without padding; only FLOP counting reads it. CPUs multiply as `emulate` does.
 
+    Under blocks `a` [R, K] has scales of runs, [R, K / 128], and `b` those of squares, see
+    `Operand`; of groups that are contracted both have runs, [N, R / 128] and [K, R / 128]. Sums of
+    128 products are scaled, and added in float32.
+
     Raises:
         RuntimeError: the device has no such GEMM and `gemm.emulate` is False.
     """
     ask = not torch.compiler.is_compiling() and not gemm.emulate
     if ask and (reason := lacks_float8_gemm(a.data.device, only_hopper=True)):
         raise _refusal(reason)
+    by_blocks = gemm.granularities[0].by_blocks
     return GROUPED_GEMM(  # type: ignore[no-any-return]
-        *a, *b, ends, gemm.emulate, gemm.use_fast_accum, out_dtype, tokens
+        *a, *b, ends, gemm.emulate, gemm.use_fast_accum, out_dtype, tokens, by_blocks
     )
 
 

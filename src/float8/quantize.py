@@ -83,11 +83,14 @@ def quantize(
     """
     how, state, record, reduce, scale = cast
     if offs is not None or x.dim() == 3:
-        known = scale is not None and (offs is not None or not how.scaling_granularity.one_scale)
-        if how.scaling_granularity.by_blocks or known or state is not None or reduce is not None:
-            got = f"{how.scaling_granularity}, or a state, scale or reduction, for groups of rows"
+        covers = how.scaling_granularity
+        known = scale is not None and (offs is not None or not covers.one_scale)
+        wrong = covers.by_blocks and covers.square == (offs is not None)
+        if known or wrong or state is not None or reduce is not None:
             raise ValueError(
-                f"quantize: got {got}, expected dynamic scales of each, or of its rows"
+                f"quantize: got {covers}, or a state, scale or reduction, for groups of rows or "
+                f"weights of experts, expected dynamic scales of each or of its rows; or of runs "
+                f"for groups, of squares for weights"
             )
         if offs is not None:
             return cast_groups(x, offs, how, row=row, col=col)
@@ -121,15 +124,32 @@ def _cast_each(
     To row data [E, N, ceil16(K)] with scales [E, N], column data [E, K, ceil16(N)] with [E, K].
     The weights are viewed as one matrix with E equal groups of rows. For storage [E, K, N], row and
     col requests are swapped instead of copying. Weights stored otherwise are copied.
+
+    By squares row data are [E, N, ceil128(K)] with scales [E, ceil(N / 128), ceil(K / 128) or
+    more], column data [E, K, ceil128(N)] with [E, ceil(K / 128), ceil(N / 128) or more]. They are
+    cast as one matrix, filled up to whole squares of each: a copy unless the weights are that.
     """
     if transposed := weights.transpose(1, 2).is_contiguous():
         weights, row, col = weights.transpose(1, 2), col, row
     E, R, C = weights.shape
+    of_row: Operand | None = None
+    of_col: Operand | None = None
+    if how.scaling_granularity.square and not how.scaling_granularity.one_scale:
+        below = -R % 128
+        padded = F.pad(weights, (0, 0, 0, below)) if below else weights.contiguous()
+        of_row, of_col = kernels.cast(padded.view(-1, C), how, row=row, col=col, after=after)
+        if of_row is not None:
+            data, scale = (x.view(E, x.shape[0] // E, -1) for x in of_row)
+            of_row = Operand(data[:, :R], scale)
+        if of_col is not None:  # those of each expert lie beside each other
+            scale = of_col.scale[:, : (R + below) * E // 128]
+            data, scale = (x.view(len(x), E, -1).transpose(0, 1) for x in (of_col.data, scale))
+            of_col = Operand(data[:, :C], scale)
+        return Quantized(of_col, of_row) if transposed else Quantized(of_row, of_col)
     ends = torch.arange(R, E * R + 1, R, dtype=torch.int32, device=weights.device)
     matrix, width = weights.contiguous().view(E * R, C), (R + 127) // 128 * 128
     known = {"scale": scale, "after": after}
     made = cast_groups(matrix, ends, how, row=row, col=col, width=E * width, **known)
-    of_row = of_col = None
     if row:
         of_row = Operand(made.row.data.view(E, R, -1), made.row.scale.view(E, R))
     if col:  # those of each expert lie beside each other
@@ -207,17 +227,20 @@ def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Ope
 def to_col(row: Operand, how: CastConfig, after: Tensor | None = None) -> Operand:
     """Return column data of row data that were cast by `how`; `after` as `kernels.cast`.
 
-    Row data are [R, C], or [E, N, K] of experts with scales [E, N, 1], alike under one scale each.
-    Bytes are transposed where columns have the scales of rows. Where rows have scales of their own,
-    the values are cast again: with powers of two as scales that changes no value but those that are
-    tiny in their column; what was tiny in its row was rounded before.
+    Row data are [R, C], or [E, N, K] of experts with scales of squares, or [E, N, 1], alike under
+    one scale each. Bytes are transposed where columns have the scales of rows. Where rows have
+    scales of their own, the values are cast again: with powers of two as scales that changes no
+    value but those that are tiny in their column; what was tiny in its row was rounded before.
     """
     granularity = how.scaling_granularity
-    if granularity.one_scale and row.data.dim() == 3:
+    if granularity.square and row.data.dim() == 3:
         E, N, K = row.data.shape
-        matrix = F.pad(row.data.view(torch.uint8), (0, 0, 0, -N % GEMM_ALIGNMENT)).flatten(0, 1)
+        below = -N % (granularity.height or GEMM_ALIGNMENT)
+        matrix = F.pad(row.data.view(torch.uint8), (0, 0, 0, below)).flatten(0, 1)
         data = kernels.transpose_bytes(matrix.view(row.data.dtype), after=after)
         data = data[:K].view(K, E, -1).transpose(0, 1)
+        if granularity.by_blocks:
+            return Operand(data, row.scale.mT)
         return Operand(data, row.scale[:, 0].expand(E, K).contiguous())
     if granularity.one_scale:
         return Operand(kernels.transpose_bytes(row.data, after=after), row.scale)

@@ -108,7 +108,9 @@ class Operand(NamedTuple):
     128; gathered data are not padded before `quantize.padded`."""
 
     scale: Tensor
-    """float32 decode scales, in the shape of `Granularity.scales`; of groups [R], or [E, N]."""
+    """float32 decode scales, in the shape of `Granularity.scales`. Of groups [R], and of columns
+    [E, N], where rows have scales; runs have [R, K / 128], and columns [N, width / 128]. Weights
+    [E, N, K] have [E, N]; by squares [E, ceil(N / 128), ceil(K / 128) or more], of any strides."""
 
 
 class Quantized(NamedTuple):
@@ -131,7 +133,7 @@ class Quantized(NamedTuple):
 def check_scale(operand: Operand, granularity: Granularity) -> None:
     """Raise a `ValueError` if the scales of data [R, C] do not have the shape of a granularity.
 
-    One element for one scale, else `Granularity.scales`; rows may have more leading dims.
+    One element for one scale, else `Granularity.scales`; but for runs with any leading dims.
     """
     if granularity.one_scale:
         right, expected = operand.scale.numel() == 1, "one element"
@@ -148,10 +150,12 @@ def check_scale(operand: Operand, granularity: Granularity) -> None:
 def dequantised(
     operand: Operand, granularity: Granularity, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return `data * scale` in `dtype`; of any shape under one scale or rows, else [R, C]."""
+    """Return `data * scale` in `dtype`, of any shape."""
     scale = operand.scale.reshape(()) if granularity.one_scale else operand.scale
     if granularity.width is not None:
-        scale = scale.repeat_interleave(granularity.width, dim=1)[:, : operand.data.shape[1]]
+        scale = scale.repeat_interleave(granularity.width, dim=-1)[..., : operand.data.shape[-1]]
     if granularity.height not in (None, 1):
-        scale = scale.repeat_interleave(granularity.height, dim=0)[: operand.data.shape[0]]
+        scale = scale.repeat_interleave(granularity.height, dim=-2)[
+            ..., : operand.data.shape[-2], :
+        ]
     return operand.data.to(dtype).mul_(scale.to(dtype))

@@ -2,6 +2,7 @@
 
 import importlib
 import warnings
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,10 +38,10 @@ K, N = 32, 48
 class Experts(nn.Module):
     """They multiply as torchtitan's do: cast, turned, by a method of that name."""
 
-    def __init__(self, experts: int) -> None:
+    def __init__(self, experts: int, K: int = K, N: int = N) -> None:
         super().__init__()
-        self.up = nn.Parameter(torch.randn(experts, N, K) / 6)
-        self.down = nn.Parameter(torch.randn(experts, K, N) / 7)
+        self.up = nn.Parameter(torch.randn(experts, N, K) * K**-0.5)
+        self.down = nn.Parameter(torch.randn(experts, K, N) * N**-0.5)
 
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
         up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (self.up, self.down))
@@ -91,9 +92,10 @@ def gathered(recipe: str, experts: int, steps: int, gather: bool, wrap: Any = sh
 @pytest.mark.parametrize("experts", [4, 3, 1], ids=str)  # uneven, and an empty rank
 @on("either")
 def test_training(experts: int) -> None:
-    """One scale for each expert: the same bits. Rows: those of the output, in the first step."""
+    """One scale for each expert, or square: the same bits. Rows: those of the first output."""
     for wrap in (shard, keep, *([offload] if here().type == "cpu" else [])):
         assert_same(*(gathered("tensorwise", experts, 2, how, wrap) for how in (True, False)))
+    assert_same(*(gathered("blockwise", experts, 2, how) for how in (True, False)))
     one, other = (gathered("rowwise", experts, 1, how) for how in (False, True))
     assert same_bits(one["loss 0"], other["loss 0"])
     for name, grad in one.items():
@@ -118,25 +120,27 @@ def test_a_gather_in_16_bits() -> None:
 # ---------------------------------------------------------------- what is sent
 
 
-def tokens(experts: int) -> tuple[Tensor, Tensor]:
+def tokens(experts: int, K: int = K) -> tuple[Tensor, Tensor]:
     sizes = torch.arange(experts, device=here()) * 5
     return seeded(1, int(sizes.sum()), K, device=here()), sizes
 
 
-def passed(recipe: str, experts: int, dim: int | None) -> tuple[Any, Tensor, Traffic, list[str]]:
+def passed(
+    recipe: str, experts: int, dim: int | None, K: int = K, N: int = N
+) -> tuple[Any, Tensor, Traffic, list[str]]:
     """Forward and backward of experts that ranks share along a dim, or of all; what was sent, said.
 
     Only of weights that ranks share FSDP2 makes 16 bits.
     """
     torch.manual_seed(0)
-    model = Experts(experts).to(here(), torch.float32 if dim is not None else BF16)
+    model = Experts(experts, K, N).to(here(), torch.float32 if dim is not None else BF16)
     convert(model, recipe, dim is not None)
     if dim is not None:
         how = {"mesh": mesh_of(), "mp_policy": POLICY}
         fully_shard(model, **how, shard_placement_fn=lambda _: Shard(dim))
     with Traffic() as seen, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        y = model(*tokens(experts))
+        y = model(*tokens(experts, K))
     y.square().sum().backward()
     said = [str(w.message) for w in caught if "gathered" in str(w.message)]
     return model, y, seen, said
@@ -173,6 +177,35 @@ def test_other_dims(dim: int) -> None:
             assert same_bits(wanted.float(), grad) or (in_float8 and sqnr(wanted, grad) > 30)
 
 
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@on("either")
+def test_squares_of_weights(dim: int) -> None:
+    """Their scales are sent with even shards of experts, and apart from shards of whole squares."""
+    experts, (K, N) = (4, (160, 272)) if dim == 0 else (3, (256, 512))
+    model, y, seen, said = passed("blockwise", experts, dim, K, N)
+    elements = experts // 2 * 2 * N * K if dim == 0 else 3 * N * K
+    if dim == 0:
+        assert seen.sizes == [elements + 2 * 4 * (3 * 4 + 2 * 4)]
+    else:
+        assert seen.sizes == [elements * dim]
+    if dim == 1:
+        assert seen.bytes_of("all_gather") == {torch.float32: 3 * 4 * (2 * 4 + 1 * 4)}
+    assert (seen.all_reduces, len(said)) == (0, 2 * (dim == 2))
+    single, wanted, *_ = passed("blockwise", experts, None, K, N)
+    assert same_bits(y, wanted)
+    for name, weight in model.named_parameters():
+        assert same_bits(single.get_parameter(name).grad.float(), whole(weight.grad))
+
+
+@on("two")
+def test_shards_that_cut_squares_are_gathered_in_16_bits() -> None:
+    _, y, seen, said = passed("blockwise", 3, 1, 128, 256)
+    assert seen.sizes == [3 * 128 * 128 + 2 * 3 * 64 * 256]
+    assert len(said) == 1
+    assert "shards of 64 rows would cut squares" in said[0]
+    assert same_bits(y, passed("blockwise", 3, None, 128, 256)[1])
+
+
 # ---------------------------------------------------------------- what else is done with them
 
 
@@ -193,11 +226,12 @@ def test_uses() -> None:
     row: dict[str, Any] = {"make": partial(blocks, 4), "wrap": partial(keep, param_dtype=BF16)}
     row |= {"begin": evaluate, "before_backward": prepare, "microbatches": 3, "steps": 2}
     assert_same(outcome("tensorwise", True, **row), outcome("tensorwise", False, **row))
-    eager = outcome("rowwise", True, **row)
-    assert_same(outcome("rowwise", True, **row | {"begin": evaluate_then_compile}), eager)
+    for recipe in ("rowwise", "blockwise"):
+        eager = outcome(recipe, True, **row)
+        assert_same(outcome(recipe, True, **row | {"begin": evaluate_then_compile}), eager)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 @on("two")
 def test_nothing_of_gathered_weights_is_kept(recipe: str) -> None:
     """What forward saves of them for backward is memory that FSDP2 frees."""
@@ -206,16 +240,18 @@ def test_nothing_of_gathered_weights_is_kept(recipe: str) -> None:
     with saved_tensors() as kept:
         model(x.requires_grad_(), sizes)
     of_weights = [t for t in kept if t.dim() == 3]
-    assert [t.shape[1:] for t in of_weights] == [(N, K), (N, 1), (K, N), (K, 1)]
+    up, down = ((1, 4), (1, 4)) if recipe == "blockwise" else ((N, 1), (K, 1))
+    assert [t.shape[1:] for t in of_weights] == [(N, K), up, (K, N), down]
     assert all(t.untyped_storage().size() > 0 for t in of_weights)
     model.reshard()
     assert all(t.untyped_storage().size() == 0 for t in of_weights)
 
 
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 @on("two")
-def test_float32_without_a_policy() -> None:
+def test_float32_without_a_policy(recipe: str) -> None:
     """The module casts its weights to bfloat16; they stay the bytes that were gathered."""
-    model = fully_shard(convert(Experts(2), "rowwise"), mesh=mesh_of())
+    model = fully_shard(convert(Experts(2), recipe), mesh=mesh_of())
     x, sizes = tokens(2)
     y = model(x, sizes)
     gathered = model.up
@@ -395,8 +431,10 @@ SENT = [[3, 5], [0, 7]]
 """Rows from each rank to each."""
 
 
-def in_float8(x: Tensor) -> Tensor:
-    return dequantised(quantize(x, Cast(ROWS), row=True).row, ROWS.scaling_granularity, x.dtype)
+def in_float8(x: Tensor, how: CastConfig = ROWS) -> Tensor:
+    row = quantize(x, Cast(how), row=True).row
+    values = dequantised(row, how.scaling_granularity, torch.float32).to(x.dtype)
+    return values[: x.shape[0], : x.shape[1]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -418,6 +456,16 @@ def test_tokens_are_sent_in_float8(dtype: torch.dtype) -> None:
         assert sum(seen.bytes_of("all_to_all").values()) == (K + 4) * rows < size * K * rows
     # Cast again by a grouped GEMM, they are the same values.
     assert torch.equal(in_float8(y.detach()), y)
+
+
+@on("two")
+def test_tokens_that_arrived_are_cast_to_blocks() -> None:
+    """Under powers of two they stay the values they are; else they are rounded a second time."""
+    x = seeded(0, 256, 512, device=here())
+    arrived, runs = in_float8(x), replace(ROWS, scaling_granularity=ScalingGranularity.BLOCK_1x128)
+    assert torch.equal(in_float8(arrived, runs), arrived)
+    plain = replace(runs, power_of_2=False)
+    assert 3 < sqnr(x, in_float8(x, plain)) - sqnr(x, in_float8(arrived, plain)) < 4
 
 
 @on("two")

@@ -21,14 +21,16 @@ from support.models import seeded
 def gathered(weight: Tensor, config: object) -> GatheredExperts:
     """As one gather makes it."""
     row = quantize(weight, plan_linear(config).casts.weight, row=True).row
-    data, scale = row.data[..., : weight.shape[2]].contiguous(), row.scale.unsqueeze(-1)
-    made = GatheredExperts(data, scale, weight.dtype, ScalingGranularity.AXISWISE)
-    return made.requires_grad_()
+    covers, scale = plan_linear(config).casts.weight.how.scaling_granularity, row.scale
+    if not covers.by_blocks:
+        covers, scale = ScalingGranularity.AXISWISE, scale.unsqueeze(-1)
+    data = row.data[..., : weight.shape[2]].contiguous()
+    return GatheredExperts(data, scale, weight.dtype, covers).requires_grad_()
 
 
 @on_devices
-@pytest.mark.parametrize("shape", [(48, 80), (40, 70)], ids=str)
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("shape", [(48, 80), (40, 70), (272, 384)], ids=str)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_gathered_weights_multiply_as_others(
     device: str, recipe: str, shape: tuple[int, int]
 ) -> None:

@@ -13,7 +13,14 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from float8 import Float8LinearConfig, grouped_linear, linear, save_gemm_outputs
+from float8 import (
+    CastConfig,
+    Float8LinearConfig,
+    ScalingType,
+    grouped_linear,
+    linear,
+    save_gemm_outputs,
+)
 from float8.gemm import grouped_outer
 from sqnr import sqnr
 from support.devices import on_devices
@@ -23,11 +30,13 @@ from support.models import seeded
 from support.spies import OpCounter, saved_tensors
 
 N, K = 48, 80
-recipes = pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"]
+recipes = pytest.mark.parametrize("recipe", RECIPES)
 longer = (
     pytest.param(x, marks=pytest.mark.exhaustive) for x in ("tensorwise", "rowwise_with_gw_hp")
 )
-some_compiled = pytest.mark.parametrize("recipe", ["rowwise", *longer])
+coarse_and_fine = pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+some_compiled = pytest.mark.parametrize("recipe", ["rowwise", "blockwise", *longer])
 
 
 class Inputs(NamedTuple):
@@ -77,8 +86,14 @@ def compiled(call: Callable[..., Any] = grouped_linear) -> Callable[..., Any]:
 
 
 def as_grouped(recipe: str) -> Float8LinearConfig:
-    """Return the recipe as grouped GEMMs run it, with gradients in e4m3, emulated."""
+    """Return the recipe as grouped GEMMs run it, with gradients in e4m3, emulated.
+
+    Where a linear layer has squares of tokens and features they have runs of tokens.
+    """
     config = Float8LinearConfig.from_recipe_name(recipe)
+    if recipe == "blockwise":
+        runs = config.cast_config_input
+        return replace(config, cast_config_input_for_grad_weight=runs, emulate=True)
     e4m3 = replace(config.cast_config_grad_output, target_dtype=torch.float8_e4m3fn)
     high = config.cast_config_grad_output_for_grad_weight if recipe.endswith("gw_hp") else None
     return replace(
@@ -90,7 +105,7 @@ def as_grouped(recipe: str) -> Float8LinearConfig:
 
 
 @on_devices
-@pytest.mark.parametrize("sizes", [[0, 1, 15, 16, 17], [100, 0, 0, 37], [0, 0, 64], [33]], ids=str)
+@pytest.mark.parametrize("sizes", [[0, 1, 15, 16, 17], [127, 0, 0, 130], [0, 0, 64], [33]], ids=str)
 @recipes
 def test_it_is_a_loop_of_layers(device: str, recipe: str, sizes: list[int]) -> None:
     """All groups but the rows behind the last, which are zero. Emulated, so that bits compare."""
@@ -135,42 +150,60 @@ def test_what_is_not_finite_stays_with_its_expert(device: str, recipe: str) -> N
 
 @on_devices
 @pytest.mark.parametrize("keeps", [False, True])
-def test_checkpointing_keeps_what_its_policy_says(device: str, keeps: bool) -> None:
+@coarse_and_fine
+def test_checkpointing_keeps_what_its_policy_says(device: str, keeps: bool, recipe: str) -> None:
     """And without one its input alone."""
     given = inputs([17, 15], device=device)
     contexts = partial(create_selective_checkpoint_contexts, save_gemm_outputs)
     how = {"context_fn": contexts} if keeps else {}
     with OpCounter() as counter:
         with saved_tensors() as kept:
-            y = checkpoint(grouped_linear, *given[:3], use_reentrant=False, **how)
+            call = partial(grouped_linear, config=recipe)
+            y = checkpoint(call, *given[:3], use_reentrant=False, **how)
         got = y, *torch.autograd.grad(y, (given.x, given.w), given.g)
     assert counter.ops["float8.grouped_matmul"] == (3 if keeps else 4)
     own = {t.data_ptr() for t in given[:3]}
     assert keeps or {t.data_ptr() for t in kept if t.numel()} <= own
-    assert_same(got, given.run())
+    assert_same(got, given.run(recipe))
 
 
 @on_devices
-def test_weights_that_lie_transposed_are_read_as_they_lie(device: str) -> None:
+@coarse_and_fine
+def test_weights_that_lie_transposed_are_read_as_they_lie(device: str, recipe: str) -> None:
     """Those of gpt-oss are [E, K, N]: the same bits, and a gradient that lies as they do."""
     given = inputs([20, 0, 44], device=device)
     stored = given.w.detach().transpose(1, 2).contiguous().requires_grad_()
-    y = grouped_linear(given.x, stored.transpose(1, 2), given.offs)
+    y = grouped_linear(given.x, stored.transpose(1, 2), given.offs, config=recipe)
     dx, dstored = torch.autograd.grad(y, (given.x, stored), given.g)
-    assert_same((y, dx, dstored.transpose(1, 2)), given.run())
+    assert_same((y, dx, dstored.transpose(1, 2)), given.run(recipe))
 
 
-def test_no_rows_and_partial_gradients() -> None:
-    x, w, offs, g = given = inputs([16, 16])
-    none = grouped_linear(x[:0], w, torch.zeros(2, dtype=torch.int32))
+@coarse_and_fine
+def test_no_rows_and_partial_gradients(recipe: str) -> None:
+    x, w, offs, g = given = inputs([16, 16], 5)
+    grouped = partial(grouped_linear, config=recipe)
+    none = grouped(x[:0], w, torch.zeros(2, dtype=torch.int32))
     assert none.shape == (0, N)
     assert not torch.autograd.grad(none.sum(), w)[0].any()
-    y, dx, dw = given.run()
-    frozen, first = (grouped_linear(*args, offs) for args in ((x, w.detach()), (x.detach(), w)))
+    y, dx, dw = given.run(recipe)
+    frozen, first = (grouped(*args, offs) for args in ((x, w.detach()), (x.detach(), w)))
     assert torch.autograd.grad(frozen, x, g)[0].equal(dx)
     assert torch.autograd.grad(first, w, g)[0].equal(dw)
     with torch.no_grad():
-        assert grouped_linear(x, w, offs).equal(y)
+        assert grouped(x, w, offs).equal(y)
+
+
+@on_devices
+def test_blocks_with_the_gradient_of_weights_in_high_precision(device: str) -> None:
+    high, given = CastConfig(ScalingType.DISABLED), inputs([20, 0, 44], 5, device)
+    config = replace(
+        Float8LinearConfig.from_recipe_name("blockwise"),
+        cast_config_input_for_grad_weight=high,
+        cast_config_grad_output_for_grad_weight=high,
+    )
+    y, dx, _ = given.run("blockwise")
+    dw = grouped_outer(given.g, given.x.detach(), given.offs)
+    assert_same(given.run(config), (y, dx, dw))
 
 
 def test_autocast_chooses_the_dtype() -> None:
@@ -266,6 +299,10 @@ def test_offs_that_lead_nowhere(device: str, recipe: str) -> None:
 
 def test_bad_input_raises() -> None:
     x, w, offs = (t.detach() for t in inputs([16, 16])[:3])
+    blocks = Float8LinearConfig.from_recipe_name("blockwise")
+    runs, squares = blocks.cast_config_input, blocks.cast_config_weight
+    turned = replace(blocks, cast_config_input=squares, cast_config_weight=runs)
+    turned = replace(turned, cast_config_weight_for_grad_input=squares)
     require_errors(
         *(
             (error, partial(grouped_linear, config=config), args)
@@ -278,7 +315,7 @@ def test_bad_input_raises() -> None:
                 ("ValueError: one device", (x, w.to("meta"), offs), None),
                 ("ValueError: multiples of 16", (x[:, :70], w[:, :, :70], offs), None),
                 ("ValueError: delayed scaling", (x, w, offs), "delayed"),
-                ("ValueError: block scales", (x, w, offs), "blockwise"),
+                ("ValueError: weights with scales of 1x128", (x, w, offs), turned),
                 ("ValueError: recipe", (x, w, offs), "columnwise"),
                 ("TypeError: dict", (x, w, offs), {}),
             )

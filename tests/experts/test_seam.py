@@ -66,7 +66,7 @@ def run(experts: nn.Module) -> dict[str, Tensor]:
     return made
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"])
 def test_the_seam_multiplies_in_float8(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As exact as three float8 layers, and bit by bit what `grouped_linear` gives there."""
     model = convert_to_float8_training(Model(), config=recipe)
@@ -75,6 +75,8 @@ def test_the_seam_multiplies_in_float8(recipe: str, monkeypatch: pytest.MonkeyPa
         f"experts.{name}" for name in ("w1", "w2", "w3")
     ]
     assert [each.fqn for each in report.skipped] == ["gate"]
+    is_fine, words = recipe == "blockwise", ("input by 1x128 for grad_weight", "use_fast_accum")
+    assert [word in repr(model.experts) for word in words] == [is_fine, not is_fine]
     got, plain = run(model.experts), SeamExperts()
     for name, want in run(plain).items():
         assert sqnr(want, got[name]) > tolerances.FFN, name

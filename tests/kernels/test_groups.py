@@ -1,6 +1,6 @@
 """`cast_groups`: each group as a cast of its own, and the Triton kernels as their twin."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, cast
@@ -40,6 +40,12 @@ def tensor(sizes: list[int], C: int, source: torch.dtype = torch.bfloat16) -> tu
     return x, torch.tensor(sizes).cumsum(0).to(torch.int32)
 
 
+def assert_alike(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+    """Bit for bit, however they lie."""
+    of = torch.contiguous_format
+    assert_same(*([x.clone(memory_format=of) for x in each] for each in (got, want)))
+
+
 @cases
 def test_each_group_is_cast_by_itself(
     sizes: list[int], of: ScalingGranularity, power_of_2: bool
@@ -57,7 +63,7 @@ def test_each_group_is_cast_by_itself(
             got += [made.col.data[:C, at : at + n], made.col.scale[group, :C]]
             want = [alone.row.data[:n, :C], alone.row.scale.flatten().expand(n)]
             want += [alone.col.data[:C, :n], alone.col.scale.flatten()[:C].expand(C)]
-            assert_same(*([each.contiguous() for each in both] for both in (got, want)))
+            assert_alike(got, want)
         assert end == at + ceil128(n)
         assert not made.col.data.view(torch.uint8)[:, at + n : end].any()
         at = end
@@ -82,6 +88,57 @@ def test_kernels_are_their_twin(
                 if col:
                     got[-2], want[-2] = got[-2][:, : x.shape[1]], want[-2][:, : x.shape[1]]
                 assert_same(got, want)
+
+
+RUNS, SQUARES = ScalingGranularity.BLOCK_1x128, ScalingGranularity.BLOCK_128x128
+SIZES_OF_RUNS = [*SIZES, [127, 0, 128, 129, 300]]
+
+
+@pytest.mark.parametrize("C", [24, 256])
+@pytest.mark.parametrize("sizes", SIZES_OF_RUNS, ids=str)
+def test_each_group_is_cast_by_itself_by_runs(sizes: list[int], C: int) -> None:
+    """No run has tokens of two groups, and all of a group is as a linear layer casts it."""
+    spec = CastConfig(target_dtype=E4M3, scaling_granularity=RUNS, power_of_2=C == 24)
+    x, offs = tensor(sizes, C)
+    both, row = (cast_groups(x, offs, spec, row=True, col=col) for col in (True, False))
+    assert_alike(both.row, row.row)
+    at = 0
+    for rows, behind, end in zip(x.split([*sizes, 3]), offs.tolist(), both.ends, strict=False):
+        if n := len(rows):
+            alone = quantize(rows, Cast(spec), row=True, col=True)
+            here, tokens = slice(behind - n, behind), slice(at, at + ceil128(n))
+            runs = slice(at // 128, (at + ceil128(n)) // 128)
+            assert_alike([x[here] for x in both.row], [x[:n] for x in alone.row])
+            assert_alike([both.col.data[:, tokens], both.col.scale[:, runs]], alone.col)
+        at += ceil128(n)
+        assert end == at
+
+
+@pytest.mark.parametrize("sizes", SIZES_OF_RUNS, ids=str)
+def test_the_kernel_of_runs_is_its_twin(triton_device: torch.device, sizes: list[int]) -> None:
+    for n, C in enumerate([24, 150, 256]):  # with masks and without
+        x, offs = (t.to(triton_device) for t in tensor(sizes, C, HIGH_PRECISION[n]))
+        how = E4M3, C != 24, sum(map(ceil128, sizes)), C == 150
+        got, want = (o.cast_groups_by_runs(x, offs, *how) for o in (ops.cuda, ops.cpu))
+        assert_same(got, want)
+
+
+@pytest.mark.parametrize("shape", [(3, 128, 256), (3, 48, 80), (2, 300, 144)], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_each_weight_is_cast_by_itself_by_squares(
+    shape: tuple[int, int, int], transposed: bool
+) -> None:
+    """All that a linear layer has, but for rows of zeros below row data."""
+    (_, N, K), spec = shape, Cast(CastConfig(target_dtype=E4M3, scaling_granularity=SQUARES))
+    weights = torch.randn(shape).exp()
+    weights = weights.mT.contiguous().mT if transposed else weights
+    made = quantize(weights, spec, row=True, col=True)
+    below, right = ceil128(N) // 128, ceil128(K) // 128
+    for e, weight in enumerate(weights):
+        alone = quantize(weight, spec, row=True, col=True)
+        assert_alike([made.row.data[e], made.col.data[e]], [alone.row.data[:N], alone.col.data[:K]])
+        assert_alike([made.row.scale[e, :, :right]], [alone.row.scale[:, :right]])
+        assert_alike([made.col.scale[e, :, :below]], [alone.col.scale[:, :below]])
 
 
 @pytest.mark.parametrize("of", GRANULARITIES, ids=str)
@@ -131,14 +188,44 @@ def test_the_grouped_gemm_is_its_twin(triton_device: torch.device, sizes: list[i
         assert not want.any() or sqnr(want, got) > 45
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [*SIZES[:3], [0, 0], [290], [1, 700, 0, 129]], ids=str)
+def test_the_grouped_gemm_of_blocks_is_its_twin(
+    triton_device: torch.device, sizes: list[int]
+) -> None:
+    """Scales of blocks lie far apart; those of rows in no group, and behind all runs, are NaN."""
+    R, N, C, E = sum(sizes) + 5, 150, 384, len(sizes)
+    make = partial(torch.randn, device=triton_device)
+    spec = Cast(CastConfig(target_dtype=E4M3, scaling_granularity=SQUARES))
+    w = quantize(make(E, C, N) * make(E, C, N).mul(3).exp(), spec, row=True, col=True)
+    rows, columns = ((make(R, n).to(E4M3), make(n // 128, R).mul(3).exp().t()) for n in (C, 256))
+    padded = torch.tensor([*map(ceil128, sizes)], device=triton_device).cumsum(0)
+    tokens = []
+    for n in (N + 10, C):
+        data, scale = make(n, int(padded[-1]) + 128).to(E4M3), make(int(padded[-1]) // 128 + 1, n)
+        data.view(torch.uint8)[:, padded[-1] :], scale[-1] = 127, float("nan")
+        tokens += [data, scale.mul(3).exp().t()]
+    rows[1][sum(sizes) :] = float("nan")
+    ends = torch.tensor(sizes, device=triton_device).cumsum(0).to(torch.int32)
+    cases = [(*rows, *w.col, ends), (*columns, *w.row, ends), (*tokens, padded.to(torch.int32))]
+    for n, case in enumerate(cases):
+        how = False, True, torch.float32 if n == len(sizes) % 3 else torch.bfloat16, None, True
+        got, want = ops.cuda.grouped_matmul(*case, *how), ops.cpu.grouped_matmul(*case, *how)
+        assert torch.equal((got == 0).all(-1), (want == 0).all(-1))
+        assert got.isfinite().all()
+        # As above. Scales of neighbours would be a hundred times as large.
+        assert not want.any() or sqnr(want, got) > 45
+
+
 def test_no_tokens_at_all(triton_device: torch.device) -> None:
     """One expert without tokens has column data without columns, which no descriptor takes."""
     x = torch.empty(0, 32, device=triton_device, dtype=torch.bfloat16)
     offs = torch.zeros(1, device=triton_device, dtype=torch.int32)
-    for of in GRANULARITIES:
+    for of in (*GRANULARITIES, RUNS):
         spec = CastConfig(target_dtype=E4M3, scaling_granularity=of)
         _, col, ends = cast_groups(x, offs, spec, row=False, col=True)
-        assert not ops.cuda.grouped_matmul(*col, *col, ends, False, True, torch.bfloat16).any()
+        how = False, True, torch.bfloat16, None, of is RUNS
+        assert not ops.cuda.grouped_matmul(*col, *col, ends, *how).any()
 
 
 MIN, MAX, T = -(2**31), 2**31 - 1, 140
@@ -165,8 +252,16 @@ def test_no_offs_lead_out_of_the_tensors(
         arenas.append(arena[MARGIN + size :])
         return arena[MARGIN : MARGIN + size].view(x.dtype).view(x.shape).copy_(x)
 
-    cast_fake, matmul_fake = casts.cast_groups_fake, gemm.grouped_matmul_fake
-    monkeypatch.setattr(casts, "cast_groups_fake", lambda *a: [*map(guarded, cast_fake(*a))])
+    def guarded_all(made: list[Tensor]) -> list[Tensor]:
+        strided = [x.t() if x.dim() == 2 and x.stride(0) == 1 else x for x in made]
+        return [
+            guarded(x) if x is y else guarded(x).t() for x, y in zip(strided, made, strict=True)
+        ]
+
+    matmul_fake = gemm.grouped_matmul_fake
+    for name in ("cast_groups_fake", "cast_groups_by_runs_fake"):
+        fake = getattr(casts, name)
+        monkeypatch.setattr(casts, name, lambda *a, fake=fake: guarded_all(fake(*a)))
     monkeypatch.setattr(gemm, "grouped_matmul_fake", lambda *a: guarded(matmul_fake(*a)))
 
     def ends(numbers: list[int]) -> Tensor:
@@ -183,17 +278,28 @@ def test_no_offs_lead_out_of_the_tensors(
         made = ops.cuda.cast_groups(x, ends(wild), *how)
         for offs in (wild, tame):
             assert_same(made, casts.cast_groups_reference(x, ends(offs), *how))
+    runs = E4M3, True, sum(map(ceil128, sizes)), False
+    by_runs = ops.cuda.cast_groups_by_runs(x, ends(wild), *runs)
+    for offs in (wild, tame):
+        assert_same(by_runs, casts.cast_groups_by_runs_reference(x, ends(offs), *runs))
     b = guarded(torch.randn(E, N, C, device=triton_device).to(E4M3))
     rows = *made[:2], b, guarded(torch.rand(E, N, device=triton_device))
     padded = [n if n in (MIN, MAX) else min(max(n * 128, MIN), MAX // 128 * 128) for n in wild]
     columns, reference = (*made[2:4], *made[2:4]), cast(Any, gemm.grouped_matmul_reference)
-    for case, offs, most in ((rows, wild, T), (columns, padded, made[2].shape[1])):
+    squares = quantize(b.float(), Cast(CastConfig(scaling_granularity=SQUARES)), row=True).row
+    squares = [*map(guarded, (squares.data.contiguous(), squares.scale.contiguous()))]
+    width, how = made[2].shape[1], (False, False, torch.float32, None)
+    cases = [(rows, wild, T, False), (columns, padded, width, False)]
+    if triton_device.type == "cuda":  # Gluon has no interpreter
+        cases.append(((*by_runs[:2], *squares), wild, T, True))
+        cases.append(((*by_runs[2:4], *by_runs[2:4]), padded, width, True))
+    for case, offs, most, blocks in cases:
         got, want = (
-            ops.cuda.grouped_matmul(*case, ends(numbers), False, False, torch.float32)
+            ops.cuda.grouped_matmul(*case, ends(numbers), *how, blocks)
             for numbers in (offs, clean(offs, most))
         )
-        twin = reference(*case, ends(offs), False, False, torch.float32)
+        twin = reference(*case, ends(offs), *how, blocks)
         assert torch.equal(got, want)
-        assert torch.equal(got == 0, twin == 0)
+        assert torch.equal((got == 0).all(-1), (twin == 0).all(-1))
         assert not twin.any() or sqnr(twin, got) > 45
     assert all(bool((arena == 255).all()) for arena in arenas)

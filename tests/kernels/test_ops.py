@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from float8.config import CastConfig
+from float8.config import CastConfig, ScalingGranularity
 from float8.kernels.amax import amax_reference
 from float8.kernels.cast_groups import cast_groups
 from float8.kernels.runtime import ops
@@ -64,20 +64,24 @@ def of_count(device: str) -> Args:
 
 
 def of_times_held(device: str) -> Args:
-    for experts in ((), (3,)):
+    squares = ScalingGranularity.BLOCK_128x128
+    for experts, of in (((), None), ((3,), None), ((3,), squares)):
         weight = torch.nn.Parameter(torch.randn(*experts, 32, 48, device=device))
-        kept = hold(weight, Cast(CastConfig(target_dtype=E4M3)))
+        spec = CastConfig(scaling_granularity=of or ScalingGranularity.TENSORWISE)
+        kept = hold(weight, Cast(spec))
         offs = of_groups(device)[2] if experts else None
         for current, columns in itertools.product((False, True), repeat=2):
             data = kept.col_data if columns else kept.row_data
             scale = kept.col_scale if columns else kept.row_scale
             a = torch.randn(40, data.shape[-1], device=device).to(E4M3)
             of_a = torch.ones(40 if experts else (), device=device)
+            of_a = torch.ones(1, 40, device=device).t() if of else of_a
+            covers = ("block_1x128", of.value) if of else ("tensorwise", "tensorwise")
             # opcheck copies the weight, which has another address then.
             with mock.patch.object(held_weights, "is_current", return_value=current):
                 yield (
                     a, of_a, data, scale, weight.detach(), offs, False, 40, data.shape[-2], columns,
-                    False, "tensorwise", "tensorwise", False, bool(experts), torch.bfloat16,
+                    False, *covers, False, bool(experts), torch.bfloat16,
                 )  # fmt: skip
 
 
@@ -102,6 +106,12 @@ def of_cast_groups(device: str) -> Args:
         yield x, offs, E4M3, *layout, 256, one_scale, False  # nothing is left unwritten
 
 
+def of_cast_groups_by_runs(device: str) -> Args:
+    x, offs, *_ = next(of_cast_groups(device))
+    for row in (False, True):
+        yield x, offs, E4M3, row, 256, row
+
+
 def of_grouped_matmul(device: str) -> Args:
     x, other, offs = of_groups(device)
     spec, how = CastConfig(target_dtype=E4M3), (True, False)
@@ -110,6 +120,11 @@ def of_grouped_matmul(device: str) -> Args:
     w = torch.randn(3, 32, 48, device=device).to(E4M3)
     yield *a.row, w, torch.ones(3, 32, device=device), offs, *how, torch.bfloat16
     yield *a.col, *b.col, a.ends, *how, torch.bfloat16
+    runs = CastConfig(target_dtype=E4M3, scaling_granularity=ScalingGranularity.BLOCK_1x128)
+    a, b = (cast_groups(each, offs, runs, row=True, col=True) for each in (x, other))
+    squares = torch.randn(3, 32, 128, device=device).to(E4M3), torch.ones(3, 1, 4, device=device)
+    yield *a.row, *squares, offs, *how, torch.bfloat16, None, True
+    yield *a.col, *b.col, a.ends, *how, torch.bfloat16, None, True
 
 
 ARGUMENTS: dict[str, Callable[[str], Args]] = {
@@ -117,6 +132,7 @@ ARGUMENTS: dict[str, Callable[[str], Args]] = {
     "cast": of_cast,
     "cast_delayed": of_cast_delayed,
     "cast_groups": of_cast_groups,
+    "cast_groups_by_runs": of_cast_groups_by_runs,
     "count": of_count,
     "grouped_matmul": of_grouped_matmul,
     "grouped_outer": lambda device: iter([of_groups(device)]),
@@ -154,7 +170,7 @@ import sys
 sys.modules["triton"] = None  # makes `import triton` raise ImportError
 import torch
 from float8 import kernels
-from float8.config import CastConfig
+from float8.config import CastConfig, ScalingGranularity
 assert kernels.amax(torch.tensor([1.0, -2.0])).item() == 2.0
 spec = CastConfig(target_dtype=torch.float8_e5m2)
 row, col = kernels.cast(torch.ones(3, 5), spec, row=True, col=True)

@@ -114,9 +114,28 @@ def test_bytes_are_those_that_training_multiplies(recipe: str, tmp_path: Path) -
             assert said == {is_same} == {recipe == "rowwise" or own == "down_proj"}
 
 
+@pytest.mark.parametrize("rows", [256, 192], ids=str)
+def test_bytes_of_squares_are_those_that_training_multiplies(rows: int, tmp_path: Path) -> None:
+    """Where no square has rows of two projections."""
+    model = converted(built(intermediate_size=rows), "blockwise")
+    notes = save_float8_checkpoint(model, tmp_path)
+    tensors = in_files(tmp_path)
+    experts: Any = model.get_submodule("model.layers.1.mlp.experts")
+    row = quantize(experts.gate_up_proj, experts._float8_plan.casts.weight, row=True).row
+    for expert in range(4):
+        prefix = f"model.layers.1.block_sparse_moe.experts.{expert}"
+        data = torch.cat([tensors[f"{prefix}.{n}.weight"] for n in ("w1", "w3")])
+        scale = torch.cat([tensors[f"{prefix}.{n}.weight_scale_inv"] for n in ("w1", "w3")])
+        is_same = torch.equal(bits(data), bits(row.data[expert, :, :128]))
+        is_same = is_same and torch.equal(scale, row.scale[expert, :, :1])
+        said = {note.as_trained for note in notes if note.name == f"{prefix}.w1.weight"}
+        assert said == {is_same} == {rows == 256}
+
+
 def test_plain_experts_beside_blockwise_layers(tmp_path: Path) -> None:
-    """There is no grouped GEMM with blocks: they stay, and are cast as they are written."""
-    model = converted(built(), "blockwise")
+    """They are cast as they are written."""
+    left = lambda mod, fqn: fqn != "lm_head" and not fqn.endswith("experts")  # noqa: E731
+    model = convert_to_float8_training(built(), config="blockwise", module_filter_fn=left)
     notes = save_float8_checkpoint(model, tmp_path)
     assert all(note.as_trained == (".experts." not in note.name) for note in notes)
     assert quantization_config(model)["modules_to_not_convert"] == ["lm_head"]

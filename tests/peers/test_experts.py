@@ -72,7 +72,7 @@ def routed(experts: Any, seed: int = 0, tokens: int = 40) -> tuple[Tensor, Tenso
     return x, index, seeded(seed + 1, tokens, 2).sigmoid()
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"])
 @pytest.mark.parametrize("name", MODELS)
 def test_experts_compute_what_they_did(name: str, recipe: str) -> None:
     """Output and all gradients, with the same experts for each token."""
@@ -126,7 +126,7 @@ def compile_experts(model: nn.Module) -> None:
         experts.compile(backend="aot_eager", fullgraph=True)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_less_is_kept_for_backward(recipe: str) -> None:
     """Bytes beside Parameters, of experts as wide as Mixtral's, in bfloat16."""
     plain = hf.llama(0, "Mixtral", **FOUR, intermediate_size=224).model.layers[0].mlp.experts
@@ -136,7 +136,8 @@ def test_less_is_kept_for_backward(recipe: str) -> None:
         x, index, weights = routed(experts, tokens=512)
         args = x.detach().bfloat16().requires_grad_(), index, weights.bfloat16()
         kept.append(saved_bytes(partial(experts, *args), [*experts.parameters(), *args]))
-    assert kept[1] <= 0.68 * kept[0], kept
+    # Of runs there is a scale for 128 elements.
+    assert kept[1] <= (0.69 if recipe == "blockwise" else 0.68) * kept[0], kept
 
 
 @TWO
@@ -251,6 +252,8 @@ def replace_one(model: nn.Module) -> None:
         ("tensorwise", False),
         ("rowwise", False),
         ("rowwise", True),
+        ("blockwise", False),
+        ("blockwise", True),
         pytest.param("tensorwise", True, marks=pytest.mark.exhaustive),
     ],
 )
@@ -309,7 +312,7 @@ def reasons(model: nn.Module) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("config", "reason"),
-    [("delayed", "delayed scaling"), ("blockwise", "block scales"), (with_weights(ROWWISE), "")],
+    [("delayed", "delayed scaling"), ("blockwise", ""), (with_weights(ROWWISE), "")],
     ids=["delayed", "blockwise", "held"],
 )
 def test_what_grouped_gemms_cannot_do_stays(config: Any, reason: str) -> None:

@@ -176,8 +176,8 @@ def test_experts_have_a_recipe_of_their_own(caplog: pytest.LogCaptureFixture) ->
     model, _ = built(**MOE, filter_fqns=["inner_experts"])
     assert type(experts_of(model)) is GroupedExperts
     assert len(conversion_report(model).converted) == 14
-    with pytest.raises(ValueError, match="experts_recipe_name='blockwise': block scales"):
-        built(**MOE, experts_recipe_name="blockwise")
+    with pytest.raises(ValueError, match="experts_recipe_name='delayed': delayed scaling"):
+        built(**MOE, experts_recipe_name="delayed")
 
 
 def test_experts_of_gpt_oss() -> None:

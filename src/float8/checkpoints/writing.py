@@ -256,7 +256,8 @@ def _contents(
         names = [[published.names[name]]]
         if each in in_float8:
             names = published.experts.get(name, names)
-            sources.append(_Source(x, names, param_dtype, *_cast_of(module, scheme, len(names))))
+            how = _cast_of(module, scheme, x.shape[-2], len(names))
+            sources.append(_Source(x, names, param_dtype, *how))
         else:
             stays = kept(name) if masters else dtype is None
             sources.append(_Source(x, names, None if stays else rest))
@@ -315,15 +316,16 @@ def _in_float8(
     return {x for x in chosen if x.tensor.dim() == 2 or cut.isdisjoint(m for _, m, _ in x.uses)}
 
 
-def _cast_of(module: Any, scheme: Scheme, pieces: int) -> tuple[CastConfig, bool]:
-    """Return the cast of the weights of a module, and whether training casts them so, too."""
+def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastConfig, bool]:
+    """Return the cast of a weight of so many rows, and whether training casts it so, too."""
     how = CastConfig(target_dtype=E4M3, scaling_granularity=scheme.granularity)
     if not isinstance(module, Float8Linear | Float8Experts):
         return how, False
     of_training = module._float8_plan.casts.weight.how
     how = replace(how, power_of_2=of_training.power_of_2)
-    # Under one scale training has the pieces of the weights of experts together.
-    return how, of_training == how and (pieces == 1 or not scheme.granularity.one_scale)
+    # Training has the pieces of the weights of experts together: no scale may cover two of them.
+    apart = pieces == 1 or rows // pieces % (scheme.granularity.height or rows) == 0
+    return how, of_training == how and apart
 
 
 def _left_out(

@@ -22,20 +22,22 @@ class Cost(NamedTuple):
 
 COSTS = {
     "bf16": Cost(1.426, 0.009, 0.0, 0.0, 1.46),
-    "tensorwise": Cost(0.724, 0.021, 2.51, 1.9, 3.83),
+    "tensorwise": Cost(0.724, 0.021, 2.51, 1.9, 3.6),
     "delayed": Cost(0.705, 0.023, 2.80, 1.5, 3.83),
     "rowwise": Cost(0.739, 0.033, 2.70, 1.9, 3.57),
     "rowwise_with_gw_hp": Cost(0.968, 0.024, 1.71, 1.9, 3.10),
-    "blockwise": Cost(0.775, 0.025, 2.44, 1.9, 3.57),
+    "blockwise": Cost(0.775, 0.025, 2.44, 1.9, 3.45),
 }
 _INPUT = 0.85  # as several layers read one tensor, and kernels that make it find its amax
 _POWER = 1.03  # the larger a GEMM, the nearer to its limit of power a GPU runs
 
 MEMORY = {"H100": 1.2, "H200": 1.0}  # how long bytes take, over those of an H200
-_GROUPED = {"H100": 1.3, "H200": 1.0}  # the same of float8 GEMMs of experts
+_GROUPED = {"H100": 1.02, "H200": 1.0}  # the same of float8 GEMMs of experts
+_GROUPED_BY_BLOCKS = 1.28  # and of these under blocks, over linear layers'
 _AT_LEAST = 1.01  # modelled, for what is converted
 _FROZEN = {"tensorwise": 0.4, "delayed": 0.4}  # of casts of tokens whose transposes nobody needs
 _HELD = 0.15  # of the casts of weights of experts that four microbatches share
+_TRANSPOSED = 0.25  # of the casts of a weight: its bytes, for backward
 ERROR, EXPERTS_ERROR = 0.05, 0.1  # by how much speed-ups may be missed, and those with experts
 
 WAITS_BELOW_MS = 0.25
@@ -60,7 +62,7 @@ def layer_ms(
 
     Forward and backward on `gpu`, of `MEMORY`, under `recipe`, of `COSTS`. A frozen layer, which
     does not train, has two GEMMs. `casts` is the share of the casts of the weight that this rank
-    has: 1 / N where N ranks gather it in float8, none if there is only float8.
+    has: 1 / N where N ranks gather it in float8, a part if there is only float8.
     """
     cost, high = COSTS[recipe], COSTS["bf16"]
     share = 1.0 if trains else 2 / 3
@@ -68,6 +70,7 @@ def layer_ms(
     moved = cost.tokens * (1.0 if trains else _FROZEN.get(recipe, 1.0)) * tokens * (_INPUT * K + N)
     if experts:
         flop *= 1.0 if cost is high else _GROUPED[gpu]
+        flop *= _GROUPED_BY_BLOCKS if recipe == "blockwise" else 1.0
         moved += (high.experts + casts * (cost.experts - high.experts)) * experts * K * N
     else:
         moved += casts * cost.weight * K * N
@@ -89,7 +92,7 @@ def both_ms(
 ) -> tuple[float, float]:
     """Return `layer_ms` in bf16, and under `config`, where `ranks` gather the weight in float8."""
     share = {Float8Weights.HELD: _HELD if of.get("experts") else 1.0}
-    share[Float8Weights.ONLY] = float(of.get("trains", True))
+    share[Float8Weights.ONLY] = 1.0 if of.get("trains", True) else _TRANSPOSED
     casts = share.get(config.float8_weights, 1.0) / ranks
     high = layer_ms(gpu, "bf16", tokens, K, N, **of)
     return high, layer_ms(gpu, judged_as(config), tokens, K, N, casts=casts, **of)

@@ -31,9 +31,11 @@ def grouped_linear(
             e. Groups may be empty. On a CPU offs that descend, are negative or exceed T raise. On a
             GPU nothing is checked: each is clamped to 0..T and to no less than the entry before it.
         config: a `Float8LinearConfig`, or the name of a recipe; None means `"rowwise"`, which
-            grouped GEMMs are made for. Under `"tensorwise"` there is one scale per expert. All
+            grouped GEMMs are made for. Under `"tensorwise"` there is one scale per expert. Under
+            `"blockwise"` there is one for 1x128 elements of input and grad_output, along the dim
+            that a GEMM contracts, within a group, and for 128x128 of the weight of an expert. All
             casts are to e4m3, those of gradients, too: grouped GEMMs take nothing else. All three
-            GEMMs use `gemm_config_output.use_fast_accum`.
+            GEMMs use `gemm_config_output.use_fast_accum`; blocks are always added in float32.
 
     Returns:
         [T, N], dtype of the (autocast) input. Rows from `offs[-1]` on and their gradient are zero.
@@ -42,8 +44,8 @@ def grouped_linear(
         TypeError: a dtype is not one of those named above, or `config` is neither a configuration
             nor a name.
         ValueError: a shape is not one of those; on a CPU, offs descend, are negative or exceed T,
-            also in compiled code; or the config has delayed scaling, block scales, weights that are
-            held or in float8 only, or the GEMM of `output` or `grad_input` in high precision.
+            also in compiled code; or the config has delayed scaling, weights under 1x128, held or
+            in float8 only, or the GEMM of `output` or `grad_input` in high precision.
         RuntimeError: the device has no such GEMM and `config.emulate` is False.
     """
     config = as_config("rowwise" if config is None else config)
@@ -71,6 +73,8 @@ def apply_grouped(
     # Nothing to measure, nothing to multiply. Compiled code may not know how many rows there will
     # be, as under expert parallel: there the ops find none, as on a CPU, where they check offs.
     if not compiling and input.shape[0] == 0 and not input.is_cpu:
+        if isinstance(weight, GatheredExperts):
+            weight = weight.to_original_precision()
         return input @ weight[0].to(input.dtype).t()
     grad = torch.is_grad_enabled()
     needs = grad and input.requires_grad, grad and weight.requires_grad

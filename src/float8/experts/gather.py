@@ -1,7 +1,7 @@
 """Weights of experts that FSDP2 gathers in float8.
 
-A rank casts its shard by itself, of whole experts or of whole rows, and sends the bytes and a scale
-for each row, alike within an expert where the recipe has one for each.
+A rank casts its shard by itself, of whole experts or of whole rows, and sends the bytes and scales:
+of squares; or one for each row, alike within an expert where the recipe has one for each.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 class GatheredExperts(Float8Tensor):
-    """Weights of experts [E, N, K] as FSDP2 gathered them, with scales [E, N, 1].
+    """Weights of experts [E, N, K] as FSDP2 gathered them, with scales [E, N, 1] or of squares.
 
     In another dtype they are the same bytes: modules cast their weights before they multiply.
     """
@@ -49,6 +49,8 @@ class GatherExperts(Float8GatherWeight):
         dim = next((dim for dim in range(3) if self.shape[dim] != size[dim]), 0)
         if dim == 2 or (dim == 1 and self.how.scaling_granularity.one_scale):
             return f"it is sharded along dim {dim}, which would cut what one scale covers"
+        if dim == 1 and self.shape[1] % (self.how.scaling_granularity.height or 1):
+            return f"shards of {self.shape[1]} rows would cut squares of 128 x 128"
         return None
 
     def _to_send(
@@ -57,20 +59,24 @@ class GatherExperts(Float8GatherWeight):
         """Cast the shard, padded to `rows` experts, to what is sent."""
         shard, ranks = padded_shard(self.high_precision.to(dtype), rows), mesh.size()
         data, scale = quantize(shard, Cast(self.how), row=True).row
+        if self.how.scaling_granularity.width is None:
+            scale = scale.unsqueeze(-1)
         bytes_ = data[..., : shard.shape[2]].contiguous().view(torch.uint8)
         dim = 1 if shard.shape[1] != size[1] else 0
         if ranks > 1 and dim == 0 and rows * ranks == size[0]:
-            return (bytes_, scale.unsqueeze(-1).view(torch.uint8)), GatherInfo(size)
+            return (bytes_, scale.view(torch.uint8)), GatherInfo(size)
         if ranks > 1:
             group = mesh.get_group().group_name
             every = SharedTokens(group, ranks, dim=0, before=1).gather(scale)
             scale = torch.cat(every.chunk(ranks), dim)[: size[0]]
-        return (bytes_,), GatherInfo(size, scale.unsqueeze(-1))
+        return (bytes_,), GatherInfo(size, scale)
 
     def _gathered(
         self, data: Tensor, scale: Tensor, dtype: torch.dtype, amax: Any
     ) -> GatheredExperts:
-        return GatheredExperts(data.view(E4M3), scale, dtype, ScalingGranularity.AXISWISE)
+        covers = self.how.scaling_granularity
+        covers = covers if covers.by_blocks else ScalingGranularity.AXISWISE
+        return GatheredExperts(data.view(E4M3), scale, dtype, covers)
 
 
 torch.serialization.add_safe_globals([GatherExperts])

@@ -92,8 +92,8 @@ class Float8Converter(ModelConfigConverter):
 
         recipe_name: str = "tensorwise"
         experts_recipe_name: str | None = None
-        """The recipe of experts. None: `recipe_name`. There is no grouped GEMM for `"delayed"` and
-        `"blockwise"`: under these, experts stay in high precision, which is logged."""
+        """The recipe of experts. None: `recipe_name`. No grouped GEMM does `"delayed"`: with
+        that experts stay in high precision, which is logged."""
         filter_fqns: list[str] = field(default_factory=list)
         """Layers and experts stay in high precision if their names contain one of these."""
         enable_fsdp_float8_all_gather: bool = False

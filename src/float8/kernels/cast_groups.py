@@ -4,6 +4,8 @@ One kernel measures all amaxes in one read, a second one casts. Each group begin
 128 in column data: grouped GEMMs contract over the rows of a group. Where groups end is read on the
 device: nothing waits for it, and nothing is compiled anew.
 
+Under scales of runs one kernel does both: a tile, of 128 rows of one group, has all of a run.
+
 Group e is rows ``ends[e - 1]:ends[e]``. ``ends`` are ``offs`` [E] int32, clamped to the number of
 rows and raised to the largest before: so each row is in one group at most, and no kernel leaves its
 tensors. Of column data ``ends`` are where groups end there.
@@ -17,8 +19,16 @@ from torch import Tensor
 from float8.config import CastConfig
 from float8.formats import E4M3, GROUP_ALIGNMENT, HIGH_PRECISION_DTYPES
 from float8.kernels import tiles
-from float8.kernels.cast import cast, refusal, to_float8
-from float8.kernels.numeric import reciprocal, scale_of_amax, to_float8_words, to_float32
+from float8.kernels.cast import cast, cast_reference, refusal, to_float8
+from float8.kernels.cast_kernels import store_run
+from float8.kernels.numeric import (
+    float32_bits,
+    magnitude_bits,
+    reciprocal,
+    scale_of_amax,
+    to_float8_words,
+    to_float32,
+)
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import has_float8_conversion, jit, tl
 from float8.kernels.tiles import load
@@ -41,7 +51,9 @@ def cast_groups(
     The arithmetic is that of :func:`float8.kernels.cast`. What is not finite spoils its own group
     only. Row data are [R, ceil16(C)] with scales [R]; those of rows in no group mean nothing.
     Column data are [ceil16(C), width] with scales [E, ceil16(C)]; what lies behind a group up to
-    the next one is zero, and ``ends`` says where each group ends there.
+    the next one is zero, and ``ends`` says where each group ends there. Under `BLOCK_1x128` row
+    data are [R, ceil128(C)], of rows in no group, too, with scales [R, ceil128(C) / 128], and the
+    scales of column data are [ceil16(C), width / 128].
 
     ``offs`` [E] int32: the row behind the last one of each group, on the device of ``x``. Groups
     may be empty; rows behind the last group are in none. ``width`` is at least the sum of the sizes
@@ -52,16 +64,21 @@ def cast_groups(
         raise refusal(x)
     if not x.is_contiguous():
         raise ValueError(f"cast_groups: x has strides {x.stride()}, expected x.contiguous()")
-    if not col and how.scaling_granularity.by_rows:  # a row is the same in any group
+    covers = how.scaling_granularity
+    if not col and covers.height == 1:  # a row is the same in any group
         made: Any = cast(x, how, row=True, col=False, after=after)[0]
-        return Quantized(Operand(made.data, made.scale.view(-1)))
+        if covers.by_rows:
+            return Quantized(Operand(made.data, made.scale.view(-1)))
+        return Quantized(Operand(made.data[: x.shape[0]], made.scale[: x.shape[0]]))
     if width is None:
         most = x.shape[0] + (GROUP_ALIGNMENT - 1) * offs.shape[0]
         width = most // GROUP_ALIGNMENT * GROUP_ALIGNMENT
-    one_scale = how.scaling_granularity.one_scale
-    out = torch.ops.float8.cast_groups.default(
-        x, offs, how.dtype, row, col, width, one_scale, how.power_of_2, scale, after
-    )
+    if covers.by_blocks:
+        by_runs = torch.ops.float8.cast_groups_by_runs.default
+        out = by_runs(x, offs, how.dtype, row, width, how.power_of_2)
+    else:
+        wanted = how.dtype, row, col, width, covers.one_scale, how.power_of_2
+        out = torch.ops.float8.cast_groups.default(x, offs, *wanted, scale, after)
     of_row = Operand(out[0], out[1]) if row else None
     return Quantized(of_row, Operand(out[-3], out[-2]), ends=out[-1]) if col else Quantized(of_row)
 
@@ -96,8 +113,7 @@ def cast_groups_reference(
     """Plain-torch twin: row data and scales, column data, scales and ends, those asked for."""
     (R, C), E = x.shape, offs.shape[0]
     out = cast_groups_fake(x, offs, dtype, row, col, width)
-    ends = ends_of_groups(offs, R)
-    group = torch.bucketize(torch.arange(R, device=x.device), ends, right=True)  # E: of none
+    group, rows, to, behind = _places_of_rows(offs, R)
     outside, magnitudes = (group == E)[:, None], x.to(torch.float32).abs()
     amaxes = magnitudes.new_zeros((E + 1, C + -C % 16))  # of columns
     amaxes[:, :C].scatter_reduce_(0, group[:, None].expand(R, C), magnitudes, "amax")
@@ -115,16 +131,25 @@ def cast_groups_reference(
         of_columns = amax_to_scale(amaxes[:E], dtype, power_of_2)
         if scale is not None:
             of_columns = scale[:, None].expand_as(of_columns)
-        sizes = ends.diff(prepend=ends.new_zeros(1))
-        padded = (sizes + 127) // 128 * 128
-        behind = padded.cumsum(0)
-        rows = (group < E).nonzero().view(-1)
-        to = rows + (behind - padded - ends + sizes)[group[rows]]
         codes = to_float8(x[rows], of_columns[group[rows], :C], dtype).view(torch.uint8)
         out[-3].view(torch.uint8).zero_()[:C, to] = codes.t()
         out[-2].copy_(of_columns)
         out[-1].copy_(behind)
     return out
+
+
+def _places_of_rows(offs: Tensor, R: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the group of each row, E for none; rows in groups, their places in column data; ends.
+
+    The last are those of column data.
+    """
+    ends = ends_of_groups(offs, R)
+    group = torch.bucketize(torch.arange(R, device=offs.device), ends, right=True)
+    sizes = ends.diff(prepend=ends.new_zeros(1))
+    padded = (sizes + 127) // 128 * 128
+    behind = padded.cumsum(0)
+    rows = (group < len(offs)).nonzero().view(-1)
+    return group, rows, rows + (behind - padded - ends + sizes)[group[rows]], behind
 
 
 def cast_groups_fake(
@@ -138,6 +163,40 @@ def cast_groups_fake(
     if col:
         out += [x.new_empty((Cp, width), dtype=dtype), x.new_empty((E, Cp), dtype=torch.float32)]
         out += [x.new_empty((E,), dtype=torch.int32)]
+    return out
+
+
+def cast_groups_by_runs_reference(
+    x: Tensor, offs: Tensor, dtype: torch.dtype, row: bool, width: int, power_of_2: bool
+) -> list[Tensor]:
+    """Plain-torch twin under scales of runs; column data are always made."""
+    (R, C), how = x.shape, (None, 1, 128, dtype)
+    out = cast_groups_by_runs_fake(x, offs, dtype, row, width)
+    _, rows, to, behind = _places_of_rows(offs, R)
+    moved, outside = x.new_zeros((width, C)), torch.ones(width, dtype=torch.bool, device=x.device)
+    moved[to], outside[to] = x[rows], False
+    data, scale = cast_reference(moved, *how, False, True, False, power_of_2)
+    # Next to NaN a zero has become NaN, too.
+    made = [data.view(torch.uint8).masked_fill(outside, 0).view(dtype), scale, behind]
+    if row:
+        made = [y[:R] for y in cast_reference(x, *how, True, False, False, power_of_2)] + made
+    for empty, y in zip(out, made, strict=True):
+        empty.copy_(y)
+    return out
+
+
+def cast_groups_by_runs_fake(
+    x: Tensor, offs: Tensor, dtype: torch.dtype, row: bool, width: int, *_: object
+) -> list[Tensor]:
+    """Allocate the layouts asked for, uninitialised; sizes may be symbolic."""
+    (R, C), E = x.shape, offs.shape[0]
+    Cp, runs, of_scales = (C + 15) // 16 * 16, (C + 127) // 128, torch.float32
+    out = [x.new_empty((Cp, width), dtype=dtype)]
+    out += [x.new_empty((width // 128, Cp), dtype=of_scales).t()]
+    out += [x.new_empty((E,), dtype=torch.int32)]
+    if row:
+        scales = x.new_empty((runs, R), dtype=of_scales).t()
+        out = [x.new_empty((R, runs * 128), dtype=dtype), scales, *out]
     return out
 
 
@@ -185,6 +244,23 @@ def _cast_groups_triton(
         x, offs, amaxes, data, data_scale, data_t, scale_t, ends, R, C, E, width, given,
         one_scale, row, col, 3 if dtype == E4M3 else 2, power_of_2, has_float8_conversion(x.device),
         C % _BLOCK_C == 0, groups, _BLOCK_R, _BLOCK_C, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _cast_groups_by_runs_triton(x: Tensor, offs: Tensor, *settings: Any) -> list[Tensor]:
+    if x.numel() == 0:
+        return cast_groups_by_runs_reference(x, offs, *settings)
+    out = cast_groups_by_runs_fake(x, offs, *settings)
+    (R, C), E = x.shape, offs.shape[0]
+    dtype, row, width, power_of_2 = settings
+    groups = max(1 << E.bit_length(), 16)  # E + 1 or more
+    kernel: Any = _cast_groups_by_runs_kernel
+    # Each tile lies within one group, the last one being that of all other rows.
+    kernel[((R // 128 + E + 1) * -(-C // 128),)](
+        x, offs, *(out[:2] if row else (x, x)), *out[-3:], R, C, E, width, row,
+        3 if dtype == E4M3 else 2, power_of_2, has_float8_conversion(x.device), C % 128 == 0,
+        groups, num_warps=8,
     )  # fmt: skip
     return out
 
@@ -263,6 +339,14 @@ def _scale_of(  # type: ignore[no-untyped-def]
 
 
 @jit
+def bytes_of(r, size):  # type: ignore[no-untyped-def]
+    """Return masks of words whose bytes are these four rows: those behind the group are zero."""
+    low = tl.where(r[0] < size, 0xFF, 0) | tl.where(r[1] < size, 0xFF00, 0)
+    high = tl.where(r[2] < size, 0xFF0000, 0) | tl.where(r[3] < size, -0x1000000, 0)
+    return (low | high).to(tl.uint32, bitcast=True)
+
+
+@jit
 def _cast_groups_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, C]
     offs_ptr,  # [E]
@@ -309,11 +393,7 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
             inverse = reciprocal(scale, HARDWARE)
             # Names of their own: none may change its type in a branch that a value decides.
             q = tiles.times(v, [inverse for _ in v], inside, EVEN)
-            words = to_float8_words(q, MANTISSA, HARDWARE)
-            # A byte of each word is a row: those behind the group are zero.
-            bytes_ = tl.where(r[0] < size, 0xFF, 0) | tl.where(r[1] < size, 0xFF00, 0)
-            bytes_ |= tl.where(r[2] < size, 0xFF0000, 0) | tl.where(r[3] < size, -0x1000000, 0)
-            words = words & bytes_.to(tl.uint32, bitcast=True)
+            words = to_float8_words(q, MANTISSA, HARDWARE) & bytes_of(r, size)
             c_t, quad_t = tl.trans(c), tl.trans(quad)
             to = col_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + (at // 4 + quad_t)
             inside_t = quad_t < padded // 4
@@ -341,4 +421,64 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
             tiles.store_scales(row_scale_ptr + begin, quad, of_zeros, size)
 
 
+@jit
+def _cast_groups_by_runs_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,  # [R, C]
+    offs_ptr,  # [E]
+    row_ptr,  # [R, Ck]
+    row_scale_ptr,  # [Ck / 128, R]
+    col_ptr,  # [Cp, width]
+    col_scale_ptr,  # [width / 128, Cp]
+    ends_ptr,  # [E]
+    R, C, E, width,
+    ROW: tl.constexpr, MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr,
+    EVEN: tl.constexpr,  # tiles fill the columns exactly
+    GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Cast a tile of 128 x 128, which lies within one group."""
+    across = tl.cdiv(C, 128)
+    Cp, Ck = tl.cdiv(C, 16) * 16, across * 128
+    tile, tile_c = tl.program_id(0) // across, tl.program_id(0) % across
+    group, begin, size, first, at = _place(tile, offs_ptr, R, E, 128, GROUPS)
+    quad, c = tiles.quads_of(first // 128, tile_c, 128, 128)
+    r = tiles.rows_of(quad)
+    # Rows behind the group are read, which takes no masks, but neither measured nor stored.
+    in_c = c < C
+    inside = in_c, in_c, in_c, in_c
+    read = [tl.minimum(each, R - 1 - begin) for each in r]
+    x = tiles.load_rows(x_ptr + begin.to(tl.int64) * C + c, read, C, inside, EVEN)
+    v = [to_float32(each, HARDWARE) for each in x]
+    element: tl.constexpr = x_ptr.dtype.element_ty
+    m = [tl.where(r[i] < size, magnitude_bits(x[i]), 0) for i in (0, 1, 2, 3)]
+    if ROW:
+        ptr = row_scale_ptr + tile_c.to(tl.int64) * R + begin
+        inverse = [
+            store_run(ptr, m[i], r[i], size, element, MANTISSA, POWER_OF_2, HARDWARE)
+            for i in (0, 1, 2, 3)
+        ]
+        p = tiles.times(v, inverse, inside, EVEN)
+        row_ptr += begin.to(tl.int64) * Ck
+        tiles.store_along(row_ptr, p, quad, c, size, Ck, MANTISSA, HARDWARE, False, True)
+    padded = tl.where(group < E, tl.cdiv(size, 128) * 128, 0)
+    if first < padded:
+        largest = tl.maximum(tl.maximum(m[0], m[1]), tl.maximum(m[2], m[3]))
+        bits = float32_bits(tl.max(largest, axis=0, keep_dims=True), element)
+        scale = scale_of_amax(bits, MANTISSA, POWER_OF_2, HARDWARE)
+        run = ((at + first) // 128).to(tl.int64)
+        tl.store(col_scale_ptr + run * Cp + c, scale, mask=c < Cp)
+        of_columns = reciprocal(scale, HARDWARE)
+        q = tiles.times(v, [of_columns for _ in v], inside, EVEN)
+        words = to_float8_words(q, MANTISSA, HARDWARE) & bytes_of(r, size)
+        tiles.store_words(col_ptr + at, words, quad, c, Cp, width // 4, EVEN)
+    if group < E:
+        if first + tile_c == 0:
+            tl.store(ends_ptr + group, at + padded)
+
+
 register("cast_groups", cast_groups_reference, triton=_cast_groups_triton, fake=cast_groups_fake)
+register(
+    "cast_groups_by_runs",
+    cast_groups_by_runs_reference,
+    triton=_cast_groups_by_runs_triton,
+    fake=cast_groups_by_runs_fake,
+)

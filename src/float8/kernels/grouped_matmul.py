@@ -5,6 +5,8 @@ no float32, and writes no zeros into rows of no group. The products, by the kern
 
     groups of rows    out [R, N] = a [R, C] by b [E, N, C] of the row's group        R are tokens
     of tokens         out [E, R, N] = a [R, C] by b [N, C], over C of each group     C are tokens
+
+Under scales of blocks sums of 128 products are scaled, and added in float32.
 """
 
 import functools
@@ -13,10 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from float8.config import ScalingGranularity
 from float8.formats import GROUP_ALIGNMENT
 from float8.kernels.cast_groups import check_offs, groups_of
+from float8.kernels.grouped_blocks import multiply_blocks
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import TensorDescriptor, jit, sm_count, tl
+from float8.scales import Operand, dequantised
+
+_RUNS, _SQUARES = ScalingGranularity.BLOCK_1x128, ScalingGranularity.BLOCK_128x128
 
 
 def grouped_matmul_reference(
@@ -29,37 +36,47 @@ def grouped_matmul_reference(
     use_fast_accum: bool,
     out_dtype: torch.dtype,
     tokens: int | None = None,
+    blocks: bool = False,
 ) -> Tensor:
-    """Multiply group by group in float32: the plain-torch twin, see `gemm.grouped_matmul`."""
+    """Multiply group by group in float32: the plain-torch twin, see `gemm.grouped_matmul`.
+
+    With `blocks` it multiplies dequantised values, as a linear layer does where it emulates.
+    """
     rest = emulate, use_fast_accum, out_dtype
     out = grouped_matmul_fake(a, a_scale, b, b_scale, ends, *rest).zero_()
     begin, last = 0, a.shape[0 if b.dim() == 3 else 1]
     for group, end in enumerate(ends.tolist()):
         end = max(begin, min(end, last))  # as `cast_groups` reads them
         if b.dim() == 3:
-            x, w, scale = a[begin:end], b[group], a_scale[begin:end]
+            x, w, scale, of_b = a[begin:end], b[group], a_scale[begin:end], b_scale[group]
         else:
-            x, w, scale = a[:, begin:end], b[:, begin:end], a_scale[group]
+            x, w = a[:, begin:end], b[:, begin:end]
+            here = (slice(None), slice(begin // 128, end // 128)) if blocks else group
+            scale, of_b = a_scale[here], b_scale[here]
+        if blocks:
+            x = dequantised(Operand(x, scale), _RUNS)
+            w = dequantised(Operand(w, of_b), _SQUARES if b.dim() == 3 else _RUNS)
         # Autocast would round the operands to its own dtype.
         with torch.autocast(a.device.type, enabled=False):
             product = x.float() @ w.float().t()
-        product = product * scale[:, None] * b_scale[group]
+        if not blocks:
+            product = product * scale[:, None] * of_b
         (out[begin:end] if b.dim() == 3 else out[group]).copy_(product)
         begin = end
     return out
 
 
 @functools.wraps(grouped_matmul_reference)
-def _grouped_matmul_checked(*given: Any, tokens: int | None = None) -> Tensor:
+def _grouped_matmul_checked(*given: Any, **named: Any) -> Tensor:
     """Run the twin; on a CPU, where that waits for nothing, after a look at ends of rows."""
     a, _, b, _, ends, *_ = given
     if ends.is_cpu and b.dim() == 3:
         check_offs(ends, len(a))
-    return grouped_matmul_reference(*given)
+    return grouped_matmul_reference(*given, **named)
 
 
 def grouped_matmul_fake(
-    a: Tensor, _: Tensor, b: Tensor, __: Tensor, ends: Tensor, *rest: Any, tokens: int | None = None
+    a: Tensor, _: Tensor, b: Tensor, __: Tensor, ends: Tensor, *rest: Any, **named: Any
 ) -> Tensor:
     """Allocate the result, uninitialised; sizes may be symbolic."""
     of_rows = b.dim() == 3
@@ -83,27 +100,31 @@ _BLOCK = GROUP_ALIGNMENT  # of what is contracted, and of rows of the result
 _PANEL = 16  # tiles of rows that share what is read of `b`
 
 
-def _grouped_matmul_triton(*given: Any, tokens: int | None = None) -> Tensor:
-    a, a_scale, b, b_scale, ends, emulate, use_fast_accum, *_ = given
+def _grouped_matmul_triton(*given: Any, tokens: int | None = None, blocks: bool = False) -> Tensor:
+    a, a_scale, b, b_scale, ends, emulate, use_fast_accum, dtype, *rest = given
+    blocks = blocks or rest[1:] == [True]
     if emulate or a.numel() == 0:  # no rows, or no tokens that are contracted
-        return grouped_matmul_reference(*given)
+        return grouped_matmul_reference(*given[:8], tokens, blocks)
     out = grouped_matmul_fake(*given)
     of_rows = b.dim() == 3
     b = b if of_rows else b.unsqueeze(0)
+    if blocks:
+        multiply_blocks(out, a, a_scale, b, b_scale, ends)
+        return out
     (R, C), N, E = a.shape, b.shape[1], ends.shape[0]
     tiles_of_a = TensorDescriptor(a, a.shape, a.stride(), [_BLOCK, _BLOCK])
-    # Wide tiles read less, which an H100 at its limit of power has time for. Sums of float32, and
-    # those of a second accumulator, leave no room for them.
-    wide = use_fast_accum and out.dtype.itemsize == 2
-    columns, programs, warps = (256, 1, 8) if wide else (128, 2, 4)
+    # Wide tiles read less, which an H100 at its limit of power has time for. A second accumulator
+    # leaves no registers for them.
+    columns, programs, warps = (256, 1, 8) if use_fast_accum else (128, 2, 4)
     tiles_of_b = TensorDescriptor(b, b.shape, b.stride(), [1, columns, _BLOCK])
     stride = 0 if of_rows else a_scale.stride(0)
     sizes = R, N, C, E, stride, b_scale.stride(0)
     groups = max(1 << E.bit_length(), 16)  # E + 1 or more
+    whole = use_fast_accum and dtype.itemsize == 2
     kernel: Any = _grouped_matmul_kernel
     kernel[(programs * sm_count(a.device),)](
         tiles_of_a, tiles_of_b, a_scale, b_scale, ends, out, *sizes, of_rows, use_fast_accum,
-        groups, _BLOCK, columns, _PANEL, num_warps=warps, num_stages=3,
+        groups, _BLOCK, columns, whole, _PANEL, num_warps=warps, num_stages=3,
     )  # fmt: skip
     return out
 
@@ -162,7 +183,7 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     out_ptr,  # [R, N], or [E, R, N]
     R, N, C, E, a_scale_stride, b_scale_stride,
     OF_ROWS: tl.constexpr, FAST: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr, PANEL: tl.constexpr,
+    COLUMNS: tl.constexpr, WHOLE: tl.constexpr, PANEL: tl.constexpr,
 ):  # fmt: skip
     """Run through the tiles of this program as one loop, which loads ahead from tile to tile."""
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -202,9 +223,9 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
                 out += tl.cast(group, tl.int64) * R * N
             of_b = b_scale_ptr + tl.minimum(group, E - 1) * b_scale_stride
             r = row + tl.arange(0, BLOCK)
-            if COLUMNS > BLOCK:
+            if WHOLE:
                 _store(sums, out, of_a, of_b, r, end_row, n + tl.arange(0, COLUMNS), N, some)
-            else:  # in halves: then there is memory for two programs on a multiprocessor
+            else:  # in halves, for which there is memory beside the loads ahead
                 c = n + tl.arange(0, COLUMNS // 2)
                 left, right = tl.split(sums.reshape(BLOCK, 2, COLUMNS // 2).permute(0, 2, 1))
                 _store(left, out, of_a, of_b, r, end_row, c, N, some)

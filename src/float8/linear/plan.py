@@ -12,6 +12,7 @@ from float8.config import (
     CastSite,
     Float8LinearConfig,
     Float8Weights,
+    ScalingGranularity,
 )
 from float8.formats import E4M3
 from float8.gemm import Gemm
@@ -51,21 +52,26 @@ def plan_linear(config: Float8LinearConfig, *, grouped: bool = False) -> LinearP
 
     `grouped`: all casts are to e4m3; what no grouped GEMM does raises a `ValueError`. All three use
     the `use_fast_accum` of `output`: exact sums take 1.1 to 1.6 times as long and gain 0.07 dB.
+    Where casts for grad_weight have squares they get runs, which are finer: tokens of a group.
     """
     # Dynamo looks through a cache, but warns of it.
     resolve = _resolved if torch.compiler.is_compiling() else _cached
     return resolve(config, grouped)
 
 
-EXPECTED = "the recipe 'tensorwise', 'rowwise' or 'rowwise_with_gw_hp', or casts like theirs"
+EXPECTED = (
+    "the recipe 'tensorwise', 'rowwise', 'rowwise_with_gw_hp' or 'blockwise', or casts like theirs"
+)
+_RUNS, _SQUARES = ScalingGranularity.BLOCK_1x128, ScalingGranularity.BLOCK_128x128
+_WEIGHTS = CastSite.WEIGHT, CastSite.WEIGHT_FOR_GRAD_INPUT
 
 
 def no_grouped_gemm(config: Float8LinearConfig) -> str | None:
     """Name what a configuration asks for and no grouped GEMM does, or return None."""
     if config.delayed_sites:
         return "delayed scaling, whose histories are of one tensor"
-    if config.scales_by_blocks:
-        return "block scales, for which there is no grouped GEMM"
+    if _RUNS in (config.cast_config(site).scaling_granularity for site in _WEIGHTS):
+        return "weights with scales of 1x128"
     if not {"output", "grad_input"} <= set(config.float8_gemms):
         return "the GEMM of output or grad_input in high precision"
     if config.float8_weights is Float8Weights.ONLY:
@@ -79,13 +85,16 @@ def _resolved(config: Float8LinearConfig, grouped: bool) -> LinearPlan:
 
     def cast(site: CastSite) -> Cast:
         how = config.cast_config(site)
-        dtype = E4M3 if grouped else how.dtype
-        return Cast(replace(how, target_dtype=dtype))
+        if grouped:
+            how = replace(how, target_dtype=E4M3)
+            if how.scaling_granularity is _SQUARES and site not in _WEIGHTS:
+                how = replace(how, scaling_granularity=_RUNS)
+        return Cast(how)
 
     def gemm(name: str) -> Gemm | None:
         if name not in config.float8_gemms:
             return None
-        a, b = (config.cast_config(site).scaling_granularity for site in GEMM_OPERANDS[name])
+        a, b = (cast(site).how.scaling_granularity for site in GEMM_OPERANDS[name])
         fast = getattr(config, f"gemm_config_{'output' if grouped else name}").use_fast_accum
         return Gemm(fast, config.emulate, (a, b))
 
@@ -95,12 +104,12 @@ def _resolved(config: Float8LinearConfig, grouped: bool) -> LinearPlan:
 
     casts = Casts(*map(cast, CAST_SITES))
     output, grad_input, grad_weight = gemm("output"), gemm("grad_input"), gemm("grad_weight")
-    reuse_input = CastSite.INPUT_FOR_GRAD_WEIGHT not in config.own_casts
-    reuse_grad_output = CastSite.GRAD_OUTPUT_FOR_GRAD_WEIGHT not in config.own_casts
+    reuse_input = casts.input == casts.input_for_grad_weight
+    reuse_grad_output = casts.grad_output == casts.grad_output_for_grad_weight
     return LinearPlan(
         casts,
         reuse_input,
-        CastSite.WEIGHT_FOR_GRAD_INPUT not in config.own_casts,
+        casts.weight == casts.weight_for_grad_input,
         reuse_grad_output,
         output,
         grad_input,

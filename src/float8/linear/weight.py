@@ -58,7 +58,8 @@ class Weight(NamedTuple):
         if self.values is not None:
             return row
         data, scale = padded(row, cast.how.scaling_granularity)
-        return Operand(data, scale.squeeze(-1) if data.dim() == 3 else scale)  # experts': [E, N]
+        of_rows = data.dim() == 3 and cast.how.scaling_granularity.width is None
+        return Operand(data, scale.squeeze(-1) if of_rows else scale)  # experts': [E, N]
 
     def col(self, cast: Cast, after: Tensor) -> Operand:
         """Return column data: a cast made here, or row data transposed, where there are none.
@@ -104,15 +105,14 @@ def times_held(
     [E, N, K], or [E, K, N] if `stored_transposed`. It is not a view: a compiler may rebuild a view,
     and the new one misses the version counter. The result is [M, N], for column data [M, K].
     """
-    b = Operand(data, scale)
+    b, covers = Operand(data, scale), ScalingGranularity(granularity)
     if _is_capturing(weight) or not is_current(data, weight):
-        covers = ScalingGranularity(granularity)
         how = CastConfig(target_dtype=data.dtype, scaling_granularity=covers, power_of_2=power_of_2)
         values = weight.transpose(1, 2) if stored_transposed else weight
         made = quantize(values, Cast(how), row=not col, col=col, pad_rows=True)
         b = made.col if col else made.row
     if offs is not None:
-        gemm = Gemm(use_fast_accum, emulate)
+        gemm = Gemm(use_fast_accum, emulate, (ScalingGranularity(granularity_of_a), covers))
         return grouped_matmul(Operand(a, a_scale), b, offs, gemm=gemm, out_dtype=out_dtype)
     return matmul_of_any_size(
         a, a_scale, *b, M, N, granularity_of_a, granularity, use_fast_accum, emulate,

@@ -31,8 +31,8 @@ class Float8Tensor(Wrapper):
     `.to_original_precision()`.
 
     Args:
-        data: float8, any shape and strides. Under finer scales [R, C], contiguous; `AXISWISE`
-            allows more leading dims, or data whose last two dims are transposed.
+        data: float8, any shape and strides. Under finer scales [R, C], contiguous; `AXISWISE` and
+            squares allow more leading dims, or data whose last two dims are transposed.
         scale: float32, the decode scales: one element, [..., R, 1] by rows, or one for each block.
             Under `AXISWISE` also [..., 1, C], for columns: the result of `.t()` on row scales.
         orig_dtype: the dtype the tensor reports: float32, bfloat16 or float16.
@@ -73,7 +73,8 @@ class Float8Tensor(Wrapper):
             raise TypeError(
                 f"orig_dtype: got {orig_dtype}, expected one of {HIGH_PRECISION_DTYPES}"
             )
-        straight, rows = data.is_contiguous(), granularity.by_rows and data.dim() > 1
+        straight = data.is_contiguous()
+        rows = data.dim() > 1 and (granularity.by_rows or granularity.square)
         lies = straight and (rows or data.dim() == 2)
         if not (granularity.one_scale or lies or (rows and data.mT.is_contiguous())):
             raise ValueError(
@@ -81,8 +82,8 @@ class Float8Tensor(Wrapper):
                 f"contiguous matrix under {granularity}"
             )
         self = cls._unchecked(data, scale, orig_dtype, granularity, amax)
-        operand = Operand(data.mT, scale.mT) if self._has_column_scales else Operand(data, scale)
-        check_scale(operand, granularity)
+        turned = self._has_column_scales or (granularity.by_blocks and not straight)
+        check_scale(Operand(data.mT, scale.mT) if turned else Operand(data, scale), granularity)
         return self
 
     @classmethod
@@ -244,6 +245,8 @@ def _scales_of_pieces(
     """Return the scales of the parts that `func` made of the data of `x`."""
     if x._granularity.one_scale:
         return [x._scale] * len(pieces)
+    if x.dim() == 3 and x._granularity.square and func is aten.transpose.int and 0 not in rest:
+        return [func(x._scale, *rest)]  # of experts, whose last dims change places
     if x._has_row_scales and func is aten.constant_pad_nd.default and not any(rest[0][:2]):
         return [func(x._scale, rest[0], 1.0)]
     if x._granularity.by_rows and func is not aten.as_strided.default:

@@ -17,6 +17,7 @@ from float8_lab.bench.variants import EAGER, HIGH_PRECISION, Variant
 from float8_lab.trainer.recipes import recipe_config
 
 RECIPES = ["tensorwise", "tensorwise+held", "rowwise", "rowwise+held", "rowwise_with_gw_hp"]
+RECIPES += ["blockwise", "blockwise+held"]
 
 
 class Experts(NamedTuple):

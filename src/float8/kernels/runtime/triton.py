@@ -13,6 +13,10 @@ import torch
 jit: Callable[..., Callable[..., Any]]
 tl: Any
 TensorDescriptor: Any
+gluon_jit: Callable[..., Callable[..., Any]]
+gl: Any
+hopper: Any
+GluonDescriptor: Any
 
 try:
     import triton
@@ -28,6 +32,20 @@ except ImportError:
     def jit(fn: Callable[..., Any] | None = None, **_: Any) -> Any:
         """Leave the kernel as it is."""
         return fn if fn is not None else lambda fn: fn
+
+
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl  # type: ignore[no-redef]
+    from triton.experimental.gluon.language.nvidia import hopper  # type: ignore[no-redef]
+    from triton.experimental.gluon.nvidia.hopper import (  # type: ignore[no-redef]
+        TensorDescriptor as GluonDescriptor,
+    )
+
+    HAS_GLUON, gluon_jit = True, gluon.jit
+except ImportError:
+    HAS_GLUON, gluon_jit = False, jit
+    gl, hopper, GluonDescriptor = types.SimpleNamespace(constexpr=int), None, None
 
 
 @functools.cache

@@ -1,0 +1,265 @@
+"""The grouped GEMM of a Hopper GPU under scales of blocks: sums of 128 products, scaled, added.
+
+One warp loads tiles of 128 rows and 256 columns, some steps ahead. Two groups of four warps take 64
+of the rows each: while one scales and adds up in float32, tensor cores multiply for the other. In
+Gluon, which is Triton's language below its compiler's choices: Triton itself waits for each product
+and reaches three quarters of the rate (benchmarks/NOTES.md).
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from float8.kernels.runtime.triton import (
+    HAS_GLUON,
+    GluonDescriptor,
+    gl,
+    gluon_jit,
+    hopper,
+    sm_count,
+)
+
+_TILE = 128, 256, 128  # its rows and columns, and of what is contracted
+ROWS, COLUMNS, BLOCK = map(gl.constexpr, _TILE)
+STAGES = gl.constexpr(3)  # of loads
+PANEL = gl.constexpr(16)  # tiles of rows that share what is read of `b`
+REGISTERS = gl.constexpr(232)  # of a thread that multiplies
+
+
+def multiply_blocks(
+    out: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor
+) -> None:
+    """Multiply as `gemm.grouped_matmul` does under blocks; `b` is [E, N, C], or [1, N, C]."""
+    if not HAS_GLUON:
+        raise RuntimeError("float8 GEMM: got a Triton without Gluon, expected Triton >= 3.6")
+    of_rows, (R, C), N, E = out.dim() == 2, a.shape, b.shape[1], ends.shape[0]
+    rows, columns, block = _TILE
+    swizzled = [gl.NVMMASharedLayout(128, 8, rank) for rank in (2, 3)]
+    a_tiles = GluonDescriptor(a, [*a.shape], [*a.stride()], [rows, block], swizzled[0])
+    b_tiles = GluonDescriptor(b, [*b.shape], [*b.stride()], [1, columns, block], swizzled[1])
+    scale_tiles = b_tiles  # not read
+    if not of_rows:
+        runs, plain = b_scale.t(), gl.NVMMASharedLayout(0, 32, 2)
+        scale_tiles = GluonDescriptor(runs, [*runs.shape], [*runs.stride()], [1, columns], plain)
+    strides = *(a_scale.stride(i) for i in (0, -1)), *(b_scale.stride(i) for i in (0, -2, -1))
+    kernel: Any = _grouped_blocks_kernel
+    kernel[(sm_count(a.device),)](
+        a_tiles, b_tiles, scale_tiles, a_scale, b_scale, ends, out, R, N, C, E, *strides, of_rows,
+        num_warps=4,
+    )  # fmt: skip
+
+
+@gluon_jit
+def _next_tile(  # type: ignore[no-untyped-def]
+    tile, group, before, count, begin, end, ends_ptr, R, N, C, E, OF_ROWS: gl.constexpr,
+):  # fmt: skip
+    """Go on to the group that has a tile, from one before, and place the tile.
+
+    Returns of the group its number, the tiles before it, those in it, where it begins and ends; of
+    the tile its first row, the row behind its last one, its first column; where it begins along C,
+    and in how many steps it goes. Group E are rows in no other. Behind all there is one more.
+    """
+    across = gl.cdiv(N, COLUMNS)
+    groups = E + 1 if OF_ROWS else E
+    while (tile >= before + count) & (group < groups):
+        before += count
+        begin = end
+        group += 1
+        if group < E:
+            last = gl.minimum(gl.load(ends_ptr + group), R if OF_ROWS else C)
+            end = gl.maximum(begin, last)
+        elif OF_ROWS:
+            end = R
+        rows = end - begin if OF_ROWS else R
+        count = gl.where(group < groups, gl.cdiv(rows, ROWS) * across, 0)
+    # Tiles of a panel go down its rows, then right: what they read stays in the L2 cache.
+    t = tile - before
+    panel = t // (PANEL * across) * PANEL
+    high = gl.minimum(PANEL, gl.cdiv(end - begin if OF_ROWS else R, ROWS) - panel)
+    t = t % (PANEL * across)
+    row, n = (panel + t % high) * ROWS, t // high * COLUMNS
+    if OF_ROWS:
+        row += begin
+        end_row, k = end, 0 * begin
+        steps = gl.where(group < E, gl.cdiv(C, BLOCK), 0)
+    else:
+        end_row, k = R + 0 * begin, begin
+        steps = (end - begin) // BLOCK
+    return group, before, count, begin, end, row, end_row, n, k, steps
+
+
+@gluon_jit
+def _load(  # type: ignore[no-untyped-def]
+    a_tiles, b_tiles, scale_tiles, a_shared, b_shared, scale_shared, full, empty, ends_ptr, R, N, C,
+    E, OF_ROWS: gl.constexpr,
+):  # fmt: skip
+    """Load what the tiles of this program read, as soon as there is an empty stage."""
+    SCALES: gl.constexpr = 0 if OF_ROWS else scale_tiles.block_type.nbytes
+    BYTES: gl.constexpr = a_tiles.block_type.nbytes + b_tiles.block_type.nbytes + SCALES
+    tile, groups = gl.program_id(0), E + 1 if OF_ROWS else E
+    zero = 0 * tile
+    turn = zero
+    group, before, count, begin, end, row, _, n, k, steps = _next_tile(
+        tile, zero - 1, zero, zero, zero, zero, ends_ptr, R, N, C, E, OF_ROWS
+    )  # fmt: skip
+    while group < groups:
+        matrix = gl.minimum(group, E - 1) if OF_ROWS else zero
+        for step in range(steps):
+            stage, at = turn % STAGES, k + step * BLOCK
+            hopper.mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
+            bar = full.index(stage)
+            hopper.mbarrier.expect(bar, BYTES)
+            hopper.tma.async_copy_global_to_shared(a_tiles, [row, at], bar, a_shared.index(stage))
+            hopper.tma.async_copy_global_to_shared(
+                b_tiles, [matrix, n, at], bar, b_shared.index(stage)
+            )
+            if not OF_ROWS:
+                hopper.tma.async_copy_global_to_shared(
+                    scale_tiles, [at // BLOCK, n], bar, scale_shared.index(stage)
+                )
+            turn += 1
+        tile += gl.num_programs(0)
+        group, before, count, begin, end, row, _, n, k, steps = _next_tile(
+            tile, group, before, count, begin, end, ends_ptr, R, N, C, E, OF_ROWS
+        )  # fmt: skip
+
+
+@gluon_jit
+def _product(a, b_shared, stage, zeros, SIDE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Multiply by the left or the right half of the columns; nothing else is added up."""
+    HALF: gl.constexpr = zeros.shape[1]
+    b = b_shared.index(stage).reshape([2 * HALF, a.shape[1]]).slice(SIDE * HALF, HALF, 0)
+    p = hopper.warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    return hopper.warpgroup_mma_wait(0, deps=[p])
+
+
+@gluon_jit
+def _scaled(  # type: ignore[no-untyped-def]
+    p, a_scale, b_scale, scale_shared, stage, SIDE: gl.constexpr, OF_ROWS: gl.constexpr
+):
+    if OF_ROWS:
+        p *= (a_scale * b_scale)[:, None]
+    else:
+        HALF: gl.constexpr = p.shape[1]
+        scales = scale_shared.index(stage).reshape([2 * HALF]).slice(SIDE * HALF, HALF, 0)
+        p = p * a_scale[:, None] * scales.load(gl.SliceLayout(0, p.type.layout))[None, :]
+    return p
+
+
+@gluon_jit
+def _store(sums, to, row, end_row, n, N):  # type: ignore[no-untyped-def]
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    y = gl.convert_layout(sums.to(to.dtype.element_ty), lines)
+    r = row + gl.arange(0, sums.shape[0], gl.SliceLayout(1, lines))
+    c = n + gl.arange(0, sums.shape[1], gl.SliceLayout(0, lines))
+    to += (r.to(gl.int64) * N)[:, None] + c[None, :]
+    gl.store(to, y, mask=(r < end_row)[:, None] & (c < N)[None, :])
+
+
+@gluon_jit
+def _multiply(  # type: ignore[no-untyped-def]
+    a_shared, b_shared, scale_shared, full, empty, a_scale_ptr, b_scale_ptr, out_ptr, ends_ptr, R,
+    N, C, E, stride_a, step_a, stride_b, row_b, step_b, PART: gl.constexpr, OF_ROWS: gl.constexpr,
+):  # fmt: skip
+    """Compute the upper or the lower half of the tiles of this program."""
+    HALF_R: gl.constexpr = ROWS // 2
+    HALF_C: gl.constexpr = COLUMNS // 2
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_C, 32])
+    zeros = gl.zeros([HALF_R, HALF_C], gl.float32, mma)
+    tile, groups = gl.program_id(0), E + 1 if OF_ROWS else E
+    zero = 0 * tile
+    turn = zero
+    group, before, count, begin, end, row, end_row, n, k, steps = _next_tile(
+        tile, zero - 1, zero, zero, zero, zero, ends_ptr, R, N, C, E, OF_ROWS
+    )  # fmt: skip
+    while group < groups:
+        row += PART * HALF_R
+        r = row + gl.arange(0, HALF_R, gl.SliceLayout(1, mma))
+        inside, run = (r < end_row) & (steps > 0), k // BLOCK
+        a_ptr = a_scale_ptr + r * stride_a + run * step_a
+        left_ptr = b_scale_ptr + n // BLOCK * row_b + run * step_b
+        if OF_ROWS:
+            left_ptr += gl.minimum(group, E - 1) * stride_b
+        right_ptr = left_ptr + gl.where(n + HALF_C < N, HALF_C // BLOCK, 0) * row_b
+        left, right, next_left, next_right = zeros, zeros, 0.0, 0.0
+        # Scales are loaded a step ahead.
+        next_a = gl.load(a_ptr, mask=inside, other=0.0)
+        if OF_ROWS:
+            next_left, next_right = gl.load(left_ptr), gl.load(right_ptr)
+        for step in range(steps):
+            stage = turn % STAGES
+            of_a, of_left, of_right = next_a, next_left, next_right
+            ahead = gl.minimum(step + 1, steps - 1)
+            next_a = gl.load(a_ptr + ahead * step_a, mask=inside, other=0.0)
+            if OF_ROWS:
+                next_left = gl.load(left_ptr + ahead * step_b)
+                next_right = gl.load(right_ptr + ahead * step_b)
+            hopper.mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
+            a = a_shared.index(stage).slice(PART * HALF_R, HALF_R, 0)
+            p = _product(a, b_shared, stage, zeros, 0)
+            left += _scaled(p, of_a, of_left, scale_shared, stage, 0, OF_ROWS)
+            p = _product(a, b_shared, stage, zeros, 1)
+            right += _scaled(p, of_a, of_right, scale_shared, stage, 1, OF_ROWS)
+            hopper.mbarrier.arrive(empty.index(stage), count=1)
+            turn += 1
+        to = out_ptr
+        if not OF_ROWS:
+            to += group.to(gl.int64) * R * N
+        _store(left, to, row, end_row, n, N)
+        _store(right, to, row, end_row, n + HALF_C, N)
+        tile += gl.num_programs(0)
+        group, before, count, begin, end, row, end_row, n, k, steps = _next_tile(
+            tile, group, before, count, begin, end, ends_ptr, R, N, C, E, OF_ROWS
+        )  # fmt: skip
+
+
+@gluon_jit
+def _grouped_blocks_kernel(  # type: ignore[no-untyped-def]
+    a_tiles,  # [R, C], contiguous along C
+    b_tiles,  # [E, N, C], or [1, N, C]
+    scale_tiles,  # [C / 128, N], where `b` is not [E, N, C]
+    a_scale_ptr,  # [R, C / 128]
+    b_scale_ptr,  # [E, N / 128, C / 128]
+    ends_ptr,  # [E]: of rows, or of what is contracted
+    out_ptr,  # [R, N], or [E, R, N]
+    R, N, C, E, stride_a, step_a, stride_b, row_b, step_b, OF_ROWS: gl.constexpr,
+):  # fmt: skip
+    a_shared = gl.allocate_shared_memory(a_tiles.dtype, [STAGES, ROWS, BLOCK], a_tiles.layout)
+    b_shared = gl.allocate_shared_memory(b_tiles.dtype, [STAGES, 1, COLUMNS, BLOCK], b_tiles.layout)
+    scale_shared = b_shared
+    if not OF_ROWS:
+        scale_shared = gl.allocate_shared_memory(
+            gl.float32, [STAGES, 1, COLUMNS], scale_tiles.layout
+        )
+    bar: gl.constexpr = hopper.mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    for stage in gl.static_range(STAGES):
+        hopper.mbarrier.init(full.index(stage), count=1)
+        hopper.mbarrier.init(empty.index(stage), count=2)  # of both that multiply
+    gl.warp_specialize(
+        [
+            (
+                _multiply, (
+                    a_shared, b_shared, scale_shared, full, empty, a_scale_ptr, b_scale_ptr,
+                    out_ptr, ends_ptr, R, N, C, E, stride_a, step_a, stride_b, row_b, step_b,
+                    0, OF_ROWS,
+                ),
+            ),
+            (
+                _multiply, (
+                    a_shared, b_shared, scale_shared, full, empty, a_scale_ptr, b_scale_ptr,
+                    out_ptr, ends_ptr, R, N, C, E, stride_a, step_a, stride_b, row_b, step_b,
+                    1, OF_ROWS,
+                ),
+            ),
+            (
+                _load, (
+                    a_tiles, b_tiles, scale_tiles, a_shared, b_shared, scale_shared, full, empty,
+                    ends_ptr, R, N, C, E, OF_ROWS,
+                ),
+            ),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )  # fmt: skip
