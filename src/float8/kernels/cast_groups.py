@@ -206,20 +206,10 @@ def cast_groups_by_runs_fake(
 _BLOCK_R, _BLOCK_C = 64, 128
 
 
-def _cast_groups_triton(
-    x: Tensor,
-    offs: Tensor,
-    dtype: torch.dtype,
-    row: bool,
-    col: bool,
-    width: int,
-    one_scale: bool,
-    power_of_2: bool,
-    scale: Tensor | None = None,
-    after: Tensor | None = None,
-) -> list[Tensor]:
+def _cast_groups_triton(x: Tensor, offs: Tensor, *settings: Any, **named: Any) -> list[Tensor]:
     if x.numel() == 0:
-        return cast_groups_reference(x, offs, dtype, row, col, width, one_scale, power_of_2, scale)
+        return cast_groups_reference(x, offs, *settings, **named)
+    dtype, row, col, width, one_scale, power_of_2, scale, *_ = *settings, named.get("scale")
     out = cast_groups_fake(x, offs, dtype, row, col, width)
     (R, C), E, given = x.shape, offs.shape[0], scale is not None
     # The bits of amaxes: of rows, then of columns of each group, or of groups; or of scales.

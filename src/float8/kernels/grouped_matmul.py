@@ -104,7 +104,7 @@ def _grouped_matmul_triton(*given: Any, tokens: int | None = None, blocks: bool 
     a, a_scale, b, b_scale, ends, emulate, use_fast_accum, dtype, *rest = given
     blocks = blocks or rest[1:] == [True]
     if emulate or a.numel() == 0:  # no rows, or no tokens that are contracted
-        return grouped_matmul_reference(*given[:8], tokens, blocks)
+        return grouped_matmul_reference(*given[:8], tokens, blocks)  # type: ignore[call-arg]
     out = grouped_matmul_fake(*given)
     of_rows = b.dim() == 3
     b = b if of_rows else b.unsqueeze(0)
