@@ -290,7 +290,9 @@ class Linear(torch.autograd.Function):
                 one_scale = plan.reuse_weight and casts.weight.how.scaling_granularity.one_scale
                 again = one_scale and w.col_data is None
                 # Not by `_replace`, which takes four times as long.
-                scale_of_row = b.scale if again else None
+                scale_of_row = None
+                if again:  # that of each expert is there for each row
+                    scale_of_row = b.scale if offs is None else b.scale[:, 0].contiguous()
                 w = Weight(w.values, None, scale_of_row, *w[3:])
             del b
         if dw_in_float8 and not plan.reuse_input:

@@ -71,9 +71,8 @@ class Weight(NamedTuple):
             return Operand(self.col_data, self.col_scale)
         if self.values is None:
             return to_col(Operand(self.row_data, self.row_scale), cast.how, after)
-        if self.row_scale is not None:  # of experts [E, N], each N times
-            one = self.values.dim() == 2
-            cast = Cast(cast.how, scale=self.row_scale if one else self.row_scale[:, 0])
+        if self.row_scale is not None:
+            cast = Cast(cast.how, scale=self.row_scale)
         return quantize(self.values, cast, col=True, after=after).col
 
 
