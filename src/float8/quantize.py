@@ -1,7 +1,7 @@
 """The one door for casts: choose the scale of a tensor, cast it, lay it out."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -126,8 +126,7 @@ def _cast_each(
     col requests are swapped instead of copying. Weights stored otherwise are copied.
 
     By squares row data are [E, N, ceil128(K)] with scales [E, ceil(N / 128), ceil(K / 128) or
-    more], column data [E, K, ceil128(N)] with [E, ceil(K / 128), ceil(N / 128) or more]. They are
-    cast as one matrix, filled up to whole squares of each: a copy unless the weights are that.
+    more], column data [E, K, ceil128(N)] with [E, ceil(K / 128), ceil(N / 128) or more].
     """
     if transposed := weights.transpose(1, 2).is_contiguous():
         weights, row, col = weights.transpose(1, 2), col, row
@@ -135,16 +134,19 @@ def _cast_each(
     of_row: Operand | None = None
     of_col: Operand | None = None
     if how.scaling_granularity.square and not how.scaling_granularity.one_scale:
-        below = -R % 128
-        padded = F.pad(weights, (0, 0, 0, below)) if below else weights.contiguous()
-        of_row, of_col = kernels.cast(padded.view(-1, C), how, row=row, col=col, after=after)
-        if of_row is not None:
-            data, scale = (x.view(E, x.shape[0] // E, -1) for x in of_row)
-            of_row = Operand(data[:, :R], scale)
-        if of_col is not None:  # those of each expert lie beside each other
-            scale = of_col.scale[:, : (R + below) * E // 128]
-            data, scale = (x.view(len(x), E, -1).transpose(0, 1) for x in (of_col.data, scale))
-            of_col = Operand(data[:, :C], scale)
+        if R % 128:  # each by itself: a compiler would keep a copy that is filled up
+            each: Any = [kernels.cast(x, how, row=row, col=col, after=after) for x in weights]
+            of_row, of_col = (_stacked(x) if x[0] else None for x in zip(*each, strict=True))
+            of_row = of_row and Operand(of_row.data[:, :R], of_row.scale)
+        else:
+            matrix = weights.contiguous().view(-1, C)
+            of_row, of_col = kernels.cast(matrix, how, row=row, col=col, after=after)
+            if of_row is not None:
+                of_row = Operand(*(x.view(E, x.shape[0] // E, -1) for x in of_row))
+            if of_col is not None:  # those of each expert lie beside each other
+                beside = of_col.data, of_col.scale[:, : R * E // 128]
+                of_col = Operand(*(x.view(len(x), E, -1).transpose(0, 1) for x in beside))
+        of_col = of_col and Operand(of_col.data[:, :C], of_col.scale)
         return Quantized(of_col, of_row) if transposed else Quantized(of_row, of_col)
     ends = torch.arange(R, E * R + 1, R, dtype=torch.int32, device=weights.device)
     matrix, width = weights.contiguous().view(E * R, C), (R + 127) // 128 * 128
@@ -156,6 +158,12 @@ def _cast_each(
         data = made.col.data.view(-1, E, width).transpose(0, 1)
         of_col = Operand(data[:, :C, : R + -R % 16], made.col.scale[:, :C])
     return Quantized(of_col, of_row) if transposed else Quantized(of_row, of_col)
+
+
+def _stacked(parts: Sequence[Operand]) -> Operand:
+    """Stack data, as bytes, since few backends know float8, and scales."""
+    data = torch.stack([x.data.view(torch.uint8) for x in parts]).view(parts[0].data.dtype)
+    return Operand(data, torch.stack([x.scale for x in parts]))
 
 
 def scale_of(x: Tensor, cast: Cast, via: torch.dtype | None = None) -> Tensor:

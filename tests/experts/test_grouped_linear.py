@@ -238,6 +238,7 @@ def test_compiled_code_keeps_no_cast_of_weights(recipe: str) -> None:
             y = call(x, weight, offs, config=recipe)
         assert y.requires_grad
         assert {tuple(t.shape) for t in kept if t.dtype.itemsize == 1} <= {(K, 256)}  # the input
+        assert all(t.numel() <= w.numel() for t in kept if t.dtype.itemsize > 1)
 
 
 def test_compiled_code_takes_all_dtypes() -> None:

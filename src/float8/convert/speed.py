@@ -6,7 +6,7 @@ Fitted to layers in compiled models, forward and backward, of H200s (docs/measur
 from typing import Any, NamedTuple
 
 from float8.config import CastSite, Float8LinearConfig, Float8Weights
-from float8.experts import weights_of
+from float8.experts import names_to_gather, weights_of
 from float8.tensor import local_tensor
 
 
@@ -133,12 +133,19 @@ def why_experts_slower(
     near = gpu if gpu in MEMORY else "H100"  # another Hopper GPU: others have no such GEMM
     weights, top_k = weights_of(module), experts_per_token(module, parent)
     experts = local_tensor(module._parameters[weights[0].name]).shape[0]
-    rows, sizes = tokens * top_k, [(x.in_features, x.out_features) for x in weights]
-    each = [both_ms(near, config, rows, *size, ranks, experts=experts) for size in sizes]
-    high, low = map(sum, zip(*each, strict=True))
+    rows, high, low = tokens * top_k, 0.0, 0.0
+    for name, _, N, K in weights:
+        share = ranks_that_cast(module, name, experts, ranks)
+        ms = both_ms(near, config, rows, K, N, share, experts=experts)
+        high, low = high + ms[0], low + ms[1]
     told = f"{_lost(high / low, EXPERTS_ERROR)}x of bf16 on {near}, {rows / experts:.0f} tokens for"
     told += f" each of {experts} experts ({tokens} tokens go to {top_k} each)"
     return told if high / low < _AT_LEAST else None
+
+
+def ranks_that_cast(module: Any, name: str, experts: int, ranks: int) -> int:
+    """Return how many of `ranks` cast a share of a weight of experts: 1, if it is not gathered."""
+    return min(ranks, experts) if name in names_to_gather(module) else 1
 
 
 _TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk")  # of most models, Gemma's, Aria's

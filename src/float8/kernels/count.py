@@ -53,7 +53,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]
     rounds,  # blocks of a program
     ALL_COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    bound = tl.load(bound_ptr).to(tl.int32, bitcast=True)  # magnitudes compare as integers
+    bound = magnitude_bits(tl.load(bound_ptr))  # which compare as integers do
     largest = tl.zeros((BLOCK,), tl.int32)
     values, lost, cut, bad = largest, largest, largest, largest
     first = tl.program_id(0).to(tl.int64) * rounds * BLOCK

@@ -245,8 +245,10 @@ def _scales_of_pieces(
     """Return the scales of the parts that `func` made of the data of `x`."""
     if x._granularity.one_scale:
         return [x._scale] * len(pieces)
-    if x.dim() == 3 and x._granularity.square and func is aten.transpose.int and 0 not in rest:
-        return [func(x._scale, *rest)]  # of experts, whose last dims change places
+    if x.dim() == 3 and x._granularity.square:  # of experts: one, or all transposed
+        swapped = func is aten.transpose.int and {dim % 3 for dim in rest} == {1, 2}
+        if swapped or (func is aten.select.int and rest[0] == 0):
+            return [func(x._scale, *rest)]
     if x._has_row_scales and func is aten.constant_pad_nd.default and not any(rest[0][:2]):
         return [func(x._scale, rest[0], 1.0)]
     if x._granularity.by_rows and func is not aten.as_strided.default:

@@ -139,6 +139,8 @@ class Step:
             tokens //= how.sequence
             self.pooled.append(fqn)
         ranks = self._ranks[id(weight)] if self.config.enable_fsdp_float8_all_gather else 1
+        if experts:
+            ranks = speed.ranks_that_cast(module, name, experts, ranks)
         of = {"trains": weight.requires_grad, "experts": experts}
         high, low = speed.both_ms(self.gpu, self.config, tokens, K, N, ranks, **of)
         self.gains[row.fqn], in_float8 = high / low, row.skip_reason is None

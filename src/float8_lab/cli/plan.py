@@ -146,7 +146,9 @@ def judge(
     said = f"modelled (±{step.error:.0%}{far})" + ": may as well lose, so time it" * level
     lines = [f"{word}: {step}{of_all}", said]
     if not (converted := step.report.share > 0):
-        lines = ["loses: no layer gains; more --tokens, or --cuda-graphs, may change that"]
+        slow = any("modelled" in (x.skip_reason or "") for x in step.report.layers)
+        hint = "more --tokens, or --cuda-graphs, may change that"
+        lines = [f"loses: no layer gains; {hint if slow else 'the report says why'}"]
     lines.append(f"parameters, gradients, AdamW: {step.gib:.1f} of {limit} GiB a GPU; {fits}")
     lines += [other] * (gains > 0.005)
     lines += [f"{x}: judged at all tokens, timed at one of each sequence" for x in step.pooled]
