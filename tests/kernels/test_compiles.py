@@ -1,4 +1,4 @@
-"""Every kernel compiles for Hopper and keeps its values in registers: told without a GPU.
+"""Kernels compile for Hopper, and spill no registers but where `MAY_SPILL` says so: without a GPU.
 
 Ops run on tensors without memory, and each launch compiles its kernel instead.
 """

@@ -31,7 +31,8 @@ def multiply_blocks(
 ) -> None:
     """Multiply as `gemm.grouped_matmul` does under blocks; `b` is [E, N, C], or [1, N, C]."""
     if not HAS_GLUON:
-        raise RuntimeError("float8 GEMM: got a Triton without Gluon, expected Triton >= 3.6")
+        got = "float8 GEMM: got a Triton without Gluon for experts under blocks, expected"
+        raise RuntimeError(f"{got} Triton >= 3.6; upgrade it, or take the recipe 'rowwise'")
     of_rows, (R, C), N, E = out.dim() == 2, a.shape, b.shape[1], ends.shape[0]
     rows, columns, block = _TILE
     swizzled = [gl.NVMMASharedLayout(128, 8, rank) for rank in (2, 3)]

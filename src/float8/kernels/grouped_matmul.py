@@ -1,6 +1,6 @@
 """The grouped GEMM of a Hopper GPU: each group of rows by a matrix of its own, or by another group.
 
-`torch._scaled_grouped_mm` takes 1.07 to 1.2 times as long (benchmarks/NOTES.md). It also returns
+`torch._scaled_grouped_mm` takes 1.04 to 1.2 times as long (benchmarks/NOTES.md). It also returns
 no float32, and writes no zeros into rows of no group. The products, by the kernel's names:
 
     groups of rows    out [R, N] = a [R, C] by b [E, N, C] of the row's group        R are tokens
