@@ -73,7 +73,10 @@ def apply_grouped(
     # Nothing to measure, nothing to multiply. Compiled code may not know how many rows there will
     # be, as under expert parallel: there the ops find none, as on a CPU, where they check offs.
     if not compiling and input.shape[0] == 0 and not input.is_cpu:
-        return input @ weight[0].to(input.dtype).t()
+        one = weight[0]
+        if isinstance(one, GatheredExperts) and one._granularity.square:  # which has no transpose
+            one = one.to_original_precision()
+        return input @ one.to(input.dtype).t()
     grad = torch.is_grad_enabled()
     needs = grad and input.requires_grad, grad and weight.requires_grad
     transposed = held is not None and weight.stride() != held.values.stride()
