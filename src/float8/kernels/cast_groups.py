@@ -214,7 +214,7 @@ def _cast_groups_triton(x: Tensor, offs: Tensor, *settings: Any, **named: Any) -
     (R, C), E, given = x.shape, offs.shape[0], scale is not None
     # The bits of amaxes: of rows, then of columns of each group, or of groups; or of scales.
     if scale is not None:
-        amaxes = scale.view(torch.int32)
+        amaxes = scale.contiguous().view(torch.int32)
     else:
         amaxes = torch.zeros(E if one_scale else R + E * C, dtype=torch.int32, device=x.device)
     groups = max(1 << E.bit_length(), 16)  # E + 1 or more
