@@ -133,7 +133,7 @@ def _cast_each(
     E, R, C = weights.shape
     of_row: Operand | None = None
     of_col: Operand | None = None
-    if how.scaling_granularity.square and not how.scaling_granularity.one_scale:
+    if how.scaling_granularity.by_blocks:
         if R % 128:  # each by itself: a compiler would keep a copy that is filled up
             each: Any = [kernels.cast(x, how, row=row, col=col, after=after) for x in weights]
             of_row, of_col = (_stacked(x) if x[0] else None for x in zip(*each, strict=True))

@@ -32,8 +32,8 @@ _INPUT = 0.85  # as several layers read one tensor, and kernels that make it fin
 _POWER = 1.03  # the larger a GEMM, the nearer to its limit of power a GPU runs
 
 MEMORY = {"H100": 1.2, "H200": 1.0}  # how long bytes take, over those of an H200
-_GROUPED = {"H100": 1.02, "H200": 1.0}  # the same of float8 GEMMs of experts
-_GROUPED_BY_BLOCKS = 1.28  # and of these under blocks, over linear layers'
+_GROUPED = {"H100": 1.02, "H200": 1.0}  # how long float8 GEMMs of experts take, likewise
+_GROUPED_BY_BLOCKS = 1.28  # how long those under blocks take, over the GEMMs of linear layers
 _AT_LEAST = 1.01  # modelled, for what is converted
 _FROZEN = {"tensorwise": 0.4, "delayed": 0.4}  # of casts of tokens whose transposes nobody needs
 _HELD = 0.15  # of the casts of weights of experts that four microbatches share

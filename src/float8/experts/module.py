@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
-from float8.config import CastSite, Float8LinearConfig, ScalingGranularity
+from float8.config import CastSite, Float8LinearConfig
 from float8.experts.functional import apply_grouped
 from float8.formats import E5M2, FLOAT8_MAX, GEMM_ALIGNMENT, lacks_float8_gemm
 from float8.linear.functional import autocast_dtype
@@ -93,7 +93,7 @@ class Float8Experts(Float8Module):
         if any(config.cast_config(site).dtype == E5M2 for site in sites):
             words.append("grad_output in e4m3")
         again = config.cast_config(CastSite.INPUT_FOR_GRAD_WEIGHT).scaling_granularity
-        if again is ScalingGranularity.BLOCK_128x128:
+        if again.by_blocks and again.square:
             words.append("input by 1x128 for grad_weight")
         if not config.scales_by_blocks:
             words.append(f"use_fast_accum={config.gemm_config_output.use_fast_accum}")

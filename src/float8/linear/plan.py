@@ -52,7 +52,7 @@ def plan_linear(config: Float8LinearConfig, *, grouped: bool = False) -> LinearP
 
     `grouped`: all casts are to e4m3; what no grouped GEMM does raises a `ValueError`. All three use
     the `use_fast_accum` of `output`: exact sums take 1.1 to 1.6 times as long and gain 0.07 dB.
-    Where casts for grad_weight have squares they get runs, which are finer: tokens of a group.
+    Casts of tokens that have squares get runs, which are finer: a square may hold two groups.
     """
     # Dynamo looks through a cache, but warns of it.
     resolve = _resolved if torch.compiler.is_compiling() else _cached
@@ -62,7 +62,6 @@ def plan_linear(config: Float8LinearConfig, *, grouped: bool = False) -> LinearP
 EXPECTED = (
     "the recipe 'tensorwise', 'rowwise', 'rowwise_with_gw_hp' or 'blockwise', or casts like theirs"
 )
-_RUNS, _SQUARES = ScalingGranularity.BLOCK_1x128, ScalingGranularity.BLOCK_128x128
 _WEIGHTS = CastSite.WEIGHT, CastSite.WEIGHT_FOR_GRAD_INPUT
 
 
@@ -70,7 +69,8 @@ def no_grouped_gemm(config: Float8LinearConfig) -> str | None:
     """Name what a configuration asks for and no grouped GEMM does, or return None."""
     if config.delayed_sites:
         return "delayed scaling, whose histories are of one tensor"
-    if _RUNS in (config.cast_config(site).scaling_granularity for site in _WEIGHTS):
+    covers = [config.cast_config(site).scaling_granularity for site in _WEIGHTS]
+    if any(each.by_blocks and not each.square for each in covers):
         return "weights with scales of 1x128"
     if not {"output", "grad_input"} <= set(config.float8_gemms):
         return "the GEMM of output or grad_input in high precision"
@@ -85,16 +85,15 @@ def _resolved(config: Float8LinearConfig, grouped: bool) -> LinearPlan:
 
     def cast(site: CastSite) -> Cast:
         how = config.cast_config(site)
-        if grouped:
-            how = replace(how, target_dtype=E4M3)
-            if how.scaling_granularity is _SQUARES and site not in _WEIGHTS:
-                how = replace(how, scaling_granularity=_RUNS)
-        return Cast(how)
+        covers = how.scaling_granularity
+        if covers.by_blocks and site not in _WEIGHTS:
+            covers = ScalingGranularity.BLOCK_1x128
+        return Cast(replace(how, target_dtype=E4M3, scaling_granularity=covers) if grouped else how)
 
     def gemm(name: str) -> Gemm | None:
         if name not in config.float8_gemms:
             return None
-        a, b = (cast(site).how.scaling_granularity for site in GEMM_OPERANDS[name])
+        a, b = (made[site].how.scaling_granularity for site in GEMM_OPERANDS[name])
         fast = getattr(config, f"gemm_config_{'output' if grouped else name}").use_fast_accum
         return Gemm(fast, config.emulate, (a, b))
 
@@ -102,7 +101,8 @@ def _resolved(config: Float8LinearConfig, grouped: bool) -> LinearPlan:
         granularity, rounded = cast.how.scaling_granularity, cast.how.power_of_2
         return None not in gemms and (granularity.one_scale or (granularity.by_rows and rounded))
 
-    casts = Casts(*map(cast, CAST_SITES))
+    made = {site: cast(site) for site in CAST_SITES}
+    casts = Casts(*made.values())
     output, grad_input, grad_weight = gemm("output"), gemm("grad_input"), gemm("grad_weight")
     reuse_input = casts.input == casts.input_for_grad_weight
     reuse_grad_output = casts.grad_output == casts.grad_output_for_grad_weight
