@@ -96,12 +96,12 @@ def resources(binary: bytes, folder: Path) -> dict[str, int]:
 
 def cast_groups(source: torch.dtype, one_scale: bool, row: bool, col: bool, x: Tensor) -> None:
     ends, power_of_2 = empty(5, dtype=torch.int32), not (row and col)
-    ops.cuda.cast_groups(x.to(source), ends, E4M3, row, col, 5120, one_scale, power_of_2)
+    ops.cuda.cast_groups(x.to(source), ends, None, E4M3, row, col, 5120, one_scale, power_of_2)
 
 
 def by_runs(source: torch.dtype, row: bool, run: int, x: Tensor) -> None:
     ends = empty(5, dtype=torch.int32)
-    ops.cuda.cast_groups_by_runs(x.to(source), ends, run, E4M3, row, 5120, not row)
+    ops.cuda.cast_groups(x.to(source), ends, run, E4M3, row, True, 5120, False, not row)
 
 
 def of_blocks(of_rows: bool, dtype: torch.dtype, x: Tensor) -> None:
@@ -243,6 +243,6 @@ def test_groups_are_launched_where_their_tensors_are(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)
     with FakeTensorMode(), torch.device("cuda:1"):
         x, ends = torch.empty(64, 32, dtype=BF16), torch.empty(2, dtype=torch.int32)
-        *col, ends = ops.cuda.cast_groups(x, ends, E4M3, True, True, 256, 0, 0)[2:]
+        *col, ends = ops.cuda.cast_groups(x, ends, None, E4M3, True, True, 256, 0, 0)[2:]
         ops.cuda.grouped_matmul(*col, *col, ends, False, True, BF16)
     assert launched == [1, 1, 1]

@@ -78,10 +78,10 @@ def test_kernels_are_their_twin(
     few = len(sizes) < MANY
     for source, (row, col) in [*zip(HIGH_PRECISION, layouts, strict=True)][: 3 if few else 1]:
         x, offs = (t.to(triton_device) for t in tensor(sizes, 150 if few else 24, source))
-        how = E4M3, row, col, sum(map(ceil128, sizes)), of.one_scale, power_of_2
+        how = None, E4M3, row, col, sum(map(ceil128, sizes)), of.one_scale, power_of_2
         assert_same(ops.cuda.cast_groups(x, offs, *how), ops.cpu.cast_groups(x, offs, *how))
         if of.one_scale:  # as backward takes those of forward
-            known = ops.cpu.cast_groups(x, offs, E4M3, False, True, *how[3:])[1][:, 0]
+            known = ops.cpu.cast_groups(x, offs, None, E4M3, False, True, *how[4:])[1][:, 0]
             made = [each.cast_groups(x, offs, *how, known) for each in (ops.cuda, ops.cpu)]
             want = ops.cpu.cast_groups(x, offs, *how)
             for got in made:
@@ -123,8 +123,8 @@ def test_the_kernel_of_runs_is_its_twin(triton_device: torch.device, sizes: list
     for n, C in enumerate([24, 150, 256]):  # with masks and without
         x, offs = (t.to(triton_device) for t in tensor(sizes, C, HIGH_PRECISION[n]))
         for run in (128, 32):
-            how = run, E4M3, C != 24, sum(map(ceil128, sizes)), C == 150
-            got, want = (o.cast_groups_by_runs(x, offs, *how) for o in (ops.cuda, ops.cpu))
+            how = run, E4M3, C != 24, True, sum(map(ceil128, sizes)), False, C == 150
+            got, want = (o.cast_groups(x, offs, *how) for o in (ops.cuda, ops.cpu))
             assert_same(got, want)
 
 
@@ -159,7 +159,7 @@ def test_programs_of_several_tiles_without_masks(
     x[300], x[499] = float("nan"), float("inf")
     assert tiles.strips_of(len(x), C, x.dtype, x.device)[0] == 4 * tiles.STRIP_R
     x, offs = x.to(triton_device), offs.to(triton_device)
-    how = E4M3, True, True, sum(map(ceil128, sizes)), of.one_scale, False
+    how = None, E4M3, True, True, sum(map(ceil128, sizes)), of.one_scale, False
     got = ops.cuda.cast_groups(x, offs, *how)
     assert_same(got, ops.cpu.cast_groups(x, offs, *how))
     assert not got[0][:300].float().isnan().any()
@@ -267,9 +267,8 @@ def test_no_offs_lead_out_of_the_tensors(
         ]
 
     matmul_fake = gemm.grouped_matmul_fake
-    for name in ("cast_groups_fake", "cast_groups_by_runs_fake"):
-        fake = getattr(casts, name)
-        monkeypatch.setattr(casts, name, lambda *a, fake=fake: guarded_all(fake(*a)))
+    fake = casts.cast_groups_fake
+    monkeypatch.setattr(casts, "cast_groups_fake", lambda *a: guarded_all(fake(*a)))
     monkeypatch.setattr(gemm, "grouped_matmul_fake", lambda *a: guarded(matmul_fake(*a)))
 
     def ends(numbers: list[int]) -> Tensor:
@@ -282,14 +281,14 @@ def test_no_offs_lead_out_of_the_tensors(
     sizes = [end - begin for begin, end in zip([0, *tame], tame, strict=False)]
     x = guarded(torch.randn(T, C, device=triton_device))
     for one_scale in (False, True):
-        how = E4M3, True, True, sum(map(ceil128, sizes)), one_scale, False
+        how = None, E4M3, True, True, sum(map(ceil128, sizes)), one_scale, False
         made = ops.cuda.cast_groups(x, ends(wild), *how)
         for offs in (wild, tame):
             assert_same(made, casts.cast_groups_reference(x, ends(offs), *how))
-    runs = 128, E4M3, True, sum(map(ceil128, sizes)), False
-    by_runs = ops.cuda.cast_groups_by_runs(x, ends(wild), *runs)
+    runs = 128, E4M3, True, True, sum(map(ceil128, sizes)), False, False
+    by_runs = ops.cuda.cast_groups(x, ends(wild), *runs)
     for offs in (wild, tame):
-        assert_same(by_runs, casts.cast_groups_by_runs_reference(x, ends(offs), *runs))
+        assert_same(by_runs, casts.cast_groups_reference(x, ends(offs), *runs))
     b = guarded(torch.randn(E, N, C, device=triton_device).to(E4M3))
     rows = *made[:2], b, guarded(torch.rand(E, N, device=triton_device))
     padded = [n if n in (MIN, MAX) else min(max(n * 128, MIN), MAX // 128 * 128) for n in wild]

@@ -103,13 +103,9 @@ def of_cast_groups(device: str) -> Args:
     x, offs = of_groups(device)[0], torch.tensor([5, 5, 40], dtype=torch.int32, device=device)
     layouts = (True, True), (True, False), (False, True)
     for layout, one_scale in itertools.product(layouts, (False, True)):
-        yield x, offs, E4M3, *layout, 256, one_scale, False  # nothing is left unwritten
-
-
-def of_cast_groups_by_runs(device: str) -> Args:
-    x, offs, *_ = next(of_cast_groups(device))
+        yield x, offs, None, E4M3, *layout, 256, one_scale, False  # nothing is left unwritten
     for row in (False, True):
-        yield x, offs, 32 if row else 128, E4M3, row, 256, row
+        yield x, offs, 32 if row else 128, E4M3, row, True, 256, False, row
 
 
 def of_grouped_matmul(device: str) -> Args:
@@ -138,7 +134,6 @@ ARGUMENTS: dict[str, Callable[[str], Args]] = {
     "cast": of_cast,
     "cast_delayed": of_cast_delayed,
     "cast_groups": of_cast_groups,
-    "cast_groups_by_runs": of_cast_groups_by_runs,
     "count": of_count,
     "grouped_matmul": of_grouped_matmul,
     "grouped_outer": lambda device: iter([of_groups(device)]),

@@ -124,8 +124,15 @@ def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype, exponents: bool = Fa
     data = v.clamp(-limit, limit).to(dtype).view(torch.uint8)
     # One NaN for all, also in its sign bit, which differs between CPUs and GPUs. As a byte, since a
     # compiler does not see that two expressions with a NaN in them are the same.
-    spoilt = v.isnan() if exponents else ~x.isfinite() | v.isnan()
-    return torch.where(spoilt, 0x7F, data).view(dtype)
+    number = ~v.isnan() if exponents else x.isfinite() & ~v.isnan()
+    return torch.where(number, data, 0x7F).view(dtype)
+
+
+def scale_of(amax: Tensor, dtype: torch.dtype, power_of_2: bool, width: int | None) -> Tensor:
+    """Return the scale of an amax under blocks of this width: an exponent of 8 bits under 32."""
+    if width == 32:
+        return amax_to_exponent(amax, dtype)
+    return amax_to_scale(amax, dtype, power_of_2)
 
 
 def cast_reference(
@@ -185,9 +192,8 @@ def cast_reference(
                 # where a kernel loads it and not yet rounded in the kernel that takes it. Data
                 # would be cast under one scale and multiplied with the other.
                 amax = amax.to(torch.float32).abs().amax(dim, keepdim=True)
-        exponents = width == 32
-        s = amax_to_exponent(amax, dtype) if exponents else amax_to_scale(amax, dtype, power_of_2)
-        data = to_float8(y, s, dtype, exponents).reshape(Rp, Cp)
+        s = scale_of(amax, dtype, power_of_2, width)
+        data = to_float8(y, s, dtype, width == 32).reshape(Rp, Cp)
         if differs:  # once more: next to a NaN a zero has become NaN, too
             data = F.pad(data.view(torch.uint8)[:R, :C], pad).view(dtype)
         made.append((data.contiguous(), s.squeeze((1, 3))))

@@ -19,7 +19,7 @@ from torch import Tensor
 from float8.config import CastConfig
 from float8.formats import E4M3, GROUP_ALIGNMENT, HIGH_PRECISION_DTYPES
 from float8.kernels import tiles
-from float8.kernels.cast import cast, cast_reference, refusal, to_float8
+from float8.kernels.cast import cast, cast_reference, refusal, scale_of
 from float8.kernels.cast_kernels import store_runs, store_runs_of_columns
 from float8.kernels.numeric import (
     magnitude_bits,
@@ -31,7 +31,7 @@ from float8.kernels.numeric import (
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import has_float8_conversion, jit, tl
 from float8.kernels.tiles import load
-from float8.scales import Operand, Quantized, amax_to_scale
+from float8.scales import Operand, Quantized
 
 
 def cast_groups(
@@ -72,12 +72,8 @@ def cast_groups(
     if width is None:
         most = x.shape[0] + (GROUP_ALIGNMENT - 1) * offs.shape[0]
         width = most // GROUP_ALIGNMENT * GROUP_ALIGNMENT
-    if covers.by_blocks:
-        by_runs = torch.ops.float8.cast_groups_by_runs.default
-        out = by_runs(x, offs, covers.width, how.dtype, row, width, how.power_of_2)
-    else:
-        wanted = how.dtype, row, col, width, covers.one_scale, how.power_of_2
-        out = torch.ops.float8.cast_groups.default(x, offs, *wanted, scale, after)
+    wanted = covers.width, how.dtype, row, col, width, covers.one_scale, how.power_of_2
+    out = torch.ops.float8.cast_groups.default(x, offs, *wanted, scale, after)
     of_row = Operand(out[0], out[1]) if row else None
     return Quantized(of_row, Operand(out[-3], out[-2]), ends=out[-1]) if col else Quantized(of_row)
 
@@ -100,6 +96,7 @@ def check_offs(offs: Tensor, rows: int) -> None:
 def cast_groups_reference(
     x: Tensor,
     offs: Tensor,
+    run: int | None,
     dtype: torch.dtype,
     row: bool,
     col: bool,
@@ -109,94 +106,64 @@ def cast_groups_reference(
     scale: Tensor | None = None,
     after: Tensor | None = None,
 ) -> list[Tensor]:
-    """Plain-torch twin: row data and scales, column data, scales and ends, those asked for."""
-    (R, C), E = x.shape, offs.shape[0]
-    out = cast_groups_fake(x, offs, dtype, row, col, width)
-    group, rows, to, behind = _places_of_rows(offs, R)
-    outside, magnitudes = (group == E)[:, None], x.to(torch.float32).abs()
-    amaxes = magnitudes.new_zeros((E + 1, C + -C % 16))  # of columns
-    amaxes[:, :C].scatter_reduce_(0, group[:, None].expand(R, C), magnitudes, "amax")
-    if one_scale:
-        amaxes[:, :C] = amaxes.amax(1, keepdim=True)
-    if row:
-        of_rows = amaxes[group, :1] if one_scale else magnitudes.amax(1, keepdim=True)
-        of_rows = amax_to_scale(of_rows.masked_fill(outside, 0), dtype, power_of_2)
-        if scale is not None:
-            of_rows = torch.where(outside, of_rows, scale[group.clamp(max=E - 1), None])
-        codes = to_float8(x, of_rows, dtype).view(torch.uint8)
-        out[0].view(torch.uint8).zero_()[:, :C] = codes.masked_fill(outside, 0)
-        out[1].copy_(of_rows[:, 0])
-    if col:
-        of_columns = amax_to_scale(amaxes[:E], dtype, power_of_2)
-        if scale is not None:
-            of_columns = scale[:, None].expand_as(of_columns)
-        codes = to_float8(x[rows], of_columns[group[rows], :C], dtype).view(torch.uint8)
-        out[-3].view(torch.uint8).zero_()[:C, to] = codes.t()
-        out[-2].copy_(of_columns)
-        out[-1].copy_(behind)
+    """Plain-torch twin, which casts each group as a matrix: row data and scales, columns, ends."""
+    how = None if one_scale else 1, run, dtype
+    out = cast_groups_fake(x, offs, run, dtype, row, col, width)
+    codes = [each.view(torch.uint8).zero_() for each in out if each.dtype == dtype]
+    for each in out:
+        if each.dtype == torch.float32:
+            each.copy_(scale_of(torch.zeros((), device=x.device), dtype, power_of_2, run))
+    begin = at = 0
+    for group, end in enumerate(ends_of_groups(offs, x.shape[0]).tolist()):
+        given = None if scale is None else scale[group]
+        n, behind = end - begin, at + (end - begin + 127) // 128 * 128
+        made = cast_reference(x[begin:end], given, *how, row, col, False, power_of_2) if n else []
+        if one_scale and n:  # each layout with its scales, as others
+            one = made.pop(0) if given is None else given
+            made = [part for data in made for part in (data, one)]
+        if row and n and run is None:
+            codes[0][begin:end], out[1][begin:end] = made[0].view(torch.uint8), made[1].view(-1)
+        if col and n:
+            data = made[-2].view(torch.uint8)
+            codes[-1][:, at : at + data.shape[1]] = data
+            if run is not None:
+                out[-2][:, at // run : (at + data.shape[1]) // run] = made[-1]
+            else:
+                out[-2][group, : x.shape[1] if one_scale else None] = made[-1].view(-1)
+        if col:
+            out[-1][group] = behind
+            if given is not None:
+                out[-2][group] = given
+        begin, at = end, behind
+    if row and run is not None:  # a row is the same in any group
+        made = cast_reference(x, None, *how, True, False, False, power_of_2)
+        codes[0].copy_(made[0][: len(x)].view(torch.uint8))
+        out[1].copy_(made[1][: len(x)])
     return out
-
-
-def _places_of_rows(offs: Tensor, R: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the group of each row, E for none; rows in groups, their places in column data; ends.
-
-    The last are those of column data.
-    """
-    ends = ends_of_groups(offs, R)
-    group = torch.bucketize(torch.arange(R, device=offs.device), ends, right=True)
-    sizes = ends.diff(prepend=ends.new_zeros(1))
-    padded = (sizes + 127) // 128 * 128
-    behind = padded.cumsum(0)
-    rows = (group < len(offs)).nonzero().view(-1)
-    return group, rows, rows + (behind - padded - ends + sizes)[group[rows]], behind
 
 
 def cast_groups_fake(
-    x: Tensor, offs: Tensor, dtype: torch.dtype, row: bool, col: bool, width: int, *_: object
+    x: Tensor,
+    offs: Tensor,
+    run: int | None,
+    dtype: torch.dtype,
+    row: bool,
+    col: bool,
+    width: int,
+    *_: object,
 ) -> list[Tensor]:
     """Allocate the layouts asked for, uninitialised; sizes may be symbolic."""
-    (R, C), E = x.shape, offs.shape[0]
-    Cp, out = (C + 15) // 16 * 16, []
-    if row:
-        out += [x.new_empty((R, Cp), dtype=dtype), x.new_empty((R,), dtype=torch.float32)]
-    if col:
-        out += [x.new_empty((Cp, width), dtype=dtype), x.new_empty((E, Cp), dtype=torch.float32)]
-        out += [x.new_empty((E,), dtype=torch.int32)]
-    return out
-
-
-def cast_groups_by_runs_reference(
-    x: Tensor, offs: Tensor, run: int, dtype: torch.dtype, row: bool, width: int, power_of_2: bool
-) -> list[Tensor]:
-    """Plain-torch twin under scales of runs of so many elements; column data are always made."""
-    (R, C), how = x.shape, (None, 1, run, dtype)
-    out = cast_groups_by_runs_fake(x, offs, run, dtype, row, width)
-    _, rows, to, behind = _places_of_rows(offs, R)
-    moved, outside = x.new_zeros((width, C)), torch.ones(width, dtype=torch.bool, device=x.device)
-    moved[to], outside[to] = x[rows], False
-    data, scale = cast_reference(moved, *how, False, True, False, power_of_2)
-    # Next to NaN a zero has become NaN, too.
-    made = [data.view(torch.uint8).masked_fill(outside, 0).view(dtype), scale, behind]
-    if row:
-        made = [y[:R] for y in cast_reference(x, *how, True, False, False, power_of_2)] + made
-    for empty, y in zip(out, made, strict=True):
-        empty.copy_(y)
-    return out
-
-
-def cast_groups_by_runs_fake(
-    x: Tensor, offs: Tensor, run: int, dtype: torch.dtype, row: bool, width: int, *_: object
-) -> list[Tensor]:
-    """Allocate the layouts asked for, uninitialised; sizes may be symbolic."""
-    (R, C), E = x.shape, offs.shape[0]
-    Cp, runs, of_scales = (C + 15) // 16 * 16, (C + run - 1) // run, torch.float32
-    out = [x.new_empty((Cp, width), dtype=dtype)]
-    out += [x.new_empty((width // run, Cp), dtype=of_scales).t()]
-    out += [x.new_empty((E,), dtype=torch.int32)]
-    if row:
-        scales = x.new_empty((runs, R), dtype=of_scales).t()
-        out = [x.new_empty((R, runs * run), dtype=dtype), scales, *out]
-    return out
+    (R, C), E, k, out = x.shape, offs.shape[0], run or 16, list[Tensor]()
+    Cp, of_scales = (C + 15) // 16 * 16, torch.float32
+    layouts = (row, R, (C + k - 1) // k * k, (R,)), (col, Cp, width, (E, Cp))
+    for wanted, rows, columns, whole in layouts:
+        if wanted:
+            out.append(x.new_empty((rows, columns), dtype=dtype))
+            if run is None:
+                out.append(x.new_empty(whole, dtype=of_scales))
+            else:
+                out.append(x.new_empty((columns // run, rows), dtype=of_scales).t())
+    return [*out, x.new_empty((E,), dtype=torch.int32)] if col else out
 
 
 # ---------------------------------------------------------------- Triton
@@ -205,20 +172,41 @@ def cast_groups_by_runs_fake(
 _BLOCK_R, _BLOCK_C = 64, 128
 
 
-def _cast_groups_triton(x: Tensor, offs: Tensor, *settings: Any, **named: Any) -> list[Tensor]:
+def _cast_groups_triton(
+    x: Tensor,
+    offs: Tensor,
+    run: int | None,
+    dtype: torch.dtype,
+    row: bool,
+    col: bool,
+    width: int,
+    one_scale: bool,
+    power_of_2: bool,
+    scale: Tensor | None = None,
+    after: Tensor | None = None,
+) -> list[Tensor]:
+    wanted = run, dtype, row, col, width
     if x.numel() == 0:
-        return cast_groups_reference(x, offs, *settings, **named)
-    dtype, row, col, width, one_scale, power_of_2, scale, *_ = *settings, named.get("scale")
-    out = cast_groups_fake(x, offs, dtype, row, col, width)
+        return cast_groups_reference(x, offs, *wanted, one_scale, power_of_2, scale)
+    out = cast_groups_fake(x, offs, *wanted)
     (R, C), E, given = x.shape, offs.shape[0], scale is not None
+    groups = max(1 << E.bit_length(), 16)  # E + 1 or more
+    rounding = 2 if run == 32 else int(power_of_2)
+    arithmetic = 3 if dtype == E4M3 else 2, rounding, has_float8_conversion(x.device)
+    by_runs: Any = _cast_groups_by_runs_kernel
+    if run is not None:  # which makes columns always
+        # Each tile lies within one group, the last one being that of all other rows.
+        by_runs[((R // 128 + E + 1) * -(-C // 128),)](
+            x, offs, *(out[:2] if row else (x, x)), *out[-3:], R, C, E, width, run, row,
+            *arithmetic, C % 128 == 0, groups, num_warps=8,
+        )  # fmt: skip
+        return out
     # The bits of amaxes: of rows, then of columns of each group, or of groups; or of scales.
     if scale is not None:
         amaxes = scale.contiguous().view(torch.int32)
     else:
         amaxes = torch.zeros(E if one_scale else R + E * C, dtype=torch.int32, device=x.device)
-    groups = max(1 << E.bit_length(), 16)  # E + 1 or more
     rows, block_c, across = tiles.strips_of(R, C, x.dtype, x.device)
-    # Each tile lies within one group, the last one being that of all other rows.
     of_strips, of_tiles = (-(-R // n) + 2 * E + 1 for n in (rows, _BLOCK_R))
     data, data_scale = out[:2] if row else (x, amaxes)
     data_t, scale_t, ends = out[-3:] if col else (x, amaxes, offs)
@@ -231,25 +219,8 @@ def _cast_groups_triton(x: Tensor, offs: Tensor, *settings: Any, **named: Any) -
         )  # fmt: skip
     cast[(of_tiles * -(-C // _BLOCK_C),)](
         x, offs, amaxes, data, data_scale, data_t, scale_t, ends, R, C, E, width, given,
-        one_scale, row, col, 3 if dtype == E4M3 else 2, power_of_2, has_float8_conversion(x.device),
-        C % _BLOCK_C == 0, groups, _BLOCK_R, _BLOCK_C, num_warps=4,
-    )  # fmt: skip
-    return out
-
-
-def _cast_groups_by_runs_triton(x: Tensor, offs: Tensor, *settings: Any) -> list[Tensor]:
-    if x.numel() == 0:
-        return cast_groups_by_runs_reference(x, offs, *settings)
-    out = cast_groups_by_runs_fake(x, offs, *settings)
-    (R, C), E = x.shape, offs.shape[0]
-    run, dtype, row, width, power_of_2 = settings
-    groups = max(1 << E.bit_length(), 16)  # E + 1 or more
-    kernel: Any = _cast_groups_by_runs_kernel
-    # Each tile lies within one group, the last one being that of all other rows.
-    kernel[((R // 128 + E + 1) * -(-C // 128),)](
-        x, offs, *(out[:2] if row else (x, x)), *out[-3:], R, C, E, width, run, row,
-        3 if dtype == E4M3 else 2, 2 if run == 32 else int(power_of_2),
-        has_float8_conversion(x.device), C % 128 == 0, groups, num_warps=8,
+        one_scale, row, col, *arithmetic, C % _BLOCK_C == 0, groups, _BLOCK_R, _BLOCK_C,
+        num_warps=4,
     )  # fmt: skip
     return out
 
@@ -466,9 +437,3 @@ def _cast_groups_by_runs_kernel(  # type: ignore[no-untyped-def]
 
 
 register("cast_groups", cast_groups_reference, triton=_cast_groups_triton, fake=cast_groups_fake)
-register(
-    "cast_groups_by_runs",
-    cast_groups_by_runs_reference,
-    triton=_cast_groups_by_runs_triton,
-    fake=cast_groups_by_runs_fake,
-)
