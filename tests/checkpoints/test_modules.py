@@ -145,14 +145,14 @@ def test_what_cannot_be_taken_stays_and_says_why() -> None:
         new.weight_scale_inv = nn.Parameter(scale, requires_grad=False)
         return new
 
-    e8 = torch.ones(2, 2).to(torch.float8_e8m0fnu)
+    e8 = torch.tensor([[126, 0], [130, 127]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
     grouped = fp8.FP8GroupedLinear(256, 512, 4, (128, 128))
     replaced = layer((128, 128), torch.ones(2, 2))
     replaced.forward = lambda x: x
     for each, config, reason in (
         (layer((64, 64), torch.ones(4, 4)), None, "expected 128x128 blocks"),
         (layer((128, 128), torch.ones(4, 4)), None, r"expected (2, 2)"),
-        (layer((128, 128), e8), None, "float8_e8m0fnu, expected one of"),
+        (layer((64, 64), e8), None, "expected 128x128 blocks"),
         (
             layer((128, 128), torch.ones(2, 2)),
             only("tensorwise"),
@@ -167,6 +167,7 @@ def test_what_cannot_be_taken_stays_and_says_why() -> None:
         assert reason in str(conversion_report(model).skipped[0].skip_reason)
         assert model[0] is each
         assert isinstance(each, fp8.FP8Linear)
-    by_tensor = nn.Sequential(layer(None, torch.tensor(0.5)))
-    convert_to_float8_training(by_tensor)
-    assert isinstance(by_tensor[0], Float8Linear)
+    for taken in (layer(None, torch.tensor(0.5)), layer((128, 128), e8)):
+        model = convert_to_float8_training(nn.Sequential(taken))
+        assert isinstance(model[0], Float8Linear)
+    assert torch.equal(model[0].weight._scale[:, :2], torch.tensor([[0.5, 2**-127], [8, 1]]))

@@ -71,7 +71,11 @@ UNREADABLE: dict[str, tuple[str, Damage]] = {
     "no scale": ("expected a scale for it", drop(SCALE)),
     "block size": ("weight_block_size", config(weight_block_size=[64, 64])),
     "one number": ("weight_block_size", config(weight_block_size=128)),
-    "ue8m0": ("scale_fmt", config(scale_fmt="ue8m0")),
+    "scale_fmt": ("got 'ue4m3', expected 'float' or 'ue8m0'", config(scale_fmt="ue4m3")),
+    "exponent of a tensor": (
+        r"got 'ue8m0', expected 'float'",
+        config(weight_block_size=None, scale_fmt="ue8m0"),
+    ),
     "bytes of ue8m0": ("got dtype", put(SCALE, lambda t: torch.ones(3, 2, dtype=torch.uint8))),
     "other scales": (r"got shape \(3, 1\)", put(SCALE, lambda t: torch.ones(3, 1))),
     "fp4": ("expert_dtype", config(expert_dtype="fp4")),

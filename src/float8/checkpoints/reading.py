@@ -181,7 +181,7 @@ def _require_fitting(name: str, place: _Place, checkpoint: Checkpoint) -> None:
     is_shared = is_dtensor(target)
     placements = target.placements if is_shared else ()
     whole_experts = all(each.is_replicate() or each.is_shard(0) for each in placements)
-    if isinstance(dtype, torch.dtype) != target.dtype.is_floating_point:
+    if getattr(dtype, "is_floating_point", False) != target.dtype.is_floating_point:
         got, expected = f"dtype {dtype}", f"numbers like {target.dtype}"
     elif shape != wanted:
         got, expected = f"shape {shape}", f"{wanted} of the model"

@@ -6,9 +6,13 @@ in this library; they differ in what a scale covers, and in names.
 | format, strategy | scale beside `weight` | its shape |
 |---|---|---|
 | `fine-grained-fp8`, `block` | `weight_scale_inv` | [ceil(N / 128), ceil(K / 128)] |
+| `fine-grained-fp8`, `block_ue8m0` | `weight_scale_inv` | [ceil(N / 128), ceil(K / 128)] |
 | `fine-grained-fp8`, `tensor` | `weight_scale_inv` | [] |
 | `compressed-tensors`, `channel` | `weight_scale` | [N, 1] |
 | `compressed-tensors`, `tensor` | `weight_scale` | [1] |
+
+Scales are float32, in `block_ue8m0` exponents of 8 bits: a byte stands for 2^(byte - 127), 255 for
+NaN. Files of DeepSeek-V3.1 have these scales in float32; both are read.
 """
 
 from dataclasses import replace
@@ -24,6 +28,12 @@ from float8.linear.source import class_with_forward, replaced_forward, shallow_c
 from float8.tensor import Float8Tensor, dequantise, is_dtensor
 
 FINE_GRAINED, COMPRESSED = "fine-grained-fp8", "compressed-tensors"
+EXPONENTS = torch.float8_e8m0fnu
+
+
+def to_exponents(scale: Tensor) -> Tensor:
+    """Return the exponents of float32 scales, rounded down; NaN for NaN and Inf."""
+    return (scale.contiguous().view(torch.int32) >> 23).to(torch.uint8).view(EXPONENTS)
 
 
 class Scheme(NamedTuple):
@@ -33,18 +43,44 @@ class Scheme(NamedTuple):
     strategy: str
     granularity: ScalingGranularity
     recipe: str  # which multiplies the bytes as they are
+    exponents: torch.dtype | None = None  # of scales that are exponents; None: they are float32
 
     @property
     def scale_suffix(self) -> str:
         """The end of the name of a scale, after that of its weight."""
         return "_scale_inv" if self.format == FINE_GRAINED else "_scale"
 
+    @property
+    def block(self) -> list[int | None] | None:
+        """The `weight_block_size` of `fine-grained-fp8`."""
+        covers = self.granularity
+        return None if covers.one_scale else [covers.height, covers.width]
+
+    @property
+    def scale_fmt(self) -> str:
+        """What `fine-grained-fp8` calls the format of its scales."""
+        return "ue8m0" if self.exponents else "float"
+
+    def can_publish(self, weight: Float8Tensor) -> bool:
+        """Whether bytes and scales of a weight can be published as they are."""
+        if weight._granularity is not self.granularity or weight._data.dtype != E4M3:
+            return False
+        if not self.exponents:
+            return True
+        powers = to_exponents(scale := self._scale_of(weight)).to(torch.float32)
+        return bool(((powers == scale) | powers.isnan()).all())
+
+    def _scale_of(self, weight: Float8Tensor) -> Tensor:
+        """Return the scales of a weight of this granularity in the shape that files have."""
+        shape, scale = self.scale_shape(tuple(weight.shape)), weight._scale
+        return scale.reshape(shape) if self.granularity.one_scale else scale[:, : shape[1]]
+
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the scales of a weight [N, K]."""
         if self.granularity.one_scale:
             return () if self.format == FINE_GRAINED else (1,)
-        N, K = shape
-        return (-(-N // 128), -(-K // 128)) if self.granularity.by_blocks else (N, 1)
+        width = self.granularity.width  # their columns are not padded
+        return self.granularity.scales(shape)[0], 1 if width is None else -(-shape[1] // width)
 
     def require_pair(self, name: str, weight: Any, scale: Any) -> None:
         """Raise unless a weight and its scale, each given as dtype and shape, fit this scheme."""
@@ -52,14 +88,15 @@ class Scheme(NamedTuple):
         kind, size = scale or (None, None)
         right = [self.scale_shape(shape)] if len(shape) == 2 else []
         right += [(), (1,), (1, 1)] if self.granularity.one_scale else []
+        kinds = (*HIGH_PRECISION_DTYPES, *((EXPONENTS, torch.uint8) if self.exponents else ()))
         if dtype != E4M3:
             got, expected = f"dtype {dtype}", f"{E4M3}"
         elif len(shape) != 2:
             got, expected = f"float8 of shape {shape}", "two dims"
         elif scale is None:
             got, expected = f"float8 without {scale_name}", "a scale for it"
-        elif kind not in HIGH_PRECISION_DTYPES:
-            name, got, expected = scale_name, f"dtype {kind}", f"one of {HIGH_PRECISION_DTYPES}"
+        elif kind not in kinds:
+            name, got, expected = scale_name, f"dtype {kind}", f"one of {kinds}"
         elif size not in right:
             name, got = scale_name, f"shape {size} for a weight of shape {shape}"
             expected = f"{right[0]} under {self.granularity}"
@@ -69,7 +106,8 @@ class Scheme(NamedTuple):
 
     def weight(self, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Float8Tensor:
         """Return published bytes [N, K] and scales, not rounded, as a tensor of `dtype`."""
-        scale = scale.detach().to(torch.float32)
+        scale = scale.detach()
+        scale = (scale.view(EXPONENTS) if scale.itemsize == 1 else scale).to(torch.float32)
         if self.granularity.one_scale:
             scale = scale.reshape(())
         elif self.granularity.by_blocks:  # GEMMs want columns of scales in fours
@@ -77,18 +115,17 @@ class Scheme(NamedTuple):
         return Float8Tensor(data.detach().contiguous(), scale.contiguous(), dtype, self.granularity)
 
     def published(self, weight: Float8Tensor) -> tuple[Tensor, Tensor]:
-        """Return bytes and float32 scales as they are published; `weight` has this granularity."""
-        shape, scale = self.scale_shape(tuple(weight.shape)), weight._scale
-        scale = scale.reshape(shape) if self.granularity.one_scale else scale[:, : shape[1]]
-        return weight._data, scale.clone(memory_format=torch.contiguous_format)
+        """Return bytes and scales of a weight that `can_publish`."""
+        scale = self._scale_of(weight).clone(memory_format=torch.contiguous_format)
+        return weight._data, to_exponents(scale).view(self.exponents) if self.exponents else scale
 
     def config(self, left_out: list[str]) -> dict[str, Any]:
         """Return the `quantization_config`; `left_out`: names of layers in high precision."""
         by_tensor = self.granularity.one_scale
         if self.format == FINE_GRAINED:
-            more = {"fmt": "e4m3", "activation_scheme": "dynamic"}
-            blocks = {"weight_block_size": None if by_tensor else [128, 128]}
-            return {"quant_method": "fp8", **more, **blocks, "modules_to_not_convert": left_out}
+            more = {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": self.block}
+            more |= {"scale_fmt": self.scale_fmt} if self.exponents else {}
+            return {"quant_method": "fp8", **more, "modules_to_not_convert": left_out}
         common = {"num_bits": 8, "type": "float", "symmetric": True}
         weights = common | {"strategy": self.strategy, "dynamic": False}
         inputs = common | {"strategy": "tensor" if by_tensor else "token", "dynamic": True}
@@ -101,11 +138,18 @@ class Scheme(NamedTuple):
 _ALL = (
     Scheme(FINE_GRAINED, "block", ScalingGranularity.BLOCK_128x128, "blockwise"),
     Scheme(FINE_GRAINED, "tensor", ScalingGranularity.TENSORWISE, "tensorwise"),
+    Scheme(FINE_GRAINED, "block_ue8m0", ScalingGranularity.BLOCK_128x128, "blockwise", EXPONENTS),
     Scheme(COMPRESSED, "channel", ScalingGranularity.AXISWISE, "rowwise"),
     Scheme(COMPRESSED, "tensor", ScalingGranularity.TENSORWISE, "tensorwise"),
 )
 SCHEMES = {(each.format, each.strategy): each for each in _ALL}
 """All that can be read and written, by format and strategy."""
+
+
+def _fine_grained(block: Any) -> dict[str, Scheme]:
+    """Return the schemes of `fine-grained-fp8` with blocks of that size, by their `scale_fmt`."""
+    alike = (each for each in _ALL if each.format == FINE_GRAINED and each.block == block)
+    return {each.scale_fmt: each for each in alike}
 
 
 def scheme_named(format: str, strategy: str | None) -> Scheme:
@@ -122,11 +166,15 @@ def scheme_of(config: Any) -> Scheme:
     config = _object(config)
     method, said = config.get("quant_method"), list[tuple[str, Any, list[Any]]]()
     if method == "fp8":
-        blocks = config.get("weight_block_size")
-        key = FINE_GRAINED, "tensor" if blocks is None else "block"
-        wanted = {"weight_block_size": [128, 128], "scale_fmt": "float", "fmt": "e4m3"}
-        wanted |= {"expert_dtype": "fp8"}
-        said = [(f"[{name!r}]", config.get(name), [x, None]) for name, x in wanted.items()]
+        blocks, scale_fmt = config.get("weight_block_size"), config.get("scale_fmt") or "float"
+        known = _fine_grained(blocks)
+        key = FINE_GRAINED, known[scale_fmt].strategy if scale_fmt in known else ""
+        said = [
+            ("['weight_block_size']", blocks, [[128, 128], None]),
+            ("['scale_fmt']", scale_fmt, [*known]),
+            ("['fmt']", config.get("fmt"), ["e4m3", None]),
+            ("['expert_dtype']", config.get("expert_dtype"), ["fp8", None]),
+        ]
     elif method == COMPRESSED:
         groups = _object(config.get("config_groups"))
         if len(groups) != 1:
@@ -184,8 +232,9 @@ def strategy_of(mod: Any) -> tuple[str, str] | None:
         return None
     if "weight_scale_inv" in mod._parameters:
         block: Any = getattr(mod, "block_size", None)
-        named = {None: "tensor", (128, 128): "block"}
-        return FINE_GRAINED, named.get(block and (*block,), f"{block} blocks")
+        is_exponents = mod._parameters["weight_scale_inv"].itemsize == 1
+        scheme = _fine_grained(block and [*block]).get("ue8m0" if is_exponents else "float")
+        return FINE_GRAINED, scheme.strategy if scheme else f"{block} blocks"
     if (scale := mod._parameters.get("weight_scale")) is None:
         return None
     return COMPRESSED, "tensor" if scale.numel() == 1 else "channel"
@@ -197,6 +246,8 @@ def config_for(mod: Any, config: Float8LinearConfig | None) -> Float8LinearConfi
         return config
     scheme = SCHEMES.get(strategy_of(mod) or ("", ""))
     recipe = as_config(scheme.recipe if scheme else "tensorwise")
+    if scheme and scheme.exponents:  # servers round scales of activations, too
+        recipe = replace(recipe, round_scales_to_power_of_2=True)
     return replace(recipe, float8_weights=Float8Weights.ONLY)
 
 

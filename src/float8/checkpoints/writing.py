@@ -318,11 +318,12 @@ def _in_float8(
 
 def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastConfig, bool]:
     """Return the cast of a weight of so many rows, and whether training casts it so, too."""
-    how = CastConfig(target_dtype=E4M3, scaling_granularity=scheme.granularity)
+    rounded = scheme.exponents is not None
+    how = CastConfig(target_dtype=E4M3, scaling_granularity=scheme.granularity, power_of_2=rounded)
     if not isinstance(module, Float8Linear | Float8Experts):
         return how, False
     of_training = module._float8_plan.casts.weight.how
-    how = replace(how, power_of_2=of_training.power_of_2)
+    how = replace(how, power_of_2=rounded or of_training.power_of_2)
     # Training has the pieces of the weights of experts together: no scale may cover two of them.
     apart = pieces == 1 or rows // pieces % (scheme.granularity.height or rows) == 0
     return how, of_training == how and apart
@@ -376,21 +377,18 @@ def _written(
         pieces = x.chunk(len(source.names), 1) if experts else [[x]]
         for names, piece in zip(source.names, pieces, strict=True):
             for name, weight in zip(names, piece, strict=True):
-                made = _cast(weight, source.how)
+                as_trained, values = source.as_trained, weight
+                if isinstance(weight, Float8Tensor):  # which training multiplies as it is
+                    as_trained = contents.scheme.can_publish(weight)
+                    values = weight if as_trained else weight.to_original_precision()
+                made = in_float8_only(values, Cast(source.how))
                 data, scale = contents.scheme.published(made)
                 if experts and scale.dim() == 0:
                     scale = scale.reshape(1, 1)  # transformers joins these
                 note = None
                 if measured:
-                    note = WrittenWeight(name, source.as_trained, _sqnr(made, weight))
+                    note = WrittenWeight(name, as_trained, _sqnr(made, weight))
                 yield {name: data, name + contents.scheme.scale_suffix: scale}, note
-
-
-def _cast(weight: Tensor, how: CastConfig) -> Float8Tensor:
-    """Cast a weight [N, K]; bytes that have these scales stay."""
-    if isinstance(weight, Float8Tensor) and weight._granularity is not how.scaling_granularity:
-        weight = weight.to_original_precision()
-    return in_float8_only(weight, Cast(how))
 
 
 def _sqnr(made: Float8Tensor, weight: Tensor) -> float:
