@@ -68,6 +68,8 @@ class Granularity(enum.Enum):
     """Whether scales cover parts of rows."""
     square: bool
     """Whether the transposed copy has the same scales, so that its bytes are a transpose."""
+    exponents: bool
+    """Whether scales are 8-bit exponents, powers of two from 2**-127 to 2**127, as in MXFP8."""
 
     def __new__(
         cls, value: str, height: int | None = None, width: int | None = None
@@ -79,6 +81,7 @@ class Granularity(enum.Enum):
         self.by_rows = height == 1 and width is None
         self.by_blocks = width is not None
         self.square = height == width
+        self.exponents = width == 32
         return self
 
     def scales(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -114,6 +117,13 @@ class ScalingGranularity(Granularity):
     BLOCK_128x128 = "block_128x128", 128, 128
     """One scale for a square of 128 rows and 128 columns, the same in row and column data."""
 
+    BLOCK_1x32 = "block_1x32", 1, 32
+    """One scale for 32 elements along that dim, an 8-bit exponent: MXFP8 (OCP Microscaling Formats
+    1.0), the exponent rounded up, as tensor cores of Blackwell and their libraries have it."""
+
+    BLOCK_32x32 = "block_32x32", 32, 32
+    """Such a scale for a square of 32 rows and 32 columns, the same in row and column data."""
+
 
 @dataclass(frozen=True)
 class CastConfig:
@@ -125,7 +135,7 @@ class CastConfig:
         target_dtype: `torch.float8_e4m3fn`, `torch.float8_e5m2`, or None for the default: e5m2
             for a grad_output with one scale, else e4m3. `DISABLED` resets it to None.
         power_of_2: round the scale up to a power of two. `round_scales_to_power_of_2` of
-            `Float8LinearConfig` does so for all casts.
+            `Float8LinearConfig` does so for all casts. Scales of blocks of 32 always are.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -156,6 +166,8 @@ class CastConfig:
         if not self.is_float8:  # so that such configurations are equal
             object.__setattr__(self, "target_dtype", None)
             object.__setattr__(self, "power_of_2", False)
+        elif self.scaling_granularity.exponents:
+            object.__setattr__(self, "power_of_2", True)
         object.__setattr__(self, "dtype", self.target_dtype or E4M3)
 
     @property
@@ -170,7 +182,8 @@ class CastConfig:
         dtype = "default" if self.target_dtype is None else SHORT_NAME[self.target_dtype]
         one_scale = self.scaling_granularity.one_scale
         scales_by = self.scaling_type if one_scale else self.scaling_granularity
-        return f"{scales_by.value}/{dtype}{'/power_of_2' if self.power_of_2 else ''}"
+        rounded = self.power_of_2 and not self.scaling_granularity.exponents
+        return f"{scales_by.value}/{dtype}{'/power_of_2' if rounded else ''}"
 
 
 @dataclass(frozen=True)
@@ -239,8 +252,13 @@ GEMM_OPERANDS: dict[str, tuple[CastSite, CastSite]] = {
 
 _T, _A = ScalingGranularity.TENSORWISE, ScalingGranularity.AXISWISE
 _B1, _B2 = ScalingGranularity.BLOCK_1x128, ScalingGranularity.BLOCK_128x128
+_M1, _M2 = ScalingGranularity.BLOCK_1x32, ScalingGranularity.BLOCK_32x32
 
-GEMM_GRANULARITIES = ((_T, _T), (_A, _A), (_A, _T), (_T, _A), (_B1, _B2), (_B2, _B1), (_B1, _B1))
+GEMM_GRANULARITIES = (
+    *((_T, _T), (_A, _A), (_A, _T), (_T, _A)),
+    *((_B1, _B2), (_B2, _B1), (_B1, _B1)),
+    *((_M1, _M1), (_M1, _M2), (_M2, _M1)),
+)
 """The pairs of granularities that the operands of one GEMM may have."""
 
 
@@ -265,6 +283,13 @@ class Float8LinearRecipeName(enum.Enum):
     weight, and of the input for grad_weight; e4m3 everywhere. DeepSeek-V3 (arXiv 2412.19437,
     section 3.3) has 1x128 there, too, as experts here do; for linear layers, whose GEMM is slower
     so on Hopper, set `cast_config_input_for_grad_weight` to `cast_config_input`."""
+
+    MXFP8 = "mxfp8"
+    """Dynamic scaling, an 8-bit exponent per 1x32 elements along the dim that each GEMM contracts;
+    e4m3 everywhere. Blackwell multiplies it. Other GPUs need `emulate`, and CPUs always do so."""
+
+    MXFP8_WITH_GW_HP = "mxfp8_with_gw_hp"
+    """As `MXFP8`, with grad_weight in high precision."""
 
 
 class Float8Weights(enum.Enum):
@@ -439,12 +464,13 @@ class Float8LinearConfig:
                 f"to {default}, or configure both alike"
             )
         granularity = weight.scaling_granularity
-        lossy = granularity is _B1 or (granularity is _A and not weight.power_of_2)
+        by_runs = granularity.by_blocks and not granularity.square
+        lossy = by_runs or (granularity is _A and not weight.power_of_2)
         if row_only and lossy:
             raise ValueError(
                 f"{name}: got {value} with a weight under {granularity}, expected TENSORWISE, "
-                f"BLOCK_128x128, or AXISWISE with round_scales_to_power_of_2: columns for "
-                f"grad_input are made of its float8 data; set it to {default}, or change these"
+                f"BLOCK_128x128, BLOCK_32x32, or AXISWISE with round_scales_to_power_of_2: columns "
+                f"for grad_input are made of its float8 data; set it to {default}, or change these"
             )
 
     def cast_config(self, site: CastSite) -> CastConfig:
@@ -499,12 +525,15 @@ class Float8LinearConfig:
 
 _delayed, _high = CastConfig(ScalingType.DELAYED), CastConfig(ScalingType.DISABLED)
 _rows, _runs = CastConfig(scaling_granularity=_A), CastConfig(scaling_granularity=_B1)
-_squares = CastConfig(scaling_granularity=_B2)
+_squares, _mx = CastConfig(scaling_granularity=_B2), CastConfig(scaling_granularity=_M1)
 _rowwise = Float8LinearConfig(
     cast_config_input=_rows,
     cast_config_weight=_rows,
     cast_config_grad_output=_rows,
     round_scales_to_power_of_2=True,
+)
+_mxfp8 = Float8LinearConfig(
+    cast_config_input=_mx, cast_config_weight=_mx, cast_config_grad_output=_mx
 )
 
 RECIPES: dict[str, Float8LinearConfig] = {
@@ -524,6 +553,12 @@ RECIPES: dict[str, Float8LinearConfig] = {
         cast_config_input_for_grad_weight=_squares,
         cast_config_weight=_squares,
         cast_config_grad_output=_runs,
+    ),
+    "mxfp8": _mxfp8,
+    "mxfp8_with_gw_hp": replace(
+        _mxfp8,
+        cast_config_input_for_grad_weight=_high,
+        cast_config_grad_output_for_grad_weight=_high,
     ),
 }
 """Each recipe, by the values of `Float8LinearRecipeName`: one object, which layers share."""

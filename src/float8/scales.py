@@ -35,6 +35,32 @@ def amax_to_scale(amax: Tensor, dtype: torch.dtype | Tensor, round_to_power_of_2
     return torch.where(scale.isnan(), scale, rounded)
 
 
+def amax_to_exponent(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the scale of a block of MXFP8: `amax / max(dtype)` rounded up to a power of two.
+
+    It fits an exponent of 8 bits without a sign, from 2**-127 to 2**127: Inf gives that, NaN gives
+    NaN. `amax` is float32 of any shape, >= 0. The scale is float32, as all are.
+    """
+    # The largest values are 1.75 times a power of two, so a mantissa above 1.75 rounds up.
+    bits, bias = amax.view(torch.int32), 8 if dtype == E4M3 else 15
+    exponent = ((bits.clamp(max=0x7F800000) + 0x1FFFFF) >> 23) - bias
+    exponent = torch.where(bits >= 0x7F800000, 254, exponent).clamp(min=0)
+    scale = torch.where(exponent == 0, 0x00400000, exponent << 23).view(torch.float32)
+    return torch.where(amax.isnan(), amax, scale)
+
+
+def inverse_of_exponent(scale: Tensor) -> Tensor:
+    """Return `1 / scale` of such a scale; but 1 of 2**-127, by which all of a block becomes zero.
+
+    So do GPUs, and TransformerEngine: nothing is divided by what is not a normal number.
+    """
+    # By integers: not every backend divides exactly, or gives 2**-127, which is subnormal.
+    bits = scale.view(torch.int32)
+    inverse = torch.where(bits == 0x7F000000, 0x00400000, 0x7F000000 - bits)
+    inverse = torch.where(bits == 0x00400000, 0x3F800000, inverse).view(torch.float32)
+    return torch.where(scale.isnan(), scale, inverse)
+
+
 # ---------------------------------------------------------------- delayed scaling
 
 UNKNOWN_SCALE = 0.0

@@ -21,7 +21,13 @@ from float8.kernels.runtime.launch import Launch, Spec, allocator, takes_triton_
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.private import surely
 from float8.kernels.runtime.triton import has_float8_conversion
-from float8.scales import DelayedScale, Operand, amax_to_scale
+from float8.scales import (
+    DelayedScale,
+    Operand,
+    amax_to_exponent,
+    amax_to_scale,
+    inverse_of_exponent,
+)
 
 
 def cast(
@@ -46,8 +52,9 @@ def cast(
     one that is given, or known to ``state`` (not 0). ``record``: raise the amax of ``state``.
 
     Row data are [R, C], column data [C, R], padded with zeros to multiples of 16 (rows of row data
-    with ``pad_rows`` alone); under `BLOCK_1x128` columns to 128, under `BLOCK_128x128` both. Scales
-    have the shapes of `Granularity.scales`, strides (1, M) under `BLOCK_1x128`.
+    with ``pad_rows`` alone); columns to the width of blocks, under squares both. Scales have the
+    shapes of `Granularity.scales`, strides (1, M) under runs. Where they are 8-bit exponents Inf
+    becomes the largest value under 2**127, and NaN spoils its block.
 
     ``x`` is rounded to ``via`` first: from float32 to bfloat16 under a given scale without another
     pass. ``after`` is what a compiler must have computed first: it may move what backward makes of
@@ -106,18 +113,21 @@ def refusal(x: Tensor) -> Exception:
 # ---------------------------------------------------------------- plain-torch twins
 
 
-def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def to_float8(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, exponents: bool = False
+) -> Tensor:
     """Cast elementwise, by the arithmetic of :func:`cast`; ``scale`` broadcasts against ``x``."""
     # Literals: with dynamic=True, Dynamo makes floats of a module symbolic and then fails on them.
     limit = 448.0 if dtype == torch.float8_e4m3fn else 57344.0
     # By way of float64, which makes the quotient correctly rounded in compiled code too.
-    inverse = (1.0 / scale.to(torch.float64)).to(torch.float32)
-    v = x.to(torch.float32) * inverse
+    exact = inverse_of_exponent(scale) if exponents else 1.0 / scale.to(torch.float64)
+    v = x.to(torch.float32) * exact.to(torch.float32)
     # Saturate here and not in the conversion: torch releases differ in what they make of Inf.
     data = v.clamp(-limit, limit).to(dtype).view(torch.uint8)
     # One NaN for all, also in its sign bit, which differs between CPUs and GPUs. As a byte, since a
     # compiler does not see that two expressions with a NaN in them are the same.
-    return torch.where(x.isfinite() & ~v.isnan(), data, 0x7F).view(dtype)
+    spoilt = v.isnan() if exponents else ~x.isfinite() | v.isnan()
+    return torch.where(spoilt, 0x7F, data).view(dtype)
 
 
 def cast_reference(
@@ -177,8 +187,9 @@ def cast_reference(
                 # where a kernel loads it and not yet rounded in the kernel that takes it. Data
                 # would be cast under one scale and multiplied with the other.
                 amax = amax.to(torch.float32).abs().amax(dim, keepdim=True)
-        s = amax_to_scale(amax, dtype, power_of_2)
-        data = to_float8(y, s, dtype).reshape(Rp, Cp)
+        exponents = width == 32
+        s = amax_to_exponent(amax, dtype) if exponents else amax_to_scale(amax, dtype, power_of_2)
+        data = to_float8(y, s, dtype, exponents).reshape(Rp, Cp)
         if differs:  # once more: next to a NaN a zero has become NaN, too
             data = F.pad(data.view(torch.uint8)[:R, :C], pad).view(dtype)
         made.append((data.contiguous(), s.squeeze((1, 3))))
@@ -350,7 +361,8 @@ def _launching(
         R, C, stride_r, stride_c = C, R, stride_c, stride_r
         made, makes, pads = made[2:] + made[:2], makes[::-1], pads[::-1]
     make, integers = allocator(device), (R, C, stride_r, stride_c)
-    arithmetic = 3 if dtype == E4M3 else 2, power_of_2, has_float8_conversion(device)
+    rounding = 2 if width == 32 else int(power_of_2)
+    arithmetic = 3 if dtype == E4M3 else 2, rounding, has_float8_conversion(device)
     measure, amaxes_spec, count = None, None, 0
     shapes = tiles.ALONG_AND_ACROSS if makes[1] else tiles.ALONG_ALONE
     # Triton 3.6 specialises on C == 1, and then pads wrongly.
@@ -374,7 +386,7 @@ def _launching(
         amaxes_spec = (count,), (1,), torch.float32
     if not whole_rows:
         count_padded = 1 << max(count - 1, 0).bit_length()
-        constants = (covers, *makes, *pads, source, count_padded, record, rounded, *arithmetic)
+        constants = (covers, width or 1, *makes, *pads, source, count_padded, record, rounded, *arithmetic)
         cast = tiles.tiled(cast_kernels.cast_kernel, shapes, device, (*integers, count), constants)
 
     def launch(x: Tensor, scale: Tensor | None, amax: Tensor | None) -> tuple[Any, ...]:

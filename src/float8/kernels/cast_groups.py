@@ -4,7 +4,7 @@ One kernel measures all amaxes in one read, a second one casts. Each group begin
 128 in column data: grouped GEMMs contract over the rows of a group. Where groups end is read on the
 device: nothing waits for it, and nothing is compiled anew.
 
-Under scales of runs one kernel does both: a tile, of 128 rows of one group, has all of a run.
+Under scales of runs one kernel does both: a tile, of 128 rows of one group, has all of its runs.
 
 Group e is rows ``ends[e - 1]:ends[e]``. ``ends`` are ``offs`` [E] int32, clamped to the number of
 rows and raised to the largest before: so each row is in one group at most, and no kernel leaves its
@@ -20,7 +20,7 @@ from float8.config import CastConfig
 from float8.formats import E4M3, GROUP_ALIGNMENT, HIGH_PRECISION_DTYPES
 from float8.kernels import tiles
 from float8.kernels.cast import cast, cast_reference, refusal, to_float8
-from float8.kernels.cast_kernels import store_run
+from float8.kernels.cast_kernels import store_runs, store_runs_of_columns
 from float8.kernels.numeric import (
     float32_bits,
     magnitude_bits,
@@ -51,9 +51,9 @@ def cast_groups(
     The arithmetic is that of :func:`float8.kernels.cast`. What is not finite spoils its own group
     only. Row data are [R, ceil16(C)] with scales [R]; those of rows in no group mean nothing.
     Column data are [ceil16(C), width] with scales [E, ceil16(C)]; what lies behind a group up to
-    the next one is zero, and ``ends`` says where each group ends there. Under `BLOCK_1x128` row
-    data are [R, ceil128(C)], of rows in no group, too, with scales [R, ceil128(C) / 128], and the
-    scales of column data are [ceil16(C), width / 128].
+    the next one is zero, and ``ends`` says where each group ends there. Under runs of k elements row
+    data are [R, ceil_k(C)], of rows in no group, too, with scales [R, ceil_k(C) / k], and the
+    scales of column data are [ceil16(C), width / k].
 
     ``offs`` [E] int32: the row behind the last one of each group, on the device of ``x``. Groups
     may be empty; rows behind the last group are in none. ``width`` is at least the sum of the sizes
@@ -75,7 +75,7 @@ def cast_groups(
         width = most // GROUP_ALIGNMENT * GROUP_ALIGNMENT
     if covers.by_blocks:
         by_runs = torch.ops.float8.cast_groups_by_runs.default
-        out = by_runs(x, offs, how.dtype, row, width, how.power_of_2)
+        out = by_runs(x, offs, covers.width, how.dtype, row, width, how.power_of_2)
     else:
         wanted = how.dtype, row, col, width, covers.one_scale, how.power_of_2
         out = torch.ops.float8.cast_groups.default(x, offs, *wanted, scale, after)
@@ -167,11 +167,11 @@ def cast_groups_fake(
 
 
 def cast_groups_by_runs_reference(
-    x: Tensor, offs: Tensor, dtype: torch.dtype, row: bool, width: int, power_of_2: bool
+    x: Tensor, offs: Tensor, run: int, dtype: torch.dtype, row: bool, width: int, power_of_2: bool
 ) -> list[Tensor]:
-    """Plain-torch twin under scales of runs; column data are always made."""
-    (R, C), how = x.shape, (None, 1, 128, dtype)
-    out = cast_groups_by_runs_fake(x, offs, dtype, row, width)
+    """Plain-torch twin under scales of runs of so many elements; column data are always made."""
+    (R, C), how = x.shape, (None, 1, run, dtype)
+    out = cast_groups_by_runs_fake(x, offs, run, dtype, row, width)
     _, rows, to, behind = _places_of_rows(offs, R)
     moved, outside = x.new_zeros((width, C)), torch.ones(width, dtype=torch.bool, device=x.device)
     moved[to], outside[to] = x[rows], False
@@ -186,17 +186,17 @@ def cast_groups_by_runs_reference(
 
 
 def cast_groups_by_runs_fake(
-    x: Tensor, offs: Tensor, dtype: torch.dtype, row: bool, width: int, *_: object
+    x: Tensor, offs: Tensor, run: int, dtype: torch.dtype, row: bool, width: int, *_: object
 ) -> list[Tensor]:
     """Allocate the layouts asked for, uninitialised; sizes may be symbolic."""
     (R, C), E = x.shape, offs.shape[0]
-    Cp, runs, of_scales = (C + 15) // 16 * 16, (C + 127) // 128, torch.float32
+    Cp, runs, of_scales = (C + 15) // 16 * 16, (C + run - 1) // run, torch.float32
     out = [x.new_empty((Cp, width), dtype=dtype)]
-    out += [x.new_empty((width // 128, Cp), dtype=of_scales).t()]
+    out += [x.new_empty((width // run, Cp), dtype=of_scales).t()]
     out += [x.new_empty((E,), dtype=torch.int32)]
     if row:
         scales = x.new_empty((runs, R), dtype=of_scales).t()
-        out = [x.new_empty((R, runs * 128), dtype=dtype), scales, *out]
+        out = [x.new_empty((R, runs * run), dtype=dtype), scales, *out]
     return out
 
 
@@ -243,14 +243,14 @@ def _cast_groups_by_runs_triton(x: Tensor, offs: Tensor, *settings: Any) -> list
         return cast_groups_by_runs_reference(x, offs, *settings)
     out = cast_groups_by_runs_fake(x, offs, *settings)
     (R, C), E = x.shape, offs.shape[0]
-    dtype, row, width, power_of_2 = settings
+    run, dtype, row, width, power_of_2 = settings
     groups = max(1 << E.bit_length(), 16)  # E + 1 or more
     kernel: Any = _cast_groups_by_runs_kernel
     # Each tile lies within one group, the last one being that of all other rows.
     kernel[((R // 128 + E + 1) * -(-C // 128),)](
-        x, offs, *(out[:2] if row else (x, x)), *out[-3:], R, C, E, width, row,
-        3 if dtype == E4M3 else 2, power_of_2, has_float8_conversion(x.device), C % 128 == 0,
-        groups, num_warps=8,
+        x, offs, *(out[:2] if row else (x, x)), *out[-3:], R, C, E, width, run, row,
+        3 if dtype == E4M3 else 2, 2 if run == 32 else int(power_of_2),
+        has_float8_conversion(x.device), C % 128 == 0, groups, num_warps=8,
     )  # fmt: skip
     return out
 
@@ -380,7 +380,7 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
                 tl.store(col_scale_ptr + group * Cp + c, scale, mask=c < Cp)
                 if tile_c == 0:
                     tl.store(ends_ptr + group, at + padded)
-            inverse = reciprocal(scale, HARDWARE)
+            inverse = reciprocal(scale, POWER_OF_2, HARDWARE)
             # Names of their own: none may change its type in a branch that a value decides.
             q = tiles.times(v, [inverse for _ in v], inside, EVEN)
             words = to_float8_words(q, MANTISSA, HARDWARE) & bytes_of(r, size)
@@ -399,7 +399,7 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
             scales = [_scale_of(each, GIVEN, MANTISSA, POWER_OF_2, HARDWARE) for each in of_rows]
             if tile_c == 0:
                 tiles.store_scales(row_scale_ptr + begin, quad, scales, size)
-            p = tiles.divided(v, scales, inside, HARDWARE, EVEN)
+            p = tiles.divided(v, scales, inside, POWER_OF_2, HARDWARE, EVEN)
             tiles.store_along(row_ptr, p, quad, c, size, Cp, MANTISSA, HARDWARE, False, EVEN)
     elif ROW:  # rows in no group are zero
         zero, none = tl.zeros((BLOCK_R // 4, BLOCK_C), tl.float32), tl.zeros(quad.shape, tl.int32)
@@ -416,18 +416,18 @@ def _cast_groups_by_runs_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, C]
     offs_ptr,  # [E]
     row_ptr,  # [R, Ck]
-    row_scale_ptr,  # [Ck / 128, R]
+    row_scale_ptr,  # [Ck / RUN, R]
     col_ptr,  # [Cp, width]
-    col_scale_ptr,  # [width / 128, Cp]
+    col_scale_ptr,  # [width / RUN, Cp]
     ends_ptr,  # [E]
     R, C, E, width,
-    ROW: tl.constexpr, MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr,
+    RUN: tl.constexpr, ROW: tl.constexpr, MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr,
     EVEN: tl.constexpr,  # tiles fill the columns exactly
     GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile of 128 x 128, which lies within one group."""
     across = tl.cdiv(C, 128)
-    Cp, Ck = tl.cdiv(C, 16) * 16, across * 128
+    Cp, Ck = tl.cdiv(C, 16) * 16, tl.cdiv(C, RUN) * RUN
     tile, tile_c = tl.program_id(0) // across, tl.program_id(0) % across
     group, begin, size, first, at = _place(tile, offs_ptr, R, E, 128, GROUPS)
     quad, c = tiles.quads_of(first // 128, tile_c, 128, 128)
@@ -441,22 +441,24 @@ def _cast_groups_by_runs_kernel(  # type: ignore[no-untyped-def]
     element: tl.constexpr = x_ptr.dtype.element_ty
     m = [tl.where(r[i] < size, magnitude_bits(x[i]), 0) for i in (0, 1, 2, 3)]
     if ROW:
-        ptr = row_scale_ptr + tile_c.to(tl.int64) * R + begin
+        ptr = row_scale_ptr + tile_c.to(tl.int64) * (128 // RUN) * R + begin
+        runs = (Ck - tile_c * 128) // RUN
         inverse = [
-            store_run(ptr, m[i], r[i], size, element, MANTISSA, POWER_OF_2, HARDWARE)
+            store_runs(
+                ptr, m[i], r[i], size, R, runs, RUN, element, MANTISSA, POWER_OF_2, HARDWARE
+            )
             for i in (0, 1, 2, 3)
         ]
         p = tiles.times(v, inverse, inside, EVEN)
         row_ptr += begin.to(tl.int64) * Ck
-        tiles.store_along(row_ptr, p, quad, c, size, Ck, MANTISSA, HARDWARE, False, True)
+        tiles.store_along(row_ptr, p, quad, c, size, Ck, MANTISSA, HARDWARE, False, EVEN)
     padded = tl.where(group < E, tl.cdiv(size, 128) * 128, 0)
     if first < padded:
         largest = tl.maximum(tl.maximum(m[0], m[1]), tl.maximum(m[2], m[3]))
-        bits = float32_bits(tl.max(largest, axis=0, keep_dims=True), element)
-        scale = scale_of_amax(bits, MANTISSA, POWER_OF_2, HARDWARE)
-        run = ((at + first) // 128).to(tl.int64)
-        tl.store(col_scale_ptr + run * Cp + c, scale, mask=c < Cp)
-        of_columns = reciprocal(scale, HARDWARE)
+        of_columns = store_runs_of_columns(
+            col_scale_ptr, largest, c, Cp, (at + first) // RUN, (at + padded) // RUN, RUN, element,
+            MANTISSA, POWER_OF_2, HARDWARE,
+        )  # fmt: skip
         q = tiles.times(v, [of_columns for _ in v], inside, EVEN)
         words = to_float8_words(q, MANTISSA, HARDWARE) & bytes_of(r, size)
         tiles.store_words(col_ptr + at, words, quad, c, Cp, width // 4, EVEN)

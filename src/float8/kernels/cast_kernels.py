@@ -16,7 +16,8 @@ from float8.kernels.tiles import load, or_zero, store
 
 ONE, ROWS, RUNS, SQUARES = range(4)
 BLOCKS = {(None, None): ONE, (1, None): ROWS, (1, 128): RUNS, (128, 128): SQUARES}
-"""The block of a scale, by height and width: all; a row, of either layout; 128 of one; a square."""
+BLOCKS |= {(1, 32): RUNS, (32, 32): SQUARES}
+"""The block of a scale, by height and width: all; a row, of either layout; a part; a square."""
 
 GIVEN, MEASURED, HISTORY = range(3)
 """Where one scale comes from: it is given; measured, from amaxes to be joined; or from the history,
@@ -27,7 +28,7 @@ and measured only where that knows none. Finer scales, which the kernel finds, a
 def cast_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, C]
     along_ptr,  # [rows, Ck]
-    along_scale_ptr,  # of ROWS [rows], of RUNS [tiles_c, rows], of SQUARES [tiles_r, tiles_c to 4]
+    along_scale_ptr,  # of ROWS [rows], of RUNS [runs, rows], of SQUARES [.. down, .. across to 4]
     across_ptr,  # [columns, Rk]
     across_scale_ptr,  # likewise
     scale_ptr,
@@ -35,7 +36,9 @@ def cast_kernel(  # type: ignore[no-untyped-def]
     used_ptr,
     amax_ptr,  # is raised to the amax of x
     R, C, stride_r, stride_c, count,
-    COVERS: tl.constexpr, ALONG: tl.constexpr, ACROSS: tl.constexpr,
+    COVERS: tl.constexpr,
+    WIDTH: tl.constexpr,  # of RUNS and SQUARES
+    ALONG: tl.constexpr, ACROSS: tl.constexpr,
     PAD_ALONG: tl.constexpr,  # whether rows are padded
     PAD_ACROSS: tl.constexpr,
     SOURCE: tl.constexpr,
@@ -46,8 +49,8 @@ def cast_kernel(  # type: ignore[no-untyped-def]
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Cast one tile of a matrix."""
-    K: tl.constexpr = 128 if COVERS >= 2 else 16  # pads contracted dims; RUNS, SQUARES: 128
-    PAD: tl.constexpr = 128 if COVERS == 3 else 16  # pads the other dims; SQUARES: 128
+    K: tl.constexpr = WIDTH if COVERS >= 2 else 16  # pads contracted dims, those of RUNS, SQUARES
+    PAD: tl.constexpr = WIDTH if COVERS == 3 else 16  # pads the other dims
     Rk, Ck = tl.cdiv(R, K) * K, tl.cdiv(C, K) * K
     rows = tl.cdiv(R, PAD) * PAD if PAD_ALONG else R
     columns = tl.cdiv(C, PAD) * PAD if PAD_ACROSS else C
@@ -80,13 +83,15 @@ def cast_kernel(  # type: ignore[no-untyped-def]
         m = [magnitude_bits(each) for each in x]
         largest = tiles.largest_of(x)
     if COVERS == 3:  # SQUARES
-        bits = float32_bits(tl.max(tl.max(tiles.largest_of(x), axis=1), axis=0), element)
-        scale = scale_of_amax(bits, MANTISSA, POWER_OF_2, HARDWARE)
+        squares = tiles.over_blocks(tiles.largest_of(x), WIDTH // 4, WIDTH)
+        scale = scale_of_amax(float32_bits(squares, element), MANTISSA, POWER_OF_2, HARDWARE)
         if ALONG:
-            store_square(along_scale_ptr, scale, tile_r, tile_c, tl.cdiv(C, 128))
+            store_squares(along_scale_ptr, scale, tile_r, tile_c, rows // WIDTH, Ck // WIDTH)
         if ACROSS:
-            store_square(across_scale_ptr, scale, tile_c, tile_r, tl.cdiv(R, 128))
-        inverse = reciprocal(scale, HARDWARE)
+            of_t = tl.trans(scale)
+            store_squares(across_scale_ptr, of_t, tile_c, tile_r, columns // WIDTH, Rk // WIDTH)
+        inverse = reciprocal(scale, POWER_OF_2, HARDWARE)
+        inverse = tiles.spread(inverse, WIDTH // 4, WIDTH)
         v = tiles.times(v, [inverse for _ in v], inside, EVEN)
     if ALONG:  # before ACROSS, which takes more registers
         w = v
@@ -95,13 +100,17 @@ def cast_kernel(  # type: ignore[no-untyped-def]
             scales = [scale_of_amax(each, MANTISSA, POWER_OF_2, HARDWARE) for each in bits]
             if tile_c == 0:
                 tiles.store_scales(along_scale_ptr, quad, scales, rows)
-            w = tiles.divided(v, scales, inside, HARDWARE, EVEN)
+            w = tiles.divided(v, scales, inside, POWER_OF_2, HARDWARE, EVEN)
         if COVERS == 2:  # RUNS
-            ptr = along_scale_ptr + tile_c.to(tl.int64) * rows
+            ptr = along_scale_ptr + tile_c.to(tl.int64) * (BLOCK_C // WIDTH) * rows
+            runs = (Ck - tile_c * BLOCK_C) // WIDTH
             inverse = [
-                store_run(ptr, m[i], r[i], rows, element, MANTISSA, POWER_OF_2, HARDWARE)
+                store_runs(
+                    ptr, m[i], r[i], rows, rows, runs, WIDTH, element, MANTISSA, POWER_OF_2,
+                    HARDWARE,
+                )
                 for i in (0, 1, 2, 3)
-            ]
+            ]  # fmt: skip
             w = tiles.times(v, inverse, inside, EVEN)
         tiles.store_along(along_ptr, w, quad, c, rows, Ck, MANTISSA, HARDWARE, EVEN)
     if ACROSS:
@@ -109,28 +118,45 @@ def cast_kernel(  # type: ignore[no-untyped-def]
         if COVERS == 1 or COVERS == 2:  # ROWS or RUNS
             if COVERS == 1:
                 bits = load(amaxes_ptr + R + c, c < C, EVEN)
+                scale = scale_of_amax(bits, MANTISSA, POWER_OF_2, HARDWARE)
+                if tile_r == 0:
+                    tl.store(across_scale_ptr + c, scale, mask=c < columns)
+                inverse = reciprocal(scale, POWER_OF_2, HARDWARE)
             else:
-                bits = float32_bits(tl.max(largest, axis=0, keep_dims=True), element)
-                across_scale_ptr += tile_r.to(tl.int64) * columns
-            scale = scale_of_amax(bits, MANTISSA, POWER_OF_2, HARDWARE)
-            if COVERS == 2 or tile_r == 0:
-                tl.store(across_scale_ptr + c, scale, mask=c < columns)
-            inverse = reciprocal(scale, HARDWARE)
+                first = tile_r * (BLOCK_R // WIDTH)
+                inverse = store_runs_of_columns(
+                    across_scale_ptr, largest, c, columns, first, Rk // WIDTH, WIDTH, element,
+                    MANTISSA, POWER_OF_2, HARDWARE,
+                )  # fmt: skip
             w = tiles.times(v, [inverse for _ in v], inside, EVEN)
         words = to_float8_words(w, MANTISSA, HARDWARE)
         tiles.store_words(across_ptr, words, quad, c, columns, Rk // 4, EVEN)
 
 
 @jit
-def store_run(  # type: ignore[no-untyped-def]
-    ptr, m, r, rows, element: tl.constexpr, MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr,
-    HARDWARE: tl.constexpr,
+def store_runs(  # type: ignore[no-untyped-def]
+    ptr, m, r, rows, pitch, runs, WIDTH: tl.constexpr, element: tl.constexpr,
+    MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Store the scale of each row of magnitudes; returns its reciprocal."""
-    bits = float32_bits(tl.max(m, axis=1, keep_dims=True), element)
+    """Store the scales [runs, rows] of rows of magnitudes; returns a reciprocal for each place."""
+    bits = float32_bits(tiles.over_blocks(m, 1, WIDTH), element)
     scale = scale_of_amax(bits, MANTISSA, POWER_OF_2, HARDWARE)
-    tl.store(ptr + r, scale, mask=r < rows)
-    return reciprocal(scale, HARDWARE)
+    run = tl.arange(0, bits.shape[1])[None, :]
+    tl.store(ptr + run.to(tl.int64) * pitch + r, scale, mask=(r < rows) & (run < runs))
+    return tiles.spread(reciprocal(scale, POWER_OF_2, HARDWARE), 1, WIDTH)
+
+
+@jit
+def store_runs_of_columns(  # type: ignore[no-untyped-def]
+    ptr, largest, c, columns, first, runs, WIDTH: tl.constexpr, element: tl.constexpr,
+    MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Store the scales [runs, columns] of columns from run ``first`` on, as `store_runs` does."""
+    bits = float32_bits(tiles.over_blocks(largest, WIDTH // 4, 1), element)
+    scale = scale_of_amax(bits, MANTISSA, POWER_OF_2, HARDWARE)
+    run = first + tl.arange(0, bits.shape[0])[:, None]
+    tl.store(ptr + run.to(tl.int64) * columns + c, scale, mask=(c < columns) & (run < runs))
+    return tiles.spread(reciprocal(scale, POWER_OF_2, HARDWARE), WIDTH // 4, 1)
 
 
 @jit
@@ -163,15 +189,22 @@ def choose_scale(  # type: ignore[no-untyped-def]
 
 
 @jit
-def store_square(ptr, scale, row, column, columns):  # type: ignore[no-untyped-def]
-    """Store the scale of a square, and after the last one of a row zeros, to a multiple of 4."""
-    pitch = tl.cdiv(columns, 4) * 4
-    step = tl.arange(0, 4)
-    at = column + step
-    # Vectors only: Triton's interpreter (3.9) takes no mask made with a scalar condition.
-    is_padding = (step > 0) & (at == columns - 1 + step) & (at < pitch)
-    ptr += row.to(tl.int64) * pitch + at
-    tl.store(ptr, tl.where(step == 0, scale, 0.0), mask=(step == 0) | is_padding)
+def store_squares(ptr, scale, tile_r, tile_c, down, across):  # type: ignore[no-untyped-def]
+    """Store the scales of the squares of a tile, and zeros up to columns of a multiple of 4."""
+    # Of one square: three zeros behind it, if it is the last one.
+    wide: tl.constexpr = max(scale.shape[1], 4)
+    row = tile_r * scale.shape[0] + tl.arange(0, scale.shape[0])[:, None]
+    step = tl.arange(0, wide)[None, :]
+    column = tile_c * scale.shape[1] + step
+    if scale.shape[1] == 4:
+        scale = tl.where(column < across, scale, 0.0)
+        inside = column < tl.cdiv(across, 4) * 4
+    else:
+        scale = tl.where(step == 0, scale, 0.0)
+        behind = (tile_c == across - 1 + 0 * step) & (column < tl.cdiv(across, 4) * 4)
+        inside = (step == 0) | behind
+    pitch = tl.cdiv(across, 4) * 4
+    tl.store(ptr + row.to(tl.int64) * pitch + column, scale, mask=(row < down) & inside)
 
 
 @jit
@@ -193,7 +226,9 @@ def cast_rows_kernel(  # type: ignore[no-untyped-def]
     x = load(x_ptr + r * stride_r + c.to(tl.int64) * stride_c, inside, EVEN)
     element: tl.constexpr = x.dtype
     m = magnitude_bits(x)
-    inverse = store_run(scale_ptr, m, r, rows, element, MANTISSA, POWER_OF_2, HARDWARE)
+    inverse = store_runs(
+        scale_ptr, m, r, rows, rows, 1, BLOCK_C, element, MANTISSA, POWER_OF_2, HARDWARE
+    )
     # An Inf becomes NaN by itself: its scale is Inf or NaN.
     v = or_zero(to_float32(x, HARDWARE) * inverse, inside, EVEN)
     data_ptr = data_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + r * Cp + c

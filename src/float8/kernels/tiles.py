@@ -134,15 +134,45 @@ def largest_of(x):  # type: ignore[no-untyped-def]
 
 
 @jit
+def over_blocks(m, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the largest of each block of so many rows and columns of a matrix."""
+    if WIDTH == m.shape[1]:
+        m = tl.max(m, axis=1, keep_dims=True)
+    elif WIDTH != 1:
+        m = tl.reshape(m, (m.shape[0], m.shape[1] // WIDTH, WIDTH))
+        m = tl.max(m, axis=2)
+    if HEIGHT == m.shape[0]:
+        m = tl.max(m, axis=0, keep_dims=True)
+    elif HEIGHT != 1:
+        m = tl.reshape(m, (m.shape[0] // HEIGHT, HEIGHT, m.shape[1]))
+        m = tl.max(m, axis=1)
+    return m
+
+
+@jit
+def spread(s, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Repeat each element of a matrix over such a block; where all are one, it broadcasts."""
+    if HEIGHT != 1 and s.shape[0] != 1:
+        s = tl.broadcast_to(s[:, None, :], (s.shape[0], HEIGHT, s.shape[1]))
+        s = tl.reshape(s, (s.shape[0] * HEIGHT, s.shape[2]))
+    if WIDTH != 1 and s.shape[1] != 1:
+        s = tl.broadcast_to(s[:, :, None], (s.shape[0], s.shape[1], WIDTH))
+        s = tl.reshape(s, (s.shape[0], s.shape[1] * WIDTH))
+    return s
+
+
+@jit
 def times(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
     """Multiply four float32 by four reciprocals of scales; zero where not ``inside``."""
     return [or_zero(v[i] * inverse[i], inside[i], EVEN) for i in (0, 1, 2, 3)]
 
 
 @jit
-def divided(v, scales, inside, HARDWARE: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+def divided(  # type: ignore[no-untyped-def]
+    v, scales, inside, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr
+):
     """Divide four float32 by scales of amaxes that cover them: Inf becomes NaN by its scale."""
-    return times(v, [reciprocal(s, HARDWARE) for s in scales], inside, EVEN)
+    return times(v, [reciprocal(s, POWER_OF_2, HARDWARE) for s in scales], inside, EVEN)
 
 
 @jit
