@@ -27,6 +27,9 @@ hf = importlib.import_module("support.hugging_face")
 fp8 = importlib.import_module("transformers.integrations.finegrained_fp8")
 
 
+E8M0 = torch.float8_e8m0fnu
+
+
 @pytest.fixture(autouse=True)
 def _read_in_float8(monkeypatch: pytest.MonkeyPatch) -> None:
     hf.read_in_float8(monkeypatch)
@@ -70,9 +73,9 @@ def test_bytes_stay_and_come_out_again(layout: Layout, tmp_path: Path) -> None:
     assert len(kept) == 14
     again = dict(float8_weights(model, **layout.how))
     assert again.keys() == written.keys()
-    assert all(
-        torch.equal(x.float(), theirs[name].float().view(x.shape)) for name, x in again.items()
-    )
+    for name, x in again.items():
+        stored, held = (y.view(E8M0) if y.dtype == torch.uint8 else y for y in (x, theirs[name]))
+        assert torch.equal(stored.float(), held.float().view(x.shape)), name
     if layout != LAYOUTS[3]:  # compressed-tensors rounds scales to bfloat16
         assert same_bytes(again.items(), written.items())
     convert_to_high_precision(model)
@@ -145,14 +148,14 @@ def test_what_cannot_be_taken_stays_and_says_why() -> None:
         new.weight_scale_inv = nn.Parameter(scale, requires_grad=False)
         return new
 
-    e8 = torch.tensor([[126, 0], [130, 127]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    e8 = torch.tensor([[126, 0], [130, 127]], dtype=torch.uint8).view(E8M0)
     grouped = fp8.FP8GroupedLinear(256, 512, 4, (128, 128))
     replaced = layer((128, 128), torch.ones(2, 2))
     replaced.forward = lambda x: x
     for each, config, reason in (
-        (layer((64, 64), torch.ones(4, 4)), None, "expected 128x128 blocks"),
+        (layer((64, 64), torch.ones(4, 4)), None, "expected one of"),
         (layer((128, 128), torch.ones(4, 4)), None, r"expected (2, 2)"),
-        (layer((64, 64), e8), None, "expected 128x128 blocks"),
+        (layer((64, 64), e8), None, "expected one of"),
         (
             layer((128, 128), torch.ones(2, 2)),
             only("tensorwise"),

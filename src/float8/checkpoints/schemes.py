@@ -7,12 +7,14 @@ in this library; they differ in what a scale covers, and in names.
 |---|---|---|
 | `fine-grained-fp8`, `block` | `weight_scale_inv` | [ceil(N / 128), ceil(K / 128)] |
 | `fine-grained-fp8`, `block_ue8m0` | `weight_scale_inv` | [ceil(N / 128), ceil(K / 128)] |
+| `fine-grained-fp8`, `mxfp8` | `weight_scale_inv` | [N, ceil(K / 32)] |
 | `fine-grained-fp8`, `tensor` | `weight_scale_inv` | [] |
 | `compressed-tensors`, `channel` | `weight_scale` | [N, 1] |
+| `compressed-tensors`, `mxfp8` | `weight_scale` | [N, ceil(K / 32)] |
 | `compressed-tensors`, `tensor` | `weight_scale` | [1] |
 
-Scales are float32, in `block_ue8m0` exponents of 8 bits: a byte stands for 2^(byte - 127), 255 for
-NaN. Files of DeepSeek-V3.1 have these scales in float32; both are read.
+Scales are float32, but exponents of 8 bits in `block_ue8m0` and `mxfp8`: a byte stands for
+2^(byte - 127), 255 for NaN. DeepSeek-V3.1 has these scales in float32, too; both are read.
 """
 
 from dataclasses import replace
@@ -110,8 +112,9 @@ class Scheme(NamedTuple):
         scale = (scale.view(EXPONENTS) if scale.itemsize == 1 else scale).to(torch.float32)
         if self.granularity.one_scale:
             scale = scale.reshape(())
-        elif self.granularity.by_blocks:  # GEMMs want columns of scales in fours
-            scale = F.pad(scale, (0, -scale.shape[1] % 4))
+        else:  # GEMMs want columns of scales in fours
+            columns = self.granularity.scales(tuple(data.shape))[1]
+            scale = F.pad(scale, (0, columns - scale.shape[1]))
         return Float8Tensor(data.detach().contiguous(), scale.contiguous(), dtype, self.granularity)
 
     def published(self, weight: Float8Tensor) -> tuple[Tensor, Tensor]:
@@ -121,16 +124,19 @@ class Scheme(NamedTuple):
 
     def config(self, left_out: list[str]) -> dict[str, Any]:
         """Return the `quantization_config`; `left_out`: names of layers in high precision."""
-        by_tensor = self.granularity.one_scale
         if self.format == FINE_GRAINED:
             more = {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": self.block}
             more |= {"scale_fmt": self.scale_fmt} if self.exponents else {}
-            return {"quant_method": "fp8", **more, "modules_to_not_convert": left_out}
-        common = {"num_bits": 8, "type": "float", "symmetric": True}
-        weights = common | {"strategy": self.strategy, "dynamic": False}
-        inputs = common | {"strategy": "tensor" if by_tensor else "token", "dynamic": True}
+            method = "mxfp8" if self.strategy == "mxfp8" else "fp8"
+            return {"quant_method": method, **more, "modules_to_not_convert": left_out}
+        common = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": self.strategy}
+        if self.exponents:
+            common |= _MXFP8
+        weights, inputs = common | {"dynamic": False}, common | {"dynamic": True}
+        inputs |= {"strategy": "token"} if self.strategy == "channel" else {}
         group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-        more = {"format": "float-quantized", "quantization_status": "compressed"}
+        format = "mxfp8-quantized" if self.exponents else "float-quantized"
+        more = {"format": format, "quantization_status": "compressed"}
         groups = {"config_groups": {"group_0": group}}
         return {"quant_method": COMPRESSED, **more, **groups, "ignore": left_out}
 
@@ -139,11 +145,19 @@ _ALL = (
     Scheme(FINE_GRAINED, "block", ScalingGranularity.BLOCK_128x128, "blockwise"),
     Scheme(FINE_GRAINED, "tensor", ScalingGranularity.TENSORWISE, "tensorwise"),
     Scheme(FINE_GRAINED, "block_ue8m0", ScalingGranularity.BLOCK_128x128, "blockwise", EXPONENTS),
+    Scheme(FINE_GRAINED, "mxfp8", ScalingGranularity.BLOCK_1x32, "mxfp8", torch.uint8),
     Scheme(COMPRESSED, "channel", ScalingGranularity.AXISWISE, "rowwise"),
     Scheme(COMPRESSED, "tensor", ScalingGranularity.TENSORWISE, "tensorwise"),
+    Scheme(COMPRESSED, "mxfp8", ScalingGranularity.BLOCK_1x32, "mxfp8", torch.uint8),
 )
+_MXFP8 = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+"""What compressed-tensors says of weights and inputs in `mxfp8`."""
+
 SCHEMES = {(each.format, each.strategy): each for each in _ALL}
 """All that can be read and written, by format and strategy."""
+
+_NAMES = ", ".join(f"{format!r} with strategy {strategy!r}" for format, strategy in SCHEMES)
+_METHODS = "fp8", "mxfp8"  # of `fine-grained-fp8`
 
 
 def _fine_grained(block: Any) -> dict[str, Scheme]:
@@ -157,20 +171,21 @@ def scheme_named(format: str, strategy: str | None) -> Scheme:
     for (known_format, name), scheme in SCHEMES.items():
         if known_format == format and strategy in (None, name):
             return scheme
-    names = ", ".join(f"{known_format!r} with strategy {name!r}" for known_format, name in SCHEMES)
-    raise ValueError(f"format: got {format!r} with strategy {strategy!r}, expected one of {names}")
+    raise ValueError(f"format: got {format!r} with strategy {strategy!r}, expected one of {_NAMES}")
 
 
 def scheme_of(config: Any) -> Scheme:
     """Return the scheme that the `quantization_config` of a `config.json` describes."""
     config = _object(config)
     method, said = config.get("quant_method"), list[tuple[str, Any, list[Any]]]()
-    if method == "fp8":
+    if method == "mxfp8":
+        config = {"weight_block_size": [1, 32], "scale_fmt": "ue8m0", **config}
+    if method in _METHODS:
         blocks, scale_fmt = config.get("weight_block_size"), config.get("scale_fmt") or "float"
         known = _fine_grained(blocks)
         key = FINE_GRAINED, known[scale_fmt].strategy if scale_fmt in known else ""
         said = [
-            ("['weight_block_size']", blocks, [[128, 128], None]),
+            ("['weight_block_size']", blocks, [[128, 128], [1, 32], None]),
             ("['scale_fmt']", scale_fmt, [*known]),
             ("['fmt']", config.get("fmt"), ["e4m3", None]),
             ("['expert_dtype']", config.get("expert_dtype"), ["fp8", None]),
@@ -182,15 +197,20 @@ def scheme_of(config: Any) -> Scheme:
         (group,) = map(_object, groups.values())
         weights = _object(group.get("weights"))
         key = COMPRESSED, weights.get("strategy", "")
+        if key[1] == "group":
+            key = COMPRESSED, "mxfp8"
         said = [
             (": weights['type']", weights.get("type"), ["float"]),
             (": weights['num_bits']", weights.get("num_bits"), [8]),
             (": weights['symmetric']", weights.get("symmetric", True), [True]),
-            (": weights['strategy']", weights.get("strategy"), ["channel", "tensor"]),
+            (": weights['strategy']", weights.get("strategy"), ["channel", "tensor", "group"]),
             (": targets", group.get("targets"), [["Linear"]]),
         ]
+        if key[1] == "mxfp8":
+            said += [(f": weights[{n!r}]", weights.get(n), [x]) for n, x in _MXFP8.items()]
     else:
-        raise _unknown("", f"quant_method {method!r}", f"'fp8' or {COMPRESSED!r} in float8")
+        expected = f"'fp8', 'mxfp8' or {COMPRESSED!r} in float8"
+        raise _unknown("", f"quant_method {method!r}", expected)
     for what, got, right in said:
         if got not in right:
             expected = " or ".join(repr(each) for each in right if each is not None)
@@ -237,6 +257,8 @@ def strategy_of(mod: Any) -> tuple[str, str] | None:
         return FINE_GRAINED, scheme.strategy if scheme else f"{block} blocks"
     if (scale := mod._parameters.get("weight_scale")) is None:
         return None
+    if scale.itemsize == 1:
+        return COMPRESSED, "mxfp8"
     return COMPRESSED, "tensor" if scale.numel() == 1 else "channel"
 
 
@@ -257,8 +279,8 @@ def why_not_taken(mod: Any, config: Float8LinearConfig) -> str | None:
     scheme = SCHEMES.get((format, strategy))
     if scheme is None:
         return (
-            f"got a weight in float8 with scales of {strategy} ({format}), expected 128x128 blocks "
-            f"or compressed-tensors by channel or tensor; load it dequantised"
+            f"got a weight in float8 with scales of {strategy} ({format}), expected one of "
+            f"{_NAMES}; load it dequantised"
         )
     if replaced_forward(mod) and (hasattr(mod, "_hf_hook") or _SCHEME not in vars(mod)):
         got = "got a layer with a `forward` of its own as attribute"
@@ -313,7 +335,7 @@ def leave_quantizers(model: nn.Module) -> None:
             hook.remove()
         quantizer = vars(mod).get("hf_quantizer")
         config = getattr(quantizer, "quantization_config", None)
-        if quantizer and getattr(config, "quant_method", None) in ("fp8", COMPRESSED):
+        if quantizer and getattr(config, "quant_method", None) in (*_METHODS, COMPRESSED):
             quantizer.remove_quantization_config(mod)
 
 

@@ -294,7 +294,10 @@ def in_float8_only(weight: Tensor, cast: Cast) -> Float8Tensor:
         return weight
     made = quantize(weight, cast, row=True).row
     data = made.data[: weight.shape[0], : weight.shape[1]].contiguous()
-    return Float8Tensor(data, made.scale, weight.dtype, cast.how.scaling_granularity)
+    covers, scale = cast.how.scaling_granularity, made.scale
+    if not covers.one_scale:  # runs have scales of padded rows, too
+        scale = scale[: covers.scales(tuple(weight.shape))[0]].contiguous()
+    return Float8Tensor(data, scale, weight.dtype, covers)
 
 
 def moved(weight: Float8Tensor, fn: Callable[[Tensor], Tensor]) -> Float8Tensor:
