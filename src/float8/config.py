@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import nn
 
-from float8.formats import E4M3, E5M2, FLOAT8_MAX, SHORT_NAME
+from float8.formats import BLACKWELL, E4M3, E5M2, FLOAT8_MAX, HOPPER, SHORT_NAME
 
 e4m3_dtype, e5m2_dtype = E4M3, E5M2  # the names of torchao
 
@@ -495,6 +495,13 @@ class Float8LinearConfig:
     def scales_by_blocks(self) -> bool:
         """Whether some scales cover blocks, which fewer devices multiply."""
         return any(how.scaling_granularity.by_blocks for how in self.own_casts.values())
+
+    @property
+    def only_on(self) -> tuple[int, ...]:
+        """The major compute capabilities of GPUs that have the GEMMs of linear layers; (): many."""
+        if any(how.scaling_granularity.exponents for how in self.own_casts.values()):
+            return BLACKWELL
+        return HOPPER if self.scales_by_blocks else ()
 
     @property
     def float8_gemms(self) -> tuple[str, ...]:

@@ -31,12 +31,15 @@ GROUP_ALIGNMENT = 128
 """Where groups are contracted, grouped GEMMs read this much of one at a time."""
 
 
+HOPPER, BLACKWELL = (9,), (10, 12)
+"""Major compute capabilities: of GPUs that multiply blocks of 128, and 8-bit exponents."""
+
+
 @functools.cache
-def lacks_float8_gemm(device: torch.device, *, only_hopper: bool = False) -> str | None:
+def lacks_float8_gemm(device: torch.device, *, only: tuple[int, ...] = ()) -> str | None:
     """Say why `device` cannot run float8 GEMMs, or return None when it can.
 
-    CUDA GPUs need compute capability 8.9 (Ada, Hopper and newer); 9.x, which is Hopper, for block
-    scales and groups of rows: `only_hopper`.
+    CUDA GPUs need compute capability 8.9 (Ada, Hopper and newer), or a major one of `only`.
     """
     if device.type in ("cpu", "meta"):
         return None
@@ -44,9 +47,10 @@ def lacks_float8_gemm(device: torch.device, *, only_hopper: bool = False) -> str
         return "AMD GPUs are not supported: casts and GEMMs are NVIDIA's formats and layouts"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
-        if major == 9 or ((major, minor) >= (8, 9) and not only_hopper):
+        if major in only or ((major, minor) >= (8, 9) and not only):
             return None
-        expected = "9.x for block scales and experts" if only_hopper else ">= 8.9"
+        expected = " or ".join(f"{x}.x" for x in only) + " for block scales and experts"
         name = torch.cuda.get_device_name(device)
+        expected = expected if only else ">= 8.9"
         return f"{name} has compute capability {major}.{minor}, expected {expected}"
     return f"float8 GEMMs run on 'cuda' and 'cpu' devices, got '{device.type}'"

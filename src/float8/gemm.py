@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from float8.config import Granularity, ScalingGranularity
-from float8.formats import lacks_float8_gemm
+from float8.formats import BLACKWELL, HOPPER, lacks_float8_gemm
 from float8.kernels.cast_groups import ends_of_groups
 from float8.kernels.grouped_matmul import GROUPED_GEMM
 from float8.kernels.runtime.ops import register
-from float8.kernels.runtime.private import surely
+from float8.kernels.runtime.private import multiplies_in_bfloat16, surely
+from float8.kernels.swizzle import RECIPE, SWIZZLE, scales_of_rows, swizzled
 from float8.scales import Operand, dequantised
 
 _TENSORWISE = ScalingGranularity.TENSORWISE
@@ -21,7 +22,7 @@ _BY_BLOCKS: dict[Granularity, F.ScalingType] = {
     ScalingGranularity.BLOCK_1x128: F.ScalingType.BlockWise1x128,
     ScalingGranularity.BLOCK_128x128: F.ScalingType.BlockWise128x128,
 }
-"""The blocks whose scales tensor cores apply, and torch's names of them."""
+"""The blocks whose scales Hopper's GEMMs apply, and torch's names of them."""
 
 # The GEMM under block scales, which torch counts as none; a later torch may count it.
 with contextlib.suppress(RuntimeError):
@@ -37,7 +38,10 @@ class Gemm(NamedTuple):
     """Add with fewer bits where the device offers it: not under block scales."""
 
     emulate: bool = False
-    """Multiply the dequantised values in float32: any device."""
+    """Multiply the dequantised values in high precision: any device."""
+
+    powers_of_2: bool = False
+    """Whether all scales are: then values times scales are exact in bfloat16."""
 
     granularities: tuple[Granularity, Granularity] = (_TENSORWISE, _TENSORWISE)
     """Of the scales of its two operands."""
@@ -52,6 +56,9 @@ def matmul(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Multiply `(a.data * a.scale) @ (b.data * b.scale).T`, accumulated in float32.
+
+    Where it emulates, scales that are powers of two leave values that bfloat16 holds exactly: they
+    are multiplied in it where that is faster, else in float32. Only the order of sums differs.
 
     `a` is [M, K] float8, `b` [N, K], both contiguous along the contraction dim, as Hopper's tensor
     cores read them, with scales as `Granularity.scales` says, which is not checked here. K and N
@@ -70,7 +77,7 @@ def matmul(
         M, N = (a.data.shape[0], b.data.shape[0]) if shape is None else shape
         return torch.ops.float8.matmul.default(  # type: ignore[no-any-return]
             *a, *b, M, N, covers_a.value, covers_b.value, gemm.use_fast_accum, gemm.emulate,
-            out_dtype,
+            gemm.powers_of_2, out_dtype,
         )  # fmt: skip
     if gemm.emulate or (a.data.is_cpu and not one_scale_each):
         y = _emulated(a, b, gemm, out_dtype)
@@ -78,20 +85,17 @@ def matmul(
         with torch.autocast("cpu", enabled=False):
             y = torch._scaled_mm(a.data, b.data.t(), a.scale, b.scale, out_dtype=out_dtype)
     else:
-        reason = None if compiling else lacks_float8_gemm(a.data.device, only_hopper=by_blocks)
-        if by_blocks and not (covers_a in _BY_BLOCKS and covers_b in _BY_BLOCKS):
-            reason = f"there is none for scales of {covers_a} and {covers_b}"
-        if reason is not None:
+        only = (BLACKWELL if covers_a.exponents else HOPPER) if by_blocks else ()
+        if not compiling and (reason := lacks_float8_gemm(a.data.device, only=only)):
             raise _refusal(reason)
         # Not the public torch.nn.functional.scaled_mm: it wraps the same kernels in Python checks
         # that cost eager mode more than the launch, and torch 2.11's Dynamo cannot trace it.
         if by_blocks:
-            scale_a = a.scale.t() if covers_a.square else a.scale
-            scale_b = b.scale.t() if covers_b.square else b.scale
-            recipe_a, recipe_b = _BY_BLOCKS[covers_a].value, _BY_BLOCKS[covers_b].value
+            scale_a, *how_a = _block_scales(a, covers_a)
+            scale_b, *how_b = _block_scales(b, covers_b)
             y = torch.ops.aten._scaled_mm_v2.default(
-                a.data, b.data.t(), [scale_a], [recipe_a], [], [scale_b], [recipe_b], [],
-                None, out_dtype, [], False,
+                a.data, b.data.t(), [scale_a], *how_a, [scale_b], *how_b, None, out_dtype, [],
+                False,
             )  # fmt: skip
         else:
             scale_a, scale_b = a.scale, b.scale
@@ -128,13 +132,14 @@ def matmul_of_any_size(
     granularity_of_b: str,
     use_fast_accum: bool,
     emulate: bool,
+    powers_of_2: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Multiply as `matmul`: the op of compiled code where data decide if there are any tokens."""
     if a.numel() == 0:
         return a.new_zeros((M, N), dtype=out_dtype)
     granularities = ScalingGranularity(granularity_of_a), ScalingGranularity(granularity_of_b)
-    gemm = Gemm(use_fast_accum, emulate, granularities)
+    gemm = Gemm(use_fast_accum, emulate, powers_of_2, granularities)
     operands = Operand(a, a_scale), Operand(b, b_scale)
     return matmul(*operands, (M, N), gemm=gemm, out_dtype=out_dtype)
 
@@ -159,21 +164,49 @@ def _scale_per_row(operand: Operand) -> Tensor:
     return operand.scale.reshape(-1, 1).expand(operand.data.shape[0], 1).contiguous()
 
 
+def _block_scales(operand: Operand, covers: Granularity) -> tuple[Tensor, list[int], list[int]]:
+    """Return scales as torch takes them, and in lists its numbers for what they cover and lie."""
+    if covers.exponents:
+        return swizzled(scales_of_rows(operand, covers)).flatten(), RECIPE, SWIZZLE
+    scale = operand.scale.t() if covers.square else operand.scale
+    return scale, [_BY_BLOCKS[covers].value], []
+
+
 def _emulated(a: Operand, b: Operand, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
     covers_a, covers_b = gemm.granularities
-    if covers_a.by_blocks:
-        left, right = dequantised(a, covers_a), dequantised(b, covers_b)
+    exact = exact_dtype(a.data.device, gemm.powers_of_2, out_dtype)
+    scaled_before = covers_a.by_blocks or exact == torch.bfloat16
+    if scaled_before:
+        left, right = dequantised(a, covers_a, exact), dequantised(b, covers_b, exact)
     else:
-        left, right = a.data.to(torch.float32), b.data.to(torch.float32)
+        left, right = a.data.to(exact), b.data.to(exact)
     # Autocast would round the operands to its own dtype.
     with torch.autocast(a.data.device.type, enabled=False):
-        product = left @ right.t()
-    if not covers_a.by_blocks:
+        if exact != torch.bfloat16 or out_dtype == exact:
+            product = left @ right.t()
+        else:
+            product = torch.mm(left, right.t(), out_dtype=torch.float32)
+    exact = product.dtype
+    if not scaled_before:
         # As the tensor cores do: scale the float32 accumulator, then round once.
         product = product * a.scale * (b.scale if covers_b.one_scale else b.scale.t())
     # No `.to()` that does nothing: when an autograd.Function returns one, the gradients that
     # torch 2.11's Dynamo traces for it are zero.
-    return product if out_dtype == torch.float32 else product.to(out_dtype)
+    return product if out_dtype == exact else product.to(out_dtype)
+
+
+def exact_dtype(device: torch.device, powers_of_2: bool, out_dtype: torch.dtype) -> torch.dtype:
+    """Return in which dtype dequantised values are multiplied: bfloat16 if exact, and faster.
+
+    CPUs have no product of it in float32.
+    """
+    if not powers_of_2:
+        return torch.float32
+    if device.type == "cpu":
+        fast = multiplies_in_bfloat16 is not None and multiplies_in_bfloat16()
+        return torch.bfloat16 if fast and out_dtype == torch.bfloat16 else torch.float32
+    fast = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.bfloat16 if fast else torch.float32
 
 
 # ---------------------------------------------------------------- groups of rows, as experts have
@@ -207,11 +240,13 @@ def grouped_matmul(
         RuntimeError: the device has no such GEMM and `gemm.emulate` is False.
     """
     ask = not torch.compiler.is_compiling() and not gemm.emulate
-    if ask and (reason := lacks_float8_gemm(a.data.device, only_hopper=True)):
+    only = BLACKWELL if gemm.granularities[0].exponents else HOPPER
+    if ask and (reason := lacks_float8_gemm(a.data.device, only=only)):
         raise _refusal(reason)
-    by_blocks = gemm.granularities[0].by_blocks
+    exact = exact_dtype(a.data.device, gemm.powers_of_2, out_dtype)
+    covers = [x.value if x.by_blocks else "axiswise" for x in gemm.granularities]
     return GROUPED_GEMM(  # type: ignore[no-any-return]
-        *a, *b, ends, gemm.emulate, gemm.use_fast_accum, out_dtype, tokens, by_blocks
+        *a, *b, ends, gemm.emulate, gemm.use_fast_accum, out_dtype, tokens, exact, *covers
     )
 
 

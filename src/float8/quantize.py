@@ -85,12 +85,12 @@ def quantize(
     if offs is not None or x.dim() == 3:
         covers = how.scaling_granularity
         known = scale is not None and (offs is not None or not covers.one_scale)
-        wrong = covers.by_blocks and covers.square == (offs is not None)
+        wrong = covers.by_blocks and covers.square and offs is not None
         if known or wrong or state is not None or reduce is not None:
             raise ValueError(
                 f"quantize: got {covers}, or a state, scale or reduction, for groups of rows or "
-                f"weights of experts, expected dynamic scales of each or of its rows; or of runs "
-                f"for groups, of squares for weights"
+                f"weights of experts, expected dynamic scales of each or of its rows or parts of "
+                f"them; no squares for groups"
             )
         if offs is not None:
             return cast_groups(x, offs, how, row=row, col=col)
@@ -125,28 +125,31 @@ def _cast_each(
     The weights are viewed as one matrix with E equal groups of rows. For storage [E, K, N], row and
     col requests are swapped instead of copying. Weights stored otherwise are copied.
 
-    By squares row data are [E, N, ceil128(K)] with scales [E, ceil(N / 128), ceil(K / 128) or
-    more], column data [E, K, ceil128(N)] with [E, ceil(K / 128), ceil(N / 128) or more].
+    By squares of k row data are [E, N, ceil_k(K)] with scales [E, ceil(N / k), ceil(K / k) or
+    more], column data [E, K, ceil_k(N)] with [E, ceil(K / k), ceil(N / k) or more]. By runs they
+    have scales [E, N, ceil(K / k)] and [E, K, ceil(N / k)].
     """
     if transposed := weights.transpose(1, 2).is_contiguous():
         weights, row, col = weights.transpose(1, 2), col, row
     E, R, C = weights.shape
     of_row: Operand | None = None
     of_col: Operand | None = None
-    if how.scaling_granularity.by_blocks:
-        if R % 128:  # each by itself: a compiler would keep a copy that is filled up
+    if (covers := how.scaling_granularity).width is not None:
+        if R % covers.width:  # each by itself: a compiler would keep a copy that is filled up
             each: Any = [kernels.cast(x, how, row=row, col=col, after=after) for x in weights]
             of_row, of_col = (_stacked(x) if x[0] else None for x in zip(*each, strict=True))
-            of_row = of_row and Operand(of_row.data[:, :R], of_row.scale)
+            below = of_row and (of_row.scale.shape[1] if covers.square else R)
+            of_row = of_row and Operand(of_row.data[:, :R], of_row.scale[:, :below])
         else:
             matrix = weights.contiguous().view(-1, C)
             of_row, of_col = kernels.cast(matrix, how, row=row, col=col, after=after)
             if of_row is not None:
                 of_row = Operand(*(x.view(E, x.shape[0] // E, -1) for x in of_row))
             if of_col is not None:  # those of each expert lie beside each other
-                beside = of_col.data, of_col.scale[:, : R * E // 128]
+                beside = of_col.data, of_col.scale[:, : R * E // covers.width]
                 of_col = Operand(*(x.view(len(x), E, -1).transpose(0, 1) for x in beside))
-        of_col = of_col and Operand(of_col.data[:, :C], of_col.scale)
+        below = of_col and (of_col.scale.shape[1] if covers.square else C)
+        of_col = of_col and Operand(of_col.data[:, :C], of_col.scale[:, :below])
         return Quantized(of_col, of_row) if transposed else Quantized(of_row, of_col)
     ends = torch.arange(R, E * R + 1, R, dtype=torch.int32, device=weights.device)
     matrix, width = weights.contiguous().view(E * R, C), (R + 127) // 128 * 128

@@ -177,11 +177,15 @@ def dequantised(
     operand: Operand, granularity: Granularity, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Return `data * scale` in `dtype`, of any shape."""
-    scale = operand.scale.reshape(()) if granularity.one_scale else operand.scale
-    if granularity.width is not None:
-        scale = scale.repeat_interleave(granularity.width, dim=-1)[..., : operand.data.shape[-1]]
-    if granularity.height not in (None, 1):
-        scale = scale.repeat_interleave(granularity.height, dim=-2)[
-            ..., : operand.data.shape[-2], :
-        ]
-    return operand.data.to(dtype).mul_(scale.to(dtype))
+    scale, (height, width) = operand.scale.to(dtype), (granularity.height, granularity.width)
+    values = operand.data.to(dtype)
+    if granularity.one_scale:
+        return values.mul_(scale.reshape(()))
+    if width is not None and height == 1 and values.shape[-1] == scale.shape[-1] * width:
+        values.unflatten(-1, (-1, width)).mul_(scale.unsqueeze(-1))  # scales are not copied
+        return values
+    if width is not None:
+        scale = scale.repeat_interleave(width, dim=-1)[..., : values.shape[-1]]
+    if height not in (None, 1):
+        scale = scale.repeat_interleave(height, dim=-2)[..., : values.shape[-2], :]
+    return values.mul_(scale)

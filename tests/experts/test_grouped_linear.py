@@ -30,7 +30,7 @@ from support.models import seeded
 from support.spies import OpCounter, saved_tensors
 
 N, K = 48, 80
-RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"]
+RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"]
 recipes = pytest.mark.parametrize("recipe", RECIPES)
 longer = (
     pytest.param(x, marks=pytest.mark.exhaustive) for x in ("tensorwise", "rowwise_with_gw_hp")
@@ -91,6 +91,8 @@ def as_grouped(recipe: str) -> Float8LinearConfig:
     Where a linear layer has squares of tokens and features they have runs of tokens.
     """
     config = Float8LinearConfig.from_recipe_name(recipe)
+    if recipe == "mxfp8":
+        return replace(config, emulate=True)
     if recipe == "blockwise":
         runs = config.cast_config_input
         return replace(config, cast_config_input_for_grad_weight=runs, emulate=True)

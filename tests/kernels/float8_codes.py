@@ -53,6 +53,22 @@ def expected_scale(amax: Tensor, dtype: torch.dtype, power_of_2: bool) -> Tensor
     return torch.where(scale.isfinite(), rounded, scale) if power_of_2 else scale
 
 
+def expected_exponent(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scale of a block of MXFP8, float32: cut to what 8 bits hold, Inf to the largest."""
+    quotient = amax / (448 if dtype == FORMATS[0] else 57344)
+    mantissa, exponent = torch.frexp(quotient)  # mantissa in [0.5, 1)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-127, 127)
+    exponent = torch.where(quotient == 0, -127, torch.where(quotient.isinf(), 127, exponent))
+    scale = torch.ldexp(torch.ones_like(quotient), exponent)
+    return torch.where(quotient.isnan(), quotient, scale).float()
+
+
+def expected_mx_codes(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a cast to MXFP8 makes: zeros under 2**-127, the largest value of Inf."""
+    inverse = torch.where(scale == 2.0**-127, 1.0, 1 / scale.double())
+    return nearest_even((x.cpu().double() * inverse).float().double(), dtype)
+
+
 def expected_codes(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
     """What a cast of ``x`` makes of each element, as uint8, on the CPU."""
     # Exact in float64 until the one rounding to float32 that the definition names.

@@ -21,7 +21,7 @@ SPECS = [
     CastConfig(target_dtype=E4M3, scaling_granularity=of, power_of_2=of.one_scale)
     for of in ScalingGranularity
 ]
-TENSOR, ROWS, RUNS, SQUARES = SPECS
+TENSOR, ROWS, RUNS, SQUARES, *OF_32 = SPECS
 LONG = 2048  # rows so long that Inductor takes their amaxes in one kernel and divides in another
 
 

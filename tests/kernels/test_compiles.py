@@ -1,4 +1,4 @@
-"""Kernels compile for Hopper, and spill no registers but where `MAY_SPILL` says so: without a GPU.
+"""Kernels compile for Hopper and Blackwell, and spill no registers but where `MAY_SPILL` says so: without a GPU.
 
 Ops run on tensors without memory, and each launch compiles its kernel instead.
 """
@@ -63,10 +63,13 @@ def source(kernel: Any, values: Sequence[Any]) -> Any:
 
 
 @pytest.fixture
-def binaries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[bytes]:
+def binaries(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest
+) -> list[bytes]:
     """What has been compiled in place of launches since the test began."""
     compiled = []
-    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    capability = request.getfixturevalue("capability")
+    target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
 
     def compile_it(self: Any, *values: Any, num_warps: int, num_stages: int = 3, **_: Any) -> None:
         options = {"num_warps": num_warps, "num_stages": num_stages}
@@ -96,9 +99,9 @@ def cast_groups(source: torch.dtype, one_scale: bool, row: bool, col: bool, x: T
     ops.cuda.cast_groups(x.to(source), ends, E4M3, row, col, 5120, one_scale, power_of_2)
 
 
-def by_runs(source: torch.dtype, row: bool, x: Tensor) -> None:
+def by_runs(source: torch.dtype, row: bool, run: int, x: Tensor) -> None:
     ends = empty(5, dtype=torch.int32)
-    ops.cuda.cast_groups_by_runs(x.to(source), ends, E4M3, row, 5120, not row)
+    ops.cuda.cast_groups_by_runs(x.to(source), ends, run, E4M3, row, 5120, not row)
 
 
 def of_blocks(of_rows: bool, dtype: torch.dtype, x: Tensor) -> None:
@@ -106,7 +109,8 @@ def of_blocks(of_rows: bool, dtype: torch.dtype, x: Tensor) -> None:
     of_a, of_b = ((R, 2048), (5, 80, 2048)) if of_rows else ((R, 1280), (C, 1280))
     scales = empty(of_a[1] // 128, R).t(), empty(5, 1, 16) if of_rows else empty(10, C).t()
     given = empty(*of_a, dtype=E4M3), scales[0], empty(*of_b, dtype=E4M3), scales[1]
-    ops.cuda.grouped_matmul(*given, ends, False, True, dtype, None, True)
+    covers = "block_1x128", "block_128x128" if of_rows else "block_1x128"
+    ops.cuda.grouped_matmul(*given, ends, False, True, dtype, None, FP32, *covers)
 
 
 def grouped_matmul(of_rows: bool, fast: bool, dtype: torch.dtype, x: Tensor) -> None:
@@ -140,6 +144,10 @@ CASES: dict[str, Callable[[Tensor], Any]] = {
     "1x128 columns": cast(1, 128, E4M3, False, True),
     "1x128 of float32": cast(1, 128, E4M3, True, True, source=FP32),
     "128x128": cast(128, 128, E4M3, True, True),
+    "1x32": cast(1, 32, E4M3, True, True),
+    "1x32 row": cast(1, 32, E4M3, True, False),
+    "1x32 columns": cast(1, 32, E4M3, False, True),
+    "32x32": cast(32, 32, E4M3, True, True),
     "transpose": lambda x: ops.cuda.transpose(empty(*x.shape, dtype=E4M3)),
 }
 BOOLS = False, True
@@ -153,16 +161,25 @@ BY_TRITON |= {
     for how in itertools.product(BOOLS, BOOLS, (BF16, FP32))
 }
 for flag, of in itertools.product(BOOLS, (BF16, FP32)):
-    BY_TRITON[f"groups by runs {of} {flag}"] = partial(by_runs, of, flag)
+    BY_TRITON[f"groups by runs of 128 {of} {flag}"] = partial(by_runs, of, flag, 128)
+    BY_TRITON[f"groups by runs of 32 {of} {flag}"] = partial(by_runs, of, flag, 32)
     BY_TRITON[f"grouped_matmul of blocks {of} {flag}"] = partial(of_blocks, flag, of)
 BY_TRITON["count"] = lambda x: ops.cuda.count(x, empty(*x.shape, dtype=E4M3), empty(), False)
-MAY_SPILL = {f"grouped_matmul {of_rows} True {FP32}": 16 for of_rows in BOOLS}
+MAY_SPILL = {f"grouped_matmul {of_rows} True {FP32}": 24 for of_rows in BOOLS}
 """Wide tiles of float32, which gain more; and one of two halves of the GEMM of blocks."""
 SHAPES = (4096, 2048), (100, 72)  # as tiles fill exactly, and not
 COMPILED = [
-    pytest.param(case, shape, marks=[pytest.mark.exhaustive] * (case in BY_TRITON and (n + m) % 2))
+    pytest.param(
+        *(case, shape, 90), marks=[pytest.mark.exhaustive] * (case in BY_TRITON and (n + m) % 2)
+    )
     for n, case in enumerate(CASES | BY_TRITON)
     for m, shape in enumerate(SHAPES)
+]
+# And for Blackwell; but the GEMM of blocks, whose instructions are those of Hopper.
+COMPILED += [
+    pytest.param(case, SHAPES[n % 2], 100)
+    for n, case in enumerate(CASES | BY_TRITON)
+    if "of blocks" not in case
 ]
 
 
@@ -192,9 +209,9 @@ def test_kernels_are_not_specialised_on_what_may_start_anywhere(
     assert bool(asked) == (case.startswith("cast") and case != "cast under its own scale")
 
 
-@pytest.mark.parametrize(("case", "shape"), COMPILED)
+@pytest.mark.parametrize(("case", "shape", "capability"), COMPILED)
 def test_it_compiles_and_spills_nothing(
-    case: str, shape: tuple[int, int], binaries: list[bytes], tmp_path: Path
+    case: str, shape: tuple[int, int], capability: int, binaries: list[bytes], tmp_path: Path
 ) -> None:
     (CASES | BY_TRITON)[case](empty(*shape, dtype=BF16))
     assert binaries

@@ -91,14 +91,17 @@ def test_kernels_are_their_twin(
 
 
 RUNS, SQUARES = ScalingGranularity.BLOCK_1x128, ScalingGranularity.BLOCK_128x128
+RUNS_OF_32, SQUARES_OF_32 = ScalingGranularity.BLOCK_1x32, ScalingGranularity.BLOCK_32x32
 SIZES_OF_RUNS = [*SIZES, [127, 0, 128, 129, 300]]
 
 
-@pytest.mark.parametrize("C", [24, 256])
+@pytest.mark.parametrize(("C", "of"), [(24, RUNS), (256, RUNS), (80, RUNS_OF_32)], ids=str)
 @pytest.mark.parametrize("sizes", SIZES_OF_RUNS, ids=str)
-def test_each_group_is_cast_by_itself_by_runs(sizes: list[int], C: int) -> None:
+def test_each_group_is_cast_by_itself_by_runs(
+    sizes: list[int], C: int, of: ScalingGranularity
+) -> None:
     """No run has tokens of two groups, and all of a group is as a linear layer casts it."""
-    spec = CastConfig(target_dtype=E4M3, scaling_granularity=RUNS, power_of_2=C == 24)
+    spec = CastConfig(target_dtype=E4M3, scaling_granularity=of, power_of_2=C == 24)
     x, offs = tensor(sizes, C)
     both, row = (cast_groups(x, offs, spec, row=True, col=col) for col in (True, False))
     assert_alike(both.row, row.row)
@@ -106,10 +109,11 @@ def test_each_group_is_cast_by_itself_by_runs(sizes: list[int], C: int) -> None:
     for rows, behind, end in zip(x.split([*sizes, 3]), offs.tolist(), both.ends, strict=False):
         if n := len(rows):
             alone = quantize(rows, Cast(spec), row=True, col=True)
-            here, tokens = slice(behind - n, behind), slice(at, at + ceil128(n))
-            runs = slice(at // 128, (at + ceil128(n)) // 128)
+            here, width = slice(behind - n, behind), alone.col.data.shape[1]
+            tokens, runs = slice(at, at + width), slice(at // of.width, (at + width) // of.width)
             assert_alike([x[here] for x in both.row], [x[:n] for x in alone.row])
             assert_alike([both.col.data[:, tokens], both.col.scale[:, runs]], alone.col)
+            assert not both.col.data[:, at + n : at + ceil128(n)].view(torch.uint8).any()
         at += ceil128(n)
         assert end == at
 
@@ -118,27 +122,30 @@ def test_each_group_is_cast_by_itself_by_runs(sizes: list[int], C: int) -> None:
 def test_the_kernel_of_runs_is_its_twin(triton_device: torch.device, sizes: list[int]) -> None:
     for n, C in enumerate([24, 150, 256]):  # with masks and without
         x, offs = (t.to(triton_device) for t in tensor(sizes, C, HIGH_PRECISION[n]))
-        how = E4M3, C != 24, sum(map(ceil128, sizes)), C == 150
-        got, want = (o.cast_groups_by_runs(x, offs, *how) for o in (ops.cuda, ops.cpu))
-        assert_same(got, want)
+        for run in (128, 32):
+            how = run, E4M3, C != 24, sum(map(ceil128, sizes)), C == 150
+            got, want = (o.cast_groups_by_runs(x, offs, *how) for o in (ops.cuda, ops.cpu))
+            assert_same(got, want)
 
 
 @pytest.mark.parametrize("shape", [(3, 128, 256), (3, 48, 80), (2, 300, 144)], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_each_weight_is_cast_by_itself_by_squares(
-    shape: tuple[int, int, int], transposed: bool
+@pytest.mark.parametrize("of", [SQUARES, SQUARES_OF_32, RUNS_OF_32], ids=str)
+def test_each_weight_is_cast_by_itself_by_blocks(
+    of: ScalingGranularity, shape: tuple[int, int, int], transposed: bool
 ) -> None:
     """All that a linear layer has, but for rows of zeros below row data."""
-    (_, N, K), spec = shape, Cast(CastConfig(target_dtype=E4M3, scaling_granularity=SQUARES))
+    (_, N, K), spec = shape, Cast(CastConfig(target_dtype=E4M3, scaling_granularity=of))
     weights = torch.randn(shape).exp()
     weights = weights.mT.contiguous().mT if transposed else weights
     made = quantize(weights, spec, row=True, col=True)
-    below, right = ceil128(N) // 128, ceil128(K) // 128
+    below, right = -(-N // of.width), -(-K // of.width)
     for e, weight in enumerate(weights):
         alone = quantize(weight, spec, row=True, col=True)
         assert_alike([made.row.data[e], made.col.data[e]], [alone.row.data[:N], alone.col.data[:K]])
-        assert_alike([made.row.scale[e, :, :right]], [alone.row.scale[:, :right]])
-        assert_alike([made.col.scale[e, :, :below]], [alone.col.scale[:, :below]])
+        rows, cols = (below, right) if of.square else (N, K)
+        assert_alike([made.row.scale[e, :, :right]], [alone.row.scale[:rows, :right]])
+        assert_alike([made.col.scale[e, :, :below]], [alone.col.scale[:cols, :below]])
 
 
 @pytest.mark.parametrize("of", GRANULARITIES, ids=str)

@@ -70,6 +70,8 @@ KERNELS: dict[str, Callable[[Any, Tensor, How], list[Tensor]]] = {
     "rows": cast(1),
     "runs": cast(1, 128),
     "squares": cast(128, 128),
+    "runs of 32": cast(1, 32),
+    "squares of 32": cast(32, 32),
     "transpose": lambda ops, x, how: [ops.transpose(x)],
     "count": lambda ops, x, how: [
         ops.count(x, x.to(E4M3), one(x, 1.5), how.pad_rows).nan_to_num(-1.0)
@@ -170,7 +172,8 @@ SIZES = [
     *[(1000, (64, 128)), (1000, (300, 70))],
 ]
 TILED = [(kernel, *size) for kernel in ("given", "rows", "transpose") for size in SIZES]
-TILED += [(kernel, *size) for kernel in ("runs", "squares") for size in SIZES[:2]]
+BLOCKS = [kernel for kernel in KERNELS if "runs" in kernel or "squares" in kernel]
+TILED += [(kernel, *size) for kernel in BLOCKS for size in SIZES[:2]]
 
 
 @pytest.mark.parametrize(("kernel", "sms", "size"), TILED)

@@ -1,6 +1,7 @@
 """The plain-torch twins of casts and amax against independent ones in float64, bit for bit."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from kernels.float8_codes import (
     awkward,
     every_16_bit_value,
     expected_codes,
+    expected_exponent,
+    expected_mx_codes,
     expected_scale,
     same_bytes,
     special,
@@ -29,13 +32,12 @@ from kernels.float8_codes import (
 E4M3 = FORMATS[0]
 SHAPES = [(1, 1), (17, 33), (130, 257), (4, 700), (0, 5), (5, 0), (0, 0)]
 LAYOUTS = [(True, True), (True, False), (False, True)]
-RUNS, SQUARES = ScalingGranularity.BLOCK_1x128, ScalingGranularity.BLOCK_128x128
-FINER = [ScalingGranularity.AXISWISE, RUNS, SQUARES]
+FINER = [of for of in ScalingGranularity if not of.one_scale]
 
 formats = pytest.mark.parametrize("dtype", FORMATS, ids=["e4m3", "e5m2"])
 high_precision = pytest.mark.parametrize("source", HIGH_PRECISION, ids=["f32", "bf16", "f16"])
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
-finer = pytest.mark.parametrize("of", FINER, ids=["rows", "runs", "squares"])
+finer = pytest.mark.parametrize("of", FINER, ids=lambda of: of.value)
 
 
 def row_codes(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -96,21 +98,24 @@ def expected_part(
 ) -> list[Tensor]:
     """Data of x [R, C], padded, and scales as they lie in memory."""
     R, C = x.shape
-    tall, wide, multiple = {RUNS: (1, 128, 128), SQUARES: (128, 128, 128)}.get(of, (1, C or 1, 16))
-    columns = ceil_to(C, wide) or wide % 128
+    tall, wide, multiple = (of.height, of.width, of.width) if of.width else (1, C or 1, 16)
+    columns = ceil_to(C, wide) or (0 if of.width else 1)
     blocks = torch.zeros(ceil_to(R, tall), columns, dtype=torch.float64)
     blocks[:R, :C] = x.double().abs()
     of_blocks = blocks.view(len(blocks) // tall, tall, columns // wide, wide).amax((1, 3))
-    scales = expected_scale(of_blocks, dtype, power_of_2)
+    exponents = of.value in ("block_1x32", "block_32x32")
+    scale_of = expected_exponent if exponents else partial(expected_scale, power_of_2=power_of_2)
+    codes_of = expected_mx_codes if exponents else expected_codes
+    scales = scale_of(of_blocks, dtype)
     each = scales.repeat_interleave(tall, 0).repeat_interleave(wide, 1)[:R, :C]
-    rows = ceil_to(R, 128 if of is SQUARES else 16) if pad_rows else R
+    rows = ceil_to(R, of.width if of.square else 16) if pad_rows else R
     data = torch.zeros(rows, ceil_to(C, multiple), dtype=torch.uint8)
-    data[:R, :C] = expected_codes(x, each, dtype)
-    if of is SQUARES:
+    data[:R, :C] = codes_of(x, each, dtype)
+    if of.square:
         return [data.view(dtype), torch.nn.functional.pad(scales, (0, -scales.shape[1] % 4))]
-    of_nothing = expected_scale(torch.zeros((), dtype=torch.float64), dtype, power_of_2).item()
+    of_nothing = scale_of(torch.zeros((), dtype=torch.float64), dtype).item()
     scales = torch.nn.functional.pad(scales, (0, 0, 0, rows - R), value=of_nothing)
-    if of is RUNS:
+    if of.width:
         scales = scales.t().clone(memory_format=torch.contiguous_format).t()
     return [data.view(dtype), scales]
 

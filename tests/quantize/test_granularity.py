@@ -18,8 +18,8 @@ from support.reference import reference_values
 class Finer(Granularity):
     """What a new member of `ScalingGranularity` would be: a name, and the sides of its block."""
 
-    RUNS_OF_32 = "runs_of_32", 1, 32
-    SQUARES_OF_32 = "squares_of_32", 32, 32
+    RUNS_OF_48 = "runs_of_48", 1, 48
+    SQUARES_OF_48 = "squares_of_48", 48, 48
 
 
 def cast_under(granularity: Granularity) -> Cast:
@@ -42,8 +42,8 @@ def test_a_linear_layer_under_a_new_granularity(M: int, K: int, N: int) -> None:
     g = seeded(2, M, N)
     y = apply_linear(x, w, None, plan, casts)
     y.backward(g)
-    run, least = (1, 32), tolerances.HIGH_PRECISION
-    weight = reference_values(w, (32, 32))
+    run, least = (1, 48), tolerances.HIGH_PRECISION
+    weight = reference_values(w, (48, 48))
     assert sqnr(reference_values(x, run) @ weight.t(), y) > least
     assert sqnr(reference_values(g, run) @ weight, x.grad) > least
     across = reference_values(g.t(), run), reference_values(x.t(), run)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from float8.config import CastSite, Float8LinearConfig
 from float8.experts.functional import apply_grouped
-from float8.formats import E5M2, FLOAT8_MAX, GEMM_ALIGNMENT, lacks_float8_gemm
+from float8.formats import E5M2, FLOAT8_MAX, GEMM_ALIGNMENT, HOPPER, lacks_float8_gemm
 from float8.linear.functional import autocast_dtype
 from float8.linear.plan import EXPECTED, no_grouped_gemm, plan_linear
 from float8.linear.source import (
@@ -246,7 +246,8 @@ def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | 
             return f"got {name}, a {reason}"
         if not config.emulate and (N % GEMM_ALIGNMENT or K % GEMM_ALIGNMENT):
             return f"got {name} with N={N} and K={K}, expected multiples of {GEMM_ALIGNMENT}"
-        reason = lacks_float8_gemm(local_tensor(parameter).device, only_hopper=True)
+        only = config.only_on or HOPPER
+        reason = lacks_float8_gemm(local_tensor(parameter).device, only=only)
         if not config.emulate and reason is not None:
             return f"{reason}; set emulate=True to compute in high precision instead"
     return None

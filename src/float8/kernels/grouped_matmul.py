@@ -13,17 +13,19 @@ import functools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from float8.config import ScalingGranularity
+from float8.config import Granularity, ScalingGranularity
 from float8.formats import GROUP_ALIGNMENT
-from float8.kernels.cast_groups import check_offs, groups_of
+from float8.kernels.cast_groups import check_offs, ends_of_groups, groups_of
 from float8.kernels.grouped_blocks import multiply_blocks
 from float8.kernels.runtime.ops import register
+from float8.kernels.swizzle import grouped_mm
 from float8.kernels.runtime.triton import TensorDescriptor, jit, sm_count, tl
 from float8.scales import Operand, dequantised
 
-_RUNS, _SQUARES = ScalingGranularity.BLOCK_1x128, ScalingGranularity.BLOCK_128x128
+_ROWS = ScalingGranularity.AXISWISE
 
 
 def grouped_matmul_reference(
@@ -36,34 +38,64 @@ def grouped_matmul_reference(
     use_fast_accum: bool,
     out_dtype: torch.dtype,
     tokens: int | None = None,
-    blocks: bool = False,
+    exact: torch.dtype = torch.float32,
+    granularity_of_a: str = _ROWS.value,
+    granularity_of_b: str = _ROWS.value,
 ) -> Tensor:
-    """Multiply group by group in float32: the plain-torch twin, see `gemm.grouped_matmul`.
+    """Multiply group by group: the plain-torch twin, see `gemm.grouped_matmul`.
 
-    With `blocks` it multiplies dequantised values, as a linear layer does where it emulates.
+    Under blocks it multiplies dequantised values, as a linear layer does where it emulates; in
+    bfloat16, where the values are `exact` in it, without waiting for the ends.
     """
     rest = emulate, use_fast_accum, out_dtype
+    of_a, of_b = ScalingGranularity(granularity_of_a), ScalingGranularity(granularity_of_b)
+    if exact == out_dtype == torch.bfloat16 and a.numel():
+        return _in_bfloat16(Operand(a, a_scale), Operand(b, b_scale), ends, of_a, of_b)
     out = grouped_matmul_fake(a, a_scale, b, b_scale, ends, *rest).zero_()
-    begin, last = 0, a.shape[0 if b.dim() == 3 else 1]
+    begin, last, blocks = 0, a.shape[0 if b.dim() == 3 else 1], of_a.by_blocks
     for group, end in enumerate(ends.tolist()):
         end = max(begin, min(end, last))  # as `cast_groups` reads them
         if b.dim() == 3:
-            x, w, scale, of_b = a[begin:end], b[group], a_scale[begin:end], b_scale[group]
+            x, w, scale, scale_b = a[begin:end], b[group], a_scale[begin:end], b_scale[group]
         else:
             x, w = a[:, begin:end], b[:, begin:end]
-            here = (slice(None), slice(begin // 128, end // 128)) if blocks else group
-            scale, of_b = a_scale[here], b_scale[here]
+            run = of_a.width or 1
+            here = (slice(None), slice(begin // run, end // run)) if blocks else group
+            scale, scale_b = a_scale[here], b_scale[here]
         if blocks:
-            x = dequantised(Operand(x, scale), _RUNS)
-            w = dequantised(Operand(w, of_b), _SQUARES if b.dim() == 3 else _RUNS)
+            x = dequantised(Operand(x, scale), of_a)
+            w = dequantised(Operand(w, scale_b), of_b)
         # Autocast would round the operands to its own dtype.
         with torch.autocast(a.device.type, enabled=False):
             product = x.float() @ w.float().t()
         if not blocks:
-            product = product * scale[:, None] * of_b
+            product = product * scale[:, None] * scale_b
         (out[begin:end] if b.dim() == 3 else out[group]).copy_(product)
         begin = end
     return out
+
+
+def _in_bfloat16(
+    a: Operand, b: Operand, ends: Tensor, of_a: Granularity, of_b: Granularity
+) -> Tensor:
+    """Multiply values that bfloat16 holds exactly, under scales that are powers of two."""
+    (R, W), E, dtype = a.data.shape, ends.shape[0], torch.bfloat16
+    of_rows, by_blocks = b.data.dim() == 3, of_a.by_blocks
+    ends = ends_of_groups(ends, R if of_rows else W)
+    if by_blocks:
+        x, w = dequantised(a, of_a, dtype), dequantised(b, of_b, dtype)
+    else:  # sums are scaled afterwards, which rounds nothing
+        x, w = a.data.to(dtype), b.data.to(dtype)
+    y = F.grouped_mm(x, w.mT, offs=ends)
+    if of_rows:
+        row = torch.arange(R, device=ends.device)
+        if not by_blocks:
+            group = torch.bucketize(row, ends, right=True).clamp(max=E - 1)
+            y = y * a.scale[:, None].to(dtype) * b.scale.to(dtype)[group]
+        return torch.where(row[:, None] < ends[-1], y, 0)
+    if not by_blocks:
+        y = y * a.scale[:, :R, None].to(dtype) * b.scale[:, None, : w.shape[0]].to(dtype)
+    return torch.where((ends.diff(prepend=ends.new_zeros(1)) > 0)[:, None, None], y, 0)
 
 
 @functools.wraps(grouped_matmul_reference)
@@ -100,15 +132,31 @@ _BLOCK = GROUP_ALIGNMENT  # of what is contracted, and of rows of the result
 _PANEL = 16  # tiles of rows that share what is read of `b`
 
 
-def _grouped_matmul_triton(*given: Any, tokens: int | None = None, blocks: bool = False) -> Tensor:
-    a, a_scale, b, b_scale, ends, emulate, use_fast_accum, dtype, *rest = given
-    blocks = blocks or rest[1:] == [True]
+def _grouped_matmul_triton(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    ends: Tensor,
+    emulate: bool,
+    use_fast_accum: bool,
+    out_dtype: torch.dtype,
+    tokens: int | None = None,
+    exact: torch.dtype = torch.float32,
+    granularity_of_a: str = _ROWS.value,
+    granularity_of_b: str = _ROWS.value,
+) -> Tensor:
+    given = a, a_scale, b, b_scale, ends, emulate, use_fast_accum, out_dtype
+    covers = ScalingGranularity(granularity_of_a)
     if emulate or a.numel() == 0:  # no rows, or no tokens that are contracted
-        return grouped_matmul_reference(*given[:8], tokens, blocks)  # type: ignore[call-arg]
+        return grouped_matmul_reference(*given, tokens, exact, granularity_of_a, granularity_of_b)
+    if covers.exponents:
+        both = covers, ScalingGranularity(granularity_of_b)
+        return grouped_mm(Operand(a, a_scale), Operand(b, b_scale), ends, both, out_dtype)
     out = grouped_matmul_fake(*given)
     of_rows = b.dim() == 3
     b = b if of_rows else b.unsqueeze(0)
-    if blocks:
+    if covers.by_blocks:
         multiply_blocks(out, a, a_scale, b, b_scale, ends)
         return out
     (R, C), N, E = a.shape, b.shape[1], ends.shape[0]
@@ -120,7 +168,7 @@ def _grouped_matmul_triton(*given: Any, tokens: int | None = None, blocks: bool 
     stride = 0 if of_rows else a_scale.stride(0)
     sizes = R, N, C, E, stride, b_scale.stride(0)
     groups = max(1 << E.bit_length(), 16)  # E + 1 or more
-    whole = use_fast_accum and dtype.itemsize == 2
+    whole = use_fast_accum and out_dtype.itemsize == 2
     kernel: Any = _grouped_matmul_kernel
     kernel[(programs * sm_count(a.device),)](
         tiles_of_a, tiles_of_b, a_scale, b_scale, ends, out, *sizes, of_rows, use_fast_accum,

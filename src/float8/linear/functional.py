@@ -238,7 +238,7 @@ class Call(NamedTuple):
             return TIMES_HELD(  # type: ignore[no-any-return]
                 *a, *b, w.values.detach(), offs, self.stored_transposed, *shape, col,
                 self.casts.weight.how.power_of_2, first.value, second.value, gemm.use_fast_accum,
-                gemm.emulate, dtype,
+                gemm.emulate, gemm.powers_of_2, dtype,
             )  # fmt: skip
         if offs is None:
             return matmul(a, b, shape, gemm=gemm, out_dtype=dtype)

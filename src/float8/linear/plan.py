@@ -60,7 +60,7 @@ def plan_linear(config: Float8LinearConfig, *, grouped: bool = False) -> LinearP
 
 
 EXPECTED = (
-    "the recipe 'tensorwise', 'rowwise', 'rowwise_with_gw_hp' or 'blockwise', or casts like theirs"
+    "any recipe but 'delayed', or casts like those of another"
 )
 _WEIGHTS = CastSite.WEIGHT, CastSite.WEIGHT_FOR_GRAD_INPUT
 
@@ -70,7 +70,7 @@ def no_grouped_gemm(config: Float8LinearConfig) -> str | None:
     if config.delayed_sites:
         return "delayed scaling, whose histories are of one tensor"
     covers = [config.cast_config(site).scaling_granularity for site in _WEIGHTS]
-    if any(each.by_blocks and not each.square for each in covers):
+    if ScalingGranularity.BLOCK_1x128 in covers:
         return "weights with scales of 1x128"
     if not {"output", "grad_input"} <= set(config.float8_gemms):
         return "the GEMM of output or grad_input in high precision"
@@ -87,15 +87,17 @@ def _resolved(config: Float8LinearConfig, grouped: bool) -> LinearPlan:
         how = config.cast_config(site)
         covers = how.scaling_granularity
         if covers.by_blocks and site not in _WEIGHTS:
-            covers = ScalingGranularity.BLOCK_1x128
+            mx = covers.exponents
+            covers = ScalingGranularity.BLOCK_1x32 if mx else ScalingGranularity.BLOCK_1x128
         return Cast(replace(how, target_dtype=E4M3, scaling_granularity=covers) if grouped else how)
 
     def gemm(name: str) -> Gemm | None:
         if name not in config.float8_gemms:
             return None
-        a, b = (made[site].how.scaling_granularity for site in GEMM_OPERANDS[name])
+        a, b = (made[site].how for site in GEMM_OPERANDS[name])
         fast = getattr(config, f"gemm_config_{'output' if grouped else name}").use_fast_accum
-        return Gemm(fast, config.emulate, (a, b))
+        granularities = a.scaling_granularity, b.scaling_granularity
+        return Gemm(fast, config.emulate, a.power_of_2 and b.power_of_2, granularities)
 
     def rows_suffice(cast: Cast, *gemms: Gemm | None) -> bool:
         granularity, rounded = cast.how.scaling_granularity, cast.how.power_of_2

@@ -105,7 +105,7 @@ def problem(
             f"got a weight {what} with float8_weights=ONLY, expected one that is whole and frozen; "
             f"call weight.requires_grad_(False) first, or convert it with another config"
         )
-    reason = lacks_float8_gemm(weight.device, only_hopper=config.scales_by_blocks)
+    reason = lacks_float8_gemm(weight.device, only=config.only_on)
     if reason is not None and not config.emulate:
         return ValueError(f"{reason}; set emulate=True to compute in high precision instead")
     return None

@@ -93,6 +93,7 @@ def times_held(
     granularity: str,
     use_fast_accum: bool,
     emulate: bool,
+    powers_of_2: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Multiply row data by data that are held of a weight, or that are cast here if it was written.
@@ -111,11 +112,12 @@ def times_held(
         made = quantize(values, Cast(how), row=not col, col=col, pad_rows=True)
         b = made.col if col else made.row
     if offs is not None:
-        gemm = Gemm(use_fast_accum, emulate, (ScalingGranularity(granularity_of_a), covers))
+        both = ScalingGranularity(granularity_of_a), covers
+        gemm = Gemm(use_fast_accum, emulate, powers_of_2, both)
         return grouped_matmul(Operand(a, a_scale), b, offs, gemm=gemm, out_dtype=out_dtype)
     return matmul_of_any_size(
         a, a_scale, *b, M, N, granularity_of_a, granularity, use_fast_accum, emulate,
-        out_dtype,
+        powers_of_2, out_dtype,
     )  # fmt: skip
 
 

@@ -52,6 +52,10 @@ is_batch_of_gradients = find("_C._functorch.is_legacy_batchedtensor")
 """Whether a gradient stands for many (`is_grads_batched=True`). Else: torch's own error."""
 
 
+multiplies_in_bfloat16 = find("cpu._is_avx512_bf16_supported")
+"""Whether this CPU multiplies bfloat16 faster than float32. Else: it is taken not to."""
+
+
 def surely(condition: Any) -> bool:
     """Whether a condition on sizes holds for all that compiled code will meet, without a guard.
 
