@@ -240,8 +240,8 @@ def to_col(row: Operand, how: CastConfig, after: Tensor | None = None) -> Operan
 
     Row data are [R, C], or [E, N, K] of experts with scales of squares, or [E, N, 1], alike under
     one scale each. Bytes are transposed where columns have the scales of rows. Where rows or runs
-    have scales of their own, the values are cast again: with powers of two as scales that changes no
-    value but those that are tiny in their column; what was tiny in its row was rounded before.
+    have scales of their own, the values are cast again: with powers of two as scales that changes
+    no value but those that are tiny in their column; what was tiny in its row was rounded before.
     """
     granularity = how.scaling_granularity
     if granularity.square and row.data.dim() == 3:

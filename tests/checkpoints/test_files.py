@@ -1,6 +1,7 @@
 """Checkpoints in float8 that are written and read: bytes, values, names, what stays as it was."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,13 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrize
 
-from float8 import Float8Linear, all_linears, convert_to_float8_training
+from float8 import (
+    CastConfig,
+    Float8Linear,
+    ScalingGranularity,
+    all_linears,
+    convert_to_float8_training,
+)
 from float8.checkpoints import (
     float8_weights,
     load_float8_checkpoint,
@@ -20,6 +27,7 @@ from float8.checkpoints import (
     read_float8_checkpoint,
     save_float8_checkpoint,
 )
+from float8.config import as_config
 from float8.tensor import Float8Tensor, dequantise
 from sqnr import sqnr
 from support.configs import delayed
@@ -158,6 +166,18 @@ def test_scales_that_are_no_powers_of_two_are_cast_anew_for_exponents(tmp_path: 
         assert sqnr(wanted, dequantise(weight)) > 25
     said = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert (said["scale_fmt"], said["weight_block_size"]) == ("ue8m0", [128, 128])
+
+
+@pytest.mark.parametrize("format", ["fine-grained-fp8", "compressed-tensors"])
+def test_squares_of_32_are_written_as_mxfp8(format: str, tmp_path: Path) -> None:
+    """The scale of a square for each of its rows: what is read multiplies the same bytes."""
+    squares = CastConfig(scaling_granularity=ScalingGranularity.BLOCK_32x32)
+    trained = built(replace(as_config("mxfp8"), cast_config_weight=squares))
+    notes = save_float8_checkpoint(trained, tmp_path, format, strategy="mxfp8")
+    assert all(note.as_trained for note in notes)
+    read = load_float8_checkpoint(built(only("mxfp8"), seed=1), tmp_path)
+    ids = torch.arange(20).view(4, 5)
+    assert torch.equal(trained.eval()(ids), read.eval()(ids))
 
 
 def test_wrappers_leave_no_trace_in_names(tmp_path: Path) -> None:

@@ -112,10 +112,11 @@ def test_a_model_is_quantised_until_all_are_masters(layout: Layout, tmp_path: Pa
     assert all(torch.equal(p, state[name]) for name, p in masters.named_parameters())
 
 
-def test_adapters_train_on_a_base_in_float8(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [LAYOUTS[0], *LAYOUTS[4:]], ids=lambda x: x.strategy)
+def test_adapters_train_on_a_base_in_float8(layout: Layout, tmp_path: Path) -> None:
     """LoRA by PEFT: gradients as on the dequantised base, which itself stays as it is."""
     pytest.importorskip("peft")
-    saved(tmp_path, LAYOUTS[0])
+    saved(tmp_path, layout)
     base, made = loaded(tmp_path), []
     for model in (load_float8_checkpoint(llama(1), tmp_path), base):
         how = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}

@@ -87,6 +87,18 @@ def test_results_are_those_of_casts_on_the_fly(device: str, config) -> None:
             assert_same(on_the_fly, alone, dtype)
 
 
+def test_mxfp8_is_cast_from_its_values() -> None:
+    """On the fly, output and gradient, bit by bit: columns are cast of the values of the rows."""
+    for dim, dtype in ((64, torch.bfloat16), (33, torch.float32)):
+        model = FeedForward(dim, 41 if dim % 2 else 96).to(dtype)
+        for layer in model.children():
+            layer.weight.data *= torch.randn(layer.weight.shape).mul(4).exp2()
+        alone = only(copy.deepcopy(model), of_recipe("mxfp8"))
+        plain = convert_to_high_precision(copy.deepcopy(alone))
+        assert not same_bits(plain.w1.weight, model.w1.weight)
+        assert_same(only(plain, of_recipe("mxfp8"), ON_THE_FLY), alone, dtype)
+
+
 @pytest.mark.parametrize(
     "mode", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)]
 )

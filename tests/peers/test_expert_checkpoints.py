@@ -116,11 +116,16 @@ def test_bytes_are_those_that_training_multiplies(recipe: str, tmp_path: Path) -
             assert said == {is_same} == {recipe == "rowwise" or own == "down_proj"}
 
 
-@pytest.mark.parametrize("rows", [256, 192], ids=str)
-def test_bytes_of_squares_are_those_that_training_multiplies(rows: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rows", "recipe"), [(256, "blockwise"), (192, "blockwise"), (192, "mxfp8")]
+)
+def test_bytes_of_blocks_are_those_that_training_multiplies(
+    rows: int, recipe: str, tmp_path: Path
+) -> None:
     """Where no square has rows of two projections."""
-    model = converted(built(intermediate_size=rows), "blockwise")
-    notes = save_float8_checkpoint(model, tmp_path)
+    model = converted(built(intermediate_size=rows), recipe)
+    strategy = "mxfp8" if recipe == "mxfp8" else None
+    notes = save_float8_checkpoint(model, tmp_path, strategy=strategy)
     tensors = in_files(tmp_path)
     experts: Any = model.get_submodule("model.layers.1.mlp.experts")
     row = quantize(experts.gate_up_proj, experts._float8_plan.casts.weight, row=True).row
@@ -128,10 +133,12 @@ def test_bytes_of_squares_are_those_that_training_multiplies(rows: int, tmp_path
         prefix = f"model.layers.1.block_sparse_moe.experts.{expert}"
         data = torch.cat([tensors[f"{prefix}.{n}.weight"] for n in ("w1", "w3")])
         scale = torch.cat([tensors[f"{prefix}.{n}.weight_scale_inv"] for n in ("w1", "w3")])
+        if strategy:
+            scale = scale.view(torch.float8_e8m0fnu).float()
         is_same = torch.equal(bits(data), bits(row.data[expert, :, :128]))
-        is_same = is_same and torch.equal(scale, row.scale[expert, :, :1])
+        is_same = is_same and torch.equal(scale, row.scale[expert, :, : scale.shape[1]])
         said = {note.as_trained for note in notes if note.name == f"{prefix}.w1.weight"}
-        assert said == {is_same} == {rows == 256}
+        assert said == {is_same} == {rows == 256 or recipe == "mxfp8"}
 
 
 def test_plain_experts_beside_blockwise_layers(tmp_path: Path) -> None:

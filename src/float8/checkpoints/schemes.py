@@ -24,7 +24,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from float8.config import Float8LinearConfig, Float8Weights, ScalingGranularity, as_config
+from float8.config import (
+    Float8LinearConfig,
+    Float8Weights,
+    Granularity,
+    ScalingGranularity,
+    as_config,
+)
 from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.linear.source import class_with_forward, replaced_forward, shallow_copy
 from float8.tensor import Float8Tensor, dequantise, is_dtensor
@@ -35,7 +41,7 @@ EXPONENTS = torch.float8_e8m0fnu
 
 def to_exponents(scale: Tensor) -> Tensor:
     """Return the exponents of float32 scales, rounded down; NaN for NaN and Inf."""
-    return (scale.contiguous().view(torch.int32) >> 23).to(torch.uint8).view(EXPONENTS)
+    return (scale.view(torch.int32) >> 23).to(torch.uint8).view(EXPONENTS)
 
 
 class Scheme(NamedTuple):
@@ -63,9 +69,14 @@ class Scheme(NamedTuple):
         """What `fine-grained-fp8` calls the format of its scales."""
         return "ue8m0" if self.exponents else "float"
 
+    def takes(self, covers: Granularity) -> bool:
+        """Whether scales of this granularity can be published: those of squares for each row."""
+        by_rows = ScalingGranularity.BLOCK_32x32, ScalingGranularity.BLOCK_1x32
+        return covers is self.granularity or (covers, self.granularity) == by_rows
+
     def can_publish(self, weight: Float8Tensor) -> bool:
         """Whether bytes and scales of a weight can be published as they are."""
-        if weight._granularity is not self.granularity or weight._data.dtype != E4M3:
+        if not self.takes(weight._granularity) or weight._data.dtype != E4M3:
             return False
         if not self.exponents:
             return True
@@ -73,9 +84,12 @@ class Scheme(NamedTuple):
         return bool(((powers == scale) | powers.isnan()).all())
 
     def _scale_of(self, weight: Float8Tensor) -> Tensor:
-        """Return the scales of a weight of this granularity in the shape that files have."""
-        shape, scale = self.scale_shape(tuple(weight.shape)), weight._scale
-        return scale.reshape(shape) if self.granularity.one_scale else scale[:, : shape[1]]
+        """Return a copy of the scales of a weight in the shape that files have."""
+        shape, scale = self.scale_shape(tuple(weight.shape)), weight._scale.clone()
+        if (height := weight._granularity.height) is None:
+            return scale.reshape(shape)
+        rows = scale.repeat_interleave(height // (self.granularity.height or height), dim=0)
+        return rows[: shape[0], : shape[1]].contiguous()
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the scales of a weight [N, K]."""
@@ -119,7 +133,7 @@ class Scheme(NamedTuple):
 
     def published(self, weight: Float8Tensor) -> tuple[Tensor, Tensor]:
         """Return bytes and scales of a weight that `can_publish`."""
-        scale = self._scale_of(weight).clone(memory_format=torch.contiguous_format)
+        scale = self._scale_of(weight)
         return weight._data, to_exponents(scale).view(self.exponents) if self.exponents else scale
 
     def config(self, left_out: list[str]) -> dict[str, Any]:
@@ -181,7 +195,7 @@ def scheme_of(config: Any) -> Scheme:
     if method == "mxfp8":
         config = {"weight_block_size": [1, 32], "scale_fmt": "ue8m0", **config}
     if method in _METHODS:
-        blocks, scale_fmt = config.get("weight_block_size"), config.get("scale_fmt") or "float"
+        blocks, scale_fmt = config.get("weight_block_size"), str(config.get("scale_fmt") or "float")
         known = _fine_grained(blocks)
         key = FINE_GRAINED, known[scale_fmt].strategy if scale_fmt in known else ""
         said = [

@@ -323,9 +323,12 @@ def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastC
     if not isinstance(module, Float8Linear | Float8Experts):
         return how, False
     of_training = module._float8_plan.casts.weight.how
-    how = replace(how, power_of_2=rounded or of_training.power_of_2)
+    covers = of_training.scaling_granularity
+    covers = covers if scheme.takes(covers) else scheme.granularity
+    rounded = rounded or of_training.power_of_2
+    how = replace(how, scaling_granularity=covers, power_of_2=rounded)
     # Training has the pieces of the weights of experts together: no scale may cover two of them.
-    apart = pieces == 1 or rows // pieces % (scheme.granularity.height or rows) == 0
+    apart = pieces == 1 or rows // pieces % (covers.height or rows) == 0
     return how, of_training == how and apart
 
 

@@ -59,9 +59,7 @@ def plan_linear(config: Float8LinearConfig, *, grouped: bool = False) -> LinearP
     return resolve(config, grouped)
 
 
-EXPECTED = (
-    "any recipe but 'delayed', or casts like those of another"
-)
+EXPECTED = "any recipe but 'delayed', or casts like those of another"
 _WEIGHTS = CastSite.WEIGHT, CastSite.WEIGHT_FOR_GRAD_INPUT
 
 
