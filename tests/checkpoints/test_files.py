@@ -128,8 +128,11 @@ def test_exponents_of_all_values(tmp_path: Path) -> None:
     model = built("blockwise")
     model.ffn = model.ffn.w1  # [300, 200]: 3 x 2 blocks
     nn.init.zeros_(model.ffn.weight)
-    save_float8_checkpoint(model, tmp_path / "zeros", strategy="block_ue8m0")
-    assert (in_files(tmp_path / "zeros")["ffn.weight_scale_inv"].float() == 2.0**-108).all()
+    for strategy, zero in (("block_ue8m0", 127 - 108), ("mxfp8", 0)):
+        save_float8_checkpoint(model, tmp_path / "zeros", strategy=strategy)
+        assert (
+            in_files(tmp_path / "zeros")["ffn.weight_scale_inv"].view(torch.uint8) == zero
+        ).all()
     stored = torch.tensor([[0, 1], [126, 127], [254, 255]], dtype=torch.uint8)
     exact = torch.tensor([[-127, -126], [-1, 0], [127, 128]]).double().exp2()
     exact[2, 1] = torch.nan
@@ -153,6 +156,8 @@ def test_exponents_of_all_values(tmp_path: Path) -> None:
         assert torch.equal(bits(again["ffn.weight"]), data.view(-1))
         assert again["ffn.weight_scale_inv"].dtype == torch.float8_e8m0fnu
         assert torch.equal(bits(again["ffn.weight_scale_inv"]), stored.view(-1))
+        as_floats = dict(float8_weights(frozen))["ffn.weight_scale_inv"]  # as DeepSeek-V3.1
+        torch.testing.assert_close(as_floats, exact.float(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_scales_that_are_no_powers_of_two_are_cast_anew_for_exponents(tmp_path: Path) -> None:

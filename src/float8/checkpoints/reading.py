@@ -56,8 +56,8 @@ def load_float8_checkpoint(
 
     A layer with `Float8Weights.ONLY` takes the very bytes and scales, if it has the granularity of
     the file: the recipe `blockwise` for `fine-grained-fp8`, `rowwise` for channels, `tensorwise`
-    for tensors. Every other Parameter takes the dequantised values, rounded to its dtype: masters
-    that train, on all ranks their own part of each.
+    for tensors, `mxfp8` for MXFP8. Every other Parameter takes the dequantised values, rounded to
+    its dtype: masters that train, on all ranks their own part of each.
 
     Names are those of the model, or those under which transformers publishes it: weights of experts
     that a file has one by one go into the Parameters that a model has for all of them. Ranks that

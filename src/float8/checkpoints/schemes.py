@@ -85,10 +85,10 @@ class Scheme(NamedTuple):
 
     def _scale_of(self, weight: Float8Tensor) -> Tensor:
         """Return a copy of the scales of a weight in the shape that files have."""
-        shape, scale = self.scale_shape(tuple(weight.shape)), weight._scale.clone()
-        if (height := weight._granularity.height) is None:
-            return scale.reshape(shape)
-        rows = scale.repeat_interleave(height // (self.granularity.height or height), dim=0)
+        shape, height = self.scale_shape(tuple(weight.shape)), weight._granularity.height
+        if height is None:
+            return weight._scale.reshape(shape).clone()
+        rows = weight._scale.repeat_interleave(height // (self.granularity.height or height), 0)
         return rows[: shape[0], : shape[1]].contiguous()
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:

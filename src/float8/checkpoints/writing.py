@@ -71,8 +71,10 @@ def float8_weights(
         model: converted; in training or evaluation, sharded by FSDP2 or whole.
         format: `"fine-grained-fp8"` (as DeepSeek-V3 and Qwen3 are published) or
             `"compressed-tensors"`.
-        strategy: what a scale covers. `"fine-grained-fp8"`: `"block"`, 128x128 (default), or
-            `"tensor"`. `"compressed-tensors"`: `"channel"`, one output (default), or `"tensor"`.
+        strategy: what a scale covers. `"fine-grained-fp8"`: `"block"`, 128x128 (default),
+            `"block_ue8m0"`, the same with 8-bit exponents as scales, `"mxfp8"`, 1x32 with these,
+            or `"tensor"`. `"compressed-tensors"`: `"channel"`, one output (default), `"mxfp8"` or
+            `"tensor"`. Scales that are no powers of two are cast anew where exponents are written.
         dtype: that of what is not in float8. None: as the model has it, if most of its weights for
             float8 have 16 bits; else float32 becomes bfloat16, but for what the classes of
             transformers keep in float32.
