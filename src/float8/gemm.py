@@ -13,7 +13,7 @@ from float8.formats import BLACKWELL, HOPPER, lacks_float8_gemm
 from float8.kernels.cast_groups import ends_of_groups
 from float8.kernels.grouped_matmul import GROUPED_GEMM
 from float8.kernels.runtime.ops import register
-from float8.kernels.runtime.private import multiplies_in_bfloat16, surely
+from float8.kernels.runtime.private import CPU_MULTIPLIES_BFLOAT16, surely
 from float8.kernels.swizzle import RECIPE, SWIZZLE, scales_of_rows, swizzled
 from float8.scales import Operand, dequantised
 
@@ -198,15 +198,11 @@ def _emulated(a: Operand, b: Operand, gemm: Gemm, out_dtype: torch.dtype) -> Ten
 def exact_dtype(device: torch.device, powers_of_2: bool, out_dtype: torch.dtype) -> torch.dtype:
     """Return in which dtype dequantised values are multiplied: bfloat16 if exact, and faster.
 
-    CPUs have no product of it in float32.
+    On CPUs it has no product that is not rounded to it.
     """
-    if not powers_of_2:
-        return torch.float32
-    if device.type == "cpu":
-        fast = multiplies_in_bfloat16 is not None and multiplies_in_bfloat16()
-        return torch.bfloat16 if fast and out_dtype == torch.bfloat16 else torch.float32
-    fast = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    return torch.bfloat16 if fast else torch.float32
+    cpu = CPU_MULTIPLIES_BFLOAT16 and out_dtype == torch.bfloat16
+    faster = cpu if device.type == "cpu" else device.type == "cuda"
+    return torch.bfloat16 if powers_of_2 and faster else torch.float32
 
 
 # ---------------------------------------------------------------- groups of rows, as experts have

@@ -231,7 +231,8 @@ def test_no_tokens_at_all(triton_device: torch.device) -> None:
     for of in (*GRANULARITIES, RUNS):
         spec = CastConfig(target_dtype=E4M3, scaling_granularity=of)
         _, col, ends = cast_groups(x, offs, spec, row=False, col=True)
-        how = False, True, torch.bfloat16, None, of is RUNS
+        covers = ("axiswise" if of is not RUNS else of.value,) * 2
+        how = False, True, torch.bfloat16, None, torch.float32, *covers
         assert not ops.cuda.grouped_matmul(*col, *col, ends, *how).any()
 
 
@@ -285,7 +286,7 @@ def test_no_offs_lead_out_of_the_tensors(
         made = ops.cuda.cast_groups(x, ends(wild), *how)
         for offs in (wild, tame):
             assert_same(made, casts.cast_groups_reference(x, ends(offs), *how))
-    runs = E4M3, True, sum(map(ceil128, sizes)), False
+    runs = 128, E4M3, True, sum(map(ceil128, sizes)), False
     by_runs = ops.cuda.cast_groups_by_runs(x, ends(wild), *runs)
     for offs in (wild, tame):
         assert_same(by_runs, casts.cast_groups_by_runs_reference(x, ends(offs), *runs))
@@ -295,17 +296,18 @@ def test_no_offs_lead_out_of_the_tensors(
     columns, reference = (*made[2:4], *made[2:4]), cast(Any, gemm.grouped_matmul_reference)
     squares = quantize(b.float(), Cast(CastConfig(scaling_granularity=SQUARES)), row=True).row
     squares = [*map(guarded, (squares.data.contiguous(), squares.scale.contiguous()))]
-    width, how = made[2].shape[1], (False, False, torch.float32, None)
-    cases = [(rows, wild, T, False), (columns, padded, width, False)]
+    width, how = made[2].shape[1], (False, False, torch.float32, None, torch.float32)
+    by_rows, of_runs = ("axiswise", "axiswise"), (RUNS.value, RUNS.value)
+    cases = [(rows, wild, T, by_rows), (columns, padded, width, by_rows)]
     if triton_device.type == "cuda":  # Gluon has no interpreter
-        cases.append(((*by_runs[:2], *squares), wild, T, True))
-        cases.append(((*by_runs[2:4], *by_runs[2:4]), padded, width, True))
-    for case, offs, most, blocks in cases:
+        cases.append(((*by_runs[:2], *squares), wild, T, (RUNS.value, SQUARES.value)))
+        cases.append(((*by_runs[2:4], *by_runs[2:4]), padded, width, of_runs))
+    for case, offs, most, covers in cases:
         got, want = (
-            ops.cuda.grouped_matmul(*case, ends(numbers), *how, blocks)
+            ops.cuda.grouped_matmul(*case, ends(numbers), *how, *covers)
             for numbers in (offs, clean(offs, most))
         )
-        twin = reference(*case, ends(offs), *how, blocks)
+        twin = reference(*case, ends(offs), *how, *covers)
         assert torch.equal(got, want)
         assert torch.equal((got == 0).all(-1), (twin == 0).all(-1))
         assert not twin.any() or sqnr(twin, got) > 45

@@ -81,7 +81,7 @@ def of_times_held(device: str) -> Args:
             with mock.patch.object(held_weights, "is_current", return_value=current):
                 yield (
                     a, of_a, data, scale, weight.detach(), offs, False, 40, data.shape[-2], columns,
-                    False, *covers, False, bool(experts), torch.bfloat16,
+                    False, *covers, False, bool(experts), False, torch.bfloat16,
                 )  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def of_matmul(device: str) -> Args:
     b, one = torch.randn(32, 48, device=device).to(E4M3), torch.ones((), device=device)
     for rows in (16, 0):
         a = torch.randn(rows, 48, device=device).to(E4M3)
-        how = "tensorwise", "tensorwise", False, False, torch.bfloat16
+        how = "tensorwise", "tensorwise", False, False, False, torch.bfloat16
         yield a, one, b, one.clone(), rows, 32, *how
 
 
@@ -109,7 +109,7 @@ def of_cast_groups(device: str) -> Args:
 def of_cast_groups_by_runs(device: str) -> Args:
     x, offs, *_ = next(of_cast_groups(device))
     for row in (False, True):
-        yield x, offs, E4M3, row, 256, row
+        yield x, offs, 32 if row else 128, E4M3, row, 256, row
 
 
 def of_grouped_matmul(device: str) -> Args:
@@ -118,13 +118,19 @@ def of_grouped_matmul(device: str) -> Args:
     a = cast_groups(x, offs, spec, row=True, col=True)
     b = cast_groups(other, offs, spec, row=False, col=True)
     w = torch.randn(3, 32, 48, device=device).to(E4M3)
-    yield *a.row, w, torch.ones(3, 32, device=device), offs, *how, torch.bfloat16
-    yield *a.col, *b.col, a.ends, *how, torch.bfloat16
+    rows = *a.row, w, torch.ones(3, 32, device=device), offs
+    columns = *a.col, *b.col, a.ends
+    yield *rows, *how, torch.bfloat16
+    yield *columns, *how, torch.bfloat16
     runs = CastConfig(target_dtype=E4M3, scaling_granularity=ScalingGranularity.BLOCK_1x128)
     a, b = (cast_groups(each, offs, runs, row=True, col=True) for each in (x, other))
     squares = torch.randn(3, 32, 128, device=device).to(E4M3), torch.ones(3, 1, 4, device=device)
-    yield *a.row, *squares, offs, *how, torch.bfloat16, None, True
-    yield *a.col, *b.col, a.ends, *how, torch.bfloat16, None, True
+    how = *how, torch.bfloat16, None, torch.float32, "block_1x128"
+    yield *a.row, *squares, offs, *how, "block_128x128"
+    yield *a.col, *b.col, a.ends, *how, "block_1x128"
+    exact = True, False, torch.bfloat16, None, torch.bfloat16, "axiswise", "axiswise"
+    yield *rows, *exact
+    yield *columns, *exact
 
 
 ARGUMENTS: dict[str, Callable[[str], Args]] = {

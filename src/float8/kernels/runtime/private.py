@@ -52,7 +52,8 @@ is_batch_of_gradients = find("_C._functorch.is_legacy_batchedtensor")
 """Whether a gradient stands for many (`is_grads_batched=True`). Else: torch's own error."""
 
 
-multiplies_in_bfloat16 = find("cpu._is_avx512_bf16_supported")
+_has_bfloat16 = find("cpu._is_avx512_bf16_supported")
+CPU_MULTIPLIES_BFLOAT16: bool = _has_bfloat16 is not None and _has_bfloat16()
 """Whether this CPU multiplies bfloat16 faster than float32. Else: it is taken not to."""
 
 
