@@ -18,6 +18,7 @@ from float8.checkpoints.names import (
     Names,
     PublishedNames,
     SavedTensor,
+    part_of,
     plain_name,
     published_names,
     replaced_by_transformers,
@@ -379,9 +380,9 @@ def _written(
             yield {source.names[0][0]: x}, None
             continue
         experts = x.dim() == 3
-        pieces = x.chunk(len(source.names), 1) if experts else [[x]]
-        for names, piece in zip(source.names, pieces, strict=True):
-            for name, weight in zip(names, piece, strict=True):
+        for piece, names in enumerate(source.names):
+            for expert, name in enumerate(names):
+                weight = part_of(x, expert, piece, len(source.names)) if experts else x
                 as_trained, values = source.as_trained, weight
                 if isinstance(weight, Float8Tensor):  # which training multiplies as it is
                     as_trained = contents.scheme.can_publish(weight)

@@ -233,10 +233,9 @@ def _refused(fqn: str, got: str, do: str) -> ValueError:
 def _fsdp_has_weights(mod: Float8Linear | Float8Experts) -> bool:
     """Whether FSDP2 gathers a weight in float8: it has shards, or they are gathered now."""
     parameters: Any = mod._parameters
-    only = isinstance(mod, Float8Linear) and mod._float8_keeps_no_master
     return any(
         (isinstance(local, Float8GatherWeight) and local is not weight)
-        or (isinstance(local, Float8Tensor) and not only)
+        or (isinstance(local, Float8Tensor) and not mod._float8_keeps_no_master)
         for weight in map(parameters.get, names_to_gather(mod))
         for local in [local_tensor(weight)]
     )

@@ -11,7 +11,6 @@ from float8.config import (
     GEMM_OPERANDS,
     CastSite,
     Float8LinearConfig,
-    Float8Weights,
     ScalingGranularity,
 )
 from float8.formats import E4M3
@@ -72,8 +71,6 @@ def no_grouped_gemm(config: Float8LinearConfig) -> str | None:
         return "weights with scales of 1x128"
     if not {"output", "grad_input"} <= set(config.float8_gemms):
         return "the GEMM of output or grad_input in high precision"
-    if config.float8_weights is Float8Weights.ONLY:
-        return "float8_weights=ONLY"
     return None
 
 
