@@ -286,6 +286,13 @@ def test_each_state_dict_loads_into_each_model(config) -> None:
     assert same_bits(plain.w1.weight.detach(), own.w1.weight.detach())
 
 
+def test_weights_that_a_cast_pads_are_whole() -> None:
+    """Their scales are written, too."""
+    layers = [only(nn.Linear(128, 64), of_recipe("blockwise")) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    assert same_bits(layers[1].weight._scale, layers[0].weight._scale)
+
+
 @EACH
 def test_distributed_checkpoints(config, tmp_path) -> None:
     wanted, model = model_of(config), model_of(config, seed=7)

@@ -104,7 +104,8 @@ class Scheme(NamedTuple):
         kind, size = scale or (None, None)
         right = [self.scale_shape(shape)] if len(shape) == 2 else []
         right += [(), (1,), (1, 1)] if self.granularity.one_scale else []
-        kinds = (*HIGH_PRECISION_DTYPES, *((EXPONENTS, torch.uint8) if self.exponents else ()))
+        kinds = [EXPONENTS, torch.uint8] if self.exponents else []
+        kinds += [] if self.granularity.exponents else HIGH_PRECISION_DTYPES
         if dtype != E4M3:
             got, expected = f"dtype {dtype}", f"{E4M3}"
         elif len(shape) != 2:

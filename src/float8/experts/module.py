@@ -244,9 +244,10 @@ def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | 
     for name, _, N, K in weights:
         parameter: Any = module._parameters[name]
         fits = name in names_to_gather(module) and not is_dtensor(parameter)
-        if alone and (parameter.requires_grad or not fits):
-            expected = "expected it whole, as [E, N, K], with requires_grad=False"
-            return f"got {name} with float8_weights=ONLY, {expected}"
+        fits = fits and kind_of(module) is RegisteredExperts and not parameter.requires_grad
+        if alone and not fits:
+            expected = "a whole weight [E, N, K] with requires_grad=False, in experts of transformers"
+            return f"got {name} with float8_weights=ONLY, expected {expected}"
         if parameter.dtype in FLOAT8_MAX:
             do = "load the model with dequantize=True, or its files with load_float8_checkpoint"
             return f"got {name} in float8 as transformers loads it, expected high precision: {do}"

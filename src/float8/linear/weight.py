@@ -321,6 +321,7 @@ class Float8Module(nn.Module):
         if not self._float8_keeps_no_master:
             return dequantise(values) if isinstance(values, Float8Tensor) else values
         fits = getattr(values, "shape", None) == old.shape  # else torch says so
+        fits = fits and isinstance(old, Float8Tensor)  # and no bias
         if type(values) not in PLAIN or not fits or values.dtype not in HIGH_PRECISION_DTYPES:
             return values
         if not local_metadata.get("assign_to_params_buffers", False):  # as `copy_` would round
@@ -353,7 +354,9 @@ def in_float8_only(weight: Tensor, cast: Cast) -> Float8Tensor:
     if not covers.one_scale:  # runs have scales of padded rows, squares of experts more columns
         *_, rows, columns = covers.scales(tuple(weight.shape))
         scale = scale[..., :rows, :columns].contiguous()
-    return Float8Tensor(data.contiguous(), scale, weight.dtype, covers)
+    if data.shape != made.data.shape:  # no part of a tensor: `load_state_dict` writes scales, too
+        data = data.clone(memory_format=torch.contiguous_format)
+    return Float8Tensor(data, scale, weight.dtype, covers)
 
 
 def moved(weight: Float8Tensor, fn: Callable[[Tensor], Tensor]) -> Float8Tensor:
