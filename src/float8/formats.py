@@ -49,8 +49,9 @@ def lacks_float8_gemm(device: torch.device, *, only: tuple[int, ...] = ()) -> st
         major, minor = torch.cuda.get_device_capability(device)
         if major in only or ((major, minor) >= (8, 9) and not only):
             return None
-        expected = " or ".join(f"{x}.x" for x in only) + " for block scales and experts"
-        name = torch.cuda.get_device_name(device)
-        expected = expected if only else ">= 8.9"
+        name, expected = torch.cuda.get_device_name(device), ">= 8.9"
+        if only:
+            what = "8-bit exponents as scales" if only == BLACKWELL else "block scales and experts"
+            expected = f"{' or '.join(f'{x}.x' for x in only)} for {what}"
         return f"{name} has compute capability {major}.{minor}, expected {expected}"
     return f"float8 GEMMs run on 'cuda' and 'cpu' devices, got '{device.type}'"

@@ -11,11 +11,12 @@ from torch.utils.flop_counter import register_flop_formula
 from float8.config import Granularity, ScalingGranularity
 from float8.formats import BLACKWELL, HOPPER, lacks_float8_gemm
 from float8.kernels.cast_groups import ends_of_groups
+from float8.kernels.dequantise import dequantised
 from float8.kernels.grouped_matmul import GROUPED_GEMM
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.private import CPU_MULTIPLIES_BFLOAT16, surely
 from float8.kernels.swizzle import RECIPE, SWIZZLE, scales_of_rows, swizzled
-from float8.scales import Operand, dequantised
+from float8.scales import Operand
 
 _TENSORWISE = ScalingGranularity.TENSORWISE
 _BY_BLOCKS: dict[Granularity, F.ScalingType] = {

@@ -171,21 +171,3 @@ def check_scale(operand: Operand, granularity: Granularity) -> None:
     if not right:
         got = f"shape {tuple(operand.scale.shape)} for data of {tuple(operand.data.shape)}"
         raise ValueError(f"scale: got {got}, expected {expected} under {granularity}")
-
-
-def dequantised(
-    operand: Operand, granularity: Granularity, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Return `data * scale` in `dtype`, of any shape."""
-    scale, (height, width) = operand.scale.to(dtype), (granularity.height, granularity.width)
-    values = operand.data.to(dtype)
-    if granularity.one_scale:
-        return values.mul_(scale.reshape(()))
-    if width is not None and height == 1 and values.shape[-1] == scale.shape[-1] * width:
-        values.unflatten(-1, (-1, width)).mul_(scale.unsqueeze(-1))  # scales are not copied
-        return values
-    if width is not None:
-        scale = scale.repeat_interleave(width, dim=-1)[..., : values.shape[-1]]
-    if height not in (None, 1):
-        scale = scale.repeat_interleave(height, dim=-2)[..., : values.shape[-2], :]
-    return values.mul_(scale)

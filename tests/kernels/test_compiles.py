@@ -1,6 +1,6 @@
-"""Kernels compile for Hopper and Blackwell, and spill no registers but where `MAY_SPILL` says so: without a GPU.
+"""Kernels compile for Hopper and Blackwell, and spill nothing but where `MAY_SPILL` says so.
 
-Ops run on tensors without memory, and each launch compiles its kernel instead.
+Without a GPU: ops run on tensors without memory, and each launch compiles its kernel instead.
 """
 
 import itertools

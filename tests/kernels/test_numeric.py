@@ -15,7 +15,7 @@ def _kernel(amax_ptr, scale_ptr, inverse_ptr, MANTISSA: tl.constexpr, POWER_OF_2
     at = tl.program_id(0) * 1024 + tl.arange(0, 1024)
     scale = scale_of_amax(tl.load(amax_ptr + at), MANTISSA, POWER_OF_2, True)
     tl.store(scale_ptr + at, scale)
-    tl.store(inverse_ptr + at, reciprocal(scale, POWER_OF_2, True))
+    tl.store(inverse_ptr + at, reciprocal(scale, True))
 
 
 # The smallest amax that counts, sums of products that are subnormal, some of training, the largest.

@@ -1,5 +1,6 @@
 """Choose what is converted: what a filter takes, or what float8 makes no slower."""
 
+import functools
 import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from float8.config import ConfigOrRecipe, as_config
 from float8.convert.keep import Keep, ModuleFilter
 from float8.convert.speed import MEMORY, NARROW, judged_as, why_experts_slower, why_slower
 from float8.experts import Float8Experts, kind_of, unsupported_experts, weights_of
+from float8.formats import BLACKWELL, lacks_float8_gemm
 from float8.linear import Float8Linear, unsupported
 
 DEFAULT_TOKENS = 8192
@@ -25,6 +27,9 @@ float8 GEMM computes 16 at least."""
 KEPT = "_float8_choice"
 """The attribute in which a layer, or a module of experts, keeps its last `Choice` for the report: a
 plain tuple, so that a model in which nothing is converted can be loaded without this library."""
+
+
+_lacks_exponents = functools.partial(lacks_float8_gemm, only=BLACKWELL)
 
 
 class Choice(NamedTuple):
@@ -84,6 +89,13 @@ class Chooser:
             raise ValueError(
                 f"gpu: got {gpu!r}, expected {expected}; leave it out for the GPU here"
             )
+        if self.config.only_on == BLACKWELL and not self.config.emulate:
+            devices = {parameter.device for parameter in model.parameters()}
+            lacks = [each for each in map(_lacks_exponents, devices) if each]
+            if gpu is not None or lacks:
+                reason = lacks[0] if lacks else f"{self.gpu} multiplies no 8-bit exponents"
+                do = "set emulate=True to compute in high precision on the same values"
+                raise ValueError(f"config: got {self.config.short_str()}, but {reason}; {do}")
         if self.takes is not None and (gpu is not None or cuda_graphs):
             got = f"got a module_filter_fn, which decides alone, with {gpu=} and {cuda_graphs=}"
             raise ValueError(f"{got}, expected neither of these beside it")

@@ -113,9 +113,7 @@ def refusal(x: Tensor) -> Exception:
 # ---------------------------------------------------------------- plain-torch twins
 
 
-def to_float8(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, exponents: bool = False
-) -> Tensor:
+def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype, exponents: bool = False) -> Tensor:
     """Cast elementwise, by the arithmetic of :func:`cast`; ``scale`` broadcasts against ``x``."""
     # Literals: with dynamic=True, Dynamo makes floats of a module symbolic and then fails on them.
     limit = 448.0 if dtype == torch.float8_e4m3fn else 57344.0
@@ -376,6 +374,8 @@ def _launching(
         amaxes_spec = (R + C,), (1,), torch.int32
         if makes[1]:  # two scales for each element take more registers
             shapes = ((64, 128, 8), *shapes[1:])
+    elif covers == cast_kernels.RUNS and width == 32:  # of which a thread has many scales
+        shapes = ((64, 64, 2),)
     elif covers != cast_kernels.ONE:
         # Scales of columns: fewer threads with more registers each; with masks they would spill.
         large = covers == cast_kernels.RUNS and col and R % 128 == C % 128 == 0
@@ -386,7 +386,8 @@ def _launching(
         amaxes_spec = (count,), (1,), torch.float32
     if not whole_rows:
         count_padded = 1 << max(count - 1, 0).bit_length()
-        constants = (covers, width or 1, *makes, *pads, source, count_padded, record, rounded, *arithmetic)
+        layouts = width or 1, *makes, *pads
+        constants = (covers, *layouts, source, count_padded, record, rounded, *arithmetic)
         cast = tiles.tiled(cast_kernels.cast_kernel, shapes, device, (*integers, count), constants)
 
     def launch(x: Tensor, scale: Tensor | None, amax: Tensor | None) -> tuple[Any, ...]:

@@ -22,7 +22,6 @@ from float8.kernels import tiles
 from float8.kernels.cast import cast, cast_reference, refusal, to_float8
 from float8.kernels.cast_kernels import store_runs, store_runs_of_columns
 from float8.kernels.numeric import (
-    float32_bits,
     magnitude_bits,
     reciprocal,
     scale_of_amax,
@@ -51,8 +50,8 @@ def cast_groups(
     The arithmetic is that of :func:`float8.kernels.cast`. What is not finite spoils its own group
     only. Row data are [R, ceil16(C)] with scales [R]; those of rows in no group mean nothing.
     Column data are [ceil16(C), width] with scales [E, ceil16(C)]; what lies behind a group up to
-    the next one is zero, and ``ends`` says where each group ends there. Under runs of k elements row
-    data are [R, ceil_k(C)], of rows in no group, too, with scales [R, ceil_k(C) / k], and the
+    the next one is zero, and ``ends`` says where each group ends there. Under runs of k elements
+    row data are [R, ceil_k(C)], of rows in no group, too, with scales [R, ceil_k(C) / k], and the
     scales of column data are [ceil16(C), width / k].
 
     ``offs`` [E] int32: the row behind the last one of each group, on the device of ``x``. Groups
@@ -380,7 +379,7 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
                 tl.store(col_scale_ptr + group * Cp + c, scale, mask=c < Cp)
                 if tile_c == 0:
                     tl.store(ends_ptr + group, at + padded)
-            inverse = reciprocal(scale, POWER_OF_2, HARDWARE)
+            inverse = reciprocal(scale, HARDWARE)
             # Names of their own: none may change its type in a branch that a value decides.
             q = tiles.times(v, [inverse for _ in v], inside, EVEN)
             words = to_float8_words(q, MANTISSA, HARDWARE) & bytes_of(r, size)
@@ -399,7 +398,7 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
             scales = [_scale_of(each, GIVEN, MANTISSA, POWER_OF_2, HARDWARE) for each in of_rows]
             if tile_c == 0:
                 tiles.store_scales(row_scale_ptr + begin, quad, scales, size)
-            p = tiles.divided(v, scales, inside, POWER_OF_2, HARDWARE, EVEN)
+            p = tiles.divided(v, scales, inside, HARDWARE, EVEN)
             tiles.store_along(row_ptr, p, quad, c, size, Cp, MANTISSA, HARDWARE, False, EVEN)
     elif ROW:  # rows in no group are zero
         zero, none = tl.zeros((BLOCK_R // 4, BLOCK_C), tl.float32), tl.zeros(quad.shape, tl.int32)
@@ -421,7 +420,8 @@ def _cast_groups_by_runs_kernel(  # type: ignore[no-untyped-def]
     col_scale_ptr,  # [width / RUN, Cp]
     ends_ptr,  # [E]
     R, C, E, width,
-    RUN: tl.constexpr, ROW: tl.constexpr, MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr,
+    RUN: tl.constexpr, ROW: tl.constexpr, MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr,
+    HARDWARE: tl.constexpr,
     EVEN: tl.constexpr,  # tiles fill the columns exactly
     GROUPS: tl.constexpr,
 ):  # fmt: skip
@@ -444,9 +444,7 @@ def _cast_groups_by_runs_kernel(  # type: ignore[no-untyped-def]
         ptr = row_scale_ptr + tile_c.to(tl.int64) * (128 // RUN) * R + begin
         runs = (Ck - tile_c * 128) // RUN
         inverse = [
-            store_runs(
-                ptr, m[i], r[i], size, R, runs, RUN, element, MANTISSA, POWER_OF_2, HARDWARE
-            )
+            store_runs(ptr, m[i], r[i], size, R, runs, RUN, element, MANTISSA, POWER_OF_2, HARDWARE)
             for i in (0, 1, 2, 3)
         ]
         p = tiles.times(v, inverse, inside, EVEN)

@@ -6,6 +6,7 @@ from float8.kernels.numeric import (
     magnitude_bits,
     reciprocal,
     rounded_to_bfloat16,
+    scale_and_inverse,
     scale_of_amax,
     to_float8_bits,
     to_float8_words,
@@ -84,13 +85,13 @@ def cast_kernel(  # type: ignore[no-untyped-def]
         largest = tiles.largest_of(x)
     if COVERS == 3:  # SQUARES
         squares = tiles.over_blocks(tiles.largest_of(x), WIDTH // 4, WIDTH)
-        scale = scale_of_amax(float32_bits(squares, element), MANTISSA, POWER_OF_2, HARDWARE)
+        bits = float32_bits(squares, element)
+        scale, inverse = scale_and_inverse(bits, MANTISSA, POWER_OF_2, HARDWARE)
         if ALONG:
             store_squares(along_scale_ptr, scale, tile_r, tile_c, rows // WIDTH, Ck // WIDTH)
         if ACROSS:
             of_t = tl.trans(scale)
             store_squares(across_scale_ptr, of_t, tile_c, tile_r, columns // WIDTH, Rk // WIDTH)
-        inverse = reciprocal(scale, POWER_OF_2, HARDWARE)
         inverse = tiles.spread(inverse, WIDTH // 4, WIDTH)
         v = tiles.times(v, [inverse for _ in v], inside, EVEN)
     if ALONG:  # before ACROSS, which takes more registers
@@ -100,7 +101,7 @@ def cast_kernel(  # type: ignore[no-untyped-def]
             scales = [scale_of_amax(each, MANTISSA, POWER_OF_2, HARDWARE) for each in bits]
             if tile_c == 0:
                 tiles.store_scales(along_scale_ptr, quad, scales, rows)
-            w = tiles.divided(v, scales, inside, POWER_OF_2, HARDWARE, EVEN)
+            w = tiles.divided(v, scales, inside, HARDWARE, EVEN)
         if COVERS == 2:  # RUNS
             ptr = along_scale_ptr + tile_c.to(tl.int64) * (BLOCK_C // WIDTH) * rows
             runs = (Ck - tile_c * BLOCK_C) // WIDTH
@@ -121,7 +122,7 @@ def cast_kernel(  # type: ignore[no-untyped-def]
                 scale = scale_of_amax(bits, MANTISSA, POWER_OF_2, HARDWARE)
                 if tile_r == 0:
                     tl.store(across_scale_ptr + c, scale, mask=c < columns)
-                inverse = reciprocal(scale, POWER_OF_2, HARDWARE)
+                inverse = reciprocal(scale, HARDWARE)
             else:
                 first = tile_r * (BLOCK_R // WIDTH)
                 inverse = store_runs_of_columns(
@@ -140,10 +141,10 @@ def store_runs(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Store the scales [runs, rows] of rows of magnitudes; returns a reciprocal for each place."""
     bits = float32_bits(tiles.over_blocks(m, 1, WIDTH), element)
-    scale = scale_of_amax(bits, MANTISSA, POWER_OF_2, HARDWARE)
+    scale, inverse = scale_and_inverse(bits, MANTISSA, POWER_OF_2, HARDWARE)
     run = tl.arange(0, bits.shape[1])[None, :]
     tl.store(ptr + run.to(tl.int64) * pitch + r, scale, mask=(r < rows) & (run < runs))
-    return tiles.spread(reciprocal(scale, POWER_OF_2, HARDWARE), 1, WIDTH)
+    return tiles.spread(inverse, 1, WIDTH)
 
 
 @jit
@@ -153,10 +154,10 @@ def store_runs_of_columns(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Store the scales [runs, columns] of columns from run ``first`` on, as `store_runs` does."""
     bits = float32_bits(tiles.over_blocks(largest, WIDTH // 4, 1), element)
-    scale = scale_of_amax(bits, MANTISSA, POWER_OF_2, HARDWARE)
+    scale, inverse = scale_and_inverse(bits, MANTISSA, POWER_OF_2, HARDWARE)
     run = first + tl.arange(0, bits.shape[0])[:, None]
     tl.store(ptr + run.to(tl.int64) * columns + c, scale, mask=(c < columns) & (run < runs))
-    return tiles.spread(reciprocal(scale, POWER_OF_2, HARDWARE), WIDTH // 4, 1)
+    return tiles.spread(inverse, WIDTH // 4, 1)
 
 
 @jit

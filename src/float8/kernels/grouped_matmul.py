@@ -19,11 +19,12 @@ from torch import Tensor
 from float8.config import Granularity, ScalingGranularity
 from float8.formats import GROUP_ALIGNMENT
 from float8.kernels.cast_groups import check_offs, ends_of_groups, groups_of
+from float8.kernels.dequantise import dequantised
 from float8.kernels.grouped_blocks import multiply_blocks
 from float8.kernels.runtime.ops import register
-from float8.kernels.swizzle import grouped_mm
 from float8.kernels.runtime.triton import TensorDescriptor, jit, sm_count, tl
-from float8.scales import Operand, dequantised
+from float8.kernels.swizzle import grouped_mm
+from float8.scales import Operand
 
 _ROWS = ScalingGranularity.AXISWISE
 
@@ -79,23 +80,22 @@ def _in_bfloat16(
     a: Operand, b: Operand, ends: Tensor, of_a: Granularity, of_b: Granularity
 ) -> Tensor:
     """Multiply values that bfloat16 holds exactly, under scales that are powers of two."""
-    (R, W), E, dtype = a.data.shape, ends.shape[0], torch.bfloat16
-    of_rows, by_blocks = b.data.dim() == 3, of_a.by_blocks
-    ends = ends_of_groups(ends, R if of_rows else W)
-    if by_blocks:
-        x, w = dequantised(a, of_a, dtype), dequantised(b, of_b, dtype)
-    else:  # sums are scaled afterwards, which rounds nothing
-        x, w = a.data.to(dtype), b.data.to(dtype)
+    of_rows, scales = b.data.dim() == 3, (a.scale, b.scale)
+    if not of_a.by_blocks and of_rows:
+        a, b = (Operand(x.data, x.scale.unsqueeze(-1)) for x in (a, b))
+    elif not of_a.by_blocks:  # sums are scaled instead, which rounds nothing
+        a, b = (Operand(x.data, x.scale.new_ones(())) for x in (a, b))
+        of_a = of_b = ScalingGranularity.TENSORWISE
+    ends = ends_of_groups(ends, a.data.shape[0 if of_rows else 1])
+    x, w = (dequantised(x, of, torch.bfloat16) for x, of in ((a, of_a), (b, of_b)))
     y = F.grouped_mm(x, w.mT, offs=ends)
     if of_rows:
-        row = torch.arange(R, device=ends.device)
-        if not by_blocks:
-            group = torch.bucketize(row, ends, right=True).clamp(max=E - 1)
-            y = y * a.scale[:, None].to(dtype) * b.scale.to(dtype)[group]
-        return torch.where(row[:, None] < ends[-1], y, 0)
-    if not by_blocks:
-        y = y * a.scale[:, :R, None].to(dtype) * b.scale[:, None, : w.shape[0]].to(dtype)
-    return torch.where((ends.diff(prepend=ends.new_zeros(1)) > 0)[:, None, None], y, 0)
+        there = torch.arange(len(y), device=ends.device)[:, None] < ends[-1]
+    else:
+        there = (ends.diff(prepend=ends.new_zeros(1)) > 0)[:, None, None]
+        if of_a.one_scale:
+            y = (y * scales[0][:, :, None]).mul_(scales[1][:, None]).to(y.dtype)
+    return torch.where(there, y, 0)
 
 
 @functools.wraps(grouped_matmul_reference)

@@ -60,13 +60,11 @@ def scale_of_amax(  # type: ignore[no-untyped-def]
 ):
     """Return the decode scale of an amax, given as float32 bits: `amax_to_scale`, bit for bit.
 
-    ``POWER_OF_2`` 2: `amax_to_exponent`. Else a correctly rounded float32 division, as the twin's by way of float64 is too. ``HARDWARE``: by
+    A correctly rounded float32 division, as the twin's by way of float64 is too. ``HARDWARE``: by
     FMA, where a thread has many scales: around the slow path of a division, which is a call,
     compilers need twice the registers.
     """
     FLOAT8_MAX: tl.constexpr = 448.0 if MANTISSA == 3 else 57344.0
-    if POWER_OF_2 == 2:
-        return _exponent_of_amax(bits, MANTISSA)
     floor: tl.constexpr = (127 - 100) << 23  # SMALLEST_AMAX; NaN and Inf lie above it
     amax = tl.maximum(bits, floor).to(tl.float32, bitcast=True)
     if HARDWARE:
@@ -86,26 +84,9 @@ def scale_of_amax(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _exponent_of_amax(bits, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
-    BIAS: tl.constexpr = 8 if MANTISSA == 3 else 15  # largest values are 1.75 times 2 ** BIAS
-    e = tl.maximum(((tl.minimum(bits, 0x7F800000) + 0x1FFFFF) >> 23) - BIAS, 0)
-    e = tl.where(bits >= 0x7F800000, 254, e)
-    scale = tl.where(e == 0, 0x00400000, e << 23)
-    return tl.where(bits > 0x7F800000, 0x7FC00000, scale).to(tl.float32, bitcast=True)
-
-
-@jit
-def reciprocal(scale, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Invert a result of `scale_of_amax`, correctly rounded; other arguments as there.
-
-    Of an exponent of 8 bits, `inverse_of_exponent`.
-    """
-    if POWER_OF_2 == 2:
-        bits = scale.to(tl.int32, bitcast=True)
-        inverse = tl.where(bits == 0x7F000000, 0x00400000, 0x7F000000 - bits)
-        inverse = tl.where(bits == 0x00400000, 0x3F800000, inverse)
-        inverse = tl.where(bits > 0x7F000000, bits, inverse).to(tl.float32, bitcast=True)
-    elif HARDWARE:
+def reciprocal(scale, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Invert a result of `scale_of_amax`, correctly rounded; ``HARDWARE`` as there."""
+    if HARDWARE:
         # The steps of a division but for its slow path, which such a scale never takes.
         guess = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
@@ -116,6 +97,30 @@ def reciprocal(scale, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr):  # type
     else:
         inverse = tl.div_rn(1.0, scale)
     return inverse
+
+
+@jit
+def scale_and_inverse(  # type: ignore[no-untyped-def]
+    bits, MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr
+):
+    """Return the scale of an amax, and what its values are multiplied by.
+
+    ``POWER_OF_2`` 2: an exponent of 8 bits, `amax_to_exponent`, and `inverse_of_exponent`.
+    """
+    if POWER_OF_2 == 2:
+        BIAS: tl.constexpr = 8 if MANTISSA == 3 else 15  # largest values are 1.75 times 2 ** BIAS
+        exponent = ((bits + 0x1FFFFF) & 0x7F800000) - (BIAS << 23)
+        tiny, infinite, nan = exponent <= 0, bits >= 0x7F800000, bits > 0x7F800000
+        scale = tl.where(tiny, 0x00400000, exponent)
+        scale = tl.where(nan, 0x7FC00000, tl.where(infinite, 0x7F000000, scale))
+        inverse = tl.where(tiny, 0x3F800000, 0x7F000000 - exponent)
+        inverse = tl.where(nan, 0x7FC00000, tl.where(infinite, 0x00400000, inverse))
+        scale = scale.to(tl.float32, bitcast=True)
+        inverse = inverse.to(tl.float32, bitcast=True)
+    else:
+        scale = scale_of_amax(bits, MANTISSA, POWER_OF_2, HARDWARE)
+        inverse = reciprocal(scale, HARDWARE)
+    return scale, inverse
 
 
 @jit

@@ -80,7 +80,7 @@ def grouped_mm(
 ) -> Tensor:
     """Multiply as `gemm.grouped_matmul`, by torch's grouped GEMM, rounded to bfloat16."""
     of_a, of_b = (scales_of_rows(x, of) for x, of in zip((a, b), covers, strict=True))
-    if of_rows := b.data.dim() == 3:
+    if b.data.dim() == 3:
         E, N, runs = of_b.shape
         filled = F.pad(of_b, (0, 0, 0, -N % 128)).reshape(-1, runs)
         scales = swizzled_rows(of_a, ends), swizzled(filled).view(E, -1)

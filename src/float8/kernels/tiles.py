@@ -136,12 +136,12 @@ def largest_of(x):  # type: ignore[no-untyped-def]
 @jit
 def over_blocks(m, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the largest of each block of so many rows and columns of a matrix."""
-    if WIDTH == m.shape[1]:
+    if m.shape[1] == WIDTH:
         m = tl.max(m, axis=1, keep_dims=True)
     elif WIDTH != 1:
         m = tl.reshape(m, (m.shape[0], m.shape[1] // WIDTH, WIDTH))
         m = tl.max(m, axis=2)
-    if HEIGHT == m.shape[0]:
+    if m.shape[0] == HEIGHT:
         m = tl.max(m, axis=0, keep_dims=True)
     elif HEIGHT != 1:
         m = tl.reshape(m, (m.shape[0] // HEIGHT, HEIGHT, m.shape[1]))
@@ -168,11 +168,9 @@ def times(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @jit
-def divided(  # type: ignore[no-untyped-def]
-    v, scales, inside, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr
-):
+def divided(v, scales, inside, HARDWARE: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
     """Divide four float32 by scales of amaxes that cover them: Inf becomes NaN by its scale."""
-    return times(v, [reciprocal(s, POWER_OF_2, HARDWARE) for s in scales], inside, EVEN)
+    return times(v, [reciprocal(s, HARDWARE) for s in scales], inside, EVEN)
 
 
 @jit

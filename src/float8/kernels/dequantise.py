@@ -1,0 +1,107 @@
+"""Float8 data times their scales: back to high precision."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8.config import Granularity
+from float8.formats import E4M3
+from float8.kernels.runtime.launch import takes_triton_directly
+from float8.kernels.runtime.triton import jit, tl
+from float8.scales import Operand
+
+
+def dequantised(
+    operand: Operand, granularity: Granularity, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return `data * scale`, computed in float32 and rounded to `dtype`; of any shape.
+
+    A compiler sees plain torch, which it fuses. On a GPU one kernel does it.
+    """
+    data, scale = operand
+    if data.is_cuda and takes_triton_directly(data, scale) and _fits(operand, granularity):
+        return _dequantised_triton(operand, granularity, dtype)
+    return dequantised_reference(operand, granularity, dtype)
+
+
+def dequantised_reference(operand: Operand, granularity: Granularity, dtype: torch.dtype) -> Tensor:
+    """Plain-torch twin."""
+    (data, scale), height, width = operand, granularity.height, granularity.width
+    values = data.to(torch.float32)
+    if granularity.one_scale:
+        scale = scale.reshape(())
+    if width is not None:  # an expanded view, which a compiler does not copy
+        scale = scale.unsqueeze(-1).expand(*scale.shape, width).flatten(-2)
+        scale = scale[..., : data.shape[-1]]
+    if height not in (None, 1):
+        scale = scale.repeat_interleave(height, dim=-2)[..., : data.shape[-2], :]
+    values = values.mul_(scale)
+    # No `.to()` that does nothing: see `gemm._emulated`.
+    return values if dtype == torch.float32 else values.to(dtype)
+
+
+# ---------------------------------------------------------------- Triton
+
+
+def _fits(operand: Operand, granularity: Granularity) -> bool:
+    """Whether the kernel takes data: rows in memory, with scales for each matrix, or one."""
+    data, scale = operand
+    alike = granularity.one_scale or scale.dim() == data.dim()
+    return data.dim() in (2, 3) and data.stride(-1) == 1 and alike and data.numel() > 0
+
+
+def _dequantised_triton(operand: Operand, granularity: Granularity, dtype: torch.dtype) -> Tensor:
+    data, scale = operand
+    out = torch.empty(data.shape, dtype=dtype, device=data.device)
+    codes = data.view(torch.uint8)
+    codes = codes if codes.dim() == 3 else codes.unsqueeze(0)
+    E, R, C = codes.shape
+    strides = [0, 0, 0]
+    if not granularity.one_scale:
+        strides = [0, 0, *scale.stride()][-3:]
+    if granularity.width is None:
+        strides[2] = 0
+    kernel: Any = _dequantise_kernel
+    kernel[(E * -(-R // _BLOCK_R), -(-C // _BLOCK_C))](
+        codes, scale, out, R, C, *codes.stride()[:2], *strides, granularity.height or R,
+        granularity.width or _BLOCK_C, data.dtype == E4M3, _BLOCK_R, _BLOCK_C,
+    )  # fmt: skip
+    return out
+
+
+_BLOCK_R, _BLOCK_C = 16, 256
+
+
+@jit
+def _dequantise_kernel(  # type: ignore[no-untyped-def]
+    data_ptr,  # [E, R, C] uint8
+    scale_ptr,  # one for each block of a matrix
+    out_ptr,  # [E, R, C]
+    R, C, stride_e, stride_r, scale_e, scale_r, scale_c,
+    height,  # of a block
+    WIDTH: tl.constexpr,
+    E4M3: tl.constexpr,  # else e5m2
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    tiles_r, tile = tl.cdiv(R, BLOCK_R), tl.program_id(0)
+    e = (tile // tiles_r).to(tl.int64)
+    r = (tile % tiles_r * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[:, None, None]
+    run = tl.program_id(1) * (BLOCK_C // WIDTH) + tl.arange(0, BLOCK_C // WIDTH)[None, :, None]
+    c = run * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+    inside = (r < R) & (c < C)
+    code = tl.load(data_ptr + e * stride_e + r * stride_r + c, mask=inside, other=0).to(tl.int32)
+    of_block = e * scale_e + r // height * scale_r + run * scale_c
+    scale = tl.load(scale_ptr + of_block, mask=(r < R) & (run * WIDTH < C), other=0)
+    magnitude = code & 0x7F
+    # As bits of a float32, but for the bias of the exponent, which a product sets right. Subnormal
+    # numbers become right by it, too.
+    bits = magnitude << (20 if E4M3 else 21)
+    v = bits.to(tl.float32, bitcast=True) * (2.0**120 if E4M3 else 2.0**112)
+    if E4M3:
+        v = tl.where(magnitude == 0x7F, float("nan"), v)
+    else:  # Inf and NaN
+        special = (bits | 0x7F800000).to(tl.float32, bitcast=True)
+        v = tl.where(magnitude >= 0x7C, special, v)
+    v = tl.where(code >= 0x80, -v, v) * scale
+    tl.store(out_ptr + (e * R + r) * C + c, v.to(out_ptr.dtype.element_ty), mask=inside)
