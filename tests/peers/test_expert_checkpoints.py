@@ -18,8 +18,8 @@ from float8.checkpoints import (
     save_float8_checkpoint,
 )
 from float8.checkpoints.schemes import scheme_named
+from float8.kernels.dequantise import dequantised
 from float8.quantize import quantize
-from float8.scales import dequantised
 from float8.tensor import dequantise
 from support.float8_files import (
     INDEX,

@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from float8.experts import kind_of
 from float8.experts.module import RegisteredExperts, lies_transposed
 from float8.linear import Float8Linear
-from float8.tensor import Float8Tensor, dequantise
 
 
 def plain_name(name: str) -> str:
@@ -66,23 +65,6 @@ def saved_tensors(model: nn.Module) -> list[SavedTensor]:
 
 Names = list[list[str]]
 """For each piece of the rows of weights [E, pieces * N, K]: names of all experts, in order."""
-
-
-def part_of(x: Tensor, expert: int, piece: int, pieces: int) -> Tensor:
-    """Return a piece [N, K] of one of the weights [E, pieces * N, K] of experts.
-
-    In float8 it has the scales of the whole; values, if one of these covers two pieces.
-    """
-    N = x.shape[1] // pieces
-    begin, end = N * piece, N * piece + N
-    if not isinstance(x, Float8Tensor):
-        return x[expert, begin:end]
-    height = x._granularity.height or 1
-    if pieces > 1 and N % height:
-        whole: Any = x[expert]
-        return dequantise(whole)[begin:end]
-    scale = x._scale[expert, begin // height : -(-end // height)]
-    return Float8Tensor(x._data[expert, begin:end], scale, x.dtype, x._granularity)
 
 
 class PublishedNames(NamedTuple):

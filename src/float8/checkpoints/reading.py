@@ -11,15 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from float8.checkpoints.files import Checkpoint
-from float8.checkpoints.names import (
-    SavedTensor,
-    part_of,
-    published_names,
-    saved_tensors,
-    unwrapped,
-)
+from float8.checkpoints.names import SavedTensor, published_names, saved_tensors, unwrapped
 from float8.checkpoints.ranks import Together
-from float8.checkpoints.schemes import values_of
+from float8.checkpoints.schemes import part_of, values_of
 from float8.config import require_module
 from float8.experts import Float8Experts, names_to_gather
 from float8.formats import HIGH_PRECISION_DTYPES
@@ -185,8 +179,7 @@ def _require_fitting(name: str, place: _Place, checkpoint: Checkpoint) -> None:
         wanted = wanted[1] // place.pieces, wanted[2]
     layers = place.layers if name in checkpoint.in_float8 else []
     granularity = checkpoint.scheme.granularity
-    keeps = {layer._float8_plan.casts.weight.how.scaling_granularity for layer in layers}
-    covers = [layer._float8_plan.casts.weight.how.scaling_granularity for layer in place.layers]
+    covers = {layer._float8_plan.casts.weight.how.scaling_granularity for layer in place.layers}
     cut = place.pieces > 1 and any(not x.height or wanted[0] % x.height for x in covers)
     is_shared = is_dtensor(target)
     placements = target.placements if is_shared else ()
@@ -195,11 +188,11 @@ def _require_fitting(name: str, place: _Place, checkpoint: Checkpoint) -> None:
         got, expected = f"dtype {dtype}", f"numbers like {target.dtype}"
     elif shape != wanted:
         got, expected = f"shape {shape}", f"{wanted} of the model"
-    elif keeps - {granularity}:
+    elif layers and covers != {granularity}:
         got = f"scales of {granularity} for a layer with float8_weights=ONLY"
-        expected = f"those of {keeps}; convert it by the recipe for this checkpoint"
+        expected = f"those of {covers}; convert it by the recipe for this checkpoint"
     elif cut:
-        got = f"experts with float8_weights=ONLY, where {covers[0]} joins rows of two projections"
+        got = f"experts with float8_weights=ONLY, where {covers} join rows of two projections"
         expected = "scales of each; convert them by another recipe, or without ONLY"
     elif is_shared and target.is_meta and len(layers) < len(place.target.uses):
         got, expected = "a sharded Parameter on the meta device", "memory to load into"

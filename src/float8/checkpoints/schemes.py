@@ -24,13 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from float8.config import (
-    Float8LinearConfig,
-    Float8Weights,
-    Granularity,
-    ScalingGranularity,
-    as_config,
-)
+from float8.config import Float8LinearConfig, Float8Weights, ScalingGranularity, as_config
 from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.linear.source import class_with_forward, replaced_forward, shallow_copy
 from float8.tensor import Float8Tensor, dequantise, is_dtensor
@@ -69,7 +63,7 @@ class Scheme(NamedTuple):
         """What `fine-grained-fp8` calls the format of its scales."""
         return "ue8m0" if self.exponents else "float"
 
-    def takes(self, covers: Granularity) -> bool:
+    def takes(self, covers: Any) -> bool:
         """Whether scales of this granularity can be published: those of squares for each row."""
         by_rows = ScalingGranularity.BLOCK_32x32, ScalingGranularity.BLOCK_1x32
         return covers is self.granularity or (covers, self.granularity) == by_rows
@@ -145,8 +139,7 @@ class Scheme(NamedTuple):
             method = "mxfp8" if self.strategy == "mxfp8" else "fp8"
             return {"quant_method": method, **more, "modules_to_not_convert": left_out}
         common = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": self.strategy}
-        if self.exponents:
-            common |= _MXFP8
+        common |= _MXFP8 if self.exponents else {}
         weights, inputs = common | {"dynamic": False}, common | {"dynamic": True}
         inputs |= {"strategy": "token"} if self.strategy == "channel" else {}
         group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
@@ -212,8 +205,6 @@ def scheme_of(config: Any) -> Scheme:
         (group,) = map(_object, groups.values())
         weights = _object(group.get("weights"))
         key = COMPRESSED, weights.get("strategy", "")
-        if key[1] == "group":
-            key = COMPRESSED, "mxfp8"
         said = [
             (": weights['type']", weights.get("type"), ["float"]),
             (": weights['num_bits']", weights.get("num_bits"), [8]),
@@ -221,7 +212,8 @@ def scheme_of(config: Any) -> Scheme:
             (": weights['strategy']", weights.get("strategy"), ["channel", "tensor", "group"]),
             (": targets", group.get("targets"), [["Linear"]]),
         ]
-        if key[1] == "mxfp8":
+        if key[1] == "group":
+            key = COMPRESSED, "mxfp8"
             said += [(f": weights[{n!r}]", weights.get(n), [x]) for n, x in _MXFP8.items()]
     else:
         expected = f"'fp8', 'mxfp8' or {COMPRESSED!r} in float8"
@@ -248,6 +240,23 @@ def _unknown(what: str, got: str, expected: str) -> ValueError:
 def values_of(x: Tensor) -> Tensor:
     """Return a tensor of a checkpoint in high precision; a `Float8Tensor` in float32."""
     return dequantise(x, torch.float32) if isinstance(x, Float8Tensor) else x
+
+
+def part_of(x: Tensor, expert: int, piece: int, pieces: int) -> Tensor:
+    """Return a piece [N, K] of one of the weights [E, pieces * N, K] of experts.
+
+    In float8 it has the scales of the whole; values, if one of these covers two pieces.
+    """
+    N = x.shape[1] // pieces
+    begin, end = N * piece, N * piece + N
+    if not isinstance(x, Float8Tensor):
+        return x[expert, begin:end]
+    height = x._granularity.height or 1
+    if pieces > 1 and N % height:
+        whole: Any = x[expert]
+        return dequantise(whole)[begin:end]
+    scale = x._scale[expert, begin // height : -(-end // height)]
+    return Float8Tensor(x._data[expert, begin:end], scale, x.dtype, x._granularity)
 
 
 # ---------------------------------------------------------------- layers that others loaded

@@ -18,7 +18,6 @@ from float8.checkpoints.names import (
     Names,
     PublishedNames,
     SavedTensor,
-    part_of,
     plain_name,
     published_names,
     replaced_by_transformers,
@@ -26,7 +25,7 @@ from float8.checkpoints.names import (
     unwrapped,
 )
 from float8.checkpoints.ranks import Together
-from float8.checkpoints.schemes import FINE_GRAINED, Scheme, scheme_named, values_of
+from float8.checkpoints.schemes import FINE_GRAINED, Scheme, part_of, scheme_named, values_of
 from float8.config import CastConfig, require_module
 from float8.experts import Float8Experts
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES

@@ -246,7 +246,7 @@ def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | 
         fits = name in names_to_gather(module) and not is_dtensor(parameter)
         fits = fits and kind_of(module) is RegisteredExperts and not parameter.requires_grad
         if alone and not fits:
-            expected = "a whole weight [E, N, K] with requires_grad=False, in experts of transformers"
+            expected = "a whole frozen weight [E, N, K] in experts of transformers"
             return f"got {name} with float8_weights=ONLY, expected {expected}"
         if parameter.dtype in FLOAT8_MAX:
             do = "load the model with dequantize=True, or its files with load_float8_checkpoint"
