@@ -21,6 +21,7 @@ from float8 import (
     conversion_report,
     convert_to_float8_training,
     convert_to_high_precision,
+    grouped_linear,
     update_float8_weights,
 )
 from float8.convert.speed import experts_per_token
@@ -335,6 +336,14 @@ def test_weights_in_float8_alone(recipe: str) -> None:
             kept: Any = experts_of(model)[0].get_parameter(name)
             assert same_bits(kept._data, data)
             assert same_bits(kept._scale, scale)
+
+
+def test_weights_in_float8_under_other_scales_are_refused() -> None:
+    config = with_weights(ROWWISE, Float8Weights.ONLY)
+    model = convert_to_float8_training(built().requires_grad_(False), config=config)
+    x, offs = torch.randn(8, 64), torch.full((4,), 8, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"weight in float8 under .*AXISWISE, expected"):
+        grouped_linear(x, experts_of(model)[0].gate_up_proj, offs, config="blockwise")
 
 
 @TWO

@@ -55,8 +55,8 @@ def load_float8_checkpoint(
 ) -> nn.Module:
     """Load a checkpoint in float8 into a model, in place, one tensor after the other.
 
-    A layer with `Float8Weights.ONLY` takes the very bytes and scales, if it has the granularity of
-    the file: the recipe `blockwise` for `fine-grained-fp8`, `rowwise` for channels, `tensorwise`
+    A layer, or experts, with `Float8Weights.ONLY` take the very bytes and scales, by the recipe of
+    the file's granularity: `blockwise` for `fine-grained-fp8`, `rowwise` for channels, `tensorwise`
     for tensors, `mxfp8` for MXFP8. Every other Parameter takes the dequantised values, rounded to
     its dtype: masters that train, on all ranks their own part of each.
 

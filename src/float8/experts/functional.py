@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from float8.autograd import computed_before
-from float8.config import ConfigOrRecipe, Float8Weights, as_config
+from float8.config import ConfigOrRecipe, Float8Weights, ScalingGranularity, as_config
 from float8.formats import GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES
 from float8.linear.functional import Call, Linear, autocast_dtype
 from float8.linear.plan import EXPECTED, LinearPlan, plan_linear
@@ -83,6 +83,10 @@ def apply_grouped(
     call = Call(plan, plan.casts, weight.shape[2], weight.dtype, *needs, transposed)
     w = held or Weight(weight)
     if isinstance(weight, Float8Tensor):
+        covers = plan.casts.weight.how.scaling_granularity
+        if weight._granularity is not (covers if covers.by_blocks else ScalingGranularity.AXISWISE):
+            got, expected = f"weight in float8 under {weight._granularity}", f"scales of {covers}"
+            raise ValueError(f"grouped_linear: got a {got}, expected {expected}")
         w = Weight(None, weight._data, weight._scale)
     args = input.contiguous(), weight, w, offs, call
     computed = computed_before(Linear, *args) if compiling else None
