@@ -259,8 +259,8 @@ class Float8Module(nn.Module):
     def _float8_drop_master(self, *names: str) -> None:
         """Cast weights that are to be in float8 only, which take the place of the Parameters."""
         for name in names or ("weight",):
-            weight: Any = self._parameters[name]
-            made = in_float8_only(weight.detach(), self._float8_plan.casts.weight)
+            weight = getattr(self, name).detach()
+            made = in_float8_only(weight, self._float8_plan.casts.weight)
             self._parameters[name] = nn.Parameter(made, requires_grad=False)
 
     def _float8_become_high_precision(self) -> None:
