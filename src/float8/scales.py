@@ -45,8 +45,8 @@ def amax_to_exponent(amax: Tensor, dtype: torch.dtype) -> Tensor:
     bits, bias = amax.view(torch.int32), 8 if dtype == E4M3 else 15
     exponent = ((bits.clamp(max=0x7F800000) + 0x1FFFFF) >> 23) - bias
     exponent = torch.where(bits >= 0x7F800000, 254, exponent).clamp(min=0)
-    scale = torch.where(exponent == 0, 0x00400000, exponent << 23).view(torch.float32)
-    return torch.where(amax.isnan(), amax, scale)
+    scale = torch.where(exponent == 0, 0x00400000, exponent << 23)
+    return torch.where(amax.isnan(), 0x7FC00000, scale).view(torch.float32)
 
 
 def inverse_of_exponent(scale: Tensor) -> Tensor:

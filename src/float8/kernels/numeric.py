@@ -113,8 +113,10 @@ def scale_and_inverse(  # type: ignore[no-untyped-def]
         tiny, infinite, nan = exponent <= 0, bits >= 0x7F800000, bits > 0x7F800000
         scale = tl.where(tiny, 0x00400000, exponent)
         scale = tl.where(nan, 0x7FC00000, tl.where(infinite, 0x7F000000, scale))
-        inverse = tl.where(tiny, 0x3F800000, 0x7F000000 - exponent)
-        inverse = tl.where(nan, 0x7FC00000, tl.where(infinite, 0x00400000, inverse))
+        # From the scale: so threads with many of them need fewer registers.
+        inverse = tl.where(scale == 0x7F000000, 0x00400000, 0x7F000000 - scale)
+        inverse = tl.where(scale == 0x00400000, 0x3F800000, inverse)
+        inverse = tl.where(nan, scale, inverse)
         scale = scale.to(tl.float32, bitcast=True)
         inverse = inverse.to(tl.float32, bitcast=True)
     else:

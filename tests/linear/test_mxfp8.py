@@ -1,0 +1,207 @@
+"""MXFP8: three products, emulated everywhere, and what Blackwell's GEMMs are given."""
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from float8 import (
+    CastConfig,
+    Float8LinearConfig,
+    ScalingGranularity,
+    all_linears,
+    convert_to_float8_training,
+    grouped_linear,
+    linear,
+)
+from float8.formats import E4M3
+from float8.gemm import Gemm, matmul
+from float8.kernels.dequantise import dequantised
+from float8.kernels.swizzle import swizzled, swizzled_rows, swizzled_tokens
+from float8.quantize import Cast, quantize
+from float8.scales import Operand
+from linear.test_values import SHAPES, assert_products, layer_of, tensors
+from sqnr import sqnr
+from support.configs import of_recipe
+from support.devices import DTYPES, on_devices
+from support.models import forward_backward, seeded
+
+RUNS, SQUARES = ScalingGranularity.BLOCK_1x32, ScalingGranularity.BLOCK_32x32
+EMULATED = of_recipe("mxfp8", emulate=True)
+SQUARE_WEIGHTS = replace(EMULATED, cast_config_weight=CastConfig(scaling_granularity=SQUARES))
+RUN, SQUARE = ((1, 32),), ((32, 32),)
+CASES: list[tuple[Float8LinearConfig, tuple[Any, ...]]] = [
+    (EMULATED, ((RUN, RUN),) * 3),
+    (of_recipe("mxfp8_with_gw_hp", emulate=True), ((RUN, RUN), (RUN, RUN), (None, None))),
+    (SQUARE_WEIGHTS, ((RUN, SQUARE), (RUN, SQUARE), (RUN, RUN))),
+]
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
+    x, w, g = tensors(*shape, dtype, device)
+    for config, casts in CASES:
+        got = forward_backward(layer_of(w, config), x, g)
+        assert_products(got, x, w, g, casts, power_of_2=True)
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", ["mxfp8", "rowwise", "blockwise"])
+def test_bfloat16_multiplies_the_same_values(
+    device: str, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the order of sums: before they are rounded few differ, and by one step."""
+    config = of_recipe(recipe, emulate=True, round_scales_to_power_of_2=True)
+    x, w, g = tensors(64, 128, 96, torch.bfloat16, device)
+    made = []
+    for exact in torch.bfloat16, torch.float32:
+        module = importlib.import_module("float8.gemm")
+        monkeypatch.setattr(module, "exact_dtype", lambda *_, exact=exact: exact)
+        made.append(forward_backward(layer_of(w, config), x, g))
+    for name, value in made[1].items():
+        assert sqnr(value, made[0][name]) > 70, name
+
+
+def test_emulation_in_bfloat16_is_chosen_where_it_is_exact() -> None:
+    exact_dtype = importlib.import_module("float8.gemm").exact_dtype
+    gpu = torch.device("cuda")
+    assert exact_dtype(gpu, True, torch.bfloat16) == torch.bfloat16
+    assert exact_dtype(gpu, False, torch.bfloat16) == torch.float32
+    assert exact_dtype(torch.device("cpu"), True, torch.float32) == torch.float32
+
+
+def test_values_are_exact_in_bfloat16() -> None:
+    """All that a cast makes, but under the smallest exponents, where values themselves vanish."""
+    codes = torch.arange(256, dtype=torch.uint8).view(E4M3).repeat(225, 1)
+    scale = torch.exp2(torch.arange(-120, 105).float())[:, None].expand(-1, 8)
+    of = Operand(codes, scale)
+    both = (dequantised(of, RUNS, d).double() for d in (torch.bfloat16, torch.float32))
+    assert torch.equal(*(x.nan_to_num(-1.0) for x in both))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (128, 4), (200, 7), (300, 64)], ids=str)
+def test_the_order_of_exponents(shape: tuple[int, int]) -> None:
+    """By its definition, one exponent after the other."""
+    (R, runs), exponents = shape, torch.randint(1, 255, shape, dtype=torch.int32)
+    got = swizzled((exponents << 23).view(torch.float32)).view(torch.uint8)
+    want = torch.zeros_like(got)
+    across = -(-runs // 4)
+    for r in range(R):
+        for c in range(runs):
+            at = r % 32 * 16 + r % 128 // 32 * 4 + c % 4
+            want[r // 128 * across + c // 4, at] = exponents[r, c]
+    assert torch.equal(got, want)
+    special = torch.tensor([[float("nan"), 2.0**-127, 2.0**127]])
+    assert swizzled(special).view(torch.uint8)[0, :3].tolist() == [255, 0, 254]
+
+
+def test_exponents_of_groups() -> None:
+    """Each group has tiles of its own, which are those of a matrix by itself."""
+    sizes = [64, 0, 130, 200]
+    offs = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    scale = torch.exp2(torch.randint(-60, 60, (sum(sizes) + 9, 8)).float())
+    rows, at = swizzled_rows(scale, offs).view(torch.uint8).view(-1, 512), 0
+    for part in scale.split([*sizes, 9]):
+        alone = swizzled(part).view(torch.uint8)
+        assert torch.equal(rows[at : at + len(alone)], alone)
+        at += len(alone)
+    ends = torch.tensor([128, 128, 384, 640], dtype=torch.int32)
+    scale = torch.exp2(torch.randint(-60, 60, (200, 24)).float())
+    tokens, at = swizzled_tokens(scale, ends).view(torch.uint8).view(-1, 512), 0
+    for part in scale.split([4, 0, 8, 8, 4], 1):
+        alone = swizzled(part.contiguous()).view(torch.uint8)
+        assert torch.equal(tokens[at : at + len(alone)], alone)
+        at += len(alone)
+
+
+@pytest.mark.parametrize("of_b", [RUNS, SQUARES], ids=str)
+def test_torch_takes_what_blackwells_gemm_is_given(
+    of_b: ScalingGranularity,
+) -> None:
+    """As far as it checks without such a GPU: shapes, strides, numbers of exponents."""
+    with torch.device("meta"):
+        operands = []
+        for rows, of in ((200, RUNS), (80, of_b)):
+            data = torch.empty(rows + -rows % (of.height or 1), 96, dtype=E4M3)
+            operands.append(Operand(data, torch.empty(of.scales(tuple(data.shape)))))
+        how = {"gemm": Gemm(granularities=(RUNS, of_b)), "out_dtype": torch.bfloat16}
+        assert matmul(*operands, (200, 80), **how).shape == (200, 80)
+        short = Operand(operands[0].data, operands[0].scale[:100])
+        with pytest.raises(RuntimeError, match="scale"):
+            matmul(short, operands[1], (200, 80), **how)
+
+
+def test_a_device_without_it_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = importlib.import_module("float8.convert.choice")
+    monkeypatch.setattr(choice, "_lacks_exponents", lambda _: "an H100 has compute capability 9.0")
+    model = nn.Sequential(nn.Linear(64, 64))
+    with pytest.raises(ValueError, match=r"got mxfp8, but an H100 .* set emulate=True"):
+        convert_to_float8_training(model, config="mxfp8", module_filter_fn=all_linears)
+    assert type(model[0]) is nn.Linear
+    convert_to_float8_training(model, config=EMULATED)
+    assert "mxfp8, emulate" in repr(model)
+
+
+def test_a_gpu_that_is_modelled_has_no_such_gemm() -> None:
+    with pytest.raises(ValueError, match="H100 multiplies no 8-bit exponents; set emulate=True"):
+        convert_to_float8_training(nn.Linear(64, 64), config="mxfp8", gpu="H100")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 10, reason="has it"
+)
+def test_an_older_gpu_says_so() -> None:
+    x, w = (torch.randn(n, 64, device="cuda", dtype=torch.bfloat16) for n in (16, 32))
+    expected = r"8-bit exponents as scales; set emulate=True"
+    with pytest.raises(ValueError, match=expected):
+        convert_to_float8_training(nn.Linear(64, 64, device="cuda"), config="mxfp8")
+    with pytest.raises(RuntimeError, match=expected):
+        linear(x, w, config="mxfp8")
+    offs = torch.tensor([16], device="cuda", dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=expected):
+        grouped_linear(x, w[None], offs, config="mxfp8")
+
+
+def test_configurations_that_cannot_work() -> None:
+    one, of_128 = CastConfig(), CastConfig(scaling_granularity=ScalingGranularity.BLOCK_1x128)
+    for other in one, of_128:
+        with pytest.raises(ValueError, match=r"expected one of .*block_1x32 x block_1x32"):
+            replace(EMULATED, cast_config_weight=other)
+    with pytest.raises(ValueError, match=r"enable_fsdp_float8_all_gather: .* BLOCK_32x32"):
+        replace(EMULATED, enable_fsdp_float8_all_gather=True)
+    assert replace(SQUARE_WEIGHTS, enable_fsdp_float8_all_gather=True).cast_config_weight.power_of_2
+
+
+@on_devices
+@pytest.mark.parametrize("experts", [False, True])
+def test_compiled_code_computes_the_same(experts: bool, device: str) -> None:
+    x, w = (seeded(i, *n, device=device).bfloat16() for i, n in enumerate(((96, 64), (2, 48, 64))))
+    offs = torch.tensor([40, 96], device=device, dtype=torch.int32)
+
+    def call(x: Tensor, w: Tensor) -> Tensor:
+        if experts:
+            return grouped_linear(x, w, offs, config=EMULATED)
+        return linear(x, w[0], config=EMULATED)
+
+    torch._dynamo.reset()
+    made = []
+    for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+        y = run(a, b)
+        made.append([y, *torch.autograd.grad(y.square().sum(), (a, b))])
+    assert all(map(torch.equal, *made))
+
+
+def test_what_backward_reads_is_cast_from_high_precision() -> None:
+    """Columns have exponents of their own, of the values that rows have lost, too."""
+    x = seeded(0, 64, 64)
+    x[:, 0] *= 1e6  # which takes the bits of its neighbours in a row
+    made = quantize(x, Cast(CastConfig(scaling_granularity=RUNS)), row=True, col=True)
+    row, col = (dequantised(each, RUNS) for each in (made.row, made.col))
+    assert sqnr(x[:, 1:], col.t()[:, 1:]) > 30 > sqnr(x[:, 1:32], row[:, 1:32])
