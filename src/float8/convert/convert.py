@@ -51,7 +51,7 @@ def convert_to_float8_training(
     all experts run as `grouped_linear` does.
 
     Layers whose weights others have loaded in float8 (transformers' `FP8Linear`; compressed-tensors
-    by channel or tensor) keep their bytes under `Float8Weights.ONLY`, the default for
+    by channel, tensor or as MXFP8) keep their bytes under `Float8Weights.ONLY`, the default for
     them. Any other config dequantises them to Parameters that train. A layer already converted
     gets the new `config`, and its delayed-scaling state starts again. `nn.TransformerEncoder` is
     kept off its fast path, which would evaluate in high precision.
