@@ -465,7 +465,8 @@ class Float8LinearConfig:
             )
         granularity = weight.scaling_granularity
         by_runs = granularity.by_blocks and not granularity.square
-        lossy = by_runs or (granularity is _A and not weight.power_of_2)
+        kept = granularity.exponents and not self.enable_fsdp_float8_all_gather
+        lossy = (by_runs and not kept) or (granularity is _A and not weight.power_of_2)
         if row_only and lossy:
             raise ValueError(
                 f"{name}: got {value} with a weight under {granularity}, expected TENSORWISE, "

@@ -224,12 +224,12 @@ def recast(x: Tensor, how: CastConfig, scale: Tensor) -> Operand:
 def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Operand:
     """Return row data [R, C] or [E, R, C] as a cast pads them: themselves, if that is nothing."""
     data, scale = row
-    to = (granularity.square and granularity.width) or GEMM_ALIGNMENT
+    to = granularity.width or GEMM_ALIGNMENT
     bottom = -data.shape[0] % to if pad_rows and data.dim() == 2 else 0
     right = -data.shape[-1] % to
     if not bottom and not right:
         return row
-    if bottom and granularity.by_rows:
+    if bottom and granularity.height == 1:
         scale = F.pad(scale, (0, 0, 0, bottom), value=1.0)
     padded = F.pad(data.view(torch.uint8), (0, right, 0, bottom))
     return Operand(padded.view(data.dtype), scale)
@@ -239,9 +239,9 @@ def to_col(row: Operand, how: CastConfig, after: Tensor | None = None) -> Operan
     """Return column data of row data that were cast by `how`; `after` as `kernels.cast`.
 
     Row data are [R, C], or [E, N, K] of experts with scales of squares, or [E, N, 1], alike under
-    one scale each. Bytes are transposed where columns have the scales of rows. Where rows have
-    scales of their own, the values are cast again: with powers of two as scales that changes no
-    value but those that are tiny in their column; what was tiny in its row was rounded before.
+    one scale each. Bytes are transposed where columns have the scales of rows. Where rows or runs
+    have scales of their own, the values are cast again: with powers of two as scales that changes
+    no value but those that are tiny in their column; what was tiny in its row was rounded before.
     """
     granularity = how.scaling_granularity
     if granularity.square and row.data.dim() == 3:
@@ -260,10 +260,6 @@ def to_col(row: Operand, how: CastConfig, after: Tensor | None = None) -> Operan
         scale = row.scale[:, : row.data.shape[1] // granularity.width].t()
         scale = F.pad(scale, (0, -scale.shape[1] % 4)).contiguous()
         return Operand(kernels.transpose_bytes(row.data, after=after), scale)
-    if not granularity.by_rows:
-        raise ValueError(
-            f"to_col: got row data under {granularity}, expected one scale, rows or squares"
-        )
     # Times a power of two a float8 value is exact in bfloat16, too.
     dtype = torch.bfloat16 if how.power_of_2 else torch.float32
     return quantize(dequantised(row, granularity, dtype), Cast(how), col=True, after=after).col

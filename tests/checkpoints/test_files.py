@@ -1,6 +1,7 @@
 """Checkpoints in float8 that are written and read: bytes, values, names, what stays as it was."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,13 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrize
 
-from float8 import Float8Linear, all_linears, convert_to_float8_training
+from float8 import (
+    CastConfig,
+    Float8Linear,
+    ScalingGranularity,
+    all_linears,
+    convert_to_float8_training,
+)
 from float8.checkpoints import (
     float8_weights,
     load_float8_checkpoint,
@@ -20,13 +27,16 @@ from float8.checkpoints import (
     read_float8_checkpoint,
     save_float8_checkpoint,
 )
+from float8.config import as_config
 from float8.tensor import Float8Tensor, dequantise
 from sqnr import sqnr
 from support.configs import delayed
 from support.float8_files import (
     INDEX,
+    LAYOUTS,
     Layout,
     Model,
+    bits,
     built,
     in_files,
     layouts,
@@ -98,7 +108,7 @@ def test_another_granularity_is_said_to_be_a_cast(tmp_path: Path) -> None:
     assert not any(note.as_trained for note in notes)
 
 
-@layouts
+@pytest.mark.parametrize("layout", LAYOUTS[:4])
 def test_scales_that_are_no_powers_of_two_stay_exact(layout: Layout) -> None:
     """Those of bfloat16, as compressed-tensors has them."""
     model = built(only(layout.recipe))
@@ -111,6 +121,68 @@ def test_scales_that_are_no_powers_of_two_stay_exact(layout: Layout) -> None:
     (stored,) = (x for name, x in tensors.items() if "scale" in name)
     wanted = scale[:, : stored.shape[-1]] if stored.numel() > 1 else scale
     assert torch.equal(stored, wanted.reshape(stored.shape))
+
+
+def test_exponents_of_all_values(tmp_path: Path) -> None:
+    """A byte is 2^(byte - 127), 255 is NaN, in files of all three dtypes; blocks may be zeros."""
+    model = built("blockwise")
+    model.ffn = model.ffn.w1  # [300, 200]: 3 x 2 blocks
+    nn.init.zeros_(model.ffn.weight)
+    for strategy, zero in (("block_ue8m0", 127 - 108), ("mxfp8", 0)):
+        save_float8_checkpoint(model, tmp_path / "zeros", strategy=strategy)
+        assert (
+            in_files(tmp_path / "zeros")["ffn.weight_scale_inv"].view(torch.uint8) == zero
+        ).all()
+    stored = torch.tensor([[0, 1], [126, 127], [254, 255]], dtype=torch.uint8)
+    exact = torch.tensor([[-127, -126], [-1, 0], [127, 128]]).double().exp2()
+    exact[2, 1] = torch.nan
+    data = (torch.arange(60_000).view(300, 200) % 127).to(torch.uint8)  # no NaN among them
+    values = exact.repeat_interleave(128, 0).repeat_interleave(128, 1)[:300, :200]
+    values = (data.view(torch.float8_e4m3fn).double() * values).float()
+    for scale in (stored, stored.view(torch.float8_e8m0fnu), exact.float()):
+        written = {"ffn.weight": data.view(torch.float8_e4m3fn), "ffn.weight_scale_inv": scale}
+        folder = tmp_path / str(scale.dtype)
+        save_float8_checkpoint(model, folder, strategy="block_ue8m0")
+        rewrite(folder, tensors=lambda found: found.update(written))  # noqa: B023
+        weight: Any = dict(read_float8_checkpoint(folder))["ffn.weight"]
+        got = dequantise(weight, torch.float32)
+        torch.testing.assert_close(got, values, rtol=0, atol=0, equal_nan=True)
+        frozen = built(only("blockwise"))
+        frozen.ffn = frozen.ffn.w1
+        load_float8_checkpoint(frozen, folder)
+        (note,) = save_float8_checkpoint(frozen, folder / "again", strategy="block_ue8m0")
+        again = in_files(folder / "again")
+        assert note.as_trained
+        assert torch.equal(bits(again["ffn.weight"]), data.view(-1))
+        assert again["ffn.weight_scale_inv"].dtype == torch.float8_e8m0fnu
+        assert torch.equal(bits(again["ffn.weight_scale_inv"]), stored.view(-1))
+        as_floats = dict(float8_weights(frozen))["ffn.weight_scale_inv"]  # as DeepSeek-V3.1
+        torch.testing.assert_close(as_floats, exact.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_scales_that_are_no_powers_of_two_are_cast_anew_for_exponents(tmp_path: Path) -> None:
+    """From masters, and from weights in float8 alone."""
+    config = {"format": "fine-grained-fp8", "strategy": "block_ue8m0"}
+    wanted = built("blockwise").ffn.w1.weight
+    for model in (built("blockwise"), built(only("blockwise"))):
+        notes = save_float8_checkpoint(model, tmp_path, **config)
+        assert all(not note.as_trained and note.sqnr > 25 for note in notes)
+        weight = dict(read_float8_checkpoint(tmp_path))["ffn.w1.weight"]
+        assert sqnr(wanted, dequantise(weight)) > 25
+    said = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert (said["scale_fmt"], said["weight_block_size"]) == ("ue8m0", [128, 128])
+
+
+@pytest.mark.parametrize("format", ["fine-grained-fp8", "compressed-tensors"])
+def test_squares_of_32_are_written_as_mxfp8(format: str, tmp_path: Path) -> None:
+    """The scale of a square for each of its rows: what is read multiplies the same bytes."""
+    squares = CastConfig(scaling_granularity=ScalingGranularity.BLOCK_32x32)
+    trained = built(replace(as_config("mxfp8"), cast_config_weight=squares))
+    notes = save_float8_checkpoint(trained, tmp_path, format, strategy="mxfp8")
+    assert all(note.as_trained for note in notes)
+    read = load_float8_checkpoint(built(only("mxfp8"), seed=1), tmp_path)
+    ids = torch.arange(20).view(4, 5)
+    assert torch.equal(trained.eval()(ids), read.eval()(ids))
 
 
 def test_wrappers_leave_no_trace_in_names(tmp_path: Path) -> None:

@@ -27,12 +27,19 @@ pytest.importorskip("safetensors")
 
 SCALE, WEIGHT, BIAS = "ffn.w1.weight_scale_inv", "ffn.w1.weight", "ffn.w2.bias"
 GROUPS = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": ["x"]}}}
+MX = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 NO_MAP = "got no weight_map"
 Damage = Callable[[Path], object]
 
 
 def config(**changes: Any) -> Damage:
     return partial(rewrite, config=lambda c: c.update(changes))
+
+
+def group(**weights: Any) -> Damage:
+    """What compressed-tensors says of its one group of weights."""
+    one = {"targets": ["Linear"], "weights": {"type": "float", "num_bits": 8} | weights}
+    return config(**GROUPS | {"config_groups": {"group_0": one}})
 
 
 def put(name: str, change: Callable[[dict[str, Tensor]], Tensor]) -> Damage:
@@ -71,7 +78,11 @@ UNREADABLE: dict[str, tuple[str, Damage]] = {
     "no scale": ("expected a scale for it", drop(SCALE)),
     "block size": ("weight_block_size", config(weight_block_size=[64, 64])),
     "one number": ("weight_block_size", config(weight_block_size=128)),
-    "ue8m0": ("scale_fmt", config(scale_fmt="ue8m0")),
+    "scale_fmt": ("got 'ue4m3', expected 'float' or 'ue8m0'", config(scale_fmt="ue4m3")),
+    "exponent of a tensor": (
+        r"got 'ue8m0', expected 'float'",
+        config(weight_block_size=None, scale_fmt="ue8m0"),
+    ),
     "bytes of ue8m0": ("got dtype", put(SCALE, lambda t: torch.ones(3, 2, dtype=torch.uint8))),
     "other scales": (r"got shape \(3, 1\)", put(SCALE, lambda t: torch.ones(3, 1))),
     "fp4": ("expert_dtype", config(expert_dtype="fp4")),
@@ -82,6 +93,10 @@ UNREADABLE: dict[str, tuple[str, Damage]] = {
     ),
     "a list of groups": ("expected one group", config(**GROUPS | {"config_groups": ["x"]})),
     "a group of lists": (r"weights\['type'\]", config(**GROUPS)),
+    "float scales of 1x32": ("got 'float', expected 'ue8m0'", config(weight_block_size=[1, 32])),
+    "mxfp4": ("got quant_method 'mxfp4', expected 'fp8', 'mxfp8' or", config(quant_method="mxfp4")),
+    "nvfp4": (r"\['num_bits'\]: got 4, expected 8", group(num_bits=4, group_size=16)),
+    "long groups": (r"\['group_size'\]: got 128, expected 32", group(**MX | {"group_size": 128})),
     "integers": (
         "expected numbers like torch.bfloat16",
         put(BIAS, lambda t: torch.ones(200, dtype=torch.int8)),

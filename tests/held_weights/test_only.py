@@ -87,6 +87,18 @@ def test_results_are_those_of_casts_on_the_fly(device: str, config) -> None:
             assert_same(on_the_fly, alone, dtype)
 
 
+def test_mxfp8_is_cast_from_its_values() -> None:
+    """On the fly, output and gradient, bit by bit: columns are cast of the values of the rows."""
+    for dim, dtype in ((64, torch.bfloat16), (33, torch.float32)):
+        model = FeedForward(dim, 41 if dim % 2 else 96).to(dtype)
+        for layer in model.children():
+            layer.weight.data *= torch.randn(layer.weight.shape).mul(4).exp2()
+        alone = only(copy.deepcopy(model), of_recipe("mxfp8"))
+        plain = convert_to_high_precision(copy.deepcopy(alone))
+        assert not same_bits(plain.w1.weight, model.w1.weight)
+        assert_same(only(plain, of_recipe("mxfp8"), ON_THE_FLY), alone, dtype)
+
+
 @pytest.mark.parametrize(
     "mode", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)]
 )
@@ -108,7 +120,7 @@ def test_no_more_than_one_layer_is_in_memory_twice(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As layers lose their masters, take another configuration, and get masters again."""
-    n, seen, module = 8, list[int](), importlib.import_module("float8.linear.module")
+    n, seen, module = 8, list[int](), importlib.import_module("float8.linear.weight")
     model = nn.Sequential(*(nn.Linear(128, 128, False, dtype=torch.bfloat16) for _ in range(n)))
     model.requires_grad_(False)
     layer, others = 128 * 128 * 2, bytes_alive() - n * 128 * 128 * 2
@@ -272,6 +284,13 @@ def test_each_state_dict_loads_into_each_model(config) -> None:
     # More than weights, if delayed.
     own.load_state_dict(through_file(wanted.state_dict()), strict=False)
     assert same_bits(plain.w1.weight.detach(), own.w1.weight.detach())
+
+
+def test_weights_that_a_cast_pads_are_whole() -> None:
+    """Their scales are written, too."""
+    layers = [only(nn.Linear(128, 64), of_recipe("blockwise")) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    assert same_bits(layers[1].weight._scale, layers[0].weight._scale)
 
 
 @EACH

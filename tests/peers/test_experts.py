@@ -14,15 +14,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8 import (
     Float8LinearConfig,
+    Float8Tensor,
+    Float8Weights,
     all_linears,
     attach_to_optimizer,
     conversion_report,
     convert_to_float8_training,
     convert_to_high_precision,
+    grouped_linear,
     update_float8_weights,
 )
 from float8.convert.speed import experts_per_token
 from float8.experts import Float8Experts
+from float8.tensor import dequantise
 from sqnr import same_bits, sqnr
 from support.microbatches import with_weights
 from support.models import seeded
@@ -293,6 +297,63 @@ def chosen(name: str, sizes: dict[str, Any], **how: Any) -> Any:
 MIXTRAL = {"hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8}
 QWEN3 = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128}
 QWEN3 |= {"num_experts_per_tok": 8, "head_dim": 128}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_weights_in_float8_alone(recipe: str) -> None:
+    """Output and gradient of the input are those of casts on the fly; moves keep the bytes."""
+    base = built().requires_grad_(False)
+
+    def of(model: nn.Module, weights: Float8Weights) -> Any:
+        config = with_weights(Float8LinearConfig.from_recipe_name(recipe), weights)
+        filter_fn = lambda mod, fqn: fqn.endswith("experts")  # noqa: E731
+        return convert_to_float8_training(
+            copy.deepcopy(model), config=config, module_filter_fn=filter_fn
+        )
+
+    alone = of(base, Float8Weights.ONLY)
+    (mine,) = experts_of(alone)
+    assert all(type(p.data) is Float8Tensor for p in mine.parameters())
+    assert "weights only in float8" in repr(mine)
+    values = convert_to_high_precision(copy.deepcopy(alone))
+    assert type(next(values.parameters()).data) is Tensor
+    # Rows and runs have no columns: they are cast from the values.
+    cast_from = base if recipe in ("tensorwise", "blockwise") else values
+    made = []
+    for each in (mine, *experts_of(of(cast_from, Float8Weights.ON_THE_FLY))):
+        x, *routing = routed(each)
+        y = each(x, *routing)
+        made.append((y, *torch.autograd.grad(y.square().sum(), x)))
+    assert all(map(same_bits, *made))
+    other = of(built().requires_grad_(False), Float8Weights.ONLY)
+    other.load_state_dict(base.state_dict())  # which is cast
+    again = of(base, Float8Weights.ON_THE_FLY)
+    again.load_state_dict(alone.state_dict())  # which is dequantised
+    for name, p in mine.named_parameters():
+        data, scale = p._data.clone(), p._scale.clone()
+        assert same_bits(experts_of(again)[0].get_parameter(name), dequantise(p))
+        for model in (other, copy.deepcopy(alone).bfloat16()):
+            kept: Any = experts_of(model)[0].get_parameter(name)
+            assert same_bits(kept._data, data)
+            assert same_bits(kept._scale, scale)
+
+
+def test_weights_in_float8_under_other_scales_are_refused() -> None:
+    config = with_weights(ROWWISE, Float8Weights.ONLY)
+    model = convert_to_float8_training(built().requires_grad_(False), config=config)
+    x, offs = torch.randn(8, 64), torch.full((4,), 8, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"weight in float8 under .*AXISWISE, expected"):
+        grouped_linear(x, experts_of(model)[0].gate_up_proj, offs, config="blockwise")
+
+
+@TWO
+def test_weights_that_cannot_be_in_float8_alone_stay(name: str) -> None:
+    """Those that train, and those that lie as [E, K, N]."""
+    model = built(name).requires_grad_(name == "Mixtral")
+    config = with_weights(ROWWISE, Float8Weights.ONLY)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda *_: True)
+    assert experts_of(model) == []
+    assert "with float8_weights=ONLY" in str(conversion_report(model).experts[0].skip_reason)
 
 
 def test_the_filter_leaves_experts_whose_casts_take_longer() -> None:

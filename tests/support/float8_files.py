@@ -12,15 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from float8 import Float8LinearConfig, Float8Weights, convert_to_float8_training
+from float8.config import as_config
 from support.models import FeedForward
+
+ROUNDED = replace(as_config("blockwise"), round_scales_to_power_of_2=True)
 
 
 class Layout(NamedTuple):
-    """A format and a strategy, and the recipe that trains so."""
+    """A format and a strategy, and the recipe or configuration that trains so."""
 
     format: str
     strategy: str | None
-    recipe: str
+    recipe: Any
 
     @property
     def how(self) -> dict[str, Any]:
@@ -33,6 +36,9 @@ LAYOUTS = [
     Layout("fine-grained-fp8", "tensor", "tensorwise"),
     Layout("compressed-tensors", "channel", "rowwise"),
     Layout("compressed-tensors", "tensor", "tensorwise"),
+    Layout("fine-grained-fp8", "block_ue8m0", ROUNDED),
+    Layout("fine-grained-fp8", "mxfp8", "mxfp8"),
+    Layout("compressed-tensors", "mxfp8", "mxfp8"),
 ]
 layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: f"{x.format}-{x.strategy}")
 INDEX = "model.safetensors.index.json"
@@ -54,18 +60,17 @@ class Model(nn.Module):
         return self.lm_head(self.ffn(self.embed(ids)))
 
 
-def only(recipe: str) -> Float8LinearConfig:
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    return replace(config, float8_weights=Float8Weights.ONLY)
+def only(recipe: Any) -> Float8LinearConfig:
+    return replace(as_config(recipe), float8_weights=Float8Weights.ONLY)
 
 
 def built(config: Any = None, *, seed: int = 0) -> Any:
-    """The model in bfloat16, converted if there is a config; frozen if that is no name."""
+    """The model in bfloat16, converted if there is a config; frozen if that is `only`."""
     torch.manual_seed(seed)
     model = Model().bfloat16()
     if config is None:
         return model
-    if isinstance(config, Float8LinearConfig):
+    if getattr(config, "float8_weights", None) is Float8Weights.ONLY:
         model.requires_grad_(False)
     return convert_to_float8_training(model, config=config)
 

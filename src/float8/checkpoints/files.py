@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8.checkpoints.schemes import scheme_of
+from float8.checkpoints.schemes import EXPONENTS, scheme_of
 from float8.formats import E4M3, E5M2, FLOAT8_MAX
 
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
@@ -79,9 +79,10 @@ class Checkpoint:
 # Ends of names of scales of activations and caches, which are of no use here.
 _OF_ACTIVATIONS = (".input_scale", ".output_scale", ".activation_scale", ".k_scale", ".v_scale")
 
-# Names that safetensors gives to dtypes of numbers with a point; others stay names.
+# Names that safetensors gives to dtypes of numbers with a point, and of scales; others stay names.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
 _DTYPES |= {"F16": torch.float16, "F8_E4M3": E4M3, "F8_E5M2": E5M2}
+_DTYPES |= {"F8_E8M0": EXPONENTS, "U8": torch.uint8}
 
 
 def _opened(path: Path, device: Any) -> Any:

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from float8.checkpoints.files import Checkpoint
 from float8.checkpoints.names import SavedTensor, published_names, saved_tensors, unwrapped
 from float8.checkpoints.ranks import Together
-from float8.checkpoints.schemes import values_of
+from float8.checkpoints.schemes import part_of, values_of
 from float8.config import require_module
+from float8.experts import Float8Experts, names_to_gather
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.linear import Float8Linear
 from float8.linear.weight import in_float8_only
-from float8.tensor import high_precision, is_dtensor, local_tensor, reshard
+from float8.tensor import Float8Tensor, high_precision, is_dtensor, local_tensor, reshard
 
 
 def read_float8_checkpoint(
@@ -54,10 +55,10 @@ def load_float8_checkpoint(
 ) -> nn.Module:
     """Load a checkpoint in float8 into a model, in place, one tensor after the other.
 
-    A layer with `Float8Weights.ONLY` takes the very bytes and scales, if it has the granularity of
-    the file: the recipe `blockwise` for `fine-grained-fp8`, `rowwise` for channels, `tensorwise`
-    for tensors. Every other Parameter takes the dequantised values, rounded to its dtype: masters
-    that train, on all ranks their own part of each.
+    A layer, or experts, with `Float8Weights.ONLY` take the very bytes and scales, by the recipe of
+    the file's granularity: `blockwise` for `fine-grained-fp8`, `rowwise` for channels, `tensorwise`
+    for tensors, `mxfp8` for MXFP8. Every other Parameter takes the dequantised values, rounded to
+    its dtype: masters that train, on all ranks their own part of each.
 
     Names are those of the model, or those under which transformers publishes it: weights of experts
     that a file has one by one go into the Parameters that a model has for all of them. Ranks that
@@ -113,8 +114,9 @@ class _Place(NamedTuple):
     @property
     def layers(self) -> list[Any]:
         """Those that have it as weight, and take bytes and scales as they are."""
-        layers = (x for _, x, attr in self.target.uses if attr == "weight")
-        return [x for x in layers if isinstance(x, Float8Linear) and x._float8_keeps_no_master]
+        ours = (use for use in self.target.uses if isinstance(use[1], Float8Linear | Float8Experts))
+        alone = ((x, attr) for _, x, attr in ours if x._float8_keeps_no_master)
+        return [x for x, attr in alone if attr in names_to_gather(x)]
 
 
 def _places(model: nn.Module) -> dict[str, _Place]:
@@ -177,17 +179,21 @@ def _require_fitting(name: str, place: _Place, checkpoint: Checkpoint) -> None:
         wanted = wanted[1] // place.pieces, wanted[2]
     layers = place.layers if name in checkpoint.in_float8 else []
     granularity = checkpoint.scheme.granularity
-    keeps = {layer._float8_plan.casts.weight.how.scaling_granularity for layer in layers}
+    covers = {layer._float8_plan.casts.weight.how.scaling_granularity for layer in place.layers}
+    cut = place.pieces > 1 and any(not x.height or wanted[0] % x.height for x in covers)
     is_shared = is_dtensor(target)
     placements = target.placements if is_shared else ()
     whole_experts = all(each.is_replicate() or each.is_shard(0) for each in placements)
-    if isinstance(dtype, torch.dtype) != target.dtype.is_floating_point:
+    if getattr(dtype, "is_floating_point", False) != target.dtype.is_floating_point:
         got, expected = f"dtype {dtype}", f"numbers like {target.dtype}"
     elif shape != wanted:
         got, expected = f"shape {shape}", f"{wanted} of the model"
-    elif keeps - {granularity}:
+    elif layers and covers != {granularity}:
         got = f"scales of {granularity} for a layer with float8_weights=ONLY"
-        expected = f"those of {keeps}; convert it by the recipe for this checkpoint"
+        expected = f"those of {covers}; convert it by the recipe for this checkpoint"
+    elif cut:
+        got = f"experts with float8_weights=ONLY, where {covers} join rows of two projections"
+        expected = "scales of each; convert them by another recipe, or without ONLY"
     elif is_shared and target.is_meta and len(layers) < len(place.target.uses):
         got, expected = "a sharded Parameter on the meta device", "memory to load into"
         expected += "; call model.to_empty(device=...) first"
@@ -202,7 +208,7 @@ def _require_fitting(name: str, place: _Place, checkpoint: Checkpoint) -> None:
 def _put(place: _Place, read: Callable[..., Tensor], device: Any) -> None:
     """Put a tensor of a checkpoint into its place, as that takes it."""
     target, old, layers = place.target, place.target.tensor, place.layers
-    if len(layers) == len(target.uses):
+    if len(layers) == len(target.uses) and place.expert is None:
         new = read(old.dtype).to(device if old.is_meta else old.device, old.dtype)
         new = in_float8_only(new, layers[0]._float8_plan.casts.weight)
         # A part without the memory of the whole.
@@ -218,7 +224,13 @@ def _put(place: _Place, read: Callable[..., Tensor], device: Any) -> None:
     if is_dtensor(new):
         numbers = _shared(numbers, new).to_local()
     for expert in (numbers == place.expert).nonzero().flatten().tolist():  # if it is on this rank
-        _copy(here[expert].chunk(place.pieces)[place.piece], read())
+        part = part_of(here, expert, place.piece, place.pieces)
+        if not isinstance(part, Float8Tensor):
+            _copy(part, read())
+            continue
+        made = in_float8_only(read(old.dtype).to(part.device), layers[0]._float8_plan.casts.weight)
+        part._data.copy_(made._data)
+        part._scale.copy_(made._scale)
 
 
 def _copy(to: Any, tensor: Tensor) -> None:

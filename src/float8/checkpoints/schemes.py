@@ -6,9 +6,15 @@ in this library; they differ in what a scale covers, and in names.
 | format, strategy | scale beside `weight` | its shape |
 |---|---|---|
 | `fine-grained-fp8`, `block` | `weight_scale_inv` | [ceil(N / 128), ceil(K / 128)] |
+| `fine-grained-fp8`, `block_ue8m0` | `weight_scale_inv` | [ceil(N / 128), ceil(K / 128)] |
+| `fine-grained-fp8`, `mxfp8` | `weight_scale_inv` | [N, ceil(K / 32)] |
 | `fine-grained-fp8`, `tensor` | `weight_scale_inv` | [] |
 | `compressed-tensors`, `channel` | `weight_scale` | [N, 1] |
+| `compressed-tensors`, `mxfp8` | `weight_scale` | [N, ceil(K / 32)] |
 | `compressed-tensors`, `tensor` | `weight_scale` | [1] |
+
+Scales are float32, but exponents of 8 bits in `block_ue8m0` and `mxfp8`: a byte stands for
+2^(byte - 127), 255 for NaN. DeepSeek-V3.1 has these scales in float32, too; both are read.
 """
 
 from dataclasses import replace
@@ -24,6 +30,12 @@ from float8.linear.source import class_with_forward, replaced_forward, shallow_c
 from float8.tensor import Float8Tensor, dequantise, is_dtensor
 
 FINE_GRAINED, COMPRESSED = "fine-grained-fp8", "compressed-tensors"
+EXPONENTS = torch.float8_e8m0fnu
+
+
+def to_exponents(scale: Tensor) -> Tensor:
+    """Return the exponents of float32 scales, rounded down; NaN for NaN and Inf."""
+    return (scale.view(torch.int32) >> 23).to(torch.uint8).view(EXPONENTS)
 
 
 class Scheme(NamedTuple):
@@ -33,18 +45,52 @@ class Scheme(NamedTuple):
     strategy: str
     granularity: ScalingGranularity
     recipe: str  # which multiplies the bytes as they are
+    exponents: torch.dtype | None = None  # of scales that are exponents; None: they are float32
 
     @property
     def scale_suffix(self) -> str:
         """The end of the name of a scale, after that of its weight."""
         return "_scale_inv" if self.format == FINE_GRAINED else "_scale"
 
+    @property
+    def block(self) -> list[int | None] | None:
+        """The `weight_block_size` of `fine-grained-fp8`."""
+        covers = self.granularity
+        return None if covers.one_scale else [covers.height, covers.width]
+
+    @property
+    def scale_fmt(self) -> str:
+        """What `fine-grained-fp8` calls the format of its scales."""
+        return "ue8m0" if self.exponents else "float"
+
+    def takes(self, covers: Any) -> bool:
+        """Whether scales of this granularity can be published: those of squares for each row."""
+        by_rows = ScalingGranularity.BLOCK_32x32, ScalingGranularity.BLOCK_1x32
+        return covers is self.granularity or (covers, self.granularity) == by_rows
+
+    def can_publish(self, weight: Float8Tensor) -> bool:
+        """Whether bytes and scales of a weight can be published as they are."""
+        if not self.takes(weight._granularity) or weight._data.dtype != E4M3:
+            return False
+        if not self.exponents:
+            return True
+        powers = to_exponents(scale := self._scale_of(weight)).to(torch.float32)
+        return bool(((powers == scale) | powers.isnan()).all())
+
+    def _scale_of(self, weight: Float8Tensor) -> Tensor:
+        """Return a copy of the scales of a weight in the shape that files have."""
+        shape, height = self.scale_shape(tuple(weight.shape)), weight._granularity.height
+        if height is None:
+            return weight._scale.reshape(shape).clone()
+        rows = weight._scale.repeat_interleave(height // (self.granularity.height or height), 0)
+        return rows[: shape[0], : shape[1]].contiguous()
+
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the scales of a weight [N, K]."""
         if self.granularity.one_scale:
             return () if self.format == FINE_GRAINED else (1,)
-        N, K = shape
-        return (-(-N // 128), -(-K // 128)) if self.granularity.by_blocks else (N, 1)
+        width = self.granularity.width  # their columns are not padded
+        return self.granularity.scales(shape)[0], 1 if width is None else -(-shape[1] // width)
 
     def require_pair(self, name: str, weight: Any, scale: Any) -> None:
         """Raise unless a weight and its scale, each given as dtype and shape, fit this scheme."""
@@ -52,14 +98,16 @@ class Scheme(NamedTuple):
         kind, size = scale or (None, None)
         right = [self.scale_shape(shape)] if len(shape) == 2 else []
         right += [(), (1,), (1, 1)] if self.granularity.one_scale else []
+        kinds = [EXPONENTS, torch.uint8] if self.exponents else []
+        kinds += [] if self.granularity.exponents else HIGH_PRECISION_DTYPES
         if dtype != E4M3:
             got, expected = f"dtype {dtype}", f"{E4M3}"
         elif len(shape) != 2:
             got, expected = f"float8 of shape {shape}", "two dims"
         elif scale is None:
             got, expected = f"float8 without {scale_name}", "a scale for it"
-        elif kind not in HIGH_PRECISION_DTYPES:
-            name, got, expected = scale_name, f"dtype {kind}", f"one of {HIGH_PRECISION_DTYPES}"
+        elif kind not in kinds:
+            name, got, expected = scale_name, f"dtype {kind}", f"one of {kinds}"
         elif size not in right:
             name, got = scale_name, f"shape {size} for a weight of shape {shape}"
             expected = f"{right[0]} under {self.granularity}"
@@ -69,31 +117,34 @@ class Scheme(NamedTuple):
 
     def weight(self, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Float8Tensor:
         """Return published bytes [N, K] and scales, not rounded, as a tensor of `dtype`."""
-        scale = scale.detach().to(torch.float32)
+        scale = scale.detach()
+        scale = (scale.view(EXPONENTS) if scale.itemsize == 1 else scale).to(torch.float32)
         if self.granularity.one_scale:
             scale = scale.reshape(())
-        elif self.granularity.by_blocks:  # GEMMs want columns of scales in fours
-            scale = F.pad(scale, (0, -scale.shape[1] % 4))
+        else:  # GEMMs want columns of scales in fours
+            columns = self.granularity.scales(tuple(data.shape))[1]
+            scale = F.pad(scale, (0, columns - scale.shape[1]))
         return Float8Tensor(data.detach().contiguous(), scale.contiguous(), dtype, self.granularity)
 
     def published(self, weight: Float8Tensor) -> tuple[Tensor, Tensor]:
-        """Return bytes and float32 scales as they are published; `weight` has this granularity."""
-        shape, scale = self.scale_shape(tuple(weight.shape)), weight._scale
-        scale = scale.reshape(shape) if self.granularity.one_scale else scale[:, : shape[1]]
-        return weight._data, scale.clone(memory_format=torch.contiguous_format)
+        """Return bytes and scales of a weight that `can_publish`."""
+        scale = self._scale_of(weight)
+        return weight._data, to_exponents(scale).view(self.exponents) if self.exponents else scale
 
     def config(self, left_out: list[str]) -> dict[str, Any]:
         """Return the `quantization_config`; `left_out`: names of layers in high precision."""
-        by_tensor = self.granularity.one_scale
         if self.format == FINE_GRAINED:
-            more = {"fmt": "e4m3", "activation_scheme": "dynamic"}
-            blocks = {"weight_block_size": None if by_tensor else [128, 128]}
-            return {"quant_method": "fp8", **more, **blocks, "modules_to_not_convert": left_out}
-        common = {"num_bits": 8, "type": "float", "symmetric": True}
-        weights = common | {"strategy": self.strategy, "dynamic": False}
-        inputs = common | {"strategy": "tensor" if by_tensor else "token", "dynamic": True}
+            more = {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": self.block}
+            more |= {"scale_fmt": self.scale_fmt} if self.exponents else {}
+            method = "mxfp8" if self.strategy == "mxfp8" else "fp8"
+            return {"quant_method": method, **more, "modules_to_not_convert": left_out}
+        common = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": self.strategy}
+        common |= _MXFP8 if self.exponents else {}
+        weights, inputs = common | {"dynamic": False}, common | {"dynamic": True}
+        inputs |= {"strategy": "token"} if self.strategy == "channel" else {}
         group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-        more = {"format": "float-quantized", "quantization_status": "compressed"}
+        format = "mxfp8-quantized" if self.exponents else "float-quantized"
+        more = {"format": format, "quantization_status": "compressed"}
         groups = {"config_groups": {"group_0": group}}
         return {"quant_method": COMPRESSED, **more, **groups, "ignore": left_out}
 
@@ -101,11 +152,26 @@ class Scheme(NamedTuple):
 _ALL = (
     Scheme(FINE_GRAINED, "block", ScalingGranularity.BLOCK_128x128, "blockwise"),
     Scheme(FINE_GRAINED, "tensor", ScalingGranularity.TENSORWISE, "tensorwise"),
+    Scheme(FINE_GRAINED, "block_ue8m0", ScalingGranularity.BLOCK_128x128, "blockwise", EXPONENTS),
+    Scheme(FINE_GRAINED, "mxfp8", ScalingGranularity.BLOCK_1x32, "mxfp8", torch.uint8),
     Scheme(COMPRESSED, "channel", ScalingGranularity.AXISWISE, "rowwise"),
     Scheme(COMPRESSED, "tensor", ScalingGranularity.TENSORWISE, "tensorwise"),
+    Scheme(COMPRESSED, "mxfp8", ScalingGranularity.BLOCK_1x32, "mxfp8", torch.uint8),
 )
+_MXFP8 = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+"""What compressed-tensors says of weights and inputs in `mxfp8`."""
+
 SCHEMES = {(each.format, each.strategy): each for each in _ALL}
 """All that can be read and written, by format and strategy."""
+
+_NAMES = ", ".join(f"{format!r} with strategy {strategy!r}" for format, strategy in SCHEMES)
+_METHODS = "fp8", "mxfp8"  # of `fine-grained-fp8`
+
+
+def _fine_grained(block: Any) -> dict[str, Scheme]:
+    """Return the schemes of `fine-grained-fp8` with blocks of that size, by their `scale_fmt`."""
+    alike = (each for each in _ALL if each.format == FINE_GRAINED and each.block == block)
+    return {each.scale_fmt: each for each in alike}
 
 
 def scheme_named(format: str, strategy: str | None) -> Scheme:
@@ -113,20 +179,25 @@ def scheme_named(format: str, strategy: str | None) -> Scheme:
     for (known_format, name), scheme in SCHEMES.items():
         if known_format == format and strategy in (None, name):
             return scheme
-    names = ", ".join(f"{known_format!r} with strategy {name!r}" for known_format, name in SCHEMES)
-    raise ValueError(f"format: got {format!r} with strategy {strategy!r}, expected one of {names}")
+    raise ValueError(f"format: got {format!r} with strategy {strategy!r}, expected one of {_NAMES}")
 
 
 def scheme_of(config: Any) -> Scheme:
     """Return the scheme that the `quantization_config` of a `config.json` describes."""
     config = _object(config)
     method, said = config.get("quant_method"), list[tuple[str, Any, list[Any]]]()
-    if method == "fp8":
-        blocks = config.get("weight_block_size")
-        key = FINE_GRAINED, "tensor" if blocks is None else "block"
-        wanted = {"weight_block_size": [128, 128], "scale_fmt": "float", "fmt": "e4m3"}
-        wanted |= {"expert_dtype": "fp8"}
-        said = [(f"[{name!r}]", config.get(name), [x, None]) for name, x in wanted.items()]
+    if method == "mxfp8":
+        config = {"weight_block_size": [1, 32], "scale_fmt": "ue8m0", **config}
+    if method in _METHODS:
+        blocks, scale_fmt = config.get("weight_block_size"), str(config.get("scale_fmt") or "float")
+        known = _fine_grained(blocks)
+        key = FINE_GRAINED, known[scale_fmt].strategy if scale_fmt in known else ""
+        said = [
+            ("['weight_block_size']", blocks, [[128, 128], [1, 32], None]),
+            ("['scale_fmt']", scale_fmt, [*known]),
+            ("['fmt']", config.get("fmt"), ["e4m3", None]),
+            ("['expert_dtype']", config.get("expert_dtype"), ["fp8", None]),
+        ]
     elif method == COMPRESSED:
         groups = _object(config.get("config_groups"))
         if len(groups) != 1:
@@ -138,11 +209,15 @@ def scheme_of(config: Any) -> Scheme:
             (": weights['type']", weights.get("type"), ["float"]),
             (": weights['num_bits']", weights.get("num_bits"), [8]),
             (": weights['symmetric']", weights.get("symmetric", True), [True]),
-            (": weights['strategy']", weights.get("strategy"), ["channel", "tensor"]),
+            (": weights['strategy']", weights.get("strategy"), ["channel", "tensor", "group"]),
             (": targets", group.get("targets"), [["Linear"]]),
         ]
+        if key[1] == "group":
+            key = COMPRESSED, "mxfp8"
+            said += [(f": weights[{n!r}]", weights.get(n), [x]) for n, x in _MXFP8.items()]
     else:
-        raise _unknown("", f"quant_method {method!r}", f"'fp8' or {COMPRESSED!r} in float8")
+        expected = f"'fp8', 'mxfp8' or {COMPRESSED!r} in float8"
+        raise _unknown("", f"quant_method {method!r}", expected)
     for what, got, right in said:
         if got not in right:
             expected = " or ".join(repr(each) for each in right if each is not None)
@@ -167,6 +242,23 @@ def values_of(x: Tensor) -> Tensor:
     return dequantise(x, torch.float32) if isinstance(x, Float8Tensor) else x
 
 
+def part_of(x: Tensor, expert: int, piece: int, pieces: int) -> Tensor:
+    """Return a piece [N, K] of one of the weights [E, pieces * N, K] of experts.
+
+    In float8 it has the scales of the whole; values, if one of these covers two pieces.
+    """
+    N = x.shape[1] // pieces
+    begin, end = N * piece, N * piece + N
+    if not isinstance(x, Float8Tensor):
+        return x[expert, begin:end]
+    height = x._granularity.height or 1
+    if pieces > 1 and N % height:
+        whole: Any = x[expert]
+        return dequantise(whole)[begin:end]
+    scale = x._scale[expert, begin // height : -(-end // height)]
+    return Float8Tensor(x._data[expert, begin:end], scale, x.dtype, x._granularity)
+
+
 # ---------------------------------------------------------------- layers that others loaded
 
 # transformers has `fine-grained-fp8` in its `FP8Linear`, and compressed-tensors in an `nn.Linear`
@@ -184,10 +276,13 @@ def strategy_of(mod: Any) -> tuple[str, str] | None:
         return None
     if "weight_scale_inv" in mod._parameters:
         block: Any = getattr(mod, "block_size", None)
-        named = {None: "tensor", (128, 128): "block"}
-        return FINE_GRAINED, named.get(block and (*block,), f"{block} blocks")
+        is_exponents = mod._parameters["weight_scale_inv"].itemsize == 1
+        scheme = _fine_grained(block and [*block]).get("ue8m0" if is_exponents else "float")
+        return FINE_GRAINED, scheme.strategy if scheme else f"{block} blocks"
     if (scale := mod._parameters.get("weight_scale")) is None:
         return None
+    if scale.itemsize == 1:
+        return COMPRESSED, "mxfp8"
     return COMPRESSED, "tensor" if scale.numel() == 1 else "channel"
 
 
@@ -197,6 +292,8 @@ def config_for(mod: Any, config: Float8LinearConfig | None) -> Float8LinearConfi
         return config
     scheme = SCHEMES.get(strategy_of(mod) or ("", ""))
     recipe = as_config(scheme.recipe if scheme else "tensorwise")
+    if scheme and scheme.exponents:  # servers round scales of activations, too
+        recipe = replace(recipe, round_scales_to_power_of_2=True)
     return replace(recipe, float8_weights=Float8Weights.ONLY)
 
 
@@ -206,8 +303,8 @@ def why_not_taken(mod: Any, config: Float8LinearConfig) -> str | None:
     scheme = SCHEMES.get((format, strategy))
     if scheme is None:
         return (
-            f"got a weight in float8 with scales of {strategy} ({format}), expected 128x128 blocks "
-            f"or compressed-tensors by channel or tensor; load it dequantised"
+            f"got a weight in float8 with scales of {strategy} ({format}), expected one of "
+            f"{_NAMES}; load it dequantised"
         )
     if replaced_forward(mod) and (hasattr(mod, "_hf_hook") or _SCHEME not in vars(mod)):
         got = "got a layer with a `forward` of its own as attribute"
@@ -262,7 +359,7 @@ def leave_quantizers(model: nn.Module) -> None:
             hook.remove()
         quantizer = vars(mod).get("hf_quantizer")
         config = getattr(quantizer, "quantization_config", None)
-        if quantizer and getattr(config, "quant_method", None) in ("fp8", COMPRESSED):
+        if quantizer and getattr(config, "quant_method", None) in (*_METHODS, COMPRESSED):
             quantizer.remove_quantization_config(mod)
 
 

@@ -25,7 +25,7 @@ from float8.checkpoints.names import (
     unwrapped,
 )
 from float8.checkpoints.ranks import Together
-from float8.checkpoints.schemes import FINE_GRAINED, Scheme, scheme_named, values_of
+from float8.checkpoints.schemes import FINE_GRAINED, Scheme, part_of, scheme_named, values_of
 from float8.config import CastConfig, require_module
 from float8.experts import Float8Experts
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
@@ -71,8 +71,10 @@ def float8_weights(
         model: converted; in training or evaluation, sharded by FSDP2 or whole.
         format: `"fine-grained-fp8"` (as DeepSeek-V3 and Qwen3 are published) or
             `"compressed-tensors"`.
-        strategy: what a scale covers. `"fine-grained-fp8"`: `"block"`, 128x128 (default), or
-            `"tensor"`. `"compressed-tensors"`: `"channel"`, one output (default), or `"tensor"`.
+        strategy: what a scale covers. `"fine-grained-fp8"`: `"block"`, 128x128 (default),
+            `"block_ue8m0"`, the same with 8-bit exponents as scales, `"mxfp8"`, 1x32 with these,
+            or `"tensor"`. `"compressed-tensors"`: `"channel"`, one output (default), `"mxfp8"` or
+            `"tensor"`. Scales that are no powers of two are cast anew where exponents are written.
         dtype: that of what is not in float8. None: as the model has it, if most of its weights for
             float8 have 16 bits; else float32 becomes bfloat16, but for what the classes of
             transformers keep in float32.
@@ -318,13 +320,17 @@ def _in_float8(
 
 def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastConfig, bool]:
     """Return the cast of a weight of so many rows, and whether training casts it so, too."""
-    how = CastConfig(target_dtype=E4M3, scaling_granularity=scheme.granularity)
+    rounded = scheme.exponents is not None
+    how = CastConfig(target_dtype=E4M3, scaling_granularity=scheme.granularity, power_of_2=rounded)
     if not isinstance(module, Float8Linear | Float8Experts):
         return how, False
     of_training = module._float8_plan.casts.weight.how
-    how = replace(how, power_of_2=of_training.power_of_2)
+    covers = of_training.scaling_granularity
+    covers = covers if scheme.takes(covers) else scheme.granularity
+    rounded = rounded or of_training.power_of_2
+    how = replace(how, scaling_granularity=covers, power_of_2=rounded)
     # Training has the pieces of the weights of experts together: no scale may cover two of them.
-    apart = pieces == 1 or rows // pieces % (scheme.granularity.height or rows) == 0
+    apart = pieces == 1 or rows // pieces % (covers.height or rows) == 0
     return how, of_training == how and apart
 
 
@@ -373,24 +379,21 @@ def _written(
             yield {source.names[0][0]: x}, None
             continue
         experts = x.dim() == 3
-        pieces = x.chunk(len(source.names), 1) if experts else [[x]]
-        for names, piece in zip(source.names, pieces, strict=True):
-            for name, weight in zip(names, piece, strict=True):
-                made = _cast(weight, source.how)
+        for piece, names in enumerate(source.names):
+            for expert, name in enumerate(names):
+                weight = part_of(x, expert, piece, len(source.names)) if experts else x
+                as_trained, values = source.as_trained, weight
+                if isinstance(weight, Float8Tensor):  # which training multiplies as it is
+                    as_trained = contents.scheme.can_publish(weight)
+                    values = weight if as_trained else weight.to_original_precision()
+                made = in_float8_only(values, Cast(source.how))
                 data, scale = contents.scheme.published(made)
                 if experts and scale.dim() == 0:
                     scale = scale.reshape(1, 1)  # transformers joins these
                 note = None
                 if measured:
-                    note = WrittenWeight(name, source.as_trained, _sqnr(made, weight))
+                    note = WrittenWeight(name, as_trained, _sqnr(made, weight))
                 yield {name: data, name + contents.scheme.scale_suffix: scale}, note
-
-
-def _cast(weight: Tensor, how: CastConfig) -> Float8Tensor:
-    """Cast a weight [N, K]; bytes that have these scales stay."""
-    if isinstance(weight, Float8Tensor) and weight._granularity is not how.scaling_granularity:
-        weight = weight.to_original_precision()
-    return in_float8_only(weight, Cast(how))
 
 
 def _sqnr(made: Float8Tensor, weight: Tensor) -> float:

@@ -51,7 +51,7 @@ def convert_to_float8_training(
     all experts run as `grouped_linear` does.
 
     Layers whose weights others have loaded in float8 (transformers' `FP8Linear`; compressed-tensors
-    by channel or tensor) keep their bytes under `Float8Weights.ONLY`, the default for
+    by channel, tensor or as MXFP8) keep their bytes under `Float8Weights.ONLY`, the default for
     them. Any other config dequantises them to Parameters that train. A layer already converted
     gets the new `config`, and its delayed-scaling state starts again. `nn.TransformerEncoder` is
     kept off its fast path, which would evaluate in high precision.
@@ -234,10 +234,9 @@ def _refused(fqn: str, got: str, do: str) -> ValueError:
 def _fsdp_has_weights(mod: Float8Linear | Float8Experts) -> bool:
     """Whether FSDP2 gathers a weight in float8: it has shards, or they are gathered now."""
     parameters: Any = mod._parameters
-    only = isinstance(mod, Float8Linear) and mod._float8_keeps_no_master
     return any(
         (isinstance(local, Float8GatherWeight) and local is not weight)
-        or (isinstance(local, Float8Tensor) and not only)
+        or (isinstance(local, Float8Tensor) and not mod._float8_keeps_no_master)
         for weight in map(parameters.get, names_to_gather(mod))
         for local in [local_tensor(weight)]
     )

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from float8.autograd import computed_before
-from float8.config import ConfigOrRecipe, Float8Weights, as_config
-from float8.experts.gather import GatheredExperts
+from float8.config import ConfigOrRecipe, Float8Weights, ScalingGranularity, as_config
 from float8.formats import GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES
 from float8.linear.functional import Call, Linear, autocast_dtype
 from float8.linear.plan import EXPECTED, LinearPlan, plan_linear
 from float8.linear.weight import Weight
+from float8.tensor import Float8Tensor
 
 
 def grouped_linear(
@@ -49,9 +49,9 @@ def grouped_linear(
         RuntimeError: the device has no such GEMM and `config.emulate` is False.
     """
     config = as_config("rowwise" if config is None else config)
-    if config.float8_weights is Float8Weights.HELD:
+    if config.float8_weights is not Float8Weights.ON_THE_FLY:
         raise ValueError(
-            f"grouped_linear: got a config with float8_weights=HELD, which belongs to a module "
+            f"grouped_linear: got a config with {config.float8_weights}, which belongs to a module "
             f"that is converted, expected {EXPECTED}"
         )
     return apply_grouped(input, weight, offs, plan_linear(config, grouped=True), config.emulate)
@@ -74,7 +74,7 @@ def apply_grouped(
     # be, as under expert parallel: there the ops find none, as on a CPU, where they check offs.
     if not compiling and input.shape[0] == 0 and not input.is_cpu:
         one = weight[0]
-        if isinstance(one, GatheredExperts) and one._granularity.square:  # which has no transpose
+        if isinstance(one, Float8Tensor) and one._granularity.by_blocks:  # which has no transpose
             one = one.to_original_precision()
         return input @ one.to(input.dtype).t()
     grad = torch.is_grad_enabled()
@@ -82,7 +82,11 @@ def apply_grouped(
     transposed = held is not None and weight.stride() != held.values.stride()
     call = Call(plan, plan.casts, weight.shape[2], weight.dtype, *needs, transposed)
     w = held or Weight(weight)
-    if isinstance(weight, GatheredExperts):
+    if isinstance(weight, Float8Tensor):
+        covers = plan.casts.weight.how.scaling_granularity
+        if weight._granularity is not (covers if covers.by_blocks else ScalingGranularity.AXISWISE):
+            got, expected = f"weight in float8 under {weight._granularity}", f"scales of {covers}"
+            raise ValueError(f"grouped_linear: got a {got}, expected {expected}")
         w = Weight(None, weight._data, weight._scale)
     args = input.contiguous(), weight, w, offs, call
     computed = computed_before(Linear, *args) if compiling else None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
-from float8.config import CastSite, Float8LinearConfig
+from float8.config import CastSite, Float8LinearConfig, Float8Weights
 from float8.experts.functional import apply_grouped
 from float8.formats import E5M2, FLOAT8_MAX, GEMM_ALIGNMENT, HOPPER, lacks_float8_gemm
 from float8.linear.functional import autocast_dtype
@@ -44,8 +44,11 @@ class Float8Experts(Float8Module):
 
     def _float8_set_up(self, config: Float8LinearConfig) -> None:
         """Take this configuration."""
+        self._float8_drop_state()
         self._float8_config, self._float8_plan = config, plan_linear(config, grouped=True)
         self._float8_set_held()
+        if self._float8_keeps_no_master:
+            self._float8_drop_master(*names_to_gather(self))
 
     def _float8_product(self, x: Tensor, weight: Any, offs: Tensor, name: str = "") -> Tensor:
         """Multiply groups of rows [T, K] by weights [E, N, K]; `name`: of their Parameter."""
@@ -97,8 +100,8 @@ class Float8Experts(Float8Module):
             words.append("input by 1x128 for grad_weight")
         if not config.scales_by_blocks:
             words.append(f"use_fast_accum={config.gemm_config_output.use_fast_accum}")
-        if self._float8_held:
-            words.append("weights held in float8")
+        if self._float8_held or self._float8_without_masters():
+            words.append(f"weights {config.float8_weights.value} in float8")
         if config.enable_fsdp_float8_all_gather and not names_to_gather(self):
             words.append("weights gathered in high precision")
         return ", ".join(filter(None, words))
@@ -237,8 +240,14 @@ def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | 
     weights = weights_of(module)
     if not weights:
         return "got no weights [experts, N, K]"
+    alone = config.float8_weights is Float8Weights.ONLY
     for name, _, N, K in weights:
         parameter: Any = module._parameters[name]
+        fits = name in names_to_gather(module) and not is_dtensor(parameter)
+        fits = fits and kind_of(module) is RegisteredExperts and not parameter.requires_grad
+        if alone and not fits:
+            expected = "a whole frozen weight [E, N, K] in experts of transformers"
+            return f"got {name} with float8_weights=ONLY, expected {expected}"
         if parameter.dtype in FLOAT8_MAX:
             do = "load the model with dequantize=True, or its files with load_float8_checkpoint"
             return f"got {name} in float8 as transformers loads it, expected high precision: {do}"

@@ -19,9 +19,9 @@ from float8.linear.plan import Casts, plan_linear
 from float8.linear.sharded import Shards, dtensor_in_float8, linear_of_shards
 from float8.linear.source import class_of, problem, shallow_copy
 from float8.linear.state import StatefulLayer
-from float8.linear.weight import hold, in_float8_only
+from float8.linear.weight import hold
 from float8.scales import UNKNOWN_SCALE, DelayedScale
-from float8.tensor import Float8Tensor, dequantise, local_tensor
+from float8.tensor import Float8Tensor, local_tensor
 from float8.tensor.ranks import amax_over
 
 
@@ -125,25 +125,10 @@ class Float8Linear(StatefulLayer, nn.Linear):
         if self._float8_keeps_no_master and not keep_master:
             self._float8_drop_master()
 
-    @torch.inference_mode(False)
-    def _float8_drop_master(self) -> None:
-        """Cast a weight that is to be in float8 only, which takes the place of the Parameter."""
-        weight = in_float8_only(self.weight.detach(), self._float8_plan.casts.weight)
-        self._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
-
-    @torch.inference_mode(False)
     def _float8_drop_state(self) -> None:
-        """Drop buffers, and dequantise a weight that is in float8 only."""
         for name in self._float8_state():
             del self._buffers[name]
-        weight: Any = self._parameters.get("weight")
-        ours = "_float8_config" in vars(self) and self._float8_keeps_no_master
-        if ours and isinstance(weight, Float8Tensor):
-            self._parameters["weight"] = nn.Parameter(dequantise(weight), requires_grad=False)
-
-    def _float8_become_high_precision(self) -> None:
-        self._float8_drop_state()
-        super()._float8_become_high_precision()
+        super()._float8_drop_state()
 
     # ---------------------------------------------------------------- forward
 

@@ -72,8 +72,6 @@ def no_grouped_gemm(config: Float8LinearConfig) -> str | None:
         return "weights with scales of 1x128"
     if not {"output", "grad_input"} <= set(config.float8_gemms):
         return "the GEMM of output or grad_input in high precision"
-    if config.float8_weights is Float8Weights.ONLY:
-        return "float8_weights=ONLY"
     return None
 
 
@@ -95,7 +93,10 @@ def _resolved(config: Float8LinearConfig, grouped: bool) -> LinearPlan:
         a, b = (made[site].how for site in GEMM_OPERANDS[name])
         fast = getattr(config, f"gemm_config_{'output' if grouped else name}").use_fast_accum
         granularities = a.scaling_granularity, b.scaling_granularity
-        return Gemm(fast, config.emulate, a.power_of_2 and b.power_of_2, granularities)
+        # Weights that others published in float8 may have any scales, but for exponents.
+        ours = config.float8_weights is not Float8Weights.ONLY or b.scaling_granularity.exponents
+        rounded = a.power_of_2 and b.power_of_2 and ours
+        return Gemm(fast, config.emulate, rounded, granularities)
 
     def rows_suffice(cast: Cast, *gemms: Gemm | None) -> bool:
         granularity, rounded = cast.how.scaling_granularity, cast.how.power_of_2

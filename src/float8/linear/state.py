@@ -1,6 +1,6 @@
 """Keep the state of a linear layer while it is moved, copied, saved, loaded and synced.
 
-That is the state of delayed scaling, and a weight that is in float8 only.
+That is the state of delayed scaling.
 
 Each cast site with delayed scaling owns three float32 buffers, each with storage of its own:
 `fp8_amax_<site>` [], the largest amax since the last sync; `fp8_amax_history_<site>` [history_len],
@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from float8.config import CastSite, Float8Weights
-from float8.formats import HIGH_PRECISION_DTYPES
+from float8.config import CastSite
 from float8.linear.foreign_state import as_loadable
-from float8.linear.weight import Float8Module, in_float8_only, moved
+from float8.linear.weight import Float8Module
 from float8.scales import UNKNOWN_SCALE
-from float8.tensor import Float8Tensor, dequantise, local_tensor
+from float8.tensor import local_tensor
 from float8.tensor.ranks import sharding_groups
-from float8.tensor.wrapper import PLAIN
 
 
 class StatefulLayer(Float8Module):
@@ -97,11 +95,6 @@ class StatefulLayer(Float8Module):
         """Return the process groups over which parts of the weight are spread."""
         weight = self.weight
         return sharding_groups(weight) if hasattr(weight, "device_mesh") else ()
-
-    @property
-    def _float8_keeps_no_master(self) -> bool:
-        """Whether the weight is in float8 only."""
-        return self._float8_config.float8_weights is Float8Weights.ONLY
 
     # ---------------------------------------------------------------- which steps it is in
 
@@ -208,13 +201,7 @@ class StatefulLayer(Float8Module):
         weight: Any = self._parameters.get("weight")
         left_meta = weight is not None and self._float8_leave_meta()
         before: dict[str, Tensor] = self._float8_state()
-        in_float8 = self._float8_keeps_no_master and isinstance(weight, Float8Tensor)
-        if in_float8:  # another dtype would have it dequantised
-            weight = nn.Parameter(moved(weight, fn), requires_grad=False)
-            self._parameters["weight"] = None
         super()._apply(fn, recurse)
-        if in_float8:
-            self._parameters["weight"] = weight
         for name, old in before.items():
             new = self.get_buffer(name)
             if new.dtype != torch.float32:  # `.half()`: move, but never through fewer bits
@@ -235,11 +222,6 @@ class StatefulLayer(Float8Module):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
         _, missing_keys, _, error_msgs = rest
-        key = prefix + "weight"
-        values: Any = state_dict.get(key)
-        loadable = self._float8_loadable_weight(values, local_metadata)
-        if loadable is not values:
-            state_dict = {**state_dict, key: loadable}
         before = self._float8_state()
         state_dict = as_loadable(self, state_dict, prefix, error_msgs)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
@@ -254,16 +236,3 @@ class StatefulLayer(Float8Module):
             if not parameters.isdisjoint(state_dict):
                 self._float8_reset_state()  # what they knew was of other weights
         self._float8_state_was_written()  # but no amax was recorded
-
-    def _float8_loadable_weight(self, values: Any, local_metadata: dict[str, Any]) -> Any:
-        """Return a weight of a checkpoint: in float8 if this layer has no other, else not."""
-        if not self._float8_keeps_no_master:
-            return dequantise(values) if isinstance(values, Float8Tensor) else values
-        weight = self.weight
-        fits = getattr(values, "shape", None) == weight.shape  # else torch says so
-        if type(values) not in PLAIN or not fits or values.dtype not in HIGH_PRECISION_DTYPES:
-            return values
-        if not local_metadata.get("assign_to_params_buffers", False):  # as `copy_` would round
-            values = values.to(weight.dtype)
-        values = values if weight.is_meta else values.to(weight.device)
-        return in_float8_only(values, self._float8_plan.casts.weight)

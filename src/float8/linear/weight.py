@@ -17,15 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from float8.config import CastConfig, Float8LinearConfig, ScalingGranularity
-from float8.formats import FLOAT8_MAX
+from float8.config import CastConfig, Float8LinearConfig, Float8Weights, ScalingGranularity
+from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.gemm import Gemm, grouped_matmul, matmul_of_any_size
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.private import dispatch_modes, make_fx_is_on, pre_dispatch_modes
 from float8.linear.plan import LinearPlan
 from float8.quantize import Cast, padded, quantize, to_col
 from float8.scales import Operand
-from float8.tensor import Float8Tensor, gathered_like, high_precision
+from float8.tensor import Float8Tensor, dequantise, gathered_like, high_precision
+from float8.tensor.wrapper import PLAIN
 
 _DYNAMO_TELLS = TorchVersion(torch.__version__) >= "2.13"
 """Whether Dynamo knows export from compilation: that of torch 2.11 takes all for export."""
@@ -236,8 +237,35 @@ class Float8Module(nn.Module):
         self._float8_held = tuple(made if each is held else each for each in self._float8_held)
         return made
 
+    @property
+    def _float8_keeps_no_master(self) -> bool:
+        """Whether the weights are in float8 only."""
+        return self._float8_config.float8_weights is Float8Weights.ONLY
+
+    def _float8_without_masters(self) -> dict[str, Float8Tensor]:
+        """Return the weights that are in float8 only, by their names."""
+        if "_float8_config" not in vars(self) or not self._float8_keeps_no_master:
+            return {}
+        parameters: Any = self._parameters.items()
+        return {name: x for name, x in parameters if isinstance(x, Float8Tensor)}
+
+    @torch.inference_mode(False)
+    def _float8_drop_state(self) -> None:
+        """Dequantise weights that are in float8 only."""
+        for name, weight in self._float8_without_masters().items():
+            self._parameters[name] = nn.Parameter(dequantise(weight), requires_grad=False)
+
+    @torch.inference_mode(False)
+    def _float8_drop_master(self, *names: str) -> None:
+        """Cast weights that are to be in float8 only, which take the place of the Parameters."""
+        for name in names or ("weight",):
+            weight = getattr(self, name).detach()
+            made = in_float8_only(weight, self._float8_plan.casts.weight)
+            self._parameters[name] = nn.Parameter(made, requires_grad=False)
+
     def _float8_become_high_precision(self) -> None:
         """Turn this very object back into what it was made of."""
+        self._float8_drop_state()
         self.__dict__.pop("forward", None)  # that of its class, which accelerate leaves behind
         source = self._float8_source_class  # may be its own attribute
         cls: Any = type(self)
@@ -259,7 +287,13 @@ class Float8Module(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self._float8_held = ()
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # Another dtype would have them dequantised.
+        alone = {name: moved(x, fn) for name, x in self._float8_without_masters().items()}
+        self._parameters.update(dict.fromkeys(alone))
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, weight in alone.items():
+            self._parameters[name] = nn.Parameter(weight, requires_grad=False)
+        return self
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -269,13 +303,31 @@ class Float8Module(nn.Module):
             if key in destination:
                 destination[key] = high_precision(destination[key])
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        before = {**self._parameters}
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        before, given = {**self._parameters}, {}
+        for name, old in before.items():
+            if (values := state_dict.get(prefix + name)) is not None:
+                given[prefix + name] = self._float8_loadable(old, values, local_metadata)
+        super()._load_from_state_dict(state_dict | given, prefix, local_metadata, *rest)
         for name, old in before.items():
             new: Any = self._parameters.get(name)
             if new is not None and new is not old:  # by assign=True
                 self._parameters[name] = gathered_like(new, old)
+
+    def _float8_loadable(self, old: Any, values: Any, local_metadata: dict[str, Any]) -> Any:
+        """Return values of a checkpoint: in float8 if those of `old` are in it alone, else not."""
+        if not self._float8_keeps_no_master:
+            return dequantise(values) if isinstance(values, Float8Tensor) else values
+        fits = getattr(values, "shape", None) == old.shape  # else torch says so
+        fits = fits and isinstance(old, Float8Tensor)  # and no bias
+        if type(values) not in PLAIN or not fits or values.dtype not in HIGH_PRECISION_DTYPES:
+            return values
+        if not local_metadata.get("assign_to_params_buffers", False):  # as `copy_` would round
+            values = values.to(old.dtype)
+        values = values if old.is_meta else values.to(old.device)
+        return in_float8_only(values, self._float8_plan.casts.weight)
 
     def __getstate__(self) -> Any:
         theirs = getattr(super(), "__getstate__", None)  # Python 3.10 has none for all objects
@@ -291,12 +343,20 @@ class Float8Module(nn.Module):
 @torch.inference_mode(False)  # else it could not be saved for a backward
 @torch.no_grad()
 def in_float8_only(weight: Tensor, cast: Cast) -> Float8Tensor:
-    """Return `weight` [N, K] as a `Float8Tensor`."""
+    """Return `weight`, [N, K] or [E, N, K] of experts, as a `Float8Tensor`."""
     if isinstance(weight, Float8Tensor):
         return weight
     made = quantize(weight, cast, row=True).row
-    data = made.data[: weight.shape[0], : weight.shape[1]].contiguous()
-    return Float8Tensor(data, made.scale, weight.dtype, cast.how.scaling_granularity)
+    *_, N, K = weight.shape
+    covers, scale, data = cast.how.scaling_granularity, made.scale, made.data[..., :N, :K]
+    if weight.dim() == 3 and covers.width is None:  # experts', of which rows may be alike
+        scale, covers = scale.unsqueeze(-1), ScalingGranularity.AXISWISE
+    if not covers.one_scale:  # runs have scales of padded rows, squares of experts more columns
+        *_, rows, columns = covers.scales(tuple(weight.shape))
+        scale = scale[..., :rows, :columns].contiguous()
+    if data.shape != made.data.shape:  # no part of a tensor: `load_state_dict` writes scales, too
+        data = data.clone(memory_format=torch.contiguous_format)
+    return Float8Tensor(data, scale, weight.dtype, covers)
 
 
 def moved(weight: Float8Tensor, fn: Callable[[Tensor], Tensor]) -> Float8Tensor:

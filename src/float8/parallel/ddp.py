@@ -3,6 +3,7 @@
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from float8.experts import Float8Experts, names_to_gather
 from float8.kernels.runtime.private import goes_on_without_inputs
 from float8.linear import Float8Linear
 
@@ -23,10 +24,10 @@ def tell_ddp_what_to_ignore(module: nn.Module) -> None:
         names = [
             f"{prefix}.{name}" if prefix else name
             for prefix, layer in root.named_modules()
-            if isinstance(layer, Float8Linear)
+            if isinstance(layer, Float8Linear | Float8Experts)
             for name in (
-                *[site.amax for site in layer._float8_delayed],
-                *["weight"] * layer._float8_keeps_no_master,
+                *[site.amax for site in getattr(layer, "_float8_delayed", ())],
+                *(names_to_gather(layer) if layer._float8_keeps_no_master else ()),
             )
         ]
         before = root.__dict__.pop(_OURS, [])

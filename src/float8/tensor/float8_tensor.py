@@ -74,10 +74,9 @@ class Float8Tensor(Wrapper):
             raise TypeError(
                 f"orig_dtype: got {orig_dtype}, expected one of {HIGH_PRECISION_DTYPES}"
             )
-        straight = data.is_contiguous()
-        rows = data.dim() > 1 and (granularity.by_rows or granularity.square)
-        lies = straight and (rows or data.dim() == 2)
-        if not (granularity.one_scale or lies or (rows and data.mT.is_contiguous())):
+        straight, turns = data.is_contiguous(), granularity.by_rows or granularity.square
+        lies = data.dim() > 1 and (straight or (turns and data.mT.is_contiguous()))
+        if not (granularity.one_scale or lies):
             raise ValueError(
                 f"data: got shape {tuple(data.shape)} with strides {data.stride()}, expected a "
                 f"contiguous matrix under {granularity}"
@@ -246,9 +245,9 @@ def _scales_of_pieces(
     """Return the scales of the parts that `func` made of the data of `x`."""
     if x._granularity.one_scale:
         return [x._scale] * len(pieces)
-    if x.dim() == 3 and x._granularity.square:  # of experts: one, or all transposed
+    if x.dim() == 3 and x._granularity.by_blocks:  # of experts: one, or all transposed
         swapped = func is aten.transpose.int and {dim % 3 for dim in rest} == {1, 2}
-        if swapped or (func is aten.select.int and rest[0] == 0):
+        if (swapped and x._granularity.square) or (func is aten.select.int and rest[0] == 0):
             return [func(x._scale, *rest)]
     if x._has_row_scales and func is aten.constant_pad_nd.default and not any(rest[0][:2]):
         return [func(x._scale, rest[0], 1.0)]
