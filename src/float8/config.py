@@ -496,7 +496,7 @@ class Float8LinearConfig:
         """Whether some scales cover blocks, which fewer devices multiply."""
         return any(how.scaling_granularity.by_blocks for how in self.own_casts.values())
 
-    @property
+    @functools.cached_property
     def only_on(self) -> tuple[int, ...]:
         """The major compute capabilities of GPUs that have the GEMMs of linear layers; (): many."""
         if any(how.scaling_granularity.exponents for how in self.own_casts.values()):

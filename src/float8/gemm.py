@@ -11,12 +11,12 @@ from torch.utils.flop_counter import register_flop_formula
 from float8.config import Granularity, ScalingGranularity
 from float8.formats import BLACKWELL, HOPPER, lacks_float8_gemm
 from float8.kernels.cast_groups import ends_of_groups
-from float8.kernels.dequantise import dequantised
+from float8.kernels.dequantise import dequantised_by_kernel
 from float8.kernels.grouped_matmul import GROUPED_GEMM
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.private import CPU_MULTIPLIES_BFLOAT16, surely
 from float8.kernels.swizzle import RECIPE, SWIZZLE, scales_of_rows, swizzled
-from float8.scales import Operand
+from float8.scales import Operand, dequantised
 
 _TENSORWISE = ScalingGranularity.TENSORWISE
 _BY_BLOCKS: dict[Granularity, F.ScalingType] = {
@@ -175,10 +175,11 @@ def _block_scales(operand: Operand, covers: Granularity) -> tuple[Tensor, list[i
 
 def _emulated(a: Operand, b: Operand, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
     covers_a, covers_b = gemm.granularities
-    exact = exact_dtype(a.data.device, gemm.powers_of_2, out_dtype)
+    exact = exact_dtype(a.data.device, out_dtype) if gemm.powers_of_2 else torch.float32
     scaled_before = covers_a.by_blocks or exact == torch.bfloat16
     if scaled_before:
-        left, right = dequantised(a, covers_a, exact), dequantised(b, covers_b, exact)
+        values = dequantised if a.data.is_cpu else dequantised_by_kernel
+        left, right = values(a, covers_a, exact), values(b, covers_b, exact)
     else:
         left, right = a.data.to(exact), b.data.to(exact)
     # Autocast would round the operands to its own dtype.
@@ -196,14 +197,14 @@ def _emulated(a: Operand, b: Operand, gemm: Gemm, out_dtype: torch.dtype) -> Ten
     return product if out_dtype == exact else product.to(out_dtype)
 
 
-def exact_dtype(device: torch.device, powers_of_2: bool, out_dtype: torch.dtype) -> torch.dtype:
-    """Return in which dtype dequantised values are multiplied: bfloat16 if exact, and faster.
+def exact_dtype(device: torch.device, out_dtype: torch.dtype) -> torch.dtype:
+    """Return in which dtype to multiply values that bfloat16 holds exactly: in it, if faster.
 
     On CPUs it has no product that is not rounded to it.
     """
     cpu = CPU_MULTIPLIES_BFLOAT16 and out_dtype == torch.bfloat16
     faster = cpu if device.type == "cpu" else device.type == "cuda"
-    return torch.bfloat16 if powers_of_2 and faster else torch.float32
+    return torch.bfloat16 if faster else torch.float32
 
 
 # ---------------------------------------------------------------- groups of rows, as experts have
@@ -240,7 +241,7 @@ def grouped_matmul(
     only = BLACKWELL if gemm.granularities[0].exponents else HOPPER
     if ask and (reason := lacks_float8_gemm(a.data.device, only=only)):
         raise _refusal(reason)
-    exact = exact_dtype(a.data.device, gemm.powers_of_2, out_dtype)
+    exact = exact_dtype(a.data.device, out_dtype) if gemm.powers_of_2 else torch.float32
     covers = [x.value if x.by_blocks else "axiswise" for x in gemm.granularities]
     return GROUPED_GEMM(  # type: ignore[no-any-return]
         *a, *b, ends, gemm.emulate, gemm.use_fast_accum, out_dtype, tokens, exact, *covers

@@ -11,13 +11,13 @@ from float8 import kernels
 from float8.config import CastConfig, Granularity
 from float8.formats import FLOAT8_MAX, GEMM_ALIGNMENT
 from float8.kernels.cast_groups import cast_groups
-from float8.kernels.dequantise import dequantised
 from float8.scales import (
     UNKNOWN_SCALE,
     DelayedScale,
     Operand,
     Quantized,
     amax_to_scale,
+    dequantised,
 )
 
 Reduction = Callable[[Tensor], Tensor]

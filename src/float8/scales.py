@@ -171,3 +171,21 @@ def check_scale(operand: Operand, granularity: Granularity) -> None:
     if not right:
         got = f"shape {tuple(operand.scale.shape)} for data of {tuple(operand.data.shape)}"
         raise ValueError(f"scale: got {got}, expected {expected} under {granularity}")
+
+
+def dequantised(
+    operand: Operand, granularity: Granularity, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return `data * scale`, computed in float32 and rounded to `dtype`; of any shape."""
+    (data, scale), height, width = operand, granularity.height, granularity.width
+    values = data.to(torch.float32)
+    if granularity.one_scale:
+        scale = scale.reshape(())
+    if width is not None:  # an expanded view, which a compiler does not copy
+        scale = scale.unsqueeze(-1).expand(*scale.shape, width).flatten(-2)
+        scale = scale[..., : data.shape[-1]]
+    if height not in (None, 1):
+        scale = scale.repeat_interleave(height, dim=-2)[..., : data.shape[-2], :]
+    values = values.mul_(scale)
+    # No `.to()` that does nothing: see `gemm._emulated`.
+    return values if dtype == torch.float32 else values.to(dtype)

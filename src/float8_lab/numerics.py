@@ -25,10 +25,10 @@ from float8.config import (
 )
 from float8.convert.report import percent
 from float8.experts import Float8Experts, kind_of, weights_of
-from float8.kernels.dequantise import dequantised
 from float8.linear.plan import no_grouped_gemm, plan_linear
 from float8.numerics import measure, of_this_rank, over_ranks, show
 from float8.quantize import Cast, quantize
+from float8.scales import dequantised
 from float8.tensor import local_tensor
 
 _LAYER_WIDTH = 23  # with it a report has 80 columns

@@ -19,9 +19,9 @@ from float8 import conversion_report, convert_to_high_precision
 from float8.config import CastConfig, ScalingGranularity
 from float8.experts import Float8Experts
 from float8.experts.gather import GatheredExperts, GatherExperts
-from float8.kernels.dequantise import dequantised
 from float8.parallel.experts import all_to_all_in_float8
 from float8.quantize import Cast, quantize
+from float8.scales import dequantised
 from sqnr import same_bits, sqnr
 from support.errors import require_errors
 from support.models import seeded

@@ -11,9 +11,8 @@ from torch.torch_version import TorchVersion
 
 from float8 import kernels
 from float8.config import CastConfig, ScalingGranularity
-from float8.kernels.dequantise import dequantised
 from float8.quantize import Cast, quantize
-from float8.scales import DelayedScale, Operand, Quantized, amax_to_scale
+from float8.scales import DelayedScale, Operand, Quantized, amax_to_scale, dequantised
 from kernels.float8_codes import assert_same
 from support.devices import E4M3, on_devices
 from support.errors import require_errors

@@ -19,10 +19,10 @@ from float8 import (
 )
 from float8.formats import E4M3
 from float8.gemm import Gemm, matmul
-from float8.kernels.dequantise import dequantised
 from float8.kernels.swizzle import swizzled, swizzled_rows, swizzled_tokens
+from float8.linear.plan import plan_linear
 from float8.quantize import Cast, quantize
-from float8.scales import Operand
+from float8.scales import Operand, dequantised
 from linear.test_values import SHAPES, assert_products, layer_of, tensors
 from sqnr import sqnr
 from support.configs import of_recipe
@@ -69,10 +69,10 @@ def test_bfloat16_multiplies_the_same_values(
 
 def test_emulation_in_bfloat16_is_chosen_where_it_is_exact() -> None:
     exact_dtype = importlib.import_module("float8.gemm").exact_dtype
-    gpu = torch.device("cuda")
-    assert exact_dtype(gpu, True, torch.bfloat16) == torch.bfloat16
-    assert exact_dtype(gpu, False, torch.bfloat16) == torch.float32
-    assert exact_dtype(torch.device("cpu"), True, torch.float32) == torch.float32
+    assert exact_dtype(torch.device("cuda"), torch.float32) == torch.bfloat16
+    assert exact_dtype(torch.device("cpu"), torch.float32) == torch.float32
+    plans = [plan_linear(of_recipe(name)) for name in ("mxfp8", "rowwise", "blockwise")]
+    assert [plan.output.powers_of_2 for plan in plans] == [True, True, False]
 
 
 def test_values_are_exact_in_bfloat16() -> None:

@@ -6,10 +6,10 @@ import torch
 import tolerances
 from float8.config import CastConfig, Float8LinearConfig, Granularity, ScalingGranularity
 from float8.gemm import Gemm
-from float8.kernels.dequantise import dequantised
 from float8.linear.functional import apply_linear
 from float8.linear.plan import Casts, plan_linear
 from float8.quantize import Cast, quantize
+from float8.scales import dequantised
 from sqnr import sqnr
 from support.models import seeded
 from support.reference import reference_values

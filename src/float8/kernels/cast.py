@@ -128,13 +128,6 @@ def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype, exponents: bool = Fa
     return torch.where(number, data, 0x7F).view(dtype)
 
 
-def scale_of(amax: Tensor, dtype: torch.dtype, power_of_2: bool, width: int | None) -> Tensor:
-    """Return the scale of an amax under blocks of this width: an exponent of 8 bits under 32."""
-    if width == 32:
-        return amax_to_exponent(amax, dtype)
-    return amax_to_scale(amax, dtype, power_of_2)
-
-
 def cast_reference(
     x: Tensor,
     scale: Tensor | None,
@@ -192,8 +185,9 @@ def cast_reference(
                 # where a kernel loads it and not yet rounded in the kernel that takes it. Data
                 # would be cast under one scale and multiplied with the other.
                 amax = amax.to(torch.float32).abs().amax(dim, keepdim=True)
-        s = scale_of(amax, dtype, power_of_2, width)
-        data = to_float8(y, s, dtype, width == 32).reshape(Rp, Cp)
+        exponents = width == 32
+        s = amax_to_exponent(amax, dtype) if exponents else amax_to_scale(amax, dtype, power_of_2)
+        data = to_float8(y, s, dtype, exponents).reshape(Rp, Cp)
         if differs:  # once more: next to a NaN a zero has become NaN, too
             data = F.pad(data.view(torch.uint8)[:R, :C], pad).view(dtype)
         made.append((data.contiguous(), s.squeeze((1, 3))))

@@ -19,7 +19,7 @@ from torch import Tensor
 from float8.config import CastConfig
 from float8.formats import E4M3, GROUP_ALIGNMENT, HIGH_PRECISION_DTYPES
 from float8.kernels import tiles
-from float8.kernels.cast import cast, cast_reference, refusal, scale_of
+from float8.kernels.cast import cast, cast_reference, refusal, to_float8
 from float8.kernels.cast_kernels import store_runs, store_runs_of_columns
 from float8.kernels.numeric import (
     magnitude_bits,
@@ -31,7 +31,7 @@ from float8.kernels.numeric import (
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import has_float8_conversion, jit, tl
 from float8.kernels.tiles import load
-from float8.scales import Operand, Quantized
+from float8.scales import Operand, Quantized, amax_to_scale
 
 
 def cast_groups(
@@ -106,39 +106,49 @@ def cast_groups_reference(
     scale: Tensor | None = None,
     after: Tensor | None = None,
 ) -> list[Tensor]:
-    """Plain-torch twin, which casts each group as a matrix: row data and scales, columns, ends."""
-    how = None if one_scale else 1, run, dtype
+    """Plain-torch twin: row data and scales, column data, scales and ends, those asked for."""
+    (R, C), E = x.shape, offs.shape[0]
     out = cast_groups_fake(x, offs, run, dtype, row, col, width)
-    codes = [each.view(torch.uint8).zero_() for each in out if each.dtype == dtype]
-    for each in out:
-        if each.dtype == torch.float32:
-            each.copy_(scale_of(torch.zeros((), device=x.device), dtype, power_of_2, run))
-    begin = at = 0
-    for group, end in enumerate(ends_of_groups(offs, x.shape[0]).tolist()):
-        given = None if scale is None else scale[group]
-        n, behind = end - begin, at + (end - begin + 127) // 128 * 128
-        made = cast_reference(x[begin:end], given, *how, row, col, False, power_of_2) if n else []
-        if one_scale and n:  # each layout with its scales, as others
-            one = made.pop(0) if given is None else given
-            made = [part for data in made for part in (data, one)]
-        if row and n and run is None:
-            codes[0][begin:end], out[1][begin:end] = made[0].view(torch.uint8), made[1].view(-1)
-        if col and n:
-            data = made[-2].view(torch.uint8)
-            codes[-1][:, at : at + data.shape[1]] = data
-            if run is not None:
-                out[-2][:, at // run : (at + data.shape[1]) // run] = made[-1]
-            else:
-                out[-2][group, : x.shape[1] if one_scale else None] = made[-1].view(-1)
-        if col:
-            out[-1][group] = behind
-            if given is not None:
-                out[-2][group] = given
-        begin, at = end, behind
-    if row and run is not None:  # a row is the same in any group
-        made = cast_reference(x, None, *how, True, False, False, power_of_2)
-        codes[0].copy_(made[0][: len(x)].view(torch.uint8))
-        out[1].copy_(made[1][: len(x)])
+    ends = ends_of_groups(offs, R)
+    group = torch.bucketize(torch.arange(R, device=offs.device), ends, right=True)  # E: none
+    sizes = ends.diff(prepend=ends.new_zeros(1))
+    padded = (sizes + 127) // 128 * 128
+    behind = padded.cumsum(0)
+    rows = (group < E).nonzero().view(-1)
+    to = rows + (behind - padded - ends + sizes)[group[rows]]  # in column data
+    if run is not None:
+        how = None, 1, run, dtype
+        moved = x.new_zeros((width, C)).index_copy(0, to, x[rows])
+        data, scales = cast_reference(moved, *how, False, True, False, power_of_2)
+        inside = torch.zeros(width, dtype=torch.bool, device=x.device).index_fill(0, to, True)
+        # Next to NaN a zero has become NaN, too.
+        made = [data.view(torch.uint8).masked_fill(~inside, 0).view(dtype), scales, behind]
+        if row:
+            made = [y[:R] for y in cast_reference(x, *how, True, False, False, power_of_2)] + made
+        for empty, y in zip(out, made, strict=True):
+            empty.copy_(y)
+        return out
+    outside, magnitudes = (group == E)[:, None], x.to(torch.float32).abs()
+    amaxes = magnitudes.new_zeros((E + 1, C + -C % 16))  # of columns
+    amaxes[:, :C].scatter_reduce_(0, group[:, None].expand(R, C), magnitudes, "amax")
+    if one_scale:
+        amaxes[:, :C] = amaxes.amax(1, keepdim=True)
+    if row:
+        of_rows = amaxes[group, :1] if one_scale else magnitudes.amax(1, keepdim=True)
+        of_rows = amax_to_scale(of_rows.masked_fill(outside, 0), dtype, power_of_2)
+        if scale is not None:
+            of_rows = torch.where(outside, of_rows, scale[group.clamp(max=E - 1), None])
+        codes = to_float8(x, of_rows, dtype).view(torch.uint8)
+        out[0].view(torch.uint8).zero_()[:, :C] = codes.masked_fill(outside, 0)
+        out[1].copy_(of_rows[:, 0])
+    if col:
+        of_columns = amax_to_scale(amaxes[:E], dtype, power_of_2)
+        if scale is not None:
+            of_columns = scale[:, None].expand_as(of_columns)
+        codes = to_float8(x[rows], of_columns[group[rows], :C], dtype).view(torch.uint8)
+        out[-3].view(torch.uint8).zero_()[:C, to] = codes.t()
+        out[-2].copy_(of_columns)
+        out[-1].copy_(behind)
     return out
 
 

@@ -1,4 +1,4 @@
-"""Float8 data times their scales: back to high precision."""
+"""Float8 data times their scales in one kernel: `scales.dequantised` on a GPU."""
 
 from typing import Any
 
@@ -9,50 +9,21 @@ from float8.config import Granularity
 from float8.formats import E4M3
 from float8.kernels.runtime.launch import takes_triton_directly
 from float8.kernels.runtime.triton import jit, tl
-from float8.scales import Operand
+from float8.scales import Operand, dequantised
+
+_BLOCK_R, _BLOCK_C = 16, 256
 
 
-def dequantised(
-    operand: Operand, granularity: Granularity, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Return `data * scale`, computed in float32 and rounded to `dtype`; of any shape.
+def dequantised_by_kernel(operand: Operand, granularity: Granularity, dtype: torch.dtype) -> Tensor:
+    """Return what its twin, `dequantised`, does; a compiler sees that, which it fuses.
 
-    A compiler sees plain torch, which it fuses. On a GPU one kernel does it.
+    It takes data whose rows lie in one piece, under one scale, or as many dims of scales.
     """
     data, scale = operand
-    if data.is_cuda and takes_triton_directly(data, scale) and _fits(operand, granularity):
-        return _dequantised_triton(operand, granularity, dtype)
-    return dequantised_reference(operand, granularity, dtype)
-
-
-def dequantised_reference(operand: Operand, granularity: Granularity, dtype: torch.dtype) -> Tensor:
-    """Plain-torch twin."""
-    (data, scale), height, width = operand, granularity.height, granularity.width
-    values = data.to(torch.float32)
-    if granularity.one_scale:
-        scale = scale.reshape(())
-    if width is not None:  # an expanded view, which a compiler does not copy
-        scale = scale.unsqueeze(-1).expand(*scale.shape, width).flatten(-2)
-        scale = scale[..., : data.shape[-1]]
-    if height not in (None, 1):
-        scale = scale.repeat_interleave(height, dim=-2)[..., : data.shape[-2], :]
-    values = values.mul_(scale)
-    # No `.to()` that does nothing: see `gemm._emulated`.
-    return values if dtype == torch.float32 else values.to(dtype)
-
-
-# ---------------------------------------------------------------- Triton
-
-
-def _fits(operand: Operand, granularity: Granularity) -> bool:
-    """Whether the kernel takes data: rows in memory, with scales for each matrix, or one."""
-    data, scale = operand
     alike = granularity.one_scale or scale.dim() == data.dim()
-    return data.dim() in (2, 3) and data.stride(-1) == 1 and alike and data.numel() > 0
-
-
-def _dequantised_triton(operand: Operand, granularity: Granularity, dtype: torch.dtype) -> Tensor:
-    data, scale = operand
+    fits = alike and data.dim() in (2, 3) and data.stride(-1) == 1 and data.numel()
+    if not (data.is_cuda and takes_triton_directly(data, scale) and fits):
+        return dequantised(operand, granularity, dtype)
     out = torch.empty(data.shape, dtype=dtype, device=data.device)
     codes = data.view(torch.uint8)
     codes = codes if codes.dim() == 3 else codes.unsqueeze(0)
@@ -68,9 +39,6 @@ def _dequantised_triton(operand: Operand, granularity: Granularity, dtype: torch
         granularity.width or _BLOCK_C, data.dtype == E4M3, _BLOCK_R, _BLOCK_C,
     )  # fmt: skip
     return out
-
-
-_BLOCK_R, _BLOCK_C = 16, 256
 
 
 @jit

@@ -19,12 +19,12 @@ from torch import Tensor
 from float8.config import Granularity, ScalingGranularity
 from float8.formats import GROUP_ALIGNMENT
 from float8.kernels.cast_groups import check_offs, ends_of_groups, groups_of
-from float8.kernels.dequantise import dequantised
+from float8.kernels.dequantise import dequantised_by_kernel
 from float8.kernels.grouped_blocks import multiply_blocks
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import TensorDescriptor, jit, sm_count, tl
 from float8.kernels.swizzle import grouped_mm
-from float8.scales import Operand
+from float8.scales import Operand, dequantised
 
 _ROWS = ScalingGranularity.AXISWISE
 
@@ -87,7 +87,8 @@ def _in_bfloat16(
         a, b = (Operand(x.data, x.scale.new_ones(())) for x in (a, b))
         of_a = of_b = ScalingGranularity.TENSORWISE
     ends = ends_of_groups(ends, a.data.shape[0 if of_rows else 1])
-    x, w = (dequantised(x, of, torch.bfloat16) for x, of in ((a, of_a), (b, of_b)))
+    x = dequantised_by_kernel(a, of_a, torch.bfloat16)
+    w = dequantised_by_kernel(b, of_b, torch.bfloat16)
     y = F.grouped_mm(x, w.mT, offs=ends)
     if of_rows:
         there = torch.arange(len(y), device=ends.device)[:, None] < ends[-1]

@@ -10,9 +10,8 @@ from torch.distributed import ProcessGroup
 from float8.autograd import once_differentiable
 from float8.config import CastConfig, ScalingGranularity
 from float8.formats import E4M3, GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES
-from float8.kernels.dequantise import dequantised
 from float8.quantize import Cast, quantize
-from float8.scales import Operand
+from float8.scales import Operand, dequantised
 
 _ROWS = Cast(
     CastConfig(target_dtype=E4M3, scaling_granularity=ScalingGranularity.AXISWISE, power_of_2=True)

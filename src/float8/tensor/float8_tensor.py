@@ -8,9 +8,8 @@ from torch import Tensor
 
 from float8.config import CastConfig, Granularity, ScalingGranularity
 from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
-from float8.kernels.dequantise import dequantised
 from float8.quantize import Cast, quantize
-from float8.scales import Operand, check_scale
+from float8.scales import Operand, check_scale, dequantised
 from float8.tensor.ranks import amax_over, dtensor_like, is_dtensor, sharding_groups
 from float8.tensor.wrapper import Wrapper, as_inference_as
 
