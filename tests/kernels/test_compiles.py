@@ -18,10 +18,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from float8.config import ScalingGranularity
 from float8.formats import ceil16
+from float8.kernels.dequantise import dequantised_triton
 from float8.kernels.runtime import ops, private
 from float8.kernels.runtime.launch import Launch
 from float8.kernels.runtime.triton import GluonDescriptor, TensorDescriptor
+from float8.scales import Operand
 
 triton = pytest.importorskip("triton")
 GluonASTSource = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
@@ -164,6 +167,11 @@ for flag, of in itertools.product(BOOLS, (BF16, FP32)):
     BY_TRITON[f"groups by runs of 128 {of} {flag}"] = partial(by_runs, of, flag, 128)
     BY_TRITON[f"groups by runs of 32 {of} {flag}"] = partial(by_runs, of, flag, 32)
     BY_TRITON[f"grouped_matmul of blocks {of} {flag}"] = partial(of_blocks, flag, of)
+BY_TRITON["dequantise"] = lambda x: dequantised_triton(
+    Operand(empty(*x.shape, dtype=E4M3), empty(x.shape[0], -(-x.shape[1] // 32))),
+    ScalingGranularity.BLOCK_1x32,
+    BF16,
+)
 BY_TRITON["count"] = lambda x: ops.cuda.count(x, empty(*x.shape, dtype=E4M3), empty(), False)
 MAY_SPILL = {f"grouped_matmul {of_rows} True {FP32}": 24 for of_rows in BOOLS}
 """Wide tiles of float32, which gain more; and one of two halves of the GEMM of blocks."""

@@ -13,8 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from float8.config import ScalingGranularity
 from float8.kernels.amax import is_dense, measuring
+from float8.kernels.dequantise import dequantised_triton
 from float8.kernels.runtime import ops
+from float8.scales import Operand, dequantised
 from kernels.float8_codes import (
     FORMATS,
     HIGH_PRECISION,
@@ -236,6 +239,24 @@ class TestRounding:
             x = x.to(triton_device)
             args = (x, one(x, scale), None, None, dtype, True, True)
             assert_same(ops.cuda.cast(*args), ops.cpu.cast(*args))
+
+
+@pytest.mark.parametrize("of", ScalingGranularity, ids=lambda of: of.value)
+def test_dequantised(of: ScalingGranularity, triton_device: torch.device) -> None:
+    """All codes, also of rows that lie apart and of several matrices, as experts have."""
+    for dtype, shape in itertools.product(FORMATS, ((40, 300), (3, 20, 70))):
+        if len(shape) == 3 and of.one_scale:
+            continue
+        codes = torch.randint(0, 256, (*shape[:-1], shape[-1] + 4), dtype=torch.uint8)
+        data = codes.to(triton_device).view(dtype)[..., 2:-2]
+        scale = torch.exp2(torch.randint(-30, 30, of.scales(shape)).float())
+        scale = scale.mT.contiguous().mT if scale.dim() else scale
+        operand = Operand(data, scale.to(triton_device))
+        for out in BF16, FP32:
+            got, want = (f(operand, of, out) for f in (dequantised_triton, dequantised))
+            assert got.dtype == out
+            assert torch.equal(got.isnan(), want.isnan())
+            assert torch.equal(got.nan_to_num(0.0), want.nan_to_num(0.0))
 
 
 @formats

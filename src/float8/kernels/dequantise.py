@@ -22,8 +22,14 @@ def dequantised_by_kernel(operand: Operand, granularity: Granularity, dtype: tor
     data, scale = operand
     alike = granularity.one_scale or scale.dim() == data.dim()
     fits = alike and data.dim() in (2, 3) and data.stride(-1) == 1 and data.numel()
-    if not (data.is_cuda and takes_triton_directly(data, scale) and fits):
-        return dequantised(operand, granularity, dtype)
+    if data.is_cuda and takes_triton_directly(data, scale) and fits:
+        return dequantised_triton(operand, granularity, dtype)
+    return dequantised(operand, granularity, dtype)
+
+
+def dequantised_triton(operand: Operand, granularity: Granularity, dtype: torch.dtype) -> Tensor:
+    """Launch the kernel."""
+    data, scale = operand
     out = torch.empty(data.shape, dtype=dtype, device=data.device)
     codes = data.view(torch.uint8)
     codes = codes if codes.dim() == 3 else codes.unsqueeze(0)
