@@ -42,7 +42,7 @@ def dequantised_triton(operand: Operand, granularity: Granularity, dtype: torch.
     kernel: Any = _dequantise_kernel
     kernel[(E * -(-R // _BLOCK_R), -(-C // _BLOCK_C))](
         codes, scale, out, R, C, *codes.stride()[:2], *strides, granularity.height or R,
-        granularity.width or _BLOCK_C, data.dtype == E4M3, _BLOCK_R, _BLOCK_C,
+        granularity.width or _BLOCK_C, data.dtype == E4M3, _BLOCK_R, _BLOCK_C, num_warps=4,
     )  # fmt: skip
     return out
 
