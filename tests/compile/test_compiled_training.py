@@ -198,7 +198,7 @@ def results_of(variant: Variant) -> dict[str, Tensor]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", [recipe.value for recipe in Float8LinearRecipeName])
+@pytest.mark.parametrize("recipe", [x.value for x in Float8LinearRecipeName if "mx" not in x.value])
 def test_a_block_loses_nothing_by_being_compiled(recipe: str) -> None:
     torch._dynamo.reset()
     (bf16, eager), (_, compiled) = (make_variants([recipe], [mode]) for mode in (EAGER, COMPILED))

@@ -39,6 +39,11 @@ coarse_and_fine = pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 some_compiled = pytest.mark.parametrize("recipe", ["rowwise", "blockwise", *longer])
 
 
+def here(recipe: str) -> Any:
+    """Return what can run: MXFP8 is emulated, of which no GPU here has the GEMM."""
+    return as_grouped(recipe) if recipe == "mxfp8" else recipe
+
+
 class Inputs(NamedTuple):
     """Input, weight, offs and the gradient of the output."""
 
@@ -129,8 +134,8 @@ def test_it_is_as_exact_as_layers(device: str, recipe: str) -> None:
     sizes = [256, 128, 384]
     given = inputs(sizes, device=device)
     exact = loop(sizes, given.to(torch.float64), F.linear)
-    layers = loop(sizes, given, lambda a, b: linear(a, b, config=recipe))
-    for want, got, layer in zip(exact, given.run(recipe), layers, strict=True):
+    layers = loop(sizes, given, lambda a, b: linear(a, b, config=here(recipe)))
+    for want, got, layer in zip(exact, given.run(here(recipe)), layers, strict=True):
         assert sqnr(want, got) >= sqnr(want, layer) - 0.1
 
 
@@ -139,11 +144,11 @@ def test_it_is_as_exact_as_layers(device: str, recipe: str) -> None:
 def test_what_is_not_finite_stays_with_its_expert(device: str, recipe: str) -> None:
     sizes = [17, 5, 10]
     given = inputs(sizes, device=device)
-    clean = given.run(recipe)
+    clean = given.run(here(recipe))
     with torch.no_grad():
         given.x[18] = float("nan")
         given.g[19] = float("inf")
-    for good, bad, groups in zip(clean, given.run(recipe), (3, 3, 0), strict=True):
+    for good, bad, groups in zip(clean, given.run(here(recipe)), (3, 3, 0), strict=True):
         of_good, of_bad = (z.split(sizes) if groups else z for z in (good, bad))
         assert not of_bad[1].isfinite().all()
         for e in (0, 2):
@@ -293,7 +298,7 @@ def test_offs_that_lead_nowhere(device: str, recipe: str) -> None:
         tamed = given._replace(offs=given.offs.new_tensor(tame))
         assert grouped_outer(a, b, given.offs).equal(grouped_outer(a, b, tamed.offs))
         if device == "cuda":
-            assert_same(given.run(recipe), tamed.run(recipe))
+            assert_same(given.run(here(recipe)), tamed.run(here(recipe)))
             continue
         for call, x in calls:
             with pytest.raises(ValueError, match=re.escape(f"got offs {wild} for {len(x)} rows")):

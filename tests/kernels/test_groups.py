@@ -215,8 +215,10 @@ def test_the_grouped_gemm_of_blocks_is_its_twin(
     rows[1][sum(sizes) :] = float("nan")
     ends = torch.tensor(sizes, device=triton_device).cumsum(0).to(torch.int32)
     cases = [(*rows, *w.col, ends), (*columns, *w.row, ends), (*tokens, padded.to(torch.int32))]
-    for n, case in enumerate(cases):
-        how = False, True, torch.float32 if n == len(sizes) % 3 else torch.bfloat16, None, True
+    of = (RUNS.value, SQUARES.value), (RUNS.value, SQUARES.value), (RUNS.value, RUNS.value)
+    for n, (case, covers) in enumerate(zip(cases, of, strict=True)):
+        dtype = torch.float32 if n == len(sizes) % 3 else torch.bfloat16
+        how = False, True, dtype, None, torch.float32, *covers
         got, want = ops.cuda.grouped_matmul(*case, *how), ops.cpu.grouped_matmul(*case, *how)
         assert torch.equal((got == 0).all(-1), (want == 0).all(-1))
         assert got.isfinite().all()
