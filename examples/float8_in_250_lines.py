@@ -233,7 +233,7 @@ LIBRARY = {
     "kernels": "two kernels cast to both layouts; this page needs about eight passes over a tensor",
     "scales.py": "delayed scaling: the scale comes from earlier steps, so a cast reads once",
     "config.py": "recipes: a scale for each row, or for each block of 1x128 or 128x128",
-    "gemm.py": "GEMMs under these scales, for the tokens of each expert, or emulated in float32",
+    "gemm.py": "GEMMs under these scales, for the tokens of each expert, or emulated",
     "linear": "weights that can be cast once per step, autocast, empty inputs, torch.compile",
     "convert": "which layers gain on your GPU, why the others stay, and the way back",
     "step.py": "all that happens once per optimizer step, with one all-reduce for all layers",

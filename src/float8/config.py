@@ -301,10 +301,11 @@ class Float8Weights(enum.Enum):
     HELD = "held"
     """Weights are cast once per optimizer step (`attach_to_optimizer`, `update_float8_weights`) for
     training; evaluation casts on the fly. Row and column data stay beside the weight, two bytes per
-    element. All results are those of `ON_THE_FLY`."""
+    element, and scales. All results are those of `ON_THE_FLY`."""
 
     ONLY = "only"
-    """Frozen weights are cast at the conversion, and replaced: one byte per element is left."""
+    """Frozen weights are cast at the conversion, and replaced: one byte per element is left, and
+    the scales: under `BLOCK_1x32` an eighth of a byte."""
 
 
 @dataclass(frozen=True)
@@ -345,10 +346,10 @@ class Float8LinearConfig:
             Without effect on weights that are not sharded, and on experts stored as [E, K, N].
         float8_weights: when weights are cast. All but `ON_THE_FLY` require equal casts of the
             weight for `output` and `grad_input`.
-        pad_inner_dim: pad dims that are not divisible by 16, under block scales by 128, with zeros
+        pad_inner_dim: pad dims that are not divisible by 16, or the width of blocks, with zeros
             inside the cast, which changes no result. Only True is accepted.
-        emulate: compute GEMMs in float32 on the dequantised values: the same numerics on any
-            device, slowly.
+        emulate: compute GEMMs in high precision on the dequantised values: the same numerics on any
+            device, slowly. In bfloat16 where it holds the values exactly, else in float32.
         round_scales_to_power_of_2: round every scale up to a power of two, so that scaling
             itself adds no rounding error. Applies to dynamic and delayed scales.
         delayed_scaling_config: for delayed scaling: how long a history is, and which amax counts.
@@ -409,6 +410,12 @@ class Float8LinearConfig:
             casts[site] = replace(how, power_of_2=True) if self.round_scales_to_power_of_2 else how
         object.__setattr__(self, "_casts", casts)
         self._check_gemms()
+        widths = {how.scaling_granularity.width or 0 for how in casts.values()} - {0}
+        if len(widths) > 1 and not self.emulate:
+            raise ValueError(
+                f"scaling_granularity: got blocks of {' and '.join(map(str, sorted(widths)))}, "
+                f"expected one of them: no GPU multiplies both; or set emulate=True"
+            )
         only = self.float8_weights is Float8Weights.ONLY
         if only and self.enable_fsdp_float8_all_gather:
             raise ValueError(
@@ -445,6 +452,12 @@ class Float8LinearConfig:
                 expected = ", ".join(f"{a.value} x {b.value}" for a, b in GEMM_GRANULARITIES)
                 values = f"{pair[0].value} and {pair[1].value}"
                 raise ValueError(f"{got} with scales of {values}, expected one of {expected}")
+            both = E5M2 in (a.target_dtype, b.target_dtype) and pair[0].by_blocks
+            if both and not self.emulate:
+                raise ValueError(
+                    f"{got} one of {E5M2} under {pair[0]}, expected {E4M3} for both, as tensor "
+                    f"cores want; change that target_dtype or set emulate=True"
+                )
             if a.target_dtype == b.target_dtype == E5M2 and not self.emulate:
                 raise ValueError(
                     f"{got} both of {E5M2}, expected at least one {E4M3}, as tensor cores want; "
@@ -469,9 +482,9 @@ class Float8LinearConfig:
         lossy = (by_runs and not kept) or (granularity is _A and not weight.power_of_2)
         if row_only and lossy:
             raise ValueError(
-                f"{name}: got {value} with a weight under {granularity}, expected TENSORWISE, "
-                f"BLOCK_128x128, BLOCK_32x32, or AXISWISE with round_scales_to_power_of_2: columns "
-                f"for grad_input are made of its float8 data; set it to {default}, or change these"
+                f"{name}: got {value} with a weight under {granularity}, expected TENSORWISE, a "
+                f"square BLOCK, or AXISWISE with round_scales_to_power_of_2: columns for "
+                f"grad_input are made of its float8 data; set it to {default}, or change these"
             )
 
     def cast_config(self, site: CastSite) -> CastConfig:
@@ -491,17 +504,16 @@ class Float8LinearConfig:
         own = self.own_casts.items()
         return tuple(site for site, x in own if x.scaling_type is ScalingType.DELAYED)
 
-    @property
-    def scales_by_blocks(self) -> bool:
-        """Whether some scales cover blocks, which fewer devices multiply."""
-        return any(how.scaling_granularity.by_blocks for how in self.own_casts.values())
-
     @functools.cached_property
     def only_on(self) -> tuple[int, ...]:
-        """The major compute capabilities of GPUs that have the GEMMs of linear layers; (): many."""
-        if any(how.scaling_granularity.exponents for how in self.own_casts.values()):
+        """The major compute capabilities of GPUs that have the GEMMs of linear layers; (): many.
+
+        Scales of blocks have few.
+        """
+        covers = [how.scaling_granularity for how in self.own_casts.values()]
+        if any(each.exponents for each in covers):
             return BLACKWELL
-        return HOPPER if self.scales_by_blocks else ()
+        return HOPPER if any(each.by_blocks for each in covers) else ()
 
     @property
     def float8_gemms(self) -> tuple[str, ...]:

@@ -32,7 +32,8 @@ GROUP_ALIGNMENT = 128
 
 
 HOPPER, BLACKWELL = (9,), (10, 12)
-"""Major compute capabilities: of GPUs that multiply blocks of 128, and 8-bit exponents."""
+"""Major compute capabilities: of GPUs that multiply blocks of 128, and 8-bit exponents. Only the
+first of them multiply groups."""
 
 
 @functools.cache
@@ -51,7 +52,7 @@ def lacks_float8_gemm(device: torch.device, *, only: tuple[int, ...] = ()) -> st
             return None
         name, expected = torch.cuda.get_device_name(device), ">= 8.9"
         if only:
-            what = "8-bit exponents as scales" if only == BLACKWELL else "block scales and experts"
+            what = "block scales and experts" if only == HOPPER else "8-bit exponents as scales"
             expected = f"{' or '.join(f'{x}.x' for x in only)} for {what}"
         return f"{name} has compute capability {major}.{minor}, expected {expected}"
     return f"float8 GEMMs run on 'cuda' and 'cpu' devices, got '{device.type}'"

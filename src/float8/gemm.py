@@ -230,15 +230,15 @@ def grouped_matmul(
     empty; ends are multiples of 128 where what is contracted lies in groups. `tokens`: the real
     rows without padding; only FLOP counting reads it. CPUs multiply as `emulate` does.
 
-    Under blocks `a` [R, K] has scales of runs, [R, K / 128], and `b` those of squares, see
-    `Operand`; of groups that are contracted both have runs, [N, R / 128] and [K, R / 128]. Sums of
-    128 products are scaled, and added in float32.
+    Under blocks of k `a` [R, K] has scales of runs, [R, K / k], and `b` those of squares or runs,
+    see `Operand`; of groups that are contracted both have runs, [N, R / k] and [K, R / k]. Sums of
+    k products are scaled, and added in float32.
 
     Raises:
         RuntimeError: the device has no such GEMM and `gemm.emulate` is False.
     """
     ask = not torch.compiler.is_compiling() and not gemm.emulate
-    only = BLACKWELL if gemm.granularities[0].exponents else HOPPER
+    only = BLACKWELL[:1] if gemm.granularities[0].exponents else HOPPER
     if ask and (reason := lacks_float8_gemm(a.data.device, only=only)):
         raise _refusal(reason)
     exact = exact_dtype(a.data.device, out_dtype) if gemm.powers_of_2 else torch.float32

@@ -11,13 +11,13 @@ from float8 import kernels
 from float8.config import CastConfig, Granularity
 from float8.formats import FLOAT8_MAX, GEMM_ALIGNMENT
 from float8.kernels.cast_groups import cast_groups
+from float8.kernels.dequantise import dequantised_by_kernel
 from float8.scales import (
     UNKNOWN_SCALE,
     DelayedScale,
     Operand,
     Quantized,
     amax_to_scale,
-    dequantised,
 )
 
 Reduction = Callable[[Tensor], Tensor]
@@ -138,8 +138,7 @@ def _cast_each(
         if R % covers.width:  # each by itself: a compiler would keep a copy that is filled up
             each: Any = [kernels.cast(x, how, row=row, col=col, after=after) for x in weights]
             of_row, of_col = (_stacked(x) if x[0] else None for x in zip(*each, strict=True))
-            below = of_row and (of_row.scale.shape[1] if covers.square else R)
-            of_row = of_row and Operand(of_row.data[:, :R], of_row.scale[:, :below])
+            of_row = of_row and Operand(*(x[:, :R] for x in of_row))  # of squares there are fewer
         else:
             matrix = weights.contiguous().view(-1, C)
             of_row, of_col = kernels.cast(matrix, how, row=row, col=col, after=after)
@@ -148,8 +147,7 @@ def _cast_each(
             if of_col is not None:  # those of each expert lie beside each other
                 beside = of_col.data, of_col.scale[:, : R * E // covers.width]
                 of_col = Operand(*(x.view(len(x), E, -1).transpose(0, 1) for x in beside))
-        below = of_col and (of_col.scale.shape[1] if covers.square else C)
-        of_col = of_col and Operand(of_col.data[:, :C], of_col.scale[:, :below])
+        of_col = of_col and Operand(*(x[:, :C] for x in of_col))
         return Quantized(of_col, of_row) if transposed else Quantized(of_row, of_col)
     ends = torch.arange(R, E * R + 1, R, dtype=torch.int32, device=weights.device)
     matrix, width = weights.contiguous().view(E * R, C), (R + 127) // 128 * 128
@@ -262,4 +260,5 @@ def to_col(row: Operand, how: CastConfig, after: Tensor | None = None) -> Operan
         return Operand(kernels.transpose_bytes(row.data, after=after), scale)
     # Times a power of two a float8 value is exact in bfloat16, too.
     dtype = torch.bfloat16 if how.power_of_2 else torch.float32
-    return quantize(dequantised(row, granularity, dtype), Cast(how), col=True, after=after).col
+    values = dequantised_by_kernel(row, granularity, dtype)
+    return quantize(values, Cast(how), col=True, after=after).col

@@ -130,13 +130,13 @@ class Operand(NamedTuple):
     """One operand of a GEMM: float8 data and their scale."""
 
     data: Tensor
-    """[R, C] float8, contiguous along C, the contraction dim. A cast pads C to 16, under blocks to
-    128; gathered data are not padded before `quantize.padded`."""
+    """[R, C] float8, contiguous along C, the contraction dim. A cast pads C to 16, or the width of
+    blocks; gathered data are not padded before `quantize.padded`."""
 
     scale: Tensor
     """float32 decode scales, in the shape of `Granularity.scales`. Of groups [R], and of columns
-    [E, N], where rows have scales; runs have [R, K / 128], and columns [N, width / 128]. Weights
-    [E, N, K] have [E, N]; by squares [E, ceil(N / 128), ceil(K / 128) or more], of any strides."""
+    [E, N], where rows have scales; runs of k have [R, K / k], and columns [N, width / k]. Weights
+    [E, N, K] have [E, N]; by squares [E, ceil(N / k), ceil(K / k) or more], of any strides."""
 
 
 class Quantized(NamedTuple):

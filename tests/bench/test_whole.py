@@ -163,7 +163,7 @@ def speedups(case: Case) -> dict[str, tuple[float, float]]:
     """By recipe: modelled, and measured."""
     found = {}
     for recipe, speedup in measured(case).items():
-        blocks = recipe_config(recipe).scales_by_blocks
+        blocks = recipe_config(recipe).only_on
         left = blocks and case.file in ("h200-kernels-8b", "h200-train-8b")
         modelled = predicted(case._replace(leaves=KV) if left else case, recipe)
         found[recipe] = modelled, speedup

@@ -345,3 +345,11 @@ def test_a_state_dict_of_version_0_2_0_loads() -> None:
         model[0].weight.copy_(Float8Tensor.from_high_precision(torch.zeros(32, 16)))
     model.load_state_dict(saved)
     assert torch.equal(model.state_dict()["0.weight"].to_original_precision(), want)
+
+
+def test_a_bias_that_a_layer_has_not_is_no_error_of_its_own() -> None:
+    config = of_recipe("tensorwise", float8_weights=Float8Weights.ONLY)
+    layer = nn.Sequential(nn.Linear(64, 48, bias=False)).requires_grad_(False)
+    convert_to_float8_training(layer, config=config, module_filter_fn=all_linears)
+    found = layer.load_state_dict(nn.Sequential(nn.Linear(64, 48)).state_dict(), strict=False)
+    assert found.unexpected_keys == ["0.bias"]

@@ -19,7 +19,7 @@ from float8 import (
 )
 from float8.formats import E4M3
 from float8.gemm import Gemm, matmul
-from float8.kernels.swizzle import swizzled, swizzled_rows, swizzled_tokens
+from float8.kernels.swizzle import scales_of_rows, swizzled, swizzled_rows, swizzled_tokens
 from float8.linear.plan import plan_linear
 from float8.quantize import Cast, quantize
 from float8.scales import Operand, dequantised
@@ -126,19 +126,22 @@ def test_torch_takes_what_blackwells_gemm_is_given(
     """As far as it checks without such a GPU: shapes, strides, numbers of exponents."""
     with torch.device("meta"):
         operands = []
-        for rows, of in ((200, RUNS), (80, of_b)):
+        both = RUNS, of_b
+        for rows, of in zip((200, 80), both, strict=True):
             data = torch.empty(rows + -rows % (of.height or 1), 96, dtype=E4M3)
             operands.append(Operand(data, torch.empty(of.scales(tuple(data.shape)))))
-        how = {"gemm": Gemm(granularities=(RUNS, of_b)), "out_dtype": torch.bfloat16}
+        how = {"gemm": Gemm(granularities=both), "out_dtype": torch.bfloat16}
         assert matmul(*operands, (200, 80), **how).shape == (200, 80)
-        short = Operand(operands[0].data, operands[0].scale[:100])
-        with pytest.raises(RuntimeError, match="scale"):
-            matmul(short, operands[1], (200, 80), **how)
+        numbers = [
+            swizzled(scales_of_rows(x, y)).numel() for x, y in zip(operands, both, strict=True)
+        ]
+        assert numbers == [256 * 4, 128 * 4]  # rows to 128, exponents to 4
 
 
 def test_a_device_without_it_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     choice = importlib.import_module("float8.convert.choice")
-    monkeypatch.setattr(choice, "_lacks_exponents", lambda _: "an H100 has compute capability 9.0")
+    reason = "an H100 has compute capability 9.0"
+    monkeypatch.setattr(choice, "lacks_float8_gemm", lambda *_, **__: reason)
     model = nn.Sequential(nn.Linear(64, 64))
     with pytest.raises(ValueError, match=r"got mxfp8, but an H100 .* set emulate=True"):
         convert_to_float8_training(model, config="mxfp8", module_filter_fn=all_linears)
@@ -173,8 +176,19 @@ def test_configurations_that_cannot_work() -> None:
     for other in one, of_128:
         with pytest.raises(ValueError, match=r"expected one of .*block_1x32 x block_1x32"):
             replace(EMULATED, cast_config_weight=other)
-    with pytest.raises(ValueError, match=r"enable_fsdp_float8_all_gather: .* BLOCK_32x32"):
+    with pytest.raises(ValueError, match=r"enable_fsdp_float8_all_gather: .*a square BLOCK"):
         replace(EMULATED, enable_fsdp_float8_all_gather=True)
+    wide = replace(EMULATED.cast_config_grad_output, target_dtype=torch.float8_e5m2)
+    runs = CastConfig(scaling_granularity=ScalingGranularity.BLOCK_1x128)
+    again = {"cast_config_input_for_grad_weight": runs}
+    again["cast_config_grad_output_for_grad_weight"] = runs
+    for more, expected in (
+        ({"cast_config_grad_output": wide}, r"one of torch\.float8_e5m2 under .*BLOCK_1x32"),
+        (again, "got blocks of 32 and 128, expected one of them"),
+    ):
+        replace(EMULATED, **more)
+        with pytest.raises(ValueError, match=expected):
+            replace(EMULATED, emulate=False, **more)
     assert replace(SQUARE_WEIGHTS, enable_fsdp_float8_all_gather=True).cast_config_weight.power_of_2
 
 

@@ -292,7 +292,8 @@ def config_for(mod: Any, config: Float8LinearConfig | None) -> Float8LinearConfi
         return config
     scheme = SCHEMES.get(strategy_of(mod) or ("", ""))
     recipe = as_config(scheme.recipe if scheme else "tensorwise")
-    if scheme and scheme.exponents:  # servers round scales of activations, too
+    runs = recipe.cast_config_weight.scaling_granularity.exponents
+    if scheme and scheme.exponents and not runs:  # servers round scales of activations, too
         recipe = replace(recipe, round_scales_to_power_of_2=True)
     return replace(recipe, float8_weights=Float8Weights.ONLY)
 

@@ -1,6 +1,5 @@
 """Choose what is converted: what a filter takes, or what float8 makes no slower."""
 
-import functools
 import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
@@ -27,9 +26,6 @@ float8 GEMM computes 16 at least."""
 KEPT = "_float8_choice"
 """The attribute in which a layer, or a module of experts, keeps its last `Choice` for the report: a
 plain tuple, so that a model in which nothing is converted can be loaded without this library."""
-
-
-_lacks_exponents = functools.partial(lacks_float8_gemm, only=BLACKWELL)
 
 
 class Choice(NamedTuple):
@@ -91,9 +87,9 @@ class Chooser:
             )
         if self.config.only_on == BLACKWELL and not self.config.emulate:
             devices = {parameter.device for parameter in model.parameters()}
-            lacks = [each for each in map(_lacks_exponents, devices) if each]
-            if gpu is not None or lacks:
-                reason = lacks[0] if lacks else f"{self.gpu} multiplies no 8-bit exponents"
+            lacks = [lacks_float8_gemm(device, only=BLACKWELL) for device in devices]
+            lacks += [gpu and f"{self.gpu} multiplies no 8-bit exponents"]
+            if reason := next(filter(None, lacks), None):
                 do = "set emulate=True to compute in high precision on the same values"
                 raise ValueError(f"config: got {self.config.short_str()}, but {reason}; {do}")
         if self.takes is not None and (gpu is not None or cuda_graphs):

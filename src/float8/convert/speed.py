@@ -79,7 +79,7 @@ def layer_ms(
 
 def judged_as(config: Float8LinearConfig) -> str:
     """Return the recipe of `COSTS` for a configuration: one with scales of the same kind."""
-    if config.scales_by_blocks:
+    if config.only_on:
         return "blockwise"
     if any(how.scaling_granularity.by_rows for how in config.own_casts.values()):
         return "rowwise" if "grad_weight" in config.float8_gemms else "rowwise_with_gw_hp"

@@ -7,7 +7,7 @@ from float8.autograd import computed_before
 from float8.config import ConfigOrRecipe, Float8Weights, ScalingGranularity, as_config
 from float8.formats import GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES
 from float8.linear.functional import Call, Linear, autocast_dtype
-from float8.linear.plan import EXPECTED, LinearPlan, plan_linear
+from float8.linear.plan import LinearPlan, plan_linear
 from float8.linear.weight import Weight
 from float8.tensor import Float8Tensor
 
@@ -33,7 +33,8 @@ def grouped_linear(
         config: a `Float8LinearConfig`, or the name of a recipe; None means `"rowwise"`, which
             grouped GEMMs are made for. Under `"tensorwise"` there is one scale per expert. Under
             `"blockwise"` there is one for 1x128 elements of input and grad_output, along the dim
-            that a GEMM contracts, within a group, and for 128x128 of the weight of an expert. All
+            that a GEMM contracts, within a group, and for 128x128 of the weight of an expert; under
+            `"mxfp8"` one for 1x32 of each. All
             casts are to e4m3, those of gradients, too: grouped GEMMs take nothing else. All three
             GEMMs use `gemm_config_output.use_fast_accum`; blocks are always added in float32.
 
@@ -52,7 +53,7 @@ def grouped_linear(
     if config.float8_weights is not Float8Weights.ON_THE_FLY:
         raise ValueError(
             f"grouped_linear: got a config with {config.float8_weights}, which belongs to a module "
-            f"that is converted, expected {EXPECTED}"
+            f"that is converted, expected float8_weights=Float8Weights.ON_THE_FLY"
         )
     return apply_grouped(input, weight, offs, plan_linear(config, grouped=True), config.emulate)
 

@@ -49,8 +49,8 @@ class GatherExperts(Float8GatherWeight):
         dim = next((dim for dim in range(3) if self.shape[dim] != size[dim]), 0)
         if dim == 2 or (dim == 1 and self.how.scaling_granularity.one_scale):
             return f"it is sharded along dim {dim}, which would cut what one scale covers"
-        if dim == 1 and self.shape[1] % (self.how.scaling_granularity.height or 1):
-            return f"shards of {self.shape[1]} rows would cut squares of 128 x 128"
+        if dim == 1 and self.shape[1] % (side := self.how.scaling_granularity.height or 1):
+            return f"shards of {self.shape[1]} rows would cut squares of {side} x {side}"
         return None
 
     def _to_send(

@@ -44,8 +44,9 @@ class Float8Experts(Float8Module):
 
     def _float8_set_up(self, config: Float8LinearConfig) -> None:
         """Take this configuration."""
+        plan = plan_linear(config, grouped=True)  # which may raise
         self._float8_drop_state()
-        self._float8_config, self._float8_plan = config, plan_linear(config, grouped=True)
+        self._float8_config, self._float8_plan = config, plan
         self._float8_set_held()
         if self._float8_keeps_no_master:
             self._float8_drop_master(*names_to_gather(self))
@@ -97,8 +98,8 @@ class Float8Experts(Float8Module):
             words.append("grad_output in e4m3")
         again = config.cast_config(CastSite.INPUT_FOR_GRAD_WEIGHT).scaling_granularity
         if again.by_blocks and again.square:
-            words.append("input by 1x128 for grad_weight")
-        if not config.scales_by_blocks:
+            words.append(f"input by 1x{again.width} for grad_weight")
+        if not config.only_on:
             words.append(f"use_fast_accum={config.gemm_config_output.use_fast_accum}")
         if self._float8_held or self._float8_without_masters():
             words.append(f"weights {config.float8_weights.value} in float8")
@@ -255,7 +256,7 @@ def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | 
             return f"got {name}, a {reason}"
         if not config.emulate and (N % GEMM_ALIGNMENT or K % GEMM_ALIGNMENT):
             return f"got {name} with N={N} and K={K}, expected multiples of {GEMM_ALIGNMENT}"
-        only = config.only_on or HOPPER
+        only = config.only_on[:1] or HOPPER  # torch multiplies no groups on 12.x
         reason = lacks_float8_gemm(local_tensor(parameter).device, only=only)
         if not config.emulate and reason is not None:
             return f"{reason}; set emulate=True to compute in high precision instead"

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from float8.config import Granularity
+from float8.kernels.cast_groups import ends_of_groups
 from float8.scales import Operand
 
 RECIPE, SWIZZLE = [F.ScalingType.BlockWise1x32.value], [F.SwizzleType.SWIZZLE_32_4_4.value]
@@ -80,6 +81,7 @@ def grouped_mm(
 ) -> Tensor:
     """Multiply as `gemm.grouped_matmul`, by torch's grouped GEMM, rounded to bfloat16."""
     of_a, of_b = (scales_of_rows(x, of) for x, of in zip((a, b), covers, strict=True))
+    ends = ends_of_groups(ends, a.data.shape[0 if b.data.dim() == 3 else 1])
     if b.data.dim() == 3:
         E, N, runs = of_b.shape
         filled = F.pad(of_b, (0, 0, 0, -N % 128)).reshape(-1, runs)

@@ -112,8 +112,12 @@ def apply_linear(
         )
     grad, K = torch.is_grad_enabled(), weight.shape[1]
     input = in_compute_dtype(input, weight)
-    if plan.output is None and isinstance(input, Float8Tensor):
-        input = input.to_original_precision()
+    if isinstance(input, Float8Tensor):
+        if plan.output is None:
+            input = input.to_original_precision()
+        elif plan.output.powers_of_2 and not input._granularity.exponents:  # it may have any scale
+            exact = [x and x._replace(powers_of_2=False) for x in (plan.output, plan.grad_weight)]
+            plan = plan._replace(output=exact[0], grad_weight=exact[1])
     empty = input.numel() == 0
     if surely(empty) if compiling else empty:  # nothing to measure, nothing to multiply
         if isinstance(weight, Float8Tensor):

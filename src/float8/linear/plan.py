@@ -13,6 +13,7 @@ from float8.config import (
     Float8LinearConfig,
     Float8Weights,
     ScalingGranularity,
+    ScalingType,
 )
 from float8.formats import E4M3
 from float8.gemm import Gemm
@@ -93,8 +94,10 @@ def _resolved(config: Float8LinearConfig, grouped: bool) -> LinearPlan:
         a, b = (made[site].how for site in GEMM_OPERANDS[name])
         fast = getattr(config, f"gemm_config_{'output' if grouped else name}").use_fast_accum
         granularities = a.scaling_granularity, b.scaling_granularity
-        # Weights that others published in float8 may have any scales, but for exponents.
+        # Weights that others published in float8 may have any scales, but for exponents; so may a
+        # history that was loaded.
         ours = config.float8_weights is not Float8Weights.ONLY or b.scaling_granularity.exponents
+        ours = ours and a.scaling_type is b.scaling_type is ScalingType.DYNAMIC
         rounded = a.power_of_2 and b.power_of_2 and ours
         return Gemm(fast, config.emulate, rounded, granularities)
 

@@ -320,8 +320,8 @@ class Float8Module(nn.Module):
         """Return values of a checkpoint: in float8 if those of `old` are in it alone, else not."""
         if not self._float8_keeps_no_master:
             return dequantise(values) if isinstance(values, Float8Tensor) else values
-        fits = getattr(values, "shape", None) == old.shape  # else torch says so
-        fits = fits and isinstance(old, Float8Tensor)  # and no bias
+        # Not a bias, nor what torch says that it does not fit.
+        fits = isinstance(old, Float8Tensor) and getattr(values, "shape", None) == old.shape
         if type(values) not in PLAIN or not fits or values.dtype not in HIGH_PRECISION_DTYPES:
             return values
         if not local_metadata.get("assign_to_params_buffers", False):  # as `copy_` would round

@@ -10,8 +10,9 @@ from torch.distributed import ProcessGroup
 from float8.autograd import once_differentiable
 from float8.config import CastConfig, ScalingGranularity
 from float8.formats import E4M3, GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES
+from float8.kernels.dequantise import dequantised_by_kernel
 from float8.quantize import Cast, quantize
-from float8.scales import Operand, dequantised
+from float8.scales import Operand
 
 _ROWS = Cast(
     CastConfig(target_dtype=E4M3, scaling_granularity=ScalingGranularity.AXISWISE, power_of_2=True)
@@ -84,4 +85,5 @@ def _sent(x: Tensor, output_splits: list[int], input_splits: list[int], group: s
         )
         arrived.append(torch.ops._c10d_functional.wait_tensor(got))
     data, scale = arrived
-    return dequantised(Operand(data.view(E4M3), scale), _ROWS.how.scaling_granularity, x.dtype)
+    values, covers = Operand(data.view(E4M3), scale), _ROWS.how.scaling_granularity
+    return dequantised_by_kernel(values, covers, x.dtype)

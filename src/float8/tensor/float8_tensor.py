@@ -8,8 +8,9 @@ from torch import Tensor
 
 from float8.config import CastConfig, Granularity, ScalingGranularity
 from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
+from float8.kernels.dequantise import dequantised_by_kernel
 from float8.quantize import Cast, quantize
-from float8.scales import Operand, check_scale, dequantised
+from float8.scales import Operand, check_scale
 from float8.tensor.ranks import amax_over, dtensor_like, is_dtensor, sharding_groups
 from float8.tensor.wrapper import Wrapper, as_inference_as
 
@@ -216,7 +217,8 @@ class _Straight(torch.autograd.Function):
 
 def dequantise(x: Float8Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return `data * scale` in float32, rounded to `dtype` or the original one; no autograd."""
-    return dequantised(Operand(x._data, x._scale), x._granularity).to(dtype or x._orig_dtype)
+    values = Operand(x._data, x._scale)
+    return dequantised_by_kernel(values, x._granularity, dtype or x._orig_dtype)
 
 
 # ---------------------------------------------------------------- views

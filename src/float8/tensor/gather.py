@@ -162,8 +162,8 @@ class Float8GatherWeight(Wrapper):
         if problem := self._why_not_in_float8(outer_size, rows, mesh.size()):
             warnings.warn(
                 f"float8: a weight of {tuple(outer_size)} is gathered in high precision: "
-                f"{problem}; shard it evenly along dim 0, or leave enable_fsdp_float8_all_gather "
-                f"out",
+                f"{problem}; shard it along dim 0, evenly and between blocks, or leave "
+                f"enable_fsdp_float8_all_gather out",
                 stacklevel=2,
             )
             return (padded_shard(self.high_precision.to(dtype), rows),), GatherInfo(outer_size)

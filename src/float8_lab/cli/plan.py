@@ -5,7 +5,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -112,8 +112,9 @@ def filter_code(
 def config_code(config: Float8LinearConfig, recipe: str) -> str:
     """Return code of a configuration: that of a recipe, or of one's own, with what differs."""
     name = recipe.partition("+")[0]
-    own, plain = name.replace(":", ".") * (":" in name), vars(recipe_config(name))
-    more = [f"{key}={x}" for key, x in vars(config).items() if x != plain[key]]
+    own, plain = name.replace(":", ".") * (":" in name), recipe_config(name)
+    values = {each.name: getattr(config, each.name) for each in fields(config)}
+    more = [f"{key}={x}" for key, x in values.items() if x != getattr(plain, key)]
     base = own or f'Float8LinearConfig.from_recipe_name("{name}")'
     return f"replace({base}, {', '.join(more)})" if more else own or f'"{name}"'
 

@@ -55,7 +55,9 @@ def _convert(model: Llama, config: TrainConfig, device: torch.device) -> str:
     settings = float8_config(recipe)
     if settings is None:
         return ""
-    if reason := lacks_float8_gemm(device):  # the model itself may still be on the meta device
+    # The model itself may still be on the meta device.
+    reason = lacks_float8_gemm(device, only=settings.only_on)
+    if reason and not settings.emulate:
         raise ConfigError(f"recipe {recipe!r}: {reason}; or use --recipe {HIGH_PRECISION}")
     try:
         gather = config.fsdp_float8_all_gather

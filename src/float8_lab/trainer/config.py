@@ -20,6 +20,7 @@ from float8_lab.models.presets import PRESETS, preset
 
 HIGH_PRECISION = "high_precision"  # the recipe name that trains without any float8
 RECIPES = ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"]  # of the library
+RECIPES += ["mxfp8", "mxfp8_with_gw_hp"]
 DTYPES = ["float32", "bfloat16"]
 
 # Panels of help pages.
