@@ -267,7 +267,7 @@ def test_what_cannot_be_converted_takes_no_folder(
         patch.setattr(build, "conversion_report", lambda model: ConversionReport((layer,)))
         with pytest.raises(ConfigError, match="'delayed' converted no layer: needs a newer GPU"):
             train(make_config(recipe="delayed"))
-    monkeypatch.setattr(build, "lacks_float8_gemm", lambda device: f"{device} is too old")
+    monkeypatch.setattr(build, "lacks_float8_gemm", lambda device, **_: f"{device} is too old")
     with pytest.raises(ConfigError, match="recipe 'tensorwise': cpu is too old"):
         train(make_config(recipe="tensorwise"))
     train(make_config())  # The folder is not taken by a run that never started.
