@@ -452,16 +452,13 @@ class Float8LinearConfig:
                 expected = ", ".join(f"{a.value} x {b.value}" for a, b in GEMM_GRANULARITIES)
                 values = f"{pair[0].value} and {pair[1].value}"
                 raise ValueError(f"{got} with scales of {values}, expected one of {expected}")
-            both = E5M2 in (a.target_dtype, b.target_dtype) and pair[0].by_blocks
-            if both and not self.emulate:
+            wide, blocks = [a.target_dtype, b.target_dtype].count(E5M2), pair[0].by_blocks
+            if wide > (0 if blocks else 1) and not self.emulate:
+                which = f"one of {E5M2} under {pair[0]}" if blocks else f"both of {E5M2}"
+                expected = f"{E4M3} for both" if blocks else f"at least one {E4M3}"
                 raise ValueError(
-                    f"{got} one of {E5M2} under {pair[0]}, expected {E4M3} for both, as tensor "
-                    f"cores want; change that target_dtype or set emulate=True"
-                )
-            if a.target_dtype == b.target_dtype == E5M2 and not self.emulate:
-                raise ValueError(
-                    f"{got} both of {E5M2}, expected at least one {E4M3}, as tensor cores want; "
-                    f"change one target_dtype or set emulate=True"
+                    f"{got} {which}, expected {expected}, as tensor cores want; change one "
+                    f"target_dtype or set emulate=True"
                 )
 
     def _check_one_cast(self, name: str, *, row_only: bool) -> None:

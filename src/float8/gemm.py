@@ -188,13 +188,12 @@ def _emulated(a: Operand, b: Operand, gemm: Gemm, out_dtype: torch.dtype) -> Ten
             product = left @ right.t()
         else:
             product = torch.mm(left, right.t(), out_dtype=torch.float32)
-    exact = product.dtype
     if not scaled_before:
         # As the tensor cores do: scale the float32 accumulator, then round once.
         product = product * a.scale * (b.scale if covers_b.one_scale else b.scale.t())
     # No `.to()` that does nothing: when an autograd.Function returns one, the gradients that
     # torch 2.11's Dynamo traces for it are zero.
-    return product if out_dtype == exact else product.to(out_dtype)
+    return product if out_dtype == product.dtype else product.to(out_dtype)
 
 
 def exact_dtype(device: torch.device, out_dtype: torch.dtype) -> torch.dtype:

@@ -173,7 +173,8 @@ BY_TRITON["dequantise"] = lambda x: dequantised_triton(
     BF16,
 )
 BY_TRITON["count"] = lambda x: ops.cuda.count(x, empty(*x.shape, dtype=E4M3), empty(), False)
-MAY_SPILL = {f"grouped_matmul {of_rows} True {FP32}": 24 for of_rows in BOOLS}
+WIDE_OF_FLOAT32 = [f"grouped_matmul {of_rows} True {FP32}" for of_rows in BOOLS]
+MAY_SPILL = {(case, n): 16 if n == 90 else 24 for case in WIDE_OF_FLOAT32 for n in (90, 100)}
 """Wide tiles of float32, which gain more; and one of two halves of the GEMM of blocks."""
 SHAPES = (4096, 2048), (100, 72)  # as tiles fill exactly, and not
 COMPILED = [
@@ -226,7 +227,7 @@ def test_it_compiles_and_spills_nothing(
     for binary in binaries:
         used = resources(binary, tmp_path)
         assert used["REG"] > 0
-        assert used["STACK"] <= MAY_SPILL.get(case, 200 if "of blocks" in case else 0)
+        assert used["STACK"] <= MAY_SPILL.get((case, capability), 200 if "of blocks" in case else 0)
         assert used["LOCAL"] == 0
 
 

@@ -11,7 +11,9 @@ from torch import Tensor
 import tolerances
 from float8 import Float8Tensor
 from float8.config import CastConfig, ScalingGranularity
+from float8.kernels.dequantise import is_taken
 from float8.quantize import Cast
+from float8.scales import Operand
 from float8.tensor.float8_tensor import to_float8
 from sqnr import same_bits, sqnr
 from support.devices import DTYPES, E4M3, E5M2, on_devices
@@ -67,6 +69,21 @@ def test_every_shape(device: str, shape: tuple[int, ...]) -> None:
     t = Float8Tensor.from_high_precision(x)
     assert t.shape == t._data.shape == shape
     assert t.to_original_precision().shape == shape
+
+
+@on_devices
+@pytest.mark.parametrize("shape", [(16, 48), (16, 1)], ids=str)
+def test_rows_with_scales_are_dequantised_the_other_way_round_too(
+    device: str, shape: tuple[int, int]
+) -> None:
+    """Their scales are those of columns then, also where the data are copied, or one row."""
+    x = seeded(0, *shape, device=device)
+    of = ScalingGranularity.AXISWISE
+    t = to_float8(x, Cast(CastConfig(scaling_granularity=of)))
+    assert is_taken(Operand(t._data, t._scale), of)
+    for turned in (t.t(), t.t().contiguous()):
+        assert same_bits(turned.to_original_precision().t(), t.to_original_precision())
+        assert not is_taken(Operand(turned._data, turned._scale), of)
 
 
 @on_devices

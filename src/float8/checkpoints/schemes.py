@@ -60,7 +60,7 @@ class Scheme(NamedTuple):
 
     @property
     def scale_fmt(self) -> str:
-        """What `fine-grained-fp8` calls the format of its scales."""
+        """Name the format of the scales as `fine-grained-fp8` does."""
         return "ue8m0" if self.exponents else "float"
 
     def takes(self, covers: Any) -> bool:
@@ -159,7 +159,7 @@ _ALL = (
     Scheme(COMPRESSED, "mxfp8", ScalingGranularity.BLOCK_1x32, "mxfp8", torch.uint8),
 )
 _MXFP8 = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
-"""What compressed-tensors says of weights and inputs in `mxfp8`."""
+"""Of weights and inputs in `mxfp8`, in the words of compressed-tensors."""
 
 SCHEMES = {(each.format, each.strategy): each for each in _ALL}
 """All that can be read and written, by format and strategy."""

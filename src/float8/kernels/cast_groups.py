@@ -83,6 +83,19 @@ def ends_of_groups(offs: Tensor, rows: int) -> Tensor:
     return offs.clamp(0, rows).cummax(0).values
 
 
+def places_of_rows(ends: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Place rows where each group begins at a multiple of 128, the last one being that of no other.
+
+    Returns the group of each row, E for none; its place; and where groups end then, [E + 1].
+    """
+    ends = torch.cat([ends, ends.new_full((1,), rows)])
+    sizes = ends.diff(prepend=ends.new_zeros(1))
+    padded = (sizes + 127) // 128 * 128
+    behind, row = padded.cumsum(0), torch.arange(rows, device=ends.device)
+    group = torch.bucketize(row, ends, right=True)
+    return group, row + (behind - padded - ends + sizes)[group], behind
+
+
 def check_offs(offs: Tensor, rows: int) -> None:
     """Raise ``ValueError`` unless ``offs`` ascend from 0 to ``rows`` at most; waits for them."""
     ends = [0, *offs.tolist(), rows]
@@ -109,20 +122,16 @@ def cast_groups_reference(
     """Plain-torch twin: row data and scales, column data, scales and ends, those asked for."""
     (R, C), E = x.shape, offs.shape[0]
     out = cast_groups_fake(x, offs, run, dtype, row, col, width)
-    ends = ends_of_groups(offs, R)
-    group = torch.bucketize(torch.arange(R, device=offs.device), ends, right=True)  # E: none
-    sizes = ends.diff(prepend=ends.new_zeros(1))
-    padded = (sizes + 127) // 128 * 128
-    behind = padded.cumsum(0)
+    group, places, behind = places_of_rows(ends_of_groups(offs, R), R)
     rows = (group < E).nonzero().view(-1)
-    to = rows + (behind - padded - ends + sizes)[group[rows]]  # in column data
+    to = places[rows]  # in column data
     if run is not None:
         how = None, 1, run, dtype
         moved = x.new_zeros((width, C)).index_copy(0, to, x[rows])
         data, scales = cast_reference(moved, *how, False, True, False, power_of_2)
         inside = torch.zeros(width, dtype=torch.bool, device=x.device).index_fill(0, to, True)
         # Next to NaN a zero has become NaN, too.
-        made = [data.view(torch.uint8).masked_fill(~inside, 0).view(dtype), scales, behind]
+        made = [data.view(torch.uint8).masked_fill(~inside, 0).view(dtype), scales, behind[:E]]
         if row:
             made = [y[:R] for y in cast_reference(x, *how, True, False, False, power_of_2)] + made
         for empty, y in zip(out, made, strict=True):
@@ -148,7 +157,7 @@ def cast_groups_reference(
         codes = to_float8(x[rows], of_columns[group[rows], :C], dtype).view(torch.uint8)
         out[-3].view(torch.uint8).zero_()[:C, to] = codes.t()
         out[-2].copy_(of_columns)
-        out[-1].copy_(behind)
+        out[-1].copy_(behind[:E])
     return out
 
 
@@ -182,22 +191,12 @@ def cast_groups_fake(
 _BLOCK_R, _BLOCK_C = 64, 128
 
 
-def _cast_groups_triton(
-    x: Tensor,
-    offs: Tensor,
-    run: int | None,
-    dtype: torch.dtype,
-    row: bool,
-    col: bool,
-    width: int,
-    one_scale: bool,
-    power_of_2: bool,
-    scale: Tensor | None = None,
-    after: Tensor | None = None,
-) -> list[Tensor]:
-    wanted = run, dtype, row, col, width
+def _cast_groups_triton(x: Tensor, offs: Tensor, *settings: Any, **named: Any) -> list[Tensor]:
     if x.numel() == 0:
-        return cast_groups_reference(x, offs, *wanted, one_scale, power_of_2, scale)
+        return cast_groups_reference(x, offs, *settings, **named)
+    *wanted, one_scale, power_of_2 = settings[:7]
+    run, dtype, row, col, width = wanted
+    scale: Tensor | None = settings[7] if len(settings) > 7 else named.get("scale")
     out = cast_groups_fake(x, offs, *wanted)
     (R, C), E, given = x.shape, offs.shape[0], scale is not None
     groups = max(1 << E.bit_length(), 16)  # E + 1 or more

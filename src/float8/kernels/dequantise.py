@@ -15,16 +15,22 @@ _BLOCK_R, _BLOCK_C = 16, 256
 
 
 def dequantised_by_kernel(operand: Operand, granularity: Granularity, dtype: torch.dtype) -> Tensor:
-    """Return what its twin, `dequantised`, does; a compiler sees that, which it fuses.
-
-    It takes data whose rows lie in one piece, under one scale, or as many dims of scales.
-    """
-    data, scale = operand
-    alike = granularity.one_scale or scale.dim() == data.dim()
-    fits = alike and data.dim() in (2, 3) and data.stride(-1) == 1 and data.numel()
-    if data.is_cuda and takes_triton_directly(data, scale) and fits:
+    """Return what its twin, `dequantised`, does; a compiler sees that, which it fuses."""
+    direct = operand.data.is_cuda and takes_triton_directly(*operand)
+    if direct and is_taken(operand, granularity):
         return dequantised_triton(operand, granularity, dtype)
     return dequantised(operand, granularity, dtype)
+
+
+def is_taken(operand: Operand, granularity: Granularity) -> bool:
+    """Whether the kernel takes data: rows in one piece, with scales of parts of them, or one.
+
+    Not the transpose of rows that have scales, whose columns have them then, however it lies.
+    """
+    data, scale = operand
+    of_rows = scale.shape == (*data.shape[:-1], 1)
+    alike = of_rows if granularity.by_rows else granularity.one_scale or scale.dim() == data.dim()
+    return alike and data.dim() in (2, 3) and data.stride(-1) == 1 and data.numel() > 0
 
 
 def dequantised_triton(operand: Operand, granularity: Granularity, dtype: torch.dtype) -> Tensor:

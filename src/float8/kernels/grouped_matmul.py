@@ -133,27 +133,17 @@ _BLOCK = GROUP_ALIGNMENT  # of what is contracted, and of rows of the result
 _PANEL = 16  # tiles of rows that share what is read of `b`
 
 
-def _grouped_matmul_triton(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    ends: Tensor,
-    emulate: bool,
-    use_fast_accum: bool,
-    out_dtype: torch.dtype,
-    tokens: int | None = None,
-    exact: torch.dtype = torch.float32,
-    granularity_of_a: str = _ROWS.value,
-    granularity_of_b: str = _ROWS.value,
-) -> Tensor:
-    given = a, a_scale, b, b_scale, ends, emulate, use_fast_accum, out_dtype
-    covers = ScalingGranularity(granularity_of_a)
+def _grouped_matmul_triton(*given: Any, **named: Any) -> Tensor:
+    a, a_scale, b, b_scale, ends, emulate, use_fast_accum, out_dtype, *rest = given
     if emulate or a.numel() == 0:  # no rows, or no tokens that are contracted
-        return grouped_matmul_reference(*given, tokens, exact, granularity_of_a, granularity_of_b)
+        return grouped_matmul_reference(*given, **named)
+    # Compiled code names the last arguments.
+    last = {"granularity_of_a": _ROWS.value, "granularity_of_b": _ROWS.value} | named
+    last |= zip(last, rest[2:], strict=False)
+    covers, other = (ScalingGranularity(last[f"granularity_of_{x}"]) for x in "ab")
     if covers.exponents:
-        both = covers, ScalingGranularity(granularity_of_b)
-        return grouped_mm(Operand(a, a_scale), Operand(b, b_scale), ends, both, out_dtype)
+        both = Operand(a, a_scale), Operand(b, b_scale)
+        return grouped_mm(*both, ends, (covers, other), out_dtype)
     out = grouped_matmul_fake(*given)
     of_rows = b.dim() == 3
     b = b if of_rows else b.unsqueeze(0)

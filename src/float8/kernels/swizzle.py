@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from float8.config import Granularity
-from float8.kernels.cast_groups import ends_of_groups
+from float8.kernels.cast_groups import ends_of_groups, places_of_rows
 from float8.scales import Operand
 
 RECIPE, SWIZZLE = [F.ScalingType.BlockWise1x32.value], [F.SwizzleType.SWIZZLE_32_4_4.value]
-"""What torch's GEMMs call these scales, and their order."""
+"""Torch's numbers for these scales and their order, as its GEMMs take them."""
 
 
 def scales_of_rows(operand: Operand, covers: Granularity) -> Tensor:
@@ -43,14 +43,9 @@ def swizzled_rows(scale: Tensor, ends: Tensor) -> Tensor:
     There are as many rows as groups of any sizes need.
     """
     R, runs = scale.shape
-    ends = torch.cat([ends, ends.new_full((1,), R)])  # a group of the rows in no other
-    sizes = ends.diff(prepend=ends.new_zeros(1))
-    padded = (sizes + 127) // 128 * 128
-    row = torch.arange(R, device=scale.device)
-    group = torch.bucketize(row, ends, right=True).clamp(max=len(ends) - 1)
-    to = row + (padded.cumsum(0) - padded - ends + sizes)[group]
-    most = (R + 127 * len(ends)) // 128 * 128
-    moved = scale.new_zeros(most, runs).index_copy(0, to, scale)
+    _, places, behind = places_of_rows(ends, R)
+    most = (R + 127 * len(behind)) // 128 * 128
+    moved = scale.new_zeros(most, runs).index_copy(0, places, scale)
     return swizzled(moved).view(most, -1)
 
 
