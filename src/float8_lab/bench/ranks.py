@@ -77,6 +77,7 @@ class TrainStep(Step):
         if not references:
             references["first"] = {n: x.cpu() for n, x in found.items()}
         row["sqnr_db"] = check(f"{name}:", references["first"], found, self.at_least)
+        del results, found  # gradients, for which later steps may have no memory
         for _ in range(_LEARNING):
             loss = self()["output"]
         losses = torch.cat([references["first"]["output"].to(loss), loss])

@@ -3,6 +3,7 @@
 import functools
 import gc
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -45,14 +46,27 @@ def _keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointP
     return CheckpointPolicy.MUST_SAVE if kept else _keep_gemms(ctx, op, *args, **kwargs)
 
 
+def _per_op(found: Counter[bool], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """As torchtitan: attention, amaxes, every other GEMM; of torchao it sees them in 16 bits."""
+    gemm = op is _AT.mm.default or save_gemm_outputs(ctx, op) is CheckpointPolicy.MUST_SAVE
+    found[ctx.is_recompute] += gemm
+    kept = op in (*_ATTENTION, _AT.max.default) or (gemm and found[ctx.is_recompute] % 2)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _per_op_contexts() -> Any:
+    return create_selective_checkpoint_contexts(functools.partial(_per_op, Counter()))
+
+
 _contexts = functools.partial(functools.partial, create_selective_checkpoint_contexts)
 CHECKPOINTING: dict[str, dict[str, Any]] = {  # Dynamo takes no closures
     "full": {},
     "gemms": {"context_fn": _contexts(_keep_gemms)},
     "selective": {"context_fn": _contexts(_keep_attention)},
+    "torchtitan": {"context_fn": _per_op_contexts},
 }
 """How blocks are checkpointed: only inputs of blocks are kept, also outputs of GEMMs, also those of
-attention."""
+attention; or by torchtitan's policy for each op, with which others publish their numbers."""
 IN_FLOAT8 = "float8"  # beside these: nothing is computed again, but kept in float8
 
 
