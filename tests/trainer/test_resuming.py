@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from float8.convert import ConversionReport
-from float8.convert.report import LayerReport
+from float8.convert.report import ConversionReport, LayerReport
 from float8_lab.errors import CheckpointError, ConfigError, OutOfMemoryError, TrainingDivergedError
 from float8_lab.trainer import build, loop
 from float8_lab.trainer.checkpoint import (

@@ -47,7 +47,7 @@ class Float8Experts(Float8Module):
         plan = plan_linear(config, grouped=True)  # which may raise
         self._float8_drop_state()
         self._float8_config, self._float8_plan = config, plan
-        self._float8_set_held()
+        self._float8_held = ()
         if self._float8_keeps_no_master:
             self._float8_drop_master(*names_to_gather(self))
 
@@ -70,7 +70,7 @@ class Float8Experts(Float8Module):
 
         `why_not`: a reason why none can be held.
         """
-        self._float8_set_held()  # frees the old data before casting
+        self._float8_held = ()  # frees the old data before casting
         held, others = [], {}
         for name, *_ in weights_of(self):
             parameter: Any = self._parameters[name]
@@ -80,7 +80,7 @@ class Float8Experts(Float8Module):
             elif not parameter.is_meta:
                 weight, cast = self._float8_weight(name), self._float8_plan.casts.weight
                 held.append(hold(weight, cast, parameter))
-        self._float8_set_held(*held)
+        self._float8_held = tuple(held)
         return others
 
     def _float8_weight(self, name: str) -> Any:

@@ -4,7 +4,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from float8.convert import convert_to_float8_training
+from float8.convert.convert import convert_to_float8_training
 from float8.step import Attachment, attach_to_optimizer
 
 

@@ -16,7 +16,7 @@ from float8.config import (
 from float8.kernels.runtime.ops import NO_ONNX
 from float8.linear.functional import apply_linear
 from float8.linear.plan import Casts, plan_linear
-from float8.linear.sharded import Shards, dtensor_in_float8, linear_of_shards
+from float8.linear.sharded import Shards, linear_of_shards
 from float8.linear.source import class_of, problem, shallow_copy
 from float8.linear.state import StatefulLayer
 from float8.linear.weight import hold
@@ -172,11 +172,6 @@ class Float8Linear(StatefulLayer, nn.Linear):
         if self._float8_held:
             held = self._float8_held_or_recast(weight, lambda: hold(weight, plan.casts.weight))
         return apply_linear(input, weight, self.bias, plan, casts, held)
-
-    def _float8_in_float8(self, input: Any) -> Any:
-        """Cast a DTensor on a mesh of one dim as forward does; raises as it does."""
-        cast = self._float8_casts(input.device_mesh).input
-        return dtensor_in_float8(input, self.weight, self._float8_plan, cast)
 
     @property
     def _float8_sums_over_ranks(self) -> bool:

@@ -16,9 +16,9 @@ import torch
 from float8.linear.functional import apply_linear, in_compute_dtype
 from float8.linear.plan import Casts, LinearPlan
 from float8.quantize import Cast
-from float8.tensor import Float8Tensor, dtensor_like
+from float8.tensor import Float8Tensor
 from float8.tensor.float8_tensor import to_float8
-from float8.tensor.ranks import SharedTokens, all_have_some
+from float8.tensor.ranks import SharedTokens, all_have_some, dtensor_like
 
 
 class Shards(NamedTuple):

@@ -25,7 +25,8 @@ from float8.kernels.runtime.private import dispatch_modes, make_fx_is_on, pre_di
 from float8.linear.plan import LinearPlan
 from float8.quantize import Cast, padded, quantize, to_col
 from float8.scales import Operand
-from float8.tensor import Float8Tensor, dequantise, gathered_like, high_precision
+from float8.tensor import Float8Tensor, dequantise, high_precision
+from float8.tensor.gather import gathered_like
 from float8.tensor.wrapper import PLAIN
 
 _DYNAMO_TELLS = TorchVersion(torch.__version__) >= "2.13"
@@ -204,17 +205,13 @@ class Float8Module(nn.Module):
     _float8_source_class: ClassVar[type[nn.Module]]
     """The class that it had, and has again after `convert_to_high_precision`."""
     _float8_held: tuple[Weight, ...] = ()
-    """The held weights."""
+    """The weights that are kept in float8 until they are written; others are cast on the fly."""
     _float8_attached = 0
     """The number of optimizers it is attached to; if any is, no sync can be missing."""
     _float8_why_never_held: ClassVar[str | None] = None
     """The reason why its weights are cast at each use."""
     _float8_not_copied: ClassVar[frozenset[str]] = frozenset({"_float8_held", "_float8_attached"})
     """Attributes that belong to this training and this optimizer: copies do not get them."""
-
-    def _float8_set_held(self, *held: Weight) -> None:
-        """Keep these in float8 until they are written; all others are cast on the fly."""
-        self._float8_held = held
 
     def _float8_held_or_recast(self, parameter: Any, again: Callable[[], Weight]) -> Weight | None:
         """Return what is held of a Parameter, cast again if that was written; None: nothing is.

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.distributed.tensor.placement_types import Placement
 
 from float8.linear import Float8Linear
-from float8.linear.sharded import require_parts
+from float8.linear.sharded import dtensor_in_float8, require_parts
 from float8.tensor import is_dtensor
 
 
@@ -146,7 +146,8 @@ def _cast(
         if reads and not layer._float8_sums_over_ranks:
             if not isinstance(input, DTensor):
                 input = DTensor.from_local(input, mesh, (placement,))
-            return layer._float8_in_float8(input)
+            cast = layer._float8_casts(input.device_mesh).input
+            return dtensor_in_float8(input, layer.weight, layer._float8_plan, cast)
     return input  # positions, masks and the like
 
 

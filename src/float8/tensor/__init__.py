@@ -1,18 +1,10 @@
 """`Float8Tensor`; weights that are gathered in float8; DTensors."""
 
-from float8.tensor.float8_tensor import Float8Tensor, dequantise
-from float8.tensor.gather import Float8GatherWeight, gathered_like, high_precision
-from float8.tensor.ranks import dtensor_like, is_dtensor, is_fsdp_module, local_tensor, reshard
-
-__all__ = [
-    "Float8GatherWeight",
-    "Float8Tensor",
-    "dequantise",
-    "dtensor_like",
-    "gathered_like",
-    "high_precision",
-    "is_dtensor",
-    "is_fsdp_module",
-    "local_tensor",
-    "reshard",
-]
+from float8.tensor.float8_tensor import Float8Tensor as Float8Tensor
+from float8.tensor.float8_tensor import dequantise as dequantise
+from float8.tensor.gather import Float8GatherWeight as Float8GatherWeight
+from float8.tensor.gather import high_precision as high_precision
+from float8.tensor.ranks import is_dtensor as is_dtensor
+from float8.tensor.ranks import is_fsdp_module as is_fsdp_module
+from float8.tensor.ranks import local_tensor as local_tensor
+from float8.tensor.ranks import reshard as reshard

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from float8.config import Float8LinearConfig, Float8Weights
-from float8.convert import all_linears, convert_to_float8_training
-from float8.convert.choice import left_out
+from float8.convert.choice import all_linears, left_out
+from float8.convert.convert import convert_to_float8_training
 from float8.step import attach_to_optimizer
 from float8_lab.trainer.recipes import recipe_config
 
