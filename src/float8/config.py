@@ -520,10 +520,10 @@ class Float8LinearConfig:
 
     def short_str(self) -> str:
         """Return a few words for `repr`s: a recipe, or each tensor's scaling; then switches."""
-        own, casts_of = self.own_casts, _own_casts_of_recipes(self.round_scales_to_power_of_2)
-        recipe = next((name for name, casts in casts_of.items() if casts == own), None)
+        recipe = _BY_CASTS.get((self.round_scales_to_power_of_2, *self._casts.values()))
         like = RECIPES[recipe or "tensorwise"]
-        words = [recipe] if recipe else [f"{x.value}={how.short_str()}" for x, how in own.items()]
+        words = [f"{site.value}={how.short_str()}" for site, how in self.own_casts.items()]
+        words = [recipe] if recipe else words
         for switch in ("emulate", "round_scales_to_power_of_2", "enable_fsdp_float8_all_gather"):
             value = getattr(self, switch)
             if value != getattr(like, switch):
@@ -581,11 +581,12 @@ RECIPES: dict[str, Float8LinearConfig] = {
 """Each recipe, by the values of `Float8LinearRecipeName`: one object, which layers share."""
 
 
-@functools.cache
-def _own_casts_of_recipes(rounded: bool) -> dict[str, dict[CastSite, CastConfig]]:
-    """Return the `own_casts` of each recipe with `round_scales_to_power_of_2=rounded`."""
-    made = {n: replace(x, round_scales_to_power_of_2=rounded) for n, x in RECIPES.items()}
-    return {name: config.own_casts for name, config in made.items()}
+_BY_CASTS = {
+    (rounded, *replace(config, round_scales_to_power_of_2=rounded)._casts.values()): name
+    for name, config in RECIPES.items()
+    for rounded in (False, True)
+}
+"""Recipes by `round_scales_to_power_of_2` and the casts that they have with it."""
 
 
 ConfigOrRecipe = Float8LinearConfig | Float8LinearRecipeName | str

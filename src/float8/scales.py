@@ -156,23 +156,6 @@ class Quantized(NamedTuple):
     """[E] int32: where each group of rows ends in column data; None: there are no groups."""
 
 
-def check_scale(operand: Operand, granularity: Granularity) -> None:
-    """Raise a `ValueError` if the scales of data [R, C] do not have the shape of a granularity.
-
-    One element for one scale, else `Granularity.scales`; but for runs with any leading dims.
-    """
-    if granularity.one_scale:
-        right, expected = operand.scale.numel() == 1, "one element"
-    elif torch.compiler.is_compiling():  # sizes may be symbols, of which nothing should be asked
-        return
-    else:
-        wanted = granularity.scales(tuple(operand.data.shape))
-        right, expected = tuple(operand.scale.shape) == wanted, f"shape {wanted}"
-    if not right:
-        got = f"shape {tuple(operand.scale.shape)} for data of {tuple(operand.data.shape)}"
-        raise ValueError(f"scale: got {got}, expected {expected} under {granularity}")
-
-
 def dequantised(
     operand: Operand, granularity: Granularity, dtype: torch.dtype = torch.float32
 ) -> Tensor:

@@ -4,7 +4,7 @@ import functools
 import itertools
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -73,7 +73,14 @@ def sync_float8_amax_and_scale_history(
         return
     if dist.is_available() and dist.is_initialized():
         _reduce_amaxes(model, layers, group)
-    _join_tied(layers)
+    tied: dict[int, list[Tensor]] = {}  # FSDP2's gather takes the scale of one of the layers
+    for layer in layers:
+        gathers = layer._float8_config.enable_fsdp_float8_all_gather
+        if gathers and CastSite.WEIGHT in layer._float8_delayed:
+            tied.setdefault(id(layer.weight), []).append(layer.get_buffer(CastSite.WEIGHT.amax))
+    for amaxes in tied.values():
+        if len(amaxes) > 1:
+            torch._foreach_copy_(amaxes, [torch.stack(amaxes).amax()] * len(amaxes))
     # Updated as one tensor: (config, power of 2, device) -> largest value of a format -> buffers.
     alike: dict[Any, dict[float, list[list[Any]]]] = {}
     for layer in layers:
@@ -102,7 +109,13 @@ def sync_float8_amax_and_scale_history(
         torch._foreach_zero_(amaxes)
     for layer in layers:
         layer._float8_mark_synced()
-    _note_scales(layers)
+    # Layers that share their work with other ranks learn which of their scales are known.
+    shared = [x for x in layers if x._float8_groups()]
+    unknown = [(x, s) for x in shared for s in x._float8_delayed if s not in x._float8_known]
+    if unknown:  # asks the device, until all amaxes have settled
+        values = torch.stack([layer.get_buffer(site.scale) for layer, site in unknown]).tolist()
+        for (layer, site), value in zip(unknown, values, strict=True):
+            layer._float8_note_known(site, value)
 
 
 @torch.no_grad()
@@ -279,28 +292,6 @@ def _delayed_layers(modules: Iterable[nn.Module]) -> list[Float8Linear]:
     return [layer for layer in modules if isinstance(layer, Float8Linear) and layer._float8_delayed]
 
 
-def _join_tied(layers: list[Float8Linear]) -> None:
-    """Give all layers with one weight its amax: FSDP2's gather takes the scale of one of them."""
-    tied: dict[int, list[Tensor]] = {}
-    for layer in layers:
-        gathers = layer._float8_config.enable_fsdp_float8_all_gather
-        if gathers and CastSite.WEIGHT in layer._float8_delayed:
-            tied.setdefault(id(layer.weight), []).append(layer.get_buffer(CastSite.WEIGHT.amax))
-    for amaxes in tied.values():
-        if len(amaxes) > 1:
-            torch._foreach_copy_(amaxes, [torch.stack(amaxes).amax()] * len(amaxes))
-
-
-def _note_scales(layers: list[Float8Linear]) -> None:
-    """Tell layers that share their work with other ranks which of their scales are known."""
-    shared = [x for x in layers if x._float8_groups()]
-    unknown = [(x, s) for x in shared for s in x._float8_delayed if s not in x._float8_known]
-    if unknown:  # asks the device, until all amaxes have settled
-        scales = torch.stack([layer.get_buffer(site.scale) for layer, site in unknown])
-        for (layer, site), scale in zip(unknown, scales.tolist(), strict=True):
-            layer._float8_note_known({site: scale})
-
-
 # ---------------------------------------------------------------- ranks
 
 
@@ -308,7 +299,11 @@ def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> 
     """Make the amaxes of this rank those of all, with one all-reduce."""
     weights: list[Any] = [layer.weight for layer in layers]
     shard_groups = {each for layer in layers for each in layer._float8_groups()}
-    ranks = sync_groups(weights, group, _beside(layers, model), shard_groups)
+    # Parameters of FSDP2's modules around layers tell, too: not all are gathered at once.
+    inside = {*layers}
+    around = (x for x in model.modules() if is_fsdp_module(x) and not inside.isdisjoint(x.modules()))
+    beside = (parameter for module in around for parameter in module.parameters())
+    ranks = sync_groups(weights, group, beside, shard_groups)
     if not ranks:
         return
     require_no_join(model)
@@ -347,11 +342,3 @@ def _require_same_layers(
             f"{len(lines)}, and others lack or reorder {'; '.join(differ[:4]) or 'none of them'}"
         )
     layers[0]._float8_compared |= {done}
-
-
-def _beside(layers: Sequence[Float8Linear], model: nn.Module) -> Iterator[Tensor]:
-    """Yield the parameters of FSDP2's modules around `layers`: not all are gathered at once."""
-    inside = set(layers)
-    for module in model.modules():
-        if is_fsdp_module(module) and not inside.isdisjoint(module.modules()):
-            yield from module.parameters()

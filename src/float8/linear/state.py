@@ -7,7 +7,7 @@ Each cast site with delayed scaling owns three float32 buffers, each with storag
 those of the last steps, most recent first; and `fp8_scale_<site>` [], the decode scale of the next.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -102,13 +102,13 @@ class StatefulLayer(Float8Module):
         """Whether a gather takes the scale from the history; asks the device until there is one."""
         site = CastSite.WEIGHT
         if self.training and site not in self._float8_known:
-            self._float8_note_known({site: self.get_buffer(site.scale).item()})
+            self._float8_note_known(site, self.get_buffer(site.scale).item())
         return self.training and site in self._float8_known
 
-    def _float8_note_known(self, scales: Mapping[CastSite, float]) -> None:
-        """Note which of these scales come from the history."""
-        known = {site for site, scale in scales.items() if scale != UNKNOWN_SCALE}
-        self._float8_known = self._float8_known | known  # Dynamo (torch 2.11) fails at `|=`
+    def _float8_note_known(self, site: CastSite, scale: float) -> None:
+        """Note it if this scale comes from the history."""
+        if scale != UNKNOWN_SCALE:
+            self._float8_known = self._float8_known | {site}  # Dynamo (torch 2.11) fails at `|=`
 
     def _float8_has_unsynced_amax(self) -> bool:
         """Whether an amax was recorded since the last sync, compiled or not."""
