@@ -5,7 +5,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -215,22 +215,20 @@ def _why_on_the_fly(layer: Float8Linear, weight: Any, under_fsdp: bool) -> str |
     return "under tensor parallel" if is_dtensor(weight) else f"a {type(weight).__name__}"
 
 
-class Attachment:
+class Attachment(NamedTuple):
     """The hooks that `attach_to_optimizer` registered, and the modules that they serve."""
 
-    def __init__(self, mods: list[Float8Module], handles: list[RemovableHandle]) -> None:
-        self._mods, self._handles = mods, handles
-        for mod in mods:
-            mod._float8_attach()  # a checkpoint may be loaded next
+    mods: list[Float8Module]
+    handles: list[RemovableHandle]
 
     def remove(self) -> None:
         """Remove the hooks and free held weights; the end of the optimizer does so, too."""
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
-        for mod in self._mods:
+        for mod in self.mods:
             if isinstance(mod, Float8Module):  # it may be in high precision by now
                 mod._float8_detach()
-        self._handles, self._mods = [], []
+        self.mods.clear()
 
 
 def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) -> Attachment:
@@ -268,6 +266,8 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
 
     update_float8_weights(model)  # so that a lack of memory shows now
     mods = [x for x in model.modules() if isinstance(x, Float8Module)]
+    for mod in mods:
+        mod._float8_attach()  # a checkpoint may be loaded next
     before, after = (untraced(functools.partial(hook, is_after)) for is_after in (False, True))
     handles = [inner.register_step_pre_hook(before), inner.register_step_post_hook(after)]
     attachment = Attachment(mods, handles)
@@ -300,8 +300,8 @@ def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> 
     weights: list[Any] = [layer.weight for layer in layers]
     shard_groups = {each for layer in layers for each in layer._float8_groups()}
     # Parameters of FSDP2's modules around layers tell, too: not all are gathered at once.
-    inside = {*layers}
-    around = (x for x in model.modules() if is_fsdp_module(x) and not inside.isdisjoint(x.modules()))
+    inside, fsdp = {*layers}, filter(is_fsdp_module, model.modules())
+    around = (module for module in fsdp if not inside.isdisjoint(module.modules()))
     beside = (parameter for module in around for parameter in module.parameters())
     ranks = sync_groups(weights, group, beside, shard_groups)
     if not ranks:

@@ -272,7 +272,7 @@ class Linear(torch.autograd.Function):
         plan, casts, compiling = call.plan, call.casts, torch.compiler.is_compiling()
         dw_in_float8 = call.need_grad_weight and plan.grad_weight is not None
         row: Any = None
-        M, col, ends = input.shape[0], None, None
+        M, col, ends, rows = input.shape[0], None, None, None
         if plan.output is None:
             y = input @ weight.to(input.dtype).t()
         else:
@@ -302,7 +302,6 @@ class Linear(torch.autograd.Function):
         if dw_in_float8 and not plan.reuse_input:
             x = quantize(input, casts.input_for_grad_weight, col=True, offs=offs)
             col, ends = x.col, x.ends
-        rows = None
         if col is None and call.need_grad_weight:
             if isinstance(input, Float8Tensor):
                 rows = input._data
@@ -322,13 +321,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        w: Weight,
-        offs: Tensor | None,
-        call: Call,
-        computed: Any,
+        ctx: Any, input: Tensor, weight: Tensor, w: Weight, offs: Any, call: Call, computed: Any
     ) -> Tensor:
         """Return the output; `computed` if a compiler has traced that by now."""
         if computed is None:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from float8 import kernels
-from float8.config import Float8LinearConfig, ScalingType, require_module
+from float8.config import ScalingType, require_module
 from float8.experts import Float8Experts, GatherExperts, names_to_gather
 from float8.kernels.runtime.private import untraced
 from float8.linear import Float8Linear
 from float8.linear.plan import plan_linear
 from float8.quantize import scales_of
-from float8.tensor import Float8GatherWeight, Float8Tensor, local_tensor
+from float8.tensor import Float8GatherWeight, Float8Tensor, is_dtensor, local_tensor
 from float8.tensor.gather import CastAhead
 from float8.tensor.ranks import all_ranks_have_some, amax_over, sharding_groups
 
@@ -50,28 +50,16 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     """
     require_module(model, "model")
     alike: dict[Any, dict[Any, Tensor]] = {}
-    for weight, shard in _with_scales_ahead(model).items():
-        where = sharding_groups(weight), weight.device_mesh.device_type, shard.device
-        of_one = alike.setdefault((*where, shard.dtype, shard.param_dtype, shard.how), {})
-        of_one[weight] = shard.high_precision
-    for (groups, device_type, _, _, param_dtype, how), shards in alike.items():
-        reduce = amax_over(groups, device_type)
-        scales = scales_of(list(shards.values()), how, param_dtype, reduce)
-        for weight, scale in zip(shards, scales, strict=True):
-            weight._local_tensor.keep(CastAhead(scale), weight)
-
-
-def _with_scales_ahead(model: nn.Module) -> dict[Any, Float8GatherWeight]:
-    """Return the weights with a scale to compute ahead, and their shards."""
-    shards = {}
     for name, layer in model.named_modules():
         if not isinstance(layer, Float8Linear):
             continue
-        how, weight, local = layer._float8_plan.casts.weight.how, layer.weight, None
+        weight: Any = layer.weight
+        how = layer._float8_plan.casts.weight.how
         dynamic = how.scaling_type is ScalingType.DYNAMIC and how.scaling_granularity.one_scale
-        if dynamic and layer._float8_config.enable_fsdp_float8_all_gather:
-            local = local_tensor(weight)
-        if isinstance(local, Float8Tensor):
+        if not (dynamic and layer._float8_config.enable_fsdp_float8_all_gather):
+            continue
+        shard = local_tensor(weight)
+        if isinstance(shard, Float8Tensor):
             raise ValueError(
                 f"layer {name!r}: got a weight that is gathered at the moment, expected its shard; "
                 f"before optimizer.step(), call reshard() on the modules that keep their weights"
@@ -79,14 +67,20 @@ def _with_scales_ahead(model: nn.Module) -> dict[Any, Float8GatherWeight]:
         # Before the first gather FSDP2 may still move the shard, on some ranks only, and what it
         # will be rounded to is not known.
         if (
-            isinstance(local, Float8GatherWeight)
-            and local is not weight
-            and local.param_dtype is not None
-            and not local.counted.is_inference()
+            isinstance(shard, Float8GatherWeight)
+            and is_dtensor(weight)
+            and shard.param_dtype is not None
+            and not shard.counted.is_inference()
             and all_ranks_have_some(weight)
         ):
-            shards[weight] = local
-    return shards
+            where = sharding_groups(weight), weight.device_mesh.device_type, shard.device
+            of_one = alike.setdefault((*where, shard.dtype, shard.param_dtype, shard.how), {})
+            of_one[weight] = shard.high_precision
+    for (groups, device_type, _, _, param_dtype, how), shards in alike.items():
+        reduce = amax_over(groups, device_type)
+        scales = scales_of(list(shards.values()), how, param_dtype, reduce)
+        for weight, scale in zip(shards, scales, strict=True):
+            weight._local_tensor.keep(CastAhead(scale), weight)
 
 
 def enable_float8_all_gather(module: nn.Module) -> None:
@@ -98,14 +92,15 @@ def enable_float8_all_gather(module: nn.Module) -> None:
     """
     made: dict[Any, Tensor] = {}
     users = _users(module.modules())
+    config: Any
+    ours = Float8Linear | Float8Experts
     for weight, places in users.items():
-        config, *others = {_config_of(*place) for place in places}
-        if (
-            not isinstance(local_tensor(weight), Float8GatherWeight)
-            and config is not None
-            and config.enable_fsdp_float8_all_gather
-            and not others
-        ):
+        config, *others = {
+            isinstance(mod, ours) and name in names_to_gather(mod) and mod._float8_config
+            for mod, name in places
+        }
+        gathers = config and config.enable_fsdp_float8_all_gather and not others
+        if gathers and not isinstance(local_tensor(weight), Float8GatherWeight):
             grouped = weight.dim() == 3
             kind = GatherExperts if grouped else Float8GatherWeight
             # `.data`: no view that refers to the weight.
@@ -128,12 +123,6 @@ def _users(modules: Iterable[nn.Module]) -> dict[Any, list[tuple[nn.Module, str]
             if parameter is not None:
                 users.setdefault(parameter, []).append((mod, name))
     return users
-
-
-def _config_of(mod: Any, name: str) -> Float8LinearConfig | None:
-    """Return the configuration of a module for a Parameter that it may be given in float8."""
-    ours = isinstance(mod, Float8Linear | Float8Experts)
-    return mod._float8_config if ours and name in names_to_gather(mod) else None
 
 
 def _take_places(made: dict[Any, Tensor], users: dict[Any, list[tuple[nn.Module, str]]]) -> None:
