@@ -237,11 +237,7 @@ class CastSite(enum.Enum):
 CAST_SITES: tuple[CastSite, ...] = tuple(CastSite)
 """The members of `CastSite`: Dynamo (torch 2.11) cannot iterate over the enum itself."""
 
-BASE_SITE: dict[CastSite, CastSite] = {
-    CastSite.INPUT_FOR_GRAD_WEIGHT: CastSite.INPUT,
-    CastSite.WEIGHT_FOR_GRAD_INPUT: CastSite.WEIGHT,
-    CastSite.GRAD_OUTPUT_FOR_GRAD_WEIGHT: CastSite.GRAD_OUTPUT,
-}
+BASE_SITE = {x: CastSite(x.value.split("_for_")[0]) for x in CAST_SITES if "_for_" in x.value}
 """A tensor's second use -> its first use, whose configuration it takes when it has none."""
 
 GEMM_OPERANDS: dict[str, tuple[CastSite, CastSite]] = {
@@ -331,15 +327,12 @@ class Float8LinearConfig:
     """The immutable configuration of `Float8Linear`. Combinations that cannot work raise.
 
     Args:
-        cast_config_input: cast of the input [M, K] for `output = input @ weight.T`.
-        cast_config_input_for_grad_weight: cast of the input [M, K] for `grad_weight =
-            grad_output.T @ input`. None: the cast of `cast_config_input` serves it, too.
-        cast_config_weight: cast of the weight [N, K] for `output`.
-        cast_config_weight_for_grad_input: cast of the weight [N, K] for `grad_input = grad_output @
-            weight`. None: as `cast_config_weight`.
-        cast_config_grad_output: cast of grad_output [M, N] for `grad_input`.
-        cast_config_grad_output_for_grad_weight: cast of grad_output [M, N] for `grad_weight`. None:
-            as `cast_config_grad_output`.
+        cast_config_input, cast_config_weight: casts of the input [M, K] and of the weight [N, K]
+            for `output = input @ weight.T`.
+        cast_config_grad_output: cast of grad_output [M, N] for `grad_input = grad_output @ weight`.
+        cast_config_input_for_grad_weight, cast_config_grad_output_for_grad_weight: casts of these
+            for `grad_weight = grad_output.T @ input`. None: one cast serves both GEMMs.
+        cast_config_weight_for_grad_input: likewise of the weight for `grad_input`.
         gemm_config_output, gemm_config_grad_input, gemm_config_grad_weight: switches of each GEMM.
         enable_fsdp_float8_all_gather: under FSDP2, cast each rank's shard of the weight and
             gather it in float8. Requires equal casts of the weight for `output` and `grad_input`.
@@ -503,10 +496,7 @@ class Float8LinearConfig:
 
     @functools.cached_property
     def only_on(self) -> tuple[int, ...]:
-        """The major compute capabilities of GPUs that have the GEMMs of linear layers; (): many.
-
-        Scales of blocks have few.
-        """
+        """The major compute capabilities of GPUs with such GEMMs of linear layers; (): of many."""
         covers = [how.scaling_granularity for how in self.own_casts.values()]
         if any(each.exponents for each in covers):
             return BLACKWELL

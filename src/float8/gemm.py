@@ -37,13 +37,10 @@ class Gemm(NamedTuple):
 
     use_fast_accum: bool = False
     """Add with fewer bits where the device offers it: not under block scales."""
-
     emulate: bool = False
     """Multiply the dequantised values in high precision: any device."""
-
     powers_of_2: bool = False
     """Whether all scales are: then values times scales are exact in bfloat16."""
-
     granularities: tuple[Granularity, Granularity] = (_TENSORWISE, _TENSORWISE)
     """Of the scales of its two operands."""
 
@@ -51,7 +48,7 @@ class Gemm(NamedTuple):
 def matmul(
     a: Operand,
     b: Operand,
-    shape: tuple[int, int] | None = None,
+    shape: tuple[int, int],
     *,
     gemm: Gemm,
     out_dtype: torch.dtype,
@@ -73,9 +70,8 @@ def matmul(
     """
     covers_a, covers_b = gemm.granularities
     by_blocks, one_scale_each = covers_a.by_blocks, covers_a.one_scale and covers_b.one_scale
-    compiling = torch.compiler.is_compiling()
+    (M, N), compiling = shape, torch.compiler.is_compiling()
     if compiling and not surely(a.data.numel() != 0):
-        M, N = (a.data.shape[0], b.data.shape[0]) if shape is None else shape
         return torch.ops.float8.matmul.default(  # type: ignore[no-any-return]
             *a, *b, M, N, covers_a.value, covers_b.value, gemm.use_fast_accum, gemm.emulate,
             gemm.powers_of_2, out_dtype,
@@ -106,7 +102,6 @@ def matmul(
             y = torch._scaled_mm(
                 a.data, b.data.t(), scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast
             )
-    M, N = y.shape if shape is None else shape
     if y.shape[1] != N:  # contiguous, so that `.view()` and in-place ops work
         return y[:M, :N].contiguous()
     # A compiler is not asked, since it would compile again for numbers that need no padding.

@@ -29,17 +29,13 @@ class Cast(NamedTuple):
 
     how: CastConfig
     """Format, granularity and scaling."""
-
     state: DelayedScale | None = None
     """State of delayed scaling: its scale is used if known; else one comes from the tensor."""
-
     record: bool = False
     """Whether `state` learns the amax of the tensor."""
-
     reduce: Reduction | None = None
     """Turns an amax into that of all ranks; used if the one scale may come from the tensor. With a
     `state` it always runs, since all ranks must take part. Finer scales are of this rank's part."""
-
     scale: Tensor | None = None
     """The one scale, if it is known already: then nothing else chooses one."""
 
@@ -83,15 +79,8 @@ def quantize(
     """
     how, state, record, reduce, scale = cast
     if offs is not None or x.dim() == 3:
-        covers = how.scaling_granularity
-        known = scale is not None and (offs is not None or not covers.one_scale)
-        wrong = covers.by_blocks and covers.square and offs is not None
-        if known or wrong or state is not None or reduce is not None:
-            raise ValueError(
-                f"quantize: got {covers}, or a state, scale or reduction, for groups of rows or "
-                f"weights of experts, expected dynamic scales of each or of its rows or parts of "
-                f"them; no squares for groups"
-            )
+        if state is not None or reduce is not None:
+            raise ValueError("quantize: got a state or reduction for experts, expected neither")
         if offs is not None:
             return cast_groups(x, offs, how, row=row, col=col)
         return _cast_each(x.detach(), how, scale, after, row=row, col=col)

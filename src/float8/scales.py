@@ -73,7 +73,6 @@ class DelayedScale(NamedTuple):
 
     scale: Tensor
     """Decode scale for this step, or `UNKNOWN_SCALE`."""
-
     amax: Tensor
     """Largest amax seen since the last sync: over microbatches, repeated calls, recomputation."""
 
@@ -132,7 +131,6 @@ class Operand(NamedTuple):
     data: Tensor
     """[R, C] float8, contiguous along C, the contraction dim. A cast pads C to 16, or the width of
     blocks; gathered data are not padded before `quantize.padded`."""
-
     scale: Tensor
     """float32 decode scales, in the shape of `Granularity.scales`. Of groups [R], and of columns
     [E, N], where rows have scales; runs of k have [R, K / k], and columns [N, width / k]. Weights
@@ -147,11 +145,9 @@ class Quantized(NamedTuple):
 
     row: Operand | Any = None
     """[R, C], contracted over C."""
-
     col: Operand | Any = None
     """The transposed copy [C, R], contracted over R: cast from high precision (`quantize`), or made
     of row data where only those exist (`to_col`, `recast`)."""
-
     ends: Tensor | Any = None
     """[E] int32: where each group of rows ends in column data; None: there are no groups."""
 

@@ -16,7 +16,7 @@ def test_a_device_without_float8_names_emulate(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(module, "lacks_float8_gemm", lambda *_, **__: "an old GPU")
     a = Operand(torch.empty(16, 16, dtype=E4M3, device="meta"), torch.empty((), device="meta"))
     with pytest.raises(RuntimeError, match=r"an old GPU; set emulate=True"):
-        matmul(a, a, gemm=Gemm(), out_dtype=torch.float32)
+        matmul(a, a, (16, 16), gemm=Gemm(), out_dtype=torch.float32)
 
 
 def test_amd_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -327,7 +327,11 @@ class Float8Module(nn.Module):
         return in_float8_only(values, self._float8_plan.casts.weight)
 
     def __getstate__(self) -> Any:
-        return {name: x for name, x in vars(self).items() if name not in self._float8_not_copied}
+        theirs = getattr(super(), "__getstate__", None)  # Python 3.10 has none for all objects
+        state = self.__dict__ if theirs is None else theirs()
+        if not isinstance(state, dict):
+            return state
+        return {name: value for name, value in state.items() if name not in self._float8_not_copied}
 
 
 # ---------------------------------------------------------------- in float8 only

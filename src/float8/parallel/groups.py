@@ -32,14 +32,13 @@ def _require_whole_weights(shard_groups: Iterable[Any], got: list[int], what: st
 
 
 def sync_groups(
-    weights: Iterable[Any], group: Any, others: Iterable[Any] = (), shard_groups: Iterable[Any] = ()
+    weights: list[Any], group: Any, others: Iterable[Any], shard_groups: Iterable[Any]
 ) -> tuple[Any, ...]:
     """Return the groups over which the amaxes of layers with these weights are reduced.
 
     `group`: the only one, or None. `others` tell the mesh where all weights are gathered.
     `shard_groups`: groups of ranks that hold parts of a weight.
     """
-    weights = list(weights)
     if group is not None:
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"group: got {type(group).__name__}, expected a ProcessGroup or None")

@@ -148,8 +148,7 @@ class Float8Tensor(Wrapper):
                 f"Partial: its values are still to be summed up; redistribute it first"
             )
         cast = Cast(how, scale=scale, reduce=amax_over(sharding_groups(whole)))
-        made: Float8Tensor = dtensor_like(to_float8(whole.to_local(), cast), whole)
-        return made
+        return dtensor_like(to_float8(whole.to_local(), cast), whole)  # type: ignore[no-any-return]
 
     def to_original_precision(self) -> Tensor:
         """Dequantise; differentiable, the gradient passes through unchanged."""
@@ -364,9 +363,6 @@ def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return target
 
 
-# ---------------------------------------------------------------- values
-
-
 def _of_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an op on the values: a new tensor is plain, as its values may be any."""
     plain = [dequantise(x) if isinstance(x, Float8Tensor) else x for x in args]
@@ -427,8 +423,6 @@ def _sent(name: str, tree: Any) -> Any:
     inner = getattr(tree, name) if isinstance(tree, Float8Tensor) else tree
     return inner.view(torch.uint8) if name == "_data" and isinstance(inner, Tensor) else inner
 
-
-# ---------------------------------------------------------------- which op is what
 
 _OPS: dict[Any, tuple[str, ...]] = {
     _view: ("aten::_unsafe_view", "aten::constant_pad_nd"),  # and all that are views
