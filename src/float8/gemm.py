@@ -46,12 +46,7 @@ class Gemm(NamedTuple):
 
 
 def matmul(
-    a: Operand,
-    b: Operand,
-    shape: tuple[int, int],
-    *,
-    gemm: Gemm,
-    out_dtype: torch.dtype,
+    a: Operand, b: Operand, shape: tuple[int, int], *, gemm: Gemm, out_dtype: torch.dtype
 ) -> Tensor:
     """Multiply `(a.data * a.scale) @ (b.data * b.scale).T`, accumulated in float32.
 
@@ -256,10 +251,7 @@ def _outer_fake(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 register(
-    "grouped_outer",
-    _outer,
-    fake=_outer_fake,
-    flops=lambda a, b, *_, **__: 2 * a[0] * a[1] * b[1],
+    "grouped_outer", _outer, fake=_outer_fake, flops=lambda a, b, *_, **__: 2 * a[0] * a[1] * b[1]
 )
 
 grouped_outer = torch.ops.float8.grouped_outer.default

@@ -12,13 +12,7 @@ from float8.config import CastConfig, Granularity
 from float8.formats import FLOAT8_MAX, GEMM_ALIGNMENT
 from float8.kernels.cast_groups import cast_groups
 from float8.kernels.dequantise import dequantised_by_kernel
-from float8.scales import (
-    UNKNOWN_SCALE,
-    DelayedScale,
-    Operand,
-    Quantized,
-    amax_to_scale,
-)
+from float8.scales import UNKNOWN_SCALE, DelayedScale, Operand, Quantized, amax_to_scale
 
 Reduction = Callable[[Tensor], Tensor]
 """Takes the amax of this rank's part of a tensor, returns that of the whole; collective."""

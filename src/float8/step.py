@@ -29,10 +29,7 @@ from float8.tensor.ranks import amax_over
 
 @torch.no_grad()
 def sync_float8_amax_and_scale_history(
-    model: nn.Module,
-    fp8_layers: Sequence[Float8Linear] | None = None,
-    *,
-    group: Any = None,
+    model: nn.Module, fp8_layers: Sequence[Float8Linear] | None = None, *, group: Any = None
 ) -> None:
     """Turn the amaxes of this step into the scales of the next, for all layers at once.
 

@@ -6,13 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from float8.config import (
-    CAST_SITES,
-    ConfigOrRecipe,
-    Float8LinearConfig,
-    Float8Weights,
-    as_config,
-)
+from float8.config import CAST_SITES, ConfigOrRecipe, Float8LinearConfig, Float8Weights, as_config
 from float8.kernels.runtime.ops import NO_ONNX
 from float8.linear.functional import apply_linear
 from float8.linear.plan import Casts, plan_linear
@@ -241,9 +235,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
 
 
 def unsupported(
-    mod: nn.Module,
-    config: Float8LinearConfig,
-    linear_classes: Collection[type] = (),
+    mod: nn.Module, config: Float8LinearConfig, linear_classes: Collection[type] = ()
 ) -> str | None:
     """Say why `mod`, converted or not, cannot be in float8 with this configuration, or None.
 
