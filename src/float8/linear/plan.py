@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -107,20 +107,12 @@ def _resolved(config: Float8LinearConfig, grouped: bool) -> LinearPlan:
 
     made = {site: cast(site) for site in CAST_SITES}
     casts = Casts(*made.values())
-    output, grad_input, grad_weight = gemm("output"), gemm("grad_input"), gemm("grad_weight")
-    reuse_input = casts.input == casts.input_for_grad_weight
-    reuse_grad_output = casts.grad_output == casts.grad_output_for_grad_weight
-    return LinearPlan(
-        casts,
-        reuse_input,
-        casts.weight == casts.weight_for_grad_input,
-        reuse_grad_output,
-        output,
-        grad_input,
-        grad_weight,
-        reuse_input and rows_suffice(casts.input, output, grad_weight),
-        reuse_grad_output and rows_suffice(casts.grad_output, grad_input, grad_weight),
-    )
+    reuse: Any = [first == second for first, second in zip(casts[:3], casts[3:], strict=True)]
+    gemms: Any = [gemm(name) for name in GEMM_OPERANDS]
+    output, grad_input, grad_weight = gemms
+    input_suffices = reuse[0] and rows_suffice(casts.input, output, grad_weight)
+    grad_suffices = reuse[2] and rows_suffice(casts.grad_output, grad_input, grad_weight)
+    return LinearPlan(*(casts, *reuse, *gemms, input_suffices, grad_suffices))
 
 
 _cached = functools.cache(_resolved)
