@@ -186,13 +186,12 @@ def recast(x: Tensor, how: CastConfig, scale: Tensor) -> Operand:
     """Return column data of `x` [R, C], which was cast before, under the same scale if it has one.
 
     `x` may be the bytes that the cast before made, of which a compiler then keeps the transposed
-    copy instead, one for all layers that read them.
+    copy instead, one for all layers that read them. Else, when compiled:
 
-    - One scale: a compiler casts `x` by plain torch code, then transposes. So it need not keep `x`
-      until backward: the kernel that casts makes `x` again from what is kept anyway, say an
-      activation function from its input, and casts that before it is rounded to the dtype of `x`.
-    - Finer scales: our kernel casts, since the compiler's own for the amaxes of columns take longer
-      than to write `x` and read it. torch runs our kernel in forward, and keeps the bytes.
+    - One scale: plain torch code casts `x`, made again from what is kept anyway, say an activation
+      function from its input, and not yet rounded to the dtype of `x`.
+    - Finer scales: our kernel casts in forward, since the compiler's own for the amaxes of columns
+      take longer than to write `x` and read it.
     """
     if x.dtype in FLOAT8_MAX:
         return to_col(Operand(x, scale), how)

@@ -105,10 +105,7 @@ def _lost(speedup: float, error: float) -> str:
 def why_slower(
     layer: Any, config: Float8LinearConfig, tokens: int, ranks: int, gpu: str, cuda_graphs: bool
 ) -> str | None:
-    """Say that a linear layer loses, or that it waits for the CPU, or return None.
-
-    `ranks` share its weight. On a GPU that is not modelled `NARROW` is the only limit.
-    """
+    """Say that a layer, whose weight `ranks` share, loses or waits for the CPU, or return None."""
     K, N = layer.in_features, layer.out_features
     if gpu not in MEMORY:
         narrow = f"{min(K, N)} features are less than {NARROW}, and {gpu} is not modelled"
@@ -126,10 +123,7 @@ def why_slower(
 def why_experts_slower(
     module: Any, parent: Any, config: Float8LinearConfig, tokens: int, ranks: int, gpu: str
 ) -> str | None:
-    """Say that experts of a known kind lose, or return None.
-
-    `ranks` share their weights. Tokens are taken to be spread evenly over the experts of this rank.
-    """
+    """Say that experts, whose weights `ranks` share, lose with tokens spread evenly, or None."""
     near = gpu if gpu in MEMORY else "H100"  # another Hopper GPU: others have no such GEMM
     weights, top_k = weights_of(module), experts_per_token(module, parent)
     experts = local_tensor(module._parameters[weights[0].name]).shape[0]

@@ -1,9 +1,4 @@
-"""A linear layer in float8 as a function, and the autograd function of all layers, experts' too.
-
-Saved of the input: its float8 column data, made in the same read as its row data. Where forward
-makes none, row data or the input itself; so under a compiler, which chooses what to keep. Of the
-weight only what exists anyway is saved: see `Weight`.
-"""
+"""A linear layer in float8 as a function, and the autograd function of all layers, experts' too."""
 
 from typing import Any, NamedTuple
 
@@ -266,8 +261,8 @@ class Linear(torch.autograd.Function):
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Return the output [M, N] of the input [M, K], in the compute dtype, and what is saved.
 
-        `w`: what there is of the weight. Saved of the input is column data; or, for backward to
-        cast, `rows`: row data, or values in high precision, with the scale of forward's cast.
+        Of the weight what `w` has. Of the input column data, made in the same read as row data; or,
+        for backward to cast, `rows`: row data, or values in high precision, and forward's scale.
         """
         plan, casts, compiling = call.plan, call.casts, torch.compiler.is_compiling()
         dw_in_float8 = call.need_grad_weight and plan.grad_weight is not None

@@ -37,8 +37,7 @@ def linear_of_shards(
 
     A layer that gathers its input takes it placed in any way, and gathers it in float8 if one cast
     is all that the plan makes of it; a `Float8Tensor` inside is not cast again. The bias is
-    Shard(0) with the weight, else Replicate. Raises a `TypeError` for an input that is no DTensor,
-    and a `ValueError` for other placements, or where ranks cannot share a dim so.
+    Shard(0) with the weight, else Replicate.
     """
     if not hasattr(input, "placements"):
         raise TypeError(
@@ -145,10 +144,9 @@ def _shared_tokens(x: Any, dim: int) -> SharedTokens | None:
 
 
 def dtensor_in_float8(x: Any, weight: Any, plan: LinearPlan, cast: Cast) -> Any:
-    """Cast the DTensor `x` on a mesh of one dim, if its row data suffice for all GEMMs.
+    """Cast the DTensor `x` on a mesh of one dim, or return it as it is; as `in_compute_dtype`.
 
-    Else return `x` itself, as also where it is a sum still to be made, or where ranks hold parts of
-    rows that have a scale each. Raises as `in_compute_dtype`.
+    So if row data are too little for all GEMMs, it is no sum yet, or scales are of cut rows.
     """
     (placement,) = x.placements
     cuts_rows = placement.is_shard() and placement.dim % x.dim() == x.dim() - 1
@@ -166,10 +164,7 @@ def dtensor_in_float8(x: Any, weight: Any, plan: LinearPlan, cast: Cast) -> Any:
 
 
 def require_parts(shape: torch.Size, dim: int, ranks: int) -> None:
-    """Raise a `ValueError` for a weight that ranks cannot share along `dim`.
-
-    Rows may be shared unevenly, as torch does; none of the ranks may be left without one.
-    """
+    """Raise a `ValueError` for a weight that ranks cannot share: of rows each needs one or more."""
     size = shape[dim]
     if size % ranks and (dim == 1 or not all_have_some(size, ranks)):
         expected = "that dim divisible by" if dim else "rows on each of"

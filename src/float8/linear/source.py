@@ -27,10 +27,7 @@ PUBLIC = ("config", "from_float")
 
 
 def shallow_copy(mod: nn.Module, cls: Any) -> Any:
-    """Return an instance of `cls` with all that `mod` has, in registries of its own.
-
-    But for `.compile()`, which holds the module that it was called on.
-    """
+    """Return an instance of `cls` with what `mod` has but `.compile()`, which holds that module."""
     new = cls.__new__(cls)
     for name, value in vars(mod).items():
         new.__dict__[name] = copy.copy(value) if name in _REGISTRIES else value
@@ -112,10 +109,7 @@ def problem(
 
 
 def _computes_something_else(mod: nn.Module, linear_classes: Collection[type]) -> str | None:
-    """Say why `mod` may not compute what `nn.Linear` does when it is called, or return None.
-
-    Layers of `linear_classes` do, by what their user says.
-    """
+    """Say why `mod` may not compute what `nn.Linear` does when it is called, or return None."""
     forward_of = class_with_forward(type(mod))
     if is_parametrized(mod):
         return "whose weight is computed, expected an nn.Linear with a weight of its own"

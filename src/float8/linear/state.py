@@ -1,6 +1,4 @@
-"""Keep the state of a linear layer while it is moved, copied, saved, loaded and synced.
-
-That is the state of delayed scaling.
+"""Keep the state of delayed scaling while a layer is moved, copied, saved, loaded and synced.
 
 Each cast site with delayed scaling owns three float32 buffers, each with storage of its own:
 `fp8_amax_<site>` [], the largest amax since the last sync; `fp8_amax_history_<site>` [history_len],
@@ -247,10 +245,9 @@ _FIRST_NAMES = {"x": CastSite.INPUT, "w": CastSite.WEIGHT, "dL_dY": CastSite.GRA
 def _as_loadable(
     layer: StatefulLayer, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
 ) -> dict[str, Any]:
-    """Return a copy of `state_dict` with the state that `layer` can load.
+    """Return a copy of `state_dict` with the state that `layer` can load: as much as fits.
 
-    Of the sites that both have it is taken, with as much of the histories as fits; the rest is
-    dropped or starts anew, and a warning says so, the same for all layers: Python shows it once.
+    A warning tells of the rest, the same for all layers: Python shows it once.
     """
     loaded, told = dict(state_dict), []
     for first, site in _FIRST_NAMES.items():
@@ -294,8 +291,8 @@ def _take_scale(
 ) -> None:
     """Put amax and scale of a site, as we keep them, into `loaded`.
 
-    Float8Linear of float8_experimental and of torchao <= 0.9 has both of shape [1], and encode
-    scales: 1 / ours. Torch would load an element of any vector for a scalar.
+    float8_experimental and torchao <= 0.9 have both of shape [1], and encode scales: 1 / ours.
+    Torch would load an element of any vector for a scalar.
     """
     amax, history, scale = (prefix + name for name in site.buffers)
     both = [key for key in (amax, scale) if key in loaded]

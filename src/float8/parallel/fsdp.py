@@ -86,9 +86,8 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
 def enable_float8_all_gather(module: nn.Module) -> None:
     """Make the weights of converted layers whose configuration asks for it gather in float8.
 
-    The Parameters become Parameters of a subclass over the same memory (`_take_places`). A weight
-    that an embedding uses, too, stays plain: bytes cannot be looked up in. So do weights of experts
-    that lie as [E, K, N]: their rows are not what a scale covers.
+    A weight that an embedding uses, too, stays plain: bytes cannot be looked up in. So do weights
+    of experts that lie as [E, K, N]: their rows are not what a scale covers.
     """
     made: dict[Any, Tensor] = {}
     users = _users(module.modules())

@@ -64,9 +64,9 @@ def sync_groups(
 
 
 def unlike(texts: Sequence[str], groups: Sequence[Any], device: torch.device) -> list[str] | None:
-    """Return those texts of this rank that another rank of `groups` does not have in their place.
+    """Return texts of this rank that others of `groups` lack in their place; None: all are alike.
 
-    None: all ranks have the same. Only digests are sent, on a `device` on which the groups reduce.
+    Only digests are sent, on a `device` on which the groups reduce.
     """
 
     def largest(numbers: list[int]) -> list[int]:

@@ -1,7 +1,6 @@
 """`Float8GatherWeight`: a weight in high precision that FSDP2 gathers in float8.
 
-Each rank casts its shard under the scale of the whole weight. What is sent is a view of the bytes
-as `uint8`: not every backend knows float8.
+Each rank casts its shard under the scale of the whole weight, and sends a view of its bytes.
 """
 
 import inspect
@@ -151,8 +150,7 @@ class Float8GatherWeight(Wrapper):
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
         """Cast the shard, view it as `uint8`, and pad it to the largest shard.
 
-        `mesh` is that of this gather, to which tensor parallel adds another. With CPU offload
-        `self` is a copy: cached state is read from `module.weight`.
+        With CPU offload `self` is a copy: cached state is read from `module.weight`.
         """
         dtype, rows = mp_policy.param_dtype or self.dtype, self.shape[0]
         # Torch's chunks: all as long as the first but the last, behind which may be empty ones.

@@ -130,8 +130,7 @@ torch.serialization.add_safe_globals([_rebuild])
 def as_inference_as(source: Tensor) -> AbstractContextManager[object]:
     """Return a context in which tensors derived from `source` are inference tensors if it is one.
 
-    Torch's own views of normal tensors are normal in inference mode, too; of a subclass they must
-    be, or they raise ("Cannot set version_counter for inference tensor").
+    Views of a subclass must be, or torch raises: Cannot set version_counter for inference tensor.
     """
     if not torch.is_inference_mode_enabled() or source.is_inference():
         return nullcontext()
