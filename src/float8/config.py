@@ -422,8 +422,7 @@ class Float8LinearConfig:
             )
         self._check_one_cast("enable_fsdp_float8_all_gather", row_only=True)
         self._check_one_cast("float8_weights", row_only=only)
-        default = DelayedScalingConfig()
-        if not self.delayed_sites and self.delayed_scaling_config != default:
+        if not self.delayed_sites and self.delayed_scaling_config != DelayedScalingConfig():
             raise ValueError(
                 f"delayed_scaling_config: got {self.delayed_scaling_config!r}, expected the "
                 f"default, as nothing has delayed scaling; leave it out or use a "

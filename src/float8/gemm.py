@@ -19,11 +19,8 @@ from float8.kernels.swizzle import RECIPE, SWIZZLE, scales_of_rows, swizzled
 from float8.scales import Operand, dequantised
 
 _TENSORWISE = ScalingGranularity.TENSORWISE
-_BY_BLOCKS: dict[Granularity, F.ScalingType] = {
-    ScalingGranularity.BLOCK_1x128: F.ScalingType.BlockWise1x128,
-    ScalingGranularity.BLOCK_128x128: F.ScalingType.BlockWise128x128,
-}
-"""The blocks whose scales Hopper's GEMMs apply, and torch's names of them."""
+_RUNS, _SQUARES = [F.ScalingType.BlockWise1x128.value], [F.ScalingType.BlockWise128x128.value]
+"""Torch's numbers for the blocks of 128 whose scales Hopper's GEMMs apply."""
 
 # The GEMM under block scales, which torch counts as none; a later torch may count it.
 with contextlib.suppress(RuntimeError):
@@ -159,8 +156,7 @@ def _block_scales(operand: Operand, covers: Granularity) -> tuple[Tensor, list[i
     """Return scales as torch takes them, and in lists its numbers for what they cover and lie."""
     if covers.exponents:
         return swizzled(scales_of_rows(operand, covers)).flatten(), RECIPE, SWIZZLE
-    scale = operand.scale.t() if covers.square else operand.scale
-    return scale, [_BY_BLOCKS[covers].value], []
+    return (operand.scale.t(), _SQUARES, []) if covers.square else (operand.scale, _RUNS, [])
 
 
 def _emulated(a: Operand, b: Operand, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:

@@ -56,7 +56,7 @@ def one_layer(recipe: str, N: int) -> None:
         assert seen.sizes == [rows * K + scales]  # in the same collective
         assert sum(seen.sizes) <= 0.52 * rows * K * 2
     else:
-        reason = "would cut blocks of 128 x 128" if even else "are not all of one size"
+        reason = "would cut ScalingGranularity.BLOCK_128x128" if even else "are not all of one size"
         assert reason in said[0]
     grad = seeded(2, 48, N, dtype=torch.bfloat16, device=here())
     wanted.backward(grad)

@@ -268,10 +268,12 @@ def _scales_of_pieces(
             return found
     elif (pieces[0].shape, pieces[0].stride()) == (x.shape, x.stride()):
         return [x._scale]
-    raise ValueError(
-        f"{func}: got a Float8Tensor under {x._scaling}, expected TENSORWISE: a part of the data "
-        f"does not have all of the scales; {CURE}"
-    )
+    raise _refused(func, x, ": a part of the data does not have all of the scales")
+
+
+def _refused(op: Any, x: Float8Tensor, but_for: str) -> ValueError:
+    got = f"{op}: got a Float8Tensor under {x._scaling}"
+    return ValueError(f"{got}, expected TENSORWISE{but_for}; {CURE}")
 
 
 def _of_rows(spread: Tensor, size: int) -> Tensor | None:
@@ -330,10 +332,7 @@ def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     rows = rows and dim % first.dim() != first.dim() - 1
     _require_alike("cat", *pieces, scale=not rows)
     if not rows and not first._granularity.one_scale:
-        raise ValueError(
-            f"cat: got Float8Tensors under {first._scaling}, expected TENSORWISE, or whole "
-            f"rows under AXISWISE; call .to_original_precision() first"
-        )
+        raise _refused("cat", first, ", or whole rows under AXISWISE")
     data = func([piece._data for piece in pieces], *rest, **kwargs)
     if rows:
         return first._like(data, func([piece._scale for piece in pieces], *rest, **kwargs))
@@ -377,11 +376,7 @@ def _send(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     x, *rest = args
     rows = x._has_row_scales and func.name().endswith("into_tensor")
     if not rows and not x._granularity.one_scale:
-        raise ValueError(
-            f"{func}: got a Float8Tensor under {x._scaling}, expected TENSORWISE, or an "
-            f"all-gather of rows under AXISWISE: its scales would stay here; call "
-            f".to_original_precision() first"
-        )
+        raise _refused(func, x, ", or an all-gather of rows under AXISWISE")
     wait, scale = torch.ops._c10d_functional.wait_tensor, x._scale
     data = x._data.view(torch.uint8) if x._data.is_cpu else x._data  # Gloo knows no float8
     data = wait(func(data, *rest, **kwargs)).view(x._data.dtype)

@@ -177,8 +177,7 @@ class Float8GatherWeight(Wrapper):
         if rows * ranks != size[0]:
             return f"shards of {rows} rows are not all of one size, for which scales are sent"
         if rows % (granularity.height or 1):
-            block = f"{granularity.height} x {granularity.width}"
-            return f"shards of {rows} rows would cut blocks of {block}"
+            return f"shards of {rows} rows would cut {granularity}"
         return None
 
     def _to_send(
