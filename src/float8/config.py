@@ -43,10 +43,8 @@ class ScalingType(enum.Enum):
 
     DYNAMIC = "dynamic"
     """The scale comes from the amax of this very tensor."""
-
     DELAYED = "delayed"
     """The scale comes from the amaxes of the last steps; needs a sync once per optimizer step."""
-
     DISABLED = "disabled"
     """No cast: the tensor stays in high precision."""
 
@@ -107,20 +105,15 @@ class ScalingGranularity(Granularity):
 
     TENSORWISE = "tensorwise", None, None
     """One scale for the whole tensor."""
-
     AXISWISE = "axiswise", 1, None
     """One scale for each row, of row data or column data: along the dim that a GEMM contracts."""
-
     BLOCK_1x128 = "block_1x128", 1, 128
     """One scale for 128 elements along that dim (DeepSeek-V3, arXiv 2412.19437, 3.3)."""
-
     BLOCK_128x128 = "block_128x128", 128, 128
     """One scale for a square of 128 rows and 128 columns, the same in row and column data."""
-
     BLOCK_1x32 = "block_1x32", 1, 32
     """One scale for 32 elements along that dim, an 8-bit exponent: MXFP8 (OCP Microscaling Formats
     1.0), the exponent rounded up, as tensor cores of Blackwell and their libraries have it."""
-
     BLOCK_32x32 = "block_32x32", 32, 32
     """Such a scale for a square of 32 rows and 32 columns, the same in row and column data."""
 
@@ -263,27 +256,21 @@ class Float8LinearRecipeName(enum.Enum):
 
     TENSORWISE = "tensorwise"
     """Dynamic scaling, one scale per tensor."""
-
     DELAYED = "delayed"
     """Delayed scaling of input and grad_output, dynamic scaling of the weight, one scale per
     tensor; sync once per step, see `attach_to_optimizer`."""
-
     ROWWISE = "rowwise"
     """Dynamic scaling, a scale per row of each operand, powers of two; e4m3 everywhere."""
-
     ROWWISE_WITH_GW_HP = "rowwise_with_gw_hp"
     """As `ROWWISE`, with grad_weight in high precision and one scale per weight for grad_input."""
-
     BLOCKWISE = "blockwise"
     """Dynamic scaling, a scale per 1x128 elements of input and grad_output and per 128x128 of the
     weight, and of the input for grad_weight; e4m3 everywhere. DeepSeek-V3 (arXiv 2412.19437,
     section 3.3) has 1x128 there, too, as experts here do; for linear layers, whose GEMM is slower
     so on Hopper, set `cast_config_input_for_grad_weight` to `cast_config_input`."""
-
     MXFP8 = "mxfp8"
     """Dynamic scaling, an 8-bit exponent per 1x32 elements along the dim that each GEMM contracts;
     e4m3 everywhere. Blackwell multiplies it. Other GPUs need `emulate`, and CPUs always do so."""
-
     MXFP8_WITH_GW_HP = "mxfp8_with_gw_hp"
     """As `MXFP8`, with grad_weight in high precision."""
 
@@ -293,12 +280,10 @@ class Float8Weights(enum.Enum):
 
     ON_THE_FLY = "on_the_fly"
     """Weights are cast in each forward, and again in backward."""
-
     HELD = "held"
     """Weights are cast once per optimizer step (`attach_to_optimizer`, `update_float8_weights`) for
     training; evaluation casts on the fly. Row and column data stay beside the weight, two bytes per
     element, and scales. All results are those of `ON_THE_FLY`."""
-
     ONLY = "only"
     """Frozen weights are cast at the conversion, and replaced: one byte per element is left, and
     the scales: under `BLOCK_1x32` an eighth of a byte."""

@@ -93,13 +93,10 @@ def sync_float8_amax_and_scale_history(
         # Made on the device: a copy from the host would wait for it.
         like: Any = {"dtype": torch.float64, "device": device}
         maxima = [torch.full((len(x),), largest, **like) for largest, x in formats.items()]
+        amax, history, scale = map(torch.stack, (amaxes, histories, scales))
+        rule: Any = {"scale_fn_name": delayed.scale_fn_name, "round_to_power_of_2": power_of_2}
         new_histories, new_scales = next_history_and_scale(
-            torch.stack(amaxes),
-            torch.stack(histories),
-            torch.stack(scales),
-            torch.cat(maxima),
-            scale_fn_name=delayed.scale_fn_name,
-            round_to_power_of_2=power_of_2,
+            amax, history, scale, torch.cat(maxima), **rule
         )
         torch._foreach_copy_(histories, new_histories.unbind())
         torch._foreach_copy_(scales, new_scales.unbind())

@@ -29,7 +29,6 @@ class LayerReport:
 
     fqn: str
     """Its name in the model, or `(root)`."""
-
     in_features: int
     out_features: int
     scaling: str | None
@@ -65,14 +64,11 @@ class ConversionReport:
 
     layers: tuple[LayerReport, ...]
     """Each `nn.Linear`: `fqn`, `in_features`, `out_features`, `scaling`, `skip_reason`."""
-
     others: tuple[OtherWeight, ...] = ()
     """Weights that conversion does not know, in high precision unless `grouped_linear` has them:
     `fqn`, `shape`, `module` (its class). No vectors, embeddings, norms, convolutions, biases."""
-
     chosen_for: tuple[str, ...] = ()
     """One sentence per GPU, or for a CPU: what chose the layers. Empty with filters."""
-
     experts: tuple[ExpertsReport, ...] = ()
     """The weights of known experts, converted or not: as `layers`, with `experts`, their number."""
 
