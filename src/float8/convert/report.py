@@ -163,46 +163,33 @@ def conversion_report(model: nn.Module) -> ConversionReport:
     for fqn, module in model.named_modules():
         choice = Choice(*module.__dict__.get(KEPT, ()))
         chosen_for[choice.chosen_for] = None
-        left = choice.reason or left_out(fqn) or "not seen by convert_to_float8_training"
+        scaling: str | None = None
+        reason: str | None = choice.reason or left_out(fqn)
+        reason = reason or "not seen by convert_to_float8_training"
+        if isinstance(module, Float8Linear | Float8Experts):
+            casts, own = module._float8_plan.casts, module._float8_config.own_casts
+            each = (f"{site.value} {getattr(casts, site.value).how.short_str()}" for site in own)
+            scaling, reason = ", ".join(each), None
+            if not module._float8_config.float8_gemms:
+                scaling, reason = None, "all casts of its config are DISABLED"
+        path = f"{fqn}." if fqn else ""
         if kind_of(module) is not None:
-            experts += _experts(fqn, module, left)
-            continue
-        if not isinstance(module, nn.Linear):
-            others += _other_weights(fqn, module)
-            continue
-        scaling = reason = None
-        if not isinstance(module, Float8Linear):
-            reason = left
-        elif not module._float8_config.float8_gemms:
-            reason = "all casts of its config are DISABLED"
+            for name, count, N, K in weights_of(module):
+                experts.append(ExpertsReport(path + name, K, N, scaling, reason, count))
+        elif isinstance(module, nn.Linear):
+            sizes = module.in_features, module.out_features
+            layers.append(LayerReport(fqn or "(root)", *sizes, scaling, reason))
         else:
-            scaling = _scaling(module)
-        sizes = module.in_features, module.out_features
-        layers.append(LayerReport(fqn or "(root)", *sizes, scaling, reason))
+            others += _other_weights(path, module)
     sentences = tuple(filter(None, chosen_for))
     return ConversionReport(tuple(layers), tuple(others), sentences, tuple(experts))
 
 
-def _scaling(mod: Float8Linear | Float8Experts) -> str:
-    casts, names = mod._float8_plan.casts, [site.value for site in mod._float8_config.own_casts]
-    return ", ".join(f"{name} {getattr(casts, name).how.short_str()}" for name in names)
-
-
-def _experts(fqn: str, module: nn.Module, left: str | None) -> list[ExpertsReport]:
-    scaling, reason = None, left
-    if isinstance(module, Float8Experts):
-        scaling, reason = _scaling(module), None
-    return [
-        ExpertsReport(f"{fqn}.{name}" if fqn else name, K, N, scaling, reason, experts)
-        for name, experts, N, K in weights_of(module)
-    ]
-
-
-def _other_weights(fqn: str, module: nn.Module) -> list[OtherWeight]:
+def _other_weights(path: str, module: nn.Module) -> list[OtherWeight]:
     if isinstance(module, _NO_MATMUL) or type(module).__module__ == parametrize.__name__:
         return []
     return [
-        OtherWeight(f"{fqn}.{name}" if fqn else name, tuple(weight.shape), type(module).__name__)
+        OtherWeight(path + name, tuple(weight.shape), type(module).__name__)
         for name, weight in module._parameters.items()
         if isinstance(weight, nn.Parameter)
         and not isinstance(weight, UninitializedParameter)
