@@ -78,7 +78,6 @@ class Weight(NamedTuple):
         return quantize(self.values, cast, col=True, after=after).col
 
 
-@torch.no_grad()
 def times_held(
     a: Tensor,
     a_scale: Tensor,
@@ -126,7 +125,6 @@ def times_held(
 register(
     "times_held",
     times_held,
-    triton=times_held,
     fake=lambda a, *rest: a.new_empty(rest[6:8], dtype=rest[-1]),
     flops=lambda a, *rest, **_: 2 * a[0] * a[1] * rest[7],
 )
