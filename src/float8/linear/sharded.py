@@ -144,9 +144,10 @@ def _shared_tokens(x: Any, dim: int) -> SharedTokens | None:
 
 
 def dtensor_in_float8(x: Any, weight: Any, plan: LinearPlan, cast: Cast) -> Any:
-    """Cast the DTensor `x` on a mesh of one dim, or return it as it is; as `in_compute_dtype`.
+    """Cast the DTensor `x` on a mesh of one dim, if its row data suffice for all GEMMs.
 
-    So if row data are too little for all GEMMs, it is no sum yet, or scales are of cut rows.
+    Else return `x` itself, as also where it is a sum still to be made, or where ranks hold parts of
+    rows that have a scale each. Raises as `in_compute_dtype`.
     """
     (placement,) = x.placements
     cuts_rows = placement.is_shard() and placement.dim % x.dim() == x.dim() - 1

@@ -27,11 +27,11 @@ PUBLIC = ("config", "from_float")
 
 
 def shallow_copy(mod: nn.Module, cls: Any) -> Any:
-    """Return an instance of `cls` with what `mod` has but `.compile()`, which holds that module."""
+    """Return a `cls` with all that `mod` has, in registries of its own, but for `.compile()`."""
     new = cls.__new__(cls)
     for name, value in vars(mod).items():
         new.__dict__[name] = copy.copy(value) if name in _REGISTRIES else value
-    for name in ("forward", "_compiled_call_impl"):
+    for name in ("forward", "_compiled_call_impl"):  # which hold `mod`
         new.__dict__.pop(name, None)
     return new
 
