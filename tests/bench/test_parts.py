@@ -1,6 +1,5 @@
 """Times are fair; single layers and experts on tiny shapes; wrong results end a benchmark."""
 
-import time
 from functools import partial
 
 import pytest
@@ -9,14 +8,9 @@ from torch import nn
 
 from float8_lab.bench import experts, linear
 from float8_lab.bench.experts import Experts, bench_experts, parse_experts
-from float8_lab.bench.linear import (
-    LinearStep,
-    measure_linear,
-    recorded,
-)
+from float8_lab.bench.linear import LinearStep, measure_linear
 from float8_lab.bench.step import WARMUP, Step, bench_steps
 from float8_lab.bench.variants import Variant
-from float8_lab.device import Clock, float8_device
 from float8_lab.errors import WrongResultError
 from support.clock import stopped_clock
 from support.devices import on_devices
@@ -32,25 +26,6 @@ def test_a_step_is_timed_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> Non
     durations = iter([5.0] * WARMUP + [0.001, 0.003])  # the first ones do not count
     monkeypatch.setattr(Step, "__call__", lambda self: sleep(next(durations)))
     assert step.times(2) == pytest.approx([1.0, 3.0])
-
-
-@pytest.mark.gpu
-def test_a_gpu_is_timed_without_the_time_to_issue_on_data_that_no_cache_has() -> None:
-    device = float8_device("cuda")
-    x = torch.randn(64, 64, device=device)
-
-    def issue_slowly() -> torch.Tensor:
-        time.sleep(0.002)
-        return x @ x
-
-    replay = recorded([issue_slowly] * 4, device)
-    clock = Clock(device)
-    for call in (replay, lambda: [issue_slowly() for _ in range(4)]):
-        clock.mark()
-        call()
-    clock.mark()
-    of_gpu, with_issue = clock.collect()
-    assert of_gpu < 0.002 < with_issue
 
 
 @on_devices
