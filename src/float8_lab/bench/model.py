@@ -24,6 +24,9 @@ class Size:
     seq_len: Annotated[int, "Tokens per sequence."] = 8192
     batch: Annotated[int, "Sequences."] = 1
 
+    def __post_init__(self) -> None:
+        preset(self.model)  # refuses what it does not know
+
     def config(self) -> ModelConfig:
         """Return the shape of the model with so many blocks."""
         shape = preset(self.model).model

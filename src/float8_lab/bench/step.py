@@ -55,7 +55,7 @@ def _per_op(found: Counter[bool], ctx: Any, op: Any, *args: Any, **kwargs: Any) 
 
 
 def _per_op_contexts() -> Any:
-    return create_selective_checkpoint_contexts(functools.partial(_per_op, Counter()))
+    return create_selective_checkpoint_contexts(functools.partial(_per_op, Counter()))  # type: ignore[no-untyped-call]
 
 
 _contexts = functools.partial(functools.partial, create_selective_checkpoint_contexts)
