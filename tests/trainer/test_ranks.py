@@ -47,7 +47,7 @@ def state_of(folder: str | Path) -> dict[str, torch.Tensor]:
 
 def test_the_curves_of_two_ranks_are_those_of_one(two: Ranks, settings: Settings) -> None:
     hows: list[dict[str, Any]] = [
-        {"eval_interval": 2, "accumulate": 2, "activation_checkpointing": True, "steps": 3},
+        {"eval_interval": 2, "accumulate": 2, "steps": 3},
         {"model": "nano-tied", "grad_clip": 0.0, "steps": 2},
     ]
     wanted = work.several([settings(**how) for how in hows])
@@ -68,7 +68,7 @@ def test_float8_curves_are_those_of_one_rank_that_takes_the_parts_in_turn(
     wanted = work.curves(settings(batch_size=2, accumulate=2, **how))
     how |= {"batch_size": 4, "fsdp": True}
     # None of this changes a bit.
-    more = {"fsdp_float8_all_gather": True, "activation_checkpointing": True, "compile": compile}
+    more = {"fsdp_float8_all_gather": True, "compile": compile}
     plain, other = two.run(work.several, [settings(**how), settings(**how, **more)])[0]
     assert plain == other
     assert_close((plain[0], []), (wanted[0], []))  # validation has no parts

@@ -215,8 +215,8 @@ def test_a_wrong_value_in_the_config_of_a_run(
 
     saved = {"config": vars(config), "corpus": {"fingerprint": ""}}
     assert read(json.dumps(saved)) == config
-    gone = {"hsdp": 2, "tp": 1, "sequence_parallel": False}  # settings of 0.2.0
-    assert read(json.dumps({**saved, "config": vars(config) | gone})) == config
+    gone = {"hsdp": 2, "tp": 1, "sequence_parallel": False, "activation_checkpointing": True}
+    assert read(json.dumps({**saved, "config": vars(config) | gone})) == config  # of 0.2.0
     with pytest.raises(ConfigError, match=rf"from config.json .*{name}"):
         read(json.dumps({**saved, "config": vars(config) | {name: value}}))
     for text in ("[" * 100_000, '{"config": 3, "corpus": {}}'):

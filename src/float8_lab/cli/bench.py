@@ -141,7 +141,7 @@ def _measure(
     column = {"model": "tokens_per_s", "tp": "tokens_per_s", "train": "tokens_per_s_per_gpu"}
     tokens = {column[name]: size.tokens} if name in column else None
     groups = bench_steps(make, variants, bench.device, rounds, passes=passes, tokens=tokens)
-    rows = bench.collect(groups, passes * len(variants), growing=True)
+    rows = bench.collect(groups, passes * len(variants))
     return bench.finish(f"{size}, {title}", rows)
 
 

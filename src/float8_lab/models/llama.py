@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.checkpoint import checkpoint
 
 from float8_lab.models.presets import ModelConfig
 
@@ -103,20 +102,16 @@ class Llama(nn.Module):
     """The language model: token ids in, next-token logits out.
 
     Make it on the meta device, then call `to_empty` and `init_weights`: so nothing is initialised
-    twice. With `activation_checkpointing` only each block's input is kept for backward, where the
-    block runs again.
+    twice.
     """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(
-        self, config: ModelConfig, max_seq_len: int, *, activation_checkpointing: bool = False
-    ) -> None:
+    def __init__(self, config: ModelConfig, max_seq_len: int) -> None:
         super().__init__()
         self.config = config
         self.max_seq_len = max_seq_len
-        self.activation_checkpointing = activation_checkpointing
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
@@ -170,8 +165,5 @@ class Llama(nn.Module):
         seq = tokens.shape[1]  # at most `max_seq_len`
         cos, sin = self.cos[:seq], self.sin[:seq]
         for block in self.layers:
-            if self.activation_checkpointing and self.training:
-                x = checkpoint(block, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = block(x, cos, sin)
+            x = block(x, cos, sin)
         return self.output(self.norm(x))  # type: ignore[no-any-return]

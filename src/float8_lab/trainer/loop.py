@@ -22,7 +22,7 @@ from float8_lab.ranks import ALONE, Ranks, for_all
 from float8_lab.trainer import build, data, metrics
 from float8_lab.trainer import checkpoint as checkpoints
 from float8_lab.trainer.config import TrainConfig
-from float8_lab.trainer.metrics import Observer, StepRecord, ValidationRecord
+from float8_lab.trainer.metrics import StepRecord, ValidationRecord
 from float8_lab.trainer.run_folder import RunFolder, open_run_folder
 
 WARMUP_STEPS = 10  # Not counted for throughput: compilation, allocator, clocks.
@@ -35,7 +35,7 @@ class Trainer:
         self,
         config: TrainConfig,
         corpus: data.Corpus,
-        observers: Sequence[Observer] = (),
+        observers: Sequence[Any] = (),
         ranks: Ranks = ALONE,
     ) -> None:
         self.config = config
@@ -246,13 +246,13 @@ class Trainer:
 
     def _tell(self, event: str, *values: object) -> None:
         for observer in self.observers:
-            getattr(observer, event)(*values)
+            getattr(observer, event, lambda *_: None)(*values)
 
 
 def train(
     config: TrainConfig,
     *,
-    observers: Sequence[Observer] = (),
+    observers: Sequence[Any] = (),
     resume: Path | None = None,
     corpus: data.Corpus | None = None,
     stop: Event | None = None,
@@ -280,7 +280,7 @@ def train(
     with explain_out_of_memory(
         f"{config.device} ran out of memory with batches of {config.batch_size} x "
         f"{config.seq_len} tokens: lower --batch-size (and raise --accumulate by as much), "
-        "use --activation-checkpointing, or choose a smaller model"
+        "or choose a smaller model"
     ):
         everyone = [*observers, metrics.JsonLines(folder.metrics)] if ranks.rank == 0 else []
         if everyone and config.tensorboard:
