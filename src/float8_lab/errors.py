@@ -40,8 +40,4 @@ class TrainingDivergedError(FailedError):
 
 
 class RankFailedError(FailedError):
-    """Another rank is gone, maybe without a word."""
-
-
-class ToldError(RankFailedError):
-    """Another rank has failed, and tells the user why."""
+    """Another rank is gone: it tells why, or died without a word."""

@@ -18,7 +18,6 @@ from float8.step import sync_float8_amax_and_scale_history, update_float8_weight
 from float8_lab.bench.variants import EAGER, GRAPHED, Variant
 from float8_lab.device import Clock, skipped_graphs
 from float8_lab.errors import FailedError, WrongResultError
-from float8_lab.ranks import for_all
 
 Row = dict[str, Any]
 Results = dict[str, Tensor]  # output and gradients of a step, by name
@@ -90,7 +89,7 @@ def check(what: str, reference: Results, results: Results, at_least: float) -> f
     for name, quality in zip(reference, found, strict=True):
         if not quality >= at_least:  # also if it is NaN
             message = f"SQNR {quality:.1f} dB, expected at least {at_least:.0f} dB"
-            raise for_all(WrongResultError(f"{what} {name}: {message}; nothing was timed"))
+            raise WrongResultError(f"{what} {name}: {message}; nothing was timed")
     return float(min(found))
 
 

@@ -30,7 +30,7 @@ def build_model(
     with torch.device("meta"):
         model = Llama(preset(config.model).model, config.seq_len)
     model.tie_head()
-    conversion = ranks.together(lambda: _convert(model, config, device))
+    conversion = _convert(model, config, device)
     if config.compile:
         # Blocks are alike, so one compilation serves all; the names of parameters stay.
         for block in (*model.layers, model.norm):
