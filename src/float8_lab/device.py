@@ -24,12 +24,18 @@ def check_device(name: str) -> torch.device:
     return device
 
 
-def float8_device(name: str) -> torch.device:
-    """The device of that name, made the current one; a `ConfigError` if it has no float8 GEMMs."""
+def use_device(name: str) -> torch.device:
+    """The device of that name, made the current one; a `ConfigError` as `check_device`."""
     device = check_device(name)
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
+    return device
+
+
+def float8_device(name: str) -> torch.device:
+    """The device of that name, made the current one; a `ConfigError` if it has no float8 GEMMs."""
+    device = use_device(name)
     if reason := lacks_float8_gemm(device):
         raise ConfigError(reason)
     return device

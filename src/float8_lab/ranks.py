@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from float8_lab.device import check_device
+from float8_lab.device import use_device
 from float8_lab.errors import ConfigError, RankFailedError
 
 T = TypeVar("T")
@@ -48,10 +48,7 @@ class Ranks:
         elif not name.startswith("cpu") and self.size > 1:
             got = f"--device got {name!r}, but each of several ranks takes a GPU of its own"
             raise ConfigError(f"{got}: use --device cuda")
-        device = check_device(name)
-        if device.index is not None and device.type == "cuda":
-            torch.cuda.set_device(device)
-        return device
+        return use_device(name)
 
     def share(self, count: int) -> slice:
         """Return this rank's share of `count` sequences; a `ConfigError` if others have more."""

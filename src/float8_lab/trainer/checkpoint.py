@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -120,11 +120,7 @@ def _damage(path: Path, ranks: Ranks = ALONE) -> str | None:
         for name in [*listed][ranks.rank :: ranks.size]:
             if _crc(path / name) != listed[name]:
                 return f"{name} has other bytes than were written"
-        name = _METADATA  # `load` prints a traceback if it cannot read it
-        parts = FileSystemReader(path).read_metadata().storage_data if ranks.rank == 0 else {}
-        for name in {x.relative_path for x in parts.values()} - {*listed}:
-            return f"{name} is not in {_CHECKSUMS}"
-    except Exception as error:  # whatever a pickle raises
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         return f"{name} cannot be read: {error}"
     return None
 
