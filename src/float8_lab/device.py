@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from float8.formats import lacks_float8_gemm
-from float8_lab.errors import ConfigError, OutOfMemoryError
+from float8_lab.errors import ConfigError, FailedError
 
 
 def check_device(name: str) -> torch.device:
@@ -88,4 +88,4 @@ def explain_out_of_memory(message: str) -> Iterator[None]:
         known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
         if not known and not any(sign in str(error) for sign in _SIGNS_OF_TOO_MUCH):
             raise
-        raise OutOfMemoryError(message.replace("{error}", str(error))) from error
+        raise FailedError(message.replace("{error}", str(error))) from error

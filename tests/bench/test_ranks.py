@@ -22,7 +22,7 @@ from float8_lab.bench.model import Size
 from float8_lab.bench.ranks import TrainStep
 from float8_lab.bench.step import PASSES, Row, bench_steps, free_memory
 from float8_lab.bench.variants import Variant, make_variants
-from float8_lab.errors import WrongResultError
+from float8_lab.errors import FailedError
 from float8_lab.ranks import start_ranks
 from support.ranks import Ranks
 from support.trainer_ranks import command
@@ -161,7 +161,7 @@ def wrong_training(what: str) -> str:
     wrong: list[Variant] = [bf16, replace(good, convert=convert, attach=attach)]
     try:
         list(bench_steps(STEP, wrong, CPU, 1))
-    except WrongResultError as error:
+    except FailedError as error:
         return str(error)
     raise AssertionError("nothing was raised")
 

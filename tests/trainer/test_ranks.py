@@ -134,7 +134,7 @@ def test_a_wish_to_stop_on_one_rank_stops_all(two: Ranks, settings: Settings) ->
 def test_a_loss_that_is_not_finite_on_one_rank_ends_all(two: Ranks, settings: Settings) -> None:
     run = settings(fsdp=True, log_interval=1)
     for kind, text in two.run(work.error_of, run, "nan", 1):
-        assert kind == "TrainingDivergedError"
+        assert kind == "FailedError"
         assert "diverged at step 1: loss nan" in text
     metrics = read_metrics(Path(run["output"]) / "metrics.jsonl")
     assert ([r.step for r in metrics.train], metrics.status) == ([1], "failed")
@@ -143,7 +143,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all(two: Ranks, settings: Se
 @pytest.mark.parametrize(
     ("how", "who", "kind", "text"),
     [
-        ("other data", 0, "DataError", "ranks read different data"),
+        ("other data", 0, "ConfigError", "ranks read different data"),
         ("disk full", 0, "CheckpointError", r"_00000002: \[Errno 28\] No space.*; free some space"),
         ("disk full", 1, "CheckpointError", r"_00000002: \[Errno 28\] No space.*; free some space"),
     ],

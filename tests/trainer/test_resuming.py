@@ -12,7 +12,7 @@ from torch import nn
 
 from float8.convert import ConversionReport
 from float8.convert.report import LayerReport
-from float8_lab.errors import CheckpointError, ConfigError, OutOfMemoryError, TrainingDivergedError
+from float8_lab.errors import CheckpointError, ConfigError, FailedError
 from float8_lab.trainer import build, loop
 from float8_lab.trainer.checkpoint import (
     check_checkpoint,
@@ -281,7 +281,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was(
 
     monkeypatch.setattr(loop.F, "cross_entropy", poisoned)
     config = make_config(checkpoint_interval=2, log_interval=5)
-    with pytest.raises(TrainingDivergedError, match=r"diverged at step 4: loss nan") as caught:
+    with pytest.raises(FailedError, match=r"diverged at step 4: loss nan") as caught:
         train(config)
     folder = Path(config.output)
     assert str(folder / "metrics.jsonl") in str(caught.value)
@@ -301,7 +301,7 @@ def test_a_run_that_failed_before_its_first_checkpoint_frees_the_folder(
     make_config: MakeConfig,
 ) -> None:
     config, listener = make_config(recipe="delayed", log_interval=100), failing_at(3)
-    with pytest.raises(OutOfMemoryError, match="lower --batch-size"):
+    with pytest.raises(FailedError, match="lower --batch-size"):
         train(config, observers=[listener])
     assert listener.events[-1] == "failed 3"
     path = Path(config.output) / "metrics.jsonl"
@@ -343,5 +343,5 @@ def test_too_much_for_the_memory_of_the_cpu_says_what_to_do(
     def fail(step: int) -> None:
         raise error
 
-    with pytest.raises(OutOfMemoryError, match="lower --batch-size"):
+    with pytest.raises(FailedError, match="lower --batch-size"):
         train(make_config(), observers=[Listener(fail)])

@@ -9,7 +9,7 @@ import pytest
 
 from float8_lab.cli import main as main_module
 from float8_lab.cli.main import main
-from float8_lab.errors import ConfigError, OutOfMemoryError, RankFailedError
+from float8_lab.errors import ConfigError, FailedError, RankFailedError
 from float8_lab.trainer.run_folder import find_checkpoint
 from support.forks import COMPILER, run_program
 
@@ -100,7 +100,7 @@ def test_wrong_words_are_told_by_the_first_rank_alone(
     [
         (RankFailedError("another is gone"), 1, "rank 1: error: another is gone"),
         (ConfigError("not here"), 2, "rank 1: error: not here"),
-        (OutOfMemoryError("no room"), 1, "rank 1: error: no room"),
+        (FailedError("no room"), 1, "rank 1: error: no room"),
         (OSError("no disk"), 2, "rank 1: error: no disk (--debug shows where)"),
         (KeyError("what"), 1, "rank 1: Traceback"),
     ],

@@ -17,7 +17,7 @@ from float8 import activations_in_float8, save_gemm_outputs
 from float8.step import sync_float8_amax_and_scale_history, update_float8_weights
 from float8_lab.bench.variants import EAGER, GRAPHED, Variant
 from float8_lab.device import Clock, skipped_graphs
-from float8_lab.errors import FailedError, WrongResultError
+from float8_lab.errors import FailedError
 
 Row = dict[str, Any]
 Results = dict[str, Tensor]  # output and gradients of a step, by name
@@ -72,7 +72,7 @@ IN_FLOAT8 = "float8"  # beside these: nothing is computed again, but kept in flo
 def check(what: str, reference: Results, results: Results, at_least: float) -> float:
     """Return the lowest signal to quantisation noise ratio of all results in dB.
 
-    Infinite if all are equal. A `WrongResultError` if a result is below `at_least`, not a number,
+    Infinite if all are equal. A `FailedError` if a result is below `at_least`, not a number,
     or of another shape. References may be on another device. Where there is a process group,
     tensors are shards and ratios those of whole ones: all ranks call it, and come to one end.
     """
@@ -80,7 +80,7 @@ def check(what: str, reference: Results, results: Results, at_least: float) -> f
         got, wanted = tuple(results[name].shape), tuple(expected.shape)
         if got != wanted:
             message = f"{what} {name}: shape {got}, expected {wanted}; nothing was timed"
-            raise WrongResultError(message)
+            raise FailedError(message)
     total = torch.stack([_powers(x.detach(), results[n].detach()) for n, x in reference.items()])
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(total)
@@ -89,7 +89,7 @@ def check(what: str, reference: Results, results: Results, at_least: float) -> f
     for name, quality in zip(reference, found, strict=True):
         if not quality >= at_least:  # also if it is NaN
             message = f"SQNR {quality:.1f} dB, expected at least {at_least:.0f} dB"
-            raise WrongResultError(f"{what} {name}: {message}; nothing was timed")
+            raise FailedError(f"{what} {name}: {message}; nothing was timed")
     return float(min(found))
 
 

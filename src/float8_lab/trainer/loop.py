@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from float8 import attach_to_optimizer
 from float8_lab.device import Clock, explain_out_of_memory, skipped_graphs
-from float8_lab.errors import DataError, TrainingDivergedError
+from float8_lab.errors import ConfigError, FailedError
 from float8_lab.ranks import ALONE, Ranks
 from float8_lab.trainer import build, data, metrics
 from float8_lab.trainer import checkpoint as checkpoints
@@ -193,7 +193,7 @@ class Trainer:
         return self.ranks.mean(total).item() / self.config.eval_batches
 
     def _report(self) -> None:
-        """Pass on the losses since the last time; a `TrainingDivergedError` if bad. Collective."""
+        """Pass on the losses since the last time; a `FailedError` if bad. Collective."""
         if not self._pending:
             return
         config = self.config
@@ -229,7 +229,7 @@ class Trainer:
             what = f"step {bad.step}: loss {bad.loss}, gradient norm {bad.grad_norm}"
             where = f"The metrics are in {self.folder.metrics}{saved}"
             do = "try a lower --learning-rate or a longer --warmup-steps"
-            raise TrainingDivergedError(f"training diverged at {what}. {where}; {do}")
+            raise FailedError(f"training diverged at {what}. {where}; {do}")
 
     def _save(self) -> None:
         if self.last_checkpoint and checkpoints.step_of(self.last_checkpoint) == self.step:
@@ -268,7 +268,7 @@ def train(
     data.check_length(text, config.seq_len, config.batch_size)
     if len({*(found := ranks.gather(text.fingerprint))}) > 1:  # each takes its part of one order
         got = f"ranks read different data ({', '.join(found)})"
-        raise DataError(f"{got}: give a --data equal on all hosts")
+        raise ConfigError(f"{got}: give a --data equal on all hosts")
     if resume is not None:
         checkpoints.check_checkpoint(resume, ranks)
     folder = ranks.once(lambda: open_run_folder(config, text, checkpoint=resume))
