@@ -172,14 +172,16 @@ def test_what_arguments_cannot_be() -> None:
         ("TypeError: tokens_per_step: got", {"tokens_per_step": 1.5}),
         ("TypeError: tokens_per_step: got", {"tokens_per_step": True}),
         ("TypeError: cuda_graphs: got 'auto', expected True or", {"cuda_graphs": "auto"}),
+        ("TypeError: head: got 'lm_head', expected True or", {"head": "lm_head"}),
+        ("ValueError: alone, with .*, head=True; expected none", {"head": True, **filtered}),
         (
-            "ValueError: alone, with gpu=None and cuda_graphs=T",
+            "ValueError: alone, with gpu=None, cuda_graphs=T",
             {"cuda_graphs": True, **filtered},
         ),
         (f"ValueError: gpu: got 'B200', {gpus}", {"gpu": "B200"}),
         (f"ValueError: gpu: got 'H100,H200', {gpus}", {"gpu": "H100,H200"}),
         ("ValueError: gpu: got .'H100'., expected one", {"gpu": ["H100"]}),
-        ("ValueError: alone, with gpu=.H100. and cuda_graphs=F", {"gpu": "H100", **filtered}),
+        ("ValueError: alone, with gpu=.H100., cuda_graphs=F", {"gpu": "H100", **filtered}),
     ):
         require_errors((expected, partial(convert_to_float8_training, **arguments), [layers]))
     assert is_float8(layers) == []
@@ -214,7 +216,7 @@ def test_reasons_of_an_earlier_conversion_stay_where_a_filter_takes_nothing() ->
     assert reasons()["lm_head"] == reasons()["b"] == "module_filter_fn returned False"
     convert_to_float8_training(whole)
     first = reasons()
-    assert str(first["lm_head"]).startswith("the head: converted only if")
+    assert str(first["lm_head"]).startswith("the head: converted only with")
     router = "N=8 is less than 16, as a router's: converted only if a module_filter_fn takes it"
     assert first["r"] == router
     convert_to_float8_training(
@@ -255,8 +257,10 @@ def test_the_head_and_adapters_are_converted_only_if_asked(head: str) -> None:
         assert is_float8(parts) == ["attention.output"]
         assert [layer.skip_reason for layer in conversion_report(parts).skipped] == [
             "of an adapter: converted only if a module_filter_fn takes it",
-            "the head: converted only if a module_filter_fn takes it",
+            "the head: converted only with head=True, or if a module_filter_fn takes it",
         ]
+        convert_to_float8_training(whole, head=True)
+        assert is_float8(parts) == ["attention.output", head]
         convert_to_float8_training(whole, module_filter_fn=all_linears)
         assert is_float8(parts) == ["attention.output", "attention.lora_A", head]
 
@@ -342,6 +346,9 @@ def test_others_are_left_to_the_default_or_to_the_given_filter() -> None:
     assert set(is_float8(whole)) == of_blocks("12", "123", "q") | {"lm_head"}
     refused = partial(convert_to_float8_training, whole, gpu="H100", module_filter_fn=mine)
     require_errors(("ValueError: got a module_filter_fn, which decides alone", refused, []))
+    convert_to_float8_training(whole, gpu="H100", head=True, module_filter_fn=keep)
+    reasons = {layer.fqn: layer.skip_reason for layer in conversion_report(whole).layers}
+    assert reasons["lm_head"] is None
 
 
 def test_experts_stay_with_their_block_or_by_a_weight() -> None:

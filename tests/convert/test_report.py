@@ -87,7 +87,7 @@ def test_as_plain_data() -> None:
         "in_features": 16,
         "out_features": 32,
         "scaling": None,
-        "skip_reason": "the head: converted only if a module_filter_fn takes it",
+        "skip_reason": "the head: converted only with head=True, or if a module_filter_fn takes it",
     }
     experts = {"fqn": "experts.gate_up_proj", "shape": [4, 32, 16], "module": "Experts"}
     assert plain["others"][0] == experts

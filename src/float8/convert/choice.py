@@ -54,6 +54,7 @@ class Chooser:
         gpu: str | None = None,
         cuda_graphs: bool = False,
         linear_classes: Collection[type[nn.Linear]] = (),
+        head: bool = False,
     ) -> None:
         self.kept: dict[nn.Module, str] = {}
         if isinstance(module_filter_fn, Keep):
@@ -66,7 +67,7 @@ class Chooser:
         ranks = dist.get_world_size() if gathers and dist.is_initialized() else 1
         self.ranks = ranks, ranks  # that share the casts of a weight: of a layer, of experts
         self.gpu: str | None = short_name(gpu)
-        self.cuda_graphs = cuda_graphs
+        self.cuda_graphs, self.head = cuda_graphs, head
         self.classes = tuple(linear_classes) if isinstance(linear_classes, Iterable) else (None,)
         self.experts = {mod for mod in model.modules() if kind_of(mod) is not None}
         if self.takes is not None and not callable(self.takes):
@@ -78,8 +79,9 @@ class Chooser:
             raise TypeError(f"tokens_per_step: got {self.tokens!r}, expected an int")
         if self.tokens < 1:
             raise ValueError(f"tokens_per_step: got {self.tokens}, expected at least 1 per forward")
-        if not isinstance(cuda_graphs, bool):
-            raise TypeError(f"cuda_graphs: got {cuda_graphs!r}, expected True or False")
+        for name, flag in (("cuda_graphs", cuda_graphs), ("head", head)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name}: got {flag!r}, expected True or False")
         if gpu is not None and self.gpu not in tuple(MEMORY):
             expected = f"one that is modelled, of {', '.join(map(repr, MEMORY))}"
             raise ValueError(
@@ -92,9 +94,9 @@ class Chooser:
             if reason := next(filter(None, lacks), None):
                 do = "set emulate=True to compute in high precision on the same values"
                 raise ValueError(f"config: got {self.config.short_str()}, but {reason}; {do}")
-        if self.takes is not None and (gpu is not None or cuda_graphs):
-            got = f"got a module_filter_fn, which decides alone, with {gpu=} and {cuda_graphs=}"
-            raise ValueError(f"{got}, expected neither of these beside it")
+        if self.takes is not None and (gpu is not None or cuda_graphs or head):
+            got = f"a module_filter_fn, which decides alone, with {gpu=}, {cuda_graphs=}, {head=}"
+            raise ValueError(f"got {got}; expected none of these beside it")
         for cls in self.classes:
             if not (isinstance(cls, type) and issubclass(cls, nn.Linear)):
                 raise TypeError(
@@ -113,7 +115,7 @@ class Chooser:
         if strategy_of(mod) is not None:
             return self._decide(mod, fqn, why_not_taken(mod, config_for(mod, self.given)))
         if isinstance(mod, nn.Linear):
-            stays = self.takes is None and self.config.float8_gemms and left_out(fqn)
+            stays = self.takes is None and self.config.float8_gemms and left_out(fqn, self.head)
             problem = None if stays else unsupported(mod, self.config, self.classes)
             return self._decide(mod, fqn, problem, self._why_no_linear)
         return None
@@ -153,7 +155,7 @@ class Chooser:
             return None
         if is_router(layer, fqn, self.experts):
             return "a router: converted only if a module_filter_fn takes it"
-        if reason := left_out(fqn):
+        if reason := left_out(fqn, self.head):
             return reason
         if layer.out_features < ROUTER:
             few = f"N={layer.out_features} is less than {ROUTER}, as a router's"
@@ -198,8 +200,10 @@ def is_router(linear: Any, fqn: str, experts: Iterable[nn.Module]) -> bool:
     return named and any(x.experts == outputs for each in experts for x in weights_of(each)[:1])
 
 
-def left_out(fqn: str) -> str | None:
+def left_out(fqn: str, head: bool = False) -> str | None:
     """Say why a layer of this name is left to a `module_filter_fn`, or return None.
+
+    With `head`, the head is not.
 
     The head: the loss depends on its logits directly, and it is a small part of a large model. And
     what PEFT trains: low-rank adapters, too small to gain, and copies of layers, so that no state
@@ -207,8 +211,8 @@ def left_out(fqn: str) -> str | None:
     """
     wrappers = "module", "model", "base_model"  # the names of a model in what wraps it
     words = [word for word in plain_name(fqn).split(".") if word not in wrappers]
-    if "lm_head" in words or words == ["output"]:
-        return "the head: converted only if a module_filter_fn takes it"
+    if not head and ("lm_head" in words or words == ["output"]):
+        return "the head: converted only with head=True, or if a module_filter_fn takes it"
     if any(word.startswith("lora_") or word == "modules_to_save" for word in words):
         return "of an adapter: converted only if a module_filter_fn takes it"
     return None

@@ -35,6 +35,7 @@ def convert_to_float8_training(
     gpu: str | None = None,
     cuda_graphs: bool = False,
     linear_classes: Collection[type[nn.Linear]] = (),
+    head: bool = False,
 ) -> nn.Module:
     """Turn the linear layers of `module` into `Float8Linear`, in place.
 
@@ -77,6 +78,7 @@ def convert_to_float8_training(
             ignored when layers are chosen, as it always is for experts.
         linear_classes: subclasses of `nn.Linear` with a forward of their own that computes the
             same, `input @ weight.T + bias`. Their forward is replaced.
+        head: convert the head, too, if it gains. The loss depends on its logits directly.
 
     Returns:
         `module`.
@@ -86,11 +88,11 @@ def convert_to_float8_training(
         ValueError: a layer is to be gathered in float8, although its weight is a DTensor (convert,
             then `fully_shard`) or has gradient hooks; or a layer already converted cannot take the
             new config. Or `tokens_per_step` is less than 1, or a recipe or `gpu` is not known; or
-            `gpu` or `cuda_graphs` comes with a `module_filter_fn`. Or the recipe is `mxfp8` without
+            `gpu`, `cuda_graphs` or `head` comes with a `module_filter_fn`. Or the recipe is `mxfp8` without
             `emulate`, and the GPU has no such GEMM. Nothing is changed then.
     """
     require_module(module, "module")
-    how = config, module_filter_fn, tokens_per_step, gpu, cuda_graphs, linear_classes
+    how = config, module_filter_fn, tokens_per_step, gpu, cuda_graphs, linear_classes, head
     return convert_chosen(Chooser(module, *how))
 
 

@@ -30,6 +30,7 @@ COSTS = {
 }
 _INPUT = 0.85  # as several layers read one tensor, and kernels that make it find its amax
 _POWER = 1.03  # the larger a GEMM, the nearer to its limit of power a GPU runs
+_HOT = {"H100": 0.02, "H200": 0.0}  # the same of float8, once more: of what is over 1e12 FLOP
 
 MEMORY = {"H100": 1.2, "H200": 1.0}  # how long bytes take, over those of an H200
 _GROUPED = {"H100": 1.02, "H200": 1.0}  # how long float8 GEMMs of experts take, likewise
@@ -66,13 +67,15 @@ def layer_ms(
     """
     cost, high = COSTS[recipe], COSTS["bf16"]
     share = 1.0 if trains else 2 / 3
-    flop = cost.flop * float((6e-12 * share * tokens * K * N) ** _POWER)
+    count = 6e-12 * share * tokens * K * N
+    flop = cost.flop * float(count**_POWER)
     moved = cost.tokens * (1.0 if trains else _FROZEN.get(recipe, 1.0)) * tokens * (_INPUT * K + N)
     if experts:
         flop *= 1.0 if cost is high else _GROUPED[gpu]
         flop *= _GROUPED_BY_BLOCKS if recipe == "blockwise" else 1.0
         moved += (high.experts + casts * (cost.experts - high.experts)) * experts * K * N
     else:
+        flop *= 1.0 if cost is high else max(1.0, count) ** _HOT[gpu]
         moved += casts * cost.weight * K * N
     return flop + share * cost.start + 1e-9 * MEMORY[gpu] * moved
 

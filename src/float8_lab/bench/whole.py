@@ -46,6 +46,7 @@ class Setup:
     expert_parallel: int = 1
     checkpointing: bool = False
     cuda_graphs: bool = False
+    head: bool = False  # whether the head may be in float8, too
 
     def __post_init__(self) -> None:
         """Raise a `ConfigError` for numbers that do not divide each other."""

@@ -61,7 +61,7 @@ def report_on(
     """Convert a model on the meta device and report; `gpu` None: whatever the size of layers."""
     if gpu is None:
         config = replace(config, emulate=True)  # of which no speed is asked
-    chooser = Chooser(model, config, None, how.tokens, gpu, how.cuda_graphs)
+    chooser = Chooser(model, config, None, how.tokens, gpu, how.cuda_graphs, head=how.head)
     if config.enable_fsdp_float8_all_gather:
         chooser.ranks = how.data_parallel, how.data_parallel // how.expert_parallel
     return conversion_report(convert_chosen(chooser))
@@ -131,7 +131,8 @@ def judge(
     convert_to_float8_training(model, config=config, module_filter_fn=takes)
     every = Step(model, gpu, config, how)
     other = f"all layers in float8, module_filter_fn={code}: a step {every.speedup:.2f}x"
-    call = f'tokens_per_step={how.tokens}, gpu="{gpu}"' + ", cuda_graphs=True" * how.cuda_graphs
+    flags = ", cuda_graphs=True" * how.cuda_graphs + ", head=True" * how.head
+    call = f'tokens_per_step={how.tokens}, gpu="{gpu}"{flags}'
     if (gains := every.speedup / step.speedup - 1) > step.error:
         other = f"by the default filter, which knows of no gathers: a step {step.speedup:.2f}x"
         step, of_all, call = every, ", with all layers in float8", f"module_filter_fn={code}"
@@ -205,6 +206,7 @@ def plan_command(
     expert_parallel: Annotated[int, "Of these, GPUs that share the experts between them."] = 1,
     checkpointing: Annotated[bool, "Blocks will be computed once more in backward."] = False,
     cuda_graphs: Annotated[bool, "It will run as CUDA graphs: GPU time alone decides."] = False,
+    head: Annotated[bool, "The head may be in float8, too."] = False,
     device: Annotated[str | None, "Where to measure: cuda (the default), cuda:N or cpu."] = None,
     output: Output = None,
 ) -> None:
@@ -233,7 +235,7 @@ def plan_command(
             whole = Llama(shape.model, longest)
         whole.tie_head()
     each = sequence or math.gcd(tokens, longest)
-    how = Setup(tokens, each, data_parallel, expert_parallel, checkpointing, cuda_graphs)
+    how = Setup(tokens, each, data_parallel, expert_parallel, checkpointing, cuda_graphs, head)
     about = {"model": name, "recipe": recipe, "for": judged or place.device, **vars(how)}
     bench = Bench("plan", place, tell=not judged, **about)
     title = f"{name}, {recipe}, {tokens} tokens" + f" in sequences of {each}" * bool(judged)
