@@ -37,7 +37,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     By the angles of its position, which `rope_table` gave; same shape and dtype out.
     """
-    cos, sin = cos[:, None], sin[:, None]
+    cos, sin = cos[: x.shape[1], None], sin[: x.shape[1], None]
     first, second = x.float().chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return rotated.to(x.dtype)
@@ -153,7 +153,7 @@ class Llama(nn.Module):
             self.output.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Predict the token after each position of tokens [batch, seq] int64.
+        """Predict the token after each position of tokens [batch, seq <= max_seq_len] int64.
 
         Logits [batch, seq, vocab_size] are in the autocast dtype if autocast is on, else float32.
         """
@@ -162,8 +162,6 @@ class Llama(nn.Module):
         if torch.is_autocast_enabled(device_type):
             # autocast leaves embeddings alone; without this the residual stream would be float32.
             x = x.to(torch.get_autocast_dtype(device_type))
-        seq = tokens.shape[1]  # at most `max_seq_len`
-        cos, sin = self.cos[:seq], self.sin[:seq]
         for block in self.layers:
-            x = block(x, cos, sin)
+            x = block(x, self.cos, self.sin)
         return self.output(self.norm(x))  # type: ignore[no-any-return]
