@@ -216,8 +216,7 @@ def one_start_command(
     the first table has means, and standard errors of gaps. Rows of a seed are written when all its
     runs are done.
     """
-    off = {"eval_interval": 0, "checkpoint_interval": 0, "tensorboard": False}
-    config = TrainConfig.create(**given(chosen), **off, final_checkpoint=False)  # type: ignore[arg-type]
+    config = TrainConfig.create(**given(chosen))
     # A GPU of today's has no GEMM for the others.
     recipes = list(dict.fromkeys(recipe or [name for name in RECIPES if "mxfp8" not in name]))
     if HIGH_PRECISION in recipes:
