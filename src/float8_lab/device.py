@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ def use_device(name: str) -> torch.device:
     """The device of that name, made the current one; a `ConfigError` as `check_device`."""
     device = check_device(name)
     if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)
+        device = torch.device("cuda", device.index or int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     return device
 
