@@ -340,7 +340,8 @@ def test_checkpointed_blocks_and_compiled_ones(recipe: str) -> None:
     tokens = TOKENS[:, :-1]
     plain = str(numerics_report(llama(recipe), tokens, loss=next_token))
     again = llama(recipe)
-    again.activation_checkpointing = True
+    for block in again.layers:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     assert str(numerics_report(again, tokens, loss=next_token)) == plain
     compiled = llama(recipe)
     for block in compiled.layers:

@@ -53,7 +53,9 @@ def quantize(
     Args:
         x: as there; or [E, R, C], the weights of experts, each under dynamic scales of its own: see
             `_cast_each`.
-        row, col: which data to make.
+        cast: how.
+        row: make row data.
+        col: make column data.
         pad_rows: pad R of the row data to 16: needed where R is a GEMM's output feature dim.
         after: what a compiler must have computed first.
         traced: in compiled code take amaxes by plain torch code, which a compiler fuses into what

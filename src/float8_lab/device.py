@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from float8.formats import lacks_float8_gemm
-from float8_lab.errors import ConfigError, OutOfMemoryError
+from float8_lab.errors import ConfigError, FailedError
 
 
 def check_device(name: str) -> torch.device:
@@ -24,12 +25,18 @@ def check_device(name: str) -> torch.device:
     return device
 
 
-def float8_device(name: str) -> torch.device:
-    """The device of that name, made the current one; a `ConfigError` if it has no float8 GEMMs."""
+def use_device(name: str) -> torch.device:
+    """The device of that name, made the current one; a `ConfigError` as `check_device`."""
     device = check_device(name)
     if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)
+        device = torch.device("cuda", device.index or int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
+    return device
+
+
+def float8_device(name: str) -> torch.device:
+    """The device of that name, made the current one; a `ConfigError` if it has no float8 GEMMs."""
+    device = use_device(name)
     if reason := lacks_float8_gemm(device):
         raise ConfigError(reason)
     return device
@@ -82,4 +89,4 @@ def explain_out_of_memory(message: str) -> Iterator[None]:
         known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
         if not known and not any(sign in str(error) for sign in _SIGNS_OF_TOO_MUCH):
             raise
-        raise OutOfMemoryError(message.replace("{error}", str(error))) from error
+        raise FailedError(message.replace("{error}", str(error))) from error

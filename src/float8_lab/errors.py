@@ -10,11 +10,7 @@ class LabError(Exception):
 
 
 class ConfigError(LabError, ValueError):
-    """A setting that cannot work: says what it got, what it expected, and what to do."""
-
-
-class DataError(LabError, ValueError):
-    """The training data is missing, unreadable, or too small."""
+    """A setting, or data, that cannot work: says what it got, what it expected, and what to do."""
 
 
 class CheckpointError(LabError):
@@ -27,21 +23,5 @@ class FailedError(LabError):
     exit_code = 1
 
 
-class WrongResultError(FailedError):
-    """Raised where code that is to be timed computes something else than its reference."""
-
-
-class OutOfMemoryError(FailedError):
-    """The device ran out of memory; says which settings lower the need."""
-
-
-class TrainingDivergedError(FailedError):
-    """The loss or the gradient norm became NaN or infinite; says at which step."""
-
-
 class RankFailedError(FailedError):
-    """Another rank is gone, maybe without a word."""
-
-
-class ToldError(RankFailedError):
-    """Another rank has failed, and tells the user why."""
+    """Another rank is gone: it tells why, or died without a word."""

@@ -1,7 +1,7 @@
 """The processes of one command: what they share, agree on and reduce. Alone, all of it is free.
 
 One process per GPU. Flags and objects go through Gloo, so that no rank waits for its GPU to say
-whether to stop. An error on one rank ends all: that one tells it, others raise a `ToldError`.
+whether to stop. A rank that fails ends: others, which lose it, then raise a `RankFailedError`.
 """
 
 import contextlib
@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from float8_lab.device import check_device
-from float8_lab.errors import ConfigError, RankFailedError, ToldError
+from float8_lab.device import use_device
+from float8_lab.errors import ConfigError, RankFailedError
 
 T = TypeVar("T")
-E = TypeVar("E", bound=Exception)
 
 # torch has no exception of its own for these: what Gloo and NCCL say when another rank is gone.
 _SIGNS_OF_A_LOST_RANK = (
@@ -49,20 +48,14 @@ class Ranks:
         elif not name.startswith("cpu") and self.size > 1:
             got = f"--device got {name!r}, but each of several ranks takes a GPU of its own"
             raise ConfigError(f"{got}: use --device cuda")
-        device = check_device(name)
-        if device.index is not None and device.type == "cuda":
-            torch.cuda.set_device(device)
-        return device
-
-    def check_fits(self, batch_size: int) -> None:
-        """Raise a `ConfigError` unless all ranks have as many sequences."""
-        if batch_size % self.size:
-            got = f"--batch-size got {batch_size} sequences for all ranks together"
-            raise ConfigError(f"{got}, expected a multiple of the {self.size} ranks")
+        return use_device(name)
 
     def share(self, count: int) -> slice:
-        """Return this rank's share of `count` sequences."""
-        each = count // self.size
+        """Return this rank's share of `count` sequences; a `ConfigError` if others have more."""
+        each, rest = divmod(count, self.size)
+        if rest:
+            got = f"--batch-size got {count} sequences for all ranks together"
+            raise ConfigError(f"{got}, expected a multiple of the {self.size} ranks")
         return slice(self.rank * each, (self.rank + 1) * each)
 
     def mean(self, values: Tensor) -> Tensor:
@@ -88,35 +81,12 @@ class Ranks:
             dist.all_gather_object(values, value)
         return values
 
-    def together(self, work: Callable[[], T]) -> T:
-        """Run what may fail and communicates nothing. Collective.
-
-        If it fails on some ranks, the first of those raises why, all others a `ToldError`.
-        """
-        error: Exception | None = None
-        try:
-            result = work()
-        except Exception as caught:
-            error = caught
-        for rank, what in enumerate(self.gather(error and str(error))):
-            if what is not None:
-                if error is not None and rank == self.rank:
-                    raise error
-                raise ToldError(f"rank {rank} has failed: {what}")
-        return result
-
     def once(self, work: Callable[[], T]) -> T:
-        """Run `work` on the first rank alone; its picklable result on all. As `together`."""
-        return self.gather(self.together(lambda: work() if self.rank == 0 else None))[0]  # type: ignore[return-value]
+        """Run `work` on the first rank alone; its picklable result on all. Collective."""
+        return self.gather(work() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
 ALONE = Ranks()
-
-
-def for_all(error: E) -> E | ToldError:
-    """Return what to raise where all ranks meet `error`: the first one tells it."""
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
-    return error if rank == 0 else ToldError(f"as rank 0 says: {error}")
 
 
 def start_ranks(device: str, wanted: int | None) -> None:
@@ -148,7 +118,7 @@ def join_ranks(spread: bool) -> Iterator[Ranks]:
     if not spread:
         if (size := os.environ.get("WORLD_SIZE", "1")) != "1":
             what = f"torchrun started {size} ranks, but not for --fsdp"
-            raise for_all(ConfigError(f"{what}: add it, or start one"))
+            raise ConfigError(f"{what}: add it, or start one")
         yield ALONE
         return
     ready = dist.is_initialized()
@@ -174,5 +144,5 @@ def explain_lost_rank() -> Iterator[None]:
     except RuntimeError as error:  # An OSError is never torch's: it is of a file or an observer.
         if any(sign in str(error) for sign in _SIGNS_OF_A_LOST_RANK):
             message = "another rank is gone: see its own error, or else what torchrun says of it"
-            raise for_all(RankFailedError(message)) from error
+            raise RankFailedError(message) from error
         raise

@@ -1,6 +1,5 @@
 """Times are fair; single layers and experts on tiny shapes; wrong results end a benchmark."""
 
-import time
 from functools import partial
 
 import pytest
@@ -9,15 +8,10 @@ from torch import nn
 
 from float8_lab.bench import experts, linear
 from float8_lab.bench.experts import Experts, bench_experts, parse_experts
-from float8_lab.bench.linear import (
-    LinearStep,
-    measure_linear,
-    recorded,
-)
+from float8_lab.bench.linear import LinearStep, measure_linear
 from float8_lab.bench.step import WARMUP, Step, bench_steps
 from float8_lab.bench.variants import Variant
-from float8_lab.device import Clock, float8_device
-from float8_lab.errors import WrongResultError
+from float8_lab.errors import FailedError
 from support.clock import stopped_clock
 from support.devices import on_devices
 
@@ -32,25 +26,6 @@ def test_a_step_is_timed_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> Non
     durations = iter([5.0] * WARMUP + [0.001, 0.003])  # the first ones do not count
     monkeypatch.setattr(Step, "__call__", lambda self: sleep(next(durations)))
     assert step.times(2) == pytest.approx([1.0, 3.0])
-
-
-@pytest.mark.gpu
-def test_a_gpu_is_timed_without_the_time_to_issue_on_data_that_no_cache_has() -> None:
-    device = float8_device("cuda")
-    x = torch.randn(64, 64, device=device)
-
-    def issue_slowly() -> torch.Tensor:
-        time.sleep(0.002)
-        return x @ x
-
-    replay = recorded([issue_slowly] * 4, device)
-    clock = Clock(device)
-    for call in (replay, lambda: [issue_slowly() for _ in range(4)]):
-        clock.mark()
-        call()
-    clock.mark()
-    of_gpu, with_issue = clock.collect()
-    assert of_gpu < 0.002 < with_issue
 
 
 @on_devices
@@ -70,11 +45,11 @@ def test_a_wrong_layer_is_not_timed() -> None:
     message = "wrong, eager: output: SQNR .* nothing was timed"
     wrong = Variant("wrong", "eager", doubled, config=ours.config)
     make = partial(LinearStep, SHAPE, CPU)
-    with pytest.raises(WrongResultError, match=message):
+    with pytest.raises(FailedError, match=message):
         list(bench_steps(make, [bf16, wrong], CPU, 1))
     peer = Variant("peer", "eager", doubled)  # of others only the reason is told
     *_, (reference, left_out) = bench_steps(make, [bf16, peer], CPU, 1)
-    assert "WrongResultError: peer, eager: output" in left_out["left_out"]
+    assert "FailedError: peer, eager: output" in left_out["left_out"]
     assert "ms" in reference
     assert "ms" not in left_out
 
@@ -98,7 +73,7 @@ def test_layers_of_experts(device: str) -> None:
 def test_wrong_experts_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = experts.apply_grouped
     monkeypatch.setattr(experts, "apply_grouped", lambda *rest: 1.3 * right(*rest))
-    with pytest.raises(WrongResultError, match=r"rowwise, .*; nothing was timed"):
+    with pytest.raises(FailedError, match=r"rowwise, .*; nothing was timed"):
         next(bench_experts([Experts(4, 500, 32, 48)], ["rowwise"], CPU, 1))
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from float8_lab.trainer.metrics import Observer, StepRecord
+from float8_lab.trainer.metrics import StepRecord
 
 
-class Listener(Observer):
+class Listener:
     """Writes down what it is told, and can act on a step."""
 
     def __init__(self, act: Callable[[int], None] = lambda step: None) -> None:

@@ -128,15 +128,16 @@ def error_of(settings: dict[str, Any], how: str, who: int) -> tuple[str, str]:
             raise OSError(28, "No space left on device")
 
     def corpus(path: str) -> Any:
-        found = load_corpus("missing" if mine and how == "no data" else path)
-        return replace(found, fingerprint="other") if mine and how == "other data" else found
+        found = load_corpus(path)
+        return replace(found, fingerprint="other") if mine else found
 
     plain_loss = loop.F.cross_entropy
     patches: dict[str, Any] = {
         "nan": mock.patch.object(loop.F, "cross_entropy", poisoned),
         "disk full": mock.patch("os.fsync", full),
+        "other data": mock.patch.object(loop.data, "load_corpus", corpus),
     }
-    with patches.get(how, mock.patch.object(loop.data, "load_corpus", corpus)):
+    with patches[how]:
         return _raised(train_here, settings)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from float8_lab.errors import DataError
+from float8_lab.errors import ConfigError
 from float8_lab.trainer.data import (
     Corpus,
     check_length,
@@ -56,9 +56,9 @@ def test_what_is_no_text_is_left_out(text_folder: Path, corpus: Corpus) -> None:
 
 def test_too_little_text_says_how_much_is_needed(corpus: Corpus) -> None:
     check_length(corpus, 100)
-    with pytest.raises(DataError, match=r"validation split .* needs 1000001: lower --seq-len"):
+    with pytest.raises(ConfigError, match=r"validation split .* needs 1000001: lower --seq-len"):
         check_length(Corpus("x", torch.empty(2_000_000), corpus.validation, 1, ""), 1_000_000)
-    with pytest.raises(DataError, match=r"train split .* 10000000000000: lower --batch-size"):
+    with pytest.raises(ConfigError, match=r"train split .* 10000000000000: lower --batch-size"):
         check_length(corpus, 100, 10**11)
 
 
@@ -110,10 +110,10 @@ def test_one_file_few_files_and_none(tmp_path: Path) -> None:
 
 
 def test_bad_paths_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no data at .*missing"):
+    with pytest.raises(ConfigError, match=r"no data at .*missing"):
         load_corpus(tmp_path / "missing")
     for content in (b"\0\1\2", b""):
         (tmp_path / "file").write_bytes(content)
         for path in (tmp_path, tmp_path / "file"):
-            with pytest.raises(DataError, match=r"no readable UTF-8 text"):
+            with pytest.raises(ConfigError, match=r"no readable UTF-8 text"):
                 load_corpus(path)

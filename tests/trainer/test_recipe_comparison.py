@@ -12,7 +12,7 @@ from float8_lab.errors import ConfigError
 from float8_lab.trainer import loop
 from float8_lab.trainer.compare import compare
 from float8_lab.trainer.config import TrainConfig
-from float8_lab.trainer.metrics import Observer, read_metrics
+from float8_lab.trainer.metrics import read_metrics
 
 MakeConfig = Callable[..., TrainConfig]
 
@@ -86,7 +86,7 @@ def test_an_interrupted_comparison_goes_on_where_it_was(
 
     stop = Event()
 
-    class StopAt2(Observer):
+    class StopAt2:
         def on_start(self, config: TrainConfig, step: int, about: str) -> None:
             self.recipe = config.recipe
 

@@ -29,8 +29,8 @@ MakeConfig = Callable[..., TrainConfig]
         ({"device": "cpu:7"}, "device 'cpu:7' is not there"),
         ({"compile": True, "cuda_graphs": True}, "--cuda-graphs got --device cpu; expected"),
         (
-            {"activation_checkpointing": True, "cuda_graphs": True, "fsdp": True},
-            "got --device cpu, no --compile, --activation-checkpointing, --fsdp; expected",
+            {"cuda_graphs": True, "fsdp": True},
+            "got --device cpu, no --compile, --fsdp; expected",
         ),
         ({"fsdp_float8_all_gather": True, "recipe": "delayed"}, "add --fsdp"),
         ({"fsdp_float8_all_gather": True}, "--fsdp-float8-all-gather needs weights in float8"),

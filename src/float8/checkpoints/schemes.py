@@ -1,17 +1,7 @@
 """The schemes of published float8 weights, and layers that others loaded in one of them.
 
 In all of them a weight [N, K] is e4m3 bytes with decode scales beside it, `x ~= data * scale`, as
-in this library; they differ in what a scale covers, and in names.
-
-| format, strategy | scale beside `weight` | its shape |
-|---|---|---|
-| `fine-grained-fp8`, `block` | `weight_scale_inv` | [ceil(N / 128), ceil(K / 128)] |
-| `fine-grained-fp8`, `block_ue8m0` | `weight_scale_inv` | [ceil(N / 128), ceil(K / 128)] |
-| `fine-grained-fp8`, `mxfp8` | `weight_scale_inv` | [N, ceil(K / 32)] |
-| `fine-grained-fp8`, `tensor` | `weight_scale_inv` | [] |
-| `compressed-tensors`, `channel` | `weight_scale` | [N, 1] |
-| `compressed-tensors`, `mxfp8` | `weight_scale` | [N, ceil(K / 32)] |
-| `compressed-tensors`, `tensor` | `weight_scale` | [1] |
+in this library; they differ in what a scale covers, and in names: `_ALL` lists them.
 
 Scales are float32, but exponents of 8 bits in `block_ue8m0` and `mxfp8`: a byte stands for
 2^(byte - 127), 255 for NaN. DeepSeek-V3.1 has these scales in float32, too; both are read.
@@ -68,23 +58,6 @@ class Scheme(NamedTuple):
         by_rows = ScalingGranularity.BLOCK_32x32, ScalingGranularity.BLOCK_1x32
         return covers is self.granularity or (covers, self.granularity) == by_rows
 
-    def can_publish(self, weight: Float8Tensor) -> bool:
-        """Whether bytes and scales of a weight can be published as they are."""
-        if not self.takes(weight._granularity) or weight._data.dtype != E4M3:
-            return False
-        if not self.exponents:
-            return True
-        powers = to_exponents(scale := self._scale_of(weight)).to(torch.float32)
-        return bool(((powers == scale) | powers.isnan()).all())
-
-    def _scale_of(self, weight: Float8Tensor) -> Tensor:
-        """Return a copy of the scales of a weight in the shape that files have."""
-        shape, height = self.scale_shape(tuple(weight.shape)), weight._granularity.height
-        if height is None:
-            return weight._scale.reshape(shape).clone()
-        rows = weight._scale.repeat_interleave(height // (self.granularity.height or height), 0)
-        return rows[: shape[0], : shape[1]].contiguous()
-
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the scales of a weight [N, K]."""
         if self.granularity.one_scale:
@@ -126,10 +99,23 @@ class Scheme(NamedTuple):
             scale = F.pad(scale, (0, columns - scale.shape[1]))
         return Float8Tensor(data.detach().contiguous(), scale.contiguous(), dtype, self.granularity)
 
-    def published(self, weight: Float8Tensor) -> tuple[Tensor, Tensor]:
-        """Return bytes and scales of a weight that `can_publish`."""
-        scale = self._scale_of(weight)
-        return weight._data, to_exponents(scale).view(self.exponents) if self.exponents else scale
+    def published(self, weight: Float8Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return bytes and scales of a weight as files have them; None: these cannot be written."""
+        if not self.takes(weight._granularity) or weight._data.dtype != E4M3:
+            return None
+        shape, height = self.scale_shape(tuple(weight.shape)), weight._granularity.height
+        if height is None:
+            scale = weight._scale.reshape(shape).clone()
+        else:
+            rows = weight._scale.repeat_interleave(height // (self.granularity.height or height), 0)
+            scale = rows[: shape[0], : shape[1]].contiguous()
+        if self.exponents:
+            exponents = to_exponents(scale)
+            powers = exponents.to(torch.float32)
+            if not ((powers == scale) | powers.isnan()).all():
+                return None
+            scale = exponents.view(self.exponents)
+        return weight._data, scale
 
     def config(self, left_out: list[str]) -> dict[str, Any]:
         """Return the `quantization_config`; `left_out`: names of layers in high precision."""

@@ -381,13 +381,16 @@ def _written(
         experts = x.dim() == 3
         for piece, names in enumerate(source.names):
             for expert, name in enumerate(names):
-                weight = part_of(x, expert, piece, len(source.names)) if experts else x
-                as_trained, values = source.as_trained, weight
-                if isinstance(weight, Float8Tensor):  # which training multiplies as it is
-                    as_trained = contents.scheme.can_publish(weight)
-                    values = weight if as_trained else weight.to_original_precision()
-                made = in_float8_only(values, Cast(source.how))
-                data, scale = contents.scheme.published(made)
+                weight: Any = part_of(x, expert, piece, len(source.names)) if experts else x
+                made, held = weight, isinstance(weight, Float8Tensor)
+                # What is in float8 training multiplies as it is.
+                pair: Any = contents.scheme.published(weight) if held else None
+                as_trained = pair is not None if held else source.as_trained
+                if pair is None:
+                    plain = weight.to_original_precision() if held else weight
+                    made = in_float8_only(plain, Cast(source.how))
+                    pair = contents.scheme.published(made)
+                data, scale = pair
                 if experts and scale.dim() == 0:
                     scale = scale.reshape(1, 1)  # transformers joins these
                 note = None

@@ -88,8 +88,8 @@ def convert_to_float8_training(
         ValueError: a layer is to be gathered in float8, although its weight is a DTensor (convert,
             then `fully_shard`) or has gradient hooks; or a layer already converted cannot take the
             new config. Or `tokens_per_step` is less than 1, or a recipe or `gpu` is not known; or
-            `gpu`, `cuda_graphs` or `head` comes with a `module_filter_fn`. Or the recipe is `mxfp8` without
-            `emulate`, and the GPU has no such GEMM. Nothing is changed then.
+            `gpu`, `cuda_graphs` or `head` comes with a `module_filter_fn`. Or the recipe is
+            `mxfp8` without `emulate`, and the GPU has no such GEMM. Nothing is changed then.
     """
     require_module(module, "module")
     how = config, module_filter_fn, tokens_per_step, gpu, cuda_graphs, linear_classes, head

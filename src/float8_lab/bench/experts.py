@@ -120,7 +120,7 @@ def bench_experts(
     rounds: int,
     microbatches: int = 4,
 ) -> Iterator[list[Row]]:
-    """Time layers of experts, forward and backward of one microbatch; yields the rows of a shape.
+    """Time layers of experts, forward and backward of one microbatch; after a shape, all rows yet.
 
     Weights that are held are cast once in `microbatches`, others in each forward and backward.
     SwiGLU is compiled on GPUs, all else is eager. Experts have as many rows each. Each layer is
@@ -131,6 +131,7 @@ def bench_experts(
     for each in variants:
         if each.config and (reason := no_grouped_gemm(each.config)):
             raise ValueError(f"recipe: got {each.recipe!r} with {reason}, expected {EXPECTED}")
+    all_rows: list[Row] = []
     for shape in experts:
         E, rows, K, ff = shape
         torch.compiler.reset()
@@ -140,4 +141,6 @@ def bench_experts(
         data = make(rows, K), make(rows, K)
         step = functools.partial(LayerStep, weights, offs, data, microbatches)
         *_, found = bench_steps(step, variants, device, rounds)
-        yield [{"part": str(shape), **shape._asdict(), **row, "mode": None} for row in found]
+        part = {"part": str(shape), **shape._asdict()}
+        all_rows += [{**part, **row, "mode": None} for row in found]
+        yield [*all_rows]

@@ -4,18 +4,16 @@ Times are of forward and backward in eager mode, those of the GPU alone: a layer
 alone is cast apart from what makes its input, as in no model.
 """
 
-from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 
 import torch
 from torch import Tensor, nn
 
 from float8_lab.bench.step import Step, bench_steps
 from float8_lab.bench.variants import EAGER, Variant, make_variants
-from float8_lab.device import Clock
 
 _CACHE_MULTIPLE, _MOST_SETS = 4, 16
-
 
 Shape = tuple[int, int, int]  # of a layer at work: M tokens, K features in, N features out
 Times = tuple[float, float]  # ms forward and backward, bf16 and float8; on a CPU those of the host
@@ -45,43 +43,19 @@ class LinearStep(Step):
         return make(M, K), make(M, N)
 
     def times(self, rounds: int) -> list[float]:
-        """Milliseconds of the GPU, by a CUDA graph; on a CPU those of the host.
+        """Milliseconds of the GPU, by a CUDA graph; on a CPU those of `rounds` steps of the host.
 
         On data that is not in the cache, and long enough for clocks to drop, as they do in training
         at the limit of power.
         """
+        if self.device.type != "cuda":
+            return super().times(rounds)
         M, K, N = self.shape
-        on_gpu, sets = self.device.type == "cuda", 2
-        if on_gpu:
-            cache = torch.cuda.get_device_properties(self.device).L2_cache_size
-            sets = max(2, min(_MOST_SETS, -(-_CACHE_MULTIPLE * cache // (2 * M * (K + N)))))
+        cache = torch.cuda.get_device_properties(self.device).L2_cache_size
+        sets = max(2, min(_MOST_SETS, -(-_CACHE_MULTIPLE * cache // (2 * M * (K + N)))))
         calls = [partial(self.gradients, *self._data(self.device)) for _ in range(sets)]
-        replay = recorded(calls, self.device) if on_gpu else lambda: [call() for call in calls]
-        clock = Clock(self.device)
-
-        def sample(replays: int) -> float:
-            clock.mark()
-            for _ in range(replays):
-                replay()
-            clock.mark()
-            return 1e3 * clock.collect()[0] / replays
-
-        replays = max(1, round(1 / sample(1))) if on_gpu else 1  # for a millisecond
-        return [sample(replays) / sets for _ in range(rounds)]
-
-
-def recorded(calls: Sequence[Callable[[], object]], device: torch.device) -> Callable[[], None]:
-    """Return the replay of a CUDA graph of all `calls`, none of which waits for the CPU then."""
-    with torch.cuda.device(device):
-        # Compiles kernels and chooses algorithms, on a side stream as graph capture wants it.
-        stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for call in calls[:3]:
-                call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = [call() for call in calls]  # all alive, so none reuses another's memory
-        del results  # the graph keeps the memory
-    return graph.replay
+        torch.cuda.synchronize()  # it records on a stream of its own
+        measure = import_module("triton.testing").do_bench_cudagraph
+        # All results are alive, so none reuses another's memory.
+        found = measure(lambda: [call() for call in calls], return_mode="all")
+        return [ms / sets for ms in found]

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from float8_lab.bench.results import size_of
 from float8_lab.bench.step import Step
 from float8_lab.bench.variants import Variant
-from float8_lab.models.llama import Block, Llama, rope_table
+from float8_lab.models.llama import Llama, rope_table
 from float8_lab.models.presets import PRESETS, ModelConfig, preset
 
 
@@ -23,6 +23,9 @@ class Size:
     blocks: Annotated[int | None, "How many blocks; else all."] = 4
     seq_len: Annotated[int, "Tokens per sequence."] = 8192
     batch: Annotated[int, "Sequences."] = 1
+
+    def __post_init__(self) -> None:
+        preset(self.model)  # refuses what it does not know
 
     def config(self) -> ModelConfig:
         """Return the shape of the model with so many blocks."""
@@ -36,26 +39,6 @@ class Size:
 
     def __str__(self) -> str:
         return size_of(vars(self))
-
-
-class Stack(nn.Module):
-    """Llama blocks without embedding and head."""
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self, config: ModelConfig, seq_len: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
-        cos, sin = rope_table(config.head_dim, seq_len, config.rope_theta)
-        self.register_buffer("cos", cos)
-        self.register_buffer("sin", sin)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Transform x [batch, seq, dim]; same shape and dtype out."""
-        for layer in self.layers:
-            x = layer(x, self.cos, self.sin)
-        return x
 
 
 class NextTokens(nn.Module):
@@ -115,16 +98,21 @@ class Whole(nn.Module):
         return self.loss(getattr(logits, "logits", logits), tokens)  # type: ignore[no-any-return]
 
 
-def stack_and_data(size: Size, device: torch.device) -> tuple[Stack, Tensor]:
-    """Return the same at every call: a stack in bf16, whose rotary table stays float32, and data.
+def stack_and_data(size: Size, device: torch.device) -> tuple[Llama, Tensor]:
+    """Return the same at every call: blocks in bf16, without embedding and head, and data.
 
-    Data are its input and the gradient of its output, [2, batch, seq, dim] bf16.
+    The rotary table stays float32. Data are the input of the blocks and the gradient of their
+    output, [2, batch, seq, dim] bf16.
     """
     config = size.config()
     torch.manual_seed(0)
     with torch.device(device):
-        stack = Stack(config, size.seq_len)
+        stack = Llama(replace(config, vocab_size=1), size.seq_len)
         data = torch.randn(2, size.batch, size.seq_len, config.dim, dtype=torch.bfloat16)
+    for name in ("embedding", "norm", "output"):
+        setattr(stack, name, nn.Identity())
+    table = rope_table(config.head_dim, size.seq_len, config.rope_theta)
+    stack.cos, stack.sin = (each.to(device) for each in table)
     stack.layers.to(torch.bfloat16)
     return stack, data
 

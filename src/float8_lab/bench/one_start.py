@@ -32,7 +32,7 @@ def bench_one_start(
 ) -> Iterator[list[Row]]:
     """Train each recipe on after `start` steps of high precision, for seeds from `config.seed` on.
 
-    Yields an empty list for each start, and the rows of a seed after its last run. Validation
+    Yields all rows so far after each start, and after the last run of each seed. Validation
     losses are in nats per byte; gaps in percent, to bf16 of that seed, or the mean of both its
     runs. Rows of several seeds have a `part`, the seed.
 
@@ -40,6 +40,7 @@ def bench_one_start(
     leaves a GPU idle while the host starts its kernels. Each takes a CPU core or more. A start is
     kept in a temporary file, of 12 bytes per parameter.
     """
+    rows: list[Row] = []
     names = [HIGH_PRECISION, *[AGAIN] * (seeds == 1), *recipes]
     of_seeds = [config.replace(seed=config.seed + i, recipe=HIGH_PRECISION) for i in range(seeds)]
     spawn = multiprocessing.get_context("spawn")
@@ -50,7 +51,7 @@ def bench_one_start(
         try:
             for saved in [pool.submit(_save_start, each, start, folder) for each in of_seeds]:
                 saved.result()
-                yield []
+                yield [*rows]
             losses = [
                 pool.submit(_train_on, each.replace(recipe=name.removesuffix(" again")), folder)
                 for each in of_seeds
@@ -60,10 +61,11 @@ def bench_one_start(
                 of_seed = [x.result() for x in losses[i * len(names) :][: len(names)]]
                 base = statistics.mean(of_seed[: len(names) - len(recipes)])
                 part = {"part": f"seed {each.seed}"} if seeds > 1 else {}
-                yield [
+                rows += [
                     {**part, "recipe": name, "val_loss": x, "gap_percent": 100 * (x / base - 1)}
                     for name, x in zip(names, of_seed, strict=True)
                 ]
+                yield [*rows]
         except BaseException:  # also if it is interrupted: none trains on
             for child in multiprocessing.active_children():
                 child.terminate()

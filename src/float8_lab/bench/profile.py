@@ -27,34 +27,29 @@ class ProfiledStep(Step):
     """A step whose kernels are told apart."""
 
     def check(self, references: dict[str, Results]) -> Row:
-        """Also run it under the profiler."""
-        return super().check(references) | profile_step(self)
+        """Also run it under the profiler: ms of each kind of kernel, and launches.
 
-
-def profile_step(step: Step) -> Row:
-    """Run a step that is warm under the profiler: ms of each kind of kernel, and launches.
-
-    On a CPU ops are counted, with the time of the host, to try it: what casts call counts as well,
-    and casts that compiled code calls are else.
-    """
-    gpu = step.device.type == "cuda"
-    with profile() as profiled:
-        for _ in range(STEPS):
-            step()
-        if gpu:
-            torch.cuda.synchronize()
-    times, launches = dict.fromkeys(KINDS, 0.0), 0
-    for event in profiled.key_averages():
-        # The time of an annotation is that of the kernels in it, counted themselves.
-        on_gpu = event.device_type == torch.profiler.DeviceType.CUDA
-        if not event.is_user_annotation and (on_gpu or not gpu):
-            us = event.self_device_time_total if gpu else event.self_cpu_time_total
-            times[kind_of(event.key)] += us / 1e3 / STEPS
-            launches += event.count
-    if not any(times.values()):
-        need = "on a GPU it needs CUPTI and the right to use performance counters"
-        raise ValueError(f"profile: the profiler saw no kernels on {step.device.type}; {need}")
-    return {**times, "sum_ms": sum(times.values()), "launches": launches // STEPS}
+        On a CPU ops are counted, with the time of the host, to try it: what casts call counts as
+        well, and casts that compiled code calls are else.
+        """
+        row, gpu = super().check(references), self.device.type == "cuda"
+        with profile() as profiled:
+            for _ in range(STEPS):
+                self()
+            if gpu:
+                torch.cuda.synchronize()
+        times, launches = dict.fromkeys(KINDS, 0.0), 0
+        for event in profiled.key_averages():
+            # The time of an annotation is that of the kernels in it, counted themselves.
+            on_gpu = event.device_type == torch.profiler.DeviceType.CUDA
+            if not event.is_user_annotation and (on_gpu or not gpu):
+                us = event.self_device_time_total if gpu else event.self_cpu_time_total
+                times[kind_of(event.key)] += us / 1e3 / STEPS
+                launches += event.count
+        if not any(times.values()):
+            need = "on a GPU it needs CUPTI and the right to use performance counters"
+            raise ValueError(f"profile: the profiler saw no kernels on {self.device.type}; {need}")
+        return row | times | {"sum_ms": sum(times.values()), "launches": launches // STEPS}
 
 
 def kind_of(name: str) -> str:

@@ -16,8 +16,7 @@ from float8.parallel import tensor as own_styles
 from float8_lab.bench.model import Size, Whole, model_step, stack_and_data
 from float8_lab.bench.step import Results, Row, Step, check
 from float8_lab.bench.variants import EAGER, HIGH_PRECISION, Variant
-from float8_lab.errors import WrongResultError
-from float8_lab.ranks import for_all
+from float8_lab.errors import FailedError
 
 _LEARNING = 9  # steps after the first one, which let a loss fall at this learning rate
 _RATE = 1e-4
@@ -89,7 +88,7 @@ class TrainStep(Step):
         if not (abs(last - wanted) <= most and wanted < first):  # also if it is NaN
             got = f"loss {last:.4f} after {1 + _LEARNING} steps, expected {wanted:.4f} as of bf16"
             message = f"{got}, which began at {first:.4f}; nothing was timed"
-            raise for_all(WrongResultError(f"{name}: {message}"))
+            raise FailedError(f"{name}: {message}")
         return row | {"loss": last}
 
 

@@ -106,11 +106,6 @@ def make_variants(
     return variants
 
 
-def many_compilations() -> Any:
-    """Return a context with room for all variants: past the limit, code would run eagerly."""
-    return torch._dynamo.config.patch(recompile_limit=256)
-
-
 def _ours(recipe: str, mode: str, gather: str, all_layers: bool) -> Variant:
     config = recipe_config(recipe)
     config = replace(config, enable_fsdp_float8_all_gather=gather == FLOAT8)

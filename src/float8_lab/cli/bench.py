@@ -29,7 +29,6 @@ from float8_lab.cli.measure import (
 )
 from float8_lab.cli.options import App, Words, given, one_of, settings, takes
 from float8_lab.errors import ConfigError, FailedError
-from float8_lab.models.presets import preset
 from float8_lab.ranks import join_ranks, start_ranks
 from float8_lab.trainer.config import HIGH_PRECISION, ONE_PROCESS, RECIPES, TrainConfig
 
@@ -106,7 +105,6 @@ def _measure_on_ranks(
     """
     if where.device not in ("cuda", "cpu"):
         raise ConfigError(f"device: got {where.device!r}, expected cuda or cpu, and --ranks N")
-    preset(size.model)
     if GRAPHED in chosen["modes"]:
         do = "use bench model: CUDA graphs read weights where they lay, and gathered ones move"
         raise ConfigError(f"mode: got graphed on ranks, expected eager, compiled or both; {do}")
@@ -116,19 +114,35 @@ def _measure_on_ranks(
     with join_ranks(True) as group:
         output = where.output if group.rank == 0 else None
         where = replace(where, device=str(group.device(where.device)), output=output)
-        about = {**vars(size), **chosen, **how, "ranks": group.size, "passes": PASSES}
-        variants = make_variants(**chosen, gathers=gathers if group.size > 1 else ("",))
-        bench = Bench(name, where, **about)
-        make = partial(step, size=size, device=bench.device, **how)
-        column = "tokens_per_s" if name == "tp" else "tokens_per_s_per_gpu"
-        tokens = {column: size.tokens}
-        groups = bench_steps(make, variants, bench.device, where.rounds, tokens=tokens)
-        rows = bench.collect(groups, PASSES * len(variants), growing=True)
-        if group.rank == 0:
-            found = bench.finish(f"{size}, {title} on {group.size} rank(s)", rows)
-            if plot is not None:
-                import_module("float8_lab.bench.picture").plot_results(found, plot)
-                typer.echo(f"plot: {plot}")
+        about = {**how, "ranks": group.size, "passes": PASSES}
+        title = f"{title} on {group.size} rank(s)"
+        gathers = gathers if group.size > 1 else ("",)
+        found = _measure(name, title, partial(step, **how), size, chosen, where, gathers, **about)
+        if plot is not None and group.rank == 0:
+            import_module("float8_lab.bench.picture").plot_results(found, plot)
+            typer.echo(f"plot: {plot}")
+
+
+def _measure(
+    name: str,
+    title: str,
+    make: Any,
+    size: Size,
+    chosen: dict[str, Any],
+    where: Place,
+    gathers: Any = ("",),
+    **about: Any,
+) -> dict[str, Any]:
+    """Check and time the steps that `make` gives of all variants, and tell; returns the results."""
+    passes, rounds = (PASSES, where.rounds) if isinstance(where, Run) else (1, STEPS)
+    variants = make_variants(**chosen, gathers=gathers)
+    bench = Bench(name, where, **vars(size), **chosen, **about)
+    make = partial(make, size=size, device=bench.device)
+    column = {"model": "tokens_per_s", "tp": "tokens_per_s", "train": "tokens_per_s_per_gpu"}
+    tokens = {column[name]: size.tokens} if name in column else None
+    groups = bench_steps(make, variants, bench.device, rounds, passes=passes, tokens=tokens)
+    rows = bench.collect(groups, passes * len(variants))
+    return bench.finish(f"{size}, {title}", rows)
 
 
 @app.command("model")
@@ -147,14 +161,7 @@ def model_command(
     model holds and the peak of a step over it.
     """
     chosen = compared.chosen(checkpointing, all_layers=all_layers)
-    preset(size.model)
-    variants = make_variants(**chosen)
-    bench = Bench("model", where, **vars(size), **chosen)
-    make = partial(model_step, size=size, device=bench.device)
-    tokens = {"tokens_per_s": size.tokens}
-    groups = bench_steps(make, variants, bench.device, where.rounds, tokens=tokens)
-    rows = bench.collect(groups, PASSES * len(variants), growing=True)
-    bench.finish(f"{size}, forward + backward", rows)
+    _measure("model", "forward + backward", model_step, size, chosen, where)
 
 
 @app.command("profile")
@@ -166,13 +173,8 @@ def profile_command(size: Size, compared: Compared, where: Place) -> None:
     things is a cast: compare casts and all else together.
     """
     chosen = compared.chosen(all_layers=False)
-    preset(size.model)
-    variants = make_variants(**chosen)
-    bench = Bench("profile", where, **vars(size), **chosen)
-    make = partial(model_step, size=size, device=bench.device, kind=ProfiledStep)
-    groups = bench_steps(make, variants, bench.device, STEPS, passes=1)
-    rows = bench.collect(groups, len(variants), growing=True)
-    bench.finish(f"{size}, forward + backward", rows)
+    make = partial(model_step, kind=ProfiledStep)
+    _measure("profile", "forward + backward", make, size, chosen, where)
 
 
 @app.command("experts")
@@ -214,8 +216,7 @@ def one_start_command(
     the first table has means, and standard errors of gaps. Rows of a seed are written when all its
     runs are done.
     """
-    off = {"eval_interval": 0, "checkpoint_interval": 0, "tensorboard": False}
-    config = TrainConfig.create(**given(chosen), **off, final_checkpoint=False)  # type: ignore[arg-type]
+    config = TrainConfig.create(**given(chosen))
     # A GPU of today's has no GEMM for the others.
     recipes = list(dict.fromkeys(recipe or [name for name in RECIPES if "mxfp8" not in name]))
     if HIGH_PRECISION in recipes:

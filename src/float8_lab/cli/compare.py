@@ -46,12 +46,11 @@ def compare_command(
     Writes report.json, report.txt and loss.png, besides a folder per run. Ctrl-C leaves a
     checkpoint of the run under way; the same command with --resume goes on from it.
     """
-    from float8_lab.ranks import for_all
     from float8_lab.trainer.compare import compare
 
     if "RANK" in os.environ:
         message = "float8 compare got ranks of torchrun, but keeps to one device: run it without"
-        raise for_all(ConfigError(message))
+        raise ConfigError(message)
     config = TrainConfig.create(
         recipe=HIGH_PRECISION, final_checkpoint=False, output=output, **given(chosen)
     )

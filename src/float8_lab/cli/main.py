@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from float8_lab.errors import GET_EXTRAS, LabError, RankFailedError, ToldError
+from float8_lab.errors import GET_EXTRAS, LabError, RankFailedError
 
 # Seconds by which the rank with the cause ends before others: torchrun shows the first one.
 _LAST_WORDS = 2.0
@@ -69,7 +69,7 @@ def _run(words: list[str], rank: str | None) -> tuple[int, bool]:
             raise
         if not expected or "--debug" in words:
             sys.stderr.write(f"{where}{traceback.format_exc()}")
-        if expected and not isinstance(error, ToldError):
+        if expected:
             hint = "" if isinstance(error, LabError) else " (--debug shows where)"
             sys.stderr.write(f"{where}error: {' '.join(str(error).split())}{hint}\n")
         return getattr(error, "exit_code", 2 if expected else 1), elsewhere

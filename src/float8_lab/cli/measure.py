@@ -97,15 +97,11 @@ class Bench:
         for line in lines:
             self.console.print(line)
 
-    def collect(self, groups: Iterable[list[Row]], total: int, growing: bool = False) -> list[Row]:
-        """All rows; a line says how many groups are there.
-
-        Groups follow each other, or, `growing`, each has all rows so far.
-        """
+    def collect(self, groups: Iterable[list[Row]], total: int) -> list[Row]:
+        """Return the last of `groups`, each of which has all rows so far; a line counts them."""
         rows: list[Row] = []
-        for number, group in enumerate(groups, 1):
-            rows = group if growing else rows + group
-            if group and self._output is not None:  # so that nothing is lost if it is stopped
+        for number, rows in enumerate(groups, 1):
+            if rows and self._output is not None:  # so that nothing is lost if it is stopped
                 write_results(self._output, {**self._about, "rows": rows})
             self.console.print(f"  {number}/{total}")
         return rows

@@ -11,7 +11,7 @@ from types import FrameType
 from rich.console import Console
 
 from float8_lab.trainer.config import TrainConfig
-from float8_lab.trainer.metrics import Observer, StepRecord, ValidationRecord
+from float8_lab.trainer.metrics import StepRecord, ValidationRecord
 
 _PLAIN_WIDTH = 120  # A log has no width; this one holds the widest table.
 
@@ -24,7 +24,7 @@ def make_console() -> Console:
     return console
 
 
-class ConsoleProgress(Observer):
+class ConsoleProgress:
     """Shows loss, speed, step time and memory in lines."""
 
     def __init__(self, console: Console) -> None:

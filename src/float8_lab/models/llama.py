@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.checkpoint import checkpoint
 
 from float8_lab.models.presets import ModelConfig
 
@@ -38,7 +37,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     By the angles of its position, which `rope_table` gave; same shape and dtype out.
     """
-    cos, sin = cos[:, None], sin[:, None]
+    cos, sin = cos[: x.shape[1], None], sin[: x.shape[1], None]
     first, second = x.float().chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return rotated.to(x.dtype)
@@ -103,20 +102,16 @@ class Llama(nn.Module):
     """The language model: token ids in, next-token logits out.
 
     Make it on the meta device, then call `to_empty` and `init_weights`: so nothing is initialised
-    twice. With `activation_checkpointing` only each block's input is kept for backward, where the
-    block runs again.
+    twice.
     """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(
-        self, config: ModelConfig, max_seq_len: int, *, activation_checkpointing: bool = False
-    ) -> None:
+    def __init__(self, config: ModelConfig, max_seq_len: int) -> None:
         super().__init__()
         self.config = config
         self.max_seq_len = max_seq_len
-        self.activation_checkpointing = activation_checkpointing
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
@@ -158,7 +153,7 @@ class Llama(nn.Module):
             self.output.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Predict the token after each position of tokens [batch, seq] int64.
+        """Predict the token after each position of tokens [batch, seq <= max_seq_len] int64.
 
         Logits [batch, seq, vocab_size] are in the autocast dtype if autocast is on, else float32.
         """
@@ -167,11 +162,6 @@ class Llama(nn.Module):
         if torch.is_autocast_enabled(device_type):
             # autocast leaves embeddings alone; without this the residual stream would be float32.
             x = x.to(torch.get_autocast_dtype(device_type))
-        seq = tokens.shape[1]  # at most `max_seq_len`
-        cos, sin = self.cos[:seq], self.sin[:seq]
         for block in self.layers:
-            if self.activation_checkpointing and self.training:
-                x = checkpoint(block, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = block(x, cos, sin)
+            x = block(x, self.cos, self.sin)
         return self.output(self.norm(x))  # type: ignore[no-any-return]

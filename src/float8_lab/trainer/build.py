@@ -27,12 +27,10 @@ def build_model(
     a `ConfigError` if the recipe does not work with this model or device.
     """
     # No rank has room for a whole model: it gets memory when each rank has its shards.
-    again = config.activation_checkpointing
     with torch.device("meta"):
-        shape = preset(config.model).model
-        model = Llama(shape, config.seq_len, activation_checkpointing=again)
+        model = Llama(preset(config.model).model, config.seq_len)
     model.tie_head()
-    conversion = ranks.together(lambda: _convert(model, config, device))
+    conversion = _convert(model, config, device)
     if config.compile:
         # Blocks are alike, so one compilation serves all; the names of parameters stay.
         for block in (*model.layers, model.norm):

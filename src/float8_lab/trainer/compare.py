@@ -16,7 +16,7 @@ from float8_lab.trainer.config import HIGH_PRECISION, TrainConfig
 from float8_lab.trainer.data import Corpus, check_length, load_corpus
 from float8_lab.trainer.environment import describe_environment, public_path
 from float8_lab.trainer.loop import Trainer, train
-from float8_lab.trainer.metrics import FAILED, FINISHED, Observer, read_metrics, summarize
+from float8_lab.trainer.metrics import FAILED, FINISHED, read_metrics, summarize
 from float8_lab.trainer.plot import plot_comparison
 from float8_lab.trainer.run_folder import RunFolder, check_same_run
 
@@ -44,7 +44,7 @@ def add_gaps(row: Row, base: Row) -> None:
 def compare(
     base: TrainConfig,
     recipes: Sequence[str],
-    observers: Sequence[Observer] = (),
+    observers: Sequence[Any] = (),
     *,
     resume: bool = False,
     overwrite: bool = False,
@@ -118,7 +118,7 @@ def _prepare(
         raise ConfigError(f"cannot write to {output}: {error}") from error
 
 
-def _run(config: TrainConfig, corpus: Corpus, observers: Sequence[Observer], stop: Event) -> Row:
+def _run(config: TrainConfig, corpus: Corpus, observers: Sequence[Any], stop: Event) -> Row:
     """Train one recipe, or take what an earlier attempt left of it."""
     folder = RunFolder(config.output)
     status, error = FINISHED, None

@@ -98,7 +98,6 @@ class TrainConfig:
     )
     compile: bool = _device("torch.compile every block.", False)
     cuda_graphs: bool = _device("Run compiled blocks as CUDA graphs.", False)
-    activation_checkpointing: bool = _device("Run blocks again in backward: saves memory.", False)
     # How a run is spread over ranks belongs to its start: a resumed one may have others.
     fsdp: bool = _ranks("Shard the model over the ranks that torchrun started.", False)
     fsdp_float8_all_gather: bool = _ranks("Gather sharded weights in float8.", False)
@@ -138,13 +137,12 @@ class TrainConfig:
         in_the_way = {
             f"--device {self.device}": not self.device.startswith("cuda"),
             "no --compile": not self.compile,
-            "--activation-checkpointing": self.activation_checkpointing,
             "--fsdp": self.fsdp,
             "+held": held,
         }
         if self.cuda_graphs and any(in_the_way.values()):
             got = ", ".join(name for name, there in in_the_way.items() if there)
-            expected = "expected --compile on a GPU, blocks that run once, a model that is whole"
+            expected = "expected --compile on a GPU, a model that is whole"
             raise ConfigError(f"--cuda-graphs got {got}; {expected}: or use --no-cuda-graphs")
 
     @classmethod

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8_lab.errors import DataError
+from float8_lab.errors import ConfigError
 
 SEPARATOR = b"\0"
 VALIDATION_FRACTION = 0.1
@@ -46,18 +46,18 @@ def load_corpus(path: str | Path | None = None) -> Corpus:
     A folder is read in sorted order, hidden files and folders left out, and each file goes to
     train or validation by a hash of its path inside the folder, so the split stays the same
     wherever the folder lies and whatever is added to it. A single file is cut: its last tenth
-    is the validation text. A `DataError` if nothing of it is readable text.
+    is the validation text. A `ConfigError` if nothing of it is readable text.
     """
     root, name, suffix = Path(path or ""), str(path), ""
     if path is None:
         root, name, suffix = Path(sysconfig.get_paths()["stdlib"]), "Python standard library", ".py"
     if not root.is_file() and not root.is_dir():
-        raise DataError(f"no data at {path}: give an existing file or folder of text")
+        raise ConfigError(f"no data at {path}: give an existing file or folder of text")
     files = [root] if root.is_file() else _walk(root, suffix)
     read = {file.relative_to(root).as_posix(): _read_text(file) for file in files}
     texts = {place: text for place, text in read.items() if text}
     if not texts:
-        raise DataError(f"no readable UTF-8 text in {root}: {len(read)} file(s) skipped")
+        raise ConfigError(f"no readable UTF-8 text in {root}: {len(read)} file(s) skipped")
     if len(texts) == 1:
         ((place, text),) = texts.items()
         name, cut = (root / place).name, int(len(text) * (1 - VALIDATION_FRACTION))
@@ -70,7 +70,7 @@ def load_corpus(path: str | Path | None = None) -> Corpus:
         splits = [[texts[p] for p in texts if (p in held_out) is held] for held in (False, True)]
     joined = [SEPARATOR.join(members) for members in splits]
     if not all(joined):
-        raise DataError(f"{name}: no text left to train or to validate on; give more text")
+        raise ConfigError(f"{name}: no text left to train or to validate on; give more text")
     fingerprint = hashlib.sha256(b"".join(len(t).to_bytes(8, "big") + t for t in joined))
     train, validation = (torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in joined)
     return Corpus(name, train, validation, len(splits[0]), fingerprint.hexdigest()[:16])
@@ -103,13 +103,13 @@ def _hash_place(relative: str) -> float:
 
 
 def check_length(corpus: Corpus, seq_len: int, batch_size: int = 1) -> None:
-    """Raise a `DataError` unless both splits hold a sequence, and the text to train on a batch."""
+    """Raise a `ConfigError` unless both splits hold a sequence, and that to train on a batch."""
     needs = [(split, "sequence", seq_len + 1, "--seq-len") for split in _SPLITS]
     needs.append(("train", "batch", batch_size * seq_len, "--batch-size"))
     for split, what, need, option in needs:
         if (size := len(getattr(corpus, split))) < need:
             has = f"the {split} split of {corpus.name} has {size} bytes"
-            raise DataError(f"{has}, but a {what} needs {need}: lower {option} or give more text")
+            raise ConfigError(f"{has}, but a {what} needs {need}: lower {option} or give more text")
 
 
 def train_batch(text: Tensor, *, seed: int, first: int, batch_size: int, seq_len: int) -> Tensor:

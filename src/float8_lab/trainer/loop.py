@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from float8 import attach_to_optimizer
 from float8_lab.device import Clock, explain_out_of_memory, skipped_graphs
-from float8_lab.errors import DataError, TrainingDivergedError
-from float8_lab.ranks import ALONE, Ranks, for_all
+from float8_lab.errors import ConfigError, FailedError
+from float8_lab.ranks import ALONE, Ranks
 from float8_lab.trainer import build, data, metrics
 from float8_lab.trainer import checkpoint as checkpoints
 from float8_lab.trainer.config import TrainConfig
-from float8_lab.trainer.metrics import Observer, StepRecord, ValidationRecord
+from float8_lab.trainer.metrics import StepRecord, ValidationRecord
 from float8_lab.trainer.run_folder import RunFolder, open_run_folder
 
 WARMUP_STEPS = 10  # Not counted for throughput: compilation, allocator, clocks.
@@ -35,7 +35,7 @@ class Trainer:
         self,
         config: TrainConfig,
         corpus: data.Corpus,
-        observers: Sequence[Observer] = (),
+        observers: Sequence[Any] = (),
         ranks: Ranks = ALONE,
     ) -> None:
         self.config = config
@@ -43,7 +43,7 @@ class Trainer:
         self.folder = RunFolder(config.output)
         self.observers = observers
         self.ranks = ranks
-        self.device = ranks.together(lambda: ranks.device(config.device))
+        self.device = ranks.device(config.device)
         if config.threads and self.device.type == "cpu":
             torch.set_num_threads(config.threads)
         self.timer = Clock(self.device)
@@ -193,7 +193,7 @@ class Trainer:
         return self.ranks.mean(total).item() / self.config.eval_batches
 
     def _report(self) -> None:
-        """Pass on the losses since the last time; a `TrainingDivergedError` if bad. Collective."""
+        """Pass on the losses since the last time; a `FailedError` if bad. Collective."""
         if not self._pending:
             return
         config = self.config
@@ -229,7 +229,7 @@ class Trainer:
             what = f"step {bad.step}: loss {bad.loss}, gradient norm {bad.grad_norm}"
             where = f"The metrics are in {self.folder.metrics}{saved}"
             do = "try a lower --learning-rate or a longer --warmup-steps"
-            raise for_all(TrainingDivergedError(f"training diverged at {what}. {where}; {do}"))
+            raise FailedError(f"training diverged at {what}. {where}; {do}")
 
     def _save(self) -> None:
         if self.last_checkpoint and checkpoints.step_of(self.last_checkpoint) == self.step:
@@ -246,13 +246,13 @@ class Trainer:
 
     def _tell(self, event: str, *values: object) -> None:
         for observer in self.observers:
-            getattr(observer, event)(*values)
+            getattr(observer, event, lambda *_: None)(*values)
 
 
 def train(
     config: TrainConfig,
     *,
-    observers: Sequence[Observer] = (),
+    observers: Sequence[Any] = (),
     resume: Path | None = None,
     corpus: data.Corpus | None = None,
     stop: Event | None = None,
@@ -263,24 +263,19 @@ def train(
     All of `ranks` call it alike. It ends with a checkpoint after the step in which `stop` is set on
     any of them. The first one tells `observers`, and leaves everything in `config.output`.
     """
-
-    def usable() -> data.Corpus:
-        ranks.check_fits(config.batch_size)
-        found = corpus if corpus is not None else data.load_corpus(config.data)
-        data.check_length(found, config.seq_len, config.batch_size)
-        return found
-
-    text = ranks.together(usable)
+    ranks.share(config.batch_size)  # refuses what has no equal shares
+    text = corpus if corpus is not None else data.load_corpus(config.data)
+    data.check_length(text, config.seq_len, config.batch_size)
     if len({*(found := ranks.gather(text.fingerprint))}) > 1:  # each takes its part of one order
         got = f"ranks read different data ({', '.join(found)})"
-        raise for_all(DataError(f"{got}: give a --data equal on all hosts"))
+        raise ConfigError(f"{got}: give a --data equal on all hosts")
     if resume is not None:
         checkpoints.check_checkpoint(resume, ranks)
     folder = ranks.once(lambda: open_run_folder(config, text, checkpoint=resume))
     with explain_out_of_memory(
         f"{config.device} ran out of memory with batches of {config.batch_size} x "
         f"{config.seq_len} tokens: lower --batch-size (and raise --accumulate by as much), "
-        "use --activation-checkpointing, or choose a smaller model"
+        "or choose a smaller model"
     ):
         everyone = [*observers, metrics.JsonLines(folder.metrics)] if ranks.rank == 0 else []
         if everyone and config.tensorboard:

@@ -1,4 +1,13 @@
-"""Records of a run, observers that are told of them, and the file that they are read back from."""
+"""Records of a run, observers that are told of them, and the file that they are read back from.
+
+An observer has some of these methods:
+
+- `on_start(config, step, about)`: the run `about` something goes on after `step` steps
+- `on_step(step)`: a step was sent to the device, which still works
+- `on_records(records)`: these steps are done, oldest first
+- `on_validation(record)`, `on_checkpoint(path)`: one was done, or written
+- `on_end(status, step)`: the run ended, whatever happened; files are let go of
+"""
 
 import json
 import math
@@ -42,33 +51,7 @@ class ValidationRecord:
     loss: float
 
 
-class Observer:
-    """Someone who is told what happens; every method may be left as it is.
-
-    `on_step` comes while the device still works, `on_records` at times with the steps since the
-    last time, oldest first, and `on_end`, whatever happened, at last: then files are let go of.
-    """
-
-    def on_start(self, config: TrainConfig, step: int, about: str) -> None:
-        """The run `about` something goes on after `step` steps."""
-
-    def on_step(self, step: int) -> None:
-        """Step `step` was sent to the device."""
-
-    def on_records(self, records: Sequence[StepRecord]) -> None:
-        """These steps are done."""
-
-    def on_validation(self, record: ValidationRecord) -> None:
-        """A validation is done."""
-
-    def on_checkpoint(self, path: Path) -> None:
-        """A checkpoint was written."""
-
-    def on_end(self, status: str, step: int) -> None:
-        """The run ended after `step` with one of the statuses of this module."""
-
-
-class JsonLines(Observer):
+class JsonLines:
     """Append one JSON object per event to a file, each as soon as it is known.
 
     Non-finite numbers are written as the strings "nan", "inf" and "-inf".
@@ -106,7 +89,7 @@ class JsonLines(Observer):
         self._file.close()
 
 
-class TensorBoard(Observer):
+class TensorBoard:
     """Write the curves as TensorBoard events."""
 
     def __init__(self, folder: Path, start_step: int) -> None:
@@ -171,9 +154,8 @@ def _add(metrics: Metrics, kind: str, step: int, **values: Any) -> None:
         metrics.validation = [record for record in metrics.validation if record.step <= step]
         metrics.status = ""
     elif kind == "train":
-        for name in ("tokens_per_s", "tflops_per_gpu", "mfu"):  # the last two of 0.2.0
-            values.pop(name, None)
-        metrics.train.append(check_types(StepRecord(step, **values)))
+        known = {name: x for name, x in values.items() if name in StepRecord.__annotations__}
+        metrics.train.append(check_types(StepRecord(step, **known)))
     elif kind == "validation":
         metrics.validation.append(check_types(ValidationRecord(step, **values)))
     elif kind == "end":

@@ -22,7 +22,7 @@ from float8_lab.trainer.metrics import FAILED, read_metrics
 _FREE = ("data", "threads", "cuda_graphs")
 """Settings that change no numbers, besides those of whole panels."""
 
-_GONE = ("hsdp", "tp", "sequence_parallel")
+_GONE = ("hsdp", "tp", "sequence_parallel", "activation_checkpointing")
 """Settings of 0.2.0 that changed none either."""
 
 
