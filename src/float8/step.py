@@ -165,7 +165,7 @@ def update_float8_weights(model: nn.Module) -> None:
             why = mod._float8_hold("gathered by FSDP" if mod in under_fsdp else None)
             on_the_fly += [f"{name}.{attr} ({reason})" for attr, reason in why.items()]
             continue
-        mod._float8_held = ()  # frees the old data before casting
+        mod._float8_set_held()  # frees the old data before casting
         weight: Any = mod._parameters.get("weight")
         if mod in under_fsdp and not mod._float8_config.enable_fsdp_float8_all_gather:
             raise ValueError(
@@ -185,7 +185,7 @@ def update_float8_weights(model: nn.Module) -> None:
         for (weight, layers), scale in zip(readers.items(), scales, strict=True):
             held = hold(weight, cast._replace(scale=scale))
             for layer in layers:
-                layer._float8_held = (held,)
+                layer._float8_set_held(held)
     if on_the_fly:
         count, first = len(on_the_fly), ", ".join(on_the_fly[:3])
         warnings.warn(

@@ -211,6 +211,9 @@ class Float8Module(nn.Module):
     _float8_not_copied: ClassVar[frozenset[str]] = frozenset({"_float8_held", "_float8_attached"})
     """Attributes that belong to this training and this optimizer: copies do not get them."""
 
+    def _float8_set_held(self, *held: Weight) -> None:
+        self._float8_held = held
+
     def _float8_held_or_recast(self, parameter: Any, again: Callable[[], Weight]) -> Weight | None:
         """Return what is held of a Parameter, cast again if that was written; None: nothing is.
 
