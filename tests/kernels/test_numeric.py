@@ -13,7 +13,7 @@ MANTISSAS = 1 << 23
 @jit
 def _kernel(amax_ptr, scale_ptr, inverse_ptr, MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr):
     at = tl.program_id(0) * 1024 + tl.arange(0, 1024)
-    scale = scale_of_amax(tl.load(amax_ptr + at), MANTISSA, POWER_OF_2, True)
+    scale = scale_of_amax(tl.load(amax_ptr + at), (MANTISSA, POWER_OF_2, True))
     tl.store(scale_ptr + at, scale)
     tl.store(inverse_ptr + at, reciprocal(scale, True))
 

@@ -96,7 +96,7 @@ def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-@jit(do_not_specialize_on_alignment=["scale_ptr"])
+@jit(do_not_specialize_on_alignment=["scale_ptr"])  # type: ignore[untyped-decorator]
 def _amax_kernel(  # type: ignore[no-untyped-def]
     x_ptr, amaxes_ptr, scale_ptr, n, rounds,
     BLOCK: tl.constexpr, STEPS: tl.constexpr, ONLY_IF_UNKNOWN: tl.constexpr,

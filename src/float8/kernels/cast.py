@@ -104,9 +104,8 @@ def refusal(x: Tensor) -> Exception:
     if x.dtype not in HIGH_PRECISION_DTYPES:
         return TypeError(f"cast: x is {describe(x)}; expected a {HIGH_PRECISION}")
     if x.dim() != 2:
-        return ValueError(
-            f"cast: x is {describe(x)}; expected 2 dimensions: x.reshape(-1, x.shape[-1])"
-        )
+        expected = "2 dimensions: x.reshape(-1, x.shape[-1])"
+        return ValueError(f"cast: x is {describe(x)}; expected {expected}")
     return ValueError("cast: got row=False, col=False; expected at least one of them True")
 
 
@@ -228,19 +227,12 @@ def cast_delayed_reference(
     return used, out[0] if row else absent, out[-1] if col else absent
 
 
-def specs(
-    shape: tuple[int, ...],
-    height: int | None,
-    width: int | None,
-    dtype: torch.dtype,
-    row: bool,
-    col: bool,
-    pad_rows: bool = False,
-) -> list[Spec | None]:
+def _specs(shape: tuple[int, ...], *how: Any) -> list[Spec | None]:
     """Describe row data and their scales, column data and theirs; None for what is not made.
 
     The one scale of a tensor is not among them. Sizes may be symbolic.
     """
+    height, width, dtype, row, col, pad_rows, *_ = how
     (R, C), made = shape, list[Spec | None]()
     for wanted, rows, columns, pads in ((row, R, C, pad_rows), (col, C, R, True)):
         if pads or width is not None:
@@ -264,19 +256,17 @@ def _ceil(n: int, to: int) -> int:
 _ONE: Spec = ((), (), torch.float32)
 
 
-def _cast_fake(x: Tensor, scale: Tensor | None, height: int | None, *rest: Any) -> list[Tensor]:
-    """Make uninitialised results of `cast_reference`."""
-    made = [_ONE if height is None and scale is None else None]
-    made += specs(x.shape, height, *rest[:5])  # up to `pad_rows`; the rest changes no sizes
+def _cast_fake(x: Tensor, scale: Tensor | None, *wanted: Any) -> list[Tensor]:
+    specs = _specs(x.shape, *wanted, False)  # the default of `pad_rows`
+    made = [_ONE if wanted[0] is None and scale is None else None, *specs]
     return [x.new_empty_strided(*each[:2], dtype=each[2]) for each in made if each is not None]
 
 
 def _cast_delayed_fake(x: Tensor, scale: Tensor, amax: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     # Ops that write an argument must return a fixed number: the compiler's functionalisation takes
     # no list. So there is an empty tensor for a layout that was not asked for.
-    dtype, row, col, pad_rows, *_ = rest
-    row_spec, _, col_spec, _ = specs(x.shape, None, None, dtype, row, col, pad_rows)
-    made = (each or ((0,), (1,), x.dtype) for each in (_ONE, row_spec, col_spec))
+    row, _, col, _ = _specs(x.shape, None, None, *rest)
+    made = (each or ((0,), (1,), x.dtype) for each in (_ONE, row, col))
     return tuple(x.new_empty_strided(*each[:2], dtype=each[2]) for each in made)
 
 
@@ -284,9 +274,6 @@ def _cast_delayed_fake(x: Tensor, scale: Tensor, amax: Tensor, *rest: Any) -> tu
 
 WIDEST_ROW = 32768
 """Programs hold rows of up to this many elements in registers; longer ones are read twice."""
-
-_KERNEL_ROUNDS_FROM_TO = torch.float32, torch.bfloat16
-"""The dtypes from and to which the kernel that casts rounds x first; torch rounds others."""
 
 
 def _cast_triton(
@@ -303,8 +290,8 @@ def _cast_triton(
     after: Tensor | None = None,
 ) -> list[Tensor]:
     wanted = height, width, dtype, row, col, pad_rows, power_of_2
-    rounded = via is not None and scale is not None and (x.dtype, via) == _KERNEL_ROUNDS_FROM_TO
-    if via is not None and not rounded:
+    rounded = scale is not None and (x.dtype, via) == (torch.float32, torch.bfloat16)
+    if via is not None and not rounded:  # the kernel rounds no others
         x = x.to(via)
     if x.numel() == 0:
         return cast_reference(x, scale, *wanted)
@@ -313,9 +300,7 @@ def _cast_triton(
     return [made for made in launch(x, scale, None) if made is not None]
 
 
-def _cast_delayed_triton(
-    x: Tensor, scale: Any, amax: Any, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cast_delayed_triton(x: Tensor, scale: Any, amax: Any, *rest: Any) -> tuple[Tensor, ...]:
     if x.numel() == 0:
         return cast_delayed_reference(x, scale, amax, *rest)
     *wanted, record = None, None, *rest
@@ -324,9 +309,8 @@ def _cast_delayed_triton(
     used, row, _, col, _ = launch(x, scale, amax if record else None)
     if record:
         torch.autograd.graph.increment_version(amax)  # as PyTorch does
-    if row is None or col is None:
-        absent = x.new_empty((0,))
-        return used, absent if row is None else row, absent if col is None else col
+    row = x.new_empty((0,)) if row is None else row
+    col = x.new_empty((0,)) if col is None else col
     return used, row, col
 
 
@@ -343,8 +327,7 @@ def _launching(
 ) -> Callable[..., tuple[Any, ...]]:
     """Return what casts tensors of one kind: a function of a tensor, a scale and an amax.
 
-    That returns the scale, row data and their scales, column data and theirs; None for what is not
-    made.
+    It returns the scale if it finds that, then what `_specs` describes.
     """
     height, width, dtype, row, col, pad_rows, power_of_2 = wanted
     covers = cast_kernels.BLOCKS[height, width]
@@ -353,11 +336,11 @@ def _launching(
         of_dense = _launching(element, shape, dense, device, source, rounded, record, *wanted)
         return lambda x, *state: of_dense(x.contiguous(), *state)
     (R, C), (stride_r, stride_c) = shape, strides
-    made = specs(shape, height, width, dtype, row, col, pad_rows)
+    made = _specs(shape, *wanted)
     makes, pads = (row, col), (pad_rows or width is not None, True)
     if transposed := stride_c != 1 and stride_r == 1:  # the kernel reads x.t()
         R, C, stride_r, stride_c = C, R, stride_c, stride_r
-        made, makes, pads = made[2:] + made[:2], makes[::-1], pads[::-1]
+        makes, pads = makes[::-1], pads[::-1]
     make, integers = allocator(device), (R, C, stride_r, stride_c)
     rounding = 2 if width == 32 else int(power_of_2)
     arithmetic = 3 if dtype == E4M3 else 2, rounding, has_float8_conversion(device)
@@ -365,12 +348,18 @@ def _launching(
     shapes = tiles.ALONG_AND_ACROSS if makes[1] else tiles.ALONG_ALONE
     # Triton 3.6 specialises on C == 1, and then pads wrongly.
     if whole_rows := covers == cast_kernels.ROWS and not makes[1] and 1 < C <= WIDEST_ROW:
-        cast = _casting_rows(device, integers, (pads[0], *arithmetic))
+        block_c = max(1 << (C - 1).bit_length(), 16)
+        rows = max(4096 // block_c, 1)
+        even = R % max(rows, 16) == 0 and block_c == C
+        num_warps = min(max(rows * block_c // 1024, 1), 16)  # 32 elements a thread
+        kernel, programs = cast_kernels.cast_rows_kernel, -(-ceil16(R) // rows)
+        settings = (pads[0], *arithmetic, even, rows, block_c)
+        cast = Launch(kernel, device, programs, integers, settings, num_warps)
     elif covers == cast_kernels.ROWS:
         rows, block_c, strips = tiles.strips_of(R, C, element, device)
         kernel, programs = cast_kernels.measure_kernel, -(-R // rows) * strips
-        sizes, settings = (*integers, rows), (*makes, C % block_c == 0, tiles.STRIP_R, block_c)
-        measure = Launch(kernel, device, programs, sizes, settings, tiles.STRIP_WARPS)
+        sizes, constants = (*integers, rows), (*makes, C % block_c == 0, tiles.STRIP_R, block_c)
+        measure = Launch(kernel, device, programs, sizes, constants, tiles.STRIP_WARPS)
         amaxes_spec = (R + C,), (1,), torch.int32
         if makes[1]:  # two scales for each element take more registers
             shapes = ((64, 128, 8), *shapes[1:])
@@ -385,14 +374,12 @@ def _launching(
         count = measure.programs
         amaxes_spec = (count,), (1,), torch.float32
     if not whole_rows:
-        count_padded = 1 << max(count - 1, 0).bit_length()
-        layouts = width or 1, *makes, *pads
-        constants = (covers, *layouts, source, count_padded, record, rounded, *arithmetic)
-        cast = tiles.tiled(cast_kernels.cast_kernel, shapes, device, (*integers, count), constants)
+        counted = 1 << max(count - 1, 0).bit_length()
+        how = (covers, width or 1, *makes, *pads, source, counted, record, rounded, *arithmetic)
+        cast = tiles.tiled(cast_kernels.cast_kernel, shapes, device, (*integers, count), how)
 
     def launch(x: Tensor, scale: Tensor | None, amax: Tensor | None) -> tuple[Any, ...]:
-        along, along_scale, across, across_scale = [each and make(*each) for each in made]
-        used = amaxes = None
+        data, used, amaxes = [each and make(*each) for each in made], None, None
         if amaxes_spec is not None and measure is not None:
             amaxes = make(*amaxes_spec)
             if covers == cast_kernels.ROWS:
@@ -400,29 +387,14 @@ def _launching(
             else:
                 used = make(*_ONE)
                 measure(x, amaxes, scale)
+        written = data[2:] + data[:2] if transposed else data  # along, then across
         if whole_rows:
-            cast(x, along, along_scale)
+            cast(x, *written[:2])
         else:
-            cast(x, along, along_scale, across, across_scale, scale, amaxes, used, amax)
-        if transposed:
-            return used, across, across_scale, along, along_scale
-        return used, along, along_scale, across, across_scale
+            cast(x, *written, scale, amaxes, used, amax)
+        return used, *data
 
     return launch
-
-
-def _casting_rows(
-    device: torch.device, integers: tuple[int, ...], constants: tuple[object, ...]
-) -> Launch:
-    """Return the launch whose programs hold whole rows in registers, of a power of two each."""
-    R, C, *_ = integers
-    block_c = max(1 << (C - 1).bit_length(), 16)
-    rows = max(4096 // block_c, 1)
-    num_warps = min(max(rows * block_c // 1024, 1), 16)  # 32 elements a thread
-    constants = (*constants, R % max(rows, 16) == 0 and block_c == C, rows, block_c)
-    return Launch(
-        cast_kernels.cast_rows_kernel, device, -(-ceil16(R) // rows), integers, constants, num_warps
-    )
 
 
 register("cast", cast_reference, triton=_cast_triton, fake=_cast_fake)

@@ -2,9 +2,8 @@
 
 One kernel measures all amaxes in one read, a second one casts. Each group begins at a multiple of
 128 in column data: grouped GEMMs contract over the rows of a group. Where groups end is read on the
-device: nothing waits for it, and nothing is compiled anew.
-
-Under scales of runs one kernel does both: a tile, of 128 rows of one group, has all of its runs.
+device: nothing waits for it, and nothing is compiled anew. Under scales of runs one kernel measures
+and casts: a tile, of 128 rows of one group, has all of its runs.
 
 Group e is rows ``ends[e - 1]:ends[e]``. ``ends`` are ``offs`` [E] int32, clamped to the number of
 rows and raised to the largest before: so each row is in one group at most, and no kernel leaves its
@@ -18,16 +17,9 @@ from torch import Tensor
 
 from float8.config import CastConfig
 from float8.formats import E4M3, GROUP_ALIGNMENT, HIGH_PRECISION_DTYPES
-from float8.kernels import tiles
+from float8.kernels import numeric, tiles
 from float8.kernels.cast import cast, cast_reference, refusal, to_float8
-from float8.kernels.cast_kernels import store_runs, store_runs_of_columns
-from float8.kernels.numeric import (
-    magnitude_bits,
-    reciprocal,
-    scale_of_amax,
-    to_float8_words,
-    to_float32,
-)
+from float8.kernels.cast_kernels import store_runs
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import has_float8_conversion, jit, tl
 from float8.kernels.tiles import load
@@ -125,87 +117,73 @@ def cast_groups_reference(
     group, places, behind = places_of_rows(ends_of_groups(offs, R), R)
     rows = (group < E).nonzero().view(-1)
     to = places[rows]  # in column data
+    if col:
+        out[-1].copy_(behind[:E])
     if run is not None:
-        how = None, 1, run, dtype
-        moved = x.new_zeros((width, C)).index_copy(0, to, x[rows])
+        how, moved = (None, 1, run, dtype), x.new_zeros((width, C)).index_copy(0, to, x[rows])
         data, scales = cast_reference(moved, *how, False, True, False, power_of_2)
-        inside = torch.zeros(width, dtype=torch.bool, device=x.device).index_fill(0, to, True)
         # Next to NaN a zero has become NaN, too.
-        made = [data.view(torch.uint8).masked_fill(~inside, 0).view(dtype), scales, behind[:E]]
+        out[-3].view(torch.uint8).zero_()[:, to] = data.view(torch.uint8)[:, to]
+        out[-2].copy_(scales)
         if row:
-            made = [y[:R] for y in cast_reference(x, *how, True, False, False, power_of_2)] + made
-        for empty, y in zip(out, made, strict=True):
-            empty.copy_(y)
+            data, scales = cast_reference(x, *how, True, False, False, power_of_2)
+            out[0].copy_(data[:R])
+            out[1].copy_(scales[:R])
         return out
-    outside, magnitudes = (group == E)[:, None], x.to(torch.float32).abs()
+    outside = (group == E)[:, None]
+    magnitudes = x.to(torch.float32).abs().masked_fill(outside, 0)
     amaxes = magnitudes.new_zeros((E + 1, C + -C % 16))  # of columns
     amaxes[:, :C].scatter_reduce_(0, group[:, None].expand(R, C), magnitudes, "amax")
     if one_scale:
         amaxes[:, :C] = amaxes.amax(1, keepdim=True)
+    scales = amax_to_scale(amaxes, dtype, power_of_2)
+    if scale is not None:
+        scales[:E] = scale[:, None]
     if row:
-        of_rows = amaxes[group, :1] if one_scale else magnitudes.amax(1, keepdim=True)
-        of_rows = amax_to_scale(of_rows.masked_fill(outside, 0), dtype, power_of_2)
-        if scale is not None:
-            of_rows = torch.where(outside, of_rows, scale[group.clamp(max=E - 1), None])
+        of_rows = scales[group, :1]
+        if not one_scale:
+            of_rows = amax_to_scale(magnitudes.amax(1, keepdim=True), dtype, power_of_2)
         codes = to_float8(x, of_rows, dtype).view(torch.uint8)
         out[0].view(torch.uint8).zero_()[:, :C] = codes.masked_fill(outside, 0)
         out[1].copy_(of_rows[:, 0])
     if col:
-        of_columns = amax_to_scale(amaxes[:E], dtype, power_of_2)
-        if scale is not None:
-            of_columns = scale[:, None].expand_as(of_columns)
-        codes = to_float8(x[rows], of_columns[group[rows], :C], dtype).view(torch.uint8)
+        codes = to_float8(x[rows], scales[group[rows], :C], dtype).view(torch.uint8)
         out[-3].view(torch.uint8).zero_()[:C, to] = codes.t()
-        out[-2].copy_(of_columns)
-        out[-1].copy_(behind[:E])
+        out[-2].copy_(scales[:E])
     return out
 
 
-def cast_groups_fake(
-    x: Tensor,
-    offs: Tensor,
-    run: int | None,
-    dtype: torch.dtype,
-    row: bool,
-    col: bool,
-    width: int,
-    *_: object,
-) -> list[Tensor]:
+def cast_groups_fake(x: Tensor, offs: Tensor, *how: Any) -> list[Tensor]:
     """Allocate the layouts asked for, uninitialised; sizes may be symbolic."""
+    run, dtype, row, col, width, *_ = how
     (R, C), E, k, out = x.shape, offs.shape[0], run or 16, list[Tensor]()
-    Cp, of_scales = (C + 15) // 16 * 16, torch.float32
+    Cp = (C + 15) // 16 * 16
     layouts = (row, R, (C + k - 1) // k * k, (R,)), (col, Cp, width, (E, Cp))
     for wanted, rows, columns, whole in layouts:
         if wanted:
-            out.append(x.new_empty((rows, columns), dtype=dtype))
-            if run is None:
-                out.append(x.new_empty(whole, dtype=of_scales))
-            else:
-                out.append(x.new_empty((columns // run, rows), dtype=of_scales).t())
+            of = x.new_empty(whole if run is None else (columns // run, rows), dtype=torch.float32)
+            out += [x.new_empty((rows, columns), dtype=dtype), of if run is None else of.t()]
     return [*out, x.new_empty((E,), dtype=torch.int32)] if col else out
 
 
 # ---------------------------------------------------------------- Triton
 
-
 _BLOCK_R, _BLOCK_C = 64, 128
 
 
-def _cast_groups_triton(x: Tensor, offs: Tensor, *settings: Any, **named: Any) -> list[Tensor]:
+def _cast_groups_triton(x: Tensor, offs: Tensor, *how: Any, **named: Any) -> list[Tensor]:
     if x.numel() == 0:
-        return cast_groups_reference(x, offs, *settings, **named)
-    *wanted, one_scale, power_of_2 = settings[:7]
-    run, dtype, row, col, width = wanted
-    scale: Tensor | None = settings[7] if len(settings) > 7 else named.get("scale")
-    out = cast_groups_fake(x, offs, *wanted)
-    (R, C), E, given = x.shape, offs.shape[0], scale is not None
+        return cast_groups_reference(x, offs, *how, **named)
+    run, dtype, row, col, width, one_scale, power_of_2, *last = how
+    scale = last[0] if last else named.get("scale")
+    out = cast_groups_fake(x, offs, *how)
+    (R, C), E = x.shape, offs.shape[0]
     groups = max(1 << E.bit_length(), 16)  # E + 1 or more
     rounding = 2 if run == 32 else int(power_of_2)
     arithmetic = 3 if dtype == E4M3 else 2, rounding, has_float8_conversion(x.device)
-    by_runs: Any = _cast_groups_by_runs_kernel
     if run is not None:  # which makes columns always
         # Each tile lies within one group, the last one being that of all other rows.
-        by_runs[((R // 128 + E + 1) * -(-C // 128),)](
+        _cast_groups_by_runs_kernel[((R // 128 + E + 1) * -(-C // 128),)](
             x, offs, *(out[:2] if row else (x, x)), *out[-3:], R, C, E, width, run, row,
             *arithmetic, C % 128 == 0, groups, num_warps=8,
         )  # fmt: skip
@@ -215,21 +193,17 @@ def _cast_groups_triton(x: Tensor, offs: Tensor, *settings: Any, **named: Any) -
         amaxes = scale.contiguous().view(torch.int32)
     else:
         amaxes = torch.zeros(E if one_scale else R + E * C, dtype=torch.int32, device=x.device)
-    rows, block_c, across = tiles.strips_of(R, C, x.dtype, x.device)
-    of_strips, of_tiles = (-(-R // n) + 2 * E + 1 for n in (rows, _BLOCK_R))
-    data, data_scale = out[:2] if row else (x, amaxes)
-    data_t, scale_t, ends = out[-3:] if col else (x, amaxes, offs)
-    measure: Any = _measure_groups_kernel
-    cast: Any = _cast_groups_kernel
-    if not given:
-        measure[(of_strips * across,)](
+        rows, block_c, across = tiles.strips_of(R, C, x.dtype, x.device)
+        _measure_groups_kernel[((-(-R // rows) + 2 * E + 1) * across,)](
             x, offs, amaxes, R, C, E, rows, one_scale, row, col, C % block_c == 0, groups,
             tiles.STRIP_R, block_c, num_warps=tiles.STRIP_WARPS,
         )  # fmt: skip
-    cast[(of_tiles * -(-C // _BLOCK_C),)](
-        x, offs, amaxes, data, data_scale, data_t, scale_t, ends, R, C, E, width, given,
-        one_scale, row, col, *arithmetic, C % _BLOCK_C == 0, groups, _BLOCK_R, _BLOCK_C,
-        num_warps=4,
+    data, data_scale = out[:2] if row else (x, amaxes)
+    data_t, scale_t, ends = out[-3:] if col else (x, amaxes, offs)
+    _cast_groups_kernel[((-(-R // _BLOCK_R) + 2 * E + 1) * -(-C // _BLOCK_C),)](
+        x, offs, amaxes, data, data_scale, data_t, scale_t, ends, R, C, E, width,
+        scale is not None, one_scale, row, col, *arithmetic, C % _BLOCK_C == 0, groups, _BLOCK_R,
+        _BLOCK_C, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -296,14 +270,11 @@ def _measure_groups_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _scale_of(  # type: ignore[no-untyped-def]
-    bits, GIVEN: tl.constexpr, MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):  # fmt: skip
+def _scale_of(bits, GIVEN: tl.constexpr, HOW: tl.constexpr):  # type: ignore[no-untyped-def]
     if GIVEN:
         scale = bits.to(tl.float32, bitcast=True)
     else:
-        scale = scale_of_amax(bits, MANTISSA, POWER_OF_2, HARDWARE)
+        scale = numeric.scale_of_amax(bits, HOW)
     return scale
 
 
@@ -332,6 +303,7 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,  # tiles fill the columns exactly
     GROUPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
+    HOW: tl.constexpr = (MANTISSA, POWER_OF_2, HARDWARE)
     Cp, across = tl.cdiv(C, 16) * 16, tl.cdiv(C, BLOCK_C)
     tile, tile_c = tl.program_id(0) // across, tl.program_id(0) % across
     group, begin, size, first, at = _place(tile, offs_ptr, R, E, BLOCK_R, GROUPS)
@@ -346,23 +318,23 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
         read = [tl.minimum(each, R - 1 - begin) for each in r]
         inside = in_c, in_c, in_c, in_c
         x = tiles.load_rows(x_ptr, read, C, inside, EVEN)
-        v = [to_float32(each, HARDWARE) for each in x]
+        v = [numeric.to_float32(each, HARDWARE) for each in x]
         if COL:
             if ONE_SCALE:
                 bits = tl.load(amax_ptr + group) + tl.zeros(c.shape, tl.int32)
                 bits = tl.where((c < C) | GIVEN, bits, 0)
             else:
                 bits = load(amax_ptr + R + group.to(tl.int64) * C + c, in_c, EVEN)
-            scale = _scale_of(bits, GIVEN, MANTISSA, POWER_OF_2, HARDWARE)
+            scale = _scale_of(bits, GIVEN, HOW)
             padded = tl.cdiv(size, 128) * 128
             if first == 0:
                 tl.store(col_scale_ptr + group * Cp + c, scale, mask=c < Cp)
                 if tile_c == 0:
                     tl.store(ends_ptr + group, at + padded)
-            inverse = reciprocal(scale, HARDWARE)
+            inverse = numeric.reciprocal(scale, HARDWARE)
             # Names of their own: none may change its type in a branch that a value decides.
             q = tiles.times(v, [inverse for _ in v], inside, EVEN)
-            words = to_float8_words(q, MANTISSA, HARDWARE) & bytes_of(r, size)
+            words = numeric.to_float8_words(q, HOW) & bytes_of(r, size)
             c_t, quad_t = tl.trans(c), tl.trans(quad)
             to = col_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + (at // 4 + quad_t)
             inside_t = quad_t < padded // 4
@@ -375,17 +347,17 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
                 of_rows = [m for _ in read]
             else:
                 of_rows = [tl.load(amax_ptr + begin + each) for each in read]
-            scales = [_scale_of(each, GIVEN, MANTISSA, POWER_OF_2, HARDWARE) for each in of_rows]
+            scales = [_scale_of(each, GIVEN, HOW) for each in of_rows]
             if tile_c == 0:
                 tiles.store_scales(row_scale_ptr + begin, quad, scales, size)
-            p = tiles.divided(v, scales, inside, HARDWARE, EVEN)
-            tiles.store_along(row_ptr, p, quad, c, size, Cp, MANTISSA, HARDWARE, False, EVEN)
+            p = tiles.times(v, [numeric.reciprocal(s, HARDWARE) for s in scales], inside, EVEN)
+            tiles.store_along(row_ptr, p, quad, c, size, Cp, HOW, False, EVEN)
     elif ROW:  # rows in no group are zero
         zero, none = tl.zeros((BLOCK_R // 4, BLOCK_C), tl.float32), tl.zeros(quad.shape, tl.int32)
         zeros = zero, zero, zero, zero
-        tiles.store_along(row_ptr, zeros, quad, c, size, Cp, MANTISSA, HARDWARE, False, EVEN)
+        tiles.store_along(row_ptr, zeros, quad, c, size, Cp, HOW, False, EVEN)
         if tile_c == 0:
-            of_zero = scale_of_amax(none, MANTISSA, POWER_OF_2, HARDWARE)
+            of_zero = numeric.scale_of_amax(none, HOW)
             of_zeros = of_zero, of_zero, of_zero, of_zero
             tiles.store_scales(row_scale_ptr + begin, quad, of_zeros, size)
 
@@ -406,6 +378,7 @@ def _cast_groups_by_runs_kernel(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile of 128 x 128, which lies within one group."""
+    HOW: tl.constexpr = (MANTISSA, POWER_OF_2, HARDWARE)
     across = tl.cdiv(C, 128)
     Cp, Ck = tl.cdiv(C, 16) * 16, tl.cdiv(C, RUN) * RUN
     tile, tile_c = tl.program_id(0) // across, tl.program_id(0) % across
@@ -417,28 +390,28 @@ def _cast_groups_by_runs_kernel(  # type: ignore[no-untyped-def]
     inside = in_c, in_c, in_c, in_c
     read = [tl.minimum(each, R - 1 - begin) for each in r]
     x = tiles.load_rows(x_ptr + begin.to(tl.int64) * C + c, read, C, inside, EVEN)
-    v = [to_float32(each, HARDWARE) for each in x]
+    v = [numeric.to_float32(each, HARDWARE) for each in x]
     element: tl.constexpr = x_ptr.dtype.element_ty
-    m = [tl.where(r[i] < size, magnitude_bits(x[i]), 0) for i in (0, 1, 2, 3)]
+    m = [tl.where(r[i] < size, numeric.magnitude_bits(x[i]), 0) for i in (0, 1, 2, 3)]
     if ROW:
         ptr = row_scale_ptr + tile_c.to(tl.int64) * (128 // RUN) * R + begin
         runs = (Ck - tile_c * 128) // RUN
         inverse = [
-            store_runs(ptr, m[i], r[i], size, R, runs, RUN, element, MANTISSA, POWER_OF_2, HARDWARE)
+            store_runs(ptr, m[i], r[i], 0, size, R, runs, 1, RUN, element, HOW)
             for i in (0, 1, 2, 3)
         ]
         p = tiles.times(v, inverse, inside, EVEN)
         row_ptr += begin.to(tl.int64) * Ck
-        tiles.store_along(row_ptr, p, quad, c, size, Ck, MANTISSA, HARDWARE, False, EVEN)
+        tiles.store_along(row_ptr, p, quad, c, size, Ck, HOW, False, EVEN)
     padded = tl.where(group < E, tl.cdiv(size, 128) * 128, 0)
     if first < padded:
         largest = tl.maximum(tl.maximum(m[0], m[1]), tl.maximum(m[2], m[3]))
-        of_columns = store_runs_of_columns(
-            col_scale_ptr, largest, c, Cp, (at + first) // RUN, (at + padded) // RUN, RUN, element,
-            MANTISSA, POWER_OF_2, HARDWARE,
+        of_columns = store_runs(
+            col_scale_ptr, largest, c, (at + first) // RUN, Cp, Cp, (at + padded) // RUN, RUN // 4,
+            1, element, HOW,
         )  # fmt: skip
         q = tiles.times(v, [of_columns for _ in v], inside, EVEN)
-        words = to_float8_words(q, MANTISSA, HARDWARE) & bytes_of(r, size)
+        words = numeric.to_float8_words(q, HOW) & bytes_of(r, size)
         tiles.store_words(col_ptr + at, words, quad, c, Cp, width // 4, EVEN)
     if group < E:
         if first + tile_c == 0:

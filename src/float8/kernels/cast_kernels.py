@@ -1,19 +1,7 @@
 """The Triton kernels of `cast`: one casts a tile, one whole rows, one measures rows and columns."""
 
-from float8.kernels import tiles
-from float8.kernels.numeric import (
-    float32_bits,
-    magnitude_bits,
-    reciprocal,
-    rounded_to_bfloat16,
-    scale_and_inverse,
-    scale_of_amax,
-    to_float8_bits,
-    to_float8_words,
-    to_float32,
-)
+from float8.kernels import numeric, tiles
 from float8.kernels.runtime.triton import jit, tl
-from float8.kernels.tiles import load, or_zero, store
 
 ONE, ROWS, RUNS, SQUARES = range(4)
 BLOCKS = {(None, None): ONE, (1, None): ROWS, (1, 128): RUNS, (128, 128): SQUARES}
@@ -25,7 +13,7 @@ GIVEN, MEASURED, HISTORY = range(3)
 and measured only where that knows none. Finer scales, which the kernel finds, are said GIVEN."""
 
 
-@jit(do_not_specialize_on_alignment=["scale_ptr", "amax_ptr"])
+@jit(do_not_specialize_on_alignment=["scale_ptr", "amax_ptr"])  # type: ignore[untyped-decorator]
 def cast_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, C]
     along_ptr,  # [rows, Ck]
@@ -50,6 +38,7 @@ def cast_kernel(  # type: ignore[no-untyped-def]
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Cast one tile of a matrix."""
+    HOW: tl.constexpr = (MANTISSA, POWER_OF_2, HARDWARE)
     K: tl.constexpr = WIDTH if COVERS >= 2 else 16  # pads contracted dims, those of RUNS, SQUARES
     PAD: tl.constexpr = WIDTH if COVERS == 3 else 16  # pads the other dims
     Rk, Ck = tl.cdiv(R, K) * K, tl.cdiv(C, K) * K
@@ -64,29 +53,38 @@ def cast_kernel(  # type: ignore[no-untyped-def]
     r = tiles.rows_of(quad)
     inside = [(each < R) & (c < C) for each in r]
     x = tiles.load_rows(x_ptr + c * stride_c, r, stride_r, inside, EVEN)
-    v = [to_float32(each, HARDWARE) for each in x]
+    v = [numeric.to_float32(each, HARDWARE) for each in x]
     element: tl.constexpr = x_ptr.dtype.element_ty
     if ROUNDED:
-        v = [rounded_to_bfloat16(each, HARDWARE) for each in v]
+        v = [numeric.rounded_to_bfloat16(each, HARDWARE) for each in v]
     if COVERS == 0:  # ONE
-        scale = choose_scale(scale_ptr, amaxes_ptr, count, SOURCE, COUNT, MANTISSA, POWER_OF_2)
+        if SOURCE == 1:  # MEASURED
+            scale = tl.full((), 0.0, tl.float32)
+        else:
+            scale = tl.load(scale_ptr)
         if SOURCE != 0:  # not GIVEN
+            if scale == 0.0:
+                at = tl.arange(0, COUNT)
+                amaxes = amaxes_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + at
+                largest = tl.max(tl.load(amaxes, at < count, 0))
+                scale = numeric.scale_of_amax(largest, (MANTISSA, POWER_OF_2, False))
             if tl.program_id(0) == 0:
                 tl.store(used_ptr, scale)
         if RECORD:
-            bits = float32_bits(tl.max(tl.max(tiles.largest_of(x), axis=1), axis=0), element)
+            largest = tl.max(tl.max(tiles.largest_of(x), axis=1), axis=0)
+            bits = numeric.float32_bits(largest, element)
             amax_ptr = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
             # Thousands of programs would queue up for one address, and few of them have news.
             if bits > tl.load(amax_ptr, volatile=True):
                 tl.atomic_max(amax_ptr, bits, sem="relaxed")
         v = times_any(v, tl.div_rn(1.0, scale), inside, EVEN)
     if COVERS == 2:  # RUNS; here, one row after the other: so threads need the fewest registers
-        m = [magnitude_bits(each) for each in x]
+        m = [numeric.magnitude_bits(each) for each in x]
         largest = tiles.largest_of(x)
     if COVERS == 3:  # SQUARES
         squares = tiles.over_blocks(tiles.largest_of(x), WIDTH // 4, WIDTH)
-        bits = float32_bits(squares, element)
-        scale, inverse = scale_and_inverse(bits, MANTISSA, POWER_OF_2, HARDWARE)
+        bits = numeric.float32_bits(squares, element)
+        scale, inverse = numeric.scale_and_inverse(bits, HOW)
         if ALONG:
             store_squares(along_scale_ptr, scale, tile_r, tile_c, rows // WIDTH, Ck // WIDTH)
         if ACROSS:
@@ -97,67 +95,58 @@ def cast_kernel(  # type: ignore[no-untyped-def]
     if ALONG:  # before ACROSS, which takes more registers
         w = v
         if COVERS == 1:  # ROWS
-            bits = [load(amaxes_ptr + each, each < R, EVEN) for each in r]
-            scales = [scale_of_amax(each, MANTISSA, POWER_OF_2, HARDWARE) for each in bits]
+            bits = [tiles.load(amaxes_ptr + each, each < R, EVEN) for each in r]
+            scales = [numeric.scale_of_amax(each, HOW) for each in bits]
             if tile_c == 0:
                 tiles.store_scales(along_scale_ptr, quad, scales, rows)
-            w = tiles.divided(v, scales, inside, HARDWARE, EVEN)
+            w = tiles.times(v, [numeric.reciprocal(s, HARDWARE) for s in scales], inside, EVEN)
         if COVERS == 2:  # RUNS
             ptr = along_scale_ptr + tile_c.to(tl.int64) * (BLOCK_C // WIDTH) * rows
             runs = (Ck - tile_c * BLOCK_C) // WIDTH
             inverse = [
-                store_runs(
-                    ptr, m[i], r[i], rows, rows, runs, WIDTH, element, MANTISSA, POWER_OF_2,
-                    HARDWARE,
-                )
+                store_runs(ptr, m[i], r[i], 0, rows, rows, runs, 1, WIDTH, element, HOW)
                 for i in (0, 1, 2, 3)
-            ]  # fmt: skip
+            ]
             w = tiles.times(v, inverse, inside, EVEN)
-        tiles.store_along(along_ptr, w, quad, c, rows, Ck, MANTISSA, HARDWARE, EVEN)
+        tiles.store_along(along_ptr, w, quad, c, rows, Ck, HOW, EVEN)
     if ACROSS:
         w = v
         if COVERS == 1 or COVERS == 2:  # ROWS or RUNS
             if COVERS == 1:
-                bits = load(amaxes_ptr + R + c, c < C, EVEN)
-                scale = scale_of_amax(bits, MANTISSA, POWER_OF_2, HARDWARE)
+                bits = tiles.load(amaxes_ptr + R + c, c < C, EVEN)
+                scale = numeric.scale_of_amax(bits, HOW)
                 if tile_r == 0:
                     tl.store(across_scale_ptr + c, scale, mask=c < columns)
-                inverse = reciprocal(scale, HARDWARE)
+                inverse = numeric.reciprocal(scale, HARDWARE)
             else:
                 first = tile_r * (BLOCK_R // WIDTH)
-                inverse = store_runs_of_columns(
-                    across_scale_ptr, largest, c, columns, first, Rk // WIDTH, WIDTH, element,
-                    MANTISSA, POWER_OF_2, HARDWARE,
+                inverse = store_runs(
+                    across_scale_ptr, largest, c, first, columns, columns, Rk // WIDTH, WIDTH // 4,
+                    1, element, HOW,
                 )  # fmt: skip
             w = tiles.times(v, [inverse for _ in v], inside, EVEN)
-        words = to_float8_words(w, MANTISSA, HARDWARE)
+        words = numeric.to_float8_words(w, HOW)
         tiles.store_words(across_ptr, words, quad, c, columns, Rk // 4, EVEN)
 
 
 @jit
 def store_runs(  # type: ignore[no-untyped-def]
-    ptr, m, r, rows, pitch, runs, WIDTH: tl.constexpr, element: tl.constexpr,
-    MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr,
+    ptr, m, lines, first, end, pitch, runs, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    element: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """Store the scales [runs, rows] of rows of magnitudes; returns a reciprocal for each place."""
-    bits = float32_bits(tiles.over_blocks(m, 1, WIDTH), element)
-    scale, inverse = scale_and_inverse(bits, MANTISSA, POWER_OF_2, HARDWARE)
-    run = tl.arange(0, bits.shape[1])[None, :]
-    tl.store(ptr + run.to(tl.int64) * pitch + r, scale, mask=(r < rows) & (run < runs))
-    return tiles.spread(inverse, 1, WIDTH)
+    """Store the scales [runs, pitch] of runs of magnitudes, from run ``first`` on.
 
-
-@jit
-def store_runs_of_columns(  # type: ignore[no-untyped-def]
-    ptr, largest, c, columns, first, runs, WIDTH: tl.constexpr, element: tl.constexpr,
-    MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """Store the scales [runs, columns] of columns from run ``first`` on, as `store_runs` does."""
-    bits = float32_bits(tiles.over_blocks(largest, WIDTH // 4, 1), element)
-    scale, inverse = scale_and_inverse(bits, MANTISSA, POWER_OF_2, HARDWARE)
-    run = first + tl.arange(0, bits.shape[0])[:, None]
-    tl.store(ptr + run.to(tl.int64) * columns + c, scale, mask=(c < columns) & (run < runs))
-    return tiles.spread(inverse, WIDTH // 4, 1)
+    Runs go along ``lines``, which are rows, of ``HEIGHT`` 1, or columns, of ``WIDTH`` 1; those from
+    ``end`` on are left out. Returns a reciprocal for each place.
+    """
+    bits = numeric.float32_bits(tiles.over_blocks(m, HEIGHT, WIDTH), element)
+    scale, inverse = numeric.scale_and_inverse(bits, HOW)
+    if HEIGHT == 1:
+        run = first + tl.arange(0, bits.shape[1])[None, :]
+    else:
+        run = first + tl.arange(0, bits.shape[0])[:, None]
+    tl.store(ptr + run.to(tl.int64) * pitch + lines, scale, mask=(lines < end) & (run < runs))
+    return tiles.spread(inverse, HEIGHT, WIDTH)
 
 
 @jit
@@ -166,27 +155,7 @@ def times_any(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untype
     # An Inf in v must become NaN, though a product that overflows saturates. Inf * 0 is NaN, and
     # to add a zero of the product's own sign changes nothing else, contracted to an FMA or not.
     zero = (inverse.to(tl.int32, bitcast=True) & -0x80000000).to(tl.float32, bitcast=True)
-    return [or_zero(v[i] * inverse + v[i] * zero, inside[i], EVEN) for i in (0, 1, 2, 3)]
-
-
-@jit
-def choose_scale(  # type: ignore[no-untyped-def]
-    scale_ptr, amaxes_ptr, count, SOURCE: tl.constexpr, COUNT: tl.constexpr, MANTISSA: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
-):  # fmt: skip
-    """Choose the decode scale, from where ``SOURCE`` says; see ``GIVEN``."""
-    if SOURCE == 1:  # MEASURED
-        scale = tl.full((), 0.0, tl.float32)
-    else:
-        scale = tl.load(scale_ptr)
-    if SOURCE != 0:  # not GIVEN
-        if scale == 0.0:
-            at = tl.arange(0, COUNT)
-            bits = tl.load(
-                amaxes_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + at, at < count, 0
-            )
-            scale = scale_of_amax(tl.max(bits), MANTISSA, POWER_OF_2)
-    return scale
+    return [tiles.or_zero(v[i] * inverse + v[i] * zero, inside[i], EVEN) for i in (0, 1, 2, 3)]
 
 
 @jit
@@ -219,21 +188,19 @@ def cast_rows_kernel(  # type: ignore[no-untyped-def]
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Cast some whole rows, each held in registers, each under a scale of its own."""
+    HOW: tl.constexpr = (MANTISSA, POWER_OF_2, HARDWARE)
     rows, Cp = tl.cdiv(R, 16) * 16 if PAD else R, tl.cdiv(C, 16) * 16
     # 64-bit, so that offsets are.
     r = (tiles.tile_of_program() * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[:, None]
     c = tl.arange(0, BLOCK_C)[None, :]
     inside = (r < R) & (c < C)
-    x = load(x_ptr + r * stride_r + c.to(tl.int64) * stride_c, inside, EVEN)
-    element: tl.constexpr = x.dtype
-    m = magnitude_bits(x)
-    inverse = store_runs(
-        scale_ptr, m, r, rows, rows, 1, BLOCK_C, element, MANTISSA, POWER_OF_2, HARDWARE
-    )
+    x = tiles.load(x_ptr + r * stride_r + c.to(tl.int64) * stride_c, inside, EVEN)
+    m = numeric.magnitude_bits(x)
+    inverse = store_runs(scale_ptr, m, r, 0, rows, rows, 1, 1, BLOCK_C, x.dtype, HOW)
     # An Inf becomes NaN by itself: its scale is Inf or NaN.
-    v = or_zero(to_float32(x, HARDWARE) * inverse, inside, EVEN)
+    v = tiles.or_zero(numeric.to_float32(x, HARDWARE) * inverse, inside, EVEN)
     data_ptr = data_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + r * Cp + c
-    store(data_ptr, to_float8_bits(v, MANTISSA, HARDWARE), (r < rows) & (c < Cp), EVEN)
+    tiles.store(data_ptr, numeric.to_float8_bits(v, HOW), (r < rows) & (c < Cp), EVEN)
 
 
 @jit

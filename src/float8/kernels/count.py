@@ -1,7 +1,5 @@
 """Counting what a cast did to a tensor, in one read of it and of its float8 data."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -36,8 +34,7 @@ def _count_triton(x: Tensor, data: Tensor, bound: Tensor, all_count: bool) -> Te
     out = torch.zeros(6, dtype=torch.int64, device=x.device)
     blocks = -(-x.numel() // _BLOCK)
     rounds = -(-blocks // (8 * sm_count(x.device)))
-    kernel: Any = _count_kernel
-    kernel[(-(-blocks // rounds),)](
+    _count_kernel[(-(-blocks // rounds),)](
         x, data.view(torch.uint8), bound, out, x.numel(), rounds, all_count, _BLOCK, num_warps=8
     )
     return torch.cat([out[:1].int().view(torch.float32).double(), out[1:].double()])

@@ -1,7 +1,5 @@
 """Float8 data times their scales in one kernel: `scales.dequantised` on a GPU."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -16,8 +14,8 @@ _BLOCK_R, _BLOCK_C = 16, 256
 
 def dequantised_by_kernel(operand: Operand, granularity: Granularity, dtype: torch.dtype) -> Tensor:
     """Return what its twin, `dequantised`, does; a compiler sees that, which it fuses."""
-    direct = operand.data.is_cuda and takes_triton_directly(*operand)
-    if direct and is_taken(operand, granularity):
+    data = operand.data
+    if data.is_cuda and takes_triton_directly(*operand) and is_taken(operand, granularity):
         return dequantised_triton(operand, granularity, dtype)
     return dequantised(operand, granularity, dtype)
 
@@ -37,16 +35,12 @@ def dequantised_triton(operand: Operand, granularity: Granularity, dtype: torch.
     """Launch the kernel."""
     data, scale = operand
     out = torch.empty(data.shape, dtype=dtype, device=data.device)
-    codes = data.view(torch.uint8)
-    codes = codes if codes.dim() == 3 else codes.unsqueeze(0)
+    codes = data.view(torch.uint8).view(-1, *data.shape[-2:])
     E, R, C = codes.shape
-    strides = [0, 0, 0]
-    if not granularity.one_scale:
-        strides = [0, 0, *scale.stride()][-3:]
-    if granularity.width is None:
+    strides = [0, 0, 0] if granularity.one_scale else [0, 0, *scale.stride()][-3:]
+    if granularity.by_rows:
         strides[2] = 0
-    kernel: Any = _dequantise_kernel
-    kernel[(E * -(-R // _BLOCK_R), -(-C // _BLOCK_C))](
+    _dequantise_kernel[(E * -(-R // _BLOCK_R), -(-C // _BLOCK_C))](
         codes, scale, out, R, C, *codes.stride()[:2], *strides, granularity.height or R,
         granularity.width or _BLOCK_C, data.dtype == E4M3, _BLOCK_R, _BLOCK_C, num_warps=4,
     )  # fmt: skip

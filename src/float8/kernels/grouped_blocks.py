@@ -6,8 +6,6 @@ Gluon, which is Triton's language below its compiler's choices: Triton itself wa
 and reaches three quarters of the rate (benchmarks/NOTES.md).
 """
 
-from typing import Any
-
 from torch import Tensor
 
 from float8.kernels.runtime.triton import (
@@ -43,23 +41,22 @@ def multiply_blocks(
         runs, plain = b_scale.t(), gl.NVMMASharedLayout(0, 32, 2)
         scale_tiles = GluonDescriptor(runs, [*runs.shape], [*runs.stride()], [1, columns], plain)
     strides = *(a_scale.stride(i) for i in (0, -1)), *(b_scale.stride(i) for i in (0, -2, -1))
-    kernel: Any = _grouped_blocks_kernel
-    kernel[(sm_count(a.device),)](
+    _grouped_blocks_kernel[(sm_count(a.device),)](
         a_tiles, b_tiles, scale_tiles, a_scale, b_scale, ends, out, R, N, C, E, *strides, of_rows,
         num_warps=4,
     )  # fmt: skip
 
 
 @gluon_jit
-def _next_tile(  # type: ignore[no-untyped-def]
-    tile, group, before, count, begin, end, ends_ptr, R, N, C, E, OF_ROWS: gl.constexpr,
-):  # fmt: skip
-    """Go on to the group that has a tile, from one before, and place the tile.
+def _next_tile(tile, of, ends_ptr, sizes, OF_ROWS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Go on to the group that has a tile, from that of a tile before, and place the tile.
 
-    Returns of the group its number, the tiles before it, those in it, where it begins and ends; of
-    the tile its first row, the row behind its last one, its first column; where it begins along C,
-    and in how many steps it goes. Group E are rows in no other. Behind all there is one more.
+    Returns ``of`` the group its number, the tiles before it, those in it, where it begins and ends;
+    of the tile its first row, the row behind its last one, its first column; where it begins along
+    C, and in how many steps it goes. Group E are rows in no other. Behind all there is one more.
     """
+    group, before, count, begin, end = of
+    R, N, C, E = sizes
     across = gl.cdiv(N, COLUMNS)
     groups = E + 1 if OF_ROWS else E
     while (tile >= before + count) & (group < groups):
@@ -86,65 +83,55 @@ def _next_tile(  # type: ignore[no-untyped-def]
     else:
         end_row, k = R + 0 * begin, begin
         steps = (end - begin) // BLOCK
-    return group, before, count, begin, end, row, end_row, n, k, steps
+    return (group, before, count, begin, end), row, end_row, n, k, steps
 
 
 @gluon_jit
 def _load(  # type: ignore[no-untyped-def]
-    a_tiles, b_tiles, scale_tiles, a_shared, b_shared, scale_shared, full, empty, ends_ptr, R, N, C,
-    E, OF_ROWS: gl.constexpr,
-):  # fmt: skip
+    a_tiles, b_tiles, scale_tiles, shared, ends_ptr, sizes, OF_ROWS: gl.constexpr
+):
     """Load what the tiles of this program read, as soon as there is an empty stage."""
+    a_shared, b_shared, scale_shared, full, empty = shared
+    COPY: gl.constexpr = hopper.tma.async_copy_global_to_shared
     SCALES: gl.constexpr = 0 if OF_ROWS else scale_tiles.block_type.nbytes
     BYTES: gl.constexpr = a_tiles.block_type.nbytes + b_tiles.block_type.nbytes + SCALES
-    tile, groups = gl.program_id(0), E + 1 if OF_ROWS else E
+    tile, E = gl.program_id(0), sizes[3]
+    groups = E + 1 if OF_ROWS else E
     zero = 0 * tile
-    turn = zero
-    group, before, count, begin, end, row, _, n, k, steps = _next_tile(
-        tile, zero - 1, zero, zero, zero, zero, ends_ptr, R, N, C, E, OF_ROWS
-    )  # fmt: skip
-    while group < groups:
-        matrix = gl.minimum(group, E - 1) if OF_ROWS else zero
+    turn, of = zero, (zero - 1, zero, zero, zero, zero)
+    of, row, _, n, k, steps = _next_tile(tile, of, ends_ptr, sizes, OF_ROWS)
+    while of[0] < groups:
+        matrix = gl.minimum(of[0], E - 1) if OF_ROWS else zero
         for step in range(steps):
             stage, at = turn % STAGES, k + step * BLOCK
             hopper.mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
             bar = full.index(stage)
             hopper.mbarrier.expect(bar, BYTES)
-            hopper.tma.async_copy_global_to_shared(a_tiles, [row, at], bar, a_shared.index(stage))
-            hopper.tma.async_copy_global_to_shared(
-                b_tiles, [matrix, n, at], bar, b_shared.index(stage)
-            )
+            COPY(a_tiles, [row, at], bar, a_shared.index(stage))
+            COPY(b_tiles, [matrix, n, at], bar, b_shared.index(stage))
             if not OF_ROWS:
-                hopper.tma.async_copy_global_to_shared(
-                    scale_tiles, [at // BLOCK, n], bar, scale_shared.index(stage)
-                )
+                COPY(scale_tiles, [at // BLOCK, n], bar, scale_shared.index(stage))
             turn += 1
         tile += gl.num_programs(0)
-        group, before, count, begin, end, row, _, n, k, steps = _next_tile(
-            tile, group, before, count, begin, end, ends_ptr, R, N, C, E, OF_ROWS
-        )  # fmt: skip
+        of, row, _, n, k, steps = _next_tile(tile, of, ends_ptr, sizes, OF_ROWS)
 
 
 @gluon_jit
-def _product(a, b_shared, stage, zeros, SIDE: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Multiply by the left or the right half of the columns; nothing else is added up."""
+def _add(  # type: ignore[no-untyped-def]
+    sums, a, a_scale, b_shared, b_scale, scale_shared, stage, zeros, SIDE: gl.constexpr,
+    OF_ROWS: gl.constexpr,
+):  # fmt: skip
+    """Multiply by the left or the right half of the columns, scale and add that to the sums."""
     HALF: gl.constexpr = zeros.shape[1]
     b = b_shared.index(stage).reshape([2 * HALF, a.shape[1]]).slice(SIDE * HALF, HALF, 0)
     p = hopper.warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    return hopper.warpgroup_mma_wait(0, deps=[p])
-
-
-@gluon_jit
-def _scaled(  # type: ignore[no-untyped-def]
-    p, a_scale, b_scale, scale_shared, stage, SIDE: gl.constexpr, OF_ROWS: gl.constexpr
-):
+    p = hopper.warpgroup_mma_wait(0, deps=[p])
     if OF_ROWS:
         p *= (a_scale * b_scale)[:, None]
     else:
-        HALF: gl.constexpr = p.shape[1]
         scales = scale_shared.index(stage).reshape([2 * HALF]).slice(SIDE * HALF, HALF, 0)
         p = p * a_scale[:, None] * scales.load(gl.SliceLayout(0, p.type.layout))[None, :]
-    return p
+    return sums + p
 
 
 @gluon_jit
@@ -158,29 +145,28 @@ def _store(sums, to, row, end_row, n, N):  # type: ignore[no-untyped-def]
 
 
 @gluon_jit
-def _multiply(  # type: ignore[no-untyped-def]
-    a_shared, b_shared, scale_shared, full, empty, a_scale_ptr, b_scale_ptr, out_ptr, ends_ptr, R,
-    N, C, E, stride_a, step_a, stride_b, row_b, step_b, PART: gl.constexpr, OF_ROWS: gl.constexpr,
-):  # fmt: skip
+def _multiply(given, PART: gl.constexpr, OF_ROWS: gl.constexpr):  # type: ignore[no-untyped-def]
     """Compute the upper or the lower half of the tiles of this program."""
+    shared, a_scale_ptr, b_scale_ptr, out_ptr, ends_ptr, sizes, strides = given
+    a_shared, b_shared, scale_shared, full, empty = shared
+    stride_a, step_a, stride_b, row_b, step_b = strides
+    R, N, _, E = sizes
     HALF_R: gl.constexpr = ROWS // 2
     HALF_C: gl.constexpr = COLUMNS // 2
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_C, 32])
     zeros = gl.zeros([HALF_R, HALF_C], gl.float32, mma)
     tile, groups = gl.program_id(0), E + 1 if OF_ROWS else E
     zero = 0 * tile
-    turn = zero
-    group, before, count, begin, end, row, end_row, n, k, steps = _next_tile(
-        tile, zero - 1, zero, zero, zero, zero, ends_ptr, R, N, C, E, OF_ROWS
-    )  # fmt: skip
-    while group < groups:
+    turn, of = zero, (zero - 1, zero, zero, zero, zero)
+    of, row, end_row, n, k, steps = _next_tile(tile, of, ends_ptr, sizes, OF_ROWS)
+    while of[0] < groups:
         row += PART * HALF_R
         r = row + gl.arange(0, HALF_R, gl.SliceLayout(1, mma))
         inside, run = (r < end_row) & (steps > 0), k // BLOCK
         a_ptr = a_scale_ptr + r * stride_a + run * step_a
         left_ptr = b_scale_ptr + n // BLOCK * row_b + run * step_b
         if OF_ROWS:
-            left_ptr += gl.minimum(group, E - 1) * stride_b
+            left_ptr += gl.minimum(of[0], E - 1) * stride_b
         right_ptr = left_ptr + gl.where(n + HALF_C < N, HALF_C // BLOCK, 0) * row_b
         left, right, next_left, next_right = zeros, zeros, 0.0, 0.0
         # Scales are loaded a step ahead.
@@ -197,21 +183,17 @@ def _multiply(  # type: ignore[no-untyped-def]
                 next_right = gl.load(right_ptr + ahead * step_b)
             hopper.mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
             a = a_shared.index(stage).slice(PART * HALF_R, HALF_R, 0)
-            p = _product(a, b_shared, stage, zeros, 0)
-            left += _scaled(p, of_a, of_left, scale_shared, stage, 0, OF_ROWS)
-            p = _product(a, b_shared, stage, zeros, 1)
-            right += _scaled(p, of_a, of_right, scale_shared, stage, 1, OF_ROWS)
+            left = _add(left, a, of_a, b_shared, of_left, scale_shared, stage, zeros, 0, OF_ROWS)
+            right = _add(right, a, of_a, b_shared, of_right, scale_shared, stage, zeros, 1, OF_ROWS)
             hopper.mbarrier.arrive(empty.index(stage), count=1)
             turn += 1
         to = out_ptr
         if not OF_ROWS:
-            to += group.to(gl.int64) * R * N
+            to += of[0].to(gl.int64) * R * N
         _store(left, to, row, end_row, n, N)
         _store(right, to, row, end_row, n + HALF_C, N)
         tile += gl.num_programs(0)
-        group, before, count, begin, end, row, end_row, n, k, steps = _next_tile(
-            tile, group, before, count, begin, end, ends_ptr, R, N, C, E, OF_ROWS
-        )  # fmt: skip
+        of, row, end_row, n, k, steps = _next_tile(tile, of, ends_ptr, sizes, OF_ROWS)
 
 
 @gluon_jit
@@ -238,29 +220,15 @@ def _grouped_blocks_kernel(  # type: ignore[no-untyped-def]
     for stage in gl.static_range(STAGES):
         hopper.mbarrier.init(full.index(stage), count=1)
         hopper.mbarrier.init(empty.index(stage), count=2)  # of both that multiply
+    shared, sizes = (a_shared, b_shared, scale_shared, full, empty), (R, N, C, E)
+    strides = stride_a, step_a, stride_b, row_b, step_b
+    given = shared, a_scale_ptr, b_scale_ptr, out_ptr, ends_ptr, sizes, strides
     gl.warp_specialize(
         [
-            (
-                _multiply, (
-                    a_shared, b_shared, scale_shared, full, empty, a_scale_ptr, b_scale_ptr,
-                    out_ptr, ends_ptr, R, N, C, E, stride_a, step_a, stride_b, row_b, step_b,
-                    0, OF_ROWS,
-                ),
-            ),
-            (
-                _multiply, (
-                    a_shared, b_shared, scale_shared, full, empty, a_scale_ptr, b_scale_ptr,
-                    out_ptr, ends_ptr, R, N, C, E, stride_a, step_a, stride_b, row_b, step_b,
-                    1, OF_ROWS,
-                ),
-            ),
-            (
-                _load, (
-                    a_tiles, b_tiles, scale_tiles, a_shared, b_shared, scale_shared, full, empty,
-                    ends_ptr, R, N, C, E, OF_ROWS,
-                ),
-            ),
+            (_multiply, (given, 0, OF_ROWS)),
+            (_multiply, (given, 1, OF_ROWS)),
+            (_load, (a_tiles, b_tiles, scale_tiles, shared, ends_ptr, sizes, OF_ROWS)),
         ],
         [4, 1],
         [REGISTERS, 24],
-    )  # fmt: skip
+    )

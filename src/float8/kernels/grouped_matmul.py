@@ -9,7 +9,6 @@ no float32, and writes no zeros into rows of no group. The products, by the kern
 Under scales of blocks sums of 128 products are scaled, and added in float32.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -46,32 +45,32 @@ def grouped_matmul_reference(
     """Multiply group by group: the plain-torch twin, see `gemm.grouped_matmul`.
 
     Under blocks it multiplies dequantised values, as a linear layer does where it emulates; in
-    bfloat16, where the values are `exact` in it, without waiting for the ends.
+    bfloat16, where the values are `exact` in it, without waiting for the ends. On a CPU, where
+    nothing waits, ends of rows are checked.
     """
-    rest = emulate, use_fast_accum, out_dtype
+    if ends.is_cpu and b.dim() == 3:
+        check_offs(ends, len(a))
     of_a, of_b = ScalingGranularity(granularity_of_a), ScalingGranularity(granularity_of_b)
     if exact == out_dtype == torch.bfloat16 and a.numel():
         return _in_bfloat16(Operand(a, a_scale), Operand(b, b_scale), ends, of_a, of_b)
-    out = grouped_matmul_fake(a, a_scale, b, b_scale, ends, *rest).zero_()
-    begin, last, blocks = 0, a.shape[0 if b.dim() == 3 else 1], of_a.by_blocks
-    for group, end in enumerate(ends.tolist()):
-        end = max(begin, min(end, last))  # as `cast_groups` reads them
-        if b.dim() == 3:
-            x, w, scale, scale_b = a[begin:end], b[group], a_scale[begin:end], b_scale[group]
+    out = grouped_matmul_fake(a, None, b, None, ends, emulate, use_fast_accum, out_dtype).zero_()
+    begin, of_rows, blocks, run = 0, b.dim() == 3, of_a.by_blocks, of_a.width or 1
+    for group, end in enumerate(ends_of_groups(ends, a.shape[0 if of_rows else 1]).tolist()):
+        if of_rows:
+            x, w, to = a[begin:end], b[group], out[begin:end]
+            scale, scale_b = a_scale[begin:end], b_scale[group]
         else:
-            x, w = a[:, begin:end], b[:, begin:end]
-            run = of_a.width or 1
+            x, w, to = a[:, begin:end], b[:, begin:end], out[group]
             here = (slice(None), slice(begin // run, end // run)) if blocks else group
             scale, scale_b = a_scale[here], b_scale[here]
         if blocks:
-            x = dequantised(Operand(x, scale), of_a)
-            w = dequantised(Operand(w, scale_b), of_b)
+            x, w = dequantised(Operand(x, scale), of_a), dequantised(Operand(w, scale_b), of_b)
         # Autocast would round the operands to its own dtype.
         with torch.autocast(a.device.type, enabled=False):
             product = x.float() @ w.float().t()
         if not blocks:
             product = product * scale[:, None] * scale_b
-        (out[begin:end] if b.dim() == 3 else out[group]).copy_(product)
+        to.copy_(product)
         begin = end
     return out
 
@@ -87,8 +86,7 @@ def _in_bfloat16(
         a, b = (Operand(x.data, x.scale.new_ones(())) for x in (a, b))
         of_a = of_b = ScalingGranularity.TENSORWISE
     ends = ends_of_groups(ends, a.data.shape[0 if of_rows else 1])
-    x = dequantised_by_kernel(a, of_a, torch.bfloat16)
-    w = dequantised_by_kernel(b, of_b, torch.bfloat16)
+    x, w = (dequantised_by_kernel(*each, torch.bfloat16) for each in ((a, of_a), (b, of_b)))
     y = F.grouped_mm(x, w.mT, offs=ends)
     if of_rows:
         there = torch.arange(len(y), device=ends.device)[:, None] < ends[-1]
@@ -99,18 +97,7 @@ def _in_bfloat16(
     return torch.where(there, y, 0)
 
 
-@functools.wraps(grouped_matmul_reference)
-def _grouped_matmul_checked(*given: Any, **named: Any) -> Tensor:
-    """Run the twin; on a CPU, where that waits for nothing, after a look at ends of rows."""
-    a, _, b, _, ends, *_ = given
-    if ends.is_cpu and b.dim() == 3:
-        check_offs(ends, len(a))
-    return grouped_matmul_reference(*given, **named)
-
-
-def grouped_matmul_fake(
-    a: Tensor, _: Tensor, b: Tensor, __: Tensor, ends: Tensor, *rest: Any, **named: Any
-) -> Tensor:
+def grouped_matmul_fake(a: Tensor, _: Any, b: Tensor, __: Any, ends: Tensor, *rest: Any) -> Tensor:
     """Allocate the result, uninitialised; sizes may be symbolic."""
     of_rows = b.dim() == 3
     shape = (a.shape[0], b.shape[1]) if of_rows else (ends.shape[0], a.shape[0], b.shape[0])
@@ -127,7 +114,6 @@ def _flops(a: Any, _: Any, b: Any, *rest: Any, **__: Any) -> Any:
 
 
 # ---------------------------------------------------------------- Triton
-
 
 _BLOCK = GROUP_ALIGNMENT  # of what is contracted, and of rows of the result
 _PANEL = 16  # tiles of rows that share what is read of `b`
@@ -160,8 +146,7 @@ def _grouped_matmul_triton(*given: Any, **named: Any) -> Tensor:
     sizes = R, N, C, E, stride, b_scale.stride(0)
     groups = max(1 << E.bit_length(), 16)  # E + 1 or more
     whole = use_fast_accum and out_dtype.itemsize == 2
-    kernel: Any = _grouped_matmul_kernel
-    kernel[(programs * sm_count(a.device),)](
+    _grouped_matmul_kernel[(programs * sm_count(a.device),)](
         tiles_of_a, tiles_of_b, a_scale, b_scale, ends, out, *sizes, of_rows, use_fast_accum,
         groups, _BLOCK, columns, whole, _PANEL, num_warps=warps, num_stages=3,
     )  # fmt: skip
@@ -274,7 +259,7 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
 
 register(
     "grouped_matmul",
-    _grouped_matmul_checked,
+    grouped_matmul_reference,
     triton=_grouped_matmul_triton,
     fake=grouped_matmul_fake,
     flops=_flops,

@@ -4,6 +4,9 @@ No floating point minimum or maximum is taken here: some Triton versions miscomp
 1-byte store next to min.NaN/max.NaN (triton issue 11111), and a clamp written with ``tl.where``
 becomes just these instructions. The bits of magnitudes compare as integers as floats do, and NaN
 above Inf: an integer maximum carries NaN through.
+
+``HOW`` says of a cast: bits of the mantissa, 3 of e4m3fn, 2 of e5m2; whether scales are rounded to
+powers of two, 2 where they are exponents of 8 bits; ``HARDWARE``, see ``has_float8_conversion``.
 """
 
 from float8.kernels.runtime.triton import jit, tl
@@ -55,19 +58,17 @@ def rounded_to_bfloat16(v, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @jit
-def scale_of_amax(  # type: ignore[no-untyped-def]
-    bits, MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr = False
-):
+def scale_of_amax(bits, HOW: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the decode scale of an amax, given as float32 bits: `amax_to_scale`, bit for bit.
 
     A correctly rounded float32 division, as the twin's by way of float64 is too. ``HARDWARE``: by
     FMA, where a thread has many scales: around the slow path of a division, which is a call,
     compilers need twice the registers.
     """
-    FLOAT8_MAX: tl.constexpr = 448.0 if MANTISSA == 3 else 57344.0
+    FLOAT8_MAX: tl.constexpr = 448.0 if HOW[0] == 3 else 57344.0
     floor: tl.constexpr = (127 - 100) << 23  # SMALLEST_AMAX; NaN and Inf lie above it
     amax = tl.maximum(bits, floor).to(tl.float32, bitcast=True)
-    if HARDWARE:
+    if HOW[2]:
         # A guess and its residual (Markstein 1990). Exact for each mantissa and both maxima, and
         # nothing in it is subnormal.
         INVERSE: tl.constexpr = 1.0 / FLOAT8_MAX
@@ -76,7 +77,7 @@ def scale_of_amax(  # type: ignore[no-untyped-def]
         scale = tl.where(bits < 0x7F800000, scale, amax)
     else:
         scale = tl.div_rn(amax, FLOAT8_MAX)
-    if POWER_OF_2:
+    if HOW[1]:
         bits = scale.to(tl.int32, bitcast=True)
         rounded = ((bits + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
         scale = tl.where(scale == scale, rounded, scale)
@@ -100,15 +101,13 @@ def reciprocal(scale, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @jit
-def scale_and_inverse(  # type: ignore[no-untyped-def]
-    bits, MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr
-):
+def scale_and_inverse(bits, HOW: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the scale of an amax, and what its values are multiplied by.
 
-    ``POWER_OF_2`` 2: an exponent of 8 bits, `amax_to_exponent`, and `inverse_of_exponent`.
+    Exponents of 8 bits are those of `amax_to_exponent` and `inverse_of_exponent`.
     """
-    if POWER_OF_2 == 2:
-        BIAS: tl.constexpr = 8 if MANTISSA == 3 else 15  # largest values are 1.75 times 2 ** BIAS
+    if HOW[1] == 2:
+        BIAS: tl.constexpr = 8 if HOW[0] == 3 else 15  # largest values are 1.75 times 2 ** BIAS
         exponent = ((bits + 0x1FFFFF) & 0x7F800000) - (BIAS << 23)
         tiny, infinite, nan = exponent <= 0, bits >= 0x7F800000, bits > 0x7F800000
         scale = tl.where(tiny, 0x00400000, exponent)
@@ -120,24 +119,19 @@ def scale_and_inverse(  # type: ignore[no-untyped-def]
         scale = scale.to(tl.float32, bitcast=True)
         inverse = inverse.to(tl.float32, bitcast=True)
     else:
-        scale = scale_of_amax(bits, MANTISSA, POWER_OF_2, HARDWARE)
-        inverse = reciprocal(scale, HARDWARE)
+        scale = scale_of_amax(bits, HOW)
+        inverse = reciprocal(scale, HOW[2])
     return scale, inverse
 
 
 @jit
-def to_float8_bits(v, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Round float32 to float8 as uint8: nearest even; Inf and overflow saturate, NaN becomes 0x7f.
-
-    ``MANTISSA``: bits, 3 of e4m3fn, 2 of e5m2. ``HARDWARE``: see ``has_float8_conversion``.
-    """
-    if HARDWARE:
-        if MANTISSA == 3:
-            codes = v.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        else:
-            codes = v.to(tl.float8e5).to(tl.uint8, bitcast=True)
+def to_float8_bits(v, HOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Round float32 to float8 as uint8: nearest even; Inf and overflow saturate, NaN is 0x7f."""
+    if HOW[2]:
+        FORMAT: tl.constexpr = tl.float8e4nv if HOW[0] == 3 else tl.float8e5
+        codes = v.to(FORMAT).to(tl.uint8, bitcast=True)
     else:
-        codes = _round_to_float8_bits(v, MANTISSA)
+        codes = _round_to_float8_bits(v, HOW[0])
     return codes
 
 
@@ -150,31 +144,25 @@ def pack_words(b0, b1, b2, b3):  # type: ignore[no-untyped-def]
 
 
 @jit
-def to_float8_words(v, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+def to_float8_words(v, HOW: tl.constexpr):  # type: ignore[no-untyped-def]
     """Round four tensors to uint32, each word four codes of `to_float8_bits`, the first lowest.
 
     By hand in PTX: from bytes packed with shifts, ptxas 12.8 makes words in which three of the
     four bytes are garbage (seen on H100 with Triton 3.6, unmasked kernels only).
     """
-    E4M3: tl.constexpr = """{
-        .reg .b16 low, high;
-        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-        mov.b32 $0, {low, high};
-    }"""
-    E5M2: tl.constexpr = """{
-        .reg .b16 low, high;
-        cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
-        cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
-        mov.b32 $0, {low, high};
-    }"""
-    if HARDWARE:
-        asm: tl.constexpr = E4M3 if MANTISSA == 3 else E5M2
+    if HOW[2]:
+        PAIR: tl.constexpr = "e4m3x2" if HOW[0] == 3 else "e5m2x2"
+        ASM: tl.constexpr = f"""{{
+            .reg .b16 low, high;
+            cvt.rn.satfinite.{PAIR}.f32 low, $2, $1;
+            cvt.rn.satfinite.{PAIR}.f32 high, $4, $3;
+            mov.b32 $0, {{low, high}};
+        }}"""
         words = tl.inline_asm_elementwise(
-            asm, "=r,f,f,f,f", [v[0], v[1], v[2], v[3]], dtype=tl.uint32, is_pure=True, pack=1
+            ASM, "=r,f,f,f,f", [v[0], v[1], v[2], v[3]], dtype=tl.uint32, is_pure=True, pack=1
         )
     else:
-        b = [_round_to_float8_bits(each, MANTISSA) for each in v]
+        b = [_round_to_float8_bits(each, HOW[0]) for each in v]
         words = pack_words(b[0], b[1], b[2], b[3])
     return words
 

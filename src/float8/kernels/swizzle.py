@@ -54,17 +54,11 @@ def swizzled_tokens(scale: Tensor, ends: Tensor) -> Tensor:
 
     The tiles of a group follow each other: [N to 128, runs].
     """
-    tiles = swizzled(scale)
-    down = -(-scale.shape[0] // 128)
-    across = len(tiles) // down
-    ends = torch.cat([ends // 128, ends.new_full((1,), across)])
-    sizes, column = ends.diff(prepend=ends.new_zeros(1)), torch.arange(across, device=scale.device)
-    group = torch.bucketize(column, ends, right=True).clamp(max=len(ends) - 1)
-    begin, width = (ends - sizes)[group], sizes[group]
-    row = torch.arange(down, device=scale.device)[:, None]
-    to = (begin * down + row * width + column - begin).flatten()
-    moved = torch.empty_like(tiles.view(torch.uint8)).index_copy_(0, to, tiles.view(torch.uint8))
-    return moved.view(torch.float8_e8m0fnu).view(down * 128, -1)
+    tiles, down = swizzled(scale).view(torch.uint8), -(-scale.shape[0] // 128)
+    column = torch.arange(len(tiles) // down, device=scale.device)
+    group = torch.bucketize(column, ends // 128, right=True)
+    order = group.repeat(down).argsort(stable=True)
+    return tiles[order].view(torch.float8_e8m0fnu).view(down * 128, -1)
 
 
 def grouped_mm(

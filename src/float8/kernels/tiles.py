@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from float8.formats import ceil16
-from float8.kernels.numeric import float32_bits, magnitude_bits, reciprocal, to_float8_bits
+from float8.kernels.numeric import float32_bits, magnitude_bits, to_float8_bits
 from float8.kernels.runtime.launch import Launch
 from float8.kernels.runtime.triton import jit, sm_count, tl
 
@@ -163,14 +163,11 @@ def spread(s, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-unt
 
 @jit
 def times(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Multiply four float32 by four reciprocals of scales; zero where not ``inside``."""
+    """Multiply four float32 by four reciprocals of scales; zero where not ``inside``.
+
+    Inf becomes NaN by its scale, that of an amax which covers it.
+    """
     return [or_zero(v[i] * inverse[i], inside[i], EVEN) for i in (0, 1, 2, 3)]
-
-
-@jit
-def divided(v, scales, inside, HARDWARE: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Divide four float32 by scales of amaxes that cover them: Inf becomes NaN by its scale."""
-    return times(v, [reciprocal(s, HARDWARE) for s in scales], inside, EVEN)
 
 
 @jit
@@ -183,9 +180,8 @@ def store_scales(ptr, quad, scales, rows):  # type: ignore[no-untyped-def]
 
 @jit
 def store_along(  # type: ignore[no-untyped-def]
-    ptr, v, quad, c, rows, Cp, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
-    EVEN_C: tl.constexpr = False,
-):  # fmt: skip
+    ptr, v, quad, c, rows, Cp, HOW: tl.constexpr, EVEN: tl.constexpr, EVEN_C: tl.constexpr = False
+):
     """Store four float32 as float8 [rows, Cp]; ``EVEN_C``: tiles fill the columns, not the rows."""
     ptr = ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + c
     r = rows_of(quad)
@@ -193,7 +189,7 @@ def store_along(  # type: ignore[no-untyped-def]
         inside = r[i] < rows
         if not EVEN_C:
             inside = inside & (c < Cp)
-        store(ptr + r[i] * Cp, to_float8_bits(v[i], MANTISSA, HARDWARE), inside, EVEN)
+        store(ptr + r[i] * Cp, to_float8_bits(v[i], HOW), inside, EVEN)
 
 
 @jit

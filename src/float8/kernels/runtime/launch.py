@@ -20,11 +20,8 @@ Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _LAUNCHES = None not in (private.current_stream, private.launch_kernel)
-_DIRECT = HAS_TRITON and None not in (
-    private.current_device,
-    private.dispatch_modes,
-    private.functorch_levels,
-)
+_ASKED = private.current_device, private.dispatch_modes, private.functorch_levels
+_DIRECT = HAS_TRITON and None not in _ASKED
 
 
 class Launch:
@@ -100,9 +97,7 @@ def allocator(device: torch.device) -> Callable[..., Tensor]:
     """Return what makes an uninitialised tensor of a `Spec` on a device, the current one."""
     if device.type == "cuda" and private.empty_strided_cuda is not None:
         return private.empty_strided_cuda  # type: ignore[no-any-return]
-    return lambda shape, strides, dtype: torch.empty_strided(
-        shape, strides, dtype=dtype, device=device
-    )
+    return lambda shape, strides, of: torch.empty_strided(shape, strides, dtype=of, device=device)
 
 
 def takes_triton_directly(*tensors: Tensor | None) -> bool:

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_utils import get_node_storage
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from float8 import scales
 
@@ -55,13 +55,17 @@ class Float8Partitioner(CustomPartitionerFn):
     ) -> tuple[GraphModule, GraphModule]:
         """Return the graphs of forward and backward."""
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        outputs, gradients = _results(forward.graph), _results(backward.graph)
+        results: Any = (each.graph.output_node().args[0] for each in (forward, backward))
+        outputs, gradients = map(list, results)
         inputs, static = gm.graph.find_nodes(op="placeholder"), set[int]()
         static.update(kwargs.get("static_lifetime_input_indices") or ())
         activations = _activations(forward.graph, inputs, gradients, static)
         taken = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
         kept = {node.name for node in outputs if isinstance(node, Node)}
-        of_gradients = _made_of(backward.graph, {n for n in taken.values() if n.name not in kept})
+        of_gradients = {node for node in taken.values() if node.name not in kept}
+        for node in backward.graph.nodes:
+            if not of_gradients.isdisjoint(node.all_input_nodes):
+                of_gradients.add(node)
         count = kwargs["num_fwd_outputs"]
         chosen = [
             node
@@ -71,10 +75,9 @@ class Float8Partitioner(CustomPartitionerFn):
             and _may_be_rounded(backward.graph, taken[node.name], of_gradients)
         ]
         # Nothing is freed where an output shares the storage, or what stays as it is.
-        stays = {
-            _storage(node) for i, node in enumerate(outputs) if i < count or node not in chosen
-        }
-        for node in [node for node in chosen if _storage(node) not in stays]:
+        others = [node for i, node in enumerate(outputs) if i < count or node not in chosen]
+        stays = {get_node_storage(node) for node in others if isinstance(node, Node)}
+        for node in [node for node in chosen if get_node_storage(node) not in stays]:
             packed = self._pack_in_forward(forward.graph, node)
             self._unpack_in_backward(backward.graph, taken[node.name], packed)
             at = outputs.index(node)
@@ -124,11 +127,6 @@ class Float8Partitioner(CustomPartitionerFn):
         graph.erase_node(node)
 
 
-def _results(graph: Graph) -> list[Any]:
-    results: Any = graph.output_node().args[0]
-    return list(results)
-
-
 def _activations(
     graph: Graph, inputs: Sequence[Node], gradients: Sequence[Node | None], static: set[int]
 ) -> set[Node]:
@@ -150,14 +148,6 @@ def _activations(
             exponents |= alike and any(c for *_, c in of)
             traits[node.name] = any(a for a, *_ in of), any(b for _, b, _ in of), exponents
     return {node for node in graph.nodes if traits.get(node.name) == (True, True, False)}
-
-
-def _made_of(graph: Graph, starts: set[Node]) -> set[Node]:
-    made = set(starts)
-    for node in graph.nodes:
-        if not made.isdisjoint(node.all_input_nodes):
-            made.add(node)
-    return made
 
 
 def _may_be_rounded(graph: Graph, start: Node, of_gradients: set[Node]) -> bool:
@@ -223,13 +213,7 @@ def _name(node: Node) -> str:
     op = node.target
     if not isinstance(op, OpOverload):
         return getattr(op, "__name__", "")
-    whole: str = op.name()  # type: ignore[no-untyped-call]
-    space, _, name = whole.partition("::")
-    return (
-        name.partition(".")[0]
-        if space in ("aten", "prims")
-        else f"{space}::{name.partition('.')[0]}"
-    )
+    return op._schema.name.removeprefix("aten::").removeprefix("prims::")
 
 
 def _is_view(node: Node) -> bool:
@@ -244,13 +228,6 @@ def _graft(graph: Graph, function: Callable[..., Any], nodes: list[Node]) -> lis
     inputs = zip(traced.graph.find_nodes(op="placeholder"), nodes, strict=True)
     results: Any = graph.graph_copy(traced.graph, dict(inputs))
     return list(results)
-
-
-def _storage(node: Any) -> Any:
-    value = node.meta.get("val") if isinstance(node, Node) else None
-    if not isinstance(value, Tensor):
-        return None
-    return StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _in_runs(x: Tensor) -> Tensor:

@@ -10,18 +10,13 @@ from typing import Any
 
 import torch
 
-jit: Callable[..., Callable[..., Any]]
-tl: Any
-TensorDescriptor: Any
-gluon_jit: Callable[..., Callable[..., Any]]
-gl: Any
-hopper: Any
-GluonDescriptor: Any
+jit: Callable[..., Any]
+gluon_jit: Callable[..., Any]
 
 try:
     import triton
-    import triton.language as tl  # type: ignore[no-redef]
-    from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[no-redef]
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     HAS_TRITON = True
     jit = triton.jit
@@ -36,11 +31,9 @@ except ImportError:
 
 try:
     from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl  # type: ignore[no-redef]
-    from triton.experimental.gluon.language.nvidia import hopper  # type: ignore[no-redef]
-    from triton.experimental.gluon.nvidia.hopper import (  # type: ignore[no-redef]
-        TensorDescriptor as GluonDescriptor,
-    )
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia import hopper
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
     HAS_GLUON, gluon_jit = True, gluon.jit
 except ImportError:
