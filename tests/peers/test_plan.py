@@ -56,7 +56,7 @@ CASES = [
     ("llama3_8b --tokens 4096", 1.20, "does not fit; 2 GPUs (FSDP2) would hold it", 119.7),
     ("lora_13b --tokens 4096", 1.28, "it pays", 49.4),
     ("lora_13b --tokens 4096 --recipe tensorwise+only", 1.36, "it pays", 14.0),
-    ("--model llama3-70b --data-parallel 64", 1.47, "it pays", 16.4),
+    ("--model llama3-70b --data-parallel 64", 1.43, "it pays", 16.4),
     (f"qwen3_30b_a3b {ON_EIGHT}", 1.01, "about level", 56.9),
     (f"qwen3_30b_a3b {SPLIT}", 1.02, "about level", 56.9),
     (f"qwen3_30b_a3b {ON_EIGHT} --tokens 4096 --gpu H200", 1.31, "it pays", 56.9),

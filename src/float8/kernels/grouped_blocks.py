@@ -11,6 +11,7 @@ from torch import Tensor
 from float8.kernels.runtime.triton import (
     HAS_GLUON,
     GluonDescriptor,
+    async_load,
     gl,
     gluon_jit,
     hopper,
@@ -92,7 +93,6 @@ def _load(  # type: ignore[no-untyped-def]
 ):
     """Load what the tiles of this program read, as soon as there is an empty stage."""
     a_shared, b_shared, scale_shared, full, empty = shared
-    COPY: gl.constexpr = hopper.tma.async_copy_global_to_shared
     SCALES: gl.constexpr = 0 if OF_ROWS else scale_tiles.block_type.nbytes
     BYTES: gl.constexpr = a_tiles.block_type.nbytes + b_tiles.block_type.nbytes + SCALES
     tile, E = gl.program_id(0), sizes[3]
@@ -107,10 +107,10 @@ def _load(  # type: ignore[no-untyped-def]
             hopper.mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
             bar = full.index(stage)
             hopper.mbarrier.expect(bar, BYTES)
-            COPY(a_tiles, [row, at], bar, a_shared.index(stage))
-            COPY(b_tiles, [matrix, n, at], bar, b_shared.index(stage))
+            async_load(a_tiles, [row, at], bar, a_shared.index(stage))
+            async_load(b_tiles, [matrix, n, at], bar, b_shared.index(stage))
             if not OF_ROWS:
-                COPY(scale_tiles, [at // BLOCK, n], bar, scale_shared.index(stage))
+                async_load(scale_tiles, [at // BLOCK, n], bar, scale_shared.index(stage))
             turn += 1
         tile += gl.num_programs(0)
         of, row, _, n, k, steps = _next_tile(tile, of, ends_ptr, sizes, OF_ROWS)
