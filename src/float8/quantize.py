@@ -73,8 +73,14 @@ def quantize(
     """
     how, state, record, reduce, scale = cast
     if offs is not None or x.dim() == 3:
-        if state is not None or reduce is not None:
-            raise ValueError("quantize: got a state or reduction for experts, expected neither")
+        covers = how.scaling_granularity
+        known = scale is not None and (offs is not None or not covers.one_scale)
+        wrong = offs is not None and covers.by_blocks and covers.square
+        if known or wrong or state is not None or reduce is not None:
+            raise ValueError(
+                f"quantize: got {covers}, or a state, scale or reduction, for groups of rows or "
+                f"weights of experts, expected dynamic scales of each; no squares for groups"
+            )
         if offs is not None:
             return cast_groups(x, offs, how, row=row, col=col)
         return _cast_each(x.detach(), how, scale, after, row=row, col=col)

@@ -5,7 +5,8 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -209,7 +210,8 @@ def _why_on_the_fly(layer: Float8Linear, weight: Any, under_fsdp: bool) -> str |
     return "under tensor parallel" if is_dtensor(weight) else f"a {type(weight).__name__}"
 
 
-class Attachment(NamedTuple):
+@dataclass(eq=False)
+class Attachment:
     """The hooks that `attach_to_optimizer` registered, and the modules that they serve."""
 
     mods: list[Float8Module]
@@ -260,11 +262,11 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
 
     update_float8_weights(model)  # so that a lack of memory shows now
     mods = [x for x in model.modules() if isinstance(x, Float8Module)]
-    for mod in mods:
-        mod._float8_attach()  # a checkpoint may be loaded next
     before, after = (untraced(functools.partial(hook, is_after)) for is_after in (False, True))
     handles = [inner.register_step_pre_hook(before), inner.register_step_post_hook(after)]
     attachment = Attachment(mods, handles)
+    for mod in mods:
+        mod._float8_attach()  # a checkpoint may be loaded next
     # A training that ends in an error removes nothing.
     weakref.finalize(inner, attachment.remove).atexit = False
     return attachment

@@ -29,7 +29,8 @@ def use_device(name: str) -> torch.device:
     """The device of that name, made the current one; a `ConfigError` as `check_device`."""
     device = check_device(name)
     if device.type == "cuda":
-        device = torch.device("cuda", device.index or int(os.environ.get("LOCAL_RANK", 0)))
+        here = os.environ.get("LOCAL_RANK", "0") if device.index is None else device.index
+        device = check_device(f"cuda:{here}")
         torch.cuda.set_device(device)
     return device
 

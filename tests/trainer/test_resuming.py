@@ -179,9 +179,14 @@ def test_damage_is_told_before_anything_is_loaded(
         check_checkpoint(path)
 
 
-def test_checkpoints_without_checksums_are_those_of_0_2_0(tmp_path: Path) -> None:
+def test_checksums_that_say_nothing_of_a_file(tmp_path: Path) -> None:
     good, path = save(tmp_path, 1), save(tmp_path, 2)
-    for one in (good, path):
+    listed = json.loads((path / "checksums.json").read_text())
+    del listed["__0_0.distcp"]
+    (path / "checksums.json").write_text(json.dumps(listed))
+    with pytest.raises(CheckpointError, match=rf"__0_0.distcp is not in check.*--resume {good}"):
+        check_checkpoint(path)
+    for one in (good, path):  # as those of 0.2.0
         gone(one / "checksums.json")
     with pytest.warns(UserWarning, match=r"step_00000002 has no checksums.json"):
         check_checkpoint(path)

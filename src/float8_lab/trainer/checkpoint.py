@@ -117,6 +117,8 @@ def _damage(path: Path, ranks: Ranks = ALONE) -> str | None:
         return f"{name} is not there, but other checkpoints have theirs" if others else None
     try:
         listed = {_METADATA: None, **json.loads((path / name).read_text())}
+        if unlisted := {x.name for x in path.glob("*.distcp")}.difference(listed):
+            return f"{min(unlisted)} is not in {_CHECKSUMS}"
         for name in [*listed][ranks.rank :: ranks.size]:
             if _crc(path / name) != listed[name]:
                 return f"{name} has other bytes than were written"

@@ -37,7 +37,7 @@ try:
 
     HAS_GLUON, gluon_jit = True, gluon.jit
     # Its name from Triton 3.8 on, and before.
-    async_load = getattr(hopper.tma, "async_load", hopper.tma.async_copy_global_to_shared)
+    async_load = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
 except ImportError:
     HAS_GLUON, gluon_jit = False, jit
     gl, hopper, GluonDescriptor = types.SimpleNamespace(constexpr=int), None, None
