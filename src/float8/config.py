@@ -496,8 +496,8 @@ class Float8LinearConfig:
         """Return a few words for `repr`s: a recipe, or each tensor's scaling; then switches."""
         recipe = _BY_CASTS.get((self.round_scales_to_power_of_2, *self._casts.values()))
         like = RECIPES[recipe or "tensorwise"]
-        words = [f"{site.value}={how.short_str()}" for site, how in self.own_casts.items()]
-        words = [recipe] if recipe else words
+        own = self.own_casts.items()
+        words = [recipe] if recipe else [f"{x.value}={how.short_str()}" for x, how in own]
         for switch in ("emulate", "round_scales_to_power_of_2", "enable_fsdp_float8_all_gather"):
             value = getattr(self, switch)
             if value != getattr(like, switch):

@@ -29,8 +29,9 @@ def use_device(name: str) -> torch.device:
     """The device of that name, made the current one; a `ConfigError` as `check_device`."""
     device = check_device(name)
     if device.type == "cuda":
-        here = os.environ.get("LOCAL_RANK", "0") if device.index is None else device.index
-        device = check_device(f"cuda:{here}")
+        if ":" not in name:  # who made a group of ranks without torchrun has chosen one, too
+            here = os.environ.get("LOCAL_RANK") or torch.cuda.current_device()
+            device = check_device(f"cuda:{here}")
         torch.cuda.set_device(device)
     return device
 

@@ -42,10 +42,7 @@ class Ranks:
 
     def device(self, name: str) -> torch.device:
         """The device of this rank, made the current one; a `ConfigError` if it has none."""
-        if name == "cuda" and dist.is_initialized():
-            # Who made the group without torchrun has chosen the device, too.
-            name = f"cuda:{os.environ.get('LOCAL_RANK') or torch.cuda.current_device()}"
-        elif not name.startswith("cpu") and self.size > 1:
+        if name != "cuda" and not name.startswith("cpu") and self.size > 1:
             got = f"--device got {name!r}, but each of several ranks takes a GPU of its own"
             raise ConfigError(f"{got}: use --device cuda")
         return use_device(name)

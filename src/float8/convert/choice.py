@@ -203,11 +203,9 @@ def is_router(linear: Any, fqn: str, experts: Iterable[nn.Module]) -> bool:
 def left_out(fqn: str, head: bool = False) -> str | None:
     """Say why a layer of this name is left to a `module_filter_fn`, or return None.
 
-    With `head`, the head is not.
-
-    The head: the loss depends on its logits directly, and it is a small part of a large model. And
-    what PEFT trains: low-rank adapters, too small to gain, and copies of layers, so that no state
-    of delayed scaling gets into its checkpoints.
+    The head, unless `head` is True: the loss depends on its logits directly, and it is a small part
+    of a large model. And what PEFT trains: low-rank adapters, too small to gain, and copies of
+    layers, so that no state of delayed scaling gets into its checkpoints.
     """
     wrappers = "module", "model", "base_model"  # the names of a model in what wraps it
     words = [word for word in plain_name(fqn).split(".") if word not in wrappers]

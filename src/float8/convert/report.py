@@ -165,13 +165,14 @@ def conversion_report(model: nn.Module) -> ConversionReport:
         chosen_for[choice.chosen_for] = None
         scaling: str | None = None
         reason: str | None = choice.reason or left_out(fqn)
-        reason = reason or "not seen by convert_to_float8_training"
-        if isinstance(module, Float8Linear | Float8Experts):
+        if not isinstance(module, Float8Linear | Float8Experts):
+            reason = reason or "not seen by convert_to_float8_training"
+        elif not module._float8_config.float8_gemms:
+            reason = "all casts of its config are DISABLED"
+        else:
             casts, own = module._float8_plan.casts, module._float8_config.own_casts
             each = (f"{site.value} {getattr(casts, site.value).how.short_str()}" for site in own)
             scaling, reason = ", ".join(each), None
-            if not module._float8_config.float8_gemms:
-                scaling, reason = None, "all casts of its config are DISABLED"
         path = f"{fqn}." if fqn else ""
         if kind_of(module) is not None:
             for name, count, N, K in weights_of(module):

@@ -30,7 +30,7 @@ COSTS = {
 }
 _INPUT = 0.85  # as several layers read one tensor, and kernels that make it find its amax
 _POWER = 1.03  # the larger a GEMM, the nearer to its limit of power a GPU runs
-_HOT = {"H100": 0.02, "H200": 0.0}  # the same of float8, once more: of what is over 1e12 FLOP
+_HOT = {"H100": 0.02, "H200": 0.0}  # added to it for float8 GEMMs of more than 1e12 FLOP
 
 MEMORY = {"H100": 1.2, "H200": 1.0}  # how long bytes take, over those of an H200
 _GROUPED = {"H100": 1.02, "H200": 1.0}  # how long float8 GEMMs of experts take, likewise

@@ -34,8 +34,7 @@ def grouped_linear(
             grouped GEMMs are made for. Under `"tensorwise"` there is one scale per expert. Under
             `"blockwise"` there is one for 1x128 elements of input and grad_output, along the dim
             that a GEMM contracts, within a group, and for 128x128 of the weight of an expert; under
-            `"mxfp8"` one for 1x32 of each. All
-            casts are to e4m3, those of gradients, too: grouped GEMMs take nothing else. All three
+            `"mxfp8"` one for 1x32 of each. All casts are to e4m3, as grouped GEMMs take. All three
             GEMMs use `gemm_config_output.use_fast_accum`; blocks are always added in float32.
 
     Returns:

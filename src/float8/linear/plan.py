@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -107,12 +107,14 @@ def _resolved(config: Float8LinearConfig, grouped: bool) -> LinearPlan:
 
     made = {site: cast(site) for site in CAST_SITES}
     casts = Casts(*made.values())
-    reuse: Any = [first == second for first, second in zip(casts[:3], casts[3:], strict=True)]
-    gemms: Any = [gemm(name) for name in GEMM_OPERANDS]
-    output, grad_input, grad_weight = gemms
-    input_suffices = reuse[0] and rows_suffice(casts.input, output, grad_weight)
-    grad_suffices = reuse[2] and rows_suffice(casts.grad_output, grad_input, grad_weight)
-    return LinearPlan(*(casts, *reuse, *gemms, input_suffices, grad_suffices))
+    both = zip(casts[:3], casts[3:], strict=True)
+    reuse_input, reuse_weight, reuse_grad = [first == second for first, second in both]
+    output, grad_input, grad_weight = [gemm(name) for name in GEMM_OPERANDS]
+    return LinearPlan(
+        casts, reuse_input, reuse_weight, reuse_grad, output, grad_input, grad_weight,
+        reuse_input and rows_suffice(casts.input, output, grad_weight),
+        reuse_grad and rows_suffice(casts.grad_output, grad_input, grad_weight),
+    )  # fmt: skip
 
 
 _cached = functools.cache(_resolved)

@@ -47,7 +47,7 @@ def _keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointP
 
 def _per_op(found: Counter[bool], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """As torchtitan: attention, amaxes, every other GEMM; of torchao it sees them in 16 bits."""
-    gemm = op is _AT.mm.default or save_gemm_outputs(ctx, op) is CheckpointPolicy.MUST_SAVE
+    gemm = _keep_gemms(ctx, op) is CheckpointPolicy.MUST_SAVE
     found[ctx.is_recompute] += gemm
     kept = op in (*_ATTENTION, _AT.max.default) or (gemm and found[ctx.is_recompute] % 2)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
