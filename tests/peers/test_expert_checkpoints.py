@@ -21,6 +21,7 @@ from float8.checkpoints.schemes import scheme_named
 from float8.kernels.dequantise import dequantised
 from float8.quantize import quantize
 from float8.tensor import dequantise
+from sqnr import assert_close
 from support.float8_files import (
     INDEX,
     LAYOUTS,
@@ -34,6 +35,7 @@ from support.float8_files import (
 )
 from support.ranks import on
 from support.sharded import convert, here, mesh_of, whole
+from tolerances import GEMM
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -94,6 +96,7 @@ def test_transformers_reads_what_is_written(name: str, layout: Layout, tmp_path:
     assert all(note.sqnr > 25 for note in notes)
     assert all(note.as_trained == (layout.recipe == "rowwise") for note in notes)
     theirs = hf.dequantised(tmp_path / "float8", layout.format).state_dict()
+    theirs = {key: x for key, x in theirs.items() if not key.endswith("_scale")}  # of 5.17
     mine = load_float8_checkpoint(built(name, 1), tmp_path / "float8").state_dict()
     assert theirs.keys() == mine.keys()
     assert all(torch.equal(x, mine[key]) for key, x in theirs.items())
@@ -183,7 +186,7 @@ def test_published_bytes_are_multiplied(layout: Layout, device: str, tmp_path: P
             if layout.recipe == "rowwise":  # scales apply to sums
                 wanted = row.data[: end - begin].float() @ weight._data.float().T
                 wanted = wanted * row.scale[: end - begin] * weight._scale.T
-            assert torch.equal(got, wanted.bfloat16())
+            assert_close({name: wanted}, {name: got.float()}, GEMM)  # another cast gives 30 dB
 
 
 def test_experts_in_float8_alone_take_no_scale_of_two_projections(tmp_path: Path) -> None:

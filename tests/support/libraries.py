@@ -157,7 +157,10 @@ def by_peft(model: Any, folder: Path, resume: bool) -> nn.Module:
         model = peft.PeftModel.from_pretrained(llama(), folder, is_trainable=True)
     else:
         model = hf.with_lora(model)
-    convert_to_float8_training(model.train(), config="delayed")
+    base = [name for name, _ in model.named_modules() if name.endswith("base_layer")]
+    convert_to_float8_training(
+        model.train(), config="delayed", module_filter_fn=lambda mod, fqn: fqn in base
+    )
     optimizer = AdamW([p for p in model.parameters() if p.requires_grad])
 
     def save(folder: Path) -> None:
