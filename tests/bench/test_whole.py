@@ -75,6 +75,7 @@ CASES = [
     Case("h200-train-1b", "llama3-1b", "H200", leaves=KV),
     Case("h200-train-8b-full", "llama3-8b", "H200", setup=Setup(8192, 8192, checkpointing=True)),
     Case("h200-train-8b", "llama3-8b", "H200", setup=Setup(8192, 8192, 2)),
+    Case("h200-train-8b-16", "llama3-8b", "H200", -16, setup=Setup(8192, 8192, 2)),
     Case("h200-fsdp-llama3-8b", "llama3-8b", "H200", 8, setup=Setup(8192, 8192, 4)),
     Case("h200-fsdp-finer", "llama3-8b", "H200", 8, setup=Setup(8192, 8192, 4)),
     Case("h200-train-lora", "llama3-8b", "H200", lora=True),
@@ -184,7 +185,7 @@ def test_speed_ups_are_within_the_error(case: Case) -> None:
 def test_in_the_mean_the_error_is_small_and_has_no_tendency() -> None:
     pairs = [pair for case in CASES for pair in speedups(case).values()]
     errors = [modelled / found - 1 for modelled, found in pairs]
-    assert len(errors) == 74
+    assert len(errors) == 77
     assert abs(statistics.mean(errors)) < 0.002
     assert statistics.mean(map(abs, errors)) < 0.0205
 
@@ -219,6 +220,32 @@ def test_experts_are_within_their_error(
     gpu: str, name: str, recipe: str, modelled: float, found: float
 ) -> None:
     assert modelled / found == pytest.approx(1, abs=EXPERTS_ERROR)
+
+
+@pytest.mark.parametrize(
+    ("file", "kind", "gpu", "layers"),
+    [("h100-train-mixtral", "Mixtral", "H100", 4), ("h200-train-olmoe", "Olmoe", "H200", 8)],
+)
+def test_whole_models_with_experts_are_within_their_error(
+    file: str, kind: str, gpu: str, layers: int
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    rows = json.loads((RESULTS / f"{file}.json").read_text())["rows"]
+    rows = [row for row in rows if row["layers"] == layers and not row.get("profile")]
+    ms = {row["variant"].partition("+")[0]: row.get("ms", row.get("ms_1")) for row in rows}
+    found = ms.keys() & RECIPES
+    assert found
+    for recipe in found:
+        with torch.device("meta"):
+            sizes = getattr(transformers, f"{kind}Config")(num_hidden_layers=layers)
+            model = getattr(transformers, f"{kind}ForCausalLM")(sizes)
+        config = recipe_config(recipe)
+        config = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
+        convert_to_float8_training(
+            model, config=config, module_filter_fn=lambda mod, fqn: fqn != "lm_head"
+        )
+        modelled = Step(model, gpu, config, Setup(8192, 8192, 2)).speedup
+        assert modelled / (ms["bf16"] / ms[recipe]) == pytest.approx(1, abs=EXPERTS_ERROR)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
