@@ -1,6 +1,7 @@
 """Checkpoints in float8 that are written and read: bytes, values, names, what stays as it was."""
 
 import json
+import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -267,6 +268,27 @@ def test_float32_beside_a_body_of_16_bits_stays(tmp_path: Path) -> None:
             again = load_float8_checkpoint(mixed(body).to_empty(device="cpu"), tmp_path)
             assert torch.equal(again.gain, model.gain)
             assert torch.equal(again.bias_of_router, model.bias_of_router)
+
+
+@pytest.mark.parametrize(
+    ("how", "sizes", "wrong"),
+    [
+        ({}, (64, 192), "0.weight"),  # one block of 64 rows and columns is read rightly
+        ({"strategy": "mxfp8"}, (240, 64), "1.weight"),
+        ({"strategy": "tensor"}, (240, 192), ""),
+        ({"format": "compressed-tensors"}, (240, 192), ""),
+    ],
+)
+def test_it_warns_of_what_transformers_reads_wrongly(
+    how: Any, sizes: tuple[int, int], wrong: str, tmp_path: Path
+) -> None:
+    inside, hidden = sizes
+    model = nn.Sequential(nn.Linear(64, hidden), nn.Linear(inside, 128))
+    convert_to_float8_training(model, module_filter_fn=all_linears)
+    with warnings.catch_warnings(record=True) as told:
+        save_float8_checkpoint(model, tmp_path, **how)
+    assert len(told) == bool(wrong)
+    assert all(f"1 weight(s), as {wrong}, end" in str(each.message) for each in told)
 
 
 def test_views_of_one_memory_are_written(tmp_path: Path) -> None:

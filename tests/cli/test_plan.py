@@ -68,6 +68,8 @@ def root():
 
 nothing = nn.ReLU
 none = dict
+whole = nn.Linear(8, 8)
+needs = lambda size: nn.Linear(size, size)
 """
 
 
@@ -198,6 +200,8 @@ def test_ranks_that_gather_in_float8_choose_as_the_conversion_does(
         ("needs_more:make", r"'needs_more:make' cannot.*; install no_such_package, which it imp"),
         ("mine_to_plan:values", "'mine_to_plan:values' fails on the meta device: "),
         ("mine_to_plan:none", "'mine_to_plan:none' returned dict, expected nn.Module"),
+        ("mine_to_plan:needs", "got .* expected a function without arg.*: missing a required"),
+        ("mine_to_plan:whole", "got 'mine_to_plan:whole', expected a function w.*: it is a model"),
         ("mine_to_plan:make --model 1b", "got 'mine_to_plan:make' and --model 1b"),
         ("--device cuda", "device 'cuda' is not there: no CUDA GPU here"),
         ("--gpu H1000", "gpu: got 'H1000', expected one that is modelled, of 'H100', 'H200'"),

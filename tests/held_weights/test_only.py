@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from float8 import (
     CastConfig,
@@ -184,6 +185,14 @@ def test_trainable_weights_are_skipped_and_told() -> None:
         ValueError, match=r"layer 'w2'.*requires_grad=True with float8_weights=ONLY"
     ):
         convert_to_float8_training(model, config=with_weights(None, ONLY))
+
+
+def test_computed_weights_are_skipped() -> None:
+    model = nn.Sequential(prune.l1_unstructured(nn.Linear(32, 32), "weight", 0.5))
+    model.requires_grad_(False)
+    with pytest.warns(UserWarning, match="a weight that is computed from another with float8_wei"):
+        convert_to_float8_training(model, config=with_weights(None, ONLY))
+    model(torch.randn(16, 32))
 
 
 def test_configurations_that_ask_for_more_than_row_data_are_rejected() -> None:

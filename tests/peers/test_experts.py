@@ -427,7 +427,8 @@ def test_routers_stay() -> None:
     model.model.layers[1].mlp.other = nn.Linear(64, 32)
     many = {"num_local_experts": 32, "num_experts_per_tok": 2}
     model.model.layers[1].mlp.experts = hf.llama(0, "Mixtral", **many).model.layers[0].mlp.experts
+    model.model.layers[1].mlp.router = type("Own", (nn.Linear,), {"forward": None})(64, 32)
     report = conversion_report(convert_to_float8_training(model, config="rowwise"))
     fates = {each.fqn: each.skip_reason for each in report.layers}
-    assert "a router" in str(fates["model.layers.0.mlp.router"])
+    assert all("a router" in str(fates[f"model.layers.{i}.mlp.router"]) for i in (0, 1))
     assert fates["model.layers.1.mlp.other"] is None

@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -128,7 +129,7 @@ def save_float8_checkpoint(
 
     Files of an older model in the folder are removed after the new ones are complete: the disk
     needs room for both. After an error the older ones are as they were. A warning names older ones
-    that cannot be removed.
+    that cannot be removed, and weights that transformers would read wrongly.
 
     Args:
         model: as for `float8_weights`.
@@ -178,6 +179,7 @@ def save_float8_checkpoint(
             ranks.agree()
             if files is not None:
                 files.replace(config)
+                _warn_of_overhang(contents)
     return tuple(notes)
 
 
@@ -211,6 +213,24 @@ class _Contents(NamedTuple):
     dtype: torch.dtype  # of most of what is not in float8
     sources: list[_Source]
     config: dict[str, Any]  # the `quantization_config` of `config.json`
+
+
+def _warn_of_overhang(contents: _Contents) -> None:
+    """Warn of weights with a last block that is smaller, which transformers reads wrongly."""
+    names, scheme = [], contents.scheme
+    if scheme.format != FINE_GRAINED or scheme.block is None:
+        return
+    for x, pieces, *_ in (each for each in contents.sources if each.how):
+        size = x.shape[-2] // len(pieces), x.shape[-1]  # pieces are written one by one
+        if any(of and n > of and n % of for n, of in zip(size, scheme.block, strict=True)):
+            names.append(pieces[0][0])
+    if names:
+        warnings.warn(
+            f"float8: {len(names)} weight(s), as {names[0]}, end within a block of {scheme.block}. "
+            f"This library reads them; transformers 5.23 fails, or reads wrong values without a "
+            f"word: for it leave these layers out by a filter, or take another format",
+            stacklevel=3,
+        )
 
 
 def _contents(

@@ -115,7 +115,8 @@ class Chooser:
         if strategy_of(mod) is not None:
             return self._decide(mod, fqn, why_not_taken(mod, config_for(mod, self.given)))
         if isinstance(mod, nn.Linear):
-            stays = self.takes is None and self.config.float8_gemms and left_out(fqn, self.head)
+            known = left_out(fqn, self.head) or is_router(mod, fqn, self.experts)
+            stays = self.takes is None and self.config.float8_gemms and known
             problem = None if stays else unsupported(mod, self.config, self.classes)
             return self._decide(mod, fqn, problem, self._why_no_linear)
         return None

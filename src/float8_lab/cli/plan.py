@@ -1,6 +1,7 @@
 """`float8 plan`: which layers of a model to convert."""
 
 import contextlib
+import inspect
 import math
 import re
 import warnings
@@ -44,6 +45,14 @@ def load_model(name: str) -> nn.Module:
     """
     what = "a function without arguments that returns a model, or --model for one of ours"
     make = imported("model", name, what)
+    problem = "it is a model" if isinstance(make, nn.Module) else ""
+    try:
+        with contextlib.suppress(ValueError):  # a builtin may have none
+            inspect.signature(make).bind()
+    except TypeError as error:
+        problem = str(error)
+    if problem:
+        raise ConfigError(f"model: got {name!r}, expected {what}: {problem}")
     try:
         with torch.device("meta"):
             model = make()
