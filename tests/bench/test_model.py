@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
 import itertools
 from pathlib import Path
 from threading import Event
@@ -22,7 +21,6 @@ from float8_lab.bench.variants import (
     PEERS,
     Variant,
     make_variants,
-    peer_version,
     recipe_config,
 )
 from float8_lab.errors import FailedError
@@ -219,14 +217,6 @@ def test_an_installed_peer_becomes_variants(monkeypatch: pytest.MonkeyPatch) -> 
     gathers[-1].attach(layer, optimizer)
     optimizer.step()
     assert told == [layer]
-
-
-def test_missing_and_unknown_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    variants = make_variants(["tensorwise"], ["eager"], ["torchao"])
-    assert [variant.recipe for variant in variants] == ["bf16", "tensorwise"]
-    with pytest.raises(ValueError, match="peers: got 'apex', expected torchao"):
-        peer_version("apex")
 
 
 @pytest.mark.parametrize(

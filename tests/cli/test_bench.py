@@ -75,8 +75,11 @@ def test_each_benchmark_prints_its_rows_and_writes_what_it_takes_to_repeat_it(
 
 def test_missing_peers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["bench", "model", *BLOCK.split(), "--peers", "torchao", *CPU]) == 0
+    words = [*BLOCK.split(), "--peers", "torchao", "-o", "x.json"]
+    assert main(["bench", "model", *words, *CPU]) == 0
     assert "torchao is not installed: left out\n" in capsys.readouterr().out
+    rows = json.loads(Path("x.json").read_text())["rows"]
+    assert [row["recipe"] for row in rows] == ["bf16", "tensorwise"]
 
 
 def test_a_wrong_result_is_one_line_and_not_in_the_file(
