@@ -100,18 +100,10 @@ def test_observers_hear_everything_in_order(make_config: MakeConfig) -> None:
     listener = Listener()
     config = make_config(steps=5, eval_interval=3, checkpoint_interval=2, keep_checkpoints=2)
     result = train(config, observers=[listener])
-    assert listener.events == [
-        "records to 2",
-        "checkpoint 2",
-        "records to 3",
-        "validation",
-        "records to 4",
-        "checkpoint 4",
-        "records to 5",
-        "validation",
-        "checkpoint 5",
-        "finished 5",
-    ]
+    assert ", ".join(listener.events) == (
+        "records to 2, checkpoint 2, records to 3, validation, "
+        "records to 4, checkpoint 4, records to 5, validation, checkpoint 5, finished 5"
+    )
     timed = [(1, False), (2, False), (3, True), (4, True), (5, True)]
     assert [(r.step, r.timed) for r in listener.records] == timed
     assert all(r.seconds > 0 for r in listener.records)
