@@ -31,10 +31,10 @@ Curves = tuple[list[tuple[float, float]], list[float]]
 
 
 def config_of(settings: dict[str, Any]) -> TrainConfig:
-    defaults = {"device": "cpu", "tensorboard": False, "eval_batches": 2, "log_interval": 2}
-    return TrainConfig.create(
-        **({"model": "nano", "recipe": "high_precision"} | defaults | settings)
-    )
+    """Of a small run in high precision, but for these settings."""
+    defaults = {"model": "nano", "recipe": "high_precision", "device": "cpu"}
+    defaults |= {"tensorboard": False, "eval_batches": 2, "log_interval": 2}
+    return TrainConfig.create(**(defaults | settings))
 
 
 def train_here(settings: dict[str, Any], **how: Any) -> loop.Trainer:

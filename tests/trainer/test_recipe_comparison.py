@@ -1,3 +1,4 @@
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from float8_lab.trainer import loop
 from float8_lab.trainer.compare import compare
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.metrics import read_metrics
+from support.listener import Listener
 
 MakeConfig = Callable[..., TrainConfig]
 
@@ -75,17 +77,9 @@ def test_an_interrupted_comparison_goes_on_where_it_was(
     config = make_config(steps=4, final_checkpoint=False)
     whole = compare(config.replace(output=str(tmp_path / "whole")), ["tensorwise", "delayed"])
 
-    stop = Event()
-
-    class StopAt2:
-        def on_start(self, config: TrainConfig, step: int, about: str) -> None:
-            self.recipe = config.recipe
-
-        def on_step(self, step: int) -> None:
-            if step == 2 and self.recipe == "tensorwise":
-                stop.set()
-
-    half = compare(config, ["tensorwise", "delayed"], [StopAt2()], stop=stop)
+    stop, steps = Event(), itertools.count(1)
+    listener = Listener(lambda step: next(steps) == 4 + 2 and stop.set())  # the second run's 2nd
+    half = compare(config, ["tensorwise", "delayed"], [listener], stop=stop)
     assert [row["status"] for row in half] == ["finished", "interrupted"]
     assert half[1]["val_gap_percent"] is None
     with pytest.raises(ConfigError, match="already holds a comparison"):
