@@ -79,7 +79,7 @@ def test_missing_peers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     assert main(["bench", "model", *words, *CPU]) == 0
     assert "torchao is not installed: left out\n" in capsys.readouterr().out
     rows = json.loads(Path("x.json").read_text())["rows"]
-    assert [row["recipe"] for row in rows] == ["bf16", "tensorwise"]
+    assert [row["recipe"] for row in rows] == ["bf16", "tensorwise", "delayed"]
 
 
 def test_a_wrong_result_is_one_line_and_not_in_the_file(
