@@ -51,7 +51,7 @@ def test_resuming_is_exact_to_the_bit(make_config: MakeConfig, tmp_path: Path, r
     assert one.validation == other.validation
 
 
-def test_resuming_with_other_settings_or_data_is_refused(
+def test_resuming_with_other_settings_or_data_or_from_damage_is_refused(
     make_config: MakeConfig, text_folder: Path
 ) -> None:
     result = train(make_config(stop_after=2))
@@ -63,6 +63,9 @@ def test_resuming_with_other_settings_or_data_is_refused(
     with pytest.raises(ConfigError, match="the text of the data has changed"):
         train(config, resume=result.last_checkpoint)
     assert list_checkpoints(result.folder.checkpoints) == [result.last_checkpoint]
+    flipped(result.last_checkpoint / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match="no other checkpoint of the run is intact"):
+        train(config, resume=result.last_checkpoint)
 
 
 def test_a_finished_run_is_extended_along_the_longer_schedule(make_config: MakeConfig) -> None:
