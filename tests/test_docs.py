@@ -18,19 +18,17 @@ EXTRAS = {"accelerate", "lightning", "peft", "torchao", "torchtitan", "transform
 PEERS = ("lightning", "peft", "transformers.trainer", "transformers.models.llama.modeling_llama")
 IMPORTED = COMPILER + PEERS
 SAMPLES = samples("python")
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLES, NOTEBOOKS = (sorted((ROOT / "examples").glob(x)) for x in ("*.py", "*.ipynb"))
 
 
 def prose(page: Path) -> str:
-    """The page without its fenced blocks and code."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    return re.sub(r"`[^`]*`", "", text)
+    """The page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
 def anchors(page: Path) -> set[str]:
     """The headings as GitHub names them in links."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", prose(page), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -91,7 +89,7 @@ def test_pages_read_well_and_lead_somewhere(page: Path) -> None:
     assert text.count("```") == 2 * len(list(fences(page)))
     for number, line in enumerate(text.splitlines(), 1):
         assert len(line) <= 120, f"{page_name(page)}:{number}"
-    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", prose(page))):
         if re.match(r"[a-z]+:", link):
             continue
         path, _, anchor = link.partition("#")
@@ -108,9 +106,6 @@ def test_pages_name_files_that_exist() -> None:
     paths = {path for page in pages for path in named.findall(page.read_text())}
     assert len(paths) > 20
     assert [path for path in paths if not (ROOT / path).exists()] == []
-
-
-NOTEBOOKS = sorted((Path(__file__).parent.parent / "examples").glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)

@@ -20,12 +20,13 @@ from float8.linear import Float8Linear
 from sqnr import sqnr
 from support.models import seeded
 
+CONVERT = "convert_to_float8_training"
 NAMES = {
     "config": ["e4m3_dtype", "e5m2_dtype", "CastConfig", "Float8LinearConfig", "ScalingType"],
     "float8_linear": ["Float8Linear"],
     "float8_linear_utils": [
         "_auto_filter_for_recipe",
-        "convert_to_float8_training",
+        CONVERT,
         "get_float8_layers",
         "linear_requires_sync",
         "swap_linear_layers",
@@ -111,14 +112,10 @@ def test_objects_of_torchao_are_told_by_the_import_to_change() -> None:
 
 def test_all_arguments_of_torchao_s_config_are_taken() -> None:
     theirs = pytest.importorskip("torchao.float8")
-    names = inspect.signature(theirs.Float8LinearConfig).parameters
-    assert names.keys() <= inspect.signature(Float8LinearConfig).parameters.keys()
-    names = inspect.signature(theirs.convert_to_float8_training).parameters
-    assert names.keys() <= inspect.signature(convert_to_float8_training).parameters.keys()
-    for kind in ("CastConfig", "Float8GemmConfig"):
-        names = inspect.signature(getattr(theirs, kind)).parameters
-        assert names.keys() <= inspect.signature(getattr(float8, kind)).parameters.keys()
+    for kind in ("Float8LinearConfig", "CastConfig", "Float8GemmConfig", CONVERT):
+        names, ours = (inspect.signature(getattr(x, kind)).parameters for x in (theirs, float8))
+        assert names.keys() <= ours.keys(), kind
     for kind in ("ScalingType", "ScalingGranularity", "Float8LinearRecipeName"):
-        names = {(x.name, x.value) for x in getattr(theirs, kind)}
-        assert names <= {(x.name, x.value) for x in getattr(float8, kind)}
+        values, ours = ({(x.name, x.value) for x in getattr(y, kind)} for y in (theirs, float8))
+        assert values <= ours, kind
     assert ScalingType("dynamic") is ScalingType.DYNAMIC

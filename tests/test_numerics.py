@@ -2,7 +2,7 @@
 
 import importlib
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -73,11 +73,6 @@ def test_casts_of_columns_are_those_of_the_transposed_tensor(recipe: str) -> Non
 # ---------------------------------------------------------------- the GEMMs of a layer
 
 
-def ours(recipe: str) -> Callable[[nn.Module], nn.Module]:
-    config = {"config": recipe, "module_filter_fn": all_linears}
-    return lambda layer: convert_to_float8_training(layer, **config)  # type: ignore[arg-type]
-
-
 def exactness(convert: Any, weight: Tensor, x: Tensor, grad: Tensor) -> dict[str, Any]:
     """SQNR in dB of each GEMM, and that of its mean row or channel."""
     layer = nn.Linear(*weight.shape[::-1], bias=False, dtype=torch.bfloat16)
@@ -102,16 +97,15 @@ def test_at_least_as_exact_as_torchao(recipe: str) -> None:
     pytest.importorskip("torchao.float8")
     torchao: Any = importlib.import_module("torchao.float8")
 
-    def theirs(layer: nn.Module) -> nn.Module:
-        config = torchao.Float8LinearConfig.from_recipe_name(recipe)
-        return torchao.convert_to_float8_training(layer, config=config)
-
+    ours = partial(convert_to_float8_training, config=recipe, module_filter_fn=all_linears)
+    config = torchao.Float8LinearConfig.from_recipe_name(recipe)
+    theirs = partial(torchao.convert_to_float8_training, config=config)
     shapes = (N, K), (M, K), (M, N), (M, K)
     weight, x, grad, tokens = (torch.randn(shape).bfloat16() for shape in shapes)
     hot, tiny = torch.randperm(K)[:4], 1e-10 * torch.exp(3 * tokens[:, :1].float())
     x[:, hot] *= 2.0**14
     weight[:, hot] /= 2.0**14
     for step in ((x, grad), (tokens, (grad * tiny).bfloat16())):
-        mine, other = (exactness(convert, weight, *step) for convert in (ours(recipe), theirs))
+        mine, other = (exactness(convert, weight, *step) for convert in (ours, theirs))
         for gemm, sqnr in other.items():
             assert mine[gemm] - sqnr >= -0.1, gemm

@@ -28,7 +28,9 @@ from sqnr import same_bits
 from support.configs import of_recipe, tensorwise
 from support.devices import E4M3, on_devices
 from support.errors import require_errors
+from support.experts import Experts
 from support.nano import NANO
+from support.training import Wrapped
 
 TOKENS = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(1))
 
@@ -138,22 +140,6 @@ def test_delayed_scales_are_those_of_the_layer() -> None:
     assert saturation() == 0
 
 
-class Experts(nn.Module):
-    """As torchtitan's: one method multiplies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w1, self.w2 = (nn.Parameter(torch.randn(3, *size)) for size in ((48, 32), (16, 48)))
-
-    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
-        h = self._grouped_mm(A=x, B_t=self.w1.transpose(1, 2), offs=offs).relu()
-        return self._grouped_mm(A=h, B_t=self.w2.double().float().transpose(1, 2), offs=offs)
-
-    def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
-        ends = [0, *offs.tolist()]
-        return torch.cat([A[a:b] @ w for a, b, w in zip(ends, ends[1:], B_t, strict=False)])
-
-
 def test_experts_count_group_by_group() -> None:
     """Under the names of their Parameters, those that are not copies."""
     model, x, offs = Experts(), torch.randn(20, 32), torch.tensor([8, 8, 20], dtype=torch.int32)
@@ -170,32 +156,29 @@ def test_experts_count_group_by_group() -> None:
         ("", "weight", ("output", "grad_input")),
         ("", "grad_output", ("grad_input", "grad_weight")),
     }
-    (cast,) = (c for c in report.casts if (c.layer, c.role) == ("w1", "input"))
-    spec = next(each for each in casts_of(tensorwise()) if each.role == "input")
-    sums = sum((measure_cast(part, spec) for part in (x[:8], x[8:])), torch.zeros(12))
-    assert cast.sqnr_db == pytest.approx(10 * math.log10(sums[6] / sums[7]), abs=1e-4)
-    assert cast.even_db > 30
     assert all(c.sqnr_db > 30 for c in report.casts)  # e4m3 gradients, too
-    blocks = numerics_report(Both(model), (x, offs), loss=square, recipe="blockwise")
-    key = "experts.w1", "input", ("grad_weight",)
-    (cast,) = (c for c in blocks.casts if (c.layer, c.role, c.gemms) == key)
+    both = Both(model, nn.Linear(16, 16))
+    blocks = numerics_report(both, (x, offs), loss=square, recipe="blockwise")
+    whole = next(each for each in casts_of(tensorwise()) if each.role == "input")
     runs = next(x for x in casts_of(of_recipe("blockwise"), True) if x.col and x.role == "input")
     assert runs.how.scaling_granularity is ScalingGranularity.BLOCK_1x128
-    sums = sum((measure_cast(part, runs) for part in (x[:8], x[8:])), torch.zeros(12))
-    assert cast.sqnr_db == pytest.approx(10 * math.log10(sums[6] / sums[7]), abs=1e-4)
-    delayed = numerics_report(Both(model), (x, offs), loss=square, recipe="delayed")
-    assert delayed.left_out == ("experts.w1", "experts.w2")
+    for found, spec, key in (
+        (report, whole, ("w1", "input", ("output", "grad_weight"))),
+        (blocks, runs, ("0.w1", "input", ("grad_weight",))),
+    ):
+        (cast,) = (c for c in found.casts if (c.layer, c.role, c.gemms) == key)
+        sums = sum((measure_cast(part, spec) for part in (x[:8], x[8:])), torch.zeros(12))
+        assert cast.sqnr_db == pytest.approx(10 * math.log10(sums[6] / sums[7]), abs=1e-4)
+        assert cast.even_db > 30
+    delayed = numerics_report(both, (x, offs), loss=square, recipe="delayed")
+    assert delayed.left_out == ("0.w1", "0.w2")
 
 
-class Both(nn.Module):
+class Both(nn.Sequential):
     """Experts, and a layer behind them."""
 
-    def __init__(self, experts: nn.Module) -> None:
-        super().__init__()
-        self.experts, self.head = experts, nn.Linear(16, 16)
-
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
-        return self.head(self.experts(x, offs))  # type: ignore[no-any-return]
+        return self[1](self[0](x, offs))  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------- nothing left behind
@@ -270,28 +253,23 @@ def test_state_of_other_modules_and_randomness_stay_also_after_errors() -> None:
     with pytest.raises(ZeroDivisionError):
         numerics_report(model, torch.zeros(2, 32), loss=lambda y: y.mean() * (1 / 0))
     assert equal(before, everything(model))
-    assert counted.calls == 1
-    assert len(fired) == 1
+    assert counted.calls == len(fired) == 1
 
 
 # ---------------------------------------------------------------- models and batches of all kinds
 
 
-class Wants(nn.Module):
+class Wants(nn.Sequential):
     """Takes two arguments, returns an object with a loss."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
     def forward(self, x: Tensor, scale: float) -> Any:
-        self.loss = square(self.linear(x) * scale)
+        self.loss = square(self[0](x) * scale)
         return self
 
 
 def test_batches_of_all_kinds() -> None:
     for batch in ((torch.ones(4, 16), 2.0), {"scale": 2.0, "x": torch.ones(4, 16)}):
-        report = numerics_report(Wants(), batch)
+        report = numerics_report(Wants(nn.Linear(16, 16)), batch)
         assert {cast.role for cast in report.casts} == {"input", "weight", "grad_output"}
     x = torch.randn(32)  # without tokens
     one, of_one = (numerics_report(stack(), batch, loss=square) for batch in (x, x[None]))
@@ -314,20 +292,18 @@ def test_frozen_weights_need_fewer_casts() -> None:
         numerics_report(model.requires_grad_(False), torch.randn(8, 32), loss=square)
 
 
+class Calls(nn.Sequential):
+    """Uses its layer once for each argument."""
+
+    def forward(self, *xs: Tensor) -> Tensor:
+        return sum((square(self[0](x)) for x in xs), torch.zeros(()))
+
+
 def test_several_calls_of_a_layer_count_together() -> None:
-    layer, small, large = nn.Linear(32, 32), torch.randn(8, 32), 100 * torch.randn(24, 32)
+    model, small, large = Calls(nn.Linear(32, 32)), torch.randn(8, 32), 100 * torch.randn(24, 32)
 
     def report(*inputs: Tensor) -> Any:
-        class Calls(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.layer = layer
-
-            def forward(self, *xs: Tensor) -> Tensor:
-                return sum((square(self.layer(x)) for x in xs), torch.zeros(()))
-
-        found = numerics_report(Calls(), inputs)
-        return next(cast for cast in found.casts if cast.role == "input")
+        return next(c for c in numerics_report(model, inputs).casts if c.role == "input")
 
     one, other, both = report(small), report(large), report(small, large)
     assert both.amax == max(one.amax, other.amax)
@@ -338,15 +314,14 @@ def test_several_calls_of_a_layer_count_together() -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_checkpointed_blocks_and_compiled_ones(recipe: str) -> None:
     tokens = TOKENS[:, :-1]
-    plain = str(numerics_report(llama(recipe), tokens, loss=next_token))
-    again = llama(recipe)
+    plain, again, compiled = (llama(recipe) for _ in range(3))
     for block in again.layers:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    assert str(numerics_report(again, tokens, loss=next_token)) == plain
-    compiled = llama(recipe)
     for block in compiled.layers:
         block.compile(backend="eager")
-    assert str(numerics_report(compiled, tokens, loss=next_token)) == plain
+    wanted = str(numerics_report(plain, tokens, loss=next_token))
+    for model in (again, compiled):
+        assert str(numerics_report(model, tokens, loss=next_token)) == wanted
 
 
 @on_devices
@@ -366,11 +341,7 @@ def test_autocast_decides_what_is_cast(recipe: str, device: str) -> None:
 
 
 def test_under_reentrant_checkpoints_only_forward_is_measured() -> None:
-    class Again(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(super().forward, x, use_reentrant=True)  # type: ignore[no-any-return]
-
-    model, x = Again(*stack()), torch.randn(8, 32, requires_grad=True)
+    model, x = Wrapped(stack(), "reentrant"), torch.randn(8, 32, requires_grad=True)
     before = everything(model)
     report = numerics_report(model, x, loss=square)
     assert {cast.gemms for cast in report.casts} == {("output",)}

@@ -1,7 +1,6 @@
 """`Watch` on one device: exact numbers, and that nothing else of a training changes."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
-from torch.utils.checkpoint import checkpoint
 
 from float8 import (
     CastConfig,
@@ -28,7 +26,9 @@ from float8.scales import DelayedScale, amax_to_scale
 from sqnr import same_bits
 from support.devices import on_devices
 from support.errors import require_errors
+from support.experts import Experts
 from support.reference import reference_values
+from support.training import Wrapped
 
 M, K, N = 37, 50, 23
 
@@ -155,11 +155,12 @@ def test_zeros_and_what_is_not_finite() -> None:
 # ---------------------------------------------------------------- nothing else changes
 
 
-def train(model: nn.Module, recipe: str, every: int | None, begin: Any = None) -> list[Tensor]:
+def train(model: nn.Module, every: int | None) -> list[Tensor]:
     """Six steps of two microbatches, and evaluations between; losses, gradients, all state."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     attach_to_optimizer(model, optimizer)
     watch = None if every is None else Watch(model, every)
+    first = "inner.0" if isinstance(model, Wrapped) else "0"
     found, told = [], []
     for step in range(6):
         for seed in (2 * step, 2 * step + 1):
@@ -174,24 +175,15 @@ def train(model: nn.Module, recipe: str, every: int | None, begin: Any = None) -
         optimizer.zero_grad()
     if every is not None:
         assert [bool(seen) for seen in told] == [(n + 1) % every == 0 for n in range(6)]
-        assert all(seen["0/input/amax"] < 100 for seen in told if seen)
+        assert all(seen[f"{first}/input/amax"] < 100 for seen in told if seen)
     return [*found, *model.state_dict().values()]
 
 
-def checkpointed(model: nn.Sequential) -> nn.Sequential:
-    class Again(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
-
-    return Again(*model)
-
-
-@pytest.mark.parametrize("wrap", [lambda model: model, checkpointed], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("how", ["plain", "checkpoint"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
-def test_a_watched_training_has_the_same_bits(recipe: str, wrap: Callable[..., Any]) -> None:
-    model = wrap(layers_of(recipe))
-    watched = train(model, recipe, 2)
-    assert all(map(same_bits, watched, train(wrap(layers_of(recipe)), recipe, None)))
+def test_a_watched_training_has_the_same_bits(recipe: str, how: str) -> None:
+    model, other = (Wrapped(layers_of(recipe), how) for _ in range(2))
+    assert all(map(same_bits, train(model, 2), train(other, None)))
     for layer in model.modules():
         assert not layer._forward_hooks
         assert not layer._forward_hooks_with_kwargs
@@ -209,7 +201,7 @@ def test_compiled_blocks_stay_one_graph(recipe: str) -> None:
     torch._dynamo.reset()
     model, eager, counter = Block(*layers_of(recipe)), layers_of(recipe), CompileCounter()
     model.compile(backend=counter, fullgraph=True)
-    assert all(map(same_bits, train(model, recipe, 3), train(eager, recipe, None)))
+    assert all(map(same_bits, train(model, 3), train(eager, None)))
     assert counter.frame_count == 2  # a training and an evaluation
     x, g = wide(M, K), wide(M, 9, seed=2)
     assert seen_in_a_step(model, x, g) == seen_in_a_step(eager, x, g)
@@ -241,7 +233,7 @@ def test_names_are_those_without_wrappers_and_layers_in_high_precision_have_none
 
 
 def test_conversions_between_steps() -> None:
-    model = nn.ModuleDict({"layer": layers_of("tensorwise"), "experts": Experts()})
+    model = nn.ModuleDict({"layer": layers_of("tensorwise"), "experts": Experts(wide)})
     convert_to_float8_training(model, config="rowwise", module_filter_fn=all_linears)
     x, offs = wide(20, 32), torch.tensor([8, 8, 20], dtype=torch.int32)
 
@@ -277,24 +269,9 @@ def test_what_cannot_be_watched() -> None:
 # ---------------------------------------------------------------- experts
 
 
-class Experts(nn.Module):
-    """As torchtitan's: one method multiplies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w1, self.w2 = (nn.Parameter(wide(3, *size)) for size in ((48, 32), (16, 48)))
-
-    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
-        h = self._grouped_mm(A=x, B_t=self.w1.transpose(1, 2), offs=offs).relu()
-        return self._grouped_mm(A=h, B_t=self.w2.double().float().transpose(1, 2), offs=offs)
-
-    def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_experts_by_the_names_of_their_weights(recipe: str) -> None:
-    whole = nn.ModuleDict({"experts": Experts()})
+    whole = nn.ModuleDict({"experts": Experts(wide)})
     convert_to_float8_training(whole, config=recipe, module_filter_fn=all_linears)
     x, offs = wide(24, 32), torch.tensor([8, 8, 20], dtype=torch.int32)
     x[20:] = math.nan  # rows of nobody

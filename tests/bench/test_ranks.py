@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import sys
 import weakref
@@ -22,10 +21,10 @@ from float8_lab.bench.model import Size
 from float8_lab.bench.ranks import TrainStep
 from float8_lab.bench.step import PASSES, Row, bench_steps, free_memory
 from float8_lab.bench.variants import Variant, make_variants
+from float8_lab.cli.main import main
 from float8_lab.errors import FailedError
 from float8_lab.ranks import start_ranks
 from support.ranks import Ranks
-from support.trainer_ranks import command
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -38,11 +37,10 @@ STEP = partial(TrainStep, size=TINY, device=CPU, **PLAIN)
 
 def bench(folder: Path, words: list[str]) -> int:
     """`float8 bench words` as torchrun would start it on this rank."""
-    os.environ["RANK"] = str(dist.get_rank())
-    try:
-        return command(folder, ["bench", *words])
-    finally:
-        del os.environ["RANK"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", str(dist.get_rank()))
+        patch.chdir(folder)
+        return main(["bench", *words])
 
 
 def rows_of(ranks: Ranks, folder: Path, *words: str) -> list[dict[str, Any]]:
@@ -159,11 +157,9 @@ def wrong_training(what: str) -> str:
             optimizer.param_groups[0]["lr"] *= -1
 
     wrong: list[Variant] = [bf16, replace(good, convert=convert, attach=attach)]
-    try:
+    with pytest.raises(FailedError) as caught:
         list(bench_steps(STEP, wrong, CPU, 1))
-    except FailedError as error:
-        return str(error)
-    raise AssertionError("nothing was raised")
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -298,43 +298,40 @@ def test_ranks_share_optimizer_casts_and_experts() -> None:
         keep_experts_of_a_rank(model, 3)
 
 
-def test_a_step_waits_for_gathers_and_for_the_cpu() -> None:
-    model = made(Case("", "llama3-8b", ""))
-    config = recipe_config("tensorwise")
+def step_of(
+    name: str, how: Setup, dtype: torch.dtype = torch.float32, gathers: bool = False
+) -> Step:
+    """A step of a whole model on H100s, with all layers in float8."""
+    model = made(Case("", name, "")).to(dtype)
+    config = dataclasses.replace(recipe_config("tensorwise"), enable_fsdp_float8_all_gather=gathers)
     convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
-    step = Step(model, "H100", config, Setup(512, 512, 8))
-    high, low = step.ms["waiting for gathers"]
+    return Step(model, "H100", config, how)
+
+
+def test_a_step_waits_for_gathers_and_for_the_cpu() -> None:
+    waits = "waiting for gathers"
+    high, low = step_of("llama3-8b", Setup(512, 512, 8)).ms[waits]
     assert high > low > 0  # what float8 takes more of the GPU; it gathers as much
-    gathers = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
-    less = Step(model, "H100", gathers, Setup(512, 512, 8)).ms["waiting for gathers"]
+    less = step_of("llama3-8b", Setup(512, 512, 8), gathers=True).ms[waits]
     assert less[0] == high
     assert low > less[1] > 0  # half of the bytes are gathered, as many are reduced
-    tiny = made(Case("", "tiny", ""))
-    convert_to_float8_training(tiny, config=config, module_filter_fn=all_linears)
-    assert Step(tiny, "H100", config, Setup(64, 64)).ms["waiting for the CPU"][1] > 5
-    graphs = Step(tiny, "H100", config, Setup(64, 64, cuda_graphs=True))
-    assert "waiting for the CPU" not in graphs.ms
+    assert step_of("tiny", Setup(64, 64)).ms["waiting for the CPU"][1] > 5
+    assert "waiting for the CPU" not in step_of("tiny", Setup(64, 64, cuda_graphs=True)).ms
 
 
 def test_masters_in_bfloat16_are_half_the_bytes_and_need_no_copies() -> None:
-    config, steps = recipe_config("tensorwise"), {}
-    for dtype in (torch.float32, torch.bfloat16):
-        for ranks in (1, 8):
-            model = made(Case("", "llama3-8b", "")).to(dtype)
-            convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
-            steps[dtype, ranks] = Step(model, "H100", config, Setup(512, 512, ranks))
     for ranks in (1, 8):
-        high, low = steps[torch.float32, ranks], steps[torch.bfloat16, ranks]
+        how = Setup(512, 512, ranks)
+        high, low = (step_of("llama3-8b", how, x) for x in (torch.float32, torch.bfloat16))
         assert low.gib == pytest.approx(high.gib / 2)
-        assert low.ms["optimizer"][0] == pytest.approx(high.ms["optimizer"][0] / 2)
-    assert "copies of weights" in steps[torch.float32, 1].ms
-    assert "copies of weights" not in steps[torch.bfloat16, 1].ms
-    waits = [
-        steps[dtype, 8].ms["waiting for gathers"][0] for dtype in (torch.float32, torch.bfloat16)
-    ]
-    saved = steps[torch.float32, 8].ms["optimizer"][0] / 2
+        saved = high.ms["optimizer"][0] / 2
+        assert low.ms["optimizer"][0] == pytest.approx(saved)
+        if ranks == 1:
+            assert "copies of weights" in high.ms
+            assert "copies of weights" not in low.ms
+    high_waits, low_waits = (step.ms["waiting for gathers"][0] for step in (high, low))
     sent = 2 * 8_030_261_248 * 7 / 8 / 300e6  # bytes of gradients less, at 300 GB/s
-    assert waits[0] - waits[1] == pytest.approx(sent - saved)
+    assert high_waits - low_waits == pytest.approx(sent - saved)
 
 
 def test_memory_of_weights_gradients_and_optimizer_is_counted() -> None:
@@ -357,15 +354,10 @@ def test_memory_of_weights_gradients_and_optimizer_is_counted() -> None:
 @pytest.mark.parametrize("gpu", MEMORY)
 def test_attention_and_classifiers_of_pictures(gpu: str) -> None:
     """All see all tokens of a picture; one token of each is classified."""
-
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head_dim = 64
-            self.qkv, self.proj = nn.Linear(1024, 3072), nn.Linear(1024, 1024)
-
     with torch.device("meta"):
-        blocks = nn.ModuleList([Attention(), nn.MultiheadAttention(1024, 8)])
+        own = nn.ModuleDict({"qkv": nn.Linear(1024, 3072), "proj": nn.Linear(1024, 1024)})
+        own.head_dim = 64
+        blocks = nn.ModuleList([own, nn.MultiheadAttention(1024, 8)])
         whole = nn.ModuleDict({"blocks": blocks, "head": nn.Linear(1024, 1000)})
     step = Step(whole, gpu, recipe_config("tensorwise"), Setup(50432, 197))
     flop = 3.5 * 4 * 197 * 50432 * 1024

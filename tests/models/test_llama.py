@@ -7,9 +7,16 @@ from torch import Tensor
 
 from float8_lab.models.llama import Llama
 from float8_lab.models.presets import PRESETS, ModelConfig
-from support.llama import build_llama
 
 SMALL = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, init_std=0.15)
+
+
+def build_llama(config: ModelConfig, max_seq_len: int, *, seed: int) -> Llama:
+    with torch.device("meta"):
+        model = Llama(config, max_seq_len)
+    model.to_empty(device="cpu")
+    model.init_weights(seed)
+    return model
 
 
 def naive_logits(model: Llama, tokens: Tensor) -> Tensor:
@@ -34,9 +41,8 @@ def naive_logits(model: Llama, tokens: Tensor) -> Tensor:
     for i in range(config.n_layers):
         here = f"layers.{i}."
         y = norm(x, weights[here + "attention_norm.weight"])
-        query, key, value = (
-            y @ weights[here + f"attention.{role}.weight"].T for role in ("query", "key", "value")
-        )
+        roles = "query", "key", "value"
+        query, key, value = (y @ weights[f"{here}attention.{role}.weight"].T for role in roles)
         heads = []
         for head in range(config.n_heads):
             shared = head // (config.n_heads // config.n_kv_heads)

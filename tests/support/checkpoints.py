@@ -1,13 +1,12 @@
 """Reading a checkpoint of the trainer without the trainer."""
 
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils._pytree import tree_flatten_with_path
 
 
 def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
@@ -15,12 +14,5 @@ def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder) / "whole.pt"
         dcp_to_torch_save(checkpoint, whole)
-        return dict(_flat("", torch.load(whole)))
-
-
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield prefix, value
-    else:
-        for name, inner in value.items():
-            yield from _flat(f"{prefix}/{name}".removeprefix("/"), inner)
+        found, _ = tree_flatten_with_path(torch.load(whole))
+    return {"/".join(key.key for key in path): tensor for path, tensor in found}

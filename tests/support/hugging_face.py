@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from float8 import sync_float8_amax_and_scale_history
 from float8.integrations.transformers import Float8Callback
@@ -65,17 +64,6 @@ def dequantised(folder: Path, format: str, **more: Any) -> Any:
     return load(folder, quantization_config=config, **more)
 
 
-class Tokens(Dataset):
-    """64 sequences of random tokens."""
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        row = tokens(index, 1)[0]
-        return {"input_ids": row, "labels": row}
-
-
 def converted(recipe: str, seed: int = 0) -> nn.Module:
     """A Llama of one layer, all of it but its head."""
     return libraries.converted(libraries.llama(seed), recipe)
@@ -96,9 +84,13 @@ ARGUMENTS |= {"per_device_train_batch_size": 4, "report_to": [], "disable_tqdm":
 
 
 def trainer(model: nn.Module, folder: Path, **more: Any) -> transformers.Trainer:
+    """Of 64 sequences of random tokens."""
     settings = transformers.TrainingArguments(str(folder), **ARGUMENTS | more)
-    data = {"train_dataset": Tokens(), "eval_dataset": Tokens()}
-    return transformers.Trainer(model, settings, **data, callbacks=[Float8Callback()])
+    rows = [tokens(index, 1)[0] for index in range(64)]
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    return transformers.Trainer(
+        model, settings, train_dataset=data, eval_dataset=data, callbacks=[Float8Callback()]
+    )
 
 
 def train(trainer: transformers.Trainer, folder: Path, resume: bool) -> None:

@@ -1,19 +1,19 @@
 """What the trainer's tests run on each rank; `Ranks.run` finds it here by name."""
 
-import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import support.nano  # noqa: F401 - its models
-from float8_lab.cli.main import main
 from float8_lab.errors import LabError
 from float8_lab.ranks import join_ranks
 from float8_lab.trainer import loop
@@ -31,10 +31,10 @@ Curves = tuple[list[tuple[float, float]], list[float]]
 
 
 def config_of(settings: dict[str, Any]) -> TrainConfig:
-    defaults = {"device": "cpu", "tensorboard": False, "eval_batches": 2, "log_interval": 2}
-    return TrainConfig.create(
-        **({"model": "nano", "recipe": "high_precision"} | defaults | settings)
-    )
+    """Of a small run in high precision, but for these settings."""
+    defaults = {"model": "nano", "recipe": "high_precision", "device": "cpu"}
+    defaults |= {"tensorboard": False, "eval_batches": 2, "log_interval": 2}
+    return TrainConfig.create(**(defaults | settings))
 
 
 def train_here(settings: dict[str, Any], **how: Any) -> loop.Trainer:
@@ -115,8 +115,10 @@ def interrupted(settings: dict[str, Any], who: int) -> tuple[str, int, list[str]
     return run.status, run.step, listener.events
 
 
-def error_of(settings: dict[str, Any], how: str, who: int) -> tuple[str, str]:
-    """Type and text of what this rank raises when something goes wrong on rank `who` alone."""
+def error_of(
+    settings: dict[str, Any], how: str = "", who: int = 0, resume: Path | None = None
+) -> str:
+    """Type and text of what this rank raises; `how` something goes wrong on rank `who` alone."""
     mine = dist.get_rank() == who
 
     def poisoned(logits: Tensor, targets: Tensor) -> Tensor:
@@ -133,31 +135,11 @@ def error_of(settings: dict[str, Any], how: str, who: int) -> tuple[str, str]:
 
     plain_loss = loop.F.cross_entropy
     patches: dict[str, Any] = {
+        "": nullcontext(),
         "nan": mock.patch.object(loop.F, "cross_entropy", poisoned),
         "disk full": mock.patch("os.fsync", full),
         "other data": mock.patch.object(loop.data, "load_corpus", corpus),
     }
-    with patches[how]:
-        return _raised(train_here, settings)
-
-
-def error_of_resuming(settings: dict[str, Any], checkpoint: Path) -> tuple[str, str]:
-    return _raised(train_here, settings, resume=checkpoint)
-
-
-def _raised(function: Any, *args: Any, **how: Any) -> tuple[str, str]:
-    try:
-        function(*args, **how)
-    except LabError as error:
-        return type(error).__name__, str(error)
-    raise AssertionError("nothing was raised")
-
-
-def command(folder: Path, words: list[str]) -> int:
-    """`float8 words` in that folder; the exit code."""
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        return main(words)
-    finally:
-        os.chdir(before)
+    with patches[how], pytest.raises(LabError) as caught:
+        train_here(settings, resume=resume)
+    return f"{caught.type.__name__}: {caught.value}"

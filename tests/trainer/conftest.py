@@ -1,12 +1,16 @@
+import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
-import support.nano  # noqa: F401 - its models
+from float8_lab.trainer import loop
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.data import Corpus, load_corpus
 from support.threads import one_thread  # noqa: F401 - of all tests here
+from support.trainer_ranks import config_of
 
 
 @pytest.fixture
@@ -28,17 +32,20 @@ def corpus(text_folder: Path) -> Corpus:
 
 @pytest.fixture
 def make_config(tmp_path: Path, text_folder: Path) -> Callable[..., TrainConfig]:
-    def make(**settings: object) -> TrainConfig:
-        defaults = {
-            "model": "nano",
-            "recipe": "high_precision",
-            "device": "cpu",
-            "data": str(text_folder),
-            "output": str(tmp_path / "run"),
-            "tensorboard": False,
-            "eval_batches": 2,
-            "log_interval": 2,
-        }
-        return TrainConfig.create(**(defaults | settings))  # type: ignore[arg-type]
+    paths = {"data": str(text_folder), "output": str(tmp_path / "run")}
+    return lambda **settings: config_of(paths | settings)
 
-    return make
+
+@pytest.fixture
+def nan_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Have the trainer's call of this number, from now on, compute a loss that is NaN."""
+
+    def at(number: int) -> None:
+        plain, calls = loop.F.cross_entropy, itertools.count(1)
+
+        def poisoned(*args: Tensor) -> Tensor:
+            return plain(*args) * (math.nan if next(calls) == number else 1.0)
+
+        monkeypatch.setattr(loop.F, "cross_entropy", poisoned)
+
+    return at

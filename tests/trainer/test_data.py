@@ -85,13 +85,13 @@ def test_sequences_cover_the_text_evenly() -> None:
 
 def test_validation_is_spread_from_start_to_end_and_always_the_same() -> None:
     text = torch.arange(200, dtype=torch.uint8)
-    batches = list(validation_batches(text, batches=3, batch_size=2, seq_len=9))
-    again = list(validation_batches(text, batches=3, batch_size=2, seq_len=9))
+    batches, again, short = (
+        [*validation_batches(each, batches=3, batch_size=2, seq_len=9)]
+        for each in (text, text, text[:12])
+    )
     assert [tuple(batch.shape) for batch in batches] == [(2, 10)] * 3
     assert all(torch.equal(a, b) for a, b in zip(batches, again, strict=True))
-    assert batches[0][0, 0] == 0
-    assert batches[-1][-1, -1] == 199
-    short = list(validation_batches(text[:12], batches=3, batch_size=2, seq_len=9))
+    assert (batches[0][0, 0], batches[-1][-1, -1]) == (0, 199)
     assert len(short) == 3
 
 

@@ -91,7 +91,5 @@ def test_timer_measures_steps_and_not_what_lies_between(monkeypatch: pytest.Monk
         sleep(0.02)
         timer.mark()
         sleep(0.1)
-    steps, between = timer.collect()[::2], timer.collect()
-    assert steps == pytest.approx([0.02, 0.02])
-    assert between == []
+    assert timer.collect()[::2] == pytest.approx([0.02, 0.02])
     assert timer.collect() == []

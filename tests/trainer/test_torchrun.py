@@ -44,13 +44,12 @@ def test_a_rank_that_dies_while_saving_leaves_the_former_checkpoint(here: Path) 
     assert "another rank is gone" in err
     assert "exitcode  : 9" in err
     checkpoints = here / "run" / "checkpoints"
-    assert {path.name for path in checkpoints.iterdir()} == {
-        "step_00000001",
-        ".unfinished-step_00000002",
-    }
+    kept = {path.name for path in checkpoints.iterdir()}
+    assert kept == {"step_00000001", ".unfinished-step_00000002"}
     assert out.count("tiny, 0.7M parameters, float32 on cpu with 1 thread(s), 2 ranks") == 1
     assert out.count("checkpoint: run/checkpoints/step_00000001") == 1
 
+    (checkpoints / ".unfinished-step_00000009").mkdir()  # of an earlier one
     way_on = ["train", "--fsdp", "--fsdp-float8-all-gather", "--resume", "run"]
     assert torchrun(here, *way_on)[0] == 0
     assert not list(checkpoints.glob(".unfinished*"))
@@ -124,7 +123,6 @@ def test_errors_are_told_by_each_rank_that_meets_them(
     out, err = capfd.readouterr()
     assert out == ""
     assert err.startswith(f"a warning\n{told}")
-    assert err.endswith("\n" if told else "warning\n")
     assert ("Traceback" in err) == ("Traceback" in told)
     main(["train", "--debug"])
     assert "Traceback" in capfd.readouterr().err

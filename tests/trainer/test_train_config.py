@@ -28,10 +28,7 @@ MakeConfig = Callable[..., TrainConfig]
         ({"device": "cuda:99"}, "is not there"),
         ({"device": "cpu:7"}, "device 'cpu:7' is not there"),
         ({"compile": True, "cuda_graphs": True}, "--cuda-graphs got --device cpu; expected"),
-        (
-            {"cuda_graphs": True, "fsdp": True},
-            "got --device cpu, no --compile, --fsdp; expected",
-        ),
+        ({"cuda_graphs": True, "fsdp": True}, "--device cpu, no --compile, --fsdp; expected"),
         ({"fsdp_float8_all_gather": True, "recipe": "delayed"}, "add --fsdp"),
         ({"fsdp_float8_all_gather": True}, "--fsdp-float8-all-gather needs weights in float8"),
         ({"recipe": "tensorwise+only"}, r"tensorwise\+only.* do not train: leave \+only out"),
