@@ -218,11 +218,10 @@ class _Contents(NamedTuple):
 def _warn_of_overhang(contents: _Contents) -> None:
     """Warn of weights with a last block that is smaller, which transformers reads wrongly."""
     names, scheme = [], contents.scheme
-    if scheme.format != FINE_GRAINED or scheme.block is None:
-        return
-    for x, pieces, *_ in (each for each in contents.sources if each.how):
+    block = scheme.block if scheme.format == FINE_GRAINED else None
+    for x, pieces, *_ in (each for each in contents.sources if each.how and block):
         size = x.shape[-2] // len(pieces), x.shape[-1]  # pieces are written one by one
-        if any(of and n > of and n % of for n, of in zip(size, scheme.block, strict=True)):
+        if any(of and n > of and n % of for n, of in zip(size, block or (), strict=True)):
             names.append(pieces[0][0])
     if names:
         warnings.warn(

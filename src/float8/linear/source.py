@@ -97,10 +97,9 @@ def problem(
         )
     shared = shared or is_dtensor(weight)
     computed = not isinstance(weight, nn.Parameter)  # as by torch.nn.utils.prune
-    trains = weight.requires_grad or computed
-    if config.float8_weights is Float8Weights.ONLY and (shared or trains):
-        what = "that ranks share" if shared else "with requires_grad=True"
-        what = "that is computed from another" if computed else what
+    if config.float8_weights is Float8Weights.ONLY and (shared or computed or weight.requires_grad):
+        what = "that is computed from another" if computed else "with requires_grad=True"
+        what = "that ranks share" if shared else what
         return ValueError(
             f"got a weight {what} with float8_weights=ONLY, expected one that is whole and frozen; "
             f"call weight.requires_grad_(False) first, or convert it with another config"

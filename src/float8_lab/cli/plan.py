@@ -45,14 +45,13 @@ def load_model(name: str) -> nn.Module:
     """
     what = "a function without arguments that returns a model, or --model for one of ours"
     make = imported("model", name, what)
-    problem = "it is a model" if isinstance(make, nn.Module) else ""
+    if isinstance(make, nn.Module):
+        raise ConfigError(f"model: got {name!r}, expected {what}: it is a model")
     try:
-        with contextlib.suppress(ValueError):  # a builtin may have none
+        with contextlib.suppress(ValueError):  # a builtin may have no signature
             inspect.signature(make).bind()
     except TypeError as error:
-        problem = str(error)
-    if problem:
-        raise ConfigError(f"model: got {name!r}, expected {what}: {problem}")
+        raise ConfigError(f"model: got {name!r}, expected {what}: {error}") from error
     try:
         with torch.device("meta"):
             model = make()
