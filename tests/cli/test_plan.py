@@ -32,6 +32,8 @@ from float8_lab.trainer.recipes import recipe_config
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 MINE = """
+import functools
+
 import torch
 from torch import nn
 
@@ -70,6 +72,7 @@ nothing = nn.ReLU
 none = dict
 whole = nn.Linear(8, 8)
 needs = lambda size: nn.Linear(size, size)
+given = functools.wraps(needs)(lambda: needs(64))
 """
 
 
@@ -122,6 +125,7 @@ def test_a_step_is_modelled_without_a_gpu(planned: Callable[..., str]) -> None:
     assert "\nloses: no layer gains; more --tokens" in tiny
     assert "all layers in float8" not in tiny  # which is slower
     assert "convert_to_float8_training" not in tiny
+    assert "loses" in planned("--gpu", "H200", "mine_to_plan:given")
     mine = planned("--gpu", "H200", "mine_to_plan:make")
     assert "mine_to_plan:make, tensorwise, 8192 tokens in sequences of 8192: modelled" in mine
     assert "1 of 3 linear layers run in float8, 1.5% of all matmul weights" in mine

@@ -77,6 +77,13 @@ def rewrite(folder: Path, **tensors: Tensor | None) -> None:
     (folder / INDEX).unlink()
 
 
+def test_it_warns_of_experts_that_end_within_a_block(tmp_path: Path) -> None:
+    """Gate and up, which are in files by themselves: together they are whole blocks."""
+    model = convert_to_float8_training(built(intermediate_size=192))
+    with pytest.warns(UserWarning, match=r"24 weight\(s\), as .*experts.0.w1.weight, end within"):
+        save_float8_checkpoint(model, tmp_path)
+
+
 @layouts
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_reads_what_is_written(name: str, layout: Layout, tmp_path: Path) -> None:

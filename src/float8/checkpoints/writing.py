@@ -129,7 +129,7 @@ def save_float8_checkpoint(
 
     Files of an older model in the folder are removed after the new ones are complete: the disk
     needs room for both. After an error the older ones are as they were. A warning names older ones
-    that cannot be removed, and weights that transformers would read wrongly.
+    that cannot be removed, and weights that transformers would dequantise wrongly.
 
     Args:
         model: as for `float8_weights`.
@@ -179,7 +179,8 @@ def save_float8_checkpoint(
             ranks.agree()
             if files is not None:
                 files.replace(config)
-                _warn_of_overhang(contents)
+    if writes:
+        _warn_of_overhang(contents)
     return tuple(notes)
 
 
@@ -216,18 +217,18 @@ class _Contents(NamedTuple):
 
 
 def _warn_of_overhang(contents: _Contents) -> None:
-    """Warn of weights with a last block that is smaller, which transformers reads wrongly."""
-    names, scheme = [], contents.scheme
+    """Warn of weights with a last block that is smaller, which transformers dequantises wrongly."""
+    names, scheme = list[str](), contents.scheme
     block = scheme.block if scheme.format == FINE_GRAINED else None
     for x, pieces, *_ in (each for each in contents.sources if each.how and block):
         size = x.shape[-2] // len(pieces), x.shape[-1]  # pieces are written one by one
         if any(of and n > of and n % of for n, of in zip(size, block or (), strict=True)):
-            names.append(pieces[0][0])
+            names += [name for piece in pieces for name in piece]
     if names:
         warnings.warn(
             f"float8: {len(names)} weight(s), as {names[0]}, end within a block of {scheme.block}. "
-            f"This library reads them; transformers 5.23 fails, or reads wrong values without a "
-            f"word: for it leave these layers out by a filter, or take another format",
+            f"This library reads them; transformers 5.23, where it dequantises, fails or reads "
+            f"wrong values: for it leave these layers out by a filter, or take another format",
             stacklevel=3,
         )
 

@@ -96,10 +96,12 @@ def problem(
             "ranks hold parts of the weight, too"
         )
     shared = shared or is_dtensor(weight)
-    computed = not isinstance(weight, nn.Parameter)  # as by torch.nn.utils.prune
-    if config.float8_weights is Float8Weights.ONLY and (shared or computed or weight.requires_grad):
-        what = "that is computed from another" if computed else "with requires_grad=True"
-        what = "that ranks share" if shared else what
+    only = config.float8_weights is Float8Weights.ONLY
+    if only and "weight" not in {**mod._parameters, **mod._buffers}:
+        got = "got a weight that hooks compute with float8_weights=ONLY, expected a Parameter"
+        return ValueError(f"{got}; call prune.remove or the like of torch.nn.utils first")
+    if only and (shared or weight.requires_grad):
+        what = "that ranks share" if shared else "with requires_grad=True"
         return ValueError(
             f"got a weight {what} with float8_weights=ONLY, expected one that is whole and frozen; "
             f"call weight.requires_grad_(False) first, or convert it with another config"

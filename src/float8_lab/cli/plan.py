@@ -49,7 +49,7 @@ def load_model(name: str) -> nn.Module:
         raise ConfigError(f"model: got {name!r}, expected {what}: it is a model")
     try:
         with contextlib.suppress(ValueError):  # a builtin may have no signature
-            inspect.signature(make).bind()
+            inspect.signature(make, follow_wrapped=False).bind()
     except TypeError as error:
         raise ConfigError(f"model: got {name!r}, expected {what}: {error}") from error
     try:
