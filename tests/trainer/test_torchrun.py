@@ -123,6 +123,7 @@ def test_errors_are_told_by_each_rank_that_meets_them(
     out, err = capfd.readouterr()
     assert out == ""
     assert err.startswith(f"a warning\n{told}")
+    assert err.endswith("\n")
     assert ("Traceback" in err) == ("Traceback" in told)
     main(["train", "--debug"])
     assert "Traceback" in capfd.readouterr().err

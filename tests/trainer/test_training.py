@@ -116,6 +116,8 @@ def test_schedule_warms_up_then_follows_half_a_cosine(make_config: MakeConfig) -
     quarter = 0.2 + 0.8 * (1 + 0.5**0.5) / 2  # of the way from 1.0 to 0.2
     wanted = {1: 0.1, 5: 0.5, 10: 1.0, 35: quarter, 60: 0.6, 110: 0.2}
     assert {step: learning_rate(step, config) for step in wanted} == pytest.approx(wanted)
+    falling = [learning_rate(step, config) for step in range(10, 111)]
+    assert falling == sorted(falling, reverse=True)
     for warmup in (0, 5, 9):
         config = make_config(learning_rate=1.0, min_lr_ratio=0.0, warmup_steps=warmup, steps=5)
         rates = [learning_rate(step, config) for step in range(1, 6)]

@@ -115,9 +115,9 @@ class Chooser:
         if strategy_of(mod) is not None:
             return self._decide(mod, fqn, why_not_taken(mod, config_for(mod, self.given)))
         if isinstance(mod, nn.Linear):
-            known = left_out(fqn, self.head) or is_router(mod, fqn, self.experts)
-            stays = self.takes is None and self.config.float8_gemms and known
-            problem = None if stays else unsupported(mod, self.config, self.classes)
+            if self.takes is None and self.config.float8_gemms and (left := self._left(mod, fqn)):
+                return self._decide(mod, fqn, None, lambda mod, fqn: left)
+            problem = unsupported(mod, self.config, self.classes)
             return self._decide(mod, fqn, problem, self._why_no_linear)
         return None
 
@@ -151,13 +151,13 @@ class Chooser:
         parent = self.model.get_submodule(fqn.rpartition(".")[0])
         return why_experts_slower(module, parent, self.config, self.tokens, self.ranks[1], gpu)
 
+    def _left(self, layer: Any, fqn: str) -> str | None:
+        router = "a router: converted only if a module_filter_fn takes it"
+        return router if is_router(layer, fqn, self.experts) else left_out(fqn, self.head)
+
     def _why_no_linear(self, layer: Any, fqn: str) -> str | None:
         if not self.config.float8_gemms:
             return None
-        if is_router(layer, fqn, self.experts):
-            return "a router: converted only if a module_filter_fn takes it"
-        if reason := left_out(fqn, self.head):
-            return reason
         if layer.out_features < ROUTER:
             few = f"N={layer.out_features} is less than {ROUTER}, as a router's"
             return f"{few}: converted only if a module_filter_fn takes it"
