@@ -141,7 +141,7 @@ def update_float8_weights(model: nn.Module) -> None:
     casts the shard and keeps it; for those weights this call casts nothing.
 
     A warning names the layers whose weights are cast on the fly all the same, and says why: those
-    under tensor parallel or with delayed scaling, and experts under FSDP or of torchtitan.
+    under tensor parallel or with delayed scaling, and experts of torchtitan without FSDP2.
 
     Raises:
         TypeError: `model` is no `nn.Module`.
@@ -163,8 +163,15 @@ def update_float8_weights(model: nn.Module) -> None:
     under_fsdp = set(itertools.chain(*wraps))
     for mod, name in mods.items():
         if isinstance(mod, Float8Experts):
-            why = mod._float8_hold("gathered by FSDP" if mod in under_fsdp else None)
-            on_the_fly += [f"{name}.{attr} ({reason})" for attr, reason in why.items()]
+            why_not = "gathered by FSDP, in high precision or offloaded"
+            why = mod._float8_hold(why_not if mod in under_fsdp else None)
+            for attr, reason in why.items():
+                weight = mod._parameters[attr]
+                here = (
+                    not is_dtensor(weight) or weight.device.type == weight.device_mesh.device_type
+                )
+                if not (mod in under_fsdp and here and _held_by_gathers(weight)):
+                    on_the_fly.append(f"{name}.{attr} ({reason})")
             continue
         mod._float8_set_held()  # frees the old data before casting
         weight: Any = mod._parameters.get("weight")
@@ -196,9 +203,14 @@ def update_float8_weights(model: nn.Module) -> None:
         )
 
 
+def _held_by_gathers(weight: Any) -> bool:
+    """Whether FSDP2 gathers a weight in float8: its hooks keep the cast of the shard."""
+    return isinstance(local_tensor(weight), Float8GatherWeight | Float8Tensor)
+
+
 def _why_on_the_fly(layer: Float8Linear, weight: Any, under_fsdp: bool) -> str | None:
     """Say why a layer with `HELD` cannot hold its weight, or return None."""
-    if under_fsdp and not isinstance(local_tensor(weight), Float8GatherWeight | Float8Tensor):
+    if under_fsdp and not _held_by_gathers(weight):
         return "gathered in high precision"
     if weight is None:
         return "computed at each use"

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from float8 import conversion_report, convert_to_high_precision
-from float8.config import CastConfig, ScalingGranularity
+from float8.config import CastConfig, Float8Weights, ScalingGranularity
 from float8.experts import Float8Experts
 from float8.experts.gather import GatheredExperts, GatherExperts
 from float8.parallel.experts import all_to_all_in_float8
@@ -28,7 +28,7 @@ from support.models import seeded
 from support.outcome import Results, accumulate, assert_same, compiles, evaluate, outcome, train
 from support.ranks import on
 from support.sharded import DIM, convert, here, keep, mesh_of, offload, part, shard, whole
-from support.spies import Traffic, saved_tensors
+from support.spies import OpCounter, Traffic, saved_tensors
 
 BF16 = torch.bfloat16
 POLICY = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False)
@@ -102,6 +102,24 @@ def test_training(experts: int) -> None:
         # Columns are cast again from rows.
         if name.startswith("grad") and grad.any():  # a rank may have none; one needs no router
             assert sqnr(grad, other[name]) > 30, name
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+@on("either")
+def test_held_weights_are_cast_once_per_step(recipe: str) -> None:
+    """The same bits, of four gathers in each of two steps; nothing says that they are not held."""
+    for experts in (4, 3, 1):
+        found, casts = [], []
+        for weights in (Float8Weights.ON_THE_FLY, Float8Weights.HELD):
+            how = {"config": {"float8_weights": weights}, "microbatches": 2, "steps": 2}
+            made = {"make": partial(blocks, experts), "wrap": partial(shard, param_dtype=BF16)}
+            with OpCounter() as counter, warnings.catch_warnings():
+                warnings.filterwarnings("error", ".*on the fly.*")
+                found.append(outcome(recipe, True, **made, **how))
+            casts.append(sum(n for name, n in counter.ops.items() if "float8.cast" in name))
+        assert_same(*found)
+        each = -(-experts // dist.get_world_size()) if recipe == "blockwise" else 1  # no whole ones
+        assert casts[0] - casts[1] == 4 * 2 * (4 - 1) * each  # of four weights, in two steps
 
 
 @on("four")

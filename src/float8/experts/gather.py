@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8.config import ScalingGranularity
+from float8.config import Float8Weights, ScalingGranularity
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
 from float8.quantize import Cast, quantize
 from float8.tensor import Float8GatherWeight, Float8Tensor
-from float8.tensor.gather import GatherInfo, padded_shard
-from float8.tensor.ranks import SharedTokens
+from float8.tensor.gather import CastAhead, GatherInfo, padded_shard
+from float8.tensor.ranks import SharedTokens, local_tensor
 
 aten = torch.ops.aten
 
@@ -44,7 +44,7 @@ class GatherExperts(Float8GatherWeight):
     what two ranks hold, the weights are gathered in high precision, with a warning.
     """
 
-    def _why_not_in_float8(self, size: torch.Size, rows: int, ranks: int) -> str | None:
+    def _why_not_in_float8(self, size: torch.Size, rows: int, mesh: Any) -> str | None:
         """Say which scale would cover what two ranks hold, or return None."""
         dim = next((dim for dim in range(3) if self.shape[dim] != size[dim]), 0)
         if dim == 2 or (dim == 1 and self.how.scaling_granularity.one_scale):
@@ -56,13 +56,24 @@ class GatherExperts(Float8GatherWeight):
     def _to_send(
         self, size: torch.Size, rows: int, mesh: Any, module: Any, dtype: torch.dtype
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
-        """Cast the shard, padded to `rows` experts, to what is sent."""
-        shard, ranks = padded_shard(self.high_precision.to(dtype), rows), mesh.size()
-        data, scale = quantize(shard, Cast(self.how), row=True).row
-        if self.how.scaling_granularity.width is None:
-            scale = scale.unsqueeze(-1)
-        bytes_ = data[..., : shard.shape[2]].contiguous().view(torch.uint8)
-        dim = 1 if shard.shape[1] != size[1] else 0
+        """Cast the shard, padded to `rows` experts, to what is sent; HELD keeps the cast.
+
+        Not where shards are offloaded: `self` is a copy then.
+        """
+        parameters, ranks = module._parameters.values(), mesh.size()
+        weight = next((x for x in parameters if local_tensor(x) is self), None)
+        self.param_dtype = dtype
+        made = None if weight is None else self.kept(weight)
+        if made is None:
+            shard = padded_shard(self._inner.to(dtype), rows)
+            data, scale = quantize(shard, Cast(self.how), row=True).row
+            if self.how.scaling_granularity.width is None:
+                scale = scale.unsqueeze(-1)
+            made = CastAhead(scale, data[..., : shard.shape[2]].contiguous())
+            if weight is not None and module._float8_config.float8_weights is Float8Weights.HELD:
+                self.keep(made, weight)
+        scale, bytes_ = made.scale, made.data.view(torch.uint8)
+        dim = 1 if self.shape[1] != size[1] else 0
         if ranks > 1 and dim == 0 and rows * ranks == size[0]:
             return (bytes_, scale.view(torch.uint8)), GatherInfo(size)
         if ranks > 1:

@@ -33,6 +33,7 @@ class GatherInfo(NamedTuple):
     size: torch.Size  # of the whole weight
     scale: Tensor | None = None  # of the whole weight, alike on all ranks; None: scales are sent
     amax: Tensor | None = None  # see `Float8Tensor`
+    made_here: bool = True  # on the stream of the gather, not before it
 
 
 class CastAhead(NamedTuple):
@@ -138,13 +139,10 @@ class Float8GatherWeight(Wrapper):
         The DTensor counts writes by ops on it and by compiled code. The shard counts those through
         `to_local()`, and by foreach ops, as an optimizer's.
         """
-        inner = ((x._version, x.data_ptr(), x.stride()) for x in (self.counted, self._inner))
-        return weight._version, self.param_dtype, *inner
+        a, b = self.counted, self._inner
+        of_b = b._version, b.data_ptr(), b.stride()
+        return weight._version, self.param_dtype, a._version, a.data_ptr(), a.stride(), *of_b
 
-    # Grad mode is off already, says FSDP2. What is made here outlives an evaluation in inference
-    # mode if the weights stay gathered, and must then do for training.
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
@@ -157,24 +155,26 @@ class Float8GatherWeight(Wrapper):
         # A shard of another dim than the first is never padded, nor is one of everything.
         if rows != outer_size[0] and self.shape[1:] == outer_size[1:]:
             rows = -(-outer_size[0] // mesh.size())
-        if problem := self._why_not_in_float8(outer_size, rows, mesh.size()):
-            warnings.warn(
-                f"float8: a weight of {tuple(outer_size)} is gathered in high precision: "
-                f"{problem}; shard it along dim 0, evenly and between blocks, or leave "
-                f"enable_fsdp_float8_all_gather out",
-                stacklevel=2,
-            )
-            return (padded_shard(self.high_precision.to(dtype), rows),), GatherInfo(outer_size)
-        return self._to_send(outer_size, rows, mesh, module, dtype)
+        # What is made outlives an evaluation if weights stay gathered, and must do for training.
+        with as_inference_as(self):
+            if problem := self._why_not_in_float8(outer_size, rows, mesh):
+                warnings.warn(
+                    f"float8: a weight of {tuple(outer_size)} is gathered in high precision: "
+                    f"{problem}; shard it along dim 0, evenly and between blocks, or leave "
+                    f"enable_fsdp_float8_all_gather out",
+                    stacklevel=2,
+                )
+                return (padded_shard(self._inner.to(dtype), rows),), GatherInfo(outer_size)
+            return self._to_send(outer_size, rows, mesh, module, dtype)
 
-    def _why_not_in_float8(self, size: torch.Size, rows: int, ranks: int) -> str | None:
+    def _why_not_in_float8(self, size: torch.Size, rows: int, mesh: Any) -> str | None:
         """Say why scales cannot be sent with shards of so many rows, or return None."""
         granularity = self.how.scaling_granularity
         if granularity.one_scale:
             return None
         if self.shape[1] != size[1]:
             return f"its columns are sharded, which {granularity} would cut"
-        if rows * ranks != size[0]:
+        if rows * mesh.size() != size[0]:
             return f"shards of {rows} rows are not all of one size, for which scales are sent"
         if rows % (granularity.height or 1):
             return f"shards of {rows} rows would cut {granularity}"
@@ -188,7 +188,7 @@ class Float8GatherWeight(Wrapper):
         R may be 0. With delayed scaling the amax of the shard comes along for each forward in
         training to record; the sync makes it that of the whole weight. HELD keeps a dynamic cast.
         """
-        weight, how, shard, amax = module.weight, self.how, self.high_precision, None
+        weight, how, shard, amax = module.weight, self.how, self._inner, None
         owner = local_tensor(weight)
         owner.param_dtype = dtype  # scales are computed ahead from now on
         delayed = how.scaling_type is ScalingType.DELAYED
@@ -206,18 +206,18 @@ class Float8GatherWeight(Wrapper):
             if not has_scale and how.scaling_granularity.one_scale:
                 cast = cast._replace(reduce=amax_over(sharding_groups(weight)))
             row = quantize(shard, cast, row=True, via=dtype).row
-            made = CastAhead(row.scale, row.data[: shard.shape[0], : shard.shape[1]])
+            data, (R, K) = row.data, shard.shape
+            made = CastAhead(row.scale, data if data.shape == shard.shape else data[:R, :K])
             # Not if a rank has no rows: ranks would disagree whether the next cast all-reduces.
             held = module._float8_config.float8_weights is Float8Weights.HELD
             if held and not delayed and all_ranks_have_some(weight):
                 owner.keep(made, weight)
         sent = padded_shard(made.data.contiguous().view(torch.uint8), rows)
         if how.scaling_granularity.one_scale or mesh.size() == 1:  # from one rank one tensor
-            return (sent,), GatherInfo(size, made.scale, amax)
+            known = ahead is not None and ahead.scale is made.scale
+            return (sent,), GatherInfo(size, made.scale, amax, made_here=not known)
         return (sent, made.scale.contiguous().view(torch.uint8)), GatherInfo(size)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def fsdp_post_all_gather(
         self, received: tuple[Tensor, ...], info: GatherInfo, dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
@@ -225,17 +225,17 @@ class Float8GatherWeight(Wrapper):
 
         `out` is the result of the first call, over the same memory, which was filled anew.
         """
-        size, scale, amax = info
-        # Made on the stream of the gather, read on this one.
-        for made in (scale, amax):
-            if made is not None and made.is_cuda:
+        size, scale, amax, made_here = info
+        for made in (scale, amax) if made_here else ():
+            if made is not None and made.is_cuda:  # and is read on this stream
                 made.record_stream(torch.cuda.current_stream(made.device))
-        data = received[0].view(-1)[: size.numel()].view(size)
-        if data.dtype != torch.uint8:
-            return None if out is not None else (data, ())
-        scale = received[1].view(torch.float32) if scale is None else scale
-        if out is None:
-            return self._gathered(data.view(self.how.dtype), scale, dtype, amax), ()
+        with as_inference_as(self):
+            data = received[0].view(-1)[: size.numel()].view(size)
+            if data.dtype != torch.uint8:
+                return None if out is not None else (data, ())
+            scale = received[1].view(torch.float32) if scale is None else scale
+            if out is None:
+                return self._gathered(data.view(self.how.dtype), scale, dtype, amax), ()
         old = local_tensor(out)
         old._scale, old._amax = scale, amax
         return None
