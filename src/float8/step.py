@@ -163,14 +163,9 @@ def update_float8_weights(model: nn.Module) -> None:
     under_fsdp = set(itertools.chain(*wraps))
     for mod, name in mods.items():
         if isinstance(mod, Float8Experts):
-            why_not = "gathered by FSDP, in high precision or offloaded"
-            why = mod._float8_hold(why_not if mod in under_fsdp else None)
-            for attr, reason in why.items():
-                weight = mod._parameters[attr]
-                here = (
-                    not is_dtensor(weight) or weight.device.type == weight.device_mesh.device_type
-                )
-                if not (mod in under_fsdp and here and _held_by_gathers(weight)):
+            gathered = "gathered by FSDP, in high precision or offloaded"
+            for attr, reason in mod._float8_hold(gathered if mod in under_fsdp else None).items():
+                if reason != gathered or not _held_by_gathers(mod._parameters[attr]):
                     on_the_fly.append(f"{name}.{attr} ({reason})")
             continue
         mod._float8_set_held()  # frees the old data before casting
@@ -204,8 +199,11 @@ def update_float8_weights(model: nn.Module) -> None:
 
 
 def _held_by_gathers(weight: Any) -> bool:
-    """Whether FSDP2 gathers a weight in float8: its hooks keep the cast of the shard."""
-    return isinstance(local_tensor(weight), Float8GatherWeight | Float8Tensor)
+    """Whether hooks of FSDP2 keep the cast of its shard: of experts not, where it is offloaded."""
+    local = local_tensor(weight)
+    offloaded = local is not weight and weight.device.type != weight.device_mesh.device_type
+    ours = isinstance(local, Float8GatherWeight | Float8Tensor)
+    return ours and not (offloaded and local.dim() == 3)
 
 
 def _why_on_the_fly(layer: Float8Linear, weight: Any, under_fsdp: bool) -> str | None:
