@@ -283,7 +283,7 @@ class Float8Weights(enum.Enum):
     HELD = "held"
     """Weights are cast once per optimizer step (`attach_to_optimizer`, `update_float8_weights`) for
     training; evaluation casts on the fly. Row and column data stay beside the weight, two bytes per
-    element, and scales. All results are those of `ON_THE_FLY`."""
+    element, and scales; under FSDP2 row data of the shard. Results are those of `ON_THE_FLY`."""
     ONLY = "only"
     """Frozen weights are cast at the conversion, and replaced: one byte per element is left, and
     the scales: under `BLOCK_1x32` an eighth of a byte."""

@@ -137,11 +137,12 @@ def update_float8_weights(model: nn.Module) -> None:
     in evaluation, weights are cast on the fly. If the version counter of a weight changed, its next
     use casts it again and keeps the result; compiled code casts it at every use. Fused optimizers
     and writes into `weight.data` or through a raw pointer do not raise the version counter: call
-    this after those. `.to()` and assigning a new Parameter drop held data. Under FSDP2 the gather
-    casts the shard and keeps it; for those weights this call casts nothing.
+    this after those. `.to()` and assigning a new Parameter drop held data. Under FSDP2 the next
+    gather casts the shard, and keeps it; this call drops what was kept.
 
     A warning names the layers whose weights are cast on the fly all the same, and says why: those
-    under tensor parallel or with delayed scaling, and experts of torchtitan without FSDP2.
+    under tensor parallel or with delayed scaling; experts of torchtitan without FSDP2, and under
+    FSDP in high precision or offloaded.
 
     Raises:
         TypeError: `model` is no `nn.Module`.
@@ -162,6 +163,9 @@ def update_float8_weights(model: nn.Module) -> None:
     wraps = (x.modules() for x in model.modules() if is_fsdp_module(x) or hasattr(type(x), fsdp1))
     under_fsdp = set(itertools.chain(*wraps))
     for mod, name in mods.items():
+        for shard in map(local_tensor, mod._parameters.values()):
+            if isinstance(shard, Float8GatherWeight):
+                shard.forget_cast()
         if isinstance(mod, Float8Experts):
             gathered = "gathered by FSDP, in high precision or offloaded"
             for attr, reason in mod._float8_hold(gathered if mod in under_fsdp else None).items():
@@ -201,9 +205,10 @@ def update_float8_weights(model: nn.Module) -> None:
 def _held_by_gathers(weight: Any) -> bool:
     """Whether hooks of FSDP2 keep the cast of its shard: of experts not, where it is offloaded."""
     local = local_tensor(weight)
-    offloaded = local is not weight and weight.device.type != weight.device_mesh.device_type
-    ours = isinstance(local, Float8GatherWeight | Float8Tensor)
-    return ours and not (offloaded and local.dim() == 3)
+    if local is weight or not isinstance(local, Float8GatherWeight):
+        return isinstance(local, Float8Tensor)
+    here = weight.is_meta or weight.device.type == weight.device_mesh.device_type
+    return here or local.dim() == 2
 
 
 def _why_on_the_fly(layer: Float8Linear, weight: Any, under_fsdp: bool) -> str | None:
@@ -228,7 +233,7 @@ class Attachment:
     handles: list[RemovableHandle]
 
     def remove(self) -> None:
-        """Remove the hooks and free held weights; the end of the optimizer does so, too."""
+        """Remove the hooks and free held weights, but no shards; so does the optimizer's end."""
         for handle in self.handles:
             handle.remove()
         for mod in self.mods:

@@ -15,7 +15,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from float8 import conversion_report, convert_to_high_precision
+from float8 import conversion_report, convert_to_high_precision, update_float8_weights
 from float8.config import CastConfig, Float8Weights, ScalingGranularity
 from float8.experts import Float8Experts
 from float8.experts.gather import GatheredExperts, GatherExperts
@@ -27,7 +27,19 @@ from support.errors import require_errors
 from support.models import seeded
 from support.outcome import Results, accumulate, assert_same, compiles, evaluate, outcome, train
 from support.ranks import on
-from support.sharded import DIM, convert, here, keep, mesh_of, offload, part, shard, whole
+from support.sharded import (
+    DIM,
+    batch,
+    convert,
+    here,
+    keep,
+    mesh_of,
+    model_of,
+    offload,
+    part,
+    shard,
+    whole,
+)
 from support.spies import OpCounter, Traffic, saved_tensors
 
 BF16 = torch.bfloat16
@@ -120,6 +132,52 @@ def test_held_weights_are_cast_once_per_step(recipe: str) -> None:
         assert_same(*found)
         each = -(-experts // dist.get_world_size()) if recipe == "blockwise" else 1  # no whole ones
         assert casts[0] - casts[1] == 4 * 2 * (4 - 1) * each  # of four weights, in two steps
+
+
+def multiply_unnoticed(model: nn.Module) -> None:
+    for x in model.state_dict().values():
+        x.to_local().data.mul_(3)  # counts no version
+    update_float8_weights(model)
+
+
+@on("two")
+def test_what_is_held_is_no_older_than_the_last_update() -> None:
+    for make in (partial(blocks, 4), partial(blocks, 3), model_of):  # experts, and dense layers
+        found = []
+        for weights in (Float8Weights.ON_THE_FLY, Float8Weights.HELD):
+            model = shard(convert(make(), "rowwise", float8_weights=weights))
+            with torch.no_grad():
+                model(batch(0, 0))
+                multiply_unnoticed(model)
+                found.append(model(batch(0, 0)))
+        assert same_bits(*found)
+
+
+@on("two")
+def test_held_weights_of_other_modules_and_in_inference_mode() -> None:
+    """Another module may have a weight, too, and come first; nothing counts writes in that mode."""
+    model: Any = convert(blocks(4), "rowwise", float8_weights=Float8Weights.HELD)
+    first = nn.Module()
+    first.up = model[0].experts.up
+    model[0]._modules = {"first": first, **model[0]._modules}
+    train(shard(model), 1)
+    with torch.inference_mode():
+        found = [
+            shard(convert(blocks(4), "rowwise", float8_weights=weights))(batch(0, 0))
+            for weights in (Float8Weights.ON_THE_FLY, Float8Weights.HELD)
+        ]
+    assert same_bits(*found)
+
+
+@on("two")
+def test_held_weights_that_nothing_gathers_are_named() -> None:
+    model: Any = convert(blocks(4), "rowwise", float8_weights=Float8Weights.HELD)
+    ignored = {model[0].experts.up}
+    fully_shard(model, mesh=mesh_of(), ignored_params=ignored)
+    with pytest.warns(
+        UserWarning, match=r"float8: 1 layer\(s\) .* 0.experts.up \(gathered by FSDP"
+    ):
+        update_float8_weights(model)
 
 
 @on("four")

@@ -70,7 +70,8 @@ class GatherExperts(Float8GatherWeight):
             if self.how.scaling_granularity.width is None:
                 scale = scale.unsqueeze(-1)
             made = CastAhead(scale, data[..., : shard.shape[2]].contiguous())
-            if weight is not None and module._float8_config.float8_weights is Float8Weights.HELD:
+            config = getattr(module, "_float8_config", None)  # none where others share the weight
+            if weight is not None and config and config.float8_weights is Float8Weights.HELD:
                 self.keep(made, weight)
         scale, bytes_ = made.scale, made.data.view(torch.uint8)
         dim = 1 if self.shape[1] != size[1] else 0

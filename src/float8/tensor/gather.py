@@ -126,7 +126,13 @@ class Float8GatherWeight(Wrapper):
 
     def keep(self, ahead: CastAhead, weight: Any) -> None:
         """Keep what was made until `weight`, this or the DTensor around it, is written."""
-        self._ahead = self._versions(weight), ahead
+        if not (self.counted.is_inference() or weight.is_inference()):  # which count no writes
+            self._ahead = self._versions(weight), ahead
+
+    def forget_cast(self) -> None:
+        """Drop a cast that was kept; a scale that was computed ahead stays."""
+        if (ahead := self._ahead[1]) is not None and ahead.data is not None:
+            self._ahead = None, None
 
     def kept(self, weight: Any) -> CastAhead | None:
         """Return what was kept, unless `weight` was written since."""
@@ -214,7 +220,7 @@ class Float8GatherWeight(Wrapper):
                 owner.keep(made, weight)
         sent = padded_shard(made.data.contiguous().view(torch.uint8), rows)
         if how.scaling_granularity.one_scale or mesh.size() == 1:  # from one rank one tensor
-            known = ahead is not None and ahead.scale is made.scale
+            known = ahead is not None and ahead.data is None and ahead.scale is made.scale
             return (sent,), GatherInfo(size, made.scale, amax, made_here=not known)
         return (sent, made.scale.contiguous().view(torch.uint8)), GatherInfo(size)
 
