@@ -22,8 +22,8 @@ from float8_lab.bench.ranks import TrainStep
 from float8_lab.bench.step import PASSES, Row, bench_steps, free_memory
 from float8_lab.bench.variants import Variant, make_variants
 from float8_lab.cli.main import main
-from float8_lab.errors import FailedError
-from float8_lab.ranks import start_ranks
+from float8_lab.errors import FailedError, RankFailedError
+from float8_lab.ranks import join_ranks, start_ranks
 from support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -183,6 +183,15 @@ def alone() -> None:
         del step
         free_memory(CPU)
         assert all(weight() is None for weight in weights), variant.name
+
+
+def lost() -> None:
+    with pytest.raises(RankFailedError), join_ranks():
+        raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer [::1]:42")
+
+
+def test_a_rank_that_is_gone_is_named(one: Ranks) -> None:
+    one.run(lost)
 
 
 def test_a_variant_leaves_no_memory_behind(two: Ranks) -> None:

@@ -15,9 +15,11 @@ import pytest
 import typer
 
 import float8
+from float8_lab.cli import main as main_module
 from float8_lab.cli.app import COMMANDS
 from float8_lab.cli.main import main
 from float8_lab.cli.progress import stop_on_signals
+from float8_lab.errors import ConfigError, FailedError, RankFailedError
 from float8_lab.trainer.loop import Trainer
 
 QUICK = ["--device", "cpu", "--batch-size", "2", "--seq-len", "16", "--eval-batches", "1"]
@@ -96,7 +98,6 @@ def test_the_second_signal_acts_as_usual(monkeypatch: pytest.MonkeyPatch) -> Non
         (["--data", "missing"], r"no data at missing"),
         (["--resume", "nowhere"], r"nothing to resume at nowhere"),
         (["--output", "text.txt"], r"cannot write to text.txt"),
-        (["--fsdp"], r"--fsdp needs ranks .*: start them by torchrun "),
         (["--batch-size", "9" * 20], r"the train split of text.txt .*: lower --batch-size"),
     ],
 )
@@ -106,6 +107,69 @@ def test_user_errors_are_one_line(
     given = ["train", "--data", "text.txt", "--output", "run", *QUICK]
     assert re.search(message, refused(*given, *words))
     assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "alone"),
+    [
+        (["train", *QUICK], "WORLD_SIZE: got 2, expected 1, .*: start it without torchrun", False),
+        (["compare", "tensorwise", *QUICK], "WORLD_SIZE: got 2, expected 1", False),
+        (["bench", "train", "--bogus"], "No such option", True),
+    ],
+)
+def test_what_is_refused_under_torchrun(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
+    alone: bool,
+) -> None:
+    """Wrong words are told by the first rank alone."""
+    monkeypatch.setattr(main_module, "_LAST_WORDS", 0.0)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert main([*words, "--data", "text.txt"]) != 0
+        out, err = capfd.readouterr()
+        assert out == ""
+        assert bool(re.search(message, " ".join(err.split()))) == (rank == "0" or not alone)
+        assert rank == "0" or err.startswith("rank 1: error: ") or (alone and err == "")
+    assert [path.name for path in Path().iterdir()] == ["text.txt"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (RankFailedError("another is gone"), 1, "rank 1: error: another is gone"),
+        (ConfigError("not here"), 2, "rank 1: error: not here"),
+        (FailedError("no room"), 1, "rank 1: error: no room"),
+        (OSError("no disk"), 2, "rank 1: error: no disk (--debug shows where)"),
+        (KeyError("what"), 1, "rank 1: Traceback"),
+    ],
+)
+def test_errors_are_told_by_each_rank_that_meets_them(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    error: Exception,
+    code: int,
+    told: str,
+) -> None:
+    def fail(**call: object) -> None:
+        sys.stdout.write("that it began\n")
+        sys.stderr.write("a warning\n")
+        raise error
+
+    monkeypatch.setattr(main_module, "_LAST_WORDS", 0.0)
+    monkeypatch.setattr("float8_lab.cli.app.command", fail)
+    monkeypatch.setenv("RANK", "1")
+    assert main(["bench"]) == code
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith(f"a warning\n{told}")
+    assert err.endswith("\n")
+    assert ("Traceback" in err) == ("Traceback" in told)
+    main(["bench", "--debug"])
+    assert "Traceback" in capfd.readouterr().err
 
 
 def test_numbers_out_of_bounds_are_refused_and_debug_shows_tracebacks(

@@ -11,6 +11,5 @@ NANO = Preset(
     learning_rate=5e-3,
     steps=6,
 )
-# 259 rows come out uneven on all ranks.
 NANO_TIED = replace(NANO, model=replace(NANO.model, tied_head=True, vocab_size=259, n_layers=2))
 PRESETS |= {"nano": NANO, "nano-tied": NANO_TIED}

@@ -2,15 +2,16 @@ import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
 
+import support.nano  # noqa: F401 - its models
 from float8_lab.trainer import loop
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.data import Corpus, load_corpus
 from support.threads import one_thread  # noqa: F401 - of all tests here
-from support.trainer_ranks import config_of
 
 
 @pytest.fixture
@@ -32,8 +33,11 @@ def corpus(text_folder: Path) -> Corpus:
 
 @pytest.fixture
 def make_config(tmp_path: Path, text_folder: Path) -> Callable[..., TrainConfig]:
-    paths = {"data": str(text_folder), "output": str(tmp_path / "run")}
-    return lambda **settings: config_of(paths | settings)
+    """Of a small run in high precision, but for other settings."""
+    small: dict[str, Any] = {"data": str(text_folder), "output": str(tmp_path / "run")}
+    small |= {"model": "nano", "recipe": "high_precision", "device": "cpu"}
+    small |= {"tensorboard": False, "eval_batches": 2, "log_interval": 2}
+    return lambda **settings: TrainConfig.create(**(small | settings))
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def test_resuming_with_other_settings_or_data_or_from_damage_is_refused(
 
 
 def test_a_finished_run_is_extended_along_the_longer_schedule(make_config: MakeConfig) -> None:
-    # On another device of its kind, as where each of several ranks takes a GPU of its own.
+    # On another device of its kind.
     first = train(make_config(steps=3, device="cpu:0"))
     longer = saved_config(first.last_checkpoint).replace(steps=6, device="cpu")
     second = train(longer, resume=first.last_checkpoint)
@@ -112,6 +112,7 @@ def save(folder: Path, step: int, keep: int = 5) -> Path:
 
 
 def test_a_disk_that_fills_up_leaves_the_others(tmp_path: Path) -> None:
+    (tmp_path / ".unfinished-step_00000009").mkdir()  # of a process that was killed
     first = save(tmp_path, 1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -123,6 +124,16 @@ def test_a_disk_that_fills_up_leaves_the_others(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
     assert list(tmp_path.iterdir()) == [first]
+
+
+def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(number: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(CheckpointError, match=r"_00000001: \[Errno 28\] No .*; free some space"):
+        save(tmp_path, 1)
+    assert not list(tmp_path.iterdir())
 
 
 def cut(file: Path) -> None:
@@ -194,6 +205,7 @@ def test_a_wrong_value_in_the_config_of_a_run(
     saved = {"config": vars(config), "corpus": {"fingerprint": ""}}
     assert read(json.dumps(saved)) == config
     gone = {"hsdp": 2, "tp": 1, "sequence_parallel": False, "activation_checkpointing": True}
+    gone |= {"fsdp": True, "fsdp_float8_all_gather": True}
     assert read(json.dumps({**saved, "config": vars(config) | gone})) == config  # of 0.2.0
     with pytest.raises(ConfigError, match=rf"from config.json .*{name}"):
         read(json.dumps({**saved, "config": vars(config) | {name: value}}))

@@ -28,11 +28,8 @@ MakeConfig = Callable[..., TrainConfig]
         ({"device": "cuda:99"}, "is not there"),
         ({"device": "cpu:7"}, "device 'cpu:7' is not there"),
         ({"compile": True, "cuda_graphs": True}, "--cuda-graphs got --device cpu; expected"),
-        ({"cuda_graphs": True, "fsdp": True}, "--device cpu, no --compile, --fsdp; expected"),
-        ({"fsdp_float8_all_gather": True, "recipe": "delayed"}, "add --fsdp"),
-        ({"fsdp_float8_all_gather": True}, "--fsdp-float8-all-gather needs weights in float8"),
+        ({"cuda_graphs": True}, "--device cpu, no --compile; expected"),
         ({"recipe": "tensorwise+only"}, r"tensorwise\+only.* do not train: leave \+only out"),
-        ({"recipe": "tensorwise+held", "fsdp": True}, "needs --fsdp-float8-all-gather"),
     ],
 )
 def test_settings_that_cannot_work_are_named(

@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch.distributed as dist
 import typer
 
 from float8_lab.bench import experts, tables
@@ -28,9 +29,10 @@ from float8_lab.cli.measure import (
     Run,
 )
 from float8_lab.cli.options import App, Words, given, one_of, settings, takes
+from float8_lab.device import use_device
 from float8_lab.errors import ConfigError, FailedError
 from float8_lab.ranks import join_ranks, start_ranks
-from float8_lab.trainer.config import HIGH_PRECISION, ONE_PROCESS, RECIPES, TrainConfig
+from float8_lab.trainer.config import HIGH_PRECISION, RECIPES, TrainConfig
 
 SHAPES = f"{', '.join(experts.EXPERTS)}; or E,rows,hidden,ff."
 app = App(help=COMMANDS["bench"], no_args_is_help=True)
@@ -111,14 +113,15 @@ def _measure_on_ranks(
     make_variants(**chosen)  # so that what is wrong is said once
     where.checked()
     start_ranks(where.device, where.ranks)
-    with join_ranks(True) as group:
-        output = where.output if group.rank == 0 else None
-        where = replace(where, device=str(group.device(where.device)), output=output)
-        about = {**how, "ranks": group.size, "passes": PASSES}
-        title = f"{title} on {group.size} rank(s)"
-        gathers = gathers if group.size > 1 else ("",)
+    with join_ranks():
+        first, ranks = dist.get_rank() == 0, dist.get_world_size()
+        output = where.output if first else None
+        where = replace(where, device=str(use_device(where.device)), output=output)
+        about = {**how, "ranks": ranks, "passes": PASSES}
+        title = f"{title} on {ranks} rank(s)"
+        gathers = gathers if ranks > 1 else ("",)
         found = _measure(name, title, partial(step, **how), size, chosen, where, gathers, **about)
-        if plot is not None and group.rank == 0:
+        if plot is not None and first:
             import_module("float8_lab.bench.picture").plot_results(found, plot)
             typer.echo(f"plot: {plot}")
 
@@ -201,7 +204,7 @@ _FILES = ("output", "tensorboard", "keep_checkpoints", "final_checkpoint", "chec
 
 
 @app.command("one-start")
-@takes(chosen=settings(but=("recipe", "stop_after", "eval_interval", *_FILES, *ONE_PROCESS)))
+@takes(chosen=settings(but=("recipe", "stop_after", "eval_interval", *_FILES)))
 def one_start_command(
     chosen: Any,
     recipe: Recipes = None,

@@ -1,7 +1,6 @@
 """`float8 compare`: the same training under several recipes."""
 
 import functools
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,14 +8,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from float8_lab.cli.options import INTERRUPTED_EXIT, STOP_NOTICE, App, given, settings, takes
+from float8_lab.cli.options import INTERRUPTED_EXIT, App, given, settings, takes
 from float8_lab.cli.progress import ConsoleProgress, make_console, stop_on_signals
 from float8_lab.cli.table import print_table
-from float8_lab.errors import ConfigError
-from float8_lab.trainer.config import HIGH_PRECISION, ONE_PROCESS, OUTPUT, TrainConfig
+from float8_lab.trainer.config import HIGH_PRECISION, OUTPUT, TrainConfig
 from float8_lab.trainer.metrics import FAILED, FINISHED, MEAN
 
-_NOT_OURS = ("recipe", "output", "keep_checkpoints", "final_checkpoint", "stop_after", *ONE_PROCESS)
+_NOT_OURS = ("recipe", "output", "keep_checkpoints", "final_checkpoint", "stop_after")
 _option = functools.partial(typer.Option, rich_help_panel=OUTPUT)
 
 app = App()
@@ -48,16 +46,13 @@ def compare_command(
     """
     from float8_lab.trainer.compare import compare
 
-    if "RANK" in os.environ:
-        message = "float8 compare got ranks of torchrun, but keeps to one device: run it without"
-        raise ConfigError(message)
     config = TrainConfig.create(
         recipe=HIGH_PRECISION, final_checkpoint=False, output=output, **given(chosen)
     )
     if chosen.eval_interval is None:
         config = config.replace(eval_interval=max(config.steps // 5, 1))
     console = make_console()
-    with stop_on_signals(STOP_NOTICE) as stop:
+    with stop_on_signals() as stop:
         how: Any = {"resume": resume, "overwrite": overwrite, "stop": stop}
         rows = compare(config, recipes, [ConsoleProgress(console)], **how)
     if config.device.startswith("cpu"):

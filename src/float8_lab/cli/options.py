@@ -19,7 +19,6 @@ from float8_lab.errors import ConfigError
 from float8_lab.trainer.config import OPTIONS, TrainConfig
 
 INTERRUPTED_EXIT = 130
-STOP_NOTICE = "stopping after this step, with a checkpoint (again: stop at once)"
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")]
 T = TypeVar("T")

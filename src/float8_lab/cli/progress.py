@@ -13,6 +13,7 @@ from rich.console import Console
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.metrics import StepRecord, ValidationRecord
 
+_NOTICE = b"\nstopping after this step, with a checkpoint (again: stop at once)\n"
 _PLAIN_WIDTH = 120  # A log has no width; this one holds the widest table.
 
 
@@ -57,10 +58,10 @@ class ConsoleProgress:
 
 
 @contextlib.contextmanager
-def stop_on_signals(notice: str = "") -> Iterator[Event]:
+def stop_on_signals() -> Iterator[Event]:
     """Turn the first SIGINT or SIGTERM into an event that is set; the second one acts as usual.
 
-    The notice goes to standard error when the first one comes. In the main thread only.
+    Standard error has a notice when the first one comes. In the main thread only.
     """
     stop = Event()
 
@@ -69,7 +70,7 @@ def stop_on_signals(notice: str = "") -> Iterator[Event]:
         restore.close()
         # Past Python's buffers: the signal may have come in the middle of a write to them.
         with contextlib.suppress(OSError):
-            os.write(2, f"\n{notice}\n".encode() if notice else b"")
+            os.write(2, _NOTICE)
 
     with contextlib.ExitStack() as restore:
         for number in (signal.SIGINT, signal.SIGTERM):

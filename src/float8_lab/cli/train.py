@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from float8_lab.cli.options import INTERRUPTED_EXIT, STOP_NOTICE, App, given, settings, takes
+from float8_lab.cli.options import INTERRUPTED_EXIT, App, given, settings, takes
 from float8_lab.cli.progress import ConsoleProgress, make_console, stop_on_signals
 from float8_lab.trainer.config import OUTPUT, TrainConfig
 from float8_lab.trainer.metrics import FINISHED, INTERRUPTED, read_metrics
@@ -31,37 +31,25 @@ def train_command(
 
     Leaves metrics, TensorBoard events and checkpoints in the output folder. Ctrl-C (or SIGTERM)
     finishes the step, saves a checkpoint and says how to go on from it.
-
-    On several GPUs: torchrun --nproc-per-node 8 --no-python float8 train --fsdp ...
     """
-    from float8_lab.ranks import join_ranks
     from float8_lab.trainer.loop import train
+    from float8_lab.trainer.run_folder import find_checkpoint, saved_config
 
-    console = make_console()
-    several = bool(chosen.fsdp)
-    with join_ranks(several) as ranks:
-        notice = STOP_NOTICE if ranks.rank == 0 else ""
-        with stop_on_signals(notice) as stop:
-            config, checkpoint = ranks.once(lambda: _settings(given(chosen), resume))
-            progress = ConsoleProgress(console)
-            run = train(config, observers=[progress], resume=checkpoint, stop=stop, ranks=ranks)
+    console, checkpoint = make_console(), None
+    with stop_on_signals() as stop:
+        if resume is None:
+            config = TrainConfig.create(**given(chosen))
+        else:
+            checkpoint = find_checkpoint(Path(resume))
+            config = saved_config(checkpoint).replace(**given(chosen))
+        progress = ConsoleProgress(console)
+        run = train(config, observers=[progress], resume=checkpoint, stop=stop)
     folder, validation = run.folder.path, read_metrics(run.folder.metrics).validation
     console.print(f"{run.status} after step {run.step} of {config.steps}")
     if validation:
         console.print(f"validation loss {validation[-1].loss:.4f} nats per byte")
     console.print(f"everything is in {folder}")
     if run.status != FINISHED:
-        command = "the same command under torchrun, and" if several else "float8 train"
-        console.print(f"go on with: {command} --resume {folder}")
+        console.print(f"go on with: float8 train --resume {folder}")
     if run.status == INTERRUPTED:
         raise typer.Exit(INTERRUPTED_EXIT)
-
-
-def _settings(given: dict[str, Any], resume: str | None) -> tuple[TrainConfig, Path | None]:
-    """The run's settings, and the checkpoint that it goes on from."""
-    from float8_lab.trainer.run_folder import find_checkpoint, saved_config
-
-    if resume is None:
-        return TrainConfig.create(**given), None
-    checkpoint = find_checkpoint(Path(resume))
-    return saved_config(checkpoint).replace(**given), checkpoint

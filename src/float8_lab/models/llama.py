@@ -7,7 +7,6 @@ Every matrix multiply of a block is an `nn.Linear` without bias under its own na
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from float8_lab.models.presets import ModelConfig
 
@@ -124,7 +123,7 @@ class Llama(nn.Module):
         """Fill parameters and buffers from `seed`, tie the head; equal on every run of a device.
 
         Normal with standard deviation `init_std`; of projections that write to the residual stream
-        over sqrt(2 * n_layers). Of a sharded model each rank fills its shards.
+        over sqrt(2 * n_layers).
         """
         device = self.embedding.weight.device
         generator = torch.Generator(device).manual_seed(seed)
@@ -138,9 +137,6 @@ class Llama(nn.Module):
                     residual = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
                     std = residual_std if residual else weight_std
                     whole.normal_(0.0, std, generator=generator)
-                if isinstance(parameter, DTensor):
-                    mesh, placements = parameter.device_mesh, parameter.placements
-                    whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
                 parameter.copy_(whole)
             cos, sin = rope_table(self.config.head_dim, self.max_seq_len, self.config.rope_theta)
             self.cos.copy_(cos)

@@ -5,8 +5,6 @@ import math
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from float8 import Float8Weights, conversion_report, convert_to_float8_training
 from float8.config import CastSite
@@ -14,19 +12,15 @@ from float8.formats import lacks_float8_gemm
 from float8_lab.errors import ConfigError
 from float8_lab.models.llama import Llama
 from float8_lab.models.presets import preset
-from float8_lab.ranks import ALONE, Ranks
 from float8_lab.trainer.config import HIGH_PRECISION, TrainConfig, float8_config
 
 
-def build_model(
-    config: TrainConfig, device: torch.device, ranks: Ranks = ALONE
-) -> tuple[Llama, str]:
-    """Build the run's model: converted, spread, compiled and initialised as the settings say.
+def build_model(config: TrainConfig, device: torch.device) -> tuple[Llama, str]:
+    """Build the run's model: converted, compiled and initialised as the settings say.
 
-    Collective if it is spread. Returns what was converted as text, too, empty for high precision;
-    a `ConfigError` if the recipe does not work with this model or device.
+    Returns what was converted as text, too, empty for high precision; a `ConfigError` if the recipe
+    does not work with this model or device.
     """
-    # No rank has room for a whole model: it gets memory when each rank has its shards.
     with torch.device("meta"):
         model = Llama(preset(config.model).model, config.seq_len)
     model.tie_head()
@@ -34,15 +28,8 @@ def build_model(
     if config.compile:
         # Blocks are alike, so one compilation serves all; the names of parameters stay.
         for block in (*model.layers, model.norm):
-            # FSDP2's hooks break a graph from torch 2.14 on.
             mode = "reduce-overhead" if config.cuda_graphs else None
-            block.compile(fullgraph=not config.fsdp, dynamic=False, mode=mode)
-    if config.fsdp:
-        mesh = init_device_mesh(device.type, (ranks.size,))
-        # No mixed precision policy: weights are gathered as they are, or in float8 if the config
-        # says so, and autocast does the rest, so that the numbers are those of one device.
-        for module in (*model.layers, model):
-            fully_shard(module, mesh=mesh)
+            block.compile(fullgraph=True, dynamic=False, mode=mode)
     model.to_empty(device=device)
     model.init_weights(config.seed)
     return model, conversion
@@ -58,12 +45,11 @@ def _convert(model: Llama, config: TrainConfig, device: torch.device) -> str:
     if reason and not settings.emulate:
         raise ConfigError(f"recipe {recipe!r}: {reason}; or use --recipe {HIGH_PRECISION}")
     try:
-        gather = config.fsdp_float8_all_gather
-        settings = dataclasses.replace(settings, enable_fsdp_float8_all_gather=gather)
+        # One process gathers nothing.
+        settings = dataclasses.replace(settings, enable_fsdp_float8_all_gather=False)
         one_cast = CastSite.WEIGHT_FOR_GRAD_INPUT not in settings.own_casts
         # As CUDA graphs, casts are made each time: nothing held is read.
-        can_hold = one_cast and not config.cuda_graphs and (gather or not config.fsdp)
-        if config.accumulate > 1 and can_hold:
+        if config.accumulate > 1 and one_cast and not config.cuda_graphs:
             settings = dataclasses.replace(settings, float8_weights=Float8Weights.HELD)
         convert_to_float8_training(
             model,

@@ -1,8 +1,7 @@
 """Checkpoints on disk: complete or not there at all.
 
 A checkpoint is a folder `step_00000100` that `torch.distributed.checkpoint` (DCP) writes and reads:
-every rank its shards, and on any number of ranks. It is written under a temporary name and then
-renamed, so a folder with the final name was once complete; all ranks must see the same folder.
+under a temporary name and then renamed, so a folder with the final name was once complete.
 `checksums.json` in it has a CRC-32 of each file, which is compared before anything is loaded.
 
 DCP reads pickles: resume only from checkpoints that you trust.
@@ -22,12 +21,10 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from float8_lab.errors import CheckpointError
-from float8_lab.ranks import ALONE, Ranks, explain_lost_rank
 
 _NAME = re.compile(r"step_(\d{8,})")
 _UNFINISHED = ".unfinished-"
@@ -35,54 +32,28 @@ _METADATA, _CHECKSUMS = ".metadata", "checksums.json"
 _FULL = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
 
 
-def save_checkpoint(
-    folder: Path, step: int, values: dict[str, Any], *, keep: int, ranks: Ranks = ALONE
-) -> Path:
-    """Write a checkpoint into `folder`, then delete the oldest beyond `keep`. Collective.
+def save_checkpoint(folder: Path, step: int, values: dict[str, Any], *, keep: int) -> Path:
+    """Write a checkpoint into `folder`, then delete the oldest beyond `keep`.
 
-    `values` is what DCP saves: tensors, `Stateful` objects, dicts of both. Of a DTensor each rank
-    writes its shards; the rest is equal on all ranks. If some rank could not write it, a
-    `CheckpointError`, or a `RankFailedError` if that rank is gone; older ones stay.
+    `values` is what DCP saves: tensors, `Stateful` objects, dicts of both. If it cannot be written,
+    a `CheckpointError`; older ones stay.
     """
     target = folder / f"step_{step:08d}"
     temporary = folder / f"{_UNFINISHED}{target.name}"
     try:
         with _explained(f"could not write the checkpoint {target}"):
-            ranks.once(lambda: _delete(folder.glob(f"{_UNFINISHED}*")))
-            save(values, storage_writer=_Writer(temporary), no_dist=ranks.size == 1)
-            own = [f"__{ranks.rank}_*.distcp"] + [_METADATA] * (ranks.rank == 0)
-            mine = {x.name: _crc(x) for name in own for x in temporary.glob(name)}
-            found = {name: crc for part in ranks.gather(mine) for name, crc in part.items()}
-            text = json.dumps(found, indent=1) + "\n"
-            ranks.once(lambda: _seal(temporary, target, text))
+            _delete(folder.glob(f"{_UNFINISHED}*"))
+            save(values, checkpoint_id=temporary, no_dist=True)
+            checksums = {x.name: _crc(x) for x in temporary.iterdir()}
+            (temporary / _CHECKSUMS).write_text(json.dumps(checksums, indent=1) + "\n")
+            _delete([target])  # reached again after resuming from an older step
+            temporary.rename(target)
     except (CheckpointError, torch.OutOfMemoryError):
         _delete([temporary])
         raise
-    if ranks.rank == 0:
-        others = [path for path in list_checkpoints(folder) if path != target]
-        _delete(others[::-1][keep - 1 :])
+    others = [path for path in list_checkpoints(folder) if path != target]
+    _delete(others[::-1][keep - 1 :])
     return target
-
-
-def _seal(temporary: Path, target: Path, checksums: str) -> None:
-    (temporary / _CHECKSUMS).write_text(checksums)
-    _delete([target])  # reached again after resuming from an older step
-    temporary.rename(target)
-
-
-class _Writer(FileSystemWriter):
-    """DCP's, which raises what went wrong with the file: torch's own words on top hide it.
-
-    Here, since an error that is sent to other ranks comes without its context.
-    """
-
-    def write_data(self, *args: Any) -> Any:
-        try:
-            return super().write_data(*args)
-        except RuntimeError as error:
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from error
-            raise
 
 
 def _crc(path: Path) -> int:
@@ -93,24 +64,24 @@ def _crc(path: Path) -> int:
     return crc
 
 
-def check_checkpoint(path: Path, ranks: Ranks = ALONE) -> None:
-    """Raise a `CheckpointError` if a file of it is damaged or missing; collective.
+def check_checkpoint(path: Path) -> None:
+    """Raise a `CheckpointError` if a file of it is damaged or missing.
 
-    It names the newest other checkpoint of the run that is not. Each rank reads some of the files.
-    Of a run of 0.2.0, which has no checksums, it checks nothing, and warns.
+    It names the newest other checkpoint of the run that is not. Of a run of 0.2.0, which has no
+    checksums, it checks nothing, and warns.
     """
-    for damage in filter(None, ranks.gather(_damage(path, ranks))):
+    if damage := _damage(path):
         do = "no other checkpoint of the run is intact: begin it anew with another --output"
         for other in list_checkpoints(path.parent):
             if other.name != path.name and _damage(other) is None:
                 do = f"go on from the last good one with float8 train --resume {other}"
         raise CheckpointError(f"the checkpoint {path} is damaged: {damage}; {do}")
-    if ranks.rank == 0 and not (path / _CHECKSUMS).exists():
+    if not (path / _CHECKSUMS).exists():
         warnings.warn(f"float8: {path} has no {_CHECKSUMS}, as those of 0.2.0", stacklevel=3)
 
 
-def _damage(path: Path, ranks: Ranks = ALONE) -> str | None:
-    """Say which of this rank's share of the files is not as it was written; None if all are."""
+def _damage(path: Path) -> str | None:
+    """Say which of the files is not as it was written; None if all are."""
     name = _CHECKSUMS
     if not (path / name).exists() and path.exists():
         others = [x for x in list_checkpoints(path.parent) if (x / name).exists()]
@@ -119,7 +90,7 @@ def _damage(path: Path, ranks: Ranks = ALONE) -> str | None:
         listed = {_METADATA: None, **json.loads((path / name).read_text())}
         if unlisted := {x.name for x in path.glob("*.distcp")}.difference(listed):
             return f"{min(unlisted)} is not in {_CHECKSUMS}"
-        for name in [*listed][ranks.rank :: ranks.size]:
+        for name in listed:
             if _crc(path / name) != listed[name]:
                 return f"{name} has other bytes than were written"
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -132,13 +103,13 @@ def _delete(folders: Iterable[Path]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def load_checkpoint(path: Path, values: dict[str, Any], ranks: Ranks = ALONE) -> None:
-    """Put what a checkpoint of any number of ranks holds into `values`, in place. Collective.
+def load_checkpoint(path: Path, values: dict[str, Any]) -> None:
+    """Put what a checkpoint holds into `values`, in place.
 
     A `CheckpointError` if names or shapes are not those of then. `check_checkpoint` comes first.
     """
     with _explained(f"could not go on from the checkpoint {path}"):
-        load(values, checkpoint_id=path, no_dist=ranks.size == 1)
+        load(values, checkpoint_id=path, no_dist=True)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -161,15 +132,17 @@ def step_of(path: Path) -> int:
 def _explained(what: str) -> Iterator[None]:
     """Turn what goes wrong into a `CheckpointError`."""
     try:
-        with explain_lost_rank(), warnings.catch_warnings():
+        with warnings.catch_warnings():
             # DCP warns that there is no process group although `no_dist=True` says so.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
         cause: BaseException = error
-        # DCP wraps what goes wrong on some ranks in a BaseException of its own, on all ranks.
+        # DCP wraps what goes wrong in a BaseException of its own.
         if isinstance(error, CheckpointException) and error.failures:
-            _, (cause, _) = min(error.failures.items())
+            cause, _ = error.failures[0]
+        if isinstance(cause, RuntimeError) and isinstance(cause.__context__, OSError):
+            cause = cause.__context__  # of the file, which torch's own words hide
         if isinstance(cause, torch.OutOfMemoryError):  # whoever trains knows what to do about it
             raise cause from None
         message = f"{what}: {str(cause) or type(cause).__name__}"

@@ -24,8 +24,8 @@ RECIPES += ["mxfp8", "mxfp8_with_gw_hp"]
 DTYPES = ["float32", "bfloat16"]
 
 # Panels of help pages.
-MODEL, OPTIMIZER, DEVICE = "Model and data", "Optimizer", "Speed and memory"
-RANKS, OUTPUT = "Several ranks", "Output"
+MODEL, OPTIMIZER = "Model and data", "Optimizer"
+DEVICE, OUTPUT = "Speed and memory", "Output"
 
 _LARGEST = 2**63 - 1  # what PyTorch takes as a seed
 Record = TypeVar("Record", bound=Any)
@@ -56,8 +56,8 @@ def _setting(panel: str, text: str, default: Any = MISSING, shown: str = "", **b
     return field(default=default, metadata={"option": option})
 
 
-_model, _optimizer, _device, _ranks, _output = (
-    functools.partial(_setting, panel) for panel in (MODEL, OPTIMIZER, DEVICE, RANKS, OUTPUT)
+_model, _optimizer, _device, _output = (
+    functools.partial(_setting, panel) for panel in (MODEL, OPTIMIZER, DEVICE, OUTPUT)
 )
 
 
@@ -82,7 +82,7 @@ class TrainConfig:
     seq_len: int = _model("Tokens per sequence.", min=2)
     seed: int = _model("Decides initial weights and order of the data.", 0, min=0, max=_LARGEST)
     steps: int = _optimizer("Optimizer steps of the whole run; the schedule ends there.", min=1)
-    batch_size: int = _optimizer("Sequences per forward pass, of all ranks.", min=1)
+    batch_size: int = _optimizer("Sequences per forward pass.", min=1)
     accumulate: int = _optimizer("Forward passes per optimizer step.", 1, min=1)
     learning_rate: float = _optimizer("Peak of the schedule.", min=0)
     min_lr_ratio: float = _optimizer("The cosine ends at this part of the peak.", 0.1, min=0, max=1)
@@ -98,9 +98,6 @@ class TrainConfig:
     )
     compile: bool = _device("torch.compile every block.", False)
     cuda_graphs: bool = _device("Run compiled blocks as CUDA graphs.", False)
-    # How a run is spread over ranks belongs to its start: a resumed one may have others.
-    fsdp: bool = _ranks("Shard the model over the ranks that torchrun started.", False)
-    fsdp_float8_all_gather: bool = _ranks("Gather sharded weights in float8.", False)
     output: str = _output("Folder of the run.", shown="runs/MODEL-RECIPE")
     log_interval: int = _output("Steps between looks at the loss; each is a wait.", 10, min=1)
     eval_interval: int = _output("Steps between validations; 0: at the end only.", 0, min=0)
@@ -125,24 +122,15 @@ class TrainConfig:
         if self.dtype not in DTYPES:
             raise ConfigError(f"unknown dtype {self.dtype!r}: choose one of {', '.join(DTYPES)}")
         check_device(self.device)
-        if self.fsdp_float8_all_gather and recipe is None:
-            needs = "--fsdp-float8-all-gather needs weights in float8"
-            raise ConfigError(f"{needs}, but --recipe is {HIGH_PRECISION}: change one of them")
         held = recipe is not None and recipe.float8_weights is Float8Weights.HELD
-        if held and self.fsdp and not self.fsdp_float8_all_gather:
-            raise ConfigError("+held needs --fsdp-float8-all-gather with --fsdp: add it")
-        if self.fsdp_float8_all_gather and not self.fsdp:
-            got = "--fsdp-float8-all-gather is for sharded models"
-            raise ConfigError(f"{got}: add --fsdp, or leave it out")
         in_the_way = {
             f"--device {self.device}": not self.device.startswith("cuda"),
             "no --compile": not self.compile,
-            "--fsdp": self.fsdp,
             "+held": held,
         }
         if self.cuda_graphs and any(in_the_way.values()):
             got = ", ".join(name for name, there in in_the_way.items() if there)
-            expected = "expected --compile on a GPU, a model that is whole"
+            expected = "expected --compile on a GPU, and no +held"
             raise ConfigError(f"--cuda-graphs got {got}; {expected}: or use --no-cuda-graphs")
 
     @classmethod
@@ -183,13 +171,6 @@ OPTIONS: dict[str, OptionInfo] = {
     each.name: each.metadata["option"] for each in dataclasses.fields(TrainConfig)
 }
 """Options of the command line by the name of their setting."""
-
-ONE_PROCESS = {
-    each.name: each.default
-    for each in dataclasses.fields(TrainConfig)
-    if OPTIONS[each.name].rich_help_panel == RANKS
-}
-"""Settings with which one process trains alone."""
 
 
 def float8_config(recipe: str) -> Any:

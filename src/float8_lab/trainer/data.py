@@ -115,9 +115,9 @@ def check_length(corpus: Corpus, seq_len: int, batch_size: int = 1) -> None:
 def train_batch(text: Tensor, *, seed: int, first: int, batch_size: int, seq_len: int) -> Tensor:
     """Cut sequences number `first` to `first + batch_size - 1` of an endless, seeded order.
 
-    Sequence i depends on (seed, i) alone: not on how sequences are grouped into batches,
-    microbatches or ranks, nor on what was read before. That is what makes resuming exact. Returns
-    each with its next token, [batch_size, seq_len + 1] uint8.
+    Sequence i depends on (seed, i) alone: not on how sequences are grouped into batches
+    or microbatches, nor on what was read before. That is what makes resuming exact. Returns each
+    with its next token, [batch_size, seq_len + 1] uint8.
     """
     batch = torch.empty(batch_size, seq_len + 1, dtype=torch.uint8)  # fails at once if too large
     for row in range(batch_size):

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,13 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from float8 import attach_to_optimizer
-from float8_lab.device import Clock, explain_out_of_memory, skipped_graphs
+from float8_lab.device import Clock, explain_out_of_memory, skipped_graphs, use_device
 from float8_lab.errors import ConfigError, FailedError
-from float8_lab.ranks import ALONE, Ranks
 from float8_lab.trainer import build, data, metrics
 from float8_lab.trainer import checkpoint as checkpoints
 from float8_lab.trainer.config import TrainConfig
@@ -28,30 +26,32 @@ from float8_lab.trainer.run_folder import RunFolder, open_run_folder
 WARMUP_STEPS = 10  # Not counted for throughput: compilation, allocator, clocks.
 
 
+def check_alone() -> None:
+    """Raise a `ConfigError` under `torchrun`, whose processes would all train into one folder."""
+    if (size := os.environ.get("WORLD_SIZE", "1")) != "1":
+        got = f"WORLD_SIZE: got {size}, expected 1, since the trainer is one process"
+        raise ConfigError(f"{got}: start it without torchrun; for many GPUs use torchtitan")
+
+
 class Trainer:
     """A run under way: model, optimizer, and how many steps are done."""
 
     def __init__(
-        self,
-        config: TrainConfig,
-        corpus: data.Corpus,
-        observers: Sequence[Any] = (),
-        ranks: Ranks = ALONE,
+        self, config: TrainConfig, corpus: data.Corpus, observers: Sequence[Any] = ()
     ) -> None:
+        check_alone()
         self.config = config
         self.corpus = corpus
         self.folder = RunFolder(config.output)
         self.observers = observers
-        self.ranks = ranks
-        self.device = ranks.device(config.device)
+        self.device = use_device(config.device)
         if config.threads and self.device.type == "cpu":
             torch.set_num_threads(config.threads)
         self.timer = Clock(self.device)
         self.step = 0
         self.status = ""  # of `metrics`, once it has ended
         self.last_checkpoint: Path | None = None
-        self._mine = ranks.share(config.batch_size)
-        self.model, self.conversion = build.build_model(config, self.device, ranks)
+        self.model, self.conversion = build.build_model(config, self.device)
         self.optimizer = build.build_optimizer(self.model, config)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -62,7 +62,7 @@ class Trainer:
     def restore(self, checkpoint: Path) -> None:
         """Go back to where `checkpoint` was written."""
         self.step = self._first_step = checkpoints.step_of(checkpoint)
-        checkpoints.load_checkpoint(checkpoint, self.state(), self.ranks)
+        checkpoints.load_checkpoint(checkpoint, self.state())
         self.last_checkpoint = checkpoint
 
     def state(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Trainer:
         attach_to_optimizer(self.model, self.optimizer)
         try:
             self._tell("on_start", config, self.step, self._about())
-            while self.step < config.last_step and not self.ranks.any(stop.is_set()):
+            while self.step < config.last_step and not stop.is_set():
                 self.train_step()
                 self._tell("on_step", self.step)
                 if self._due(config.log_interval):
@@ -96,16 +96,13 @@ class Trainer:
             self._report()
             self.status = metrics.FINISHED
             if self.step < config.steps:
-                stopping = self.ranks.any(stop.is_set())
-                self.status = metrics.INTERRUPTED if stopping else metrics.STOPPED
+                self.status = metrics.INTERRUPTED if stop.is_set() else metrics.STOPPED
             if config.final_checkpoint or self.step < config.steps:
                 self._save()
         except BaseException:
-            # Whatever happened, the steps that were done go on record: of several ranks, which
-            # may not be there any more, those that were reduced.
+            # Whatever happened, the steps that were done go on record.
             with contextlib.suppress(Exception):
-                if self.ranks.size == 1:
-                    self._report()
+                self._report()
             with contextlib.suppress(Exception):
                 self._tell("on_end", metrics.FAILED, self.step)
             raise
@@ -113,7 +110,7 @@ class Trainer:
 
     def _about(self) -> str:
         """Describe model and data for people."""
-        config, corpus, ranks = self.config, self.corpus, self.ranks.size
+        config, corpus = self.config, self.corpus
         size = sum(parameter.numel() for parameter in self.model.parameters())
         about = f"{config.recipe}: Llama {config.model}, {size / 1e6:.1f}M parameters"
         about += f", {config.dtype}{', compiled' * config.compile}"
@@ -122,7 +119,6 @@ class Trainer:
             about += f" with {torch.get_num_threads()} thread(s)"
             slow = "\n  the first step takes a minute or two: Inductor's C++ is compiled"
             about += slow * config.compile
-        about += f", {ranks} ranks" if ranks > 1 else ""
         data = f"data: {corpus.name}, {len(corpus.train) / 1e6:.1f} MB in "
         data += f"{corpus.train_files} file(s), {config.tokens_per_step:,} tokens per step"
         return "\n  ".join([about, data, *self.conversion.splitlines()[:1]])
@@ -139,16 +135,15 @@ class Trainer:
             batch = data.train_batch(
                 self.corpus.train,
                 seed=config.seed,
-                first=index * config.batch_size + self._mine.start,
-                batch_size=self._mine.stop - self._mine.start,
+                first=index * config.batch_size,
+                batch_size=config.batch_size,
                 seq_len=config.seq_len,
             )
             part = self.loss(batch) / config.accumulate
             part.backward()  # type: ignore[no-untyped-call]
             loss += part.detach()
         limit = config.grad_clip or math.inf
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)  # before, of all ranks
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)  # before
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.timer.mark()
@@ -176,7 +171,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Mean loss over the validation batches, nats per byte; collective."""
+        """Mean loss over the validation batches, nats per byte."""
         self.model.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in data.validation_batches(
@@ -186,14 +181,12 @@ class Trainer:
             seq_len=self.config.seq_len,
         ):
             self._begin_graphs()
-            total += self.loss(batch[self._mine])
-        if isinstance(self.model, FSDPModule):
-            self.model.reshard()  # The root stays gathered until a backward.
+            total += self.loss(batch)
         self.model.train()
-        return self.ranks.mean(total).item() / self.config.eval_batches
+        return total.item() / self.config.eval_batches
 
     def _report(self) -> None:
-        """Pass on the losses since the last time; a `FailedError` if bad. Collective."""
+        """Pass on the losses since the last time; a `FailedError` if bad."""
         if not self._pending:
             return
         config = self.config
@@ -202,12 +195,12 @@ class Trainer:
             warnings.warn(f"--cuda-graphs: {skipped} graph(s) were skipped: {why}", stacklevel=2)
         losses, norms = (torch.stack(each) for each in zip(*self._pending, strict=True))
         steps = range(self.step - len(losses) + 1, self.step + 1)
-        means, seconds = self.ranks.mean(losses), self.timer.collect()[::2]
+        seconds = self.timer.collect()[::2]
         untimed = min(WARMUP_STEPS, (config.last_step - self._first_step) // 2)
         memory = None
         if self.device.type == "cuda":
-            memory = max(self.ranks.gather(torch.cuda.max_memory_allocated(self.device)))
-        columns = (steps, means.tolist(), norms.tolist(), seconds)
+            memory = torch.cuda.max_memory_allocated(self.device)
+        columns = (steps, losses.tolist(), norms.tolist(), seconds)
         records = [
             StepRecord(
                 step=step,
@@ -240,7 +233,6 @@ class Trainer:
             self.step,
             self.state(),
             keep=self.config.keep_checkpoints,
-            ranks=self.ranks,
         )
         self._tell("on_checkpoint", self.last_checkpoint)
 
@@ -256,35 +248,31 @@ def train(
     resume: Path | None = None,
     corpus: data.Corpus | None = None,
     stop: Event | None = None,
-    ranks: Ranks = ALONE,
 ) -> Trainer:
     """Train a Llama as `config` says, maybe from a checkpoint on; returns the run as it ended.
 
-    All of `ranks` call it alike. It ends with a checkpoint after the step in which `stop` is set on
-    any of them. The first one tells `observers`, and leaves everything in `config.output`.
+    It ends with a checkpoint after the step in which `stop` is set, tells `observers`, and leaves
+    everything in `config.output`.
     """
-    ranks.share(config.batch_size)  # refuses what has no equal shares
+    check_alone()
     text = corpus if corpus is not None else data.load_corpus(config.data)
     data.check_length(text, config.seq_len, config.batch_size)
-    if len({*(found := ranks.gather(text.fingerprint))}) > 1:  # each takes its part of one order
-        got = f"ranks read different data ({', '.join(found)})"
-        raise ConfigError(f"{got}: give a --data equal on all hosts")
     if resume is not None:
-        checkpoints.check_checkpoint(resume, ranks)
-    folder = ranks.once(lambda: open_run_folder(config, text, checkpoint=resume))
+        checkpoints.check_checkpoint(resume)
+    folder = open_run_folder(config, text, checkpoint=resume)
     with explain_out_of_memory(
         f"{config.device} ran out of memory with batches of {config.batch_size} x "
         f"{config.seq_len} tokens: lower --batch-size (and raise --accumulate by as much), "
         "or choose a smaller model"
     ):
-        everyone = [*observers, metrics.JsonLines(folder.metrics)] if ranks.rank == 0 else []
-        if everyone and config.tensorboard:
+        everyone = [*observers, metrics.JsonLines(folder.metrics)]
+        if config.tensorboard:
             step = checkpoints.step_of(resume) if resume else 0
             everyone.append(metrics.TensorBoard(folder.tensorboard, step))
-        trainer = Trainer(config, text, everyone, ranks)
+        trainer = Trainer(config, text, everyone)
         if resume is not None:
             trainer.restore(resume)
-        if trainer.conversion and ranks.rank == 0:
+        if trainer.conversion:
             folder.conversion.write_text(trainer.conversion + "\n")
         trainer.run(stop or Event())
     return trainer

@@ -29,13 +29,13 @@ class StepRecord:
     """One optimizer step, counted from 1."""
 
     step: int
-    loss: float  # mean over the step's tokens, those of all ranks, nats per byte
+    loss: float  # mean over the step's tokens, nats per byte
     grad_norm: float  # of the whole model, before clipping
     learning_rate: float
-    seconds: float  # on the first rank
-    tokens: int  # seen by all ranks
+    seconds: float
+    tokens: int
     timed: bool  # whether it counts for throughput, being past compilation and warm-up
-    memory_bytes: int | None  # highest of tensors until now, of the rank that took most; of GPUs
+    memory_bytes: int | None  # highest of tensors until now; of GPUs
 
     @property
     def finite(self) -> bool:

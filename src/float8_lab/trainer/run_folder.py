@@ -15,15 +15,16 @@ import torch
 
 from float8_lab.errors import CheckpointError, ConfigError
 from float8_lab.trainer.checkpoint import is_checkpoint, list_checkpoints
-from float8_lab.trainer.config import ONE_PROCESS, OPTIONS, OUTPUT, RANKS, TrainConfig
+from float8_lab.trainer.config import OPTIONS, OUTPUT, TrainConfig
 from float8_lab.trainer.data import Corpus
 from float8_lab.trainer.metrics import FAILED, read_metrics
 
 _FREE = ("data", "threads", "cuda_graphs")
-"""Settings that change no numbers, besides those of whole panels."""
+"""Settings that change no numbers, besides those of `OUTPUT`."""
 
-_GONE = ("hsdp", "tp", "sequence_parallel", "activation_checkpointing")
-"""Settings of 0.2.0 that changed none either."""
+_GONE = ["fsdp", "fsdp_float8_all_gather", "hsdp", "tp", "sequence_parallel"]
+_GONE += ["activation_checkpointing"]
+"""Settings of 0.2.0 that a run could go on without."""
 
 
 class RunFolder:
@@ -97,10 +98,10 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def saved_config(checkpoint: Path) -> TrainConfig:
-    """The settings of a checkpoint's run, to go on in its folder, in one process."""
+    """The settings of a checkpoint's run, to go on in its folder."""
     folder = checkpoint.parent.parent
     config, _ = _read_config(folder)
-    return config.replace(output=str(folder), stop_after=0, **ONE_PROCESS)
+    return config.replace(output=str(folder), stop_after=0)
 
 
 def _read_config(folder: Path) -> tuple[TrainConfig, str]:
@@ -132,7 +133,7 @@ def check_same_run(
         now, before = getattr(config, name), getattr(old, name)
         if name == "device":
             now, before = torch.device(now).type, torch.device(before).type
-        free = option.rich_help_panel in (RANKS, OUTPUT) or name in _FREE
+        free = option.rich_help_panel == OUTPUT or name in _FREE
         free = free or (extend and name == "steps" and now > before)
         if not free and now != before:
             wrong.append(f"{name} was {before!r} and is now {now!r}")
