@@ -93,15 +93,17 @@ INDUCTOR_ROUNDS_AS_EAGER = inductor_config.patch(emulate_precision_casts=True)
 @on_devices
 def test_inductor(device: str) -> None:
     """One mix: all delayed and all dynamic run under Inductor in other tests, too."""
-    train(mixed(DYNAMIC, DELAYED, DELAYED), device, "inductor", bound=tolerances.COMPILED)
+    config, build = mixed(DYNAMIC, DELAYED, DELAYED), two_layers if device == "cuda" else one_layer
+    train(config, device, "inductor", bound=tolerances.COMPILED, build=build)
 
 
 @on_devices
 @pytest.mark.parametrize(
     ("config", "variant"),
     [
-        (delayed(), "autocast checkpoint"),
-        (delayed(), "selective-checkpoint"),
+        (delayed(), "autocast selective-checkpoint"),
+        pytest.param(delayed(), "autocast checkpoint", marks=pytest.mark.exhaustive),
+        pytest.param(delayed(), "selective-checkpoint", marks=pytest.mark.exhaustive),
         pytest.param(tensorwise(), "autocast", marks=pytest.mark.exhaustive),
         pytest.param(delayed(), "autocast", marks=pytest.mark.exhaustive),
         pytest.param(delayed(), "checkpoint", marks=pytest.mark.exhaustive),

@@ -41,8 +41,15 @@ CASES: list[tuple[Float8LinearConfig, tuple[Any, ...]]] = [
 
 
 @on_devices
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        pytest.param(shape, dtype, marks=[pytest.mark.exhaustive] * ((n + m) % 2))
+        for n, shape in enumerate(SHAPES)
+        for m, dtype in enumerate(DTYPES)
+    ],
+    ids=str,
+)
 def test_products(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
     x, w, g = tensors(*shape, dtype, device)
     for config, casts in CASES:

@@ -257,7 +257,7 @@ def replace_one(model: nn.Module) -> None:
         ("rowwise", False),
         ("rowwise", True),
         ("blockwise", False),
-        ("blockwise", True),
+        pytest.param("blockwise", True, marks=pytest.mark.exhaustive),
         pytest.param("tensorwise", True, marks=pytest.mark.exhaustive),
     ],
 )
