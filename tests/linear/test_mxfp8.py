@@ -1,6 +1,7 @@
 """MXFP8: three products, emulated everywhere, and what Blackwell's GEMMs are given."""
 
 import importlib
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -43,11 +44,7 @@ CASES: list[tuple[Float8LinearConfig, tuple[Any, ...]]] = [
 @on_devices
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [
-        pytest.param(shape, dtype, marks=[pytest.mark.exhaustive] * ((n + m) % 2))
-        for n, shape in enumerate(SHAPES)
-        for m, dtype in enumerate(DTYPES)
-    ],
+    [pair for n, pair in enumerate(itertools.product(SHAPES, DTYPES)) if n % 2 == 0],
     ids=str,
 )
 def test_products(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
