@@ -15,8 +15,8 @@ LANGUAGES = {"python", "py", "bash", "text"}
 
 # What samples may import and users need not have.
 EXTRAS = {"accelerate", "lightning", "peft", "torchao", "torchtitan", "transformers"}
-PEERS = ("lightning", "peft", "transformers.trainer", "transformers.models.llama.modeling_llama")
-IMPORTED = COMPILER + PEERS
+# Inductor's code is made for one sample, of docs/memory.md; this takes most of a program's time.
+NO_CODE = "__import__('graphs').make_no_code()\n"
 SAMPLES = samples("python")
 EXAMPLES, NOTEBOOKS = (sorted((ROOT / "examples").glob(x)) for x in ("*.py", "*.ipynb"))
 
@@ -67,7 +67,7 @@ def test_sample_runs(sample: Sample) -> None:
     extras = EXTRAS & sample.needs
     for library in extras | ({"accelerate"} if "transformers" in extras else set()):
         pytest.importorskip(library)
-    done = run_program(sample.code, IMPORTED)
+    done = run_program(sample.code, COMPILER)
     assert done.returncode == 0, done.stderr
     # Others warn of what they like.
     found = warnings_of_ours(done.stderr) if extras else "Warning" in done.stderr
@@ -77,7 +77,7 @@ def test_sample_runs(sample: Sample) -> None:
 @pytest.mark.xdist_group("programs")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(example: Path) -> None:
-    done = run_program(example.read_text(), IMPORTED)
+    done = run_program(NO_CODE + example.read_text(), COMPILER)
     assert done.returncode == 0, done.stderr
 
 
@@ -114,7 +114,7 @@ def test_notebook_runs(notebook: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert notebook.stat().st_size < 60_000, "its outputs are large: leave only those that matter"
     text = notebook.read_text()
     assert "steps: int = 200" in text
-    cells = nbformat.reads(text.replace("steps: int = 200", "steps: int = 50"), as_version=4)
+    cells = nbformat.reads(text.replace("steps: int = 200", "steps: int = 12"), as_version=4)
     resources = {"metadata": {"path": str(tmp_path)}}
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     nbclient.NotebookClient(cells, timeout=300, resources=resources).execute()

@@ -26,6 +26,8 @@ from float8_lab.models.llama import Block, Llama
 from float8_lab.models.presets import PRESETS
 from float8_lab.trainer.recipes import recipe_config
 
+pytestmark = pytest.mark.xdist_group("whole")  # so that each case is modelled once
+
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 RECIPES = ("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
 OLDER = (

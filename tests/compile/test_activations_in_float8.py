@@ -26,7 +26,7 @@ from float8 import (
 from sqnr import same_bits, sqnr
 from support.configs import of_recipe, tensorwise
 from support.devices import on_devices
-from support.graphs import op_by_op
+from support.graphs import make_no_code, op_by_op
 from support.models import LlamaBlock, forward_backward, seeded
 from support.saved import saved_bytes
 from support.spies import saved_tensors
@@ -348,10 +348,13 @@ def test_what_shares_storage_with_what_stays_stays() -> None:
     assert [x.shape[-1] for x in saved if x.dtype in FLOAT8] == [64]  # the input
 
 
-def test_it_goes_with_dynamic_shapes_and_compiles_once_for_blocks() -> None:
+def test_it_goes_with_dynamic_shapes_and_compiles_once_for_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch._dynamo.reset()
     blocks = nn.Sequential(*(Gated(64, 64) for _ in range(3))).bfloat16()
     counters.clear()
+    make_no_code(monkeypatch.setattr)
     for block in blocks:  # each has options of its own
         block.compile(dynamic=True, options=activations_in_float8(min_mib=0))
     for tokens in (80, 96, 160):
@@ -404,13 +407,13 @@ def test_it_goes_with_checkpointing(selective: bool, inside: bool) -> None:
     convert_to_float8_training(block, config=tensorwise(), module_filter_fn=all_linears)
     x, g = (seeded(i, 1, 96, 64, dtype=torch.bfloat16) for i in (0, 1))
     model = Checkpointed(block, selective)
-    results = []
-    for options in (None, activations_in_float8(min_mib=0)):
-        torch._dynamo.reset()
-        one = copy.deepcopy(model)
-        (one if inside else one.block).compile(fullgraph=True, **op_by_op(options))
-        with saved_tensors() as saved:
-            results.append(forward_backward(one, x, g))
+    results, options = (
+        [forward_backward(copy.deepcopy(model), x, g)],
+        activations_in_float8(min_mib=0),
+    )
+    (model if inside else model.block).compile(fullgraph=True, **op_by_op(options))
+    with saved_tensors() as saved:
+        results.append(forward_backward(model, x, g))
     # Attention is made of the input again: it stays, unless its GEMMs' outputs are kept.
     assert bool(in_float8(saved)) == selective or not inside
     for name, expected in results[0].items():
@@ -454,7 +457,7 @@ def test_small_tensors_stay() -> None:
     for min_mib, count in ((1.0, 1), (1.01, 0)):
         torch._dynamo.reset()
         with saved_tensors() as saved:
-            torch.compile(square, options=activations_in_float8(min_mib=min_mib))(x)
+            torch.compile(square, **op_by_op(activations_in_float8(min_mib=min_mib)))(x)
         assert len(in_float8(saved)) == count
 
 

@@ -35,9 +35,7 @@ def cast_and_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 @on_devices
-@pytest.mark.parametrize(
-    ("backend", "dynamic"), [("aot_eager", None), ("inductor", False), ("inductor", True)]
-)
+@pytest.mark.parametrize(("backend", "dynamic"), [("aot_eager", None), ("inductor", True)])
 def test_as_graph_input(
     device: str,
     backend: str,

@@ -19,6 +19,7 @@ from float8 import (
 from sqnr import assert_close, same_bits
 from support.configs import FINER, RECIPES, of_recipe
 from support.devices import on_devices
+from support.graphs import make_no_code
 from support.models import fp8_state, gradients, seeded
 from support.training import WRAPPINGS
 
@@ -94,7 +95,9 @@ def test_one_graph_with_the_bits_of_eager_mode(recipe: str, more: Any, device: s
 @pytest.mark.parametrize(
     "recipe", ["blockwise", pytest.param("delayed", marks=pytest.mark.exhaustive)]
 )
-def test_under_inductor(recipe: str, device: str) -> None:
+def test_under_inductor(recipe: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "cpu":  # whose code takes long: test_generated_code.py has ops of any size
+        make_no_code(monkeypatch.setattr)
     model = Masked(device, config=recipe)
     compiled = torch.compile(model, fullgraph=True)
     for count in COUNTS:

@@ -45,12 +45,12 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
-@pytest.mark.parametrize("way", WAYS)
+PAIRS = [("fsdp2", recipe) for recipe in ("delayed", "rowwise", "blockwise")]
+
+
+@pytest.mark.parametrize(("way", "recipe"), [*PAIRS, *((way, "tensorwise") for way in WAYS)])
 @on("two")
 def test_ranks_see_what_one_process_sees(way: str, recipe: str) -> None:
-    if (way in ("bf16", "ddp")) and recipe != "tensorwise":
-        return
     dtype = torch.bfloat16 if way == "bf16" else torch.float32
     found, results = seen_in_training(WAYS[way](convert(model_of(), recipe, False)))
     same_on_all_ranks(found)

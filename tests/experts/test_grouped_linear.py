@@ -32,11 +32,13 @@ from support.spies import OpCounter, saved_tensors
 N, K = 48, 80
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"]
 recipes = pytest.mark.parametrize("recipe", RECIPES)
-longer = (
-    pytest.param(x, marks=pytest.mark.exhaustive) for x in ("tensorwise", "rowwise_with_gw_hp")
-)
 coarse_and_fine = pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
-some_compiled = pytest.mark.parametrize("recipe", ["rowwise", "blockwise", *longer])
+
+
+def first(*names: str) -> pytest.MarkDecorator:
+    """These recipes; and, if there is time, all."""
+    longer = (pytest.param(x, marks=pytest.mark.exhaustive) for x in RECIPES if x not in names)
+    return pytest.mark.parametrize("recipe", [*names, *longer])
 
 
 def here(recipe: str) -> Any:
@@ -221,7 +223,7 @@ def test_autocast_chooses_the_dtype() -> None:
     assert y.equal(given.run()[0])
 
 
-@some_compiled
+@first("rowwise")
 def test_compiled_code_holds_for_all_sizes(recipe: str) -> None:
     """One graph without breaks for groups of any sizes; with other numbers of rows one more."""
     torch._dynamo.reset()
@@ -233,7 +235,7 @@ def test_compiled_code_holds_for_all_sizes(recipe: str) -> None:
     assert counter.frame_count <= 2
 
 
-@recipes
+@first("rowwise", "blockwise")
 def test_compiled_code_keeps_no_cast_of_weights(recipe: str) -> None:
     """It would fill memory until backward, and under FSDP2 hold all weights of all ranks."""
     torch._dynamo.reset()
@@ -256,7 +258,7 @@ def test_compiled_code_takes_all_dtypes() -> None:
         assert_same(*(given.run("rowwise_with_gw_hp", call) for call in calls))
 
 
-@some_compiled
+@first("blockwise")
 @torch._dynamo.config.patch(capture_scalar_outputs=True)
 def test_compiled_code_need_not_know_how_many_rows_there_are(recipe: str) -> None:
     """As under expert parallel, where what other ranks send says so; it may be none."""

@@ -76,7 +76,10 @@ def test_kernels_are_their_twin(
 ) -> None:
     layouts = [(True, True), (True, False), (False, True)]
     few = len(sizes) < MANY
-    for source, (row, col) in [*zip(HIGH_PRECISION, layouts, strict=True)][: 3 if few else 1]:
+    pairs = [*zip(HIGH_PRECISION, layouts, strict=True)]
+    if triton_device.type == "cpu" and sizes != SIZES[0]:  # the interpreter takes its time
+        pairs = pairs[SIZES.index(sizes) % 3 :][:1]
+    for source, (row, col) in pairs:
         x, offs = (t.to(triton_device) for t in tensor(sizes, 150 if few else 24, source))
         how = None, E4M3, row, col, sum(map(ceil128, sizes)), of.one_scale, power_of_2
         assert_same(ops.cuda.cast_groups(x, offs, *how), ops.cpu.cast_groups(x, offs, *how))
@@ -120,7 +123,10 @@ def test_each_group_is_cast_by_itself_by_runs(
 
 @pytest.mark.parametrize("sizes", SIZES_OF_RUNS, ids=str)
 def test_the_kernel_of_runs_is_its_twin(triton_device: torch.device, sizes: list[int]) -> None:
+    at, slow = SIZES_OF_RUNS.index(sizes), triton_device.type == "cpu"
     for n, C in enumerate([24, 150, 256]):  # with masks and without
+        if slow and n != at % 3:
+            continue
         x, offs = (t.to(triton_device) for t in tensor(sizes, C, HIGH_PRECISION[n]))
         for run in (128, 32):
             how = run, E4M3, C != 24, True, sum(map(ceil128, sizes)), False, C == 150

@@ -165,6 +165,7 @@ def test_ops_are_compliant_with_the_compiler(name: str) -> None:
     assert torch.Tag.pt2_compliant_tag in getattr(torch.ops.float8, name).default.tags
 
 
+@pytest.mark.xdist_group("programs")
 def test_works_without_triton() -> None:
     program = """
 import sys

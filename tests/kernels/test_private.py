@@ -15,6 +15,8 @@ from float8.kernels.runtime import private
 from kernels.float8_codes import same_bytes
 from support.forks import run_program
 
+pytestmark = pytest.mark.xdist_group("programs")
+
 NAMES = re.findall(r'^(\w+) = find\("([\w.]+)"\)', Path(private.__file__).read_text(), re.MULTILINE)
 
 # Forward and backward in eager mode: on a GPU through Triton, where there is one.

@@ -1,6 +1,7 @@
 """MXFP8: three products, emulated everywhere, and what Blackwell's GEMMs are given."""
 
 import importlib
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -41,8 +42,11 @@ CASES: list[tuple[Float8LinearConfig, tuple[Any, ...]]] = [
 
 
 @on_devices
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [pair for n, pair in enumerate(itertools.product(SHAPES, DTYPES)) if n % 2 == 0],
+    ids=str,
+)
 def test_products(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
     x, w, g = tensors(*shape, dtype, device)
     for config, casts in CASES:

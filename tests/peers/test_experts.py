@@ -257,8 +257,6 @@ def replace_one(model: nn.Module) -> None:
         ("rowwise", False),
         ("rowwise", True),
         ("blockwise", False),
-        ("blockwise", True),
-        pytest.param("tensorwise", True, marks=pytest.mark.exhaustive),
     ],
 )
 def test_held_weights_are_current(recipe: str, compiled: bool) -> None:

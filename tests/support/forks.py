@@ -17,8 +17,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-COMPILER = ("float8", "torch._inductor.compile_fx")
-"""What programs that train, and perhaps compile, would import first."""
+PEERS = ("lightning", "peft", "transformers.trainer", "transformers.models.llama.modeling_llama")
+COMPILER = ("float8", "torch._inductor.compile_fx", *PEERS, "graphs")
+"""What programs that train, and perhaps compile, would import first; one process for all."""
 
 
 def run_program(

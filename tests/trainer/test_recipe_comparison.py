@@ -108,19 +108,12 @@ def test_recipes_are_checked_before_anything_runs(make_config: MakeConfig) -> No
     assert not Path(config.output).exists()
 
 
-@pytest.mark.parametrize("content", ["{", None])
-def test_resuming_over_a_damaged_file_says_what_to_do(
-    make_config: MakeConfig, content: str | None
-) -> None:
+def test_resuming_over_a_damaged_file_says_what_to_do(make_config: MakeConfig) -> None:
     config = make_config(steps=1)
     compare(config, ["tensorwise"])
     run = Path(config.output) / "tensorwise"
     file = run / "config.json"
-
-    def damage() -> None:
-        file.unlink(missing_ok=True) if content is None else file.write_text(content)
-
-    damage()
+    file.write_text("{")
     with pytest.raises(ConfigError, match=rf"(?s)cannot read.*{run}.*not touched") as caught:
         compare(config, ["tensorwise"], resume=True)
     assert "delete" not in str(caught.value)
@@ -128,7 +121,7 @@ def test_resuming_over_a_damaged_file_says_what_to_do(
     loop.train(config.replace(recipe="tensorwise", output=str(elsewhere), stop_after=1))
     shutil.copy(elsewhere / "config.json", file)
     assert compare(config, ["tensorwise"], resume=True)[1]["status"] == "finished"
-    damage()
+    file.unlink()
     shutil.rmtree(run / "checkpoints")  # nothing is lost now
     with pytest.raises(ConfigError, match=rf"(?s)cannot read.*{run}.*delete"):
         compare(config, ["tensorwise"], resume=True)
