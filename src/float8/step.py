@@ -168,9 +168,9 @@ def update_float8_weights(model: nn.Module) -> None:
                 shard.forget_cast()
         if isinstance(mod, Float8Experts):
             gathered = "gathered by FSDP, in high precision or offloaded"
-            for attr, reason in mod._float8_hold(gathered if mod in under_fsdp else None).items():
-                if reason != gathered or not _held_by_gathers(mod._parameters[attr]):
-                    on_the_fly.append(f"{name}.{attr} ({reason})")
+            for attr, why in mod._float8_hold(gathered if mod in under_fsdp else None).items():
+                if why != gathered or not _held_by_gathers(mod._parameters[attr]):
+                    on_the_fly.append(f"{name}.{attr} ({why})")
             continue
         mod._float8_set_held()  # frees the old data before casting
         weight: Any = mod._parameters.get("weight")
