@@ -15,7 +15,8 @@ LANGUAGES = {"python", "py", "bash", "text"}
 
 # What samples may import and users need not have.
 EXTRAS = {"accelerate", "lightning", "peft", "torchao", "torchtitan", "transformers"}
-# Inductor's code is made for one sample, of docs/memory.md; this takes most of a program's time.
+# Examples run without Inductor's code, which takes most of their time to make; a sample of
+# docs/memory.md has it made.
 NO_CODE = "__import__('graphs').make_no_code()\n"
 SAMPLES = samples("python")
 EXAMPLES, NOTEBOOKS = (sorted((ROOT / "examples").glob(x)) for x in ("*.py", "*.ipynb"))

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
@@ -55,6 +56,15 @@ def test_tensor_parallel(two: Ranks, tmp_path: Path) -> None:
     for row in rows:
         assert row["sqnr_db"] > (40 if row["recipe"] == "bf16" else 15)
         assert row["tokens_per_s"] == pytest.approx(64 / row["ms"] * 1e3, rel=1e-3)
+
+
+@pytest.mark.exhaustive
+def test_ranks_start_meet_and_part_by_themselves(tmp_path: Path) -> None:
+    words = ["bench", "train", "--ranks", "2", "--seq-len", "32", *SMALL, "-o", "x.json"]
+    command = [sys.executable, "-m", "float8_lab.cli.main", *words]
+    done = subprocess.run(command, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0
+    assert json.loads((tmp_path / "x.json").read_text())["settings"]["ranks"] == 2
 
 
 def test_training_on_two_ranks(two: Ranks, tmp_path: Path) -> None:

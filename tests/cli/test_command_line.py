@@ -112,8 +112,12 @@ def test_user_errors_are_one_line(
 @pytest.mark.parametrize(
     ("words", "message", "alone"),
     [
-        (["train", *QUICK], "WORLD_SIZE: got 2, expected 1, .*: start it without torchrun", False),
-        (["compare", "tensorwise", *QUICK], "WORLD_SIZE: got 2, expected 1", False),
+        (
+            ["train", *QUICK],
+            "WORLD_SIZE: got 2, expected 1 or none, .*: start it without torchrun",
+            False,
+        ),
+        (["compare", "tensorwise", *QUICK], "WORLD_SIZE: got 2, expected 1 or none", False),
         (["bench", "train", "--bogus"], "No such option", True),
     ],
 )
@@ -124,7 +128,7 @@ def test_what_is_refused_under_torchrun(
     message: str,
     alone: bool,
 ) -> None:
-    """Wrong words are told by the first rank alone."""
+    """The trainer, by each rank; wrong words, by the first one alone."""
     monkeypatch.setattr(main_module, "_LAST_WORDS", 0.0)
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("0", "1"):

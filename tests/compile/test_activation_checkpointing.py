@@ -161,7 +161,11 @@ class WritesIntoItsInput(nn.Module):
 
 @pytest.mark.parametrize(
     ("config", "residual", "backend"),
-    [(tensorwise(), True, "inductor"), (delayed(), False, "eager")],
+    [
+        (tensorwise(), True, "inductor"),
+        (delayed(), False, "eager"),
+        pytest.param(delayed(), False, "inductor", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_inputs_may_be_written_into_afterwards(config, residual: bool, backend: str) -> None:
     torch.manual_seed(0)

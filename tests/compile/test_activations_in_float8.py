@@ -407,10 +407,8 @@ def test_it_goes_with_checkpointing(selective: bool, inside: bool) -> None:
     convert_to_float8_training(block, config=tensorwise(), module_filter_fn=all_linears)
     x, g = (seeded(i, 1, 96, 64, dtype=torch.bfloat16) for i in (0, 1))
     model = Checkpointed(block, selective)
-    results, options = (
-        [forward_backward(copy.deepcopy(model), x, g)],
-        activations_in_float8(min_mib=0),
-    )
+    results = [forward_backward(copy.deepcopy(model), x, g)]
+    options = activations_in_float8(min_mib=0)
     (model if inside else model.block).compile(fullgraph=True, **op_by_op(options))
     with saved_tensors() as saved:
         results.append(forward_backward(model, x, g))

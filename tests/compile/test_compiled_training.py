@@ -91,9 +91,12 @@ INDUCTOR_ROUNDS_AS_EAGER = inductor_config.patch(emulate_precision_casts=True)
 
 
 @on_devices
-def test_inductor(device: str) -> None:
+@pytest.mark.parametrize(
+    "build", [one_layer, pytest.param(two_layers, marks=pytest.mark.exhaustive)]
+)
+def test_inductor(device: str, build: Callable[..., nn.Module]) -> None:
     """One mix: all delayed and all dynamic run under Inductor in other tests, too."""
-    config, build = mixed(DYNAMIC, DELAYED, DELAYED), two_layers if device == "cuda" else one_layer
+    config = mixed(DYNAMIC, DELAYED, DELAYED)
     train(config, device, "inductor", bound=tolerances.COMPILED, build=build)
 
 

@@ -113,9 +113,6 @@ def test_special_amaxes_under_inductor(device: str) -> None:
         assert same_bits(got.nan_to_num(-1.0), wanted.nan_to_num(-1.0))
 
 
-QUICKLY = {"compile_wrapper_opt_level": "O0", "precompile_headers": False}
-
-
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_an_exported_model_computes_the_same_bits(recipe: str, tmp_path: Path) -> None:
     """As torch.export gives it, and as AOTInductor compiles it.
@@ -136,7 +133,8 @@ def test_an_exported_model_computes_the_same_bits(recipe: str, tmp_path: Path) -
         # Before, AOTInductor hands the dtype of a custom op on wrongly.
         if recipe == "tensorwise" and torch.__version__ >= "2.13":
             path = str(tmp_path / "model.pt2")
-            quickly = {f"aot_inductor.{x}": y for x, y in QUICKLY.items()}
+            options = {"compile_wrapper_opt_level": "O0", "precompile_headers": False}
+            quickly = {f"aot_inductor.{name}": value for name, value in options.items()}
             torch._inductor.aoti_compile_and_package(
                 exported, package_path=path, inductor_configs=quickly
             )

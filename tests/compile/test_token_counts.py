@@ -96,7 +96,7 @@ def test_one_graph_with_the_bits_of_eager_mode(recipe: str, more: Any, device: s
     "recipe", ["blockwise", pytest.param("delayed", marks=pytest.mark.exhaustive)]
 )
 def test_under_inductor(recipe: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device == "cpu":  # whose code takes long: test_generated_code.py has ops of any size
+    if device == "cpu":  # whose code takes long to make: GPUs run it here
         make_no_code(monkeypatch.setattr)
     model = Masked(device, config=recipe)
     compiled = torch.compile(model, fullgraph=True)

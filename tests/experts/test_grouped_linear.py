@@ -36,7 +36,7 @@ coarse_and_fine = pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 
 
 def first(*names: str) -> pytest.MarkDecorator:
-    """These recipes; and, if there is time, all."""
+    """These recipes; the others are `exhaustive`."""
     longer = (pytest.param(x, marks=pytest.mark.exhaustive) for x in RECIPES if x not in names)
     return pytest.mark.parametrize("recipe", [*names, *longer])
 

@@ -95,6 +95,7 @@ ROWS_OF_FINER = 200, 384, 1000, 129  # up to 128 are one block: compiled once mo
         (ROWS, "inductor", 160, ["transpose"]),
         (SQUARES, "aot_eager", 160, ["cast"]),
         pytest.param(SQUARES, "inductor", 160, ["cast"], marks=pytest.mark.exhaustive),
+        pytest.param(RUNS, "inductor", 256, ["transpose"], marks=pytest.mark.exhaustive),
     ],
 )
 def test_one_graph_for_all_sizes(

@@ -125,7 +125,7 @@ def test_each_group_is_cast_by_itself_by_runs(
 def test_the_kernel_of_runs_is_its_twin(triton_device: torch.device, sizes: list[int]) -> None:
     at, slow = SIZES_OF_RUNS.index(sizes), triton_device.type == "cpu"
     for n, C in enumerate([24, 150, 256]):  # with masks and without
-        if slow and n != at % 3:
+        if slow and at < 4 and n != at % 3:  # groups longer than a run meet all
             continue
         x, offs = (t.to(triton_device) for t in tensor(sizes, C, HIGH_PRECISION[n]))
         for run in (128, 32):

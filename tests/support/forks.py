@@ -19,7 +19,7 @@ from typing import Any
 
 PEERS = ("lightning", "peft", "transformers.trainer", "transformers.models.llama.modeling_llama")
 COMPILER = ("float8", "torch._inductor.compile_fx", *PEERS, "graphs")
-"""What programs that train, and perhaps compile, would import first; one process for all."""
+"""What samples and examples import, and `graphs`, which does without Inductor's code."""
 
 
 def run_program(

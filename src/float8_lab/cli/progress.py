@@ -61,7 +61,7 @@ class ConsoleProgress:
 def stop_on_signals() -> Iterator[Event]:
     """Turn the first SIGINT or SIGTERM into an event that is set; the second one acts as usual.
 
-    Standard error has a notice when the first one comes. In the main thread only.
+    The first one writes a notice to standard error. In the main thread only.
     """
     stop = Event()
 

@@ -45,7 +45,7 @@ def _convert(model: Llama, config: TrainConfig, device: torch.device) -> str:
     if reason and not settings.emulate:
         raise ConfigError(f"recipe {recipe!r}: {reason}; or use --recipe {HIGH_PRECISION}")
     try:
-        # One process gathers nothing.
+        # One process gathers nothing, whatever a configuration of the user's says.
         settings = dataclasses.replace(settings, enable_fsdp_float8_all_gather=False)
         one_cast = CastSite.WEIGHT_FOR_GRAD_INPUT not in settings.own_casts
         # As CUDA graphs, casts are made each time: nothing held is read.

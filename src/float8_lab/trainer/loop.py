@@ -29,7 +29,7 @@ WARMUP_STEPS = 10  # Not counted for throughput: compilation, allocator, clocks.
 def check_alone() -> None:
     """Raise a `ConfigError` under `torchrun`, whose processes would all train into one folder."""
     if (size := os.environ.get("WORLD_SIZE", "1")) != "1":
-        got = f"WORLD_SIZE: got {size}, expected 1, since the trainer is one process"
+        got = f"WORLD_SIZE: got {size}, expected 1 or none, since the trainer is one process"
         raise ConfigError(f"{got}: start it without torchrun; for many GPUs use torchtitan")
 
 
@@ -72,8 +72,8 @@ class Trainer:
         """
         if not self.step:
             return {"model": self.model}
-        gathered = get_optimizer_state_dict(self.model, self.optimizer)["state"]
-        return {"model": self.model, "optimizer": gathered}
+        state = get_optimizer_state_dict(self.model, self.optimizer)["state"]
+        return {"model": self.model, "optimizer": state}
 
     def run(self, stop: Event) -> None:
         """Train until the last step, a request to stop, or `stop_after`: `status` says which."""
@@ -143,7 +143,7 @@ class Trainer:
             part.backward()  # type: ignore[no-untyped-call]
             loss += part.detach()
         limit = config.grad_clip or math.inf
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)  # before
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)  # before clipping
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.timer.mark()
@@ -251,8 +251,8 @@ def train(
 ) -> Trainer:
     """Train a Llama as `config` says, maybe from a checkpoint on; returns the run as it ended.
 
-    It ends with a checkpoint after the step in which `stop` is set, tells `observers`, and leaves
-    everything in `config.output`.
+    The run ends with a checkpoint after the step in which `stop` is set. It tells `observers`, and
+    leaves everything in `config.output`.
     """
     check_alone()
     text = corpus if corpus is not None else data.load_corpus(config.data)
