@@ -25,7 +25,7 @@ from float8.parallel.groups import mesh_device_type, sync_groups, unlike
 from float8.quantize import scales_of
 from float8.scales import next_history_and_scale
 from float8.tensor import Float8GatherWeight, Float8Tensor, is_dtensor, is_fsdp_module, local_tensor
-from float8.tensor.ranks import amax_over
+from float8.tensor.ranks import all_ranks_have_some, amax_over
 
 
 @torch.no_grad()
@@ -203,18 +203,22 @@ def update_float8_weights(model: nn.Module) -> None:
 
 
 def _held_by_gathers(weight: Any) -> bool:
-    """Whether hooks of FSDP2 keep the cast of its shard: of experts not, where it is offloaded."""
+    """Whether hooks of FSDP2 keep the cast of its shard.
+
+    Not of experts that are offloaded, nor of a layer of which a rank has no rows.
+    """
     local = local_tensor(weight)
     if local is weight or not isinstance(local, Float8GatherWeight):
         return isinstance(local, Float8Tensor)
-    here = weight.is_meta or weight.device.type == weight.device_mesh.device_type
-    return here or local.dim() == 2
+    if local.dim() == 2:
+        return all_ranks_have_some(weight)
+    return weight.is_meta or bool(weight.device.type == weight.device_mesh.device_type)
 
 
 def _why_on_the_fly(layer: Float8Linear, weight: Any, under_fsdp: bool) -> str | None:
     """Say why a layer with `HELD` cannot hold its weight, or return None."""
     if under_fsdp and not _held_by_gathers(weight):
-        return "gathered in high precision"
+        return "gathered in high precision, or without rows on a rank"
     if weight is None:
         return "computed at each use"
     if CastSite.WEIGHT in layer._float8_delayed:

@@ -52,6 +52,9 @@ def test_resume_takes_its_settings_from_the_checkpoint(capsys: pytest.CaptureFix
     assert main(["train", "--resume", "run"]) == 0
     assert "finished after step 5 of 5" in capsys.readouterr().out
     assert json.loads(Path("run/config.json").read_text())["config"]["seed"] == 7
+    assert main(["train", "--resume", "run", "--output", "elsewhere"]) != 0
+    assert "got elsewhere for a run that ended after step 5" in capsys.readouterr().err
+    assert not Path("elsewhere").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

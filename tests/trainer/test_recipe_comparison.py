@@ -86,6 +86,8 @@ def test_an_interrupted_comparison_goes_on_where_it_was(
         compare(config, ["tensorwise", "delayed"])
     with pytest.raises(ConfigError, match="learning_rate was"):
         compare(config.replace(learning_rate=1.0), ["tensorwise", "delayed"], resume=True)
+    with pytest.raises(ConfigError, match="holds runs of tensorwise: name these recipes, too"):
+        compare(config, ["delayed"], resume=True)
 
     rest = compare(config, ["tensorwise", "delayed"], resume=True)
     assert [row["status"] for row in rest] == ["finished"] * 3
@@ -117,7 +119,7 @@ def test_resuming_over_a_damaged_file_says_what_to_do(make_config: MakeConfig) -
     with pytest.raises(ConfigError, match=rf"(?s)cannot read.*{run}.*not touched") as caught:
         compare(config, ["tensorwise"], resume=True)
     assert "delete" not in str(caught.value)
-    elsewhere = run.with_name("elsewhere")  # as the message says
+    elsewhere = run.parent.with_name("elsewhere")  # as the message says
     loop.train(config.replace(recipe="tensorwise", output=str(elsewhere), stop_after=1))
     shutil.copy(elsewhere / "config.json", file)
     assert compare(config, ["tensorwise"], resume=True)[1]["status"] == "finished"

@@ -167,7 +167,7 @@ class Float8GatherWeight(Wrapper):
                 warnings.warn(
                     f"float8: a weight of {tuple(outer_size)} is gathered in high precision: "
                     f"{problem}; shard it along dim 0, evenly and between blocks, or leave "
-                    f"enable_fsdp_float8_all_gather out",
+                    f"enable_fsdp_float8_all_gather, and HELD, out",
                     stacklevel=2,
                 )
                 return (padded_shard(self._inner.to(dtype), rows),), GatherInfo(outer_size)

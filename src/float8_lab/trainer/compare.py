@@ -105,6 +105,10 @@ def _prepare(
             f"{output} already holds a comparison: go on with it with --resume, replace it with "
             "--overwrite, or choose another folder with --output"
         )
+    runs = {x.parent.name for x in output.glob("*/config.json")}
+    if resume and (others := sorted(runs - {folder.path.name for folder in folders})):
+        do = "name these recipes, too, or choose another folder with --output"
+        raise ConfigError(f"{output} holds runs of {', '.join(others)}: {do}")
     for name in () if resume else ("report.json", "report.md", "report.txt", "loss.png"):
         (output / name).unlink(missing_ok=True)
     for config, folder in zip(configs, folders, strict=True):
