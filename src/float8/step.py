@@ -25,7 +25,7 @@ from float8.parallel.groups import mesh_device_type, sync_groups, unlike
 from float8.quantize import scales_of
 from float8.scales import next_history_and_scale
 from float8.tensor import Float8GatherWeight, Float8Tensor, is_dtensor, is_fsdp_module, local_tensor
-from float8.tensor.ranks import all_ranks_have_some, amax_over
+from float8.tensor.ranks import amax_over
 
 
 @torch.no_grad()
@@ -141,8 +141,8 @@ def update_float8_weights(model: nn.Module) -> None:
     gather casts the shard, and keeps it; this call drops what was kept.
 
     A warning names the layers whose weights are cast on the fly all the same, and says why: those
-    under tensor parallel or with delayed scaling; experts of torchtitan without FSDP2, and under
-    FSDP in high precision or offloaded.
+    under tensor parallel, with delayed scaling, or without rows on a rank; experts of torchtitan
+    without FSDP2, and under FSDP in high precision or offloaded.
 
     Raises:
         TypeError: `model` is no `nn.Module`.
@@ -203,16 +203,10 @@ def update_float8_weights(model: nn.Module) -> None:
 
 
 def _held_by_gathers(weight: Any) -> bool:
-    """Whether hooks of FSDP2 keep the cast of its shard.
-
-    Not of experts that are offloaded, nor of a layer of which a rank has no rows.
-    """
+    """Whether hooks of FSDP2 keep the cast of its shard."""
     local = local_tensor(weight)
-    if local is weight or not isinstance(local, Float8GatherWeight):
-        return isinstance(local, Float8Tensor)
-    if local.dim() == 2:
-        return all_ranks_have_some(weight)
-    return weight.is_meta or bool(weight.device.type == weight.device_mesh.device_type)
+    shard = local is not weight and isinstance(local, Float8GatherWeight)
+    return local.can_keep_casts(weight) if shard else isinstance(local, Float8Tensor)
 
 
 def _why_on_the_fly(layer: Float8Linear, weight: Any, under_fsdp: bool) -> str | None:

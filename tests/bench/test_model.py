@@ -267,7 +267,7 @@ def test_runs_of_each_seed_go_on_from_one_start() -> None:
         final_checkpoint=False, tensorboard=False, device="cpu", threads=1, recipe=HIGH_PRECISION,
     )  # fmt: skip
     recipes = ["delayed", "tensorwise"]  # alike until scales are known: after two syncs
-    groups = list(bench_one_start(config, recipes, 2, seeds=2, at_once=1))
+    groups = list(bench_one_start(config, recipes, 2, seeds=2, at_once=2))
     assert [len(group) for group in groups] == [0, 0, 3, 6]
     for seed, rows in enumerate((groups[2], groups[3][3:])):
         assert {row["part"] for row in rows} == {f"seed {seed}"}

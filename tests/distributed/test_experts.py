@@ -25,7 +25,16 @@ from float8.scales import dequantised
 from sqnr import same_bits, sqnr
 from support.errors import require_errors
 from support.models import seeded
-from support.outcome import Results, accumulate, assert_same, compiles, evaluate, outcome, train
+from support.outcome import (
+    Results,
+    accumulate,
+    after_a_write,
+    assert_same,
+    compiles,
+    evaluate,
+    outcome,
+    train,
+)
 from support.ranks import on
 from support.sharded import (
     DIM,
@@ -143,14 +152,7 @@ def multiply_unnoticed(model: nn.Module) -> None:
 @on("two")
 def test_what_is_held_is_no_older_than_the_last_update() -> None:
     for make in (partial(blocks, 4), partial(blocks, 3), model_of):  # experts, and dense layers
-        found = []
-        for weights in (Float8Weights.ON_THE_FLY, Float8Weights.HELD):
-            model = shard(convert(make(), "rowwise", float8_weights=weights))
-            with torch.no_grad():
-                model(batch(0, 0))
-                multiply_unnoticed(model)
-                found.append(model(batch(0, 0)))
-        assert same_bits(*found)
+        assert same_bits(*after_a_write(multiply_unnoticed, "rowwise", make))
 
 
 @on("two")

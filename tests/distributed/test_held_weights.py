@@ -23,10 +23,10 @@ from float8.tensor import local_tensor
 from sqnr import same_bits
 from support.microbatches import with_weights
 from support.models import Adapted, LlamaBlock, seeded
-from support.outcome import assert_same, outcome, train
+from support.outcome import after_a_write, assert_same, outcome, train
 from support.parallel import DIM, HIDDEN, TOKENS, part, plan_of
 from support.ranks import on
-from support.sharded import batch, convert, fsdp1, here, keep, mesh_of, model_of, offload, shard
+from support.sharded import convert, fsdp1, here, keep, mesh_of, model_of, offload, shard
 from support.spies import OpCounter
 
 HELD, ONLY, ON_THE_FLY = Float8Weights.HELD, Float8Weights.ONLY, Float8Weights.ON_THE_FLY
@@ -75,15 +75,7 @@ def reload(model: nn.Module) -> None:
 @on("two")
 def test_a_shard_that_was_written_is_cast_again() -> None:
     for write in (average, reload):
-        outputs = []
-        for weights in (ON_THE_FLY, HELD):
-            model = shard(convert(model_of(), "tensorwise", float8_weights=weights))
-            train(model, 1)
-            with torch.no_grad():
-                model(batch(0, 0))
-                write(model)
-                outputs.append(model(batch(0, 0)))
-        assert same_bits(*outputs)
+        assert same_bits(*after_a_write(write, "tensorwise", model_of))
 
 
 @on("two")

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.torch_version import TorchVersion
 
-from float8 import attach_to_optimizer, sync_float8_amax_and_scale_history
+from float8 import Float8Weights, attach_to_optimizer, sync_float8_amax_and_scale_history
 from sqnr import same_bits
 from support.models import fp8_state
 from support.sharded import batch, convert, here, model_of, part, shard
@@ -112,6 +112,22 @@ def outcome(
         model = wrap(model)
     begin(model)
     return train(model, alone=wrap is None, **training)
+
+
+def after_a_write(write: Change, recipe: str, make: Callable[[], nn.Module]) -> list[Tensor]:
+    """The outputs of one model with weights cast on the fly, and of one that holds them.
+
+    They are trained, run, written, and run again.
+    """
+    found = []
+    for weights in (Float8Weights.ON_THE_FLY, Float8Weights.HELD):
+        model = shard(convert(make(), recipe, float8_weights=weights))
+        train(model, 1)
+        with torch.no_grad():
+            model(batch(0, 0))
+            write(model)
+            found.append(model(batch(0, 0)))
+    return found
 
 
 def accumulate(model: Any, last: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8.config import Float8Weights, ScalingGranularity
+from float8.config import ScalingGranularity
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
 from float8.quantize import Cast, quantize
 from float8.tensor import Float8GatherWeight, Float8Tensor
@@ -53,26 +53,24 @@ class GatherExperts(Float8GatherWeight):
             return f"shards of {self.shape[1]} rows would cut squares of {side} x {side}"
         return None
 
+    def can_keep_casts(self, weight: Any) -> bool:
+        """Whether this shard is where it is gathered: else the hooks have a copy of it."""
+        return weight.is_meta or bool(weight.device.type == weight.device_mesh.device_type)
+
     def _to_send(
         self, size: torch.Size, rows: int, mesh: Any, module: Any, dtype: torch.dtype
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
-        """Cast the shard, padded to `rows` experts, to what is sent; HELD keeps the cast.
-
-        Not where shards are offloaded: `self` is a copy then.
-        """
-        parameters, ranks = module._parameters.values(), mesh.size()
-        weight = next((x for x in parameters if local_tensor(x) is self), None)
-        self.param_dtype = dtype
+        """Cast the shard, padded to `rows` experts, to what is sent; HELD keeps the cast."""
+        ranks, self.param_dtype = mesh.size(), dtype
+        weight = next((x for x in module._parameters.values() if local_tensor(x) is self), None)
         made = None if weight is None else self.kept(weight)
         if made is None:
             shard = padded_shard(self._inner.to(dtype), rows)
             data, scale = quantize(shard, Cast(self.how), row=True).row
-            if self.how.scaling_granularity.width is None:
-                scale = scale.unsqueeze(-1)
+            scale = scale if self.how.scaling_granularity.by_blocks else scale.unsqueeze(-1)
             made = CastAhead(scale, data[..., : shard.shape[2]].contiguous())
-            config = getattr(module, "_float8_config", None)  # none where others share the weight
-            if weight is not None and config and config.float8_weights is Float8Weights.HELD:
-                self.keep(made, weight)
+            if weight is not None:
+                self.keep_if_held(made, weight, module)
         scale, bytes_ = made.scale, made.data.view(torch.uint8)
         dim = 1 if self.shape[1] != size[1] else 0
         if ranks > 1 and dim == 0 and rows * ranks == size[0]:

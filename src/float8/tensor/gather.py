@@ -129,6 +129,16 @@ class Float8GatherWeight(Wrapper):
         if not (self.counted.is_inference() or weight.is_inference()):  # which count no writes
             self._ahead = self._versions(weight), ahead
 
+    def can_keep_casts(self, weight: Any) -> bool:
+        """Whether each rank has rows: else ranks would disagree if the next cast all-reduces."""
+        return all_ranks_have_some(weight)
+
+    def keep_if_held(self, made: CastAhead, weight: Any, module: Any) -> None:
+        """Keep a cast for a module of ours with HELD; others may have the weight, too."""
+        config = getattr(module, "_float8_config", None)
+        if config and config.float8_weights is Float8Weights.HELD and self.can_keep_casts(weight):
+            self.keep(made, weight)
+
     def forget_cast(self) -> None:
         """Drop a cast that was kept; a scale that was computed ahead stays."""
         if (ahead := self._ahead[1]) is not None and ahead.data is not None:
@@ -214,10 +224,8 @@ class Float8GatherWeight(Wrapper):
             row = quantize(shard, cast, row=True, via=dtype).row
             data, (R, K) = row.data, shard.shape
             made = CastAhead(row.scale, data if data.shape == shard.shape else data[:R, :K])
-            # Not if a rank has no rows: ranks would disagree whether the next cast all-reduces.
-            held = module._float8_config.float8_weights is Float8Weights.HELD
-            if held and not delayed and all_ranks_have_some(weight):
-                owner.keep(made, weight)
+            if not delayed:
+                owner.keep_if_held(made, weight, module)
         sent = padded_shard(made.data.contiguous().view(torch.uint8), rows)
         if how.scaling_granularity.one_scale or mesh.size() == 1:  # from one rank one tensor
             known = ahead is not None and ahead.data is None and ahead.scale is made.scale

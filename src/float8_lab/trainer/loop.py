@@ -259,11 +259,10 @@ def train(
     data.check_length(text, config.seq_len, config.batch_size)
     if resume is not None:
         checkpoints.check_checkpoint(resume)
-        moved = Path(config.output).resolve() != resume.resolve().parent.parent
-        if moved and checkpoints.step_of(resume) >= config.last_step:
-            got = (
-                f"--output: got {config.output} for a run that ended after step {config.last_step}"
-            )
+        last, output = config.last_step, Path(config.output)
+        moved = output.resolve() != resume.resolve().parent.parent
+        if moved and checkpoints.step_of(resume) >= last:
+            got = f"--output: got {output} for a run that ended after step {last}"
             raise ConfigError(f"{got}: give more --steps to go on, or leave --output out")
     folder = open_run_folder(config, text, checkpoint=resume)
     with explain_out_of_memory(
