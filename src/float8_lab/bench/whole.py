@@ -25,7 +25,7 @@ _WIDE_HEADS, _HEADS = 470e9, 360e9
 # Milliseconds of an H200 for 1e9 elements: of what layers read and write, by norms, activations and
 # residuals; of what adapters read and write; of logits; of float32 Parameters that AdamW writes,
 # that one GPU copies to bf16 and back, that FSDP2 copies for each GPU.
-_NORMS, _ADAPTERS, _LOSS, _ADAMW, _COPIES, _SHARDS = 1.65, 2.6, 4.3, 8.5, 3.0, 10.0
+_NORMS, _ADAPTERS, _LOSS, _ADAMW, _COPIES, _SHARDS = 1.6, 2.6, 4.3, 8.5, 3.0, 10.0
 _GIB = {"H100": 79, "H200": 139}  # that CUDA has of a card's 80 and 141 GB
 _LINK = 300e6  # bytes per ms that a GPU gets from others: NVLink, or eight network cards of a host
 _HOST_MS = 0.1, 0.4  # of the CPU, for each layer in bf16 and in float8, compiled
