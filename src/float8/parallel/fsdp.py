@@ -66,13 +66,9 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
             )
         # Before the first gather FSDP2 may still move the shard, on some ranks only, and what it
         # will be rounded to is not known.
-        if (
-            isinstance(shard, Float8GatherWeight)
-            and is_dtensor(weight)
-            and shard.param_dtype is not None
-            and not shard.counted.is_inference()
-            and all_ranks_have_some(weight)
-        ):
+        ready = isinstance(shard, Float8GatherWeight) and is_dtensor(weight)
+        ready = ready and shard.param_dtype is not None and not shard.counted.is_inference()
+        if ready and all_ranks_have_some(weight):
             where = sharding_groups(weight), weight.device_mesh.device_type, shard.device
             of_one = alike.setdefault((*where, shard.dtype, shard.param_dtype, shard.how), {})
             of_one[weight] = shard.high_precision

@@ -1,5 +1,6 @@
 """`Float8Tensor`, float8 data and their scale as one tensor, and what each aten op does to it."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,7 @@ class Float8Tensor(Wrapper):
 
     `x ~= data.to(float32) * scale`. It carries float8 where autograd, FSDP or DTensor must see
     one tensor. Layers pass data and scale to a float8 GEMM; `mm` and `F.linear` outside layers
-    dequantise first. Ops without a meaning for float8 data raise and name
+    dequantise first, and warn. Ops without a meaning for float8 data raise and name
     `.to_original_precision()`.
 
     Args:
@@ -365,6 +366,9 @@ def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _of_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an op on the values: a new tensor is plain, as its values may be any."""
     plain = [dequantise(x) if isinstance(x, Float8Tensor) else x for x in args]
+    if "mm" in func.name():
+        does = f"float8: {func}, outside of our layers, multiplies rounded values in high precision"
+        warnings.warn(f"{does}; {CURE}", stacklevel=2)
     return func(*plain, **kwargs)
 
 
