@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from float8 import (
 )
 from float8.linear import Float8Linear
 from sqnr import sqnr
+from support.errors import require_errors
 from support.models import seeded
 
 CONVERT = "convert_to_float8_training"
@@ -91,23 +93,21 @@ def test_the_automatic_filters_leave_names_small_layers_and_what_is_none(
 
 def test_objects_of_torchao_are_told_by_the_import_to_change() -> None:
     theirs = pytest.importorskip("torchao.float8")
-    for call in (
-        lambda config: convert_to_float8_training(nn.Linear(16, 16), config=config),
-        lambda config: float8.linear(torch.ones(16, 16), torch.ones(16, 16), config=config),
-        lambda config: float8.Float8Linear(16, 16, config=config),
-        linear_requires_sync,
-    ):
-        with pytest.raises(
-            TypeError,
-            match=r"config: got Float8LinearConfig.*this one is of torchao: `from float8 im",
-        ):
-            call(theirs.Float8LinearConfig())
-    with pytest.raises(ValueError, match=r"`from float8 import Float8LinearRecipeName`"):
-        Float8LinearConfig.from_recipe_name(theirs.Float8LinearRecipeName.ROWWISE)
-    with pytest.raises(TypeError, match=r"cast_config_input.*`from float8 import CastConfig`"):
-        Float8LinearConfig(cast_config_input=theirs.CastConfig())
-    with pytest.raises(TypeError, match=r"scaling_type: got .*`from float8 import ScalingType`"):
-        CastConfig(scaling_type=theirs.ScalingType.DYNAMIC)
+    config = {"config": theirs.Float8LinearConfig()}
+    ours = "TypeError: config: got Float8LinearConfig.*this one is of torchao: `from float8"
+    plain, x = nn.Linear(16, 16), torch.ones(16, 16)
+    from_name, cast = Float8LinearConfig.from_recipe_name, theirs.CastConfig()
+    recipe, dynamic = theirs.Float8LinearRecipeName.ROWWISE, theirs.ScalingType.DYNAMIC
+    of_ours = partial(Float8LinearConfig, cast_config_input=cast)
+    require_errors(
+        (ours, partial(convert_to_float8_training, **config), [plain]),
+        (ours, partial(float8.linear, **config), [x, x]),
+        (ours, partial(float8.Float8Linear, **config), [16, 16]),
+        (ours, linear_requires_sync, [*config.values()]),
+        ("ValueError: `from float8 import Float8LinearRecipeName`", from_name, [recipe]),
+        ("TypeError: cast_config_input.*`from float8 import CastConfig`", of_ours, []),
+        ("TypeError: scaling_type: got .*`from float8 import ScalingType`", CastConfig, [dynamic]),
+    )
 
 
 def test_all_arguments_of_torchao_s_config_are_taken() -> None:

@@ -149,11 +149,7 @@ def compiles() -> bool:
 
 
 def compiled(
-    model: nn.Module,
-    what: str,
-    wrap: Change,
-    steps: int = 2,
-    backend: str = "aot_eager",
+    model: nn.Module, what: str, wrap: Change, steps: int = 2, backend: str = "aot_eager"
 ) -> tuple[Results, list[str], int]:
     """What training brings forth, why graphs broke, and how many this rank compiled.
 
