@@ -308,13 +308,6 @@ def test_a_step_is_timed_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> Non
     assert step.times(2) == pytest.approx([1.0, 3.0])
 
 
-@on_devices
-def test_linear(device: str) -> None:
-    for shape in (SHAPE, (64, 32, 32)):
-        found = measure_linear(shape, "delayed", torch.device(device))
-        assert min(found) > 0
-
-
 def doubled(model: nn.Module) -> nn.Module:
     model.register_forward_hook(lambda module, arguments, output: 2 * output)
     return model

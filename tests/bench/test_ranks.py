@@ -88,7 +88,11 @@ def one() -> Iterator[Ranks]:
     rank.stop()
 
 
-@pytest.mark.parametrize("more", [[], ["--lora"], ["--lora", "--transformers"]], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [[], pytest.param(["--lora"], marks=pytest.mark.exhaustive), ["--lora", "--transformers"]],
+    ids=str,
+)
 def test_training_on_one_rank(one: Ranks, tmp_path: Path, more: list[str]) -> None:
     for library in ("peft", "transformers")[: len(more)]:
         pytest.importorskip(library)

@@ -126,7 +126,8 @@ def test_models_that_are_wrapped_afterwards() -> None:
 
         how = {"edit": differ, "attach": False, "steps": 3}
         weights = ({"float8_weights": each} for each in (ON_THE_FLY, HELD))
-        assert_same(*(outcome("tensorwise", False, held, config=x, **how) for x in weights), wrap)
+        one, other = (outcome("tensorwise", False, held, config=x, **how) for x in weights)
+        assert_same(one, other, wrap)
 
 
 @on("two")
