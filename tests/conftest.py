@@ -15,8 +15,8 @@ NO_GPU = "needs a CUDA GPU with float8 tensor cores (compute capability >= 8.9)"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ:  # several processes: one thread each
-        torch.set_num_threads(1)
+    # Small tensors lose by being shared among threads, and sums depend on their number.
+    torch.set_num_threads(1)
     if not torch.cuda.is_available():
         gc.set_threshold(*SELDOM)
         # No server each that compiles for a CPU.

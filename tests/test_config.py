@@ -44,18 +44,16 @@ def test_defaults() -> None:
     assert [cast_of(config, role) for role in ROLES] == [e4m3, e4m3, e5m2]
     assert [cast_of(config, site) for site in SECOND_USES] == [None] * 3
     assert config.gemm_config_output == Float8GemmConfig(use_fast_accum=True)
-    assert config.gemm_config_grad_input == Float8GemmConfig(use_fast_accum=False)
-    assert config.gemm_config_grad_weight == Float8GemmConfig(use_fast_accum=False)
-    assert config.enable_fsdp_float8_all_gather is False
-    assert config.pad_inner_dim is True
-    assert config.emulate is False
-    assert config.round_scales_to_power_of_2 is False
-    assert config.delayed_scaling_config == DelayedScalingConfig()
-    assert config.enable_amax_init is True
-    assert config.enable_pre_and_post_forward is True
+    assert config.gemm_config_grad_input == config.gemm_config_grad_weight == Float8GemmConfig()
+    on = {name for name, value in vars(config).items() if value is True}
+    assert on == {"pad_inner_dim", "enable_amax_init", "enable_pre_and_post_forward"}
+    assert (
+        config.delayed_scaling_config == DelayedScalingConfig() == DelayedScalingConfig(16, "max")
+    )
     assert CastConfig() == CastConfig(ScalingType.DYNAMIC, ScalingGranularity.TENSORWISE, None)
-    assert DelayedScalingConfig() == DelayedScalingConfig(16, "max")
     assert Float8GemmConfig() == Float8GemmConfig(use_fast_accum=False)
+    assert Float8LinearConfig.from_recipe_name("tensorwise") == config
+    assert Float8LinearConfig.from_recipe_name("delayed") == mixed(DELAYED, DYNAMIC, DELAYED)
 
 
 # ---------------------------------------------------------------- frozen, shared, replaced
@@ -131,18 +129,15 @@ def test_what_only_delayed_scaling_uses_is_refused_without_it(own: DelayedScalin
         assert Float8LinearConfig(**fields).delayed_scaling_config == own
 
 
-@pytest.mark.parametrize("name", ["enable_amax_init", "enable_pre_and_post_forward"])
-def test_what_asks_for_nothing_without_delayed_scaling_is_accepted(name: str) -> None:
-    config = Float8LinearConfig(**{name: False})
-    assert getattr(config, name) is False
-    assert list(Float8Linear(32, 16, config=config).state_dict()) == ["weight", "bias"]
-
-
-@pytest.mark.parametrize("value", [False, True])
-def test_recomputing_weights_is_accepted_since_it_is_always_done(value: bool) -> None:
-    config = Float8LinearConfig(force_recompute_fp8_weight_in_bwd=value, emulate=True)
-    assert config == Float8LinearConfig(emulate=True)
-    assert dataclasses.replace(config, emulate=False) == Float8LinearConfig()
+def test_what_asks_for_nothing_is_accepted() -> None:
+    for name in ("enable_amax_init", "enable_pre_and_post_forward"):  # but for delayed scaling
+        config = Float8LinearConfig(**{name: False})
+        assert getattr(config, name) is False
+        assert list(Float8Linear(32, 16, config=config).state_dict()) == ["weight", "bias"]
+    for value in (False, True):  # weights are always cast again
+        config = Float8LinearConfig(force_recompute_fp8_weight_in_bwd=value, emulate=True)
+        assert config == Float8LinearConfig(emulate=True)
+        assert dataclasses.replace(config, emulate=False) == Float8LinearConfig()
 
 
 def test_a_disabled_cast_has_no_dtype() -> None:
@@ -231,18 +226,6 @@ def test_every_field_refuses_another_type(field: str) -> None:
 
 
 # ---------------------------------------------------------------- recipes
-
-
-@pytest.mark.parametrize("spell", [str, Float8LinearRecipeName], ids=["string", "enum"])
-@pytest.mark.parametrize("name", ["tensorwise", "delayed"])
-def test_recipe_by_string_and_by_enum(name: str, spell: Any) -> None:
-    config = Float8LinearConfig.from_recipe_name(spell(name))
-    own, recent = ScalingType.DYNAMIC, ScalingType.DELAYED
-    scaling = {"tensorwise": [own, own, own], "delayed": [recent, own, recent]}[name]
-    assert [cast_of(config, role).scaling_type for role in ROLES] == scaling
-    assert [cast_of(config, role).target_dtype for role in ROLES] == [E4M3, E4M3, E5M2]
-    assert linear_requires_sync(config) == (name != "tensorwise")
-    assert (config == Float8LinearConfig()) == (name == "tensorwise")
 
 
 def test_what_is_written_into_a_recipe_s_config_does_not_stay_in_the_recipe() -> None:

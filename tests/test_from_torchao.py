@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -18,37 +19,29 @@ from float8 import (
 )
 from float8.linear import Float8Linear
 from sqnr import sqnr
+from support.errors import require_errors
 from support.models import seeded
 
 CONVERT = "convert_to_float8_training"
 NAMES = {
-    "config": ["e4m3_dtype", "e5m2_dtype", "CastConfig", "Float8LinearConfig", "ScalingType"],
-    "float8_linear": ["Float8Linear"],
-    "float8_linear_utils": [
-        "_auto_filter_for_recipe",
-        CONVERT,
-        "get_float8_layers",
-        "linear_requires_sync",
-        "swap_linear_layers",
-        "swap_linear_with_float8_linear",
-        "sync_float8_amax_and_scale_history",
-    ],
-    "float8_tensor": ["Float8Tensor"],
-    "float8_tensor_parallel": [
-        "Float8ColwiseParallel",
-        "Float8RowwiseParallel",
-        "PrepareFloat8ModuleInput",
-    ],
-    "float8_training_tensor": ["Float8TrainingTensor"],
-    "float8_utils": ["FP8_TYPES", "compute_error", "e4m3_dtype", "e5m2_dtype"],
-    "fsdp_utils": ["precompute_float8_dynamic_scale_for_fsdp"],
+    "config": "e4m3_dtype e5m2_dtype CastConfig Float8LinearConfig ScalingType",
+    "float8_linear": "Float8Linear",
+    "float8_linear_utils": "_auto_filter_for_recipe convert_to_float8_training get_float8_layers "
+    "linear_requires_sync swap_linear_layers swap_linear_with_float8_linear "
+    "sync_float8_amax_and_scale_history",
+    "float8_tensor": "Float8Tensor",
+    "float8_tensor_parallel": "Float8ColwiseParallel Float8RowwiseParallel "
+    "PrepareFloat8ModuleInput",
+    "float8_training_tensor": "Float8TrainingTensor",
+    "float8_utils": "FP8_TYPES compute_error e4m3_dtype e5m2_dtype",
+    "fsdp_utils": "precompute_float8_dynamic_scale_for_fsdp",
 }
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_modules_are_found_by_their_old_names(name: str) -> None:
     module = importlib.import_module(f"float8.{name}")
-    for each in NAMES[name]:
+    for each in NAMES[name].split():
         ours = getattr(module, each)
         assert not hasattr(float8, each) or getattr(float8, each) is ours
 
@@ -91,23 +84,21 @@ def test_the_automatic_filters_leave_names_small_layers_and_what_is_none(
 
 def test_objects_of_torchao_are_told_by_the_import_to_change() -> None:
     theirs = pytest.importorskip("torchao.float8")
-    for call in (
-        lambda config: convert_to_float8_training(nn.Linear(16, 16), config=config),
-        lambda config: float8.linear(torch.ones(16, 16), torch.ones(16, 16), config=config),
-        lambda config: float8.Float8Linear(16, 16, config=config),
-        linear_requires_sync,
-    ):
-        with pytest.raises(
-            TypeError,
-            match=r"config: got Float8LinearConfig.*this one is of torchao: `from float8 im",
-        ):
-            call(theirs.Float8LinearConfig())
-    with pytest.raises(ValueError, match=r"`from float8 import Float8LinearRecipeName`"):
-        Float8LinearConfig.from_recipe_name(theirs.Float8LinearRecipeName.ROWWISE)
-    with pytest.raises(TypeError, match=r"cast_config_input.*`from float8 import CastConfig`"):
-        Float8LinearConfig(cast_config_input=theirs.CastConfig())
-    with pytest.raises(TypeError, match=r"scaling_type: got .*`from float8 import ScalingType`"):
-        CastConfig(scaling_type=theirs.ScalingType.DYNAMIC)
+    config = {"config": theirs.Float8LinearConfig()}
+    ours = "TypeError: config: got Float8LinearConfig.*this one is of torchao: `from float8"
+    plain, x = nn.Linear(16, 16), torch.ones(16, 16)
+    from_name, cast = Float8LinearConfig.from_recipe_name, theirs.CastConfig()
+    recipe, dynamic = theirs.Float8LinearRecipeName.ROWWISE, theirs.ScalingType.DYNAMIC
+    of_ours = partial(Float8LinearConfig, cast_config_input=cast)
+    require_errors(
+        (ours, partial(convert_to_float8_training, **config), [plain]),
+        (ours, partial(float8.linear, **config), [x, x]),
+        (ours, partial(float8.Float8Linear, **config), [16, 16]),
+        (ours, linear_requires_sync, [*config.values()]),
+        ("ValueError: `from float8 import Float8LinearRecipeName`", from_name, [recipe]),
+        ("TypeError: cast_config_input.*`from float8 import CastConfig`", of_ours, []),
+        ("TypeError: scaling_type: got .*`from float8 import ScalingType`", CastConfig, [dynamic]),
+    )
 
 
 def test_all_arguments_of_torchao_s_config_are_taken() -> None:

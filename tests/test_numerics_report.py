@@ -1,4 +1,7 @@
-"""`numerics_report` on models as users have them: what it says, and that it leaves nothing."""
+"""`numerics_report` on models as users have them: what it says, and that it leaves nothing.
+
+SQNR, underflow and saturation, against numbers computed by hand and against theory.
+"""
 
 import math
 from collections.abc import Callable
@@ -23,13 +26,20 @@ from float8 import (
 )
 from float8.config import ScalingGranularity
 from float8_lab.models.llama import Llama
-from float8_lab.numerics import NumericsReport, casts_of, measure_cast, numerics_report
+from float8_lab.numerics import (
+    LayerCast,
+    MeasuredCast,
+    NumericsReport,
+    casts_of,
+    measure_cast,
+    numerics_report,
+)
 from sqnr import same_bits
 from support.configs import of_recipe, tensorwise
 from support.devices import E4M3, on_devices
 from support.errors import require_errors
 from support.experts import Experts
-from support.nano import NANO
+from support.trainer import NANO
 from support.training import Wrapped
 
 TOKENS = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(1))
@@ -311,10 +321,9 @@ def test_several_calls_of_a_layer_count_together() -> None:
     assert both.underflow == pytest.approx((one.underflow + 3 * other.underflow) / 4)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_checkpointed_blocks_and_compiled_ones(recipe: str) -> None:
+def test_checkpointed_blocks_and_compiled_ones() -> None:
     tokens = TOKENS[:, :-1]
-    plain, again, compiled = (llama(recipe) for _ in range(3))
+    plain, again, compiled = (llama("rowwise") for _ in range(3))
     for block in again.layers:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     for block in compiled.layers:
@@ -325,9 +334,8 @@ def test_checkpointed_blocks_and_compiled_ones(recipe: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_autocast_decides_what_is_cast(recipe: str, device: str) -> None:
-    model, tokens = llama(recipe, device), TOKENS[:, :-1].to(device)
+def test_autocast_decides_what_is_cast(device: str) -> None:
+    model, tokens = llama("delayed", device), TOKENS[:, :-1].to(device)
     with torch.autocast(device, dtype=torch.bfloat16):
         report = numerics_report(model, tokens, loss=next_token)
     wide = numerics_report(model, tokens, loss=next_token)
@@ -366,3 +374,60 @@ def test_errors_say_what_to_do() -> None:
         (r"ValueError: pass model\.module", calls, [WRAPPED, x]),
         (r"ValueError: got 2\.weight as a Float8Tensor, expected high pre", calls, [IN_FLOAT8, x]),
     )
+
+
+# ---------------------------------------------------------------- numbers of one cast, and of GEMMs
+
+# SQNR in dB of normal numbers that are cast to e4m3 without leaving its normal range.
+OF_E4M3 = 31.5
+M, K, N = 384, 512, 256
+
+
+def numbers_of(cast: MeasuredCast, x: Tensor) -> LayerCast:
+    return LayerCast.of("it", cast, measure_cast(x, cast).tolist())
+
+
+# With amax 448 the scale is 1. 2^-11 is less than half of the smallest number, 2^-9; 1.0625 lies
+# between 1 and 1.125 and becomes the even one.
+BY_HAND = torch.tensor([[448.0, 1.0, 1.0625, 2.0**-11, 0.0]])
+SIGNAL = 448.0**2 + 1 + 1.0625**2 + 2.0**-22
+
+
+def test_a_cast_by_hand() -> None:
+    cast = casts_of(tensorwise())[0]
+    assert (cast.role, cast.how.dtype) == ("input", E4M3)
+    noise = 0.0625**2 + 2.0**-22
+    columns = (0.0625 / 1.0625) ** 2 + 1  # relative errors: the fourth is lost, the last is zero
+    sums = [448.0, 5, 4, 1, 0, 0, SIGNAL, noise, noise / SIGNAL, 1, columns, 4]
+    expected = torch.tensor(sums, dtype=torch.float64)
+    torch.testing.assert_close(measure_cast(BY_HAND, cast), expected, rtol=1e-12, atol=0)
+    numbers = LayerCast.of("it", cast, sums)
+    assert (numbers.layer, numbers.role, numbers.gemms) == ("it", cast.role, cast.gemms)
+    assert (numbers.amax, numbers.underflow, numbers.saturation) == (448.0, 0.25, 0.0)
+    assert numbers.sqnr_db == pytest.approx(10 * math.log10(SIGNAL / noise))
+    assert numbers.even_db == pytest.approx(10 * math.log10(4 / columns))
+
+
+def test_zeros_what_is_not_finite_and_what_float32_cannot_square() -> None:
+    cast = casts_of(tensorwise())[0]
+    zeros = numbers_of(cast, torch.zeros(2, 16))
+    assert (zeros.amax, zeros.underflow, zeros.saturation) == (0.0, 0.0, 0.0)
+    assert (zeros.sqnr_db, zeros.even_db) == (math.inf, math.inf)
+    for bad in (math.nan, math.inf):
+        x = torch.ones(2, 16)
+        x[0, 3] = bad
+        numbers = numbers_of(cast, x)
+        assert not math.isfinite(numbers.amax)
+        assert math.isnan(numbers.sqnr_db)
+        assert math.isnan(numbers.even_db)
+    tiny = numbers_of(cast, torch.randn(64, 64) * 1e-25)
+    assert tiny.sqnr_db == pytest.approx(OF_E4M3, abs=0.5)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_casts_of_columns_are_those_of_the_transposed_tensor(recipe: str) -> None:
+    x = torch.randn(200, 136) * torch.logspace(0, -6, 136)
+    row, col = (cast for cast in casts_of(of_recipe(recipe)) if cast.role == "grad_output")
+    there, back = measure_cast(x, col), measure_cast(x.t().contiguous(), row)
+    torch.testing.assert_close(there, back, rtol=1e-12, atol=0)
+    assert not torch.equal(measure_cast(x, col), measure_cast(x, row))

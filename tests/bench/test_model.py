@@ -1,8 +1,12 @@
-"""Models in several variants side by side, peers among them: compared, checked, timed."""
+"""Models in several variants side by side, peers among them: compared, checked, timed.
+
+And single layers and experts on tiny shapes.
+"""
 
 import dataclasses
 import functools
 import itertools
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -12,17 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from float8 import Float8GemmConfig, Float8Linear, Float8LinearConfig
-from float8_lab.bench import model, step
+from float8_lab.bench import experts, linear, model, step
+from float8_lab.bench.experts import Experts, bench_experts, parse_experts
+from float8_lab.bench.linear import LinearStep, measure_linear
 from float8_lab.bench.model import Size, model_step
 from float8_lab.bench.one_start import bench_one_start, mean_of_seeds
 from float8_lab.bench.profile import ATTENTION, CASTS, ELSE, GEMMS, KINDS, ProfiledStep, kind_of
-from float8_lab.bench.step import bench_steps, check
-from float8_lab.bench.variants import (
-    PEERS,
-    Variant,
-    make_variants,
-    recipe_config,
-)
+from float8_lab.bench.step import WARMUP, Step, bench_steps, check
+from float8_lab.bench.variants import PEERS, Variant, make_variants, recipe_config
 from float8_lab.errors import FailedError
 from float8_lab.models.presets import PRESETS
 from float8_lab.trainer import data
@@ -31,6 +32,7 @@ from float8_lab.trainer.loop import Trainer
 from sqnr import same_bits
 from support.devices import on_devices
 from support.saved import saved_bytes
+from support.trainer import stopped_clock
 
 CPU = torch.device("cpu")
 TINY = Size("tiny", 1, 32)
@@ -75,8 +77,7 @@ def test_checkpointed_blocks_compute_the_same_and_keep_less(recipe: str, how: st
 
 
 @pytest.mark.parametrize(
-    ("mode", "how"),
-    [("eager", None), ("compiled", None), ("graphed", {"triton.cudagraphs": True})],
+    ("mode", "how"), [("eager", None), ("compiled", None), ("graphed", {"triton.cudagraphs": True})]
 )
 def test_what_is_compiled(mode: str, how: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks one by one; for CUDA graphs, of which each has to be started, all of them as one."""
@@ -120,8 +121,7 @@ def test_skipped_cuda_graphs_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "recipe",
-    ["tensorwise", "delayed", "rowwise", "blockwise", "tensorwise+held", "delayed+held"],
+    "recipe", ["tensorwise", "delayed", "rowwise", "blockwise", "tensorwise+held", "delayed+held"]
 )
 def test_graphed_models_are_recorded(recipe: str) -> None:
     torch.compiler.reset()
@@ -225,12 +225,11 @@ def test_an_installed_peer_becomes_variants(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_where_the_time_goes(device: str, mode: str) -> None:
-    recipes = ["tensorwise", "blockwise"]
-    variants = make_variants(recipes, [mode])
+    variants = make_variants(["blockwise"], [mode])
     size = TINY if device == "cpu" else Size("tiny", 1, 128)
     make = functools.partial(model_step, size=size, device=torch.device(device), kind=ProfiledStep)
     *_, rows = bench_steps(make, variants, torch.device(device), 1, passes=1)
-    assert [row["recipe"] for row in rows] == ["bf16", *recipes]
+    assert [row["recipe"] for row in rows] == ["bf16", "blockwise"]
     for row in rows:
         assert row["sum_ms"] == pytest.approx(sum(row[kind] for kind in KINDS))
         assert (row[CASTS] > 0) == (row is not rows[0])
@@ -267,7 +266,7 @@ def test_runs_of_each_seed_go_on_from_one_start() -> None:
         final_checkpoint=False, tensorboard=False, device="cpu", threads=1, recipe=HIGH_PRECISION,
     )  # fmt: skip
     recipes = ["delayed", "tensorwise"]  # alike until scales are known: after two syncs
-    groups = list(bench_one_start(config, recipes, 2, seeds=2, at_once=2))
+    groups = list(bench_one_start(config, recipes, 2, seeds=2))
     assert [len(group) for group in groups] == [0, 0, 3, 6]
     for seed, rows in enumerate((groups[2], groups[3][3:])):
         assert {row["part"] for row in rows} == {f"seed {seed}"}
@@ -293,3 +292,69 @@ def test_the_mean_of_seeds_has_the_standard_error_of_its_gap() -> None:
         {**shared, "recipe": "a", "gap_percent": 0.0, "gap_error_percent": None},
         {**shared, "recipe": "b", "gap_percent": 3.0, "gap_error_percent": error},
     ]
+
+
+# ---------------------------------------------------------------- single layers and experts
+
+SHAPE = 32, 64, 48
+
+
+def test_a_step_is_timed_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleep = stopped_clock(monkeypatch)
+    bf16, *_ = linear.make_variants([], ["eager"])
+    step = Step(bf16, nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2), torch.ones(1, 2))
+    durations = iter([5.0] * WARMUP + [0.001, 0.003])  # the first ones do not count
+    monkeypatch.setattr(Step, "__call__", lambda self: sleep(next(durations)))
+    assert step.times(2) == pytest.approx([1.0, 3.0])
+
+
+def doubled(model: nn.Module) -> nn.Module:
+    model.register_forward_hook(lambda module, arguments, output: 2 * output)
+    return model
+
+
+def test_a_wrong_layer_is_not_timed() -> None:
+    bf16, ours = linear.make_variants(["tensorwise"], ["eager"])
+    message = "wrong, eager: output: SQNR .* nothing was timed"
+    wrong = Variant("wrong", "eager", doubled, config=ours.config)
+    make = partial(LinearStep, SHAPE, CPU)
+    with pytest.raises(FailedError, match=message):
+        list(bench_steps(make, [bf16, wrong], CPU, 1))
+    peer = Variant("peer", "eager", doubled)  # of others only the reason is told
+    *_, (reference, left_out) = bench_steps(make, [bf16, peer], CPU, 1)
+    assert "FailedError: peer, eager: output" in left_out["left_out"]
+    assert "ms" in reference
+    assert "ms" not in left_out
+
+
+@pytest.mark.gpu
+def test_a_large_layer_gains_on_a_gpu() -> None:
+    high, low = measure_linear((8192, 4096, 4096), "tensorwise", torch.device("cuda", 0))
+    assert low < high
+
+
+@on_devices
+def test_layers_of_experts(device: str) -> None:
+    shape = Experts(4, 199, 32, 48)  # groups of 49 and 50 rows
+    (layers,) = bench_experts([shape], experts.RECIPES, torch.device(device), 1, 2)
+    assert [row["recipe"] for row in layers] == ["bf16", *experts.RECIPES]
+    for row in layers[1:]:
+        assert row["sqnr_db"] > 20
+        assert row["speedup"] == pytest.approx(layers[0]["ms"] / row["ms"])
+
+
+def test_wrong_experts_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = experts.apply_grouped
+    monkeypatch.setattr(experts, "apply_grouped", lambda *rest: 1.3 * right(*rest))
+    with pytest.raises(FailedError, match=r"rowwise, .*; nothing was timed"):
+        next(bench_experts([Experts(4, 500, 32, 48)], ["rowwise"], CPU, 1))
+
+
+def test_experts_by_name_and_by_size() -> None:
+    for name, each in experts.EXPERTS.items():
+        assert parse_experts(name) == each
+        assert str(each) == name
+    assert parse_experts("4, 500,32,48") == (4, 500, 32, 48)
+    for text in ("mixtral", "4,100,32", "4,100,32,40"):
+        with pytest.raises(ValueError, match=r"got '.*', expected "):
+            parse_experts(text)

@@ -25,7 +25,7 @@ from float8_lab.bench.variants import Variant, make_variants
 from float8_lab.cli.main import main
 from float8_lab.errors import FailedError, RankFailedError
 from float8_lab.ranks import join_ranks, start_ranks
-from support.ranks import Ranks
+from support.ranks import Ranks, on
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -88,7 +88,11 @@ def one() -> Iterator[Ranks]:
     rank.stop()
 
 
-@pytest.mark.parametrize("more", [[], ["--lora"], ["--lora", "--transformers"]], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [[], pytest.param(["--lora"], marks=pytest.mark.exhaustive), ["--lora", "--transformers"]],
+    ids=str,
+)
 def test_training_on_one_rank(one: Ranks, tmp_path: Path, more: list[str]) -> None:
     for library in ("peft", "transformers")[: len(more)]:
         pytest.importorskip(library)
@@ -125,7 +129,8 @@ def test_training_on_gpus() -> None:
     assert rows[0]["loss"] != rows[1]["loss"]
 
 
-def failing() -> list[list[str]]:
+@on("two")
+def test_a_peer_that_fails_later_has_no_time() -> None:
     bf16, peer = make_variants(["tensorwise"], ["eager"], gathers=("float8",))
     calls = iter(range(PASSES))
 
@@ -136,19 +141,15 @@ def failing() -> list[list[str]]:
 
     theirs = replace(peer, recipe="torchao tensorwise", config=None, convert=convert)
     *groups, rows = bench_steps(STEP, [bf16, theirs], CPU, 1)
+    first, last = rows
+    assert {"ms", "speedup"} < first.keys()
+    assert "left_out" in last
+    assert not {"ms", "speedup", "tokens_per_s_per_gpu"} & last.keys()
     # There as soon as they are known, so that a benchmark which is stopped leaves a file.
     assert [[row["recipe"] for row in group] for group in groups[:2]] == [
         ["bf16"],
         ["bf16", "torchao tensorwise"],
     ]
-    return [[*row] for row in rows]
-
-
-def test_a_peer_that_fails_later_has_no_time(two: Ranks) -> None:
-    (bf16, peer), _ = two.run(failing)
-    assert {"ms", "speedup"} < {*bf16}
-    assert "left_out" in peer
-    assert not {"ms", "speedup", "tokens_per_s_per_gpu"} & {*peer}
 
 
 def wrong_training(what: str) -> str:
@@ -184,7 +185,8 @@ def test_a_wrong_training_ends_all_ranks_alike(two: Ranks, what: str, message: s
     assert second == first
 
 
-def alone() -> None:
+@on("two")
+def test_a_variant_leaves_no_memory_behind() -> None:
     for variant in make_variants(["delayed"], ["eager"], gathers=("bf16", "float8")):
         step = STEP(variant)
         step()
@@ -194,17 +196,10 @@ def alone() -> None:
         assert all(weight() is None for weight in weights), variant.name
 
 
-def lost() -> None:
+@on("two")
+def test_a_rank_that_is_gone_is_named() -> None:
     with pytest.raises(RankFailedError), join_ranks():
         raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer [::1]:42")
-
-
-def test_a_rank_that_is_gone_is_named(one: Ranks) -> None:
-    one.run(lost)
-
-
-def test_a_variant_leaves_no_memory_behind(two: Ranks) -> None:
-    two.run(alone)
 
 
 def test_the_picture_of_a_training(tmp_path: Path) -> None:

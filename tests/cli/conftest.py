@@ -1,4 +1,4 @@
-"""What the tests of the command share: an empty working folder, one thread, refusals."""
+"""What the tests of the command share: an empty working folder, refusals."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from float8_lab.cli.main import main
-from support.threads import one_thread  # noqa: F401 - of all tests here
 
 
 @pytest.fixture(autouse=True)

@@ -20,14 +20,7 @@ from float8.convert.speed import MEMORY, WAITS_BELOW_MS, layer_ms, why_slower
 from float8_lab.bench.whole import Setup
 from float8_lab.cli import plan
 from float8_lab.cli.main import main
-from float8_lab.cli.plan import (
-    _short,
-    config_code,
-    filter_code,
-    load_model,
-    plan_layers,
-    report_on,
-)
+from float8_lab.cli.plan import _short, config_code, filter_code, load_model, plan_layers, report_on
 from float8_lab.trainer.recipes import recipe_config
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,37 +22,26 @@ from float8.tensor import local_tensor
 from sqnr import same_bits
 from support.microbatches import with_weights
 from support.models import Adapted, LlamaBlock, seeded
-from support.outcome import after_a_write, assert_same, outcome, train
+from support.outcome import after_a_write, assert_same, casts_saved, outcome, train
 from support.parallel import DIM, HIDDEN, TOKENS, part, plan_of
 from support.ranks import on
 from support.sharded import convert, fsdp1, here, keep, mesh_of, model_of, offload, shard
-from support.spies import OpCounter
 
 HELD, ONLY, ON_THE_FLY = Float8Weights.HELD, Float8Weights.ONLY, Float8Weights.ON_THE_FLY
-
-
-def held_equals_on_the_fly(recipe: str, wrap: Any, gathers: int, **more: Any) -> None:
-    """With AdamW and accumulation; each weight is gathered often and cast once per step."""
-    found, casts = [], []
-    for weights in (ON_THE_FLY, HELD):
-        with OpCounter() as counter:
-            how = {"config": {"float8_weights": weights}, "microbatches": 2, "steps": 2}
-            found.append(outcome(recipe, True, wrap, **how, **more))
-        casts.append(sum(n for name, n in counter.ops.items() if name.startswith("float8.cast")))
-    assert_same(*found)
-    assert casts[0] - casts[1] == 6 * 2 * (gathers - 1)  # of six weights in two steps
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed recipe"])
 @on("either")
 def test_held_equals_on_the_fly(recipe: str) -> None:
-    held_equals_on_the_fly(recipe, partial(shard, param_dtype=torch.bfloat16), 2 * 2)
+    """Of six weights in two steps, each is gathered four times and cast once."""
+    assert casts_saved(recipe, partial(shard, param_dtype=torch.bfloat16)) == 6 * 2 * (4 - 1)
 
 
 @on("two")
 def test_weights_that_stay_gathered_or_are_offloaded() -> None:
-    held_equals_on_the_fly("tensorwise", keep, 2)
-    held_equals_on_the_fly("tensorwise", offload, 2 * 2, make=partial(model_of, device="cpu"))
+    assert casts_saved("tensorwise", keep) == 6 * 2 * (2 - 1)
+    on_cpu = partial(model_of, device="cpu")
+    assert casts_saved("tensorwise", offload, make=on_cpu) == 6 * 2 * (4 - 1)
 
 
 @on("two")
@@ -109,41 +97,26 @@ def test_without_a_float8_gather_there_is_nothing_to_hold() -> None:
             use(model)
 
 
-def outputs_of(model: nn.Module, step_by: int = 1, rank: int = 0) -> Tensor:
-    """Those of three steps."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer, found = torch.optim.AdamW(trained, lr=0.01), []
-    if step_by > 1:
-        attach_to_optimizer(model, optimizer)
-    for step in range(3):
-        y = model(seeded(step_by * step + rank, 8, 32))
-        y.square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(y.detach())
-    return torch.stack(found)
-
-
-WRAPS = {
-    "ddp": DistributedDataParallel,
-    "fsdp2": lambda model: fully_shard(model, mesh=mesh_of()),
-    "fsdp1": fsdp1,
-    "fsdp1, flat": partial(fsdp1, orig=False),
-}
+@torch.no_grad()
+def differ(model: nn.Module) -> None:
+    """DDP sends the weights of the first rank."""
+    for parameter in model.parameters():
+        parameter.mul_(1 + dist.get_rank())
 
 
 @on("two")
 def test_models_that_are_wrapped_afterwards() -> None:
     """What was held of whole weights is not used for what a wrapper puts in their place."""
-    for name, wrap in WRAPS.items():
-        found = []
-        for weights in (ON_THE_FLY, HELD):
-            torch.manual_seed(dist.get_rank())  # DDP sends the weights of the first rank
-            model = nn.Sequential(nn.Linear(32, 32), nn.SiLU(), nn.Linear(32, 32))
-            convert(model, "tensorwise", False, float8_weights=weights)
+    for wrap in (DistributedDataParallel, shard, fsdp1, partial(fsdp1, orig=False)):
+
+        def held(model: nn.Module, wrap: Any = wrap) -> nn.Module:
             update_float8_weights(model)
-            found.append(outputs_of(wrap(model)))
-        assert same_bits(*found), name
+            return wrap(model)
+
+        how = {"edit": differ, "attach": False, "steps": 3}
+        weights = ({"float8_weights": each} for each in (ON_THE_FLY, HELD))
+        one, other = (outcome("tensorwise", False, held, config=x, **how) for x in weights)
+        assert_same(one, other, wrap)
 
 
 @on("two")
@@ -160,18 +133,25 @@ def test_adapters_of_a_base_in_float8_only() -> None:
         )
         wrapped = DistributedDataParallel(model)
         assert isinstance(model[0].base.weight, Float8Tensor) == (weights is ONLY)
-        found.append(outputs_of(wrapped, 10, dist.get_rank()))
-    assert same_bits(*found)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=0.01)
+        attach_to_optimizer(wrapped, optimizer)
+        for step in range(3):
+            y = wrapped(seeded(10 * step + dist.get_rank(), 8, 32))
+            y.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(y.detach())
+    assert all(map(same_bits, found[:3], found[3:]))
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @on("two")
-def test_weights_under_tensor_parallel_are_cast_on_the_fly(recipe: str) -> None:
+def test_weights_under_tensor_parallel_are_cast_on_the_fly() -> None:
     found = []
     for weights in (ON_THE_FLY, HELD):
         torch.manual_seed(0)
         block = LlamaBlock(DIM, HIDDEN)
-        convert(block, recipe, all_gather=False, float8_weights=weights)
+        convert(block, "tensorwise", all_gather=False, float8_weights=weights)
         parallelize_module(block, mesh_of(), plan_of("float8", sequence=True))
         optimizer = torch.optim.AdamW(block.parameters(), lr=0.01)
         with warnings.catch_warnings(record=True) as caught:

@@ -19,11 +19,10 @@ from float8 import Float8Weights
 from float8.checkpoints import float8_weights, load_float8_checkpoint, save_float8_checkpoint
 from float8.tensor import Float8Tensor, high_precision, local_tensor
 from sqnr import sqnr
-from support.limits import HANGS
 from support.models import Adapted, seeded
 from support.outcome import assert_same
 from support.parallel import STYLES
-from support.ranks import on
+from support.ranks import HANGS, on
 from support.sharded import convert, data_and_tensor, here, mesh_of, shard, whole
 from support.spies import Traffic
 

@@ -112,10 +112,7 @@ def shared(x: Tensor, dim: int) -> DTensor:
     return distribute_tensor(x, mesh_of(), [Shard(dim)], src_data_rank=None)
 
 
-LONGER = (pytest.param(x, marks=pytest.mark.exhaustive) for x in ("delayed", FINER[1]))
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", *LONGER])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 @on("four")
 def test_tokens_that_ranks_share_unevenly(recipe: str) -> None:
     """Five over four ranks, one of which has none: gradients are as far off as on one device."""
@@ -167,20 +164,6 @@ def test_finer_scales_are_those_of_what_a_rank_holds(recipe: str) -> None:
 # ---------------------------------------------------------------- a block
 
 
-@pytest.mark.parametrize("kind", STYLES)
-@on("either")
-def test_a_block_equals_that_of_a_single_device(kind: str) -> None:
-    for dim in (1, None):
-        single, block = (block_of("tensorwise", bias=True) for _ in "ab")
-        parallelize_module(block, mesh_of(), plan_of(kind, sequence=dim == 1))
-        x, g = (seeded(seed, 2, TOKENS, DIM, device=here()) for seed in (1, 2))
-        pairs, _ = both_sides(block, single, x, g, dim, dim)
-        if here().type == "cuda":
-            most = 1e-3 * pairs["attention.wq.bias"][1].norm()
-            assert pairs.pop(NO_GRADIENT)[0].norm() < most
-        all_close(pairs)
-
-
 def compiled(kind: str, recipe: str, backend: str) -> None:
     """Blocks that were made alike, each compiled by itself as trainers do, share one graph."""
     mesh = data_and_tensor(dist.get_world_size() // 2, 2)
@@ -209,18 +192,11 @@ def compiled(kind: str, recipe: str, backend: str) -> None:
     ("ranks", "kind", "recipe", "backend"),
     [
         ("two", "float8", "delayed recipe", "aot_eager"),
-        *(
-            pytest.param(*row, marks=[pytest.mark.exhaustive, *marks])
-            for row, *marks in (
-                *((("two", kind, "tensorwise", "aot_eager"),) for kind in STYLES),
-                (("four", "float8", "delayed", "eager"),),
-                (("four", "torch", "delayed", "eager"),),
-                (("two", "float8", "tensorwise", "inductor"),),
-                (("two", "float8", "delayed", "inductor"),),
-                (("two_gpus", "float8", "tensorwise", "inductor"), GPU),
-                (("two_gpus", "float8", "delayed", "inductor"), GPU),
-            )
-        ),
+        pytest.param("two", "torch", "tensorwise", "aot_eager", marks=pytest.mark.exhaustive),
+        pytest.param("two", "float8", "tensorwise", "inductor", marks=pytest.mark.exhaustive),
+        pytest.param("four", "float8", "delayed", "eager", marks=pytest.mark.exhaustive),
+        pytest.param("two_gpus", "float8", "tensorwise", "inductor", marks=GPU),
+        pytest.param("two_gpus", "float8", "delayed", "inductor", marks=GPU),
     ],
 )
 def test_blocks_compile_once(request: Any, ranks: str, kind: str, recipe: str, backend: str):
@@ -312,9 +288,9 @@ def trained(
 @pytest.mark.parametrize("kind", STYLES)
 @on("two")
 def test_steps_equal_those_of_a_single_device(kind: str) -> None:
-    trained("tensorwise", 2, kind=kind, attach=False)
     trained("delayed", 2, kind=kind, microbatches=2, checkpointed=True)
     if kind == "float8":
+        trained("tensorwise", 2, attach=False)
         trained("delayed recipe", 2, sequence=False, microbatches=2, checkpointed=True)
 
 
@@ -323,10 +299,7 @@ def test_steps_equal_those_of_a_single_device(kind: str) -> None:
     [
         ("tensorwise", True, [(False, False), (True, True)]),
         pytest.param("tensorwise", False, [(True, True)], marks=pytest.mark.exhaustive),
-        pytest.param(
-            "tensorwise", True, [(False, True), (True, False)], marks=pytest.mark.exhaustive
-        ),
-        ("delayed", True, [(False, True), (True, True)]),
+        ("delayed", True, [(True, True)]),
     ],
 )
 @on("four")

@@ -372,7 +372,7 @@ def test_ranks_have_whole_experts(tmp_path: Path) -> None:
         sizes = {"num_hidden_layers": 1, "num_local_experts": number, "num_experts_per_tok": 1}
         return convert(built(seed=seed, **sizes).to(here()), "rowwise", all_gather=number == 4)
 
-    for number, of_some in ((4, LAYOUTS), (3, LAYOUTS[1:3]), (1, LAYOUTS[::3])):
+    for number, of_some in ((4, LAYOUTS[1::2]), (3, LAYOUTS[2:3]), (1, LAYOUTS[:1])):
         for layout in of_some:
             alone, model = made(0), made(0)
             fully_shard(model, mesh=mesh_of())

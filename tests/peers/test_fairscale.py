@@ -26,6 +26,7 @@ from float8 import (
 )
 from support.configs import delayed, of_recipe, tensorwise
 from support.models import seeded
+from support.parallel import part
 from support.ranks import Ranks, on
 from support.spies import Traffic
 
@@ -68,12 +69,6 @@ def built(bias: bool, gather: bool = False) -> tuple[nn.Module, nn.Module]:
 
 def dim(name: str) -> int | None:
     return {"first.weight": 0, "first.bias": 0, "last.weight": 1}.get(name)
-
-
-def part(x: Tensor, along: int | None) -> Tensor:
-    if along is None:
-        return x.clone()
-    return x.chunk(dist.get_world_size(), along)[dist.get_rank()].clone()
 
 
 def compared(config: Any, sequence: bool, bias: bool, gather: bool, compiled: bool) -> None:

@@ -10,11 +10,10 @@ from torch import nn
 from float8 import Float8Linear
 from sqnr import same_bits
 from support import libraries
-from support.fresh import ONE_WORKER, in_fresh_process
 from support.libraries import ROWS
 from support.models import fp8_state
 
-pytestmark = ONE_WORKER  # so that each row trains once
+pytestmark = pytest.mark.xdist_group("fresh")  # so that each row trains once
 names = pytest.mark.parametrize("name", ROWS)
 
 
@@ -57,7 +56,7 @@ def test_each_step_is_synced_once_and_nothing_stays_attached(name: str, trained:
 @names
 def test_a_run_is_resumed_bit_by_bit_in_a_fresh_process(name: str, trained: Callable) -> None:
     folder, model, _ = trained(name)
-    rest = in_fresh_process(libraries.resumed, name, folder)
+    rest = libraries.resumed_in_a_fresh_process(name, folder)
     whole = model.state_dict()
     assert rest.keys() == whole.keys()
     assert [key for key, x in whole.items() if not same_bits(x, rest[key])] == []

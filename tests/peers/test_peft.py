@@ -19,14 +19,13 @@ from float8 import (
 from float8 import sync_float8_amax_and_scale_history as sync
 from float8.linear import Float8Linear
 from sqnr import same_bits, sqnr
-from support.configs import delayed, tensorwise
+from support.configs import BOTH, delayed, tensorwise
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("accelerate")
 safetensors = pytest.importorskip("safetensors.torch")
 hf = importlib.import_module("support.hugging_face")
 
-CONFIGS = pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
 ORDERS = ("convert first", "LoRA first")
 
 
@@ -60,7 +59,7 @@ def train(model: nn.Module, steps: int = 2) -> nn.Module:
     return model
 
 
-@CONFIGS
+@BOTH
 @pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
 def test_both_orders_train_alike_and_merge(config, dora: bool) -> None:
     """Adapters stay in high precision; DoRA reads the weights. Merged as in high precision."""

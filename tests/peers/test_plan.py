@@ -55,7 +55,10 @@ CASES = [
     ("llama32_1b --tokens 4096", 1.07, "it pays", 18.4),
     ("llama3_8b --tokens 4096", 1.20, "does not fit; 2 GPUs (FSDP2) would hold it", 119.7),
     ("lora_13b --tokens 4096", 1.28, "it pays", 49.4),
-    ("lora_13b --tokens 4096 --recipe tensorwise+only", 1.36, "it pays", 14.0),
+    pytest.param(
+        *("lora_13b --tokens 4096 --recipe tensorwise+only", 1.36, "it pays", 14.0),
+        marks=pytest.mark.exhaustive,
+    ),
     ("--model llama3-70b --data-parallel 64", 1.43, "it pays", 16.4),
     (f"qwen3_30b_a3b {ON_EIGHT}", 1.01, "about level", 56.9),
     (f"qwen3_30b_a3b {SPLIT}", 1.02, "about level", 56.9),

@@ -34,9 +34,8 @@ from float8 import (
 from float8.experts import Float8Experts
 from sqnr import sqnr
 from support.configs import RECIPES
-from support.limits import HANGS
 from support.models import fp8_state, seeded
-from support.ranks import RankError, Ranks
+from support.ranks import HANGS, RankError, Ranks
 
 pytest.importorskip("torchtitan")
 titan = importlib.import_module("float8.integrations.torchtitan")

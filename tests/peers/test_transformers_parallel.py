@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from float8 import (
     Float8Linear,
@@ -21,6 +20,7 @@ from float8 import (
 from sqnr import sqnr
 from support.parallel import alone
 from support.ranks import Ranks
+from support.sharded import whole
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("transformers.distributed.expert_parallel")  # not in 5.17
@@ -34,10 +34,6 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 def body(mod: nn.Module, fqn: str) -> bool:
     return fqn != "lm_head"
-
-
-def whole(x: Any) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def two_ranks_train(folder: Path, recipe: Any, sizes: dict[str, int]) -> None:

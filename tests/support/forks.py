@@ -45,7 +45,9 @@ def run_program(
 @functools.cache
 def _server(imported: tuple[str, ...]) -> Any:
     command = [sys.executable, __file__, *imported]  # which ends when its stdin does
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    # Threads that wait for another process on their core spin, which takes most of the time.
+    pipe, env = subprocess.PIPE, os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env)
 
 
 def _serve() -> None:

@@ -5,7 +5,9 @@ there. What every row promises is in peers/test_libraries.py. A row imports what
 """
 
 import functools
+import multiprocessing
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -276,9 +278,22 @@ def run(name: str, folder: Path, resume: bool = False) -> tuple[nn.Module, list[
     return ROWS[name].train(model, folder, resume), calls
 
 
-def resumed(name: str, folder: Path) -> dict[str, Tensor]:
-    """Return the state after the rest of a run."""
+def _resumed(name: str, folder: Path) -> dict[str, Tensor]:
     return run(name, folder, True)[0].state_dict()
+
+
+def resumed_in_a_fresh_process(name: str, folder: Path) -> dict[str, Tensor]:
+    """Return the state after the rest of a run, in a process that knows nothing of this one.
+
+    It serves all tests of a session: it has seen rows that came before.
+    """
+    return _fresh_process().submit(_resumed, name, folder).result()
+
+
+@functools.cache
+def _fresh_process() -> ProcessPoolExecutor:
+    spawn, threads = multiprocessing.get_context("spawn"), (torch.get_num_threads(),)
+    return ProcessPoolExecutor(1, spawn, torch.set_num_threads, threads)  # sums depend on them
 
 
 def plain_losses(name: str, calls: list[Call]) -> list[Tensor]:

@@ -3,6 +3,7 @@
 Or alone, by one process that sees the batches of all ranks.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from float8 import Float8Weights, attach_to_optimizer, sync_float8_amax_and_scal
 from sqnr import same_bits
 from support.models import fp8_state
 from support.sharded import batch, convert, here, model_of, part, shard
+from support.spies import OpCounter
 
 Results = dict[str, Tensor]
 """What a training brought forth on this rank: losses, gradients, state of delayed scaling."""
@@ -114,6 +116,22 @@ def outcome(
     return train(model, alone=wrap is None, **training)
 
 
+def casts_saved(recipe: str, wrap: Change, **more: Any) -> int:
+    """How many casts HELD saves in two steps of two microbatches; all that comes of it is the same.
+
+    Nothing says that weights are not held.
+    """
+    found, casts = [], []
+    for weights in (Float8Weights.ON_THE_FLY, Float8Weights.HELD):
+        how = {"config": {"float8_weights": weights}, "microbatches": 2, "steps": 2}
+        with OpCounter() as counter, warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*on the fly.*")
+            found.append(outcome(recipe, True, wrap, **how, **more))
+        casts.append(sum(n for name, n in counter.ops.items() if "float8.cast" in name))
+    assert_same(*found)
+    return casts[0] - casts[1]
+
+
 def after_a_write(write: Change, recipe: str, make: Callable[[], nn.Module]) -> list[Tensor]:
     """The outputs of one model with weights cast on the fly, and of one that holds them.
 
@@ -149,11 +167,7 @@ def compiles() -> bool:
 
 
 def compiled(
-    model: nn.Module,
-    what: str,
-    wrap: Change,
-    steps: int = 2,
-    backend: str = "aot_eager",
+    model: nn.Module, what: str, wrap: Change, steps: int = 2, backend: str = "aot_eager"
 ) -> tuple[Results, list[str], int]:
     """What training brings forth, why graphs broke, and how many this rank compiled.
 

@@ -24,8 +24,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
-from support.limits import HANGS
-
+HANGS = 1200.0
+"""Seconds after which a process hangs for sure: no test depends on how busy the machine is. Below
+pytest's own limit, so that it is ended and says where; and below the half hour that collectives
+wait for a rank that is gone."""
 PRELOAD = [
     "pytest",
     "torch._dynamo.testing",

@@ -3,11 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from float8 import (
-    all_linears,
-    convert_to_float8_training,
-    sync_float8_amax_and_scale_history,
-)
+from float8 import all_linears, convert_to_float8_training, sync_float8_amax_and_scale_history
 from support.configs import delayed
 from support.models import forward_backward, seeded
 

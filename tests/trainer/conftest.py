@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-import support.nano  # noqa: F401 - its models
+import support.trainer  # noqa: F401 - its models
 from float8_lab.trainer import loop
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.data import Corpus, load_corpus
-from support.threads import one_thread  # noqa: F401 - of all tests here
 
 
 @pytest.fixture

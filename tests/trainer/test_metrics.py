@@ -15,7 +15,7 @@ from float8_lab.trainer.metrics import (
     read_metrics,
     summarize,
 )
-from support.clock import stopped_clock
+from support.trainer import stopped_clock
 
 
 def record(step: int, loss: float = 1.0, seconds: float = 0.5, timed: bool = True) -> StepRecord:

@@ -14,7 +14,7 @@ from float8_lab.trainer import loop
 from float8_lab.trainer.compare import compare
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.metrics import read_metrics
-from support.listener import Listener
+from support.trainer import Listener
 
 MakeConfig = Callable[..., TrainConfig]
 

@@ -13,19 +13,14 @@ from torch import nn
 from float8.convert.report import ConversionReport, LayerReport
 from float8_lab.errors import CheckpointError, ConfigError, FailedError
 from float8_lab.trainer import build, loop
-from float8_lab.trainer.checkpoint import (
-    check_checkpoint,
-    list_checkpoints,
-    save_checkpoint,
-)
+from float8_lab.trainer.checkpoint import check_checkpoint, list_checkpoints, save_checkpoint
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.data import Corpus
 from float8_lab.trainer.loop import train
 from float8_lab.trainer.metrics import read_metrics
 from float8_lab.trainer.run_folder import find_checkpoint, saved_config
 from sqnr import assert_same_bits
-from support.checkpoints import read_tensors
-from support.listener import Listener
+from support.trainer import Listener, read_tensors
 
 MakeConfig = Callable[..., TrainConfig]
 
@@ -100,17 +95,14 @@ def test_a_checkpoint_that_does_not_fit_the_model_is_refused(
             trainer.restore(result.last_checkpoint)
 
 
-def tensors() -> dict[str, torch.Tensor]:
-    return {
+def save(folder: Path, step: int, keep: int = 5) -> Path:
+    tensors = {
         "model/a": torch.randn(5, 7),
         "model/scalar": torch.tensor(3.5),
         "model/half": torch.randn(4).bfloat16(),
         "rng/cpu": torch.get_rng_state(),
     }
-
-
-def save(folder: Path, step: int, keep: int = 5) -> Path:
-    return save_checkpoint(folder, step, tensors(), keep=keep)
+    return save_checkpoint(folder, step, tensors, keep=keep)
 
 
 def test_a_disk_that_fills_up_leaves_the_others(tmp_path: Path) -> None:
@@ -151,10 +143,7 @@ def flipped(file: Path) -> None:
 @pytest.mark.parametrize("damage", [Path.unlink, cut, flipped])
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "checksums.json"])
 def test_damage_is_told_before_anything_is_loaded(
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    name: str,
-    damage: Callable[[Path], None],
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, damage: Callable[[Path], None]
 ) -> None:
     good, path, empty = save(tmp_path, 1), save(tmp_path, 2), tmp_path / "step_00000003"
     empty.mkdir()
