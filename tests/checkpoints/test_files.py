@@ -130,7 +130,8 @@ def test_exponents_of_all_values(tmp_path: Path) -> None:
     model.ffn = model.ffn.w1  # [300, 200]: 3 x 2 blocks
     nn.init.zeros_(model.ffn.weight)
     for strategy, zero in (("block_ue8m0", 127 - 108), ("mxfp8", 0)):
-        save_float8_checkpoint(model, tmp_path / "zeros", strategy=strategy)
+        (note,) = save_float8_checkpoint(model, tmp_path / "zeros", strategy=strategy)
+        assert note.sqnr == float("inf")
         assert (
             in_files(tmp_path / "zeros")["ffn.weight_scale_inv"].view(torch.uint8) == zero
         ).all()
@@ -187,10 +188,12 @@ def test_squares_of_32_are_written_as_mxfp8(format: str, tmp_path: Path) -> None
 
 
 def test_wrappers_leave_no_trace_in_names(tmp_path: Path) -> None:
-    """Of the whole model and of parts of it; and a wrapped model can be loaded."""
+    """Of the whole model and of parts of it; nor does state. A wrapped model can be loaded."""
+    model = built("delayed")
+    model.fp8_gain = nn.Parameter(torch.ones(1))  # which only looks like state
+    assert [name for name, _ in float8_weights(model) if "fp8_" in name] == ["fp8_gain"]
     model = built("blockwise")
     names = [name for name, _ in float8_weights(model)]
-    assert not any("fp8_" in name for name in names)
     ffn, model.ffn = model.ffn, torch.compile(checkpoint_wrapper(model.ffn))
     for each in (model, torch.compile(model)):
         assert [name for name, _ in float8_weights(each)] == names
@@ -198,22 +201,6 @@ def test_wrappers_leave_no_trace_in_names(tmp_path: Path) -> None:
     save_float8_checkpoint(torch.compile(model), tmp_path)
     read = load_float8_checkpoint(torch.compile(built(seed=1)), tmp_path)
     assert torch.equal(read._orig_mod.ffn.w1.bias, ffn.w1.bias)
-
-
-def test_what_is_tied_to_an_embedding_stays_in_high_precision() -> None:
-    model = convert_to_float8_training(Model().bfloat16(), module_filter_fn=all_linears)
-    assert isinstance(model.lm_head, Float8Linear)
-    assert quantization_config(model)["modules_to_not_convert"] == ["lm_head"]
-    tensors = dict(float8_weights(model))
-    assert tensors["embed.weight"].dtype == torch.bfloat16
-    assert "lm_head.weight" not in tensors
-
-
-def test_names_that_only_look_like_state_are_saved() -> None:
-    model = built("delayed")
-    model.fp8_gain = nn.Parameter(torch.ones(1))
-    names = [name for name, _ in float8_weights(model) if "fp8_" in name]
-    assert names == ["fp8_gain"]
 
 
 class Config:
@@ -317,13 +304,6 @@ def test_parametrized_layers_are_in_high_precision() -> None:
     assert torch.equal(tensors["ffn.w3.weight"], model.ffn.w3.weight)
 
 
-def test_zeros_are_written_without_loss(tmp_path: Path) -> None:
-    model = built("blockwise")
-    nn.init.zeros_(model.ffn.w1.weight)
-    note, *_ = save_float8_checkpoint(model, tmp_path)
-    assert note.sqnr == float("inf")
-
-
 def in_a_folder_of_their_own(folder: Path) -> None:
     index, (path,) = folder / INDEX, folder.glob("*.safetensors")
     (folder / "shards").mkdir()
@@ -373,6 +353,13 @@ def test_what_is_loaded_in_inference_mode_trains(config: Any, device: str, tmp_p
 
 
 def test_layers_in_high_precision_are_listed() -> None:
+    """Also those that are tied to an embedding."""
+    tied = convert_to_float8_training(Model().bfloat16(), module_filter_fn=all_linears)
+    assert isinstance(tied.lm_head, Float8Linear)
+    assert quantization_config(tied)["modules_to_not_convert"] == ["lm_head"]
+    tensors = dict(float8_weights(tied))
+    assert tensors["embed.weight"].dtype == torch.bfloat16
+    assert "lm_head.weight" not in tensors
     model = built("blockwise")
     config = quantization_config(model)
     assert config["modules_to_not_convert"] == ["lm_head"]

@@ -55,17 +55,15 @@ POWERS_OF_2 = {"round_scales_to_power_of_2": True}
     [
         # Any two roles meet in all ways.
         ("eager", "plain", mixed(DYNAMIC, DYNAMIC, DYNAMIC)),
-        ("aot_eager", "plain", mixed(DYNAMIC, DELAYED, DELAYED)),
+        ("aot_eager", "plain bfloat16", mixed(DYNAMIC, DELAYED, DELAYED)),
         ("aot_eager", "autocast", mixed(DELAYED, DYNAMIC, DELAYED)),
-        ("aot_eager", "plain", mixed(DELAYED, DELAYED, DYNAMIC)),
+        ("aot_eager", "plain float16", mixed(DELAYED, DELAYED, DYNAMIC)),
         ("eager", "checkpoint", tensorwise()),
         ("eager", "autocast", delayed()),
         ("aot_eager", "checkpoint", delayed()),
         ("aot_eager", "selective-checkpoint", tensorwise(**POWERS_OF_2)),
         ("aot_eager", "plain", delayed(enable_amax_init=False, **POWERS_OF_2)),
         ("aot_eager", "plain", tensorwise(emulate=True)),
-        ("aot_eager", "plain bfloat16", delayed()),
-        ("aot_eager", "plain float16", delayed()),
     ],
 )
 def test_bits_are_those_of_eager_mode(backend: str, variant: str, config) -> None:
@@ -90,26 +88,26 @@ def test_backward_casts_again_without_what_forward_wrote() -> None:
 INDUCTOR_ROUNDS_AS_EAGER = inductor_config.patch(emulate_precision_casts=True)
 
 
+LONGER = pytest.mark.exhaustive
+
+
 @on_devices
 @pytest.mark.parametrize(
-    "build", [one_layer, pytest.param(two_layers, marks=pytest.mark.exhaustive)]
+    ("build", "variant"),
+    [
+        (one_layer, "autocast selective-checkpoint"),
+        pytest.param(one_layer, "autocast checkpoint", marks=LONGER),
+        pytest.param(one_layer, "plain", marks=LONGER),
+        pytest.param(two_layers, "plain", marks=LONGER),
+    ],
 )
-def test_inductor(device: str, build: Callable[..., nn.Module]) -> None:
+def test_inductor(device: str, build: Callable[..., nn.Module], variant: str) -> None:
     """One mix: all delayed and all dynamic run under Inductor in other tests, too."""
-    config = mixed(DYNAMIC, DELAYED, DELAYED)
-    train(config, device, "inductor", bound=tolerances.COMPILED, build=build)
-
-
-@on_devices
-@pytest.mark.parametrize(
-    "how", ["selective-checkpoint", pytest.param("checkpoint", marks=pytest.mark.exhaustive)]
-)
-def test_inductor_with_autocast_and_checkpointing(device: str, how: str) -> None:
-    if device == "cpu" and torch.__version__ < "2.13":
+    if device == "cpu" and variant != "plain" and torch.__version__ < "2.13":
         pytest.skip("Inductor for CPUs ignores emulate_precision_casts before torch 2.13")
-    more = {"bound": tolerances.COMPILED, "build": one_layer}
-    with INDUCTOR_ROUNDS_AS_EAGER:
-        train(delayed(), device, "inductor", f"autocast {how}", **more)
+    how = {"bound": tolerances.COMPILED, "build": build}
+    with INDUCTOR_ROUNDS_AS_EAGER if variant != "plain" else nullcontext():
+        train(mixed(DYNAMIC, DELAYED, DELAYED), device, "inductor", variant, **how)
 
 
 @pytest.mark.gpu

@@ -191,7 +191,9 @@ class Clips(Parallel):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)]
+)
 def test_a_write_in_the_compiled_code_itself(backend: str) -> None:
     found, x = [], seeded(0, 32, 64).requires_grad_()
     for weights in (ON_THE_FLY, HELD):

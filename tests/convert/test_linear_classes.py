@@ -1,7 +1,6 @@
 """Subclasses of `nn.Linear`: which convert, and what they stay."""
 
 import copy
-import dataclasses
 import re
 from typing import Generic, TypeVar
 
@@ -13,18 +12,17 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from float8 import (
     Float8Linear,
     Float8LinearConfig,
-    Float8Weights,
     all_linears,
     attach_to_optimizer,
     conversion_report,
     convert_to_float8_training,
-    convert_to_high_precision,
 )
 from float8.linear.source import PUBLIC
 from float8.linear.weight import PREFIX
 from sqnr import assert_same_bits
 from support.configs import BOTH, delayed
 from support.copies import COPIES
+from support.microbatches import HELD
 from support.models import forward_backward, seeded
 from support.stacks import step
 
@@ -82,20 +80,14 @@ def test_a_subclass_without_a_forward_converts_and_stays_one(config: Float8Linea
     assert len(conversion_report(model).converted) == 1
     for _ in range(2):
         assert_same_bits(step(model, 0, sync=False), step(same, 0, sync=False))
+    for copied in COPIES.values():
+        again = copied(model)
+        assert type(again[0]) is type(layer)
+        assert again[0].weight is not weight
+        assert_same_bits(again.state_dict(), model.state_dict())
+        assert_same_bits(step(again, 0, sync=False), step(model, 0, sync=False))
     layer.reset_parameters()
     assert not layer.bias.any()
-
-
-@BOTH
-@pytest.mark.parametrize("how", COPIES)
-def test_it_is_copied_and_pickled(how: str, config: Float8LinearConfig) -> None:
-    model = convert_to_float8_training(nn.Sequential(Scaled(32, 16)), config=config)
-    step(model, 0, sync=False)
-    again = COPIES[how](model)
-    assert type(again[0]) is type(model[0])
-    assert again[0].weight is not model[0].weight
-    assert_same_bits(again.state_dict(), model.state_dict())
-    assert_same_bits(step(again, 0), step(model, 0))
 
 
 def test_layers_of_one_class_have_one_class() -> None:
@@ -150,73 +142,21 @@ KINDS = {
 }
 
 
-def with_names(names: list[str], kind: str) -> tuple[nn.Sequential, dict[str, object]]:
-    """A plain layer, and one of a class of the user's, which has attributes of these names."""
-
-    class Mine(nn.Linear):
-        pass
-
-    model, theirs = nn.Sequential(nn.Linear(16, 16), Mine(16, 16)), {}
-    for name in names:
-        theirs[name] = KINDS[kind](name)
-        setattr(Mine if kind == "class" else model[1], name, theirs[name])
-    return model, theirs
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_name_that_we_need_is_taken_by_anything(kind: str) -> None:
     for name in ("_float8_plan", "fp8_scale_input"):
-        model, theirs = with_names([name], kind)
-        mine = type(model[1])
+
+        class Mine(nn.Linear):
+            pass
+
+        model, theirs = nn.Sequential(nn.Linear(16, 16), Mine(16, 16)), KINDS[kind](name)
+        setattr(Mine if kind == "class" else model[1], name, theirs)
         convert_to_float8_training(model, config=delayed())
         assert isinstance(model[0], Float8Linear)
-        assert type(model[1]) is mine
-        assert getattr(model[1], name) is theirs[name]
+        assert type(model[1]) is Mine
+        assert getattr(model[1], name) is theirs
         (layer,) = conversion_report(model).skipped
         assert f"with an attribute '{name}', expected one without" in layer.skip_reason
-
-
-FORMER = (
-    "agree agreed attach attached base_class become_high_precision begin casts check_synced config "
-    "delayed detach expire_weights first_scale fresh_state has_unsynced_amax held held_weight "
-    "hold_weights holds_part in_float8 keeps_no_master made_of mark_synced plan ready_weight "
-    "reset_state set_up settle settled shards source_class transposed _amax_version _drop_state "
-    "_passing _seen _state mesh why_never_held _float8_mine"
-)
-"""Names that a user's layer may well have, and that layers of ours had once."""
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@BOTH
-def test_names_of_a_user_stay(config: Float8LinearConfig, kind: str) -> None:
-    """Whatever has them, and whatever they are: it trains, is copied and goes back."""
-    model, theirs = with_names(FORMER.split(), kind)
-    mine = type(model[1])
-    config = dataclasses.replace(config, float8_weights=Float8Weights.HELD)
-    plain = convert_to_float8_training(
-        nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), config=config
-    )
-    convert_to_float8_training(model, config=config)
-    assert [type(layer).__name__ for layer in model] == ["Float8Linear", type(model[1]).__name__]
-    assert isinstance(model[1], Float8Linear)
-    plain.load_state_dict(
-        {key: x for key, x in model.state_dict().items() if key in plain.state_dict()}
-    )
-    outputs = []
-    for each in (model, plain):
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-        attach_to_optimizer(each, optimizer)
-        for seed in range(2):
-            each(seeded(seed, 8, 16)).square().sum().backward()
-            optimizer.step()
-        outputs.append(each(seeded(3, 8, 16)))
-    assert torch.equal(*outputs)
-    assert all(getattr(model[1], name) is x for name, x in theirs.items())
-    again = copy.deepcopy(model)
-    assert torch.equal(again(seeded(3, 8, 16)), outputs[0])
-    convert_to_high_precision(model)
-    assert type(model[1]) is mine
-    assert all(getattr(model[1], name) is x for name, x in theirs.items())
 
 
 def test_a_config_of_the_user_is_the_users() -> None:
@@ -245,18 +185,16 @@ def test_a_config_of_the_user_is_the_users() -> None:
     assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x), model(x))
 
 
-def test_our_names_have_one_prefix() -> None:
-    """But for two that a user's own hide, buffers of delayed scaling, and what torch reads."""
-    layer = convert_to_float8_training(nn.Linear(16, 16), config=delayed())
+@pytest.mark.parametrize("config", [delayed(), Float8LinearConfig(float8_weights=HELD)])
+def test_our_names_have_one_prefix(config: Float8LinearConfig) -> None:
+    """But for two that a user's own hide, buffers, and what torch reads. So names of users stay."""
+    layer = convert_to_float8_training(nn.Linear(16, 16), config=config)
     attach_to_optimizer(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
     forward_backward(layer, seeded(0, 4, 16), seeded(1, 4, 16))
-    ours = (
-        {*dir(layer)}
-        - {*dir(nn.Linear(16, 16))}
-        - {"__prepare_scriptable__", "_ddp_params_and_buffers_to_ignore"}
-    )
+    torches = {"__prepare_scriptable__", "_ddp_params_and_buffers_to_ignore"}
+    ours = {*dir(layer)} - {*dir(nn.Linear(16, 16))} - torches
     assert {name for name in ours if not name.startswith((PREFIX, "fp8_"))} == {*PUBLIC}
-    assert layer.config == delayed()
+    assert layer.config == config
 
 
 def test_a_name_that_only_the_next_recipe_needs() -> None:

@@ -22,34 +22,34 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 24))
 
 
+def of_first(mod: nn.Module, fqn: str) -> bool:
+    return fqn == "0"
+
+
 def test_converted_and_skipped_layers() -> None:
     plain = model()
     reasons = [layer.skip_reason for layer in conversion_report(plain).layers]
     assert reasons == ["not seen by convert_to_float8_training"] * 2
-    converted = convert_to_float8_training(
-        plain, config=mixed(DELAYED, DYNAMIC, DYNAMIC), module_filter_fn=lambda mod, fqn: fqn == "0"
+    config = mixed(DELAYED, DYNAMIC, DYNAMIC)
+    report = conversion_report(
+        convert_to_float8_training(plain, config=config, module_filter_fn=of_first)
     )
-    report = conversion_report(converted)
-    (layer,) = report.converted
-    assert (layer.fqn, layer.in_features, layer.out_features) == ("0", 16, 32)
-    assert layer.scaling == "input delayed/e4m3, weight dynamic/e4m3, grad_output dynamic/e5m2"
-    assert layer.skip_reason is None
-    (skipped,) = report.skipped
-    assert (skipped.fqn, skipped.in_features, skipped.out_features) == ("2", 32, 24)
-    assert skipped.skip_reason == "module_filter_fn returned False"
-    assert skipped.scaling is None
-    assert report.layers == (layer, skipped)
-
-
-def test_as_text() -> None:
-    converted = convert_to_float8_training(model(), module_filter_fn=lambda mod, fqn: fqn == "0")
-    scaling = "input dynamic/e4m3, weight dynamic/e4m3, grad_output dynamic/e5m2"
-    assert str(conversion_report(converted)).splitlines() == [
+    scaling = "input delayed/e4m3, weight dynamic/e4m3, grad_output dynamic/e5m2"
+    why = "module_filter_fn returned False"
+    assert report.converted == (LayerReport("0", 16, 32, scaling, None),)
+    assert report.skipped == (LayerReport("2", 32, 24, None, why),)
+    assert report.layers == report.converted + report.skipped
+    assert str(report).splitlines() == [
         "1 of 2 linear layers run in float8, 40.0% of all matmul weights",
         "  layer  [out, in]        what runs how",
         f"  0      [32, 16]         {scaling}",
-        "  2      [24, 32]         skipped: module_filter_fn returned False",
+        f"  2      [24, 32]         skipped: {why}",
     ]
+    report = conversion_report(nn.ReLU())
+    assert report == ConversionReport(())
+    assert str(report) == "0 of 0 linear layers run in float8, 0.0% of all matmul weights"
+    with pytest.raises(TypeError, match=r"model: got dict, expected an nn.Module"):
+        conversion_report({})
 
 
 def test_only_all_is_a_hundred_percent() -> None:
@@ -106,17 +106,6 @@ def test_a_layer_with_one_gemm_in_float8_is_in_float8() -> None:
     assert "input_for_grad_weight dynamic/e4m3" in report.converted[0].scaling
 
 
-def test_anything_but_a_module_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"model: got dict, expected an nn.Module"):
-        conversion_report({})
-
-
-def test_an_empty_model() -> None:
-    report = conversion_report(nn.ReLU())
-    assert report == ConversionReport(())
-    assert str(report) == "0 of 0 linear layers run in float8, 0.0% of all matmul weights"
-
-
 def test_a_linear_as_root_has_a_name() -> None:
     layer = nn.Linear(16, 16)
     assert conversion_report(layer).layers[0].fqn == "(root)"
@@ -135,7 +124,7 @@ WRAPS = {
 
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 def test_the_report_holds_after(wrap) -> None:
-    converted = convert_to_float8_training(model(), module_filter_fn=lambda mod, fqn: fqn == "0")
+    converted = convert_to_float8_training(model(), module_filter_fn=of_first)
     wrapped = wrap(converted)
     reports = conversion_report(wrapped), conversion_report(converted)
     after, before = ([(x.scaling, x.skip_reason) for x in each.layers] for each in reports)

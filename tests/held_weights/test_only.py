@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import gc
 import importlib
+import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -227,7 +228,11 @@ def test_a_write_into_the_weight_is_no_silent_loss() -> None:
 
 @EACH
 def test_another_dtype_keeps_the_bytes(config) -> None:
+    """Memory may be shared; there may be no rows."""
     model = model_of(config)
+    weight = model.share_memory().w1.weight
+    assert all(x.is_shared() for x in (weight, weight._data, weight._scale))
+    assert model.w1(torch.empty(0, 32)).shape == (0, 48)
     before, data = bytes_of(model), model.w1.weight._data.clone()
     assert before <= 3 * 32 * 48 + (3 * 4 * 4 if config == CONFIGS["blockwise"] else 3 * 4)
     model.to(torch.bfloat16)
@@ -249,12 +254,6 @@ def test_to_another_recipe_and_back() -> None:
     assert type(model.w1) is nn.Linear
     values = wanted.w1.weight._data.float() * wanted.w1.weight._scale
     assert same_bits(model.w1.weight.detach(), values)
-
-
-def test_memory_is_shared() -> None:
-    """Copies are those of any `Float8Tensor`."""
-    weight = model_of(of_recipe("blockwise")).share_memory().w1.weight
-    assert all(x.is_shared() for x in (weight, weight._data, weight._scale))
 
 
 def test_a_weight_that_somebody_sets_is_told() -> None:
@@ -279,40 +278,28 @@ STATES: dict[str, Callable[[Float8LinearConfig], dict[str, Tensor]]] = {
 
 
 @EACH
-def test_each_state_dict_loads_into_each_model(config) -> None:
+def test_each_state_dict_loads_into_each_model(config, tmp_path) -> None:
     wanted = model_of(config)
-    for what, make in STATES.items():
-        state = through_file(make(config))
-        assert (what != "own") == (type(state["w1.weight"]) is Tensor)
-        for assign in (False, True):
-            model = model_of(config, seed=7)
-            model.load_state_dict(state, assign=assign)
-            bytes_of(model)
-            assert_same(wanted, model)
-    plain = FeedForward(32, 48)
-    plain.load_state_dict(high_precision_state_dict(wanted))
-    own = FeedForward(32, 48)
-    # More than weights, if delayed.
-    own.load_state_dict(through_file(wanted.state_dict()), strict=False)
-    assert same_bits(plain.w1.weight.detach(), own.w1.weight.detach())
-
-
-def test_weights_that_a_cast_pads_are_whole() -> None:
-    """Their scales are written, too."""
-    layers = [only(nn.Linear(128, 64), of_recipe("blockwise")) for _ in range(2)]
-    layers[1].load_state_dict(layers[0].state_dict())
-    assert same_bits(layers[1].weight._scale, layers[0].weight._scale)
-
-
-@EACH
-def test_distributed_checkpoints(config, tmp_path) -> None:
-    wanted, model = model_of(config), model_of(config, seed=7)
+    states = {what: through_file(make(config)) for what, make in STATES.items()}
+    assert [type(x["w1.weight"]) is Tensor for x in states.values()] == [False, True, True]
     dcp.save(wanted.state_dict(), checkpoint_id=tmp_path, no_dist=True)
-    state = model.state_dict()
-    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
-    model.load_state_dict(state)
-    bytes_of(model)
-    assert_same(wanted, model)
+    dcp.load(state := model_of(config, seed=7).state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    for each, assign in itertools.product((*states.values(), state), (False, True)):
+        model = model_of(config, seed=7)
+        model.load_state_dict(each, assign=assign)
+        bytes_of(model)
+        assert_same(wanted, model)
+        # Those of what a cast pads, too.
+        assert same_bits(model.w1.weight._scale, wanted.w1.weight._scale)
+    values = wanted.w1.weight.to_original_precision()
+    plain, trained = FeedForward(32, 48), model_of(config, ON_THE_FLY).requires_grad_()
+    plain.load_state_dict(high_precision_state_dict(wanted))
+    assert same_bits(plain.w1.weight.detach(), values)
+    for model, assign in ((plain, False), (trained, False), (trained, True)):
+        # More than weights, if delayed.
+        model.load_state_dict(wanted.state_dict(), strict=False, assign=assign)
+        assert same_bits(model.w1.weight.detach(), values)
+        assert not isinstance(model.w1.weight, Float8Tensor)
 
 
 def test_a_checkpoint_in_float32_is_rounded_to_the_dtype_of_the_model_first() -> None:
@@ -339,12 +326,6 @@ def test_from_the_meta_device_and_a_checkpoint_in_parts(config, how: str) -> Non
     assert not any(p.is_meta or p.requires_grad for p in model.parameters())
     bytes_of(model)
     assert_same(source, model)
-
-
-@EACH
-def test_no_rows(config: Float8LinearConfig) -> None:
-    layer = model_of(config).w1
-    assert layer(torch.empty(0, 32)).shape == (0, layer.out_features)
 
 
 def test_a_state_dict_of_version_0_2_0_loads() -> None:

@@ -25,8 +25,8 @@ def pytest_configure() -> None:
 
     It patches Triton's language in each call of a function; here once for each, and what is patched
     stays so: nothing but the interpreter runs here. It makes the type of a block anew for each
-    result. And it computes all integers a second time, to look for overflows, of which it tells
-    nobody.
+    result, and all else that a tensor knows of its type. And it computes all integers a second
+    time, to look for overflows, of which it tells nobody.
     """
     if not INTERPRETER:
         return
@@ -42,8 +42,10 @@ def pytest_configure() -> None:
         return interpreter._LangPatchScope()  # which has nothing to take back
 
     blocks: dict[object, dict[str, object]] = {}
+    tensors: dict[str, dict[str, object]] = {}
     dtypes: dict[str, object] = {}
     block, dtype = interpreter.tl.block_type.__init__, interpreter._get_np_dtype
+    tensor = interpreter.tl.tensor.__init__
 
     def block_once(self: object, of: Any, shape: Any) -> None:
         key = of.name, *(getattr(n, "value", n) for n in shape)
@@ -52,10 +54,17 @@ def pytest_configure() -> None:
             blocks[key] = {**vars(self)}
         vars(self).update(blocks[key])
 
+    def tensor_once(self: object, handle: object, of: Any) -> None:
+        if of.name not in tensors:
+            tensor(self, handle, of)
+            tensors[of.name] = {**vars(self)}
+        vars(self).update(tensors[of.name], handle=handle)
+
     def dtype_once(of: Any) -> object:
         return dtypes.get(of.scalar.name) or dtypes.setdefault(of.scalar.name, dtype(of.scalar))
 
     interpreter.tl.block_type.__init__, interpreter._get_np_dtype = block_once, dtype_once
+    interpreter.tl.tensor.__init__ = tensor_once
     interpreter._patch_lang = once
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
         sanitize_overflow=False

@@ -89,12 +89,10 @@ ROWS_OF_FINER = 200, 384, 1000, 129  # up to 128 are one block: compiled once mo
     ("spec", "backend", "C", "ours"),
     [
         (RUNS, "aot_eager", 256, ["transpose"]),
-        (RUNS, "aot_eager", 160, ["cast"]),
         (SQUARES, "aot_eager", 256, ["transpose"]),
         (TENSOR, "inductor", None, ["cast"]),
         (ROWS, "inductor", 160, ["transpose"]),
         (SQUARES, "aot_eager", 160, ["cast"]),
-        pytest.param(SQUARES, "inductor", 160, ["cast"], marks=pytest.mark.exhaustive),
         pytest.param(RUNS, "inductor", 256, ["transpose"], marks=pytest.mark.exhaustive),
     ],
 )

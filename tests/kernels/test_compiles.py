@@ -177,21 +177,27 @@ WIDE_OF_FLOAT32 = [f"grouped_matmul {of_rows} True {FP32}" for of_rows in BOOLS]
 MAY_SPILL = {(case, n): 16 if n == 90 else 24 for case in WIDE_OF_FLOAT32 for n in (90, 100)}
 """Wide tiles of float32, which gain more; and one of two halves of the GEMM of blocks."""
 SHAPES = (4096, 2048), (100, 72)  # as tiles fill exactly, and not
+EVERYWHERE = *CASES, *WIDE_OF_FLOAT32, f"grouped_matmul of blocks {BF16} False", "dequantise"
+
+
+def is_short(n: int, case: str, shape: int, capability: int) -> bool:
+    """Whether `make test` compiles it: for Hopper by one shape, for Blackwell by the other.
+
+    Of two cases that differ in one way, which are next to each other, one for each of the two is
+    enough. The GEMM of blocks is of instructions of Hopper alone.
+    """
+    of_this = (n ^ n // 2) % 2 == (capability == 90) or case in EVERYWHERE
+    return (n + shape) % 2 == (capability == 100) and of_this
+
+
 COMPILED = [
-    pytest.param(*(case, shape, 90), marks=[pytest.mark.exhaustive] * ((n + m) % 2))
-    for n, case in enumerate(CASES | BY_TRITON)
-    for m, shape in enumerate(SHAPES)
-]
-# And for Blackwell, of the other shape; but the GEMM of blocks, of instructions of Hopper. Of two
-# cases that differ in one way, which are next to each other, one is enough.
-COMPILED += [
     pytest.param(
-        *(case, SHAPES[(n + 1) % 2], 100),
-        marks=[pytest.mark.exhaustive]
-        * (case in BY_TRITON and case not in (*WIDE_OF_FLOAT32, "dequantise") and (n ^ n // 2) % 2),
+        *(case, SHAPES[shape], capability),
+        marks=[] if is_short(n, case, shape, capability) else [pytest.mark.exhaustive],
     )
     for n, case in enumerate(CASES | BY_TRITON)
-    if "of blocks" not in case
+    for shape, capability in ((0, 90), (1, 90), ((n + 1) % 2, 100))
+    if capability == 90 or "of blocks" not in case
 ]
 
 

@@ -77,8 +77,8 @@ def test_kernels_are_their_twin(
     layouts = [(True, True), (True, False), (False, True)]
     few = len(sizes) < MANY
     pairs = [*zip(HIGH_PRECISION, layouts, strict=True)]
-    if triton_device.type == "cpu" and sizes != SIZES[0]:  # the interpreter takes its time
-        pairs = pairs[SIZES.index(sizes) % 3 :][:1]
+    if triton_device.type == "cpu":  # the interpreter takes its time
+        pairs = [pairs[min(SIZES.index(sizes), 2)]]
     for source, (row, col) in pairs:
         x, offs = (t.to(triton_device) for t in tensor(sizes, 150 if few else 24, source))
         how = None, E4M3, row, col, sum(map(ceil128, sizes)), of.one_scale, power_of_2
@@ -95,7 +95,7 @@ def test_kernels_are_their_twin(
 
 RUNS, SQUARES = ScalingGranularity.BLOCK_1x128, ScalingGranularity.BLOCK_128x128
 RUNS_OF_32, SQUARES_OF_32 = ScalingGranularity.BLOCK_1x32, ScalingGranularity.BLOCK_32x32
-SIZES_OF_RUNS = [*SIZES, [127, 0, 128, 129, 300]]
+SIZES_OF_RUNS = [*SIZES, [127, 0, 128, 257]]
 
 
 @pytest.mark.parametrize(("C", "of"), [(24, RUNS), (256, RUNS), (80, RUNS_OF_32)], ids=str)
@@ -128,7 +128,7 @@ def test_the_kernel_of_runs_is_its_twin(triton_device: torch.device, sizes: list
         if slow and at < 4 and n != at % 3:  # groups longer than a run meet all
             continue
         x, offs = (t.to(triton_device) for t in tensor(sizes, C, HIGH_PRECISION[n]))
-        for run in (128, 32):
+        for run in (128, 32) if n == 2 or not slow else ((128, 32)[at % 2],):
             how = run, E4M3, C != 24, True, sum(map(ceil128, sizes)), False, C == 150
             got, want = (o.cast_groups(x, offs, *how) for o in (ops.cuda, ops.cpu))
             assert_same(got, want)

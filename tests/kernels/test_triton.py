@@ -195,18 +195,15 @@ def test_launch_configurations(
         check(kernel, x, How(col=False))
 
 
-@pytest.mark.parametrize(("R", "C"), [(16, 16), (37, 100), (64, 1024), (3, 5000)])
-def test_whole_rows(R: int, C: int, triton_device: torch.device) -> None:
-    x = awkward((R, C), BF16).to(triton_device)
-    for pad_rows in (False, True):
-        check("rows", x, How(col=False, pad_rows=pad_rows))
-
-
-def test_rows_that_are_too_long_to_hold(
+def test_whole_rows_and_those_that_are_too_long_to_hold(
     triton_device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
     multiprocessors: Callable[[int], None],
 ) -> None:
+    for shape in ((16, 16), (37, 1024), (3, 5000)):
+        x = awkward(shape, BF16).to(triton_device)
+        for pad_rows in (False, True):
+            check("rows", x, How(col=False, pad_rows=pad_rows))
     monkeypatch.setattr(CAST, "WIDEST_ROW", 100)
     multiprocessors(4)
     x = awkward((130, 200), torch.float16).to(triton_device)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import tolerances
 from float8 import (
@@ -88,58 +88,35 @@ def test_autocast_of_another_device_does_not_count() -> None:
 class Run:
     """A layer, its optimizer and a scaler."""
 
-    def __init__(self, device: str, init_scale: float, attach: bool) -> None:
+    def __init__(self, device: str) -> None:
         self.x = seeded(0, 64, 32, device=device)
         layer = nn.Linear(32, 16).to(device)
         self.layer = convert_to_float8_training(layer, config=delayed())
         self.optimizer = torch.optim.SGD(self.layer.parameters(), lr=0.1)
-        self.attached = attach
-        if attach:
-            attach_to_optimizer(self.layer, self.optimizer)
-        self.scaler = torch.amp.GradScaler(device, init_scale=init_scale)
+        attach_to_optimizer(self.layer, self.optimizer)
+        self.scaler = torch.amp.GradScaler(device, init_scale=4.0)
 
-    def output(self) -> Tensor:
+    def step(self, factor: float = 1) -> None:
         with torch.autocast(self.x.device.type, torch.float16):
-            return self.layer(self.x)
-
-    def step(self, loss: Tensor) -> None:
-        self.scaler.scale(loss).backward()
-        if not self.attached:  # also at the steps that the scaler skips
-            sync_float8_amax_and_scale_history(self.layer)
+            y = self.layer(self.x)
+        self.scaler.scale(y.float().sum() * factor).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
 
 
 @on_devices
-@pytest.mark.parametrize("attach", [True, False], ids=["attached", "by-hand"])
-def test_training_goes_on_after_overflowing_steps(device: str, attach: bool) -> None:
-    run, losses, scales = Run(device, 2.0**26, attach), [], []
-    for _ in range(24):
-        loss = (run.output().float() - 1).square().mean()
-        run.step(loss)
-        losses.append(loss.item())
-        scales.append(run.scaler.get_scale())
-    assert scales[0] < 2.0**26  # the first step overflowed
-    assert scales[-1] == scales[-2]  # the last did not
-    assert losses[-1] < 0.8 * losses[0]
-    state = fp8_state(run.layer)
-    assert all(bool(buffer.isfinite().all()) for buffer in state.values())
-    assert all(bool(state[name] > 0) for name in state if "scale" in name)
-
-
-@on_devices
 def test_a_skipped_step_keeps_the_histories(device: str) -> None:
     """The scaler does not call `optimizer.step`, so the amaxes wait for the next step."""
-    run = Run(device, 4.0, attach=True)
+    run = Run(device)
     for _ in range(2):
-        run.step(run.output().float().sum())
+        run.step()
     state = fp8_state(run.layer)
     before = {n: b for n, b in copied(run.layer).items() if b.dim() or "scale" in n}
-    run.step(run.output().float().sum() * 1e6)  # overflows float16: skipped
+    run.step(1e6)  # overflows float16: skipped
     assert run.scaler.get_scale() == 2.0
     assert all(torch.equal(state[name], old) for name, old in before.items())
-    run.step(run.output().float().sum())
+    run.step()
     for role in ("input", "weight"):
         assert int((state[f"fp8_amax_history_{role}"] > 0).sum()) == 3
     # The overflow spoils it not.

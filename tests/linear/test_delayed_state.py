@@ -64,11 +64,9 @@ def test_state_dict_keys_shapes_and_dtypes(device: str) -> None:
 def test_initial_values(enable_amax_init: bool, first_scale: float) -> None:
     layer = trained(enable_amax_init=enable_amax_init)[0]
     layer.reset_parameters()
-    fresh = Float8Linear(32, 48, config=layer.config)
-    for name in NAMES:
-        expected = first_scale if "scale" in name else 0.0
-        for each in (layer, fresh):
-            assert bool((each.get_buffer(name) == expected).all()), name
+    for each in (layer, Float8Linear(32, 48, config=layer.config)):
+        for name, buffer in fp8_state(each).items():
+            assert bool((buffer == (first_scale if "scale" in name else 0.0)).all()), name
 
 
 @on_devices

@@ -12,10 +12,14 @@ from float8 import (
     convert_to_float8_training,
 )
 from float8.linear import unsupported
-from support.configs import BOTH, DELAYED, DISABLED, DYNAMIC, delayed, mixed, of_recipe, tensorwise
+from support.configs import BOTH, DELAYED, DISABLED, DYNAMIC, mixed, of_recipe, tensorwise
 from support.devices import DTYPES, on_devices
 from support.errors import require_errors
 from support.models import seeded
+
+
+class Mine(Float8Linear):
+    """As a user may derive it."""
 
 
 @on_devices
@@ -30,7 +34,9 @@ def test_parameters_and_the_training_mode_are_shared(
     linear.requires_grad_(flag).train(flag)
     x = torch.ones(4, 32, device=device, dtype=dtype)
     before, names = linear(x), [name for name, _ in linear.named_parameters()]
-    layer = Float8Linear.from_float(linear, config)
+    assert type(Mine(32, 16)) is Mine
+    layer = Mine.from_float(linear, config)
+    assert type(layer) is Mine
     assert layer.weight is linear.weight
     assert layer.bias is linear.bias
     assert type(layer.weight) is nn.Parameter
@@ -76,30 +82,24 @@ def test_later_changes_of_one_do_not_show_in_the_other(change) -> None:
 
 
 def test_what_the_original_layer_has_is_the_new_ones_too() -> None:
-    """Handles of its hooks stay its own."""
-    linear = nn.Linear(32, 16)
+    """Handles of its hooks stay its own; weight norm is followed, which is one of them."""
+    linear, x = nn.Linear(32, 16, bias=False), seeded(0, 4, 32)
+    with pytest.warns(FutureWarning):
+        torch.nn.utils.weight_norm(linear)
     linear.layer_index = 7
     linear.register_buffer("mask", torch.ones(3))
     doubled = linear.register_forward_hook(lambda mod, args, out: out * 2)
-    layer = Float8Linear.from_float(linear, delayed())
+    layer = Float8Linear.from_float(linear)
     assert layer.layer_index == 7
     assert layer.mask is linear.mask
-    x = seeded(0, 4, 32)
     before, twice = linear(x), layer(x)
     doubled.remove()
     assert torch.equal(linear(x) * 2, before)
     assert torch.equal(layer(x), twice)
-
-
-def test_weight_norm_by_hook_is_followed() -> None:
-    linear = nn.Linear(32, 16, bias=False)
-    with pytest.warns(FutureWarning):
-        torch.nn.utils.weight_norm(linear)
-    layer = Float8Linear.from_float(linear)
     with torch.no_grad():
         layer.weight_g.fill_(0)
-    assert layer(seeded(0, 4, 32)).abs().max() == 0
-    layer(seeded(0, 4, 32)).sum().backward()
+    assert layer(x).abs().max() == 0
+    layer(x).sum().backward()
     assert layer.weight_g.grad is not None
 
 
@@ -133,17 +133,6 @@ def test_what_convert_leaves_alone_is_refused_for_the_same_reason() -> None:
         if not isinstance(mod, Float8Linear):
             model = convert_to_float8_training(nn.Sequential(mod))
             assert conversion_report(model).skipped[0].skip_reason == unsupported(mod, tensorwise())
-
-
-def test_subclasses_of_float8_linear_can_be_made() -> None:
-    class Mine(Float8Linear):
-        pass
-
-    linear = nn.Linear(32, 16)
-    assert type(Mine(32, 16)) is Mine
-    layer = Mine.from_float(linear)
-    assert type(layer) is Mine
-    assert layer.weight is linear.weight
 
 
 @pytest.mark.filterwarnings("ignore:.*zero-element")

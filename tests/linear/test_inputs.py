@@ -25,21 +25,17 @@ K, N = 32, 48
 def test_ranks_give_the_values_of_the_flattened_input(
     device: str, config: Float8LinearConfig, shape: tuple[int, ...]
 ) -> None:
+    """The output is no view: it can be written into, and FSDP2 does not warn of it."""
     layer = Float8Linear(K, N, device=device, config=config)
     x, g = seeded(0, *shape, K, device=device), seeded(1, *shape, N, device=device)
+    y = copy.deepcopy(layer)(x.requires_grad_())
+    assert not y._is_view()
+    y.mul_(2).sum().backward()
     got = forward_backward(layer, x, g)
     flat = forward_backward(layer, x.reshape(-1, K), g.reshape(-1, N))
     assert got["output"].shape == (*shape, N)
     assert got["input"].shape == (*shape, K)
     assert_same_bits({name: x.reshape(flat[name].shape) for name, x in got.items()}, flat)
-
-
-def test_the_output_is_no_view() -> None:
-    """It can be written into in place, and FSDP2 does not warn of it."""
-    for shape in ((6, K), (2, 3, K)):
-        y = Float8Linear(K, N, bias=False)(seeded(0, *shape).requires_grad_())
-        assert not y._is_view()
-        y.mul_(2).sum().backward()
 
 
 @on_devices
@@ -111,20 +107,14 @@ def test_zero_rows(device: str, shape: tuple[int, ...], config: Float8LinearConf
 
 
 @on_devices
-def test_wrong_shapes(device: str) -> None:
-    layer = Float8Linear(K, N, device=device)
+@BOTH
+def test_wrong_shapes_and_dtypes(device: str, config: Float8LinearConfig) -> None:
+    layer = Float8Linear(K, N, device=device, config=config)
+    x = torch.ones(4, K, device=device)
     for call in (layer, lambda x: linear(x, layer.weight)):
         for shape in ((4, 31), (0, 31), ()):
             expected = re.escape(f"got input of shape {shape}, expected [..., 32]")
             require_errors((f"ValueError: {expected}", call, [torch.ones(shape, device=device)]))
-
-
-@on_devices
-@BOTH
-def test_wrong_dtypes(device: str, config: Float8LinearConfig) -> None:
-    layer = Float8Linear(K, N, device=device, config=config)
-    x = torch.ones(4, K, device=device)
-    for call in (layer, lambda x: linear(x, layer.weight)):
         for dtype in (torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float64):
             row = (f"TypeError: got input of dtype {dtype}.*expected", call, [x.to(dtype)])
             require_errors(row)
@@ -133,10 +123,9 @@ def test_wrong_dtypes(device: str, config: Float8LinearConfig) -> None:
         for dtype in (torch.bfloat16, torch.float16, torch.float64):
             expected = f"got input of dtype {dtype} and weight of dtype torch.float32"
             require_errors((f"TypeError: {expected}", call, [x.to(dtype)]))
+    expected, x = "TypeError: got input of dtype torch.float64, expected one of", x.double()
     layer.double()
-    for call in (layer, lambda x: linear(x, layer.weight)):
-        expected = "got input of dtype torch.float64, expected one of"
-        require_errors((f"TypeError: {expected}", call, [x.double()]))
+    require_errors((expected, layer, [x]), (expected, linear, (x, layer.weight)))
 
 
 @pytest.mark.gpu

@@ -3,7 +3,6 @@
 `float8.linear` computes what a layer does.
 """
 
-import copy
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -19,7 +18,6 @@ from float8 import (
     Float8LinearConfig,
     Float8Tensor,
     ScalingGranularity,
-    convert_to_float8_training,
     linear,
     sync_float8_amax_and_scale_history,
 )
@@ -29,9 +27,7 @@ from support.configs import (
     DELAYED,
     DISABLED,
     DYNAMIC,
-    FINER,
     MIXES,
-    RECIPES,
     delayed,
     mixed,
     of_recipe,
@@ -134,30 +130,6 @@ def test_each_role_takes_its_own_kind_of_scale(device: str, mix) -> None:
     assert_products(got, x, w, g, ((x8, w8), (g8, w8), (g8, x8)))  # the second
 
 
-SIZES = {"cpu": (128, 512), "cuda": (4096, 16384)}
-
-
-@on_devices
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("recipe", [*RECIPES, *FINER])
-def test_against_high_precision(device: str, recipe: str, dtype: torch.dtype) -> None:
-    K, N = SIZES[device]
-    linear = nn.Linear(K, N, device=device, dtype=dtype)
-    layer = convert_to_float8_training(copy.deepcopy(linear), config=of_recipe(recipe))
-    x, g = (seeded(i, 16, n, dtype=dtype, device=device) for i, n in enumerate((K, N)))
-    for _ in range(2) if recipe == "delayed" else ():
-        forward_backward(layer, x, g)
-        sync_float8_amax_and_scale_history(layer)
-    wanted, got = forward_backward(linear, x, g), forward_backward(layer, x, g)
-    assert got.keys() == wanted.keys()
-    assert all(got[name].dtype == wanted[name].dtype == dtype for name in wanted)
-    assert sqnr(wanted["output"], got["output"]) >= tolerances.LINEAR_OUTPUT
-    assert sqnr(wanted["weight"], got["weight"]) >= tolerances.LINEAR_GRAD_WEIGHT
-    assert sqnr(wanted["input"], got["input"]) >= tolerances.LINEAR_GRAD_INPUT
-    assert torch.equal(wanted["bias"], got["bias"])  # a plain sum of grad_output: no float8 in it
-    assert not torch.equal(wanted["output"], got["output"])  # float8 did run
-
-
 WIDE, FINE = CastConfig(target_dtype=E5M2), CastConfig(target_dtype=E4M3)
 ROWS = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
 RUNS = CastConfig(scaling_granularity=ScalingGranularity.BLOCK_1x128)
@@ -248,21 +220,12 @@ def test_only_needed_gemms_run(device: str, config, trained: set[str], gemms: in
     assert counter.gemms == gemms
     assert counter.high_precision_gemms == 0
     assert {name for name, tensor in tensors.items() if tensor.grad is not None} == trained
-
-
-@on_devices
-@BOTH
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_one_gemm_runs_where_nothing_is_differentiated(
-    device: str, config: Float8LinearConfig, mode
-) -> None:
-    layer = Float8Linear(32, 48, device=device, config=config)
-    x = seeded(0, *X, device=device).requires_grad_()
-    with OpCounter() as counter, mode():
-        y = layer(x)
-    assert counter.gemms == 1
-    assert not y.requires_grad
-    assert torch.equal(y, layer(x))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with OpCounter() as counter, mode():
+            y = layer(x)
+        assert counter.gemms == 1
+        assert not y.requires_grad
+        assert torch.equal(y, layer(x))
 
 
 @on_devices

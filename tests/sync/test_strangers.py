@@ -163,11 +163,13 @@ def synced_right(model: nn.Module, layers: list[Float8Linear] | None = None) -> 
     every = [layer for layer in model.modules() if isinstance(layer, Float8Linear)]
     buffers, synced = fp8_state(model), every if layers is None else layers
     amaxes = {layer: layer.fp8_amax_input.item() for layer in every}
+    recorded = {layer: int((layer.fp8_amax_history_input > 0).sum()) for layer in synced}
     assert all(amax > 0 for amax in amaxes.values())
     sync_float8_amax_and_scale_history(model, layers)
     for layer in every:
         if layer in synced:
             assert layer.fp8_amax_history_input[0].item() == amaxes[layer]
+            assert int((layer.fp8_amax_history_input > 0).sum()) == recorded[layer] + 1
         assert layer.fp8_amax_input.item() == (0 if layer in synced else amaxes[layer])
     assert all(buffer is buffers[name] for name, buffer in fp8_state(model).items())
 
@@ -212,21 +214,14 @@ def test_sync_updates_the_layers_own_buffers_after_moving() -> None:
 
 
 def test_syncing_a_part_between_syncs_of_the_whole() -> None:
+    """Layers that are shared are synced once."""
     model = stack(3)
+    model.append(model[0])
     synced_right(model)
     synced_right(model, [model[0], model[2]])
     sync_float8_amax_and_scale_history(model)
     synced_right(model[:2])
     synced_right(model)
-
-
-def test_shared_layers_are_synced_once() -> None:
-    linear = nn.Linear(16, 16)
-    model = convert_to_float8_training(nn.Sequential(linear, nn.ReLU(), linear), config=delayed())
-    train(model)
-    peak = model[0].fp8_amax_input.item()
-    sync_float8_amax_and_scale_history(model)
-    assert model[0].fp8_amax_history_input.tolist() == [peak] + [0.0] * 15
 
 
 def test_what_is_no_step_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
