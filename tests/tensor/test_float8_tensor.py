@@ -173,7 +173,10 @@ def test_products_are_those_of_the_values(device: str, name: str, dtype, mode) -
     b = float8(1, *shape_b, device=device, dtype=dtype, format=E5M2)
     wide_a, wide_b = a.to_original_precision(), b.to_original_precision()
     with OpCounter() as counter, mode():
-        products = product(a, b), product(a, wide_b), product(wide_a, b)
+        products = []
+        for pair in ((a, b), (a, wide_b), (wide_a, b)):
+            with pytest.warns(UserWarning, match="multiplies rounded values in high precision"):
+                products.append(product(*pair))
         wanted = product(wide_a, wide_b)
     assert counter.gemms == 0
     for got in products:
