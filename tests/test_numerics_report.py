@@ -376,11 +376,10 @@ def test_errors_say_what_to_do() -> None:
     )
 
 
-# ---------------------------------------------------------------- numbers of one cast, and of GEMMs
+# ---------------------------------------------------------------- numbers of one cast
 
 # SQNR in dB of normal numbers that are cast to e4m3 without leaving its normal range.
 OF_E4M3 = 31.5
-M, K, N = 384, 512, 256
 
 
 def numbers_of(cast: MeasuredCast, x: Tensor) -> LayerCast:

@@ -238,6 +238,52 @@ def test_what_makes_errors_grow_is_not_rounded(name: str) -> None:
         assert sqnr(expected, found) > 22
 
 
+class Head(nn.Module):
+    """Attention written out or fused, a feed-forward, and a loss, as one graph."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused = fused
+        self.query, self.key, self.value = (nn.Linear(64, 64, bias=False) for _ in range(3))
+        self.up, self.head = nn.Linear(64, 256, bias=False), nn.Linear(256, 512, bias=False)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        if self.fused:
+            heads = (y.unflatten(-1, (1, 64)).transpose(1, 2) for y in (q, k, v))
+            x = F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        else:
+            x = F.softmax(q @ k.transpose(1, 2), -1) @ v
+        logits = self.head(F.gelu(self.up(x))).float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_probabilities_are_made_of_stays(fused: bool) -> None:
+    """Their errors would grow: backward divides exponents by sums of forward, and subtracts."""
+    torch.manual_seed(0)
+    model = Head(fused).bfloat16()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    x, targets = seeded(0, 2, 96, 64, dtype=torch.bfloat16), torch.randint(512, (2, 96))
+    gradients, kept = [], []
+    for options in (None, activations_in_float8(min_mib=0)):
+        torch._dynamo.reset()
+        one = copy.deepcopy(model)
+        one.compile(fullgraph=True, **op_by_op(options))
+        with saved_tensors() as saved:
+            loss = one(x.clone().requires_grad_(), targets)
+        loss.backward()
+        kept.append([tuple(y.shape) for y in saved if y.dtype == torch.bfloat16])
+        gradients.append({name: p.grad for name, p in one.named_parameters()})
+    for name, expected in gradients[0].items():
+        assert sqnr(expected, gradients[1][name]) > 22, name
+    for stays in ((192, 512), (2, 1, 96, 64)):  # logits; queries, keys, values, attention's output
+        assert kept[1].count(stays) == kept[0].count(stays)
+    assert len(kept[1]) < len(kept[0])
+    assert kept[1].count((2, 1, 96, 64)) == 4 * fused
+
+
 class Gated(nn.Module):
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()

@@ -181,6 +181,13 @@ def test_more_ranks_than_experts_and_replicas() -> None:
         assert_same(*(gathered("tensorwise", 3, 2, how, wrap) for how in (True, False)))
 
 
+@on("two")
+def test_a_gather_in_16_bits() -> None:
+    """Two ranks compute what one does."""
+    more: dict[str, Any] = {"make": partial(blocks, 3), "steps": 1, "take": whole}
+    assert_same(*(outcome("rowwise", False, wrap, **more) for wrap in (shard, None)))
+
+
 # ---------------------------------------------------------------- what is sent
 
 

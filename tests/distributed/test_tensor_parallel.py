@@ -298,8 +298,7 @@ def test_steps_equal_those_of_a_single_device(kind: str) -> None:
     ("recipe", "sequence", "cases"),
     [
         ("tensorwise", True, [(False, False), (True, True)]),
-        pytest.param("tensorwise", False, [(True, True)], marks=pytest.mark.exhaustive),
-        ("delayed", True, [(True, True)]),
+        ("delayed", True, [(False, True), (True, True)]),
     ],
 )
 @on("four")

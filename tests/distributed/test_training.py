@@ -112,8 +112,11 @@ def every_sharding(recipe: str) -> None:
         same(recipe, name, row)
 
 
-def test_every_sharding(four: Ranks) -> None:
-    four.run(every_sharding, "tensorwise")
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", pytest.param("delayed", marks=pytest.mark.exhaustive)]
+)
+def test_every_sharding(four: Ranks, recipe: str) -> None:
+    four.run(every_sharding, recipe)
 
 
 @pytest.mark.gpu

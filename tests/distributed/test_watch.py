@@ -1,5 +1,6 @@
 """`Watch` and `numerics_report` of models that ranks share: the numbers of one process, on all."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from support.models import seeded
 from support.outcome import train
 from support.parallel import DIM, TOKENS, block_of, plan_of
 from support.ranks import on
-from support.sharded import batch, convert, here, mesh_of, model_of, shard
+from support.sharded import batch, convert, data_and_tensor, here, mesh_of, model_of, shard
 
 Seen = dict[str, float]
 
@@ -93,6 +94,40 @@ def test_tensor_parallel(kind: str, recipe: str) -> None:
         # Inputs may be in float8 before they get there.
         rel, off = (0.07, 0.02) if kind == "float8" and "/input/" in key else (1e-3, 2e-3)
         assert seen[key] == pytest.approx(value, rel=rel, abs=off), key
+
+
+@on("four")
+def test_fsdp2_with_tensor_parallel() -> None:
+    mesh = data_and_tensor(2, 2)
+    single, model = block_of("tensorwise"), block_of("tensorwise")
+    parallelize_module(model, mesh["tensor"], plan_of("float8", sequence=False))
+    shard(model, mesh["data"])
+    both = [seeded(seed, 2, TOKENS, DIM) for seed in (1, 2)]
+    with Watch(single, 1) as watch:
+        for x in both:
+            single(x).sum().backward()
+        wanted = watch.step()
+    with Watch(model, 1) as watch:
+        model(both[mesh.get_local_rank("data")]).sum().backward()
+        seen = watch.step()
+    same_on_all_ranks(seen)
+    assert seen == pytest.approx(wanted, rel=1e-3, abs=2e-3)
+
+
+@on("two")
+def test_an_inf_in_one_shard_is_found_on_all_ranks() -> None:
+    model = shard(convert(model_of(), "tensorwise", False))
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model[1].ffn.w2.weight.to_local()[0, 0] = math.inf
+    with Watch(model, 1) as watch:
+        model(batch(0, dist.get_rank())).sum().backward()
+        seen = watch.step()
+    same_on_all_ranks({key: str(x) for key, x in seen.items()})
+    bad = [key for key, x in seen.items() if key.endswith("nonfinite") and x > 0]
+    assert [key for key in bad if "grad_output" not in key] == ["1.ffn.w2/weight/nonfinite"]
+    assert seen["1.ffn.w2/weight/nonfinite"] == 1 / (24 * 40)
+    assert "0.ffn.w1/grad_output/nonfinite" in bad
 
 
 @on("two")

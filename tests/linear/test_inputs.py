@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from float8 import Float8Linear, Float8LinearConfig, linear, sync_float8_amax_and_scale_history
+from float8 import (
+    Float8Linear,
+    Float8LinearConfig,
+    Float8Tensor,
+    linear,
+    sync_float8_amax_and_scale_history,
+)
 from sqnr import assert_same_bits, same_bits
 from support.configs import BOTH, DELAYED, DYNAMIC, FINER, mixed, of_recipe
 from support.devices import DTYPES, on_devices
@@ -98,6 +104,7 @@ def test_zero_rows(device: str, shape: tuple[int, ...], config: Float8LinearConf
         assert results["bias"].abs().max() == 0
         assert all(torch.equal(before[name], x) for name, x in fp8_state(layer).items())
     layer, x = layer.float(), x.float().requires_grad_()
+    assert layer(Float8Tensor.from_high_precision(x)).shape == (*shape, N)
     with torch.autocast(device, torch.bfloat16):
         y = layer(x)
     assert y.dtype == torch.bfloat16

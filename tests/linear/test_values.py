@@ -3,6 +3,7 @@
 `float8.linear` computes what a layer does.
 """
 
+import copy
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from float8 import (
     Float8LinearConfig,
     Float8Tensor,
     ScalingGranularity,
+    convert_to_float8_training,
     linear,
     sync_float8_amax_and_scale_history,
 )
@@ -27,7 +29,9 @@ from support.configs import (
     DELAYED,
     DISABLED,
     DYNAMIC,
+    FINER,
     MIXES,
+    RECIPES,
     delayed,
     mixed,
     of_recipe,
@@ -128,6 +132,25 @@ def test_each_role_takes_its_own_kind_of_scale(device: str, mix) -> None:
         for cast, format, source in zip(mix, (E4M3, E4M3, E5M2), first, strict=True)
     )
     assert_products(got, x, w, g, ((x8, w8), (g8, w8), (g8, x8)))  # the second
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [*RECIPES, *FINER])
+def test_large_layers(recipe: str) -> None:
+    K, N, how = 4096, 16384, {"device": "cuda", "dtype": torch.bfloat16}
+    linear = nn.Linear(K, N, **how)
+    layer = convert_to_float8_training(copy.deepcopy(linear), config=of_recipe(recipe))
+    x, g = (seeded(i, 16, n, **how) for i, n in enumerate((K, N)))
+    for _ in range(2) if recipe == "delayed" else ():
+        forward_backward(layer, x, g)
+        sync_float8_amax_and_scale_history(layer)
+    wanted, got = forward_backward(linear, x, g), forward_backward(layer, x, g)
+    assert got.keys() == wanted.keys()
+    assert sqnr(wanted["output"], got["output"]) >= tolerances.LINEAR_OUTPUT
+    assert sqnr(wanted["weight"], got["weight"]) >= tolerances.LINEAR_GRAD_WEIGHT
+    assert sqnr(wanted["input"], got["input"]) >= tolerances.LINEAR_GRAD_INPUT
+    assert torch.equal(wanted["bias"], got["bias"])  # a plain sum of grad_output: no float8 in it
+    assert not torch.equal(wanted["output"], got["output"])  # float8 did run
 
 
 WIDE, FINE = CastConfig(target_dtype=E5M2), CastConfig(target_dtype=E4M3)

@@ -240,9 +240,11 @@ def test_threads_of_a_cpu(make_config: MakeConfig, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert make_config(model="tiny").threads == 0
     assert make_config(model="tiny", threads=3).threads == 3
-    train(make_config(steps=1, threads=2))
-    assert torch.get_num_threads() == 2
-    torch.set_num_threads(1)
+    try:
+        train(make_config(steps=1, threads=2))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_a_commit_is_dirty_with_any_change_to_the_source(

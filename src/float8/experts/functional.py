@@ -74,8 +74,7 @@ def apply_grouped(
     # be, as under expert parallel: there the ops find none, as on a CPU, where they check offs.
     if not compiling and input.shape[0] == 0 and not input.is_cpu:
         one = weight[0]
-        if isinstance(one, Float8Tensor) and one._granularity.by_blocks:  # which has no transpose
-            one = one.to_original_precision()
+        one = one.to_original_precision() if isinstance(one, Float8Tensor) else one
         return input @ one.to(input.dtype).t()
     grad = torch.is_grad_enabled()
     needs = grad and input.requires_grad, grad and weight.requires_grad

@@ -115,9 +115,9 @@ def apply_linear(
             plan = plan._replace(output=exact[0], grad_weight=exact[1])
     empty = input.numel() == 0
     if surely(empty) if compiling else empty:  # nothing to measure, nothing to multiply
-        if isinstance(weight, Float8Tensor):
-            weight = weight.to_original_precision()
-        output = input @ weight.to(input.dtype).t()
+        x = input.to_original_precision() if isinstance(input, Float8Tensor) else input
+        y = weight.to_original_precision() if isinstance(weight, Float8Tensor) else weight
+        output = x @ y.to(x.dtype).t()
     else:
         rows = input if input.dim() == 2 else input.reshape(-1, K)
         needs = grad and input.requires_grad, grad and weight.requires_grad

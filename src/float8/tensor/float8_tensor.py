@@ -367,8 +367,13 @@ def _of_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an op on the values: a new tensor is plain, as its values may be any."""
     plain = [dequantise(x) if isinstance(x, Float8Tensor) else x for x in args]
     if "mm" in func.name():
-        does = f"float8: {func}, outside of our layers, multiplies rounded values in high precision"
-        warnings.warn(f"{does}; {CURE}", stacklevel=2)
+        sizes = [tuple(x.shape) for x in args if isinstance(x, Float8Tensor)]
+        warnings.warn(
+            f"float8: {func} outside of float8 layers multiplies values of {sizes} that are "
+            f"rounded to float8, in high precision; call .to_original_precision() if that is "
+            f"meant; else convert the layer, or have its weight gathered in high precision",
+            stacklevel=3,
+        )
     return func(*plain, **kwargs)
 
 
