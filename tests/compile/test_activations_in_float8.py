@@ -284,6 +284,24 @@ def test_what_probabilities_are_made_of_stays(fused: bool) -> None:
     assert kept[1].count((2, 1, 96, 64)) == 4 * fused
 
 
+def test_exponents_that_forward_divides_stay() -> None:
+    """Else the gradient of the values would differ."""
+    found = []
+    for options in (None, activations_in_float8(min_mib=0)):
+        torch._dynamo.reset()
+        q, k, v = (seeded(i, 128, 128, dtype=torch.bfloat16).requires_grad_() for i in range(3))
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            exponents = shifted(0.3 * q @ k.t()).exp()
+            return (exponents / exponents.sum(-1, keepdim=True)) @ v
+
+        torch.compile(attend, **op_by_op(options))(q, k, v).square().sum().backward()
+        found.append((q.grad, v.grad))
+    (of_q, of_v), (q_rounded, v_rounded) = found
+    assert same_bits(of_v, v_rounded)
+    assert not same_bits(of_q, q_rounded)  # something was rounded
+
+
 class Gated(nn.Module):
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
