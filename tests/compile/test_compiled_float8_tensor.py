@@ -15,6 +15,7 @@ from support.forks import run_program
 from support.models import seeded
 from support.tensors import assert_same, full
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*rounded to float8")
 from_high_precision = Float8Tensor.from_high_precision
 
 
