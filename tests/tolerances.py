@@ -9,6 +9,8 @@ CAST_E5M2 = 24.0
 
 # One float8 linear layer against high precision.
 LINEAR_OUTPUT = 18.0
+LINEAR_GRAD_WEIGHT = 17.0
+LINEAR_GRAD_INPUT = 17.0
 
 # A float8 feed-forward network against high precision: output and all gradients.
 FFN = 20.0
