@@ -21,17 +21,16 @@ def activations_in_float8(*, min_mib: float = 1.0, dtype: torch.dtype = E4M3) ->
 
         block.compile(options=float8.activations_in_float8())
 
-    What Inductor keeps of bfloat16 and float16 activations is rounded to `dtype`, with a float32
-    scale, a power of two, for each 128 elements along the last dim (for all of it, if it is no
-    multiple of 128). Backward reads the rounded values in their own dtype. Infinite values, and
-    NaN, make NaN of the elements that share their scale. These stay as they are:
+    A bfloat16 or float16 activation is rounded to `dtype` if all that backward does with it is one
+    of these: multiply it with a gradient for the gradient of a Parameter, derive the SiLU or GELU
+    (of `torch.nn.functional`, also gated) of a linear layer's output, or derive an RMSNorm. All
+    else keeps its dtype: attention, softmax, losses, LayerNorm, other gates, comparisons.
 
-    - Parameters, buffers, and what is made of them alone, such as weights that autocast rounds;
-    - all with which backward does more than is known to be harmless. It may multiply, add, take
-      means and maxima, derive activation functions and norms, and cast to float8. Errors grow in
-      fused attention, softmaxes, differences of a loss, comparisons, quotients, custom ops;
-    - what is kept anyway: outputs, what shares their storage, and inputs without gradients;
-    - the inputs of inner graphs (`nested_compile_region`), of which nothing is known.
+    Each 128 elements along the last dim share a float32 scale, a power of two; all elements of that
+    dim do, if it is no multiple of 128. Backward reads the rounded values in their own dtype. An
+    infinite value or NaN makes NaN of the elements that share its scale. What is kept anyway is not
+    rounded: outputs, Parameters, inputs without gradients, and what shares their storage; nor is
+    what is in inner graphs (`nested_compile_region`).
 
     Args:
         min_mib: tensors of fewer MiB stay as they are. Sizes are those at hand while the graph is

@@ -100,12 +100,20 @@ def test_a_block_keeps_less_and_has_nearly_the_same_gradients(
     assert kept[1] < 0.8 * kept[0]
 
 
-def masked(x: Tensor) -> Tensor:
-    return x[x[:, 0] > 0].square().tanh()
+class Linear(nn.Module):
+    """A layer in bfloat16 or float16; its input is the operand of its weight's gradient."""
+
+    def __init__(self, columns: int, out: int = 64, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.linear = nn.Linear(columns, out, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
 
 
-def times(x: Tensor, w: Tensor) -> Tensor:
-    return x * w
+class Masked(Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x[x[:, 0] > 0].square())
 
 
 @pytest.mark.parametrize("case", ["data decide", "no tokens", "float16 at its end"])
@@ -114,49 +122,47 @@ def test_odd_inputs(case: str) -> None:
     x = seeded(0, 0 if case == "no tokens" else 64, 256, dtype=torch.float16).requires_grad_()
     with torch.no_grad():
         x[3:4, 4] = 65000 if case == "float16 at its end" else 1  # next in float8 is 65,536
-    w = torch.full_like(x, 2.0**-9).requires_grad_()
-    how = (masked, x) if case == "data decide" else (times, x, w)
-    y, saved = run(*how)
-    y.sum().backward()
-    assert x.grad.isfinite().all()
-    assert case == "data decide" or w.grad.isfinite().all()
-    if case == "data decide":
-        rows = int((x[:, 0] > 0).sum())
+    model = (Masked if case == "data decide" else Linear)(256, dtype=torch.float16)
+    y, saved = run(model, x)
+    y.backward(torch.full_like(y, 2.0**-9))
+    assert model.linear.weight.grad.isfinite().all()
+    if case != "no tokens":
+        rows = int((x[:, 0] > 0).sum()) if case == "data decide" else 64
         assert in_float8(saved) == [(rows, 256)] or torch.__version__ < "2.13"  # stays there
 
 
-def square(x: Tensor) -> Tensor:
-    """Backward reads its input, doubled."""
-    return x.square()
+def dequantized(saved: list[Tensor]) -> Tensor:
+    data, scale = saved[-2:]
+    runs = data.float().unflatten(-1, (-1, 128 if data.shape[-1] % 128 == 0 else data.shape[-1]))
+    return (runs * scale.view(*runs.shape[:-1], 1)).flatten(-2)
 
 
 @pytest.mark.parametrize("columns", [256, 96])  # in runs of 128; one scale for each row
 @pytest.mark.parametrize("dtype", FLOAT8)
 def test_values_are_rounded_to_the_mantissa(columns: int, dtype: torch.dtype) -> None:
     x = (torch.randn(64, columns) * torch.logspace(-20, 20, 64)[:, None]).bfloat16()
-    x.requires_grad_()
-    y, saved = run(square, x, dtype=dtype)
-    y.backward(torch.ones_like(y))
+    model = Linear(columns)
+    y, saved = run(model, x.requires_grad_(), dtype=dtype)
+    y.backward(torch.eye(64, dtype=torch.bfloat16))  # the gradient of the weight is its input
     assert in_float8(saved) == [(64, columns)]
     runs = x.detach().float().view(64, -1, min(columns, 128))
     scale = torch.exp2((runs.abs().amax(-1, True) / torch.finfo(dtype).max).log2().ceil())
     rounded = ((runs / scale).to(dtype).float() * scale).view(64, columns)
-    assert same_bits(x.grad, (2 * rounded).bfloat16())
+    assert same_bits(model.linear.weight.grad, rounded.bfloat16())
 
 
 def test_what_is_not_finite_stays_so_and_zeros_stay_zero() -> None:
     x = torch.randn(6, 256, dtype=torch.bfloat16)
     x[0], x[1, 3], x[2, 200], x[3], x[4, 7] = 0, float("nan"), float("inf"), 3e4, -float("inf")
-    x.requires_grad_()
-    y, saved = run(square, x)
-    y.backward(torch.ones_like(y))
+    _, saved = run(Linear(256), x.requires_grad_())
     assert in_float8(saved) == [(6, 256)]
-    assert (x.grad[0] == 0).all()
+    rounded = dequantized(saved)
+    assert (rounded[0] == 0).all()
     for row, first in ((1, 0), (2, 128), (4, 0)):
-        assert not x.grad[row, first : first + 128].isfinite().any()
-        assert x.grad[row].isfinite().sum() == 128  # those of the other run
+        assert not rounded[row, first : first + 128].isfinite().any()
+        assert rounded[row].isfinite().sum() == 128  # those of the other run
     for row in (3, 5):
-        assert sqnr(2 * x.detach()[row], x.grad[row]) > 24
+        assert sqnr(x.detach()[row], rounded[row]) > 24
 
 
 @torch.library.custom_op("float8_tests::wave", mutates_args=())
@@ -195,7 +201,48 @@ def shifted(s: Tensor) -> Tensor:
     return s - s.amax(-1, keepdim=True).detach()
 
 
+def unrolled(y: Tensor) -> Tensor:
+    """Two steps of a recurrent layer whose gate is nearly open."""
+    state = torch.zeros_like(y)
+    for _ in range(2):
+        gate = torch.sigmoid(y + 3)
+        state = gate * torch.tanh(y - state) + (1 - gate) * state
+    return state
+
+
+def attention(y: Tensor) -> Tensor:
+    """Attention written out; its values have a common part."""
+    q, k, v = y.split(64, -1)
+    return F.softmax(q @ k.t() / 8, -1) @ (v + 10)
+
+
+def linear_attention(y: Tensor) -> Tensor:
+    q, k, v = y.split(64, -1)
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    return (q @ (k.t() @ v)) / (q @ k.sum(0)[:, None])
+
+
+def routed(y: Tensor) -> Tensor:
+    """Probabilities of experts, times what has a common part."""
+    hidden = F.silu(y[:, :64]) * y[:, 64:128] + 10
+    return sum(hidden * p[:, None] for p in F.softmax(y[:, 128:132], -1).unbind(-1))
+
+
 AMPLIFY: dict[str, Callable[[Tensor], Tensor]] = {
+    "column subtracted": lambda y: (y + 10 - torch.full((64, 1), 10.0)).square(),
+    "alpha": lambda y: F.silu(torch.add(y + 20, torch.full((192,), 20.0), alpha=-1)),
+    "sigmoid near 1": lambda y: torch.sigmoid(y + 4),
+    "tanh near 1": lambda y: torch.tanh(y + 3),
+    "recurrent gates": unrolled,
+    "attention": attention,
+    "linear attention": linear_attention,
+    "layer norm": lambda y: F.layer_norm(y + 10, (192,), torch.ones(192).requires_grad_()),
+    "batch norm": lambda y: F.batch_norm(y + 10, None, None, training=True),
+    "a probability per token": routed,
+    "hardswish": F.hardswish,
+    "hardshrink": F.hardshrink,
+    "clamped": lambda y: F.silu(y.clamp(max=0.5)) * y.clamp(-0.5, 0.5),
+    "a function of a softmax": lambda y: F.softmax(F.silu(y) + 10, -1),
     "absmax": lambda y: y / y.abs().amax(-1, keepdim=True).clamp(min=1e-5),
     "max over tokens": lambda y: y.square().sum() + y.amax(0).sum(),
     "mse": lambda y: F.mse_loss(y, near(y)),
@@ -216,26 +263,107 @@ AMPLIFY: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+class Amplified(Linear):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(64, 192)
+        self.function = function
+        nn.init.normal_(self.linear.weight, std=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.linear(x)).float().flatten()
+
+
+def gradients(model: nn.Module, x: Tensor, g: Tensor, options: Any = None) -> list[Tensor]:
+    torch._dynamo.reset()
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = torch.compile(model, **op_by_op(options))(x)
+    (y * g.flatten()[: y.numel()].view(y.shape)).sum().backward()
+    return [x.grad, *(p.grad for p in model.parameters())]
+
+
 @pytest.mark.parametrize("name", AMPLIFY)
 def test_what_makes_errors_grow_is_not_rounded(name: str) -> None:
     torch.manual_seed(0)
-    w = (0.3 * torch.randn(192, 64)).bfloat16()
-    x = seeded(0, 64, 64, dtype=torch.bfloat16)
-    weight = seeded(1, 64, 192, dtype=torch.float32)
-    gradients = []
-    for options in (None, activations_in_float8(min_mib=0)):
-        torch._dynamo.reset()
-        inputs = [x.clone().requires_grad_(), w.clone().requires_grad_()]
-
-        def loss(x: Tensor, w: Tensor) -> Tensor:
-            y = AMPLIFY[name](x @ w.t()).float().flatten()
-            return (y * weight.flatten()[: len(y)]).sum()
-
-        torch.compile(loss, **op_by_op(options))(*inputs).backward()
-        gradients.append([x.grad for x in inputs])
-    for expected, found in zip(*gradients, strict=True):
+    model, x = Amplified(AMPLIFY[name]), seeded(0, 64, 64, dtype=torch.bfloat16)
+    g = seeded(1, 64, 192, dtype=torch.float32)
+    rounded = gradients(model, x, g, activations_in_float8(min_mib=0))
+    for expected, found in zip(gradients(model, x, g), rounded, strict=True):
         assert expected.isfinite().all()
-        assert sqnr(expected, found) > 22
+        assert sqnr(expected, found) > 22  # the input of the layer is rounded
+
+
+class Normed(nn.Module):
+    def __init__(self, written_out: bool = False) -> None:
+        super().__init__()
+        self.weight, self.linear = nn.Parameter(torch.ones(128)), nn.Linear(128, 64, bias=False)
+        self.written_out = written_out
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.written_out:
+            return self.linear(F.rms_norm(x, (128,), self.weight, 1e-5))
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return self.linear(self.weight * y.to(x.dtype))
+
+
+class Cancelling(Normed):
+    """The norm reads a small sum of large terms."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.shift)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.full((96, 128), -10.0))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor], fused: bool = False) -> None:
+        super().__init__()
+        self.function, self.fused = function, fused
+        self.gate, self.down = nn.Linear(128, 512), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate(x).chunk(2, -1)
+        return self.down(self.function(gate) * up if self.fused else self.function(gate))
+
+
+PATTERNS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and how many are kept in float8
+    "operand": (lambda: Linear(128), 1),
+    "norm": (Normed, 2),
+    "norm written out": (lambda: Normed(written_out=True), 2),
+    "norm of a sum": (Cancelling, 2),
+    "swiglu": (lambda: FeedForward(F.silu, fused=True), 3),
+    "gelu": (lambda: FeedForward(F.gelu), 3),
+    "geglu, tanh": (lambda: FeedForward(partial(F.gelu, approximate="tanh"), fused=True), 3),
+}
+VALUES: dict[str, Callable[[Tensor], Tensor]] = {
+    "normal": lambda x: x,
+    "common part": lambda x: x + 10 * x[:1],
+    "mean of 10": lambda x: x + 10,
+    "outliers": lambda x: torch.where(torch.arange(128) % 32 == 0, 300 * x, x),
+    "tiny": lambda x: 1e-6 * x,
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_patterns_are_exact_to_the_mantissa_against_float64(name: str) -> None:
+    torch.manual_seed(0)
+    make, count = PATTERNS[name]
+    model, noise = make().bfloat16(), seeded(0, 96, 128, dtype=torch.bfloat16)
+    options = activations_in_float8(min_mib=0)
+    with saved_tensors() as saved:
+        torch._dynamo.reset()
+        torch.compile(model, **op_by_op(options))(noise.clone().requires_grad_())
+    assert len(in_float8(saved)) == count
+    for values, change in VALUES.items():
+        x = change(noise)
+        for mean in (0, 3):  # of the gradient of the output
+            g = seeded(1, 96, 64, dtype=torch.bfloat16) + mean
+            exact = gradients(copy.deepcopy(model).double(), x.double(), g.double())
+            for wanted, found in zip(exact, gradients(model, x, g, options), strict=True):
+                assert sqnr(wanted, found) > 20, (values, mean, tuple(wanted.shape))
 
 
 class Head(nn.Module):
@@ -282,24 +410,6 @@ def test_what_probabilities_are_made_of_stays(fused: bool) -> None:
         assert kept[1].count(stays) == kept[0].count(stays)
     assert len(kept[1]) < len(kept[0])
     assert kept[1].count((2, 1, 96, 64)) == 4 * fused
-
-
-def test_exponents_that_forward_divides_stay() -> None:
-    """Else the gradient of the values would differ."""
-    found = []
-    for options in (None, activations_in_float8(min_mib=0)):
-        torch._dynamo.reset()
-        q, k, v = (seeded(i, 128, 128, dtype=torch.bfloat16).requires_grad_() for i in range(3))
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            exponents = shifted(0.3 * q @ k.t()).exp()
-            return (exponents / exponents.sum(-1, keepdim=True)) @ v
-
-        torch.compile(attend, **op_by_op(options))(q, k, v).square().sum().backward()
-        found.append((q.grad, v.grad))
-    (of_q, of_v), (q_rounded, v_rounded) = found
-    assert same_bits(of_v, v_rounded)
-    assert not same_bits(of_q, q_rounded)  # something was rounded
 
 
 class Gated(nn.Module):
@@ -425,26 +535,32 @@ def test_it_goes_with_checkpointing(selective: bool, inside: bool) -> None:
         assert sqnr(expected, results[1][name]) > 20, name
 
 
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2 = (
+            nn.Parameter(seeded(i, 4, *shape).bfloat16())
+            for i, shape in enumerate([(96, 64), (64, 96)])
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        offs = torch.tensor([32, 32, 96, 128], dtype=torch.int32)
+        h = grouped_linear(x, self.w1, offs, config=tensorwise())
+        return grouped_linear(F.silu(h), self.w2, offs, config=tensorwise())
+
+
 def test_it_goes_with_experts() -> None:
-    w1, w2 = (
-        seeded(i, 4, *s).bfloat16().requires_grad_() for i, s in enumerate([(96, 64), (64, 96)])
-    )
-    offs, x = torch.tensor([32, 32, 96, 128], dtype=torch.int32), seeded(3, 128, 64).bfloat16()
-    config = tensorwise()
-
-    def experts(x: Tensor) -> Tensor:
-        h = grouped_linear(x, w1, offs, config=config)
-        return grouped_linear(F.silu(h), w2, offs, config=config)
-
-    x.requires_grad_()
-    experts(x).sum().backward()
-    expected = [y.grad for y in (x, w1, w2)]
-    x.grad = w1.grad = w2.grad = None
-    y, saved = run(experts, x)
+    model, x = Experts(), seeded(3, 128, 64).bfloat16().requires_grad_()
+    model(x).sum().backward()
+    leaves = (x, model.w1, model.w2)
+    expected = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    y, saved = run(model, x)
     y.sum().backward()
     assert (128, 96) in in_float8(saved)
-    for wanted, of in zip(expected, (x, w1, w2), strict=True):
-        assert sqnr(wanted, of.grad) > 20
+    for wanted, leaf in zip(expected, leaves, strict=True):
+        assert sqnr(wanted, leaf.grad) > 20
 
 
 def test_settings_are_told_apart_and_equal_ones_are_not() -> None:
@@ -462,7 +578,7 @@ def test_small_tensors_stay() -> None:
     for min_mib, count in ((1.0, 1), (1.01, 0)):
         torch._dynamo.reset()
         with saved_tensors() as saved:
-            torch.compile(square, **op_by_op(activations_in_float8(min_mib=min_mib)))(x)
+            torch.compile(Linear(512), **op_by_op(activations_in_float8(min_mib=min_mib)))(x)
         assert len(in_float8(saved)) == count
 
 

@@ -15,12 +15,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from float8 import conversion_report, convert_to_high_precision, update_float8_weights
-from float8.config import CastConfig, Float8Weights, ScalingGranularity
+from float8.config import Float8Weights
 from float8.experts import Float8Experts
 from float8.experts.gather import GatheredExperts, GatherExperts
-from float8.parallel.experts import all_to_all_in_float8
-from float8.quantize import Cast, quantize
-from float8.scales import dequantised
 from sqnr import same_bits, sqnr
 from support.errors import require_errors
 from support.models import seeded
@@ -488,54 +485,3 @@ def test_dtensors_of_transformers_get_gradients() -> None:
         y.square().sum().backward()
     for mine, theirs in zip(alone.parameters(), shared.parameters(), strict=True):
         assert same_bits(theirs.grad.to_local(), mine.grad)
-
-
-# ---------------------------------------------------------------- tokens sent in float8
-
-ROWS = CastConfig(
-    target_dtype=torch.float8_e4m3fn,
-    scaling_granularity=ScalingGranularity.AXISWISE,
-    power_of_2=True,
-)
-SENT = [[3, 5], [0, 7]]
-"""Rows from each rank to each."""
-
-
-def in_float8(x: Tensor) -> Tensor:
-    row = quantize(x, Cast(ROWS), row=True).row
-    values = dequantised(row, ROWS.scaling_granularity, torch.float32).to(x.dtype)
-    return values[: x.shape[0], : x.shape[1]]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@on("either")
-def test_tokens_are_sent_in_float8(dtype: torch.dtype) -> None:
-    """What arrives is each row in float8, bit by bit, as are gradients; half the bytes are sent."""
-    rank, group = dist.get_rank(), dist.group.WORLD
-    to, taken = SENT[rank], [each[rank] for each in SENT]
-    x = seeded(rank, sum(to), K, device=here()).to(dtype).requires_grad_()
-    g = seeded(7 + rank, sum(taken), K, device=here()).to(dtype)
-    with Traffic() as seen:
-        y = all_to_all_in_float8(x, taken, to, group)
-        y.backward(g)
-    assert same_bits(y, all_to_all_single_autograd(in_float8(x.detach()), taken, to, group))
-    assert same_bits(x.grad, all_to_all_single_autograd(in_float8(g), to, taken, group))
-    if here().type == "cpu":  # GPUs run backward in another thread
-        rows, size = sum(to) + sum(taken), dtype.itemsize
-        assert seen.bytes_of("all_to_all")[torch.uint8] == K * rows
-        assert sum(seen.bytes_of("all_to_all").values()) == (K + 4) * rows < size * K * rows
-    # Cast again by a grouped GEMM, they are the same values.
-    assert torch.equal(in_float8(y.detach()), y)
-
-
-@on("two")
-def test_bad_tokens_raise_on_each_rank() -> None:
-    def sent(x: Tensor, *splits: int) -> Tensor:
-        return all_to_all_in_float8(x, [*splits], [*splits], dist.group.WORLD)
-
-    require_errors(
-        ("TypeError: dtype torch.int64", sent, [torch.ones(4, K).long(), 2, 2]),
-        ("ValueError: multiple of 16", sent, [torch.ones(4, 20), 2, 2]),
-        ("ValueError: sum up to the rows", sent, [torch.ones(4, K), 2, 3]),
-        ("ValueError: one number for each of 2", sent, [torch.ones(4, K), 4]),
-    )

@@ -5,7 +5,7 @@ Names of torch here are private; there is no fallback. Importing this module imp
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,22 +17,44 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils.checkpoint import CheckpointPolicy
 
 from float8 import scales
 
 RUN = 128
 """Elements along the last dim that share a scale, if that dim is a multiple of it; else all do."""
 
-_SUMS = {"sum", "mean", "amax", "var_mean"}
-_ALIKE = {"add", "mul", "neg", "abs", "relu", "where", "clamp", "clamp_min", "clamp_max", "cat"}
-_ALIKE |= {"clone", "convert_element_type", "constant_pad_nd", "getitem"}
-_HARMLESS = {*_SUMS, *_ALIKE, "sigmoid", "tanh", "erf", "isnan", "bitwise_and", "bitwise_not"}
-_HARMLESS |= {"float8::cast", "float8::cast_groups", "float8::amax", "float8::transpose"}
-_OF_FEW = {"rsqrt", "sqrt", "maximum", "minimum", "bitwise_or"}
-_COMPARISONS = {"eq", "ne", "le", "lt", "ge", "gt"}
-_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm"}
-_PRODUCTS |= {"float8::grouped_matmul", "float8::matmul", "convolution_backward"}
+_DTYPES = (torch.bfloat16, torch.float16)
+_FUNCTIONS = {"silu", "silu_backward", "gelu", "gelu_backward"}
+_USES = {
+    "copy": "clone convert_element_type getitem",
+    "join": "add cat constant_pad_nd",
+    "cast": "float8::cast float8::cast_delayed float8::cast_groups float8::transpose abs eq ne"
+    " isnan bitwise_and bitwise_not where clamp_min clamp_max",
+    "product": "mm addmm bmm baddbmm _scaled_mm _scaled_mm_v2 _grouped_mm float8::grouped_matmul"
+    " float8::matmul",
+}
+_USE_OF_OP = {name: use for use, names in _USES.items() for name in names.split()}
 """Ops by their names; those that are not of aten with their namespace."""
+
+_PATTERNS = {
+    "value": {"copy": "value", "factor": "value", "cast": "value", "function": "function",
+              "factor of gradient": "gradient * value", "function of gradient": "layer gradient",
+              "product of gradient": "weight gradient"},
+    "function": {"copy": "function", "factor": "function", "cast": "value",
+                 "function": "function", "function of gradient": "layer gradient",
+                 "factor of gradient": "layer gradient", "product of gradient": "weight gradient"},
+    "gradient * value": {"copy": "gradient * value", "function of gradient": "layer gradient",
+                         "sum of rows": "weight gradient", "sum of columns": "coefficient"},
+    "coefficient": {"copy": "coefficient", "factor": "coefficient", "factor of value": "any"},
+    "layer gradient": {"copy": "layer gradient", "factor": "layer gradient",
+                       "function of gradient": "layer gradient", "join": "layer gradient",
+                       "cast": "any", "product": "any", "sum of rows": "weight gradient"},
+    "weight gradient": {"copy": "weight gradient", "factor": "weight gradient",
+                        "factor of value": "weight gradient", "sum of rows": "weight gradient"},
+}  # fmt: skip
+"""What `_may_be_rounded` allows: for each kind of node that backward computes from a rounded value,
+how another node may use it, and the kind of that one."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +76,13 @@ class Float8Partitioner(CustomPartitionerFn):
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
         """Return the graphs of forward and backward."""
+        _save_sums_that_patterns_read(gm.graph)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         results: Any = (each.graph.output_node().args[0] for each in (forward, backward))
         outputs, gradients = map(list, results)
         inputs, static = gm.graph.find_nodes(op="placeholder"), set[int]()
         static.update(kwargs.get("static_lifetime_input_indices") or ())
-        activations = _activations(forward.graph, inputs, gradients, static)
+        activations, weight_gradients = _activations(forward.graph, inputs, gradients, static)
         taken = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
         kept = {node.name for node in outputs if isinstance(node, Node)}
         of_gradients = {node for node in taken.values() if node.name not in kept}
@@ -72,7 +95,7 @@ class Float8Partitioner(CustomPartitionerFn):
             for node in outputs[count:]
             if node in activations
             and self._pays(node)
-            and _may_be_rounded(backward.graph, taken[node.name], of_gradients)
+            and _may_be_rounded(backward.graph, taken[node.name], of_gradients, weight_gradients)
         ]
         # Nothing is freed where an output shares the storage, or what stays as it is.
         others = [node for i, node in enumerate(outputs) if i < count or node not in chosen]
@@ -89,7 +112,7 @@ class Float8Partitioner(CustomPartitionerFn):
 
     def _pays(self, node: Node) -> bool:
         x = node.meta["val"]
-        if not isinstance(x, Tensor) or x.dtype not in (torch.bfloat16, torch.float16):
+        if getattr(x, "dtype", None) not in _DTYPES:
             return False
         enough = x.dim() > 1 and _hint(x.shape[-1]) >= 32 and _hint(x.numel()) > 0
         return enough and _hint(x.numel()) * x.element_size() >= self.min_bytes
@@ -129,88 +152,98 @@ class Float8Partitioner(CustomPartitionerFn):
 
 def _activations(
     graph: Graph, inputs: Sequence[Node], gradients: Sequence[Node | None], static: set[int]
-) -> set[Node]:
-    """Find what requires grad, is made of more than Parameters and buffers, and no probability."""
-    traits = {}
+) -> tuple[set[Node], set[Node | None]]:
+    """Return what requires grad and depends on more than Parameters; the Parameters' gradients."""
+    traits, weight_gradients = {}, set[Node | None]()
     for index, (node, gradient) in enumerate(zip(inputs, gradients, strict=False)):
-        what: Any = node.meta.get("desc")  # of an inner graph there is none: nothing is known
+        what: Any = node.meta.get("desc")  # an inner graph has none: all counts as Parameters there
         while hasattr(what, "base"):  # an attribute of a tensor subclass; static are the subclasses
             what = what.base
-        known = what is not None and not (what.is_param() or what.is_buffer())
-        given = known and static.isdisjoint((index, getattr(what, "idx", index)))
-        traits[node.name] = gradient is not None, given, False
+        argument = what is not None and not (what.is_param() or what.is_buffer())
+        argument = argument and static.isdisjoint((index, getattr(what, "idx", index)))
+        traits[node.name] = gradient is not None, argument
+        if not argument:
+            weight_gradients.add(gradient)
     for node in graph.nodes:
         if node.op == "call_function":
-            of = [traits.get(each.name, (False, False, False)) for each in node.all_input_nodes]
-            alike = _name(node) in {*_ALIKE, "div"} or _is_view(node)
-            sigmoid = all(_adds_one(user) for user in node.users)
-            exponents = _name(node) in ("exp", "exp2") and not sigmoid
-            exponents |= alike and any(c for *_, c in of)
-            traits[node.name] = any(a for a, *_ in of), any(b for _, b, _ in of), exponents
-    return {node for node in graph.nodes if traits.get(node.name) == (True, True, False)}
+            of = [traits.get(each.name, (False, False)) for each in node.all_input_nodes]
+            traits[node.name] = any(a for a, _ in of), any(b for _, b in of)
+    return {node for node in graph.nodes if traits.get(node.name) == (True, True)}, weight_gradients
 
 
-def _may_be_rounded(graph: Graph, start: Node, of_gradients: set[Node]) -> bool:
-    """Whether all that backward does with a node, until it meets a gradient, keeps errors small.
+def _save_sums_that_patterns_read(graph: Graph) -> None:
+    """Have torch save the sum that an RMSNorm or an activation function reads, not its terms.
 
-    They grow where numbers that are nearly equal are subtracted or compared, where it divides by
-    single numbers, and in exponents, of which fused attention takes some, too. So what is not known
-    to be harmless is refused. What is made of the node: "few" are sums and maxima, "square" what
-    GELU takes exponents of, "divisor" the 1 + exp(-x) of sigmoids.
+    Rounded terms may cancel each other; their sum is rounded as a whole.
     """
-    kinds = {start: "each"}
     for node in graph.nodes:
-        given = {kinds[each] for each in node.all_input_nodes if each in kinds}
-        if not given or node.op == "output":
-            continue
-        name, few, divisors = _name(node), given == {"few"}, {"few", "divisor"}
-        second = node.args[1] if len(node.args) > 1 else None
-        if name == "sub":  # of a mean, or of a constant
-            known = few or any(_is_alike_along_rows(each) for each in node.args)
-        elif name == "div":
-            known = not isinstance(second, Node) or kinds.get(second, "few") in divisors
-        elif name == "reciprocal":
-            known = given <= divisors
-        elif name == "exp":
-            known = given == {"square"} or all(_adds_one(user) for user in node.users)
-        elif name == "pow":
-            known = few or second in (1, 2, 3)
-        elif name in _COMPARISONS:
-            known = few or not isinstance(second, Node) or second is node.args[0]
-        elif name in _PRODUCTS:
-            known = node in of_gradients
-        else:
-            known = name in _HARMLESS or _is_view(node) or (few and name in _OF_FEW)
-        if not known:
-            return False
-        if node in of_gradients:
-            continue
-        squares = name == "mul" and node.args[0] is second
-        if few or name in _SUMS:
-            kinds[node] = "few"
-        elif name == "add" and _adds_one(node) and _name(node.args[0]) == "exp":
-            kinds[node] = "divisor"
-        elif squares or (name in ("mul", "neg") and "square" in given) or name == "pow":
-            kinds[node] = "square"
-        else:
-            kinds[node] = "each"
+        if _name(node) == "rsqrt" or _is_function(node):
+            while len(node.all_input_nodes) == 1:
+                node = node.all_input_nodes[0]
+            if _name(node) == "add" and node.meta["val"].dtype in _DTYPES:
+                node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+
+
+def _may_be_rounded(
+    graph: Graph, start: Node, of_gradients: set[Node], weight_gradients: set[Node | None]
+) -> bool:
+    """Return whether all that backward computes from a saved value belongs to one of four patterns.
+
+    - The operand of a weight gradient: the value, times exact factors or cast to float8, is
+      multiplied with a gradient, and the product is the gradient of a Parameter.
+    - The input of SiLU or GELU, returned by a linear layer: backward computes the function again,
+      as an operand and for the derivative; the gradient goes into the GEMMs of that layer alone.
+    - `up` in `silu(gate) * up`: a gradient times `up` goes into the derivative of `silu` alone.
+    - The input of RMSNorm: `sum(gradient * x, -1)`, times exact factors, is multiplied with `x`.
+
+    In all of them the value is a factor, so the relative error of each term is that of the value.
+    """
+    kinds = {start: "value"}
+    for node in graph.nodes:
+        rounded = [each for each in node.all_input_nodes if kinds.get(each, "any") != "any"]
+        read = {kinds[each] for each in rounded}
+        if rounded and node.op == "output":
+            return read == {"weight gradient"} and weight_gradients.issuperset(rounded)
+        if rounded:
+            use = _use(node, rounded)
+            if use == "factor" and len(read) == 2:
+                use, read = "factor of value", read - {"value"}
+            elif node in of_gradients and (use == "function" or of_gradients.isdisjoint(rounded)):
+                use += " of gradient"
+            results = {_PATTERNS[kind].get(use) for kind in read}
+            kind = results.pop()
+            if kind is None or results:
+                return False
+            kinds[node] = kind
     return True
 
 
-def _is_alike_along_rows(each: Any) -> bool:
-    """Whether it is a number, or a tensor with one number for each row or for all."""
-    if not isinstance(each, Node) or each.target is torch.ops.aten.full.default:
-        return True
-    sizes = each.meta["val"].shape[-1:]  # of a scalar there is none
-    return all(statically_known_true(size == 1) is True for size in sizes)
+def _use(node: Node, rounded: list[Node]) -> str:
+    """Return how a node uses its inputs `rounded`, in the words of `_PATTERNS`, or ""."""
+    name, args = _name(node), node.args
+    if _is_function(node):
+        return "function"
+    if name == "mul" or (name == "div" and not isinstance(args[1], Node)):
+        return "factor"
+    if name == "sum" and len(args) > 1:
+        dim, dims = rounded[0].meta["val"].dim(), cast("list[int]", args[1])
+        last = [each for each in dims if each % dim == dim - 1]
+        return "sum of rows" if not last else "sum of columns" if last == dims else ""
+    if _is_view(node) or (name == "pow" and args[1] == 1):
+        return "copy"
+    return _USE_OF_OP.get(name, "")
 
 
-def _adds_one(node: Node) -> bool:
-    return _name(node) == "add" and node.args[1:] == (1,)
+def _is_function(node: Node) -> bool:
+    """Return whether a node is one of those that an activation function is decomposed into."""
+    op = node.meta.get("original_aten")
+    return isinstance(op, OpOverload) and op._schema.name[6:] in _FUNCTIONS
 
 
 def _name(node: Node) -> str:
-    op = node.target
+    op: Any = node.target
+    if not isinstance(op, OpOverload) and node.args and isinstance(node.args[0], OpOverload):
+        op = node.args[0]  # that writes into its arguments, made functional
     if not isinstance(op, OpOverload):
         return getattr(op, "__name__", "")
     return op._schema.name.removeprefix("aten::").removeprefix("prims::")
