@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from float8.checkpoints.files import NewFiles, import_safetensors
+from float8.checkpoints.files import import_safetensors, new_files
 from float8.checkpoints.names import (
     Names,
     PublishedNames,
@@ -170,7 +170,7 @@ def save_float8_checkpoint(
         if ranks.meshes and not any(0 in mesh.mesh for mesh in ranks.meshes):
             raise ValueError("model: got one that rank 0 has no part of, expected one: it writes")
         writes = ranks.number == 0
-        with NewFiles(Path(folder), max_shard_size) if writes else nullcontext() as files:
+        with new_files(Path(folder), max_shard_size) if writes else nullcontext() as files:
             notes = []
             for tensors, note in _written(contents, ranks, measured=True):
                 notes += [note] if note else []
