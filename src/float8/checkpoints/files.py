@@ -9,7 +9,7 @@ import re
 import shutil
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8.checkpoints.schemes import BY_TENSOR, COMPRESSED, EXPONENTS, scheme_named, scheme_of
+from float8.checkpoints.schemes import COMPRESSED, EXPONENTS, SCHEMES, scheme_of
 from float8.formats import E4M3, E5M2, FLOAT8_MAX
 
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
@@ -54,7 +54,8 @@ class Checkpoint:
         config = _read(folder, CONFIG, _read_json).get("quantization_config")
         self.scheme = scheme_of(config)
         self._file_of: dict[str, Any] = {}
-        for path in sorted(listed or (path.name for path in folder.glob("*.safetensors"))):
+        self.files = sorted(listed or (path.name for path in folder.glob("*.safetensors")))
+        for path in self.files:
             file = _read(folder, path, partial(_opened, device=device))
             there = {*file.keys()}
             if missing := listed.get(path, there) - there:
@@ -69,8 +70,8 @@ class Checkpoint:
             self._file_of |= dict.fromkeys(there, file)
         if not self._file_of:
             raise FileNotFoundError(f"{folder}: got no tensors, expected safetensors files")
-        if self.scheme == BY_TENSOR and any(x.endswith(".weight_scale") for x in self._file_of):
-            self.scheme = scheme_named(COMPRESSED, "tensor")  # as AutoFP8 and vLLM name scales
+        if self.scheme.block is None and any(x.endswith(".weight_scale") for x in self._file_of):
+            self.scheme = SCHEMES[COMPRESSED, self.scheme.strategy]  # as AutoFP8 names its scales
         self.in_float8, suffix = set[str](), self.scheme.scale_suffix
         for name in self._file_of:
             weight: Any = self.described(name)
@@ -177,77 +178,41 @@ _LOCK = ".float8_lock"
 _SHARDS = re.compile(r"model(-\d{5}(-of-\d{5})?)?\.safetensors")
 
 
-@contextlib.contextmanager
-def new_files(folder: Path, max_shard_size: int) -> Iterator["NewFiles"]:
-    """Begin a save to a folder, where there is one at a time; finish one that was killed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock, unfinished = folder / _LOCK, folder / f"{_UNFINISHED}_{uuid.uuid4().hex}"
-    with lock.open("ab") as file:
-        try:  # a lock that the operating system takes from a process that is killed
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_busy = not os.path.samestat(lock.stat(), os.fstat(file.fileno()))
-        except OSError as error:  # another has it, or had it; else the file system has no locks
-            is_busy = isinstance(error, BlockingIOError | FileNotFoundError)
-        if is_busy:
-            got = "another process or thread saves to this folder; wait for it, or save to another"
-            raise OSError(errno.EBUSY, got, str(folder))
+def write_files(
+    folder: Path, tensors: Iterable[dict[str, Tensor]], config: str, max_shard_size: int
+) -> None:
+    """Write a checkpoint, and put it in the place of an older one; after an error that stays.
+
+    Files are complete in a folder of their own before that is renamed to `_COMPLETE`, where readers
+    look first. From there they are moved to their places; the next save ends what a crash has left.
+    """
+    names = (f"model-{number:05d}.safetensors" for number in range(1, 100_000))
+    free = (name for name in names if not os.path.lexists(folder / name))
+    total, file_of, save_file = 0, dict[str, str](), import_safetensors().torch.save_file
+    with _locked(folder):
+        _move_to_places(folder)
+        for left in folder.glob(f"{_UNFINISHED}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        (unfinished := folder / f"{_UNFINISHED}_{uuid.uuid4().hex}").mkdir()
         try:
-            _move_to_places(folder)
-            for left in folder.glob(f"{_UNFINISHED}*"):
-                shutil.rmtree(left, ignore_errors=True)
-            unfinished.mkdir()
-            yield NewFiles(folder, unfinished, max_shard_size)
+            for shard in _shards(tensors, max_shard_size):
+                name = next(free)
+                _to_disk(unfinished / name, partial(save_file, shard, metadata={"format": "pt"}))
+                file_of |= dict.fromkeys(shard, name)
+                total += sum(x.nbytes for x in shard.values())
+            index = json.dumps({"metadata": {"total_size": total}, "weight_map": file_of}, indent=2)
+            for name, text in ((INDEX, index), (CONFIG, config)):
+                _to_disk(unfinished / name, partial(Path.write_text, data=text, encoding="utf-8"))
+            unfinished.rename(folder / _COMPLETE)
+            try:
+                _move_to_places(folder)
+            except BaseException:
+                (folder / _COMPLETE).rename(unfinished)
+                raise
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-            lock.unlink(missing_ok=True)
-
-
-class NewFiles:
-    """The files of a checkpoint: written to a folder of their own, then put in their places."""
-
-    def __init__(self, folder: Path, unfinished: Path, max_shard_size: int) -> None:
-        self._folder, self._new, self._max = folder, unfinished, max_shard_size
-        self._size = self._total = 0
-        names = (f"model-{number:05d}.safetensors" for number in range(1, 100_000))
-        self._free = (name for name in names if not os.path.lexists(folder / name))
-        self._file_of: dict[str, str] = {}
-        self._shard: dict[str, Tensor] = {}
-        self._storages: set[int] = set()
-
-    def add(self, tensors: dict[str, Tensor]) -> None:
-        """Add tensors by their names, to one file."""
-        size = sum(x.nbytes for x in tensors.values())
-        if self._shard and self._size + size > self._max:
-            self._write()
-        self._size, self._total = self._size + size, self._total + size
-        for name, x in tensors.items():
-            x = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            if (storage := x.untyped_storage().data_ptr()) in self._storages:
-                x = x.clone()  # safetensors refuses two views of one memory
-            self._shard[name] = x
-            self._storages.add(storage)
-
-    def _write(self) -> None:
-        """Write a file of the tensors that were added last."""
-        name, save = next(self._free), import_safetensors().torch.save_file
-        _to_disk(self._new / name, lambda path: save(self._shard, path, {"format": "pt"}))
-        self._file_of |= dict.fromkeys(self._shard, name)
-        self._shard, self._storages, self._size = {}, set(), 0
-
-    def replace(self, config: str) -> None:
-        """Put the files in the place of those of an older model; if that fails, these stay."""
-        self._write()
-        index = {"metadata": {"total_size": self._total}, "weight_map": self._file_of}
-        for name, text in ((INDEX, json.dumps(index, indent=2)), (CONFIG, config)):
-            _to_disk(self._new / name, partial(Path.write_text, data=text, encoding="utf-8"))
-        complete = self._new.rename(self._folder / _COMPLETE)  # where readers look first
-        try:
-            _move_to_places(self._folder)
-        except BaseException:
-            complete.rename(self._new)
-            raise
-        shards = (path for path in self._folder.iterdir() if _SHARDS.fullmatch(path.name))
-        for path in (path for path in shards if path.name not in self._file_of.values()):
+        shards = (path for path in folder.iterdir() if _SHARDS.fullmatch(path.name))
+        for path in (path for path in shards if path.name not in file_of.values()):
             try:
                 path.unlink()
             except OSError as error:  # no reason to fail: the new model stands
@@ -258,8 +223,46 @@ class NewFiles:
                 )
 
 
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Make a folder and lock it against other saves; the lock of a killed process is free."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (lock := folder / _LOCK).open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_busy = not os.path.samestat(lock.stat(), os.fstat(file.fileno()))
+        except OSError as error:  # another save has it, or had it; or there are no locks
+            is_busy = isinstance(error, BlockingIOError | FileNotFoundError)
+        if is_busy:
+            got = "another process or thread saves to this folder; wait for it, or save to another"
+            raise OSError(errno.EBUSY, got, str(folder))
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+def _shards(tensors: Iterable[dict[str, Tensor]], max_size: int) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of one file after the other, in one dict: one file is in memory."""
+    shard, storages, size = dict[str, Tensor](), set[int](), 0
+    for group in tensors:
+        more = sum(x.nbytes for x in group.values())
+        if shard and size + more > max_size:
+            yield shard
+            shard.clear()
+            storages, size = set(), 0
+        size += more
+        for name, x in group.items():
+            x = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            if (storage := x.untyped_storage().data_ptr()) in storages:
+                x = x.clone()  # safetensors refuses two views of one memory
+            shard[name] = x
+            storages.add(storage)
+    yield shard
+
+
 def _move_to_places(folder: Path) -> None:
-    """Move the files of a complete checkpoint to their places; after an error they are back."""
+    """Move the files of a complete checkpoint, if there is one, to their places, or back."""
     complete = folder / _COMPLETE
     with contextlib.ExitStack() as undo:
         for name in (*sorted(x.name for x in complete.glob("*.safetensors")), INDEX, CONFIG):

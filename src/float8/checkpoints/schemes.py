@@ -155,8 +155,6 @@ _MXFP8 = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 SCHEMES = {(each.format, each.strategy): each for each in _ALL}
 """All that can be read and written, by format and strategy."""
 
-BY_TENSOR = SCHEMES[FINE_GRAINED, "tensor"]
-
 _NAMES = ", ".join(f"{format!r} with strategy {strategy!r}" for format, strategy in SCHEMES)
 _METHODS = "fp8", "mxfp8"  # of `fine-grained-fp8`
 
