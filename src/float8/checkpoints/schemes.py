@@ -307,7 +307,7 @@ def why_not_taken(mod: Any, config: Float8LinearConfig) -> str | None:
     try:
         scheme.require_pair("weight", *((x.dtype, tuple(x.shape)) for x in pair))
     except ValueError as error:
-        return f"{error}; load it dequantised"
+        return str(error)
     covers = config.cast_config_weight.scaling_granularity
     if config.float8_weights is not Float8Weights.ONLY or covers is scheme.granularity:
         return None
