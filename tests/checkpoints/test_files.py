@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrize
 
@@ -28,6 +28,7 @@ from float8.checkpoints import (
     read_float8_checkpoint,
     save_float8_checkpoint,
 )
+from float8.checkpoints.schemes import values_of
 from float8.config import as_config
 from float8.tensor import Float8Tensor, dequantise
 from sqnr import sqnr
@@ -329,6 +330,57 @@ def test_other_files_are_read_all_the_same(change: Any, tmp_path: Path) -> None:
     assert model.lm_head.weight is model.embed.weight
     assert torch.equal(model.embed.weight, built().embed.weight)
     assert "ffn.k_scale" not in dict(read_float8_checkpoint(tmp_path))
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_files_of_auto_fp8_are_read(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """`quant_method` "fp8" without blocks, beside `weight_scale` and static scales."""
+    save_float8_checkpoint(built("tensorwise"), tmp_path, strategy="tensor")
+    wanted = dict(read_float8_checkpoint(tmp_path))
+
+    def as_auto_fp8(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("_scale_inv")]:
+            layer = name.removesuffix(".weight_scale_inv")
+            tensors[f"{layer}.weight_scale"] = tensors.pop(name).reshape(shape)
+            for of in ("input", "act", "kv"):
+                tensors[f"{layer}.{of}_scale"] = torch.ones(())
+
+    def config(said: dict[str, Any]) -> None:
+        said.clear()
+        said |= {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "ignored_layers": ["lm_head"],
+        }
+
+    rewrite(tmp_path, config, as_auto_fp8)
+    for how in (None, only("tensorwise")):
+        read = load_float8_checkpoint(built(how, seed=1), tmp_path)
+        for layer in ("ffn.w1", "ffn.w2", "ffn.w3"):
+            weight: Any = read.get_submodule(layer).weight
+            assert isinstance(weight, Float8Tensor) == (how is not None)
+            assert torch.equal(
+                values_of(weight).bfloat16(), values_of(wanted[f"{layer}.weight"]).bfloat16()
+            )
+
+
+def test_channel_scales_may_have_one_dim(tmp_path: Path) -> None:
+    """[N] as well as [N, 1]: each row has one in both."""
+    how = {"format": "compressed-tensors", "strategy": "channel"}
+    save_float8_checkpoint(built("rowwise"), tmp_path, **how)
+    wanted = dict(read_float8_checkpoint(tmp_path))
+    flat = lambda t: t.update({n: x[:, 0] for n, x in t.items() if "scale" in n})  # noqa: E731
+    rewrite(tmp_path, tensors=flat)
+    assert in_files(tmp_path)["ffn.w1.weight_scale"].dim() == 1
+    for name, x in read_float8_checkpoint(tmp_path):
+        parts = [
+            (each._data, each._scale) if hasattr(each, "_data") else (each,)
+            for each in (x, wanted[name])
+        ]
+        assert all(map(torch.equal, *parts))
+    frozen = load_float8_checkpoint(built(only("rowwise"), seed=1), tmp_path)
+    ids = torch.arange(20).view(4, 5)
+    assert torch.equal(frozen.eval()(ids), built("rowwise").eval()(ids))
 
 
 @pytest.mark.parametrize("config", [None, only("blockwise")], ids=["masters", "bytes"])

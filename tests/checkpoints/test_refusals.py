@@ -84,7 +84,15 @@ UNREADABLE: dict[str, tuple[str, Damage]] = {
         config(weight_block_size=None, scale_fmt="ue8m0"),
     ),
     "bytes of ue8m0": ("got dtype", put(SCALE, lambda t: torch.ones(3, 2, dtype=torch.uint8))),
-    "other scales": (r"got shape \(3, 1\)", put(SCALE, lambda t: torch.ones(3, 1))),
+    "other scales": (
+        r"got shape \(3, 1\) .*; take the config.json of this checkpoint, or load it with trans",
+        put(SCALE, lambda t: torch.ones(3, 1)),
+    ),
+    "scales of rows": (r"got shape \(300,\) .*; take the", put(SCALE, lambda t: torch.ones(300))),
+    "scales of others": (
+        r"got float8 without ffn.w1.weight_scale_inv",
+        put("ffn.w1.weight_scale", lambda t: t.pop(SCALE)),
+    ),
     "fp4": ("expert_dtype", config(expert_dtype="fp4")),
     "packed fp4": ("got dtype", put(WEIGHT, lambda t: torch.ones(300, 100, dtype=torch.int8))),
     "experts in one": (

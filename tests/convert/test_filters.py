@@ -397,6 +397,15 @@ def test_what_cannot_be_kept() -> None:
         ("TypeError: last: got True, expected a number of blocks", by(last=True), []),
         ("TypeError: names: got 'down_proj', expected a list", by(names="down_proj"), []),
         ("TypeError: names: got .1., expected a list", by(names=[1]), []),
+        ("TypeError: names: got None, expected a list", by(names=None), []),
+        ("TypeError: names: got b'down', expected a list", by(names=b"down"), []),
+        ("TypeError: names: got .'down': 1., expected a list", by(names={"down": 1}), []),
+        ("ValueError: names: got an empty one in .'0', ''., expected", by(names=["0", ""]), []),
+        (
+            "ValueError: keep_high.*no module is called .' ', '.'",
+            keeping(names=[".", " "]),
+            [plain],
+        ),
         ("TypeError: module_filter_fn: got int", keeping(module_filter_fn=3), [plain]),
     )
     assert is_float8(plain) == []

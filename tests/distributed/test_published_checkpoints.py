@@ -26,7 +26,7 @@ from support.ranks import HANGS, on
 from support.sharded import convert, data_and_tensor, here, mesh_of, shard, whole
 from support.spies import Traffic
 
-pytest.importorskip("safetensors")
+SafetensorError = pytest.importorskip("safetensors").SafetensorError
 
 BLOCKS, CHANNELS, TENSORS = FORMATS = (
     ("fine-grained-fp8", None, "blockwise"),
@@ -172,6 +172,12 @@ def test_what_one_rank_cannot_read_fails_on_all(tmp_path: Path) -> None:
         with pytest.raises(kind, match=match) as caught:
             load_float8_checkpoint(model, folder, device=device)
         assert ("rank 1" in str(caught.value)) is not last
+    again = shutil.copytree(mine, tmp_path / f"of rank {dist.get_rank()}, again")
+    (again / shard_file.name).rename(again / "other.safetensors")  # as a save between the ranks
+    index = again / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(shard_file.name, "other.safetensors"))
+    with pytest.raises(ValueError, match="got other files on other ranks"):
+        load_float8_checkpoint(model, again if last else mine)
     if last:
         shard_file.write_bytes(shard_file.read_bytes()[:-10])
         with pytest.raises(ValueError, match="cut or damaged"):
@@ -187,7 +193,14 @@ def test_what_one_rank_cannot_read_fails_on_all(tmp_path: Path) -> None:
 
 ALONE: dict[str, tuple[int, dict[str, Any], str]] = {
     "no folder": (0, {"folder": "a_file"}, "exists"),
-    "disk full": (0, {"fails": "safetensors.torch.save_file", "at": 2}, "No space left"),
+    "disk full": (
+        0,
+        {"fails": "safetensors.torch.save_file", "at": 2, "raises": SafetensorError},
+        "No space left",
+    ),
+    "late": (0, {"fails": "os.fsync", "at": 2}, r"No space left.*older/\.float8_unfinished"),
+    "index": (0, {"fails": "pathlib.Path.write_text"}, r"No space left.*index\.json"),
+    "another save": (0, {"fails": "fcntl.flock", "raises": BlockingIOError}, "another process or"),
     "not put in place": (0, {"fails": "pathlib.Path.replace", "at": 3}, "No space left"),
     "argument": (1, {"max_shard_size": True}, "expected bytes"),
     "other arguments": (1, {"dtype": torch.float16}, "other models or arguments"),
@@ -195,6 +208,7 @@ ALONE: dict[str, tuple[int, dict[str, Any], str]] = {
     "late on the other": (1, {"fails": "float8.checkpoints.writing._sqnr", "at": 2}, "No space"),
 }
 """What fails on one rank: which, how, and why."""
+NOT_GIVEN = "fails", "at", "raises"
 
 
 @pytest.mark.parametrize("of", [BLOCKS, TENSORS], ids=["blocks", "tensors"])
@@ -211,7 +225,7 @@ def test_what_one_rank_cannot_write_fails_on_all(of: Any, what: str, tmp_path: P
     before = {path.name: path.read_bytes() for path in arguments["folder"].iterdir()}
     with pytest.MonkeyPatch.context() as patched:
         if dist.get_rank() == rank:
-            arguments |= {name: x for name, x in how.items() if name not in ("fails", "at")}
+            arguments |= {name: x for name, x in how.items() if name not in NOT_GIVEN}
             arguments["folder"] = tmp_path / arguments["folder"]
             if "fails" in how:
                 calls = itertools.count(1)
@@ -219,7 +233,7 @@ def test_what_one_rank_cannot_write_fails_on_all(of: Any, what: str, tmp_path: P
 
                 def fails(*args: Any, **more: Any) -> Any:
                     if next(calls) == how.get("at", 1):
-                        raise OSError("No space left")
+                        raise how.get("raises", OSError)("No space left")
                     return plainly(*args, **more)
 
                 patched.setattr(how["fails"], fails)
@@ -230,6 +244,8 @@ def test_what_one_rank_cannot_write_fails_on_all(of: Any, what: str, tmp_path: P
     alone = "other models" not in why and dist.get_rank() != rank
     assert str(caught.value).startswith(f"rank {rank}: ") == alone
     folder = tmp_path / "older"
+    if what == "another save" and dist.get_rank() == 0:
+        (folder / ".float8_lock").unlink()  # which that one would remove
     dist.barrier()  # the groups are as good as before
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     dist.barrier()

@@ -1,18 +1,23 @@
 """The files of a checkpoint: those that are read, and new ones that take their place."""
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import re
 import shutil
+import uuid
 import warnings
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from float8.checkpoints.schemes import EXPONENTS, scheme_of
+from float8.checkpoints.schemes import COMPRESSED, EXPONENTS, SCHEMES, scheme_of
 from float8.formats import E4M3, E5M2, FLOAT8_MAX
 
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
@@ -31,14 +36,31 @@ class Checkpoint:
     """The safetensors files of a folder, each opened once; raises as `read_float8_checkpoint`."""
 
     def __init__(self, folder: Path, device: Any = "cpu") -> None:
-        self.scheme = scheme_of(_read_json(folder / CONFIG).get("quantization_config"))
-        listed = _read_index(folder / INDEX) if (folder / INDEX).exists() else {}
+        index: Any = self
+        # Open all again if a save has put another checkpoint in the place of this one meanwhile.
+        while index != (index := _index_version(folder)):
+            error: Exception | None = None
+            try:
+                self._open(folder, device)
+            except (OSError, ValueError, RuntimeError) as caught:
+                error = caught
+        if error:
+            raise error
+
+    def _open(self, folder: Path, device: Any) -> None:
+        listed: dict[str, set[str]] = {}
+        with contextlib.suppress(FileNotFoundError):
+            listed = _read(folder, INDEX, _read_index)
+        config = _read(folder, CONFIG, _read_json).get("quantization_config")
+        self.scheme = scheme_of(config)
         self._file_of: dict[str, Any] = {}
-        for path in sorted(listed or folder.glob("*.safetensors")):
-            file = _opened(path, device)
+        self.files = sorted(listed or (path.name for path in folder.glob("*.safetensors")))
+        for path in self.files:
+            file = _read(folder, path, partial(_opened, device=device))
             there = {*file.keys()}
             if missing := listed.get(path, there) - there:
-                raise ValueError(f"{path}: got no {min(missing)!r}, which the index says is in it")
+                got = f"got no {min(missing)!r}, which the index says is in it"
+                raise ValueError(f"{folder / path}: {got}")
             there = listed.get(path, there)
             if twice := there & self._file_of.keys():
                 raise ValueError(
@@ -48,6 +70,8 @@ class Checkpoint:
             self._file_of |= dict.fromkeys(there, file)
         if not self._file_of:
             raise FileNotFoundError(f"{folder}: got no tensors, expected safetensors files")
+        if self.scheme.block is None and any(x.endswith(".weight_scale") for x in self._file_of):
+            self.scheme = SCHEMES[COMPRESSED, self.scheme.strategy]  # as AutoFP8 names its scales
         self.in_float8, suffix = set[str](), self.scheme.scale_suffix
         for name in self._file_of:
             weight: Any = self.described(name)
@@ -77,7 +101,8 @@ class Checkpoint:
 
 
 # Ends of names of scales of activations and caches, which are of no use here.
-_OF_ACTIVATIONS = (".input_scale", ".output_scale", ".activation_scale", ".k_scale", ".v_scale")
+_OF_ACTIVATIONS: tuple[str, ...] = (".input_scale", ".output_scale", ".activation_scale")
+_OF_ACTIVATIONS += (".act_scale", ".k_scale", ".v_scale", ".kv_scale")
 
 # Names that safetensors gives to dtypes of numbers with a point, and of scales; others stay names.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
@@ -113,12 +138,12 @@ def _read_json(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def _read_index(index: Path) -> dict[Path, set[str]]:
+def _read_index(index: Path) -> dict[str, set[str]]:
     """Return the names of the tensors in each file, all of them in the folder of the index."""
     found = _read_json(index).get("weight_map")
     if not isinstance(found, dict) or not found:
         raise ValueError(f"{index}: got no weight_map of names and files; fetch it again")
-    names: dict[Path, set[str]] = {}
+    names: dict[str, set[str]] = {}
     for name, file in found.items():
         path = PurePath(file if isinstance(file, str) else "")
         if not path.parts or path.is_absolute() or ".." in path.parts:
@@ -126,83 +151,68 @@ def _read_index(index: Path) -> dict[Path, set[str]]:
                 f"{index}: got {file!r} as the file of {name!r}, expected one in this folder; "
                 f"fetch the checkpoint again, from somebody you trust"
             )
-        names.setdefault(index.parent / path, set()).add(name)
+        names.setdefault(str(path), set()).add(name)
     return names
 
 
-_UNFINISHED = ".float8_unfinished"  # a folder of files that are not in their place yet
+def _read(folder: Path, name: str, read: Callable[[Path], Any]) -> Any:
+    """Read a file of a checkpoint, which a save may be moving to its place just now."""
+    with contextlib.suppress(FileNotFoundError, RuntimeError):  # torch's, which opens it again
+        return read(folder / _COMPLETE / name)
+    return read(folder / name)
+
+
+def _index_version(folder: Path) -> tuple[int, int] | None:
+    """Return what tells the index from any other that takes its place; None: there is none."""
+    with contextlib.suppress(FileNotFoundError):
+        found = _read(folder, INDEX, Path.stat)
+        return found.st_ino, found.st_mtime_ns
+    return None
+
+
+_UNFINISHED = ".float8_unfinished"  # begins the name of a folder of files that are written
+_COMPLETE = ".float8_complete"  # a folder of files that are moved to their places
+_LOCK = ".float8_lock"
 
 # Names that files with weights of an older model have, by this library or transformers.
 _SHARDS = re.compile(r"model(-\d{5}(-of-\d{5})?)?\.safetensors")
 
 
-class NewFiles:
-    """Files that are written beside those in a folder, and then put in their place.
+def write_files(
+    folder: Path, tensors: Iterable[dict[str, Tensor]], config: str, max_shard_size: int
+) -> None:
+    """Write a checkpoint, and put it in the place of an older one; after an error that stays.
 
-    Shards get names that are free, so an older checkpoint is whole until the index is replaced. As
-    a context it removes what is unfinished at the end, and what a crash has left.
+    Files are complete in a folder of their own before that is renamed to `_COMPLETE`, where readers
+    look first. From there they are moved to their places; the next save ends what a crash has left.
     """
-
-    def __init__(self, folder: Path, max_shard_size: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._new, self._max = folder, folder / _UNFINISHED, max_shard_size
-        self._size = self._total = 0
-        there = {path.name: path for path in folder.iterdir()}
-        shards = (path for name, path in there.items() if _SHARDS.fullmatch(name))
-        self._older = [path for path in shards if not path.is_dir()]
-        names = (f"model-{number:05d}.safetensors" for number in range(1, 100_000))
-        self._free = (name for name in names if name not in there)
-        self._file_of: dict[str, str] = {}
-        self._shard: dict[str, Tensor] = {}
-        self._storages: set[int] = set()
-
-    def __enter__(self) -> "NewFiles":
-        self.__exit__()
-        self._new.mkdir()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        shutil.rmtree(self._new, ignore_errors=True)
-
-    def add(self, tensors: dict[str, Tensor]) -> None:
-        """Add tensors by their names, to one file."""
-        size = sum(x.nbytes for x in tensors.values())
-        if self._shard and self._size + size > self._max:
-            self._write()
-        self._size, self._total = self._size + size, self._total + size
-        for name, x in tensors.items():
-            x = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            if (storage := x.untyped_storage().data_ptr()) in self._storages:
-                x = x.clone()  # safetensors refuses two views of one memory
-            self._shard[name] = x
-            self._storages.add(storage)
-
-    def _write(self) -> None:
-        """Write a file of the tensors that were added last."""
-        name = next(self._free)
-        import_safetensors().torch.save_file(self._shard, self._new / name, {"format": "pt"})
-        _to_disk(self._new / name)
-        self._file_of |= dict.fromkeys(self._shard, name)
-        self._shard, self._storages, self._size = {}, set(), 0
-
-    def replace(self, config: str) -> None:
-        """Put the files in the place of those of an older model; if that fails, these stay."""
-        self._write()
-        index = {"metadata": {"total_size": self._total}, "weight_map": self._file_of}
-        for name, text in ((INDEX, json.dumps(index, indent=2)), (CONFIG, config)):
-            (self._new / name).write_text(text, encoding="utf-8")
-            _to_disk(self._new / name)
-        with contextlib.ExitStack() as undo:
-            for name in (*sorted({*self._file_of.values()}), INDEX, CONFIG):
-                path, kept = self._folder / name, self._new / f"older {name}"
-                if path.exists():
-                    shutil.copy2(path, kept)
-                    undo.callback(kept.replace, path)
-                else:
-                    undo.callback(path.unlink, missing_ok=True)
-                (self._new / name).replace(path)
-            undo.pop_all()
-        for path in self._older:
+    names = (f"model-{number:05d}.safetensors" for number in range(1, 100_000))
+    free = (name for name in names if not os.path.lexists(folder / name))
+    total, file_of, save_file = 0, dict[str, str](), import_safetensors().torch.save_file
+    with _locked(folder):
+        _move_to_places(folder)
+        for left in folder.glob(f"{_UNFINISHED}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        (unfinished := folder / f"{_UNFINISHED}_{uuid.uuid4().hex}").mkdir()
+        try:
+            for shard in _shards(tensors, max_shard_size):
+                name = next(free)
+                _to_disk(unfinished / name, partial(save_file, shard, metadata={"format": "pt"}))
+                file_of |= dict.fromkeys(shard, name)
+                total += sum(x.nbytes for x in shard.values())
+            index = json.dumps({"metadata": {"total_size": total}, "weight_map": file_of}, indent=2)
+            for name, text in ((INDEX, index), (CONFIG, config)):
+                _to_disk(unfinished / name, partial(Path.write_text, data=text, encoding="utf-8"))
+            unfinished.rename(folder / _COMPLETE)
+            try:
+                _move_to_places(folder)
+            except BaseException:
+                (folder / _COMPLETE).rename(unfinished)
+                raise
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        shards = (path for path in folder.iterdir() if _SHARDS.fullmatch(path.name))
+        for path in (path for path in shards if path.name not in file_of.values()):
             try:
                 path.unlink()
             except OSError as error:  # no reason to fail: the new model stands
@@ -213,7 +223,69 @@ class NewFiles:
                 )
 
 
-def _to_disk(path: Path) -> None:
-    """Flush a file to the disk; some file systems report a full disk only then."""
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Make a folder and lock it against other saves; the lock of a killed process is free."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (lock := folder / _LOCK).open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_busy = not os.path.samestat(lock.stat(), os.fstat(file.fileno()))
+        except OSError as error:  # another save has it, or had it; or there are no locks
+            is_busy = isinstance(error, BlockingIOError | FileNotFoundError)
+        if is_busy:
+            got = "another process or thread saves to this folder; wait for it, or save to another"
+            raise OSError(errno.EBUSY, got, str(folder))
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+def _shards(tensors: Iterable[dict[str, Tensor]], max_size: int) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of one file after the other, in one dict: one file is in memory."""
+    shard, storages, size = dict[str, Tensor](), set[int](), 0
+    for group in tensors:
+        more = sum(x.nbytes for x in group.values())
+        if shard and size + more > max_size:
+            yield shard
+            shard.clear()
+            storages, size = set(), 0
+        size += more
+        for name, x in group.items():
+            x = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            if (storage := x.untyped_storage().data_ptr()) in storages:
+                x = x.clone()  # safetensors refuses two views of one memory
+            shard[name] = x
+            storages.add(storage)
+    yield shard
+
+
+def _move_to_places(folder: Path) -> None:
+    """Move the files of a complete checkpoint, if there is one, to their places, or back."""
+    complete = folder / _COMPLETE
+    with contextlib.ExitStack() as undo:
+        for name in (*sorted(x.name for x in complete.glob("*.safetensors")), INDEX, CONFIG):
+            new, path, kept = complete / name, folder / name, complete / f"older {name}"
+            if not new.exists():  # moved by a save that was killed
+                continue
+            if path.exists():
+                shutil.copy2(path, kept)
+                undo.callback(kept.replace, path)
+            new.replace(path)
+            undo.callback(path.replace, new)
+        undo.pop_all()
+    shutil.rmtree(complete, ignore_errors=True)
+
+
+def _to_disk(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file to the disk, or raise an `OSError` that names it."""
+    try:
+        write(path)
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())  # some file systems report a full disk only then
+    except (OSError, import_safetensors().SafetensorError) as error:
+        code = re.search(r"(?:os error|code:) (\d+)", str(error))  # as safetensors tells it
+        number = getattr(error, "errno", None) or (int(code[1]) if code else errno.EIO)
+        text = f"{error}; free some space, or save to another folder"
+        raise OSError(number, text, str(path)) from error

@@ -87,6 +87,9 @@ def load_float8_checkpoint(
         device = torch.empty(0, device="cpu" if device is None else device).device
         places, checkpoint = _places(model), Checkpoint(Path(folder))
         names = _fitting(model, checkpoint, places)
+        if len({*map(tuple, ranks.agree(said=checkpoint.files))}) > 1:
+            got = "got other files on other ranks, expected the same, which no save replaces"
+            raise ValueError(f"{folder}: {got}; load again")
         ranks.agree()  # nothing is changed where another rank has no such file
         for name in names:
             old = places[name].target.tensor

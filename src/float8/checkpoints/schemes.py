@@ -71,6 +71,7 @@ class Scheme(NamedTuple):
         kind, size = scale or (None, None)
         right = [self.scale_shape(shape)] if len(shape) == 2 else []
         right += [(), (1,), (1, 1)] if self.granularity.one_scale else []
+        right += [shape[:1]] if self.granularity.by_rows else []
         kinds = [EXPONENTS, torch.uint8] if self.exponents else []
         kinds += [] if self.granularity.exponents else HIGH_PRECISION_DTYPES
         if dtype != E4M3:
@@ -86,7 +87,10 @@ class Scheme(NamedTuple):
             expected = f"{right[0]} under {self.granularity}"
         else:
             return
-        raise ValueError(f"{name}: got {got}, expected {expected}")
+        raise ValueError(
+            f"{name}: got {got}, expected {expected}, as config.json says; take the config.json of "
+            f"this checkpoint, or load it with transformers, dequantised"
+        )
 
     def weight(self, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Float8Tensor:
         """Return published bytes [N, K] and scales, not rounded, as a tensor of `dtype`."""
@@ -95,6 +99,7 @@ class Scheme(NamedTuple):
         if self.granularity.one_scale:
             scale = scale.reshape(())
         else:  # GEMMs want columns of scales in fours
+            scale = scale[:, None] if scale.dim() == 1 else scale
             columns = self.granularity.scales(tuple(data.shape))[1]
             scale = F.pad(scale, (0, columns - scale.shape[1]))
         return Float8Tensor(data.detach().contiguous(), scale.contiguous(), dtype, self.granularity)
@@ -302,7 +307,7 @@ def why_not_taken(mod: Any, config: Float8LinearConfig) -> str | None:
     try:
         scheme.require_pair("weight", *((x.dtype, tuple(x.shape)) for x in pair))
     except ValueError as error:
-        return f"{error}; load it dequantised"
+        return str(error)
     covers = config.cast_config_weight.scaling_granularity
     if config.float8_weights is not Float8Weights.ONLY or covers is scheme.granularity:
         return None

@@ -3,9 +3,8 @@
 import json
 import re
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from float8.checkpoints.files import NewFiles, import_safetensors
+from float8.checkpoints.files import import_safetensors, write_files
 from float8.checkpoints.names import (
     Names,
     PublishedNames,
@@ -127,9 +126,14 @@ def save_float8_checkpoint(
     rank is raised on all. If the model is not sharded, ranks do not wait: rank 0 writes, others
     only check and return `()`. Join the stages of a pipeline first.
 
-    Files of an older model in the folder are removed after the new ones are complete: the disk
-    needs room for both. After an error the older ones are as they were. A warning names older ones
-    that cannot be removed, and weights that transformers would dequantise wrongly.
+    At any time `read_float8_checkpoint` finds the older checkpoint of the folder or the new one,
+    whole: also after an error, which leaves the older one, or a kill, after which the next save
+    tidies up. Readers of other libraries may meet files of both in the moment in which files are
+    replaced. Of two saves to one folder at a time one raises; those of another host are seen if the
+    file system shares its locks (`flock`), as NFS does. What is no file of a checkpoint stays.
+
+    The disk needs room for both. A warning names older files that cannot be removed, and weights
+    that transformers would dequantise wrongly.
 
     Args:
         model: as for `float8_weights`.
@@ -146,7 +150,7 @@ def save_float8_checkpoint(
 
     Raises:
         ImportError: the package safetensors is not installed.
-        OSError: the files cannot be written.
+        OSError: the files cannot be written, or another process or thread saves to the folder.
         TypeError: as `float8_weights`; or `model.config` has something that JSON has not.
         ValueError: as `float8_weights`; `max_shard_size` is no positive number of bytes; or ranks
             have other models or arguments.
@@ -169,17 +173,19 @@ def save_float8_checkpoint(
             )
         if ranks.meshes and not any(0 in mesh.mesh for mesh in ranks.meshes):
             raise ValueError("model: got one that rank 0 has no part of, expected one: it writes")
-        writes = ranks.number == 0
-        with NewFiles(Path(folder), max_shard_size) if writes else nullcontext() as files:
-            notes = []
-            for tensors, note in _written(contents, ranks, measured=True):
-                notes += [note] if note else []
-                if files is not None:
-                    files.add(tensors)
-            ranks.agree()
-            if files is not None:
-                files.replace(config)
-    if writes:
+        notes = list[WrittenWeight]()
+
+        def tensors() -> Iterator[dict[str, Tensor]]:
+            for pair, note in _written(contents, ranks, measured=True):
+                notes.extend([note] if note else [])
+                yield pair
+            ranks.agree()  # an older checkpoint is replaced only if all ranks are here
+
+        if ranks.number == 0:
+            write_files(Path(folder), tensors(), config, max_shard_size)
+        else:
+            deque(tensors(), maxlen=0)
+    if ranks.number == 0:
         _warn_of_overhang(contents)
     return tuple(notes)
 

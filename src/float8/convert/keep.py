@@ -1,7 +1,7 @@
 """Layers that stay in high precision by their block or by name, whatever else decides."""
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -72,13 +72,17 @@ def keep_high_precision(
         module_filter_fn: a filter for the others; None: those rules.
 
     Raises:
-        TypeError: `first` or `last` is no int >= 0, or `names` is no list of strings. The
-            conversion raises a `ValueError` for a model without blocks, or a name that none has.
+        TypeError: `first` or `last` is no int >= 0, or `names` is no list of strings.
+        ValueError: a name is empty. The conversion raises it for a model without blocks, and for a
+            name that no module has.
     """
     for name, value in (("first", first), ("last", last)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise TypeError(f"{name}: got {value!r}, expected a number of blocks >= 0")
-    given = (names,) if isinstance(names, str) else tuple(names)
-    if given == (names,) or not all(isinstance(each, str) for each in given):
+    is_list = isinstance(names, Iterable) and not isinstance(names, str | Mapping)
+    words: Any = tuple(names) if is_list else (None,)
+    if not all(isinstance(word, str) for word in words):
         raise TypeError(f"names: got {names!r}, expected a list of names, as ['down_proj']")
-    return Keep(first, last, given, module_filter_fn)
+    if not all(words):
+        raise ValueError(f"names: got an empty one in {[*words]}, expected names, as ['down_proj']")
+    return Keep(first, last, words, module_filter_fn)
