@@ -538,6 +538,7 @@ def test_it_goes_with_checkpointing(selective: bool, inside: bool) -> None:
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.config = tensorwise()
         self.w1, self.w2 = (
             nn.Parameter(seeded(i, 4, *shape).bfloat16())
             for i, shape in enumerate([(96, 64), (64, 96)])
@@ -545,8 +546,8 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         offs = torch.tensor([32, 32, 96, 128], dtype=torch.int32)
-        h = grouped_linear(x, self.w1, offs, config=tensorwise())
-        return grouped_linear(F.silu(h), self.w2, offs, config=tensorwise())
+        h = grouped_linear(x, self.w1, offs, config=self.config)
+        return grouped_linear(F.silu(h), self.w2, offs, config=self.config)
 
 
 def test_it_goes_with_experts() -> None:
