@@ -1,9 +1,10 @@
 """Private names of torch; each is None in a torch without it, or by `FLOAT8_PLAIN_LAUNCH=1`."""
 
+import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -107,3 +108,41 @@ def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
         return disabled[0](*args, **kwargs)
 
     return call
+
+
+class _Eager:
+    """Takes the place of what `torch.compile` made of a module, and calls the module itself."""
+
+    def __init__(self, compiled: Any, call: Callable[..., Any]) -> None:
+        self.compiled, self.call, self.users = compiled, call, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def past_compiled_code(model: Any) -> Iterator[None]:
+    """Within the block `model`, and all modules in it, run in eager mode though they are compiled.
+
+    Nothing is compiled, and compiled code stays valid. Blocks may overlap and end in any order.
+    Compiled code that calls the model is not replaced; with public API alone, nothing is.
+    """
+    replaced = []
+    for module in () if PLAIN_LAUNCH else model.modules():
+        inner = module._modules.get("_orig_mod")
+        name = "_compiled_call_impl" if inner is None else "forward"
+        compiled = vars(module).get(name)
+        if compiled is None:
+            continue
+        if not isinstance(compiled, _Eager):
+            call = module._call_impl if inner is None else inner.__call__
+            vars(module)[name] = compiled = _Eager(compiled, call)
+        compiled.users += 1
+        replaced.append((vars(module), name, compiled))
+    try:
+        yield
+    finally:
+        for attributes, name, eager in replaced:
+            eager.users -= 1
+            if not eager.users and attributes.get(name) is eager:
+                attributes[name] = eager.compiled
