@@ -42,19 +42,14 @@ def as_multiplied(x: Any, weight: Any) -> Any:
     return x.to(autocast_dtype(x.device) or getattr(weight, "dtype", x.dtype))
 
 
-def parameter_name(experts: nn.Module, weight: Any, offs: Tensor | None) -> str:
-    """Return the name of the Parameter that experts were given as `weight`; "": a copy, or none.
-
-    Also "" in compiled code, where tensors have no addresses.
-    """
-    if offs is None or torch.compiler.is_compiling():
-        return ""
-
-    def address(x: Any) -> Any:
-        return getattr(local_tensor(x), "_data", local_tensor(x)).data_ptr()
-
+def parameter_name(experts: nn.Module, weight: Any) -> str:
+    """Return the name of the Parameter that `weight` lies in; "": a copy. Not in compiled code."""
     named = experts.named_parameters(recurse=False)
-    return next((name for name, p in named if address(p) == address(weight)), "")
+    return next((name for name, p in named if _address(p) == _address(weight)), "")
+
+
+def _address(x: Any) -> Any:
+    return getattr(local_tensor(x), "_data", local_tensor(x)).data_ptr()
 
 
 @torch.no_grad()
@@ -117,20 +112,6 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device(there) if there else parameters[0].device
 
 
-def _in_order(
-    table: dict[tuple[str, str], list[float]],
-) -> list[tuple[tuple[str, str], list[float]]]:
-    """Sort the rows of `tally_reference` as their layers ran in forward, then in backward."""
-
-    def place(item: Any) -> Any:
-        (name, role), (first, bad, *_) = item
-        if role != "grad_output":
-            first, bad, *_ = table[name, "input"]
-        return role == "grad_output", -(bad or first)
-
-    return sorted(table.items(), key=place)
-
-
 class _Totals(NamedTuple):
     """What is counted of one tensor of a layer in a watched step."""
 
@@ -142,37 +123,36 @@ class _Totals(NamedTuple):
 
 
 class _Observer:
-    """Counts what the casts of a layer do in one watched step, also in compiled code.
+    """Counts what the casts of a layer do in one watched step.
 
-    So it writes tensors only: compiled code would be compiled anew for each new value of a number.
+    In tensors, since compiled code, too, runs it, and is compiled anew for each value of a number.
     """
 
     def __init__(self, layer: Any, forwards: Tensor, backwards: Tensor) -> None:
         device = next((p.device for p in layer.parameters(False) if not p.is_meta), "cpu")
-        self.totals = {
-            (own, role): _Totals(
-                torch.zeros(8, dtype=torch.float64, device=device),
-                backwards if role == "grad_output" else forwards,
-            )
-            for own in ["", *(weight.name for weight in weights_of(layer))]
-            for role in ROLES
-        }
         self.weights = set[str]()  # those that were counted
+        self.totals = dict[tuple[str, str], _Totals]()
+        for own in ("", *(weight.name for weight in weights_of(layer))):
+            for role, calls in zip(ROLES, (forwards, forwards, backwards), strict=True):
+                numbers = torch.zeros(8, dtype=torch.float64, device=device)
+                self.totals[own, role] = _Totals(numbers, calls)
 
     def __call__(
         self, layer: Any, casts: Casts, x: Any, weight: Any, y: Any, offs: Any = None, own: str = ""
     ) -> Any:
-        compiling = torch.compiler.is_compiling()
-        own = own or parameter_name(layer, weight, offs)
-        grad, cast = torch.is_grad_enabled(), casts.input
-        x, cast = as_multiplied(x, weight), cast if grad and cast.how.is_float8 else None
-        self.totals[own, "input"].add(x, cast, offs, grad)
+        """See what a call multiplies, and return its output `y`, or what stands for it."""
+        compiling, grad = torch.compiler.is_compiling(), torch.is_grad_enabled()
+        if offs is not None and not compiling:
+            own = own or parameter_name(layer, weight)
+        cast = casts.input if grad and casts.input.how.is_float8 else None
+        self.totals[own, "input"].add(as_multiplied(x, weight), cast, offs, grad)
         if grad and casts.weight.how.is_float8 and (compiling or own not in self.weights):
             self.totals[own, "weight"].add(weight, casts.weight, offs)
             if not compiling:
                 self.weights.add(own)
         if y.requires_grad and casts.grad_output.how.is_float8:
-            y = _SeenInBackward.apply(y, casts.grad_output, offs, *self.totals[own, "grad_output"])
+            seen: Any = _SeenInBackward
+            y = seen.apply(y, casts.grad_output, offs, *self.totals[own, "grad_output"])
         return y
 
 
@@ -193,11 +173,9 @@ class _SeenInBackward(torch.autograd.Function):
 
 
 def _remove(layer: Any, observer: _Observer) -> None:
-    left = tuple(x for x in vars(layer).pop(_OBSERVERS, ()) if x is not observer)
-    vars(layer).update({_OBSERVERS: left} if left else {})
-
-
-_OBSERVERS = "_float8_observers"
+    others = tuple(x for x in vars(layer).pop("_float8_observers", ()) if x is not observer)
+    if others:
+        layer._float8_observers = others
 
 
 class Watch(contextlib.ExitStack):
@@ -252,11 +230,18 @@ class Watch(contextlib.ExitStack):
                 for name, observer in self._observers.items()
                 for (own, role), each in observer.totals.items()
             }
-            device = device_of(self._model)
-            rows = torch.stack([torch.zeros(8), *(x.to(device) for x in totals.values())])
-            table = over_ranks(rows, ["", *totals], 3, self._group)
-            for (name, role), row in _in_order(dict(zip(totals, table[1:], strict=True))):
-                _, _, amax, elements, nonzero, lost, cut, bad = row
+            none = torch.zeros(8, dtype=torch.float64, device=device_of(self._model))
+            rows = torch.stack([none, *(x.to(none.device) for x in totals.values())])
+            reduced = over_ranks(rows, ["", *totals], 3, self._group)
+            table = dict(zip(totals, reduced[1:], strict=True))
+
+            def place(key: tuple[str, str]) -> tuple[bool, float]:
+                backward = key[1] == ROLES[2]
+                first, first_bad, *_ = table[key if backward else (key[0], ROLES[0])]
+                return backward, -(first_bad or first)
+
+            for name, role in sorted(table, key=place):
+                _, _, amax, elements, nonzero, lost, cut, bad = table[name, role]
                 if elements:
                     key = f"{name}/{role}"
                     numbers[f"{key}/amax"] = amax

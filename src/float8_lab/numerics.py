@@ -225,7 +225,7 @@ def numerics_report(
         offs: Any = None,
         own: str = "",
     ) -> Any:
-        name = _joined(fqn, own or parameter_name(layer, weight, offs))
+        name = _joined(fqn, own or (parameter_name(layer, weight) if offs is not None else ""))
         needs = {"grad_input": x.requires_grad, "grad_weight": getattr(weight, "requires_grad", 1)}
         gemms = {"output"} | {gemm for gemm in needs if needs[gemm] and y.requires_grad}
         casts = casts if recipe is None and offs is None else None

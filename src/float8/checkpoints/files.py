@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import warnings
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from float8.checkpoints.schemes import EXPONENTS, scheme_of
 from float8.formats import E4M3, E5M2, FLOAT8_MAX
+from float8.kernels.runtime.private import warn
 
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
 
@@ -206,10 +206,9 @@ class NewFiles:
             try:
                 path.unlink()
             except OSError as error:  # no reason to fail: the new model stands
-                warnings.warn(
+                warn(
                     f"float8: the new checkpoint is written, but {path} of the older one could not "
-                    f"be removed ({error}); remove it: some readers prefer it to the index",
-                    stacklevel=3,
+                    f"be removed ({error}); remove it: some readers prefer it to the index"
                 )
 
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
@@ -108,6 +109,21 @@ def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
         return disabled[0](*args, **kwargs)
 
     return call
+
+
+def warn(message: str) -> None:
+    """Issue a `UserWarning` at the line of the first caller outside of float8 and torch.
+
+    No `stacklevel` names it: there are more frames where compiled code calls eager code.
+    """
+    frame: Any = sys._getframe(1)
+    inside = "float8", "torch", "contextlib"
+    # Code that torch generates has no `__name__`.
+    while frame.f_back and frame.f_globals.get("__name__", "torch").split(".")[0] in inside:
+        frame = frame.f_back
+    where = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__")
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, UserWarning, *where, registry)
 
 
 class _Eager:
