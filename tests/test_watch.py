@@ -25,7 +25,6 @@ from float8 import (
 )
 from float8.checkpoints.names import unwrapped
 from float8.formats import E4M3, E5M2
-from float8.kernels.runtime import private
 from float8.numerics import measure
 from float8.quantize import Cast
 from float8.scales import DelayedScale, amax_to_scale
@@ -301,7 +300,7 @@ def test_two_models_and_their_watches(compiled: Any, calls: Calls) -> None:
             call(x).sum().backward()
         found.append((calls.calls, [watch.step() for watch in watches]))
         graphs.append(calls.graphs)
-    stays = compiled in STAY_COMPILED or private.PLAIN_LAUNCH
+    stays = compiled in STAY_COMPILED
     for step, (count, seen) in enumerate(found, 1):
         watched = [step % 3 == 0, step % 4 == 0]
         assert count == each * (2 if stays else 2 - sum(watched))
@@ -327,7 +326,7 @@ def test_watches_of_one_model_end_in_any_order(compiled: Any, calls: Calls) -> N
         return calls.calls - before
 
     each = step()
-    stays = compiled in STAY_COMPILED or private.PLAIN_LAUNCH
+    stays = compiled in STAY_COMPILED
     one, other = Watch(model, 1), Watch(model, 1)
     one.close()  # under the other one
     assert step() == (each if stays else 0)

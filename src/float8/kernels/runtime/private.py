@@ -141,10 +141,10 @@ def past_compiled_code(model: Any) -> Iterator[None]:
     """Within the block `model`, and all modules in it, run in eager mode though they are compiled.
 
     Nothing is compiled, and compiled code stays valid. Blocks may overlap and end in any order.
-    Compiled code that calls the model is not replaced; with public API alone, nothing is.
+    Compiled code that calls the model is not replaced; nothing is, in a torch without these names.
     """
     replaced = []
-    for module in () if PLAIN_LAUNCH else model.modules():
+    for module in model.modules():
         inner = module._modules.get("_orig_mod")
         name = "_compiled_call_impl" if inner is None else "forward"
         compiled = vars(module).get(name)
