@@ -1,6 +1,9 @@
 """`Watch` on one device: exact numbers, and that nothing else of a training changes."""
 
+import copy
+import io
 import math
+import pickle
 from functools import partial
 from typing import Any
 
@@ -8,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.optim.swa_utils import AveragedModel
 
 from float8 import (
     CastConfig,
@@ -19,6 +23,7 @@ from float8 import (
     convert_to_high_precision,
     numerics,
 )
+from float8.checkpoints.names import unwrapped
 from float8.formats import E4M3, E5M2
 from float8.numerics import measure
 from float8.quantize import Cast
@@ -27,6 +32,7 @@ from sqnr import same_bits
 from support.devices import on_devices
 from support.errors import require_errors
 from support.experts import Experts
+from support.models import seeded
 from support.reference import reference_values
 from support.training import Wrapped
 
@@ -184,9 +190,7 @@ def train(model: nn.Module, every: int | None) -> list[Tensor]:
 def test_a_watched_training_has_the_same_bits(recipe: str, how: str) -> None:
     model, other = (Wrapped(layers_of(recipe), how) for _ in range(2))
     assert all(map(same_bits, train(model, 2), train(other, None)))
-    for layer in model.modules():
-        assert not layer._forward_hooks
-        assert not layer._forward_hooks_with_kwargs
+    assert all("_float8_observers" not in vars(layer) for layer in model.modules())
 
 
 class Block(nn.Sequential):
@@ -207,15 +211,242 @@ def test_compiled_blocks_stay_one_graph() -> None:
     torch._dynamo.reset()
 
 
-def test_the_end_of_a_with_takes_hooks_off() -> None:
-    model, x = layers_of("tensorwise"), wide(M, K)
-    with pytest.raises(ZeroDivisionError), Watch(model, 1):
-        model(x).mean().backward(torch.tensor(1 / 0))
+class Blocks(nn.Module):
+    """Blocks, and a head that is registered first."""
+
+    def __init__(self, count: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(
+            Block(nn.Linear(16, 32), nn.Linear(32, 16)) for _ in range(count)
+        )
+        convert_to_float8_training(self, module_filter_fn=all_linears)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def compile_whole(model: Any, **how: Any) -> tuple[Any, nn.Module]:
+    model.compile(**how)
+    return model, model
+
+
+def compile_around(model: Any, **how: Any) -> tuple[Any, nn.Module]:
+    optimized: Any = torch.compile(model, **how)
+    return optimized, optimized
+
+
+def compile_blocks(model: Any, **how: Any) -> tuple[Any, nn.Module]:
+    for block in model.blocks:
+        block.compile(**how)
+    return model, model
+
+
+def compile_around_blocks(model: Any, **how: Any) -> tuple[Any, nn.Module]:
+    for n, block in enumerate(model.blocks):
+        model.blocks[n] = torch.compile(block, **how)
+    return model, model
+
+
+def compile_function(model: Any, **how: Any) -> tuple[Any, nn.Module]:
+    return torch.compile(lambda x: model(x), **how), model
+
+
+def compile_out_of_sight(model: Any, **how: Any) -> tuple[Any, nn.Module]:
+    return torch.compile(model, **how), model
+
+
+EAGER = compile_whole, compile_around, compile_blocks, compile_around_blocks
+STAY_COMPILED = compile_function, compile_out_of_sight
+
+
+@pytest.fixture
+def calls() -> Any:
+    """Run with a backend that counts calls of compiled code; Dynamo begins, and ends, anew."""
     torch._dynamo.reset()
-    assert not model[0]._forward_hooks
-    compiled = torch.compile(model, backend=(counter := CompileCounter()))
-    compiled(x)
-    assert counter.frame_count == 1  # not eagerly
+    yield Calls()
+    torch._dynamo.reset()
+
+
+class Calls:
+    def __init__(self) -> None:
+        self.graphs, self.calls = 0, 0
+
+    def __call__(self, graph: Any, _: Any) -> Any:
+        self.graphs += 1
+
+        def run(*args: Any) -> Any:
+            self.calls += 1
+            return graph(*args)
+
+        return run
+
+
+@pytest.mark.parametrize("compiled", [*EAGER, *STAY_COMPILED])
+def test_two_models_and_their_watches(compiled: Any, calls: Calls) -> None:
+    """Steps that nobody watches run compiled code, all the time, and compile nothing."""
+    # Dynamo compiles one code at most eight times.
+    each = 10 if compiled in (compile_blocks, compile_around_blocks) else 1
+    models = [compiled(Blocks(each), backend=calls, fullgraph=True) for _ in range(2)]
+    eager = Blocks(each)
+    watches = [Watch(model, every) for (_, model), every in zip(models, (3, 4), strict=True)]
+    found, graphs, x = [], [], seeded(1, 8, 16)
+    for _ in range(9):
+        calls.calls = 0
+        for call, _ in models:
+            call(x).sum().backward()
+        found.append((calls.calls, [watch.step() for watch in watches]))
+        graphs.append(calls.graphs)
+    stays = compiled in STAY_COMPILED
+    for step, (count, seen) in enumerate(found, 1):
+        watched = [step % 3 == 0, step % 4 == 0]
+        assert count == each * (2 if stays else 2 - sum(watched))
+        assert [bool(numbers) for numbers in seen] == watched
+    assert len(graphs) == 9
+    assert len({*graphs[:2], *([] if stays else graphs)}) == 1
+    assert graphs[-1] == graphs[3]
+    with Watch(eager, 1) as watch:
+        eager(x).sum().backward()
+        wanted = watch.step()
+    assert list(found[2][1][0]) == list(wanted)
+    assert found[2][1][0] == found[3][1][1] == pytest.approx(wanted, rel=1e-5)
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+@pytest.mark.parametrize("compiled", [compile_around, compile_blocks, compile_function])
+def test_watches_of_one_model_end_in_any_order(compiled: Any, calls: Calls) -> None:
+    (call, model), x = compiled(Blocks(), backend=calls), seeded(1, 8, 16)
+
+    def step() -> int:
+        before = calls.calls
+        call(x).sum().backward()
+        return calls.calls - before
+
+    each = step()
+    stays = compiled in STAY_COMPILED
+    one, other = Watch(model, 1), Watch(model, 1)
+    one.close()  # under the other one
+    assert step() == (each if stays else 0)
+    assert other.step()["head/input/nonfinite"] == 0
+    other.close()
+    assert step() == each
+    Watch(model, 1)  # nobody has it
+    assert step() == each
+    watch = Watch(model, 2)
+    assert watch.step() == {}
+    with pytest.raises(ZeroDivisionError), Watch(model, 1):
+        call(x).sum().backward(torch.tensor(1 / 0))
+    assert step() == (each if stays else 0)  # that of the first watch
+    del watch
+    graphs = calls.graphs
+    assert step() == each
+    assert calls.graphs == graphs
+    assert all("_float8_observers" not in vars(layer) for layer in model.modules())
+
+
+def test_stances_are_their_users(calls: Calls) -> None:
+    (call, model), x = compile_around(Blocks(), backend=calls), seeded(1, 8, 16)
+    call(x).sum().backward()
+    stance: Any = torch.compiler.set_stance
+    with Watch(model, 2) as watch:
+        for mine in ("force_eager", "fail_on_recompile", "default"):
+            with stance(mine):
+                watch.step()
+                call(x).sum().backward()
+                assert watch.step()
+                assert torch._dynamo.eval_frame._stance.stance == mine
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+    assert calls.graphs == 1
+
+
+@pytest.mark.parametrize("compiled", [None, *EAGER])
+def test_copies_are_not_watched(compiled: Any, calls: Calls) -> None:
+    model: Any = Blocks()
+    call, model = (model, model) if compiled is None else compiled(model, backend=calls)
+    x = seeded(1, 8, 16)
+    with Watch(model, 1) as watch:
+        call(x).sum().backward()
+        inner = unwrapped(model)
+        copies = [copy.deepcopy(inner), AveragedModel(inner).module]
+        if compiled is not compile_around_blocks:  # torch cannot pickle an OptimizedModule
+            torch.save(inner, file := io.BytesIO())
+            file.seek(0)
+            copies += [torch.load(file, weights_only=False), pickle.loads(pickle.dumps(inner))]
+        for each in copies:
+            assert all("_float8_observers" not in vars(layer) for layer in each.modules())
+            each(1e3 * x).sum().backward()
+        assert watch.step()["blocks.0.0/input/amax"] < 100
+    with Watch(copies[0], 1) as watch:
+        copies[0](1e3 * x).sum().backward()
+        assert watch.step()["blocks.0.0/input/amax"] > 100
+
+
+def test_backwards_after_a_step_count_nothing() -> None:
+    model, x = layers_of("tensorwise"), wide(M, K)
+    with Watch(model, 1) as watch:
+        late = model(x).sum()
+        assert {key.split("/")[1] for key in watch.step()} == {"input", "weight"}
+        late.backward()
+        assert watch.step() == {}
+
+
+# ---------------------------------------------------------------- the order
+
+
+class Branches(nn.Module):
+    """Layers that are registered in another order than they run; `w2` runs last, and `a` twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.root = False
+        for name in ("head", "w2", "a", "w1", "w3"):
+            self.add_module(name, nn.Linear(16, 16))
+        convert_to_float8_training(self, module_filter_fn=all_linears)
+
+    def forward(self, x: Tensor) -> Tensor:
+        m: Any = self
+        x = m.a(x)
+        if m.root:  # whose derivative at 0 is infinite
+            x = x + (0 * x).abs().sqrt()
+        x = m.w1(x).sigmoid() * m.w3(x)
+        return m.head(m.w2(m.a(x)))  # type: ignore[no-any-return]
+
+
+def orders(seen: dict[str, float], what: str = "amax") -> tuple[list[str], list[str]]:
+    """Names of layers in the order of their inputs, and of their grad_outputs, where not 0."""
+    inputs, grads = (
+        [key.split("/")[0] for key, x in seen.items() if key.endswith(f"{role}/{what}") and x != 0]
+        for role in ("input", "grad_output")
+    )
+    return inputs, grads
+
+
+@pytest.mark.parametrize("how", ["plain", "checkpoint", "reentrant", "compiled"])
+def test_the_order_is_that_of_execution(how: str, calls: Calls) -> None:
+    model: Any = Branches()
+    inner = Wrapped(model, "plain" if how == "compiled" else how)
+    run: Any = torch.compile(lambda x: inner(x), backend=calls) if how == "compiled" else inner
+    x = seeded(1, 8, 16).requires_grad_()  # as reentrant checkpoints ask for
+    with Watch(model, 1) as watch:
+        for _ in range(2):
+            run(x).sum().backward()
+        seen = watch.step()
+        assert orders(seen) == (["a", "w1", "w3", "w2", "head"], ["head", "w2", "a", "w3", "w1"])
+        assert list(seen)[::4][:2] == ["a/input/amax", "a/weight/amax"]
+        # w3 makes the first NaN: `a`, which ran before it, has it in its second call.
+        model.w3.bias.data[0] = math.nan
+        run(x).sum().backward()
+        assert orders(watch.step(), "nonfinite")[0] == ["a", "w2", "head"]
+        model.w3.bias.data[0] = 0
+        model.root = True
+        run(x).sum().backward()
+        seen = watch.step()
+        assert orders(seen, "nonfinite") == ([], ["a"])
+        assert orders(seen)[1] == ["head", "w2", "w3", "w1", "a"]
 
 
 def test_names_are_those_without_wrappers_and_layers_in_high_precision_have_none() -> None:
@@ -262,7 +493,7 @@ def test_what_cannot_be_watched() -> None:
         (f"TypeError: every: got 0, {every}", partial(Watch, every=0), [model]),
         (f"TypeError: every: got 1.5, {every}", partial(Watch, every=1.5), [model]),
     )
-    assert not model[0]._forward_hooks
+    assert "_float8_observers" not in vars(model[0])
 
 
 # ---------------------------------------------------------------- experts
@@ -288,4 +519,4 @@ def test_experts_by_the_names_of_their_weights(recipe: str) -> None:
     weights = whole["experts"].w1.detach()
     lost = sum(((reference_values(w, **of_weights) == 0) & (w != 0)).sum().item() for w in weights)
     assert seen["experts.w1/weight/underflow"] == lost / (weights != 0).sum().item()
-    assert not vars(whole["experts"]).keys() & {"_float8_product"}
+    assert "_float8_observers" not in vars(whole["experts"])

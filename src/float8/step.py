@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from float8.config import CastSite, Float8Weights, require_module
 from float8.experts import Float8Experts
 from float8.formats import FLOAT8_MAX
-from float8.kernels.runtime.private import untraced
+from float8.kernels.runtime.private import untraced, warn
 from float8.linear import Float8Linear, Float8Module
 from float8.linear.weight import can_be_held, hold
 from float8.parallel.ddp import require_no_join
@@ -195,10 +194,9 @@ def update_float8_weights(model: nn.Module) -> None:
                 layer._float8_set_held(held)
     if on_the_fly:
         count, first = len(on_the_fly), ", ".join(on_the_fly[:3])
-        warnings.warn(
+        warn(
             f"float8: {count} layer(s) cast their weight on the fly, which is no plain "
-            f"Parameter with dynamic scaling: {first}{', ...' * (count > 3)}",
-            stacklevel=4,
+            f"Parameter with dynamic scaling: {first}{', ...' * (count > 3)}"
         )
 
 

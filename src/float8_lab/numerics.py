@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,8 +26,16 @@ from float8.config import (
 )
 from float8.convert.report import percent
 from float8.experts import Float8Experts, kind_of, weights_of
+from float8.linear import Float8Module
 from float8.linear.plan import no_grouped_gemm, plan_linear
-from float8.numerics import measure, of_this_rank, over_ranks, show
+from float8.numerics import (
+    as_multiplied,
+    device_of,
+    measure,
+    of_this_rank,
+    over_ranks,
+    parameter_name,
+)
 from float8.quantize import Cast, quantize
 from float8.scales import dequantised
 from float8.tensor import local_tensor
@@ -203,32 +212,69 @@ def numerics_report(
         differ[layer] = casts_of(configs[fqn], grouped=isinstance(layer, Float8Experts))
         for name in [fqn, *(_joined(fqn, x.name) for x in weights_of(layer))]:
             keys |= {(name, index): cast for index, cast in enumerate(differ[layer])}
-    found: dict[tuple[str, int], list[Tensor]] = {}
-
-    def see(name: str, layer: Any, gemms: set[str], offs: Any, role: str, x: Any) -> None:
-        if x is None or isinstance(local_tensor(x), Float8Tensor):
-            return  # computed at each use, or cast before
-        own = recipe is None and isinstance(layer, Float8Linear)
-        with torch.no_grad():
-            casts: Any = layer._float8_casts() if own else None
-        for index, cast in enumerate(differ[layer]):
-            needed = [gemm in gemms.intersection(cast.gemms) for gemm in GEMM_OPERANDS]
-            if cast.role == role and any(needed):
-                part, how = of_this_rank(x, getattr(casts, cast.site) if own else Cast(cast.how))
-                how = how if offs is None else Cast(cast.how)
-                for rows in _groups(part, offs):
-                    sums = measure_cast(rows, cast, how)
-                    row = torch.cat([sums, sums.new_tensor(needed)])
-                    found.setdefault((name, index), []).append(row)
-
+    found: dict[tuple[str, int], list[Tensor]] = {key: [] for key in keys}
     probe = torch.tensor(-0.0, requires_grad=True)  # changes no bits of what it is added to
+
+    def see(
+        fqn: str,
+        layer: Any,
+        casts: Any,
+        x: Any,
+        weight: Any,
+        y: Any,
+        offs: Any = None,
+        own: str = "",
+    ) -> Any:
+        name = _joined(fqn, own or (parameter_name(layer, weight) if offs is not None else ""))
+        needs = {"grad_input": x.requires_grad, "grad_weight": getattr(weight, "requires_grad", 1)}
+        gemms = {"output"} | {gemm for gemm in needs if needs[gemm] and y.requires_grad}
+        casts = casts if recipe is None and offs is None else None
+
+        @torch.no_grad()
+        def look(role: str, x: Any) -> None:
+            if x is None or isinstance(local_tensor(x), Float8Tensor):
+                return  # computed at each use, or cast before
+            for index, cast in enumerate(differ[layer]):
+                needed = [gemm in gemms.intersection(cast.gemms) for gemm in GEMM_OPERANDS]
+                if cast.role == role and any(needed):
+                    how = Cast(cast.how) if casts is None else getattr(casts, cast.site)
+                    part, how = of_this_rank(x, how)
+                    for rows in _groups(part, offs):
+                        sums = measure_cast(rows, cast, how if offs is None else Cast(cast.how))
+                        found[name, index].append(torch.cat([sums, sums.new_tensor(needed)]))
+
+        look("input", as_multiplied(x, weight))
+        look("weight", weight)
+        if y.requires_grad:
+            y = y + probe
+            y.register_hook(functools.partial(look, "grad_output"))
+        return y
+
     devices = {p.device for p in model.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices), _put_back(model), contextlib.ExitStack() as stack:
-        show(layers, see, stack, probe)
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for fqn, layer in layers.items():
+            observer = functools.partial(see, fqn)
+            if isinstance(layer, Float8Module):
+                layer._float8_observers = (observer,)
+                continue
+
+            def after(layer: Any, args: Any, kwargs: Any, y: Any, observer: Any = observer) -> Any:
+                weight = layer._parameters.get("weight", vars(layer).get("weight"))
+                return observer(layer, None, args[0] if args else kwargs["input"], weight, y)
+
+            handle = layer.register_forward_hook(after, prepend=True, with_kwargs=True)
+            stack.callback(handle.remove)
         with torch.enable_grad():  # no parameter gets a gradient, so none of their hooks run
             torch.autograd.grad(_loss(model, batch, loss), probe, allow_unused=True)
     measured = []
-    table = over_ranks(found, [*keys], 15, model, None)
+    device = device_of(model)
+    none = torch.zeros(1, 15, dtype=torch.float64, device=device)
+    calls = [torch.cat([none, *(row[None].to(device) for row in found[key])]) for key in keys]
+    rows = torch.stack(
+        [torch.cat([x[:, 0].amax(0, True), x[:, 1:].sum(0)]) for x in [none, *calls]]
+    )
+    table = over_ranks(rows, ["", *keys], 1, None)[1:]
     for ((name, _), cast), row in zip(keys.items(), table, strict=True):
         if row[1]:
             gemms = tuple(

@@ -63,6 +63,11 @@ def of_count(device: str) -> Args:
     yield x, x.to(E4M3), torch.ones((), device=device), False
 
 
+def of_tally(device: str) -> Args:
+    numbers, totals = (torch.ones(n, dtype=torch.float64, device=device) for n in (6, 8))
+    yield numbers, totals, torch.ones((), dtype=torch.int64), True
+
+
 def of_times_held(device: str) -> Args:
     squares = ScalingGranularity.BLOCK_128x128
     for n, (experts, of) in enumerate((((), None), ((3,), None), ((3,), squares))):
@@ -138,6 +143,7 @@ ARGUMENTS: dict[str, Callable[[str], Args]] = {
     "grouped_matmul": of_grouped_matmul,
     "grouped_outer": lambda device: iter([of_groups(device)]),
     "matmul": of_matmul,
+    "tally": of_tally,
     "times_held": of_times_held,
     "transpose": of_transpose,
 }

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import uuid
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path, PurePath
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from float8.checkpoints.schemes import COMPRESSED, EXPONENTS, SCHEMES, scheme_of
 from float8.formats import E4M3, E5M2, FLOAT8_MAX
+from float8.kernels.runtime.private import warn
 
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
 
@@ -216,10 +216,9 @@ def write_files(
             try:
                 path.unlink()
             except OSError as error:  # no reason to fail: the new model stands
-                warnings.warn(
+                warn(
                     f"float8: the new checkpoint is written, but {path} of the older one could not "
-                    f"be removed ({error}); remove it: some readers prefer it to the index",
-                    stacklevel=3,
+                    f"be removed ({error}); remove it: some readers prefer it to the index"
                 )
 
 

@@ -1,7 +1,6 @@
 """Read checkpoints in float8, tensor by tensor."""
 
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from float8.checkpoints.schemes import part_of, values_of
 from float8.config import require_module
 from float8.experts import Float8Experts, names_to_gather
 from float8.formats import HIGH_PRECISION_DTYPES
+from float8.kernels.runtime.private import warn
 from float8.linear import Float8Linear
 from float8.linear.weight import in_float8_only
 from float8.tensor import Float8Tensor, high_precision, is_dtensor, local_tensor, reshard
@@ -98,10 +98,9 @@ def load_float8_checkpoint(
                 _put(places[name], partial(checkpoint.read, name), device)
     left = [name for name, x in (*model.named_parameters(), *model.named_buffers()) if x.is_meta]
     if left:
-        warnings.warn(
+        warn(
             f"float8: {len(left)} tensor(s) that no checkpoint has are still on the meta device: "
-            f"{', '.join(left[:3])}; make them, for example by the model's own initialisation",
-            stacklevel=2,
+            f"{', '.join(left[:3])}; make them, for example by the model's own initialisation"
         )
     return model
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from float8.checkpoints.schemes import FINE_GRAINED, Scheme, part_of, scheme_nam
 from float8.config import CastConfig, require_module
 from float8.experts import Float8Experts
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
+from float8.kernels.runtime.private import warn
 from float8.linear import Float8Linear
 from float8.linear.weight import in_float8_only
 from float8.quantize import Cast
@@ -231,11 +231,10 @@ def _warn_of_overhang(contents: _Contents) -> None:
         if any(of and n > of and n % of for n, of in zip(size, block or (), strict=True)):
             names += [name for piece in pieces for name in piece]
     if names:
-        warnings.warn(
+        warn(
             f"float8: {len(names)} weight(s), as {names[0]}, end within a block of {scheme.block}. "
             f"This library reads them; transformers 5.23, where it dequantises, fails or reads "
-            f"wrong values: for it leave these layers out by a filter, or take another format",
-            stacklevel=3,
+            f"wrong values: for it leave these layers out by a filter, or take another format"
         )
 
 

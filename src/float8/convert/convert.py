@@ -1,7 +1,6 @@
 """Convert the linear layers of a model to `Float8Linear`, and back."""
 
 import functools
-import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -19,6 +18,7 @@ from float8.config import ConfigOrRecipe, Float8LinearConfig, require_module
 from float8.convert.choice import DEFAULT_TOKENS, KEPT, Choice, Chooser
 from float8.convert.keep import Keep, ModuleFilter
 from float8.experts import Float8Experts, convert_experts, names_to_gather, unsupported_experts
+from float8.kernels.runtime.private import warn
 from float8.linear import Float8Linear, unsupported
 from float8.linear.source import become, replaced_forward
 from float8.parallel.ddp import tell_ddp_what_to_ignore
@@ -123,11 +123,10 @@ def convert_chosen(chooser: Chooser) -> nn.Module:
         mod.__dict__[KEPT] = tuple(choice)
     if not any(isinstance(mod, Float8Linear | Float8Experts) for mod in choices):
         reasons = [*dict.fromkeys(str(choice.reason) for choice in choices.values())][:3]
-        warnings.warn(
+        warn(
             f"float8: no layer of {type(module).__name__} was converted: "
             f"{'; '.join(reasons) or 'it has no nn.Linear'}. print(conversion_report(model)) shows "
-            f"each",
-            stacklevel=3,
+            f"each"
         )
     return module
 

@@ -54,14 +54,16 @@ class Float8Experts(Float8Module):
     def _float8_product(self, x: Tensor, weight: Any, offs: Tensor, name: str = "") -> Tensor:
         """Multiply groups of rows [T, K] by weights [E, N, K]; `name`: of their Parameter."""
         weight = _on_this_rank(weight)
-        if autocast_dtype(x.device) is None:
-            x = x.to(weight.dtype)
+        x = x.to(autocast_dtype(x.device) or weight.dtype)
         plan, held = self._float8_plan, None
         if self._float8_held:
             parameter: Any = self._parameters.get(name)
             cast = plan.casts.weight
             held = self._float8_held_or_recast(parameter, lambda: hold(weight, cast, parameter))
-        return apply_grouped(x, weight, offs, plan, self._float8_config.emulate, held)
+        y = apply_grouped(x, weight, offs, plan, self._float8_config.emulate, held)
+        for observer in self._float8_observers:
+            y = observer(self, plan.casts, x, weight, y, offs, name)
+        return y
 
     # ---------------------------------------------------------------- weights that are held
 

@@ -1,7 +1,6 @@
 """The `Trainer` of Hugging Face's transformers."""
 
 import json
-import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from transformers.trainer_callback import ExportableState
 
 from float8.checkpoints.names import plain_name
 from float8.formats import HIGH_PRECISION_DTYPES
+from float8.kernels.runtime.private import warn
 from float8.linear import Float8Linear
 from float8.step import Attachment, attach_to_optimizer
 
@@ -71,7 +71,7 @@ class Float8Callback(TrainerCallback, ExportableState):
             saved = json.loads(file.read_text())["stateful_callbacks"].get(name)
             if state.is_world_process_zero and (problem := self._not_loaded(saved)):
                 do = f"load the best model from {best} by its `from_pretrained`"
-                warnings.warn(f"float8: load_best_model_at_end: {problem}; {do}", stacklevel=2)
+                warn(f"float8: load_best_model_at_end: {problem}; {do}")
         state.stateful_callbacks[name] = self.state()
 
     def state(self) -> dict[str, Any]:
@@ -91,11 +91,10 @@ class Float8Callback(TrainerCallback, ExportableState):
     def _take(self, saved: dict[str, dict[str, Any]]) -> None:
         layers = {plain_name(name): layer for name, layer in self._delayed().items()}
         if others := sorted(layers.keys() ^ saved.keys()):
-            warnings.warn(
+            warn(
                 f"float8: the checkpoint and the model have delayed scaling in different layers: "
                 f"{len(saved)} and {len(layers)}; {others[0]!r}, for one, is in one of them only. "
-                f"What has no counterpart is dropped, or begins anew; convert the model as it was",
-                stacklevel=2,
+                f"What has no counterpart is dropped, or begins anew; convert the model as it was"
             )
         like: Any = {"dtype": torch.float32, "device": "cpu"}
         for name in layers.keys() & saved.keys():

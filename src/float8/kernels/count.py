@@ -85,3 +85,24 @@ register(
 )
 
 COUNT = torch.ops.float8.count.default
+
+
+def tally_reference(numbers: Tensor, totals: Tensor, calls: Tensor, counted: bool) -> None:
+    """Add up the numbers of calls, as `count` returns them, with the order of the calls.
+
+    `totals` [8] float64 become: 1 / n for the first call, and for the first with values that are
+    not finite, 0 if there is none; the largest amax; the sums of the others. `calls`, 0-dim int64
+    on the CPU, rises by one to n. Not `counted`: nothing is added but the place of the call.
+    """
+    calls += 1
+    numbers = numbers.to(totals.device)
+    place = totals.new_full((2,), 1 / int(calls))
+    place[1] *= numbers[5] > 0
+    row = torch.cat([place, numbers if counted else torch.zeros_like(numbers)])
+    torch.maximum(totals[:3], row[:3], out=totals[:3])
+    totals[3:] += row[3:]
+
+
+register("tally", tally_reference, fake=lambda *_: None, writes=("totals", "calls"))
+
+TALLY = torch.ops.float8.tally.default

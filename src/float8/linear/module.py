@@ -152,20 +152,24 @@ class Float8Linear(StatefulLayer, nn.Linear):
         plan, weight = self._float8_plan, self.weight  # once: each access may compute it
         if self._float8_delayed:
             self._float8_check_synced()
-        if hasattr(weight, "device_mesh"):
-            casts, shards = self._float8_casts(weight.device_mesh), self._float8_shards
-            output: Tensor = linear_of_shards(input, weight, self.bias, shards, plan, casts)
-            return output
         if weight.requires_grad and self._float8_config.float8_weights is Float8Weights.ONLY:
             raise RuntimeError(
                 "Float8Linear: got requires_grad=True for a weight that is in float8 only, "
                 "expected False: it cannot be trained; call convert_to_high_precision(model) first"
             )
-        casts = self._float8_casts() if self._float8_delayed else plan.casts
-        held = None
-        if self._float8_held:
-            held = self._float8_held_or_recast(weight, lambda: hold(weight, plan.casts.weight))
-        return apply_linear(input, weight, self.bias, plan, casts, held)
+        output: Tensor
+        if hasattr(weight, "device_mesh"):
+            casts, shards = self._float8_casts(weight.device_mesh), self._float8_shards
+            output = linear_of_shards(input, weight, self.bias, shards, plan, casts)
+        else:
+            casts = self._float8_casts() if self._float8_delayed else plan.casts
+            held = None
+            if self._float8_held:
+                held = self._float8_held_or_recast(weight, lambda: hold(weight, plan.casts.weight))
+            output = apply_linear(input, weight, self.bias, plan, casts, held)
+        for observer in self._float8_observers:
+            output = observer(self, casts, input, weight, output)
+        return output
 
     @property
     def _float8_sums_over_ranks(self) -> bool:

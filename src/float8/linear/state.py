@@ -5,7 +5,6 @@ Each cast site with delayed scaling owns three float32 buffers, each with storag
 those of the last steps, most recent first; and `fp8_scale_<site>` [], the decode scale of the next.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from float8.config import CastSite
+from float8.kernels.runtime.private import warn
 from float8.linear.weight import Float8Module
 from float8.scales import UNKNOWN_SCALE
 from float8.tensor import local_tensor
@@ -282,7 +282,7 @@ def _as_loadable(
             loaded[prefix + site.history] = torch.cat([history[:steps], missing])
     if told:
         got = "float8: the checkpoint has delayed scaling of another configuration"
-        warnings.warn(f"{got}: {'; '.join(told)}", stacklevel=2)
+        warn(f"{got}: {'; '.join(told)}")
     return loaded
 
 

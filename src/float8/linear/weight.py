@@ -208,7 +208,11 @@ class Float8Module(nn.Module):
     """The number of optimizers it is attached to; if any is, no sync can be missing."""
     _float8_why_never_held: ClassVar[str | None] = None
     """The reason why its weights are cast at each use."""
-    _float8_not_copied: ClassVar[frozenset[str]] = frozenset({"_float8_held", "_float8_attached"})
+    _float8_observers: tuple[Callable[..., Any], ...] = ()
+    """Functions that see what is multiplied and return the output, as those of a `Watch`."""
+    _float8_not_copied: ClassVar[frozenset[str]] = frozenset(
+        {"_float8_held", "_float8_attached", "_float8_observers"}
+    )
     """Attributes that belong to this training and this optimizer: copies do not get them."""
 
     def _float8_set_held(self, *held: Weight) -> None:

@@ -1,6 +1,5 @@
 """FSDP2 with float8 all-gather: scales ahead of the gathers, and which weights are gathered so."""
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from float8 import kernels
 from float8.config import ScalingType, require_module
 from float8.experts import Float8Experts, GatherExperts, names_to_gather
-from float8.kernels.runtime.private import untraced
+from float8.kernels.runtime.private import untraced, warn
 from float8.linear import Float8Linear
 from float8.linear.plan import plan_linear
 from float8.quantize import scales_of
@@ -138,9 +137,8 @@ def _take_places(made: dict[Any, Tensor], users: dict[Any, list[tuple[nn.Module,
             for mod, name in users[old]:
                 mod._parameters[name] = new
     if new_objects:
-        warnings.warn(
+        warn(
             f"float8: the weights of {new_objects} layer(s) are new Parameters, because something "
             f"refers to the old ones (a compiled forward, a graph, a weakref). An optimizer made "
-            f"before does not train them: make it afterwards",
-            stacklevel=4,
+            f"before does not train them: make it afterwards"
         )

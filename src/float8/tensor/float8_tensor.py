@@ -1,6 +1,5 @@
 """`Float8Tensor`, float8 data and their scale as one tensor, and what each aten op does to it."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import Tensor
 from float8.config import CastConfig, Granularity, ScalingGranularity
 from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.kernels.dequantise import dequantised_by_kernel
+from float8.kernels.runtime.private import warn
 from float8.quantize import Cast, quantize
 from float8.scales import Operand
 from float8.tensor.ranks import amax_over, dtensor_like, is_dtensor, sharding_groups
@@ -368,11 +368,10 @@ def _of_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     plain = [dequantise(x) if isinstance(x, Float8Tensor) else x for x in args]
     if "mm" in func.name():
         sizes = [tuple(x.shape) for x in args if isinstance(x, Float8Tensor)]
-        warnings.warn(
+        warn(
             f"float8: {func} outside of float8 layers multiplies values of {sizes} that are "
             f"rounded to float8, in high precision; call .to_original_precision() if that is "
-            f"meant; else convert the layer, or have its weight gathered in high precision",
-            stacklevel=3,
+            f"meant; else convert the layer, or have its weight gathered in high precision"
         )
     return func(*plain, **kwargs)
 

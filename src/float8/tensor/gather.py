@@ -4,7 +4,6 @@ Each rank casts its shard under the scale of the whole weight, and sends a view 
 """
 
 import inspect
-import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from float8.config import CastConfig, CastSite, Float8Weights, ScalingGranularity, ScalingType
 from float8.formats import HIGH_PRECISION_DTYPES
+from float8.kernels.runtime.private import warn
 from float8.quantize import Cast, quantize
 from float8.scales import UNKNOWN_SCALE, DelayedScale
 from float8.tensor.float8_tensor import Float8Tensor
@@ -174,11 +174,10 @@ class Float8GatherWeight(Wrapper):
         # What is made outlives an evaluation if weights stay gathered, and must do for training.
         with as_inference_as(self):
             if problem := self._why_not_in_float8(outer_size, rows, mesh):
-                warnings.warn(
+                warn(
                     f"float8: a weight of {tuple(outer_size)} is gathered in high precision: "
                     f"{problem}; shard it along dim 0, evenly and between blocks, or leave "
-                    f"enable_fsdp_float8_all_gather, and HELD, out",
-                    stacklevel=2,
+                    f"enable_fsdp_float8_all_gather, and HELD, out"
                 )
                 return (padded_shard(self._inner.to(dtype), rows),), GatherInfo(outer_size)
             return self._to_send(outer_size, rows, mesh, module, dtype)

@@ -9,7 +9,6 @@ import functools
 import importlib
 import sys
 import types
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -114,10 +113,9 @@ def _tell_inductor(name: str) -> None:
 
 @functools.cache
 def _warn_without_triton() -> None:
-    warnings.warn(
+    private.warn(
         "float8: Triton cannot be imported, so casts on the GPU run as several plain PyTorch "
-        "kernels, which is several times slower. Install triton to avoid this.",
-        stacklevel=2,
+        "kernels, which is several times slower. Install triton to avoid this."
     )
 
 

@@ -1,9 +1,11 @@
 """Private names of torch; each is None in a torch without it, or by `FLOAT8_PLAIN_LAUNCH=1`."""
 
+import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -107,3 +109,56 @@ def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
         return disabled[0](*args, **kwargs)
 
     return call
+
+
+def warn(message: str) -> None:
+    """Issue a `UserWarning` at the line of the first caller outside of float8 and torch.
+
+    No `stacklevel` names it: there are more frames where compiled code calls eager code.
+    """
+    frame: Any = sys._getframe(1)
+    inside = "float8", "torch", "contextlib"
+    # Code that torch generates has no `__name__`.
+    while frame.f_back and frame.f_globals.get("__name__", "torch").split(".")[0] in inside:
+        frame = frame.f_back
+    where = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__")
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, UserWarning, *where, registry)
+
+
+class _Eager:
+    """Takes the place of what `torch.compile` made of a module, and calls the module itself."""
+
+    def __init__(self, compiled: Any, call: Callable[..., Any]) -> None:
+        self.compiled, self.call, self.users = compiled, call, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def past_compiled_code(model: Any) -> Iterator[None]:
+    """Within the block `model`, and all modules in it, run in eager mode though they are compiled.
+
+    Nothing is compiled, and compiled code stays valid. Blocks may overlap and end in any order.
+    Compiled code that calls the model is not replaced; nothing is, in a torch without these names.
+    """
+    replaced = []
+    for module in model.modules():
+        inner = module._modules.get("_orig_mod")
+        name = "_compiled_call_impl" if inner is None else "forward"
+        compiled = vars(module).get(name)
+        if compiled is None:
+            continue
+        if not isinstance(compiled, _Eager):
+            call = module._call_impl if inner is None else inner.__call__
+            vars(module)[name] = compiled = _Eager(compiled, call)
+        compiled.users += 1
+        replaced.append((vars(module), name, compiled))
+    try:
+        yield
+    finally:
+        for attributes, name, eager in replaced:
+            eager.users -= 1
+            if not eager.users and attributes.get(name) is eager:
+                attributes[name] = eager.compiled
