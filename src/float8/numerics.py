@@ -40,7 +40,7 @@ def measure(x: Any, cast: Cast, col: bool = False, offs: Tensor | None = None) -
     Returns [6] float64, see `kernels.count`.
     """
     in_float8 = isinstance(local_tensor(x), Float8Tensor)
-    x, cast = of_this_rank(x, cast)
+    x, cast = of_this_rank(x, cast._replace(record=False))
     if offs is None:
         x = x.reshape(-1, x.shape[-1])
     else:  # each group, and expert, has scales of its own; rows behind are nobody's
@@ -99,7 +99,7 @@ def show(
         gemms = {"output"} | {gemm for gemm in needs if needs[gemm] and y.requires_grad}
         tell = functools.partial(see, name, layer, gemms, offs)
         dtype = autocast_dtype(x.device) or getattr(weight, "dtype", x.dtype)
-        with torch.no_grad():  # nothing is recorded
+        with torch.no_grad():
             tell("input", x if isinstance(local_tensor(x), Float8Tensor) else x.to(dtype))
             tell("weight", weight)
         if y.requires_grad:
@@ -202,6 +202,7 @@ class Watch(contextlib.ExitStack):
         key, plan = f"{name}/{role}", getattr(layer, "_float8_plan", None)
         if plan is None or (role == "weight" and (x is None or key in self._found)):
             return  # turned back by now; or a weight that is computed, or was seen
-        casts = layer._float8_casts() if isinstance(layer, Float8Linear) else plan.casts
+        with torch.enable_grad():  # as its forward ran
+            casts = layer._float8_casts() if isinstance(layer, Float8Linear) else plan.casts
         if (cast := getattr(casts, role)).how.is_float8:
             self._found.setdefault(key, []).append(measure(x, cast, offs=offs))

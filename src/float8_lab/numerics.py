@@ -209,7 +209,7 @@ def numerics_report(
         if x is None or isinstance(local_tensor(x), Float8Tensor):
             return  # computed at each use, or cast before
         own = recipe is None and isinstance(layer, Float8Linear)
-        with torch.no_grad():
+        with torch.enable_grad():  # as its forward ran; buffers are copies
             casts: Any = layer._float8_casts() if own else None
         for index, cast in enumerate(differ[layer]):
             needed = [gemm in gemms.intersection(cast.gemms) for gemm in GEMM_OPERANDS]

@@ -48,6 +48,9 @@ functorch_levels = find("_C._functorch.peek_interpreter_stack")
 """The innermost transform of torch.func. Else: every call goes through the dispatcher, and a layer
 within a transform raises torch's own error."""
 
+forward_ad_is_on = find("_C._is_fwd_grad_enabled")
+"""Whether forward-mode AD is enabled. Else: `in_autograd_function` tries it, which takes longer."""
+
 is_batch_of_gradients = find("_C._functorch.is_legacy_batchedtensor")
 """Whether a gradient stands for many (`is_grads_batched=True`). Else: torch's own error."""
 
@@ -67,6 +70,21 @@ def surely(condition: Any) -> bool:
     # By its path: whoever compiles has imported it, `import float8` is not to.
     holds: bool = torch.fx.experimental.symbolic_shapes.statically_known_true(condition)
     return holds
+
+
+def in_autograd_function() -> bool:
+    """Whether the forward of an `autograd.Function` runs, as that of reentrant checkpointing.
+
+    For it torch turns off forward-mode AD, which `no_grad` leaves on. Inference mode is none.
+    """
+    if torch.is_inference_mode_enabled():
+        return False
+    if forward_ad_is_on is not None:
+        return not forward_ad_is_on()
+    ad = torch.autograd.forward_ad
+    with ad.dual_level():
+        dual = ad.make_dual(torch.zeros(()), torch.ones(()))  # type: ignore[no-untyped-call]
+        return ad.unpack_dual(dual).tangent is None  # type: ignore[no-untyped-call]
 
 
 def make_fx_is_on() -> bool:
