@@ -99,9 +99,8 @@ def show(
         gemms = {"output"} | {gemm for gemm in needs if needs[gemm] and y.requires_grad}
         tell = functools.partial(see, name, layer, gemms, offs)
         dtype = autocast_dtype(x.device) or getattr(weight, "dtype", x.dtype)
-        with torch.no_grad():
-            tell("input", x if isinstance(local_tensor(x), Float8Tensor) else x.to(dtype))
-            tell("weight", weight)
+        tell("input", x if isinstance(local_tensor(x), Float8Tensor) else x.to(dtype))
+        tell("weight", weight)
         if y.requires_grad:
             y = y if probe is None else y + probe
             y.register_hook(functools.partial(tell, "grad_output"))

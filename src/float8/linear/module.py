@@ -13,7 +13,7 @@ from float8.linear.functional import apply_linear
 from float8.linear.plan import Casts, plan_linear
 from float8.linear.sharded import Shards, linear_of_shards
 from float8.linear.source import class_of, problem, shallow_copy
-from float8.linear.state import SCALE_WITHOUT_GRADIENTS, StatefulLayer
+from float8.linear.state import StatefulLayer
 from float8.linear.weight import hold
 from float8.scales import UNKNOWN_SCALE, DelayedScale
 from float8.tensor import Float8Tensor, local_tensor
@@ -206,10 +206,10 @@ class Float8Linear(StatefulLayer, nn.Linear):
             if not trains:
                 scale = torch.full_like(scale, UNKNOWN_SCALE)
             elif compiling and not record:
-                # A compiled op raises the version of its amax, which tells whether training ran.
-                scale, amax = SCALE_WITHOUT_GRADIENTS(scale), torch.empty_like(amax)
-            state = DelayedScale(scale, amax)
-            delayed[site.value] = getattr(casts, site.value)._replace(state=state, record=record)
+                scale = torch.ops.float8.scale_without_gradients.default(scale)
+                amax = torch.empty_like(amax)  # a compiled op writes it
+            cast, state = getattr(casts, site.value), DelayedScale(scale, amax)
+            delayed[site.value] = cast._replace(state=state, record=record)
         return casts._replace(**delayed)
 
     def __prepare_scriptable__(self) -> None:

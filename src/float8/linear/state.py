@@ -105,18 +105,18 @@ class StatefulLayer(Float8Module):
         and does not tell whether the forward takes gradients.
         """
         site = CastSite.WEIGHT
-        trains = self.training and not self._float8_is_frozen()
-        if trains and site not in self._float8_known:
+        if not self.training or self._float8_is_frozen():
+            return False
+        if site not in self._float8_known:
             self._float8_note_known(site, self.get_buffer(site.scale).item())
-        return trains and site in self._float8_known
+        return site in self._float8_known
 
     def _float8_is_frozen(self) -> bool:
         """Return whether the layer has Parameters, and none of them requires a gradient."""
-        weight: Any = self._parameters.get("weight")
-        if weight is not None and weight.requires_grad:
+        if getattr(self._parameters.get("weight"), "requires_grad", False):  # in most layers
             return False
-        requires = [parameter.requires_grad for parameter in self.parameters()]
-        return bool(requires) and not any(requires)  # FSDP1 takes Parameters away
+        needed = [parameter.requires_grad for parameter in self.parameters()]
+        return bool(needed) and not any(needed)  # FSDP1 takes Parameters away
 
     def _float8_note_known(self, site: CastSite, scale: float) -> None:
         """Note it if this scale comes from the history."""
@@ -257,8 +257,6 @@ def _scale_without_gradients(scale: Tensor) -> Tensor:
 
 
 register("scale_without_gradients", _scale_without_gradients, fake=torch.empty_like)
-
-SCALE_WITHOUT_GRADIENTS = torch.ops.float8.scale_without_gradients.default
 
 # ---------------------------------------------------------------- of other libraries and configs
 

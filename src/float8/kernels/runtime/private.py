@@ -73,18 +73,14 @@ def surely(condition: Any) -> bool:
 
 
 def in_autograd_function() -> bool:
-    """Whether the forward of an `autograd.Function` runs, as that of reentrant checkpointing.
-
-    For it torch turns off forward-mode AD, which `no_grad` leaves on. Inference mode is none.
-    """
-    if torch.is_inference_mode_enabled():
+    """Whether the forward of an `autograd.Function` runs: torch turns forward-mode AD off in it."""
+    if torch.is_inference_mode_enabled():  # which does so, too
         return False
     if forward_ad_is_on is not None:
         return not forward_ad_is_on()
-    ad = torch.autograd.forward_ad
+    ad: Any = torch.autograd.forward_ad
     with ad.dual_level():
-        dual = ad.make_dual(torch.zeros(()), torch.ones(()))  # type: ignore[no-untyped-call]
-        return ad.unpack_dual(dual).tangent is None  # type: ignore[no-untyped-call]
+        return ad.unpack_dual(ad.make_dual(torch.zeros(()), torch.ones(()))).tangent is None
 
 
 def make_fx_is_on() -> bool:
