@@ -109,6 +109,8 @@ def test_delayed_scales_cut() -> None:
     for name, buffer in model.named_buffers():  # recorded by the layer alone, once
         assert same_bits(buffer, before[name]) == ("amax_" not in name or "history" in name)
     assert model[0].fp8_amax_input == 8 * x.abs().max()
+    seen = seen_in_a_step(model.requires_grad_(False), (80 * x).requires_grad_(), 40 * g)
+    assert seen["0/input/saturation"] == seen["1/grad_output/saturation"] == 0  # of the data
 
 
 def test_what_is_cut_to_the_bit() -> None:

@@ -182,7 +182,9 @@ def test_evaluation_is_that_of_dynamic_scaling(all_gather: bool) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(20)  # far from what the histories know
-            outputs[recipe] = model.eval()(batch(9, dist.get_rank()))
+            model.requires_grad_(not all_gather)  # else a gather does not know of `no_grad`
+            x = 20 * batch(9, dist.get_rank())
+            outputs[recipe] = torch.stack([model.train(mode)(x) for mode in (False, True)])
     assert torch.equal(outputs["delayed"], outputs["tensorwise"])
 
 

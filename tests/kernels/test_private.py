@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._inductor.codegen import custom_extern_kernel_codegen, wrapper
 from torch._inductor.utils import run_and_get_code
+from torch.utils.checkpoint import checkpoint
 
 from float8 import kernels
 from float8.config import CastConfig
@@ -176,3 +177,25 @@ def test_without_private_api_inductor_is_told_nothing(
     monkeypatch.setattr(private, "PLAIN_LAUNCH", True)
     assert "float8_cpu" not in generated()
     assert not registry
+
+
+@pytest.mark.parametrize("private_api", [True, False])
+def test_only_an_autograd_function_is_told_apart(
+    private_api: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not private_api:
+        monkeypatch.setattr(private, "forward_ad_is_on", None)
+    told = []
+
+    def tell(x: Tensor) -> Tensor:
+        told.append(private.in_autograd_function())
+        return x * x
+
+    x = torch.ones(1, requires_grad=True)
+    checkpoint(tell, x, use_reentrant=True).backward()
+    assert told == [True, False]
+    checkpoint(tell, x, use_reentrant=False).backward()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            tell(x)
+    assert told == [True] + 5 * [False]

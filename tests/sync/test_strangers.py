@@ -19,7 +19,7 @@ from float8 import (
 from sqnr import assert_same_bits
 from support.configs import DELAYED, DYNAMIC, delayed, mixed, tensorwise
 from support.devices import on_devices
-from support.models import copied, fp8_state, seeded
+from support.models import copied, fp8_state, gradients, seeded
 from support.modes import running
 from support.stacks import optimizer_of, stack, train
 
@@ -128,13 +128,14 @@ def partly_delayed(model: nn.Module) -> nn.Module:
     return trained(model)
 
 
-CHANGES = [lambda model: model, merged, averaged, never_synced, held, partly_delayed]
+CHANGES = [lambda model: model, copy.deepcopy, merged, averaged, never_synced, held, partly_delayed]
 
 
+@pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_evaluation_is_that_of_dynamic_scaling(change, context) -> None:
-    model = change(trained(stack(2))).eval()
+def test_without_gradients_scaling_is_dynamic(change, context, training: bool) -> None:
+    model = change(trained(stack(2))).train(training)
     twin, before = dynamic(model), copied(model)
     with context():
         for x in (X, X / 1000):
@@ -142,19 +143,76 @@ def test_evaluation_is_that_of_dynamic_scaling(change, context) -> None:
     assert_same_bits(fp8_state(model), before)
 
 
-@pytest.mark.parametrize("mode", ["eager", "aot_eager"])
-def test_the_mode_decides_whether_the_history_is_taken(mode: str) -> None:
-    """The first forward of reentrant checkpointing has no gradients, its recomputation has."""
+MODES = pytest.mark.parametrize("mode", ["eager", "aot_eager"])
+
+
+@MODES
+def test_the_history_is_taken_in_training_with_gradients_alone(mode: str) -> None:
     model = trained(stack(1))
     call = running(model, mode)
     for training in (True, False):
         model.train(training)
         for grad in (False, True):  # what records comes last
             before, wanted = copied(model), dynamic(model)(X)
-            with torch.set_grad_enabled(grad):
-                assert torch.equal(call(X), wanted) is not training  # saturated in training
+            with torch.set_grad_enabled(grad):  # saturated in training
+                assert torch.equal(call(X), wanted) is not (training and grad)
             if not grad:
                 assert_same_bits(fp8_state(model), before)
+
+
+@MODES
+@pytest.mark.parametrize("behind", [True, False])
+def test_frozen_layers_scale_by_the_data_and_record(mode: str, behind: bool) -> None:
+    """Nobody may sync them, as a critic or teacher."""
+    model = trained(stack(2)).requires_grad_(False)
+    twin, call = dynamic(model), running(model, mode)
+    for factor in (1, 1e-3):
+        results = []
+        for run in (call, twin):
+            x = (factor * X).requires_grad_(behind)
+            results.append({"output": (y := run(x))})
+            if behind:
+                y.backward(X)
+                results[-1]["input"] = x.grad
+        assert_same_bits(*results)
+    assert model[0].fp8_amax_input == X.abs().max()
+    model[0].bias.requires_grad_(True)  # an optimizer steps it, and so syncs the layer
+    assert not torch.equal(model(X), twin(X))
+
+
+def first_frozen(model: nn.Module) -> nn.Module:
+    model[0].requires_grad_(False)
+    return model
+
+
+def computed(model: nn.Module) -> nn.Module:
+    """Computed weights require no gradient where none are taken."""
+    for layer in model:
+        nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
+    return model
+
+
+@MODES
+@pytest.mark.parametrize("change", [lambda model: model, first_frozen, computed])
+def test_reentrant_checkpointing_has_the_scales_of_its_recomputation(change, mode: str) -> None:
+    """Its first forward has no gradients, and values here that the history cuts."""
+    model = change(trained(stack(2)))
+    sync_float8_amax_and_scale_history(model)
+    model.zero_grad()
+    twin, outputs, results = copy.deepcopy(model), [], []
+    call = running(model, mode)
+
+    def recorded(x: torch.Tensor) -> torch.Tensor:
+        outputs.append(call(x))
+        return outputs[-1]
+
+    for each, run in ((model, partial(checkpoint, recorded, use_reentrant=True)), (twin, twin)):
+        x = X.clone().requires_grad_()
+        y = run(x)
+        y.backward(X)
+        results.append({"output": y, "input": x.grad} | gradients(each) | fp8_state(each))
+    assert torch.equal(*outputs)
+    assert_same_bits(*results)
 
 
 def synced_right(model: nn.Module, layers: list[Float8Linear] | None = None) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from float8.config import CAST_SITES, ConfigOrRecipe, Float8LinearConfig, Float8Weights, as_config
 from float8.kernels.runtime.ops import NO_ONNX
+from float8.kernels.runtime.private import in_autograd_function
 from float8.linear.functional import apply_linear
 from float8.linear.plan import Casts, plan_linear
 from float8.linear.sharded import Shards, linear_of_shards
@@ -180,37 +181,39 @@ class Float8Linear(StatefulLayer, nn.Linear):
     def _float8_casts(self, mesh: Any = None) -> Casts:
         """Bind the casts of the plan to this call, with the state of delayed scaling.
 
-        In training mode scales come from the state, also without gradients: reentrant checkpointing
-        runs its first forward without them. Amaxes are recorded wherever gradients are taken. They
-        become those of all ranks of a `mesh` of one dim, which share the layer. Casts whose scale
-        the last sync made equal on all ranks need no all-reduce.
+        Scales come from the history in training mode with gradients, unless the layer is frozen; so
+        they do in the forward of an autograd function, which reentrant checkpointing recomputes
+        with gradients. Else they come from the data: a sync may never follow. Amaxes are recorded
+        wherever gradients are taken. They become those of all ranks of a `mesh` of one dim, which
+        share the layer. Casts whose scale the last sync made equal on all ranks need no all-reduce.
         """
-        casts, training = self._float8_plan.casts, self.training
+        casts, record = self._float8_plan.casts, torch.is_grad_enabled()
+        trains = self.training and not (self._float8_delayed and self._float8_is_frozen())
         if mesh is not None and mesh.size() > 1:
             reduce = amax_over([mesh.get_group(0)])
-            known, reduced = self._float8_known if training else (), {}
+            known, reduced = self._float8_known if trains and record else (), {}
             for site in CAST_SITES:
                 if site not in known:
                     reduced[site.value] = getattr(casts, site.value)._replace(reduce=reduce)
             casts = casts._replace(**reduced)
-        record = torch.is_grad_enabled()
-        if not self._float8_delayed or not (record or training):
+        compiling = torch.compiler.is_compiling()
+        has_state = record or (trains and (compiling or in_autograd_function()))
+        if not (self._float8_delayed and has_state):
             return casts
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-            got = "got torch.jit.trace with delayed scaling, expected model.eval() and no gradients"
+            got = "got torch.jit.trace with delayed scaling, expected no gradients"
             no_trace = f"Float8Linear: {got}; trace it under torch.no_grad()"
             raise RuntimeError(NO_ONNX if torch.onnx.is_in_onnx_export() else no_trace)
-        # A compiled op raises the version of its amax even if it records nothing. That version
-        # tells whether training ran. So without recording, the op gets a dummy amax.
-        own_amax = record or not torch.compiler.is_compiling()
         delayed = {}
         for site in self._float8_delayed:
             amax, scale = getattr(self, site.amax), getattr(self, site.scale)
-            state = DelayedScale(
-                scale if training else torch.full_like(scale, UNKNOWN_SCALE),
-                amax if own_amax else torch.empty_like(amax),
-            )
-            delayed[site.value] = getattr(casts, site.value)._replace(state=state, record=record)
+            if not trains:
+                scale = torch.full_like(scale, UNKNOWN_SCALE)
+            elif compiling and not record:
+                scale = torch.ops.float8.scale_without_gradients.default(scale)
+                amax = torch.empty_like(amax)  # a compiled op writes it
+            cast, state = getattr(casts, site.value), DelayedScale(scale, amax)
+            delayed[site.value] = cast._replace(state=state, record=record)
         return casts._replace(**delayed)
 
     def __prepare_scriptable__(self) -> None:

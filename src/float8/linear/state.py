@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from float8.config import CastSite
-from float8.kernels.runtime.private import warn
+from float8.kernels.runtime.ops import register
+from float8.kernels.runtime.private import in_autograd_function, warn
 from float8.linear.weight import Float8Module
 from float8.scales import UNKNOWN_SCALE
 from float8.tensor import local_tensor
@@ -97,11 +98,24 @@ class StatefulLayer(Float8Module):
     # ---------------------------------------------------------------- which steps it is in
 
     def _float8_knows_weight_scale(self) -> bool:
-        """Whether a gather takes the scale from the history; asks the device until there is one."""
+        """Whether a gather takes the scale from the history; asks the device until there is one.
+
+        It does in training mode, unless the layer is frozen: FSDP2 always gathers under `no_grad`,
+        and does not tell whether the forward takes gradients.
+        """
         site = CastSite.WEIGHT
-        if self.training and site not in self._float8_known:
+        if not self.training or self._float8_is_frozen():
+            return False
+        if site not in self._float8_known:
             self._float8_note_known(site, self.get_buffer(site.scale).item())
-        return self.training and site in self._float8_known
+        return site in self._float8_known
+
+    def _float8_is_frozen(self) -> bool:
+        """Return whether the layer has Parameters, and none of them requires a gradient."""
+        if getattr(self._parameters.get("weight"), "requires_grad", False):  # in most layers
+            return False
+        needed = [parameter.requires_grad for parameter in self.parameters()]
+        return bool(needed) and not any(needed)  # FSDP1 takes Parameters away
 
     def _float8_note_known(self, site: CastSite, scale: float) -> None:
         """Note it if this scale comes from the history."""
@@ -235,6 +249,13 @@ class StatefulLayer(Float8Module):
                 self._float8_reset_state()  # what they knew was of other weights
         self._float8_state_was_written()  # but no amax was recorded
 
+
+def _scale_without_gradients(scale: Tensor) -> Tensor:
+    """Return the scale of a compiled forward without gradients, which tells at run time."""
+    return scale.clone() if in_autograd_function() else torch.full_like(scale, UNKNOWN_SCALE)
+
+
+register("scale_without_gradients", _scale_without_gradients, fake=torch.empty_like)
 
 # ---------------------------------------------------------------- of other libraries and configs
 

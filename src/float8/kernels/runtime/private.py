@@ -50,6 +50,9 @@ functorch_levels = find("_C._functorch.peek_interpreter_stack")
 """The innermost transform of torch.func. Else: every call goes through the dispatcher, and a layer
 within a transform raises torch's own error."""
 
+forward_ad_is_on = find("_C._is_fwd_grad_enabled")
+"""Whether forward-mode AD is enabled. Else: `in_autograd_function` tries it, which takes longer."""
+
 is_batch_of_gradients = find("_C._functorch.is_legacy_batchedtensor")
 """Whether a gradient stands for many (`is_grads_batched=True`). Else: torch's own error."""
 
@@ -69,6 +72,17 @@ def surely(condition: Any) -> bool:
     # By its path: whoever compiles has imported it, `import float8` is not to.
     holds: bool = torch.fx.experimental.symbolic_shapes.statically_known_true(condition)
     return holds
+
+
+def in_autograd_function() -> bool:
+    """Whether the forward of an `autograd.Function` runs: torch turns forward-mode AD off in it."""
+    if torch.is_inference_mode_enabled():  # which does so, too
+        return False
+    if forward_ad_is_on is not None:
+        return not forward_ad_is_on()
+    ad: Any = torch.autograd.forward_ad
+    with ad.dual_level():
+        return ad.unpack_dual(ad.make_dual(torch.zeros(()), torch.ones(()))).tangent is None
 
 
 def make_fx_is_on() -> bool:
