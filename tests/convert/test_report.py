@@ -29,7 +29,7 @@ def of_first(mod: nn.Module, fqn: str) -> bool:
 def test_converted_and_skipped_layers() -> None:
     plain = model()
     reasons = [layer.skip_reason for layer in conversion_report(plain).layers]
-    assert reasons == ["not seen by convert_to_float8_training"] * 2
+    assert reasons == ["not converted, or turned back into high precision"] * 2
     config = mixed(DELAYED, DYNAMIC, DYNAMIC)
     report = conversion_report(
         convert_to_float8_training(plain, config=config, module_filter_fn=of_first)
@@ -133,7 +133,7 @@ def test_the_report_holds_after(wrap) -> None:
     assert conversion_report(wrapped).skipped == ()
     convert_to_high_precision(wrapped)
     reasons = {layer.skip_reason for layer in conversion_report(wrapped).skipped}
-    assert reasons == {"not seen by convert_to_float8_training"}  # earlier ones are forgotten
+    assert reasons == {"not converted, or turned back into high precision"}  # earlier ones are forgotten
 
 
 def test_a_layer_on_a_device_without_float8_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
