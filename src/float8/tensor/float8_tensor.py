@@ -72,10 +72,10 @@ class Float8Tensor(Wrapper):
         granularity: Granularity = ScalingGranularity.TENSORWISE,
         amax: Tensor | None = None,
         requires_grad: bool | None = None,
-    ) -> Any:
+    ) -> "Float8Tensor":
         """See the class."""
         if requires_grad is not None and isinstance(data, Float8Tensor):
-            return nn.Parameter(data, requires_grad)
+            return nn.Parameter(data, requires_grad)  # type: ignore[return-value]
         if scale is None:
             expected = "one, or a Float8Tensor as data; model.load_state_dict casts other values"
             raise TypeError(f"scale: got none for data of {data.dtype}, expected {expected}")
@@ -186,7 +186,7 @@ class Float8Tensor(Wrapper):
         return self._data.element_size()
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]
         """Return the bytes of the data and of all scales."""
         return sum(x.nbytes for x in self._inside().values())
 
