@@ -214,6 +214,10 @@ def test_products_with_finer_scales(device: str, recipe: str, mode) -> None:
         w = in_float8(recipe, seeded(0, *experts, *shape, device=device))
         x = seeded(1, 3, 5, shape[1], device=device)
         for name, product in products.items():
+            if recipe == "blockwise" and name == "einsum, by heads":
+                with pytest.raises(ValueError, match="a part of the data does not have all"):
+                    product(x, w)  # heads would share squares
+                continue
             results = []
             for weight in (w, w.to_original_precision()):
                 leaf = x.detach().requires_grad_(mode is nullcontext)
@@ -242,6 +246,7 @@ MATRICES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "addmm": lambda x, w: torch.addmm(x.new_ones(48), x[0], w.mT, alpha=2),
     "einsum": lambda x, w: torch.einsum("...k,nk->...n", x, w),
     "einsum, transposed": lambda x, w: torch.einsum("abk,kn->abn", x, w.permute(1, 0)),
+    "einsum, by heads": lambda x, w: torch.einsum("abk,hvk->habv", x, w.view(4, 12, -1)),
     "tensordot": lambda x, w: torch.tensordot(x, w, dims=([2], [1])),
     "by itself": lambda x, w: x @ (w.t() @ w),
 }

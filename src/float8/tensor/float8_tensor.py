@@ -324,22 +324,29 @@ def _scales_of_pieces(
 
 
 def _moved_scale(func: Any, x: Float8Tensor, data: Tensor, rest: list[Any]) -> Tensor | None:
-    """Return finer scales of `x` with the dims of `data`, if no op but these made it; else None."""
+    """Return the finer scales of `x` with the dims that an op gave its data, or None."""
     scale: Tensor = x._scale
     of_expert = func is aten.select.int and x.dim() == 3 and rest[0] == 0
     if func in _PERMUTE or (of_expert and x.stride(0) == x.shape[1] * x.shape[2]):
         return func(scale, *rest)  # type: ignore[no-any-return]
-    long = [dim for dim, n in enumerate(x.shape) if n != 1]
-    sizes = [scale.shape[dim] for dim in long]
-    alike = [x.shape[dim] for dim in long] == [n for n in data.shape if n != 1]
-    if func not in _ADD_DIMS or not alike or math.prod(sizes) != scale.numel():
+    if func not in _RESHAPE:
         return None
-    left = iter(sizes)
-    return scale.reshape([1 if n == 1 else next(left) for n in data.shape])
+    sizes, before = [*data.shape], 1
+    for n, scales in zip(x.shape, scale.shape, strict=True):
+        if n != scales:  # of parts of this dim, which must be a dim of `data`, too
+            at = [i for i, m in enumerate(data.shape) if m == n]
+            at = [i for i in at if math.prod(data.shape[:i]) == before]
+            if not at:
+                return None
+            sizes[at[0]] = scales
+        before *= n
+    scale = scale.reshape(sizes)
+    whole = x._granularity.by_rows or x._like(data, scale)._order_of_cast() is not None
+    return scale if whole else None
 
 
 _PERMUTE = aten.t.default, aten.transpose.int, aten.permute.default
-_ADD_DIMS = (  # of size 1, or take such away
+_RESHAPE = (
     *(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default),
     *(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
 )
