@@ -55,7 +55,7 @@ def matmul(
     are multiples of 16, unless `gemm.emulate`; on GPUs one scale lies at a multiple of 16 bytes.
     CPUs multiply finer scales than one per tensor as `emulate` does.
 
-    Returns [M, N] of `out_dtype`, contiguous; `shape` leaves out what padding added.
+    Returns [M, N] of `out_dtype`, contiguous and no view; `shape` leaves out what padding added.
 
     Raises:
         RuntimeError: the device has no such float8 GEMM and `gemm.emulate` is False.
@@ -63,7 +63,10 @@ def matmul(
     covers_a, covers_b = gemm.granularities
     by_blocks, one_scale_each = covers_a.by_blocks, covers_a.one_scale and covers_b.one_scale
     (M, N), compiling = shape, torch.compiler.is_compiling()
-    if compiling and not surely(a.data.numel() != 0):
+    if not by_blocks and a.data.shape[0] != M:  # only scales of blocks need the rows of padding
+        a = Operand(a.data[:M], a.scale if covers_a.one_scale else a.scale[:M])
+    # Inductor would drop a copy of the rows without padding, and return a view.
+    if compiling and not (surely(a.data.numel() != 0) and surely(a.data.shape[0] == M)):
         return torch.ops.float8.matmul.default(  # type: ignore[no-any-return]
             *a, *b, M, N, covers_a.value, covers_b.value, gemm.use_fast_accum, gemm.emulate,
             gemm.powers_of_2, out_dtype,
@@ -94,12 +97,18 @@ def matmul(
             y = torch._scaled_mm(
                 a.data, b.data.t(), scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast
             )
-    if y.shape[1] != N:  # contiguous, so that `.view()` and in-place ops work
-        return y[:M, :N].contiguous()
-    # A compiler is not asked, since it would compile again for numbers that need no padding.
-    if (by_blocks and compiling) or y.shape[0] != M:
-        return y[:M]
-    return y
+    return without_padding(y, M, N)
+
+
+def without_padding(y: Tensor, M: int, N: int) -> Tensor:
+    """Return the first M rows and N columns of `y`, [R, C] or [E, R, C]; a copy if there are more.
+
+    Autograd forbids writes in place into views that its functions return; they also keep alive what
+    padding added.
+    """
+    if y.shape[-2:] == (M, N):
+        return y
+    return y[..., :M, :N].clone(memory_format=torch.contiguous_format)
 
 
 def _refusal(reason: str) -> RuntimeError:
@@ -123,7 +132,7 @@ def matmul_of_any_size(
     powers_of_2: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply as `matmul`: the op of compiled code where data decide if there are any tokens."""
+    """Multiply as `matmul`: the op of compiled code with padded rows, or maybe without tokens."""
     if a.numel() == 0:
         return a.new_zeros((M, N), dtype=out_dtype)
     granularities = ScalingGranularity(granularity_of_a), ScalingGranularity(granularity_of_b)
@@ -239,7 +248,7 @@ def _outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
         return _outer_fake(a, b, ends).zero_()
     # Nor rows that are not of 16 bytes.
     a, b = (F.pad(x, (0, -x.shape[1] % 8)) if x.shape[1] % 8 else x for x in (a, b))
-    return F.grouped_mm(a.t(), b, offs=ends_of_groups(ends, len(a)))[:, :N, :K].contiguous()
+    return without_padding(F.grouped_mm(a.t(), b, offs=ends_of_groups(ends, len(a))), N, K)
 
 
 def _outer_fake(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import nn
 
 from float8 import (
     ConversionReport,
+    Float8Weights,
     conversion_report,
     convert_to_float8_training,
     convert_to_high_precision,
@@ -29,7 +30,7 @@ def of_first(mod: nn.Module, fqn: str) -> bool:
 def test_converted_and_skipped_layers() -> None:
     plain = model()
     reasons = [layer.skip_reason for layer in conversion_report(plain).layers]
-    assert reasons == ["not seen by convert_to_float8_training"] * 2
+    assert reasons == ["not converted, or turned back into high precision"] * 2
     config = mixed(DELAYED, DYNAMIC, DYNAMIC)
     report = conversion_report(
         convert_to_float8_training(plain, config=config, module_filter_fn=of_first)
@@ -50,6 +51,21 @@ def test_converted_and_skipped_layers() -> None:
     assert str(report) == "0 of 0 linear layers run in float8, 0.0% of all matmul weights"
     with pytest.raises(TypeError, match=r"model: got dict, expected an nn.Module"):
         conversion_report({})
+
+
+def test_where_weights_are_in_float8_and_what_is_emulated() -> None:
+    plain, of = model().requires_grad_(False), "weight dynamic/e4m3, grad_output dynamic/e5m2"
+    for weights, said in (("only", ", weight only in float8"), ("on_the_fly", "")):
+        for emulate in (True, False):
+            config = tensorwise(emulate=emulate, float8_weights=Float8Weights(weights))
+            convert_to_float8_training(plain, config=config, module_filter_fn=of_first)
+            (layer,) = conversion_report(plain).converted
+            end = f"{of}{said}{', emulate' if emulate else ''}"
+            assert layer.scaling == f"input dynamic/e4m3, {end}"
+    report = conversion_report(convert_to_high_precision(plain))
+    assert {layer.skip_reason for layer in report.layers} == {
+        "not converted, or turned back into high precision"
+    }
 
 
 def test_only_all_is_a_hundred_percent() -> None:
@@ -133,7 +149,9 @@ def test_the_report_holds_after(wrap) -> None:
     assert conversion_report(wrapped).skipped == ()
     convert_to_high_precision(wrapped)
     reasons = {layer.skip_reason for layer in conversion_report(wrapped).skipped}
-    assert reasons == {"not seen by convert_to_float8_training"}  # earlier ones are forgotten
+    assert reasons == {
+        "not converted, or turned back into high precision"
+    }  # earlier ones are forgotten
 
 
 def test_a_layer_on_a_device_without_float8_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

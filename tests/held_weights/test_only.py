@@ -242,6 +242,15 @@ def test_another_dtype_keeps_the_bytes(config) -> None:
     assert model(seeded(0, 8, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
+def test_it_tells_its_size_in_memory() -> None:
+    for name in ("tensorwise", "blockwise", "mxfp8"):
+        model = model_of(of_recipe(name)).bfloat16()
+        for weight in (layer.weight for layer in layers_of(model)):
+            assert weight.nbytes == weight._data.nbytes + weight._scale.nbytes
+            assert (weight.element_size(), weight.dtype.itemsize) == (1, 2)
+        assert sum(layer.weight.nbytes for layer in layers_of(model)) == bytes_of(model)
+
+
 def test_to_another_recipe_and_back() -> None:
     model, wanted = model_of(tensorwise()), model_of(tensorwise())
     convert_to_float8_training(model, config=of_recipe("rowwise"))

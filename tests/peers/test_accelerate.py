@@ -1,14 +1,22 @@
 """Accelerate prepares a model before or after its conversion, loads it, and hooks its layers."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from float8 import convert_to_high_precision
+from float8 import (
+    Float8Tensor,
+    Float8Weights,
+    all_linears,
+    convert_to_float8_training,
+    convert_to_high_precision,
+)
 from float8 import sync_float8_amax_and_scale_history as sync
 from sqnr import same_bits
+from support.configs import of_recipe
 from support.libraries import by_accelerate, converted, feed_forwards
 
 accelerate = pytest.importorskip("accelerate")
@@ -68,3 +76,82 @@ def test_hooks_of_accelerate(recipe: str, tmp_path: Path) -> None:
     assert torch.equal(offloaded(x), alone(x))
     accelerate.hooks.remove_hook_from_submodules(offloaded)
     assert torch.equal(convert_to_high_precision(offloaded)(x), model()(x))
+
+
+ONLY = ["tensorwise", "rowwise", "blockwise", "mxfp8"]
+
+
+def only(recipe: str) -> nn.Module:
+    """With weights in float8 only, of which two layers share one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).requires_grad_(False)
+    config = of_recipe(recipe, float8_weights=Float8Weights.ONLY)
+    convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
+    model[3].weight = model[1].weight
+    return model
+
+
+def offloaded_parts(model: nn.Module) -> nn.Module:
+    """As `dispatch_model` from a GPU does with layers on the CPU: ties are told by addresses."""
+    big = accelerate.big_modeling
+    state, tied = dict(model.state_dict()), big.find_tied_parameters(model)
+    pointers = {model.get_parameter(name).data_ptr(): {} for group in tied for name in group}
+    assert len(pointers) == 1
+    names = ["", *(name for name, _ in model.named_children())]
+    big.attach_align_device_hook_on_blocks(
+        model,
+        execution_device=dict.fromkeys(names, "cpu"),
+        offload={name: name != "2" for name in names[1:]},
+        weights_map=accelerate.utils.OffloadedWeightsLoader(state_dict=state),
+        tied_params_map=pointers,
+    )
+    return model
+
+
+@pytest.mark.parametrize(
+    "dispatch",
+    [
+        lambda model: accelerate.cpu_offload(model, torch.device("cpu")),
+        lambda model: accelerate.cpu_offload_with_hook(model, "cpu")[0],
+        lambda model: accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True),
+        offloaded_parts,
+    ],
+    ids=["cpu_offload", "cpu_offload_with_hook", "dispatch_model", "parts"],
+)
+def test_weights_in_float8_only_are_offloaded(dispatch: Callable) -> None:
+    for recipe in ONLY:
+        x = torch.randn(8, 64)
+        wanted, model = only(recipe)(x), dispatch(only(recipe))
+        for _ in range(2):
+            assert same_bits(model(x), wanted)
+            assert all(isinstance(layer.weight, Float8Tensor) for layer in model)
+        accelerate.hooks.remove_hook_from_submodules(model)
+        assert same_bits(model(x), wanted)
+        assert not any(p.is_meta or p.requires_grad for p in model.parameters())
+        convert_to_high_precision(model)
+
+
+@pytest.mark.gpu
+def test_weights_in_float8_only_are_spread() -> None:
+    where = {"0": 0, "1": "cpu", "2": 0, "3": "cpu"}
+    for recipe in ONLY[:3]:
+        x = torch.randn(8, 64, device="cuda")
+        wanted = only(recipe).cuda()(x)
+        assert same_bits(accelerate.dispatch_model(only(recipe).cuda(), where)(x), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_in_float8_only_are_not_offloaded_to_the_disk(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model, x = only("tensorwise").to(dtype), torch.randn(8, 64, dtype=dtype)
+    wanted, where = model(x), {"0": "disk", "1": "cpu", "2": "cpu", "3": "cpu"}
+    for offload in (
+        lambda: accelerate.disk_offload(model, tmp_path, torch.device("cpu")),
+        lambda: accelerate.dispatch_model(model, where, offload_dir=tmp_path),
+    ):
+        with pytest.raises(RuntimeError, match=r"offload to the CPU, or call convert_to_high_prec"):
+            offload()
+        assert same_bits(model(x), wanted)  # nothing has moved
+    with pytest.raises(TypeError, match=r"got none for data of .*model\.load_state_dict"):
+        accelerate.utils.set_module_tensor_to_device(model, "0.weight", "cpu", value=torch.eye(64))

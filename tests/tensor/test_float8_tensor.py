@@ -1,5 +1,6 @@
 """Float8Tensor: what it holds, casting there and back, its gradients and products."""
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -9,13 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tolerances
-from float8 import Float8Tensor
+from float8 import Float8LinearConfig, Float8Tensor, linear
 from float8.config import CastConfig, ScalingGranularity
 from float8.kernels.dequantise import is_taken
+from float8.linear.plan import plan_linear
+from float8.linear.weight import in_float8_only
 from float8.quantize import Cast
 from float8.scales import Operand
 from float8.tensor.float8_tensor import to_float8
 from sqnr import same_bits, sqnr
+from support.copies import through_file
 from support.devices import DTYPES, E4M3, E5M2, on_devices
 from support.errors import require_errors
 from support.models import seeded
@@ -199,3 +203,77 @@ def test_products_with_a_scale_for_each_row(device: str, dtype) -> None:
     y.sum().backward()
     wide_y.sum().backward()
     assert same_bits(w8.grad, wide_w.grad)
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("mode", [nullcontext, torch.inference_mode])
+def test_products_with_finer_scales(device: str, recipe: str, mode) -> None:
+    """As multiplications lay out their operands: transposed, as one of a batch, or repeated."""
+    for experts, shape, products in ((), (48, 160), MATRICES), ((3,), (48, 160), EXPERTS):
+        w = in_float8(recipe, seeded(0, *experts, *shape, device=device))
+        x = seeded(1, 3, 5, shape[1], device=device)
+        for name, product in products.items():
+            if recipe == "blockwise" and name == "einsum, by heads":
+                with pytest.raises(ValueError, match="a part of the data does not have all"):
+                    product(x, w)  # heads would share squares
+                continue
+            results = []
+            for weight in (w, w.to_original_precision()):
+                leaf = x.detach().requires_grad_(mode is nullcontext)
+                warns = pytest.warns(UserWarning, match="rounded to float8, in high precision")
+                with mode(), warns if weight is w else nullcontext():
+                    y = product(leaf, weight)
+                    if mode is nullcontext:
+                        y.backward(torch.ones_like(y))
+                results.append((y, leaf.grad))
+            (got, grad), (wanted, wanted_grad) = results
+            assert type(got) is Tensor, name
+            assert sqnr(wanted, got) > 100, name  # the same sums, in another order
+            assert grad is None or sqnr(wanted_grad, grad) > 100, name
+
+
+def in_float8(recipe: str, w: Tensor) -> Float8Tensor:
+    plan = plan_linear(Float8LinearConfig.from_recipe_name(recipe), grouped=w.dim() == 3)
+    return in_float8_only(w, plan.casts.weight)
+
+
+MATRICES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "linear": F.linear,
+    "matmul": lambda x, w: x @ w.t(),
+    "w first": lambda x, w: w @ x.mT,
+    "vector": lambda x, w: w @ x[0, 0],
+    "addmm": lambda x, w: torch.addmm(x.new_ones(48), x[0], w.mT, alpha=2),
+    "einsum": lambda x, w: torch.einsum("...k,nk->...n", x, w),
+    "einsum, transposed": lambda x, w: torch.einsum("abk,kn->abn", x, w.permute(1, 0)),
+    "einsum, by heads": lambda x, w: torch.einsum("abk,hvk->habv", x, w.view(4, 12, -1)),
+    "tensordot": lambda x, w: torch.tensordot(x, w, dims=([2], [1])),
+    "by itself": lambda x, w: x @ (w.t() @ w),
+}
+EXPERTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "bmm": lambda x, w: torch.bmm(x, w.transpose(1, 2)),
+    "w first": lambda x, w: torch.bmm(w, x.mT),
+    "baddbmm": lambda x, w: torch.baddbmm(x.new_ones(3, 5, 48), x, w.mT),
+    "einsum": lambda x, w: torch.einsum("ecd,ehd->ech", x, w),
+    "one": lambda x, w: F.linear(x[1], w[1]),
+}
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_blocks_of_any_shape_are_dequantised_the_other_way_round_too(
+    device: str, recipe: str
+) -> None:
+    for shape in ((512, 512), (33, 17), (1, 40), (40, 1), (1, 1), (2, 33, 17), (1, 128, 1)):
+        w = in_float8(recipe, seeded(0, *shape, device=device))
+        values, turned = w.to_original_precision(), w.mT
+        for t in (turned, turned.clone(), copy.deepcopy(turned), through_file(turned)):
+            assert same_bits(t.to_original_precision(), values.mT)
+            assert same_bits(t.mT.to_original_precision(), values)
+        if turned._is_transposed and len(shape) == 2:
+            with pytest.raises(ValueError, match="transposed"):
+                linear(seeded(1, 4, shape[0], device=device), turned, config=recipe)
+        assert same_bits(turned.to_original_precision().relu_(), values.mT.relu())
+    for part in (lambda w: w[:32], lambda w: w.view(-1), lambda w: w.mT.contiguous()):
+        with pytest.raises(ValueError, match="TENSORWISE"):
+            part(in_float8(recipe, seeded(0, 512, 512, device=device)))

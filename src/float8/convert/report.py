@@ -11,7 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
-from float8.config import require_module
+from float8.config import Float8Weights, require_module
 from float8.convert.choice import KEPT, Choice, left_out
 from float8.experts import Float8Experts, kind_of, weights_of
 from float8.linear import Float8Linear
@@ -32,7 +32,7 @@ class LayerReport:
     in_features: int
     out_features: int
     scaling: str | None
-    """The scaling of its tensors; None: it was not converted."""
+    """The scaling of its tensors, and other settings; None: it was not converted."""
     skip_reason: str | None
     """The reason why it was not converted; None: it was."""
 
@@ -166,13 +166,16 @@ def conversion_report(model: nn.Module) -> ConversionReport:
         scaling: str | None = None
         reason: str | None = choice.reason or left_out(fqn)
         if not isinstance(module, Float8Linear | Float8Experts):
-            reason = reason or "not seen by convert_to_float8_training"
+            reason = reason or "not converted, or turned back into high precision"
         elif not module._float8_config.float8_gemms:
             reason = "all casts of its config are DISABLED"
         else:
-            casts, own = module._float8_plan.casts, module._float8_config.own_casts
-            each = (f"{site.value} {getattr(casts, site.value).how.short_str()}" for site in own)
-            scaling, reason = ", ".join(each), None
+            casts, config = module._float8_plan.casts, module._float8_config
+            sites = config.own_casts
+            each = [f"{site.value} {getattr(casts, site.value).how.short_str()}" for site in sites]
+            if config.float8_weights is not Float8Weights.ON_THE_FLY:
+                each.append(f"weight {config.float8_weights.value} in float8")
+            scaling, reason = ", ".join(each + ["emulate"] * config.emulate), None
         path = f"{fqn}." if fqn else ""
         if kind_of(module) is not None:
             for name, count, N, K in weights_of(module):

@@ -83,8 +83,9 @@ def apply_grouped(
     w = held or Weight(weight)
     if isinstance(weight, Float8Tensor):
         covers = plan.casts.weight.how.scaling_granularity
-        if weight._granularity is not (covers if covers.by_blocks else ScalingGranularity.AXISWISE):
-            got, expected = f"weight in float8 under {weight._granularity}", f"scales of {covers}"
+        same = weight._granularity is (covers if covers.by_blocks else ScalingGranularity.AXISWISE)
+        if not same or (weight._is_transposed and not covers.square):
+            got, expected = f"weight in float8 under {weight._scaling}", f"scales of {covers}"
             raise ValueError(f"grouped_linear: got a {got}, expected {expected}")
         w = Weight(None, weight._data, weight._scale)
     args = input.contiguous(), weight, w, offs, call

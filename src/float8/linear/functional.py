@@ -8,7 +8,7 @@ from torch import Tensor
 from float8.autograd import another, computed_before, once_differentiable
 from float8.config import ConfigOrRecipe, as_config
 from float8.formats import HIGH_PRECISION_DTYPES
-from float8.gemm import grouped_matmul, grouped_outer, matmul
+from float8.gemm import grouped_matmul, grouped_outer, matmul, without_padding
 from float8.kernels.runtime.ops import NO_ONNX
 from float8.kernels.runtime.private import (
     compiled_autograd_is_on,
@@ -183,7 +183,7 @@ def operand_of(role: str, x: Float8Tensor, cast: Cast, other: str | None) -> Ope
     """
     how = cast.how
     same = x._data.dtype == how.dtype and x._granularity is how.scaling_granularity
-    if not same or x._has_column_scales or other is not None:
+    if not same or x._is_transposed or other is not None:
         raise ValueError(
             f"Float8Linear: got {role} in {x._data.dtype} under {x._scaling}, expected one in high "
             f"precision: it is to be cast to {how.dtype} under {how.scaling_granularity}"
@@ -373,7 +373,8 @@ class Linear(torch.autograd.Function):
             if offs is None:
                 dw = matmul(g.col, x, (N, K), gemm=gemm, out_dtype=to)
             else:
-                dw = grouped_matmul(g.col, x, ends, gemm=gemm, out_dtype=to, tokens=M)[:, :N, :K]
+                dw = grouped_matmul(g.col, x, ends, gemm=gemm, out_dtype=to, tokens=M)
+                dw = without_padding(dw, N, K)
         elif call.need_grad_weight:
             dw = grad_output.t() @ rows if offs is None else grouped_outer(grad_output, rows, offs)
             dw = dw.to(call.weight_dtype)

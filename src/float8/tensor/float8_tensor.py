@@ -1,11 +1,14 @@
 """`Float8Tensor`, float8 data and their scale as one tensor, and what each aten op does to it."""
 
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from float8.autograd import another
 from float8.config import CastConfig, Granularity, ScalingGranularity
 from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.kernels.dequantise import dequantised_by_kernel
@@ -18,9 +21,10 @@ from float8.tensor.wrapper import Wrapper, as_inference_as
 aten = torch.ops.aten
 
 CURE = (  # for an op that has no float8 meaning
-    "call .to_original_precision(); for a weight that FSDP2 gathers convert its layer again before "
-    "fully_shard, by a module_filter_fn, with enable_fsdp_float8_all_gather=False; leave one in "
-    "float8 only out of fully_shard, by ignored_params, or call convert_to_high_precision(model)"
+    "call .to_original_precision(); if it is a weight in float8 only, call "
+    "convert_to_high_precision(model) first, as before merge_and_unload(), or leave it out of "
+    "fully_shard, by ignored_params; if FSDP2 gathers it, convert its layer again before "
+    "fully_shard, by a module_filter_fn, with enable_fsdp_float8_all_gather=False"
 )
 
 
@@ -28,22 +32,24 @@ class Float8Tensor(Wrapper):
     """A tensor held as float8 data and a scale, which reports its original dtype.
 
     `x ~= data.to(float32) * scale`. It carries float8 where autograd, FSDP or DTensor must see
-    one tensor. Layers pass data and scale to a float8 GEMM; `mm` and `F.linear` outside layers
-    dequantise first, and warn. Ops without a meaning for float8 data raise and name
-    `.to_original_precision()`.
+    one tensor. Layers pass data and scale to a float8 GEMM; products outside layers (`@`, `bmm`,
+    `einsum`, `F.linear`) dequantise first, and warn. Ops without a meaning for float8 data raise
+    and name `.to_original_precision()`.
 
     Args:
-        data: float8, any shape and strides. Under finer scales [R, C], contiguous; `AXISWISE` and
-            squares allow more leading dims, or data whose last two dims are transposed.
-        scale: float32, the decode scales: one element, [..., R, 1] by rows, or one for each block.
-            Under `AXISWISE` also [..., 1, C], for columns: the result of `.t()` on row scales.
+        data: float8, any shape and strides. Under finer scales [..., R, C], contiguous, or with
+            the last two dims transposed.
+        scale: float32, the decode scales: one element, [..., R, 1] by rows, or one for each block;
+            those of transposed data are transposed, [..., 1, C] under `AXISWISE`.
         orig_dtype: the dtype the tensor reports: float32, bfloat16 or float16.
-        granularity: what one scale covers. All allow copies and dequantising; `AXISWISE` also
-            transposing, and slicing the dim that has scales; `TENSORWISE` all views.
+        granularity: what one scale covers. All allow copies, dequantising and transposing;
+            `AXISWISE` also slicing the dim that has scales; `TENSORWISE` all views.
         amax: 0-dim float32, which delayed scaling records at each use in training; else None.
+        requires_grad: given with a `Float8Tensor` as `data` and nothing else, as accelerate does
+            where it moves weights: returns that as an `nn.Parameter`.
 
     Raises:
-        TypeError: a dtype is not one of those named above.
+        TypeError: a dtype is not one of those named above, or `data` have no scale.
         ValueError: `data` or `scale` has another shape, or `data` has other strides.
     """
 
@@ -61,12 +67,18 @@ class Float8Tensor(Wrapper):
     def __new__(
         cls,
         data: Tensor,
-        scale: Tensor,
-        orig_dtype: torch.dtype,
+        scale: Tensor | Any = None,
+        orig_dtype: torch.dtype | Any = None,
         granularity: Granularity = ScalingGranularity.TENSORWISE,
         amax: Tensor | None = None,
+        requires_grad: bool | None = None,
     ) -> "Float8Tensor":
         """See the class."""
+        if requires_grad is not None and isinstance(data, Float8Tensor):
+            return nn.Parameter(data, requires_grad)  # type: ignore[return-value]
+        if scale is None:
+            expected = "one, or a Float8Tensor as data; model.load_state_dict casts other values"
+            raise TypeError(f"scale: got none for data of {data.dtype}, expected {expected}")
         if data.dtype not in FLOAT8_MAX:
             raise TypeError(f"data: got dtype {data.dtype}, expected one of {tuple(FLOAT8_MAX)}")
         if scale.dtype != torch.float32:
@@ -75,21 +87,20 @@ class Float8Tensor(Wrapper):
             raise TypeError(
                 f"orig_dtype: got {orig_dtype}, expected one of {HIGH_PRECISION_DTYPES}"
             )
-        straight, turns = data.is_contiguous(), granularity.by_rows or granularity.square
-        lies = data.dim() > 1 and (straight or (turns and data.mT.is_contiguous()))
+        lies = data.dim() > 1 and (data.is_contiguous() or data.mT.is_contiguous())
         if not (granularity.one_scale or lies):
             raise ValueError(
                 f"data: got shape {tuple(data.shape)} with strides {data.stride()}, expected a "
                 f"contiguous matrix under {granularity}"
             )
         self = cls._unchecked(data, scale, orig_dtype, granularity, amax)
-        turned = self._has_column_scales or (granularity.by_blocks and not straight)
-        lying, of = (scale.mT, data.mT) if turned else (scale, data)
+        lying, of = (scale.mT, data.mT) if self._has_column_scales else (scale, data)
         if granularity.one_scale:
             fits, expected = scale.numel() == 1, "one element"
         elif not (fits := torch.compiler.is_compiling()):  # which asks nothing of symbolic sizes
             wanted = granularity.scales(tuple(of.shape))
             fits, expected = tuple(lying.shape) == wanted, f"shape {wanted}"
+            fits = fits or (granularity.by_blocks and self._order_of_cast() is not None)
         if not fits:
             got = f"shape {tuple(lying.shape)} for data of {tuple(of.shape)}"
             raise ValueError(f"scale: got {got}, expected {expected} under {granularity}")
@@ -155,17 +166,51 @@ class Float8Tensor(Wrapper):
         """Dequantise; differentiable, the gradient passes through unchanged."""
         return _Straight.apply(self, dequantise)  # type: ignore[no-any-return, no-untyped-call]
 
-    def storage(self) -> Any:
-        """Refuse to name one storage, as safetensors asks for: there are two."""
+    def storage(self, **_: Any) -> Any:
+        """Refuse to be one array in memory, as safetensors and accelerate's `disk_offload` want."""
         raise RuntimeError(
-            "Float8Tensor: got a request for its storage, as by safetensors, expected tensors in "
-            "high precision; give save_pretrained state_dict=high_precision_state_dict(model)"
+            "Float8Tensor: got a request for its storage, as by safetensors or to offload it to "
+            "the disk, expected tensors in high precision, from .to_original_precision(); give "
+            "save_pretrained state_dict=high_precision_state_dict(model); offload to the CPU, or "
+            "call convert_to_high_precision(model) first"
         )
+
+    numpy = storage
+
+    def data_ptr(self) -> int:
+        """Return the address of the data, by which accelerate tells tied weights."""
+        return self._data.data_ptr()
+
+    def element_size(self) -> int:
+        """Return the bytes of an element in memory, without scales: 1."""
+        return self._data.element_size()
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Return the bytes of the data and of all scales."""
+        return sum(x.nbytes for x in self._inside().values())
 
     @property
     def _scaling(self) -> str:
         """Describe the granularity for messages, and the dim of the scales if that differs."""
-        return f"{self._granularity}{' by columns' if self._has_column_scales else ''}"
+        differs = " by columns" if self._has_column_scales else " transposed"
+        return f"{self._granularity}{differs * self._is_transposed}"
+
+    @property
+    def _is_transposed(self) -> bool:
+        """Whether finer scales are not of [..., R, C], the dims in the order of the cast."""
+        if not self._granularity.by_blocks:
+            return self._has_column_scales
+        as_cast = self._scale.shape == self._granularity.scales(tuple(self.shape))
+        return not (as_cast and self._data.is_contiguous())
+
+    def _order_of_cast(self) -> tuple[int, ...] | None:
+        """Return the dims of data under blocks in the order of the cast; None: of a part."""
+        for order in itertools.permutations(range(self.dim())):
+            data, scale = self._data.permute(order), self._scale.permute(order)
+            if data.is_contiguous() and scale.shape == self._granularity.scales(tuple(data.shape)):
+                return order
+        return None
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -178,7 +223,7 @@ class Float8Tensor(Wrapper):
         result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
-        if func.is_view and func is not aten.view.dtype:
+        if func.is_view:
             return _view(func, args, kwargs)
         raise NotImplementedError(
             f"Float8Tensor: got {func}, expected one of the ops that have a float8 meaning "
@@ -223,8 +268,13 @@ class _Straight(torch.autograd.Function):
 
 def dequantise(x: Float8Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return `data * scale` in float32, rounded to `dtype` or the original one; no autograd."""
-    values = Operand(x._data, x._scale)
-    return dequantised_by_kernel(values, x._granularity, dtype or x._orig_dtype)
+    operand, dtype = Operand(x._data, x._scale), dtype or x._orig_dtype
+    if not (x._granularity.by_blocks and x._is_transposed):
+        return dequantised_by_kernel(operand, x._granularity, dtype)
+    order: Any = x._order_of_cast()
+    as_cast = Operand(*(inner.permute(order) for inner in operand))
+    values = dequantised_by_kernel(as_cast, x._granularity, dtype)
+    return another(values.permute([order.index(dim) for dim in range(x.dim())]))
 
 
 # ---------------------------------------------------------------- views
@@ -233,6 +283,9 @@ def dequantise(x: Float8Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Do ops that move no values on the data, and on scales that lie over them."""
     x, *rest = args
+    expands = func is aten.expand.default and [*x.shape] != [*rest[0]]  # as `matmul` does
+    if expands and not x._granularity.one_scale:
+        return _of_values(func, args, kwargs)
     if func is aten.constant_pad_nd.default and any((*rest[1:], *kwargs.values())):
         raise ValueError(
             f"{func}: got a padding other than 0, which has no bytes under a scale of other "
@@ -252,10 +305,8 @@ def _scales_of_pieces(
     """Return the scales of the parts that `func` made of the data of `x`."""
     if x._granularity.one_scale:
         return [x._scale] * len(pieces)
-    if x.dim() == 3 and x._granularity.by_blocks:  # of experts: one, or all transposed
-        swapped = func is aten.transpose.int and {dim % 3 for dim in rest} == {1, 2}
-        if (swapped and x._granularity.square) or (func is aten.select.int and rest[0] == 0):
-            return [func(x._scale, *rest)]
+    if (moved := _moved_scale(func, x, pieces[0], rest)) is not None:
+        return [moved]
     if x._has_row_scales and func is aten.constant_pad_nd.default and not any(rest[0][:2]):
         return [func(x._scale, rest[0], 1.0)]
     if x._granularity.by_rows and func is not aten.as_strided.default:
@@ -270,6 +321,35 @@ def _scales_of_pieces(
     elif (pieces[0].shape, pieces[0].stride()) == (x.shape, x.stride()):
         return [x._scale]
     raise _refused(func, x, ": a part of the data does not have all of the scales")
+
+
+def _moved_scale(func: Any, x: Float8Tensor, data: Tensor, rest: list[Any]) -> Tensor | None:
+    """Return the finer scales of `x` with the dims that an op gave its data, or None."""
+    scale: Tensor = x._scale
+    of_expert = func is aten.select.int and x.dim() == 3 and rest[0] == 0
+    if func in _PERMUTE or (of_expert and x.stride(0) == x.shape[1] * x.shape[2]):
+        return func(scale, *rest)  # type: ignore[no-any-return]
+    if func not in _RESHAPE:
+        return None
+    sizes, before = [*data.shape], 1
+    for n, scales in zip(x.shape, scale.shape, strict=True):
+        if n != scales:  # of parts of this dim, which must be a dim of `data`, too
+            at = [i for i, m in enumerate(data.shape) if m == n]
+            at = [i for i in at if math.prod(data.shape[:i]) == before]
+            if not at:
+                return None
+            sizes[at[0]] = scales
+        before *= n
+    scale = scale.reshape(sizes)
+    whole = x._granularity.by_rows or x._like(data, scale)._order_of_cast() is not None
+    return scale if whole else None
+
+
+_PERMUTE = aten.t.default, aten.transpose.int, aten.permute.default
+_RESHAPE = (
+    *(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default),
+    *(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
+)
 
 
 def _refused(op: Any, x: Float8Tensor, but_for: str) -> ValueError:
@@ -298,7 +378,10 @@ def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(dequantise(x), dtype=dtype, **kwargs)
     rest = {k: v for k, v in kwargs.items() if k != "memory_format"}
     inside = x._inside().values()
-    return x._like(*[func(each, **(kwargs if each is x._data else rest)) for each in inside])
+    copy = x._like(*[func(each, **(kwargs if each is x._data else rest)) for each in inside])
+    if x._granularity.by_blocks and copy.stride() != x.stride() and x._is_transposed:
+        raise _refused(func, x, " for a copy with other strides")
+    return copy
 
 
 def _require_alike(op: str, *tensors: Any, scale: bool = False) -> None:
@@ -366,10 +449,10 @@ def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _of_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an op on the values: a new tensor is plain, as its values may be any."""
     plain = [dequantise(x) if isinstance(x, Float8Tensor) else x for x in args]
-    if "mm" in func.name():
+    if func.name() in _PRODUCTS or func is aten.expand.default:
         sizes = [tuple(x.shape) for x in args if isinstance(x, Float8Tensor)]
         warn(
-            f"float8: {func} outside of float8 layers multiplies values of {sizes} that are "
+            f"float8: {func} outside of float8 layers takes values of {sizes} that are "
             f"rounded to float8, in high precision; call .to_original_precision() if that is "
             f"meant; else convert the layer, or have its weight gathered in high precision"
         )
@@ -427,17 +510,21 @@ def _sent(name: str, tree: Any) -> Any:
     return inner.view(torch.uint8) if name == "_data" and isinstance(inner, Tensor) else inner
 
 
+_PRODUCTS = [f"aten::{x}mm" for x in ("", "add", "b", "baddb", "addb", "_grouped_")]
+_PRODUCTS += "aten::mv", "aten::addmv", "aten::dot", "aten::vdot"
+
 _OPS: dict[Any, tuple[str, ...]] = {
     _view: ("aten::_unsafe_view", "aten::constant_pad_nd"),  # and all that are views
     _copy: ("aten::clone", "aten::empty_like", "aten::_to_copy"),
     _cat: ("aten::cat",),
     _copy_: ("aten::copy_",),
-    _of_values: tuple(
-        f"aten::{name}"
-        for name in ("equal", "is_same_size", "zeros_like", "ones_like", "mm", "addmm")
+    _of_values: (
+        *(f"aten::{name}" for name in ("equal", "is_same_size", "zeros_like", "ones_like")),
+        *_PRODUCTS,
     ),
     # torch.distributed.checkpoint asks.
     lambda func, args, kwargs: func(args[0]._data, *args[1:]): ("aten::is_pinned",),
+    lambda func, args, kwargs: args[0].storage(): ("aten::view.dtype",),
     _exchange: tuple(
         f"c10d::{name}_" for name in ("broadcast", "scatter", "gather", "allgather", "alltoall")
     ),
