@@ -11,6 +11,4 @@ from setuptools import setup
 README = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
 LINK = r"!?\[([^][]*)\]\((?![a-z]+:)[^)]*\)"
 
-setup(
-    long_description=re.sub(LINK, r"\1", README), long_description_content_type="text/markdown"
-)
+setup(long_description=re.sub(LINK, r"\1", README), long_description_content_type="text/markdown")

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,14 @@ def test_there_are_pages_and_samples() -> None:
     assert len(SAMPLES) > 5
     assert len(samples("py")) > 1
     assert any(page_name(page) == "README.md" for page in PAGES)
+
+
+def test_programs_end_with_the_process_that_ran_them() -> None:
+    """Else Python warns of a process that is still running, and of its pipes."""
+    code = "from support.forks import run_program; print(run_program('', ()).returncode)"
+    command = [sys.executable, "-W", "always::ResourceWarning", "-c", code]
+    done = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("0\n", "")
 
 
 @pytest.mark.xdist_group("programs")

@@ -110,7 +110,7 @@ def test_runs_of_one_start_end_with_it(number: signal.Signals) -> None:
         start_new_session=True,
     ) as process:
         assert process.stdout is not None
-        told = [next(process.stdout) for _ in range(3)]  # the device, and that both starts are there
+        told = [next(process.stdout) for _ in range(3)]  # the device, both starts
         os.kill(process.pid, number)
         rest = process.stdout.read()  # until none of its processes is left, which have it open
     assert (process.returncode, rest) == (130, ""), told
