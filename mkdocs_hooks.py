@@ -1,7 +1,7 @@
-"""Hooks of `make docs`: pages from outside of docs/, and links that lead out of it.
+"""Hooks of `make docs`: pages and files from outside of docs/.
 
-README.md is the first page. Links between pages stay as they are written, so that they work in the
-repository as well; those to other files of the repository lead there.
+README.md is the first page. Links stay as they are written, so that they work in the repository as
+well; results, notes and examples, which pages link to, are copied into the site.
 """
 
 import posixpath
@@ -17,26 +17,21 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "benchmarks/NOTES.md": "notes.md",
 }
 """Pages that lie beside docs/, and what the site calls them."""
 
 LINK = re.compile(r"(\]\()([^)\s:]*)(\))")
 
 
-def on_config(config: MkDocsConfig) -> None:
-    """Take the address of the repository from pyproject.toml."""
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    (config.repo_url,) = re.findall(r'^Repository = "(.+)"', text, re.MULTILINE)
-    config.repo_name = config.repo_url.partition("//")[2].partition("/")[2]
-
-
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages and plots from outside of docs/."""
+    """Add the pages, and the files they link to, from outside of docs/."""
     for source, name in PAGES.items():
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, name, content=text))
-    for plot in sorted((ROOT / "benchmarks" / "results").glob("*.png")):
-        files.append(File.generated(config, f"results/{plot.name}", abs_src_path=str(plot)))
+    for path in (*ROOT.glob("benchmarks/results/*.*"), *ROOT.glob("examples/*.*")):
+        name = path.relative_to(ROOT).as_posix()
+        files.append(File.generated(config, name, abs_src_path=str(path)))
     return files
 
 
@@ -53,10 +48,6 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         if not (ROOT / file).exists():
             return link[0]  # which mkdocs reports
         name = PAGES.get(file, file.removeprefix("docs/"))
-        if file.endswith(".png"):
-            name = name.replace("benchmarks/", "")
-        if files.get_file_from_path(name) is None:
-            name = f"{config.repo_url}/blob/main/{file}"
         return f"{link[1]}{name}{hash_}{anchor}{link[3]}"
 
     return LINK.sub(of_site, markdown)

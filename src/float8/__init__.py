@@ -46,7 +46,7 @@ if TYPE_CHECKING:
         PrepareFloat8ModuleInput,
     )
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 
 def __getattr__(name: str) -> Any:

@@ -101,19 +101,19 @@ def test_runs_of_one_start_end_with_it(number: signal.Signals) -> None:
     words += "--start 1 --seeds 2 --at-once 2"
     Path("text.txt").write_text("some words of a text " * 2000)
     Path("kept").mkdir()
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-um", "float8_lab.cli.main", *words.split()],
         env={**os.environ, "TMPDIR": str(Path("kept").absolute())},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-    )
-    assert process.stdout is not None
-    told = [next(process.stdout) for _ in range(3)]  # the device, and that both starts are there
-    os.kill(process.pid, number)
-    rest = process.stdout.read()  # until none of its processes is left, which have it open
-    assert (process.wait(), rest) == (130, ""), told
+    ) as process:
+        assert process.stdout is not None
+        told = [next(process.stdout) for _ in range(3)]  # the device, both starts
+        os.kill(process.pid, number)
+        rest = process.stdout.read()  # until none of its processes is left, which have it open
+    assert (process.returncode, rest) == (130, ""), told
     assert not [*Path("kept").rglob("*.pt")], "starts may be large"
 
 

@@ -236,7 +236,7 @@ def test_it_compiles_and_spills_nothing(
     for binary in binaries:
         used = resources(binary, tmp_path)
         assert used["REG"] > 0
-        assert used["STACK"] <= MAY_SPILL.get((case, capability), 200 if "of blocks" in case else 0)
+        assert used["STACK"] <= MAY_SPILL.get((case, capability), 48 if "of blocks" in case else 0)
         assert used["LOCAL"] == 0
 
 

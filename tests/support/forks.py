@@ -47,7 +47,9 @@ def _server(imported: tuple[str, ...]) -> Any:
     command = [sys.executable, __file__, *imported]  # which ends when its stdin does
     # Threads that wait for another process on their core spin, which takes most of the time.
     pipe, env = subprocess.PIPE, os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env)
+    server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env)
+    atexit.register(server.__exit__, None, None, None)  # closes its pipes and waits for its end
+    return server
 
 
 def _serve() -> None:

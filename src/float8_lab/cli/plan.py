@@ -203,7 +203,7 @@ def plan_command(
     ] = None,
     model: Annotated[str | None, f"One of {', '.join(PRESETS)}; else llama3-8b."] = None,
     tokens: Annotated[int, "Tokens per forward on one device."] = 8192,
-    sequence: Annotated[int | None, "Tokens of a sequence; else those of --model, or 8192."] = None,
+    sequence: Annotated[int | None, "Of one sequence; else the gcd of --tokens and 8192."] = None,
     recipe: Annotated[
         str,
         f"One of {', '.join(RECIPES)}; or MODULE:NAME, a Float8LinearConfig of yours. With +held "

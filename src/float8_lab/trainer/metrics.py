@@ -60,14 +60,15 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         # A killed process may have left half a line: start on a fresh one.
         torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
-        self._file = path.open("a", buffering=1)
-        self._file.write("\n" * torn)
+        self._path, self._before = path, "\n" * torn
 
     def _write(self, kind: str, **values: Any) -> None:
         for name, value in values.items():
             if isinstance(value, float) and not math.isfinite(value):
                 values[name] = str(value)
-        self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+        with self._path.open("a") as file:
+            file.write(self._before + json.dumps({"kind": kind, **values}) + "\n")
+        self._before = ""
 
     def on_start(self, config: TrainConfig, step: int, about: str) -> None:
         """Note where the run starts."""
@@ -84,9 +85,8 @@ class JsonLines:
         self._write("validation", **vars(record))
 
     def on_end(self, status: str, step: int) -> None:
-        """Note how the run ended, and close the file."""
+        """Note how the run ended."""
         self._write("end", step=step, status=status, time=time.time())
-        self._file.close()
 
 
 class TensorBoard:
