@@ -1,7 +1,6 @@
 """Checkpoints in float8 that are written and read: bytes, values, names, what stays as it was."""
 
 import json
-import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -57,7 +56,7 @@ def test_round_trips_byte_for_byte(layout: Layout, tmp_path: Path) -> None:
     trained = built(layout.recipe)
     notes = save_float8_checkpoint(trained, tmp_path / "a", **layout.how)
     assert [note.name for note in notes] == [f"ffn.w{i}.weight" for i in (1, 2, 3)]
-    assert all(note.as_trained and 25 < note.sqnr < 45 for note in notes)
+    assert all(note.as_trained for note in notes)
     with torch.device("meta"):
         model = Model().bfloat16().requires_grad_(False)
     how = {"config": only(layout.recipe), "module_filter_fn": lambda mod, fqn: "ffn" in fqn}
@@ -67,7 +66,7 @@ def test_round_trips_byte_for_byte(layout: Layout, tmp_path: Path) -> None:
     assert model.lm_head.weight is model.embed.weight
     assert model.steps == 3
     notes = save_float8_checkpoint(model, tmp_path / "b", **layout.how, max_shard_size=100_000)
-    assert all(note.as_trained and note.sqnr == float("inf") for note in notes)
+    assert all(note.as_trained for note in notes)
     assert len([*(tmp_path / "b").glob("*.safetensors")]) > 1
     found = [float8_weights(each, **layout.how) for each in (trained, model)]
     found += [in_files(tmp_path / name).items() for name in "ab"]
@@ -103,8 +102,10 @@ def test_what_is_read_is_what_was_written(layout: Layout, tmp_path: Path) -> Non
 
 def test_another_granularity_is_said_to_be_a_cast(tmp_path: Path) -> None:
     for recipe in ("tensorwise", "delayed"):
-        notes = save_float8_checkpoint(built(recipe), tmp_path)
-        assert all(not note.as_trained and note.sqnr > 25 for note in notes)
+        notes = save_float8_checkpoint(trained := built(recipe), tmp_path)
+        assert not any(note.as_trained for note in notes)
+        weight = dict(read_float8_checkpoint(tmp_path))["ffn.w1.weight"]
+        assert sqnr(trained.ffn.w1.weight, dequantise(weight)) > 25
     by_history = built(delayed())
     notes = save_float8_checkpoint(by_history, tmp_path, "compressed-tensors", strategy="tensor")
     assert not any(note.as_trained for note in notes)
@@ -131,8 +132,7 @@ def test_exponents_of_all_values(tmp_path: Path) -> None:
     model.ffn = model.ffn.w1  # [300, 200]: 3 x 2 blocks
     nn.init.zeros_(model.ffn.weight)
     for strategy, zero in (("block_ue8m0", 127 - 108), ("mxfp8", 0)):
-        (note,) = save_float8_checkpoint(model, tmp_path / "zeros", strategy=strategy)
-        assert note.sqnr == float("inf")
+        save_float8_checkpoint(model, tmp_path / "zeros", strategy=strategy)
         assert (
             in_files(tmp_path / "zeros")["ffn.weight_scale_inv"].view(torch.uint8) == zero
         ).all()
@@ -169,7 +169,7 @@ def test_scales_that_are_no_powers_of_two_are_cast_anew_for_exponents(tmp_path: 
     wanted = built("blockwise").ffn.w1.weight
     for model in (built("blockwise"), built(only("blockwise"))):
         notes = save_float8_checkpoint(model, tmp_path, **config)
-        assert all(not note.as_trained and note.sqnr > 25 for note in notes)
+        assert not any(note.as_trained for note in notes)
         weight = dict(read_float8_checkpoint(tmp_path))["ffn.w1.weight"]
         assert sqnr(wanted, dequantise(weight)) > 25
     said = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
@@ -256,27 +256,6 @@ def test_float32_beside_a_body_of_16_bits_stays(tmp_path: Path) -> None:
             again = load_float8_checkpoint(mixed(body).to_empty(device="cpu"), tmp_path)
             assert torch.equal(again.gain, model.gain)
             assert torch.equal(again.bias_of_router, model.bias_of_router)
-
-
-@pytest.mark.parametrize(
-    ("how", "sizes", "wrong"),
-    [
-        ({}, (64, 192), "0.weight"),  # one block of 64 rows and columns is read rightly
-        ({"strategy": "mxfp8"}, (240, 64), "1.weight"),
-        ({"strategy": "tensor"}, (240, 192), ""),
-        ({"format": "compressed-tensors"}, (240, 192), ""),
-    ],
-)
-def test_it_warns_of_what_transformers_reads_wrongly(
-    how: Any, sizes: tuple[int, int], wrong: str, tmp_path: Path
-) -> None:
-    inside, hidden = sizes
-    model = nn.Sequential(nn.Linear(64, hidden), nn.Linear(inside, 128))
-    convert_to_float8_training(model, module_filter_fn=all_linears)
-    with warnings.catch_warnings(record=True, action="always") as told:
-        save_float8_checkpoint(model, tmp_path, **how)
-    assert [each.filename for each in told] == [__file__] * bool(wrong)
-    assert all(f"1 weight(s), as {wrong}, end" in str(each.message) for each in told)
 
 
 def test_views_of_one_memory_are_written(tmp_path: Path) -> None:

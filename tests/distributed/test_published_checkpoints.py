@@ -105,7 +105,7 @@ def test_tensor_parallel(of: Any, tmp_path: Path) -> None:
             assert isinstance(mine, DTensor)
             assert torch.equal(whole(mine), theirs)
             assert note.as_trained
-            assert abs(note.sqnr - sqnr(whole(was), theirs)) < 0.1
+            assert sqnr(whole(was), theirs) > 25
 
 
 @on("either")
@@ -204,8 +204,12 @@ ALONE: dict[str, tuple[int, dict[str, Any], str]] = {
     "not put in place": (0, {"fails": "pathlib.Path.replace", "at": 3}, "No space left"),
     "argument": (1, {"max_shard_size": True}, "expected bytes"),
     "other arguments": (1, {"dtype": torch.float16}, "other models or arguments"),
-    "not measured": (1, {"fails": "float8.checkpoints.writing.in_float8_only"}, "No space left"),
-    "late on the other": (1, {"fails": "float8.checkpoints.writing._sqnr", "at": 2}, "No space"),
+    "not cast": (1, {"fails": "float8.checkpoints.writing.in_float8_only"}, "No space left"),
+    "late on the other": (
+        1,
+        {"fails": "float8.checkpoints.writing.in_float8_only", "at": 2},
+        "No space",
+    ),
 }
 """What fails on one rank: which, how, and why."""
 NOT_GIVEN = "fails", "at", "raises"

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from float8 import (
@@ -17,7 +17,7 @@ from float8 import (
     high_precision_state_dict,
 )
 from sqnr import assert_same_bits
-from support.configs import DELAYED, DYNAMIC, delayed, mixed, of_recipe, tensorwise
+from support.configs import DELAYED, DYNAMIC, delayed, mixed, tensorwise
 from support.copies import through_file
 from support.models import copied, fp8_state
 from support.stacks import step
@@ -154,55 +154,6 @@ def test_high_precision_state_dict_keeps_a_buffer_of_that_name_elsewhere() -> No
         high_precision_state_dict({})
 
 
-# ---------------------------------------------------------------- of other libraries
-
-
-def foreign(model: nn.Module, history_len: int = 16) -> dict[str, Tensor]:
-    """Of float8_experimental and torchao <= 0.9: all roles, vectors of one element, encode scales.
-
-    Amaxes stay after a sync; before the first one they are the largest value of the format.
-    """
-    state = dict(model.state_dict())
-    for name, layer in model.named_modules():
-        if not isinstance(layer, Float8Linear):
-            continue
-        for role, largest in (("input", 448.0), ("weight", 448.0), ("grad_output", 57344.0)):
-            prefix = f"{name}.fp8_"
-            history = state.get(f"{prefix}amax_history_{role}", torch.zeros(history_len))
-            scale = state.get(f"{prefix}scale_{role}", torch.zeros(()))
-            synced = bool(history.any())
-            state[f"{prefix}amax_{role}"] = history[:1] if synced else torch.full((1,), largest)
-            state[f"{prefix}amax_history_{role}"] = history
-            state[f"{prefix}scale_{role}"] = (1 / scale if synced else torch.ones(())).reshape(1)
-    return state
-
-
-@ASSIGN
-@pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("mix", [(DELAYED,) * 3, (DELAYED, DYNAMIC, DELAYED)])
-def test_encode_scales_of_other_libraries_are_converted(mix, steps: int, assign: bool) -> None:
-    config = mixed(*mix, **EXACT)
-    model, other = trained(config, steps), trained(config, 1)
-    other.load_state_dict(through_file(foreign(model)), assign=assign)
-    assert_same_bits(other.state_dict(), model.state_dict())
-    assert_train_alike(model, other)
-
-
-def test_first_names_of_float8_experimental() -> None:
-    """It called the sites x, w and dL_dY until July 2024."""
-    model = trained(delayed(**EXACT))
-    state = foreign(model)
-    for first, name in (("x", "input"), ("w", "weight"), ("dL_dY", "grad_output")):
-        for key in [key for key in state if "fp8_" in key and key.endswith(f"_{name}")]:
-            state[key.removesuffix(name) + first] = state.pop(key)
-    assert "0.fp8_amax_history_dL_dY" in state
-    other = converted(of_recipe("delayed"))
-    with pytest.warns(UserWarning, match="configuration: dropped the state of weight, which"):
-        other.load_state_dict(through_file(state))
-    wanted = model.state_dict()
-    assert_same_bits(other.state_dict(), {name: wanted[name] for name in other.state_dict()})
-
-
 @ASSIGN
 def test_scales_of_other_shapes_are_refused(assign: bool) -> None:
     """Torch would take their first element."""
@@ -212,14 +163,27 @@ def test_scales_of_other_shapes_are_refused(assign: bool) -> None:
             converted().load_state_dict(state, assign=assign)
 
 
+@ASSIGN
+def test_encode_scales_of_other_libraries_are_refused(assign: bool) -> None:
+    """float8_experimental and torchao <= 0.9 have them, of shape [1]; without them it loads."""
+    model, other = trained(), converted()
+    state = {
+        k: x.reshape(1) if "fp8_" in k and not x.dim() else x for k, x in model.state_dict().items()
+    }
+    with pytest.raises(RuntimeError, match=r"expected \[\]; without the state .* starts anew"):
+        other.load_state_dict(state, assign=assign)
+    other.load_state_dict({k: x for k, x in state.items() if "fp8_" not in k}, assign=assign)
+    assert_same_bits(high_precision_state_dict(other), high_precision_state_dict(model))
+    assert_same_bits(fp8_state(other), fp8_state(converted()))
+
+
 # ---------------------------------------------------------------- of another configuration
 
 
 @ASSIGN
-@pytest.mark.parametrize("other_library", [False, True])
-def test_state_of_delayed_scaling_is_dropped_by_a_dynamic_model(assign, other_library) -> None:
+def test_state_of_delayed_scaling_is_dropped_by_a_dynamic_model(assign) -> None:
     model, other = trained(), converted(tensorwise())
-    state = through_file(foreign(model) if other_library else model.state_dict())
+    state = through_file(model.state_dict())
     expected = r"dropped the state of grad_output, which is not delayed here; .* of input, .*weight"
     with pytest.warns(UserWarning, match=expected) as told:
         other.load_state_dict(state, assign=assign)
@@ -246,18 +210,16 @@ def test_state_of_the_roles_that_both_have_is_taken(assign: bool, device: str) -
 
 
 @ASSIGN
-@pytest.mark.parametrize("other_library", [False, True])
-def test_histories_of_another_length_are_cut_or_filled(assign, other_library, recwarn) -> None:
+def test_histories_of_another_length_are_cut_or_filled(assign, recwarn) -> None:
     long = trained(delayed(delayed_scaling_config=DelayedScalingConfig(4), **EXACT), 3)
     short = converted(delayed(delayed_scaling_config=DelayedScalingConfig(2), **EXACT))
-    state = foreign(long, 4) if other_library else long.state_dict()
     with pytest.warns(UserWarning, match="all but the last 2 of 4 steps of input; dropped all but"):
-        short.load_state_dict(through_file(state), assign=assign)
+        short.load_state_dict(through_file(long.state_dict()), assign=assign)
     before, after = fp8_state(long), fp8_state(short)
     for name, x in after.items():
         assert torch.equal(x, before[name][:2] if "history" in name else before[name]), name
     recwarn.clear()
-    long.load_state_dict(foreign(short, 2) if other_library else short.state_dict(), assign=assign)
+    long.load_state_dict(short.state_dict(), assign=assign)
     for name, x in fp8_state(long).items():
         assert torch.equal(x[:2] if "history" in name else x, after[name])
         assert "history" not in name or not x[2:].any()
@@ -267,8 +229,7 @@ def test_histories_of_another_length_are_cut_or_filled(assign, other_library, re
 
 
 @ASSIGN
-def test_a_checkpoint_of_other_libraries_is_loaded_with_more_sites_than_it_has(assign) -> None:
-    """Theirs have one cast for each tensor, so a second one starts anew."""
+def test_a_checkpoint_is_loaded_with_more_sites_than_it_has(assign) -> None:
     more = CastConfig(ScalingType.DELAYED, target_dtype=torch.float8_e5m2)
     config = delayed(**EXACT)
     model = trained(config)
@@ -276,7 +237,7 @@ def test_a_checkpoint_of_other_libraries_is_loaded_with_more_sites_than_it_has(a
         dataclasses.replace(config, cast_config_input_for_grad_weight=more, emulate=True)
     )
     with pytest.warns(UserWarning, match="found no state of input_for_grad_weight, which starts"):
-        other.load_state_dict(through_file(foreign(model)), assign=assign)
+        other.load_state_dict(through_file(model.state_dict()), assign=assign)
     assert_same_bits({name: fp8_state(other)[name] for name in fp8_state(model)}, fp8_state(model))
     assert not other[0].fp8_scale_input_for_grad_weight.any()
     step(other, 1)

@@ -77,13 +77,6 @@ def rewrite(folder: Path, **tensors: Tensor | None) -> None:
     (folder / INDEX).unlink()
 
 
-def test_it_warns_of_experts_that_end_within_a_block(tmp_path: Path) -> None:
-    """Gate and up, which are in files by themselves: together they are whole blocks."""
-    model = convert_to_float8_training(built(intermediate_size=192))
-    with pytest.warns(UserWarning, match=r"24 weight\(s\), as .*experts.0.w1.weight, end within"):
-        save_float8_checkpoint(model, tmp_path)
-
-
 @layouts
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_reads_what_is_written(name: str, layout: Layout, tmp_path: Path) -> None:
@@ -100,7 +93,6 @@ def test_transformers_reads_what_is_written(name: str, layout: Layout, tmp_path:
     assert len(of_experts) % (3 * 4) == 0
     assert bool(of_experts) == (name != "Llama")
     assert all(written[note.name].dtype == torch.float8_e4m3fn for note in of_experts)
-    assert all(note.sqnr > 25 for note in notes)
     assert all(note.as_trained == (layout.recipe == "rowwise") for note in notes)
     theirs = hf.dequantised(tmp_path / "float8", layout.format).state_dict()
     theirs = {key: x for key, x in theirs.items() if not key.endswith("_scale")}  # of 5.17
@@ -386,7 +378,6 @@ def test_ranks_have_whole_experts(tmp_path: Path) -> None:
             for one, other in zip(notes, again, strict=False):
                 assert one.name == other.name
                 assert one.as_trained == other.as_trained
-                assert abs(one.sqnr - other.sqnr) < 0.01
             torch.distributed.barrier()
             load_float8_checkpoint(alone, folder)
             other = made(1)

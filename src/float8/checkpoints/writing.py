@@ -24,11 +24,10 @@ from float8.checkpoints.names import (
     unwrapped,
 )
 from float8.checkpoints.ranks import Together
-from float8.checkpoints.schemes import FINE_GRAINED, Scheme, part_of, scheme_named, values_of
+from float8.checkpoints.schemes import FINE_GRAINED, Scheme, part_of, scheme_named
 from float8.config import CastConfig, require_module
 from float8.experts import Float8Experts
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
-from float8.kernels.runtime.private import warn
 from float8.linear import Float8Linear
 from float8.linear.weight import in_float8_only
 from float8.quantize import Cast
@@ -42,8 +41,6 @@ class WrittenWeight:
     name: str
     as_trained: bool
     """Whether the bytes are those that training multiplies."""
-    sqnr: float
-    """Of the values that were written against the weight, in dB; infinite if they are the same."""
 
 
 def float8_weights(
@@ -132,8 +129,7 @@ def save_float8_checkpoint(
     replaced. Of two saves to one folder at a time one raises; those of another host are seen if the
     file system shares its locks (`flock`), as NFS does. What is no file of a checkpoint stays.
 
-    The disk needs room for both. A warning names older files that cannot be removed, and weights
-    that transformers would dequantise wrongly.
+    The disk needs room for both. A warning names older files that cannot be removed.
 
     Args:
         model: as for `float8_weights`.
@@ -145,8 +141,8 @@ def save_float8_checkpoint(
         max_shard_size: bytes of a file at most, but for a single tensor that is larger.
 
     Returns:
-        For each weight in float8 whether its bytes are those of training, and its SQNR. Empty on
-        ranks > 0 of a model that is not sharded.
+        For each weight in float8 whether its bytes are those of training. Empty on ranks > 0 of a
+        model that is not sharded.
 
     Raises:
         ImportError: the package safetensors is not installed.
@@ -176,7 +172,7 @@ def save_float8_checkpoint(
         notes = list[WrittenWeight]()
 
         def tensors() -> Iterator[dict[str, Tensor]]:
-            for pair, note in _written(contents, ranks, measured=True):
+            for pair, note in _written(contents, ranks):
                 notes.extend([note] if note else [])
                 yield pair
             ranks.agree()  # an older checkpoint is replaced only if all ranks are here
@@ -185,8 +181,6 @@ def save_float8_checkpoint(
             write_files(Path(folder), tensors(), config, max_shard_size)
         else:
             deque(tensors(), maxlen=0)
-    if ranks.number == 0:
-        _warn_of_overhang(contents)
     return tuple(notes)
 
 
@@ -220,22 +214,6 @@ class _Contents(NamedTuple):
     dtype: torch.dtype  # of most of what is not in float8
     sources: list[_Source]
     config: dict[str, Any]  # the `quantization_config` of `config.json`
-
-
-def _warn_of_overhang(contents: _Contents) -> None:
-    """Warn of weights with a last block that is smaller, which transformers dequantises wrongly."""
-    names, scheme = list[str](), contents.scheme
-    block = scheme.block if scheme.format == FINE_GRAINED else None
-    for x, pieces, *_ in (each for each in contents.sources if each.how and block):
-        size = x.shape[-2] // len(pieces), x.shape[-1]  # pieces are written one by one
-        if any(of and n > of and n % of for n, of in zip(size, block or (), strict=True)):
-            names += [name for piece in pieces for name in piece]
-    if names:
-        warn(
-            f"float8: {len(names)} weight(s), as {names[0]}, end within a block of {scheme.block}. "
-            f"This library reads them; transformers 5.23, where it dequantises, fails or reads "
-            f"wrong values: for it leave these layers out by a filter, or take another format"
-        )
 
 
 def _contents(
@@ -391,9 +369,9 @@ def _require_own_names(sources: list[_Source], suffix: str) -> None:
 
 @torch.no_grad()
 def _written(
-    contents: _Contents, ranks: Together, measured: bool = False
+    contents: _Contents, ranks: Together
 ) -> Iterator[tuple[dict[str, Tensor], WrittenWeight | None]]:
-    """Yield each tensor by its name, with its scales, and a note of it if it was `measured`."""
+    """Yield each tensor by its name, with its scales, and a note of it if it is in float8."""
     for source in contents.sources:
         x: Any = high_precision(source.x.detach())
         in_8_bits = isinstance(local_tensor(x), Float8Tensor)
@@ -407,25 +385,15 @@ def _written(
         for piece, names in enumerate(source.names):
             for expert, name in enumerate(names):
                 weight: Any = part_of(x, expert, piece, len(source.names)) if experts else x
-                made, held = weight, isinstance(weight, Float8Tensor)
+                held = isinstance(weight, Float8Tensor)
                 # What is in float8 training multiplies as it is.
                 pair: Any = contents.scheme.published(weight) if held else None
                 as_trained = pair is not None if held else source.as_trained
                 if pair is None:
                     plain = weight.to_original_precision() if held else weight
-                    made = in_float8_only(plain, Cast(source.how))
-                    pair = contents.scheme.published(made)
+                    pair = contents.scheme.published(in_float8_only(plain, Cast(source.how)))
                 data, scale = pair
                 if experts and scale.dim() == 0:
                     scale = scale.reshape(1, 1)  # transformers joins these
-                note = None
-                if measured:
-                    note = WrittenWeight(name, as_trained, _sqnr(made, weight))
-                yield {name: data, name + contents.scheme.scale_suffix: scale}, note
-
-
-def _sqnr(made: Float8Tensor, weight: Tensor) -> float:
-    """Return the SQNR of a cast against its weight, in dB."""
-    values = values_of(weight).float()
-    signal, noise = (x.double().square().sum() for x in (values, values_of(made) - values))
-    return 10 * torch.log10(signal / noise).item() if noise else float("inf")
+                tensors = {name: data, name + contents.scheme.scale_suffix: scale}
+                yield tensors, WrittenWeight(name, as_trained)

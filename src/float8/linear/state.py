@@ -257,10 +257,7 @@ def _scale_without_gradients(scale: Tensor) -> Tensor:
 
 register("scale_without_gradients", _scale_without_gradients, fake=torch.empty_like)
 
-# ---------------------------------------------------------------- of other libraries and configs
-
-_FIRST_NAMES = {"x": CastSite.INPUT, "w": CastSite.WEIGHT, "dL_dY": CastSite.GRAD_OUTPUT}
-"""The names that float8_experimental gave the sites until July 2024."""
+# ---------------------------------------------------------------- of other configurations
 
 
 def _as_loadable(
@@ -271,10 +268,6 @@ def _as_loadable(
     A warning tells of the rest, the same for all layers: Python shows it once.
     """
     loaded, told = dict(state_dict), []
-    for first, site in _FIRST_NAMES.items():
-        for name in site.buffers:
-            if (old := prefix + name.removesuffix(site.value) + first) in loaded:
-                loaded[prefix + name] = loaded.pop(old)
     there = {site: [prefix + x for x in site.buffers if prefix + x in loaded] for site in CastSite}
     ours = [key for keys in there.values() for key in keys]
     if not ours:
@@ -292,7 +285,15 @@ def _as_loadable(
             for name, value in layer._float8_fresh_state(site, device).items():
                 loaded[prefix + name] = value
         elif there[site]:
-            _take_scale(layer, loaded, prefix, site, error_msgs)
+            for name in (site.amax, site.scale):
+                # Torch would load an element of any vector for a scalar.
+                if shape := list(getattr(loaded.get(prefix + name), "shape", ())):
+                    error_msgs.append(
+                        f"size mismatch for {prefix + name}: got shape {shape} in the checkpoint, "
+                        "expected []; without the state of float8_experimental or torchao (all "
+                        "keys with fp8_) the checkpoint loads, and delayed scaling starts anew"
+                    )
+                    loaded[prefix + name] = layer.get_buffer(name)
             history = loaded.get(prefix + site.history)
             if not isinstance(history, Tensor) or history.dim() != 1:
                 continue
@@ -305,31 +306,3 @@ def _as_loadable(
         got = "float8: the checkpoint has delayed scaling of another configuration"
         warn(f"{got}: {'; '.join(told)}")
     return loaded
-
-
-def _take_scale(
-    layer: StatefulLayer, loaded: dict[str, Any], prefix: str, site: CastSite, error_msgs: list[str]
-) -> None:
-    """Put amax and scale of a site, as we keep them, into `loaded`.
-
-    float8_experimental and torchao <= 0.9 have both of shape [1], and encode scales: 1 / ours.
-    Torch would load an element of any vector for a scalar.
-    """
-    amax, history, scale = (prefix + name for name in site.buffers)
-    both = [key for key in (amax, scale) if key in loaded]
-    shapes = {key: list(getattr(loaded[key], "shape", ())) for key in both}
-    if all(shape == [1] for shape in shapes.values()):
-        if amax in loaded:  # the history has it
-            loaded[amax] = torch.zeros_like(loaded[amax]).reshape(())
-        if scale in loaded:
-            known = history not in loaded or bool((loaded[history] > 0).any())
-            decode = loaded[scale].double().reciprocal().float().reshape(())
-            loaded[scale] = decode if known else torch.full_like(decode, layer._float8_first_scale)
-        return
-    for key, shape in shapes.items():
-        if any(shapes.values()):
-            error_msgs.append(
-                f"size mismatch for {key}: got shape {shape} in the checkpoint, expected [], "
-                f"or [1] for both amax and scale (float8_experimental, torchao <= 0.9)"
-            )
-            loaded[key] = layer.get_buffer(key.removeprefix(prefix))
