@@ -14,15 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from float8 import Float8Linear, Float8LinearConfig, Float8Tensor
-from float8.config import (
-    BASE_SITE,
-    CAST_SITES,
-    GEMM_OPERANDS,
-    CastConfig,
-    ConfigOrRecipe,
-    as_config,
-)
+from float8 import CastConfig, Float8Linear, Float8LinearConfig, Float8Tensor
+from float8.config import BASE_SITE, CAST_SITES, GEMM_OPERANDS, ConfigOrRecipe, as_config
 from float8.convert.report import percent
 from float8.experts import Float8Experts, kind_of, weights_of
 from float8.linear.plan import no_grouped_gemm, plan_linear

@@ -28,7 +28,8 @@ def find_attention(model: nn.Module) -> list[tuple[nn.Module, float, float]]:
         inner = any(each.startswith(f"{name}." * bool(name)) for each in found)
         if inner or not (attends or numbers or any("softmax" in each for each in names)):
             continue
-        shapes = [] if re.search(_NOT, type(module).__name__) else [*_shapes(module)]
+        other = hasattr(module, "weight") or re.search(_NOT, type(module).__name__)
+        shapes = [] if other else [*_shapes(module)]  # PEFT's layers have weights, for one
         turned = [(K, N) for N, K in shapes]  # as of GPT2's Conv1D
         if width := _width(shapes, attends) or _width(turned, attends):
             heads = [x for key, x in numbers.items() if not re.search("dim|size", key)]
@@ -41,15 +42,16 @@ def find_attention(model: nn.Module) -> list[tuple[nn.Module, float, float]]:
 
 def _width(shapes: list[tuple[int, int]], attends: bool) -> float | None:
     """Return the features of all heads, or None if layers [N, K] are not those of attention."""
-    for fused, order in itertools.product((False, True), (1, -1)):
+    for fused, order in ((False, 1), (True, 1), (True, -1)):
         layers = shapes[::order]
         for i, j in itertools.combinations(range(len(layers)), 2):
             (out, width), inner = layers[j], [N for N, _ in layers[i:j]]
-            # Queries, keys and values, of which two are alike; or queries and one for both others.
+            # Keys and values are alike, or one layer makes both.
             apart = width in inner and len({*inner}) < len(inner) > 2
             apart = apart or (len(inner) == 2 and inner[0] == width != inner[1])
             matches = max(inner) > width if fused else apart
-            if out == layers[i][1] and matches and (attends or _shared(sum(inner), width)):
+            sure = (attends and order > 0) or _shared(sum(inner), width)
+            if out == layers[i][1] and matches and sure:
                 return width
     if len(shapes) > 2 and shapes[1] == shapes[2]:  # the output is projected elsewhere
         return shapes[0][0] if attends or shapes[0][1] == shapes[1][1] else None

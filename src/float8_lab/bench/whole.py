@@ -122,12 +122,12 @@ class Step:
     @property
     def unmeasured(self) -> list[str]:
         """What was never measured, so that the error is not known."""
-        trained = [weight for weight in self._model.parameters() if weight.requires_grad]
+        weights = [x for x in self._model.parameters() if x.requires_grad and not is_lazy(x)]
         known = (*speed.COSTS, "rowwise_with_gw_hp")
         cases = {
             "on more than 4 GPUs": self.how.data_parallel > 4,
             "under expert parallel": self.how.expert_parallel > 1,
-            "of trained Parameters in 16 bits": any(x.element_size() == 2 for x in trained),
+            "of trained Parameters in 16 bits": any(x.element_size() == 2 for x in weights),
             "of models that read no tokens": not self._text,
             "of such a configuration": self.config.short_str().split(",")[0] not in known,
             "where the host decides": self.host_decides,

@@ -113,22 +113,27 @@ def filter_code(
     return f'lambda mod, fqn: re.sub(r"\\d+", "N", fqn) {word} {sorted(alike[True])}'
 
 
-def conversion_code(config: Float8LinearConfig, recipe: str, arguments: str) -> list[str]:
-    """Return lines of code, with imports, that convert `model` under a recipe or one's own."""
-    name = recipe.partition("+")[0]
-    module, _, own = name.rpartition(":")
-    base, plain = f'Float8LinearConfig.from_recipe_name("{name}")', recipe_config(name)
-    if module:  # a configuration, or a function of one
-        base = own + "()" * callable(imported("recipe", name, ""))
+def config_code(config: Float8LinearConfig, recipe: str) -> str:
+    """Return code of a configuration: that of a recipe, or of one's own, with what differs."""
+    name, plain = recipe.partition("+")[0], recipe_config(recipe.partition("+")[0])
+    base = f'Float8LinearConfig.from_recipe_name("{name}")'
+    if own := name.rpartition(":")[2] * (":" in name):
+        base = own + "()" * callable(imported("recipe", name, ""))  # a configuration has no call
     values = {each.name: getattr(config, each.name) for each in fields(config)}
     more = [f"{key}={x}" for key, x in values.items() if x != getattr(plain, key)]
-    code = f"replace({base}, {', '.join(more)})" if more else base if module else f'"{name}"'
-    lines = f"config = {code}\nconvert_to_float8_training(model, config=config, {arguments})"
-    names = [x for x in float8.__all__ if re.search(rf"(?<![\w.\"]){x}\b", lines)]
-    imports = ["import re"] * ("re.sub" in lines)
-    imports += ["from dataclasses import replace"] * bool(more)
-    imports += [f"from {module} import {own}"] * bool(module)
-    return [*imports, f"from float8 import {', '.join(names)}", *lines.splitlines()]
+    return f"replace({base}, {', '.join(more)})" if more else base if own else f'"{name}"'
+
+
+def conversion_code(config: Float8LinearConfig, recipe: str, arguments: str) -> list[str]:
+    """Return lines of code, with imports, that convert `model`."""
+    lines = [f"config = {config_code(config, recipe)}"]
+    lines.append(f"convert_to_float8_training(model, config=config, {arguments})")
+    code, (module, _, own) = "\n".join(lines), recipe.partition("+")[0].rpartition(":")
+    names = [x for x in float8.__all__ if re.search(rf"(?<![\w.\"]){x}\b", code)]
+    lines.insert(0, f"from float8 import {', '.join(names)}")
+    others = {f"from {module} import {own}": module, "import re": "re.sub(" in code}
+    others["from dataclasses import replace"] = "= replace(" in code
+    return [line for line, needed in others.items() if needed] + lines
 
 
 def judge(
@@ -184,12 +189,13 @@ def answer(
     word = "the host decides" if step.host_decides and word != "loses" else word
     if step.unmeasured:
         error = f"error not known: nothing was measured {', '.join(step.unmeasured)}"
-    lines = [f"{word}: {step}{of_all}", f"modelled ({error})" + ": time it, it may lose" * level]
+    said = f"modelled ({error})" + ": may as well lose, so time it" * level
+    lines = [f"{word}: {step}{of_all}", said]
     if not converted:
         slow = any("modelled" in (x.skip_reason or "") for x in step.report.layers)
         hint = "more --tokens, or --cuda-graphs, may change that" if slow else "the report says why"
         lines = [f"no gain: no layer is faster in float8; {hint}"]
-    fits = "activations, not counted, come on top"
+    fits = "activations come on top"
     if step.gib > step.gib_of_gpu:
         lines[0], fits = f"does not fit: if it did, {lines[0]}", "they do not fit"
     held = f"parameters, gradients, AdamW: {step.gib:.1f} of {step.gib_of_gpu} GiB a GPU"
