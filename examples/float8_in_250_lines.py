@@ -120,17 +120,18 @@ def transposed(data: Tensor) -> Tensor:
 
 
 def gemm(a, scale_a, b, scale_b, shape: tuple[int, int], dtype: torch.dtype, fast=False) -> Tensor:
-    """Multiply `(a * scale_a) @ (b * scale_b).T`, and cut the result [R, S] to `shape`.
+    """Multiply `(a * scale_a) @ (b * scale_b).T`, without the rows of padding: [*shape].
 
     `a` is [R, C] and `b` [S, C], float8, both contiguous along C; C and S are multiples of 16. Sums
     are float32, and rounded once, to `dtype`. `fast`: a GPU may keep fewer bits of its sums.
     """
+    a = a[: shape[0]]  # `a` may have any number of rows
     # `b.t()` is no copy: a view [C, S] whose columns are contiguous. torch calls it column-major.
     # The scales multiply the finished sums, so they cost little.
     product = torch._scaled_mm(
         a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast
     )
-    return product[: shape[0], : shape[1]].contiguous()
+    return product[:, : shape[1]].contiguous()
 
 
 # ---------------------------------------------------------------- 5. Forward and backward
@@ -146,9 +147,7 @@ class Float8Matmul(torch.autograd.Function):
         x_scale, w_scale = scale_of(x, E4M3), scale_of(weight, E4M3)
         x8 = pad16(to_float8(x, x_scale, E4M3))  # [M16, K16]: filled up to multiples of 16
         w8 = pad16(to_float8(weight, w_scale, E4M3))  # [N16, K16]
-        # `a` may have any number of rows, so drop the padding. Only grad_weight needs M padded: it
-        # sums over M.
-        output = gemm(x8[:M], x_scale, w8, w_scale, (M, N), x.dtype, fast=True)
+        output = gemm(x8, x_scale, w8, w_scale, (M, N), x.dtype, fast=True)
 
         # Kept until backward: x.T in float8, one byte per element, instead of `x`, two or four.
         # The weight exists anyway: backward casts it again, under the same scale.
@@ -167,7 +166,7 @@ class Float8Matmul(torch.autograd.Function):
         grad_input = grad_weight = None
         if ctx.needs_input_grad[0]:  # False if no earlier layer needs a gradient
             w8_t = transposed(pad16(to_float8(weight, w_scale, E4M3)))  # [K16, N16]
-            grad_input = gemm(g8[:M], g_scale, w8_t, w_scale, (M, K), g.dtype)
+            grad_input = gemm(g8, g_scale, w8_t, w_scale, (M, K), g.dtype)
         if ctx.needs_input_grad[1]:  # False for a frozen weight
             g8_t = transposed(g8)  # [N16, M16]
             grad_weight = gemm(g8_t, g_scale, x8_t, x_scale, (N, K), weight.dtype)

@@ -1,5 +1,4 @@
 """Tools that measure and show the library: reference models, trainer, bench, the `float8` command.
 
-Needs the `cli` extra: `pip install '.[cli]'` in a checkout. The library itself imports nothing of
-it.
+Needs the `cli` extra: `pip install '.[cli]'` in a checkout. The library imports nothing of it.
 """

@@ -75,11 +75,8 @@ class Clock:
 
 
 # torch has no exception of its own for these.
-_SIGNS_OF_TOO_MUCH = (
-    "DefaultCPUAllocator: ",
-    "Storage size calculation overflowed",
-    "integer multiplication overflow",
-)
+_SIGNS_OF_TOO_MUCH = ["DefaultCPUAllocator: ", "Storage size calculation overflowed"]
+_SIGNS_OF_TOO_MUCH += ["integer multiplication overflow"]
 
 
 @contextlib.contextmanager

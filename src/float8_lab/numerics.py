@@ -15,15 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from float8 import Float8Linear, Float8LinearConfig, Float8Tensor
-from float8.config import (
-    BASE_SITE,
-    CAST_SITES,
-    GEMM_OPERANDS,
-    CastConfig,
-    ConfigOrRecipe,
-    as_config,
-)
+from float8 import CastConfig, Float8Linear, Float8LinearConfig, Float8Tensor
+from float8.config import BASE_SITE, CAST_SITES, GEMM_OPERANDS, ConfigOrRecipe, as_config
 from float8.convert.report import percent
 from float8.experts import Float8Experts, kind_of, weights_of
 from float8.linear import Float8Module
@@ -91,7 +84,7 @@ def compare(expected: Tensor, found: Tensor) -> Tensor:
     Returns:
         [6] float64: the sums of squares of `expected` and of the errors; then, of rows and of
         columns that are not zero, the sum of errors relative to themselves, at most 1, and how many
-        there are: a few of them may have nearly all the power. NaN and Inf make the first two so.
+        there are. NaN and Inf make the first two so.
     """
     signal = expected.double().square()
     noise = (found.double() - expected).square()
@@ -168,9 +161,8 @@ class NumericsReport:
             gemm = cast.gemms[0] if len(cast.gemms) == 1 else "both"
             under, over = (percent(x) if x else "0" for x in (cast.underflow, cast.saturation))
             numbers = f"{cast.amax:>7.1e} {under:>6} {over:>5} {cast.sqnr_db:>5.1f}"
-            lines.append(
-                f"{layer:<{width}} {cast.role:<11} {gemm:<11} {numbers} {cast.even_db:>5.1f}"
-            )
+            numbers += f" {cast.even_db:>5.1f}"
+            lines.append(f"{layer:<{width}} {cast.role:<11} {gemm:<11} {numbers}")
         lines += [f"no casts: {', '.join(self.left_out)}"] * bool(self.left_out)
         return "\n".join(lines)
 
@@ -184,10 +176,9 @@ def numerics_report(
 ) -> NumericsReport:
     """Run one forward and backward of `model` and say what float8 does to what its layers read.
 
-    The model computes as it is, converted or not, in the mode that it is in, under autocast if that
-    is on. It is left as it was: its gradients, buffers, hooks, histories of delayed scaling, and
-    torch's random state. Of layers that run without gradients, as under reentrant activation
-    checkpointing, forward alone is measured.
+    The model computes as it is, in its mode, and under autocast if that is on. It is left as it
+    was, and so is torch's random state. Of layers that run without gradients, as under reentrant
+    activation checkpointing, forward alone is measured.
 
     Args:
         model: with parameters that require gradients. Where ranks share it, under FSDP2 or tensor
@@ -277,9 +268,8 @@ def numerics_report(
     table = over_ranks(rows, ["", *keys], 1, None)[1:]
     for ((name, _), cast), row in zip(keys.items(), table, strict=True):
         if row[1]:
-            gemms = tuple(
-                gemm for gemm, calls in zip(GEMM_OPERANDS, row[12:], strict=True) if calls
-            )
+            calls = zip(GEMM_OPERANDS, row[12:], strict=True)
+            gemms = tuple(gemm for gemm, count in calls if count)
             measured.append(LayerCast.of(name, cast._replace(gemms=gemms), row[:12]))
     measured.sort(key=lambda cast: -math.inf if math.isnan(cast.even_db) else cast.even_db)
     seen = {cast.layer for cast in measured}

@@ -14,13 +14,8 @@ import torch.distributed as dist
 from float8_lab.errors import ConfigError, RankFailedError
 
 # torch has no exception of its own for these: what Gloo and NCCL say when another rank is gone.
-_SIGNS_OF_A_LOST_RANK = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Connection refused",
-    "remote process exited",
-)
+_SIGNS_OF_A_LOST_RANK = ["Connection closed by peer", "Connection reset by peer", "Broken pipe"]
+_SIGNS_OF_A_LOST_RANK += ["Connection refused", "remote process exited"]
 
 
 def start_ranks(device: str, wanted: int | None) -> None:
@@ -45,9 +40,8 @@ def start_ranks(device: str, wanted: int | None) -> None:
 def join_ranks() -> Iterator[None]:
     """Meet the other ranks that `torchrun` started, and part from them at the end.
 
-    Errors of broken connections become a `RankFailedError`.
-    A group that is there already is used and left as it is; on GPUs it needs "cpu:gloo,cuda:nccl".
-    After an error a group made here is not destroyed, which would wait for ranks that are gone.
+    Errors of broken connections become a `RankFailedError`. A group that is there already, on GPUs
+    of "cpu:gloo,cuda:nccl", is used and left as it is. After an error none is destroyed.
     """
     if not (ready := dist.is_initialized()):
         # Both: tensors on GPUs and on CPUs have ways of their own.

@@ -159,6 +159,23 @@ def test_recipes_with_switches() -> None:
         recipe_config("tensorwise+pad_inner_dim")  # on already
 
 
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        *("tensorwise+held+only", "tensorwise+only+held", "rowwise+held+emulate+only"),
+        *("tensorwise+held+held", "delayed+emulate+emulate", "tensorwise+fast_accum+fast_accum"),
+        *("rowwise+round_scales_to_power_of_2", "tensorwise+", "tensorwise++held"),
+    ],
+)
+def test_switches_that_repeat_or_contradict_are_refused(recipe: str) -> None:
+    last = recipe.split("+")[1] if "++" in recipe else recipe.rpartition("+")[2]
+    with pytest.raises(ValueError, match=rf"with the switch '{last}', expected one of ") as error:
+        recipe_config(recipe)
+    others = str(error.value).partition("expected one of ")[2].partition(";")[0].split(", ")
+    assert recipe_config(f"tensorwise+{others[0]}")
+    assert not {"held", "only"} & {*others} or not {"held", "only"} & {*recipe.split("+")[:-1]}
+
+
 X = torch.randn(64, 64)
 AS_IT_IS = {"one": X, "two": X}
 

@@ -46,6 +46,36 @@ def test_train_says_what_it_does_in_plain_lines(capsys: pytest.CaptureFixture[st
     assert "\x1b" not in out  # No bar where there is no terminal.
 
 
+def test_a_run_that_diverges_says_so_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--steps", "1", "--warmup-steps", "0", "--learning-rate", "1e39") == 1
+    out, err = capsys.readouterr()
+    assert "finished" not in out
+    assert re.match("error: training diverged at step 1: validation loss nan. The metrics", err)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", ""],
+        *(["plan", option, ""] for option in ("--gpu", "--model", "--device", "--recipe", "-o")),
+        *(["train", option, ""] for option in ("--model", "--recipe", "--data", "--output")),
+        *(["train", option, ""] for option in ("--device", "--dtype", "--resume")),
+        ["compare", ""],
+        ["compare", "tensorwise", "--output", ""],
+        *(["bench", "model", option, ""] for option in ("--recipe", "--peers", "--checkpointing")),
+        *(["bench", "model", option, ""] for option in ("--model", "--mode", "--device", "-o")),
+        ["bench", "model", "--recipe", "tensorwise,"],
+        ["bench", "train", "--gather", ""],
+        ["bench", "train", "--plot", ""],
+        ["bench", "experts", "--shape", ""],
+    ],
+)
+def test_an_empty_text_is_no_default(words: list[str], refused: Callable[..., str]) -> None:
+    assert re.match(
+        r"\w+: got (an empty text, expected a|'', expected a name end)", refused(*words)
+    )
+
+
 def test_resume_takes_its_settings_from_the_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     assert train("--steps", "5", "--stop-after", "2", "--seed", "7") == 0
     assert "go on with: float8 train --resume run" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import re
 import warnings
 from functools import partial
 from typing import Any
@@ -15,16 +16,21 @@ from float8 import (
     Float8Linear,
     Float8LinearConfig,
     Float8Weights,
+    ScalingGranularity,
     all_linears,
     conversion_report,
     convert_to_float8_training,
     convert_to_high_precision,
     keep_high_precision,
 )
+from float8.config import GEMM_OPERANDS, RECIPES
 from float8.convert import choice
-from float8.convert.speed import COSTS, MEMORY, judged_as
+from float8.convert.speed import COSTS, MEMORY, judged_as, layer_ms
 from support.configs import DISABLED, mixed, of_recipe
 from support.errors import require_errors
+
+GEMMS = ("output", "grad_input", "grad_weight")
+TENSORWISE, AXISWISE = ScalingGranularity.TENSORWISE, ScalingGranularity.AXISWISE
 
 # Not what tests/conftest.py replaces.
 GPU_FOR = choice.gpu_for
@@ -60,6 +66,52 @@ def test_a_config_is_judged_as_the_recipe_that_it_is_like(recipe: str) -> None:
     assert judged_as(dataclasses.replace(config, emulate=True, **more)) == recipe
     if recipe == "delayed":  # the weight is the smallest part
         assert judged_as(dataclasses.replace(config, cast_config_weight=CastConfig())) == recipe
+
+
+def some_gemms(*names: str, granularity: ScalingGranularity = TENSORWISE) -> Float8LinearConfig:
+    """Return a configuration in which the GEMMs of these names alone run in float8."""
+    casts = {}
+    for gemm, sites in GEMM_OPERANDS.items():
+        for site in sites:
+            cast = CastConfig(scaling_granularity=granularity) if gemm in names else DISABLED
+            casts[f"cast_config_{site.value}"] = cast
+    return Float8LinearConfig(**casts)
+
+
+@pytest.mark.parametrize(
+    ("granularity", "recipe"), [(TENSORWISE, "tensorwise"), (AXISWISE, "rowwise")]
+)
+@pytest.mark.parametrize("experts", [0, 8])
+def test_each_gemm_is_modelled_by_itself(
+    granularity: ScalingGranularity, recipe: str, experts: int
+) -> None:
+    """Those in float8 gain, their casts cost: more of them more, all of them as the recipe."""
+    ms = partial(layer_ms, "H200", tokens=16384, K=8192, N=8192, experts=experts)
+    take = partial(some_gemms, granularity=granularity)
+    times = [ms(take(*GEMMS[:count])) for count in range(4)]
+    assert times == sorted(times, reverse=True)
+    assert (times[0], times[3]) == (ms("bf16"), ms(recipe))
+    for gemm in GEMMS:
+        assert times[3] < ms(take(gemm)) < times[0]
+        emulated = dataclasses.replace(take(gemm), emulate=True)
+        assert ms(emulated) > times[0]  # the GEMM gains nothing, its casts cost
+    two = ms(take(*GEMMS[:2]), trains=False)
+    assert two == ms(recipe, trains=False)  # a frozen layer has no third
+    assert ms(take("grad_weight"), trains=False) == ms("bf16", trains=False)
+
+
+def test_the_filter_takes_what_gains_by_the_gemms_in_float8() -> None:
+    found = {}
+    for names in (GEMMS, ("output", "grad_input"), ("output",), ("grad_weight",)):
+        with torch.device("meta"):
+            layers = [(str(N), nn.Linear(N, N)) for N in range(1024, 4097, 128)]
+        whole = nn.ModuleDict(layers)
+        convert_to_float8_training(whole, config=some_gemms(*names), gpu="H200", cuda_graphs=True)
+        found[names] = int(is_float8(whole)[0])
+        judged = "modelled as tensorwise at" if names == GEMMS else "output .*, grad_weight .* at"
+        assert re.search(judged, conversion_report(whole).chosen_for[0])
+    # The third needs all tokens transposed: it gains the least for its casts.
+    assert found["output", "grad_input"] <= found["output",] < found[GEMMS] < found["grad_weight",]
 
 
 @pytest.mark.usefixtures("on_h100")
@@ -120,12 +172,10 @@ def test_judged_by_size_on_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
-@pytest.mark.parametrize("emulate", [False, True])
-def test_the_gpu_that_is_named_decides_wherever_weights_are(device: str, emulate: bool) -> None:
+def test_the_gpu_that_is_named_decides_wherever_weights_are(device: str) -> None:
     with torch.device(device):
         layers = nn.ModuleDict({"large": nn.Linear(2048, 2048), "small": nn.Linear(512, 512)})
-    config = Float8LinearConfig(emulate=emulate)
-    convert_to_float8_training(layers, gpu="h100", config=config)
+    convert_to_float8_training(layers, gpu="h100")
     assert is_float8(layers) == ["large"]
     report = conversion_report(layers)
     assert report.skipped[0].skip_reason == (
@@ -134,6 +184,14 @@ def test_the_gpu_that_is_named_decides_wherever_weights_are(device: str, emulate
     expected = 'chosen for H100 (gpu="H100"): modelled as tensorwise at 8192 tokens per forward'
     assert report.chosen_for == (expected,)
     assert expected in str(report).splitlines()
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES])
+def test_on_a_gpu_that_is_named_no_emulated_layer_gains(recipe: str) -> None:
+    config = of_recipe(recipe, emulate=True)
+    with pytest.warns(UserWarning, match="loses: emulate=True computes GEMMs in high precision, a"):
+        convert_to_float8_training(large := model(), gpu="H200", config=config)
+    assert is_float8(large) == []
 
 
 @pytest.mark.parametrize("gpu", ["H100", "H200"])

@@ -143,6 +143,7 @@ ARGUMENTS: dict[str, Callable[[str], Args]] = {
     "grouped_matmul": of_grouped_matmul,
     "grouped_outer": lambda device: iter([of_groups(device)]),
     "matmul": of_matmul,
+    "scale_without_gradients": lambda device: iter([(torch.tensor(0.5, device=device),)]),
     "tally": of_tally,
     "times_held": of_times_held,
     "transpose": of_transpose,

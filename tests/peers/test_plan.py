@@ -50,10 +50,14 @@ def vit_l():
 """
 ON_EIGHT = "--data-parallel 8"
 SPLIT = f"{ON_EIGHT} --expert-parallel 8"
-LARGE = "does not fit; 16 GPUs (FSDP2) would hold it"
+ON_MORE = "GiB; on {} (FSDP2, without activations) it pays"
+LARGE = f"does not fit on 8 GPUs, 87.0 of 79 {ON_MORE.format(16)}"
 CASES = [
     ("llama32_1b --tokens 4096", 1.07, "it pays", 18.4),
-    ("llama3_8b --tokens 4096", 1.20, "does not fit; 2 GPUs (FSDP2) would hold it", 119.7),
+    (
+        *("llama3_8b --tokens 4096", 1.20),
+        *(f"does not fit on 1 GPU, 119.7 of 79 {ON_MORE.format(2)}", 59.8),
+    ),
     ("lora_13b --tokens 4096", 1.28, "it pays", 49.4),
     pytest.param(
         *("lora_13b --tokens 4096 --recipe tensorwise+only", 1.36, "it pays", 14.0),
@@ -61,11 +65,12 @@ CASES = [
     ),
     ("--model llama3-70b --data-parallel 64", 1.43, "it pays", 16.4),
     (f"qwen3_30b_a3b {ON_EIGHT}", 1.01, "about level", 56.9),
+    (f"qwen3_30b_a3b {ON_EIGHT} --recipe tensorwise+held", 1.02, "about level", 56.9),
     (f"qwen3_30b_a3b {SPLIT}", 1.02, "about level", 56.9),
     (f"qwen3_30b_a3b {ON_EIGHT} --tokens 4096 --gpu H200", 1.31, "it pays", 56.9),
-    (f"mixtral_8x7b {ON_EIGHT}", 1.23, LARGE, 87.0),
-    (f"mixtral_8x7b {ON_EIGHT} --tokens 2048", 1.25, LARGE, 87.0),
-    (f"mixtral_8x7b {SPLIT}", 1.37, LARGE, 87.0),
+    (f"mixtral_8x7b {ON_EIGHT}", 1.25, LARGE, 43.5),
+    (f"mixtral_8x7b {ON_EIGHT} --tokens 2048", 1.30, LARGE, 43.5),
+    (f"mixtral_8x7b {SPLIT}", 1.37, LARGE, 43.5),
     ("mixtral_8x7b --data-parallel 16", 1.25, "it pays", 43.5),
     ("vit_l --tokens 50432 --sequence 197", 1.04, "about level", 4.5),
 ]
@@ -96,7 +101,7 @@ def test_a_number_and_a_verdict(
     assert found[1] == verdict
     assert float(found[2]) == pytest.approx(speedup, abs=0.011)
     experts = "experts" in out
-    assert ("\nmodelled (±10%" in out) == experts == (", its experts " in found[4])
+    assert experts == (", its experts " in found[4])
     assert (": may as well lose, so time it\n" in out) == (verdict == "about level")
     of_all = "H200" in words  # where a step waits for gathers, also what loses alone
     assert found[4].endswith(", with all layers in float8") == of_all
@@ -104,16 +109,24 @@ def test_a_number_and_a_verdict(
     assert ("module_filter_fn=lambda mod, fqn: fqn not in ['lm_head'])\n" in out) == of_all
     if "qwen3" in words:  # a number although they stay
         assert re.search(r"experts.down_proj .*modelled 0\.\d\dx of bf16", out)
-    split = "--expert-parallel" in words
-    assert (", expert parallel was not measured)" in out) == split
-    assert (", extrapolated from up to 4 GPUs)" in out) == (
-        "--data-parallel" in words and not split
-    )
-    memory, fits = 139 if "H200" in words else 79, "activations come on top"
-    fits = fits if gib < memory else "they do not fit"
-    assert f"\nparameters, gradients, AdamW: {gib} of {memory} GiB a GPU; {fits}\n" in out
+    if "held" in words:  # and why, if they do not
+        others = "1.01x with the other weights of these experts"
+        assert re.search(rf"experts.down_proj .*float8: modelled 0.90x of bf16, {others}\n", out)
+    if of_all:  # what loses by itself
+        assert re.search(
+            r"k_proj .*float8: modelled 0.\d\dx of bf16; taken with all layers in", out
+        )
+    unknown = ["on more than 4 GPUs"] * ("--data-parallel" in words)
+    unknown += ["under expert parallel"] * ("--expert-parallel" in words)
+    unknown += ["of models that read no tokens"] * ("vit_l" in words)
+    error = f"error not known: nothing was measured {', '.join(unknown)}" if unknown else "±5%"
+    assert f"\nmodelled ({error})" in out
+    memory = 139 if "H200" in words else 79
+    top = "activations come on top"
+    assert f"\nparameters, gradients, AdamW: {gib} of {memory} GiB a GPU; {top}\n" in out
+    assert re.search(r"\nattention found: \d\d modules, \w*Attention\n", out)
     only = "\nfrozen base in float8 alone, --recipe tensorwise+only: a step 1.36x, 14.0 GiB\n"
     assert (only in out) == (words == "lora_13b --tokens 4096")
     pooled = "\nclassifier: judged at all tokens, timed at one of each sequence\n"
     assert (pooled in out) == ("vit_l" in words)
-    assert "measured" not in out.replace("was not measured", "")
+    assert "measured" not in out.replace("nothing was measured", "")

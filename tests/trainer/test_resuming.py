@@ -5,6 +5,7 @@ import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.data import Corpus
 from float8_lab.trainer.loop import train
 from float8_lab.trainer.metrics import read_metrics
-from float8_lab.trainer.run_folder import find_checkpoint, saved_config
+from float8_lab.trainer.run_folder import RunFolder, find_checkpoint, saved_config
 from sqnr import assert_same_bits
 from support.trainer import Listener, read_tensors
 
@@ -248,6 +249,21 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was(
     assert str(folder / "metrics.jsonl") in str(caught.value)
     assert [r.step for r in read_metrics(folder / "metrics.jsonl").train] == [1, 2, 3, 4]
     assert find_checkpoint(folder).name == "step_00000002"
+
+
+@pytest.mark.parametrize("how", [{}, {"final_checkpoint": False}, {"stop_after": 1}])
+def test_weights_that_are_not_finite_are_never_a_finished_run(
+    make_config: MakeConfig, how: dict[str, Any]
+) -> None:
+    """The loss of the last step is that of the weights before it."""
+    steps = 2 if "stop_after" in how else 1
+    config = make_config(steps=steps, warmup_steps=0, learning_rate=1e39, **how)
+    with pytest.raises(FailedError, match=r"diverged at step 1: (validation loss|a weight is) nan"):
+        train(config)
+    folder = RunFolder(config.output)
+    assert (folder.status, folder.saved) == ("failed", [])
+    (step,) = read_metrics(folder.metrics).train
+    assert step.finite
 
 
 @pytest.mark.parametrize(

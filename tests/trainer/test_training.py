@@ -4,6 +4,7 @@ Settings: what cannot work is named; where a result was made.
 """
 
 import itertools
+import math
 import subprocess
 import sys
 import warnings
@@ -217,6 +218,12 @@ def test_graphs_change_no_loss(make_config: MakeConfig, tmp_path: Path, recipe: 
         ({"device": "cpu:7"}, "device 'cpu:7' is not there"),
         ({"compile": True, "cuda_graphs": True}, "--cuda-graphs got --device cpu; expected"),
         ({"cuda_graphs": True}, "--device cpu, no --compile; expected"),
+        *(
+            ({name: value}, f"{name}: got {value}, expected ")
+            for name in ("learning_rate", "min_lr_ratio", "weight_decay", "grad_clip")
+            for value in (math.inf, -math.inf, math.nan, -1.0)
+        ),
+        ({"learning_rate": 0.0}, "learning_rate: got 0.0, expected more: with it nothing is trai"),
         ({"recipe": "tensorwise+only"}, r"tensorwise\+only.* do not train: leave \+only out"),
     ],
 )

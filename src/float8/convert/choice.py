@@ -1,7 +1,7 @@
 """Choose what is converted: what a filter takes, or what float8 makes no slower."""
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -83,13 +83,10 @@ class Chooser:
             if not isinstance(flag, bool):
                 raise TypeError(f"{name}: got {flag!r}, expected True or False")
         if gpu is not None and self.gpu not in tuple(MEMORY):
-            expected = f"one that is modelled, of {', '.join(map(repr, MEMORY))}"
-            raise ValueError(
-                f"gpu: got {gpu!r}, expected {expected}; leave it out for the GPU here"
-            )
+            names = f"{', '.join(map(repr, MEMORY))}; leave it out for the GPU here"
+            raise ValueError(f"gpu: got {gpu!r}, expected one that is modelled, of {names}")
         if self.config.only_on == BLACKWELL and not self.config.emulate:
-            devices = {parameter.device for parameter in model.parameters()}
-            lacks = [lacks_float8_gemm(device, only=BLACKWELL) for device in devices]
+            lacks = [lacks_float8_gemm(x.device, only=BLACKWELL) for x in model.parameters()]
             lacks += [gpu and f"{self.gpu} multiplies no 8-bit exponents"]
             if reason := next(filter(None, lacks), None):
                 do = "set emulate=True to compute in high precision on the same values"
@@ -97,12 +94,9 @@ class Chooser:
         if self.takes is not None and (gpu is not None or cuda_graphs or head):
             got = f"a module_filter_fn, which decides alone, with {gpu=}, {cuda_graphs=}, {head=}"
             raise ValueError(f"got {got}; expected none of these beside it")
-        for cls in self.classes:
-            if not (isinstance(cls, type) and issubclass(cls, nn.Linear)):
-                raise TypeError(
-                    f"linear_classes: got {linear_classes!r}, expected a list of subclasses of "
-                    f"nn.Linear, as [MyLinear]"
-                )
+        if not all(isinstance(cls, type) and issubclass(cls, nn.Linear) for cls in self.classes):
+            expected = "a list of subclasses of nn.Linear, as [MyLinear]"
+            raise TypeError(f"linear_classes: got {linear_classes!r}, expected {expected}")
 
     def choose(self, mod: nn.Module, fqn: str) -> Choice | None:
         """Decide about a module of the model; None: it has no weights that could be in float8."""
@@ -121,19 +115,12 @@ class Chooser:
             return self._decide(mod, fqn, problem, self._why_no_linear)
         return None
 
-    def _decide(
-        self,
-        mod: nn.Module,
-        fqn: str,
-        problem: str | None,
-        judge: Callable[[Any, str], str | None] = lambda mod, fqn: None,
-    ) -> Choice:
+    def _decide(self, mod: Any, fqn: str, problem: str | None, judge: Any = None) -> Choice:
         """Decide by `problem`, of which no filter need know; by the filter; by `judge` without."""
         problem = problem or self.kept.get(mod)
         if self.takes is None:
-            judged = not isinstance(mod, Float8Linear | Float8Experts)
-            by = self._chosen_for(mod) if judged else None
-            return Choice(problem or judge(mod, fqn), chosen_for=by)
+            by = None if isinstance(mod, Float8Linear | Float8Experts) else self._chosen_for(mod)
+            return Choice(problem or (judge and judge(mod, fqn)), chosen_for=by)
         if problem is not None:
             return Choice(problem)
         try:
@@ -161,8 +148,7 @@ class Chooser:
         if layer.out_features < ROUTER:
             few = f"N={layer.out_features} is less than {ROUTER}, as a router's"
             return f"{few}: converted only if a module_filter_fn takes it"
-        gpu = self._gpu(layer)
-        of = self.config, self.tokens, self.ranks[0]
+        gpu, of = self._gpu(layer), (self.config, self.tokens, self.ranks[0])
         return gpu and why_slower(layer, *of, gpu, self.cuda_graphs)
 
     def _gpu(self, mod: nn.Module) -> str | None:
@@ -181,12 +167,11 @@ class Chooser:
             at = f"modelled as {judged_as(self.config)} at {self.tokens} tokens per forward"
             at += f", casts shared by {self.ranks[0]} ranks" * (self.ranks[0] > 1)
             return f"chosen for {gpu} ({said}): {at}{', as CUDA graphs' * self.cuda_graphs}"
-        if gpu is not None:
-            others = "float8 plan measures the others"
-            return f"{gpu} is not modelled: layers narrower than {NARROW} stay; {others}"
-        names = " or ".join(f'gpu="{name}"' for name in MEMORY)
-        those = f"{names} leaves those that lose on it"
-        return f"no GPU here: layers of any size are converted; {those}"
+        if gpu is None:
+            names = " or ".join(f'gpu="{name}"' for name in MEMORY)
+            return f"no GPU here: layers of any size are converted; {names} leaves those that lose"
+        narrow = f"layers narrower than {NARROW} stay; float8 plan measures the others"
+        return f"{gpu} is not modelled: {narrow}"
 
 
 def all_linears(mod: nn.Module, fqn: str) -> bool:

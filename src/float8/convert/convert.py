@@ -123,11 +123,9 @@ def convert_chosen(chooser: Chooser) -> nn.Module:
         mod.__dict__[KEPT] = tuple(choice)
     if not any(isinstance(mod, Float8Linear | Float8Experts) for mod in choices):
         reasons = [*dict.fromkeys(str(choice.reason) for choice in choices.values())][:3]
-        warn(
-            f"float8: no layer of {type(module).__name__} was converted: "
-            f"{'; '.join(reasons) or 'it has no nn.Linear'}. print(conversion_report(model)) shows "
-            f"each"
-        )
+        why = f"was converted: {'; '.join(reasons) or 'it has no nn.Linear'}"
+        told = f"float8: no layer of {type(module).__name__} {why}"
+        warn(f"{told}. print(conversion_report(model)) shows each")
     return module
 
 

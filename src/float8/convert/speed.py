@@ -5,7 +5,7 @@ Fitted to layers in compiled models, forward and backward, of H200s (docs/measur
 
 from typing import Any, NamedTuple
 
-from float8.config import CastSite, Float8LinearConfig, Float8Weights
+from float8.config import GEMM_OPERANDS, Float8LinearConfig, Float8Weights, as_config
 from float8.experts import names_to_gather, weights_of
 from float8.tensor import local_tensor
 
@@ -17,17 +17,18 @@ class Cost(NamedTuple):
     start: float  # for the layer, however small it is
     tokens: float  # for 1e9 elements of its output, whose gradient is cast; `_INPUT` of its input
     weight: float  # for 1e9 elements of its weight
-    experts: float  # the same of experts, with what GEMMs of few tokens read
+    experts: float  # the same of experts, beside `_EXPERTS`
+    rows: float  # the share of `tokens` for what output and grad_input read
 
 
 COSTS = {
-    "bf16": Cost(1.426, 0.009, 0.0, 0.0, 1.46),
-    "tensorwise": Cost(0.724, 0.021, 2.51, 1.9, 3.6),
-    "delayed": Cost(0.705, 0.023, 2.80, 1.5, 3.83),
-    "rowwise": Cost(0.739, 0.033, 2.70, 1.9, 3.57),
-    "rowwise_with_gw_hp": Cost(0.968, 0.024, 1.71, 1.9, 3.10),
-    "blockwise": Cost(0.775, 0.025, 2.44, 1.9, 3.45),
+    "bf16": Cost(1.426, 0.009, 0.0, 0.0, 0.0, 0.0),
+    "tensorwise": Cost(0.724, 0.021, 2.51, 1.9, 2.14, 0.4),
+    "delayed": Cost(0.705, 0.023, 2.80, 1.5, 2.37, 0.4),
+    "rowwise": Cost(0.739, 0.033, 2.70, 1.9, 2.11, 0.633),
+    "blockwise": Cost(0.775, 0.025, 2.44, 1.9, 1.99, 0.633),
 }
+_EXPERTS = 1.46  # of what GEMMs of few tokens read, for 1e9 elements of weights of experts
 _INPUT = 0.85  # as several layers read one tensor, and kernels that make it find its amax
 _POWER = 1.03  # the larger a GEMM, the nearer to its limit of power a GPU runs
 _HOT = {"H100": 0.02, "H200": 0.0}  # added to it for float8 GEMMs of more than 1e12 FLOP
@@ -36,9 +37,9 @@ MEMORY = {"H100": 1.2, "H200": 1.0}  # how long bytes take, over those of an H20
 _GROUPED = {"H100": 1.02, "H200": 1.0}  # how long float8 GEMMs of experts take, likewise
 _GROUPED_BY_BLOCKS = 1.28  # how long those under blocks take, over the GEMMs of linear layers
 _AT_LEAST = 1.01  # modelled, for what is converted
-_FROZEN = {"tensorwise": 0.4, "delayed": 0.4}  # of casts of tokens whose transposes nobody needs
 _HELD = 0.15  # of the casts of weights of experts that four microbatches share
-_TRANSPOSED = 0.25  # of the casts of a weight: its bytes, for backward
+_TRANSPOSED = 0.25  # of the casts of a weight: its bytes, for grad_input
+_GRAD_WEIGHT = 0.223  # of what experts take beside `_EXPERTS`: in float8, for grad_weight
 ERROR, EXPERTS_ERROR = 0.05, 0.1  # by how much speed-ups may be missed, and those with experts
 
 WAITS_BELOW_MS = 0.25
@@ -48,9 +49,28 @@ the CPU 0.36 ms with what is around it. A CUDA graph starts all kernels at once.
 NARROW = 256  # features, K and N alike, below which layers stay on a GPU that is not modelled
 
 
+def gemm_kinds(recipe: str | Float8LinearConfig) -> dict[str, str]:
+    """Return for each GEMM the row of `COSTS` that models it, by the scales of its operands."""
+    kinds = dict.fromkeys(GEMM_OPERANDS, "bf16")
+    for gemm in () if recipe == "bf16" else as_config(recipe).float8_gemms:
+        casts = [as_config(recipe).cast_config(site) for site in GEMM_OPERANDS[gemm]]
+        scales = [cast.scaling_granularity for cast in casts]
+        kind = "delayed" if any(x.scaling_type.value == "delayed" for x in casts) else "tensorwise"
+        kind = "rowwise" if any(each.by_rows for each in scales) else kind
+        kinds[gemm] = "blockwise" if any(each.by_blocks for each in scales) else kind
+    return kinds
+
+
+def judged_as(config: Float8LinearConfig) -> str:
+    """Return the row of `COSTS` of all GEMMs, or that of each."""
+    kinds = gemm_kinds(config)
+    each = ", ".join(f"{gemm} {kind}" for gemm, kind in kinds.items())
+    return kinds["output"] if len({*kinds.values()}) == 1 else each
+
+
 def layer_ms(
     gpu: str,
-    recipe: str,
+    recipe: str | Float8LinearConfig,
     tokens: float,
     K: int,
     N: int,
@@ -61,33 +81,28 @@ def layer_ms(
 ) -> float:
     """Return the modelled milliseconds of a linear layer, or of `experts` that share `tokens`.
 
-    Forward and backward on `gpu`, of `MEMORY`, under `recipe`, of `COSTS`. A frozen layer, which
-    does not train, has two GEMMs. `casts` is the share of the casts of the weight that this rank
-    has: 1 / N where N ranks gather it in float8, a part if there is only float8.
+    Forward and backward on `gpu`, of `MEMORY`, in `"bf16"`, or under a recipe or configuration, of
+    which each GEMM is modelled by itself. A frozen layer has two. `casts` is the share of the casts
+    of the weight that this rank has: 1 / N where N ranks gather it, a part if there is only float8.
     """
-    cost, high = COSTS[recipe], COSTS["bf16"]
-    share = 1.0 if trains else 2 / 3
-    count = 6e-12 * share * tokens * K * N
-    flop = cost.flop * float(count**_POWER)
-    moved = cost.tokens * (1.0 if trains else _FROZEN.get(recipe, 1.0)) * tokens * (_INPUT * K + N)
-    if experts:
-        flop *= 1.0 if cost is high else _GROUPED[gpu]
-        flop *= _GROUPED_BY_BLOCKS if recipe == "blockwise" else 1.0
-        moved += (high.experts + casts * (cost.experts - high.experts)) * experts * K * N
-    else:
-        flop *= 1.0 if cost is high else max(1.0, count) ** _HOT[gpu]
-        moved += casts * cost.weight * K * N
-    return flop + share * cost.start + 1e-9 * MEMORY[gpu] * moved
-
-
-def judged_as(config: Float8LinearConfig) -> str:
-    """Return the recipe of `COSTS` for a configuration: one with scales of the same kind."""
-    if config.only_on:
-        return "blockwise"
-    if any(how.scaling_granularity.by_rows for how in config.own_casts.values()):
-        return "rowwise" if "grad_weight" in config.float8_gemms else "rowwise_with_gw_hp"
-    activations = {CastSite.INPUT, CastSite.GRAD_OUTPUT}
-    return "delayed" if activations.issubset(config.delayed_sites) else "tensorwise"
+    costs, high = [COSTS[kind] for kind in gemm_kinds(recipe).values()], COSTS["bf16"]
+    emulated = not isinstance(recipe, str) and recipe.emulate
+    costs[2], share = (costs[2], 1.0) if trains else (high, 2 / 3)
+    count, flop, start = 6e-12 * share * tokens * K * N, 0.0, 0.0
+    for cost in costs[: 3 if trains else 2]:
+        start += cost.start / 3
+        slower = _GROUPED[gpu] if experts else max(1.0, count) ** _HOT[gpu]
+        slower *= _GROUPED_BY_BLOCKS if experts and cost is COSTS["blockwise"] else 1.0
+        flop += (high.flop if emulated or cost is high else cost.flop * slower) / (3 * share)
+    output, grad_input, grad_weight = costs
+    of_input = output.rows * output.tokens + (1 - output.rows) * grad_weight.tokens
+    of_output = grad_input.rows * grad_input.tokens + (1 - grad_input.rows) * grad_weight.tokens
+    moved = tokens * (_INPUT * of_input * K + of_output * N)
+    first, second, last = (x.experts if experts else x.weight for x in costs)
+    of_weight = second if output is high else first - _TRANSPOSED * (first - second)
+    of_weight += _GRAD_WEIGHT * (last - of_weight) if experts else 0.0
+    moved += (_EXPERTS * experts + casts * of_weight * (experts or 1)) * K * N
+    return flop * float(count**_POWER) + start + 1e-9 * MEMORY[gpu] * moved
 
 
 def both_ms(
@@ -98,11 +113,15 @@ def both_ms(
     share[Float8Weights.ONLY] = 1.0 if of.get("trains", True) else _TRANSPOSED
     casts = share.get(config.float8_weights, 1.0) / ranks
     high = layer_ms(gpu, "bf16", tokens, K, N, **of)
-    return high, layer_ms(gpu, judged_as(config), tokens, K, N, casts=casts, **of)
+    return high, layer_ms(gpu, config, tokens, K, N, casts=casts, **of)
 
 
-def _lost(speedup: float, error: float) -> str:
-    return f"{'loses' if speedup < 1 - error else 'about level'}: modelled {speedup:.2f}"
+def _lost(config: Float8LinearConfig, speedup: float, error: float, told: str) -> str | None:
+    """Say that a modelled speed-up does not gain, or return None."""
+    if config.emulate:
+        return "loses: emulate=True computes GEMMs in high precision, and casts for them"
+    word = "loses" if speedup < 1 - error else "about level"
+    return None if speedup >= _AT_LEAST else f"{word}: modelled {speedup:.2f}x of bf16 on {told}"
 
 
 def why_slower(
@@ -115,12 +134,11 @@ def why_slower(
         return narrow if min(K, N) < NARROW else None
     trains = layer.weight.requires_grad
     high, low = both_ms(gpu, config, tokens, K, N, ranks, trains=trains)
-    if high / low < _AT_LEAST:
-        return f"{_lost(high / low, ERROR)}x of bf16 on {gpu}, {tokens} tokens per forward"
-    if high < WAITS_BELOW_MS * (1.0 if trains else 2 / 3) and not cuda_graphs:
-        why = f"{high:.2f} ms of {gpu} in bf16 is less than the CPU needs"
-        return f"waits for the CPU: {why}; cuda_graphs=True converts it"
-    return None
+    lost = _lost(config, high / low, ERROR, f"{gpu}, {tokens} tokens per forward")
+    if lost or cuda_graphs or high >= WAITS_BELOW_MS * (1.0 if trains else 2 / 3):
+        return lost
+    why = f"{high:.2f} ms of {gpu} in bf16 is less than the CPU needs"
+    return f"waits for the CPU: {why}; cuda_graphs=True converts it"
 
 
 def why_experts_slower(
@@ -135,9 +153,9 @@ def why_experts_slower(
         share = ranks_that_cast(module, name, experts, ranks)
         ms = both_ms(near, config, rows, K, N, share, experts=experts)
         high, low = high + ms[0], low + ms[1]
-    told = f"{_lost(high / low, EXPERTS_ERROR)}x of bf16 on {near}, {rows / experts:.0f} tokens for"
-    told += f" each of {experts} experts ({tokens} tokens go to {top_k} each)"
-    return told if high / low < _AT_LEAST else None
+    told = f"{near}, {rows / experts:.0f} tokens for each of {experts} experts"
+    told += f" ({tokens} tokens go to {top_k} each)"
+    return _lost(config, high / low, EXPERTS_ERROR, told)
 
 
 def ranks_that_cast(module: Any, name: str, experts: int, ranks: int) -> int:

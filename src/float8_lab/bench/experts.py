@@ -122,9 +122,8 @@ def bench_experts(
 ) -> Iterator[list[Row]]:
     """Time layers of experts, forward and backward of one microbatch; after a shape, all rows yet.
 
-    Weights that are held are cast once in `microbatches`, others in each forward and backward.
-    SwiGLU is compiled on GPUs, all else is eager. Experts have as many rows each. Each layer is
-    compared with bf16's before it is timed.
+    Weights that are held are cast once in `microbatches`. SwiGLU is compiled on GPUs, all else is
+    eager. Experts have as many rows each. Each layer is compared with bf16's before it is timed.
     """
     variants = [Variant(HIGH_PRECISION, EAGER)]
     variants += [Variant(recipe, EAGER, config=recipe_config(recipe)) for recipe in recipes]

@@ -45,8 +45,7 @@ class LinearStep(Step):
     def times(self, rounds: int) -> list[float]:
         """Milliseconds of the GPU, by a CUDA graph; on a CPU those of `rounds` steps of the host.
 
-        On data that is not in the cache, and long enough for clocks to drop, as they do in training
-        at the limit of power.
+        On data that is not in the cache, and long enough for clocks to drop.
         """
         if self.device.type != "cuda":
             return super().times(rounds)

@@ -61,17 +61,12 @@ class Whole(nn.Module):
         with torch.device(device):
             if transformers:
                 library = importlib.import_module("transformers")
-                like = library.LlamaConfig(
-                    vocab_size=shape.vocab_size,
-                    hidden_size=shape.dim,
-                    intermediate_size=shape.ffn_dim,
-                    num_hidden_layers=shape.n_layers,
-                    num_attention_heads=shape.n_heads,
-                    num_key_value_heads=shape.n_kv_heads,
-                    max_position_embeddings=size.seq_len,
-                    tie_word_embeddings=shape.tied_head,
-                    use_cache=False,
-                )
+                sizes = {"vocab_size": shape.vocab_size, "hidden_size": shape.dim}
+                sizes |= {"intermediate_size": shape.ffn_dim, "num_hidden_layers": shape.n_layers}
+                sizes |= {"num_attention_heads": shape.n_heads, "use_cache": False}
+                sizes |= {"num_key_value_heads": shape.n_kv_heads}
+                sizes |= {"max_position_embeddings": size.seq_len}
+                like = library.LlamaConfig(tie_word_embeddings=shape.tied_head, **sizes)
                 self.model = library.LlamaForCausalLM._from_config(like)
                 inner, head = self.model.model, self.model.lm_head
                 first = inner.embed_tokens
@@ -83,8 +78,7 @@ class Whole(nn.Module):
                 inner.init_weights(0)
                 first, head = inner.embedding, inner.output
         if not shape.tied_head:
-            # As in torchtitan. What the first blocks add would be larger than a smaller embedding;
-            # the rounding noise of all blocks would then hide its gradient, that of bf16, too.
+            # As in torchtitan: rounding noise of all blocks would hide the gradient of less.
             nn.init.normal_(first.weight)
         for parameter in self.parameters():  # tables of positions stay float32
             parameter.data = parameter.data.to(dtype)
@@ -99,10 +93,9 @@ class Whole(nn.Module):
 
 
 def stack_and_data(size: Size, device: torch.device) -> tuple[Llama, Tensor]:
-    """Return the same at every call: blocks in bf16, without embedding and head, and data.
+    """Return blocks in bf16 without embedding and head, and data, the same at every call.
 
-    The rotary table stays float32. Data are the input of the blocks and the gradient of their
-    output, [2, batch, seq, dim] bf16.
+    Data are the input of the blocks and the gradient of their output, [2, batch, seq, dim] bf16.
     """
     config = size.config()
     torch.manual_seed(0)

@@ -32,13 +32,10 @@ def bench_one_start(
 ) -> Iterator[list[Row]]:
     """Train each recipe on after `start` steps of high precision, for seeds from `config.seed` on.
 
-    Yields all rows so far after each start, and after the last run of each seed. Validation
-    losses are in nats per byte; gaps in percent, to bf16 of that seed, or the mean of both its
-    runs. Rows of several seeds have a `part`, the seed.
-
-    There are `at_once` processes, each with one run at a time. They share the device: a small run
-    leaves a GPU idle while the host starts its kernels. Each takes a CPU core or more. A start is
-    kept in a temporary file, of 12 bytes per parameter.
+    Yields all rows so far after each start, and after the last run of each seed. Gaps are in
+    percent, to bf16 of that seed, or the mean of both its runs. Rows of several seeds have a
+    `part`, the seed. `at_once` processes with one run each share the device. A start is kept in a
+    temporary file, of 12 bytes per parameter.
     """
     rows: list[Row] = []
     names = [HIGH_PRECISION, *[AGAIN] * (seeds == 1), *recipes]
@@ -52,19 +49,15 @@ def bench_one_start(
             for saved in [pool.submit(_save_start, each, start, folder) for each in of_seeds]:
                 saved.result()
                 yield [*rows]
-            losses = [
-                pool.submit(_train_on, each.replace(recipe=name.removesuffix(" again")), folder)
-                for each in of_seeds
-                for name in names
-            ]
+            runs = [x.replace(recipe=n.removesuffix(" again")) for x in of_seeds for n in names]
+            losses = [pool.submit(_train_on, run, folder) for run in runs]
             for i, each in enumerate(of_seeds):
                 of_seed = [x.result() for x in losses[i * len(names) :][: len(names)]]
                 base = statistics.mean(of_seed[: len(names) - len(recipes)])
                 part = {"part": f"seed {each.seed}"} if seeds > 1 else {}
-                rows += [
-                    {**part, "recipe": name, "val_loss": x, "gap_percent": 100 * (x / base - 1)}
-                    for name, x in zip(names, of_seed, strict=True)
-                ]
+                for name, x in zip(names, of_seed, strict=True):
+                    gap = {"val_loss": x, "gap_percent": 100 * (x / base - 1)}
+                    rows.append({**part, "recipe": name, **gap})
                 yield [*rows]
         except BaseException:  # also if it is interrupted: none trains on
             for child in multiprocessing.active_children():
@@ -81,15 +74,11 @@ def mean_of_seeds(rows: Sequence[Row]) -> list[Row]:
         of_recipe = [row for row in rows if row["recipe"] == recipe]
         gaps = [row["gap_percent"] for row in of_recipe]
         error = statistics.stdev(gaps) / math.sqrt(len(gaps))
-        means.append(
-            {
-                "part": f"mean of {len(gaps)} seeds",
-                "recipe": recipe,
-                "val_loss": statistics.mean(row["val_loss"] for row in of_recipe),
-                "gap_percent": statistics.mean(gaps),
-                "gap_error_percent": error if any(gaps) else None,  # what others are held against
-            }
-        )
+        loss = statistics.mean(row["val_loss"] for row in of_recipe)
+        mean = {"part": f"mean of {len(gaps)} seeds", "recipe": recipe, "val_loss": loss}
+        mean["gap_percent"] = statistics.mean(gaps)
+        mean["gap_error_percent"] = error if any(gaps) else None  # what others are held against
+        means.append(mean)
     return means
 
 

@@ -23,24 +23,17 @@ def plot_results(results: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(8, 4.6), layout="constrained")
     axes = figure.subplots()
     about = results["settings"]
-    how = [name for name in ("lora", "transformers") if about[name]]
-    title = [f"{size_of(about)} per GPU", *how]
-    axes.set(
-        title=", ".join([*title, f"{about['ranks']} x {results['environment']['device']}"]),
-        xlabel="peak memory, GiB (left is better)",
-        ylabel="thousand tokens/s of a GPU (up is better)",
-    )
+    named = [name for name in ("lora", "transformers") if about[name]]
+    title = [f"{size_of(about)} per GPU", *named]
+    axes.set_title(", ".join([*title, f"{about['ranks']} x {results['environment']['device']}"]))
+    axes.set_xlabel("peak memory, GiB (left is better)")
+    axes.set_ylabel("thousand tokens/s of a GPU (up is better)")
     for row in sorted(rows, key=lambda row: row["ms"]):
         peer, _, recipe = row["recipe"].rpartition(" ")
-        axes.plot(
-            row["peak_gib"],
-            row["tokens_per_s_per_gpu"] / 1e3,
-            "s" if peer == "torchao" else "D" if peer else "o",
-            markersize=10,
-            color=_COLORS.get(recipe, "#009e73"),
-            label=f"{row['recipe']}  {row['speedup']:.2f}x",
-            linestyle="none",
-        )
+        how: Any = {"color": _COLORS.get(recipe, "#009e73"), "linestyle": "none", "markersize": 10}
+        how["label"] = f"{row['recipe']}  {row['speedup']:.2f}x"
+        marker = "s" if peer == "torchao" else "D" if peer else "o"
+        axes.plot(row["peak_gib"], row["tokens_per_s_per_gpu"] / 1e3, marker, **how)
     axes.margins(0.12)
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
     # So that differences of a few percent do not look large.

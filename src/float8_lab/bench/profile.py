@@ -29,8 +29,7 @@ class ProfiledStep(Step):
     def check(self, references: dict[str, Results]) -> Row:
         """Also run it under the profiler: ms of each kind of kernel, and launches.
 
-        On a CPU ops are counted, with the time of the host, to try it: what casts call counts as
-        well, and casts that compiled code calls are else.
+        On a CPU, to try it, ops are counted, with the time of the host.
         """
         row, gpu = super().check(references), self.device.type == "cuda"
         with profile() as profiled:

@@ -27,7 +27,6 @@ class TrainStep(Step):
 
     Masters are float32; on several ranks FSDP2 gathers them, on one autocast casts them. With
     `lora` a frozen model in bf16 has adapters of PEFT on all linear layers of its blocks.
-    Converted, compiled and sharded block by block, the optimizer made: a user's order.
     """
 
     at_least = 3.0  # dB of gradients through many blocks; of zeros, or of twice as much, it is 0
@@ -87,8 +86,7 @@ class TrainStep(Step):
         most = 0.1 * (first - wanted) + 1e-3 * wanted
         if not (abs(last - wanted) <= most and wanted < first):  # also if it is NaN
             got = f"loss {last:.4f} after {1 + _LEARNING} steps, expected {wanted:.4f} as of bf16"
-            message = f"{got}, which began at {first:.4f}; nothing was timed"
-            raise FailedError(f"{name}: {message}")
+            raise FailedError(f"{name}: {got}, which began at {first:.4f}; nothing was timed")
         return row | {"loss": last}
 
 

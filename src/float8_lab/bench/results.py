@@ -19,11 +19,9 @@ def check_output(path: Path | None, suffix: str = ".json", option: str = "output
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
     """Write JSON, one of `results["rows"]` in a line, numbers with six digits."""
     # JSON has no infinities: the SQNR of equal results becomes null.
-    plain = json.loads(
-        json.dumps({"schema": 1, **results}),
-        parse_constant=lambda name: None,
-        parse_float=lambda digits: float(f"{float(digits):.6g}"),
-    )
+    shorten: Any = {"parse_constant": lambda name: None}
+    shorten["parse_float"] = lambda digits: float(f"{float(digits):.6g}")
+    plain = json.loads(json.dumps({"schema": 1, **results}), **shorten)
     rows = ",\n  ".join(map(json.dumps, plain.pop("rows")))
     path.write_text(f'{json.dumps(plain, indent=1)[:-2]},\n "rows": [\n  {rows}\n ]\n}}\n')
 

@@ -26,11 +26,8 @@ PASSES = 2  # how often the list of variants is run
 WARMUP = 3  # steps that compile, and fill the histories of delayed scaling
 _CHUNK = 1 << 26  # elements taken to float64 at a time: a large result may fill half the memory
 _AT = torch.ops.aten
-_ATTENTION = (
-    _AT._scaled_dot_product_flash_attention.default,
-    _AT._scaled_dot_product_cudnn_attention.default,
-    _AT._scaled_dot_product_flash_attention_for_cpu.default,
-)
+_KINDS = "flash_attention", "cudnn_attention", "flash_attention_for_cpu"
+_ATTENTION = tuple(getattr(_AT, f"_scaled_dot_product_{kind}").default for kind in _KINDS)
 
 
 def _keep_gemms(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -185,19 +182,14 @@ class Step:
         return results
 
     def warm_up(self) -> None:
-        """Compile, and let delayed scaling find its scales, which takes two syncs.
-
-        A `FailedError` if what was to be replayed as CUDA graphs is not.
-        """
+        """Compile, and find scales; a `FailedError` if CUDA graphs that were asked for are not."""
         before = skipped_graphs()
         for _ in range(WARMUP):
             self()
         skipped = skipped_graphs() - before
         if self.variant.mode == GRAPHED and self.device.type == "cuda" and skipped:
-            raise FailedError(
-                f"{self.variant.name}: {skipped} CUDA graph(s) were skipped, expected none; "
-                f"nothing was timed; TORCH_LOGS=cudagraphs says why"
-            )
+            got = f"{self.variant.name}: {skipped} CUDA graph(s) were skipped, expected none"
+            raise FailedError(f"{got}; nothing was timed; TORCH_LOGS=cudagraphs says why")
 
     def check(self, references: dict[str, Results]) -> Row:
         """Hold results against those of the first step that was checked, in host memory."""
@@ -209,11 +201,7 @@ class Step:
         return {"sqnr_db": check(name, references["first"], found, self.at_least)}
 
     def times(self, rounds: int) -> list[float]:
-        """Milliseconds of each of `rounds` steps.
-
-        Steps follow each other as in training: each is from the end of one to the end of the next.
-        The first one finds the GPU at work.
-        """
+        """Milliseconds of each of `rounds` steps, from the end of one to the end of the next."""
         for _ in range(WARMUP):
             self()
         clock = Clock(self.device)
@@ -235,12 +223,11 @@ def bench_steps(
 ) -> Iterator[list[Row]]:
     """Check and time the steps that `make` gives; after each variant, all rows known by then.
 
-    Every variant is built, checked, timed and torn down before the next one, since there may not be
-    memory for two. The whole list runs twice: else clocks that drop would favour the first ones.
-    How much the second times differ is in the rows, as the drift. Times and memory are those of the
-    worst rank. Memory is the peak of a step, with weights; of CUDA graphs, whose memory is in a
-    pool of all variants, there is none. In each mode the first variant is bf16. Rows of peers that
-    failed say why in `left_out`. A step sees so many `tokens`, by the name of their column.
+    Every variant is built, checked, timed and torn down before the next one. The whole list runs
+    twice: else clocks that drop would favour the first ones; the drift is how much the second times
+    differ. Times and memory, the peak of a step with weights, are those of the worst rank; CUDA
+    graphs of all variants share a pool, and have none. In each mode the first variant is bf16.
+    Rows of peers that failed say why in `left_out`. `tokens` of a step are by column.
     """
     rows = {variant.name: dict(variant.columns) for variant in variants}
     times: dict[str, list[float]] = {name: [] for name in rows}
@@ -256,7 +243,12 @@ def bench_steps(
                     row |= step.check(references) if first else {}
                     free_memory(device)  # what checks left behind
                     new = step.times(rounds)
-                    *new, peak = _worst([*new, _allocated(device, peak=True) - before], device)
+                    new.append(_allocated(device, peak=True) - before)
+                    if dist.is_available() and dist.is_initialized():  # those of the worst rank
+                        worst = torch.tensor(new, dtype=torch.float64, device=device)
+                        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+                        new = worst.tolist()
+                    *new, peak = new
                     del step
                     times[variant.name] += new
                     if peak > 0 and variant.mode != GRAPHED:
@@ -278,15 +270,6 @@ def bench_steps(
                     row["speedup"] = bf16.setdefault(row["mode"], row["ms"]) / row["ms"]
                     row |= {name: n / row["ms"] * 1e3 for name, n in (tokens or {}).items()}
             yield known
-
-
-def _worst(values: list[float], device: torch.device) -> list[float]:
-    """Return the largest of each on all ranks that there are."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return values
-    worst = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return worst.tolist()
 
 
 def _allocated(device: torch.device, *, peak: bool = False) -> int:

@@ -41,12 +41,8 @@ class Section(NamedTuple):
 
 _STEP: Columns = {"ms": ("ms", 1), "speedup": ("speedup", 2), "peak GiB": ("peak_gib", 2)}
 _TRAIN = {**_STEP, "tokens/s of a GPU": ("tokens_per_s_per_gpu", 0)}
-_TIME: Columns = {
-    "GPU ms": ("sum_ms", 1),
-    "GEMMs": ("gemms_ms", 1),
-    "attention": ("attention_ms", 1),
-    "casts and all else": ("casts_ms else_ms", 1),
-}
+_TIME = {"GPU ms": ("sum_ms", 1), "GEMMs": ("gemms_ms", 1), "attention": ("attention_ms", 1)}
+_TIME |= {"casts and all else": ("casts_ms else_ms", 1)}
 _WHOLE = "{size} per GPU: training with AdamW; GPUs: {ranks}"
 _ADAPTED = _WHOLE + ", LoRA with PEFT"
 _BLOCKS = "{size}: forward + backward"

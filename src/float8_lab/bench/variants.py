@@ -19,11 +19,8 @@ from float8_lab.trainer.recipes import recipe_config
 
 HIGH_PRECISION = "bf16"
 EAGER, COMPILED, GRAPHED = "eager", "compiled", "graphed"  # the last is replayed: CUDA graphs
-MODES: dict[str, tuple[str, ...]] = {
-    **{mode: (mode,) for mode in (EAGER, COMPILED, GRAPHED)},
-    "both": (EAGER, COMPILED),
-    "all": (EAGER, COMPILED, GRAPHED),
-}
+MODES: dict[str, tuple[str, ...]] = {mode: (mode,) for mode in (EAGER, COMPILED, GRAPHED)}
+MODES |= {"both": (EAGER, COMPILED), "all": (EAGER, COMPILED, GRAPHED)}
 BF16, FLOAT8 = "bf16", "float8"  # in what the weights of a sharded model are gathered
 FILTERED = "torchao+auto_filter"
 # Other libraries, measured where they are installed; torchao with a filter of its own, too.
@@ -84,13 +81,11 @@ def make_variants(
     """Return high precision, each recipe and each installed peer's, in every mode.
 
     Args:
-        recipes: of this library, as for `recipe_config`; peers take those nearest to them.
-        modes: `eager`, `compiled`, `graphed`, or several.
+        recipes: as for `recipe_config`; peers take those nearest to them.
+        modes: of `MODES`.
         peers: of `PEERS`.
-        gathers: in what weights of a sharded model are gathered: each recipe once for each; peers
-            by the last, only tensorwise.
-        all_layers: else `convert_to_float8_training` chooses, and peers leave the head alone. What
-            the filter of a peer leaves stays in any case.
+        gathers: what FSDP2 gathers: each recipe once for each; peers by the last, only tensorwise.
+        all_layers: else `convert_to_float8_training` chooses, and peers leave the head.
         checkpointing: how blocks are checkpointed: all variants once for each.
     """
     last = gathers[-1]
@@ -111,12 +106,9 @@ def _ours(recipe: str, mode: str, gather: str, all_layers: bool) -> Variant:
     config = replace(config, enable_fsdp_float8_all_gather=gather == FLOAT8)
     if gather == BF16:  # gone after each use: nothing of it can be held
         config = replace(config, float8_weights=Float8Weights.ON_THE_FLY)
-    convert = functools.partial(
-        convert_to_float8_training,
-        config=config,
-        module_filter_fn=all_linears if all_layers else None,
-        cuda_graphs=mode == GRAPHED and not all_layers,
-    )
+    chosen: Any = {"module_filter_fn": all_linears if all_layers else None, "config": config}
+    chosen["cuda_graphs"] = mode == GRAPHED and not all_layers
+    convert = functools.partial(convert_to_float8_training, **chosen)
     return Variant(recipe, mode, convert, config=config, gather=gather)
 
 
@@ -147,7 +139,6 @@ def _torchao(peer: str, recipe: str, mode: str, gather: str, all_layers: bool) -
     def takes(module: nn.Module, name: str) -> bool:
         return gains(module, name) and (all_layers or left_out(name) is None)
 
-    convert = functools.partial(
-        torchao.convert_to_float8_training, config=config, module_filter_fn=takes
-    )
+    chosen = {"config": config, "module_filter_fn": takes}
+    convert = functools.partial(torchao.convert_to_float8_training, **chosen)
     return Variant(f"{peer} {recipe}", mode, convert, gather=gather, attach=attach)

@@ -17,6 +17,7 @@ from float8.convert import speed
 from float8.convert.choice import left_out
 from float8.convert.report import LayerReport
 from float8.experts import kind_of, weights_of
+from float8_lab.bench.attention import find_attention
 from float8_lab.bench.step import Row
 from float8_lab.errors import ConfigError
 
@@ -28,10 +29,10 @@ _WIDE_HEADS, _HEADS = 470e9, 360e9
 _NORMS, _ADAPTERS, _LOSS, _ADAMW, _COPIES, _SHARDS = 1.6, 2.6, 4.3, 8.5, 3.0, 10.0
 _GIB = {"H100": 79, "H200": 139}  # that CUDA has of a card's 80 and 141 GB
 _LINK = 300e6  # bytes per ms that a GPU gets from others: NVLink, or eight network cards of a host
-_HOST_MS = 0.1, 0.4  # of the CPU, for each layer in bf16 and in float8, compiled
-# Names of layers that make queries, alone and with keys and values.
-_QUERY = r"(to_|w)?q(uery)?(_proj|_b_proj)?"
-_FUSED = r"[wW]?qkv(_proj)?|query_key_value|in_proj_weight"
+# Of the CPU, to start the kernels of a layer in bf16 and in float8, compiled: of one GPU, and under
+# FSDP2 with all that it does for a weight. Hosts differ by `HOST_ERROR`.
+_HOST_MS, _FSDP_HOST_MS = (0.1, 0.4), (0.92, 1.41)
+HOST_ERROR = 0.3
 _CLASSIFIER = r"(\w+\.)?(heads?|classifier|fc|pooler)(\.\w+)?"  # of whole sequences
 _LINEAR, _EXPERTS, _COPIED = "linear layers", "experts", "copies of weights"
 
@@ -75,9 +76,12 @@ class Step:
 
     def __init__(self, model: nn.Module, gpu: str, config: Float8LinearConfig, how: Setup) -> None:
         self.gpu, self.config, self.how, self.gib_of_gpu = gpu, config, how, _GIB[gpu]
-        self._sent, self._host = [0.0, 0.0], [0.0, 0.0]
+        self._model = model
+        self._sent, self.host_ms, self.gpu_ms = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
         self.gib = 0.0  # of Parameters, gradients and AdamW's state, on one GPU
         self.gains: dict[str, float] = {}  # of each layer, whether in float8 or not
+        # Of modules of experts: ms in bf16 and in float8.
+        self.of_experts = defaultdict[str, list[float]](lambda: [0.0, 0.0])
         self.pooled: list[str] = []  # layers that see one row of each sequence
         each = model.named_modules()
         self._text = any(isinstance(mod, nn.Embedding) and "pos" not in name for name, mod in each)
@@ -92,33 +96,59 @@ class Step:
         for other in report.others:
             if len(other.shape) == 2:
                 self._add(_LINEAR, speed.layer_ms(gpu, "bf16", how.tokens, *other.shape))
-                self._add_attention(model, other.fqn, *other.shape)
+        self.attention = find_attention(model)
+        for module, width, head in self.attention:
+            flop = 14 * how.sequence * how.tokens * width
+            rate, causal = _WIDE_HEADS if head > 64 else _HEADS, getattr(module, "is_causal", None)
+            halved = self._text if causal is None else bool(causal)
+            self._add("attention", flop / rate / (2 if halved else 1))
         if how.checkpointing:  # forward once more, of what makes two to two and a half backward
             for part, sums in self.ms.items():
                 more = {"attention": 9 / 7, "head and loss": 1.0}.get(part, 4 / 3)
                 self.ms[part] = [more * ms for ms in sums]
+            self.host_ms = [4 / 3 * ms for ms in self.host_ms]
         for weight in model.parameters():
             if not is_lazy(weight):
                 self._add_weight(weight)
         self._add_waits("waiting for gathers", [sent / _LINK for sent in self._sent])
-        if not how.cuda_graphs:
-            self._add_waits("waiting for the CPU", self._host)
+        self.gpu_ms = self._sums()
+        if how.cuda_graphs:
+            self.host_ms = [0.0, 0.0]
+        self.host_decides = self.host_ms[1] > self.gpu_ms[1]
+        self._add_waits("waiting for the CPU", self.host_ms)
         self.speedup = float(self.rows[-1]["speedup"] or 1)
         self.error = speed.EXPERTS_ERROR if _EXPERTS in self.ms else speed.ERROR  # of the speed-up
 
     @property
+    def unmeasured(self) -> list[str]:
+        """What was never measured, so that the error is not known."""
+        weights = [x for x in self._model.parameters() if x.requires_grad and not is_lazy(x)]
+        known = (*speed.COSTS, "rowwise_with_gw_hp")
+        cases = {
+            "on more than 4 GPUs": self.how.data_parallel > 4,
+            "under expert parallel": self.how.expert_parallel > 1,
+            "of trained Parameters in 16 bits": any(x.element_size() == 2 for x in weights),
+            "of models that read no tokens": not self._text,
+            "of such a configuration": self.config.short_str().split(",")[0] not in known,
+            "where the host decides": self.host_decides,
+        }
+        return [case for case, there in cases.items() if there]
+
+    @property
     def rows(self) -> list[Row]:
         """All parts, and their sum, as rows of a table."""
-        sums = [sum(ms) for ms in zip(*self.ms.values(), strict=True)]
         return [
             {"what": what, "bf16_ms": a, "float8_ms": b, "speedup": a / b if b else None}
-            for what, (a, b) in (*self.ms.items(), ("step", sums))
+            for what, (a, b) in (*self.ms.items(), ("step", self._sums()))
         ]
 
     def __str__(self) -> str:
         found = {row["what"]: row["speedup"] for row in self.rows}
         each = [f"its {part} {found[part]:.2f}x" for part in (_LINEAR, _EXPERTS) if found.get(part)]
         return ", ".join([f"a step {self.speedup:.2f}x as fast", *each])
+
+    def _sums(self) -> list[float]:
+        return [sum(ms) for ms in zip(*self.ms.values(), strict=True)]
 
     def _add(self, part: str, high: float, low: float | None = None) -> None:
         sums = self.ms.setdefault(part, [0.0, 0.0])
@@ -145,7 +175,11 @@ class Step:
         of = {"trains": weight.requires_grad, "experts": experts}
         high, low = speed.both_ms(self.gpu, self.config, tokens, K, N, ranks, **of)
         self.gains[row.fqn], in_float8 = high / low, row.skip_reason is None
-        self._host = [ms + _HOST_MS[i and in_float8] for i, ms in enumerate(self._host)]
+        if experts:
+            both = self.of_experts[path]
+            both[:] = both[0] + high, both[1] + low
+        host = _FSDP_HOST_MS if how.data_parallel > 1 else _HOST_MS
+        self.host_ms = [ms + host[i and in_float8] for i, ms in enumerate(self.host_ms)]
         low, ranks = (low, ranks) if in_float8 else (high, 1)
         self._sent[1] -= 2 * K * N * (experts or 1) * (1 - 1 / ranks)
         if (left_out(fqn) or "").startswith("the head"):
@@ -161,16 +195,6 @@ class Step:
             small = min(K, N) <= speed.NARROW
             part = "adapters and other small layers" if small else "norms, activations"
             self._elements(part, tokens * (K + N), _ADAPTERS if small else _NORMS)
-            self._add_attention(model, fqn, N, K)
-
-    def _add_attention(self, model: nn.Module, fqn: str, N: int, K: int) -> None:
-        path, _, name = fqn.removesuffix(".base_layer").rpartition(".")
-        fused = re.fullmatch(_FUSED, name)
-        if fused or re.fullmatch(_QUERY, name):
-            parent: Any = model.get_submodule(path)
-            rate = _WIDE_HEADS if getattr(parent, "head_dim", 128) > 64 else _HEADS
-            flop = 14 * self.how.sequence * self.how.tokens * (K if fused else N)
-            self._add("attention", flop / rate / (2 if self._text else 1))
 
     def _add_weight(self, weight: nn.Parameter) -> None:
         count, trains, size = weight.numel(), weight.requires_grad, weight.element_size()
@@ -189,7 +213,6 @@ class Step:
 
     def _add_waits(self, part: str, least: list[float]) -> None:
         """Add what a step takes less than `least`."""
-        busy = [sum(ms) for ms in zip(*self.ms.values(), strict=True)]
-        waits = [max(0.0, each - ms) for each, ms in zip(least, busy, strict=True)]
+        waits = [max(0.0, each - ms) for each, ms in zip(least, self._sums(), strict=True)]
         if any(waits):
             self._add(part, *waits)

@@ -32,12 +32,8 @@ class _Commands(TyperGroup):
         return name, typer.main.get_command(import_module(f"float8_lab.cli.{name}").app), rest
 
 
-app = App(
-    name="float8",
-    cls=_Commands,
-    help="Train PyTorch models with 8-bit floating point matrix multiplies.",
-    no_args_is_help=True,
-)
+_HELP = "Train PyTorch models with 8-bit floating point matrix multiplies."
+app = App(name="float8", cls=_Commands, help=_HELP, no_args_is_help=True)
 
 
 def _show_version(wanted: bool) -> None:

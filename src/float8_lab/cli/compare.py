@@ -46,14 +46,13 @@ def compare_command(
     """
     from float8_lab.trainer.compare import compare
 
-    config = TrainConfig.create(
-        recipe=HIGH_PRECISION, final_checkpoint=False, output=output, **given(chosen)
-    )
+    how: Any = {"recipe": HIGH_PRECISION, "final_checkpoint": False, "output": output}
+    config = TrainConfig.create(**how, **given(chosen))
     if chosen.eval_interval is None:
         config = config.replace(eval_interval=max(config.steps // 5, 1))
     console = make_console()
     with stop_on_signals() as stop:
-        how: Any = {"resume": resume, "overwrite": overwrite, "stop": stop}
+        how = {"resume": resume, "overwrite": overwrite, "stop": stop}
         rows = compare(config, recipes, [ConsoleProgress(console)], **how)
     if config.device.startswith("cpu"):
         console.print("CPUs are for trying float8, not for speed: it is slower there.")

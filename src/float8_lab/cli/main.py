@@ -5,6 +5,7 @@
 
 import contextlib
 import os
+import re
 import sys
 import time
 import traceback
@@ -16,6 +17,7 @@ from float8_lab.errors import GET_EXTRAS, LabError, RankFailedError
 
 # Seconds by which the rank with the cause ends before others: torchrun shows the first one.
 _LAST_WORDS = 2.0
+_ARGUMENT = r"set emulate=True (in Float8LinearConfig )?to"  # of the library: here it is a switch
 _EXTRAS = ("typer", "rich", "matplotlib", "numpy", "tensorboard")
 
 
@@ -71,7 +73,8 @@ def _run(words: list[str], rank: str | None) -> tuple[int, bool]:
             sys.stderr.write(f"{where}{traceback.format_exc()}")
         if expected:
             hint = "" if isinstance(error, LabError) else " (--debug shows where)"
-            sys.stderr.write(f"{where}error: {' '.join(str(error).split())}{hint}\n")
+            text = re.sub(_ARGUMENT, "add +emulate to the recipe to", " ".join(str(error).split()))
+            sys.stderr.write(f"{where}error: {text}{hint}\n")
         return getattr(error, "exit_code", 2 if expected else 1), elsewhere
     return code, bool(code) and not first
 

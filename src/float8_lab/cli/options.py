@@ -58,7 +58,7 @@ class App(typer.Typer):
 
 def split(values: Words) -> list[str]:
     """All words of such an option."""
-    return [word for value in values or [] for word in value.split(",") if word]
+    return [word for value in values or [] for word in value.split(",")]
 
 
 def one_of(option: str, got: str, known: Mapping[str, T]) -> T:
@@ -91,6 +91,10 @@ def takes(
         def run(debug: bool, **values: Any) -> None:
             from float8_lab.device import explain_out_of_memory
 
+            for name, value in values.items():
+                if value == "" or (isinstance(value, list) and "" in value):
+                    do = "leave the option out for its default"
+                    raise ConfigError(f"{name}: got an empty text, expected a value; {do}")
             for name, group in groups.items():
                 values[name] = group(**{each: values.pop(each) for each in fields[name]})
             with explain_out_of_memory("too large for the memory: {error}"):

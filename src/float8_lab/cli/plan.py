@@ -14,6 +14,7 @@ import torch
 import typer
 from torch import nn
 
+import float8
 from float8 import ConversionReport, all_linears, conversion_report, convert_to_high_precision
 from float8.config import Float8LinearConfig, Float8Weights
 from float8.convert.choice import Chooser, short_name
@@ -22,7 +23,7 @@ from float8.convert.report import LayerReport
 from float8.convert.speed import MEMORY, WAITS_BELOW_MS
 from float8_lab.bench.linear import Shape, Times, measure_linear
 from float8_lab.bench.step import Row
-from float8_lab.bench.whole import Setup, Step, keep_experts_of_a_rank
+from float8_lab.bench.whole import HOST_ERROR, Setup, Step, keep_experts_of_a_rank
 from float8_lab.cli.measure import Bench, Output, Place
 from float8_lab.cli.options import App, takes
 from float8_lab.errors import ConfigError
@@ -38,11 +39,7 @@ app = App()
 
 
 def load_model(name: str) -> nn.Module:
-    """Call a function on the meta device, where weights need no memory: `"module:function"`.
-
-    Raises:
-        ConfigError: it is not there, needs values of weights, or returns no model.
-    """
+    """Call `"module:function"` on the meta device; a `ConfigError` if it returns no model there."""
     what = "a function without arguments that returns a model, or --model for one of ours"
     make = imported("model", name, what)
     if isinstance(make, nn.Module):
@@ -80,8 +77,7 @@ def plan_layers(
 ) -> list[Row]:
     """Return a row for all linear layers of one shape and fate, with the times of one.
 
-    What the report leaves stays. So does a layer if float8 is slower or, with `waits`, if the CPU
-    takes longer to start it.
+    A layer stays if float8 is slower or, with `waits`, if the CPU takes longer to start it.
     """
     groups: dict[tuple[int, int, str | None], list[str]] = {}
     for layer in report.layers:
@@ -119,20 +115,63 @@ def filter_code(
 
 def config_code(config: Float8LinearConfig, recipe: str) -> str:
     """Return code of a configuration: that of a recipe, or of one's own, with what differs."""
-    name = recipe.partition("+")[0]
-    own, plain = name.replace(":", ".") * (":" in name), recipe_config(name)
+    name, plain = recipe.partition("+")[0], recipe_config(recipe.partition("+")[0])
+    base = f'Float8LinearConfig.from_recipe_name("{name}")'
+    if own := name.rpartition(":")[2] * (":" in name):
+        base = own + "()" * callable(imported("recipe", name, ""))  # a configuration has no call
     values = {each.name: getattr(config, each.name) for each in fields(config)}
     more = [f"{key}={x}" for key, x in values.items() if x != getattr(plain, key)]
-    base = own or f'Float8LinearConfig.from_recipe_name("{name}")'
-    return f"replace({base}, {', '.join(more)})" if more else own or f'"{name}"'
+    return f"replace({base}, {', '.join(more)})" if more else base if own else f'"{name}"'
+
+
+def conversion_code(config: Float8LinearConfig, recipe: str, arguments: str) -> list[str]:
+    """Return lines of code, with imports, that convert `model`."""
+    lines = [f"config = {config_code(config, recipe)}"]
+    lines.append(f"convert_to_float8_training(model, config=config, {arguments})")
+    code, (module, _, own) = "\n".join(lines), recipe.partition("+")[0].rpartition(":")
+    names = [x for x in float8.__all__ if re.search(rf"(?<![\w.\"]){x}\b", code)]
+    lines.insert(0, f"from float8 import {', '.join(names)}")
+    others = {f"from {module} import {own}": module, "import re": "re.sub(" in code}
+    others["from dataclasses import replace"] = "= replace(" in code
+    return [line for line, needed in others.items() if needed] + lines
 
 
 def judge(
     model: nn.Module, config: Float8LinearConfig, how: Setup, gpu: str, recipe: str
-) -> tuple[Step, list[str]]:
-    """Return a step, what the default filter takes or all if clearly faster, and lines on it."""
+) -> tuple[Step, ConversionReport, list[str]]:
+    """Return a step, its report and lines on it, on as many GPUs as hold weights and their state.
+
+    What the default filter takes, or all if that is clearly faster, is converted.
+    """
+    if how.data_parallel > 1 and ":" not in recipe:  # a configuration of one's own says it itself
+        with contextlib.suppress(ValueError):  # not every recipe can
+            config = replace(config, enable_fsdp_float8_all_gather=True)
     report_on(model, config, how, gpu)
-    step, of_all = Step(model, gpu, config, how), ""
+    step, here, only = Step(model, gpu, config, how), how.data_parallel, Float8Weights.ONLY
+    if (gib := step.gib) > step.gib_of_gpu and config.float8_weights is not only:  # is not shared
+        gpus = here * 2 ** math.ceil(math.log2(gib / step.gib_of_gpu))
+        many = replace(how, data_parallel=gpus)
+        step, report, lines = judge(convert_to_high_precision(model), config, many, gpu, recipe)
+        short = f"does not fit on {here} GPU{'s' * (here > 1)}, {gib:.1f} of {step.gib_of_gpu} GiB"
+        lines[0] = f"{short}; on {gpus} (FSDP2, without activations) {lines[0]}"
+    else:
+        step, report, lines = answer(model, config, step, recipe)
+    frozen = not all(weight.requires_grad for weight in model.parameters())
+    if frozen and here == 1 and config.float8_weights is Float8Weights.ON_THE_FLY:
+        with contextlib.suppress(ValueError):  # not every recipe can
+            config = replace(config, float8_weights=only)
+            report_on(convert_to_high_precision(model), config, how, gpu)
+            if (best := Step(model, gpu, config, how)).gib < gib:
+                saves = f"a step {best.speedup:.2f}x, {best.gib:.1f} GiB"
+                lines.append(f"frozen base in float8 alone, --recipe {recipe}+only: {saves}")
+    return step, report, lines
+
+
+def answer(
+    model: nn.Module, config: Float8LinearConfig, step: Step, recipe: str
+) -> tuple[Step, ConversionReport, list[str]]:
+    """Return what `judge` does, of a model that the default filter converted as in `step`."""
+    how, gpu, of_all = step.how, step.gpu, ""
     code = filter_code(step.report, lambda x: "filter_fn takes" in (x.skip_reason or ""), "not in")
     takes = eval(code, {"re": re, "all_linears": all_linears})  # so what is told is what is planned
     convert_to_high_precision(model)
@@ -144,63 +183,69 @@ def judge(
     if (gains := every.speedup / step.speedup - 1) > step.error:
         other = f"by the default filter, which knows of no gathers: a step {step.speedup:.2f}x"
         step, of_all, call = every, ", with all layers in float8", f"module_filter_fn={code}"
-    level = abs(step.speedup - 1) < step.error
+    (high, low), (bf16, ours), error = step.host_ms, step.gpu_ms, f"±{step.error:.0%}"
+    level, converted = abs(step.speedup - 1) < step.error, step.report.share > 0
     word = "about level" if level else "it pays" if step.speedup > 1 else "loses"
-    fits, only = "activations come on top", config.float8_weights is Float8Weights.ONLY
-    if step.gib > (limit := step.gib_of_gpu):
-        gpus = how.data_parallel * 2 ** math.ceil(math.log2(step.gib / limit))
-        fits, word = "they do not fit", "does not fit"
-        word += f"; {gpus} GPUs (FSDP2) would hold it" * (not only)  # which is not shared
-    far = ", extrapolated from up to 4 GPUs" * (how.data_parallel > 4)
-    far = ", expert parallel was not measured" if how.expert_parallel > 1 else far
-    said = f"modelled (±{step.error:.0%}{far})" + ": may as well lose, so time it" * level
+    word = "the host decides" if step.host_decides and word != "loses" else word
+    if step.unmeasured:
+        error = f"error not known: nothing was measured {', '.join(step.unmeasured)}"
+    said = f"modelled ({error})" + ": may as well lose, so time it" * level
     lines = [f"{word}: {step}{of_all}", said]
-    if not (converted := step.report.share > 0):
+    if not converted:
         slow = any("modelled" in (x.skip_reason or "") for x in step.report.layers)
-        hint = "more --tokens, or --cuda-graphs, may change that"
-        lines = [f"loses: no layer gains; {hint if slow else 'the report says why'}"]
-    lines.append(f"parameters, gradients, AdamW: {step.gib:.1f} of {limit} GiB a GPU; {fits}")
+        hint = "more --tokens, or --cuda-graphs, may change that" if slow else "the report says why"
+        lines = [f"no gain: no layer is faster in float8; {hint}"]
+    fits = "activations come on top"
+    if step.gib > step.gib_of_gpu:
+        lines[0], fits = f"does not fit: if it did, {lines[0]}", "they do not fit"
+    held = f"parameters, gradients, AdamW: {step.gib:.1f} of {step.gib_of_gpu} GiB a GPU"
+    lines.append(f"{held}; {fits}")
+    kinds = ", ".join({type(module).__name__: None for module, *_ in step.attention})
+    lines.append(f"attention found: {len(step.attention)} modules, {kinds}")
+    if not step.attention:
+        lines[-1] = "no attention found: if there is any, a step takes longer and gains less"
+    if converted and low * (1 + HOST_ERROR) > ours:
+        word = "the" if step.host_decides else "a slower"
+        word += f" host decides (±{HOST_ERROR:.0%})"
+        starts = f"it starts a step in {high:.0f} ms in bf16, {low:.0f} in float8"
+        helps = "larger units of FSDP2; on one GPU, CUDA graphs"
+        helps = helps if how.data_parallel > 1 else "CUDA graphs (--cuda-graphs)"
+        runs = f"the GPU runs it in {bf16:.0f} and {ours:.0f}; what helps: more --tokens, {helps}"
+        lines.append(f"{word}: {starts}, {runs}")
     lines += [other] * (gains > 0.005)
     lines += [f"{x}: judged at all tokens, timed at one of each sequence" for x in step.pooled]
-    code = f"config = {config_code(config, recipe)}\n"
-    code += f"convert_to_float8_training(model, config=config, {call})"
-    frozen = not all(weight.requires_grad for weight in model.parameters())
-    if frozen and how.data_parallel == 1 and config.float8_weights is Float8Weights.ON_THE_FLY:
-        with contextlib.suppress(ValueError):  # not every recipe can
-            config = replace(config, float8_weights=Float8Weights.ONLY)
-            report_on(convert_to_high_precision(model), config, how, gpu)
-            best = Step(model, gpu, config, how)
-            if best.gib < step.gib:
-                saves = f"a step {best.speedup:.2f}x, {best.gib:.1f} GiB"
-                lines.append(f"frozen base in float8 alone, --recipe {recipe}+only: {saves}")
-    return step, lines + code.splitlines() * converted
+    lines += conversion_code(config, recipe, call) if converted else []
+    told = {of: _told(getattr(step.report, of), step, of_all) for of in ("layers", "experts")}
+    return step, replace(step.report, **told), lines
 
 
-def _told(rows: Any, gains: dict[str, float]) -> Any:
-    """Return rows of a report with numbers for scalings."""
-    what = "float8: modelled {:.2f}x of bf16"
-    return tuple(replace(x, scaling=x.scaling and what.format(gains[x.fqn])) for x in rows)
+def _told(rows: Any, step: Step, of_all: str) -> Any:
+    """Return rows of a report with numbers for scalings, and why they were taken if they lose."""
+    told = []
+    for row in rows:
+        gain = step.gains[row.fqn]
+        text = f"float8: modelled {gain:.2f}x of bf16"
+        if both := step.of_experts.get(row.fqn.rpartition(".")[0]):
+            gain = both[0] / both[1]
+            text += f", {gain:.2f}x with the other weights of these experts"
+        text += of_all.replace(", with", "; taken with") * (gain < 1)
+        told.append(replace(row, scaling=row.scaling and text))
+    return tuple(told)
 
 
 def _short(fqn: str) -> str:
-    """Return the last part of a name, and where that is a number also the one before it.
-
-    What PEFT wraps has the name of its wrapper; adapters are called `lora_A.default`.
-    """
+    """Return the last part of a name, with the one before a number, without those of PEFT."""
     parts = fqn.removesuffix(".base_layer").removesuffix(".default").split(".")
     return parts[-1] if not parts[-1].isdigit() else ".".join([*parts[-2:-1], "N"])
+
+
+_OWN = "Your model: a function without arguments, called on the meta device."
 
 
 @app.command()
 @takes()
 def plan_command(
-    make: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODULE:FUNCTION",
-            help="Your model: a function without arguments, called on the meta device.",
-        ),
-    ] = None,
+    function: Annotated[str | None, typer.Argument(metavar="MODULE:FUNCTION", help=_OWN)] = None,
     model: Annotated[str | None, f"One of {', '.join(PRESETS)}; else llama3-8b."] = None,
     tokens: Annotated[int, "Tokens per forward on one device."] = 8192,
     sequence: Annotated[int | None, "Of one sequence; else the gcd of --tokens and 8192."] = None,
@@ -228,14 +273,15 @@ def plan_command(
     """
     warnings.filterwarnings("ignore", "float8: no layer")  # the report says so, too
     config = recipe_config(recipe)
-    if make and model:
-        raise ConfigError(f"model: got {make!r} and --model {model}, expected one of the two")
+    if function and model:
+        raise ConfigError(f"model: got {function!r} and --model {model}, expected one of the two")
     if device and gpu:
         raise ConfigError("--device is where to measure: leave it, or --gpu, out")
     judged = short_name(gpu) if gpu else None if device or torch.cuda.is_available() else "H100"
-    place, name = Place("cpu" if judged else device or "cuda", output), make or model or "llama3-8b"
-    if make:
-        whole, longest = load_model(make), 8192
+    name = function or model or "llama3-8b"
+    place = Place("cpu" if judged else device or "cuda", output)
+    if function:
+        whole, longest = load_model(function), 8192
     else:
         shape = preset(name)
         longest = shape.seq_len
@@ -249,19 +295,17 @@ def plan_command(
     title = f"{name}, {recipe}, {tokens} tokens" + f" in sequences of {each}" * bool(judged)
     title += ", as CUDA graphs" * cuda_graphs
     keep_experts_of_a_rank(whole, expert_parallel)
-    if data_parallel > 1 and ":" not in recipe:  # a configuration of one's own says it itself
-        with contextlib.suppress(ValueError):  # not every recipe can
-            config = replace(config, enable_fsdp_float8_all_gather=True)
     if judged:
-        title += f": modelled for {judged}" + " (no --gpu names another)" * (not gpu)
-        step, answer = judge(whole, config, how, judged, recipe)
-        report = step.report
-        told = {of: _told(getattr(report, of), step.gains) for of in ("layers", "experts")}
-        bench.console.print("\n".join([title, *answer, "", f"{replace(report, **told)}\n"]))
+        step, report, told = judge(whole, config, how, judged, recipe)
+        gpus = f"{step.how.data_parallel} " * (step.how.data_parallel > 1)
+        title += f": modelled for {gpus}{judged}" + " (no --gpu names another)" * (not gpu)
+        bench.console.print("\n".join([title, *told, "", f"{report}\n"]))
         table = "a step of training, modelled; docs/measuring.md explains the parts"
-        numbers = {x: getattr(step, x) for x in ("speedup", "error", "gib", "gib_of_gpu", "gains")}
-        bench.finish(table, step.rows, report=report.to_dict(), verdict=answer, modelled=numbers)
-        bench.console.print(answer[0])
+        names = "speedup", "error", "unmeasured", "gib", "gib_of_gpu", "host_ms", "gpu_ms", "gains"
+        numbers = {"gpus": step.how.data_parallel, **{x: getattr(step, x) for x in names}}
+        results: Any = {"report": step.report.to_dict(), "verdict": told, "modelled": numbers}
+        bench.finish(table, step.rows, **results)
+        bench.console.print(told[0])
     else:
         report = report_on(whole, config, how, None)
         measure = partial(measure_linear, recipe=recipe, device=bench.device)
@@ -280,5 +324,5 @@ def plan_command(
             found = filter_code(report, taken.__contains__)  # in one line, to be pasted
             typer.echo(f"{'import re' * ('re.sub' in found)}\nmodule_filter_fn={found}")
         else:
-            bench.console.print("loses: no layer gains")
+            bench.console.print("no gain: no layer is faster in float8")
         bench.console.print("M: tokens, K: features in, N: features out; docs/measuring.md")

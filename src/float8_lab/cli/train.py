@@ -11,21 +11,15 @@ from float8_lab.trainer.config import OUTPUT, TrainConfig
 from float8_lab.trainer.metrics import FINISHED, INTERRUPTED, read_metrics
 
 app = App()
+_RESUME = "A run's folder (its newest checkpoint is meant) or one checkpoint. Settings come from "
+_RESUME += "there; giving others is refused, but for more --steps."
 
 
 @app.command()
 @takes(chosen=settings())
 def train_command(
     chosen: Any,
-    resume: Annotated[
-        str | None,
-        typer.Option(
-            help="A run's folder (its newest checkpoint is meant) or one checkpoint. "
-            "Settings come from there; giving others is refused, but for more --steps.",
-            show_default=False,
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
+    resume: Annotated[str | None, typer.Option(help=_RESUME, rich_help_panel=OUTPUT)] = None,
 ) -> None:
     """Train a Llama on bytes of text with a float8 recipe, or in high precision.
 

@@ -61,9 +61,8 @@ class Attention(nn.Module):
         q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in layers)
         # Transposed as views only: attention reads and writes these strides as they are.
         q, k = (apply_rope(each, cos, sin).transpose(1, 2) for each in (q, k))
-        mixed = F.scaled_dot_product_attention(
-            q, k, v.transpose(1, 2), is_causal=True, enable_gqa=True
-        )
+        q_k_v = q, k, v.transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(*q_k_v, is_causal=True, enable_gqa=True)
         return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 

@@ -60,12 +60,8 @@ PRESETS: dict[str, Preset] = {
     "llama3-1b": Preset(
         ModelConfig(2048, 16, 32, 8, 8192, LLAMA3_VOCAB, tied_head=True), 8192, 2, 4e-4, 5000
     ),
-    "llama3-8b": Preset(
-        ModelConfig(4096, 32, 32, 8, 14336, vocab_size=LLAMA3_VOCAB), 8192, 1, 3e-4, 10_000
-    ),
-    "llama3-70b": Preset(
-        ModelConfig(8192, 80, 64, 8, 28672, vocab_size=LLAMA3_VOCAB), 8192, 1, 1.5e-4, 10_000
-    ),
+    "llama3-8b": Preset(ModelConfig(4096, 32, 32, 8, 14336, LLAMA3_VOCAB), 8192, 1, 3e-4, 10_000),
+    "llama3-70b": Preset(ModelConfig(8192, 80, 64, 8, 28672, LLAMA3_VOCAB), 8192, 1, 1.5e-4, 10000),
 }
 
 

@@ -16,10 +16,9 @@ from float8_lab.trainer.config import HIGH_PRECISION, TrainConfig, float8_config
 
 
 def build_model(config: TrainConfig, device: torch.device) -> tuple[Llama, str]:
-    """Build the run's model: converted, compiled and initialised as the settings say.
+    """Build the run's model as the settings say, and what was converted as text, which may be "".
 
-    Returns what was converted as text, too, empty for high precision; a `ConfigError` if the recipe
-    does not work with this model or device.
+    Raises a `ConfigError` if the recipe does not work with this model or device.
     """
     with torch.device("meta"):
         model = Llama(preset(config.model).model, config.seq_len)
@@ -51,11 +50,8 @@ def _convert(model: Llama, config: TrainConfig, device: torch.device) -> str:
         # As CUDA graphs, casts are made each time: nothing held is read.
         if config.accumulate > 1 and one_cast and not config.cuda_graphs:
             settings = dataclasses.replace(settings, float8_weights=Float8Weights.HELD)
-        convert_to_float8_training(
-            model,
-            config=settings,
-            module_filter_fn=lambda _, name: name != "output",
-        )
+        but_head = lambda _, name: name != "output"  # noqa: E731
+        convert_to_float8_training(model, config=settings, module_filter_fn=but_head)
     except ValueError as error:
         raise ConfigError(f"recipe {recipe!r}: {error}") from error
     report = conversion_report(model)
@@ -67,12 +63,9 @@ def _convert(model: Llama, config: TrainConfig, device: torch.device) -> str:
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only, one fused kernel per group."""
-    matrices, others = (
-        [p for p in model.parameters() if (p.dim() > 1) is x] for x in (True, False)
-    )
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if (p.dim() > 1) is matrix], "weight_decay": x}
+        for matrix, x in ((True, config.weight_decay), (False, 0.0))
     ]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
 

@@ -33,10 +33,9 @@ _FULL = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
 
 
 def save_checkpoint(folder: Path, step: int, values: dict[str, Any], *, keep: int) -> Path:
-    """Write a checkpoint into `folder`, then delete the oldest beyond `keep`.
+    """Write a checkpoint of `values`, as DCP saves them, then delete the oldest beyond `keep`.
 
-    `values` is what DCP saves: tensors, `Stateful` objects, dicts of both. If it cannot be written,
-    a `CheckpointError`; older ones stay.
+    If it cannot be written, a `CheckpointError`; older ones stay.
     """
     target = folder / f"step_{step:08d}"
     temporary = folder / f"{_UNFINISHED}{target.name}"
@@ -65,10 +64,9 @@ def _crc(path: Path) -> int:
 
 
 def check_checkpoint(path: Path) -> None:
-    """Raise a `CheckpointError` if a file of it is damaged or missing.
+    """Raise a `CheckpointError`, which names an intact checkpoint, if a file is damaged or missing.
 
-    It names the newest other checkpoint of the run that is not. Of a run of 0.2.0, which has no
-    checksums, it checks nothing, and warns.
+    Of a run of 0.2.0, which has no checksums, it checks nothing, and warns.
     """
     if damage := _damage(path):
         do = "no other checkpoint of the run is intact: begin it anew with another --output"

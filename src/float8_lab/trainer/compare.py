@@ -28,11 +28,7 @@ None stands for what is not known.
 
 
 def add_gaps(row: Row, base: Row) -> None:
-    """Add to `row` what it differs by from `base`, the row of high precision.
-
-    Gaps stay None unless both runs finished: losses after different numbers of steps say nothing
-    about a recipe.
-    """
+    """Add to `row` what it differs by from `base`, of high precision, if both runs finished."""
     row |= dict.fromkeys(("val_gap_nats", "val_gap_percent", "speedup"))
     loss, other = row["val_loss"], base["val_loss"]
     if row["status"] == base["status"] == FINISHED and loss is not None and other is not None:
@@ -53,9 +49,8 @@ def compare(
     """Train high precision and then each recipe, and report the gaps; returns a row for each run.
 
     Each has the settings of `base` and a folder below its `output`. One that diverges or does not
-    fit is reported as failed and does not keep the others from running. A comparison that is there
-    already is a `ConfigError`, unless it is to `resume`, which keeps finished runs, or to
-    `overwrite`. `stop` ends it; the run under way leaves a checkpoint.
+    fit is reported as failed. A comparison that is there already is a `ConfigError`, unless it is
+    to `resume`, which keeps finished runs, or to `overwrite`. `stop` ends it with a checkpoint.
     """
     order = [HIGH_PRECISION, *(recipe for recipe in recipes if recipe != HIGH_PRECISION)]
     if len(set(order)) < len(order):
@@ -73,11 +68,9 @@ def compare(
 
     stop = stop or Event()
     settings = {k: public_path(v) if isinstance(v, str) else v for k, v in vars(base).items()}
-    about = {
-        "environment": describe_environment(check_device(base.device)),
-        "settings": settings,
-        "corpus": {**corpus.describe(), "name": public_path(corpus.name)},
-    }
+    about: Row = {"environment": describe_environment(check_device(base.device))}
+    about |= {"settings": settings, "corpus": corpus.describe()}
+    about["corpus"]["name"] = public_path(corpus.name)
     rows: list[Row] = []
     for config in configs:
         rows.append(_run(config, corpus, observers, stop))
@@ -101,10 +94,8 @@ def _prepare(
     folders = [RunFolder(config.output) for config in configs]
     taken = (output / "report.json").exists() or any(folder.used for folder in folders)
     if taken and not (resume or overwrite):
-        raise ConfigError(
-            f"{output} already holds a comparison: go on with it with --resume, replace it with "
-            "--overwrite, or choose another folder with --output"
-        )
+        do = "go on with it with --resume, replace it with --overwrite, or choose another folder"
+        raise ConfigError(f"{output} already holds a comparison: {do} with --output")
     runs = {x.parent.name for x in output.glob("*/config.json")}
     if resume and (others := sorted(runs - {folder.path.name for folder in folders})):
         do = "name these recipes, too, or choose another folder with --output"
@@ -136,10 +127,5 @@ def _run(config: TrainConfig, corpus: Corpus, observers: Sequence[Any], stop: Ev
             status = run.status
         except LabError as problem:
             status, error = FAILED, str(problem)
-    return {
-        "recipe": config.recipe,
-        "status": status,
-        **summarize(read_metrics(folder.metrics)),
-        "metrics": f"{folder.path.name}/{folder.metrics.name}",
-        "error": error,
-    }
+    row = {"recipe": config.recipe, "status": status, **summarize(read_metrics(folder.metrics))}
+    return {**row, "metrics": f"{folder.path.name}/{folder.metrics.name}", "error": error}

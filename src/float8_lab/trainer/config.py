@@ -5,8 +5,8 @@ torch is imported where a run is made: `--help` shows these settings without its
 
 import dataclasses
 import functools
-import math
 import os
+import sys
 import typing
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
@@ -56,9 +56,9 @@ def _setting(panel: str, text: str, default: Any = MISSING, shown: str = "", **b
     return field(default=default, metadata={"option": option})
 
 
-_model, _optimizer, _device, _output = (
-    functools.partial(_setting, panel) for panel in (MODEL, OPTIMIZER, DEVICE, OUTPUT)
-)
+_DATA = "File or folder of text; a token is a byte. A tenth of the files is for validation."
+_panels = (functools.partial(_setting, panel) for panel in (MODEL, OPTIMIZER, DEVICE, OUTPUT))
+_model, _optimizer, _device, _output = _panels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +74,7 @@ class TrainConfig:
         RECIPES[0],
     )
     model: str = _model(f"One of {', '.join(PRESETS)}.", shown="tiny")
-    data: str | None = _model(
-        "File or folder of text; a token is a byte. A tenth of the files is for validation.",
-        None,
-        shown="the Python standard library",
-    )
+    data: str | None = _model(_DATA, None, shown="the Python standard library")
     seq_len: int = _model("Tokens per sequence.", min=2)
     seed: int = _model("Decides initial weights and order of the data.", 0, min=0, max=_LARGEST)
     steps: int = _optimizer("Optimizer steps of the whole run; the schedule ends there.", min=1)
@@ -114,20 +110,20 @@ class TrainConfig:
 
         check_types(self)
         for name, option in OPTIONS.items():
-            low, high, got = option.min, option.max or math.inf, getattr(self, name)
+            low, high, got = option.min, option.max or sys.float_info.max, getattr(self, name)
             if low is not None and not low <= got <= high:
-                raise ConfigError(f"{name}: got {got!r}, expected {low} to {high}")
+                expected = f"{low} to {option.max}" if option.max else f"a finite number >= {low}"
+                raise ConfigError(f"{name}: got {got!r}, expected {expected}")
+        if not self.learning_rate:
+            raise ConfigError("learning_rate: got 0.0, expected more: with it nothing is trained")
         recipe = float8_config(self.recipe)
         preset(self.model)  # refuses what it does not know
         if self.dtype not in DTYPES:
             raise ConfigError(f"unknown dtype {self.dtype!r}: choose one of {', '.join(DTYPES)}")
         check_device(self.device)
         held = recipe is not None and recipe.float8_weights is Float8Weights.HELD
-        in_the_way = {
-            f"--device {self.device}": not self.device.startswith("cuda"),
-            "no --compile": not self.compile,
-            "+held": held,
-        }
+        in_the_way = {f"--device {self.device}": not self.device.startswith("cuda")}
+        in_the_way |= {"no --compile": not self.compile, "+held": held}
         if self.cuda_graphs and any(in_the_way.values()):
             got = ", ".join(name for name, there in in_the_way.items() if there)
             expected = "expected --compile on a GPU, and no +held"
@@ -144,12 +140,10 @@ class TrainConfig:
         values |= {"device": "cuda" if torch.cuda.is_available() else "cpu"}
         values |= {name: value for name, value in settings.items() if value is not None}
         values["model"] = model
-        derived = {
-            # bfloat16 matrix multiplies are slower than float32 ones on most CPUs.
-            "dtype": "bfloat16" if values["device"].startswith("cuda") else "float32",
-            "warmup_steps": values["steps"] // 20,
-            "output": str(Path("runs") / f"{model}-{values['recipe']}"),
-        }
+        output = str(Path("runs") / f"{model}-{values['recipe']}")
+        derived = {"warmup_steps": values["steps"] // 20, "output": output}
+        # bfloat16 matrix multiplies are slower than float32 ones on most CPUs.
+        derived["dtype"] = "bfloat16" if values["device"].startswith("cuda") else "float32"
         return cls(**(derived | values))
 
     @property

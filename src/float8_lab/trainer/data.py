@@ -43,10 +43,9 @@ class Corpus:
 def load_corpus(path: str | Path | None = None) -> Corpus:
     """Read a file, a folder, or by default the Python standard library's sources.
 
-    A folder is read in sorted order, hidden files and folders left out, and each file goes to
-    train or validation by a hash of its path inside the folder, so the split stays the same
-    wherever the folder lies and whatever is added to it. A single file is cut: its last tenth
-    is the validation text. A `ConfigError` if nothing of it is readable text.
+    A folder is read in sorted order without hidden files and folders. Each file goes to train or
+    validation by a hash of its path inside the folder: the split stays whatever is added. A single
+    file is cut: its last tenth is for validation. A `ConfigError` if nothing is readable text.
     """
     root, name, suffix = Path(path or ""), str(path), ""
     if path is None:
@@ -115,9 +114,8 @@ def check_length(corpus: Corpus, seq_len: int, batch_size: int = 1) -> None:
 def train_batch(text: Tensor, *, seed: int, first: int, batch_size: int, seq_len: int) -> Tensor:
     """Cut sequences number `first` to `first + batch_size - 1` of an endless, seeded order.
 
-    Sequence i depends on (seed, i) alone: not on how sequences are grouped into batches
-    or microbatches, nor on what was read before. That is what makes resuming exact. Returns each
-    with its next token, [batch_size, seq_len + 1] uint8.
+    Sequence i depends on (seed, i) alone, not on batches nor on what was read before: that makes
+    resuming exact. Returns each with its next token, [batch_size, seq_len + 1] uint8.
     """
     batch = torch.empty(batch_size, seq_len + 1, dtype=torch.uint8)  # fails at once if too large
     for row in range(batch_size):

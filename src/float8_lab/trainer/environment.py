@@ -17,18 +17,12 @@ from float8 import __version__
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
     """Return versions, device, commit and command of this process, JSON-ready."""
-    return {
-        "float8": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "device": device_name(device),
-        "device_type": device.type,
-        "cuda": torch.version.cuda,
-        "cpu_threads": torch.get_num_threads(),
-        "git_commit": git_commit(),
-        "command": shlex.join([Path(sys.argv[0]).name, *map(public_path, sys.argv[1:])]),
-    }
+    about: dict[str, Any] = {"float8": __version__, "torch": torch.__version__}
+    about |= {"python": platform.python_version(), "platform": platform.platform()}
+    about |= {"device": device_name(device), "device_type": device.type}
+    about |= {"cuda": torch.version.cuda, "cpu_threads": torch.get_num_threads()}
+    words = [Path(sys.argv[0]).name, *map(public_path, sys.argv[1:])]
+    return about | {"git_commit": git_commit(), "command": shlex.join(words)}
 
 
 def device_name(device: torch.device) -> str:

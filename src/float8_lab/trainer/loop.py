@@ -56,6 +56,7 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         self._first_step = 0
+        self._sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
         self._skipped = skipped_graphs() if config.cuda_graphs else 0  # by runs before this one
         self._pending: list[tuple[Tensor, Tensor]] = []  # Loss and norm, still on the device.
 
@@ -90,7 +91,9 @@ class Trainer:
                     self._report()
                 if self._due(config.eval_interval) or self.step == config.steps:
                     self._report()
-                    self._tell("on_validation", ValidationRecord(self.step, self.validate()))
+                    loss = self.validate()
+                    self._tell("on_validation", ValidationRecord(self.step, loss))
+                    self._require_finite(math.isfinite(loss), self.step, f"validation loss {loss}")
                 if self._due(config.checkpoint_interval):
                     self._save()
             self._report()
@@ -132,13 +135,8 @@ class Trainer:
             group["lr"] = build.learning_rate(step, config)
         loss = torch.zeros((), device=self.device)
         for index in range((step - 1) * config.accumulate, step * config.accumulate):
-            batch = data.train_batch(
-                self.corpus.train,
-                seed=config.seed,
-                first=index * config.batch_size,
-                batch_size=config.batch_size,
-                seq_len=config.seq_len,
-            )
+            how = {"seed": config.seed, "first": index * config.batch_size, **self._sizes}
+            batch = data.train_batch(self.corpus.train, **how)
             part = self.loss(batch) / config.accumulate
             part.backward()  # type: ignore[no-untyped-call]
             loss += part.detach()
@@ -174,12 +172,8 @@ class Trainer:
         """Mean loss over the validation batches, nats per byte."""
         self.model.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for batch in data.validation_batches(
-            self.corpus.validation,
-            batches=self.config.eval_batches,
-            batch_size=self.config.batch_size,
-            seq_len=self.config.seq_len,
-        ):
+        how = {"batches": self.config.eval_batches, **self._sizes}
+        for batch in data.validation_batches(self.corpus.validation, **how):
             self._begin_graphs()
             total += self.loss(batch)
         self.model.train()
@@ -197,43 +191,34 @@ class Trainer:
         steps = range(self.step - len(losses) + 1, self.step + 1)
         seconds = self.timer.collect()[::2]
         untimed = min(WARMUP_STEPS, (config.last_step - self._first_step) // 2)
-        memory = None
-        if self.device.type == "cuda":
-            memory = torch.cuda.max_memory_allocated(self.device)
-        columns = (steps, losses.tolist(), norms.tolist(), seconds)
-        records = [
-            StepRecord(
-                step=step,
-                loss=loss,
-                grad_norm=norm,
-                learning_rate=build.learning_rate(step, config),
-                seconds=duration,
-                tokens=config.tokens_per_step,
-                timed=step - self._first_step > untimed,
-                memory_bytes=memory,
-            )
-            for step, loss, norm, duration in zip(*columns, strict=True)
-        ]
+        gpu, records = self.device.type == "cuda", list[StepRecord]()
+        memory = torch.cuda.max_memory_allocated(self.device) if gpu else None
+        done = zip(steps, losses.tolist(), norms.tolist(), seconds, strict=True)
+        for step, loss, norm, duration in done:
+            rate, timed = build.learning_rate(step, config), step - self._first_step > untimed
+            rest = duration, config.tokens_per_step, timed, memory
+            records.append(StepRecord(step, loss, norm, rate, *rest))
         self._pending = []
         self._tell("on_records", records)
-        bad = next((record for record in records if not record.finite), None)
-        if bad is not None:
+        for x in records:
+            self._require_finite(x.finite, x.step, f"loss {x.loss}, gradient norm {x.grad_norm}")
+
+    def _require_finite(self, finite: bool, step: int, what: str) -> None:
+        """Raise a `FailedError` if the run cannot go on from there."""
+        if not finite:
             saved = f", the last checkpoint is {self.last_checkpoint}" * bool(self.last_checkpoint)
-            what = f"step {bad.step}: loss {bad.loss}, gradient norm {bad.grad_norm}"
             where = f"The metrics are in {self.folder.metrics}{saved}"
             do = "try a lower --learning-rate or a longer --warmup-steps"
-            raise FailedError(f"training diverged at {what}. {where}; {do}")
+            raise FailedError(f"training diverged at step {step}: {what}. {where}; {do}")
 
     def _save(self) -> None:
         if self.last_checkpoint and checkpoints.step_of(self.last_checkpoint) == self.step:
             return
         self._report()  # A run that has diverged must not replace good checkpoints.
-        self.last_checkpoint = checkpoints.save_checkpoint(
-            self.folder.checkpoints,
-            self.step,
-            self.state(),
-            keep=self.config.keep_checkpoints,
-        )
+        largest = nn.utils.get_total_norm(self.model.parameters(), math.inf).item()
+        self._require_finite(math.isfinite(largest), self.step, f"a weight is {largest} after it")
+        where, keep = (self.folder.checkpoints, self.step), self.config.keep_checkpoints
+        self.last_checkpoint = checkpoints.save_checkpoint(*where, self.state(), keep=keep)
         self._tell("on_checkpoint", self.last_checkpoint)
 
     def _tell(self, event: str, *values: object) -> None:
@@ -265,11 +250,9 @@ def train(
             got = f"--output: got {output} for a run that ended after step {last}"
             raise ConfigError(f"{got}: give more --steps to go on, or leave --output out")
     folder = open_run_folder(config, text, checkpoint=resume)
-    with explain_out_of_memory(
-        f"{config.device} ran out of memory with batches of {config.batch_size} x "
-        f"{config.seq_len} tokens: lower --batch-size (and raise --accumulate by as much), "
-        "or choose a smaller model"
-    ):
+    batch = f"{config.device} ran out of memory with batches of {config.batch_size} x "
+    do = "lower --batch-size (and raise --accumulate by as much), or choose a smaller model"
+    with explain_out_of_memory(f"{batch}{config.seq_len} tokens: {do}"):
         everyone = [*observers, metrics.JsonLines(folder.metrics)]
         if config.tensorboard:
             step = checkpoints.step_of(resume) if resume else 0

@@ -131,8 +131,7 @@ class Metrics:
 def read_metrics(path: Path) -> Metrics:
     """Read what `JsonLines` wrote, across resumes; of a file that is not there nothing.
 
-    Steps taken again count once, as taken last; half-written lines of killed runs are passed over.
-    Lines that are whole and nothing that was written are a `ConfigError`.
+    Steps taken again count once, as taken last; half lines are passed over, others raise.
     """
     metrics = Metrics()
     for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else (), 1):
@@ -168,8 +167,7 @@ MEAN = "mean of the last tenth of the steps, at most 100"
 def summarize(metrics: Metrics) -> dict[str, Any]:
     """The numbers by which runs are compared; None where a run has not got that far or diverged.
 
-    The training loss is a `MEAN`: that of one step is too noisy. Times are medians over the steps
-    past compilation and warm-up.
+    The training loss is a `MEAN`. Times are medians over the steps past warm-up.
     """
     train = metrics.train
     last = [record.loss for record in train[-min(max(len(train) // 10, 1), 100) :]]

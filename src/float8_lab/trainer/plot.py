@@ -17,8 +17,7 @@ _COLORS = ("#999999", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#5
 def plot_comparison(runs: dict[str, Metrics], title: str, path: Path) -> None:
     """Draw the loss of every run above its difference to the first one, the reference.
 
-    Lines are training, means of some steps where there are many; dots are validation. Each curve is
-    thinner than the one below it, so that curves that coincide are all seen.
+    Lines are training, dots validation. Each curve is thinner than the one below it.
     """
     figure = Figure(figsize=(9, 7.5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))

@@ -37,7 +37,8 @@ def recipe_config(recipe: str) -> Float8LinearConfig:
 
     `module:name` is a `Float8LinearConfig` of the user's own, or a function that returns one.
     Switches are bool fields of `Float8LinearConfig`, `fast_accum` for all three GEMMs, and `held`
-    and `only` for `float8_weights`.
+    and `only` for `float8_weights`. Raises a `ValueError` for one that is not known, is on already,
+    or contradicts another.
     """
     name, *switches = recipe.split("+")
     if ":" in name:
@@ -48,18 +49,18 @@ def recipe_config(recipe: str) -> Float8LinearConfig:
     else:
         config = Float8LinearConfig.from_recipe_name(name)
     fast = Float8GemmConfig(use_fast_accum=True)
-    known: dict[str, dict[str, Any]] = {
-        each.name: {each.name: True}
-        for each in fields(config)
-        if getattr(config, each.name) is False
-    }
-    del known["enable_fsdp_float8_all_gather"]  # `bench train` has variants of their own for it
-    known["fast_accum"] = {f"gemm_config_{gemm}": fast for gemm in config.float8_gemms}
-    kinds = Float8Weights.HELD, Float8Weights.ONLY
-    known |= {each.value: {"float8_weights": each} for each in kinds}
     for switch in switches:
+        off = [each.name for each in fields(config) if getattr(config, each.name) is False]
+        known: dict[str, dict[str, Any]] = {name: {name: True} for name in off}
+        known.pop("enable_fsdp_float8_all_gather", None)  # `bench train` has variants for it
+        gemms = [f"gemm_config_{gemm}" for gemm in config.float8_gemms]
+        if any(getattr(config, gemm) != fast for gemm in gemms):
+            known["fast_accum"] = dict.fromkeys(gemms, fast)
+        if config.float8_weights is Float8Weights.ON_THE_FLY:
+            kinds = Float8Weights.HELD, Float8Weights.ONLY
+            known |= {each.value: {"float8_weights": each} for each in kinds}
         if switch not in known:
             got = f"recipe: got {recipe!r} with the switch {switch!r}"
-            raise ValueError(f"{got}, expected one of {', '.join(known)}")
+            raise ValueError(f"{got}, expected one of {', '.join(known)}; no other can be on here")
         config = replace(config, **known[switch])
     return config

@@ -59,8 +59,7 @@ def open_run_folder(
 ) -> RunFolder:
     """Make the run's folder and write its `config.json`; a `ConfigError` if another run lies there.
 
-    A run that resumes from `checkpoint` may go on in the folder of that checkpoint, a new one where
-    another failed before its first checkpoint; its metrics then follow those.
+    A run may go on in the folder of its `checkpoint`, or where one failed before its first.
     """
     folder = RunFolder(config.output)
     own = checkpoint is not None and folder.path.resolve() in checkpoint.resolve().parents
@@ -71,9 +70,8 @@ def open_run_folder(
         way_on = "it has no checkpoint to go on from, so delete it if it is not running any more"
         if folder.saved:
             way_on = f"continue it with --resume {folder.path}"
-        raise ConfigError(
-            f"{folder.path} already holds a run: {way_on}, or choose another folder with --output"
-        )
+        got = f"{folder.path} already holds a run"
+        raise ConfigError(f"{got}: {way_on}, or choose another folder with --output")
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.conversion.unlink(missing_ok=True)
@@ -115,9 +113,8 @@ def _read_config(folder: Path) -> tuple[TrainConfig, str]:
         if RunFolder(folder).saved:
             do = "its checkpoints and metrics are not touched: start a run with the same settings "
             do += "and --stop-after 1 --output elsewhere, and copy its config.json there"
-        raise ConfigError(
-            f"cannot read the settings of the run in {folder} from config.json ({error}); {do}"
-        ) from error
+        got = f"cannot read the settings of the run in {folder} from config.json ({error})"
+        raise ConfigError(f"{got}; {do}") from error
 
 
 def check_same_run(
@@ -140,7 +137,6 @@ def check_same_run(
     if fingerprint != (now := corpus.fingerprint):
         wrong.append(f"the text of the data has changed (fingerprint {fingerprint} and now {now})")
     if wrong:
-        raise ConfigError(
-            f"cannot resume {folder} with different settings: {'; '.join(wrong)}. "
-            "Use the settings of the run, or start a new one with another --output"
-        )
+        do = "Use the settings of the run, or start a new one with another --output"
+        got = f"cannot resume {folder} with different settings: {'; '.join(wrong)}"
+        raise ConfigError(f"{got}. {do}")
