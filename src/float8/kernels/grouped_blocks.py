@@ -22,7 +22,10 @@ _TILE = 128, 256, 128  # its rows and columns, and of what is contracted
 ROWS, COLUMNS, BLOCK = map(gl.constexpr, _TILE)
 STAGES = gl.constexpr(3)  # of loads
 PANEL = gl.constexpr(16)  # tiles of rows that share what is read of `b`
-REGISTERS, OF_LOADS = map(gl.constexpr, (224, 56))  # of a thread that multiplies, that loads
+# Registers of a thread that multiplies, and of one that loads. With 224 both groups that multiply
+# rows hold their sums; where experts contract rows, 232 are 2 to 6 % faster (H200).
+REGISTERS, OF_LOADS = map(gl.constexpr, (232, 24))
+REGISTERS_OF_ROWS, OF_LOADS_OF_ROWS = map(gl.constexpr, (224, 56))
 
 
 def multiply_blocks(
@@ -225,10 +228,10 @@ def _grouped_blocks_kernel(  # type: ignore[no-untyped-def]
     given = shared, a_scale_ptr, b_scale_ptr, out_ptr, ends_ptr, sizes, strides
     gl.warp_specialize(
         [
-            (_multiply, (given, 0, OF_ROWS)),  # with what the others leave: 224, too; more spills
+            (_multiply, (given, 0, OF_ROWS)),  # with the registers that the others leave
             (_multiply, (given, 1, OF_ROWS)),
             (_load, (a_tiles, b_tiles, scale_tiles, shared, ends_ptr, sizes, OF_ROWS)),
         ],
         [4, 1],
-        [REGISTERS, OF_LOADS],
+        [REGISTERS_OF_ROWS, OF_LOADS_OF_ROWS] if OF_ROWS else [REGISTERS, OF_LOADS],
     )
