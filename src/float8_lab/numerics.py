@@ -268,8 +268,8 @@ def numerics_report(
     table = over_ranks(rows, ["", *keys], 1, None)[1:]
     for ((name, _), cast), row in zip(keys.items(), table, strict=True):
         if row[1]:
-            calls = zip(GEMM_OPERANDS, row[12:], strict=True)
-            gemms = tuple(gemm for gemm, count in calls if count)
+            counts = zip(GEMM_OPERANDS, row[12:], strict=True)
+            gemms = tuple(gemm for gemm, count in counts if count)
             measured.append(LayerCast.of(name, cast._replace(gemms=gemms), row[:12]))
     measured.sort(key=lambda cast: -math.inf if math.isnan(cast.even_db) else cast.even_db)
     seen = {cast.layer for cast in measured}

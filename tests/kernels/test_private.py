@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -179,17 +180,17 @@ def test_without_private_api_inductor_is_told_nothing(
     assert not registry
 
 
-@pytest.mark.parametrize("private_api", [True, False])
-def test_only_an_autograd_function_is_told_apart(
-    private_api: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not private_api:
-        monkeypatch.setattr(private, "forward_ad_is_on", None)
+def test_only_the_first_forward_of_reentrant_checkpointing_is_told_apart() -> None:
     told = []
 
     def tell(x: Tensor) -> Tensor:
-        told.append(private.in_autograd_function())
+        told.append(private.in_reentrant_checkpoint())
         return x * x
+
+    class Other(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return tell(x)
 
     x = torch.ones(1, requires_grad=True)
     checkpoint(tell, x, use_reentrant=True).backward()
@@ -198,4 +199,5 @@ def test_only_an_autograd_function_is_told_apart(
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             tell(x)
-    assert told == [True] + 5 * [False]
+    Other.apply(x)
+    assert told == [True] + 6 * [False]

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
@@ -158,6 +158,27 @@ def test_the_history_is_taken_in_training_with_gradients_alone(mode: str) -> Non
                 assert torch.equal(call(X), wanted) is not (training and grad)
             if not grad:
                 assert_same_bits(fp8_state(model), before)
+
+
+class Distilled(nn.Module):
+    def __init__(self, teacher: nn.Module) -> None:
+        super().__init__()
+        self.teacher, self.student = teacher, nn.Linear(X.shape[-1], 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            target = self.teacher(x)
+        return target, self.student(x)
+
+
+@MODES
+def test_a_teacher_beside_what_takes_gradients_scales_by_the_data(mode: str) -> None:
+    """Compiled, both are one graph, which runs in an autograd function."""
+    teacher = trained(stack(1))
+    wanted = dynamic(teacher)(X)
+    target, y = running(Distilled(teacher), mode)(X)
+    assert torch.equal(target, wanted)
+    assert y.requires_grad
 
 
 @MODES

@@ -157,13 +157,13 @@ def _read_index(index: Path) -> dict[str, set[str]]:
 
 def _read(folder: Path, name: str, read: Callable[[Path], Any]) -> Any:
     """Read a file of a checkpoint, which a save may be moving to its place just now."""
-    with contextlib.suppress(FileNotFoundError, RuntimeError):  # torch's, which opens it again
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, RuntimeError):
         return read(folder / _COMPLETE / name)
     return read(folder / name)
 
 
 def _index_version(folder: Path) -> tuple[int, int] | None:
-    """Return what tells the index from any other that takes its place; None: there is none."""
+    """Return inode and time of the index, which another index does not have; None without one."""
     with contextlib.suppress(FileNotFoundError):
         found = _read(folder, INDEX, Path.stat)
         return found.st_ino, found.st_mtime_ns

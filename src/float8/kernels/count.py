@@ -90,9 +90,10 @@ COUNT = torch.ops.float8.count.default
 def tally_reference(numbers: Tensor, totals: Tensor, calls: Tensor, counted: bool) -> None:
     """Add up the numbers of calls, as `count` returns them, with the order of the calls.
 
-    `totals` [8] float64 become: 1 / n for the first call, and for the first with values that are
-    not finite, 0 if there is none; the largest amax; the sums of the others. `calls`, 0-dim int64
-    on the CPU, rises by one to n. Not `counted`: nothing is added but the place of the call.
+    `calls`, 0-dim int64 on the CPU, numbers the calls from 1. `totals` [8] float64 are: 1 / the
+    number of the first call, 1 / that of the first call with a value that is not finite (0 if there
+    is none), the largest amax, and five sums of what `count` returns. Unless `counted`, only the
+    first two are set.
     """
     calls += 1
     numbers = numbers.to(totals.device)

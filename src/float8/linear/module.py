@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from float8.config import CAST_SITES, ConfigOrRecipe, Float8LinearConfig, Float8Weights, as_config
 from float8.kernels.runtime.ops import NO_ONNX
-from float8.kernels.runtime.private import in_autograd_function
+from float8.kernels.runtime.private import in_reentrant_checkpoint
 from float8.linear.functional import apply_linear
 from float8.linear.plan import Casts, plan_linear
 from float8.linear.sharded import Shards, linear_of_shards
@@ -182,8 +182,8 @@ class Float8Linear(StatefulLayer, nn.Linear):
         """Bind the casts of the plan to this call, with the state of delayed scaling.
 
         Scales come from the history in training mode with gradients, unless the layer is frozen; so
-        they do in the forward of an autograd function, which reentrant checkpointing recomputes
-        with gradients. Else they come from the data: a sync may never follow. Amaxes are recorded
+        they do in the first forward of reentrant checkpointing, which is recomputed with gradients.
+        Else they come from the data: a sync may never follow. Amaxes are recorded
         wherever gradients are taken. They become those of all ranks of a `mesh` of one dim, which
         share the layer. Casts whose scale the last sync made equal on all ranks need no all-reduce.
         """
@@ -197,7 +197,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
                     reduced[site.value] = getattr(casts, site.value)._replace(reduce=reduce)
             casts = casts._replace(**reduced)
         compiling = torch.compiler.is_compiling()
-        has_state = record or (trains and (compiling or in_autograd_function()))
+        has_state = record or (trains and (compiling or in_reentrant_checkpoint()))
         if not (self._float8_delayed and has_state):
             return casts
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from float8.config import CastSite
 from float8.kernels.runtime.ops import register
-from float8.kernels.runtime.private import in_autograd_function, warn
+from float8.kernels.runtime.private import in_reentrant_checkpoint, warn
 from float8.linear.weight import Float8Module
 from float8.scales import UNKNOWN_SCALE
 from float8.tensor import local_tensor
@@ -252,7 +252,7 @@ class StatefulLayer(Float8Module):
 
 def _scale_without_gradients(scale: Tensor) -> Tensor:
     """Return the scale of a compiled forward without gradients, which tells at run time."""
-    return scale.clone() if in_autograd_function() else torch.full_like(scale, UNKNOWN_SCALE)
+    return scale.clone() if in_reentrant_checkpoint() else torch.full_like(scale, UNKNOWN_SCALE)
 
 
 register("scale_without_gradients", _scale_without_gradients, fake=torch.empty_like)

@@ -206,6 +206,8 @@ class Float8Tensor(Wrapper):
 
     def _order_of_cast(self) -> tuple[int, ...] | None:
         """Return the dims of data under blocks in the order of the cast; None: of a part."""
+        if self.dim() < 2:
+            return None
         for order in itertools.permutations(range(self.dim())):
             data, scale = self._data.permute(order), self._scale.permute(order)
             if data.is_contiguous() and scale.shape == self._granularity.scales(tuple(data.shape)):

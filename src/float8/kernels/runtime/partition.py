@@ -27,10 +27,10 @@ RUN = 128
 _DTYPES = (torch.bfloat16, torch.float16)
 _FUNCTIONS = {"silu", "silu_backward", "gelu", "gelu_backward"}
 _USES = {
-    "copy": "clone convert_element_type getitem",
-    "join": "add cat constant_pad_nd",
-    "cast": "float8::cast float8::cast_delayed float8::cast_groups float8::transpose abs eq ne"
-    " isnan bitwise_and bitwise_not where clamp_min clamp_max",
+    "copy": "clone convert_element_type getitem cat",
+    "term": "add sub",
+    "cast": "float8::cast float8::cast_delayed float8::cast_groups float8::transpose",
+    "step of cast": "abs isnan bitwise_and bitwise_not where clamp_min clamp_max",
     "product": "mm addmm bmm baddbmm _scaled_mm _scaled_mm_v2 _grouped_mm float8::grouped_matmul"
     " float8::matmul",
 }
@@ -38,18 +38,20 @@ _USE_OF_OP = {name: use for use, names in _USES.items() for name in names.split(
 """Ops by their names; those that are not of aten with their namespace."""
 
 _PATTERNS = {
-    "value": {"copy": "value", "factor": "value", "cast": "value", "function": "function",
-              "factor of gradient": "gradient * value", "function of gradient": "layer gradient",
-              "product of gradient": "weight gradient"},
-    "function": {"copy": "function", "factor": "function", "cast": "value",
+    "value": {"copy": "value", "factor": "value", "cast": "value", "step of cast": "value",
+              "function": "function", "factor of gradient": "gradient * value",
+              "function of gradient": "layer gradient", "product of gradient": "weight gradient"},
+    "function": {"copy": "function", "factor": "function", "cast": "value", "step of cast": "value",
                  "function": "function", "function of gradient": "layer gradient",
                  "factor of gradient": "layer gradient", "product of gradient": "weight gradient"},
     "gradient * value": {"copy": "gradient * value", "function of gradient": "layer gradient",
                          "sum of rows": "weight gradient", "sum of columns": "coefficient"},
-    "coefficient": {"copy": "coefficient", "factor": "coefficient", "factor of value": "any"},
+    "coefficient": {"copy": "coefficient", "factor": "coefficient",
+                    "factor of value": "norm's gradient"},
+    "norm's gradient": {"copy": "norm's gradient", "factor": "norm's gradient", "term": "any"},
     "layer gradient": {"copy": "layer gradient", "factor": "layer gradient",
-                       "function of gradient": "layer gradient", "join": "layer gradient",
-                       "cast": "any", "product": "any", "sum of rows": "weight gradient"},
+                       "function of gradient": "layer gradient", "cast": "any", "product": "any",
+                       "sum of rows": "weight gradient"},
     "weight gradient": {"copy": "weight gradient", "factor": "weight gradient",
                         "factor of value": "weight gradient", "sum of rows": "weight gradient"},
 }  # fmt: skip
@@ -191,10 +193,11 @@ def _may_be_rounded(
 
     - The operand of a weight gradient: the value, times exact factors or cast to float8, is
       multiplied with a gradient, and the product is the gradient of a Parameter.
-    - The input of SiLU or GELU, returned by a linear layer: backward computes the function again,
-      as an operand and for the derivative; the gradient goes into the GEMMs of that layer alone.
+    - The input of SiLU or GELU: backward computes the function again, as an operand and for the
+      derivative; the gradient goes into the GEMMs, casts and the bias of a linear layer alone.
     - `up` in `silu(gate) * up`: a gradient times `up` goes into the derivative of `silu` alone.
-    - The input of RMSNorm: `sum(gradient * x, -1)`, times exact factors, is multiplied with `x`.
+    - The input of RMSNorm: `sum(gradient * x, -1)`, times exact factors and `x`, is a term of its
+      gradient.
 
     In all of them the value is a factor, so the relative error of each term is that of the value.
     """
@@ -231,6 +234,8 @@ def _use(node: Node, rounded: list[Node]) -> str:
         return "sum of rows" if not last else "sum of columns" if last == dims else ""
     if _is_view(node) or (name == "pow" and args[1] == 1):
         return "copy"
+    if name in ("eq", "ne") and (args[0] is args[1] or args[1] == float("inf")):
+        return "step of cast"  # whether values are finite
     return _USE_OF_OP.get(name, "")
 
 
@@ -269,7 +274,7 @@ def _in_runs(x: Tensor) -> Tensor:
 
 
 def _hint(size: Any) -> int:
-    """Return the size at hand without a guard; of a count that data decide a large one."""
+    """Return the hint of a symbolic size without adding a guard; 2**32 for an unbacked size."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     return size.node.hint if size.node.has_hint() else 1 << 32

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.utils.checkpoint import CheckpointFunction
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -50,9 +51,6 @@ functorch_levels = find("_C._functorch.peek_interpreter_stack")
 """The innermost transform of torch.func. Else: every call goes through the dispatcher, and a layer
 within a transform raises torch's own error."""
 
-forward_ad_is_on = find("_C._is_fwd_grad_enabled")
-"""Whether forward-mode AD is enabled. Else: `in_autograd_function` tries it, which takes longer."""
-
 is_batch_of_gradients = find("_C._functorch.is_legacy_batchedtensor")
 """Whether a gradient stands for many (`is_grads_batched=True`). Else: torch's own error."""
 
@@ -74,15 +72,20 @@ def surely(condition: Any) -> bool:
     return holds
 
 
-def in_autograd_function() -> bool:
-    """Whether the forward of an `autograd.Function` runs: torch turns forward-mode AD off in it."""
-    if torch.is_inference_mode_enabled():  # which does so, too
-        return False
-    if forward_ad_is_on is not None:
-        return not forward_ad_is_on()
-    ad: Any = torch.autograd.forward_ad
-    with ad.dual_level():
-        return ad.unpack_dual(ad.make_dual(torch.zeros(()), torch.ones(()))).tangent is None
+def in_reentrant_checkpoint() -> bool:
+    """Return whether the first forward of reentrant checkpointing runs, which takes no gradients.
+
+    A compiled graph with gradients runs in an `autograd.Function` of torch. What takes none within
+    it does so for another reason.
+    """
+    frame: Any = sys._getframe(1)
+    while frame := frame.f_back:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            return True
+        module = str(frame.f_globals.get("__name__"))
+        if frame.f_code.co_name == "forward" and module.endswith("aot_autograd.runtime_wrappers"):
+            return False
+    return False
 
 
 def make_fx_is_on() -> bool:
@@ -131,7 +134,7 @@ def warn(message: str) -> None:
     No `stacklevel` names it: there are more frames where compiled code calls eager code.
     """
     frame: Any = sys._getframe(1)
-    inside = "float8", "torch", "contextlib"
+    inside = "float8", "torch", "contextlib", "threading", "concurrent"
     # Code that torch generates has no `__name__`.
     while frame.f_back and frame.f_globals.get("__name__", "torch").split(".")[0] in inside:
         frame = frame.f_back
