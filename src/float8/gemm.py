@@ -97,17 +97,15 @@ def matmul(
             y = torch._scaled_mm(
                 a.data, b.data.t(), scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast
             )
-    return without_padding(y, M, N)
+    return y if y.shape == (M, N) else without_padding(y, M, N)
 
 
 def without_padding(y: Tensor, M: int, N: int) -> Tensor:
-    """Return the first M rows and N columns of `y`, [R, C] or [E, R, C]; a copy if there are more.
+    """Return a copy of the first M rows and N columns of `y`, [R, C] or [E, R, C].
 
     Autograd forbids writes in place into views that its functions return; they also keep alive what
     padding added.
     """
-    if y.shape[-2:] == (M, N):
-        return y
     return y[..., :M, :N].clone(memory_format=torch.contiguous_format)
 
 
@@ -248,7 +246,8 @@ def _outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
         return _outer_fake(a, b, ends).zero_()
     # Nor rows that are not of 16 bytes.
     a, b = (F.pad(x, (0, -x.shape[1] % 8)) if x.shape[1] % 8 else x for x in (a, b))
-    return without_padding(F.grouped_mm(a.t(), b, offs=ends_of_groups(ends, len(a))), N, K)
+    y = F.grouped_mm(a.t(), b, offs=ends_of_groups(ends, len(a)))
+    return y if y.shape[1:] == (N, K) else without_padding(y, N, K)
 
 
 def _outer_fake(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:

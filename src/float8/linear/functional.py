@@ -374,7 +374,7 @@ class Linear(torch.autograd.Function):
                 dw = matmul(g.col, x, (N, K), gemm=gemm, out_dtype=to)
             else:
                 dw = grouped_matmul(g.col, x, ends, gemm=gemm, out_dtype=to, tokens=M)
-                dw = without_padding(dw, N, K)
+                dw = dw if dw.shape[1:] == (N, K) else without_padding(dw, N, K)
         elif call.need_grad_weight:
             dw = grad_output.t() @ rows if offs is None else grouped_outer(grad_output, rows, offs)
             dw = dw.to(call.weight_dtype)

@@ -183,9 +183,9 @@ class Float8Linear(StatefulLayer, nn.Linear):
 
         Scales come from the history in training mode with gradients, unless the layer is frozen; so
         they do in the first forward of reentrant checkpointing, which is recomputed with gradients.
-        Else they come from the data: a sync may never follow. Amaxes are recorded
-        wherever gradients are taken. They become those of all ranks of a `mesh` of one dim, which
-        share the layer. Casts whose scale the last sync made equal on all ranks need no all-reduce.
+        Else they come from the data: a sync may never follow. Amaxes are recorded wherever
+        gradients are taken. They become those of all ranks of a `mesh` of one dim, which share the
+        layer. Casts whose scale the last sync made equal on all ranks need no all-reduce.
         """
         casts, record = self._float8_plan.casts, torch.is_grad_enabled()
         trains = self.training and not (self._float8_delayed and self._float8_is_frozen())
