@@ -12,13 +12,17 @@ ONLY := $(VENV)/torch-only
 CPU_TORCH := torch==$(TORCH)
 # For the tests' interpreter, where torch brings no triton: its CPU build does not.
 CPU_TRITON := triton==3.6.0
+# Errors only: of folders in pip's configuration that are not there it warns at each call.
+PIP := -m pip install -qq
+# Python may compile modules to files: the tests start many processes, which would do it each.
+export PYTHONDONTWRITEBYTECODE :=
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: help demo test test-all test-torch-only lint docs dist clean
+.PHONY: help demo test test-exhaustive test-all test-torch-only lint docs dist clean
 help:
 	@echo "make demo   install, then train a small Llama in float8 next to high precision"
-	@echo "make test   install, then run the tests (TORCH=2.15.0: with that release)"
-	@echo "make test-all  the same with the tests of many combinations, which take longer"
+	@echo "make test   install, then run a test of each promise (TORCH=2.15.0: with that release)"
+	@echo "make test-all  the same, then the tests of many combinations, which take longer"
 	@echo "make test-torch-only  the samples of README and docs with torch and the built wheel alone"
 	@echo "make lint   install, then ruff, type checker, import-linter, budgets of lines"
 	@echo "make docs   build the site of README and docs/ into site/, with an API reference"
@@ -33,40 +37,49 @@ else
 endif
 
 $(VENV)/torch.done: $(BIN)/python
+	@echo "installing torch into $(VENV): 200 MB without a GPU"
 ifeq ($(HAS_GPU),yes)
-	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet "torch>=2.11"
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python $(PIP) "torch>=2.11"
 else
-	$(BIN)/python -m pip install --quiet $(CPU_TORCH)
+	$(BIN)/python $(PIP) $(CPU_TORCH)
 endif
 	touch $@
 
 $(VENV)/cli.done: $(VENV)/torch.done pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable ".[cli]"
+	@echo "installing float8 with its command line"
+	$(BIN)/python $(PIP) --editable ".[cli]"
 	touch $@
 
 $(VENV)/dev.done: $(VENV)/cli.done
-	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet $(CPU_TRITON)
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@echo "installing what the tests run against, and linters: 400 MB"
+	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python $(PIP) $(CPU_TRITON)
+	$(BIN)/python $(PIP) --editable ".[dev]"
 	touch $@
 
 demo: $(VENV)/cli.done
-	$(BIN)/float8 compare tensorwise delayed --output runs/demo --overwrite
+	$(BIN)/float8 compare tensorwise rowwise --output runs/demo --overwrite
+
+PYTEST = $(BIN)/python .ci/cpu_seconds $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 test: $(VENV)/dev.done
-	$(BIN)/python .ci/cpu_seconds $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not exhaustive"
+	$(PYTEST) -m "not exhaustive"
 
-test-all: $(VENV)/dev.done
-	$(BIN)/python .ci/cpu_seconds $(BIN)/python -m pytest -n 2 --dist loadgroup
+test-exhaustive: $(VENV)/dev.done
+	$(PYTEST) -m exhaustive
+
+test-all:
+	$(MAKE) test
+	$(MAKE) test-exhaustive
 
 # Of its own, without NumPy, which the CPU build of torch does not bring along.
 $(ONLY)/done:
 	$(PYTHON) -m venv $(ONLY)
-	$(ONLY)/bin/python -m pip install --quiet $(CPU_TORCH)
+	$(ONLY)/bin/python $(PIP) $(CPU_TORCH)
 	touch $@
 
 # What users of a release get: the wheel, not this folder.
 test-torch-only: dist $(ONLY)/done
-	$(ONLY)/bin/python -m pip install --quiet --force-reinstall --no-deps dist/*.whl
+	$(ONLY)/bin/python $(PIP) --force-reinstall --no-deps dist/*.whl
 	$(ONLY)/bin/python -m pip check
 	$(ONLY)/bin/python tests/torch_only.py
 

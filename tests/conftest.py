@@ -1,4 +1,4 @@
-"""What all tests share: skipping GPU tests where there is no GPU, one random seed, and
+"""What all tests share: GPU tests are left out where there is no GPU, one random seed, and
 ranks that serve all tests of a session (mark them `xdist_group("ranks")`)."""
 
 import gc
@@ -11,7 +11,12 @@ import torch
 from float8.convert import choice
 from support.ranks import SELDOM, Ranks
 
-NO_GPU = "needs a CUDA GPU with float8 tensor cores (compute capability >= 8.9)"
+HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
+def pytest_report_header() -> str | None:
+    left_out = "no CUDA GPU with float8 tensor cores (compute capability >= 8.9)"
+    return None if HAS_GPU else f"{left_out}: tests that are marked gpu are deselected"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -23,12 +28,11 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9):
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason=NO_GPU))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    only_gpus = [item for item in items if item.get_closest_marker("gpu")]
+    if only_gpus and not HAS_GPU and not config.option.collectonly:
+        config.hook.pytest_deselected(items=only_gpus)
+        items[:] = [item for item in items if item not in set(only_gpus)]
 
 
 @pytest.fixture(autouse=True)

@@ -46,11 +46,13 @@ def compare_command(
     """
     from float8_lab.trainer.compare import compare
 
+    console = make_console()
+    # Before torch is imported, which takes seconds.
+    console.print(f"training {HIGH_PRECISION}, then {', '.join(recipes)}")
     how: Any = {"recipe": HIGH_PRECISION, "final_checkpoint": False, "output": output}
     config = TrainConfig.create(**how, **given(chosen))
     if chosen.eval_interval is None:
         config = config.replace(eval_interval=max(config.steps // 5, 1))
-    console = make_console()
     with stop_on_signals() as stop:
         how = {"resume": resume, "overwrite": overwrite, "stop": stop}
         rows = compare(config, recipes, [ConsoleProgress(console)], **how)
