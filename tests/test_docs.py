@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import float8
-from support.forks import COMPILER, run_program
+from support.forks import COMPILER, TORCH, run_program
+from support.rings import short
 from support.samples import PAGES, ROOT, Sample, fences, page_name, samples
 
 # Every fence says what it holds. Samples in a fence of `py` need several ranks: tests/distributed
@@ -27,6 +28,8 @@ plt.switch_backend("agg")
 plt.show = lambda: plt.savefig("shown.png")
 """
 SAMPLES = samples("python")
+# What imports another library, or has Inductor make its code, takes seconds.
+LIGHT = {n for n, x in enumerate(SAMPLES) if not x.needs & EXTRAS and x.name != "docs/memory.md-0"}
 EXAMPLES, NOTEBOOKS = (sorted((ROOT / "examples").glob(x)) for x in ("*.py", "*.ipynb"))
 
 
@@ -78,12 +81,14 @@ def test_programs_end_with_the_process_that_ran_them() -> None:
 
 
 @pytest.mark.xdist_group("programs")
-@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
+@pytest.mark.parametrize(
+    "sample", short(LIGHT, [(each,) for each in SAMPLES]), ids=lambda x: x.name
+)
 def test_sample_runs(sample: Sample) -> None:
     extras = EXTRAS & sample.needs
     for library in extras | ({"accelerate"} if "transformers" in extras else set()):
         pytest.importorskip(library)
-    done = run_program(sample.code, COMPILER)
+    done = run_program(sample.code, COMPILER if extras else TORCH)
     assert done.returncode == 0, done.stderr
     # Others warn of what they like.
     found = warnings_of_ours(done.stderr) if extras else "Warning" in done.stderr
@@ -93,7 +98,7 @@ def test_sample_runs(sample: Sample) -> None:
 @pytest.mark.xdist_group("programs")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(example: Path) -> None:
-    done = run_program(NO_CODE + example.read_text(), COMPILER)
+    done = run_program(NO_CODE + example.read_text(), TORCH)
     assert done.returncode == 0, done.stderr
 
 
@@ -126,6 +131,7 @@ def test_pages_name_files_that_exist() -> None:
 
 @pytest.mark.xdist_group("programs")
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.exhaustive
 def test_notebook_runs(notebook: Path) -> None:
     """Its cells as one program, which shows a figure."""
     text = notebook.read_text()

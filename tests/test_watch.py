@@ -34,6 +34,7 @@ from support.errors import require_errors
 from support.experts import Experts
 from support.models import seeded
 from support.reference import reference_values
+from support.rings import short
 from support.training import Wrapped
 
 M, K, N = 37, 50, 23
@@ -287,7 +288,7 @@ class Calls:
         return run
 
 
-@pytest.mark.parametrize("compiled", [*EAGER, *STAY_COMPILED])
+@pytest.mark.parametrize("compiled", short({2, 4}, [*EAGER, *STAY_COMPILED]))
 def test_two_models_and_their_watches(compiled: Any, calls: Calls) -> None:
     """Steps that nobody watches run compiled code, all the time, and compile nothing."""
     # Dynamo compiles one code at most eight times.
@@ -318,7 +319,7 @@ def test_two_models_and_their_watches(compiled: Any, calls: Calls) -> None:
     assert torch._dynamo.eval_frame._stance.stance == "default"
 
 
-@pytest.mark.parametrize("compiled", [compile_around, compile_blocks, compile_function])
+@pytest.mark.parametrize("compiled", short({0}, [compile_around, compile_blocks, compile_function]))
 def test_watches_of_one_model_end_in_any_order(compiled: Any, calls: Calls) -> None:
     (call, model), x = compiled(Blocks(), backend=calls), seeded(1, 8, 16)
 
@@ -364,7 +365,7 @@ def test_stances_are_their_users(calls: Calls) -> None:
     assert calls.graphs == 1
 
 
-@pytest.mark.parametrize("compiled", [None, *EAGER])
+@pytest.mark.parametrize("compiled", short({0, 1}, [None, *EAGER]))
 def test_copies_are_not_watched(compiled: Any, calls: Calls) -> None:
     model: Any = Blocks()
     call, model = (model, model) if compiled is None else compiled(model, backend=calls)
@@ -427,7 +428,10 @@ def orders(seen: dict[str, float], what: str = "amax") -> tuple[list[str], list[
     return inputs, grads
 
 
-@pytest.mark.parametrize("how", ["plain", "checkpoint", "reentrant", "compiled"])
+@pytest.mark.parametrize(
+    "how",
+    short({"plain", "checkpoint", "reentrant"}, ["plain", "checkpoint", "reentrant", "compiled"]),
+)
 def test_the_order_is_that_of_execution(how: str, calls: Calls) -> None:
     model: Any = Branches()
     inner = Wrapped(model, "plain" if how == "compiled" else how)

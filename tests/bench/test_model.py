@@ -31,6 +31,7 @@ from float8_lab.trainer.config import HIGH_PRECISION, TrainConfig
 from float8_lab.trainer.loop import Trainer
 from sqnr import same_bits
 from support.devices import on_devices
+from support.rings import short
 from support.saved import saved_bytes
 from support.trainer import stopped_clock
 
@@ -91,7 +92,7 @@ def test_what_is_compiled(mode: str, how: Any, monkeypatch: pytest.MonkeyPatch) 
     assert converting.keywords["cuda_graphs"] == (mode == "graphed")
 
 
-@pytest.mark.parametrize("transformers", [False, True])
+@pytest.mark.parametrize("transformers", short({0}, [False, True]))
 def test_whole_models_start_as_those_of_torchtitan(transformers: bool) -> None:
     """Else no gradient of a deep model could be checked."""
     if transformers:
@@ -276,6 +277,7 @@ def test_kernels_are_told_by_their_names(kind: str, names: str) -> None:
     assert {kind_of(name) for name in names.split()} == {kind}
 
 
+@pytest.mark.exhaustive
 def test_runs_of_each_seed_go_on_from_one_start() -> None:
     config = TrainConfig.create(
         model="tiny", steps=6, batch_size=2, seq_len=32, eval_batches=1, eval_interval=0,

@@ -19,6 +19,7 @@ from float8_lab.bench import one_start
 from float8_lab.bench.step import Step
 from float8_lab.cli.main import main
 from float8_lab.cli.table import print_table
+from support.rings import short
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 CPU = ["--device", "cpu", "--rounds", "1"]
@@ -46,7 +47,9 @@ EACH = [
 ]
 
 
-@pytest.mark.parametrize(("words", "rows", "shown"), EACH, ids=lambda words: str(words)[:9])
+@pytest.mark.parametrize(
+    ("words", "rows", "shown"), short({0, 3}, EACH), ids=lambda words: str(words)[:9]
+)
 def test_each_benchmark_prints_its_rows_and_writes_what_it_takes_to_repeat_it(
     words: str,
     rows: int,
@@ -93,9 +96,8 @@ def test_a_wrong_result_is_one_line_and_not_in_the_file(
     assert refused("bench", "model", *words, code=1).startswith("too large for the memory: ")
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.exhaustive
 def test_runs_of_one_start_end_with_it(number: signal.Signals) -> None:
     words = "bench one-start --data text.txt --model tiny --device cpu --seq-len 16 --steps 100000 "
     words += "--start 1 --seeds 2 --at-once 2"

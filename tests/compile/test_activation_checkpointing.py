@@ -25,6 +25,7 @@ from support.configs import FINER, RECIPES, delayed, of_recipe, tensorwise
 from support.devices import E4M3, E5M2, on_devices
 from support.graphs import without_code
 from support.models import FeedForward, LlamaBlock, forward_backward, gradients, seeded
+from support.rings import short
 from support.saved import saved_bytes
 from support.spies import saved_tensors
 from support.training import Wrapped
@@ -62,10 +63,6 @@ def kept_bytes(compiled: nn.Module, x: Tensor) -> int:
 
 WAYS = [(recipe, {}) for recipe in (*RECIPES, *FINER)]
 WAYS += [("tensorwise", {"float8_weights": Float8Weights.HELD})]
-EXHAUSTIVE = [
-    pytest.param(*way, marks=[] if n in (1, 5) else [pytest.mark.exhaustive])
-    for n, way in enumerate(WAYS)
-]
 
 
 @pytest.mark.gpu
@@ -79,7 +76,7 @@ def test_no_more_is_kept_than_in_high_precision(recipe: str, more: Any) -> None:
     assert kept[1] <= kept[0] + scales
 
 
-@pytest.mark.parametrize(("recipe", "more"), EXHAUSTIVE)
+@pytest.mark.parametrize(("recipe", "more"), short({1}, WAYS))
 def test_the_gemms_of_a_checkpointed_forward_are_marked(recipe: str, more: Any) -> None:
     marked = []
 

@@ -27,6 +27,7 @@ from support.configs import delayed, of_recipe, tensorwise
 from support.devices import on_devices
 from support.microbatches import HELD, ON_THE_FLY, layers_of, with_weights
 from support.models import Block, FeedForward, forward_backward, gradients, seeded
+from support.rings import short
 from support.spies import saved_tensors
 from support.training import Wrapped, two_layers
 
@@ -144,14 +145,14 @@ def ours_last(module: torch.fx.GraphModule, _) -> Callable:
 CASES = [
     ("emulated", "feed-forward"),
     ("tensorwise", "parallel"),
-    pytest.param("blockwise", "block", marks=pytest.mark.exhaustive),
+    ("blockwise", "block"),
     ("rowwise", "checkpointed"),
     ("delayed", "feed-forward"),
 ]
 
 
 @on_devices
-@pytest.mark.parametrize(("config", "model"), CASES)
+@pytest.mark.parametrize(("config", "model"), short({3, 4}, CASES))
 def test_in_whatever_order_ops_run(device: str, config: str, model: str) -> None:
     wanted = results(model, with_weights(CONFIGS[config], ON_THE_FLY), device)
     backend = aot_autograd(
@@ -164,14 +165,10 @@ def test_in_whatever_order_ops_run(device: str, config: str, model: str) -> None
         assert_close(one, other, what=n)
 
 
+@pytest.mark.exhaustive
 @on_devices
 @pytest.mark.parametrize(
-    ("config", "model"),
-    [
-        ("rowwise", "parallel"),
-        pytest.param("rowwise", "feed-forward", marks=pytest.mark.exhaustive),
-        *(pytest.param(*getattr(x, "values", x), marks=pytest.mark.exhaustive) for x in CASES),
-    ],
+    ("config", "model"), [("rowwise", "parallel"), ("rowwise", "feed-forward"), *CASES]
 )
 def test_inductor(device: str, config: str, model: str) -> None:
     # Where nothing lies between two layers, eager mode rounds as Inductor does.
@@ -237,7 +234,7 @@ def test_what_is_held_is_handed_on_itself(device: str, kind: str) -> None:
 
 @torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
 @pytest.mark.parametrize(
-    ("config", "how"), [(tensorwise(), "checkpoint"), (of_recipe("delayed"), "plain")]
+    ("config", "how"), short({1}, [(tensorwise(), "checkpoint"), (of_recipe("delayed"), "plain")])
 )
 def test_one_graph_for_all_layers_and_steps(config, how: str) -> None:
     model = nn.Sequential(*(two_layers(with_weights(config), how=how) for _ in range(3)))

@@ -65,7 +65,7 @@ LONGER = [pytest.mark.exhaustive]
 EMULATED = {"pad_inner_dim": True, "emulate": True}
 KINDS = [
     *[
-        pytest.param(name, {}, id=name, marks=LONGER * (name not in ("delayed", "blockwise")))
+        pytest.param(name, {}, id=name, marks=LONGER * (name != "delayed"))
         for name in (*RECIPES, *FINER)
     ],
     pytest.param("tensorwise", {"float8_weights": Float8Weights.HELD}, id="held"),

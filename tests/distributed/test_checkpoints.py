@@ -122,6 +122,7 @@ def test_from_two_ranks_to_four_and_to_one_and_back(
 
 
 @recipes
+@pytest.mark.exhaustive
 def test_from_a_mesh_of_two_dims_to_others(
     two: Ranks, four: Ranks, recipe: str, tmp_path: Path
 ) -> None:

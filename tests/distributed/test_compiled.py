@@ -34,7 +34,7 @@ from support.spies import Traffic, saved_tensors
 from tolerances import COMPILED
 
 WHAT = ["blocks", "blocks with hooks", "whole model"]
-SHORT = [("tensorwise", True, "blocks"), ("delayed", True, "whole model")]
+SHORT = [("delayed", True, "whole model")]
 CELLS = [
     pytest.param(*each, marks=[] if each in SHORT else [pytest.mark.exhaustive])
     for each in itertools.product(RECIPES, (False, True), WHAT)
@@ -67,7 +67,7 @@ def test_fsdp2(recipe: str, all_gather: bool, what: str) -> None:
 @pytest.mark.parametrize(
     ("wrap", "what"),
     [
-        (DistributedDataParallel, "whole model"),
+        pytest.param(DistributedDataParallel, "whole model", marks=pytest.mark.exhaustive),
         (fsdp1, "blocks"),
         pytest.param(DistributedDataParallel, "blocks", marks=pytest.mark.exhaustive),
         pytest.param(fsdp1, "whole model", marks=pytest.mark.exhaustive),
@@ -142,6 +142,7 @@ def stepped(compile_step: bool, attached: bool, kind: Any = torch.optim.SGD, **m
 
 
 @on("two")
+@pytest.mark.exhaustive
 def test_compiled_optimizer_steps() -> None:
     attached = partial(stepped, attached=True, lr=1.0)
     assert torch.equal(attached(False), attached(True))

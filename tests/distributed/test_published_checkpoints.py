@@ -23,6 +23,7 @@ from support.models import Adapted, seeded
 from support.outcome import assert_same
 from support.parallel import STYLES
 from support.ranks import HANGS, on
+from support.rings import short
 from support.sharded import convert, data_and_tensor, here, mesh_of, shard, whole
 from support.spies import Traffic
 
@@ -215,7 +216,7 @@ ALONE: dict[str, tuple[int, dict[str, Any], str]] = {
 NOT_GIVEN = "fails", "at", "raises"
 
 
-@pytest.mark.parametrize("of", [BLOCKS, TENSORS], ids=["blocks", "tensors"])
+@pytest.mark.parametrize("of", short({0}, [(BLOCKS,), (TENSORS,)]), ids=["blocks", "tensors"])
 @pytest.mark.parametrize("what", ALONE)
 @on("either")
 def test_what_one_rank_cannot_write_fails_on_all(of: Any, what: str, tmp_path: Path) -> None:
@@ -301,6 +302,7 @@ def test_adapters_of_fsdp_beside_a_whole_base(of: Any, tmp_path: Path) -> None:
 
 
 @on("four")
+@pytest.mark.exhaustive
 def test_two_dims() -> None:
     """FSDP2 over one, tensor parallel over the other: the rows of a weight are cut twice."""
     mesh = data_and_tensor(2, 2)

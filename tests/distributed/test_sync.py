@@ -31,6 +31,7 @@ from support.models import fp8_state, seeded
 from support.outcome import assert_same, compiles
 from support.parallel import alone
 from support.ranks import Ranks, on
+from support.rings import short
 from support.sharded import batch, convert, mesh_of, model_of, shard
 from support.spies import Traffic
 from support.stacks import stack
@@ -170,7 +171,7 @@ def test_a_shard_of_a_rank_that_does_not_run_the_layer_counts() -> None:
     assert_same(*runs)
 
 
-@pytest.mark.parametrize("all_gather", [False, True])
+@pytest.mark.parametrize("all_gather", short({1}, [False, True]))
 @on("two")
 def test_evaluation_is_that_of_dynamic_scaling(all_gather: bool) -> None:
     outputs = {}
@@ -189,6 +190,7 @@ def test_evaluation_is_that_of_dynamic_scaling(all_gather: bool) -> None:
 
 
 @on("two")
+@pytest.mark.exhaustive
 def test_a_compiled_sync_is_that_of_eager_mode() -> None:
     models = [stack(2), stack(2)]
     models[1].load_state_dict(models[0].state_dict())
@@ -327,12 +329,15 @@ def test_histories_of_a_pipeline_are_of_its_microbatches_alone(two: Ranks) -> No
 
 @pytest.mark.parametrize(
     ("name", "recipe"),
-    [
-        ("ScheduleGPipe", "delayed recipe"),
-        ("Schedule1F1B", "rowwise"),
-        ("ScheduleInterleaved1F1B", "tensorwise"),
-        ("ScheduleInterleaved1F1B", "delayed recipe"),
-    ],
+    short(
+        {3},
+        [
+            ("ScheduleGPipe", "delayed recipe"),
+            ("Schedule1F1B", "rowwise"),
+            ("ScheduleInterleaved1F1B", "tensorwise"),
+            ("ScheduleInterleaved1F1B", "delayed recipe"),
+        ],
+    ),
 )
 @on("two")
 def test_schedules_train_as_a_model_without_stages(name: str, recipe: str) -> None:

@@ -43,6 +43,7 @@ from support.parallel import (
     plan_of,
 )
 from support.ranks import on
+from support.rings import short
 from support.sharded import convert, data_and_tensor, here, mesh_of, shard, whole
 from support.spies import GemmSpy, Traffic
 
@@ -114,6 +115,7 @@ def shared(x: Tensor, dim: int) -> DTensor:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 @on("four")
+@pytest.mark.exhaustive
 def test_tokens_that_ranks_share_unevenly(recipe: str) -> None:
     """Five over four ranks, one of which has none: gradients are as far off as on one device."""
     torch.manual_seed(0)
@@ -191,7 +193,7 @@ def compiled(kind: str, recipe: str, backend: str) -> None:
 @pytest.mark.parametrize(
     ("ranks", "kind", "recipe", "backend"),
     [
-        ("two", "float8", "delayed recipe", "aot_eager"),
+        pytest.param("two", "float8", "delayed recipe", "aot_eager", marks=pytest.mark.exhaustive),
         pytest.param("two", "torch", "tensorwise", "aot_eager", marks=pytest.mark.exhaustive),
         pytest.param("two", "float8", "tensorwise", "inductor", marks=pytest.mark.exhaustive),
         pytest.param("four", "float8", "delayed", "eager", marks=pytest.mark.exhaustive),
@@ -285,7 +287,7 @@ def trained(
     return results
 
 
-@pytest.mark.parametrize("kind", STYLES)
+@pytest.mark.parametrize("kind", short({"float8"}, STYLES))
 @on("two")
 def test_steps_equal_those_of_a_single_device(kind: str) -> None:
     trained("delayed", 2, kind=kind, microbatches=2, checkpointed=True)
@@ -296,10 +298,13 @@ def test_steps_equal_those_of_a_single_device(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "sequence", "cases"),
-    [
-        ("tensorwise", True, [(False, False), (True, True)]),
-        ("delayed", True, [(False, True), (True, True)]),
-    ],
+    short(
+        {0},
+        [
+            ("tensorwise", True, [(False, False), (True, True)]),
+            ("delayed", True, [(False, True), (True, True)]),
+        ],
+    ),
 )
 @on("four")
 def test_fsdp_with_tensor_parallel_equals_a_single_device(

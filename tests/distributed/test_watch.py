@@ -19,6 +19,7 @@ from support.models import seeded
 from support.outcome import train
 from support.parallel import DIM, TOKENS, block_of, plan_of
 from support.ranks import on
+from support.rings import short
 from support.sharded import batch, convert, data_and_tensor, here, mesh_of, model_of, shard
 
 Seen = dict[str, float]
@@ -40,7 +41,7 @@ def same_on_all_ranks(seen: Any) -> None:
 
 @pytest.mark.parametrize(
     ("wrap", "recipe"),
-    [(DistributedDataParallel, "tensorwise"), (shard, "delayed"), (shard, "blockwise")],
+    short({1}, [(DistributedDataParallel, "tensorwise"), (shard, "delayed"), (shard, "blockwise")]),
 )
 @on("two")
 def test_ranks_see_what_one_process_sees(wrap: Any, recipe: str) -> None:
@@ -56,7 +57,7 @@ def test_ranks_see_what_one_process_sees(wrap: Any, recipe: str) -> None:
     assert len(found[0]) == 6 * 3 * 4
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("recipe", short({"delayed"}, ["tensorwise", "delayed"]))
 @on("two")
 def test_weights_gathered_in_float8(recipe: str) -> None:
     """Or, of float32, as bfloat16."""
@@ -72,7 +73,8 @@ def test_weights_gathered_in_float8(recipe: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "recipe"), [("float8", "delayed"), ("float8", "rowwise"), ("torch", "tensorwise")]
+    ("kind", "recipe"),
+    short({0}, [("float8", "delayed"), ("float8", "rowwise"), ("torch", "tensorwise")]),
 )
 @on("two")
 def test_tensor_parallel(kind: str, recipe: str) -> None:
@@ -97,6 +99,7 @@ def test_tensor_parallel(kind: str, recipe: str) -> None:
 
 
 @on("four")
+@pytest.mark.exhaustive
 def test_fsdp2_with_tensor_parallel() -> None:
     mesh = data_and_tensor(2, 2)
     single, model = block_of("tensorwise"), block_of("tensorwise")
@@ -178,7 +181,7 @@ def test_different_layers_need_a_group() -> None:
                 assert len(watch.step()) == (1 + dist.get_rank()) * 3 * 3 * 4
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+@pytest.mark.parametrize("recipe", short({"delayed"}, ["delayed", "rowwise"]))
 @on("two")
 def test_a_report_of_a_sharded_model(recipe: str) -> None:
     """Is that of the whole one, if ranks have the same batch; and all is left as it was."""

@@ -29,6 +29,7 @@ from support.microbatches import (
 )
 from support.models import copied, gradients, seeded
 from support.modes import running
+from support.rings import short
 
 Act = Callable[[nn.Module], None]
 LONGER = pytest.mark.exhaustive
@@ -263,7 +264,7 @@ def test_weights_that_are_no_plain_tensors_are_named() -> None:
 # ---------------------------------------------------------------- a write while a graph is alive
 
 
-@pytest.mark.parametrize("mode", ["eager", "aot_eager", pytest.param("inductor", marks=LONGER)])
+@pytest.mark.parametrize("mode", short({"eager"}, ["eager", "aot_eager", "inductor"]))
 def test_what_changed_is_cast_again_and_an_older_graph_is_told(mode: str) -> None:
     model, plain = held_model(), model_of()
     call = running(model, mode)

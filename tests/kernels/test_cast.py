@@ -16,6 +16,7 @@ from float8.scales import DelayedScale, Operand, Quantized, amax_to_scale, dequa
 from kernels.float8_codes import assert_same
 from support.devices import E4M3, on_devices
 from support.errors import require_errors
+from support.rings import short
 
 SPECS = [
     CastConfig(target_dtype=E4M3, scaling_granularity=of, power_of_2=of.one_scale)
@@ -87,14 +88,17 @@ ROWS_OF_FINER = 200, 384, 1000, 129  # up to 128 are one block: compiled once mo
 @on_devices
 @pytest.mark.parametrize(
     ("spec", "backend", "C", "ours"),
-    [
-        (RUNS, "aot_eager", 256, ["transpose"]),
-        (SQUARES, "aot_eager", 256, ["transpose"]),
-        (TENSOR, "inductor", None, ["cast"]),
-        (ROWS, "inductor", 160, ["transpose"]),
-        (SQUARES, "aot_eager", 160, ["cast"]),
-        pytest.param(RUNS, "inductor", 256, ["transpose"], marks=pytest.mark.exhaustive),
-    ],
+    short(
+        {1, 2, 4},
+        [
+            (RUNS, "aot_eager", 256, ["transpose"]),
+            (SQUARES, "aot_eager", 256, ["transpose"]),
+            (TENSOR, "inductor", None, ["cast"]),
+            (ROWS, "inductor", 160, ["transpose"]),
+            (SQUARES, "aot_eager", 160, ["cast"]),
+            (RUNS, "inductor", 256, ["transpose"]),
+        ],
+    ),
 )
 def test_one_graph_for_all_sizes(
     device: str, spec: CastConfig, backend: str, C: int | None, ours: list[str]

@@ -177,23 +177,17 @@ WIDE_OF_FLOAT32 = [f"grouped_matmul {of_rows} True {FP32}" for of_rows in BOOLS]
 MAY_SPILL = {(case, n): 16 if n == 90 else 24 for case in WIDE_OF_FLOAT32 for n in (90, 100)}
 """Wide tiles of float32, which gain more; and one of two halves of the GEMM of blocks."""
 SHAPES = (4096, 2048), (100, 72)  # as tiles fill exactly, and not
-EVERYWHERE = *CASES, *WIDE_OF_FLOAT32, f"grouped_matmul of blocks {BF16} False", "dequantise"
-
-
-def is_short(n: int, case: str, shape: int, capability: int) -> bool:
-    """Whether `make test` compiles it: for Hopper by one shape, for Blackwell by the other.
-
-    Of two cases that differ in one way, which are next to each other, one for each of the two is
-    enough. The GEMM of blocks is of instructions of Hopper alone.
-    """
-    of_this = (n ^ n // 2) % 2 == (capability == 90) or case in EVERYWHERE
-    return (n + shape) % 2 == (capability == 100) and of_this
-
+FIRST = {"amax", "cast", "cast_delayed", "rows", "rows and columns", "1x128", "128x128", "1x32"}
+FIRST |= {"transpose", "dequantise", "count", f"groups {BF16} False True True"}
+FIRST |= {f"groups by runs of 128 {BF16} True", f"grouped_matmul True True {FP32}"}
+FIRST |= {f"grouped_matmul of blocks {BF16} False"}
+"""One case of each kernel, which `make test` compiles for Hopper, with masks."""
 
 COMPILED = [
     pytest.param(
         *(case, SHAPES[shape], capability),
-        marks=[] if is_short(n, case, shape, capability) else [pytest.mark.exhaustive],
+        marks=[pytest.mark.exhaustive]
+        * ((case, shape, capability) not in {(x, 1, 90) for x in FIRST}),
     )
     for n, case in enumerate(CASES | BY_TRITON)
     for shape, capability in ((0, 90), (1, 90), ((n + 1) % 2, 100))

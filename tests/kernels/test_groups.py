@@ -19,6 +19,7 @@ from float8.kernels.runtime import ops
 from float8.quantize import Cast, quantize
 from kernels.float8_codes import HIGH_PRECISION, assert_same, awkward
 from sqnr import sqnr
+from support.rings import short
 
 
 def ceil128(n: int) -> int:
@@ -121,7 +122,7 @@ def test_each_group_is_cast_by_itself_by_runs(
         assert end == at
 
 
-@pytest.mark.parametrize("sizes", SIZES_OF_RUNS, ids=str)
+@pytest.mark.parametrize("sizes", short({2}, [(x,) for x in SIZES_OF_RUNS]), ids=str)
 def test_the_kernel_of_runs_is_its_twin(triton_device: torch.device, sizes: list[int]) -> None:
     at, slow = SIZES_OF_RUNS.index(sizes), triton_device.type == "cpu"
     for n, C in enumerate([24, 150, 256]):  # with masks and without
@@ -155,6 +156,7 @@ def test_each_weight_is_cast_by_itself_by_blocks(
 
 
 @pytest.mark.parametrize("of", GRANULARITIES, ids=str)
+@pytest.mark.exhaustive
 def test_programs_of_several_tiles_without_masks(
     triton_device: torch.device, of: ScalingGranularity, multiprocessors: Callable[[int], None]
 ) -> None:
@@ -189,7 +191,9 @@ def operands(sizes: list[int], R: int, N: int, C: int, device: torch.device) -> 
     ]
 
 
-@pytest.mark.parametrize("sizes", [*SIZES[:3], [0, 0], [290]], ids=str)
+@pytest.mark.parametrize(
+    "sizes", short({2, 3}, [(x,) for x in (*SIZES[:3], [0, 0], [290])]), ids=str
+)
 def test_the_grouped_gemm_is_its_twin(triton_device: torch.device, sizes: list[int]) -> None:
     for n, case in enumerate(operands(sizes, sum(sizes) + 5, 150, 176, triton_device)):
         fast = (n + len(sizes)) % 2 == 0
@@ -255,7 +259,7 @@ WILD = [
 MARGIN = 1 << 16
 
 
-@pytest.mark.parametrize("wild", WILD, ids=str)
+@pytest.mark.parametrize("wild", short({0}, [(offs,) for offs in WILD]), ids=str)
 def test_no_offs_lead_out_of_the_tensors(
     triton_device: torch.device, wild: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

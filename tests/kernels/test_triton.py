@@ -29,6 +29,7 @@ from kernels.float8_codes import (
     same_bytes,
     special,
 )
+from support.rings import short
 
 E4M3, E5M2 = FORMATS
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -99,7 +100,7 @@ def check(kernel: str, x: Tensor, how: How = How()) -> None:  # noqa: B008
 
 @pytest.mark.parametrize(
     ("shape", "source"),
-    [((1, 1), BF16), ((17, 33), FP32), ((17, 33), torch.float16), ((130, 150), BF16)],
+    short({1}, [((1, 1), BF16), ((17, 33), FP32), ((17, 33), torch.float16), ((130, 150), BF16)]),
     ids=str,
 )
 @each_kernel
@@ -136,7 +137,9 @@ def test_nothing(kernel: str, triton_device: torch.device) -> None:
 
 
 @each_cast
-@pytest.mark.parametrize("layouts", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize(
+    "layouts", short({0}, [((True, True),), ((True, False),), ((False, True),)]), ids=str
+)
 def test_layouts_of_special_values(
     kernel: str, layouts: tuple[bool, bool], triton_device: torch.device
 ) -> None:
@@ -161,7 +164,7 @@ VIEWS: list[Callable[[Tensor], Tensor]] = [
 ]
 
 
-@each_kernel
+@pytest.mark.parametrize("kernel", short({"given", "rows", "runs", "transpose"}, KERNELS))
 def test_strides(kernel: str, triton_device: torch.device) -> None:
     x = given(kernel, awkward((37, 50), BF16), triton_device)
     for view in VIEWS:
@@ -179,7 +182,7 @@ BLOCKS = [kernel for kernel in KERNELS if "runs" in kernel or "squares" in kerne
 TILED += [(kernel, *size) for kernel in BLOCKS for size in SIZES[:2]]
 
 
-@pytest.mark.parametrize(("kernel", "sms", "size"), TILED)
+@pytest.mark.parametrize(("kernel", "sms", "size"), short({2, 9, 15}, TILED))
 def test_launch_configurations(
     kernel: str,
     sms: int,
@@ -296,7 +299,7 @@ def test_any_number_of_parts_is_joined(
 
 
 @high_precision
-@pytest.mark.parametrize("n", [8 * 4096, 40 * 8192 + 5])
+@pytest.mark.parametrize("n", short({0}, [8 * 4096, 40 * 8192 + 5]))
 def test_every_place_counts_for_an_amax(
     n: int, source: torch.dtype, triton_device: torch.device, multiprocessors: Callable[[int], None]
 ) -> None:

@@ -25,6 +25,7 @@ from support.devices import on_devices
 from support.errors import require_errors
 from support.models import gradients, seeded
 from support.modes import running
+from support.rings import short
 
 
 def made(config: Float8LinearConfig | str, out: int = 32, device: str = "cpu") -> nn.Sequential:
@@ -58,7 +59,7 @@ def layer_of(config: Float8LinearConfig) -> Float8Linear:
     return Float8Linear.from_float(nn.Linear(24, 40), config)
 
 
-@pytest.mark.parametrize("mode", ["eager", "aot_eager"])
+@pytest.mark.parametrize("mode", short({"eager"}, ["eager", "aot_eager"]))
 def test_its_bytes_are_taken(mode: str) -> None:
     """Of dims that need padding, too; gradients go to what was cast."""
     results = []
@@ -106,7 +107,7 @@ def test_delayed_scaling_is_traced_by_torch_jit_only_where_it_records_nothing() 
 
 
 @pytest.mark.filterwarnings("ignore")  # that exporting TorchScript is old
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+@pytest.mark.parametrize("recipe", short({"delayed"}, ["delayed", "rowwise"]))
 def test_onnx_is_refused(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, refused = made(recipe), seeded(0, 8, 32), r"got torch\.onnx\.export, .*to_high_prec"
     with pytest.raises(RuntimeError, match=refused):

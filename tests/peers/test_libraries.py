@@ -12,6 +12,7 @@ from sqnr import same_bits
 from support import libraries
 from support.libraries import ROWS
 from support.models import fp8_state
+from support.rings import short
 
 pytestmark = pytest.mark.xdist_group("fresh")  # so that each row trains once
 names = pytest.mark.parametrize("name", ROWS)
@@ -53,7 +54,7 @@ def test_each_step_is_synced_once_and_nothing_stays_attached(name: str, trained:
         assert calls[-1].loss < calls[0].loss
 
 
-@names
+@pytest.mark.parametrize("name", short({"transformers"}, ROWS))
 def test_a_run_is_resumed_bit_by_bit_in_a_fresh_process(name: str, trained: Callable) -> None:
     folder, model, _ = trained(name)
     rest = libraries.resumed_in_a_fresh_process(name, folder)

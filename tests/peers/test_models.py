@@ -231,7 +231,7 @@ MORE["GptOss"] = EXPERTS | {"head_dim": 16, "layer_types": ["full_attention"]}
     [
         *itertools.product(["Llama"], RECIPES, CHECKPOINTS),
         *itertools.product(MORE, ["rowwise"], CHECKPOINTS),
-        ("Llama", "delayed", "compiled"),
+        pytest.param("Llama", "delayed", "compiled", marks=pytest.mark.exhaustive),
     ],
 )
 def test_what_changes_no_bit(name: str, recipe: str, how: str) -> None:

@@ -20,6 +20,7 @@ from float8 import (
 from sqnr import sqnr
 from support.parallel import alone
 from support.ranks import Ranks
+from support.rings import short
 from support.sharded import whole
 
 transformers = pytest.importorskip("transformers")
@@ -77,12 +78,15 @@ def two_ranks_train(folder: Path, recipe: Any, sizes: dict[str, int]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "recipe"),
-    [
-        ("Llama", "tensorwise"),
-        ("Llama", "delayed"),
-        ("Llama", "rowwise"),
-        ("Phi3", "tensorwise"),  # gathers what its layers return
-    ],
+    short(
+        {1, 3},
+        [
+            ("Llama", "tensorwise"),
+            ("Llama", "delayed"),
+            ("Llama", "rowwise"),
+            ("Phi3", "tensorwise"),  # gathers what its layers return
+        ],
+    ),
 )
 def test_a_shared_model(two: Ranks, name: str, recipe: str, tmp_path: Path) -> None:
     hf.llama(name=name, num_hidden_layers=1).save_pretrained(tmp_path)
@@ -91,12 +95,15 @@ def test_a_shared_model(two: Ranks, name: str, recipe: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("recipe", "sizes"),
-    [
-        ("tensorwise", {"tp_size": 2, "ep_size": 2}),
-        (Float8LinearConfig(float8_weights=Float8Weights.HELD), {"tp_size": 2, "ep_size": 2}),
-        ("rowwise", {"tp_size": 2, "ep_size": 2}),
-        ("rowwise", {"tp_size": 2}),  # parts of each expert
-    ],
+    short(
+        {1, 3},
+        [
+            ("tensorwise", {"tp_size": 2, "ep_size": 2}),
+            (Float8LinearConfig(float8_weights=Float8Weights.HELD), {"tp_size": 2, "ep_size": 2}),
+            ("rowwise", {"tp_size": 2, "ep_size": 2}),
+            ("rowwise", {"tp_size": 2}),  # parts of each expert
+        ],
+    ),
     ids=["tensorwise", "held", "rowwise", "rowwise, parts"],
 )
 def test_shared_experts(two: Ranks, recipe: Any, sizes: dict[str, int], tmp_path: Path) -> None:

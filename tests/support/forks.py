@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 PEERS = ("lightning", "peft", "transformers.trainer", "transformers.models.llama.modeling_llama")
-COMPILER = ("float8", "torch._inductor.compile_fx", *PEERS, "graphs")
+TORCH = ("float8", "torch._inductor.compile_fx", "graphs")
 """What samples and examples import, and `graphs`, which does without Inductor's code."""
+COMPILER = (*TORCH, *PEERS)
+"""And what those of other libraries import."""
 
 
 def run_program(

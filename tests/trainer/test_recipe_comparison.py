@@ -23,6 +23,7 @@ def load(path: Path) -> Any:
     return json.loads(path.read_text(), parse_constant=pytest.fail)
 
 
+@pytest.mark.exhaustive
 def test_report_has_the_numbers_of_the_runs(make_config: MakeConfig) -> None:
     config = make_config(steps=12, eval_interval=6)
     rows = compare(config, ["tensorwise", "high_precision", "delayed"])
@@ -110,6 +111,7 @@ def test_recipes_are_checked_before_anything_runs(make_config: MakeConfig) -> No
     assert not Path(config.output).exists()
 
 
+@pytest.mark.exhaustive
 def test_resuming_over_a_damaged_file_says_what_to_do(make_config: MakeConfig) -> None:
     config = make_config(steps=1)
     compare(config, ["tensorwise"])

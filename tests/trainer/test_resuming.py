@@ -21,12 +21,13 @@ from float8_lab.trainer.loop import train
 from float8_lab.trainer.metrics import read_metrics
 from float8_lab.trainer.run_folder import RunFolder, find_checkpoint, saved_config
 from sqnr import assert_same_bits
+from support.rings import short
 from support.trainer import Listener, read_tensors
 
 MakeConfig = Callable[..., TrainConfig]
 
 
-@pytest.mark.parametrize("recipe", ["high_precision", "tensorwise", "delayed"])
+@pytest.mark.parametrize("recipe", short({"delayed"}, ["high_precision", "tensorwise", "delayed"]))
 def test_resuming_is_exact_to_the_bit(make_config: MakeConfig, tmp_path: Path, recipe: str) -> None:
     settings = {"recipe": recipe, "steps": 8, "accumulate": 2, "eval_interval": 3}
     if recipe == "delayed":  # a tied head, and no limit
