@@ -73,7 +73,7 @@ def test_grouped_gemms(recipe: str, count: Callable[..., int]) -> None:
     assert count(run, x, w.detach()) == 2 * ONE
 
 
-@pytest.mark.parametrize("recipe", short({"rowwise"}, ["tensorwise", "rowwise", "blockwise"]))
+@pytest.mark.parametrize("recipe", short({"blockwise"}, ["tensorwise", "rowwise", "blockwise"]))
 def test_layers(recipe: str) -> None:
     """On the meta device they multiply as on a GPU; compiled, by held weights, in an op of ours."""
     for device, held, count in (

@@ -108,7 +108,7 @@ def test_state_is_found_whatever_wraps_the_model_and_however_often_it_was_saved(
     assert all(same_bits(x, state[name]) for name, x in rest.state_dict().items())
 
 
-@pytest.mark.parametrize("size", short({"100KB"}, ["100KB", "1GB"]))
+@pytest.mark.parametrize("size", short({"1GB"}, ["100KB", "1GB"]))
 def test_experts_are_resumed_bit_by_bit_from_the_checkpoint_or_not_at_all(
     tmp_path: Path, size: str
 ) -> None:
