@@ -17,13 +17,15 @@ from float8 import (
     Float8Linear,
     Float8LinearConfig,
     Float8LinearRecipeName,
+    Float8Weights,
     ScalingGranularity,
     ScalingType,
     convert_to_float8_training,
     linear,
     linear_requires_sync,
 )
-from support.configs import DELAYED, DISABLED, DYNAMIC, MIXES, mixed
+from float8.config import GEMM_OPERANDS, CastSite
+from support.configs import DELAYED, DISABLED, DYNAMIC, MIXES, mixed, of_recipe
 from support.devices import E4M3, E5M2
 from support.errors import require_errors
 
@@ -290,3 +292,34 @@ def test_a_config_says_its_recipe_in_a_word(name: str) -> None:
     assert other.short_str() == f"{name}, {switch}"
     of_rows = mixed(ROWS, CastConfig(), CastConfig(target_dtype=E5M2)).short_str()
     assert of_rows.startswith("input=axiswise/e4m3, weight=dynamic/e4m3")
+
+
+def test_only_needs_row_data_that_column_data_can_be_made_of() -> None:
+    of_recipe("rowwise", float8_weights=Float8Weights.ONLY)
+    with pytest.raises(ValueError, match=r"float8_weights: got .*ONLY.*AXISWISE, expected"):
+        of_recipe("rowwise", float8_weights=Float8Weights.ONLY, round_scales_to_power_of_2=False)
+
+
+CASTS_OF_RECIPES = {
+    # input, weight; grad_output, weight for grad_input; grad_output and input for grad_weight
+    "tensorwise": ["tensorwise"] * 6,
+    "delayed": ["delayed", "tensorwise", "delayed", "tensorwise", "delayed", "delayed"],
+    "rowwise": ["axiswise"] * 6,
+    "rowwise_with_gw_hp": ["axiswise"] * 3 + ["tensorwise", "disabled", "disabled"],
+    "blockwise": ["block_1x128", "block_128x128"] * 3,
+    "mxfp8": ["block_1x32"] * 6,
+    "mxfp8_with_gw_hp": ["block_1x32"] * 4 + ["disabled"] * 2,
+}
+
+
+@pytest.mark.parametrize("recipe", Float8LinearRecipeName)
+def test_each_recipe_casts_as_documented(recipe: Float8LinearRecipeName) -> None:
+    config = Float8LinearConfig.from_recipe_name(recipe)
+
+    def word(site: CastSite) -> str:
+        cast = config.cast_config(site)
+        dynamic = cast.scaling_type is ScalingType.DYNAMIC
+        return (cast.scaling_granularity if dynamic else cast.scaling_type).value
+
+    sites = [site for pair in GEMM_OPERANDS.values() for site in pair]
+    assert [*map(word, sites)] == CASTS_OF_RECIPES[recipe.value]

@@ -1,6 +1,5 @@
 """Layers that transformers and compressed-tensors loaded in float8, and what they become."""
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,14 @@ from float8 import (
 from float8.checkpoints import float8_weights, load_float8_checkpoint, save_float8_checkpoint
 from float8.tensor import Float8Tensor, dequantise
 from sqnr import sqnr
-from support.float8_files import LAYOUTS, Layout, layouts, only, same_bytes
+from support.float8_files import LAYOUTS, Layout, only, same_bytes
+from support.lazily import Lazily, needs_installed
 from support.models import gradients, seeded
 
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("safetensors")
-
-hf = importlib.import_module("support.hugging_face")
-fp8 = importlib.import_module("transformers.integrations.finegrained_fp8")
-
+needs_installed("safetensors")
+transformers, hf = Lazily("transformers"), Lazily("support.hugging_face")
+fp8 = Lazily("transformers.integrations.finegrained_fp8")
+pytestmark = pytest.mark.xdist_group("transformers")  # one worker imports it
 
 E8M0 = torch.float8_e8m0fnu
 
@@ -37,7 +35,8 @@ def _read_in_float8(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def llama(seed: int = 0) -> nn.Module:
     """In whole blocks: transformers takes blocks that overhang for smaller ones."""
-    return hf.llama(seed, hidden_size=128, intermediate_size=384, head_dim=64).bfloat16()
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 64}
+    return hf.llama(seed, num_hidden_layers=1, **sizes).bfloat16()
 
 
 def saved(folder: Path, layout: Layout) -> dict[str, Tensor]:
@@ -59,7 +58,12 @@ def in_float8(model: nn.Module) -> dict[str, Float8Tensor]:
     return {name: p.data for name, p in model.named_parameters() if type(p.data) is Float8Tensor}
 
 
-@layouts
+@pytest.mark.parametrize(
+    "layout",
+    [LAYOUTS[i] for i in (0, 2, 3, 6)]
+    + [pytest.param(LAYOUTS[i], marks=pytest.mark.exhaustive) for i in (1, 4, 5)],
+    ids=lambda x: f"{x.format}-{x.strategy}",
+)
 def test_bytes_stay_and_come_out_again(layout: Layout, tmp_path: Path) -> None:
     """Also after a forward, at which compressed-tensors would decompress all layers.
 
@@ -69,11 +73,11 @@ def test_bytes_stay_and_come_out_again(layout: Layout, tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     theirs = dict(model.state_dict())
     convert_to_float8_training(model)
-    assert len(conversion_report(model).converted) == 14
+    assert len(conversion_report(model).converted) == 7
     got = model(hf.tokens()).logits
     hf.step(model)
     kept = in_float8(model)
-    assert len(kept) == 14
+    assert len(kept) == 7
     again = dict(float8_weights(model, **layout.how))
     assert again.keys() == written.keys()
     for name, x in again.items():
@@ -90,13 +94,13 @@ def test_bytes_stay_and_come_out_again(layout: Layout, tmp_path: Path) -> None:
     assert sqnr(model(hf.tokens()).logits, got) > 20
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=["blocks", "tensor"])
+@pytest.mark.parametrize("layout", LAYOUTS[:1], ids=["blocks"])
 def test_a_model_is_quantised_until_all_are_masters(layout: Layout, tmp_path: Path) -> None:
     """And these train."""
     saved(tmp_path, layout)
     masters = loaded(tmp_path, config="rowwise", module_filter_fn=lambda m, n: "mlp" in n)
     assert masters.is_quantized  # attention is as it was
-    assert sum(isinstance(layer, fp8.FP8Linear) for layer in masters.modules()) == 8
+    assert sum(isinstance(layer, fp8.FP8Linear) for layer in masters.modules()) == 4
     convert_to_float8_training(masters, config="rowwise")
     assert not masters.is_quantized
     masters.save_pretrained(tmp_path / "masters")
@@ -111,7 +115,7 @@ def test_a_model_is_quantised_until_all_are_masters(layout: Layout, tmp_path: Pa
     assert losses[2] < losses[0]
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[0], *LAYOUTS[4:]], ids=lambda x: x.strategy)
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[6]], ids=lambda x: x.strategy)
 def test_adapters_train_on_a_base_in_float8(layout: Layout, tmp_path: Path) -> None:
     """LoRA by PEFT: gradients as on the dequantised base, which itself stays as it is."""
     pytest.importorskip("peft")
@@ -126,7 +130,7 @@ def test_adapters_train_on_a_base_in_float8(layout: Layout, tmp_path: Path) -> N
     assert wanted.keys() == got.keys()
     for name, want in wanted.items():
         assert sqnr(want, got[name]) > 12, name
-    assert len(in_float8(base)) == 14
+    assert len(in_float8(base)) == 7
     with pytest.raises(ValueError, match="with adapters of PEFT"):
         save_float8_checkpoint(model, tmp_path / "adapted")
 

@@ -7,7 +7,6 @@ import json
 import os
 import resource
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -100,10 +99,14 @@ def older(what: str, folder: Path) -> None:
         (folder / "model-00001.safetensors").rename(folder / "model.safetensors")
 
 
-kinds = pytest.mark.parametrize("what", ["new folder", "index", "no index"])
+KINDS = ["new folder", "index"]
+kinds = pytest.mark.parametrize("what", [*KINDS, "no index"])
+many = pytest.mark.parametrize(
+    "what", [*KINDS, pytest.param("no index", marks=pytest.mark.exhaustive)]
+)
 
 
-@kinds
+@many
 def test_a_killed_save_leaves_a_whole_checkpoint(what: str, alone: Any, tmp_path: Path) -> None:
     """The old or the new one, wherever it is killed; also after a next save fails, or is killed."""
     new, was = alone(2, CHANNELS), alone(1, BLOCKS) if "index" in what else {}
@@ -174,7 +177,7 @@ def test_a_reader_between_two_files_of_a_save(alone: Any, tmp_path: Path) -> Non
         assert len(calls) > 1
 
 
-@kinds
+@many
 def test_of_two_saves_one_is_refused_or_the_last_is_whole(
     what: str, alone: Any, tmp_path: Path
 ) -> None:
@@ -208,26 +211,6 @@ def test_of_two_saves_one_is_refused_or_the_last_is_whole(
     assert len({*ends}) == 3  # either is refused, or none
     assert ends.count((None, None)) == 1
     assert ends.count(((errno.EBUSY, True), None)) == 1
-
-
-def test_threads_save_to_one_folder(alone: Any, tmp_path: Path) -> None:
-    wholes = [alone(1, BLOCKS), alone(2, CHANNELS)]
-    for _ in range(10):
-        start, done = threading.Barrier(2), []
-
-        def run(seed: int, how: Any, start: Any = start, done: Any = done) -> None:
-            start.wait()
-            with contextlib.suppress(OSError):
-                save(seed, how, tmp_path)
-                done.append(seed)
-
-        threads = [threading.Thread(target=run, args=x) for x in ((1, BLOCKS), (2, CHANNELS))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert done
-        assert values(tmp_path) in [wholes[seed - 1] for seed in done]
 
 
 def test_a_file_system_without_locks(alone: Any, tmp_path: Path) -> None:

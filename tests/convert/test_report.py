@@ -14,7 +14,7 @@ from float8 import (
     convert_to_float8_training,
     convert_to_high_precision,
 )
-from float8.convert.report import LayerReport
+from float8.convert.report import ExpertsReport, LayerReport
 from float8.linear import source
 from support.configs import DELAYED, DISABLED, DYNAMIC, mixed, tensorwise
 
@@ -207,3 +207,9 @@ def test_weights_that_no_linear_layer_has_are_listed_and_counted() -> None:
         f"  experts.gate_up_proj      [4, 32, 16]      {unseen}",
         f"  experts.down_proj         [4, 16, 16]      {unseen}",
     ]
+
+
+def test_each_expert_of_a_weight_counts() -> None:
+    layer = LayerReport("layer", 16, 32, None, "left out")
+    experts = ExpertsReport("experts.w1", 16, 32, "input dynamic/e4m3", None, experts=3)
+    assert ConversionReport((layer,), experts=(experts,)).share == 0.75

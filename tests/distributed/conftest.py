@@ -14,13 +14,16 @@ from support.ranks import Ranks
 collect_ignore = [] if dist.is_available() else ["."]
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:  # one worker of xdist for all: one set of ranks
             # GPUs have a worker of their own, which no CPU rank waits for.
-            group = "nccl" if item.get_closest_marker("gpu") else "ranks"
-            item.add_marker(pytest.mark.xdist_group(group))
+            gpu = item.get_closest_marker("gpu")
+            item.add_marker(pytest.mark.xdist_group("nccl" if gpu else "ranks"))
+            if gpu:  # what is exhaustive for its time on a CPU is not so on a GPU
+                item.own_markers = [m for m in item.own_markers if m.name != "exhaustive"]
 
 
 @pytest.fixture(scope="session")
@@ -49,5 +52,12 @@ def _gpus(count: int) -> Iterator[Ranks]:
 @pytest.fixture(params=["two", pytest.param("two_gpus", marks=GPU)])
 def either(request: pytest.FixtureRequest) -> Ranks:
     """Two CPU ranks through Gloo, and two GPUs through NCCL."""
+    ranks: Ranks = request.getfixturevalue(request.param)
+    return ranks
+
+
+@pytest.fixture(params=["two", pytest.param("four", marks=pytest.mark.exhaustive)])
+def two_or_four(request: pytest.FixtureRequest) -> Ranks:
+    """CPU ranks, of which two start in `make test`."""
     ranks: Ranks = request.getfixturevalue(request.param)
     return ranks

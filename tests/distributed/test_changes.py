@@ -22,7 +22,7 @@ from float8 import (
     precompute_float8_dynamic_scale_for_fsdp,
 )
 from float8.tensor import Float8GatherWeight
-from support.configs import RECIPES, tensorwise
+from support.configs import tensorwise
 from support.errors import require_errors
 from support.models import gradients, seeded
 from support.outcome import assert_same, outcome, train
@@ -42,8 +42,8 @@ def grads_of(model: nn.Module) -> dict[str, Tensor]:
 @on("two")
 def test_a_wrapped_model_changes(wrap: Any) -> None:
     plain, model, dynamic = (
-        model_of(42),
-        *(convert(model_of(42), recipe, False) for recipe in ("delayed", "tensorwise")),
+        model_of(42, blocks=1),
+        *(convert(model_of(42, blocks=1), recipe, False) for recipe in ("delayed", "tensorwise")),
     )
     plain, model, dynamic = map(wrap, (plain, model, dynamic))
     grads_of(model)
@@ -61,44 +61,43 @@ def test_a_wrapped_model_changes(wrap: Any) -> None:
 
 @on("two")
 def test_converting_after_sharding_works_but_for_a_gather_in_float8() -> None:
-    for recipe in RECIPES:
-        row = {"make": partial(model_of, 42), "steps": 3}
-        after = train(convert(shard(model_of(42)), recipe, all_gather=False), 3)
-        assert_same(after, outcome(recipe, False, **row))
-    once = outcome("tensorwise", True, make=partial(model_of, 42), steps=2)
-    twice = shard(convert(model_of(42), "tensorwise"))
+    row = {"make": partial(model_of, 42, blocks=1), "steps": 3}
+    after = train(convert(shard(model_of(42, blocks=1)), "delayed", all_gather=False), 3)
+    assert_same(after, outcome("delayed", False, **row))
+    once = outcome("tensorwise", True, make=partial(model_of, 42, blocks=1), steps=2)
+    twice = shard(convert(model_of(42, blocks=1), "tensorwise"))
     assert_same(train(convert(twice, "tensorwise"), 2), once)
 
 
 @on("two")
 def test_state_dicts_hold_plain_weights() -> None:
-    for recipe in RECIPES:
-        model = shard(convert(model_of(42), recipe))
-        train(model, 2)
-        sharded = {n: v for n, v in model.state_dict().items() if "fp8_" not in n}
-        assert all(type(v.to_local()) is Tensor for v in sharded.values())
-        plain, again = model_of(42), shard(convert(model_of(42), recipe))
-        plain.load_state_dict({n: whole(v) for n, v in sharded.items()})
-        again.load_state_dict(sharded)
-        wanted = {name: whole(x) for name, x in model.named_parameters()}
-        for other in (plain, again):
-            assert_same({name: whole(x) for name, x in other.named_parameters()}, wanted)
-        assert isinstance(again[0].ffn.w1.weight.to_local(), Float8GatherWeight)
+    model = shard(convert(model_of(42, blocks=1), "delayed"))
+    train(model, 2)
+    sharded = {n: v for n, v in model.state_dict().items() if "fp8_" not in n}
+    assert all(type(v.to_local()) is Tensor for v in sharded.values())
+    plain, again = model_of(42, blocks=1), shard(convert(model_of(42, blocks=1), "delayed"))
+    plain.load_state_dict({n: whole(v) for n, v in sharded.items()})
+    again.load_state_dict(sharded)
+    wanted = {name: whole(x) for name, x in model.named_parameters()}
+    for other in (plain, again):
+        assert_same({name: whole(x) for name, x in other.named_parameters()}, wanted)
+    assert isinstance(again[0].ffn.w1.weight.to_local(), Float8GatherWeight)
 
 
 @on("two")
 def test_a_state_dict_taken_before_the_first_forward_stays_one_of_the_model() -> None:
-    for recipe in RECIPES:
-        model = shard(convert(model_of(40), recipe))  # even: others torch moves, see the class
-        early = model.state_dict()
-        train(model, 1)
-        weights = {n: v for n, v in model.state_dict().items() if "ffn" in n and "fp8_" not in n}
-        assert_same({n: whole(early[n]) for n in weights}, {n: whole(weights[n]) for n in weights})
-        with torch.no_grad():
-            early["0.ffn.w1.weight"].zero_()
-            early["1.ffn.w2.weight"].to_local().zero_()
-        for name in ("0.ffn.w1.weight", "1.ffn.w2.weight"):
-            assert (whole(weights[name]) == 0).all(), name
+    model = shard(
+        convert(model_of(40, blocks=1), "delayed")
+    )  # even: others torch moves, see the class
+    early = model.state_dict()
+    train(model, 1)
+    weights = {n: v for n, v in model.state_dict().items() if "ffn" in n and "fp8_" not in n}
+    assert_same({n: whole(early[n]) for n in weights}, {n: whole(weights[n]) for n in weights})
+    with torch.no_grad():
+        early["0.ffn.w1.weight"].zero_()
+        early["0.ffn.w2.weight"].to_local().zero_()
+    for name in ("0.ffn.w1.weight", "0.ffn.w2.weight"):
+        assert (whole(weights[name]) == 0).all(), name
 
 
 @on("two")
@@ -119,7 +118,10 @@ def test_a_first_forward_in_inference_mode_does_what_torch_alone_does() -> None:
 @on("two")
 def test_what_is_refused() -> None:
     mesh = mesh_of()
-    gathered, unsharded = shard(convert(model_of(42), "delayed")), convert(model_of(), "tensorwise")
+    gathered, unsharded = (
+        shard(convert(model_of(42, blocks=1), "delayed")),
+        convert(model_of(), "tensorwise"),
+    )
     train(gathered, 1)
     shard(unsharded).unshard()
     unsharded[0].unshard()

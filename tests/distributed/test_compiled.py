@@ -34,7 +34,7 @@ from support.spies import Traffic, saved_tensors
 from tolerances import COMPILED
 
 WHAT = ["blocks", "blocks with hooks", "whole model"]
-SHORT = [("delayed", True, "whole model")]
+SHORT = [("delayed", True, "blocks")]
 CELLS = [
     pytest.param(*each, marks=[] if each in SHORT else [pytest.mark.exhaustive])
     for each in itertools.product(RECIPES, (False, True), WHAT)
@@ -61,14 +61,14 @@ def test_fsdp2(recipe: str, all_gather: bool, what: str) -> None:
         for name in (name for name in eager if name.startswith(("loss 0", "grad 0"))):
             assert sqnr(eager[name], run[name]) > COMPILED, name
     assert breaks == plain_breaks
-    assert graphs == 2 * compiles()  # none compiled again
+    assert graphs == compiles()  # none compiled again
 
 
 @pytest.mark.parametrize(
     ("wrap", "what"),
     [
         pytest.param(DistributedDataParallel, "whole model", marks=pytest.mark.exhaustive),
-        (fsdp1, "blocks"),
+        pytest.param(fsdp1, "blocks", marks=pytest.mark.exhaustive),
         pytest.param(DistributedDataParallel, "blocks", marks=pytest.mark.exhaustive),
         pytest.param(fsdp1, "whole model", marks=pytest.mark.exhaustive),
     ],
@@ -79,7 +79,7 @@ def test_ddp_and_fsdp1(wrap: Callable[[nn.Module], nn.Module], what: str) -> Non
     run, breaks, graphs = compiled(small("delayed", False), what, wrap, 3)
     assert_same(run, eager)
     if wrap is fsdp1 and what == "blocks":
-        assert (breaks, graphs) == ([], 2 * compiles())  # none compiled again
+        assert (breaks, graphs) == ([], compiles())  # none compiled again
     elif wrap is fsdp1:  # breaks where FSDP1 gathers, float8 or not
         assert set(breaks) <= set(compiled(small(None, False), what, wrap, 1)[1])
         assert graphs or not compiles()
@@ -112,15 +112,16 @@ def test_activations_in_float8_leave_weights_of_tensor_parallel() -> None:
     model = parallel.parallelize_module(model.to(here(), torch.bfloat16), mesh, plan)
     x = torch.randn(64, 128, device=here(), dtype=torch.bfloat16, requires_grad=True)
     with saved_tensors() as saved:
-        torch.compile(model, **op_by_op(activations_in_float8(min_mib=0)))(x)
+        options = op_by_op(activations_in_float8(min_mib=0))
+        (torch.compile(model, **options) if compiles() else model)(x)
     packed = {tuple(x.shape) for x in saved if x.dtype == E4M3}
-    assert packed == {(64, 128), (64, 256 // dist.get_world_size())}
+    assert packed == {(64, 128), (64, 256 // dist.get_world_size())} or not compiles()
 
 
 def stepped(compile_step: bool, attached: bool, kind: Any = torch.optim.SGD, **more: Any) -> Tensor:
     """The losses of three steps."""
     torch._dynamo.reset()
-    model, losses = shard(small("delayed recipe", True, blocks=1)), []
+    model, losses = shard(small("delayed recipe", True)), []
     optimizer = kind(model.parameters(), **more)
     if attached:
         attach_to_optimizer(model, optimizer)
@@ -142,7 +143,6 @@ def stepped(compile_step: bool, attached: bool, kind: Any = torch.optim.SGD, **m
 
 
 @on("two")
-@pytest.mark.exhaustive
 def test_compiled_optimizer_steps() -> None:
     attached = partial(stepped, attached=True, lr=1.0)
     assert torch.equal(attached(False), attached(True))

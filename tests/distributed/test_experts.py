@@ -33,7 +33,6 @@ from support.outcome import (
     train,
 )
 from support.ranks import on
-from support.rings import short
 from support.sharded import (
     DIM,
     batch,
@@ -94,7 +93,7 @@ class Block(nn.Module):
 
 def blocks(experts: int) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(experts) for _ in range(2))).to(here())
+    return nn.Sequential(Block(experts)).to(here())
 
 
 def gathered(recipe: str, experts: int, steps: int, gather: bool, wrap: Any = shard) -> Results:
@@ -108,12 +107,15 @@ def gathered(recipe: str, experts: int, steps: int, gather: bool, wrap: Any = sh
     return outcome(recipe, gather, made[1], make=made[0], begin=check, steps=steps)
 
 
-@pytest.mark.parametrize("experts", short({1, 2}, [4, 3, 1]), ids=str)  # uneven, and an empty rank
+@pytest.mark.parametrize(
+    "experts",
+    [pytest.param(4, marks=pytest.mark.exhaustive), 3, 1],  # even; uneven; a rank has none
+)
 @on("either")
 def test_training(experts: int) -> None:
     """One scale for each expert, or square: the same bits. Rows: those of the first output."""
     others = [keep, *([offload] if here().type == "cpu" else [])]
-    for wrap in (shard, *(others if experts == 3 else ())):
+    for wrap in (shard, *(others if experts == 4 else ())):
         assert_same(*(gathered("tensorwise", experts, 2, how, wrap) for how in (True, False)))
     assert_same(*(gathered("blockwise", experts, 2, how) for how in (True, False)))
     one, other = (gathered("rowwise", experts, 1, how) for how in (False, True))
@@ -124,14 +126,22 @@ def test_training(experts: int) -> None:
             assert sqnr(grad, other[name]) > 30, name
 
 
-@pytest.mark.parametrize("recipe", short({"blockwise"}, ["tensorwise", "rowwise", "blockwise"]))
+@pytest.mark.parametrize(
+    ("recipe", "experts"),
+    [
+        ("rowwise", 3),
+        *(
+            pytest.param(*each, marks=pytest.mark.exhaustive)
+            for each in (("tensorwise", 3), ("blockwise", 3), ("rowwise", 4), ("rowwise", 1))
+        ),
+    ],
+)
 @on("either")
-def test_held_weights_are_cast_once_per_step(recipe: str) -> None:
-    """Of four weights in two steps, each is gathered four times."""
-    for experts in (4, 3, 1) if recipe == "rowwise" else (3,):
-        made = {"make": partial(blocks, experts), "wrap": partial(shard, param_dtype=BF16)}
-        each = -(-experts // dist.get_world_size()) if recipe == "blockwise" else 1  # no whole ones
-        assert casts_saved(recipe, **made) == 4 * 2 * (4 - 1) * each
+def test_held_weights_are_cast_once_per_step(recipe: str, experts: int) -> None:
+    """Of two weights in two steps, each is gathered four times."""
+    made = {"make": partial(blocks, experts), "wrap": partial(shard, param_dtype=BF16)}
+    each = -(-experts // dist.get_world_size()) if recipe == "blockwise" else 1  # no whole ones
+    assert casts_saved(recipe, **made) == 2 * 2 * (4 - 1) * each
 
 
 def multiply_unnoticed(model: nn.Module) -> None:
@@ -142,7 +152,7 @@ def multiply_unnoticed(model: nn.Module) -> None:
 
 @on("two")
 def test_what_is_held_is_no_older_than_the_last_update() -> None:
-    for make in (partial(blocks, 4), partial(blocks, 3), model_of):  # experts, and dense layers
+    for make in (partial(blocks, 3), partial(model_of, blocks=1)):  # experts, and dense layers
         assert same_bits(*after_a_write(multiply_unnoticed, "rowwise", make))
 
 
@@ -173,8 +183,8 @@ def test_held_weights_that_nothing_gathers_are_named() -> None:
         update_float8_weights(model)
 
 
-@on("four")
 @pytest.mark.exhaustive
+@on("four")
 def test_more_ranks_than_experts_and_replicas() -> None:
     for wrap in (shard, partial(shard, mesh=mesh_of(2, 2))):
         assert_same(*(gathered("tensorwise", 3, 2, how, wrap) for how in (True, False)))
@@ -281,7 +291,7 @@ def test_shards_that_cut_squares_are_gathered_in_16_bits() -> None:
 
 @on("either")
 def test_uses() -> None:
-    """Evaluate, then accumulate gradients of three microbatches with weights that stay gathered."""
+    """Evaluate, then accumulate gradients of two microbatches with weights that stay gathered."""
 
     def evaluate_then_compile(model: Any) -> None:
         evaluate(model)
@@ -294,8 +304,9 @@ def test_uses() -> None:
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
     row: dict[str, Any] = {"make": partial(blocks, 4), "wrap": partial(keep, param_dtype=BF16)}
-    row |= {"begin": evaluate, "before_backward": prepare, "microbatches": 3, "steps": 2}
+    row |= {"begin": evaluate, "before_backward": prepare, "microbatches": 2, "steps": 2}
     assert_same(outcome("tensorwise", True, **row), outcome("tensorwise", False, **row))
+    row |= {"microbatches": 1, "steps": 1}
     eager = outcome("rowwise", True, **row)
     assert_same(outcome("rowwise", True, **row | {"begin": evaluate_then_compile}), eager)
 
@@ -384,28 +395,29 @@ def test_changes() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["Mixtral", pytest.param("GptOss", marks=pytest.mark.exhaustive)])
 @on("two")
-def test_experts_of_transformers() -> None:
+def test_experts_of_transformers(name: str) -> None:
     """Mixtral's weights are read as they are; gpt-oss's lie transposed, and stay as they are."""
     pytest.importorskip("transformers")
     hf = importlib.import_module("support.hugging_face")
     ids = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
-    for name, more in (("Mixtral", {}), ("GptOss", {"head_dim": 16})):
-        made = []
-        for all_gather in (False, True):
-            model = hf.llama(0, name, num_local_experts=4, num_experts_per_tok=2, **more)
-            convert(model, "tensorwise", all_gather)
-            experts = [x for x in model.modules() if isinstance(x, Float8Experts)]
-            for part_of in (*model.model.layers, model):
-                fully_shard(part_of, mesh=mesh_of())
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            made.append([loss, *(part(x.grad) for x in experts[0].parameters())])
-        assert all(map(same_bits, *made)), name
-        gathered = isinstance(experts[0].down_proj.to_local(), GatherExperts)
-        assert gathered == (name == "Mixtral")
-        assert ("gathered in high precision" in repr(experts[0])) != gathered
-        assert all(x.skip_reason is None for x in conversion_report(model).experts)
+    sizes = {"num_hidden_layers": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
+    sizes |= {"head_dim": 16} if name == "GptOss" else {}
+    made = []
+    for all_gather in (False, True):
+        model = convert(hf.llama(0, name, **sizes), "tensorwise", all_gather)
+        (experts,) = (x for x in model.modules() if isinstance(x, Float8Experts))
+        for part_of in (*model.model.layers, model):
+            fully_shard(part_of, mesh=mesh_of())
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        made.append([loss, *(part(x.grad) for x in experts.parameters())])
+    assert all(map(same_bits, *made))
+    gathered = isinstance(experts.down_proj.to_local(), GatherExperts)
+    assert gathered == (name == "Mixtral")
+    assert ("gathered in high precision" in repr(experts)) != gathered
+    assert all(x.skip_reason is None for x in conversion_report(model).experts)
 
 
 # ---------------------------------------------------------------- expert parallel
@@ -449,6 +461,7 @@ def test_expert_parallel(recipe: str) -> None:
         assert same_bits(dw.to_local(), of_all.chunk(2)[rank])
 
 
+@pytest.mark.exhaustive
 @on("four")
 def test_expert_parallel_with_a_gather() -> None:
     """Two of four experts on each pair of ranks, which share them."""

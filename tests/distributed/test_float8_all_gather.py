@@ -76,9 +76,8 @@ def test_one_layer(either: Ranks, recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
-def test_ranks_without_rows(four: Ranks, recipe: str) -> None:
-    for N in (3, 130):
-        four.run(one_layer, recipe, N)
+def test_ranks_without_rows(two_or_four: Ranks, recipe: str) -> None:
+    two_or_four.run(one_layer, recipe, two_or_four.size - 1)
 
 
 class Absorbs(nn.Module):
@@ -140,7 +139,7 @@ def weights(model: nn.Module) -> list[nn.Parameter]:
 @on("either")
 def test_half_the_bytes_of_16_bit_weights_are_gathered() -> None:
     for all_gather in (False, True):
-        model = convert(model_of(dtype=BF16), "tensorwise", all_gather)
+        model = convert(model_of(dtype=BF16, blocks=1), "tensorwise", all_gather)
         linear = sum(p.numel() for p in weights(model))
         rest = sum(p.numel() for p in model.parameters()) - linear
         shard(model)
@@ -161,7 +160,7 @@ def all_reduces(run: Callable[..., object], *args: object) -> int:
 
 @on("either")
 def test_precomputing_is_one_all_reduce_and_leaves_none_to_the_forward() -> None:
-    model = shard(convert(model_of(41), "tensorwise"), param_dtype=BF16)
+    model = shard(convert(model_of(41, blocks=1), "tensorwise"), param_dtype=BF16)
     in_both = 2 * len(weights(model))  # in forward and in backward
     assert all_reduces(step, model) == in_both
     optimizer = torch.optim.AdamW(model.parameters())
@@ -199,9 +198,8 @@ def stale(hidden: int) -> None:
         results = []
         for precompute in (True, False):
             model = shard(convert(model_of(hidden, blocks=1), "tensorwise"))
-            model(batch(0, dist.get_rank()))  # FSDP2 may move shards
+            step(model)  # FSDP2 may move shards
             early = model.state_dict()
-            step(model)
             if precompute:
                 precompute_scales(model)
             with torch.no_grad():
@@ -227,7 +225,7 @@ def test_a_stale_precomputed_scale_is_never_used(request: Any, ranks: str, hidde
 @on("two")
 def test_when_scales_can_be_precomputed() -> None:
     for assign in (False, True):  # loading makes FSDP2 pad, and so move, uneven shards again
-        model = shard(convert(model_of(43), "tensorwise"))
+        model = shard(convert(model_of(43, blocks=1), "tensorwise"))
         step(model)
         precompute_scales(model)
         model.float()
@@ -237,7 +235,7 @@ def test_when_scales_can_be_precomputed() -> None:
         with Traffic() as seen:
             precomputed = step(model)
         assert seen.all_reduces == 0
-        reference = shard(convert(model_of(43), "tensorwise"))
+        reference = shard(convert(model_of(43, blocks=1), "tensorwise"))
         reference.load_state_dict(model.state_dict())
         assert torch.equal(step(reference), precomputed)
 
@@ -249,7 +247,7 @@ def test_when_scales_can_be_precomputed() -> None:
     # FSDP2 moves the shards of some ranks at first; all must agree that no scale is known yet.
     results = []
     for precompute in (True, False):
-        model = shard(convert(model_of(43), "tensorwise"))
+        model = shard(convert(model_of(43, blocks=1), "tensorwise"))
         if precompute:
             precompute_scales(model)
         assert all_reduces(step, model) > 0
@@ -258,12 +256,17 @@ def test_when_scales_can_be_precomputed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "precompute"), [("tensorwise", True), ("tensorwise", False), ("delayed", False)]
+    ("recipe", "precompute"),
+    [
+        ("tensorwise", True),
+        pytest.param("tensorwise", False, marks=pytest.mark.exhaustive),
+        ("delayed", False),
+    ],
 )
 @on("either")
 def test_nan_on_one_rank_shows_on_all(recipe: str, precompute: bool) -> None:
     for where in ("weight", "input"):
-        model = shard(convert(model_of(), recipe))
+        model = shard(convert(model_of(blocks=1), recipe))
         train(model, 2)
         x = batch(0, dist.get_rank())
         with torch.no_grad():

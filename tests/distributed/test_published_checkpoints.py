@@ -23,7 +23,6 @@ from support.models import Adapted, seeded
 from support.outcome import assert_same
 from support.parallel import STYLES
 from support.ranks import HANGS, on
-from support.rings import short
 from support.sharded import convert, data_and_tensor, here, mesh_of, shard, whole
 from support.spies import Traffic
 
@@ -35,6 +34,13 @@ BLOCKS, CHANNELS, TENSORS = FORMATS = (
     ("compressed-tensors", "tensor", "tensorwise"),
 )
 formats = pytest.mark.parametrize("of", FORMATS, ids=[recipe for *_, recipe in FORMATS])
+EXHAUSTIVE = pytest.mark.exhaustive
+short_formats = pytest.mark.parametrize(
+    "of",
+    [BLOCKS, *(pytest.param(of, marks=EXHAUSTIVE) for of in (CHANNELS, TENSORS))],
+    ids=[recipe for *_, recipe in FORMATS],
+)
+"""Blocks are what shards cut."""
 SIZES = (144, 256, 255, 300, 1)
 """Of two ranks: whole blocks, one that overhangs, blocks that are cut, a rank without a row."""
 ONLY = Float8Weights.ONLY
@@ -50,7 +56,7 @@ def written(model: nn.Module, of: Any, **more: Any) -> dict[str, Tensor]:
     return dict(float8_weights(model, of[0], strategy=of[1], **more))
 
 
-@formats
+@short_formats
 @on("either")
 def test_weights_of_fsdp_are_made_whole(of: Any) -> None:
     """One by one, in the dtype that they have; the bytes are those of one rank."""
@@ -87,7 +93,7 @@ def parallel(model: nn.Module, kind: str, mesh: Any = None) -> nn.Module:
     return parallelize_module(model, mesh or mesh_of(), {"0": colwise(), "1": rowwise()})
 
 
-@formats
+@short_formats
 @on("either")
 def test_tensor_parallel(of: Any, tmp_path: Path) -> None:
     """Rows of one weight, columns of the other; written and read."""
@@ -133,25 +139,23 @@ def test_bytes_alone_under_tensor_parallel(tmp_path: Path) -> None:
         assert seen.bytes_of("all_gather")[torch.uint8] == (144 * 256 + 256 * 128) // 2
 
 
-@formats
+@short_formats
 @on("either")
 def test_masters_of_fsdp_come_from_a_file(of: Any, tmp_path: Path) -> None:
     """From the meta device, through memory that holds nothing."""
     save_float8_checkpoint(convert(plain(*SIZES), of[2]), tmp_path, of[0], strategy=of[1])
     dist.barrier()
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype, gathers in ((torch.bfloat16, True), (torch.float32, False)):
         alone = load_float8_checkpoint(plain(*SIZES, dtype=dtype, seed=1), tmp_path)
-        for gathers in (False, True):
-            model = shard(convert(plain(*SIZES, dtype=dtype).to("meta"), of[2], gathers))
-            with pytest.raises(ValueError, match=r"call model.to_empty"):
-                load_float8_checkpoint(model, tmp_path)
-            load_float8_checkpoint(model.to_empty(device=here()), tmp_path)
-            for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-                assert mine.dtype == dtype
-                assert torch.equal(whole(high_precision(mine)), theirs)
-            x = seeded(1, 16, SIZES[0], dtype=dtype, device=here())
-            y = convert(alone, of[2], gathers)(x)
-            assert torch.equal(model(x), y)
+        model = shard(convert(plain(*SIZES, dtype=dtype).to("meta"), of[2], gathers))
+        with pytest.raises(ValueError, match=r"call model.to_empty"):
+            load_float8_checkpoint(model, tmp_path)
+        load_float8_checkpoint(model.to_empty(device=here()), tmp_path)
+        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            assert mine.dtype == dtype
+            assert torch.equal(whole(high_precision(mine)), theirs)
+        x = seeded(1, 16, SIZES[0], dtype=dtype, device=here())
+        assert torch.equal(model(x), convert(alone, of[2], gathers)(x))
 
 
 @on("either")
@@ -216,7 +220,9 @@ ALONE: dict[str, tuple[int, dict[str, Any], str]] = {
 NOT_GIVEN = "fails", "at", "raises"
 
 
-@pytest.mark.parametrize("of", short({0}, [(BLOCKS,), (TENSORS,)]), ids=["blocks", "tensors"])
+@pytest.mark.parametrize(
+    "of", [pytest.param(BLOCKS, marks=EXHAUSTIVE), TENSORS], ids=["blocks", "tensors"]
+)
 @pytest.mark.parametrize("what", ALONE)
 @on("either")
 def test_what_one_rank_cannot_write_fails_on_all(of: Any, what: str, tmp_path: Path) -> None:
@@ -274,7 +280,7 @@ def test_only_rank_0_casts_a_model_that_is_whole(tmp_path: Path) -> None:
     load_float8_checkpoint(plain(256, 128), tmp_path / "stages")
 
 
-@formats
+@short_formats
 @on("either")
 def test_adapters_of_fsdp_beside_a_whole_base(of: Any, tmp_path: Path) -> None:
     """Each rank has the bytes of the base, from the meta device; they are never sent."""
@@ -301,11 +307,10 @@ def test_adapters_of_fsdp_beside_a_whole_base(of: Any, tmp_path: Path) -> None:
     assert all(map(torch.equal, *made))
 
 
-@on("four")
-@pytest.mark.exhaustive
+@on("two_or_four")
 def test_two_dims() -> None:
     """FSDP2 over one, tensor parallel over the other: the rows of a weight are cut twice."""
-    mesh = data_and_tensor(2, 2)
+    mesh = data_and_tensor(dist.get_world_size() // 2, 2)
     for of in FORMATS:
         for sizes in ((128, 512, 256), (128, 256, 128)):
             wanted = written(convert(plain(*sizes), of[2], False), of)

@@ -60,10 +60,7 @@ def test_how_each_rank_ends() -> None:
     assert other == "died"
 
 
-SAMPLES = samples("py")
-
-
-@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
+@pytest.mark.parametrize("sample", samples("py"), ids=lambda sample: sample.name)
 def test_the_sample_runs_on_two_ranks(two: Ranks, sample: Sample, tmp_path: Path) -> None:
     for library in sample.needs - {"float8", "torch"}:
         pytest.importorskip(library)

@@ -25,10 +25,10 @@ from float8.gemm import grouped_outer
 from sqnr import sqnr
 from support.devices import on_devices
 from support.errors import require_errors
-from support.graphs import op_by_op
 from support.models import seeded
 from support.spies import OpCounter, saved_tensors
 
+EXHAUSTIVE = pytest.mark.exhaustive
 N, K = 48, 80
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"]
 recipes = pytest.mark.parametrize("recipe", RECIPES)
@@ -37,7 +37,7 @@ coarse_and_fine = pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 
 def first(*names: str) -> pytest.MarkDecorator:
     """These recipes; the others are `exhaustive`."""
-    longer = (pytest.param(x, marks=pytest.mark.exhaustive) for x in RECIPES if x not in names)
+    longer = (pytest.param(x, marks=EXHAUSTIVE) for x in RECIPES if x not in names)
     return pytest.mark.parametrize("recipe", [*names, *longer])
 
 
@@ -223,56 +223,66 @@ def test_autocast_chooses_the_dtype() -> None:
     assert y.equal(given.run()[0])
 
 
-@first("rowwise")
-def test_compiled_code_holds_for_all_sizes(recipe: str) -> None:
-    """One graph without breaks for groups of any sizes; with other numbers of rows one more."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    call = torch.compile(grouped_linear, fullgraph=True, backend=counter)
-    for sizes in ([8, 0, 24], [0, 32, 0], [1, 2, 3], [50, 60, 70]):
-        given = inputs(sizes)
-        assert_same(given.run(recipe, call), given.run(recipe))
-    assert counter.frame_count <= 2
-
-
-@first("blockwise")
-def test_compiled_code_keeps_no_cast_of_weights(recipe: str) -> None:
-    """It would fill memory until backward, and under FSDP2 hold all weights of all ranks."""
-    torch._dynamo.reset()
-    x, w, offs, _ = inputs([16, 48])
-    lies_transposed = w.detach().transpose(1, 2).contiguous().requires_grad_().transpose(1, 2)
-    call = torch.compile(grouped_linear, **op_by_op(None))
-    for weight in (w, lies_transposed):
-        with saved_tensors() as kept:
-            y = call(x, weight, offs, config=recipe)
-        assert y.requires_grad
-        assert {tuple(t.shape) for t in kept if t.dtype.itemsize == 1} <= {(K, 256)}  # the input
-        assert all(t.numel() <= w.numel() for t in kept if t.dtype.itemsize > 1)
-
-
 @pytest.mark.exhaustive
-def test_compiled_code_takes_all_dtypes() -> None:
+@recipes
+def test_compiled_code_holds_for_all_sizes(recipe: str) -> None:
+    """One graph for groups of any sizes, one more for other numbers of rows; also of [E, K, N]."""
+    for transposed in (False, True):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        call = torch.compile(grouped_linear, fullgraph=True, backend=counter)
+        for sizes in ([8, 0, 24], [0, 32, 0], [1, 2, 3], [50, 60, 70]):
+            given = inputs(sizes)
+            if transposed:
+                stored = given.w.detach().transpose(1, 2).contiguous().requires_grad_()
+                given = given._replace(w=stored.transpose(1, 2))
+            with saved_tensors() as kept:
+                got = given.run(recipe, call)
+            assert_same(got, given.run(recipe))
+            assert_no_cast_of_weights(kept)
+        assert counter.frame_count <= 2
+
+
+def assert_no_cast_of_weights(kept: list[Tensor]) -> None:
+    """It would fill memory until backward, and under FSDP2 hold all weights of all ranks."""
+    float8 = [t for t in kept if t.dtype.itemsize == 1]
+    assert all(t.dim() == 2 and len(t) == K for t in float8)  # the input, transposed
+    assert all(t.numel() <= 3 * N * K for t in kept if t.dim() == 3)  # as large as the weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=EXHAUSTIVE)])
+def test_compiled_code_takes_all_dtypes(dtype: torch.dtype) -> None:
     """torch's own grouped GEMM, which the gradient of the weight is here, takes bfloat16 there."""
-    for dtype in (torch.float32, torch.float16):
-        calls = compiled(), grouped_linear
-        given = inputs([5, 27]).to(dtype)
-        assert_same(*(given.run("rowwise_with_gw_hp", call) for call in calls))
+    given = inputs([5, 27]).to(dtype)
+    assert_same(*(given.run("rowwise_with_gw_hp", call) for call in (compiled(), grouped_linear)))
 
 
 @first("blockwise")
 @torch._dynamo.config.patch(capture_scalar_outputs=True)
-@pytest.mark.exhaustive
 def test_compiled_code_need_not_know_how_many_rows_there_are(recipe: str) -> None:
-    """As under expert parallel, where what other ranks send says so; it may be none."""
+    """As under expert parallel, where what other ranks send says so; it may be none.
+
+    One graph holds for all, checks `offs`, and saves no cast of weights.
+    """
 
     def received(x: Tensor, w: Tensor, sizes: Tensor, config: str) -> Tensor:
         rows = x.index_select(0, torch.arange(sizes.sum().item()))
         return grouped_linear(rows, w, sizes.cumsum(0).to(torch.int32), config=config)
 
-    call = compiled(received)
-    for sizes in ([3, 9], [0, 0], [33, 20]):
-        given = inputs(sizes)._replace(offs=torch.tensor(sizes))
-        assert_same(given.run(recipe, call), given.run(recipe, received))
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(received, fullgraph=True, backend=counter)
+    for sizes in ([3, 9, 0], [0, 0, 0], [33, 20, 1]):
+        rows = sum(sizes)
+        given = inputs(sizes, 60 - rows)
+        given = given._replace(offs=torch.tensor(sizes), g=given.g[:rows])
+        with saved_tensors() as kept:
+            got = given.run(recipe, call)
+        assert_same(got, given.run(recipe, received))
+        assert_no_cast_of_weights(kept)
+    assert counter.frame_count == 1
+    with pytest.raises(ValueError, match=r"got offs \[60, 50, 54\] for 54 rows"):
+        call(given.x, given.w, torch.tensor([60, -10, 4]), recipe)
 
 
 def test_it_is_differentiable_once() -> None:
@@ -296,7 +306,6 @@ def test_offs_that_lead_nowhere(device: str, recipe: str) -> None:
     given = inputs([8] * 4, device=device)
     a, b = given.x.detach()[:, :40].contiguous(), given.x.detach()
     calls = [(grouped_linear, given.x), (grouped_linear, given.x[:0])]
-    calls += [(compiled(), given.x)] if recipe == "rowwise" else []
     for wild, tame in WILD:
         given.offs.copy_(torch.tensor(wild))
         tamed = given._replace(offs=given.offs.new_tensor(tame))

@@ -173,26 +173,40 @@ BY_TRITON["dequantise"] = lambda x: dequantised_triton(
     BF16,
 )
 BY_TRITON["count"] = lambda x: ops.cuda.count(x, empty(*x.shape, dtype=E4M3), empty(), False)
+EVEN, UNEVEN = (4096, 2048), (100, 72)  # as tiles fill exactly, and not
 WIDE_OF_FLOAT32 = [f"grouped_matmul {of_rows} True {FP32}" for of_rows in BOOLS]
 MAY_SPILL = {(case, n): 16 if n == 90 else 24 for case in WIDE_OF_FLOAT32 for n in (90, 100)}
 """Wide tiles of float32, which gain more; and one of two halves of the GEMM of blocks."""
-SHAPES = (4096, 2048), (100, 72)  # as tiles fill exactly, and not
-FIRST = {"amax", "cast", "cast_delayed", "rows", "rows and columns", "1x128", "128x128", "1x32"}
-FIRST |= {"transpose", "dequantise", "count", f"groups {BF16} False True True"}
-FIRST |= {f"groups by runs of 128 {BF16} True", f"grouped_matmul True True {FP32}"}
-FIRST |= {f"grouped_matmul of blocks {BF16} False"}
-"""One case of each kernel, which `make test` compiles for Hopper, with masks."""
-
+SHORT = {
+    "amax": (UNEVEN, 100),
+    "cast row": (UNEVEN, 100),
+    "cast of float32 by way of bfloat16": (EVEN, 90),
+    "cast under its own scale": (EVEN, 90),
+    "cast_delayed": (EVEN, 100),
+    "rows": (EVEN, 90),
+    "rows and columns": (EVEN, 100),
+    "1x128": (EVEN, 90),
+    "1x32": (EVEN, 90),
+    "32x32": (UNEVEN, 100),
+    "transpose": (EVEN, 100),
+    f"groups {BF16} False True True": (EVEN, 90),
+    f"groups {BF16} True False True": (EVEN, 90),
+    f"groups by runs of 32 {FP32} True": (UNEVEN, 100),
+    f"grouped_matmul False True {FP32}": (EVEN, 90),
+    f"grouped_matmul True False {BF16}": (EVEN, 90),
+    f"grouped_matmul of blocks {BF16} False": (EVEN, 90),
+    f"grouped_matmul of blocks {BF16} True": (EVEN, 90),
+    "dequantise": (EVEN, 90),
+    "count": (UNEVEN, 90),
+}
+"""Each kernel and each of its layouts once: what `make test` compiles."""
 COMPILED = [
-    pytest.param(
-        *(case, SHAPES[shape], capability),
-        marks=[pytest.mark.exhaustive]
-        * ((case, shape, capability) not in {(x, 1, 90) for x in FIRST}),
-    )
+    pytest.param(case, *how, marks=[] if SHORT.get(case) == how else pytest.mark.exhaustive)
     for n, case in enumerate(CASES | BY_TRITON)
-    for shape, capability in ((0, 90), (1, 90), ((n + 1) % 2, 100))
-    if capability == 90 or "of blocks" not in case
+    for how in ((EVEN, 90), (UNEVEN, 90), (EVEN if n % 2 else UNEVEN, 100))
+    if how[1] == 90 or "of blocks" not in case  # whose instructions are of Hopper alone
 ]
+assert sum(not each.marks for each in COMPILED) == len(SHORT)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -153,11 +153,15 @@ EVERY_OP = pytest.mark.parametrize("name", sorted(vars(ops.cpu)))
 
 @on_devices
 @EVERY_OP
-def test_opcheck(device: str, name: str) -> None:
-    """torch's own checks: schema, fake implementation, dynamic shapes under AOTAutograd."""
+@pytest.mark.parametrize("all_of_all", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_opcheck(device: str, name: str, all_of_all: bool) -> None:
+    """torch's own checks: schema, fake implementation; once dynamic shapes under AOTAutograd."""
+    checks = "test_schema", "test_faketensor"
     with mock.patch("torch.allclose", allclose):
-        for args in ARGUMENTS[name](device):
-            torch.library.opcheck(getattr(torch.ops.float8, name).default, args)
+        for n, args in enumerate(ARGUMENTS[name](device)):
+            more = "test_autograd_registration", "test_aot_dispatch_dynamic"
+            how = (*checks, *more) if all_of_all or n == 0 else checks
+            torch.library.opcheck(getattr(torch.ops.float8, name).default, args, test_utils=how)
 
 
 def allclose(a: Tensor, b: Tensor, *, of_torch=torch.allclose, **how: Any) -> bool:

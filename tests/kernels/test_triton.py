@@ -29,7 +29,7 @@ from kernels.float8_codes import (
     same_bytes,
     special,
 )
-from support.rings import short
+from kernels.interpreter import SLOW
 
 E4M3, E5M2 = FORMATS
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -81,6 +81,7 @@ KERNELS: dict[str, Callable[[Any, Tensor, How], list[Tensor]]] = {
         ops.count(x, x.to(E4M3), one(x, 1.5), how.pad_rows).nan_to_num(-1.0)
     ],
 }
+BLOCKS = [kernel for kernel in KERNELS if "runs" in kernel or "squares" in kernel]
 CASTS = [name for name in KERNELS if name not in ("amax", "transpose", "count")]
 
 each_kernel = pytest.mark.parametrize("kernel", KERNELS)
@@ -100,7 +101,11 @@ def check(kernel: str, x: Tensor, how: How = How()) -> None:  # noqa: B008
 
 @pytest.mark.parametrize(
     ("shape", "source"),
-    short({1}, [((1, 1), BF16), ((17, 33), FP32), ((17, 33), torch.float16), ((130, 150), BF16)]),
+    [
+        ((17, 33), FP32),
+        *(pytest.param(shape, BF16, marks=SLOW) for shape in ((1, 1), (130, 150))),
+        pytest.param((17, 33), torch.float16, marks=SLOW),
+    ],
     ids=str,
 )
 @each_kernel
@@ -122,7 +127,7 @@ def test_counts_of_special_values(triton_device: torch.device) -> None:
                 assert_same(*([each.nan_to_num(-1.0)] for each in both))
 
 
-@each_cast
+@pytest.mark.parametrize("kernel", ["given", "rows", *BLOCKS])
 def test_one_row_and_one_column(kernel: str, triton_device: torch.device) -> None:
     for shape in ((40, 1), (1, 40)):  # of one Triton knows when it compiles
         x = awkward(shape, BF16).to(triton_device)
@@ -138,15 +143,16 @@ def test_nothing(kernel: str, triton_device: torch.device) -> None:
 
 @each_cast
 @pytest.mark.parametrize(
-    "layouts", short({0}, [((True, True),), ((True, False),), ((False, True),)]), ids=str
+    "layouts",
+    [(True, True), *(pytest.param((row, not row), marks=SLOW) for row in (True, False))],
+    ids=str,
 )
 def test_layouts_of_special_values(
     kernel: str, layouts: tuple[bool, bool], triton_device: torch.device
 ) -> None:
-    for source, pad_rows, dtype in ((FP32, False, E4M3), (BF16, True, E5M2)):
-        x = special(source).to(triton_device)
-        for y, power_of_2 in ((x, pad_rows), (x.t(), not pad_rows)):
-            check(kernel, y, How(dtype, *layouts, pad_rows, power_of_2))
+    x, y = (special(source).to(triton_device) for source in (FP32, BF16))
+    check(kernel, x, How(E4M3, *layouts, pad_rows=False, power_of_2=True))
+    check(kernel, y.t(), How(E5M2, *layouts, pad_rows=True, power_of_2=False))
 
 
 VIEWS: list[Callable[[Tensor], Tensor]] = [
@@ -164,7 +170,13 @@ VIEWS: list[Callable[[Tensor], Tensor]] = [
 ]
 
 
-@pytest.mark.parametrize("kernel", short({"given", "rows", "runs", "transpose"}, KERNELS))
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        pytest.param(kernel, marks=[] if kernel in ("given", "measured", "transpose") else SLOW)
+        for kernel in KERNELS
+    ],
+)
 def test_strides(kernel: str, triton_device: torch.device) -> None:
     x = given(kernel, awkward((37, 50), BF16), triton_device)
     for view in VIEWS:
@@ -178,11 +190,12 @@ SIZES = [
     *[(1000, (64, 128)), (1000, (300, 70))],
 ]
 TILED = [(kernel, *size) for kernel in ("given", "rows", "transpose") for size in SIZES]
-BLOCKS = [kernel for kernel in KERNELS if "runs" in kernel or "squares" in kernel]
 TILED += [(kernel, *size) for kernel in BLOCKS for size in SIZES[:2]]
+SHORT = [("given", *SIZES[0]), ("rows", *SIZES[2]), ("runs", *SIZES[1]), ("squares", *SIZES[1])]
+TILED_OR_SLOW = [pytest.param(*how, marks=[] if how in SHORT else SLOW) for how in TILED]
 
 
-@pytest.mark.parametrize(("kernel", "sms", "size"), short({2, 9, 15}, TILED))
+@pytest.mark.parametrize(("kernel", "sms", "size"), TILED_OR_SLOW)
 def test_launch_configurations(
     kernel: str,
     sms: int,
@@ -203,13 +216,13 @@ def test_whole_rows_and_those_that_are_too_long_to_hold(
     monkeypatch: pytest.MonkeyPatch,
     multiprocessors: Callable[[int], None],
 ) -> None:
-    for shape in ((16, 16), (37, 1024), (3, 5000)):
+    for shape in ((16, 16), (9, 1024), (3, 5000)):
         x = awkward(shape, BF16).to(triton_device)
         for pad_rows in (False, True):
             check("rows", x, How(col=False, pad_rows=pad_rows))
     monkeypatch.setattr(CAST, "WIDEST_ROW", 100)
     multiprocessors(4)
-    x = awkward((130, 200), torch.float16).to(triton_device)
+    x = awkward((70, 200), torch.float16).to(triton_device)
     check("rows", x, How(col=False))
     check("rows", x.t(), How(row=False))
 
@@ -232,8 +245,9 @@ class TestRounding:
     @formats
     def test_all_values(self, dtype: torch.dtype, triton_device: torch.device) -> None:
         ties = around_every_tie(dtype)
+        ties = torch.nn.functional.pad(ties, (0, -len(ties) % 64)).view(64, -1)
         numbers = [(every_16_bit_value(source), 0.0123) for source in HIGH_PRECISION[1:]]
-        numbers += [((ties.double() * s).float()[None], s) for s in (1.0, 2.0**-140)]
+        numbers += [((ties.double() * s).float(), s) for s in (1.0, 2.0**-140)]
         numbers += [(awkward((17, 33), FP32), scale) for scale in SCALES]
         for x, scale in numbers:
             x = x.to(triton_device)
@@ -241,7 +255,14 @@ class TestRounding:
             assert_same(ops.cuda.cast(*args), ops.cpu.cast(*args))
 
 
-@pytest.mark.parametrize("of", ScalingGranularity, ids=lambda of: of.value)
+@pytest.mark.parametrize(
+    "of",
+    [
+        pytest.param(of, marks=SLOW if of.width == 128 - 96 * of.square else [])
+        for of in ScalingGranularity
+    ],
+    ids=lambda of: of.value,
+)
 def test_dequantised(of: ScalingGranularity, triton_device: torch.device) -> None:
     """All codes, also of rows that lie apart and of several matrices, as experts have."""
     for dtype, shape in itertools.product(FORMATS, ((40, 300), (3, 20, 70))):
@@ -259,7 +280,7 @@ def test_dequantised(of: ScalingGranularity, triton_device: torch.device) -> Non
             assert torch.equal(got.nan_to_num(0.0), want.nan_to_num(0.0))
 
 
-@formats
+@pytest.mark.parametrize("dtype", [E4M3, pytest.param(E5M2, marks=SLOW)], ids=["e4m3", "e5m2"])
 def test_special_amaxes(dtype: torch.dtype, triton_device: torch.device) -> None:
     peaks = (0.0, 1e-45, 2.0**-101, 1 / 3, 447.0, 3.3e38, math.inf, math.nan)
     for peak, power_of_2 in itertools.product(peaks, (False, True)):
@@ -268,8 +289,15 @@ def test_special_amaxes(dtype: torch.dtype, triton_device: torch.device) -> None
         check("measured", x, How(dtype, power_of_2=power_of_2))
 
 
-@pytest.mark.parametrize("record", [False, True])
-@pytest.mark.parametrize("scale", [0.0, 0.03125])
+@pytest.mark.parametrize(
+    ("scale", "record"),
+    [
+        (0.0, True),
+        (0.03125, False),
+        pytest.param(0.0, False, marks=SLOW),
+        pytest.param(0.03125, True, marks=SLOW),
+    ],
+)
 def test_delayed_scaling_records(scale: float, record: bool, triton_device: torch.device) -> None:
     known = torch.tensor(scale, device=triton_device)
     mine, theirs = (torch.tensor(2.5, device=triton_device) for _ in range(2))
@@ -299,7 +327,7 @@ def test_any_number_of_parts_is_joined(
 
 
 @high_precision
-@pytest.mark.parametrize("n", short({0}, [8 * 4096, 40 * 8192 + 5]))
+@pytest.mark.parametrize("n", [8 * 4096, pytest.param(40 * 8192 + 5, marks=SLOW)])
 def test_every_place_counts_for_an_amax(
     n: int, source: torch.dtype, triton_device: torch.device, multiprocessors: Callable[[int], None]
 ) -> None:

@@ -159,12 +159,9 @@ def everything_depending_on(operand: str, at: tuple[int, int], results: dict[str
 
 @on_devices
 @pytest.mark.parametrize("operand", ["input", "weight", "grad_output"])
-@pytest.mark.parametrize("dtype", DTYPES)
 @MIX
-def test_non_finite_operand_shows_in_all_that_depends_on_it(
-    device: str, mix, dtype: torch.dtype, operand: str
-) -> None:
-    bad_values = (math.nan, math.inf, -math.inf)
+def test_non_finite_operand_shows_in_all_that_depends_on_it(device: str, mix, operand: str) -> None:
+    dtype, bad_values = torch.bfloat16, (math.nan, math.inf, -math.inf)
     for value, synced, power_of_2 in itertools.product(bad_values, (False, True), (False, True)):
         config = mixed(*mix, round_scales_to_power_of_2=power_of_2)
         layer = Float8Linear(K, N, bias=False, device=device, dtype=dtype, config=config)

@@ -71,9 +71,15 @@ def test_the_saved_input_is_that_of_its_second_use(device: str) -> None:
 
 @on_devices
 @pytest.mark.parametrize(
-    ("kind", "gemms"), [("reentrant", 12), ("checkpoint", 12), ("selective-checkpoint", 9)]
+    ("recipe", "kind", "gemms"),
+    [
+        ("tensorwise", "checkpoint", 12),
+        ("rowwise", "checkpoint", 12),
+        ("delayed", "checkpoint", 12),
+        ("delayed", "reentrant", 12),
+        ("delayed", "selective-checkpoint", 9),
+    ],
 )
-@pytest.mark.parametrize("recipe", [*RECIPES, "rowwise"])
 def test_results_and_state_equal_those_without(
     device: str, recipe: str, kind: str, gemms: int
 ) -> None:

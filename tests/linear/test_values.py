@@ -40,7 +40,6 @@ from support.configs import (
 from support.devices import DTYPES, E4M3, E5M2, on_devices
 from support.models import forward_backward, seeded
 from support.reference import reference_values
-from support.rings import short
 from support.spies import OpCounter
 
 TENSOR, ROW, RUN, SQUARE = (0, 0), (1, 0), (1, 128), (128, 128)
@@ -58,10 +57,9 @@ CASTS: dict[str, tuple[Any, ...]] = {
 """Arguments of `reference_values`; None: in high precision."""
 
 SHAPES = [(128, 128, 256), (48, 400, 144), (17, 130, 33), (1, 16, 16), (300, 5, 3)]
-
-
 EMULATED = (17, 130, 33)
 """Also with `emulate=True`."""
+SHORT = [(EMULATED, torch.float32), ((1, 16, 16), torch.bfloat16), ((300, 5, 3), torch.float16)]
 
 
 def tensors(M: int, K: int, N: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
@@ -100,8 +98,14 @@ def assert_products(
 
 
 @on_devices
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", short({0, 3}, [(x,) for x in SHAPES]), ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        pytest.param(*each, marks=[] if each in SHORT else pytest.mark.exhaustive)
+        for each in itertools.product(SHAPES, DTYPES)
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("recipe", CASTS)
 def test_recipes(recipe: str, shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
     x, w, g = tensors(*shape, dtype, device)

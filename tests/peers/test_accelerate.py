@@ -17,10 +17,11 @@ from float8 import (
 from float8 import sync_float8_amax_and_scale_history as sync
 from sqnr import same_bits
 from support.configs import of_recipe
+from support.lazily import Lazily
 from support.libraries import by_accelerate, converted, feed_forwards
 
-accelerate = pytest.importorskip("accelerate")
-safetensors = pytest.importorskip("safetensors.torch")
+accelerate, safetensors = Lazily("accelerate"), Lazily("safetensors.torch")
+pytestmark = pytest.mark.xdist_group("transformers")  # one worker imports it
 recipes = pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
 
 

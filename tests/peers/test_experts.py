@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import itertools
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,14 +29,15 @@ from float8.convert.speed import experts_per_token
 from float8.experts import Float8Experts
 from float8.tensor import dequantise
 from sqnr import same_bits, sqnr
+from support.lazily import Lazily
 from support.microbatches import with_weights
 from support.models import seeded
-from support.rings import short
 from support.saved import saved_bytes
 
-transformers = pytest.importorskip("transformers")
-hf = importlib.import_module("support.hugging_face")
+transformers, hf = Lazily("transformers"), Lazily("support.hugging_face")
+pytestmark = pytest.mark.xdist_group("transformers")  # one worker imports it
 
+RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"]
 FOUR: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 NARROW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 MODELS: dict[str, dict[str, Any]] = {
@@ -49,6 +51,14 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"num_key_value_heads": 4, "q_lora_rank": 32}
     | dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 16),
 }
+PAIRS = [
+    pytest.param(*x, marks=() if "rowwise" in x or "GptOss" in x else pytest.mark.exhaustive)
+    for x in itertools.product(MODELS, RECIPES)
+]
+SOME = [
+    pytest.param(x, marks=() if x in ("Mixtral", "GptOss") else pytest.mark.exhaustive)
+    for x in MODELS
+]
 TWO = pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
 ROWWISE = Float8LinearConfig.from_recipe_name("rowwise")
 
@@ -76,8 +86,7 @@ def routed(experts: Any, seed: int = 0, tokens: int = 40) -> tuple[Tensor, Tenso
     return x, index, seeded(seed + 1, tokens, 2).sigmoid()
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "recipe"), PAIRS)
 def test_experts_compute_what_they_did(name: str, recipe: str) -> None:
     """Output and all gradients, with the same experts for each token."""
     plain = built(name)
@@ -96,7 +105,7 @@ def test_experts_compute_what_they_did(name: str, recipe: str) -> None:
         assert sqnr(want, got) > 17
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SOME)
 def test_trained_saved_loaded_and_generating(name: str, tmp_path: Path) -> None:
     model = converted(name, "tensorwise")
     report = conversion_report(model)
@@ -251,7 +260,13 @@ def replace_one(model: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "compiled"),
-    short({0, 2}, [("tensorwise", False), ("rowwise", True), ("blockwise", False)]),
+    [
+        ("rowwise", False),
+        *(
+            pytest.param(*x, marks=pytest.mark.exhaustive)
+            for x in (("rowwise", True), ("tensorwise", False), ("blockwise", False))
+        ),
+    ],
 )
 def test_held_weights_are_current(recipe: str, compiled: bool) -> None:
     """Steps of two microbatches, weights written in between: bit by bit as on the fly, eager."""

@@ -12,10 +12,12 @@ from sqnr import same_bits
 from support import libraries
 from support.libraries import ROWS
 from support.models import fp8_state
-from support.rings import short
 
 pytestmark = pytest.mark.xdist_group("fresh")  # so that each row trains once
-names = pytest.mark.parametrize("name", ROWS)
+FIRST = ["accelerate", "lightning", "transformers", "transformers, sgd, callbacks anew", "trl"]
+FIRST += ["peft", "torch, EMA", "torchao, AdamW8bit"]
+rest = [pytest.param(x, marks=pytest.mark.exhaustive) for x in ROWS if x not in FIRST]
+names = pytest.mark.parametrize("name", [*FIRST, *rest])
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable:
     return train
 
 
-@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.plain])
+@pytest.mark.parametrize("name", [name for name in FIRST if ROWS[name].plain])
 def test_losses_are_those_of_a_plain_loop(name: str, trained: Callable) -> None:
     _, _, calls = trained(name)
     wanted = libraries.plain_losses(name, calls)
@@ -54,10 +56,15 @@ def test_each_step_is_synced_once_and_nothing_stays_attached(name: str, trained:
         assert calls[-1].loss < calls[0].loss
 
 
-@pytest.mark.parametrize("name", short({"transformers"}, ROWS))
-def test_a_run_is_resumed_bit_by_bit_in_a_fresh_process(name: str, trained: Callable) -> None:
+@names
+@pytest.mark.parametrize(
+    "where", ["here", pytest.param("a fresh process", marks=pytest.mark.exhaustive)]
+)
+def test_a_run_is_resumed_bit_by_bit(name: str, where: str, trained: Callable) -> None:
+    """By other objects, which begin with other weights."""
     folder, model, _ = trained(name)
-    rest = libraries.resumed_in_a_fresh_process(name, folder)
+    resume = libraries.resumed if where == "here" else libraries.resumed_in_a_fresh_process
+    rest = resume(name, folder)
     whole = model.state_dict()
     assert rest.keys() == whole.keys()
     assert [key for key, x in whole.items() if not same_bits(x, rest[key])] == []

@@ -1,17 +1,18 @@
 """The `Trainer` of Lightning with our callback: other ways to train, and its checkpoints."""
 
-import importlib
 from pathlib import Path
 
 import pytest
 
 from sqnr import same_bits
 from support import libraries
+from support.lazily import Lazily, needs_installed
 from support.microbatches import layers_of
 from support.models import fp8_state
 
-pytest.importorskip("lightning")
-lightning_run = importlib.import_module("support.lightning_run")
+needs_installed("lightning")
+lightning_run = Lazily("support.lightning_run")
+pytestmark = pytest.mark.xdist_group("transformers")  # one worker imports it
 
 
 @pytest.mark.parametrize("by_hand", [False, True])

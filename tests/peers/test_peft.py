@@ -1,7 +1,6 @@
 """LoRA of PEFT on a converted model, and a model with LoRA converted: trained, saved, merged."""
 
 import copy
-import importlib
 from pathlib import Path
 
 import pytest
@@ -20,11 +19,11 @@ from float8 import sync_float8_amax_and_scale_history as sync
 from float8.linear import Float8Linear
 from sqnr import same_bits, sqnr
 from support.configs import BOTH, delayed, tensorwise
+from support.lazily import Lazily
 
-peft = pytest.importorskip("peft")
-pytest.importorskip("accelerate")
-safetensors = pytest.importorskip("safetensors.torch")
-hf = importlib.import_module("support.hugging_face")
+peft, hf = Lazily("peft"), Lazily("support.hugging_face")
+safetensors = Lazily("safetensors.torch")
+pytestmark = pytest.mark.xdist_group("transformers")  # one worker imports it
 
 ORDERS = ("convert first", "LoRA first")
 
@@ -60,7 +59,9 @@ def train(model: nn.Module, steps: int = 2) -> nn.Module:
 
 
 @BOTH
-@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
+@pytest.mark.parametrize(
+    "dora", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["DoRA", "LoRA"]
+)
 def test_both_orders_train_alike_and_merge(config, dora: bool) -> None:
     """Adapters stay in high precision; DoRA reads the weights. Merged as in high precision."""
     first, second = (train(adapted(order, config, use_dora=dora)) for order in ORDERS)

@@ -16,9 +16,9 @@ from float8 import (
 )
 from sqnr import sqnr
 from support.devices import GPU
+from support.lazily import Lazily
 
-peer = pytest.importorskip("torchao.float8")
-quantization = pytest.importorskip("torchao.quantization")
+peer, quantization = Lazily("torchao.float8"), Lazily("torchao.quantization")
 
 
 def three(weight: Tensor, x: Tensor, grad: Tensor, recipe: str, library=None) -> list[Tensor]:

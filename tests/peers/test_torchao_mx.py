@@ -10,14 +10,14 @@ from float8.kernels.swizzle import swizzled
 from float8.quantize import Cast, quantize
 from sqnr import sqnr
 from support.configs import of_recipe
+from support.lazily import Lazily
 
-mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
-config = pytest.importorskip("torchao.prototype.mx_formats.config")
-theirs = pytest.importorskip("torchao.prototype.moe_training.mxfp8_linear")
-quantization = pytest.importorskip("torchao.quantization.quantize_.common.kernel_preference")
-utils = pytest.importorskip("torchao.prototype.mx_formats.utils")
+mx = Lazily("torchao.prototype.mx_formats.mx_tensor")
+config = Lazily("torchao.prototype.mx_formats.config")
+theirs = Lazily("torchao.prototype.moe_training.mxfp8_linear")
+quantization = Lazily("torchao.quantization.quantize_.common.kernel_preference")
+utils = Lazily("torchao.prototype.mx_formats.utils")
 
-RCEIL = config.ScaleCalculationMode.RCEIL
 CAST = Cast(CastConfig(scaling_granularity=ScalingGranularity.BLOCK_1x32))
 
 
@@ -38,7 +38,7 @@ def test_bytes_and_exponents(dtype: torch.dtype) -> None:
         made = quantize(x, CAST, row=True, col=True)
         for y, ours in ((x, made.row), (x.t().contiguous(), made.col)):
             y = y.float() if dtype == torch.float16 else y  # which they do not take
-            exponents, data = mx.to_mx(y, E4M3, 32, RCEIL)
+            exponents, data = mx.to_mx(y, E4M3, 32, config.ScaleCalculationMode.RCEIL)
             assert torch.equal(ours.data.view(torch.uint8), data.view(torch.uint8))
             of_ours = ours.scale.contiguous().view(torch.int32) >> 23
             assert torch.equal(of_ours, exponents.view(torch.uint8).view(of_ours.shape).int())
@@ -56,7 +56,8 @@ def test_three_products() -> None:
     x, w, g = torch.randn(64, 96), torch.randn(128, 96), torch.randn(64, 128)
     emulated = quantization.KernelPreference.EMULATED
     by_torch = config.MXFP8Dim0CastKernelChoice.TORCH, config.MXFP8Dim1CastKernelChoice.TORCH
-    how = E4M3, E4M3, E4M3, 32, emulated, *by_torch, RCEIL, False
+    scales = config.ScaleCalculationMode.RCEIL
+    how = E4M3, E4M3, E4M3, 32, emulated, *by_torch, scales, False
     made = []
     for call in (
         lambda a, b: linear(a, b, config=of_recipe("mxfp8")),

@@ -1,6 +1,5 @@
 """Models that transformers shares among two ranks, converted: as on one device."""
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,13 @@ from float8 import (
     convert_to_high_precision,
 )
 from sqnr import sqnr
+from support.lazily import Lazily
 from support.parallel import alone
 from support.ranks import Ranks
-from support.rings import short
 from support.sharded import whole
 
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("transformers.distributed.expert_parallel")  # not in 5.17
-hf = importlib.import_module("support.hugging_face")
-DistributedConfig = importlib.import_module("transformers.distributed").DistributedConfig
-ours = importlib.import_module("float8.integrations.transformers_parallel")
-forwards_taken_off = ours.forwards_taken_off
+transformers, hf = Lazily("transformers"), Lazily("support.hugging_face")
+ours = Lazily("float8.integrations.transformers_parallel")
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -39,10 +34,11 @@ def body(mod: nn.Module, fqn: str) -> bool:
 
 def two_ranks_train(folder: Path, recipe: Any, sizes: dict[str, int]) -> None:
     load = transformers.AutoModelForCausalLM.from_pretrained
-    one, model = load(folder), load(folder, distributed_config=DistributedConfig(**sizes))
+    config = transformers.distributed.DistributedConfig(**sizes)
+    one, model = load(folder), load(folder, distributed_config=config)
     with pytest.warns(UserWarning, match="convert within forwards_taken_off"):
         convert_to_float8_training(model, config=recipe, module_filter_fn=body)
-    with forwards_taken_off(model):
+    with ours.forwards_taken_off(model):
         convert_to_float8_training(model, config=recipe, module_filter_fn=body)
     convert_to_float8_training(one, config=recipe, module_filter_fn=body)
     converted = len(conversion_report(one).converted)
@@ -67,7 +63,7 @@ def two_ranks_train(folder: Path, recipe: Any, sizes: dict[str, int]) -> None:
     model.eval().generate(hf.tokens(0)[:, :4], max_new_tokens=2, do_sample=False)
     with pytest.raises(ValueError, match="by forwards_taken_off"):
         convert_to_high_precision(model)
-    with forwards_taken_off(model):
+    with ours.forwards_taken_off(model):
         convert_to_high_precision(model)
     assert not any(isinstance(x, Float8Linear) for x in model.modules())
     model.save_pretrained(folder / "saved")
@@ -78,33 +74,30 @@ def two_ranks_train(folder: Path, recipe: Any, sizes: dict[str, int]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "recipe"),
-    short(
-        {1, 3},
-        [
-            ("Llama", "tensorwise"),
-            ("Llama", "delayed"),
-            ("Llama", "rowwise"),
-            ("Phi3", "tensorwise"),  # gathers what its layers return
-        ],
-    ),
+    [
+        ("Llama", "delayed"),
+        ("Phi3", "tensorwise"),  # gathers what its layers return
+        pytest.param("Llama", "tensorwise", marks=pytest.mark.exhaustive),
+        pytest.param("Llama", "rowwise", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_shared_model(two: Ranks, name: str, recipe: str, tmp_path: Path) -> None:
     hf.llama(name=name, num_hidden_layers=1).save_pretrained(tmp_path)
     two.run(two_ranks_train, tmp_path, recipe, {"tp_size": 2})
 
 
+BOTH = {"tp_size": 2, "ep_size": 2}
+HELD = Float8LinearConfig(float8_weights=Float8Weights.HELD)
+
+
 @pytest.mark.parametrize(
     ("recipe", "sizes"),
-    short(
-        {1, 3},
-        [
-            ("tensorwise", {"tp_size": 2, "ep_size": 2}),
-            (Float8LinearConfig(float8_weights=Float8Weights.HELD), {"tp_size": 2, "ep_size": 2}),
-            ("rowwise", {"tp_size": 2, "ep_size": 2}),
-            ("rowwise", {"tp_size": 2}),  # parts of each expert
-        ],
-    ),
-    ids=["tensorwise", "held", "rowwise", "rowwise, parts"],
+    [
+        pytest.param("rowwise", BOTH, id="rowwise"),
+        pytest.param("rowwise", {"tp_size": 2}, id="rowwise, parts of each expert"),
+        pytest.param("tensorwise", BOTH, id="tensorwise", marks=pytest.mark.exhaustive),
+        pytest.param(HELD, BOTH, id="held", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_shared_experts(two: Ranks, recipe: Any, sizes: dict[str, int], tmp_path: Path) -> None:
     more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -117,6 +110,6 @@ def test_forwards_of_others_stay() -> None:
     layer = model.model.layers[0].mlp.up_proj
     layer.forward = nn.Linear(64, 160).forward
     before = layer.forward
-    with forwards_taken_off(model):
+    with ours.forwards_taken_off(model):
         assert layer.forward is before
     assert layer.forward is before

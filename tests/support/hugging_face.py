@@ -10,9 +10,11 @@ import transformers
 from torch import Tensor, nn
 
 from float8 import sync_float8_amax_and_scale_history
-from float8.integrations.transformers import Float8Callback
 from support import libraries
+from support.lazily import Lazily
 from support.models import gradients
+
+ours = Lazily("float8.integrations.transformers")
 
 
 def llama(seed: int = 0, name: str = "Llama", **more: Any) -> nn.Module:
@@ -89,7 +91,7 @@ def trainer(model: nn.Module, folder: Path, **more: Any) -> transformers.Trainer
     rows = [tokens(index, 1)[0] for index in range(64)]
     data = [{"input_ids": row, "labels": row} for row in rows]
     return transformers.Trainer(
-        model, settings, train_dataset=data, eval_dataset=data, callbacks=[Float8Callback()]
+        model, settings, train_dataset=data, eval_dataset=data, callbacks=[ours.Float8Callback()]
     )
 
 
@@ -118,6 +120,6 @@ def sft_trainer(model: nn.Module, folder: Path, lora: bool, **more: Any) -> Any:
         trl.SFTConfig(str(folder), bf16=False, **ARGUMENTS | more),
         train_dataset=datasets.Dataset.from_list([{"text": line} for line in LINES * 16]),
         processing_class=transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special),
-        callbacks=[Float8Callback()],
+        callbacks=[ours.Float8Callback()],
         peft_config=adapters if lora else None,
     )

@@ -278,7 +278,7 @@ def run(name: str, folder: Path, resume: bool = False) -> tuple[nn.Module, list[
     return ROWS[name].train(model, folder, resume), calls
 
 
-def _resumed(name: str, folder: Path) -> dict[str, Tensor]:
+def resumed(name: str, folder: Path) -> dict[str, Tensor]:
     return run(name, folder, True)[0].state_dict()
 
 
@@ -287,7 +287,7 @@ def resumed_in_a_fresh_process(name: str, folder: Path) -> dict[str, Tensor]:
 
     It serves all tests of a session: it has seen rows that came before.
     """
-    return _fresh_process().submit(_resumed, name, folder).result()
+    return _fresh_process().submit(resumed, name, folder).result()
 
 
 @functools.cache

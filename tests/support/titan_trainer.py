@@ -1,4 +1,4 @@
-"""torchtitan's own training program on the CPU: its debug models, by configs as users write them.
+"""torchtitan's own training program on the CPU: a debug model, by a config as users write it.
 
     python titan_trainer.py FOLDER --module titan_trainer --config delayed ...
 
@@ -9,7 +9,6 @@ whose backward runs there (its own, without masks), and sums that Gloo has. `set
 in torch 2.13.
 """
 
-import importlib
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,16 +37,18 @@ if not hasattr(dist, "set_timeout"):
 # ruff: noqa: E402
 from torchtitan import train
 from torchtitan.models.common import attention
+from torchtitan.models.llama3 import model_registry
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
 from float8.integrations.torchtitan import Float8Converter, attach_to_optimizers
 
 
-def plain(converters: Any = (), name: str = "llama3") -> Trainer.Config:
-    models = importlib.import_module(f"torchtitan.models.{name}")
-    registry = importlib.import_module(f"torchtitan.models.{name}.config_registry")
-    config = getattr(registry, f"{name}_debugmodel")()
-    spec = config.model_spec = models.model_registry("debugmodel", converters=[*converters])
+def delayed() -> Trainer.Config:
+    """Its debug Llama 3 with our converter."""
+    config = llama3_debugmodel()
+    converter = Float8Converter.Config(recipe_name="delayed", enable_fsdp_float8_all_gather=True)
+    spec = config.model_spec = model_registry("debugmodel", converters=[converter])
     for _, _, parent, name in list(spec.model.traverse(attention.FlexAttention.Config)):
         setattr(parent, name, attention.ScaledDotProductAttention.Config())
     parallelize = spec.parallelize_fn
@@ -60,6 +61,7 @@ def plain(converters: Any = (), name: str = "llama3") -> Trainer.Config:
         return model
 
     spec.parallelize_fn = with_sums_of_gloo
+    spec.post_optimizer_build_fn = attach_to_optimizers
     config.optimizer.implementation = "foreach"
     config.training.disable_cuda_graphs = True
     config.training.local_batch_size, config.training.seq_len = 2, 64
@@ -67,34 +69,6 @@ def plain(converters: Any = (), name: str = "llama3") -> Trainer.Config:
     config.checkpoint.enable, config.checkpoint.interval = True, 2
     config.validator.enable = False
     config.debug.seed = 0
-    return config
-
-
-def converted(recipe: str) -> Trainer.Config:
-    config = plain([Float8Converter.Config(recipe_name=recipe, enable_fsdp_float8_all_gather=True)])
-    config.model_spec.post_optimizer_build_fn = attach_to_optimizers
-    return config
-
-
-def delayed() -> Trainer.Config:
-    return converted("delayed")
-
-
-def plain_experts(converters: Any = ()) -> Trainer.Config:
-    config = plain(converters, "deepseek_v3")
-    config.model_spec.model.layers = config.model_spec.model.layers[:2]
-    return config
-
-
-def experts() -> Trainer.Config:
-    config = plain_experts([Float8Converter.Config(recipe_name="rowwise")])
-    balance = config.model_spec.post_optimizer_build_fn
-
-    def after_optimizers(*args: Any) -> None:
-        balance(*args)
-        attach_to_optimizers(*args)
-
-    config.model_spec.post_optimizer_build_fn = after_optimizers
     return config
 
 

@@ -348,7 +348,7 @@ def test_forgotten_amaxes_need_no_sync() -> None:
 
 def test_threads_may_convert_and_step_at_once() -> None:
     def work(seed: int) -> int:
-        for _ in range(10):
+        for _ in range(4):
             model, optimizer, _ = attached()
             steps(model, optimizer, seed, seed + 1, seed + 2)
         return steps_seen(model)
