@@ -11,7 +11,7 @@ from rich.console import Console
 from float8_lab.cli.options import INTERRUPTED_EXIT, App, given, settings, takes
 from float8_lab.cli.progress import ConsoleProgress, make_console, stop_on_signals
 from float8_lab.cli.table import print_table
-from float8_lab.trainer.config import HIGH_PRECISION, OUTPUT, TrainConfig
+from float8_lab.trainer.config import HIGH_PRECISION, OUTPUT, TrainConfig, check_alone
 from float8_lab.trainer.metrics import FAILED, FINISHED, MEAN
 
 _NOT_OURS = ("recipe", "output", "keep_checkpoints", "final_checkpoint", "stop_after")
@@ -44,11 +44,12 @@ def compare_command(
     Writes report.json, report.txt and loss.png, besides a folder per run. Ctrl-C leaves a
     checkpoint of the run under way; the same command with --resume goes on from it.
     """
-    from float8_lab.trainer.compare import compare
-
+    check_alone()
     console = make_console()
     # Before torch is imported, which takes seconds.
     console.print(f"training {HIGH_PRECISION}, then {', '.join(recipes)}")
+    from float8_lab.trainer.compare import compare
+
     how: Any = {"recipe": HIGH_PRECISION, "final_checkpoint": False, "output": output}
     config = TrainConfig.create(**how, **given(chosen))
     if chosen.eval_interval is None:

@@ -44,6 +44,13 @@ def check_types(record: Record) -> Record:
     return record
 
 
+def check_alone() -> None:
+    """Raise a `ConfigError` under `torchrun`, whose processes would all train into one folder."""
+    if (size := os.environ.get("WORLD_SIZE", "1")) != "1":
+        got = f"WORLD_SIZE: got {size}, expected 1 or none, since the trainer is one process"
+        raise ConfigError(f"{got}: start it without torchrun; for many GPUs use torchtitan")
+
+
 def _setting(panel: str, text: str, default: Any = MISSING, shown: str = "", **bounds: Any) -> Any:
     """A field that is an option, too; `shown` is a default that only other words can say.
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,18 +18,11 @@ from float8_lab.device import Clock, explain_out_of_memory, skipped_graphs, use_
 from float8_lab.errors import ConfigError, FailedError
 from float8_lab.trainer import build, data, metrics
 from float8_lab.trainer import checkpoint as checkpoints
-from float8_lab.trainer.config import TrainConfig
+from float8_lab.trainer.config import TrainConfig, check_alone
 from float8_lab.trainer.metrics import StepRecord, ValidationRecord
 from float8_lab.trainer.run_folder import RunFolder, open_run_folder
 
 WARMUP_STEPS = 10  # Not counted for throughput: compilation, allocator, clocks.
-
-
-def check_alone() -> None:
-    """Raise a `ConfigError` under `torchrun`, whose processes would all train into one folder."""
-    if (size := os.environ.get("WORLD_SIZE", "1")) != "1":
-        got = f"WORLD_SIZE: got {size}, expected 1 or none, since the trainer is one process"
-        raise ConfigError(f"{got}: start it without torchrun; for many GPUs use torchtitan")
 
 
 class Trainer:
