@@ -142,6 +142,7 @@ def test_a_step_costs_as_much_whatever_layers_are_called() -> None:
         ("Mamba2ForCausalLM", {"num_hidden_layers": 2}, 0, 0),
     ],
 )
+@pytest.mark.exhaustive
 def test_models_of_transformers(name: str, sizes: dict[str, int], count: int, width: int) -> None:
     transformers = pytest.importorskip("transformers")
     cls = getattr(transformers, name)

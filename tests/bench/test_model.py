@@ -242,6 +242,7 @@ def test_an_installed_peer_becomes_variants(monkeypatch: pytest.MonkeyPatch) -> 
         pytest.param("cuda", "graphed", marks=pytest.mark.gpu),
     ],
 )
+@pytest.mark.exhaustive
 def test_where_the_time_goes(device: str, mode: str) -> None:
     variants = make_variants(["blockwise"], [mode])
     size = TINY if device == "cpu" else Size("tiny", 1, 128)
@@ -353,6 +354,7 @@ def test_a_large_layer_gains_on_a_gpu() -> None:
 
 
 @on_devices
+@pytest.mark.exhaustive
 def test_layers_of_experts(device: str) -> None:
     shape = Experts(4, 199, 32, 48)  # groups of 49 and 50 rows
     (layers,) = bench_experts([shape], experts.RECIPES, torch.device(device), 1, 2)

@@ -69,6 +69,7 @@ def test_ranks_start_meet_and_part_by_themselves(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "x.json").read_text())["settings"]["ranks"] == 2
 
 
+@pytest.mark.exhaustive
 def test_training_on_two_ranks(two: Ranks, tmp_path: Path) -> None:
     words = ["--recipe", "delayed", "--checkpointing", "full", "--gather", "bf16,float8"]
     rows = rows_of(two, tmp_path, "train", "--seq-len", "32", *words)
@@ -194,6 +195,7 @@ def test_a_wrong_training_ends_all_ranks_alike(two: Ranks, what: str, message: s
 
 
 @on("two")
+@pytest.mark.exhaustive
 def test_a_variant_leaves_no_memory_behind() -> None:
     for variant in make_variants(["delayed"], ["eager"], gathers=("bf16", "float8")):
         step = STEP(variant)

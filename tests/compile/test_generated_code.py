@@ -38,6 +38,7 @@ OPS: dict[str, Callable[..., Any]] = {
 
 @on_devices
 @pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
 def test_each_op(dynamic: bool, device: str) -> None:
     def all_ops(*args: Tensor) -> list[Any]:
         return [op(*args) for op in OPS.values()]

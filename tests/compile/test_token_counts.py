@@ -68,7 +68,7 @@ KINDS = [
         pytest.param(name, {}, id=name, marks=LONGER * (name != "delayed"))
         for name in (*RECIPES, *FINER)
     ],
-    pytest.param("tensorwise", {"float8_weights": Float8Weights.HELD}, id="held"),
+    pytest.param("tensorwise", {"float8_weights": Float8Weights.HELD}, id="held", marks=LONGER),
     pytest.param("rowwise", EMULATED, id="emulated", marks=LONGER),
 ]
 
