@@ -25,29 +25,23 @@ def count_reference(x: Tensor, data: Tensor, bound: Tensor, all_count: bool) -> 
     return torch.stack([each.double() for each in (*numbers, *(kind.sum() for kind in counts))])
 
 
-_BLOCK = 4096
-
-
 def _count_triton(x: Tensor, data: Tensor, bound: Tensor, all_count: bool) -> Tensor:
     if not (x.is_contiguous() and data.is_contiguous() and x.numel()):
         return count_reference(x, data, bound, all_count)
-    out = torch.zeros(6, dtype=torch.int64, device=x.device)
-    blocks = -(-x.numel() // _BLOCK)
+    out, block = torch.zeros(6, dtype=torch.int64, device=x.device), 4096
+    blocks = -(-x.numel() // block)
     rounds = -(-blocks // (8 * sm_count(x.device)))
     _count_kernel[(-(-blocks // rounds),)](
-        x, data.view(torch.uint8), bound, out, x.numel(), rounds, all_count, _BLOCK, num_warps=8
+        x, data.view(torch.uint8), bound, out, x.numel(), rounds, all_count, block, num_warps=8
     )
     return torch.cat([out[:1].int().view(torch.float32).double(), out[1:].double()])
 
 
 @jit
 def _count_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    data_ptr,
-    bound_ptr,
+    x_ptr, data_ptr, bound_ptr,
     out_ptr,  # [6] int64, zeros; the first becomes the bits of a float32
-    n,
-    rounds,  # blocks of a program
+    n, rounds,  # blocks of a program
     ALL_COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     bound = magnitude_bits(tl.load(bound_ptr))  # which compare as integers do

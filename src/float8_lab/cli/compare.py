@@ -46,8 +46,7 @@ def compare_command(
     """
     check_alone()
     console = make_console()
-    # Before torch is imported, which takes seconds.
-    console.print(f"training {HIGH_PRECISION}, then {', '.join(recipes)}")
+    console.print(f"training {HIGH_PRECISION}, then {', '.join(recipes)}")  # imports take seconds
     from float8_lab.trainer.compare import compare
 
     how: Any = {"recipe": HIGH_PRECISION, "final_checkpoint": False, "output": output}

@@ -22,7 +22,7 @@ class ModelConfig:
     rope_theta: float = 500_000.0  # base of the rotary frequencies
     norm_eps: float = 1e-5  # added to the mean square in RMSNorm
     init_std: float = 0.02  # standard deviation of the initial weights
-    embedding_std: float | None = None  # and of the embedding; None: `init_std`
+    embed_std: float = 0.0  # and of the embedding; 0: `init_std`
 
     def check_shares(self, ranks: int, tokens: int) -> None:
         """Raise a `ConfigError` unless so many ranks can share layers and `tokens` evenly."""
@@ -52,13 +52,10 @@ class Preset:
 # Width, blocks, query heads, key/value heads and feed-forward width of the model; then tokens per
 # sequence, sequences, learning rate and steps.
 PRESETS: dict[str, Preset] = {
-    # For `make demo`, on CPUs: 120 steps end where 150 ended with an embedding of 0.05 and half the
-    # learning rate. Threads wait for each other after each operation: on a busy machine two take
-    # ten times as long as one.
+    # For `make demo`, on CPUs: 120 steps end where 150 did with an embedding of 0.05 and half the
+    # learning rate. Two threads wait for each other.
     "tiny": Preset(
-        ModelConfig(128, 3, 4, 2, 384, init_std=128**-0.5, embedding_std=1.0),
-        *(64, 16, 4e-3, 120),
-        threads=1,
+        ModelConfig(128, 3, 4, 2, 384, init_std=0.09, embed_std=1), 64, 16, 4e-3, 120, 1
     ),
     "150m": Preset(ModelConfig(1024, 12, 16, 8, 3072), 2048, 16, 1e-3, 2000),
     "1b": Preset(ModelConfig(2048, 16, 32, 8, 8192, tied_head=True), 2048, 8, 4e-4, 5000),
