@@ -75,13 +75,12 @@ def test_training_on_two_ranks(two: Ranks, tmp_path: Path) -> None:
     rows = rows_of(two, tmp_path, "train", "--seq-len", "32", *words)
     names = [("bf16", "bf16"), ("delayed", "bf16"), ("delayed", "float8")]
     assert [(row["recipe"], row["gather"]) for row in rows] == names
-    assert rows[0]["loss"] == pytest.approx(math.log(256), abs=0.5)  # few steps of a tiny model
     for row in rows:
         assert row["checkpointing"] == "full"
         assert row["tokens_per_s_per_gpu"] == pytest.approx(32 / row["ms"] * 1e3, rel=1e-3)
         assert row["speedup"] == pytest.approx(rows[0]["ms"] / row["ms"], rel=1e-3)
         assert row["first_step_s"] > 0
-        assert row["loss"] == pytest.approx(rows[0]["loss"], abs=0.1)
+        assert row["loss"] == pytest.approx(math.log(256), abs=0.1)  # few steps of a tiny model
         assert row["sqnr_db"] is None or row["sqnr_db"] > 10
 
 

@@ -122,7 +122,7 @@ class Llama(nn.Module):
         """Fill parameters and buffers from `seed`, tie the head; equal on every run of a device.
 
         Normal with standard deviation `init_std`; of projections that write to the residual stream
-        over sqrt(2 * n_layers), of the embedding `embed_std`.
+        over sqrt(2 * n_layers).
         """
         device = self.embedding.weight.device
         generator = torch.Generator(device).manual_seed(seed)
@@ -135,8 +135,6 @@ class Llama(nn.Module):
                 if parameter.dim() > 1:
                     residual = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
                     std = residual_std if residual else weight_std
-                    if name == "embedding.weight" and self.config.embed_std:
-                        std = self.config.embed_std
                     whole.normal_(0.0, std, generator=generator)
                 parameter.copy_(whole)
             cos, sin = rope_table(self.config.head_dim, self.max_seq_len, self.config.rope_theta)
