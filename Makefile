@@ -12,9 +12,9 @@ ONLY := $(VENV)/torch-only
 CPU_TORCH := torch==$(TORCH)
 # For the tests' interpreter, where torch brings no triton: its CPU build does not.
 CPU_TRITON := triton==3.6.0
-# Errors only: of folders in pip's configuration that are not there it warns at each call.
+# Show errors only: pip warns at each call of folders in its configuration that do not exist.
 PIP := -m pip install -qq
-# Python may compile modules to files: the tests start many processes, which would do it each.
+# Let Python write .pyc files: each of the tests' many processes would compile modules again.
 export PYTHONDONTWRITEBYTECODE :=
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 

@@ -16,7 +16,7 @@ from float8.kernels.grouped_matmul import GROUPED_GEMM
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.private import CPU_MULTIPLIES_BFLOAT16, surely
 from float8.kernels.swizzle import RECIPE, SWIZZLE, scales_of_rows, swizzled
-from float8.scales import Operand, as_float32, dequantised
+from float8.scales import Operand, dequantised
 
 _TENSORWISE = ScalingGranularity.TENSORWISE
 _RUNS, _SQUARES = [F.ScalingType.BlockWise1x128.value], [F.ScalingType.BlockWise128x128.value]
@@ -174,7 +174,7 @@ def _emulated(a: Operand, b: Operand, gemm: Gemm, out_dtype: torch.dtype) -> Ten
         values = dequantised if a.data.is_cpu else dequantised_by_kernel
         left, right = values(a, covers_a, exact), values(b, covers_b, exact)
     else:
-        left, right = as_float32(a.data), as_float32(b.data)
+        left, right = a.data.to(exact), b.data.to(exact)
     # Autocast would round the operands to its own dtype.
     with torch.autocast(a.data.device.type, enabled=False):
         if exact != torch.bfloat16 or out_dtype == exact:

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -211,6 +212,27 @@ def test_of_two_saves_one_is_refused_or_the_last_is_whole(
     assert len({*ends}) == 3  # either is refused, or none
     assert ends.count((None, None)) == 1
     assert ends.count(((errno.EBUSY, True), None)) == 1
+
+
+@pytest.mark.exhaustive
+def test_threads_save_to_one_folder(alone: Any, tmp_path: Path) -> None:
+    wholes = [alone(1, BLOCKS), alone(2, CHANNELS)]
+    for _ in range(10):
+        start, done = threading.Barrier(2), []
+
+        def run(seed: int, how: Any, start: Any = start, done: Any = done) -> None:
+            start.wait()
+            with contextlib.suppress(OSError):
+                save(seed, how, tmp_path)
+                done.append(seed)
+
+        threads = [threading.Thread(target=run, args=x) for x in ((1, BLOCKS), (2, CHANNELS))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert done
+        assert values(tmp_path) in [wholes[seed - 1] for seed in done]
 
 
 def test_a_file_system_without_locks(alone: Any, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from float8 import (
 )
 from float8.linear import weight as held_module
 from sqnr import assert_close
-from support.configs import delayed, of_recipe, tensorwise
+from support.configs import of_recipe, tensorwise
 from support.devices import on_devices
 from support.microbatches import HELD, ON_THE_FLY, layers_of, with_weights
 from support.models import Block, FeedForward, forward_backward, gradients, seeded
@@ -52,7 +52,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 CONFIGS = {
     "tensorwise": of_recipe("tensorwise"),
     # Weights that change between microbatches look like a step without a sync.
-    "delayed": delayed(enable_pre_and_post_forward=False),
+    "delayed": of_recipe("delayed", enable_pre_and_post_forward=False),
     "rowwise": of_recipe("rowwise"),
     "blockwise": of_recipe("blockwise"),
     # Whose GEMMs compilers see into.
@@ -152,7 +152,7 @@ CASES = [
 
 
 @on_devices
-@pytest.mark.parametrize(("config", "model"), short({3}, CASES))
+@pytest.mark.parametrize(("config", "model"), short({3, 4}, CASES))
 def test_in_whatever_order_ops_run(device: str, config: str, model: str) -> None:
     wanted = results(model, with_weights(CONFIGS[config], ON_THE_FLY), device)
     backend = aot_autograd(

@@ -14,16 +14,13 @@ from support.ranks import Ranks
 collect_ignore = [] if dist.is_available() else ["."]
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:  # one worker of xdist for all: one set of ranks
             # GPUs have a worker of their own, which no CPU rank waits for.
-            gpu = item.get_closest_marker("gpu")
-            item.add_marker(pytest.mark.xdist_group("nccl" if gpu else "ranks"))
-            if gpu:  # what is exhaustive for its time on a CPU is not so on a GPU
-                item.own_markers = [m for m in item.own_markers if m.name != "exhaustive"]
+            group = "nccl" if item.get_closest_marker("gpu") else "ranks"
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from float8 import precompute_float8_dynamic_scale_for_fsdp, sync_float8_amax_and_scale_history
 from support.models import seeded
-from support.outcome import assert_same
+from support.outcome import assert_same, train
 from support.parallel import DIM as LLAMA_DIM
 from support.parallel import block_of, plan_of
 from support.ranks import Ranks
@@ -136,3 +136,27 @@ def test_from_a_mesh_of_two_dims_to_others(
     four.run(load, path, recipe, "llama, two dims", saved)
     two.run(load, path, recipe, "llama, tensor parallel", saved)
     load(path, recipe, "llama, alone", saved)
+
+
+def load_in_place(path: str) -> None:
+    """Into the tensors of a state dict, and nothing more; hidden width 3: one rank has no row."""
+    model, other = (shard(convert(model_of(3), "tensorwise")) for _ in range(2))
+    train(model, 1)
+    x = seeded(5, 16, DIM)
+    other(x)
+    state = other.state_dict()
+    dcp.save(model.state_dict(), checkpoint_id=path)
+    for precompute in (False, True):
+        if precompute:
+            with torch.no_grad():
+                for parameter in other.parameters():
+                    parameter.mul_(0.5)
+            precompute_float8_dynamic_scale_for_fsdp(other)
+            state = other.state_dict()
+        dcp.load(state, checkpoint_id=path)
+        assert torch.equal(other(x), model(x))
+
+
+@pytest.mark.exhaustive
+def test_loading_in_place_drops_precomputed_scales(four: Ranks, tmp_path: Path) -> None:
+    four.run(load_in_place, str(tmp_path))

@@ -103,7 +103,7 @@ def test_kernels_are_their_twin(
 
 RUNS, SQUARES = ScalingGranularity.BLOCK_1x128, ScalingGranularity.BLOCK_128x128
 RUNS_OF_32, SQUARES_OF_32 = ScalingGranularity.BLOCK_1x32, ScalingGranularity.BLOCK_32x32
-SIZES_OF_RUNS = [*SIZES, [127, 0, 130]]
+SIZES_OF_RUNS = [*SIZES, [127, 0, 130], [127, 0, 128, 257]]
 
 
 @pytest.mark.parametrize(("C", "of"), [(24, RUNS), (256, RUNS), (80, RUNS_OF_32)], ids=str)
@@ -131,7 +131,10 @@ def test_each_group_is_cast_by_itself_by_runs(
 
 @pytest.mark.parametrize(
     "sizes",
-    [*(pytest.param(sizes, marks=SLOW) for sizes in SIZES[:3]), *SIZES_OF_RUNS[3:]],
+    [
+        pytest.param(sizes, marks=[] if n in (3, 4) else SLOW)
+        for n, sizes in enumerate(SIZES_OF_RUNS)
+    ],
     ids=str,
 )
 def test_the_kernel_of_runs_is_its_twin(triton_device: torch.device, sizes: list[int]) -> None:
@@ -166,16 +169,20 @@ def test_each_weight_is_cast_by_itself_by_blocks(
         assert_alike([made.col.scale[e, :, :below]], [alone.col.scale[:cols, :below]])
 
 
+@pytest.mark.parametrize("C", [128, pytest.param(256, marks=SLOW)])
 @pytest.mark.parametrize("of", GRANULARITIES, ids=str)
 def test_programs_of_several_tiles_without_masks(
-    triton_device: torch.device, of: ScalingGranularity, multiprocessors: Callable[[int], None]
+    triton_device: torch.device,
+    of: ScalingGranularity,
+    C: int,
+    multiprocessors: Callable[[int], None],
 ) -> None:
     """As of large tensors; and the row before and behind a group is not finite."""
     multiprocessors(1)
-    sizes, C = [300, 0, 129, 70], 128
+    sizes = [300, 0, 129, 70]
     x, offs = torch.randn(sum(sizes) + 3, C), torch.tensor(sizes).cumsum(0).to(torch.int32)
     x[300], x[499] = float("nan"), float("inf")
-    assert tiles.strips_of(len(x), C, x.dtype, x.device)[0] == 2 * tiles.STRIP_R
+    assert tiles.strips_of(len(x), C, x.dtype, x.device)[0] == C // 64 * tiles.STRIP_R
     x, offs = x.to(triton_device), offs.to(triton_device)
     how = None, E4M3, True, True, sum(map(ceil128, sizes)), of.one_scale, False
     got = ops.cuda.cast_groups(x, offs, *how)

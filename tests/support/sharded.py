@@ -49,13 +49,14 @@ def convert(model: nn.Module, recipe: str, all_gather: bool = True, **more: Any)
     return convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
 
 
-def small(recipe: str | None, all_gather: bool) -> nn.Module:
-    """A block of one layer, quickly compiled; None: not converted.
+def small(recipe: str | None, all_gather: bool, blocks: int = 2) -> nn.Module:
+    """Blocks of one layer, quickly compiled; None: not converted.
 
     Without biases: Inductor adds up their gradients in an order of its own for each graph.
     """
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Sequential(nn.Linear(DIM, DIM, bias=False), nn.SiLU())).to(here())
+    made = (nn.Sequential(nn.Linear(DIM, DIM, bias=False), nn.SiLU()) for _ in range(blocks))
+    model = nn.Sequential(*made).to(here())
     return model if recipe is None else convert(model, recipe, all_gather)
 
 
