@@ -37,7 +37,7 @@ else
 endif
 
 $(VENV)/torch.done: $(BIN)/python
-	@echo "installing torch into $(VENV): 200 MB without a GPU"
+	@echo "installing torch into $(VENV)"
 ifeq ($(HAS_GPU),yes)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python $(PIP) "torch>=2.11"
 else
@@ -51,7 +51,7 @@ $(VENV)/cli.done: $(VENV)/torch.done pyproject.toml
 	touch $@
 
 $(VENV)/dev.done: $(VENV)/cli.done
-	@echo "installing what the tests run against, and linters: 400 MB"
+	@echo "installing what the tests run against, and linters"
 	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python $(PIP) $(CPU_TRITON)
 	$(BIN)/python $(PIP) --editable ".[dev]"
 	touch $@
