@@ -151,6 +151,7 @@ def test_models_of_transformers(name: str, sizes: dict[str, int], count: int, wi
     assert [each for _, each, _ in find_attention(model)] == [width] * count
 
 
+@pytest.mark.exhaustive
 def test_peft_changes_nothing() -> None:
     peft, transformers = (pytest.importorskip(name) for name in ("peft", "transformers"))
     sizes = {"num_hidden_layers": 2, "hidden_size": D, "intermediate_size": 512}

@@ -279,6 +279,7 @@ def test_the_page_has_the_numbers_of_the_model() -> None:
 # ---------------------------------------------------------------- what is not in files
 
 
+@pytest.mark.exhaustive
 def test_ranks_share_optimizer_casts_and_experts() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8}

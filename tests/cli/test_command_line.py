@@ -21,6 +21,7 @@ from float8_lab.cli.main import main
 from float8_lab.cli.progress import stop_on_signals
 from float8_lab.errors import ConfigError, FailedError, RankFailedError
 from float8_lab.trainer.loop import Trainer
+from support.rings import short
 
 QUICK = ["--device", "cpu", "--batch-size", "2", "--seq-len", "16", "--eval-batches", "1"]
 QUICK.append("--no-tensorboard")
@@ -87,7 +88,7 @@ def test_resume_takes_its_settings_from_the_checkpoint(capsys: pytest.CaptureFix
     assert not Path("elsewhere").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", short({1}, [signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_leaves_a_checkpoint_and_it_says_how_to_go_on(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
@@ -248,7 +249,7 @@ def test_compare_prints_the_table_and_where_the_files_are(
     assert main([*words, *QUICK, "--overwrite"]) == 0
 
 
-@pytest.mark.parametrize("words", [[], ["train"], ["compare"]])
+@pytest.mark.parametrize("words", short({2}, [[], ["train"], ["compare"]]))
 def test_help_imports_no_torch(words: list[str]) -> None:
     program = (
         f"import sys; from float8_lab.cli.main import main; main([*{words}, '--help']); "

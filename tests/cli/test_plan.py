@@ -326,7 +326,7 @@ def test_a_configuration_is_given_out_as_code(recipe: str) -> None:
 @pytest.mark.parametrize(
     ("recipe", "tokens", "ranks", "converted", "verdict"),
     short(
-        {1, 3, 5},
+        {3, 5},
         [
             ("tensorwise", 4096, 8, 160, "it pays: .*x$"),
             ("tensorwise", 768, 8, 96, "loses: .*x$"),

@@ -142,6 +142,7 @@ def stepped(compile_step: bool, attached: bool, kind: Any = torch.optim.SGD, **m
     return torch.stack(losses)
 
 
+@pytest.mark.exhaustive
 @on("two")
 def test_compiled_optimizer_steps() -> None:
     attached = partial(stepped, attached=True, lr=1.0)

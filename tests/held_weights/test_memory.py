@@ -76,7 +76,10 @@ class Training:
         return [x for mod in modules for each in mod._float8_held for x in each[1:]]
 
 
-LONGER = [("dense", "rowwise", "compiled"), ("experts", "tensorwise", "compiled")]
+LONGER = [
+    *(("dense", of, "compiled") for of in ("tensorwise", "rowwise")),
+    ("experts", "tensorwise", "compiled"),
+]
 KEPT = itertools.product(MODELS, ["tensorwise", "rowwise"], ["eager", "checkpointed", "compiled"])
 
 

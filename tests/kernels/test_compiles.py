@@ -178,19 +178,14 @@ WIDE_OF_FLOAT32 = [f"grouped_matmul {of_rows} True {FP32}" for of_rows in BOOLS]
 MAY_SPILL = {(case, n): 16 if n == 90 else 24 for case in WIDE_OF_FLOAT32 for n in (90, 100)}
 """Wide tiles of float32, which gain more; and one of two halves of the GEMM of blocks."""
 SHORT = {
-    "amax": (UNEVEN, 100),
-    "cast row": (UNEVEN, 100),
-    "cast of float32 by way of bfloat16": (EVEN, 90),
     "cast under its own scale": (EVEN, 90),
     "cast_delayed": (EVEN, 100),
-    "rows": (EVEN, 90),
     "rows and columns": (EVEN, 100),
     "1x128": (EVEN, 90),
     "1x32": (EVEN, 90),
     "32x32": (UNEVEN, 100),
     "transpose": (EVEN, 100),
     f"groups {BF16} False True True": (EVEN, 90),
-    f"groups {BF16} True False True": (EVEN, 90),
     f"groups by runs of 32 {FP32} True": (UNEVEN, 100),
     f"grouped_matmul False True {FP32}": (EVEN, 90),
     f"grouped_matmul True False {BF16}": (EVEN, 90),

@@ -355,6 +355,7 @@ def test_bad_files_raise_before_anything_is_changed(change: str, tmp_path: Path)
         load_float8_checkpoint(model, tmp_path)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.xdist_group("ranks")
 @on("two")
 def test_ranks_have_whole_experts(tmp_path: Path) -> None:

@@ -76,7 +76,8 @@ def two_ranks_train(folder: Path, recipe: Any, sizes: dict[str, int]) -> None:
     ("name", "recipe"),
     [
         ("Llama", "delayed"),
-        ("Phi3", "tensorwise"),  # gathers what its layers return
+        # Gathers what its layers return.
+        pytest.param("Phi3", "tensorwise", marks=pytest.mark.exhaustive),
         pytest.param("Llama", "tensorwise", marks=pytest.mark.exhaustive),
         pytest.param("Llama", "rowwise", marks=pytest.mark.exhaustive),
     ],
@@ -93,7 +94,7 @@ HELD = Float8LinearConfig(float8_weights=Float8Weights.HELD)
 @pytest.mark.parametrize(
     ("recipe", "sizes"),
     [
-        pytest.param("rowwise", BOTH, id="rowwise"),
+        pytest.param("rowwise", BOTH, id="rowwise", marks=pytest.mark.exhaustive),
         pytest.param("rowwise", {"tp_size": 2}, id="rowwise, parts of each expert"),
         pytest.param("tensorwise", BOTH, id="tensorwise", marks=pytest.mark.exhaustive),
         pytest.param(HELD, BOTH, id="held", marks=pytest.mark.exhaustive),
