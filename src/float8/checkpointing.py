@@ -8,7 +8,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from float8.formats import E4M3, FLOAT8_MAX
 from float8.gemm import GEMM_OPS
 from float8.kernels.grouped_matmul import GROUPED_GEMM
-from float8.linear.weight import TIMES_HELD
+from float8.weights.held import TIMES_HELD
 
 _KEPT = {*GEMM_OPS, GROUPED_GEMM, TIMES_HELD}
 

@@ -1,4 +1,4 @@
-"""The doors for GEMMs: `matmul` of two operands in float8, `grouped_matmul` of groups of rows."""
+"""The door for GEMMs: `matmul` of two operands in float8."""
 
 import contextlib
 from typing import NamedTuple
@@ -10,9 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from float8.config import Granularity, ScalingGranularity
 from float8.formats import BLACKWELL, HOPPER, lacks_float8_gemm
-from float8.kernels.cast_groups import ends_of_groups
 from float8.kernels.dequantise import dequantised_by_kernel
-from float8.kernels.grouped_matmul import GROUPED_GEMM
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.private import CPU_MULTIPLIES_BFLOAT16, surely
 from float8.kernels.swizzle import RECIPE, SWIZZLE, scales_of_rows, swizzled
@@ -41,6 +39,18 @@ class Gemm(NamedTuple):
     granularities: tuple[Granularity, Granularity] = (_TENSORWISE, _TENSORWISE)
     """Of the scales of its two operands."""
 
+    def packed(self) -> tuple[str, str, bool, bool, bool]:
+        """Return the settings as arguments of an op: `unpacked` takes them in this order."""
+        a, b = self.granularities
+        return a.value, b.value, self.use_fast_accum, self.emulate, self.powers_of_2
+
+    @classmethod
+    def unpacked(cls, a: str, b: str, *switches: bool) -> "Gemm":
+        """Return the settings of an op that got them as `packed` returns them."""
+        use_fast_accum, emulate, powers_of_2 = switches
+        granularities = ScalingGranularity(a), ScalingGranularity(b)
+        return cls(use_fast_accum, emulate, powers_of_2, granularities)
+
 
 def matmul(
     a: Operand, b: Operand, shape: tuple[int, int], *, gemm: Gemm, out_dtype: torch.dtype
@@ -68,9 +78,8 @@ def matmul(
     # Inductor would drop a copy of the rows without padding, and return a view.
     if compiling and not (surely(a.data.numel() != 0) and surely(a.data.shape[0] == M)):
         return torch.ops.float8.matmul.default(  # type: ignore[no-any-return]
-            *a, *b, M, N, covers_a.value, covers_b.value, gemm.use_fast_accum, gemm.emulate,
-            gemm.powers_of_2, out_dtype,
-        )  # fmt: skip
+            *a, *b, M, N, *gemm.packed(), out_dtype
+        )
     if gemm.emulate or (a.data.is_cpu and not one_scale_each):
         y = _emulated(a, b, gemm, out_dtype)
     elif a.data.is_cpu:  # torch's CPU kernel calls mm inside, which autocast would round
@@ -79,7 +88,7 @@ def matmul(
     else:
         only = (BLACKWELL if covers_a.exponents else HOPPER) if by_blocks else ()
         if not compiling and (reason := lacks_float8_gemm(a.data.device, only=only)):
-            raise _refusal(reason)
+            raise refused_gemm(reason)
         # Not the public torch.nn.functional.scaled_mm: it wraps the same kernels in Python checks
         # that cost eager mode more than the launch, and torch 2.11's Dynamo cannot trace it.
         if by_blocks:
@@ -109,7 +118,8 @@ def without_padding(y: Tensor, M: int, N: int) -> Tensor:
     return y[..., :M, :N].clone(memory_format=torch.contiguous_format)
 
 
-def _refusal(reason: str) -> RuntimeError:
+def refused_gemm(reason: str) -> RuntimeError:
+    """Return the error for a device that has no such GEMM."""
     return RuntimeError(
         f"float8 GEMM: {reason}; set emulate=True in Float8LinearConfig to compute in high "
         f"precision on the dequantised values"
@@ -133,8 +143,8 @@ def matmul_of_any_size(
     """Multiply as `matmul`: the op of compiled code with padded rows, or maybe without tokens."""
     if a.numel() == 0:
         return a.new_zeros((M, N), dtype=out_dtype)
-    granularities = ScalingGranularity(granularity_of_a), ScalingGranularity(granularity_of_b)
-    gemm = Gemm(use_fast_accum, emulate, powers_of_2, granularities)
+    settings = granularity_of_a, granularity_of_b, use_fast_accum, emulate, powers_of_2
+    gemm = Gemm.unpacked(*settings)
     operands = Operand(a, a_scale), Operand(b, b_scale)
     return matmul(*operands, (M, N), gemm=gemm, out_dtype=out_dtype)
 
@@ -197,67 +207,3 @@ def exact_dtype(device: torch.device, out_dtype: torch.dtype) -> torch.dtype:
     cpu = CPU_MULTIPLIES_BFLOAT16 and out_dtype == torch.bfloat16
     faster = cpu if device.type == "cpu" else device.type == "cuda"
     return torch.bfloat16 if faster else torch.float32
-
-
-# ---------------------------------------------------------------- groups of rows, as experts have
-
-
-def grouped_matmul(
-    a: Operand,
-    b: Operand,
-    ends: Tensor,
-    *,
-    gemm: Gemm,
-    out_dtype: torch.dtype,
-    tokens: int | None = None,
-) -> Tensor:
-    """Multiply each group by a matrix of its own, or the groups of two tensors with each other.
-
-    Of each group `a @ b[e].T`, [R, N], where `a` [R, K] has scales [R] and `b` [E, N, K] scales
-    [E, N]; rows of no group are zero. Or, where what is contracted lies in groups, of each group
-    `a @ b.T`, [E, N, K], with `a` [N, R] and `b` [K, R] under scales [E, N] and [E, K].
-
-    Operands are as `kernels.cast_groups` makes them, float8, contiguous along what is contracted;
-    scales apply to float32 sums. A group is `ends[e - 1]:ends[e]`, int32, ascending, and may be
-    empty; ends are multiples of 128 where what is contracted lies in groups. `tokens`: the real
-    rows without padding; only FLOP counting reads it. CPUs multiply as `emulate` does.
-
-    Under blocks of k `a` [R, K] has scales of runs, [R, K / k], and `b` those of squares or runs,
-    see `Operand`; of groups that are contracted both have runs, [N, R / k] and [K, R / k]. Sums of
-    k products are scaled, and added in float32.
-
-    Raises:
-        RuntimeError: the device has no such GEMM and `gemm.emulate` is False.
-    """
-    ask = not torch.compiler.is_compiling() and not gemm.emulate
-    only = BLACKWELL[:1] if gemm.granularities[0].exponents else HOPPER
-    if ask and (reason := lacks_float8_gemm(a.data.device, only=only)):
-        raise _refusal(reason)
-    exact = exact_dtype(a.data.device, out_dtype) if gemm.powers_of_2 else torch.float32
-    covers = [x.value if x.by_blocks else "axiswise" for x in gemm.granularities]
-    return GROUPED_GEMM(  # type: ignore[no-any-return]
-        *a, *b, ends, gemm.emulate, gemm.use_fast_accum, out_dtype, tokens, exact, *covers
-    )
-
-
-def _outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    N, K = a.shape[1], b.shape[1]
-    if len(a) == 0:  # torch's takes no tensors without rows
-        return _outer_fake(a, b, ends).zero_()
-    # Nor rows that are not of 16 bytes.
-    a, b = (F.pad(x, (0, -x.shape[1] % 8)) if x.shape[1] % 8 else x for x in (a, b))
-    y = F.grouped_mm(a.t(), b, offs=ends_of_groups(ends, len(a)))
-    return y if y.shape[1:] == (N, K) else without_padding(y, N, K)
-
-
-def _outer_fake(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    return a.new_empty((ends.shape[0], a.shape[1], b.shape[1]))
-
-
-register(
-    "grouped_outer", _outer, fake=_outer_fake, flops=lambda a, b, *_, **__: 2 * a[0] * a[1] * b[1]
-)
-
-grouped_outer = torch.ops.float8.grouped_outer.default
-"""Multiplies groups of rows [R, N] and [R, K] in their dtype: [E, N, K], of each `a.T @ b`. Takes
-`ends`, too. An op of its own, since compiled code has torch's for bfloat16 only."""

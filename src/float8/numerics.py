@@ -12,6 +12,7 @@ from float8.autograd import another
 from float8.checkpoints.names import plain_name, unwrapped
 from float8.config import require_module
 from float8.experts import Float8Experts, weights_of
+from float8.experts.grouped import Grouped, quantize_experts
 from float8.formats import FLOAT8_MAX
 from float8.kernels.count import COUNT, TALLY
 from float8.kernels.runtime.private import past_compiled_code
@@ -76,8 +77,14 @@ def measure(x: Any, cast: Cast | None, col: bool = False, offs: Tensor | None = 
         cast = cast._replace(reduce=None)
     if cast.state is not None:  # the layer itself records
         cast = cast._replace(state=cast.state.apart())
-    made = quantize(x, cast, row=not col, col=col, offs=offs if x.dim() == 2 else None)
-    (data, scale), x = (made.col, x.mT) if col else (made.row, x)
+    layouts: Any = {"row": not col, "col": col}
+    if x.dim() == 3:
+        made = quantize_experts(x, cast, **layouts)
+    elif offs is not None:
+        made = Grouped.quantize_rows(x, cast, offs, **layouts)
+    else:
+        made = quantize(x, cast, **layouts)
+    (data, scale, *_), x = (made.col, x.mT) if col else (made.row, x)
     bound = scale.new_full((1,), torch.inf)  # most scales are those of the largest value
     if cast.state is not None:
         bound = scale * FLOAT8_MAX[cast.how.dtype] * (1 + 2.0**-20)  # scales are rounded

@@ -1,7 +1,7 @@
 """The one door for casts: choose the scale of a tensor, cast it, lay it out."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,6 @@ from torch import Tensor
 from float8 import kernels
 from float8.config import CastConfig, Granularity
 from float8.formats import FLOAT8_MAX, GEMM_ALIGNMENT
-from float8.kernels.cast_groups import cast_groups
 from float8.kernels.dequantise import dequantised_by_kernel
 from float8.scales import UNKNOWN_SCALE, DelayedScale, Operand, Quantized, amax_to_scale
 
@@ -44,15 +43,13 @@ def quantize(
     after: Tensor | None = None,
     traced: bool = False,
     via: torch.dtype | None = None,
-    offs: Tensor | None = None,
 ) -> Quantized:
     """Cast `x` [R, C] to float8: row and column data as asked for; see `kernels.cast`.
 
     A scale that is chosen here is a new tensor, which no later sync changes.
 
     Args:
-        x: as there; or [E, R, C], the weights of experts, each under dynamic scales of its own: see
-            `_cast_each`.
+        x: float32, bfloat16 or float16.
         cast: how.
         row: make row data.
         col: make column data.
@@ -63,8 +60,6 @@ def quantize(
             outside the cast, because backward may repeat the cast.
         via: round `x` to this dtype first, as autocast and FSDP2 round weights. Under one dynamic
             scale the kernel that casts does so.
-        offs: where groups of rows end, each under dynamic scales of its own: see `cast_groups`,
-            whose layouts the result has.
 
     Raises:
         TypeError: the dtype of `x` is none that can be cast.
@@ -72,18 +67,6 @@ def quantize(
             device of `x`, or a state or a scale is given with finer scales.
     """
     how, state, record, reduce, scale = cast
-    if offs is not None or x.dim() == 3:
-        covers = how.scaling_granularity
-        known = scale is not None and (offs is not None or not covers.one_scale)
-        wrong = offs is not None and covers.by_blocks and covers.square
-        if known or wrong or state is not None or reduce is not None:
-            raise ValueError(
-                f"quantize: got {covers}, or a state, scale or reduction, for groups of rows or "
-                f"weights of experts, expected dynamic scales of each; no squares for groups"
-            )
-        if offs is not None:
-            return cast_groups(x, offs, how, row=row, col=col)
-        return _cast_each(x.detach(), how, scale, after, row=row, col=col)
     one_scale = how.scaling_granularity.one_scale
     traced = traced and torch.compiler.is_compiling()
     if via is not None and (via is x.dtype or state is not None or not one_scale):
@@ -97,63 +80,6 @@ def quantize(
             traced=traced,
         )
     )  # fmt: skip
-
-
-def _cast_each(
-    weights: Tensor,
-    how: CastConfig,
-    scale: Tensor | None,
-    after: Tensor | None,
-    *,
-    row: bool,
-    col: bool,
-) -> Quantized:
-    """Cast the weights [E, N, K] of experts, each under scales of its own, or given ones [E].
-
-    To row data [E, N, ceil16(K)] with scales [E, N], column data [E, K, ceil16(N)] with [E, K].
-    The weights are viewed as one matrix with E equal groups of rows. For storage [E, K, N], row and
-    col requests are swapped instead of copying. Weights stored otherwise are copied.
-
-    By squares of k row data are [E, N, ceil_k(K)] with scales [E, ceil(N / k), ceil(K / k) or
-    more], column data [E, K, ceil_k(N)] with [E, ceil(K / k), ceil(N / k) or more]. By runs they
-    have scales [E, N, ceil(K / k)] and [E, K, ceil(N / k)].
-    """
-    if transposed := weights.transpose(1, 2).is_contiguous():
-        weights, row, col = weights.transpose(1, 2), col, row
-    E, R, C = weights.shape
-    of_row: Operand | None = None
-    of_col: Operand | None = None
-    if (covers := how.scaling_granularity).width is not None:
-        if R % covers.width:  # each by itself: a compiler would keep a copy that is filled up
-            each: Any = [kernels.cast(x, how, row=row, col=col, after=after) for x in weights]
-            of_row, of_col = (_stacked(x) if x[0] else None for x in zip(*each, strict=True))
-            of_row = of_row and Operand(*(x[:, :R] for x in of_row))  # of squares there are fewer
-        else:
-            matrix = weights.contiguous().view(-1, C)
-            of_row, of_col = kernels.cast(matrix, how, row=row, col=col, after=after)
-            if of_row is not None:
-                of_row = Operand(*(x.view(E, x.shape[0] // E, -1) for x in of_row))
-            if of_col is not None:  # those of each expert lie beside each other
-                beside = of_col.data, of_col.scale[:, : R * E // covers.width]
-                of_col = Operand(*(x.view(len(x), E, -1).transpose(0, 1) for x in beside))
-        of_col = of_col and Operand(*(x[:, :C] for x in of_col))
-        return Quantized(of_col, of_row) if transposed else Quantized(of_row, of_col)
-    ends = torch.arange(R, E * R + 1, R, dtype=torch.int32, device=weights.device)
-    matrix, width = weights.contiguous().view(E * R, C), (R + 127) // 128 * 128
-    known = {"scale": scale, "after": after}
-    made = cast_groups(matrix, ends, how, row=row, col=col, width=E * width, **known)
-    if row:
-        of_row = Operand(made.row.data.view(E, R, -1), made.row.scale.view(E, R))
-    if col:  # those of each expert lie beside each other
-        data = made.col.data.view(-1, E, width).transpose(0, 1)
-        of_col = Operand(data[:, :C, : R + -R % 16], made.col.scale[:, :C])
-    return Quantized(of_col, of_row) if transposed else Quantized(of_row, of_col)
-
-
-def _stacked(parts: Sequence[Operand]) -> Operand:
-    """Stack data, as bytes, since few backends know float8, and scales."""
-    data = torch.stack([x.data.view(torch.uint8) for x in parts]).view(parts[0].data.dtype)
-    return Operand(data, torch.stack([x.scale for x in parts]))
 
 
 def scale_of(x: Tensor, cast: Cast, via: torch.dtype | None = None) -> Tensor:
@@ -222,23 +148,13 @@ def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Ope
 
 
 def to_col(row: Operand, how: CastConfig, after: Tensor | None = None) -> Operand:
-    """Return column data of row data that were cast by `how`; `after` as `kernels.cast`.
+    """Return column data of row data [R, C] that were cast by `how`; `after` as `kernels.cast`.
 
-    Row data are [R, C], or [E, N, K] of experts with scales of squares, or [E, N, 1], alike under
-    one scale each. Bytes are transposed where columns have the scales of rows. Where rows or runs
-    have scales of their own, the values are cast again: with powers of two as scales that changes
-    no value but those that are tiny in their column; what was tiny in its row was rounded before.
+    Bytes are transposed where columns have the scales of rows. Where rows or runs have scales of
+    their own, the values are cast again: with powers of two as scales that changes no value but
+    those that are tiny in their column; what was tiny in its row was rounded before.
     """
     granularity = how.scaling_granularity
-    if granularity.square and row.data.dim() == 3:
-        E, N, K = row.data.shape
-        below = -N % (granularity.height or GEMM_ALIGNMENT)
-        matrix = F.pad(row.data.view(torch.uint8), (0, 0, 0, below)).flatten(0, 1)
-        data = kernels.transpose_bytes(matrix.view(row.data.dtype), after=after)
-        data = data[:K].view(K, E, -1).transpose(0, 1)
-        if granularity.by_blocks:
-            return Operand(data, row.scale.mT)
-        return Operand(data, row.scale[:, 0].expand(E, K).contiguous())
     if granularity.one_scale:
         return Operand(kernels.transpose_bytes(row.data, after=after), row.scale)
     if granularity.square and granularity.width is not None:
@@ -246,7 +162,11 @@ def to_col(row: Operand, how: CastConfig, after: Tensor | None = None) -> Operan
         scale = row.scale[:, : row.data.shape[1] // granularity.width].t()
         scale = F.pad(scale, (0, -scale.shape[1] % 4)).contiguous()
         return Operand(kernels.transpose_bytes(row.data, after=after), scale)
-    # Times a power of two a float8 value is exact in bfloat16, too.
+    return quantize(dequantized(row, how), Cast(how), col=True, after=after).col
+
+
+def dequantized(row: Operand, how: CastConfig) -> Tensor:
+    """Return `data * scale` of row data that were cast by `how`, exact: bfloat16 or float32."""
+    # A float8 value times a power of two is exact in bfloat16.
     dtype = torch.bfloat16 if how.power_of_2 else torch.float32
-    values = dequantised_by_kernel(row, granularity, dtype)
-    return quantize(values, Cast(how), col=True, after=after).col
+    return dequantised_by_kernel(row, how.scaling_granularity, dtype)

@@ -148,8 +148,6 @@ class Quantized(NamedTuple):
     col: Operand | Any = None
     """The transposed copy [C, R], contracted over R: cast from high precision (`quantize`), or made
     of row data where only those exist (`to_col`, `recast`)."""
-    ends: Tensor | Any = None
-    """[E] int32: where each group of rows ends in column data; None: there are no groups."""
 
 
 def dequantised(

@@ -21,7 +21,7 @@ from float8 import (
     sync_float8_amax_and_scale_history,
     update_float8_weights,
 )
-from float8.linear import weight as held_module
+from float8.products import Dense
 from sqnr import assert_close
 from support.configs import of_recipe, tensorwise
 from support.devices import on_devices
@@ -213,7 +213,7 @@ def test_what_is_held_is_handed_on_itself(device: str, kind: str) -> None:
     for weights in (ON_THE_FLY, HELD):
         no_cast = nullcontext()
         if weights is HELD and device == "cpu":
-            no_cast = mock.patch.object(held_module, "quantize", side_effect=cast_again)
+            no_cast = mock.patch.object(Dense, "quantize_weight", side_effect=cast_again)
         config = with_weights(CONFIGS["rowwise"], weights)
         model = made(MODELS[kind], config, device, backend="inductor")
         inputs = [seeded(n, 32, 64, device=device).requires_grad_() for n in range(2)]

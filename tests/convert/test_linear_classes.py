@@ -17,8 +17,8 @@ from float8 import (
     conversion_report,
     convert_to_float8_training,
 )
+from float8.linear.base import PREFIX
 from float8.linear.source import PUBLIC
-from float8.linear.weight import PREFIX
 from sqnr import assert_same_bits
 from support.configs import BOTH, delayed
 from support.copies import COPIES

@@ -11,7 +11,7 @@ from float8.config import CastConfig, ScalingGranularity
 from float8.experts import grouped_linear
 from float8.experts.functional import plan_linear
 from float8.experts.gather import GatheredExperts, GatherExperts
-from float8.quantize import quantize
+from float8.experts.grouped import quantize_experts
 from sqnr import same_bits, sqnr
 from support.configs import of_recipe
 from support.devices import E4M3, on_devices
@@ -20,7 +20,7 @@ from support.models import seeded
 
 def gathered(weight: Tensor, config: object) -> GatheredExperts:
     """As one gather makes it."""
-    row = quantize(weight, plan_linear(config).casts.weight, row=True).row
+    row = quantize_experts(weight, plan_linear(config).casts.weight, row=True).row
     covers, scale = plan_linear(config).casts.weight.how.scaling_granularity, row.scale
     if not covers.by_blocks:
         covers, scale = ScalingGranularity.AXISWISE, scale.unsqueeze(-1)

@@ -21,7 +21,7 @@ from float8 import (
     linear,
     save_gemm_outputs,
 )
-from float8.gemm import grouped_outer
+from float8.experts.grouped import GROUPED_OUTER
 from sqnr import sqnr
 from support.devices import on_devices
 from support.errors import require_errors
@@ -211,7 +211,7 @@ def test_blocks_with_the_gradient_of_weights_in_high_precision(device: str) -> N
         cast_config_grad_output_for_grad_weight=high,
     )
     y, dx, _ = given.run("blockwise")
-    dw = grouped_outer(given.g, given.x.detach(), given.offs)
+    dw = GROUPED_OUTER(given.g, given.x.detach(), given.offs)
     assert_same(given.run(config), (y, dx, dw))
 
 
@@ -309,7 +309,7 @@ def test_offs_that_lead_nowhere(device: str, recipe: str) -> None:
     for wild, tame in WILD:
         given.offs.copy_(torch.tensor(wild))
         tamed = given._replace(offs=given.offs.new_tensor(tame))
-        assert grouped_outer(a, b, given.offs).equal(grouped_outer(a, b, tamed.offs))
+        assert GROUPED_OUTER(a, b, given.offs).equal(GROUPED_OUTER(a, b, tamed.offs))
         if device == "cuda":
             assert_same(given.run(here(recipe)), tamed.run(here(recipe)))
             continue

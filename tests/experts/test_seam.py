@@ -17,7 +17,7 @@ from float8 import (
     grouped_linear,
 )
 from float8.experts import Float8Experts, GatherExperts
-from float8.linear.weight import PREFIX
+from float8.linear.base import PREFIX
 from sqnr import sqnr
 from support.configs import of_recipe
 from support.models import gradients, seeded

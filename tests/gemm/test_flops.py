@@ -18,7 +18,7 @@ from float8 import (
 )
 from float8.kernels.cast_groups import cast_groups
 from float8.linear.plan import plan_linear
-from float8.linear.weight import TIMES_HELD, hold
+from float8.weights.held import TIMES_HELD, hold
 from support.configs import of_recipe
 from support.microbatches import with_weights
 from support.models import FeedForward, seeded

@@ -122,7 +122,7 @@ def test_no_more_than_one_layer_is_in_memory_twice(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As layers lose their masters, take another configuration, and get masters again."""
-    n, seen, module = 8, list[int](), importlib.import_module("float8.linear.weight")
+    n, seen, module = 8, list[int](), importlib.import_module("float8.weights.only")
     model = nn.Sequential(*(nn.Linear(128, 128, False, dtype=torch.bfloat16) for _ in range(n)))
     model.requires_grad_(False)
     layer, others = 128 * 128 * 2, bytes_alive() - n * 128 * 128 * 2

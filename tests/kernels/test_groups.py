@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from float8.config import CastConfig, ScalingGranularity
+from float8.experts.grouped import quantize_experts
 from float8.formats import E4M3, ceil16
 from float8.kernels import cast_groups as casts
 from float8.kernels import grouped_matmul as gemm
@@ -159,7 +160,7 @@ def test_each_weight_is_cast_by_itself_by_blocks(
     (_, N, K), spec = shape, Cast(CastConfig(target_dtype=E4M3, scaling_granularity=of))
     weights = torch.randn(shape).exp()
     weights = weights.mT.contiguous().mT if transposed else weights
-    made = quantize(weights, spec, row=True, col=True)
+    made = quantize_experts(weights, spec, row=True, col=True)
     below, right = -(-N // of.width), -(-K // of.width)
     for e, weight in enumerate(weights):
         alone = quantize(weight, spec, row=True, col=True)
@@ -238,7 +239,7 @@ def test_the_grouped_gemm_of_blocks_is_its_twin(
     R, N, C, E = sum(sizes) + 5, 150, 384, len(sizes)
     make = partial(torch.randn, device=triton_device)
     spec = Cast(CastConfig(target_dtype=E4M3, scaling_granularity=SQUARES))
-    w = quantize(make(E, C, N) * make(E, C, N).mul(3).exp(), spec, row=True, col=True)
+    w = quantize_experts(make(E, C, N) * make(E, C, N).mul(3).exp(), spec, row=True, col=True)
     rows, columns = ((make(R, n).to(E4M3), make(n // 128, R).mul(3).exp().t()) for n in (C, 256))
     padded = torch.tensor([*map(ceil128, sizes)], device=triton_device).cumsum(0)
     tokens = []
@@ -336,7 +337,9 @@ def test_no_offs_lead_out_of_the_tensors(
     rows = *made[:2], b, guarded(torch.rand(E, N, device=triton_device))
     padded = [n if n in (MIN, MAX) else min(max(n * 128, MIN), MAX // 128 * 128) for n in wild]
     columns, reference = (*made[2:4], *made[2:4]), cast(Any, gemm.grouped_matmul_reference)
-    squares = quantize(b.float(), Cast(CastConfig(scaling_granularity=SQUARES)), row=True).row
+    squares = quantize_experts(
+        b.float(), Cast(CastConfig(scaling_granularity=SQUARES)), row=True
+    ).row
     squares = [*map(guarded, (squares.data.contiguous(), squares.scale.contiguous()))]
     width, how = made[2].shape[1], (False, False, torch.float32, None, torch.float32)
     by_rows, of_runs = ("axiswise", "axiswise"), (RUNS.value, RUNS.value)

@@ -14,9 +14,9 @@ from float8.config import CastConfig, ScalingGranularity
 from float8.kernels.amax import amax_reference
 from float8.kernels.cast_groups import cast_groups
 from float8.kernels.runtime import ops
-from float8.linear import weight as held_weights
-from float8.linear.weight import hold
 from float8.quantize import Cast
+from float8.weights import held as held_weights
+from float8.weights.held import hold
 from kernels.float8_codes import FORMATS
 from support.devices import E4M3, on_devices
 from support.forks import run_program

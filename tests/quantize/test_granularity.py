@@ -58,18 +58,3 @@ def test_scales_have_the_shape_that_follows_from_the_block(granularity: Granular
     if granularity.square:
         values = dequantised(made.row, granularity)[:140, :300]
         assert torch.equal(dequantised(made.col, granularity)[:300, :140], values.t())
-
-
-@pytest.mark.parametrize(
-    "cast",
-    [
-        Cast(CastConfig(scaling_granularity=ScalingGranularity.BLOCK_128x128)),
-        Cast(CastConfig(), scale=torch.tensor(1.0)),
-        Cast(CastConfig(), reduce=lambda amax: amax),
-    ],
-)
-def test_groups_of_rows_have_dynamic_scales_and_no_squares(cast: Cast) -> None:
-    """Else tokens of two experts would share a scale, or a given one would be ignored."""
-    x, offs = torch.randn(256, 128), torch.tensor([100, 256], dtype=torch.int32)
-    with pytest.raises(ValueError, match="expected dynamic scales of each; no squares for groups"):
-        quantize(x, cast, row=True, offs=offs)

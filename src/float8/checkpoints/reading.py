@@ -18,8 +18,8 @@ from float8.experts import Float8Experts, names_to_gather
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.kernels.runtime.private import warn
 from float8.linear import Float8Linear
-from float8.linear.weight import in_float8_only
 from float8.tensor import Float8Tensor, high_precision, is_dtensor, local_tensor, reshard
+from float8.weights.only import in_float8_only
 
 
 def read_float8_checkpoint(

@@ -29,9 +29,9 @@ from float8.config import CastConfig, require_module
 from float8.experts import Float8Experts
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
 from float8.linear import Float8Linear
-from float8.linear.weight import in_float8_only
 from float8.quantize import Cast
 from float8.tensor import Float8Tensor, high_precision, local_tensor, reshard
+from float8.weights.only import in_float8_only
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,17 @@
 """The linear layers of experts as one function: the rows of each expert by a weight of its own."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from float8.autograd import computed_before
 from float8.config import ConfigOrRecipe, Float8Weights, ScalingGranularity, as_config
+from float8.experts.grouped import Grouped, GroupedTransposed
 from float8.formats import GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES
 from float8.linear.functional import Call, Linear, autocast_dtype
 from float8.linear.plan import LinearPlan, plan_linear
-from float8.linear.weight import Weight
+from float8.linear.weight import InFloat8, OnTheFly, Weight
 from float8.tensor import Float8Tensor
 
 
@@ -78,17 +81,18 @@ def apply_grouped(
         return input @ one.to(input.dtype).t()
     grad = torch.is_grad_enabled()
     needs = grad and input.requires_grad, grad and weight.requires_grad
-    transposed = held is not None and weight.stride() != held.values.stride()
-    call = Call(plan, plan.casts, weight.shape[2], weight.dtype, *needs, transposed)
-    w = held or Weight(weight)
+    w: Any = held or OnTheFly(weight)
     if isinstance(weight, Float8Tensor):
         covers = plan.casts.weight.how.scaling_granularity
         same = weight._granularity is (covers if covers.by_blocks else ScalingGranularity.AXISWISE)
         if not same or (weight._is_transposed and not covers.square):
             got, expected = f"weight in float8 under {weight._scaling}", f"scales of {covers}"
             raise ValueError(f"grouped_linear: got a {got}, expected {expected}")
-        w = Weight(None, weight._data, weight._scale)
-    args = input.contiguous(), weight, w, offs, call
+        w = InFloat8(weight._data, weight._scale)
+    transposed = held is not None and weight.stride() != w.values.stride()
+    products = GroupedTransposed if transposed else Grouped
+    call = Call(plan, plan.casts, products, type(w), weight.shape[2], weight.dtype, *needs)
+    args = input.contiguous(), weight, w, (offs,), call
     computed = computed_before(Linear, *args) if compiling else None
     return Linear.apply(*args, computed)  # type: ignore[no-any-return, no-untyped-call]
 

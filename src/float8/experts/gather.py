@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from float8.config import ScalingGranularity
+from float8.experts.grouped import quantize_experts
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
-from float8.quantize import Cast, quantize
+from float8.quantize import Cast
 from float8.tensor import Float8GatherWeight, Float8Tensor
 from float8.tensor.gather import CastAhead, GatherInfo, padded_shard
 from float8.tensor.ranks import SharedTokens, local_tensor
@@ -66,7 +67,7 @@ class GatherExperts(Float8GatherWeight):
         made = None if weight is None else self.kept(weight)
         if made is None:
             shard = padded_shard(self._inner.to(dtype), rows)
-            data, scale = quantize(shard, Cast(self.how), row=True).row
+            data, scale = quantize_experts(shard, Cast(self.how), row=True).row
             scale = scale if self.how.scaling_granularity.by_blocks else scale.unsqueeze(-1)
             made = CastAhead(scale, data[..., : shard.shape[2]].contiguous())
             if weight is not None:

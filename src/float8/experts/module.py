@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from float8.config import CastSite, Float8LinearConfig, Float8Weights
 from float8.experts.functional import apply_grouped
 from float8.formats import E5M2, FLOAT8_MAX, GEMM_ALIGNMENT, HOPPER, lacks_float8_gemm
+from float8.linear.base import Float8Module
 from float8.linear.functional import autocast_dtype
 from float8.linear.plan import EXPECTED, no_grouped_gemm, plan_linear
 from float8.linear.source import (
@@ -26,8 +27,8 @@ from float8.linear.source import (
     not_in_high_precision,
     replaced_forward,
 )
-from float8.linear.weight import Float8Module, can_be_held, hold
 from float8.tensor import is_dtensor, is_fsdp_module, local_tensor
+from float8.weights.held import can_be_held, hold
 
 
 class ExpertsWeight(NamedTuple):

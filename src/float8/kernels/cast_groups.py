@@ -10,7 +10,7 @@ rows and raised to the largest before: so each row is in one group at most, and 
 tensors. Of column data ``ends`` are where groups end there.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,16 @@ from float8.kernels.cast_kernels import store_runs
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import has_float8_conversion, jit, tl
 from float8.kernels.tiles import load
-from float8.scales import Operand, Quantized, amax_to_scale
+from float8.scales import Operand, amax_to_scale
+
+
+class QuantizedGroups(NamedTuple):
+    """Rows in groups, in float8: in the layouts that were asked for, the others are None."""
+
+    row: Operand | Any = None
+    col: Operand | Any = None
+    ends: Tensor | Any = None
+    """[E] int32: the column behind each group in column data."""
 
 
 def cast_groups(
@@ -36,7 +45,7 @@ def cast_groups(
     width: int | None = None,
     scale: Tensor | None = None,
     after: Tensor | None = None,
-) -> Quantized:
+) -> QuantizedGroups:
     """Cast ``x`` [R, C], contiguous, whose rows lie in E groups, under scales of each group.
 
     The arithmetic is that of :func:`float8.kernels.cast`. What is not finite spoils its own group
@@ -59,15 +68,15 @@ def cast_groups(
     if not col and covers.height == 1:  # a row is the same in any group
         made: Any = cast(x, how, row=True, col=False, after=after)[0]
         if covers.by_rows:
-            return Quantized(Operand(made.data, made.scale.view(-1)))
-        return Quantized(Operand(made.data[: x.shape[0]], made.scale[: x.shape[0]]))
+            return QuantizedGroups(Operand(made.data, made.scale.view(-1)))
+        return QuantizedGroups(Operand(made.data[: x.shape[0]], made.scale[: x.shape[0]]))
     if width is None:
         most = x.shape[0] + (GROUP_ALIGNMENT - 1) * offs.shape[0]
         width = most // GROUP_ALIGNMENT * GROUP_ALIGNMENT
     wanted = covers.width, how.dtype, row, col, width, covers.one_scale, how.power_of_2
     out = torch.ops.float8.cast_groups.default(x, offs, *wanted, scale, after)
-    of_row = Operand(out[0], out[1]) if row else None
-    return Quantized(of_row, Operand(out[-3], out[-2]), ends=out[-1]) if col else Quantized(of_row)
+    columns = (Operand(out[-3], out[-2]), out[-1]) if col else ()
+    return QuantizedGroups(Operand(out[0], out[1]) if row else None, *columns)
 
 
 def ends_of_groups(offs: Tensor, rows: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""A linear layer in float8 as a function, and the autograd function of all layers, experts' too."""
+"""A linear layer in float8 as a function, and the autograd function of all layers."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,6 @@ from torch import Tensor
 from float8.autograd import another, computed_before, once_differentiable
 from float8.config import ConfigOrRecipe, as_config
 from float8.formats import HIGH_PRECISION_DTYPES
-from float8.gemm import grouped_matmul, grouped_outer, matmul, without_padding
 from float8.kernels.runtime.ops import NO_ONNX
 from float8.kernels.runtime.private import (
     compiled_autograd_is_on,
@@ -17,11 +16,11 @@ from float8.kernels.runtime.private import (
     surely,
 )
 from float8.linear.plan import Casts, LinearPlan, plan_linear
-from float8.linear.weight import TIMES_HELD, Weight
-from float8.quantize import Cast, padded, quantize, recast, to_col
-from float8.scales import Operand, Quantized
+from float8.linear.weight import InFloat8, OnTheFly, Weight
+from float8.products import Dense
+from float8.quantize import Cast, padded, recast
+from float8.scales import Operand
 from float8.tensor import Float8Tensor, local_tensor
-from float8.tensor.ranks import SharedTokens, finished
 
 _NO_TRANSFORM = (
     " (grad, vmap, jvp, ...), expected one by itself: casts to float8 cannot be transformed; use "
@@ -78,14 +77,14 @@ def apply_linear(
     bias: Tensor | None,
     plan: LinearPlan,
     casts: Casts,
-    held: Weight | None = None,
-    enter: SharedTokens | None = None,
-    leave: SharedTokens | None = None,
+    kept: Weight | None = None,
+    products: Any = None,
 ) -> Tensor:
     """Compute for `linear` and `Float8Linear` what they have in common; raises as `linear`.
 
     `input` may be a `Float8Tensor`, cast as planned. `casts` are those of the plan, with the state
-    and the ranks of this call. `enter` and `leave`: as in `Call`.
+    and the ranks of this call. `kept`: `weight` with its float8 data, instead of a cast in this
+    call. `products`: None for `Dense`; with others the result is [M, N].
     """
     compiling = torch.compiler.is_compiling()
     if not compiling and functorch_levels is not None and functorch_levels() is not None:
@@ -123,19 +122,17 @@ def apply_linear(
         needs = grad and input.requires_grad, grad and weight.requires_grad
         if isinstance(weight, Float8Tensor):
             other = None if plan.reuse_weight else "grad_input"
-            w = Weight(None, *operand_of("weight", weight, casts.weight, other))
+            w: Any = InFloat8(*operand_of("weight", weight, casts.weight, other))
         else:
-            w = held or Weight(weight)
-        call = Call(plan, casts, K, weight.dtype, *needs, enter=enter, leave=leave)
-        args = rows, weight, w, None, call
+            w = kept or OnTheFly(weight)
+        call = Call(plan, casts, products or Dense, type(w), K, weight.dtype, *needs)
+        args = rows, weight, w, (), call
         computed = computed_before(Linear, *args) if compiling else None
         output = Linear.apply(*args, computed)  # type: ignore[no-untyped-call]
-    if input.dim() != 2:  # an op that changes nothing is still a node of the graph to issue
+    if (
+        input.dim() != 2 and products is None
+    ):  # an op that changes nothing is still a node of the graph to issue
         shape = [*input.shape[:-1], output.shape[-1]]
-        if enter is not None:
-            shape[enter.dim] *= enter.ranks
-        if leave is not None:
-            shape[leave.dim] //= leave.ranks
         # No view: FSDP2 warns of modules that return views, and restricts writes into them.
         output = torch.ops.aten._unsafe_view.default(output, shape)
     return output if bias is None else output + bias.to(output.dtype)
@@ -203,45 +200,14 @@ class Call(NamedTuple):
 
     plan: LinearPlan
     casts: Casts
+    products: Any
+    """The `Products`."""
+    weight: Any
+    """The class of the `Weight`."""
     in_features: int
     weight_dtype: torch.dtype
     need_grad_input: bool
     need_grad_weight: bool
-    stored_transposed: bool = False
-    """Whether the Parameter of held weights of experts lies as [E, K, N]."""
-    enter: SharedTokens | None = None
-    """Set if the input is sharded by tokens: gather it before the GEMM."""
-    leave: SharedTokens | None = None
-    """Set if the output is a partial sum: reduce-scatter it by tokens. Both need a cast whose
-    columns follow exactly from its rows."""
-
-    def by_weight(
-        self,
-        a: Operand,
-        b: Operand,
-        w: Weight,
-        offs: Tensor | None,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        *,
-        col: bool = False,
-    ) -> Tensor:
-        """Multiply `a` by `b`, row data of a weight, to [M, N]; `col`: column data, to [M, K].
-
-        Compiled code calls an op that checks at run time whether the held data are current.
-        """
-        gemm = self.plan.grad_input if col else self.plan.output
-        assert gemm is not None
-        if w.col_data is not None and torch.compiler.is_compiling():
-            first, second = gemm.granularities
-            return TIMES_HELD(  # type: ignore[no-any-return]
-                *a, *b, w.values.detach(), offs, self.stored_transposed, *shape, col,
-                self.casts.weight.how.power_of_2, first.value, second.value, gemm.use_fast_accum,
-                gemm.emulate, gemm.powers_of_2, dtype,
-            )  # fmt: skip
-        if offs is None:
-            return matmul(a, b, shape, gemm=gemm, out_dtype=dtype)
-        return grouped_matmul(a, b, offs, gemm=gemm, out_dtype=dtype)
 
 
 class Linear(torch.autograd.Function):
@@ -251,23 +217,26 @@ class Linear(torch.autograd.Function):
     grad_input   [M, K] = grad_output @ weight      row(grad_output),   col(weight)
     grad_weight  [N, K] = grad_output.T @ input     col(grad_output),   col(input)
 
-    With `offs` each for the rows of a group, `offs[e - 1]:offs[e]`, by a weight of its own: the
-    layers of experts, with weights [E, N, K].
+    `call.products` quantizes and multiplies, and may do so for each group of rows, or with the rows
+    of other ranks: see `Products`.
     """
 
     @staticmethod
     def compute(
-        input: Tensor, weight: Tensor, w: Weight, offs: Tensor | None, call: Call
+        input: Tensor, weight: Tensor, w: Any, index: tuple[Tensor, ...], call: Call
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Return the output [M, N] of the input [M, K], in the compute dtype, and what is saved.
 
-        Of the weight what `w` has. Of the input column data, made in the same read as row data; or,
-        for backward to cast, `rows`: row data, or values in high precision, and forward's scale.
+        Of the weight what `w.output` says. Of the input column data, made in the same read as row
+        data; or, for backward to cast, `rows`: row data, or values in high precision, and forward's
+        scale.
         """
-        plan, casts, compiling = call.plan, call.casts, torch.compiler.is_compiling()
+        plan, casts, products = call.plan, call.casts, call.products
+        compiling = torch.compiler.is_compiling()
         dw_in_float8 = call.need_grad_weight and plan.grad_weight is not None
         row: Any = None
-        M, col, ends, rows = input.shape[0], None, None, None
+        col: Any = None
+        rows, kept = None, tuple(w)
         if plan.output is None:
             y = input @ weight.to(input.dtype).t()
         else:
@@ -275,52 +244,39 @@ class Linear(torch.autograd.Function):
                 other = None if plan.input_rows_suffice else "grad_weight"
                 row = operand_of("input", input, casts.input, other)
                 row = padded(row, casts.input.how.scaling_granularity, pad_rows=False)
-            elif call.enter is not None:
-                row, M = call.enter.gathered(input, casts.input, traced=True), M * call.enter.ranks
             else:
                 # A compiler chooses what to keep: see `recast`.
-                now = dw_in_float8 and plan.reuse_input and (offs is not None or not compiling)
-                x = quantize(input, casts.input, row=True, col=now, traced=True, offs=offs)
-                row, col, ends = x.row, x.col, x.ends
-            b = w.row(casts.weight)
-            shape = M, weight.shape[-2]  # read here: torch.jit.trace follows sizes
-            y = call.by_weight(row, b, w, offs, shape, input.dtype)
-            if w.values is not None:  # backward reads held columns, or casts: no row data
-                one_scale = plan.reuse_weight and casts.weight.how.scaling_granularity.one_scale
-                again = one_scale and w.col_data is None
-                # Not by `_replace`, which takes four times as long.
-                scale_of_row = None
-                if again:  # that of each expert is there for each row
-                    scale_of_row = b.scale if offs is None else b.scale[:, 0].contiguous()
-                w = Weight(w.values, None, scale_of_row, *w[3:])
-            del b
+                later = compiling and products.columns_from_values
+                now = dw_in_float8 and plan.reuse_input and not later
+                row, col = products.quantize_rows(
+                    input, casts.input, *index, row=True, col=now, traced=True
+                )
+            shape = input.shape[0], weight.shape[-2]  # read here: torch.jit.trace follows sizes
+            y, kept = w.output(row, shape, index, call, input.dtype)
         if dw_in_float8 and not plan.reuse_input:
-            x = quantize(input, casts.input_for_grad_weight, col=True, offs=offs)
-            col, ends = x.col, x.ends
+            _, col = products.quantize_rows(input, casts.input_for_grad_weight, *index, col=True)
         if col is None and call.need_grad_weight:
             if isinstance(input, Float8Tensor):
                 rows = input._data
-            elif call.enter is not None:
-                rows = row.data  # those of all ranks
+            elif products.keeps_row_data:
+                rows = row.data
             else:
                 # Compiled code does not notice if somebody writes into what it keeps. Where nobody
                 # does, the compiler drops the copy.
                 rows = input.clone() if compiling else input
         rows_scale = None if rows is None or row is None else row.scale
-        col_data, col_scale = col or (None, None)
+        col_data, col_scale = (None, None) if col is None else col[:2]
         if not call.need_grad_input:
-            w = Weight()
-        if call.leave is not None:
-            y = finished(call.leave.start_reduce_scatter(y))
-        return y, (rows, rows_scale, col_data, col_scale, ends, offs, *w)
+            kept = (None,) * len(kept)
+        return y, (rows, rows_scale, col_data, col_scale, *kept, *index)
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, w: Weight, offs: Any, call: Call, computed: Any
+        ctx: Any, input: Tensor, weight: Tensor, w: Weight, index: Any, call: Call, computed: Any
     ) -> Tensor:
         """Return the output; `computed` if a compiler has traced that by now."""
         if computed is None:
-            y, saved = Linear.compute(input, weight, w, offs, call)
+            y, saved = Linear.compute(input, weight, w, index, call)
         else:
             y, saved = computed
             y = another(y)
@@ -338,48 +294,36 @@ class Linear(torch.autograd.Function):
         ):
             raise RuntimeError(f"Float8Linear: got a backward within torch.func{_NO_TRANSFORM}")
         call: Call = ctx.call
-        plan, casts = call.plan, call.casts
-        rows, rows_scale, col_data, col_scale, ends, offs, *saved_w = ctx.saved_tensors
-        w, dtype = Weight(*saved_w), grad_output.dtype
+        plan, casts, products, dtype = call.plan, call.casts, call.products, grad_output.dtype
+        rows, rows_scale, col_data, col_scale, *rest = ctx.saved_tensors
+        fields = len(call.weight._fields)
+        w, index = call.weight(*rest[:fields]), rest[fields:]
         dx_in_float8 = call.need_grad_input and plan.grad_input is not None
         dw_in_float8 = call.need_grad_weight and plan.grad_weight is not None
         reuse = dw_in_float8 and plan.reuse_grad_output
-        (M, N), g = grad_output.shape, Quantized()
-        if offs is not None:
-            grad_output = grad_output.contiguous()
-        if call.leave is not None:  # grad_output has the tokens of this rank, as the output had
-            row, M = call.leave.gathered(grad_output, casts.grad_output), M * call.leave.ranks
-            g = Quantized(row, to_col(row, casts.grad_output.how) if reuse else None)
-        elif dx_in_float8 or reuse:
-            g = quantize(grad_output, casts.grad_output, row=dx_in_float8, col=reuse, offs=offs)
-
+        (M, N), K, row, col = grad_output.shape, call.in_features, None, None
+        if dx_in_float8 or reuse:
+            row, col = products.quantize_grad(
+                grad_output, casts.grad_output, *index, row=dx_in_float8, col=reuse
+            )
         dx = dw = None
         if dx_in_float8:
-            b = w.col(casts.weight_for_grad_input, g.row.scale)
-            dx = call.by_weight(g.row, b, w, offs, (M, call.in_features), dtype, col=True)
-            del b  # of experts as large as half of grad_weight
+            dx = w.grad_input(row, (M, K), index, call, dtype)
         elif call.need_grad_input:
             dx = grad_output @ w.values.to(dtype)
-        if dx is not None and call.enter is not None:
-            dx = call.enter.start_reduce_scatter(dx)  # overlaps grad_weight; finished below
         if dw_in_float8:
             if not reuse:
-                g = quantize(grad_output, casts.grad_output_for_grad_weight, col=True, offs=offs)
+                cast = casts.grad_output_for_grad_weight
+                _, col = products.quantize_rows(grad_output, cast, *index, col=True)
             x = Operand(col_data, col_scale)
             if col_data is None:
                 x = recast(rows, casts.input.how, rows_scale)
-            gemm: Any = plan.grad_weight
-            K, to = call.in_features, call.weight_dtype
-            if offs is None:
-                dw = matmul(g.col, x, (N, K), gemm=gemm, out_dtype=to)
-            else:
-                dw = grouped_matmul(g.col, x, ends, gemm=gemm, out_dtype=to, tokens=M)
-                dw = dw if dw.shape[1:] == (N, K) else without_padding(dw, N, K)
+            to = call.weight_dtype
+            dw = products.grad_weight(col, x, (N, K), *index, gemm=plan.grad_weight, out_dtype=to)
         elif call.need_grad_weight:
-            dw = grad_output.t() @ rows if offs is None else grouped_outer(grad_output, rows, offs)
-            dw = dw.to(call.weight_dtype)
-        if dx is not None and call.enter is not None:
-            dx = finished(dx)
+            dw = products.outer(grad_output, rows, *index).to(call.weight_dtype)
+        if dx is not None and products.finished is not None:
+            dx = products.finished(dx)
         return dx, dw, None, None, None, None
 
     @staticmethod

@@ -14,10 +14,10 @@ from float8.linear.plan import Casts, plan_linear
 from float8.linear.sharded import Shards, linear_of_shards
 from float8.linear.source import class_of, problem, shallow_copy
 from float8.linear.state import StatefulLayer
-from float8.linear.weight import hold
 from float8.scales import UNKNOWN_SCALE, DelayedScale
 from float8.tensor import Float8Tensor, local_tensor
 from float8.tensor.ranks import amax_over
+from float8.weights.held import hold
 
 
 class _Config:

@@ -9,16 +9,21 @@ All casts and GEMMs run layer by layer; weights are cast on the fly.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from float8.gemm import matmul
 from float8.linear.functional import apply_linear, in_compute_dtype
 from float8.linear.plan import Casts, LinearPlan
-from float8.quantize import Cast
+from float8.products import Dense
+from float8.quantize import Cast, padded, quantize, to_col
+from float8.scales import Operand, Quantized
 from float8.tensor import Float8Tensor
 from float8.tensor.float8_tensor import to_float8
-from float8.tensor.ranks import SharedTokens, all_have_some, dtensor_like
+from float8.tensor.ranks import SharedTokens, all_have_some, dtensor_like, finished
 
 
 class Shards(NamedTuple):
@@ -28,6 +33,59 @@ class Shards(NamedTuple):
     """Whether ranks gather the tokens of the input; ignored if the weight is Shard(1)."""
     tokens_dim: int | None = None
     """The dim by which to reduce-scatter the output, and gather its gradient; None: by none."""
+
+
+@dataclass(frozen=True)
+class GathersInput:
+    """The products of a layer whose input is sharded by tokens: ranks gather it in float8."""
+
+    tokens: SharedTokens
+
+    columns_from_values, keeps_row_data = True, True
+    repeats_scales, stored_transposed = False, False
+    quantize_grad = quantize_weight = staticmethod(quantize)
+    padded, transposed = staticmethod(padded), staticmethod(to_col)
+    outer = staticmethod(Dense.outer)
+    grad_weight, finished = staticmethod(matmul), staticmethod(finished)
+
+    def quantize_rows(self, x: Tensor, cast: Cast, *, traced: bool = False, **_: Any) -> Quantized:
+        """Quantize the input of this rank [M / ranks, K], and gather row data of all: [M, K]."""
+        return Quantized(self.tokens.gathered(x, cast, traced))
+
+    def output(self, a: Operand, b: Operand, shape: tuple[int, int], **gemm: Any) -> Tensor:
+        """Multiply the rows of all ranks."""
+        return matmul(a, b, (shape[0] * self.tokens.ranks, shape[1]), **gemm)
+
+    def grad_input(self, a: Operand, b: Operand, shape: tuple[int, int], **gemm: Any) -> Tensor:
+        """Multiply, and start to sum up over ranks, which overlaps with grad_weight."""
+        return self.tokens.start_reduce_scatter(matmul(a, b, shape, **gemm))
+
+
+@dataclass(frozen=True)
+class ScattersOutput:
+    """The products of a layer whose output is a partial sum: ranks sum it up, and split tokens."""
+
+    tokens: SharedTokens
+
+    columns_from_values, keeps_row_data = True, False
+    repeats_scales, stored_transposed, finished = False, False, None
+    quantize_rows = quantize_weight = staticmethod(quantize)
+    padded, transposed = staticmethod(padded), staticmethod(to_col)
+    outer = staticmethod(Dense.outer)
+    grad_weight = staticmethod(matmul)
+
+    def quantize_grad(self, g: Tensor, cast: Cast, *, row: bool, col: bool) -> Quantized:
+        """Quantize grad_output of this rank [M / ranks, N], and gather the bytes: [M, N]."""
+        row_data = self.tokens.gathered(g, cast)
+        return Quantized(row_data, to_col(row_data, cast.how) if col else None)
+
+    def output(self, a: Operand, b: Operand, shape: tuple[int, int], **gemm: Any) -> Tensor:
+        """Multiply, and reduce-scatter the product: [M / ranks, N]."""
+        return finished(self.tokens.start_reduce_scatter(matmul(a, b, shape, **gemm)))
+
+    def grad_input(self, a: Operand, b: Operand, shape: tuple[int, int], **gemm: Any) -> Tensor:
+        """Multiply the gradients of all tokens."""
+        return matmul(a, b, (shape[0] * self.tokens.ranks, shape[1]), **gemm)
 
 
 def linear_of_shards(
@@ -82,7 +140,12 @@ def _column_parallel(
     # With `enter` backward already reduce-scatters.
     x = input.to_local(grad_placements=(dtensors.Partial(),) if enter is None else None)
     bias = None if bias is None else bias.to_local()
-    y = apply_linear(x, local, bias, plan, casts, enter=enter)
+    products = None if enter is None else GathersInput(enter)
+    y = apply_linear(x, local, bias, plan, casts, None, products)
+    if enter is not None:
+        shape = [*x.shape[:-1], y.shape[-1]]
+        shape[enter.dim] *= enter.ranks
+        y = torch.ops.aten._unsafe_view.default(y, shape)
     placed = (dtensors.Shard(y.dim() - 1),)
     whole = torch.empty([*y.shape[:-1], weight.shape[0]], device="meta")  # for its stride
     return dtensors.DTensor.from_local(
@@ -108,7 +171,12 @@ def _row_parallel(
     _require_placed(input, weight, dtensors.Shard(dims - 1))
     if leave is None:  # grad_output is whole here, with an amax that all ranks find alike
         casts = _without_reduce(casts, "grad_output", "grad_output_for_grad_weight")
-    y = apply_linear(input.to_local(), weight.to_local(), None, plan, casts, leave=leave)
+    products, x = None if leave is None else ScattersOutput(leave), input.to_local()
+    y = apply_linear(x, weight.to_local(), None, plan, casts, None, products)
+    if leave is not None:
+        shape = [*x.shape[:-1], y.shape[-1]]
+        shape[leave.dim] //= leave.ranks
+        y = torch.ops.aten._unsafe_view.default(y, shape)
     placed = (dtensors.Partial() if leave is None else to,)
     output = dtensors.DTensor.from_local(y, weight.device_mesh, placed, run_check=False)
     if to is not None and leave is None:  # torch sums up, and gathers the gradient

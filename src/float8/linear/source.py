@@ -14,8 +14,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from float8.config import Float8LinearConfig, Float8Weights
 from float8.formats import HIGH_PRECISION_DTYPES, lacks_float8_gemm
+from float8.linear.base import our_names
 from float8.linear.state import StatefulLayer
-from float8.linear.weight import our_names
 from float8.tensor import is_dtensor, is_fsdp_module
 
 _PICKLING = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__slots__")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from float8.config import CastSite
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.private import in_reentrant_checkpoint, warn
-from float8.linear.weight import Float8Module
+from float8.linear.base import Float8Module
 from float8.scales import UNKNOWN_SCALE
 from float8.tensor import local_tensor
 from float8.tensor.ranks import sharding_groups

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from float8.config import Float8LinearConfig, Float8Weights
 from float8.experts.functional import apply_grouped
 from float8.linear.plan import EXPECTED, no_grouped_gemm, plan_linear
-from float8.linear.weight import Weight, hold
+from float8.weights.held import Held, hold
 from float8_lab.bench.step import Results, Row, Step, bench_steps
 from float8_lab.bench.variants import EAGER, HIGH_PRECISION, Variant
 from float8_lab.trainer.recipes import recipe_config
@@ -66,7 +66,7 @@ class Layer(nn.Module):
 
     def cast_held(self) -> None:
         """Cast weights that are held, as it is due at each step of an optimizer."""
-        self.held: list[Weight | None] = [None, None]
+        self.held: list[Held | None] = [None, None]
         if self.config and self.config.float8_weights is Float8Weights.HELD:
             cast = plan_linear(self.config).casts.weight
             self.held = [hold(w, cast) for w in (self.w13, self.w2)]

@@ -1,0 +1,247 @@
+"""The casts and grouped GEMMs of experts: each group of rows meets a weight of its own.
+
+`Grouped` answers what `float8.linear.functional.Linear` asks. Rows [T, C] are sorted by expert:
+group e is `offs[e - 1]:offs[e]`. Weights are [E, N, K].
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from float8 import kernels
+from float8.config import CastConfig, Granularity
+from float8.formats import BLACKWELL, GEMM_ALIGNMENT, GROUP_ALIGNMENT, HOPPER, lacks_float8_gemm
+from float8.gemm import Gemm, exact_dtype, refused_gemm, without_padding
+from float8.kernels.cast_groups import cast_groups, ends_of_groups
+from float8.kernels.grouped_matmul import GROUPED_GEMM
+from float8.kernels.runtime.ops import register
+from float8.products import PRODUCTS
+from float8.quantize import Cast, dequantized, padded
+from float8.scales import Operand, Quantized
+
+
+class Columns(NamedTuple):
+    """Column data of grouped rows: an `Operand` that knows where each group ends."""
+
+    data: Tensor
+    scale: Tensor
+    ends: Tensor
+    """[E] int32: the column behind each group, which begins at a multiple of 128."""
+    tokens: int
+    """The number of rows without padding, for FLOP counting."""
+
+
+def quantize_experts(
+    weights: Tensor,
+    cast: Cast,
+    *,
+    row: bool = False,
+    col: bool = False,
+    after: Tensor | None = None,
+    **_: Any,
+) -> Quantized:
+    """Quantize the weights [E, N, K] of experts under scales of each expert.
+
+    Row data are [E, N, ceil16(K)] with scales [E, N], column data [E, K, ceil16(N)] with [E, K].
+    Weights stored as [E, K, N] are quantized as [E, K, N], with the layouts swapped, instead of
+    being copied. `cast.scale` is None or [E]. `after`: see `kernels.cast`.
+
+    Under squares of k row data are [E, N, ceil_k(K)] with scales [E, ceil(N / k), ceil(K / k) or
+    more], column data [E, K, ceil_k(N)] with [E, ceil(K / k), ceil(N / k) or more]. Under runs of k
+    the scales are [E, N, ceil(K / k)] and [E, K, ceil(N / k)].
+    """
+    weights = weights.detach()
+    if swapped := weights.transpose(1, 2).is_contiguous():
+        weights, row, col = weights.transpose(1, 2), col, row
+    by_blocks = cast.how.scaling_granularity.by_blocks
+    quantize = _quantize_under_blocks if by_blocks else _quantize_under_rows
+    quantized = quantize(weights, cast, after, row, col)
+    return Quantized(quantized.col, quantized.row) if swapped else quantized
+
+
+def _quantize_under_rows(
+    weights: Tensor, cast: Cast, after: Tensor | None, row: bool, col: bool
+) -> Quantized:
+    """Quantize [E, R, C] as E groups of R rows; each row, or each expert, has a scale."""
+    E, R, C = weights.shape
+    ends = torch.arange(R, E * R + 1, R, dtype=torch.int32, device=weights.device)
+    width = (R + GROUP_ALIGNMENT - 1) // GROUP_ALIGNMENT * GROUP_ALIGNMENT
+    matrix = weights.contiguous().view(E * R, C)
+    row_data, col_data, _ = cast_groups(
+        matrix, ends, cast.how, row=row, col=col, width=E * width, scale=cast.scale, after=after
+    )
+    if row:
+        row_data = Operand(row_data.data.view(E, R, -1), row_data.scale.view(E, R))
+    if col:  # [C, E * width], the columns of one expert beside those of the next
+        data = col_data.data.view(-1, E, width).transpose(0, 1)
+        col_data = Operand(data[:, :C, : R + -R % GEMM_ALIGNMENT], col_data.scale[:, :C])
+    return Quantized(row_data, col_data)
+
+
+def _quantize_under_blocks(
+    weights: Tensor, cast: Cast, after: Tensor | None, row: bool, col: bool
+) -> Quantized:
+    """Quantize [E, R, C] as one matrix if blocks do not cross experts, else each by itself."""
+    (E, R, C), how = weights.shape, cast.how
+    width: Any = how.scaling_granularity.width
+    layouts: Any = {"row": row, "col": col, "after": after}
+    row_data = col_data = None
+    if R % width:  # of one matrix a compiler would keep a padded copy
+        each: Any = [kernels.cast(x, how, **layouts) for x in weights]
+        row_data, col_data = (_stacked(x) if x[0] else None for x in zip(*each, strict=True))
+        if row_data is not None:  # under squares there are fewer rows of scales than R
+            row_data = Operand(row_data.data[:, :R], row_data.scale[:, :R])
+    else:
+        row_data, col_data = kernels.cast(weights.contiguous().view(E * R, C), how, **layouts)
+        if row_data is not None:
+            row_data = Operand(*(x.view(E, x.shape[0] // E, -1) for x in row_data))
+        if col_data is not None:  # the columns of one expert beside those of the next
+            whole = col_data.data, col_data.scale[:, : R * E // width]
+            col_data = Operand(*(x.view(len(x), E, -1).transpose(0, 1) for x in whole))
+    if col_data is not None:
+        col_data = Operand(col_data.data[:, :C], col_data.scale[:, :C])
+    return Quantized(row_data, col_data)
+
+
+def _stacked(operands: Sequence[Operand]) -> Operand:
+    """Stack data, as bytes, since few backends know float8, and scales."""
+    data = torch.stack([x.data.view(torch.uint8) for x in operands]).view(operands[0].data.dtype)
+    return Operand(data, torch.stack([x.scale for x in operands]))
+
+
+def grouped_matmul(
+    a: Operand | Columns,
+    b: Operand,
+    shape: tuple[int, int],
+    ends: Tensor,
+    *,
+    gemm: Gemm,
+    out_dtype: torch.dtype,
+    tokens: int | None = None,
+) -> Tensor:
+    """Multiply each group of rows by its own matrix, or the groups of two tensors with each other.
+
+    With `a` [R, K] under scales [R] and `b` [E, N, K] under [E, N]: `a @ b[e].T` of each group,
+    [R, N]; rows outside of all groups are zero. With `a` [N, R] and `b` [K, R] under scales [E, N]
+    and [E, K], where R is contracted: `a @ b.T` of each group, [E, N, K].
+
+    Operands are as `kernels.cast_groups` makes them, float8, contiguous along the contraction dim;
+    scales apply to float32 sums. A group is `ends[e - 1]:ends[e]`, int32, ascending, and may be
+    empty; ends are multiples of 128 where R is contracted. `shape` leaves out what padding added to
+    N and K. `tokens`: the rows without padding, for FLOP counting. CPUs multiply as `emulate` does.
+
+    Under blocks of k `a` [R, K] has scales of runs, [R, K / k], and `b` those of squares or runs,
+    see `Operand`; where R is contracted both have runs, [N, R / k] and [K, R / k]. Sums of k
+    products are scaled, and added in float32.
+
+    Raises:
+        RuntimeError: the device has no such GEMM and `gemm.emulate` is False.
+    """
+    ask = not torch.compiler.is_compiling() and not gemm.emulate
+    only = BLACKWELL[:1] if gemm.granularities[0].exponents else HOPPER
+    if ask and (reason := lacks_float8_gemm(a.data.device, only=only)):
+        raise refused_gemm(reason)
+    exact = exact_dtype(a.data.device, out_dtype) if gemm.powers_of_2 else torch.float32
+    covers = [x.value if x.by_blocks else "axiswise" for x in gemm.granularities]
+    y = GROUPED_GEMM(
+        a.data, a.scale, *b, ends, gemm.emulate, gemm.use_fast_accum, out_dtype, tokens, exact,
+        *covers,
+    )  # fmt: skip
+    return y if y.shape[-2:] == shape else without_padding(y, *shape)
+
+
+def _outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    N, K = a.shape[1], b.shape[1]
+    if len(a) == 0:  # torch's grouped GEMM takes no empty tensors
+        return _outer_fake(a, b, ends).zero_()
+    # It takes rows of a multiple of 16 bytes only.
+    a, b = (F.pad(x, (0, -x.shape[1] % 8)) if x.shape[1] % 8 else x for x in (a, b))
+    y = F.grouped_mm(a.t(), b, offs=ends_of_groups(ends, len(a)))
+    return y if y.shape[1:] == (N, K) else without_padding(y, N, K)
+
+
+def _outer_fake(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    return a.new_empty((ends.shape[0], a.shape[1], b.shape[1]))
+
+
+register(
+    "grouped_outer", _outer, fake=_outer_fake, flops=lambda a, b, *_, **__: 2 * a[0] * a[1] * b[1]
+)
+
+GROUPED_OUTER = torch.ops.float8.grouped_outer.default
+"""Multiplies groups of rows [R, N] and [R, K] in their dtype, `a.T @ b` of each: [E, N, K]. The
+third argument is `offs`. An op, since compiled code has torch's for bfloat16 only."""
+
+
+class Grouped:
+    """The products of experts; see `float8.products.Products`."""
+
+    columns_from_values = False
+    keeps_row_data = False
+    repeats_scales = True
+    stored_transposed = False
+    finished = None
+
+    @staticmethod
+    def quantize_rows(
+        x: Tensor, cast: Cast, offs: Tensor, *, row: bool = False, col: bool = False, **_: Any
+    ) -> Quantized:
+        """Quantize grouped rows [T, C] under dynamic scales of each group; see `cast_groups`."""
+        x = x.contiguous()
+        row_data, col_data, ends = cast_groups(x, offs, cast.how, row=row, col=col)
+        return Quantized(
+            row_data, Columns(col_data.data, col_data.scale, ends, x.shape[0]) if col else None
+        )
+
+    quantize_grad = quantize_rows
+
+    quantize_weight = staticmethod(quantize_experts)
+
+    @staticmethod
+    def padded(row: Operand, granularity: Granularity) -> Operand:
+        """Return row data [E, N, K] and scales as GEMMs read them."""
+        data, scale = padded(row, granularity)
+        return Operand(data, scale if granularity.by_blocks else scale.squeeze(-1))  # [E, N]
+
+    @staticmethod
+    def transposed(row: Operand, how: CastConfig, after: Tensor | None = None) -> Operand:
+        """Return column data [E, K, N] of row data [E, N, K]; see `float8.quantize.to_col`."""
+        granularity = how.scaling_granularity
+        if not granularity.square:
+            return quantize_experts(dequantized(row, how), Cast(how), col=True, after=after).col
+        E, N, K = row.data.shape
+        below = -N % (granularity.height or GEMM_ALIGNMENT)
+        matrix = F.pad(row.data.view(torch.uint8), (0, 0, 0, below)).flatten(0, 1)
+        data = kernels.transpose_bytes(matrix.view(row.data.dtype), after=after)
+        data = data[:K].view(K, E, -1).transpose(0, 1)
+        if granularity.by_blocks:
+            return Operand(data, row.scale.mT)
+        return Operand(data, row.scale[:, 0].expand(E, K).contiguous())
+
+    output = grad_input = staticmethod(grouped_matmul)
+
+    @staticmethod
+    def grad_weight(
+        g: Columns, x: Operand, shape: tuple[int, int], _: Tensor, *, gemm: Gemm,
+        out_dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        """Contract the rows of each group: [E, N, K] of column data [N, T] and [K, T]."""
+        settings: Any = {"gemm": gemm, "out_dtype": out_dtype, "tokens": g.tokens}
+        return grouped_matmul(g, x, shape, g.ends, **settings)
+
+    @staticmethod
+    def outer(g: Tensor, x: Tensor, offs: Tensor) -> Tensor:
+        """Contract the rows of each group in their dtype: [E, N, K] of [T, N] and [T, K]."""
+        return GROUPED_OUTER(g.contiguous(), x, offs)  # type: ignore[no-any-return]
+
+
+class GroupedTransposed(Grouped):
+    """Those of weights that the Parameter has as [E, K, N]."""
+
+    stored_transposed = True
+
+
+PRODUCTS[3] = Grouped

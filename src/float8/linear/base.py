@@ -1,0 +1,77 @@
+"""The base of linear layers and experts in float8: what they have from step to step."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from torch import nn
+
+from float8.config import Float8LinearConfig
+from float8.linear.plan import LinearPlan
+from float8.tensor import high_precision
+from float8.tensor.gather import gathered_like
+from float8.weights.held import HoldsWeights
+from float8.weights.only import OnlyWeights
+
+PREFIX = "_float8_"
+"""Names of ours on layers and experts begin with it: all others are their user's."""
+
+
+@functools.cache
+def our_names(base: type) -> frozenset[str]:
+    """Return the names of attributes that are ours, in modules of class `base`."""
+    every = {"_float8_config", "_float8_plan", *dir(base)}
+    return frozenset(name for name in every if name.startswith(PREFIX))
+
+
+class Float8Module(HoldsWeights, OnlyWeights, nn.Module):
+    """The base of linear layers and experts in float8: what they have from step to step."""
+
+    _float8_config: Float8LinearConfig
+    _float8_plan: LinearPlan
+    _float8_source_class: ClassVar[type[nn.Module]]
+    """The class that it had, and has again after `convert_to_high_precision`."""
+    _float8_observers: tuple[Callable[..., Any], ...] = ()
+    """Functions that see what is multiplied and return the output, as those of a `Watch`."""
+    _float8_not_copied: ClassVar[frozenset[str]] = frozenset(
+        {"_float8_held", "_float8_attached", "_float8_observers"}
+    )
+    """Attributes that belong to this training and this optimizer: copies do not get them."""
+
+    def _float8_become_high_precision(self) -> None:
+        """Turn this very object back into what it was made of."""
+        self._float8_drop_state()
+        self.__dict__.pop("forward", None)  # that of its class, which accelerate leaves behind
+        source = self._float8_source_class  # may be its own attribute
+        cls: Any = type(self)
+        for name in our_names(cls) & vars(self).keys():
+            del self.__dict__[name]
+        self.__class__ = source  # type: ignore[assignment]
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for key in [] if keep_vars else map(prefix.__add__, self._parameters):
+            if key in destination:
+                destination[key] = high_precision(destination[key])
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        before, given = {**self._parameters}, {}
+        for name, old in before.items():
+            if (values := state_dict.get(prefix + name)) is not None:
+                given[prefix + name] = self._float8_loadable(old, values, local_metadata)
+        super()._load_from_state_dict(state_dict | given, prefix, local_metadata, *rest)
+        for name, old in before.items():
+            new: Any = self._parameters.get(name)
+            if new is not None and new is not old:  # by assign=True
+                self._parameters[name] = gathered_like(new, old)
+
+    def __getstate__(self) -> Any:
+        theirs = getattr(super(), "__getstate__", None)  # Python 3.10 has none for all objects
+        state = self.__dict__ if theirs is None else theirs()
+        if not isinstance(state, dict):
+            return state
+        return {name: value for name, value in state.items() if name not in self._float8_not_copied}

@@ -1,0 +1,233 @@
+"""Weights that modules keep in float8 beside the Parameter, until the Parameter is written.
+
+`update_float8_weights` casts each weight once; all of training reads that. Data that are held have
+a mark: version counter, address and strides of the Parameter that they were made of. Each use
+compares; what does not match is cast again: by eager code, which holds the result, in compiled code
+by the op that multiplies. The mark is an attribute of the data. All else failed to reach that op:
+- a tensor on the CPU, which CUDA graphs refuse, or a number, which makes code compile anew;
+- the version counter of the data: it cannot say where the weight lies;
+- an attribute of the scale: Inductor may hand on a copy, as AOTAutograd does of a view.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.torch_version import TorchVersion
+
+from float8.config import CastConfig, ScalingGranularity
+from float8.gemm import Gemm, matmul_of_any_size
+from float8.kernels.runtime.ops import register
+from float8.kernels.runtime.private import dispatch_modes, make_fx_is_on, pre_dispatch_modes
+from float8.products import PRODUCTS
+from float8.quantize import Cast
+from float8.scales import Operand
+
+if TYPE_CHECKING:
+    from float8.linear.functional import Call
+
+_DYNAMO_TELLS = TorchVersion(torch.__version__) >= "2.13"
+"""Whether Dynamo knows export from compilation: that of torch 2.11 takes all for export."""
+
+
+class Held(NamedTuple):
+    """A Parameter, and both layouts of it; backward gets no row data."""
+
+    values: Tensor | Any = None
+    row_data: Tensor | Any = None
+    row_scale: Tensor | Any = None
+    col_data: Tensor | Any = None
+    col_scale: Tensor | Any = None
+
+    def output(
+        self, a: Operand, shape: tuple[int, int], index: Any, call: "Call", dtype: torch.dtype
+    ) -> tuple[Tensor, tuple[Any, ...]]:
+        """Multiply by the row data."""
+        b, gemm = Operand(self.row_data, self.row_scale), call.plan.output
+        if torch.compiler.is_compiling():
+            y = self._times_held(a, b, shape, index, call, False, gemm, dtype)
+        else:
+            y = call.products.output(a, b, shape, *index, gemm=gemm, out_dtype=dtype)
+        return y, (self.values, None, None, self.col_data, self.col_scale)
+
+    def grad_input(
+        self, g: Operand, shape: tuple[int, int], index: Any, call: "Call", dtype: torch.dtype
+    ) -> Tensor:
+        """Multiply by the column data."""
+        b, gemm = Operand(self.col_data, self.col_scale), call.plan.grad_input
+        if torch.compiler.is_compiling():
+            return self._times_held(g, b, shape, index, call, True, gemm, dtype)
+        return call.products.grad_input(  # type: ignore[no-any-return]
+            g, b, shape, *index, gemm=gemm, out_dtype=dtype
+        )
+
+    def _times_held(
+        self, a: Operand, b: Operand, shape: tuple[int, int], index: Any, call: "Call", col: bool,
+        gemm: Any, dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        """Multiply by an op that checks at run time whether the held data are current."""
+        power_of_2 = call.casts.weight.how.power_of_2
+        return TIMES_HELD(  # type: ignore[no-any-return]
+            *a, *b, self.values.detach(), index[0] if index else None,
+            call.products.stored_transposed, *shape, col, power_of_2, *gemm.packed(), dtype,
+        )  # fmt: skip
+
+
+def times_held(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    weight: Tensor,
+    offs: Tensor | None,
+    stored_transposed: bool,
+    M: int,
+    N: int,
+    col: bool,
+    power_of_2: bool,
+    granularity_of_a: str,
+    granularity_of_b: str,
+    use_fast_accum: bool,
+    emulate: bool,
+    powers_of_2: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Multiply row data by data that are held of a weight, or that are cast here if it was written.
+
+    It writes nothing, so a compiler may order calls as it likes. A CUDA graph, which is replayed
+    without this code, captures the cast.
+
+    `b` and `b_scale` are row data, or column data if `col`. `weight` is the Parameter: [N, K],
+    [E, N, K], or [E, K, N] if `stored_transposed`. It is not a view: a compiler may rebuild a view,
+    and the new one misses the version counter. The result is [M, N], for column data [M, K].
+    `power_of_2`: whether the cast of the weight rounds its scales. `offs`: of the experts' rows.
+    """
+    operand, granularity = Operand(b, b_scale), ScalingGranularity(granularity_of_b)
+    products = PRODUCTS[weight.dim()]
+    if _is_capturing(weight) or not is_current(b, weight):
+        scaling: Any = {"scaling_granularity": granularity, "power_of_2": power_of_2}
+        how = CastConfig(target_dtype=b.dtype, **scaling)
+        values = weight.transpose(1, 2) if stored_transposed else weight
+        quantized = products.quantize_weight(values, Cast(how), row=not col, col=col, pad_rows=True)
+        operand = quantized.col if col else quantized.row
+    if offs is None:
+        return matmul_of_any_size(
+            a, a_scale, *operand, M, N, granularity_of_a, granularity_of_b, use_fast_accum, emulate,
+            powers_of_2, out_dtype,
+        )  # fmt: skip
+    settings = granularity_of_a, granularity_of_b, use_fast_accum, emulate, powers_of_2
+    gemm = Gemm.unpacked(*settings)
+    return products.output(  # type: ignore[no-any-return]
+        Operand(a, a_scale), operand, (M, N), offs, gemm=gemm, out_dtype=out_dtype
+    )
+
+
+register(
+    "times_held",
+    times_held,
+    fake=lambda a, *rest: a.new_empty(rest[6:8], dtype=rest[-1]),
+    flops=lambda a, *rest, **_: 2 * a[0] * a[1] * rest[7],
+)
+
+TIMES_HELD = torch.ops.float8.times_held.default
+
+
+@torch.inference_mode(False)  # else it could not be saved for a backward
+@torch.no_grad()
+def hold(values: Tensor, cast: Cast, parameter: Tensor | None = None) -> Held:
+    """Cast a Parameter, or its view `values`, to both layouts; the result has the Parameter."""
+    parameter, products = values if parameter is None else parameter, PRODUCTS[values.dim()]
+    quantized = products.quantize_weight(values, cast, row=True, col=True, pad_rows=True)
+    # `.data`: no views, as experts' may be.
+    row: Any = quantized.row.data.data
+    col: Any = quantized.col.data.data
+    # Keep the storage alive, so that no new tensor gets its address.
+    row._float8_version = col._float8_version = _version_of(parameter), parameter.untyped_storage()
+    return Held(parameter, row, quantized.row.scale, col, quantized.col.scale)
+
+
+def _version_of(weight: Tensor) -> tuple[Any, ...]:
+    """Return what changes when ops write a weight.
+
+    Not what fused optimizers write, nor what goes through `weight.data` or a raw pointer.
+    """
+    return weight._version, weight.data_ptr(), weight.stride()
+
+
+def is_current(data: Tensor, weight: Tensor) -> bool:
+    """Whether data with a mark, no copy of them, are of the values that a weight has now."""
+    mark = getattr(data, "_float8_version", None)
+    return mark is not None and mark[0] == _version_of(weight)
+
+
+def can_be_held(weight: Any) -> bool:
+    """Whether a weight is data in memory with a version counter."""
+    return type(weight) is nn.Parameter and not weight.is_meta and not weight.is_inference()
+
+
+def goes_into_graph(weight: Tensor) -> bool:
+    """Whether operations go into a graph, or an exported program, which would keep float8 data."""
+    exporting = torch.compiler.is_exporting()
+    if torch.compiler.is_compiling():
+        return exporting and (_DYNAMO_TELLS or not torch.compiler.is_dynamo_compiling())
+    tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    tells = dispatch_modes is not None and pre_dispatch_modes is not None
+    no_mode = tells and not dispatch_modes() and not pre_dispatch_modes()
+    return exporting or tracing or (not no_mode and make_fx_is_on()) or _is_capturing(weight)
+
+
+def _is_capturing(weight: Tensor) -> bool:
+    """Whether a CUDA graph is captured, in whose replays nobody compares."""
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+class HoldsWeights(nn.Module):
+    """What `Float8Module` has of held weights."""
+
+    _float8_held: tuple[Held, ...] = ()
+    """The weights that are kept in float8 until they are written; others are cast on the fly."""
+    _float8_attached = 0
+    """The number of optimizers it is attached to; if any is, no sync can be missing."""
+    _float8_why_never_held: ClassVar[str | None] = None
+    """The reason why its weights are cast at each use."""
+
+    def _float8_set_held(self, *held: Held) -> None:
+        self._float8_held = held
+
+    def _float8_held_or_recast(self, parameter: Any, recast: Callable[[], Held]) -> Held | None:
+        """Return what is held of a Parameter, cast again if that was written, or None.
+
+        In compiled code the GEMMs check whether it is current. Evaluation casts the weight as it
+        is: averages are written into `weight.data`, past version counters.
+
+        `recast` casts it into new memory: a backward still to come may read the old data.
+        """
+        for held in self._float8_held:
+            if held.values is parameter:
+                break
+        else:  # FSDP or `functional_call` replaced the Parameter
+            return None
+        if not self.training or goes_into_graph(parameter):
+            return None
+        if torch.compiler.is_compiling() or is_current(held.row_data, parameter):
+            return held
+        fresh = recast()
+        self._float8_held = tuple(fresh if each is held else each for each in self._float8_held)
+        return fresh
+
+    def _float8_attach(self) -> None:
+        """Note that one more optimizer steps the module; the next use casts held weights again."""
+        self._float8_attached += 1
+        for held in self._float8_held:
+            row: Any = held.row_data
+            col: Any = held.col_data
+            row._float8_version = col._float8_version = None
+
+    def _float8_detach(self) -> None:
+        """End one attachment, and what is held."""
+        self._float8_attached, self._float8_held = max(self._float8_attached - 1, 0), ()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self._float8_held = ()
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -1,0 +1,109 @@
+"""Frozen weights that exist in float8 only: cast at the conversion, moved, saved and loaded."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from float8.config import Float8LinearConfig, Float8Weights, ScalingGranularity
+from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
+from float8.products import PRODUCTS
+from float8.quantize import Cast
+from float8.tensor import Float8Tensor, dequantise
+from float8.tensor.wrapper import PLAIN
+
+if TYPE_CHECKING:
+    from float8.linear.plan import LinearPlan
+
+
+class OnlyWeights(nn.Module):
+    """What `Float8Module` has of weights without a master in high precision."""
+
+    _float8_config: Float8LinearConfig
+    _float8_plan: "LinearPlan"
+
+    @property
+    def _float8_keeps_no_master(self) -> bool:
+        """Whether the weights are in float8 only."""
+        return self._float8_config.float8_weights is Float8Weights.ONLY
+
+    def _float8_without_masters(self) -> dict[str, Float8Tensor]:
+        """Return the weights that are in float8 only, by their names."""
+        if "_float8_config" not in vars(self) or not self._float8_keeps_no_master:
+            return {}
+        parameters: Any = self._parameters.items()
+        return {name: x for name, x in parameters if isinstance(x, Float8Tensor)}
+
+    @torch.inference_mode(False)
+    def _float8_drop_state(self) -> None:
+        """Dequantise weights that are in float8 only."""
+        for name, weight in self._float8_without_masters().items():
+            self._parameters[name] = nn.Parameter(dequantise(weight), requires_grad=False)
+
+    @torch.inference_mode(False)
+    def _float8_drop_master(self, *names: str) -> None:
+        """Cast weights that are to be in float8 only, which take the place of the Parameters."""
+        for name in names or ("weight",):
+            quantized = self._float8_quantize_only(getattr(self, name).detach())
+            self._parameters[name] = nn.Parameter(quantized, requires_grad=False)
+
+    def _float8_quantize_only(self, weight: Tensor) -> Float8Tensor:
+        return in_float8_only(weight, self._float8_plan.casts.weight)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # `nn.Module._apply` would dequantise them for another dtype.
+        weights = {name: moved(x, fn) for name, x in self._float8_without_masters().items()}
+        self._parameters.update(dict.fromkeys(weights))
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, weight in weights.items():
+            self._parameters[name] = nn.Parameter(weight, requires_grad=False)
+        return self
+
+    def _float8_loadable(self, old: Any, values: Any, local_metadata: dict[str, Any]) -> Any:
+        """Return values of a checkpoint in float8, if those of `old` are in float8 only, else not.
+
+        Other values are dequantised.
+        """
+        if not self._float8_keeps_no_master:
+            return dequantise(values) if isinstance(values, Float8Tensor) else values
+        # Not a bias, nor what torch says that it does not fit.
+        fits = isinstance(old, Float8Tensor) and getattr(values, "shape", None) == old.shape
+        if type(values) not in PLAIN or not fits or values.dtype not in HIGH_PRECISION_DTYPES:
+            return values
+        if not local_metadata.get("assign_to_params_buffers", False):  # as `copy_` would round
+            values = values.to(old.dtype)
+        return self._float8_quantize_only(values if old.is_meta else values.to(old.device))
+
+
+@torch.inference_mode(False)  # else it could not be saved for a backward
+@torch.no_grad()
+def in_float8_only(weight: Tensor, cast: Cast) -> Float8Tensor:
+    """Return `weight`, [N, K] or [E, N, K] of experts, as a `Float8Tensor`."""
+    if isinstance(weight, Float8Tensor):
+        return weight
+    made = PRODUCTS[weight.dim()].quantize_weight(weight, cast, row=True).row
+    *_, N, K = weight.shape
+    covers, scale, data = cast.how.scaling_granularity, made.scale, made.data[..., :N, :K]
+    if weight.dim() == 3 and covers.width is None:  # experts', of which rows may be alike
+        scale, covers = scale.unsqueeze(-1), ScalingGranularity.AXISWISE
+    if not covers.one_scale:  # runs have scales of padded rows, squares of experts more columns
+        *_, rows, columns = covers.scales(tuple(weight.shape))
+        scale = scale[..., :rows, :columns].contiguous()
+    if data.shape != made.data.shape:  # no part of a tensor: `load_state_dict` writes scales, too
+        data = data.clone(memory_format=torch.contiguous_format)
+    return Float8Tensor(data, scale, weight.dtype, covers)
+
+
+def moved(weight: Float8Tensor, fn: Callable[[Tensor], Tensor]) -> Float8Tensor:
+    """Apply `fn`, as `nn.Module._apply` takes it, to the bits; a new dtype is that it reports."""
+    like = fn(torch.empty((), dtype=weight.dtype, device=weight.device))
+
+    def move(x: Tensor) -> Tensor:
+        bits = torch.uint8 if x.dtype in FLOAT8_MAX else torch.int32
+        made = fn(x.view(bits))
+        # Some change the dtype of integers, too.
+        return made.view(x.dtype) if made.dtype == bits else x.to(like.device)
+
+    data, scale = move(weight._data), move(weight._scale)
+    return Float8Tensor(data, scale, like.dtype, weight._granularity)
