@@ -23,6 +23,7 @@ ROUTER = 16
 """Without a filter, layers with fewer features out stay in high precision: each output decides
 much, as in a router, and a float8 GEMM computes 16 at least."""
 
+CONVERTED = Float8Linear, Float8Experts  # the classes of converted modules
 CHOICE = "_float8_choice"
 """The attribute of a module with its last `Choice`, for the report: a plain tuple, so that a model
 in which nothing was converted can be unpickled without this library."""
@@ -31,10 +32,8 @@ in which nothing was converted can be unpickled without this library."""
 class Choice(NamedTuple):
     """The decision about one linear layer or one module of experts."""
 
-    reason: str | None = None
-    """Why the module stays as it is. None if it is converted, or was in no conversion yet."""
-    chosen_for: str | None = None
-    """The GPU and the model of speed that decided. None if speed was not considered."""
+    reason: str | None = None  # why the module stays; None if it is converted, or not seen yet
+    chosen_for: str | None = None  # the GPU, and how it is modelled; None if speed did not count
 
     @property
     def by_filter(self) -> bool:
@@ -43,10 +42,7 @@ class Choice(NamedTuple):
 
 
 class Chooser:
-    """The arguments of `convert_to_float8_training`, checked, and the decisions they lead to.
-
-    The constructor raises as `convert_to_float8_training` does for its arguments.
-    """
+    """The arguments of `convert_to_float8_training`, checked as there, and their decisions."""
 
     def __init__(
         self,
@@ -63,7 +59,8 @@ class Chooser:
         if isinstance(module_filter_fn, Keep):
             self.keep_reasons = module_filter_fn.reasons(model)
             module_filter_fn = module_filter_fn.module_filter_fn
-        self.model, self.filter, self.tokens = model, module_filter_fn, tokens_per_step
+        self.model, self.tokens = model, tokens_per_step
+        self.filter: Any = module_filter_fn
         self.config = as_config(config)
         self.config_or_none = None if config is None else self.config
         gathers = self.config.enable_fsdp_float8_all_gather and dist.is_available()
@@ -73,20 +70,17 @@ class Chooser:
         self.cuda_graphs, self.head = cuda_graphs, head
         self.classes = tuple(linear_classes) if isinstance(linear_classes, Iterable) else (None,)
         self.experts = {mod for mod in model.modules() if kind_of(mod) is not None}
-        self._check_arguments(gpu, linear_classes)
+        self._check(gpu, cuda_graphs, linear_classes, head)
 
-    def _check_arguments(self, gpu: Any, linear_classes: Any) -> None:
+    def _check(self, gpu: Any, cuda_graphs: Any, linear_classes: Any, head: Any) -> None:
         """Raise a `TypeError` or `ValueError` for arguments that cannot be honored."""
         if self.filter is not None and not callable(self.filter):
-            raise TypeError(
-                f"module_filter_fn: got {type(self.filter).__name__}, expected a function "
-                f"(module, name) -> bool, or None"
-            )
+            got = f"module_filter_fn: got {type(self.filter).__name__}"
+            raise TypeError(f"{got}, expected a function (module, name) -> bool, or None")
         if not isinstance(self.tokens, int) or isinstance(self.tokens, bool):
             raise TypeError(f"tokens_per_step: got {self.tokens!r}, expected an int")
         if self.tokens < 1:
             raise ValueError(f"tokens_per_step: got {self.tokens}, expected at least 1 per forward")
-        cuda_graphs, head = self.cuda_graphs, self.head
         for name, flag in (("cuda_graphs", cuda_graphs), ("head", head)):
             if not isinstance(flag, bool):
                 raise TypeError(f"{name}: got {flag!r}, expected True or False")
@@ -109,7 +103,7 @@ class Chooser:
     def choose(self, mod: nn.Module, fqn: str) -> Choice | None:
         """Return the decision for `mod`, called `fqn`, or None if it has no weight to convert."""
         default_rule: Any = None
-        if isinstance(mod, Float8Linear | Float8Experts):
+        if isinstance(mod, CONVERTED):
             problem = "converted already" if mod._float8_config == self.config else None
         elif mod in self.experts:
             problem, default_rule = unsupported_experts(mod, self.config), self._why_experts_stay
@@ -124,15 +118,13 @@ class Chooser:
         problem = problem or self.keep_reasons.get(mod)
         if self.filter is not None:
             return Choice(problem or self._why_filtered(mod, fqn))
-        is_ours = isinstance(mod, Float8Linear | Float8Experts)
-        chosen_for = None if is_ours else self._chosen_for(mod)
+        chosen_for = None if isinstance(mod, CONVERTED) else self._chosen_for(mod)
         return Choice(problem or (default_rule and default_rule(mod, fqn)), chosen_for)
 
     def _why_filtered(self, mod: nn.Module, fqn: str) -> str | None:
         """Return the reason why the user's filter leaves `mod` out, or None if it takes it."""
-        module_filter_fn: Any = self.filter
         try:
-            answer = module_filter_fn(mod, fqn)
+            answer = self.filter(mod, fqn)
         except AttributeError as error:  # experts have no `in_features`
             if isinstance(mod, nn.Linear):
                 raise
@@ -183,8 +175,8 @@ class Chooser:
         if gpu is None:
             names = " or ".join(f'gpu="{name}"' for name in MEMORY)
             return f"no GPU here: layers of any size are converted; {names} leaves those that lose"
-        narrow = f"layers narrower than {NARROW} stay; float8 plan measures the others"
-        return f"{gpu} is not modelled: {narrow}"
+        others = f"layers narrower than {NARROW} stay; float8 plan measures the others"
+        return f"{gpu} is not modelled: {others}"
 
 
 def all_linears(mod: nn.Module, fqn: str) -> bool:

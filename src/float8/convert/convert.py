@@ -7,15 +7,9 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from float8.checkpoints.schemes import (
-    as_linear,
-    config_for,
-    leave_quantizers,
-    strategy_of,
-    values_dtype,
-)
+from float8.checkpoints import schemes
 from float8.config import ConfigOrRecipe, Float8LinearConfig, require_module
-from float8.convert.choice import CHOICE, DEFAULT_TOKENS, Choice, Chooser
+from float8.convert.choice import CHOICE, CONVERTED, DEFAULT_TOKENS, Choice, Chooser
 from float8.convert.keep import Keep, ModuleFilter
 from float8.experts import Float8Experts, convert_experts, names_to_gather, unsupported_experts
 from float8.kernels.runtime.private import warn
@@ -24,9 +18,6 @@ from float8.linear.source import become, replaced_forward
 from float8.parallel.ddp import tell_ddp_what_to_ignore
 from float8.parallel.fsdp import disable_float8_all_gather, enable_float8_all_gather
 from float8.tensor import Float8GatherWeight, Float8Tensor, is_dtensor, is_fsdp_module, local_tensor
-
-_CONVERTED = Float8Linear, Float8Experts
-"""The classes of converted modules."""
 
 
 def convert_to_float8_training(
@@ -40,19 +31,18 @@ def convert_to_float8_training(
     linear_classes: Collection[type[nn.Linear]] = (),
     head: bool = False,
 ) -> nn.Module:
-    """Convert the linear layers of `module` to `Float8Linear`, in place.
+    """Convert the linear layers of `module` to `Float8Linear`, in place, and return `module`.
 
-    Layers stay the same objects and get another class. Parameters stay the same objects, too,
-    except weights that `Float8Weights.ONLY` replaces. So ties, optimizers, hooks, wrappers and
+    Layers and their Parameters stay the same objects, except weights that `Float8Weights.ONLY`
+    replaces; layers get another class. So ties, optimizers, hooks, wrappers and
     `requires_grad=False` keep working. With `enable_fsdp_float8_all_gather`, weights become
     Parameters of a subclass: convert, then `fully_shard`, then make the optimizer.
-    `conversion_report(module)` lists which layers were converted, and why others were not. If none
-    was, a warning says so. `convert_to_high_precision(module)` is the way back.
+    `conversion_report(module)` lists which layers were converted, and why others were not; a
+    warning says if none was. `convert_to_high_precision(module)` is the way back.
 
-    Subclasses of `nn.Linear` that inherit its forward are converted, too: such a layer is then an
-    instance of both classes. GPT2's `Conv1D` is no `nn.Linear` and is not converted. Experts of
-    transformers 5 and of torchtitan become `Float8Experts`, in place: the three GEMMs for all
-    experts run as in `grouped_linear`.
+    Subclasses of `nn.Linear` that inherit its forward are converted, too, to instances of both
+    classes. GPT2's `Conv1D` is no `nn.Linear` and stays. Experts of transformers 5 and of
+    torchtitan become `Float8Experts`: the three GEMMs of all experts run as in `grouped_linear`.
 
     Layers that another library loaded in float8 (transformers' `FP8Linear`; compressed-tensors by
     channel, tensor or as MXFP8) keep their bytes under `Float8Weights.ONLY`, the default for them.
@@ -68,7 +58,7 @@ def convert_to_float8_training(
     Args:
         module: the model, or a single linear layer.
         module_filter_fn: called as `module_filter_fn(mod, fqn)` for each `nn.Linear` and module of
-            experts that can be converted, or was. Return True to convert it; `all_linears` accepts
+            experts that can be converted, or was. Return True to convert it; `all_linears` takes
             all. Experts have no `in_features`: a filter that reads it leaves them out, as the
             report says. None: the rules above. `keep_high_precision(...)`: except some blocks.
         config: a `Float8LinearConfig`, or the name of a recipe, for example `"delayed"`. None
@@ -83,16 +73,12 @@ def convert_to_float8_training(
             same, `input @ weight.T + bias`. Their forward is replaced.
         head: convert the head, too, if it gains. The loss depends on its logits directly.
 
-    Returns:
-        `module`.
-
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: `tokens_per_step` is less than 1; a recipe or `gpu` is unknown; `gpu`,
-            `cuda_graphs` or `head` comes with a `module_filter_fn`; or the recipe is `mxfp8`
-            without `emulate` and the GPU has no GEMM for it. A weight to be gathered in float8 is a
-            DTensor (convert, then `fully_shard`) or has gradient hooks. A layer already converted
-            cannot take the new config. Nothing is changed then.
+        ValueError: a recipe or `gpu` is unknown; `tokens_per_step` is less than 1; `gpu`,
+            `cuda_graphs` or `head` comes with a `module_filter_fn`; the GPU has no GEMM for
+            `mxfp8`; a weight to be gathered in float8 is a DTensor (convert, then `fully_shard`) or
+            has gradient hooks; or a converted layer cannot take `config`. Nothing is changed then.
     """
     require_module(module, "module")
     arguments = config, module_filter_fn, tokens_per_step, gpu, cuda_graphs, linear_classes, head
@@ -110,12 +96,12 @@ def convert_chosen(chooser: Chooser) -> nn.Module:
             if choice.reason is None:
                 changes[mod] = _prepare(mod, fqn, chooser)
     # From here on the model changes, and nothing raises unless memory runs out.
-    disable_float8_all_gather([mod for mod in changes if isinstance(mod, _CONVERTED)])
+    disable_float8_all_gather([mod for mod in changes if isinstance(mod, CONVERTED)])
     for change in changes.values():
         change()
     if chooser.config.enable_fsdp_float8_all_gather:
         enable_float8_all_gather(module)
-    leave_quantizers(module)
+    schemes.leave_quantizers(module)
     tell_ddp_what_to_ignore(module)
     _switch_fast_path(module)
     for mod, choice in choices.items():
@@ -123,11 +109,11 @@ def convert_chosen(chooser: Chooser) -> nn.Module:
         if choice.by_filter and before.reason and not before.by_filter:
             choice = choice._replace(reason=before.reason)  # it says more
         mod.__dict__[CHOICE] = tuple(choice)
-    if not any(isinstance(mod, _CONVERTED) for mod in choices):
+    if not any(isinstance(mod, CONVERTED) for mod in choices):
         reasons = [*dict.fromkeys(str(choice.reason) for choice in choices.values())][:3]
-        why = "; ".join(reasons) or "it has no nn.Linear"
-        message = f"float8: no layer of {type(module).__name__} was converted: {why}"
-        warn(f"{message}. print(conversion_report(model)) shows each")
+        why = f"was converted: {'; '.join(reasons) or 'it has no nn.Linear'}"
+        do = "print(conversion_report(model)) shows each"
+        warn(f"float8: no layer of {type(module).__name__} {why}. {do}")
     return module
 
 
@@ -137,7 +123,7 @@ swap_linear_with_float8_linear = convert_to_float8_training
 
 def _prepare(mod: Any, fqn: str, chooser: Chooser) -> Callable[[], None]:
     """Return a function that converts `mod`, or raise a `ValueError` if a check fails."""
-    config, is_converted = chooser.config, isinstance(mod, _CONVERTED)
+    config, is_converted = chooser.config, isinstance(mod, CONVERTED)
     if is_converted:
         _require_changeable(mod, fqn, config)
     if config.enable_fsdp_float8_all_gather:
@@ -146,10 +132,11 @@ def _prepare(mod: Any, fqn: str, chooser: Chooser) -> Callable[[], None]:
         return functools.partial(mod._float8_set_up, config)
     if mod in chooser.experts:
         return functools.partial(convert_experts, mod, config)
-    if strategy_of(mod) is not None:  # loaded in float8 by another library
-        config = config_for(mod, chooser.config_or_none)
-        load = functools.partial(as_linear, mod, config, values_dtype(chooser.model))
-        return lambda: become(mod, Float8Linear._float8_made_of(load(), config))
+    if schemes.strategy_of(mod) is not None:  # loaded in float8 by another library
+        config = schemes.config_for(mod, chooser.config_or_none)
+        dtype, as_linear = schemes.values_dtype(chooser.model), schemes.as_linear
+        make = Float8Linear._float8_made_of
+        return lambda: become(mod, make(as_linear(mod, config, dtype), config))
     new = Float8Linear._float8_made_of(mod, config, True)
 
     def convert() -> None:
@@ -161,14 +148,12 @@ def _prepare(mod: Any, fqn: str, chooser: Chooser) -> Callable[[], None]:
 
 
 def convert_to_high_precision(module: nn.Module) -> nn.Module:
-    """Turn each `Float8Linear` of `module` back into a layer of its former class, in place.
+    """Give converted layers and experts of `module` their former classes, and return `module`.
 
-    So for experts. Layers stay the same objects, as do their Parameters, hooks, training mode and
-    attributes, so optimizers and wrappers of the model keep working. A weight that was in float8
-    only becomes a new Parameter, which stays frozen. State of delayed scaling is dropped. A no-op
-    for a model in high precision.
-
-    Returns `module`: the model, or a single `Float8Linear`.
+    Layers stay the same objects, as do their Parameters, hooks, training mode and attributes, so
+    optimizers and wrappers of the model keep working. A weight that was in float8 only becomes a
+    new Parameter, which stays frozen. The state of delayed scaling is dropped. A no-op for a model
+    in high precision. `module` is the model, or a single `Float8Linear`.
 
     Raises:
         TypeError: `module` is no `nn.Module`.
@@ -178,13 +163,13 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     require_module(module, "module")
     layers = []
     for fqn, mod in module.named_modules():
-        if isinstance(mod, _CONVERTED):
+        if isinstance(mod, CONVERTED):
             layers.append(mod)
             _require_changeable(mod, fqn)
     disable_float8_all_gather(layers)
     for mod in module.modules():
         mod.__dict__.pop(CHOICE, None)
-        if isinstance(mod, _CONVERTED):
+        if isinstance(mod, CONVERTED):
             mod._float8_become_high_precision()
     _switch_fast_path(module)
     tell_ddp_what_to_ignore(module)

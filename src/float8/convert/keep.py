@@ -20,10 +20,7 @@ class Keep(NamedTuple):
     module_filter_fn: ModuleFilter | None
 
     def reasons(self, model: nn.Module) -> dict[nn.Module, str]:
-        """Return the modules of `model` that stay in high precision, each with a reason.
-
-        Raises a `ValueError` if the model has no blocks, or no module with one of the names.
-        """
+        """Return the modules that stay, with reasons; raise a `ValueError` if none has a name."""
         reasons: dict[nn.Module, str] = {}
         in_blocks, unused = set[nn.Module](), {*self.names}
         for fqn, mod in model.named_modules(remove_duplicate=False):
@@ -35,10 +32,8 @@ class Keep(NamedTuple):
                     unused.discard(word)
                     reasons[mod] = f"keep_high_precision: named {word!r}"
             blocks = [*mod.children()]
-            is_list = isinstance(mod, nn.ModuleList) or (
-                isinstance(mod, nn.ModuleDict) and all(key.isdecimal() for key in mod)
-            )
-            if mod in in_blocks or not blocks or not is_list:
+            numbered = isinstance(mod, nn.ModuleDict) and all(key.isdecimal() for key in mod)
+            if mod in in_blocks or not blocks or not (isinstance(mod, nn.ModuleList) or numbered):
                 continue
             in_blocks.update(mod.modules())
             for count, argument, kept in (

@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
 from float8.config import Float8Weights, require_module
-from float8.convert.choice import CHOICE, Choice, left_out
+from float8.convert.choice import CHOICE, CONVERTED, Choice, left_out
 from float8.experts import Float8Experts, kind_of, weights_of
 from float8.linear import Float8Linear
 
@@ -27,22 +27,18 @@ _Row = tuple[str, str, str]
 class LayerReport:
     """A linear layer of the model."""
 
-    fqn: str
-    """The name in the model, or `(root)`."""
+    fqn: str  # the name in the model, or `(root)`
     in_features: int
     out_features: int
-    scaling: str | None
-    """The scaling of each tensor, and other settings. None if the layer is not in float8."""
-    skip_reason: str | None
-    """The reason why the layer is not in float8. None if it is."""
+    scaling: str | None  # of each tensor, and other settings; None if it is not in float8
+    skip_reason: str | None  # why it is not in float8; None if it is
 
 
 @dataclass(frozen=True)
 class ExpertsReport(LayerReport):
     """A Parameter with one weight for each expert."""
 
-    experts: int
-    """The number of experts, those of all ranks."""
+    experts: int  # on all ranks
 
 
 @dataclass(frozen=True)
@@ -51,8 +47,7 @@ class OtherWeight:
 
     fqn: str
     shape: tuple[int, ...]
-    module: str
-    """The class of the module that has the weight."""
+    module: str  # the class of the module that has the weight
 
 
 @dataclass(frozen=True)
@@ -165,7 +160,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
         chosen_for[choice.chosen_for] = None
         scaling: str | None = None
         reason: str | None = choice.reason or left_out(fqn)
-        if not isinstance(module, Float8Linear | Float8Experts):
+        if not isinstance(module, CONVERTED):
             reason = reason or "not converted, or turned back into high precision"
         elif not module._float8_config.float8_gemms:
             reason = "all casts of its config are DISABLED"
