@@ -287,8 +287,9 @@ class Float8GemmConfig:
 class Float8LinearConfig:
     """The immutable configuration of `Float8Linear`.
 
-    `input` is [M, K], `weight` [N, K] and `grad_output` [M, N]. The GEMMs are `output = input @
-    weight.T`, `grad_input = grad_output @ weight` and `grad_weight = grad_output.T @ input`.
+    `input` is [M, K], `weight` [N, K] and `grad_output` [M, N]. `gemm_config_*` are the settings of
+    the GEMMs: `output = input @ weight.T`, `grad_input = grad_output @ weight` and `grad_weight =
+    grad_output.T @ input`.
 
     Raises a `TypeError` for a field of the wrong type, and a `ValueError` for a value, or a
     combination of values, that cannot be honored.

@@ -102,24 +102,29 @@ class Chooser:
 
     def choose(self, mod: nn.Module, fqn: str) -> Choice | None:
         """Return the decision for `mod`, called `fqn`, or None if it has no weight to convert."""
-        default_rule: Any = None
+        name_reason: str | None = None
+        judge_size: Any = None
         if isinstance(mod, CONVERTED):
             problem = "converted already" if mod._float8_config == self.config else None
         elif mod in self.experts:
-            problem, default_rule = unsupported_experts(mod, self.config), self._why_experts_stay
+            problem, judge_size = unsupported_experts(mod, self.config), self._why_experts_stay
         elif strategy_of(mod) is not None:  # loaded in float8 by another library
             problem = why_not_taken(mod, config_for(mod, self.config_or_none))
         elif isinstance(mod, nn.Linear):
-            name_decides = self.filter is None and self._why_name_stays(mod, fqn) is not None
-            problem = None if name_decides else unsupported(mod, self.config, self.classes)
-            default_rule = self._why_linear_stays
+            if self.filter is None and self.config.float8_gemms:
+                router = "a router: converted only if a module_filter_fn takes it"
+                is_routing = is_router(mod, fqn, self.experts)
+                name_reason = router if is_routing else left_out(fqn, self.head)
+            problem = None if name_reason else unsupported(mod, self.config, self.classes)
+            judge_size = self._why_linear_stays
         else:
             return None
         problem = problem or self.keep_reasons.get(mod)
         if self.filter is not None:
             return Choice(problem or self._why_filtered(mod, fqn))
         chosen_for = None if isinstance(mod, CONVERTED) else self._chosen_for(mod)
-        return Choice(problem or (default_rule and default_rule(mod, fqn)), chosen_for)
+        reason = problem or name_reason or (judge_size and judge_size(mod, fqn))
+        return Choice(reason, chosen_for)
 
     def _why_filtered(self, mod: nn.Module, fqn: str) -> str | None:
         """Return the reason why the user's filter leaves `mod` out, or None if it takes it."""
@@ -140,21 +145,14 @@ class Chooser:
         return why_experts_slower(module, parent, self.config, self.tokens, self.ranks[1], gpu)
 
     def _why_linear_stays(self, layer: Any, fqn: str) -> str | None:
-        """Return the reason why a layer stays without a filter, or None if it is converted."""
-        if (reason := self._why_name_stays(layer, fqn)) or not self.config.float8_gemms:
-            return reason
+        """Return the reason why a layer stays by its size without a filter, or None."""
+        if not self.config.float8_gemms:
+            return None
         if layer.out_features < ROUTER:
             few = f"N={layer.out_features} is less than {ROUTER}, as a router's"
             return f"{few}: converted only if a module_filter_fn takes it"
         gpu, ranks = self._gpu(layer), self.ranks[0]
         return gpu and why_slower(layer, self.config, self.tokens, ranks, gpu, self.cuda_graphs)
-
-    def _why_name_stays(self, layer: Any, fqn: str) -> str | None:
-        """Return the reason why a linear layer of this name stays without a filter, or None."""
-        if not self.config.float8_gemms:
-            return None
-        router = "a router: converted only if a module_filter_fn takes it"
-        return router if is_router(layer, fqn, self.experts) else left_out(fqn, self.head)
 
     def _gpu(self, mod: nn.Module) -> str | None:
         """Return the GPU for which `mod` is judged; None if there is none, or with `emulate`."""

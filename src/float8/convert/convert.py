@@ -96,7 +96,8 @@ def convert_chosen(chooser: Chooser) -> nn.Module:
             if choice.reason is None:
                 changes[mod] = _prepare(mod, fqn, chooser)
     # From here on the model changes, and nothing raises unless memory runs out.
-    disable_float8_all_gather([mod for mod in changes if isinstance(mod, CONVERTED)])
+    if converted := [mod for mod in changes if isinstance(mod, CONVERTED)]:
+        disable_float8_all_gather(converted)
     for change in changes.values():
         change()
     if chooser.config.enable_fsdp_float8_all_gather:
