@@ -141,8 +141,7 @@ class CastConfig:
             expected = f"{' or '.join(map(str, FLOAT8_MAX))}, or None for the default of the role"
             raise ValueError(f"target_dtype: got {self.target_dtype}, expected {expected}")
         require_types(self)
-        dynamic = self.scaling_type is ScalingType.DYNAMIC
-        if not (dynamic or self.scaling_granularity.one_scale):
+        if self.scaling_type is not ScalingType.DYNAMIC and not self.scaling_granularity.one_scale:
             raise ValueError(
                 f"scaling_granularity: got {self.scaling_granularity} with {self.scaling_type}, "
                 f"expected TENSORWISE: only dynamic scaling has finer scales"
@@ -343,6 +342,9 @@ class Float8LinearConfig:
         if not isinstance(value := force_recompute_fp8_weight_in_bwd, bool):
             raise TypeError(f"force_recompute_fp8_weight_in_bwd: got {value!r}, expected a bool")
         require_types(self)
+        if not self.pad_inner_dim:
+            expected = "True: casts pad all dims; leave layers out by a module_filter_fn"
+            raise ValueError(f"pad_inner_dim: got False, expected {expected}")
         object.__setattr__(self, "_casts", self._resolve_casts())
         for gemm in GEMM_OPERANDS:
             self._check_gemm(gemm)
@@ -415,9 +417,6 @@ class Float8LinearConfig:
 
     def _check_combinations(self) -> None:
         """Raise a `ValueError` for fields that exclude each other."""
-        if not self.pad_inner_dim:
-            do = "leave layers out by a module_filter_fn"
-            raise ValueError(f"pad_inner_dim: got False, expected True: casts pad all dims; {do}")
         widths = {cast.scaling_granularity.width or 0 for cast in self._casts.values()} - {0}
         if len(widths) > 1 and not self.emulate:
             raise ValueError(
@@ -461,8 +460,8 @@ class Float8LinearConfig:
     @functools.cached_property
     def only_on(self) -> tuple[int, ...]:
         """Major compute capabilities of the GPUs with all these GEMMs; (): all with float8."""
-        casts = self.own_casts.values()
-        return max(cast.scaling_granularity.only_on for cast in casts)  # BLACKWELL > HOPPER > ()
+        # Only with `emulate` are there several: BLACKWELL > HOPPER > ().
+        return max(cast.scaling_granularity.only_on for cast in self.own_casts.values())
 
     @property
     def float8_gemms(self) -> tuple[str, ...]:
@@ -484,10 +483,9 @@ class Float8LinearConfig:
 
     @staticmethod
     def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> "Float8LinearConfig":
-        """Return the configuration of a recipe, a new object at each call.
+        """Return the configuration of a `Float8LinearRecipeName` or its value, as `"delayed"`.
 
-        `recipe_name` is a `Float8LinearRecipeName` or its value, for example `"delayed"`. Raises a
-        `ValueError` that lists the known names for any other.
+        A new object at each call. Raises a `ValueError` that lists the known names for any other.
         """
         return copy.deepcopy(_recipe(recipe_name))
 
@@ -532,14 +530,12 @@ RECIPES: dict[str, Float8LinearConfig] = {
 }
 """The recipes by the values of `Float8LinearRecipeName`. Layers share these objects."""
 
-
 _BY_CASTS = {
     (rounded, *replace(config, round_scales_to_power_of_2=rounded)._casts.values()): name
     for name, config in RECIPES.items()
     for rounded in (False, True)
 }
 """The names of recipes by `round_scales_to_power_of_2` and the effective casts under it."""
-
 
 ConfigOrRecipe = Float8LinearConfig | Float8LinearRecipeName | str
 """A configuration, or the name of a recipe."""
