@@ -87,18 +87,18 @@ class Chooser:
         if gpu is not None and self.gpu not in tuple(MEMORY):
             names = f"{', '.join(map(repr, MEMORY))}; leave it out for the GPU here"
             raise ValueError(f"gpu: got {gpu!r}, expected one that is modelled, of {names}")
-        if self.filter is not None and (gpu is not None or cuda_graphs or head):
-            got = f"a module_filter_fn, which decides alone, with {gpu=}, {cuda_graphs=}, {head=}"
-            raise ValueError(f"got {got}; expected none of these beside it")
-        if not all(isinstance(cls, type) and issubclass(cls, nn.Linear) for cls in self.classes):
-            expected = "a list of subclasses of nn.Linear, as [MyLinear]"
-            raise TypeError(f"linear_classes: got {linear_classes!r}, expected {expected}")
         if self.config.only_on == BLACKWELL and not self.config.emulate:
             lacks = [lacks_float8_gemm(x.device, only=BLACKWELL) for x in self.model.parameters()]
             lacks += [gpu and f"{self.gpu} multiplies no 8-bit exponents"]
             if reason := next(filter(None, lacks), None):
                 do = "set emulate=True to compute in high precision on the same values"
                 raise ValueError(f"config: got {self.config.short_str()}, but {reason}; {do}")
+        if self.filter is not None and (gpu is not None or cuda_graphs or head):
+            got = f"a module_filter_fn, which decides alone, with {gpu=}, {cuda_graphs=}, {head=}"
+            raise ValueError(f"got {got}; expected none of these beside it")
+        if not all(isinstance(cls, type) and issubclass(cls, nn.Linear) for cls in self.classes):
+            expected = "a list of subclasses of nn.Linear, as [MyLinear]"
+            raise TypeError(f"linear_classes: got {linear_classes!r}, expected {expected}")
 
     def choose(self, mod: nn.Module, fqn: str) -> Choice | None:
         """Return the decision for `mod`, called `fqn`, or None if it has no weight to convert."""
