@@ -1,6 +1,6 @@
 """Train PyTorch models with 8-bit floating point matrix multiplies.
 
-`convert_to_float8_training(model)` is all that most users need.
+Most users need `convert_to_float8_training(model)` alone.
 """
 
 from importlib import import_module
@@ -50,7 +50,10 @@ __version__ = "0.3.0.dev0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import at first use what needs DTensor, which takes long, and a name of torchao's."""
+    """Import the tensor-parallel styles at first use, as DTensor is slow to import.
+
+    So for `_auto_filter_for_recipe`, a name that torchao's users import.
+    """
     if name == "_auto_filter_for_recipe":
         return getattr(import_module("float8.float8_linear_utils"), name)
     if name not in __all__:

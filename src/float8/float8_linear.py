@@ -1,3 +1,3 @@
-"""`float8.Float8Linear`, in the module of torchao that has it."""
+"""`float8.Float8Linear`, under the module name that torchao has for it."""
 
 from float8.linear import Float8Linear as Float8Linear

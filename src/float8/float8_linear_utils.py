@@ -1,4 +1,4 @@
-"""Functions of converted models, in the module of torchao that has them."""
+"""Functions on models and layers, under the module name that torchao has for them."""
 
 from collections.abc import Callable, Collection
 from typing import Any
@@ -16,23 +16,23 @@ from float8.step import sync_float8_amax_and_scale_history as sync_float8_amax_a
 
 
 def _auto_filter_for_recipe(recipe: ConfigOrRecipe, filter_fqns: Collection[str]) -> ModuleFilter:
-    """Return a filter like the default for this recipe, but for names that contain one of some.
+    """Return a filter with the default rules for `recipe`, except names that contain a filter fqn.
 
-    It takes linear layers alone: of all else, also what is no module, it returns False.
+    The filter returns False for all objects but linear layers, also for those that are no modules.
     """
     chooser = Chooser(nn.Identity(), recipe)
 
-    def takes(mod: nn.Module, fqn: str) -> bool:
+    def module_filter_fn(mod: nn.Module, fqn: str) -> bool:
         if any(name in fqn for name in filter_fqns) or not isinstance(mod, nn.Linear):
             return False
         choice = chooser.choose(mod, fqn)
         return isinstance(mod, Float8Linear) or (choice is not None and choice.reason is None)
 
-    return takes
+    return module_filter_fn
 
 
 def get_float8_layers(model: nn.Module) -> list[Float8Linear]:
-    """Return all converted layers, each once."""
+    """Return the converted linear layers of `model`, each once."""
     return [layer for layer in model.modules() if isinstance(layer, Float8Linear)]
 
 
@@ -42,12 +42,15 @@ def swap_linear_layers(
     *,
     module_filter_fn: ModuleFilter | None = None,
 ) -> nn.Module:
-    """Replace each `nn.Linear` that a filter takes, in place; return `module` or what it became."""
+    """Replace each `nn.Linear` that the filter takes by `from_float_func(layer)`, in place.
+
+    Returns `module`, or its replacement if it is itself such a layer.
+    """
     takes = module_filter_fn or all_linears
     linears = {fqn: mod for fqn, mod in module.named_modules() if isinstance(mod, nn.Linear)}
     new: Any = {mod: from_float_func(mod) for fqn, mod in linears.items() if takes(mod, fqn)}
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
-            if child in new:  # at each place of a shared layer
+            if child in new:  # a shared layer has several parents
                 parent._modules[name] = new[child]
     return new.get(module, module)  # type: ignore[no-any-return]

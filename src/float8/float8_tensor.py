@@ -1,3 +1,3 @@
-"""`float8.Float8Tensor`, in the module of float8_experimental that has it."""
+"""`float8.Float8Tensor`, under the module name that float8_experimental has for it."""
 
 from float8.tensor import Float8Tensor as Float8Tensor

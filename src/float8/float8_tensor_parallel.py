@@ -1,4 +1,4 @@
-"""The styles of tensor parallel, in the module of torchao that has them."""
+"""The styles of tensor parallel, under the module name that torchao has for them."""
 
 from float8.parallel.tensor import Float8ColwiseParallel as Float8ColwiseParallel
 from float8.parallel.tensor import Float8RowwiseParallel as Float8RowwiseParallel

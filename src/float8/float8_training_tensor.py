@@ -1,4 +1,4 @@
-"""`float8.Float8Tensor`, in the module and by the name that torchao has for it."""
+"""`float8.Float8Tensor`, under the module name and class name that torchao has for it."""
 
 from float8.tensor import Float8Tensor as Float8TrainingTensor
 

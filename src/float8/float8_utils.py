@@ -1,6 +1,7 @@
-"""Helpers of torchao with the same meaning here. Those of casts and scales have another.
+"""Helpers that mean the same in torchao, under its module name.
 
-torchao's scales multiply before the cast, those of float8 after it.
+Helpers for casts and scales are left out: torchao's scales are multiplied before the cast, those of
+this library after it.
 """
 
 import torch
@@ -15,6 +16,6 @@ FP8_TYPES = {e4m3_dtype, e5m2_dtype}
 
 @torch.no_grad()
 def compute_error(x: Tensor, y: Tensor) -> Tensor:
-    """Return the SQNR in dB of `y` as an approximation of `x`, both of any shape; 0-dim."""
+    """Return the SQNR of `y` as an approximation of `x`, of the same shape: 0-dim, in dB."""
     norm = torch.linalg.vector_norm
     return 20 * torch.log10(norm(x) / norm(x - y))

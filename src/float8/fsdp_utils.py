@@ -1,4 +1,4 @@
-"""`float8.precompute_float8_dynamic_scale_for_fsdp`, in the module of torchao that has it."""
+"""`float8.precompute_float8_dynamic_scale_for_fsdp`, under torchao's module name."""
 
 from float8.parallel.fsdp import (
     precompute_float8_dynamic_scale_for_fsdp as precompute_float8_dynamic_scale_for_fsdp,

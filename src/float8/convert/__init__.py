@@ -1,1 +1,1 @@
-"""Converting a model, and the report of what was converted."""
+"""Convert a model to float8 and back, and report which layers run in it."""

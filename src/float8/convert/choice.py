@@ -1,4 +1,4 @@
-"""Choose what is converted: what a filter takes, or what float8 makes no slower."""
+"""Decide which modules a conversion changes: by the user's filter, or by names and speed."""
 
 import re
 from collections.abc import Collection, Iterable
@@ -20,30 +20,29 @@ from float8.linear import Float8Linear, unsupported
 DEFAULT_TOKENS = 8192
 
 ROUTER = 16
-"""Layers with fewer features out are left to a `module_filter_fn`: each output decides much, and a
-float8 GEMM computes 16 at least."""
+"""Without a filter, layers with fewer features out stay in high precision: each output decides
+much, as in a router, and a float8 GEMM computes 16 at least."""
 
-KEPT = "_float8_choice"
-"""The attribute in which a layer, or a module of experts, keeps its last `Choice` for the report: a
-plain tuple, so that a model in which nothing is converted can be loaded without this library."""
+CONVERTED = Float8Linear, Float8Experts  # the classes of converted modules
+CHOICE = "_float8_choice"
+"""The attribute of a module with its last `Choice`, for the report: a plain tuple, so that a model
+in which nothing was converted can be unpickled without this library."""
 
 
 class Choice(NamedTuple):
-    """The decision about one layer, or one module of experts."""
+    """The decision about one linear layer or one module of experts."""
 
-    reason: str | None = None
-    """Why it stays as it is; None: it changes, or no conversion has seen it."""
-    chosen_for: str | None = None
-    """For which GPU it was judged, and by what; None: it was not."""
+    reason: str | None = None  # why the module stays; None if it is converted, or not seen yet
+    chosen_for: str | None = None  # the GPU, and how it is modelled; None if speed did not count
 
     @property
     def by_filter(self) -> bool:
-        """Whether a `module_filter_fn` left it."""
+        """Whether a `module_filter_fn` left the module out."""
         return (self.reason or "").startswith("module_filter_fn ")
 
 
 class Chooser:
-    """The arguments of a conversion, and what they decide; the constructor raises as that does."""
+    """The arguments of `convert_to_float8_training`, checked as there, and their decisions."""
 
     def __init__(
         self,
@@ -56,25 +55,28 @@ class Chooser:
         linear_classes: Collection[type[nn.Linear]] = (),
         head: bool = False,
     ) -> None:
-        self.kept: dict[nn.Module, str] = {}
+        self.keep_reasons: dict[nn.Module, str] = {}
         if isinstance(module_filter_fn, Keep):
-            self.kept = module_filter_fn.reasons(model)
+            self.keep_reasons = module_filter_fn.reasons(model)
             module_filter_fn = module_filter_fn.module_filter_fn
-        self.model, self.takes, self.tokens = model, module_filter_fn, tokens_per_step
+        self.model, self.tokens = model, tokens_per_step
+        self.filter: Any = module_filter_fn
         self.config = as_config(config)
-        self.given = None if config is None else self.config
+        self.config_or_none = None if config is None else self.config
         gathers = self.config.enable_fsdp_float8_all_gather and dist.is_available()
         ranks = dist.get_world_size() if gathers and dist.is_initialized() else 1
-        self.ranks = ranks, ranks  # that share the casts of a weight: of a layer, of experts
+        self.ranks = ranks, ranks  # that share the casts of a weight: of linear layers, of experts
         self.gpu: str | None = short_name(gpu)
         self.cuda_graphs, self.head = cuda_graphs, head
         self.classes = tuple(linear_classes) if isinstance(linear_classes, Iterable) else (None,)
         self.experts = {mod for mod in model.modules() if kind_of(mod) is not None}
-        if self.takes is not None and not callable(self.takes):
-            raise TypeError(
-                f"module_filter_fn: got {type(self.takes).__name__}, expected a function "
-                f"(module, name) -> bool, or None"
-            )
+        self._check(gpu, cuda_graphs, linear_classes, head)
+
+    def _check(self, gpu: Any, cuda_graphs: Any, linear_classes: Any, head: Any) -> None:
+        """Raise a `TypeError` or `ValueError` for arguments that cannot be honored."""
+        if self.filter is not None and not callable(self.filter):
+            got = f"module_filter_fn: got {type(self.filter).__name__}"
+            raise TypeError(f"{got}, expected a function (module, name) -> bool, or None")
         if not isinstance(self.tokens, int) or isinstance(self.tokens, bool):
             raise TypeError(f"tokens_per_step: got {self.tokens!r}, expected an int")
         if self.tokens < 1:
@@ -86,12 +88,12 @@ class Chooser:
             names = f"{', '.join(map(repr, MEMORY))}; leave it out for the GPU here"
             raise ValueError(f"gpu: got {gpu!r}, expected one that is modelled, of {names}")
         if self.config.only_on == BLACKWELL and not self.config.emulate:
-            lacks = [lacks_float8_gemm(x.device, only=BLACKWELL) for x in model.parameters()]
+            lacks = [lacks_float8_gemm(x.device, only=BLACKWELL) for x in self.model.parameters()]
             lacks += [gpu and f"{self.gpu} multiplies no 8-bit exponents"]
             if reason := next(filter(None, lacks), None):
                 do = "set emulate=True to compute in high precision on the same values"
                 raise ValueError(f"config: got {self.config.short_str()}, but {reason}; {do}")
-        if self.takes is not None and (gpu is not None or cuda_graphs or head):
+        if self.filter is not None and (gpu is not None or cuda_graphs or head):
             got = f"a module_filter_fn, which decides alone, with {gpu=}, {cuda_graphs=}, {head=}"
             raise ValueError(f"got {got}; expected none of these beside it")
         if not all(isinstance(cls, type) and issubclass(cls, nn.Linear) for cls in self.classes):
@@ -99,101 +101,102 @@ class Chooser:
             raise TypeError(f"linear_classes: got {linear_classes!r}, expected {expected}")
 
     def choose(self, mod: nn.Module, fqn: str) -> Choice | None:
-        """Decide about a module of the model; None: it has no weights that could be in float8."""
-        if isinstance(mod, Float8Linear | Float8Experts):
-            same = mod._float8_config == self.config
-            return self._decide(mod, fqn, "converted already" if same else None)
-        if mod in self.experts:
-            problem = unsupported_experts(mod, self.config)
-            return self._decide(mod, fqn, problem, self._why_no_experts)
-        if strategy_of(mod) is not None:
-            return self._decide(mod, fqn, why_not_taken(mod, config_for(mod, self.given)))
-        if isinstance(mod, nn.Linear):
-            if self.takes is None and self.config.float8_gemms and (left := self._left(mod, fqn)):
-                return self._decide(mod, fqn, None, lambda mod, fqn: left)
-            problem = unsupported(mod, self.config, self.classes)
-            return self._decide(mod, fqn, problem, self._why_no_linear)
-        return None
+        """Return the decision for `mod`, called `fqn`, or None if it has no weight to convert."""
+        name_reason: str | None = None
+        judge_size: Any = None
+        if isinstance(mod, CONVERTED):
+            problem = "converted already" if mod._float8_config == self.config else None
+        elif mod in self.experts:
+            problem, judge_size = unsupported_experts(mod, self.config), self._why_experts_stay
+        elif strategy_of(mod) is not None:  # loaded in float8 by another library
+            problem = why_not_taken(mod, config_for(mod, self.config_or_none))
+        elif isinstance(mod, nn.Linear):
+            if self.filter is None and self.config.float8_gemms:
+                router = "a router: converted only if a module_filter_fn takes it"
+                is_routing = is_router(mod, fqn, self.experts)
+                name_reason = router if is_routing else left_out(fqn, self.head)
+            problem = None if name_reason else unsupported(mod, self.config, self.classes)
+            judge_size = self._why_linear_stays
+        else:
+            return None
+        problem = problem or self.keep_reasons.get(mod)
+        if self.filter is not None:
+            return Choice(problem or self._why_filtered(mod, fqn))
+        chosen_for = None if isinstance(mod, CONVERTED) else self._chosen_for(mod)
+        reason = problem or name_reason or (judge_size and judge_size(mod, fqn))
+        return Choice(reason, chosen_for)
 
-    def _decide(self, mod: Any, fqn: str, problem: str | None, judge: Any = None) -> Choice:
-        """Decide by `problem`, of which no filter need know; by the filter; by `judge` without."""
-        problem = problem or self.kept.get(mod)
-        if self.takes is None:
-            by = None if isinstance(mod, Float8Linear | Float8Experts) else self._chosen_for(mod)
-            return Choice(problem or (judge and judge(mod, fqn)), chosen_for=by)
-        if problem is not None:
-            return Choice(problem)
+    def _why_filtered(self, mod: nn.Module, fqn: str) -> str | None:
+        """Return the reason why the user's filter leaves `mod` out, or None if it takes it."""
         try:
-            taken = self.takes(mod, fqn)
-        except AttributeError as error:  # as of `in_features`, which experts have not
+            answer = self.filter(mod, fqn)
+        except AttributeError as error:  # experts have no `in_features`
             if isinstance(mod, nn.Linear):
                 raise
-            return Choice(f"module_filter_fn raised an AttributeError: {error}")
-        return Choice(None if taken else f"module_filter_fn returned {taken!r}")
+            return f"module_filter_fn raised an AttributeError: {error}"
+        return None if answer else f"module_filter_fn returned {answer!r}"
 
-    def _why_no_experts(self, module: Any, fqn: str) -> str | None:
+    def _why_experts_stay(self, module: Any, fqn: str) -> str | None:
+        """Return the reason why experts stay without a filter, or None if they are converted."""
         gpu = self._gpu(module)
         if (reason := left_out(fqn)) or gpu is None:
             return reason
         parent = self.model.get_submodule(fqn.rpartition(".")[0])
         return why_experts_slower(module, parent, self.config, self.tokens, self.ranks[1], gpu)
 
-    def _left(self, layer: Any, fqn: str) -> str | None:
-        router = "a router: converted only if a module_filter_fn takes it"
-        return router if is_router(layer, fqn, self.experts) else left_out(fqn, self.head)
-
-    def _why_no_linear(self, layer: Any, fqn: str) -> str | None:
+    def _why_linear_stays(self, layer: Any, fqn: str) -> str | None:
+        """Return the reason why a layer stays by its size without a filter, or None."""
         if not self.config.float8_gemms:
             return None
         if layer.out_features < ROUTER:
             few = f"N={layer.out_features} is less than {ROUTER}, as a router's"
             return f"{few}: converted only if a module_filter_fn takes it"
-        gpu, of = self._gpu(layer), (self.config, self.tokens, self.ranks[0])
-        return gpu and why_slower(layer, *of, gpu, self.cuda_graphs)
+        gpu, ranks = self._gpu(layer), self.ranks[0]
+        return gpu and why_slower(layer, self.config, self.tokens, ranks, gpu, self.cuda_graphs)
 
     def _gpu(self, mod: nn.Module) -> str | None:
-        """Return the GPU that `mod` is judged for; None without one, and where it is emulated."""
+        """Return the GPU for which `mod` is judged; None if there is none, or with `emulate`."""
         if self.gpu is None and not self.config.emulate:
             return gpu_for(next((x.device for x in mod.parameters()), torch.device("cpu")))
         return self.gpu
 
     def _chosen_for(self, mod: nn.Module) -> str | None:
-        """Say for which GPU `mod` is judged, and by what; None: speed is not asked for."""
+        """Return a sentence on the GPU for which `mod` is judged; None if speed does not count."""
         if not self.config.float8_gemms or (self.config.emulate and self.gpu is None):
             return None
         gpu = self._gpu(mod)
         if gpu in MEMORY:
-            said = f'gpu="{gpu}"' if self.gpu else "the GPU here"
+            source = f'gpu="{gpu}"' if self.gpu else "the GPU here"
             at = f"modelled as {judged_as(self.config)} at {self.tokens} tokens per forward"
             at += f", casts shared by {self.ranks[0]} ranks" * (self.ranks[0] > 1)
-            return f"chosen for {gpu} ({said}): {at}{', as CUDA graphs' * self.cuda_graphs}"
+            return f"chosen for {gpu} ({source}): {at}{', as CUDA graphs' * self.cuda_graphs}"
         if gpu is None:
             names = " or ".join(f'gpu="{name}"' for name in MEMORY)
             return f"no GPU here: layers of any size are converted; {names} leaves those that lose"
-        narrow = f"layers narrower than {NARROW} stay; float8 plan measures the others"
-        return f"{gpu} is not modelled: {narrow}"
+        others = f"layers narrower than {NARROW} stay; float8 plan measures the others"
+        return f"{gpu} is not modelled: {others}"
 
 
 def all_linears(mod: nn.Module, fqn: str) -> bool:
-    """Take every layer, however slow float8 makes it: a `module_filter_fn`."""
+    """Return True: a `module_filter_fn` that takes all layers, however slow float8 makes them."""
     return True
 
 
 def is_router(linear: Any, fqn: str, experts: Iterable[nn.Module]) -> bool:
-    """Whether a linear layer chooses between the experts of its model, by its name and outputs."""
-    named = any("router" in word or "gate" in word for word in fqn.split(".")[-2:])
+    """Return True if `linear` seems to route tokens: by its name, and one output per expert."""
+    routes = any("router" in word or "gate" in word for word in fqn.split(".")[-2:])
     outputs = getattr(linear, "out_features", None)
-    return named and any(x.experts == outputs for each in experts for x in weights_of(each)[:1])
+    return routes and any(x.experts == outputs for mod in experts for x in weights_of(mod)[:1])
 
 
 def left_out(fqn: str, head: bool = False) -> str | None:
-    """Say why a layer of this name is left to a `module_filter_fn`, or return None.
+    """Return the reason why a layer called `fqn` stays without a filter, or None.
 
-    The head, unless `head` is True: the loss depends on its logits directly, and it is a small part
-    of a large model. And what PEFT trains: low-rank adapters, too small to gain, and copies of
-    layers, so that no state of delayed scaling gets into its checkpoints.
+    The head stays unless `head` is True: the loss depends on its logits directly, and it is a small
+    part of a large model. So does what PEFT trains: low-rank adapters, too small to gain, and
+    copies of layers, in whose checkpoints no state of delayed scaling shall be.
     """
-    wrappers = "module", "model", "base_model"  # the names of a model in what wraps it
+    wrappers = "module", "model", "base_model"  # attributes in which wrappers keep a model
     words = [word for word in plain_name(fqn).split(".") if word not in wrappers]
     if not head and ("lm_head" in words or words == ["output"]):
         return "the head: converted only with head=True, or if a module_filter_fn takes it"
@@ -203,9 +206,9 @@ def left_out(fqn: str, head: bool = False) -> str | None:
 
 
 def gpu_for(device: torch.device) -> str | None:
-    """Return the GPU that weights on `device` are for, by its `short_name`; None: there is none.
+    """Return the `short_name` of the GPU that runs weights on `device`, or None without a GPU.
 
-    Weights on the CPU or the meta device are taken to be on their way to the current GPU.
+    Weights on the CPU or the meta device are expected to move to the current GPU.
     """
     if not torch.cuda.is_available():
         return None
@@ -214,6 +217,6 @@ def gpu_for(device: torch.device) -> str | None:
 
 
 def short_name(gpu: Any) -> Any:
-    """Return the name in `MEMORY` of a GPU, however long its own is; without one, that."""
+    """Return the only key of `MEMORY` that the name `gpu` contains, or `gpu` itself."""
     names = re.findall(rf"({'|'.join(MEMORY)})(?!\w)", gpu.upper() if isinstance(gpu, str) else "")
     return names[0] if len({*names}) == 1 else gpu

@@ -1,4 +1,4 @@
-"""Convert the linear layers of a model to `Float8Linear`, and back."""
+"""Convert linear layers and experts of a model to float8, and back."""
 
 import functools
 from collections.abc import Callable, Collection
@@ -7,15 +7,9 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from float8.checkpoints.schemes import (
-    as_linear,
-    config_for,
-    leave_quantizers,
-    strategy_of,
-    values_dtype,
-)
+from float8.checkpoints import schemes
 from float8.config import ConfigOrRecipe, Float8LinearConfig, require_module
-from float8.convert.choice import DEFAULT_TOKENS, KEPT, Choice, Chooser
+from float8.convert.choice import CHOICE, CONVERTED, DEFAULT_TOKENS, Choice, Chooser
 from float8.convert.keep import Keep, ModuleFilter
 from float8.experts import Float8Experts, convert_experts, names_to_gather, unsupported_experts
 from float8.kernels.runtime.private import warn
@@ -37,25 +31,24 @@ def convert_to_float8_training(
     linear_classes: Collection[type[nn.Linear]] = (),
     head: bool = False,
 ) -> nn.Module:
-    """Turn the linear layers of `module` into `Float8Linear`, in place.
+    """Convert the linear layers of `module` to `Float8Linear`, in place, and return `module`.
 
-    Layers stay the same objects and get another class. Parameters stay the same objects, too,
-    except weights that `Float8Weights.ONLY` replaces. So ties, optimizers, hooks, wrappers and
+    Layers and their Parameters stay the same objects, except weights that `Float8Weights.ONLY`
+    replaces; layers get another class. So ties, optimizers, hooks, wrappers and
     `requires_grad=False` keep working. With `enable_fsdp_float8_all_gather`, weights become
     Parameters of a subclass: convert, then `fully_shard`, then make the optimizer.
-    `conversion_report(module)` lists what was converted, and why the rest was not; a warning tells
-    if nothing was. `convert_to_high_precision(module)` is the way back.
+    `conversion_report(module)` lists which layers were converted, and why others were not; a
+    warning says if none was. `convert_to_high_precision(module)` is the way back.
 
-    Subclasses of `nn.Linear` without a forward of their own are converted, too: the layer is an
-    instance of both then. GPT2's `Conv1D` is not an `nn.Linear`; it is not converted. Experts of
-    transformers 5 and of torchtitan become `Float8Experts`, in place, too: their three GEMMs for
-    all experts run as `grouped_linear` does.
+    Subclasses of `nn.Linear` that inherit its forward are converted, too, to instances of both
+    classes. GPT2's `Conv1D` is no `nn.Linear` and stays. Experts of transformers 5 and of
+    torchtitan become `Float8Experts`: the three GEMMs of all experts run as in `grouped_linear`.
 
-    Layers whose weights others have loaded in float8 (transformers' `FP8Linear`; compressed-tensors
-    by channel, tensor or as MXFP8) keep their bytes under `Float8Weights.ONLY`, the default for
-    them. Any other config dequantises them to Parameters that train. A layer already converted
-    gets the new `config`, and its delayed-scaling state starts again. `nn.TransformerEncoder` is
-    kept off its fast path, which would evaluate in high precision.
+    Layers that another library loaded in float8 (transformers' `FP8Linear`; compressed-tensors by
+    channel, tensor or as MXFP8) keep their bytes under `Float8Weights.ONLY`, the default for them.
+    Any other config dequantizes them to Parameters that train. A layer already converted gets the
+    new `config`, and new state of delayed scaling. `nn.TransformerEncoder` is kept off its fast
+    path, which would evaluate in high precision.
 
     Without a `module_filter_fn`, the head (`lm_head`, or `output` of the model itself), low-rank
     adapters, routers, and layers with fewer than 16 features out stay in high precision. So do
@@ -65,39 +58,35 @@ def convert_to_float8_training(
     Args:
         module: the model, or a single linear layer.
         module_filter_fn: called as `module_filter_fn(mod, fqn)` for each `nn.Linear` and module of
-            experts that can be converted, or was. Return True to convert it; `all_linears` accepts
+            experts that can be converted, or was. Return True to convert it; `all_linears` takes
             all. Experts have no `in_features`: a filter that reads it leaves them out, as the
-            report says. None: those described above. `keep_high_precision(...)`: less some blocks.
+            report says. None: the rules above. `keep_high_precision(...)`: except some blocks.
         config: a `Float8LinearConfig`, or the name of a recipe, for example `"delayed"`. None
             means dynamic tensorwise scaling.
-        tokens_per_step: rows of a layer's input: tokens per forward on one device. Read only
+        tokens_per_step: rows of a layer's input: tokens per forward on one device. Used only
             without a `module_filter_fn`.
-        gpu: `"H100"` or `"H200"`, or the name of one as torch gives it: convert what gains on that
-            GPU, wherever the weights are now. None: what gains on the GPU here.
+        gpu: `"H100"` or `"H200"`, or the name of one as torch gives it: convert layers that gain on
+            that GPU, wherever the weights are now. None: those that gain on the GPU here.
         cuda_graphs: set True if you run CUDA graphs (`mode="reduce-overhead"`): launch cost is then
             ignored when layers are chosen, as it always is for experts.
         linear_classes: subclasses of `nn.Linear` with a forward of their own that computes the
             same, `input @ weight.T + bias`. Their forward is replaced.
         head: convert the head, too, if it gains. The loss depends on its logits directly.
 
-    Returns:
-        `module`.
-
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: a layer is to be gathered in float8, although its weight is a DTensor (convert,
-            then `fully_shard`) or has gradient hooks; or a layer already converted cannot take the
-            new config. Or `tokens_per_step` is less than 1, or a recipe or `gpu` is not known; or
-            `gpu`, `cuda_graphs` or `head` comes with a `module_filter_fn`. Or the recipe is
-            `mxfp8` without `emulate`, and the GPU has no such GEMM. Nothing is changed then.
+        ValueError: a recipe or `gpu` is unknown; `tokens_per_step` is less than 1; `gpu`,
+            `cuda_graphs` or `head` comes with a `module_filter_fn`; the GPU has no GEMM for
+            `mxfp8`; a weight to be gathered in float8 is a DTensor (convert, then `fully_shard`) or
+            has gradient hooks; or a converted layer cannot take `config`. Nothing is changed then.
     """
     require_module(module, "module")
-    how = config, module_filter_fn, tokens_per_step, gpu, cuda_graphs, linear_classes, head
-    return convert_chosen(Chooser(module, *how))
+    arguments = config, module_filter_fn, tokens_per_step, gpu, cuda_graphs, linear_classes, head
+    return convert_chosen(Chooser(module, *arguments))
 
 
 def convert_chosen(chooser: Chooser) -> nn.Module:
-    """Convert what `chooser` takes of its model, as `convert_to_float8_training` does."""
+    """Convert the layers of `chooser.model` that `chooser` chooses, and return the model."""
     module = chooser.model
     choices: dict[nn.Module, Choice] = {}
     changes: dict[nn.Module, Callable[[], None]] = {}
@@ -105,86 +94,85 @@ def convert_chosen(chooser: Chooser) -> nn.Module:
         if (choice := chooser.choose(mod, fqn)) is not None:
             choices[mod] = choice
             if choice.reason is None:
-                changes[mod] = _change(mod, fqn, chooser)
-    # From here on the model changes, and nothing raises but for want of memory.
-    if again := [mod for mod in changes if isinstance(mod, Float8Linear | Float8Experts)]:
-        disable_float8_all_gather(again)
+                changes[mod] = _prepare(mod, fqn, chooser)
+    # From here on the model changes, and nothing raises unless memory runs out.
+    if converted := [mod for mod in changes if isinstance(mod, CONVERTED)]:
+        disable_float8_all_gather(converted)
     for change in changes.values():
         change()
     if chooser.config.enable_fsdp_float8_all_gather:
         enable_float8_all_gather(module)
-    leave_quantizers(module)
+    schemes.leave_quantizers(module)
     tell_ddp_what_to_ignore(module)
-    _leave_fast_path(module)
+    _switch_fast_path(module)
     for mod, choice in choices.items():
-        before = Choice(*mod.__dict__.get(KEPT, ()))
+        before = Choice(*mod.__dict__.get(CHOICE, ()))
         if choice.by_filter and before.reason and not before.by_filter:
-            choice = choice._replace(reason=before.reason)  # which says more
-        mod.__dict__[KEPT] = tuple(choice)
-    if not any(isinstance(mod, Float8Linear | Float8Experts) for mod in choices):
+            choice = choice._replace(reason=before.reason)  # it says more
+        mod.__dict__[CHOICE] = tuple(choice)
+    if not any(isinstance(mod, CONVERTED) for mod in choices):
         reasons = [*dict.fromkeys(str(choice.reason) for choice in choices.values())][:3]
         why = f"was converted: {'; '.join(reasons) or 'it has no nn.Linear'}"
-        told = f"float8: no layer of {type(module).__name__} {why}"
-        warn(f"{told}. print(conversion_report(model)) shows each")
+        do = "print(conversion_report(model)) shows each"
+        warn(f"float8: no layer of {type(module).__name__} {why}. {do}")
     return module
 
 
 swap_linear_with_float8_linear = convert_to_float8_training
-"""`convert_to_float8_training` by the name that float8_experimental gave it."""
+"""The name of `convert_to_float8_training` in float8_experimental."""
 
 
-def _change(mod: Any, fqn: str, chooser: Chooser) -> Callable[[], None]:
-    """Return what will convert `mod`, once all that may be refused, or may fail, has been done."""
-    config, again = chooser.config, isinstance(mod, Float8Linear | Float8Experts)
-    if again:
+def _prepare(mod: Any, fqn: str, chooser: Chooser) -> Callable[[], None]:
+    """Return a function that converts `mod`, or raise a `ValueError` if a check fails."""
+    config, is_converted = chooser.config, isinstance(mod, CONVERTED)
+    if is_converted:
         _require_changeable(mod, fqn, config)
     if config.enable_fsdp_float8_all_gather:
         _require_gatherable(mod, fqn)
-    if again:
+    if is_converted:
         return functools.partial(mod._float8_set_up, config)
     if mod in chooser.experts:
         return functools.partial(convert_experts, mod, config)
-    if strategy_of(mod) is not None:  # others loaded it in float8
-        config = config_for(mod, chooser.given)
-        loaded = functools.partial(as_linear, mod, config, values_dtype(chooser.model))
-        return lambda: become(mod, Float8Linear._float8_made_of(loaded(), config))
+    if schemes.strategy_of(mod) is not None:  # loaded in float8 by another library
+        config = schemes.config_for(mod, chooser.config_or_none)
+        dtype, as_linear = schemes.values_dtype(chooser.model), schemes.as_linear
+        make = Float8Linear._float8_made_of
+        return lambda: become(mod, make(as_linear(mod, config, dtype), config))
     new = Float8Linear._float8_made_of(mod, config, True)
 
-    def change() -> None:
-        if new._float8_keeps_no_master:  # weights are cast one by one: the old one is freed
+    def convert() -> None:
+        if new._float8_keeps_no_master:  # one layer at a time: each frees its master here
             new._float8_drop_master()
         become(mod, new)
 
-    return change
+    return convert
 
 
 def convert_to_high_precision(module: nn.Module) -> nn.Module:
-    """Turn each `Float8Linear` of `module` back into what it was made of, in place.
+    """Give converted layers and experts of `module` their former classes, and return `module`.
 
-    Experts become what they were, too. Layers stay the same objects, as do their Parameters, hooks,
-    training mode and attributes, so optimizers and wrappers of the model keep working. A weight
-    that was in float8 only becomes a new Parameter, which stays frozen. The state of delayed
-    scaling is dropped. Does nothing for a model in high precision.
-
-    Returns `module`: the model, or a single `Float8Linear`.
+    Layers stay the same objects, as do their Parameters, hooks, training mode and attributes, so
+    optimizers and wrappers of the model keep working. A weight that was in float8 only becomes a
+    new Parameter, which stays frozen. The state of delayed scaling is dropped. A no-op for a model
+    in high precision. `module` is the model, or a single `Float8Linear`.
 
     Raises:
         TypeError: `module` is no `nn.Module`.
-        ValueError: a layer has a weight that FSDP2 gathers in float8, or is itself sharded, or
-            parametrized; or one has a `forward` of its own as attribute. Nothing is changed then.
+        ValueError: a layer has a weight that FSDP2 gathers in float8, is itself sharded or
+            parametrized, or has a `forward` as attribute of the instance. Nothing is changed then.
     """
     require_module(module, "module")
     layers = []
     for fqn, mod in module.named_modules():
-        if isinstance(mod, Float8Linear | Float8Experts):
+        if isinstance(mod, CONVERTED):
             layers.append(mod)
             _require_changeable(mod, fqn)
     disable_float8_all_gather(layers)
     for mod in module.modules():
-        mod.__dict__.pop(KEPT, None)
-        if isinstance(mod, Float8Linear | Float8Experts):
+        mod.__dict__.pop(CHOICE, None)
+        if isinstance(mod, CONVERTED):
             mod._float8_become_high_precision()
-    _leave_fast_path(module)
+    _switch_fast_path(module)
     tell_ddp_what_to_ignore(module)
     return module
 
@@ -192,10 +180,10 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
 def _require_changeable(
     mod: Float8Linear | Float8Experts, fqn: str, config: Float8LinearConfig | None = None
 ) -> None:
-    """Raise a `ValueError` if somebody relies on what `mod` is, or it cannot take `config`."""
-    why_not: Any = unsupported if isinstance(mod, Float8Linear) else unsupported_experts
+    """Raise a `ValueError` if the class of `mod` cannot be changed, or not to take `config`."""
+    problem_with: Any = unsupported if isinstance(mod, Float8Linear) else unsupported_experts
     if replaced_forward(mod):
-        got = "a layer with a `forward` of its own as attribute, which holds that of float8"
+        got = "a layer with a `forward` of its own as attribute, which calls that of float8"
         do = "remove it first: accelerate's, by accelerate.hooks.remove_hook_from_submodules(model)"
         do += ", or transformers' own, by forwards_taken_off(model) of this library"
     elif is_fsdp_module(mod):
@@ -203,59 +191,61 @@ def _require_changeable(
         do = "apply it to the block around it"
     elif is_parametrized(mod):
         got, do = "a layer that is parametrized", "remove the parametrization first"
-    elif _fsdp_has_weights(mod):
+    elif _is_gathered_in_float8(mod):
         got = "a weight that FSDP2 gathers in float8"
         do = "make the change before fully_shard, or load a state dict of it into a new model"
-    elif config is not None and (unfit := why_not(mod, config)):
-        got = f"a layer already converted, which cannot take the new config: {unfit}"
+    elif config is not None and (problem := problem_with(mod, config)):
+        got = f"a layer already converted, which cannot take the new config: {problem}"
         do = "leave it out with module_filter_fn"
     else:
         return
-    raise _refused(fqn, got, do)
+    raise _refusal(fqn, got, do)
 
 
 def _require_gatherable(mod: nn.Module, fqn: str) -> None:
-    """Raise a `ValueError` if a weight of `mod` cannot become one that FSDP2 gathers in float8."""
+    """Raise a `ValueError` if FSDP2 could not gather the weights of `mod` in float8."""
     hooks = "_backward_hooks", "_post_accumulate_grad_hooks"
     for weight in map(mod._parameters.get, names_to_gather(mod)):
         if is_dtensor(weight):
             got = "a DTensor as weight, which enable_fsdp_float8_all_gather cannot prepare"
-            raise _refused(fqn, got, "convert the model first, then call fully_shard")
+            raise _refusal(fqn, got, "convert the model first, then call fully_shard")
         if any(getattr(weight, name, None) for name in hooks):
             got = "a weight with gradient hooks, which enable_fsdp_float8_all_gather would lose"
-            raise _refused(fqn, got, "register them on the weight after the conversion")
+            raise _refusal(fqn, got, "register them on the weight after the conversion")
 
 
-def _refused(fqn: str, got: str, do: str) -> ValueError:
-    return ValueError(f"layer {fqn or '(root)'!r}: got {got}, expected one to change; {do}")
+def _refusal(fqn: str, got: str, do: str) -> ValueError:
+    """Return an error about the layer called `fqn`: what was got, and what to do."""
+    return ValueError(f"layer {fqn or '(root)'!r}: got {got}, expected one that can change; {do}")
 
 
-def _fsdp_has_weights(mod: Float8Linear | Float8Experts) -> bool:
-    """Whether FSDP2 gathers a weight in float8: it has shards, or they are gathered now."""
-    parameters: Any = mod._parameters
-    return any(
-        (isinstance(local, Float8GatherWeight) and local is not weight)
-        or (isinstance(local, Float8Tensor) and not mod._float8_keeps_no_master)
-        for weight in map(parameters.get, names_to_gather(mod))
-        for local in [local_tensor(weight)]
-    )
+def _is_gathered_in_float8(mod: Float8Linear | Float8Experts) -> bool:
+    """Return True if FSDP2 has sharded a weight of `mod` for a float8 gather, or gathered it."""
+    for name in names_to_gather(mod):
+        weight: Any = mod._parameters.get(name)
+        local = local_tensor(weight)
+        if isinstance(local, Float8GatherWeight) and local is not weight:
+            return True
+        if isinstance(local, Float8Tensor) and not mod._float8_keeps_no_master:
+            return True
+    return False
 
 
 # ---------------------------------------------------------------- nn.TransformerEncoder
 
 _BEFORE = "_float8_before"
-"""The attribute in which an encoder keeps what a switch was."""
+"""The attribute of an encoder with the former value of its switch."""
 
 _SWITCHES: tuple[tuple[type[nn.Module], str, Any], ...] = (
     (nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0),
     (nn.TransformerEncoder, "use_nested_tensor", False),
 )
-"""Conditions of the fast path that forward takes, which in evaluation reads the weights of
-linear layers and computes in high precision: another model than the one that was trained."""
+"""Attributes, and their values, with which an encoder does not take its fast path. In evaluation
+that path reads the weights of linear layers and computes in high precision, unlike training."""
 
 
-def _leave_fast_path(module: nn.Module) -> None:
-    """Have encoders with converted layers call them in evaluation, too; or no more, without any."""
+def _switch_fast_path(module: nn.Module) -> None:
+    """Turn the fast path of encoders off if they have converted layers, else on again."""
     for mod in module.modules():
         for cls, name, off in _SWITCHES:
             if not isinstance(mod, cls):

@@ -1,4 +1,4 @@
-"""Layers that stay in high precision by their block or by name, whatever else decides."""
+"""Keep chosen layers in high precision, by block or by name, whatever other rules say."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ ModuleFilter = Callable[[nn.Module, str], bool]
 
 
 class Keep(NamedTuple):
-    """The arguments of `keep_high_precision`; a conversion asks which modules of a model stay."""
+    """The arguments of `keep_high_precision`, passed to a conversion as a `module_filter_fn`."""
 
     first: int
     last: int
@@ -20,8 +20,8 @@ class Keep(NamedTuple):
     module_filter_fn: ModuleFilter | None
 
     def reasons(self, model: nn.Module) -> dict[nn.Module, str]:
-        """Return the modules that stay, and why; raise a `ValueError` if an argument keeps none."""
-        kept: dict[nn.Module, str] = {}
+        """Return the modules that stay, with reasons; raise a `ValueError` if none has a name."""
+        reasons: dict[nn.Module, str] = {}
         in_blocks, unused = set[nn.Module](), {*self.names}
         for fqn, mod in model.named_modules(remove_duplicate=False):
             name = plain_name(fqn)
@@ -30,25 +30,25 @@ class Keep(NamedTuple):
             for word in self.names:
                 if any(f".{word}." in path for path in paths):
                     unused.discard(word)
-                    kept[mod] = f"keep_high_precision: named {word!r}"
+                    reasons[mod] = f"keep_high_precision: named {word!r}"
             blocks = [*mod.children()]
             numbered = isinstance(mod, nn.ModuleDict) and all(key.isdecimal() for key in mod)
             if mod in in_blocks or not blocks or not (isinstance(mod, nn.ModuleList) or numbered):
                 continue
             in_blocks.update(mod.modules())
-            for count, where, some in (
+            for count, argument, kept in (
                 (self.first, "first", blocks[: self.first]),
                 (self.last, "last", blocks[::-1][: self.last]),
             ):
-                reason = f"keep_high_precision: {where}={count} of {name}"
-                kept.update((each, reason) for block in some for each in block.modules())
+                reason = f"keep_high_precision: {argument}={count} of {name}"
+                reasons.update((child, reason) for block in kept for child in block.modules())
         if (self.first or self.last) and not in_blocks:
             got = f"keep_high_precision: got first={self.first} and last={self.last} for a model"
             raise ValueError(f"{got} without an nn.ModuleList of blocks; name its layers by names=")
         if unused:
             got = f"keep_high_precision: got names={self.names}, but no module is called"
             raise ValueError(f"{got} {sorted(unused)}; print(model) shows all names")
-        return kept
+        return reasons
 
 
 def keep_high_precision(
@@ -58,18 +58,18 @@ def keep_high_precision(
     names: Iterable[str] = (),
     module_filter_fn: ModuleFilter | None = None,
 ) -> Keep:
-    """Return a `module_filter_fn` that keeps some layers, and some experts, in high precision.
+    """Return a `module_filter_fn` that keeps some layers and experts in high precision.
 
-    All others are left to the rules of `convert_to_float8_training` without a filter, or to
-    `module_filter_fn`.
+    All others are left to `module_filter_fn`, or to the rules of `convert_to_float8_training`
+    without a filter.
 
     Args:
-        first: so many blocks stay at the beginning of each `nn.ModuleList`, or `nn.ModuleDict` with
-            numbers as keys. Lists within a block, as of experts, do not count.
-        last: so many stay at the end of each.
-        names: modules stay if some parts of their name are one of these, as `"down_proj"`,
-            `"mlp.down_proj"` or `"layers.3"`; experts also if one of their weights is called so.
-        module_filter_fn: a filter for the others; None: those rules.
+        first: how many blocks stay at the beginning of each `nn.ModuleList`, or `nn.ModuleDict`
+            with numbers as keys. Lists within a block, as of experts, do not count.
+        last: how many blocks stay at the end of each.
+        names: modules stay if consecutive parts of their name are one of these, as `"down_proj"`,
+            `"mlp.down_proj"` or `"layers.3"`; experts also if one of their weights has that name.
+        module_filter_fn: a filter for the others; None: the rules without a filter.
 
     Raises:
         TypeError: `first` or `last` is no int >= 0, or `names` is no list of strings.

@@ -1,4 +1,4 @@
-"""Report what a conversion did, layer by layer."""
+"""Report which layers of a model run in float8, and why others do not."""
 
 import json
 import math
@@ -12,52 +12,47 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
 from float8.config import Float8Weights, require_module
-from float8.convert.choice import KEPT, Choice, left_out
+from float8.convert.choice import CHOICE, CONVERTED, Choice, left_out
 from float8.experts import Float8Experts, kind_of, weights_of
 from float8.linear import Float8Linear
 
 _NO_MATMUL = (nn.Embedding, nn.EmbeddingBag, _ConvNd, _NormBase, nn.LayerNorm)
-"""Modules whose Parameters of two dims and more are not multiplied as matrices."""
+"""Modules whose weights of two or more dims no GEMM reads as a matrix."""
 
 _Row = tuple[str, str, str]
-"""A name, a shape and what becomes of it: a line of `str(report)`."""
+"""A line of `str(report)`: the name and shape of a weight, and how it runs."""
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One linear layer of the model."""
+    """A linear layer of the model."""
 
-    fqn: str
-    """Its name in the model, or `(root)`."""
+    fqn: str  # the name in the model, or `(root)`
     in_features: int
     out_features: int
-    scaling: str | None
-    """The scaling of its tensors, and other settings; None: it was not converted."""
-    skip_reason: str | None
-    """The reason why it was not converted; None: it was."""
+    scaling: str | None  # of each tensor, and other settings; None if it is not in float8
+    skip_reason: str | None  # why it is not in float8; None if it is
 
 
 @dataclass(frozen=True)
 class ExpertsReport(LayerReport):
-    """The weights of experts in one Parameter."""
+    """A Parameter with one weight for each expert."""
 
-    experts: int
-    """The number of weights of this shape, on all ranks."""
+    experts: int  # on all ranks
 
 
 @dataclass(frozen=True)
 class OtherWeight:
-    """A weight of unknown experts, GPT2's `Conv1D`, `nn.MultiheadAttention` and the like."""
+    """A weight that conversion does not know: of GPT2's `Conv1D`, `nn.MultiheadAttention`, ..."""
 
     fqn: str
     shape: tuple[int, ...]
-    module: str
-    """The class that has it."""
+    module: str  # the class of the module that has the weight
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """All linear layers of a model, converted or not. `str()` gives a readable table.
+    """All linear layers of a model, converted or not. `str()` returns a readable table.
 
     Rows whose names differ only in a number, as those of equal blocks, are merged.
     """
@@ -65,16 +60,16 @@ class ConversionReport:
     layers: tuple[LayerReport, ...]
     """Each `nn.Linear`: `fqn`, `in_features`, `out_features`, `scaling`, `skip_reason`."""
     others: tuple[OtherWeight, ...] = ()
-    """Weights that conversion does not know, in high precision unless `grouped_linear` has them:
-    `fqn`, `shape`, `module` (its class). No vectors, embeddings, norms, convolutions, biases."""
+    """Weights that conversion does not know, in high precision unless `grouped_linear` reads them:
+    `fqn`, `shape`, `module` (a class). No vectors, embeddings, norms, convolutions, biases."""
     chosen_for: tuple[str, ...] = ()
-    """One sentence per GPU, or for a CPU: what chose the layers. Empty with filters."""
+    """For each GPU, or for a CPU, a sentence on how layers were chosen. Empty with filters."""
     experts: tuple[ExpertsReport, ...] = ()
-    """The weights of known experts, converted or not: as `layers`, with `experts`, their number."""
+    """The weights of known experts, converted or not: the fields of `layers`, and `experts`."""
 
     @property
     def share(self) -> float:
-        """The fraction of the elements of all matmul weights that runs in float8, 0 to 1."""
+        """The share in float8 of the elements of all weights that GEMMs read, 0 to 1."""
         in_float8 = all_weights = 0
         for x in (*self.layers, *self.experts):
             size = getattr(x, "experts", 1) * x.in_features * x.out_features
@@ -94,15 +89,15 @@ class ConversionReport:
         return tuple(layer for layer in self.layers if layer.skip_reason is not None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return `share` and all fields in plain dicts, lists, strings and numbers, as of JSON."""
+        """Return `share` and all fields as dicts, lists, strings and numbers that JSON can hold."""
         plain = json.loads(json.dumps(asdict(self), default=int))  # lists for tuples
         return {"share": self.share, **plain}
 
     def __str__(self) -> str:
         count = f"{len(self.converted)} of {len(self.layers)} linear layers"
         if self.experts:
-            there = sum(each.skip_reason is None for each in self.experts)
-            count += f" and {there} of {len(self.experts)} weights of experts"
+            converted = sum(weight.skip_reason is None for weight in self.experts)
+            count += f" and {converted} of {len(self.experts)} weights of experts"
         rows = []
         for layer in (*self.layers, *self.experts):
             fate = layer.scaling or f"skipped: {layer.skip_reason}"
@@ -114,68 +109,63 @@ class ConversionReport:
                 fate = f"not seen: of {other.module}; in float8 if that calls grouped_linear"
             rows.append((other.fqn, str([*other.shape]), fate))
         if rows:
-            rows = [("layer", "[out, in]", "what runs how"), *_numbers_joined(rows)]
+            rows = [("layer", "[out, in]", "what runs how"), *_merged(rows)]
         width = max((len(fqn) for fqn, _, _ in rows), default=0)
-        table = (f"  {fqn:<{width}}  {what:<16} {fate}" for fqn, what, fate in rows)
+        table = (f"  {fqn:<{width}}  {shape:<16} {fate}" for fqn, shape, fate in rows)
         head = f"{count} run in float8, {percent(self.share)} of all matmul weights"
         return "\n".join([head, *self.chosen_for, *table])
 
 
 def percent(share: float) -> str:
-    """Write a fraction in percent: 0.0 and 100.0 are said of nothing and of all alone."""
+    """Return a share as text in percent: `0.0%` only for exactly 0, `100.0%` only for 1."""
     if 0 < share < 5e-4:
         return "<0.1%"
     return ">99.9%" if 0.9995 <= share < 1 else f"{share:.1%}"
 
 
-def _numbers_joined(rows: list[_Row]) -> list[_Row]:
-    """Return rows that go on from each other, as `b.0.a`, `b.1.a`, `b.2.a`, as one, `b.0-2.a`.
+def _merged(rows: list[_Row]) -> list[_Row]:
+    """Merge rows that differ only in one number, counting up: `b.0.a` and `b.1.a` to `b.0-1.a`.
 
-    The last number of a name comes first, so that `b.0.e.0-7` and `b.1.e.0-7` are one, too.
+    The last number of a name is merged first, so that `b.0.e.0-7` and `b.1.e.0-7` merge, too.
     """
-    for at in reversed(range(1 + max(name.count(".") for name, _, _ in rows))):
-        joined: list[_Row] = []
-        awaited: dict[_Row, tuple[int, str]] = {}  # with the place of its run, and how that begins
+    for position in reversed(range(1 + max(name.count(".") for name, _, _ in rows))):
+        merged: list[_Row] = []
+        expected: dict[_Row, tuple[int, str]] = {}  # next row of a run: its index, first number
         for name, shape, fate in rows:
             words = name.split(".")
-            if at >= len(words) or not words[at].isdecimal():
-                joined.append((name, shape, fate))
+            if position >= len(words) or not words[position].isdecimal():
+                merged.append((name, shape, fate))
                 continue
-            number = words[at]
-            place, first = awaited.pop((name, shape, fate), (len(joined), number))
-            words[at] = number if first == number else f"{first}-{number}"
-            joined[place : place + 1] = [(".".join(words), shape, fate)]
-            words[at] = str(int(number) + 1)
-            awaited[".".join(words), shape, fate] = place, first
-        rows = joined
+            number = words[position]
+            index, first = expected.pop((name, shape, fate), (len(merged), number))
+            words[position] = number if first == number else f"{first}-{number}"
+            merged[index : index + 1] = [(".".join(words), shape, fate)]
+            words[position] = str(int(number) + 1)
+            expected[".".join(words), shape, fate] = index, first
+        rows = merged
     return rows
 
 
 def conversion_report(model: nn.Module) -> ConversionReport:
-    """Report what runs in float8 in `model`, what does not, and why.
+    """Return which layers of `model` run in float8, which do not, and why.
 
-    It inspects the modules as they are now: also after partial conversion, deepcopy and wrapping.
+    The modules are inspected as they are now, also after partial conversion, deepcopy and wrapping.
     Raises a `TypeError` if `model` is no `nn.Module`.
     """
     require_module(model, "model")
     layers, others, experts = [], [], []
-    chosen_for: dict[str | None, None] = {}  # in order, each once
+    chosen_for: dict[str | None, None] = {}  # a set in order
     for fqn, module in model.named_modules():
-        choice = Choice(*module.__dict__.get(KEPT, ()))
+        choice = Choice(*module.__dict__.get(CHOICE, ()))
         chosen_for[choice.chosen_for] = None
         scaling: str | None = None
         reason: str | None = choice.reason or left_out(fqn)
-        if not isinstance(module, Float8Linear | Float8Experts):
+        if not isinstance(module, CONVERTED):
             reason = reason or "not converted, or turned back into high precision"
         elif not module._float8_config.float8_gemms:
             reason = "all casts of its config are DISABLED"
         else:
-            casts, config = module._float8_plan.casts, module._float8_config
-            sites = config.own_casts
-            each = [f"{site.value} {getattr(casts, site.value).how.short_str()}" for site in sites]
-            if config.float8_weights is not Float8Weights.ON_THE_FLY:
-                each.append(f"weight {config.float8_weights.value} in float8")
-            scaling, reason = ", ".join(each + ["emulate"] * config.emulate), None
+            scaling, reason = _scaling(module), None
         path = f"{fqn}." if fqn else ""
         if kind_of(module) is not None:
             for name, count, N, K in weights_of(module):
@@ -189,7 +179,18 @@ def conversion_report(model: nn.Module) -> ConversionReport:
     return ConversionReport(tuple(layers), tuple(others), sentences, tuple(experts))
 
 
+def _scaling(module: Float8Linear | Float8Experts) -> str:
+    """Return the casts of a converted module and the settings that change how it runs."""
+    casts, config = module._float8_plan.casts, module._float8_config
+    sites = [site.value for site in config.own_casts]
+    words = [f"{site} {getattr(casts, site).how.short_str()}" for site in sites]
+    if config.float8_weights is not Float8Weights.ON_THE_FLY:
+        words.append(f"weight {config.float8_weights.value} in float8")
+    return ", ".join(words + ["emulate"] * config.emulate)
+
+
 def _other_weights(path: str, module: nn.Module) -> list[OtherWeight]:
+    """Return the Parameters of `module` that a GEMM may read, with `path` before their names."""
     if isinstance(module, _NO_MATMUL) or type(module).__module__ == parametrize.__name__:
         return []
     return [

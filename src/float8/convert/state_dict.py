@@ -1,4 +1,4 @@
-"""Make checkpoints for models that know nothing of float8."""
+"""Make state dicts that load into a model in high precision."""
 
 import contextlib
 from typing import Any
@@ -11,35 +11,36 @@ from float8.tensor import Float8Tensor, dequantise
 
 
 def high_precision_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Return `model.state_dict()` without delayed scaling, all weights in high precision.
+    """Return `model.state_dict()` in high precision, without the state of delayed scaling.
 
     It loads with `strict=True` into the model as it was before the conversion. Raises a
     `TypeError` if `model` is no `nn.Module`.
     """
     require_module(model, "model")
     with contextlib.ExitStack() as stack:
-        # Each layer takes its own keys out again, before a wrapper around it renames them.
+        # Each layer removes its own keys, before a wrapper around it renames them.
         for layer in model.modules():
             if isinstance(layer, Float8Linear):
-                hook = layer.register_state_dict_post_hook(_as_plain)  # type: ignore[no-untyped-call]
+                hook = layer.register_state_dict_post_hook(_to_high_precision)  # type: ignore[no-untyped-call]
                 stack.enter_context(hook)
         state: dict[str, Any] = model.state_dict()
     return state
 
 
 def float8_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Return what `high_precision_state_dict(model)` leaves out: the state of delayed scaling.
+    """Return the state of delayed scaling, which `high_precision_state_dict(model)` leaves out.
 
-    To be saved beside a checkpoint of the plain model; it loads with `strict=False` into the
-    converted one, after that. Raises a `TypeError` if `model` is no `nn.Module`.
+    Save it beside that checkpoint, and load it with `strict=False` into the converted model, after
+    the checkpoint. Raises a `TypeError` if `model` is no `nn.Module`.
     """
-    plain = high_precision_state_dict(model)
-    return {name: x for name, x in model.state_dict().items() if name not in plain}
+    high_precision = high_precision_state_dict(model)
+    return {name: x for name, x in model.state_dict().items() if name not in high_precision}
 
 
-def _as_plain(
+def _to_high_precision(
     layer: Float8Linear, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
+    """Remove the state of delayed scaling, and dequantize the weight; a state dict's hook."""
     for site in layer._float8_delayed:
         for name in site.buffers:
             state_dict.pop(prefix + name, None)

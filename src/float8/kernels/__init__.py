@@ -1,4 +1,4 @@
-"""Kernels with their plain-torch twins, registered as ``torch.ops.float8.*``: one file, one op."""
+"""Triton kernels and their plain-torch twins: one file for each op of ``torch.ops.float8``."""
 
 from float8.kernels.amax import amax
 from float8.kernels.cast import cast, to_float8
