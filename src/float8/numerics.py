@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from float8.autograd import another
+from float8.autograd import new_alias
 from float8.checkpoints.names import plain_name, unwrapped
 from float8.config import require_module
 from float8.experts import Float8Experts, weights_of
@@ -164,7 +164,7 @@ class _SeenInBackward(torch.autograd.Function):
         ctx: Any, y: Tensor, cast: Cast, offs: Any, numbers: Tensor, calls: Tensor
     ) -> Tensor:
         ctx.cast, ctx.offs, ctx.totals = cast, offs, _Totals(numbers, calls)
-        return another(y)
+        return new_alias(y)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:

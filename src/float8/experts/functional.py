@@ -9,7 +9,8 @@ from float8.formats import GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES
 from float8.linear.functional import Call, Linear, autocast_dtype
 from float8.linear.plan import LinearPlan, plan_linear
 from float8.linear.weight import Weight
-from float8.tensor import Float8Tensor
+from float8.tensor import Float8Tensor, is_dtensor
+from float8.tensor.wrapper import PLAIN
 
 
 def grouped_linear(
@@ -99,7 +100,7 @@ def _require(
     """Raise what `grouped_linear` does for its tensors."""
     this = "grouped_linear: got"
     for name, x in (("input", input), ("weight", weight)):
-        if hasattr(x, "device_mesh"):
+        if type(x) not in PLAIN and is_dtensor(x):  # no call for plain ones
             raise TypeError(f"{this} a DTensor as {name}, expected a plain one; call .to_local()")
         if x.dtype not in HIGH_PRECISION_DTYPES:
             expected = ", ".join(map(str, HIGH_PRECISION_DTYPES))

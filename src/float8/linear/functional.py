@@ -5,23 +5,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from float8.autograd import another, computed_before, once_differentiable
+from float8.autograd import computed_before, new_alias, once_differentiable
 from float8.config import ConfigOrRecipe, as_config
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.gemm import grouped_matmul, grouped_outer, matmul, without_padding
 from float8.kernels.runtime.ops import NO_ONNX
-from float8.kernels.runtime.private import (
-    compiled_autograd_is_on,
-    functorch_levels,
-    is_batch_of_gradients,
-    surely,
-)
+from float8.kernels.runtime.private import compiled_autograd_is_on, functorch_levels, surely
 from float8.linear.plan import Casts, LinearPlan, plan_linear
 from float8.linear.weight import TIMES_HELD, Weight
 from float8.quantize import Cast, padded, quantize, recast, to_col
 from float8.scales import Operand, Quantized
-from float8.tensor import Float8Tensor, local_tensor
+from float8.tensor import Float8Tensor, is_dtensor, local_tensor
 from float8.tensor.ranks import SharedTokens, finished
+from float8.tensor.wrapper import PLAIN
 
 _NO_TRANSFORM = (
     " (grad, vmap, jvp, ...), expected one by itself: casts to float8 cannot be transformed; use "
@@ -98,8 +94,9 @@ def apply_linear(
             "compiled autograd, expected one of the two: leave the forward in eager mode, or "
             "compile without compiled autograd, or scale grad_output dynamically"
         )
-    if hasattr(input, "device_mesh") or hasattr(weight, "device_mesh"):
-        which = "weight" if hasattr(weight, "device_mesh") else "input and none as weight"
+    plain = type(input) in PLAIN and type(weight) in PLAIN  # the usual case costs no call
+    if not plain and is_dtensor(input, weight):
+        which = "weight" if is_dtensor(weight) else "input and none as weight"
         raise TypeError(
             f"Float8Linear: got a DTensor as {which}, expected plain tensors, or a Float8Linear "
             f"whose weight and input both are DTensors; use Float8ColwiseParallel or "
@@ -323,7 +320,7 @@ class Linear(torch.autograd.Function):
             y, saved = Linear.compute(input, weight, w, offs, call)
         else:
             y, saved = computed
-            y = another(y)
+            y = new_alias(y)
         ctx.save_for_backward(*saved)
         ctx.call = call
         return y
@@ -332,10 +329,8 @@ class Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Return `grad_input`, dtype of grad_output, and `grad_weight`, dtype of the weight."""
-        if not torch.compiler.is_compiling() and (
-            (functorch_levels is not None and functorch_levels() is not None)
-            or (is_batch_of_gradients is not None and is_batch_of_gradients(grad_output))
-        ):
+        compiling = torch.compiler.is_compiling()
+        if not compiling and functorch_levels is not None and functorch_levels() is not None:
             raise RuntimeError(f"Float8Linear: got a backward within torch.func{_NO_TRANSFORM}")
         call: Call = ctx.call
         plan, casts = call.plan, call.casts

@@ -16,7 +16,7 @@ from float8.linear.source import class_of, problem, shallow_copy
 from float8.linear.state import StatefulLayer
 from float8.linear.weight import hold
 from float8.scales import UNKNOWN_SCALE, DelayedScale
-from float8.tensor import Float8Tensor, local_tensor
+from float8.tensor import Float8Tensor, is_dtensor, local_tensor
 from float8.tensor.ranks import amax_over
 
 
@@ -159,7 +159,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
                 "expected False: it cannot be trained; call convert_to_high_precision(model) first"
             )
         output: Tensor
-        if hasattr(weight, "device_mesh"):
+        if type(weight) is not nn.Parameter and is_dtensor(weight):
             casts, shards = self._float8_casts(weight.device_mesh), self._float8_shards
             output = linear_of_shards(input, weight, self.bias, shards, plan, casts)
         else:
@@ -175,8 +175,8 @@ class Float8Linear(StatefulLayer, nn.Linear):
     @property
     def _float8_sums_over_ranks(self) -> bool:
         """Whether, under tensor parallel, each rank multiplies some of the features."""
-        placements: Any = getattr(self.weight, "placements", None)
-        return placements is not None and placements[-1].is_shard(1)
+        weight: Any = self.weight
+        return is_dtensor(weight) and weight.placements[-1].is_shard(1)
 
     def _float8_casts(self, mesh: Any = None) -> Casts:
         """Bind the casts of the plan to this call, with the state of delayed scaling.

@@ -16,9 +16,9 @@ import torch
 from float8.linear.functional import apply_linear, in_compute_dtype
 from float8.linear.plan import Casts, LinearPlan
 from float8.quantize import Cast
-from float8.tensor import Float8Tensor
+from float8.tensor import Float8Tensor, is_dtensor
 from float8.tensor.float8_tensor import to_float8
-from float8.tensor.ranks import SharedTokens, all_have_some, dtensor_like
+from float8.tensor.ranks import SharedTokens, dtensor_like, every_rank_gets_some
 
 
 class Shards(NamedTuple):
@@ -39,7 +39,7 @@ def linear_of_shards(
     is all that the plan makes of it; a `Float8Tensor` inside is not cast again. The bias is
     Shard(0) with the weight, else Replicate.
     """
-    if not hasattr(input, "placements"):
+    if not is_dtensor(input):
         raise TypeError(
             f"Float8Linear: got an input of type {type(input).__name__} for a weight that is a "
             f"DTensor, expected a DTensor; use a style that prepares it, as Float8ColwiseParallel"
@@ -167,7 +167,7 @@ def dtensor_in_float8(x: Any, weight: Any, plan: LinearPlan, cast: Cast) -> Any:
 def require_parts(shape: torch.Size, dim: int, ranks: int) -> None:
     """Raise a `ValueError` for a weight that ranks cannot share: of rows each needs one or more."""
     size = shape[dim]
-    if size % ranks and (dim == 1 or not all_have_some(size, ranks)):
+    if size % ranks and (dim == 1 or not every_rank_gets_some(size, ranks)):
         expected = "that dim divisible by" if dim else "rows on each of"
         raise ValueError(
             f"Float8Linear: got a weight of shape {tuple(shape)}, to be sharded along dim {dim} "

@@ -16,7 +16,7 @@ from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.private import in_reentrant_checkpoint, warn
 from float8.linear.weight import Float8Module
 from float8.scales import UNKNOWN_SCALE
-from float8.tensor import local_tensor
+from float8.tensor import is_dtensor, local_tensor
 from float8.tensor.ranks import sharding_groups
 
 
@@ -93,7 +93,7 @@ class StatefulLayer(Float8Module):
     def _float8_groups(self) -> tuple[Any, ...]:
         """Return the process groups over which parts of the weight are spread."""
         weight = self.weight
-        return sharding_groups(weight) if hasattr(weight, "device_mesh") else ()
+        return sharding_groups(weight) if is_dtensor(weight) else ()
 
     # ---------------------------------------------------------------- which steps it is in
 

@@ -15,7 +15,7 @@ from float8.linear.plan import plan_linear
 from float8.quantize import scales_of
 from float8.tensor import Float8GatherWeight, Float8Tensor, is_dtensor, local_tensor
 from float8.tensor.gather import CastAhead
-from float8.tensor.ranks import all_ranks_have_some, amax_over, sharding_groups
+from float8.tensor.ranks import amax_over, no_shard_is_empty, sharding_groups
 
 
 def shard_amax(weight: Tensor) -> Tensor | None:
@@ -67,7 +67,7 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
         # will be rounded to is not known.
         ready = isinstance(shard, Float8GatherWeight) and is_dtensor(weight)
         ready = ready and shard.param_dtype is not None and not shard.counted.is_inference()
-        if ready and all_ranks_have_some(weight):
+        if ready and no_shard_is_empty(weight):
             where = sharding_groups(weight), weight.device_mesh.device_type, shard.device
             of_one = alike.setdefault((*where, shard.dtype, shard.param_dtype, shard.how), {})
             of_one[weight] = shard.high_precision
