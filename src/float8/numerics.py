@@ -43,10 +43,7 @@ def as_multiplied(x: Any, weight: Any) -> Any:
 
 
 def parameter_name(experts: nn.Module, weight: Any) -> str:
-    """Return the name of the Parameter whose memory `weight` shares, or "" for a copy.
-
-    Compiled code cannot call it.
-    """
+    """Return the name of the Parameter over the memory of `weight`, or ""; not in compiled code."""
     named = experts.named_parameters(recurse=False)
     return next((name for name, p in named if _address(p) == _address(weight)), "")
 
@@ -57,16 +54,10 @@ def _address(x: Any) -> Any:
 
 @torch.no_grad()
 def measure(x: Any, cast: Cast | None, col: bool = False, offs: Tensor | None = None) -> Tensor:
-    """Return statistics of a cast of `x` [..., C], or of weights [E, N, K], see `kernels.count`.
+    """Return statistics of a cast of `x` [..., C] or [E, N, K], [6] float64: see `kernels.count`.
 
-    Args:
-        x: may be a DTensor or float8; zeros of float8 data count as values that became zero.
-        cast: None counts only the values that are not finite.
-        col: measure the cast to column data.
-        offs: ends of the groups of rows of `x`.
-
-    Returns:
-        [6] float64.
+    They are of column data if `col`. `offs` are the ends of groups of rows. Zeros of an `x` that is
+    in float8 count as values that became zero. Without a cast only non-finite values are counted.
     """
     in_float8 = isinstance(local_tensor(x), Float8Tensor)
     x, cast = of_this_rank(x, cast)
@@ -96,10 +87,10 @@ def measure(x: Any, cast: Cast | None, col: bool = False, offs: Tensor | None = 
 
 
 def over_ranks(rows: Tensor, keys: Sequence[Any], largest: int, group: Any) -> list[list[float]]:
-    """All-reduce `rows` [keys, numbers] over `group`, None for all ranks, and return lists.
+    """All-reduce `rows` [keys, numbers] over `group`, None for all ranks.
 
-    The first `largest` numbers of each row are reduced by maximum, the others by sum. Raises
-    `ValueError` if the ranks have different keys.
+    The first `largest` numbers of each row become maxima, the others sums. Raises `ValueError` if
+    ranks have different keys.
     """
     if dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD if group is None else group
@@ -126,7 +117,7 @@ class _Totals(NamedTuple):
     calls: Tensor  # 0-dim int64, on the CPU: calls of all layers so far in forward, or in backward
 
     def add(self, x: Any, cast: Cast | None, offs: Tensor | None, counted: bool = True) -> None:
-        """Add the statistics of a cast of `x`; only mark its place in the order unless `counted`."""
+        """Add the statistics of a cast of `x`; unless `counted`, only note the order."""
         TALLY(measure(x, cast, offs=offs), *self, counted)
 
 
@@ -148,10 +139,7 @@ class _Observer:
     def __call__(
         self, layer: Any, casts: Casts, x: Any, weight: Any, y: Any, offs: Any = None, own: str = ""
     ) -> Any:
-        """Measure the tensors of a call of `layer`; return its output `y` for further use.
-
-        `own` is the name of the weight in a module of experts.
-        """
+        """Measure the tensors of a call; return `y`. `own` is the name of an experts' weight."""
         compiling, grad = torch.compiler.is_compiling(), torch.is_grad_enabled()
         if offs is not None and not compiling:
             own = own or parameter_name(layer, weight)
@@ -193,21 +181,18 @@ def _remove(layer: Any, observer: _Observer) -> None:
 class Watch(contextlib.ExitStack):
     """Statistics of the casts of a converted model, measured in every n-th step of its training.
 
-    Call `step()` once per optimizer step. A watched step takes longer; others cost nothing. In a
-    watched step a compiled model, and compiled modules in it, run eagerly. Compiled functions that
-    call the model, and an `OptimizedModule` of it, stay compiled, and are compiled a second time
-    for all watched steps. A watch ends with `close()`, at the end of a `with` statement, or when it
-    is garbage-collected. A model may have several. Copies of the model are not watched. See
-    docs/nan_or_drift.md.
+    Call `step()` once per optimizer step. A watched step takes longer; others cost nothing. In it
+    a compiled model, and compiled modules, run eagerly. Compiled functions that call the model, and
+    an `OptimizedModule` of it, are compiled a second time for all watched steps. A watch ends with
+    `close()`, with a `with` statement, or when it is garbage-collected. A model may have several.
+    Copies of the model are not watched. See docs/nan_or_drift.md.
 
     Args:
         model: may be compiled, under FSDP2, tensor parallel or DDP.
         every: 100 watches the steps 100, 200, ...; 1 watches all.
-        group: the `ProcessGroup` of the ranks with these layers, such as those of a pipeline stage;
-            None stands for all ranks.
+        group: the `ProcessGroup` of ranks with these layers, as of a pipeline stage; None: all.
 
-    Raises:
-        TypeError: `model` is no `nn.Module`, or `every` no int >= 1.
+    Raises a `TypeError` if `model` is no `nn.Module`, or `every` no int >= 1.
     """
 
     def __init__(self, model: nn.Module, every: int = 100, *, group: Any = None) -> None:
@@ -221,22 +206,20 @@ class Watch(contextlib.ExitStack):
     def step(self) -> dict[str, float]:
         """Finish a step after its last backward; return its statistics over all ranks.
 
-        `{}` if the step was not watched. Else there are four numbers for each layer, or weight of
-        experts, and role: of `input` and `weight` as cast for the GEMM `output`, of `grad_output`
-        as cast for `grad_input`. Zeros of a tensor that arrives in float8, such as a weight from a
-        float8 all-gather, count as underflow.
+        `{}` if it was not watched. Else four numbers for each layer, or weight of experts, and
+        role: `input` and `weight` as cast for the GEMM `output`, `grad_output` as for `grad_input`.
+        Zeros of tensors that arrive in float8, as gathered weights do, count as underflow.
 
         - `"layers.0.attention.query/input/amax"`: the largest absolute value, NaN if one is NaN.
         - `.../underflow`: the share of nonzero values that become 0.
-        - `.../saturation`: the share of them that saturate, which happens only with delayed scaling.
+        - `.../saturation`: the share of them that saturate: with delayed scaling only.
         - `.../nonfinite`: the share of all values that are NaN or Inf.
 
         The dict is in the order of execution: `input` and `weight` of each layer in the order of
         forward, then each `grad_output` in that of backward. A layer that is called several times
         has the place of its first call, or of the first call with a NaN or Inf.
 
-        Raises:
-            ValueError: the ranks of `group` have different layers.
+        Raises a `ValueError` if the ranks of `group` have different layers.
         """
         self._steps += 1
         self.close()

@@ -2,7 +2,6 @@
 
 import io
 import warnings
-from functools import partial
 
 import pytest
 import torch

@@ -13,12 +13,11 @@ _OURS = "_float8_names_that_ddp_ignores"
 
 
 def tell_ddp_what_to_ignore(module: nn.Module) -> None:
-    """Exclude amaxes, and weights in float8 only, from what DDP copies, if it wraps `module`.
+    """Exclude amaxes, and weights in float8 only, from what DDP sends, for all of `module`.
 
-    Submodules are covered, too. At every forward DDP copies the buffers of rank 0 to all ranks. An
-    amax that another rank recorded since the last sync would be lost. Histories and scales may be
-    copied: a sync leaves them equal, and only rank 0 may have loaded a checkpoint. DDP cannot send
-    float8 weights, so each rank must load them.
+    At every forward DDP copies the buffers of rank 0 to all ranks. An amax that another rank
+    recorded since the last sync would be lost. Histories and scales may be copied: a sync leaves
+    them equal, and maybe only rank 0 loads a checkpoint. Float8 weights each rank must load itself.
     """
     for root in module.modules():
         names = [

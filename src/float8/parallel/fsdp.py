@@ -19,10 +19,7 @@ from float8.tensor.ranks import amax_over, no_shard_is_empty, sharding_groups
 
 
 def shard_amax(weight: Tensor) -> Tensor | None:
-    """Return the amax of this rank's shard, rounded as for the cast, 0-dim float32.
-
-    None if `weight` is no DTensor of `Float8GatherWeight`s.
-    """
+    """Return the amax of a shard that is gathered in float8, 0-dim float32; else None."""
     local = local_tensor(weight)
     if local is weight or not isinstance(local, Float8GatherWeight):
         return None
@@ -42,9 +39,8 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
 
     A scale is used until the weight is written: by an optimizer's step, an op on the Parameter or
     on a view of it, loading, or a write into a tensor of a state dict. Call it again after writes
-    that cannot be detected: through NumPy or a raw pointer, through `.data` of tensors in state
-    dicts, by `torch._foreach_*` on DTensors in state dicts, and by fused optimizers and
-    `torch.distributed` on both kinds of tensor.
+    that go unnoticed: through NumPy or a raw pointer, `.data` of tensors in state dicts,
+    `torch._foreach_*` of DTensors in them, fused optimizers and `torch.distributed` on both kinds.
 
     Raises:
         TypeError: `model` is no `nn.Module`.
@@ -56,10 +52,9 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
         if not isinstance(layer, Float8Linear):
             continue
         weight: Any = layer.weight
-        config = layer._float8_plan.casts.weight.how
-        dynamic = config.scaling_type is ScalingType.DYNAMIC
-        one_scale = config.scaling_granularity.one_scale
-        if not (dynamic and one_scale and layer._float8_config.enable_fsdp_float8_all_gather):
+        cast = layer._float8_plan.casts.weight.how
+        dynamic = cast.scaling_type is ScalingType.DYNAMIC and cast.scaling_granularity.one_scale
+        if not (dynamic and layer._float8_config.enable_fsdp_float8_all_gather):
             continue
         shard = local_tensor(weight)
         if isinstance(shard, Float8Tensor):
@@ -101,9 +96,8 @@ def enable_float8_all_gather(module: nn.Module) -> None:
         if gathers and not isinstance(local_tensor(weight), Float8GatherWeight):
             grouped = weight.dim() == 3
             kind = GatherExperts if grouped else Float8GatherWeight
-            cast_config = plan_linear(config, grouped=grouped).casts.weight.how
-            # `.data` is no view that keeps a reference to the weight.
-            new_tensors[weight] = kind(weight.data, cast_config)
+            cast = plan_linear(config, grouped=grouped).casts.weight
+            new_tensors[weight] = kind(weight.data, cast.how)  # a view would refer to the weight
     _replace_contents(new_tensors, users)
 
 
@@ -127,10 +121,9 @@ def _users(modules: Iterable[nn.Module]) -> dict[Any, list[tuple[nn.Module, str]
 def _replace_contents(
     new_tensors: dict[Any, Tensor], users: dict[Any, list[tuple[nn.Module, str]]]
 ) -> None:
-    """Give each weight the content `new_tensors[weight]`, its gradient and its own attributes.
+    """Swap each weight with `new_tensors[weight]`; it stays the same object, with its gradient.
 
-    The weight stays the same object. Where torch cannot swap it, because something refers to it,
-    its `users` get a new Parameter, and a warning says so.
+    Where torch cannot, as something refers to the weight, `users` get a new one, with a warning.
     """
     ours, new_objects = {*Float8GatherWeight.__annotations__, "_is_param"}, 0
     for old, tensor in new_tensors.items():

@@ -11,10 +11,7 @@ from float8.tensor import Float8Tensor, is_dtensor, local_tensor
 
 
 def mesh_device_type(weights: Iterable[Any]) -> str | None:
-    """Return the device type of the mesh of the first DTensor in `weights`, None without one.
-
-    With CPU offload it differs from the device of the weights.
-    """
+    """Return the device type of a mesh that shards `weights`, which may be offloaded, or None."""
     return next((mesh.device_type for mesh in _meshes(weights)), None)
 
 
@@ -26,15 +23,12 @@ def _meshes(tensors: Iterable[Any]) -> set[Any]:
 
 
 def _require_whole_weights(shard_groups: Iterable[Any], synced: list[int], what: str) -> None:
-    """Raise `ValueError` if one of `shard_groups` has ranks that are not among the ranks `synced`.
-
-    They hold parts of one weight, and would get different scales.
-    """
+    """Raise `ValueError` if ranks that hold parts of one weight are not all in `synced`."""
     for ranks in map(dist.get_process_group_ranks, shard_groups):
         if not set(ranks) <= set(synced):
             raise ValueError(
-                f"group: got {what} {synced}, but parts of a weight are on ranks {ranks}, which share "
-                f"its scales; give a group of all ranks that train on parts of the same batch"
+                f"group: got {what} {synced}, but parts of a weight are on ranks {ranks}, which "
+                f"share its scales; give a group of all ranks that train on parts of the same batch"
             )
 
 
@@ -43,9 +37,8 @@ def sync_groups(
 ) -> tuple[Any, ...]:
     """Return the process groups over which a sync reduces the amaxes of layers with `weights`.
 
-    `group` None stands for the mesh of the weights, or else of the tensors `others`, or else all
-    ranks. `shard_groups` are the groups whose ranks hold parts of one weight. Raises `TypeError` or
-    `ValueError` if these do not fit.
+    `group` None stands for the mesh of the weights, else that of `others`, else all ranks. The
+    ranks of each of `shard_groups` hold parts of one weight. Raises if `group` cannot be used.
     """
     if group is not None:
         if not isinstance(group, dist.ProcessGroup):
@@ -88,4 +81,4 @@ def unlike(texts: Sequence[str], groups: Sequence[Any], device: torch.device) ->
     mine = [int.from_bytes(digest[:7], "big") for digest in digests] + [0] * (count - len(texts))
     largest = maxima(mine + [-x for x in mine])
     equal = [most == -least for most, least in zip(largest[:count], largest[count:], strict=True)]
-    return None if all(equal) else [x for x, is_equal in zip(texts, equal, strict=False) if not is_equal]
+    return None if all(equal) else [x for x, same in zip(texts, equal, strict=False) if not same]

@@ -1,4 +1,4 @@
-"""Styles of `parallelize_module` that communicate in float8.
+"""Tensor parallel: styles of `parallelize_module` that communicate in float8.
 
 Tokens that are sharded over ranks (sequence parallel) are quantized, then gathered as bytes, in
 forward and backward; in high precision if the plan of the layer does not allow it. A scale per
@@ -61,7 +61,7 @@ class Float8RowwiseParallel(RowwiseParallel):
 
 
 class PrepareFloat8ModuleInput(PrepareModuleInput):
-    """`PrepareModuleInput` that quantizes inputs once for all layers of a module, then gathers them.
+    """`PrepareModuleInput` that quantizes inputs once for all layers, then gathers them.
 
     Args:
         **layouts: the arguments of `PrepareModuleInput`: `input_layouts`, `desired_input_layouts`,
@@ -69,9 +69,6 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         float8_dtype: the format to which the layers cast their input; None skips this check.
         fwd_config_submodule_fqn: name, within the module, of the `Float8Linear` whose cast of the
             input is used. With None all layers of the module must have the same.
-
-    Applied to a module, it raises `TypeError` if there is no `Float8Linear`, and `ValueError` if
-    the casts of the layers, or `float8_dtype`, differ.
     """
 
     def __init__(
@@ -140,10 +137,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 def _quantize(
     module: nn.Module, names: list[str], mesh: DeviceMesh, input: Any, placement: Placement | None
 ) -> Any:
-    """Quantize `input` as the first layer of `names` that reads it and has all `in_features`.
-
-    Return it unchanged if there is none: positions, masks and the like.
-    """
+    """Quantize `input` as the first layer that reads it with all `in_features`; else return it."""
     shape = getattr(input, "shape", ())
     if placement is None or not shape:
         return input

@@ -73,6 +73,7 @@ class Float8Tensor(Wrapper):
         amax: Tensor | None = None,
         requires_grad: bool | None = None,
     ) -> "Float8Tensor":
+        """Check the arguments, and make a tensor of them."""
         if requires_grad is not None and isinstance(data, Float8Tensor):
             return nn.Parameter(data, requires_grad)  # type: ignore[return-value]
         if scale is None:
@@ -83,9 +84,8 @@ class Float8Tensor(Wrapper):
         if scale.dtype != torch.float32:
             raise TypeError(f"scale: got dtype {scale.dtype}, expected torch.float32")
         if orig_dtype not in HIGH_PRECISION_DTYPES:
-            raise TypeError(
-                f"orig_dtype: got {orig_dtype}, expected one of {HIGH_PRECISION_DTYPES}"
-            )
+            expected = f"one of {HIGH_PRECISION_DTYPES}"
+            raise TypeError(f"orig_dtype: got {orig_dtype}, expected {expected}")
         contiguous = data.dim() > 1 and (data.is_contiguous() or data.mT.is_contiguous())
         if not (granularity.one_scale or contiguous):
             raise ValueError(
@@ -189,11 +189,11 @@ class Float8Tensor(Wrapper):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Size in bytes of the data, the scales and the amax."""
-        return sum(x.nbytes for x in self._inner_tensors().values())
+        return sum(x.nbytes for x in self._tensors().values())
 
     @property
     def _scaling(self) -> str:
-        """Granularity for messages, followed by " by columns" or " transposed" if it is so."""
+        """Granularity, for messages, with the order of the dims if that is another."""
         layout = " by columns" if self._has_column_scales else " transposed"
         return f"{self._granularity}{layout * self._is_transposed}"
 
@@ -223,8 +223,7 @@ class Float8Tensor(Wrapper):
         if handler := _HANDLERS.get(func.name()):
             return handler(func, args, kwargs)
         # In inference mode torch has not decomposed compound ops.
-        result = func.decompose(*args, **kwargs)
-        if result is not NotImplemented:
+        if (result := func.decompose(*args, **kwargs)) is not NotImplemented:
             return result
         if func.is_view:
             return _view(func, args, kwargs)
@@ -240,7 +239,7 @@ class Float8Tensor(Wrapper):
 def to_float8(x: Tensor, cast: Cast) -> Float8Tensor:
     """Quantize `x`, of any shape, under one scale or one for each row; differentiable.
 
-    With delayed scaling the result carries the amax of `x`: the layers that read it record it.
+    With delayed scaling the result carries the amax, which the layers that read it record.
     """
     granularity, amax = cast.how.scaling_granularity, None
     if cast.state is not None:
@@ -270,7 +269,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def dequantise(x: Float8Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return `data * scale` in float32, rounded to `dtype` (the original one if None); no autograd."""
+    """Return `data * scale` in float32, rounded to `dtype` or the original dtype; no autograd."""
     operand, dtype = Operand(x._data, x._scale), dtype or x._orig_dtype
     if not (x._granularity.by_blocks and x._is_transposed):
         return dequantised_by_kernel(operand, x._granularity, dtype)
@@ -316,7 +315,7 @@ def _scales_of_views(func: Any, x: Float8Tensor, views: Any, args: list[Any]) ->
 
 
 def _reshape_scale(func: Any, x: Float8Tensor, view: Tensor, *_: Any) -> Tensor | None:
-    """Reshape the scale as `view`; None unless `view` has all dims along which scales are shared."""
+    """Reshape the scale as `view`; None if `view` splits or joins a dim that shares scales."""
     sizes = [*view.shape]
     for dim, (size, scales) in enumerate(zip(x.shape, x._scale.shape, strict=True)):
         if size != scales:
@@ -380,7 +379,7 @@ def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if dtype not in (None, x._orig_dtype):
         return func(dequantise(x), dtype=dtype, **kwargs)
     rest = {k: v for k, v in kwargs.items() if k != "memory_format"}
-    inner = x._inner_tensors().values()
+    inner = x._tensors().values()
     copy = x._like(*[func(tensor, **(kwargs if tensor is x._data else rest)) for tensor in inner])
     if x._granularity.by_blocks and copy.stride() != x.stride() and x._is_transposed:
         raise _refusal(func, x, " for a copy with other strides")
@@ -400,9 +399,8 @@ def _require_same_kind(op: str, *tensors: Any, same_scale: bool = False) -> None
         records = f"with{'out' * (x._amax is None)} an amax to record"
         kinds[f"{x._data.dtype} {dtype}under {x._scaling} {records}"] = x
     if len(kinds) > 1:
-        got = " and of ".join(kinds)
-        do = "call .to_original_precision() first"
-        raise ValueError(f"{op}: got Float8Tensors of {got}, expected equal ones; {do}")
+        got = f"got Float8Tensors of {' and of '.join(kinds)}, expected equal ones"
+        raise ValueError(f"{op}: {got}; call .to_original_precision() first")
     # Views of one tensor share the scale object; comparing values of others waits for a GPU.
     first, *others = (x._scale for x in tensors)
     if same_scale and not all(scale is first or torch.equal(scale, first) for scale in others):
@@ -445,7 +443,7 @@ def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if target.shape != source.shape:
         got, expected = tuple(source.shape), tuple(target.shape)
         raise ValueError(f"copy_: got shape {got}, expected shape {expected}")
-    for name, inner in target._inner_tensors().items():
+    for name, inner in target._tensors().items():
         if whole or name == "_data":
             inner.copy_(getattr(source, name), *rest)
     return target
@@ -468,10 +466,7 @@ def _run_dequantized(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _gather_or_exchange(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run a functional all-gather or all-to-all on the bytes, and gather the scales of rows.
-
-    It waits at once: a compiler looks for the wait on the tensor that was sent.
-    """
+    """Run a functional all-gather or all-to-all on data as bytes, and on scales of rows; wait."""
     x, *rest = args
     rows = x._has_row_scales and func.name().endswith("into_tensor")
     if not rows and not x._granularity.one_scale:
@@ -493,7 +488,7 @@ def _broadcast_or_scatter(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             f"covers nothing else, since the scale is overwritten, too; clone() it first"
         )
     work: Any = None
-    for name in written._inner_tensors():
+    for name in written._tensors():
         if work is not None:  # torch waits for the last one
             work.wait()
         inner = [getattr(x, name) for x in (written, *sent)]
@@ -520,14 +515,12 @@ _OPS: dict[Any, tuple[str, ...]] = {
     lambda func, args, kwargs: args[0].storage(): ("aten::view.dtype",),
     # `distribute_tensor` calls these two.
     _broadcast_or_scatter: ("c10d::broadcast_", "c10d::scatter_"),
-    # `redistribute` and `full_tensor` of DTensors call these, and wait for their results.
-    _gather_or_exchange: (
-        "_c10d_functional::all_gather_into_tensor",
-        "_c10d_functional::all_to_all_single",
+    # `redistribute` and `full_tensor` of DTensors call these.
+    _gather_or_exchange: tuple(
+        f"_c10d_functional::{name}" for name in ("all_gather_into_tensor", "all_to_all_single")
     ),
-    lambda func, args, kwargs: args[0]: (
-        "_c10d_functional::wait_tensor",
-        "_c10d_functional::_wrap_tensor_autograd",
+    lambda func, args, kwargs: args[0]: tuple(
+        f"_c10d_functional::{name}" for name in ("wait_tensor", "_wrap_tensor_autograd")
     ),
 }
 _HANDLERS = {name: handler for handler, names in _OPS.items() for name in names}

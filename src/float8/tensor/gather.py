@@ -60,8 +60,8 @@ class Float8GatherWeight(Wrapper):
     how: CastConfig  # pickled under this name
     counted: Tensor
     param_dtype: torch.dtype | None = None
-    """Dtype of the `MixedPrecisionPolicy`, to which shards are rounded before the cast. None until
-    the first gather. Views and copies inherit it, because FSDP2 copies shards on some ranks only."""
+    """Dtype of the `MixedPrecisionPolicy`, to which shards are rounded before the cast; None until
+    the first gather. Views and copies inherit it: FSDP2 copies shards on some ranks only."""
     _ahead: tuple[Any, CastAhead | None] = None, None
     """Versions of the weight, see `_versions`, and what was computed of its values then."""
     _tensor_names = ("_inner",)
@@ -69,6 +69,7 @@ class Float8GatherWeight(Wrapper):
 
     @staticmethod
     def __new__(cls, inner: Tensor, how: CastConfig, counted: Tensor | None = None) -> Any:
+        """Wrap `inner`, which lies in the memory of `counted` if that is given."""
         self: Any = cls._wrap(inner, inner.dtype)
         self._inner, self.how = inner, how
         self.counted = inner if counted is None else counted
@@ -129,10 +130,7 @@ class Float8GatherWeight(Wrapper):
             self._ahead = self._versions(weight), ahead
 
     def can_keep_casts(self, weight: Any) -> bool:
-        """Return whether a cast of `self`, the shard of `weight`, stays valid until it is written.
-
-        No write changes the version of an empty shard. Its rank would skip the next all-reduce.
-        """
+        """Return whether all ranks see writes: else some would skip the next all-reduce."""
         return no_shard_is_empty(weight)
 
     def keep_if_held(self, quantized: CastAhead, weight: Any, module: Any) -> None:
@@ -164,14 +162,12 @@ class Float8GatherWeight(Wrapper):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
-        """Return the tensors to all-gather, and the metadata for `fsdp_post_all_gather`.
+        """Return the shard as float8 bytes, padded to the rows of the largest shard, and metadata.
 
-        The shard is quantized, viewed as `uint8` and padded to the rows of the largest shard. It is
-        sent in `param_dtype`, with a warning, if its scales cannot be sent.
+        If its scales cannot be sent, it is sent in `param_dtype`, and a warning says so.
         """
         dtype, rows = mp_policy.param_dtype or self.dtype, self.shape[0]
-        # Only shards along dim 0 are padded. They are `torch.chunk`s: all but the last that has
-        # rows are as long as the first.
+        # Shards along dim 0 are the pieces of `torch.chunk`: the first is the largest.
         if rows != outer_size[0] and self.shape[1:] == outer_size[1:]:
             rows = -(-outer_size[0] // mesh.size())
         # Weights that stay gathered after an evaluation in inference mode are used in training.
@@ -186,7 +182,7 @@ class Float8GatherWeight(Wrapper):
             return self._to_send(outer_size, rows, mesh, module, dtype)
 
     def _why_not_in_float8(self, size: torch.Size, rows: int, mesh: Any) -> str | None:
-        """Return why finer scales cannot be sent with shards of `rows` rows, or None if they can."""
+        """Return why scales cannot be sent with shards of `rows` rows, or None if they can."""
         granularity = self.how.scaling_granularity
         if granularity.one_scale:
             return None
@@ -210,14 +206,15 @@ class Float8GatherWeight(Wrapper):
         owner.param_dtype = dtype  # from now on scales can be computed ahead
         delayed = config.scaling_type is ScalingType.DELAYED
         kept = None if delayed else owner.kept(weight)
-        quantized, amax = kept, None
+        one_scale, quantized, amax = config.scaling_granularity.one_scale, kept, None
         if quantized is None or quantized.data is None:
             if delayed:
                 cast, amax = self._delayed_cast(module)
             elif kept is not None:
                 cast = Cast(config, scale=kept.scale.to(shard.device))  # which may be offloaded
             else:
-                cast = self._with_reduction(Cast(config), weight)
+                reduce = amax_over(sharding_groups(weight)) if one_scale else None
+                cast = Cast(config, reduce=reduce)
             data, scale = quantize(shard, cast, row=True, via=dtype).row
             if data.shape != shard.shape:  # padded for a GEMM
                 data = data[: shard.shape[0], : shard.shape[1]]
@@ -226,36 +223,30 @@ class Float8GatherWeight(Wrapper):
                 owner.keep_if_held(quantized, weight, module)
         scale = quantized.scale
         sent = padded_shard(quantized.data.contiguous().view(torch.uint8), rows)
-        if not config.scaling_granularity.one_scale and mesh.size() > 1:
+        if not one_scale and mesh.size() > 1:
             return (sent, scale.contiguous().view(torch.uint8)), GatherInfo(size)
         before = kept is not None and kept.data is None and kept.scale is scale
         return (sent,), GatherInfo(size, scale, amax, on_gather_stream=not before)
 
-    def _with_reduction(self, cast: Cast, weight: Any) -> Cast:
-        """Return `cast` so that one scale comes from the amax of all shards of `weight`."""
-        if not self.how.scaling_granularity.one_scale:
-            return cast
-        return cast._replace(reduce=amax_over(sharding_groups(weight)))
-
     def _delayed_cast(self, module: Any) -> tuple[Cast, Tensor]:
         """Return a cast with the scale of the last sync, and the amax of the shard that it records.
 
-        `module` records that in each forward in training; the sync reduces it over ranks.
+        `module` records that amax at each forward in training, and the sync reduces it over ranks.
         """
-        amax = self._inner.new_zeros((), dtype=torch.float32)
+        amax, reduce = self._inner.new_zeros((), dtype=torch.float32), None
         if module._float8_knows_weight_scale():
-            scale = module.get_buffer(CastSite.WEIGHT.scale).to(self._inner.device)
-            return Cast(self.how, DelayedScale(scale, amax), record=True), amax
-        state = DelayedScale(torch.full_like(amax, UNKNOWN_SCALE), amax)
-        return self._with_reduction(Cast(self.how, state, record=True), module.weight), amax
+            scale = module.get_buffer(CastSite.WEIGHT.scale).to(amax.device)
+        else:
+            scale = torch.full_like(amax, UNKNOWN_SCALE)
+            reduce = amax_over(sharding_groups(module.weight))
+        return Cast(self.how, DelayedScale(scale, amax), record=True, reduce=reduce), amax
 
     def fsdp_post_all_gather(
         self, received: tuple[Tensor, ...], info: GatherInfo, dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Return the weight as a `Float8Tensor` [N, K] over the gathered bytes, without a copy.
 
-        With `out`, the result of an earlier call whose memory FSDP2 has filled again, update the
-        scale and amax of `out` instead.
+        `out` is the result of an earlier call, whose memory was filled again: it is updated.
         """
         size, scale, amax, on_gather_stream = info
         for x in (scale, amax) if on_gather_stream else ():
@@ -311,10 +302,7 @@ def padded_shard(x: Tensor, rows: int) -> Tensor:
 # Tensors that are made in inference mode have no version counters.
 @torch.inference_mode(False)
 def high_precision(x: Tensor) -> Tensor:
-    """Return a plain tensor for a `Float8GatherWeight`, or a DTensor of plain ones for its DTensor.
-
-    It shares memory and version counter with `x`. Anything else is returned unchanged.
-    """
+    """Return a plain view of a `Float8GatherWeight`, or DTensor of it, with its version counter."""
     local = local_tensor(x)
     if not isinstance(local, Float8GatherWeight):
         return x
@@ -327,7 +315,7 @@ def high_precision(x: Tensor) -> Tensor:
 
 
 def gathered_like(new: Any, old: Tensor | None) -> nn.Parameter:
-    """Return the Parameter `new` as one that FSDP2 gathers as `old`; unchanged if `old` is plain."""
+    """Return `new` as a Parameter that FSDP2 gathers as `old`; unchanged if `old` is plain."""
     template, values = local_tensor(old), local_tensor(new)
     if not isinstance(template, Float8GatherWeight) or isinstance(values, Float8GatherWeight):
         return new  # type: ignore[no-any-return]

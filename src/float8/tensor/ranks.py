@@ -1,7 +1,6 @@
 """Helpers for tensors that ranks share: DTensors, amaxes of whole tensors, tokens of all ranks.
 
-DTensors and FSDP2's modules are recognized by their attributes, since importing these classes takes
-long. Compilers trace this code.
+DTensors and FSDP2 are known by their attributes: they import slowly. Compilers trace this code.
 """
 
 import functools
@@ -17,10 +16,7 @@ from float8.scales import Operand
 
 
 class SharedTokens(NamedTuple):
-    """The layout of a tensor [..., C] that is sharded evenly along a leading dim.
-
-    Seen as rows [R, C], R = all leading dims flattened, each rank holds R / ranks of them.
-    """
+    """The layout of rows [R, C], R = all leading dims flattened, one of which is sharded evenly."""
 
     group: str  # name of the process group
     ranks: int  # number of ranks in it
@@ -65,12 +61,9 @@ def finished(x: Tensor) -> Tensor:
     return torch.ops.aten._unsafe_view.default(x, x.shape)  # type: ignore[no-any-return]
 
 
-def is_dtensor(*values: Any) -> bool:
-    """Return whether one of `values` is a DTensor. Nothing else in the library decides that."""
-    for x in values:
-        if hasattr(x, "device_mesh"):
-            return True
-    return False
+def is_dtensor(x: Any, y: Any = None) -> bool:
+    """Return whether `x`, or `y`, is a DTensor."""
+    return hasattr(x, "device_mesh") or hasattr(y, "device_mesh")
 
 
 def local_tensor(x: Any) -> Any:
@@ -79,7 +72,7 @@ def local_tensor(x: Any) -> Any:
 
 
 def dtensor_like(local: Any, like: Any) -> Any:
-    """Return a DTensor of which `local` is this rank's part, with shape and placements of `like`."""
+    """Return a DTensor of the shape and placements of `like`; `local` is this rank's part."""
     whole = {"shape": like.shape, "stride": like.stride(), "run_check": False}
     return type(like).from_local(local, like.device_mesh, like.placements, **whole)
 
@@ -101,11 +94,9 @@ def sharding_groups(x: Any) -> tuple[Any, ...]:
 
     FSDP2 with tensor parallel has two; the amax of the whole tensor is the maximum over both.
     """
-    mesh, groups = x.device_mesh, []
-    for dim, placement in enumerate(x.placements):
-        if not placement.is_replicate() and mesh.size(dim) > 1:
-            groups.append(mesh.get_group(dim))
-    return tuple(groups)
+    mesh, placed = x.device_mesh, enumerate(x.placements)
+    dims = [dim for dim, placement in placed if not placement.is_replicate() and mesh.size(dim) > 1]
+    return tuple([mesh.get_group(dim) for dim in dims])
 
 
 def every_rank_gets_some(size: int, ranks: int) -> bool:
@@ -123,10 +114,9 @@ def no_shard_is_empty(x: Any) -> bool:
 
 
 def amax_over(groups: Iterable[Any], device_type: str | None = None) -> Callable[[Tensor], Tensor]:
-    """Return a function that all-reduces amaxes, float32 of any shape, to maxima over `groups`.
+    """Return a function that all-reduces float32 amaxes of any shape to maxima over `groups`.
 
-    The groups reduce on devices of `device_type`, None for that of the amaxes. Offloaded amaxes
-    need it.
+    The groups reduce on `device_type`, as amaxes may be offloaded; None: where the amaxes are.
     """
     names = tuple([group.group_name for group in groups])
     return functools.partial(_amax_over, names, device_type)

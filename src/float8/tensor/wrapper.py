@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from float8.formats import FLOAT8_MAX
 
 PLAIN: tuple[type, ...] = (Tensor, nn.Parameter)
-"""Types of tensors that are no subclasses with a meaning of their own: no DTensors, no wrappers."""
+"""Types of tensors that are data in memory and nothing else: no DTensors, no wrappers."""
 
 _tensor_data: Any = Tensor.data
 
@@ -19,9 +19,9 @@ _tensor_data: Any = Tensor.data
 class Wrapper(torch.Tensor):
     """A tensor subclass that holds plain tensors and other fields.
 
-    Copies, pickles and compilers carry over only the attributes that a subclass names in
-    `_tensor_names` and `_context`. The constructor takes them by these names without leading
-    underscores. The first tensor has the shape of the subclass; the others may be None.
+    Copies, pickles and compilers keep only the attributes that a subclass names in `_tensor_names`
+    and `_context`. Its constructor takes them by these names without leading underscores. The first
+    tensor has its shape; the others may be None.
     """
 
     _tensor_names: ClassVar[tuple[str, ...]]
@@ -39,12 +39,12 @@ class Wrapper(torch.Tensor):
             device=inner.device,
         )
 
-    def _inner_tensors(self) -> dict[str, Tensor]:
+    def _tensors(self) -> dict[str, Tensor]:
         """Return the plain tensors that are not None, by the names of their attributes."""
         return {name: x for name in self._tensor_names if (x := getattr(self, name)) is not None}
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        return [*self._inner_tensors()], {name.lstrip("_"): getattr(self, name) for name in self._context}
+        return [*self._tensors()], {name.lstrip("_"): getattr(self, name) for name in self._context}
 
     @classmethod
     def __tensor_unflatten__(
@@ -53,7 +53,7 @@ class Wrapper(torch.Tensor):
         return cls(**{name.lstrip("_"): x for name, x in inner.items()}, **context)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        fields = {**self._inner_tensors(), **self.__tensor_flatten__()[1]}
+        fields = {**self._tensors(), **self.__tensor_flatten__()[1]}
         shown = ", ".join(f"{name.lstrip('_')}={value!r}" for name, value in fields.items())
         return f"{type(self).__name__}({shown})"
 
@@ -72,18 +72,18 @@ class Wrapper(torch.Tensor):
 
     def share_memory_(self) -> "Wrapper":
         """Move the inner tensors to shared memory, in place."""
-        for x in self._inner_tensors().values():
+        for x in self._tensors().values():
             x.share_memory_()  # type: ignore[no-untyped-call]
         return self
 
     def is_shared(self) -> bool:
         """Return whether all inner tensors are in shared memory."""
-        return all(x.is_shared() for x in self._inner_tensors().values())  # type: ignore[no-untyped-call]
+        return all(x.is_shared() for x in self._tensors().values())  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         inner = {  # pickle cannot store float8
             name: (x.view(torch.uint8) if x.dtype in FLOAT8_MAX else x, x.dtype)
-            for name, x in self._inner_tensors().items()
+            for name, x in self._tensors().items()
         }
         context, is_parameter = self.__tensor_flatten__()[1], isinstance(self, nn.Parameter)
         return _rebuild, (type(self), inner, context, self.requires_grad, is_parameter)
@@ -105,7 +105,7 @@ class Wrapper(torch.Tensor):
         """Return the key of this tensor in the cache of AOTAutograd, alike in all processes."""
         described = [
             (name, x.dtype, x.device, tuple(x.shape), x.stride(), x.requires_grad)
-            for name, x in self._inner_tensors().items()
+            for name, x in self._tensors().items()
         ]
         key = repr((described, self.__tensor_flatten__()[1], self.requires_grad))
         return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
@@ -117,7 +117,6 @@ class Wrapper(torch.Tensor):
 def _rebuild(
     cls: Any, inner: dict[str, Any], context: Any, requires_grad: bool, is_parameter: bool
 ) -> Tensor:
-    """Make the tensor that `Wrapper.__reduce_ex__` has pickled."""
     fields = {name: x.view(dtype) for name, (x, dtype) in inner.items()}
     tensor: Tensor = cls.__tensor_unflatten__(fields, context, None, None)
     if is_parameter:
