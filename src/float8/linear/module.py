@@ -160,7 +160,8 @@ class Float8Linear(StatefulLayer, nn.Linear):
             )
         output: Tensor
         if type(weight) is not nn.Parameter and is_dtensor(weight):
-            casts, shards = self._float8_casts(weight.device_mesh), self._float8_shards
+            mesh: Any = weight.device_mesh  # type: ignore[attr-defined]
+            casts, shards = self._float8_casts(mesh), self._float8_shards
             output = linear_of_shards(input, weight, self.bias, shards, plan, casts)
         else:
             casts = self._float8_casts() if self._float8_delayed else plan.casts

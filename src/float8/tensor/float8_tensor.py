@@ -422,7 +422,7 @@ def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     data = func([piece._data for piece in pieces], *rest, **kwargs)
     if rows:
         return first._like(data, func([piece._scale for piece in pieces], *rest, **kwargs))
-    whole = first._like(data, first._scale.clone())  # `copy_` into a piece must not change it
+    whole = first._like(data, first._scale.clone())  # `copy_` writes it in place
     if first._amax is not None:
         whole._amax = torch.stack([piece._amax for piece in pieces]).amax()
     return whole
