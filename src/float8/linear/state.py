@@ -93,7 +93,8 @@ class StatefulLayer(Float8Module):
     def _float8_groups(self) -> tuple[Any, ...]:
         """Return the process groups over which parts of the weight are spread."""
         weight = self.weight
-        return sharding_groups(weight) if is_dtensor(weight) else ()
+        plain = type(weight) is nn.Parameter  # the usual case costs no call
+        return () if plain or not is_dtensor(weight) else sharding_groups(weight)
 
     # ---------------------------------------------------------------- which steps it is in
 
