@@ -1,6 +1,6 @@
 """Helpers that the autograd functions of this library share.
 
-`compute` of each multiplies, and lists what backward reads; `forward` saves that.
+`compute` of each function runs the GEMMs, and lists what backward reads; `forward` saves that.
 """
 
 import functools
@@ -12,21 +12,21 @@ from torch import Tensor
 
 
 def computed_before(function: Any, *args: Any) -> Any:
-    """Return `function.compute(*args)`, for compiled code, which hands it on to `function.apply`.
+    """Return `function.compute(*args)`, without gradients, to be handed to `function.apply`.
 
-    All that compiled code computes is traced before the autograd function, whose forward then only
-    saves. Inside an autograd function torch 2.11 loses the recompute tags of
+    Only for compiled code: what it computes is then traced before the autograd function, whose
+    forward just saves it. Inside of an autograd function torch 2.11 loses the recompute tags of
     `torch.utils.checkpoint`: it kept the outputs of GEMMs.
     """
     with torch.no_grad():
         return function.compute(*args)
 
 
-def another(x: Tensor) -> Tensor:
-    """Return `x` as another tensor, without a copy: as what an autograd function may return.
+def new_alias(x: Tensor) -> Tensor:
+    """Return a new tensor over the memory of `x`, which autograd does not treat as a view.
 
-    When one returns what it was given, the gradients that torch 2.11's Dynamo traces for it are
-    zero.
+    An autograd function must not return its input itself: Dynamo of torch 2.11 then traces
+    gradients of zero.
     """
     return torch.ops.aten._unsafe_view.default(x, x.shape)  # type: ignore[no-any-return]
 
@@ -35,7 +35,7 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 def once_differentiable(backward: Backward) -> Backward:
-    """Wrap `backward` as torch's decorator of this name, with an error that says what to do."""
+    """Decorate `backward` as torch's `once_differentiable`, with an error that says what to do."""
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
@@ -45,13 +45,13 @@ def once_differentiable(backward: Backward) -> Backward:
             return results
         # A dummy that requires grad, so that the results are never constants, as `grads` may be.
         dummy = torch.zeros((), requires_grad=True)
-        return _Refusing.apply(len(grads), dummy, *grads, *results)  # type: ignore[no-any-return, no-untyped-call]
+        return _NotDifferentiable.apply(len(grads), dummy, *grads, *results)  # type: ignore[no-any-return, no-untyped-call]
 
     return wrapper
 
 
-class _Refusing(torch.autograd.Function):
-    """Return the last tensors as functions of the first ones, whose derivative is refused."""
+class _NotDifferentiable(torch.autograd.Function):
+    """Return `tensors[count:]` as functions of all other tensors; their derivative raises."""
 
     @staticmethod
     def forward(ctx: Any, count: int, dummy: Tensor, *tensors: Any) -> tuple[Any, ...]:

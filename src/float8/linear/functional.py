@@ -5,16 +5,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from float8.autograd import another, computed_before, once_differentiable
+from float8.autograd import computed_before, new_alias, once_differentiable
 from float8.config import ConfigOrRecipe, as_config
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.kernels.runtime.ops import NO_ONNX
-from float8.kernels.runtime.private import (
-    compiled_autograd_is_on,
-    functorch_levels,
-    is_batch_of_gradients,
-    surely,
-)
+from float8.kernels.runtime.private import compiled_autograd_is_on, functorch_levels, surely
 from float8.linear.plan import Casts, LinearPlan, plan_linear
 from float8.linear.weight import InFloat8, OnTheFly, Weight
 from float8.products import Dense
@@ -279,7 +274,7 @@ class Linear(torch.autograd.Function):
             y, saved = Linear.compute(input, weight, w, index, call)
         else:
             y, saved = computed
-            y = another(y)
+            y = new_alias(y)
         ctx.save_for_backward(*saved)
         ctx.call = call
         return y
@@ -288,10 +283,8 @@ class Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Return `grad_input`, dtype of grad_output, and `grad_weight`, dtype of the weight."""
-        if not torch.compiler.is_compiling() and (
-            (functorch_levels is not None and functorch_levels() is not None)
-            or (is_batch_of_gradients is not None and is_batch_of_gradients(grad_output))
-        ):
+        compiling = torch.compiler.is_compiling()
+        if not compiling and functorch_levels is not None and functorch_levels() is not None:
             raise RuntimeError(f"Float8Linear: got a backward within torch.func{_NO_TRANSFORM}")
         call: Call = ctx.call
         plan, casts, products, dtype = call.plan, call.casts, call.products, grad_output.dtype

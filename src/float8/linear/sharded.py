@@ -23,7 +23,7 @@ from float8.quantize import Cast, padded, quantize, to_col
 from float8.scales import Operand, Quantized
 from float8.tensor import Float8Tensor
 from float8.tensor.float8_tensor import to_float8
-from float8.tensor.ranks import SharedTokens, all_have_some, dtensor_like, finished
+from float8.tensor.ranks import SharedTokens, dtensor_like, every_rank_gets_some, finished
 
 
 class Shards(NamedTuple):
@@ -235,7 +235,7 @@ def dtensor_in_float8(x: Any, weight: Any, plan: LinearPlan, cast: Cast) -> Any:
 def require_parts(shape: torch.Size, dim: int, ranks: int) -> None:
     """Raise a `ValueError` for a weight that ranks cannot share: of rows each needs one or more."""
     size = shape[dim]
-    if size % ranks and (dim == 1 or not all_have_some(size, ranks)):
+    if size % ranks and (dim == 1 or not every_rank_gets_some(size, ranks)):
         expected = "that dim divisible by" if dim else "rows on each of"
         raise ValueError(
             f"Float8Linear: got a weight of shape {tuple(shape)}, to be sharded along dim {dim} "

@@ -1,1 +1,1 @@
-"""Training on several devices: float8 all-gather under FSDP2, and amaxes across ranks."""
+"""Training on several devices: FSDP2, tensor parallel, DDP, and groups that share amaxes."""

@@ -1,4 +1,4 @@
-"""Buffers and weights that DistributedDataParallel must leave alone."""
+"""Settings and checks for models under `DistributedDataParallel`."""
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -8,17 +8,16 @@ from float8.kernels.runtime.private import goes_on_without_inputs
 from float8.linear import Float8Linear
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
-"""The attribute of the wrapped module in which DDP looks up the names of what it leaves alone."""
+"""Attribute of the wrapped module in which DDP finds names that it neither sends nor reduces."""
 _OURS = "_float8_names_that_ddp_ignores"
 
 
 def tell_ddp_what_to_ignore(module: nn.Module) -> None:
-    """Have DDP leave the amaxes of each rank alone, whichever part of `module` it wraps.
+    """Exclude amaxes, and weights in float8 only, from what DDP sends, for all of `module`.
 
-    At every forward DDP copies rank 0's buffers to all ranks. Histories and scales, which a sync
-    leaves equal everywhere, may be copied (and shall be, where only rank 0 loads a checkpoint),
-    but an amax that another rank recorded since the last sync would be lost. Nor can it send
-    weights that are in float8 only: each rank must load them.
+    At every forward DDP copies the buffers of rank 0 to all ranks. An amax that another rank
+    recorded since the last sync would be lost. Histories and scales may be copied: a sync leaves
+    them equal, and maybe only rank 0 loads a checkpoint. Float8 weights each rank must load itself.
     """
     for root in module.modules():
         names = [
@@ -30,20 +29,20 @@ def tell_ddp_what_to_ignore(module: nn.Module) -> None:
                 *(names_to_gather(layer) if layer._float8_keeps_no_master else ()),
             )
         ]
-        before = root.__dict__.pop(_OURS, [])
-        if names or before:
-            theirs = [name for name in getattr(root, _IGNORED, ()) if name not in before]
-            ours = [name for name in names if name not in theirs]
-            root.__dict__[_IGNORED] = [*theirs, *ours]
+        ours_before = root.__dict__.pop(_OURS, [])
+        if names or ours_before:
+            users = [name for name in getattr(root, _IGNORED, ()) if name not in ours_before]
+            ours = [name for name in names if name not in users]
+            root.__dict__[_IGNORED] = [*users, *ours]
             if ours:
                 root.__dict__[_OURS] = ours
 
 
 def require_no_join(model: nn.Module) -> None:
-    """Raise a `RuntimeError` within `DistributedDataParallel.join()` in `model`.
+    """Raise `RuntimeError` if a `DistributedDataParallel` in `model` is within its `join()`.
 
-    Ranks that have run out of inputs answer there what DDP sends, and nothing else: what they take
-    for the amaxes of a sync would end the process. Not where all ranks stop with the first of them.
+    There a rank without inputs answers only the collectives of DDP, and would crash in the
+    all-reduce of a sync. `join(throw_on_early_termination=True)` stops all ranks and is allowed.
     """
     for module in model.modules():
         if isinstance(module, DistributedDataParallel) and goes_on_without_inputs(module):

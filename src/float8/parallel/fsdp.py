@@ -1,4 +1,4 @@
-"""FSDP2 with float8 all-gather: scales ahead of the gathers, and which weights are gathered so."""
+"""Float8 all-gather under FSDP2: scales computed before the gathers, conversion of weights."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,11 +15,11 @@ from float8.linear.plan import plan_linear
 from float8.quantize import scales_of
 from float8.tensor import Float8GatherWeight, Float8Tensor, is_dtensor, local_tensor
 from float8.tensor.gather import CastAhead
-from float8.tensor.ranks import all_ranks_have_some, amax_over, sharding_groups
+from float8.tensor.ranks import amax_over, no_shard_is_empty, sharding_groups
 
 
 def shard_amax(weight: Tensor) -> Tensor | None:
-    """Return the amax of this rank's shard as it would be cast, 0-dim float32; None without one."""
+    """Return the amax of a shard that is gathered in float8, 0-dim float32; else None."""
     local = local_tensor(weight)
     if local is weight or not isinstance(local, Float8GatherWeight):
         return None
@@ -30,31 +30,30 @@ def shard_amax(weight: Tensor) -> Tensor | None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
-    """Compute the scales of all weights with dynamic scaling and float8 all-gather at once.
+    """Compute the scales of all weights with dynamic scaling and float8 all-gather together.
 
-    Call it on all ranks after `optimizer.step()`, or let `attach_to_optimizer` do so: then one
-    all-reduce serves all weights of a dtype (one per mesh dim that shards them). Without it each
-    gather does one of its own, with the same result. The first forward, and weights with empty
-    shards, always do so. Does nothing for other models.
+    Call it on all ranks after `optimizer.step()`, or let `attach_to_optimizer` do so. It needs one
+    all-reduce for all weights of a dtype, and for each mesh dim that shards them. Without it each
+    gather runs its own all-reduce, with the same result, as the first forward and weights with
+    empty shards always do. Other models are left unchanged.
 
-    A scale counts until the weight is written again, by an optimizer's step, an op on the Parameter
-    or on a view of it, loading, or a write into a tensor of a state dict. Call it again after what
-    goes unnoticed: writes through NumPy or a raw pointer, `.data` of tensors in state dicts,
-    `torch._foreach_*` of DTensors in state dicts, fused optimizers and `torch.distributed` on both
-    kinds of tensor.
+    A scale is used until the weight is written: by an optimizer's step, an op on the Parameter or
+    on a view of it, loading, or a write into a tensor of a state dict. Call it again after writes
+    that go unnoticed: through NumPy or a raw pointer, `.data` of tensors in state dicts,
+    `torch._foreach_*` of DTensors in them, fused optimizers and `torch.distributed` on both kinds.
 
     Raises:
         TypeError: `model` is no `nn.Module`.
         ValueError: a weight is gathered at the moment, so that its shard cannot be reached.
     """
     require_module(model, "model")
-    alike: dict[Any, dict[Any, Tensor]] = {}
+    batches: dict[Any, dict[Any, Tensor]] = {}  # what one reduction needs alike -> weight -> shard
     for name, layer in model.named_modules():
         if not isinstance(layer, Float8Linear):
             continue
         weight: Any = layer.weight
-        how = layer._float8_plan.casts.weight.how
-        dynamic = how.scaling_type is ScalingType.DYNAMIC and how.scaling_granularity.one_scale
+        cast = layer._float8_plan.casts.weight.how
+        dynamic = cast.scaling_type is ScalingType.DYNAMIC and cast.scaling_granularity.one_scale
         if not (dynamic and layer._float8_config.enable_fsdp_float8_all_gather):
             continue
         shard = local_tensor(weight)
@@ -63,28 +62,28 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
                 f"layer {name!r}: got a weight that is gathered at the moment, expected its shard; "
                 f"before optimizer.step(), call reshard() on the modules that keep their weights"
             )
-        # Before the first gather FSDP2 may still move the shard, on some ranks only, and what it
-        # will be rounded to is not known.
+        # Before the first gather FSDP2 may still move the shard, on some ranks only, and the dtype
+        # to which it will be rounded is unknown.
         ready = isinstance(shard, Float8GatherWeight) and is_dtensor(weight)
         ready = ready and shard.param_dtype is not None and not shard.counted.is_inference()
-        if ready and all_ranks_have_some(weight):
+        if ready and no_shard_is_empty(weight):
             where = sharding_groups(weight), weight.device_mesh.device_type, shard.device
-            of_one = alike.setdefault((*where, shard.dtype, shard.param_dtype, shard.how), {})
-            of_one[weight] = shard.high_precision
-    for (groups, device_type, _, _, param_dtype, how), shards in alike.items():
+            batch = batches.setdefault((*where, shard.dtype, shard.param_dtype, shard.how), {})
+            batch[weight] = shard.high_precision
+    for (groups, device_type, _, _, param_dtype, config), shards in batches.items():
         reduce = amax_over(groups, device_type)
-        scales = scales_of(list(shards.values()), how, param_dtype, reduce)
+        scales = scales_of(list(shards.values()), config, param_dtype, reduce)
         for weight, scale in zip(shards, scales, strict=True):
             weight._local_tensor.keep(CastAhead(scale), weight)
 
 
 def enable_float8_all_gather(module: nn.Module) -> None:
-    """Make the weights of converted layers whose configuration asks for it gather in float8.
+    """Replace weights by `Float8GatherWeight`s where the configuration of the layer asks for it.
 
-    A weight that an embedding uses, too, stays plain: bytes cannot be looked up in. So do weights
-    of experts that lie as [E, K, N]: their rows are not what a scale covers.
+    Weights that are shared with a module that is not converted, such as an embedding, stay plain.
+    So do weights of experts stored as [E, K, N], whose rows are not what a scale covers.
     """
-    made: dict[Any, Tensor] = {}
+    new_tensors: dict[Any, Tensor] = {}
     users = _users(module.modules())
     config: Any
     ours = Float8Linear | Float8Experts
@@ -97,20 +96,20 @@ def enable_float8_all_gather(module: nn.Module) -> None:
         if gathers and not isinstance(local_tensor(weight), Float8GatherWeight):
             grouped = weight.dim() == 3
             kind = GatherExperts if grouped else Float8GatherWeight
-            # `.data`: no view that refers to the weight.
-            made[weight] = kind(weight.data, plan_linear(config, grouped=grouped).casts.weight.how)
-    _take_places(made, users)
+            cast = plan_linear(config, grouped=grouped).casts.weight
+            new_tensors[weight] = kind(weight.data, cast.how)  # a view would refer to the weight
+    _replace_contents(new_tensors, users)
 
 
 def disable_float8_all_gather(layers: Iterable[nn.Module]) -> None:
-    """Make weights that were to be gathered in float8 ordinary Parameters again."""
+    """Replace the `Float8GatherWeight`s of `layers` by plain Parameters again."""
     users = _users(layers)
-    made = {x: x.high_precision for x in users if isinstance(x, Float8GatherWeight)}
-    _take_places(made, users)
+    plain = {x: x.high_precision for x in users if isinstance(x, Float8GatherWeight)}
+    _replace_contents(plain, users)
 
 
 def _users(modules: Iterable[nn.Module]) -> dict[Any, list[tuple[nn.Module, str]]]:
-    """Return all Parameters, each with the modules that have it and the names it has there."""
+    """Return each Parameter with the modules that hold it and its name in each of them."""
     users: dict[Any, list[tuple[nn.Module, str]]] = {}
     for mod in modules:
         for name, parameter in mod._parameters.items():
@@ -119,20 +118,21 @@ def _users(modules: Iterable[nn.Module]) -> dict[Any, list[tuple[nn.Module, str]
     return users
 
 
-def _take_places(made: dict[Any, Tensor], users: dict[Any, list[tuple[nn.Module, str]]]) -> None:
-    """Give each old weight the content of `made[weight]`; the object stays the same.
+def _replace_contents(
+    new_tensors: dict[Any, Tensor], users: dict[Any, list[tuple[nn.Module, str]]]
+) -> None:
+    """Swap each weight with `new_tensors[weight]`; it stays the same object, with its gradient.
 
-    It keeps gradient and attributes. Where torch cannot, because something refers to the weight,
-    its users get a new one, and a warning says so.
+    Where torch cannot, as something refers to the weight, `users` get a new one, with a warning.
     """
     ours, new_objects = {*Float8GatherWeight.__annotations__, "_is_param"}, 0
-    for old, tensor in made.items():
+    for old, tensor in new_tensors.items():
         new: Any = nn.Parameter(tensor, requires_grad=old.requires_grad)
         new.grad = old.grad
         new.__dict__.update({name: x for name, x in vars(old).items() if name not in ours})
         try:
             torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
-        except RuntimeError:  # nothing has changed then
+        except RuntimeError:  # nothing was swapped
             new_objects += 1
             for mod, name in users[old]:
                 mod._parameters[name] = new

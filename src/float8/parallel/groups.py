@@ -1,4 +1,4 @@
-"""The ranks that share the amaxes of a sync, and whether they hold the same layers."""
+"""Process groups that share the amaxes of a sync, and a check that ranks hold the same layers."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -11,33 +11,34 @@ from float8.tensor import Float8Tensor, is_dtensor, local_tensor
 
 
 def mesh_device_type(weights: Iterable[Any]) -> str | None:
-    """Return the device type of the mesh of `weights`, which may be on the CPU themselves."""
+    """Return the device type of a mesh that shards `weights`, which may be offloaded, or None."""
     return next((mesh.device_type for mesh in _meshes(weights)), None)
 
 
 def _meshes(tensors: Iterable[Any]) -> set[Any]:
-    # Gathered under tensor parallel, a weight knows the mesh of that only, not of FSDP2.
+    """Return the meshes of all DTensors in `tensors` that are not gathered at the moment."""
+    # A gathered weight under tensor parallel has the mesh of tensor parallel, without FSDP2's dims.
     sharded = [x for x in tensors if is_dtensor(x)]
     return {x.device_mesh for x in sharded if not isinstance(local_tensor(x), Float8Tensor)}
 
 
-def _require_whole_weights(shard_groups: Iterable[Any], got: list[int], what: str) -> None:
-    """Raise a `ValueError` if ranks that hold parts of a weight would get different scales."""
+def _require_whole_weights(shard_groups: Iterable[Any], synced: list[int], what: str) -> None:
+    """Raise `ValueError` if ranks that hold parts of one weight are not all in `synced`."""
     for ranks in map(dist.get_process_group_ranks, shard_groups):
-        if not set(ranks) <= set(got):
+        if not set(ranks) <= set(synced):
             raise ValueError(
-                f"group: got {what} {got}, but parts of a weight are on ranks {ranks}, which share "
-                f"its scales; give a group of all ranks that train on parts of the same batch"
+                f"group: got {what} {synced}, but parts of a weight are on ranks {ranks}, which "
+                f"share its scales; give a group of all ranks that train on parts of the same batch"
             )
 
 
 def sync_groups(
     weights: list[Any], group: Any, others: Iterable[Any], shard_groups: Iterable[Any]
 ) -> tuple[Any, ...]:
-    """Return the groups over which the amaxes of layers with these weights are reduced.
+    """Return the process groups over which a sync reduces the amaxes of layers with `weights`.
 
-    `group`: the only one, or None. `others` tell the mesh where all weights are gathered.
-    `shard_groups`: groups of ranks that hold parts of a weight.
+    `group` None stands for the mesh of the weights, else that of `others`, else all ranks. The
+    ranks of each of `shard_groups` hold parts of one weight. Raises if `group` cannot be used.
     """
     if group is not None:
         if not isinstance(group, dist.ProcessGroup):
@@ -64,20 +65,20 @@ def sync_groups(
 
 
 def unlike(texts: Sequence[str], groups: Sequence[Any], device: torch.device) -> list[str] | None:
-    """Return texts of this rank that others of `groups` lack in their place; None: all are alike.
+    """Return those of `texts` that differ from the text at the same place on other ranks.
 
-    Only digests are sent, on a `device` on which the groups reduce.
+    None if all ranks of `groups` have the same texts. Only digests are reduced, on `device`.
     """
 
-    def largest(numbers: list[int]) -> list[int]:
-        found = torch.tensor(numbers, device=device)
+    def maxima(numbers: list[int]) -> list[int]:
+        reduced = torch.tensor(numbers, device=device)
         for group in groups:
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-        return found.tolist()
+            dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=group)
+        return reduced.tolist()
 
-    (count,) = largest([len(texts)])
+    (count,) = maxima([len(texts)])
     digests = [hashlib.sha256(text.encode()).digest() for text in texts]
     mine = [int.from_bytes(digest[:7], "big") for digest in digests] + [0] * (count - len(texts))
-    found = largest(mine + [-x for x in mine])
-    same = [most == -least for most, least in zip(found[:count], found[count:], strict=True)]
-    return None if all(same) else [x for x, alike in zip(texts, same, strict=False) if not alike]
+    largest = maxima(mine + [-x for x in mine])
+    equal = [most == -least for most, least in zip(largest[:count], largest[count:], strict=True)]
+    return None if all(equal) else [x for x, same in zip(texts, equal, strict=False) if not same]

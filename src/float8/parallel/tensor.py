@@ -1,8 +1,8 @@
-"""Tensor parallel with communication in float8: styles for `parallelize_module`.
+"""Tensor parallel: styles of `parallelize_module` that communicate in float8.
 
-Tokens spread over ranks (sequence parallel) are cast, then gathered as bytes, in backward as in
-forward; if the plan of the layer does not allow that, in high precision. One scale per tensor is
-that of the whole. What is summed over ranks is in high precision.
+Tokens that are sharded over ranks (sequence parallel) are quantized, then gathered as bytes, in
+forward and backward; in high precision if the plan of the layer does not allow it. A scale per
+tensor comes from the amax over all ranks. Sums over ranks are in high precision.
 """
 
 import types
@@ -21,23 +21,23 @@ from float8.tensor import is_dtensor
 
 
 class Float8ColwiseParallel(ColwiseParallel):
-    """`ColwiseParallel` for a `Float8Linear`: an input sharded by tokens is gathered in float8.
+    """`ColwiseParallel` for a `Float8Linear` that gathers a token-sharded input in float8.
 
     Args:
         input_layouts, output_layouts, use_local_output: as for `ColwiseParallel`. An
-            input that `PrepareFloat8ModuleInput` has cast is not cast again.
+            input that `PrepareFloat8ModuleInput` has quantized is used as it is.
     """
 
     @staticmethod
     def _prepare_input_fn(
         input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: Any
     ) -> Any:
-        if not isinstance(mod, Float8Linear):  # it was turned back into high precision
+        if not isinstance(mod, Float8Linear):  # converted back to high precision since
             return ColwiseParallel._prepare_input_fn(  # type: ignore[no-untyped-call]
                 input_layouts, desired_input_layouts, mod, inputs, device_mesh
             )
-        x = inputs[0]  # the layer casts, gathers and multiplies
-        return x if isinstance(x, DTensor) else DTensor.from_local(x, device_mesh, input_layouts)
+        x = inputs[0]  # the layer itself quantizes and gathers it
+        return x if is_dtensor(x) else DTensor.from_local(x, device_mesh, input_layouts)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layer = _require_layer(self, module, 0, device_mesh)
@@ -47,7 +47,7 @@ class Float8ColwiseParallel(ColwiseParallel):
 
 
 class Float8RowwiseParallel(RowwiseParallel):
-    """`RowwiseParallel` for a `Float8Linear`: gathers token-sharded grad_outputs in float8.
+    """`RowwiseParallel` for a `Float8Linear` that gathers a token-sharded grad_output in float8.
 
     Args:
         input_layouts, output_layouts, use_local_output: as for `RowwiseParallel`.
@@ -61,14 +61,14 @@ class Float8RowwiseParallel(RowwiseParallel):
 
 
 class PrepareFloat8ModuleInput(PrepareModuleInput):
-    """`PrepareModuleInput` that casts inputs once for all layers of a module, then gathers bytes.
+    """`PrepareModuleInput` that quantizes inputs once for all layers, then gathers them.
 
     Args:
         **layouts: the arguments of `PrepareModuleInput`: `input_layouts`, `desired_input_layouts`,
             `input_kwarg_layouts`, `desired_input_kwarg_layouts`, `use_local_output`.
-        float8_dtype: None, or the format that the layers cast their input to.
-        fwd_config_submodule_fqn: the name, within the module, of the `Float8Linear` that says how
-            to cast; None: all of them must say the same.
+        float8_dtype: the format to which the layers cast their input; None skips this check.
+        fwd_config_submodule_fqn: name, within the module, of the `Float8Linear` whose cast of the
+            input is used. With None all layers of the module must have the same.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 layer: Any = module.get_submodule(name)
                 layer._float8_shards = layer._float8_shards._replace(gathers_input=True)
         inner = vars(module).get("forward")
-        inner = getattr(inner, "__func__", inner)  # a copy of the module is handed itself
+        inner = getattr(inner, "__func__", inner)  # not bound: copies of the module pass themselves
 
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             if self.input_layouts is not None:
@@ -100,72 +100,74 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                         f"{len(self.input_layouts)}, expected as many; None leaves an input alone"
                     )
                 pairs = zip(args, self.input_layouts, strict=True)
-                args = tuple(_cast(module, names, device_mesh, *each) for each in pairs)
+                args = tuple(_quantize(module, names, device_mesh, *pair) for pair in pairs)
             for name, placement in self.input_kwarg_layouts.items():
                 if name in kwargs:
-                    kwargs[name] = _cast(module, names, device_mesh, kwargs[name], placement)
+                    kwargs[name] = _quantize(module, names, device_mesh, kwargs[name], placement)
             args, kwargs = self._prepare_input_kwarg_fn(args, kwargs, device_mesh)  # type: ignore[no-untyped-call]
             return (type(module).forward if inner is None else inner)(module, *args, **kwargs)
 
-        # No hook: torch compiles hooks apart from the module that is compiled, and compiled code
-        # cannot return a `Float8Tensor` that requires grad.
+        # Not a hook: torch compiles hooks separately, and compiled code cannot return a
+        # `Float8Tensor` that requires grad.
         module.forward = types.MethodType(forward, module)
         return module
 
     def _find_layers(self, module: nn.Module) -> list[str]:
+        """Return the names of the layers whose cast is used, or raise if there is none to use."""
         fqn = self.fwd_config_submodule_fqn
         found = dict(module.named_modules()) if fqn is None else {fqn: module.get_submodule(fqn)}
         layers = {name: x for name, x in found.items() if isinstance(x, Float8Linear)}
-        this = type(self).__name__
+        style = type(self).__name__
         if not layers:
             got = type(next(iter(found.values()))).__name__
             expected = "a Float8Linear or a module that holds some; convert the model first"
-            raise TypeError(f"{this}: got a {got}, expected {expected}")
-        how, *others = {layer._float8_plan.casts.input.how for layer in layers.values()}
+            raise TypeError(f"{style}: got a {got}, expected {expected}")
+        config, *others = {layer._float8_plan.casts.input.how for layer in layers.values()}
         if others:
             raise ValueError(
-                f"{this}: got layers that cast their input in {1 + len(others)} ways, expected "
-                f"one; name the one to follow with `fwd_config_submodule_fqn`"
+                f"{style}: got layers that cast their input in {1 + len(others)} ways, expected "
+                f"one; name the layer to follow with `fwd_config_submodule_fqn`"
             )
-        if self.float8_dtype not in (None, how.dtype):
-            expected = f"{how.dtype}, to which the layers cast their input; leave it out"
-            raise ValueError(f"{this}: got float8_dtype={self.float8_dtype}, expected {expected}")
+        if self.float8_dtype not in (None, config.dtype):
+            expected = f"{config.dtype}, to which the layers cast their input; leave it out"
+            raise ValueError(f"{style}: got float8_dtype={self.float8_dtype}, expected {expected}")
         return list(layers)
 
 
-def _cast(
+def _quantize(
     module: nn.Module, names: list[str], mesh: DeviceMesh, input: Any, placement: Placement | None
 ) -> Any:
-    """Cast as the first layer with so many `in_features`, not sharded over them; else return it."""
+    """Quantize `input` as the first layer that reads it with all `in_features`; else return it."""
     shape = getattr(input, "shape", ())
     if placement is None or not shape:
         return input
     for name in names:
-        layer: Any = module.get_submodule(name)  # it may be in high precision again
+        layer: Any = module.get_submodule(name)  # maybe converted back to high precision since
         reads = isinstance(layer, Float8Linear) and layer.in_features == shape[-1]
         if reads and not layer._float8_sums_over_ranks:
-            if not isinstance(input, DTensor):
+            if not is_dtensor(input):
                 input = DTensor.from_local(input, mesh, (placement,))
             cast = layer._float8_casts(input.device_mesh).input
             return dtensor_in_float8(input, layer.weight, layer._float8_plan, cast)
-    return input  # positions, masks and the like
+    return input
 
 
 def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) -> Float8Linear:
-    this = type(style).__name__
+    """Return `module` if `style` can shard its weight along `dim`; else raise."""
+    name = type(style).__name__
     if not isinstance(module, Float8Linear):
         got = type(module).__name__
-        raise TypeError(f"{this}: got a {got}, expected a Float8Linear; convert the model first")
+        raise TypeError(f"{name}: got a {got}, expected a Float8Linear; convert the model first")
     if is_dtensor(module.weight):
         raise ValueError(
-            f"{this}: got a layer whose weight is a DTensor already, expected a plain one; "
+            f"{name}: got a layer whose weight is a DTensor already, expected a plain one; "
             f"parallelize each layer once, and before fully_shard"
         )
     granularity = module._float8_plan.casts.weight.how.scaling_granularity
     parts_have_scales = granularity.one_scale or (granularity.by_rows and dim == 0)
     if module._float8_keeps_no_master and not parts_have_scales:
         raise ValueError(
-            f"{this}: got a layer with float8_weights=ONLY whose weight has {granularity} scales, "
+            f"{name}: got a layer with float8_weights=ONLY whose weight has {granularity} scales, "
             f"expected one scale, or those of rows for Float8ColwiseParallel: parts have all of "
             f"them then; convert the layer with another config"
         )

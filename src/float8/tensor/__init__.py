@@ -1,4 +1,4 @@
-"""`Float8Tensor`; weights that are gathered in float8; DTensors."""
+"""`Float8Tensor`, weights that FSDP2 gathers in float8, and helpers for DTensors."""
 
 from float8.tensor.float8_tensor import Float8Tensor as Float8Tensor
 from float8.tensor.float8_tensor import dequantise as dequantise

@@ -1,6 +1,6 @@
-"""`Float8GatherWeight`: a weight in high precision that FSDP2 gathers in float8.
+"""`Float8GatherWeight`: a high-precision weight that FSDP2 all-gathers in float8.
 
-Each rank casts its shard under the scale of the whole weight, and sends a view of its bytes.
+Each rank quantizes its shard under the scale of the whole weight, and sends the bytes.
 """
 
 import inspect
@@ -16,10 +16,10 @@ from float8.quantize import Cast, quantize
 from float8.scales import UNKNOWN_SCALE, DelayedScale
 from float8.tensor.float8_tensor import Float8Tensor
 from float8.tensor.ranks import (
-    all_ranks_have_some,
     amax_over,
     dtensor_like,
     local_tensor,
+    no_shard_is_empty,
     sharding_groups,
 )
 from float8.tensor.wrapper import Wrapper, as_inference_as
@@ -28,59 +28,59 @@ aten = torch.ops.aten
 
 
 class GatherInfo(NamedTuple):
-    """A gather as this rank knows it, besides what is sent."""
+    """The metadata that `fsdp_pre_all_gather` hands to `fsdp_post_all_gather` on the same rank."""
 
     size: torch.Size  # of the whole weight
-    scale: Tensor | None = None  # of the whole weight, alike on all ranks; None: scales are sent
+    scale: Tensor | None = None  # of the whole weight, equal on all ranks; None: scales are sent
     amax: Tensor | None = None  # see `Float8Tensor`
-    made_here: bool = True  # on the stream of the gather, not before it
+    on_gather_stream: bool = True  # where `scale` and `amax` were computed
 
 
 class CastAhead(NamedTuple):
-    """Made of the values of a shard before its gather."""
+    """The scale of a shard, or its cast, computed before the gather that uses it."""
 
     scale: Tensor
-    data: Tensor | Any = None  # float8, as Float8Weights.HELD keeps them; None: only the scale
+    data: Tensor | Any = None  # float8, kept with Float8Weights.HELD; None: only the scale is known
 
 
 class Float8GatherWeight(Wrapper):
-    """A high-precision tensor with the `CastConfig` in which FSDP2 gathers it.
+    """A high-precision tensor with the `CastConfig` by which FSDP2 gathers it in float8.
 
-    To everything but the gather it is the tensor that it holds, `inner`, which is not copied.
-    Views, copies and `empty_like`, `new_zeros` and `new_empty` of it are of its class; the results
-    of all other ops are plain. Writes through any view, and through the plain tensors that
-    `high_precision` gives, raise the version of `counted`, a plain tensor over the same memory. If
-    it did not change, a scale computed ahead is still valid.
+    All ops but the gather run on the tensor that it holds, `inner`, which is not copied. Views and
+    copies of it, `empty_like`, `new_zeros` and `new_empty` are of its class; the results of all
+    other ops are plain. Writes through any view, and through the plain tensors that
+    `high_precision` returns, raise the version of `counted`, a plain tensor over the same memory.
+    While that is unchanged, a scale that was computed ahead is valid.
 
-    Scales finer than one per tensor are sent with the data; FSDP2 takes those of even shards only.
-    Others are gathered in high precision, as are weights with a scale over rows of two ranks.
+    Scales finer than one per tensor are sent with the data, which FSDP2 allows for even shards
+    only. Uneven shards, and those that would cut what a scale covers, are sent in high precision.
     """
 
     _inner: Tensor
-    how: CastConfig
+    how: CastConfig  # pickled under this name
     counted: Tensor
     param_dtype: torch.dtype | None = None
-    """That of the `MixedPrecisionPolicy`, to which shards are rounded before the cast. None until
+    """Dtype of the `MixedPrecisionPolicy`, to which shards are rounded before the cast; None until
     the first gather. Views and copies inherit it: FSDP2 copies shards on some ranks only."""
     _ahead: tuple[Any, CastAhead | None] = None, None
-    """The versions of some values, and what was made of them."""
-    _tensors_inside = ("_inner",)
+    """Versions of the weight, see `_versions`, and what was computed of its values then."""
+    _tensor_names = ("_inner",)
     _context = ("how",)
 
     @staticmethod
     def __new__(cls, inner: Tensor, how: CastConfig, counted: Tensor | None = None) -> Any:
-        """See the class."""
-        self: Any = cls._around(inner, inner.dtype)
+        """Wrap `inner`, which lies in the memory of `counted` if that is given."""
+        self: Any = cls._wrap(inner, inner.dtype)
         self._inner, self.how = inner, how
         self.counted = inner if counted is None else counted
         return self
 
     @property
     def high_precision(self) -> Tensor:
-        """Return a plain tensor that shares its memory, and its version counter."""
+        """Plain tensor over the same memory, with the version counter of `counted`."""
         if self._inner is self.counted:
             return self._inner
-        # Ops on what is inside run below the version counters: a view made there has its own.
+        # `_inner` of a view was made below autograd, and has a version counter of its own.
         with torch.inference_mode(self.counted.is_inference()):
             return self.counted.as_strided(self.shape, self.stride(), self.storage_offset())
 
@@ -91,12 +91,12 @@ class Float8GatherWeight(Wrapper):
         kwargs, weight = kwargs or {}, args[0] if args else None
         plain = [*map(_plain, args)], dict(zip(kwargs, map(_plain, kwargs.values()), strict=True))
         if isinstance(weight, Float8GatherWeight) and (func.is_view or func in _KEEP):
-            # In inference mode nobody has taken compound ops apart.
+            # In inference mode torch has not decomposed compound ops.
             result: Any = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-            # FSDP2 shards and pads in its first forward, which may be an evaluation in inference
-            # mode; the weights must do for training then.
+            # FSDP2 shards and pads in its first forward. If that runs in inference mode, the shards
+            # must be usable in training all the same.
             with as_inference_as(weight):
                 result = func(*plain[0], **plain[1])
                 if isinstance(result, Tensor):
@@ -106,15 +106,15 @@ class Float8GatherWeight(Wrapper):
         written: dict[int, Any] = {}
         for place, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
             if argument.is_write:
-                given = args[place] if place < len(args) else kwargs.get(argument.name)
-                for x in given if isinstance(given, list | tuple) else (given,):
+                value = args[place] if place < len(args) else kwargs.get(argument.name)
+                for x in value if isinstance(value, list | tuple) else (value,):
                     if isinstance(x, Float8GatherWeight):
                         torch.autograd.graph.increment_version(x.counted)
                         written[id(x._inner)] = x
         return written.get(id(result), result)
 
     def _like(self, func: Any, result: Tensor) -> Tensor:
-        """Return `result` of an op on the inner tensor as a tensor of this kind."""
+        """Wrap `result` of `func` on the inner tensor, unless its dtype has no cast to float8."""
         if result is self._inner:
             return self
         if result.dtype not in HIGH_PRECISION_DTYPES:
@@ -125,53 +125,52 @@ class Float8GatherWeight(Wrapper):
         return new
 
     def keep(self, ahead: CastAhead, weight: Any) -> None:
-        """Keep what was made until `weight`, this or the DTensor around it, is written."""
-        if not (self.counted.is_inference() or weight.is_inference()):  # which count no writes
+        """Keep `ahead` until `weight`, which is `self` or the DTensor around it, is written."""
+        if not (self.counted.is_inference() or weight.is_inference()):  # these count no writes
             self._ahead = self._versions(weight), ahead
 
     def can_keep_casts(self, weight: Any) -> bool:
-        """Whether each rank has rows: else ranks would disagree if the next cast all-reduces."""
-        return all_ranks_have_some(weight)
+        """Return whether all ranks see writes: else some would skip the next all-reduce."""
+        return no_shard_is_empty(weight)
 
-    def keep_if_held(self, made: CastAhead, weight: Any, module: Any) -> None:
-        """Keep a cast for a module of ours with HELD; others may have the weight, too."""
+    def keep_if_held(self, quantized: CastAhead, weight: Any, module: Any) -> None:
+        """Keep the cast if `module` is a float8 layer with `Float8Weights.HELD`."""
         config = getattr(module, "_float8_config", None)
         if config and config.float8_weights is Float8Weights.HELD and self.can_keep_casts(weight):
-            self.keep(made, weight)
+            self.keep(quantized, weight)
 
     def forget_cast(self) -> None:
-        """Drop a cast that was kept; a scale that was computed ahead stays."""
+        """Free a cast that was kept; a scale that was computed ahead stays."""
         if (ahead := self._ahead[1]) is not None and ahead.data is not None:
             self._ahead = None, None
 
     def kept(self, weight: Any) -> CastAhead | None:
-        """Return what was kept, unless `weight` was written since."""
+        """Return the scale or cast that was kept, or None if `weight` was written since."""
         versions, ahead = self._ahead
         return ahead if ahead is not None and versions == self._versions(weight) else None
 
     def _versions(self, weight: Any) -> tuple[Any, ...]:
-        """Return what changes when `weight` is written, or rounded to another dtype.
+        """Return values of which one changes when `weight` is written or gets another param_dtype.
 
-        The DTensor counts writes by ops on it and by compiled code. The shard counts those through
-        `to_local()`, and by foreach ops, as an optimizer's.
+        The DTensor counts writes by ops on it and by compiled code. The shard counts writes through
+        `to_local()` and by foreach ops, such as those of an optimizer.
         """
         a, b = self.counted, self._inner
-        of_b = b._version, b.data_ptr(), b.stride()
-        return weight._version, self.param_dtype, a._version, a.data_ptr(), a.stride(), *of_b
+        inner = b._version, b.data_ptr(), b.stride()
+        return weight._version, self.param_dtype, a._version, a.data_ptr(), a.stride(), *inner
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
-        """Cast the shard, view it as `uint8`, and pad it to the largest shard.
+        """Return the shard as float8 bytes, padded to the rows of the largest shard, and metadata.
 
-        With CPU offload `self` is a copy: cached state is read from `module.weight`.
+        If its scales cannot be sent, it is sent in `param_dtype`, and a warning says so.
         """
         dtype, rows = mp_policy.param_dtype or self.dtype, self.shape[0]
-        # Torch's chunks: all as long as the first but the last, behind which may be empty ones.
-        # A shard of another dim than the first is never padded, nor is one of everything.
+        # Shards along dim 0 are the pieces of `torch.chunk`: the first is the largest.
         if rows != outer_size[0] and self.shape[1:] == outer_size[1:]:
             rows = -(-outer_size[0] // mesh.size())
-        # What is made outlives an evaluation if weights stay gathered, and must do for training.
+        # Weights that stay gathered after an evaluation in inference mode are used in training.
         with as_inference_as(self):
             if problem := self._why_not_in_float8(outer_size, rows, mesh):
                 warn(
@@ -183,7 +182,7 @@ class Float8GatherWeight(Wrapper):
             return self._to_send(outer_size, rows, mesh, module, dtype)
 
     def _why_not_in_float8(self, size: torch.Size, rows: int, mesh: Any) -> str | None:
-        """Say why scales cannot be sent with shards of so many rows, or return None."""
+        """Return why scales cannot be sent with shards of `rows` rows, or None if they can."""
         granularity = self.how.scaling_granularity
         if granularity.one_scale:
             return None
@@ -198,50 +197,61 @@ class Float8GatherWeight(Wrapper):
     def _to_send(
         self, size: torch.Size, rows: int, mesh: Any, module: Any, dtype: torch.dtype
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
-        """Cast the shard [R, K] of the weight of `module` to what is sent, padded to `rows`.
+        """Return the shard [R, K] as bytes, padded to `rows`, and its scales if they are finer.
 
-        R may be 0. With delayed scaling the amax of the shard comes along for each forward in
-        training to record; the sync makes it that of the whole weight. HELD keeps a dynamic cast.
+        R may be 0. A scale or a cast that was kept is used if the weight was not written since.
         """
-        weight, how, shard, amax = module.weight, self.how, self._inner, None
-        owner = local_tensor(weight)
-        owner.param_dtype = dtype  # scales are computed ahead from now on
-        delayed = how.scaling_type is ScalingType.DELAYED
-        made = ahead = None if delayed else owner.kept(weight)
-        if made is None or made.data is None:
-            cast, has_scale = Cast(how), ahead is not None
-            if ahead is not None:  # it may be offloaded
-                cast = Cast(how, scale=ahead.scale.to(shard.device))
-            elif delayed:
-                amax = shard.new_zeros((), dtype=torch.float32)
-                scale = torch.full_like(amax, UNKNOWN_SCALE)
-                if has_scale := module._float8_knows_weight_scale():
-                    scale = module.get_buffer(CastSite.WEIGHT.scale).to(shard.device)
-                cast = Cast(how, DelayedScale(scale, amax), record=True)
-            if not has_scale and how.scaling_granularity.one_scale:
-                cast = cast._replace(reduce=amax_over(sharding_groups(weight)))
-            row = quantize(shard, cast, row=True, via=dtype).row
-            data, (R, K) = row.data, shard.shape
-            made = CastAhead(row.scale, data if data.shape == shard.shape else data[:R, :K])
+        weight, config, shard = module.weight, self.how, self._inner
+        owner = local_tensor(weight)  # keeps casts; with CPU offload `self` is a copy of it
+        owner.param_dtype = dtype  # from now on scales can be computed ahead
+        delayed = config.scaling_type is ScalingType.DELAYED
+        kept = None if delayed else owner.kept(weight)
+        one_scale, quantized, amax = config.scaling_granularity.one_scale, kept, None
+        if quantized is None or quantized.data is None:
+            if delayed:
+                cast, amax = self._delayed_cast(module)
+            elif kept is not None:
+                cast = Cast(config, scale=kept.scale.to(shard.device))  # which may be offloaded
+            else:
+                reduce = amax_over(sharding_groups(weight)) if one_scale else None
+                cast = Cast(config, reduce=reduce)
+            data, scale = quantize(shard, cast, row=True, via=dtype).row
+            if data.shape != shard.shape:  # padded for a GEMM
+                data = data[: shard.shape[0], : shard.shape[1]]
+            quantized = CastAhead(scale, data)
             if not delayed:
-                owner.keep_if_held(made, weight, module)
-        sent = padded_shard(made.data.contiguous().view(torch.uint8), rows)
-        if how.scaling_granularity.one_scale or mesh.size() == 1:  # from one rank one tensor
-            known = ahead is not None and ahead.data is None and ahead.scale is made.scale
-            return (sent,), GatherInfo(size, made.scale, amax, made_here=not known)
-        return (sent, made.scale.contiguous().view(torch.uint8)), GatherInfo(size)
+                owner.keep_if_held(quantized, weight, module)
+        scale = quantized.scale
+        sent = padded_shard(quantized.data.contiguous().view(torch.uint8), rows)
+        if not one_scale and mesh.size() > 1:
+            return (sent, scale.contiguous().view(torch.uint8)), GatherInfo(size)
+        before = kept is not None and kept.data is None and kept.scale is scale
+        return (sent,), GatherInfo(size, scale, amax, on_gather_stream=not before)
+
+    def _delayed_cast(self, module: Any) -> tuple[Cast, Tensor]:
+        """Return a cast with the scale of the last sync, and the amax of the shard that it records.
+
+        `module` records that amax at each forward in training, and the sync reduces it over ranks.
+        """
+        amax, reduce = self._inner.new_zeros((), dtype=torch.float32), None
+        if module._float8_knows_weight_scale():
+            scale = module.get_buffer(CastSite.WEIGHT.scale).to(amax.device)
+        else:
+            scale = torch.full_like(amax, UNKNOWN_SCALE)
+            reduce = amax_over(sharding_groups(module.weight))
+        return Cast(self.how, DelayedScale(scale, amax), record=True, reduce=reduce), amax
 
     def fsdp_post_all_gather(
         self, received: tuple[Tensor, ...], info: GatherInfo, dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Return the gathered weight, a `Float8Tensor` [N, K] over the gathered bytes.
+        """Return the weight as a `Float8Tensor` [N, K] over the gathered bytes, without a copy.
 
-        `out` is the result of the first call, over the same memory, which was filled anew.
+        `out` is the result of an earlier call, whose memory was filled again: it is updated.
         """
-        size, scale, amax, made_here = info
-        for made in (scale, amax) if made_here else ():
-            if made is not None and made.is_cuda:  # and is read on this stream
-                made.record_stream(torch.cuda.current_stream(made.device))
+        size, scale, amax, on_gather_stream = info
+        for x in (scale, amax) if on_gather_stream else ():
+            if x is not None and x.is_cuda:  # the current stream reads it
+                x.record_stream(torch.cuda.current_stream(x.device))
         with as_inference_as(self):
             data = received[0].view(-1)[: size.numel()].view(size)
             if data.dtype != torch.uint8:
@@ -249,11 +259,12 @@ class Float8GatherWeight(Wrapper):
             scale = received[1].view(torch.float32) if scale is None else scale
             if out is None:
                 return self._gathered(data.view(self.how.dtype), scale, dtype, amax), ()
-        old = local_tensor(out)
-        old._scale, old._amax = scale, amax
+        gathered = local_tensor(out)
+        gathered._scale, gathered._amax = scale, amax
         return None
 
     def _gathered(self, data: Tensor, scale: Tensor, dtype: torch.dtype, amax: Any) -> Float8Tensor:
+        """Return the gathered data and scales as one tensor that reports `dtype`."""
         return Float8Tensor(data, scale, dtype, self.how.scaling_granularity, amax)
 
 
@@ -265,9 +276,9 @@ _KEEP = (
     aten.new_empty.default,
     aten.new_zeros.default,
 )
-"""Ops besides views whose result is of the class too: what sharding and `to_empty` make use of."""
+"""Ops besides views whose results are `Float8GatherWeight`s: sharding and `to_empty` use them."""
 
-# FSDP2 asks for the hook's signature at every gather; found anew, that takes as long as the cast.
+# FSDP2 inspects the signature of the hook at every gather, which would take as long as the cast.
 _hook: Any = Float8GatherWeight.fsdp_pre_all_gather
 _hook.__signature__ = inspect.signature(_hook)
 torch.serialization.add_safe_globals(
@@ -276,22 +287,22 @@ torch.serialization.add_safe_globals(
 
 
 def _plain(x: Any) -> Any:
-    """Return an argument with each Float8GatherWeight in it replaced by its inner tensor."""
+    """Return `x` with each `Float8GatherWeight` in it replaced by its inner tensor."""
     if isinstance(x, Float8GatherWeight):
         return x._inner
     return [*map(_plain, x)] if isinstance(x, list | tuple) else x
 
 
 def padded_shard(x: Tensor, rows: int) -> Tensor:
-    """Return `x` [R, ...] with zeros behind, [rows, ...], contiguous; R may be 0."""
-    behind = (0, 0) * (x.dim() - 1) + (0, rows - x.shape[0])
-    return nn.functional.pad(x, behind) if any(behind) else x.contiguous()
+    """Pad `x` [R, ...] with zeros to [rows, ...], contiguous; R may be 0."""
+    pad = (0, 0) * (x.dim() - 1) + (0, rows - x.shape[0])
+    return nn.functional.pad(x, pad) if any(pad) else x.contiguous()
 
 
-# Version counters, which tell of writes, are there outside of inference mode only.
+# Tensors that are made in inference mode have no version counters.
 @torch.inference_mode(False)
 def high_precision(x: Tensor) -> Tensor:
-    """Return `x`, maybe a DTensor, without its `CastConfig`; shares memory and version counters."""
+    """Return a plain view of a `Float8GatherWeight`, or DTensor of it, with its version counter."""
     local = local_tensor(x)
     if not isinstance(local, Float8GatherWeight):
         return x
@@ -304,12 +315,12 @@ def high_precision(x: Tensor) -> Tensor:
 
 
 def gathered_like(new: Any, old: Tensor | None) -> nn.Parameter:
-    """Return `new` as a weight that is gathered like `old`; itself if `old` is a plain tensor."""
-    model, values = local_tensor(old), local_tensor(new)
-    if not isinstance(model, Float8GatherWeight) or isinstance(values, Float8GatherWeight):
+    """Return `new` as a Parameter that FSDP2 gathers as `old`; unchanged if `old` is plain."""
+    template, values = local_tensor(old), local_tensor(new)
+    if not isinstance(template, Float8GatherWeight) or isinstance(values, Float8GatherWeight):
         return new  # type: ignore[no-any-return]
-    tensor: Any = type(model)(values.detach(), model.how)
-    tensor.param_dtype = model.param_dtype
+    tensor: Any = type(template)(values.detach(), template.how)
+    tensor.param_dtype = template.param_dtype
     if values is not new:
         with torch.no_grad():
             tensor = dtensor_like(tensor, new)

@@ -51,9 +51,6 @@ functorch_levels = find("_C._functorch.peek_interpreter_stack")
 """The innermost transform of torch.func. Else: every call goes through the dispatcher, and a layer
 within a transform raises torch's own error."""
 
-is_batch_of_gradients = find("_C._functorch.is_legacy_batchedtensor")
-"""Whether a gradient stands for many (`is_grads_batched=True`). Else: torch's own error."""
-
 
 _has_bfloat16 = find("cpu._is_avx512_bf16_supported")
 CPU_MULTIPLIES_BFLOAT16: bool = _has_bfloat16 is not None and _has_bfloat16()
