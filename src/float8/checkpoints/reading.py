@@ -174,7 +174,7 @@ def _fitting(model: nn.Module, checkpoint: Checkpoint, places: dict[str, _Place]
 
 def _require_fitting(name: str, place: _Place, checkpoint: Checkpoint) -> None:
     """Raise unless a place can take the tensor of a name."""
-    described: Any = checkpoint.described(name)
+    described: Any = checkpoint.dtype_and_shape(name)
     (dtype, shape), target = described, place.target.tensor
     wanted = tuple(target.shape)
     if place.expert is not None:
