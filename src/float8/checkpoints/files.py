@@ -25,8 +25,7 @@ INDEX, CONFIG = "model.safetensors.index.json", "config.json"
 _SHARD = re.compile(r"model(-\d{5,}(-of-\d{5})?)?\.safetensors")
 
 # Suffixes of static scales of activations and KV caches, which are ignored.
-_ACTIVATION_SCALES: tuple[str, ...] = (".input_scale", ".output_scale", ".activation_scale")
-_ACTIVATION_SCALES += (".act_scale", ".k_scale", ".v_scale", ".kv_scale")
+_ACTIVATION_SCALE = re.compile(r"\.(input|output|activation|act|k|v|kv)_scale\Z")
 
 # Dtypes of weights and scales by their names in safetensors; other dtypes stay strings.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
@@ -67,11 +66,10 @@ class Checkpoint:
         self.files = sorted(indexed or (path.name for path in folder.glob("*.safetensors")))
         for path in self.files:
             file = _open_safetensors(folder / path, device)
-            names = {*file.keys()}
-            if missing := indexed.get(path, names) - names:
+            names = indexed.get(path) or {*file.keys()}
+            if missing := names - {*file.keys()}:
                 got = f"got no {min(missing)!r}, which the index says is in it"
                 raise ValueError(f"{folder / path}: {got}")
-            names = indexed.get(path, names)
             if twice := names & self._file_of.keys():
                 raise ValueError(
                     f"{folder}: got {min(twice)!r} in two files and no index, expected it in one; "
@@ -90,7 +88,7 @@ class Checkpoint:
                 self.scheme.require_pair(name, weight, scale)
                 self.in_float8.add(name)
         unscaled = self._file_of.keys() - {name + suffix for name in self.in_float8}
-        self.names = sorted(name for name in unscaled if not name.endswith(_ACTIVATION_SCALES))
+        self.names = sorted(name for name in unscaled if not _ACTIVATION_SCALE.search(name))
 
     def dtype_and_shape(self, name: str) -> tuple[Any, tuple[int, ...]] | None:
         """Return dtype and shape of the tensor `name` from the file's header; None if missing."""
@@ -155,11 +153,8 @@ def _read_index(index: Path) -> dict[str, set[str]]:
 
 
 def _current_version(folder: Path) -> tuple[Path, int, int]:
-    """Return the folder to read, and inode and modification time of its index (0 without one).
-
-    While a save swaps folders, `folder` is missing and the older checkpoint is beside it.
-    """
-    older = _sibling(folder, "older")
+    """Return the folder to read, and inode and modification time of its index (0 without one)."""
+    older = _sibling(folder, "older")  # has the checkpoint between the renames of a save
     current = older if older.exists() and not folder.exists() else folder
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         stat = (current / INDEX).stat()
@@ -235,11 +230,10 @@ def _finish_swap(folder: Path, older: Path) -> None:
         older.rename(folder)
         return
     for path in older.iterdir():
-        new, in_checkpoint = folder / path.name, path.name in (INDEX, CONFIG)
-        if in_checkpoint or _SHARD.fullmatch(path.name) or new.is_file():
+        if _SHARD.fullmatch(path.name) or (folder / path.name).is_file():
             path.unlink()
         else:
-            path.rename(new)
+            path.rename(folder / path.name)
     older.rmdir()
 
 

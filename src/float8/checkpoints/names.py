@@ -18,8 +18,7 @@ from float8.linear import Float8Linear
 
 
 def plain_name(name: str) -> str:
-    """Return a module's or tensor's name without the parts that wrapper modules add."""
-    # torch.compile, activation checkpointing, FSDP1
+    """Remove the parts that torch.compile, checkpoint_wrapper and FSDP1 add to a full name."""
     for wrapper in ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"):
         name = f"{name}.".replace(f"{wrapper}.", "")[:-1]
     return name
@@ -138,10 +137,12 @@ def replaced_by_transformers(model: nn.Module, method: str) -> str | None:
 
 
 def _is_of_transformers(root: nn.Module) -> bool:
+    """Return whether `root` is a `PreTrainedModel`; does not import transformers."""
     return any(cls.__module__ == "transformers.modeling_utils" for cls in type(root).__mro__)
 
 
 def _are_experts(module: nn.Module, x: Tensor) -> bool:
+    """Return whether `x` is a weight [E, N, K] of experts as transformers joins them."""
     return kind_of(module) is RegisteredExperts and x.dim() == 3 and not lies_transposed(module)
 
 

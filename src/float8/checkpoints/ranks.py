@@ -23,7 +23,6 @@ class ModelRanks:
         self.meshes = [*{x.device_mesh: None for x in tensors if is_dtensor(x)}]
         groups = [mesh.get_group(dim) for mesh in self.meshes for dim in range(mesh.ndim)]
         self._groups = [*{group.group_name: group for group in groups}.values()]
-        self._failed = False
         self.number = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
     def agree(self, value: Any = None, error: BaseException | None = None) -> list[Any]:
@@ -35,14 +34,14 @@ class ModelRanks:
         text = str(error) if cls is not RuntimeError else f"{type(error).__name__}: {error}"
         failure = None if error is None else (cls, f"rank {self.number}: {text}")
         values: list[Any] = []
-        for group in self._groups if not self._failed else ():
+        for group in self._groups:
             gathered: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(gathered, (failure, value), group)
             values += [value for _, value in gathered]
             # The next group hears of a failure in this one, too.
             failure = next((failure for failure, _ in gathered if failure is not None), failure)
         if failure is not None and error is None:
-            self._failed = True
+            self._groups = []  # the end of the step need not tell it again
             raise failure[0](failure[1])
         return values
 

@@ -1,10 +1,8 @@
 """Schemes in which float8 weights are published, and layers that other libraries loaded in them.
 
-Every scheme stores a weight [N, K] as e4m3 data with decode scales, `x ~= data * scale`, as this
-library does. Schemes differ in granularity and names; `_ALL` lists them.
-
-Scales are float32, except for the 8-bit exponents of `block_ue8m0` and `mxfp8`: a byte stands for
-2^(byte - 127), and 255 for NaN. Powers of two in float32, as in DeepSeek-V3.1, are read as well.
+Every scheme in `_ALL` stores a weight [N, K] as e4m3 data with decode scales, as this library does:
+`x ~= data * scale`. Scales are float32, except for the 8-bit exponents of `block_ue8m0` and `mxfp8`
+(a byte is 2^(byte - 127), 255 is NaN), which are read from float32, too, as in DeepSeek-V3.1.
 """
 
 from dataclasses import replace
@@ -66,10 +64,7 @@ class Scheme(NamedTuple):
         return self.granularity.scales(shape)[0], 1 if width is None else -(-shape[1] // width)
 
     def require_pair(self, name: str, weight: Any, scale: Any) -> None:
-        """Raise `ValueError` unless dtype and shape of a weight and its scale fit this scheme.
-
-        `weight` and `scale` are pairs (dtype, shape); None for a missing scale.
-        """
+        """Raise `ValueError` unless a weight and its scale, as (dtype, shape), fit this scheme."""
         (dtype, shape), scale_name = weight, name + self.scale_suffix
         scale_dtype, scale_shape = scale or (None, None)
         shapes = [self.scale_shape(shape)] if len(shape) == 2 else []
@@ -198,6 +193,7 @@ def scheme_of(config: Any) -> Scheme:
 
 
 def _scheme_of_compressed(config: dict[str, Any]) -> Scheme:
+    """Return the scheme that a `quantization_config` of compressed-tensors describes."""
     groups = _object(config.get("config_groups"))
     if len(groups) != 1:
         raise _unsupported("", f"groups {[*groups]}", "one group: all weights alike")
@@ -229,6 +225,7 @@ def _require(field: str, got: Any, supported: list[Any]) -> None:
 
 
 def _unsupported(field: str, got: str, expected: str) -> ValueError:
+    """Return the error for a field of `quantization_config` that no scheme has."""
     return ValueError(
         f"quantization_config{field}: got {got}, expected {expected}; load it with transformers, "
         f"dequantized, instead"
@@ -265,10 +262,7 @@ _SCHEME = "quantization_scheme"  # attribute that compressed-tensors sets beside
 
 
 def strategy_of(mod: Any) -> tuple[str, str] | None:
-    """Return format and strategy of a layer that was loaded in float8, or None for other layers.
-
-    `SCHEMES` may lack them: `why_not_taken` says so.
-    """
+    """Return format and strategy, maybe unknown ones, of a layer loaded in float8; else None."""
     weight = mod._parameters.get("weight") if isinstance(mod, nn.Linear) else None
     if weight is None or weight.dtype not in FLOAT8_MAX:
         return None

@@ -36,7 +36,7 @@ from float8.tensor import Float8Tensor, high_precision, local_tensor, reshard
 
 @dataclass(frozen=True)
 class WrittenWeight:
-    """The name of a weight that was written in float8, and how it relates to training."""
+    """A note on one weight that was written in float8."""
 
     name: str
     as_trained: bool
@@ -56,9 +56,9 @@ def float8_weights(
     A weight [N, K] of a `Float8Linear` comes as e4m3 bytes, followed by its scales. With the
     granularity of the recipe these are the bytes that training multiplies. Names are those under
     which transformers publishes the model; for other models those of `model.state_dict()` without
-    the prefixes of torch.compile and DDP. Where transformers publishes experts one by one, they
-    come so, in float8 even if not converted. One tensor is cast at a time. Tensors that are not
-    cast may share the memory of the model: copy them before the next step.
+    the prefixes of torch.compile and DDP. Experts that transformers publishes one by one come so,
+    in float8 even if not converted. One tensor is cast at a time. Tensors that are not cast may
+    share the memory of the model: copy them before the next step.
 
     Ranks that share a model (FSDP2, tensor parallel) all-gather one weight at a time and must all
     iterate to the end; each needs memory for one whole weight. FSDP2's weights are resharded.
@@ -78,11 +78,10 @@ def float8_weights(
             weights before it casts them. None: weights are cast as they are.
 
     Raises:
-        TypeError: `model` is not an `nn.Module`; `dtype` or `param_dtype` is not a high-precision
-            dtype.
-        ValueError: `format` and `strategy` are unknown; no layer is converted; a tensor is on the
-            meta device or in the float8 of another library; transformers could not load the
-            experts; or two tensors, or a tensor and a scale, have the same name.
+        TypeError: `model` is not an `nn.Module`, or a dtype is not a high-precision one.
+        ValueError: format or strategy is unknown; no layer is converted; a tensor is on the meta
+            device or in another library's float8; transformers could not load the experts; or two
+            tensors, or a tensor and a scale, have the same name.
     """
     require_module(model, "model")
     with ModelRanks(model) as ranks:
@@ -94,11 +93,9 @@ def float8_weights(
 def quantization_config(
     model: nn.Module, format: str = FINE_GRAINED, *, strategy: str | None = None
 ) -> dict[str, Any]:
-    """Return the `quantization_config` of `config.json` for the weights of `float8_weights`.
+    """Return the `quantization_config` that describes what `float8_weights` yields.
 
-    Raises:
-        TypeError: `model` is not an `nn.Module`.
-        ValueError: as `float8_weights`.
+    Arguments and errors are those of `float8_weights`.
     """
     require_module(model, "model")
     return _plan(model, format, strategy).config
@@ -123,18 +120,17 @@ def save_float8_checkpoint(
     all. If the model is not sharded, ranks do not wait for each other: the others only check their
     model and return `()`. Join the stages of a pipeline first.
 
-    The checkpoint is written to a folder beside `folder`, and takes its place by a rename when it
-    is complete: the disk needs room for both. Until then, and after an error, the older checkpoint
-    is in place. Files in `folder` that are not part of a checkpoint are kept. The next save tidies
-    up after a process that was killed.
+    The checkpoint is written to a folder beside `folder` and renamed when it is complete: the disk
+    needs room for both. Until then, and after an error, the older checkpoint is in place. Files in
+    `folder` that are not part of a checkpoint stay. The next save tidies up after a killed process.
 
     Args:
         model: as for `float8_weights`.
         folder: the folder of the checkpoint; made if it does not exist.
-        format: `"fine-grained-fp8"` or `"compressed-tensors"`.
-        strategy: the granularity of the scales; None: the format's default, see `float8_weights`.
-        dtype: dtype of the tensors that are not in float8; None: see `float8_weights`.
-        param_dtype: `param_dtype` of FSDP2's `MixedPrecisionPolicy`, if the model has one.
+        format: as for `float8_weights`.
+        strategy: as for `float8_weights`.
+        dtype: as for `float8_weights`.
+        param_dtype: as for `float8_weights`.
         max_shard_size: the most bytes of a file; a single larger tensor has a file to itself.
 
     Returns:
@@ -170,9 +166,9 @@ def save_float8_checkpoint(
         notes = list[WrittenWeight]()
 
         def tensors() -> Iterator[dict[str, Tensor]]:
-            for tensors, note in _cast_tensors(plan, ranks):
+            for pair, note in _cast_tensors(plan, ranks):
                 notes.extend([note] if note else [])
-                yield tensors
+                yield pair
             ranks.agree()  # rank 0 replaces the older checkpoint only if no rank has failed
 
         if ranks.number == 0:
@@ -221,8 +217,7 @@ def _plan(
     """Check everything and plan the checkpoint of `model`; raises as `float8_weights`."""
     for name, got in (("dtype", dtype), ("param_dtype", param_dtype)):
         if got not in (None, *HIGH_PRECISION_DTYPES):
-            expected = f"None or one of {HIGH_PRECISION_DTYPES}"
-            raise TypeError(f"{name}: got {got!r}, expected {expected}")
+            raise TypeError(f"{name}: got {got!r}, expected None or one of {HIGH_PRECISION_DTYPES}")
     scheme = scheme_named(format, strategy)
     reshard(model)
     if hasattr(model, "peft_config"):
@@ -316,10 +311,8 @@ def _select_float8(
 
     selected = {x for x in saved if all(is_float8(*use, x.tensor) for use in x.uses)}
     rest = [x for x in saved if x not in selected and not is_lazy(x.tensor)]
-    partly = {module for x in rest if x.tensor.dim() == 3 for _, module, _ in x.uses}
-    return {
-        x for x in selected if x.tensor.dim() == 2 or partly.isdisjoint(m for _, m, _ in x.uses)
-    }
+    mixed = {module for x in rest if x.tensor.dim() == 3 for _, module, _ in x.uses}
+    return {x for x in selected if x.tensor.dim() == 2 or mixed.isdisjoint(m for _, m, _ in x.uses)}
 
 
 def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastConfig, bool]:
@@ -347,8 +340,7 @@ def _high_precision_modules(
     for name, module in unwrapped(model).named_modules():
         name, has_experts = plain_name(name), any(x.dim() == 3 for x in module.parameters(False))
         if scheme.format == FINE_GRAINED:  # else transformers compares with names of its modules
-            weight = f"{name}.weight"
-            name = published.names.get(weight, weight).removesuffix(".weight")
+            name = published.names.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")
         if has_experts or isinstance(module, nn.Linear):
             names += [name] if in_float8.isdisjoint(module.modules()) else []
     return names
