@@ -176,11 +176,9 @@ def scheme_of(config: Any) -> Scheme:
     """Return the scheme that a `quantization_config` describes; raise `ValueError` without one."""
     config = _object(config)
     method = config.get("quant_method")
+    _require("['quant_method']", method, [*_METHODS, COMPRESSED])
     if method == COMPRESSED:
         return _scheme_of_compressed(config)
-    if method not in _METHODS:
-        expected = f"'fp8', 'mxfp8' or {COMPRESSED!r} in float8"
-        raise _unsupported("", f"quant_method {method!r}", expected)
     if method == "mxfp8":
         config = {"weight_block_size": [1, 32], "scale_fmt": "ue8m0", **config}
     block, scale_fmt = config.get("weight_block_size"), str(config.get("scale_fmt") or "float")
@@ -195,8 +193,7 @@ def scheme_of(config: Any) -> Scheme:
 def _scheme_of_compressed(config: dict[str, Any]) -> Scheme:
     """Return the scheme that a `quantization_config` of compressed-tensors describes."""
     groups = _object(config.get("config_groups"))
-    if len(groups) != 1:
-        raise _unsupported("", f"groups {[*groups]}", "one group: all weights alike")
+    _require("['config_groups']: number of groups", len(groups), [1])
     (group,) = map(_object, groups.values())
     weights = _object(group.get("weights"))
     strategy: Any = weights.get("strategy")
@@ -221,15 +218,10 @@ def _require(field: str, got: Any, supported: list[Any]) -> None:
     """Raise `ValueError` unless a field of `quantization_config` has a supported value."""
     if got not in supported:
         expected = " or ".join(repr(value) for value in supported if value is not None)
-        raise _unsupported(field, repr(got), expected)
-
-
-def _unsupported(field: str, got: str, expected: str) -> ValueError:
-    """Return the error for a field of `quantization_config` that no scheme has."""
-    return ValueError(
-        f"quantization_config{field}: got {got}, expected {expected}; load it with transformers, "
-        f"dequantized, instead"
-    )
+        raise ValueError(
+            f"quantization_config{field}: got {got!r}, expected {expected}; load it with "
+            f"transformers, dequantized, instead"
+        )
 
 
 def values_of(x: Tensor) -> Tensor:

@@ -134,7 +134,8 @@ class Float8Converter(ModelConfigConverter):
             if self._why_no_experts:
                 stay.append(fqn)
             else:
-                _replace(parent, name, experts, converted_config(type(experts)), self._experts)
+                cls: Any = type(experts)
+                _replace(parent, name, experts, converted_config(cls), self._experts)
         if stay:
             logger.warning(
                 f"Float8Converter: got {self._why_no_experts}: {len(stay)} modules of experts, the "

@@ -103,7 +103,7 @@ class Float8Callback(TrainerCallback, ExportableState):
             layers[name].load_state_dict(values, strict=False)
 
     def _not_loaded(self, entry: Any) -> str | None:
-        """Return an error text if weights differ from samples of their shape in `entry`, or None."""
+        """Return an error text if weights differ from the samples of them in `entry`, or None."""
         saved = _last(entry)["attributes"].get("weights", {}) if entry else {}
         changed = []
         for name, values in self._samples().items():
