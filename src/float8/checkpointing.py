@@ -1,4 +1,4 @@
-"""Memory of activations: kept in float8, or made again but for the outputs of GEMMs."""
+"""Save memory of activations: keep them in float8, or recompute all but outputs of GEMMs."""
 
 from typing import Any
 
@@ -10,41 +10,41 @@ from float8.gemm import GEMM_OPS
 from float8.kernels.grouped_matmul import GROUPED_GEMM
 from float8.weights.held import TIMES_HELD
 
-_KEPT = {*GEMM_OPS, GROUPED_GEMM, TIMES_HELD}
+_SAVED_OPS = {*GEMM_OPS, GROUPED_GEMM, TIMES_HELD}
 
 
 def activations_in_float8(*, min_mib: float = 1.0, dtype: torch.dtype = E4M3) -> dict[str, Any]:
-    """Return options of `torch.compile` that keep activations in float8 until backward.
+    """Return options of `torch.compile` that store activations for backward in float8.
 
-    Of what a compiled block of Llama keeps for backward under `tensorwise`, 0.62 of the bytes are
-    left. Forward computes with the exact values. A model in bfloat16 need not be converted:
+    A compiled block of Llama under `tensorwise` then stores 0.62 of the bytes. Forward computes
+    with the exact values. The model may be in bfloat16, without any conversion:
 
         block.compile(options=float8.activations_in_float8())
 
-    A bfloat16 or float16 activation is rounded to `dtype` if all that backward does with it is one
-    of these: multiply it with a gradient for the gradient of a Parameter, derive the SiLU or GELU
-    (of `torch.nn.functional`, also gated) of a linear layer's output, or derive an RMSNorm. All
-    else keeps its dtype: attention, softmax, losses, LayerNorm, other gates, comparisons.
+    A bfloat16 or float16 activation is rounded to `dtype` if backward uses it for nothing but
+    these: the GEMM that computes the gradient of a Parameter, the derivative of SiLU or GELU (of
+    `torch.nn.functional`, also gated) at a linear layer's output, and that of RMSNorm. Activations
+    of attention, softmax, losses, LayerNorm, other gates and comparisons keep their dtype.
 
-    Each 128 elements along the last dim share a float32 scale, a power of two; all elements of that
-    dim do, if it is no multiple of 128. Backward reads the rounded values in their own dtype. An
-    infinite value or NaN makes NaN of the elements that share its scale. What is kept anyway is not
-    rounded: outputs, Parameters, inputs without gradients, and what shares their storage; nor is
-    what is in inner graphs (`nested_compile_region`).
+    Each 128 elements along the last dim share a float32 scale, a power of two; if the dim is not a
+    multiple of 128, all its elements do. Backward reads the rounded values in their own dtype. An
+    infinite or NaN element turns those that share its scale into NaN. Tensors that stay in memory
+    anyway (outputs, Parameters, inputs without gradients, and their views) are not rounded, nor
+    are tensors in inner graphs (`nested_compile_region`).
 
     Args:
-        min_mib: tensors of fewer MiB stay as they are. Sizes are those at hand while the graph is
-            compiled.
-        dtype: `torch.float8_e4m3fn`, or `torch.float8_e5m2` with one bit less.
+        min_mib: smaller tensors, in MiB, are not rounded. Symbolic sizes count by their hints at
+            compile time.
+        dtype: `torch.float8_e4m3fn`, or `torch.float8_e5m2` with one mantissa bit less.
 
     Returns:
         A new dict, to which other options may be added, such as `{"triton.cudagraphs": True}` for
-        what `mode="reduce-overhead"` does: torch takes no mode beside options. Inductor alone
-        reads it. Other backends warn of it, or ignore it without a word (`aot_eager`).
+        `mode="reduce-overhead"`: torch accepts either a mode or options. Only Inductor reads it;
+        other backends warn about it, or ignore it silently (`aot_eager`).
 
     Raises:
-        TypeError: `min_mib` is no number, or `dtype` no dtype.
-        ValueError: `min_mib` is negative or not finite, or `dtype` is no float8 format.
+        TypeError: `min_mib` is not a number, or `dtype` is not a dtype.
+        ValueError: `min_mib` is negative or not finite, or `dtype` is not a float8 format.
     """
     if isinstance(min_mib, bool) or not isinstance(min_mib, int | float):
         raise TypeError(f"activations_in_float8: got min_mib={min_mib!r}, expected a number of MiB")
@@ -55,28 +55,28 @@ def activations_in_float8(*, min_mib: float = 1.0, dtype: torch.dtype = E4M3) ->
     if dtype not in FLOAT8_MAX:
         expected = " or ".join(map(str, FLOAT8_MAX))
         raise ValueError(f"activations_in_float8: got dtype={dtype}, expected {expected}")
-    # Imports Inductor, which `import float8` is not to.
+    # This imports Inductor, which `import float8` must not do.
     from float8.kernels.runtime.partition import Float8Partitioner
 
     return {"custom_partitioner_fn": Float8Partitioner(min_mib * 2**20, dtype)}
 
 
 def save_gemm_outputs(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep the outputs of float8 GEMMs, and have all else computed again in backward.
+    """Save the outputs of float8 GEMMs, and recompute everything else in backward.
 
-    A policy for `torch.utils.checkpoint.create_selective_checkpoint_contexts`, in eager mode and
-    under `torch.compile`:
+    Use it as policy of `torch.utils.checkpoint.create_selective_checkpoint_contexts`, in eager mode
+    and under `torch.compile`:
 
         contexts = functools.partial(create_selective_checkpoint_contexts, save_gemm_outputs)
         y = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 
-    Kept are the [tokens, out_features] that layers return, in the compute dtype; in compiled code
-    those that backward reads. Their GEMMs take most of the time of a recomputation. Casts, norms,
+    Saved are layer outputs [tokens, out_features] in the compute dtype; in compiled code only those
+    that backward reads. Their GEMMs would take most of the time of a recomputation. Casts, norms,
     activation functions and attention run again, and so do GEMMs in high precision and emulated
-    ones, but for those of experts, and those of held weights in compiled code.
+    GEMMs, except for those of experts, and of held weights in compiled code.
 
     Returns:
-        `MUST_SAVE` if `op`, the `OpOverload` that is about to run, is a float8 GEMM, else
-        `PREFER_RECOMPUTE`. Nothing else is read.
+        `MUST_SAVE` if `op`, the `OpOverload` about to run, is a float8 GEMM, else
+        `PREFER_RECOMPUTE`. The other arguments are ignored.
     """
-    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if op in _SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -235,7 +235,7 @@ def test_what_transformers_loads_in_float8(tmp_path: Path, monkeypatch: Any) -> 
         report = conversion_report(model)
         assert len(report.experts) == 4
         assert all("dequantize=True" in str(each.skip_reason) for each in report.experts)
-        with pytest.raises(ValueError, match="load the model dequantised"):
+        with pytest.raises(ValueError, match="load the model dequantized"):
             float8_weights(model).__next__()
 
 

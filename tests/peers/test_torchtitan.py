@@ -199,7 +199,7 @@ def test_experts_of_gpt_oss() -> None:
 def test_experts_that_another_converter_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(titan_float8, "has_cuda_capability", lambda *_: True)
     theirs, ours = titan_float8.Float8GroupedExpertsConverter.Config(), titan.Float8Converter.Config
-    with pytest.raises(ValueError, match="another converter quantised"):
+    with pytest.raises(ValueError, match="another converter quantized"):
         deepseek_v3.model_registry("debugmodel", converters=[theirs, ours()])
     spec = deepseek_v3.model_registry("debugmodel", converters=[theirs])
     experts = spec.model.layers[1].moe.routed_experts.inner_experts.build()

@@ -1,4 +1,4 @@
-"""Checkpoints whose weights are float8, as others publish and serve them: in and out."""
+"""Read and write checkpoints with float8 weights in the formats of transformers and servers."""
 
 from float8.checkpoints.reading import load_float8_checkpoint, read_float8_checkpoint
 from float8.checkpoints.writing import float8_weights, quantization_config, save_float8_checkpoint

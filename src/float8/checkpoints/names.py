@@ -1,7 +1,7 @@
-"""The names of the tensors of a model: its own, and those under which models are published.
+"""Names of a model's tensors: its own, and those under which transformers publishes it.
 
-transformers 5 renames tensors as it loads them, and joins the weights [N, K] of experts to one
-Parameter [E, pieces * N, K]; it undoes that when it saves. So it is asked: no list of models here.
+transformers 5 renames tensors when it loads them, and joins the weights [N, K] of experts to one
+Parameter [E, pieces * N, K]; when it saves, it undoes both. Its own tables are used for that.
 """
 
 import copy
@@ -18,30 +18,28 @@ from float8.linear import Float8Linear
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a module or tensor without what wrappers within a model add to it."""
-    # Of torch.compile, of activation checkpointing, of FSDP1.
+    """Remove the parts that torch.compile, checkpoint_wrapper and FSDP1 add to a full name."""
     for wrapper in ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"):
         name = f"{name}.".replace(f"{wrapper}.", "")[:-1]
     return name
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model that torch.compile or DDP wraps, or itself."""
+    """Return the model inside wrappers of torch.compile and DDP."""
     is_ddp = isinstance(model, DistributedDataParallel)
     inner = model._modules.get("module" if is_ddp else "_orig_mod")
     return model if inner is None else unwrapped(inner)
 
 
 class SavedTensor:
-    """A Parameter or buffer that is saved: under one name, or if it is tied under several."""
+    """A Parameter or persistent buffer, with all names of it if it is tied."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Any = tensor
-        # Each name of it, with the module that has it, and its name there.
-        self.uses: list[tuple[str, nn.Module, str]] = []
+        self.uses: list[tuple[str, nn.Module, str]] = []  # full name, module, name in that module
 
     def replace(self, new: Tensor) -> None:
-        """Give all modules that have this tensor another one."""
+        """Put `new` in the place of this tensor in all modules that have it."""
         if isinstance(self.tensor, nn.Parameter):
             new = nn.Parameter(new, requires_grad=self.tensor.requires_grad)
         for _, module, attr in self.uses:
@@ -51,87 +49,87 @@ class SavedTensor:
 
 
 def saved_tensors(model: nn.Module) -> list[SavedTensor]:
-    """Return the Parameters and buffers that are saved, without the state of delayed scaling."""
+    """Return Parameters and persistent buffers, without the state of delayed scaling."""
     saved: dict[int, SavedTensor] = {}
     for prefix, module in unwrapped(model).named_modules(remove_duplicate=False):
-        passing = module._non_persistent_buffers_set
+        not_saved = module._non_persistent_buffers_set
         for attr, x in {**module._parameters, **module._buffers}.items():
             is_state = attr.startswith(("fp8_amax_", "fp8_scale_"))
-            if x is not None and attr not in passing and not is_state:
+            if x is not None and attr not in not_saved and not is_state:
                 name = plain_name(f"{prefix}.{attr}" if prefix else attr)
                 saved.setdefault(id(x), SavedTensor(x)).uses.append((name, module, attr))
     return [*saved.values()]
 
 
 Names = list[list[str]]
-"""For each piece of the rows of weights [E, pieces * N, K]: names of all experts, in order."""
+"""Names [piece][expert] of the weights [N, K] that weights [E, pieces * N, K] of experts join."""
 
 
 class PublishedNames(NamedTuple):
-    """The names that the tensors of a model have in files, by their own names."""
+    """The names in files of a model's tensors, by their names in the model."""
 
-    names: dict[str, str]  # of all tensors, experts too: these need not come one by one
-    experts: dict[str, Names]  # of those that are published one by one, as weights [N, K]
+    names: dict[str, str]  # of all tensors, including weights of experts, which a file may join
+    experts: dict[str, Names]  # of weights of experts that are published one by one
 
 
 def published_names(model: nn.Module) -> PublishedNames:
-    """Return the names under which the tensors of a model are published.
+    """Return the names under which transformers publishes the tensors of `model`.
 
-    Of a model that is not transformers', and where a name would be lost, they are its own.
+    Tensors that it would not find again under those, and other models, have their own names.
     """
-    saved = [(*use, each.tensor) for each in saved_tensors(model) for use in each.uses]
-    found = PublishedNames({name: name for name, *_ in saved}, {})
+    saved = [(*use, x.tensor) for x in saved_tensors(model) for use in x.uses]
+    published = PublishedNames({name: name for name, *_ in saved}, {})
     root: Any = unwrapped(model)
     if not _is_of_transformers(root):
-        return found
+        return published
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange, WeightRenaming
     except ImportError:
         if any(_are_experts(module, x) for _, module, _, x in saved):
-            raise  # early versions of 5 join experts, and do not tell how
-        return found  # older than 5, it has models as they are published
-    # Those that add or remove a prefix are for files of other classes.
+            raise  # early versions of 5 join experts, but have no table of how
+        return published  # versions before 5 rename and join nothing
+    # Changes of prefixes are for files of other classes.
     mapping = get_model_conversion_mapping(root, add_legacy=False)
-    loading = [each for each in mapping if not isinstance(each, PrefixChange)]
-    saving = [each.reverse_transform() for each in reversed(loading)]
-    converters = [each for each in saving if not isinstance(each, WeightRenaming)]
+    loading = [step for step in mapping if not isinstance(step, PrefixChange)]
+    saving = [step.reverse_transform() for step in reversed(loading)]
+    converters = [step for step in saving if not isinstance(step, WeightRenaming)]
 
-    def renamed(name: str, by: list[Any]) -> str:
-        for each in by:
-            if isinstance(each, WeightRenaming):
-                name, _ = each.rename_source_key(name)
+    def rename(name: str, steps: list[Any]) -> str:
+        for step in steps:
+            if isinstance(step, WeightRenaming):
+                name, _ = step.rename_source_key(name)
         return name
 
     for name, module, attr, x in saved:
-        matches = ((each, *each.rename_source_key(name)) for each in converters)
-        converter, first, pattern = next((m for m in matches if m[2]), (None, name, None))
+        matches = ((step, *step.rename_source_key(name)) for step in converters)
+        converter, key, pattern = next((m for m in matches if m[2]), (None, name, None))
         if converter is None:
             in_float8 = attr == "weight" and isinstance(module, Float8Linear)
-            ends = ("", "_scale", "_scale_inv") if in_float8 else ("",)
-            new = renamed(name, saving)
-            # Only if that, and the names of scales beside it, are read as this one.
-            if all(renamed(new + end, loading) == name + end for end in ends):
-                found.names[name] = new
+            suffixes = ("", "_scale", "_scale_inv") if in_float8 else ("",)
+            new = rename(name, saving)
+            # Loading must turn the new name, and those of scales, into this name again.
+            if all(rename(new + suffix, loading) == name + suffix for suffix in suffixes):
+                published.names[name] = new
         elif _are_experts(module, x) and len(converter.source_patterns) == 1:
-            pieces = _pieces_of(copy.deepcopy(converter), name, first, pattern, x.shape[0], root)
+            pieces = _split_names(copy.deepcopy(converter), name, key, pattern, x.shape[0], root)
             if pieces and x.shape[1] % len(pieces) == 0:
-                found.experts[name] = [[renamed(x, saving) for x in piece] for piece in pieces]
-    often = Counter(found.names.values())
-    found.names.update({name: name for name, new in found.names.items() if often[new] > 1})
-    return found
+                published.experts[name] = [[rename(x, saving) for x in piece] for piece in pieces]
+    counts = Counter(published.names.values())
+    published.names.update({x: x for x, new in published.names.items() if counts[new] > 1})
+    return published
 
 
 def replaced_by_transformers(model: nn.Module, method: str) -> str | None:
-    """Return the class of a module that transformers replaces under this `quant_method`, or None.
+    """Return a class in `model` that transformers replaces under this `quant_method`, or None.
 
-    What it puts in the place of that module has other Parameters, and finds none of its weights.
+    The replacement has other Parameters, for which the weights of `model` are not found.
     """
     if not _is_of_transformers(unwrapped(model)):
         return None
     try:
         from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION as REPLACED
-    except ImportError:  # another version, which replaces none
+    except ImportError:  # versions without it replace no module
         return None
     names = {name for name, entry in REPLACED.items() if method in entry["quantization_methods"]}
     classes = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
@@ -139,29 +137,33 @@ def replaced_by_transformers(model: nn.Module, method: str) -> str | None:
 
 
 def _is_of_transformers(root: nn.Module) -> bool:
+    """Return whether `root` is a `PreTrainedModel`; does not import transformers."""
     return any(cls.__module__ == "transformers.modeling_utils" for cls in type(root).__mro__)
 
 
 def _are_experts(module: nn.Module, x: Tensor) -> bool:
+    """Return whether `x` is a weight [E, N, K] of experts as transformers joins them."""
     return kind_of(module) is RegisteredExperts and x.dim() == 3 and not lies_transposed(module)
 
 
-def _pieces_of(
-    converter: Any, name: str, first: str, pattern: str, experts: int, root: Any
+def _split_names(
+    converter: Any, name: str, key: str, pattern: str, experts: int, root: Any
 ) -> Names | None:
-    """Return how transformers takes weights [E, N, K] apart, told by what it makes of numbers.
+    """Return the names of the weights [n, K] into which transformers splits weights [E, N, K].
 
-    None: into no weights [n, K], such as transposed or mixed ones.
+    The converter runs on a tensor of numbers, which tells expert and rows of each part. None if the
+    parts are not whole rows of one expert, but for example transposed.
     """
-    all_rows = 12  # of each expert; any number of pieces that models have divides them
-    numbers = torch.arange(experts * all_rows * 2, device="cpu").view(experts, all_rows, 2)
-    converter.add_tensor(first, name, pattern, numbers)
-    made: dict[str, Tensor] = converter.convert(first, model=root, config=root.config)
-    rows = all_rows * experts // max(len(made), 1)
-    pieces = [[""] * experts for _ in range(len(made) // experts)]
-    for key, x in made.items():
-        expert, row = divmod(int(x.flatten()[0]) // 2, all_rows)
-        if not torch.equal(x, numbers[expert, row : row + rows]) or not key.endswith(".weight"):
+    rows = 12  # of each expert; divisible by any number of pieces that models have
+    numbers = torch.arange(experts * rows * 2, device="cpu").view(experts, rows, 2)  # [E, N, K]
+    converter.add_tensor(key, name, pattern, numbers)
+    parts: dict[str, Tensor] = converter.convert(key, model=root, config=root.config)
+    part_rows = rows * experts // max(len(parts), 1)
+    pieces = [[""] * experts for _ in range(len(parts) // experts)]
+    for part, x in parts.items():
+        expert, row = divmod(int(x.flatten()[0]) // 2, rows)
+        is_rows = torch.equal(x, numbers[expert, row : row + part_rows])
+        if not is_rows or not part.endswith(".weight"):
             return None
-        pieces[row // rows][expert] = key
+        pieces[row // part_rows][expert] = part
     return pieces if all(all(names) for names in pieces) else None

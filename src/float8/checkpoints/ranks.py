@@ -1,4 +1,4 @@
-"""Work that the ranks that share a model do together."""
+"""Errors that all ranks of a sharded model raise together."""
 
 from typing import Any
 
@@ -7,14 +7,15 @@ from torch import Tensor, nn
 
 from float8.tensor import is_dtensor
 
-_KINDS = (FileNotFoundError, OSError, ImportError, TypeError, ValueError)
+_ERRORS = (FileNotFoundError, OSError, ImportError, TypeError, ValueError)
 
 
-class Together:
-    """Work that the ranks that share a model do together: an error of one is raised on all.
+class ModelRanks:
+    """Context manager: run a step on all ranks of the process groups of a model's DTensors.
 
-    As a context it ends with `agree`, and within it ranks call `agree` before collectives: so one
-    that failed on its own is there, too. Nobody waits for a model that is whole.
+    If one rank fails, all raise its error, at the end of the step or at the next `agree`. Ranks
+    call `agree` before collectives, so that none waits for one that failed. Without DTensors ranks
+    do not wait for each other.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -22,38 +23,37 @@ class Together:
         self.meshes = [*{x.device_mesh: None for x in tensors if is_dtensor(x)}]
         groups = [mesh.get_group(dim) for mesh in self.meshes for dim in range(mesh.ndim)]
         self._groups = [*{group.group_name: group for group in groups}.values()]
-        self._failed = False
         self.number = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
-    def agree(self, error: BaseException | None = None, said: Any = None) -> list[Any]:
-        """Wait for all ranks, and return what each of them `said`; collective.
+    def agree(self, value: Any = None, error: BaseException | None = None) -> list[Any]:
+        """Wait for all ranks, and return the `value` of each; collective.
 
-        `error`: why this rank cannot go on; the caller raises it, others the first that they hear.
+        A rank that failed passes its `error`, and raises it itself; the others raise a copy here.
         """
-        kind = next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
-        why = str(error) if kind is not RuntimeError else f"{type(error).__name__}: {error}"
-        failure = None if error is None else (kind, f"rank {self.number}: {why}")
-        heard: list[Any] = []
-        for group in self._groups if not self._failed else ():
-            told: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(told, (failure, said), group)
-            heard += [value for _, value in told]
-            # Ranks in the next group hear of it, too.
-            failure = next((each for each, _ in told if each is not None), failure)
+        cls = next((cls for cls in _ERRORS if isinstance(error, cls)), RuntimeError)
+        text = str(error) if cls is not RuntimeError else f"{type(error).__name__}: {error}"
+        failure = None if error is None else (cls, f"rank {self.number}: {text}")
+        values: list[Any] = []
+        for group in self._groups:
+            gathered: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(gathered, (failure, value), group)
+            values += [value for _, value in gathered]
+            # The next group hears of a failure in this one, too.
+            failure = next((failure for failure, _ in gathered if failure is not None), failure)
         if failure is not None and error is None:
-            self._failed = True
+            self._groups = []  # the end of the step need not tell it again
             raise failure[0](failure[1])
-        return heard
+        return values
 
-    def __enter__(self) -> "Together":
+    def __enter__(self) -> "ModelRanks":
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if kind is not GeneratorExit:  # all stop to iterate alike
-            self.agree(error)
+    def __exit__(self, cls: Any, error: BaseException | None, trace: Any) -> None:
+        if cls is not GeneratorExit:  # all ranks stop iterating at the same tensor
+            self.agree(error=error)
 
-    def whole(self, x: Any) -> Tensor:
-        """Return a tensor of which ranks may have parts; collective if they do."""
+    def gather(self, x: Any) -> Tensor:
+        """Return the whole of a DTensor (collective), or `x` itself."""
         if is_dtensor(x):
             self.agree()
             x = x.full_tensor()

@@ -1,4 +1,4 @@
-"""Read checkpoints in float8, tensor by tensor."""
+"""Read float8 checkpoints, and load them into models, one tensor at a time."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from float8.checkpoints.files import Checkpoint
 from float8.checkpoints.names import SavedTensor, published_names, saved_tensors, unwrapped
-from float8.checkpoints.ranks import Together
+from float8.checkpoints.ranks import ModelRanks
 from float8.checkpoints.schemes import part_of, values_of
 from float8.config import require_module
 from float8.experts import Float8Experts, names_to_gather
@@ -25,24 +25,24 @@ from float8.weights.only import in_float8_only
 def read_float8_checkpoint(
     folder: str | Path, *, dtype: torch.dtype = torch.bfloat16, device: Any = "cpu"
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor of a checkpoint with its name, one after the other.
+    """Yield the names and tensors of a checkpoint, reading one tensor at a time.
 
-    Weights in float8 come as `Float8Tensor`: the very bytes and scales of the file. All others come
-    as they are. All files are looked at before the first tensor comes.
+    Float8 weights are yielded as `Float8Tensor` with the data and scales of the file, other tensors
+    as they are. The headers of all files are checked before this function returns.
 
     Args:
-        folder: with `config.json`, whose `quantization_config` tells format and strategy, and
+        folder: has `config.json`, whose `quantization_config` names format and strategy, and
             safetensors: one file, or shards with an index.
         dtype: the dtype that each `Float8Tensor` reports.
-        device: where tensors are made.
+        device: the device that tensors are read to.
 
     Raises:
         ImportError: the package safetensors is not installed.
         FileNotFoundError: a file is missing.
-        TypeError: `dtype` is none in high precision.
+        TypeError: `dtype` is not a high-precision dtype.
         ValueError: format or strategy is unknown; a weight has no scale, or one that does not fit;
             a file is cut, damaged, or outside of the folder.
-        RuntimeError, AssertionError: torch's own, for a `device` that is not here.
+        RuntimeError, AssertionError: torch's own, for a `device` that does not exist.
     """
     if dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"dtype: got {dtype}, expected one of {HIGH_PRECISION_DTYPES}")
@@ -53,29 +53,29 @@ def read_float8_checkpoint(
 def load_float8_checkpoint(
     model: nn.Module, folder: str | Path, *, device: Any = None
 ) -> nn.Module:
-    """Load a checkpoint in float8 into a model, in place, one tensor after the other.
+    """Load a float8 checkpoint into a model, in place, one tensor at a time.
 
-    A layer, or experts, with `Float8Weights.ONLY` take the very bytes and scales, by the recipe of
-    the file's granularity: `blockwise` for `fine-grained-fp8`, `rowwise` for channels, `tensorwise`
-    for tensors, `mxfp8` for MXFP8. Every other Parameter takes the dequantised values, rounded to
-    its dtype: masters that train, on all ranks their own part of each.
+    Layers and experts with `Float8Weights.ONLY` take the data and scales of the file, and need the
+    recipe of its granularity: `blockwise` for `fine-grained-fp8`, `rowwise` for channels,
+    `tensorwise` for tensors, `mxfp8` for MXFP8. Other Parameters take the dequantized values,
+    rounded to their dtype; DTensors take the part of each rank.
 
-    Names are those of the model, or those under which transformers publishes it: weights of experts
-    that a file has one by one go into the Parameters that a model has for all of them. Ranks that
-    share a model must all call: what one of them cannot read raises on all.
+    Names are those of the model, or those under which transformers publishes it: experts that a
+    file has one by one go into the Parameter that a model has for all of them. All ranks that share
+    a model must call; an error on one rank is raised on all.
 
     Args:
         model: in high precision or converted; may be on the meta device, or sharded by FSDP2 or
-            tensor parallel (Parameters in high precision then, no longer on the meta device; each
-            rank with whole experts).
+            tensor parallel (then in high precision, not on the meta device, and each rank with
+            whole experts).
         folder: see `read_float8_checkpoint`.
-        device: where Parameters are made that are on the meta device; None: the CPU.
+        device: the device of Parameters that replace those on the meta device; None: the CPU.
 
     Returns:
         `model`.
 
     Raises:
-        TypeError: `model` is no `nn.Module`.
+        TypeError: `model` is not an `nn.Module`.
         ValueError: names or shapes of the checkpoint are not those of the model, a layer cannot
             take its weight, or one is there twice: joined and one by one, or with two values for a
             tied Parameter. Nothing is changed then.
@@ -83,19 +83,19 @@ def load_float8_checkpoint(
     """
     require_module(model, "model")
     reshard(model)
-    with Together(model) as ranks:
+    with ModelRanks(model) as ranks:
         device = torch.empty(0, device="cpu" if device is None else device).device
-        places, checkpoint = _places(model), Checkpoint(Path(folder))
-        names = _fitting(model, checkpoint, places)
-        if len({*map(tuple, ranks.agree(said=checkpoint.files))}) > 1:
+        targets, checkpoint = _targets(model), Checkpoint(Path(folder))
+        names = _match(model, checkpoint, targets)
+        if len({*map(tuple, ranks.agree(checkpoint.files))}) > 1:
             got = "got other files on other ranks, expected the same, which no save replaces"
             raise ValueError(f"{folder}: {got}; load again")
-        ranks.agree()  # nothing is changed where another rank has no such file
+        ranks.agree()  # change nothing if the files of ranks differ
         for name in names:
-            old = places[name].target.tensor
-            # Inference tensors are written in that mode alone, and no others are made.
+            old = targets[name].saved.tensor
+            # Inference tensors can be written in inference mode only; create no others in it.
             with torch.inference_mode(old.is_inference() and not old.is_meta), torch.no_grad():
-                _put(places[name], partial(checkpoint.read, name), device)
+                _load(targets[name], partial(checkpoint.read, name), device)
     left = [name for name, x in (*model.named_parameters(), *model.named_buffers()) if x.is_meta]
     if left:
         warn(
@@ -105,101 +105,104 @@ def load_float8_checkpoint(
     return model
 
 
-class _Place(NamedTuple):
-    """A whole Parameter or buffer, or the piece [N, K] of one expert in one [E, pieces * N, K]."""
+class _Target(NamedTuple):
+    """A Parameter or buffer; or one piece [N, K] of one expert in weights [E, pieces * N, K]."""
 
-    target: SavedTensor
+    saved: SavedTensor
     expert: int | None = None
     piece: int = 0
     pieces: int = 1
 
     @property
-    def layers(self) -> list[Any]:
-        """Those that have it as weight, and take bytes and scales as they are."""
-        ours = (use for use in self.target.uses if isinstance(use[1], Float8Linear | Float8Experts))
-        alone = ((x, attr) for _, x, attr in ours if x._float8_keeps_no_master)
-        return [x for x, attr in alone if attr in names_to_gather(x)]
+    def only_layers(self) -> list[Any]:
+        """The modules that have this tensor as a weight in float8 alone (`Float8Weights.ONLY`)."""
+        uses = (use for use in self.saved.uses if isinstance(use[1], Float8Linear | Float8Experts))
+        only = ((x, attr) for _, x, attr in uses if x._float8_keeps_no_master)
+        return [x for x, attr in only if attr in names_to_gather(x)]
 
 
-def _places(model: nn.Module) -> dict[str, _Place]:
-    """Return the place of each tensor that a checkpoint may have, by its own and published name."""
-    places = {name: _Place(each) for each in saved_tensors(model) for name, *_ in each.uses}
+def _targets(model: nn.Module) -> dict[str, _Target]:
+    """Return the target of each name that a checkpoint may have, the model's and published ones."""
+    targets = {name: _Target(saved) for saved in saved_tensors(model) for name, *_ in saved.uses}
     published = published_names(model)
-    places |= {new: places[name] for name, new in published.names.items()}
+    targets |= {new: targets[name] for name, new in published.names.items()}
     for name, pieces in published.experts.items():
         for piece, names in enumerate(pieces):
             for expert, new in enumerate(names):
-                places[new] = _Place(places[name].target, expert, piece, len(pieces))
-    return places
+                targets[new] = _Target(targets[name].saved, expert, piece, len(pieces))
+    return targets
 
 
-def _fitting(model: nn.Module, checkpoint: Checkpoint, places: dict[str, _Place]) -> list[str]:
-    """Return the names of tensors to read, one for each place; raises if they do not fit."""
-    cls, given = type(model).__name__, dict[_Place, list[str]]()
-    # As transformers: of layers that predict more tokens, which it has not.
+def _match(model: nn.Module, checkpoint: Checkpoint, targets: dict[str, _Target]) -> list[str]:
+    """Return the names to read, one for each target; raise `ValueError` if they do not match."""
+    cls, names_of = type(model).__name__, dict[_Target, list[str]]()
+    # Names that transformers ignores, too, as of layers for the prediction of several tokens.
     ignored = getattr(unwrapped(model), "_keys_to_ignore_on_load_unexpected", None) or ()
     for name in checkpoint.names:
-        if name in places:
-            given.setdefault(places[name], []).append(name)
-        elif not any(re.search(each, name) for each in ignored):
+        if name in targets:
+            names_of.setdefault(targets[name], []).append(name)
+        elif not any(re.search(pattern, name) for pattern in ignored):
             raise ValueError(f"checkpoint: got {name!r}, expected names of tensors of {cls}")
-    one_by_one = {place.target for place in given if place.expert is not None}
+    one_by_one = {target.saved for target in names_of if target.expert is not None}
     missing = {
-        place: name
-        for name, place in places.items()
-        if place not in given and (place.target in one_by_one) is (place.expert is not None)
+        target: name
+        for name, target in targets.items()
+        if target not in names_of and (target.saved in one_by_one) is (target.expert is not None)
     }
     if missing:
         raise ValueError(
             f"checkpoint: got nothing for {len(missing)} Parameter(s) or buffer(s) of {cls}, "
             f"such as {min(missing.values())!r}, expected all of them"
         )
-    for place, tied in given.items():
-        if place.expert is None and place.target in one_by_one:
+    for target, tied in names_of.items():
+        if target.expert is None and target.saved in one_by_one:
             got = "got these experts joined and one by one, too"
             raise ValueError(f"{tied[0]}: {got}, expected one of the two; remove the other")
-        tied.sort(key=lambda name: name not in checkpoint.in_float8)  # whose bytes a layer may take
+        tied.sort(key=lambda name: name not in checkpoint.in_float8)  # read the float8 one
         for name in tied:
-            _require_fitting(name, place, checkpoint)
+            _require_fitting(name, target, checkpoint)
         for name in tied[1:]:
-            dtype = place.target.tensor.dtype
-            a, b = (values_of(checkpoint.read(each)).to(dtype) for each in (tied[0], name))
+            dtype = target.saved.tensor.dtype
+            a, b = (values_of(checkpoint.read(x)).to(dtype) for x in (tied[0], name))
             if not ((a == b) | (a != a) & (b != b)).all():
                 raise ValueError(
                     f"{name}: got other values than those of {tied[0]!r}, expected the same: they "
                     f"are one tensor of {cls}; untie them, or remove one"
                 )
-    return [name for name, *_ in given.values()]
+    return [name for name, *_ in names_of.values()]
 
 
-def _require_fitting(name: str, place: _Place, checkpoint: Checkpoint) -> None:
-    """Raise unless a place can take the tensor of a name."""
-    described: Any = checkpoint.described(name)
-    (dtype, shape), target = described, place.target.tensor
-    wanted = tuple(target.shape)
-    if place.expert is not None:
-        wanted = wanted[1] // place.pieces, wanted[2]
-    layers = place.layers if name in checkpoint.in_float8 else []
-    granularity = checkpoint.scheme.granularity
-    covers = {layer._float8_plan.casts.weight.how.scaling_granularity for layer in place.layers}
-    cut = place.pieces > 1 and any(not x.height or wanted[0] % x.height for x in covers)
-    is_shared = is_dtensor(target)
-    placements = target.placements if is_shared else ()
-    whole_experts = all(each.is_replicate() or each.is_shard(0) for each in placements)
-    if getattr(dtype, "is_floating_point", False) != target.dtype.is_floating_point:
-        got, expected = f"dtype {dtype}", f"numbers like {target.dtype}"
+def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None:
+    """Raise `ValueError` if `target` cannot take the tensor `name`."""
+    header: Any = checkpoint.dtype_and_shape(name)
+    (dtype, shape), tensor = header, target.saved.tensor
+    wanted = tuple(tensor.shape)
+    if target.expert is not None:
+        wanted = wanted[1] // target.pieces, wanted[2]
+    only_layers, granularity = target.only_layers, checkpoint.scheme.granularity
+    granularities = {x._float8_plan.casts.weight.how.scaling_granularity for x in only_layers}
+    shares_scales = any(not x.height or wanted[0] % x.height for x in granularities)
+    in_float8 = name in checkpoint.in_float8
+    takes_data = in_float8 and len(only_layers) == len(target.saved.uses)
+    placements = tensor.placements if is_dtensor(tensor) else ()
+    if getattr(dtype, "is_floating_point", False) != tensor.dtype.is_floating_point:
+        got, expected = f"dtype {dtype}", f"numbers like {tensor.dtype}"
     elif shape != wanted:
         got, expected = f"shape {shape}", f"{wanted} of the model"
-    elif layers and covers != {granularity}:
+    elif in_float8 and only_layers and granularities != {granularity}:
         got = f"scales of {granularity} for a layer with float8_weights=ONLY"
-        expected = f"those of {covers}; convert it by the recipe for this checkpoint"
-    elif cut:
-        got = f"experts with float8_weights=ONLY, where {covers} join rows of two projections"
+        expected = f"those of {granularities}; convert it by the recipe for this checkpoint"
+    elif target.pieces > 1 and shares_scales:
+        got = (
+            f"experts with float8_weights=ONLY, where {granularities} join rows of two projections"
+        )
         expected = "scales of each; convert them by another recipe, or without ONLY"
-    elif is_shared and target.is_meta and len(layers) < len(place.target.uses):
+    elif placements and tensor.is_meta and not takes_data:
         got, expected = "a sharded Parameter on the meta device", "memory to load into"
         expected += "; call model.to_empty(device=...) first"
-    elif place.expert is not None and not whole_experts:
+    elif target.expert is not None and not all(
+        x.is_replicate() or x.is_shard(0) for x in placements
+    ):
         got = f"experts that are placed {placements}"
         expected = "Shard(0) or Replicate(): load the model before it is sharded"
     else:
@@ -207,43 +210,43 @@ def _require_fitting(name: str, place: _Place, checkpoint: Checkpoint) -> None:
     raise ValueError(f"{name}: got {got}, expected {expected}")
 
 
-def _put(place: _Place, read: Callable[..., Tensor], device: Any) -> None:
-    """Put a tensor of a checkpoint into its place, as that takes it."""
-    target, old, layers = place.target, place.target.tensor, place.layers
-    if len(layers) == len(target.uses) and place.expert is None:
+def _load(target: _Target, read: Callable[..., Tensor], device: Any) -> None:
+    """Read a tensor of a checkpoint into `target`; `device` is that of new Parameters."""
+    saved, old, only_layers = target.saved, target.saved.tensor, target.only_layers
+    if len(only_layers) == len(saved.uses) and target.expert is None:
         new = read(old.dtype).to(device if old.is_meta else old.device, old.dtype)
-        new = in_float8_only(new, layers[0]._float8_plan.casts.weight)
-        # A part without the memory of the whole.
-        target.replace(_shared(new, old).clone() if is_dtensor(old) else new)
+        new = in_float8_only(new, only_layers[0]._float8_plan.casts.weight)
+        # Clone a shard, which is a view of the whole.
+        saved.replace(_distribute(new, old).clone() if is_dtensor(old) else new)
         return
     if old.is_meta:
-        target.replace(torch.empty_like(old, device=device))
-    new = target.tensor
-    if place.expert is None:
+        saved.replace(torch.empty_like(old, device=device))
+    new = saved.tensor
+    if target.expert is None:
         _copy(new, read())
         return
-    here, numbers = local_tensor(high_precision(new)), torch.arange(len(new))
+    local, experts = local_tensor(high_precision(new)), torch.arange(len(new))
     if is_dtensor(new):
-        numbers = _shared(numbers, new).to_local()
-    for expert in (numbers == place.expert).nonzero().flatten().tolist():  # if it is on this rank
-        part = part_of(here, expert, place.piece, place.pieces)
+        experts = _distribute(experts, new).to_local()
+    for expert in (experts == target.expert).nonzero().flatten().tolist():  # none on other ranks
+        part = part_of(local, expert, target.piece, target.pieces)
         if not isinstance(part, Float8Tensor):
             _copy(part, read())
             continue
-        made = in_float8_only(read(old.dtype).to(part.device), layers[0]._float8_plan.casts.weight)
-        part._data.copy_(made._data)
-        part._scale.copy_(made._scale)
+        weight = read(old.dtype).to(part.device)
+        weight = in_float8_only(weight, only_layers[0]._float8_plan.casts.weight)
+        part._data.copy_(weight._data)
+        part._scale.copy_(weight._scale)
 
 
-def _copy(to: Any, tensor: Tensor) -> None:
-    """Write a tensor of a checkpoint into another one, of which a rank may have a part."""
-    values = values_of(tensor.to(to.device)).to(to.dtype)
-    to.copy_(_shared(values, to) if is_dtensor(to) else values)
+def _copy(destination: Any, tensor: Tensor) -> None:
+    """Copy a whole tensor of a checkpoint into one of the model, which may be a DTensor."""
+    values = values_of(tensor.to(destination.device)).to(destination.dtype)
+    destination.copy_(_distribute(values, destination) if is_dtensor(destination) else values)
 
 
-def _shared(whole: Tensor, like: Any) -> Any:
-    """Return a tensor that each rank has read as the DTensor of which each has a part."""
+def _distribute(whole: Tensor, like: Any) -> Any:
+    """Return a DTensor placed as `like`, of a tensor that each rank has read: nothing is sent."""
     from torch.distributed.tensor import distribute_tensor  # slow to import
 
-    # Nothing is sent.
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

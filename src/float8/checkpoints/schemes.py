@@ -1,10 +1,8 @@
-"""The schemes of published float8 weights, and layers that others loaded in one of them.
+"""Schemes in which float8 weights are published, and layers that other libraries loaded in them.
 
-In all of them a weight [N, K] is e4m3 bytes with decode scales beside it, `x ~= data * scale`, as
-in this library; they differ in what a scale covers, and in names: `_ALL` lists them.
-
-Scales are float32, but exponents of 8 bits in `block_ue8m0` and `mxfp8`: a byte stands for
-2^(byte - 127), 255 for NaN. DeepSeek-V3.1 has these scales in float32, too; both are read.
+Every scheme in `_ALL` stores a weight [N, K] as e4m3 data with decode scales, as this library does:
+`x ~= data * scale`. Scales are float32, except for the 8-bit exponents of `block_ue8m0` and `mxfp8`
+(a byte is 2^(byte - 127), 255 is NaN), which are read from float32, too, as in DeepSeek-V3.1.
 """
 
 from dataclasses import replace
@@ -24,89 +22,89 @@ EXPONENTS = torch.float8_e8m0fnu
 
 
 def to_exponents(scale: Tensor) -> Tensor:
-    """Return the exponents of float32 scales, rounded down; NaN for NaN and Inf."""
+    """Convert float32 scales to 8-bit exponents, rounded down; NaN and Inf become NaN."""
     return (scale.view(torch.int32) >> 23).to(torch.uint8).view(EXPONENTS)
 
 
 class Scheme(NamedTuple):
-    """How each weight in float8 lies in a checkpoint."""
+    """The names, scales and dtypes of float8 weights in a checkpoint."""
 
     format: str
     strategy: str
     granularity: ScalingGranularity
-    recipe: str  # which multiplies the bytes as they are
-    exponents: torch.dtype | None = None  # of scales that are exponents; None: they are float32
+    recipe: str  # whose GEMMs multiply the data with these scales
+    exponents: torch.dtype | None = None  # dtype of 8-bit exponents in files; None: float32 scales
 
     @property
     def scale_suffix(self) -> str:
-        """The end of the name of a scale, after that of its weight."""
+        """The suffix that turns the name of a weight into that of its scale."""
         return "_scale_inv" if self.format == FINE_GRAINED else "_scale"
 
     @property
     def block(self) -> list[int | None] | None:
         """The `weight_block_size` of `fine-grained-fp8`."""
-        covers = self.granularity
-        return None if covers.one_scale else [covers.height, covers.width]
+        granularity = self.granularity
+        return None if granularity.one_scale else [granularity.height, granularity.width]
 
     @property
     def scale_fmt(self) -> str:
-        """Name the format of the scales as `fine-grained-fp8` does."""
+        """The `scale_fmt` of `fine-grained-fp8`."""
         return "ue8m0" if self.exponents else "float"
 
-    def takes(self, covers: Any) -> bool:
-        """Whether scales of this granularity can be published: those of squares for each row."""
+    def accepts(self, granularity: Any) -> bool:
+        """Return whether scales of `granularity` can be stored; 32x32 is repeated for each row."""
         by_rows = ScalingGranularity.BLOCK_32x32, ScalingGranularity.BLOCK_1x32
-        return covers is self.granularity or (covers, self.granularity) == by_rows
+        return granularity is self.granularity or (granularity, self.granularity) == by_rows
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the scales of a weight [N, K]."""
+        """Return the shape in files of the scales of a weight of `shape` [N, K]."""
         if self.granularity.one_scale:
             return () if self.format == FINE_GRAINED else (1,)
-        width = self.granularity.width  # their columns are not padded
+        width = self.granularity.width  # unlike in memory, columns of scales are not padded
         return self.granularity.scales(shape)[0], 1 if width is None else -(-shape[1] // width)
 
     def require_pair(self, name: str, weight: Any, scale: Any) -> None:
-        """Raise unless a weight and its scale, each given as dtype and shape, fit this scheme."""
+        """Raise `ValueError` unless a weight and its scale, as (dtype, shape), fit this scheme."""
         (dtype, shape), scale_name = weight, name + self.scale_suffix
-        kind, size = scale or (None, None)
-        right = [self.scale_shape(shape)] if len(shape) == 2 else []
-        right += [(), (1,), (1, 1)] if self.granularity.one_scale else []
-        right += [shape[:1]] if self.granularity.by_rows else []
-        kinds = [EXPONENTS, torch.uint8] if self.exponents else []
-        kinds += [] if self.granularity.exponents else HIGH_PRECISION_DTYPES
+        scale_dtype, scale_shape = scale or (None, None)
+        shapes = [self.scale_shape(shape)] if len(shape) == 2 else []
+        shapes += [(), (1,), (1, 1)] if self.granularity.one_scale else []
+        shapes += [shape[:1]] if self.granularity.by_rows else []
+        dtypes = [EXPONENTS, torch.uint8] if self.exponents else []
+        dtypes += [] if self.granularity.exponents else HIGH_PRECISION_DTYPES
         if dtype != E4M3:
             got, expected = f"dtype {dtype}", f"{E4M3}"
         elif len(shape) != 2:
             got, expected = f"float8 of shape {shape}", "two dims"
         elif scale is None:
             got, expected = f"float8 without {scale_name}", "a scale for it"
-        elif kind not in kinds:
-            name, got, expected = scale_name, f"dtype {kind}", f"one of {kinds}"
-        elif size not in right:
-            name, got = scale_name, f"shape {size} for a weight of shape {shape}"
-            expected = f"{right[0]} under {self.granularity}"
+        elif scale_dtype not in dtypes:
+            name, got, expected = scale_name, f"dtype {scale_dtype}", f"one of {dtypes}"
+        elif scale_shape not in shapes:
+            name, got = scale_name, f"shape {scale_shape} for a weight of shape {shape}"
+            expected = f"{shapes[0]} under {self.granularity}"
         else:
             return
         raise ValueError(
             f"{name}: got {got}, expected {expected}, as config.json says; take the config.json of "
-            f"this checkpoint, or load it with transformers, dequantised"
+            f"this checkpoint, or load it with transformers, dequantized"
         )
 
     def weight(self, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Float8Tensor:
-        """Return published bytes [N, K] and scales, not rounded, as a tensor of `dtype`."""
+        """Return data [N, K] and scales of a file as a `Float8Tensor` that reports `dtype`."""
         scale = scale.detach()
         scale = (scale.view(EXPONENTS) if scale.itemsize == 1 else scale).to(torch.float32)
         if self.granularity.one_scale:
             scale = scale.reshape(())
-        else:  # GEMMs want columns of scales in fours
+        else:  # pad columns of scales to multiples of 4, as GEMMs read them
             scale = scale[:, None] if scale.dim() == 1 else scale
             columns = self.granularity.scales(tuple(data.shape))[1]
             scale = F.pad(scale, (0, columns - scale.shape[1]))
         return Float8Tensor(data.detach().contiguous(), scale.contiguous(), dtype, self.granularity)
 
     def published(self, weight: Float8Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return bytes and scales of a weight as files have them; None: these cannot be written."""
-        if not self.takes(weight._granularity) or weight._data.dtype != E4M3:
+        """Return data and scales as files store them; None if this scheme has no such scales."""
+        if not self.accepts(weight._granularity) or weight._data.dtype != E4M3:
             return None
         shape, height = self.scale_shape(tuple(weight.shape)), weight._granularity.height
         if height is None:
@@ -123,21 +121,22 @@ class Scheme(NamedTuple):
         return weight._data, scale
 
     def config(self, left_out: list[str]) -> dict[str, Any]:
-        """Return the `quantization_config`; `left_out`: names of layers in high precision."""
+        """Return the `quantization_config`; `left_out` names layers in high precision."""
+        config: dict[str, Any]
         if self.format == FINE_GRAINED:
-            more = {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": self.block}
-            more |= {"scale_fmt": self.scale_fmt} if self.exponents else {}
             method = "mxfp8" if self.strategy == "mxfp8" else "fp8"
-            return {"quant_method": method, **more, "modules_to_not_convert": left_out}
+            config = {"quant_method": method, "fmt": "e4m3", "activation_scheme": "dynamic"}
+            config |= {"weight_block_size": self.block}
+            config |= {"scale_fmt": self.scale_fmt} if self.exponents else {}
+            return config | {"modules_to_not_convert": left_out}
         common = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": self.strategy}
         common |= _MXFP8 if self.exponents else {}
         weights, inputs = common | {"dynamic": False}, common | {"dynamic": True}
         inputs |= {"strategy": "token"} if self.strategy == "channel" else {}
         group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
         format = "mxfp8-quantized" if self.exponents else "float-quantized"
-        more = {"format": format, "quantization_status": "compressed"}
-        groups = {"config_groups": {"group_0": group}}
-        return {"quant_method": COMPRESSED, **more, **groups, "ignore": left_out}
+        config = {"quant_method": COMPRESSED, "format": format, "quantization_status": "compressed"}
+        return config | {"config_groups": {"group_0": group}, "ignore": left_out}
 
 
 _ALL = (
@@ -150,93 +149,90 @@ _ALL = (
     Scheme(COMPRESSED, "mxfp8", ScalingGranularity.BLOCK_1x32, "mxfp8", torch.uint8),
 )
 _MXFP8 = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
-"""Of weights and inputs in `mxfp8`, in the words of compressed-tensors."""
+"""Fields of weights and inputs under `mxfp8` of compressed-tensors."""
 
-SCHEMES = {(each.format, each.strategy): each for each in _ALL}
-"""All that can be read and written, by format and strategy."""
+SCHEMES = {(scheme.format, scheme.strategy): scheme for scheme in _ALL}
+"""All schemes that can be read and written, by format and strategy."""
 
 _NAMES = ", ".join(f"{format!r} with strategy {strategy!r}" for format, strategy in SCHEMES)
-_METHODS = "fp8", "mxfp8"  # of `fine-grained-fp8`
+_METHODS = "fp8", "mxfp8"  # each `quant_method` of `fine-grained-fp8`
 
 
 def _fine_grained(block: Any) -> dict[str, Scheme]:
-    """Return the schemes of `fine-grained-fp8` with blocks of that size, by their `scale_fmt`."""
-    alike = (each for each in _ALL if each.format == FINE_GRAINED and each.block == block)
-    return {each.scale_fmt: each for each in alike}
+    """Return the schemes of `fine-grained-fp8` with this `weight_block_size`, by `scale_fmt`."""
+    schemes = (x for x in _ALL if x.format == FINE_GRAINED and x.block == block)
+    return {scheme.scale_fmt: scheme for scheme in schemes}
 
 
 def scheme_named(format: str, strategy: str | None) -> Scheme:
-    """Return the scheme of a format and a strategy; None: the first of that format."""
-    for (known_format, name), scheme in SCHEMES.items():
-        if known_format == format and strategy in (None, name):
+    """Return the scheme of a format and a strategy; None: the format's first strategy."""
+    for scheme in _ALL:
+        if scheme.format == format and strategy in (None, scheme.strategy):
             return scheme
     raise ValueError(f"format: got {format!r} with strategy {strategy!r}, expected one of {_NAMES}")
 
 
 def scheme_of(config: Any) -> Scheme:
-    """Return the scheme that the `quantization_config` of a `config.json` describes."""
+    """Return the scheme that a `quantization_config` describes; raise `ValueError` without one."""
     config = _object(config)
-    method, said = config.get("quant_method"), list[tuple[str, Any, list[Any]]]()
+    method = config.get("quant_method")
+    _require("['quant_method']", method, [*_METHODS, COMPRESSED])
+    if method == COMPRESSED:
+        return _scheme_of_compressed(config)
     if method == "mxfp8":
         config = {"weight_block_size": [1, 32], "scale_fmt": "ue8m0", **config}
-    if method in _METHODS:
-        blocks, scale_fmt = config.get("weight_block_size"), str(config.get("scale_fmt") or "float")
-        known = _fine_grained(blocks)
-        key = FINE_GRAINED, known[scale_fmt].strategy if scale_fmt in known else ""
-        said = [
-            ("['weight_block_size']", blocks, [[128, 128], [1, 32], None]),
-            ("['scale_fmt']", scale_fmt, [*known]),
-            ("['fmt']", config.get("fmt"), ["e4m3", None]),
-            ("['expert_dtype']", config.get("expert_dtype"), ["fp8", None]),
-        ]
-    elif method == COMPRESSED:
-        groups = _object(config.get("config_groups"))
-        if len(groups) != 1:
-            raise _unknown("", f"groups {[*groups]}", "one group: all weights alike")
-        (group,) = map(_object, groups.values())
-        weights = _object(group.get("weights"))
-        key = COMPRESSED, weights.get("strategy", "")
-        said = [
-            (": weights['type']", weights.get("type"), ["float"]),
-            (": weights['num_bits']", weights.get("num_bits"), [8]),
-            (": weights['symmetric']", weights.get("symmetric", True), [True]),
-            (": weights['strategy']", weights.get("strategy"), ["channel", "tensor", "group"]),
-            (": targets", group.get("targets"), [["Linear"]]),
-        ]
-        if key[1] == "group":
-            key = COMPRESSED, "mxfp8"
-            said += [(f": weights[{n!r}]", weights.get(n), [x]) for n, x in _MXFP8.items()]
-    else:
-        expected = f"'fp8', 'mxfp8' or {COMPRESSED!r} in float8"
-        raise _unknown("", f"quant_method {method!r}", expected)
-    for what, got, right in said:
-        if got not in right:
-            expected = " or ".join(repr(each) for each in right if each is not None)
-            raise _unknown(what, repr(got), expected)
-    return SCHEMES[key]
+    block, scale_fmt = config.get("weight_block_size"), str(config.get("scale_fmt") or "float")
+    schemes = _fine_grained(block)
+    _require("['weight_block_size']", block, [[128, 128], [1, 32], None])
+    _require("['scale_fmt']", scale_fmt, [*schemes])
+    _require("['fmt']", config.get("fmt"), ["e4m3", None])
+    _require("['expert_dtype']", config.get("expert_dtype"), ["fp8", None])
+    return schemes[scale_fmt]
+
+
+def _scheme_of_compressed(config: dict[str, Any]) -> Scheme:
+    """Return the scheme that a `quantization_config` of compressed-tensors describes."""
+    groups = _object(config.get("config_groups"))
+    _require("['config_groups']: number of groups", len(groups), [1])
+    (group,) = map(_object, groups.values())
+    weights = _object(group.get("weights"))
+    strategy: Any = weights.get("strategy")
+    _require(": weights['type']", weights.get("type"), ["float"])
+    _require(": weights['num_bits']", weights.get("num_bits"), [8])
+    _require(": weights['symmetric']", weights.get("symmetric", True), [True])
+    _require(": weights['strategy']", strategy, ["channel", "tensor", "group"])
+    _require(": targets", group.get("targets"), [["Linear"]])
+    if strategy != "group":
+        return SCHEMES[COMPRESSED, strategy]
+    for name, value in _MXFP8.items():
+        _require(f": weights[{name!r}]", weights.get(name), [value])
+    return SCHEMES[COMPRESSED, "mxfp8"]
 
 
 def _object(x: Any) -> dict[str, Any]:
-    """Return an object of JSON; of anything else, such as the name of a preset, an empty one."""
+    """Return `x` if it is a JSON object, else {}: some configs have the name of a preset."""
     return x if isinstance(x, dict) else {}
 
 
-def _unknown(what: str, got: str, expected: str) -> ValueError:
-    return ValueError(
-        f"quantization_config{what}: got {got}, expected {expected}; load it with transformers, "
-        f"dequantised, instead"
-    )
+def _require(field: str, got: Any, supported: list[Any]) -> None:
+    """Raise `ValueError` unless a field of `quantization_config` has a supported value."""
+    if got not in supported:
+        expected = " or ".join(repr(value) for value in supported if value is not None)
+        raise ValueError(
+            f"quantization_config{field}: got {got!r}, expected {expected}; load it with "
+            f"transformers, dequantized, instead"
+        )
 
 
 def values_of(x: Tensor) -> Tensor:
-    """Return a tensor of a checkpoint in high precision; a `Float8Tensor` in float32."""
+    """Return a `Float8Tensor` dequantized to float32, and any other tensor as it is."""
     return dequantise(x, torch.float32) if isinstance(x, Float8Tensor) else x
 
 
 def part_of(x: Tensor, expert: int, piece: int, pieces: int) -> Tensor:
-    """Return a piece [N, K] of one of the weights [E, pieces * N, K] of experts.
+    """Return one piece [N, K] of the weight of one expert in `x` [E, pieces * N, K].
 
-    In float8 it has the scales of the whole; values, if one of these covers two pieces.
+    It is a view; a piece of a `Float8Tensor` that shares scales with another piece is dequantized.
     """
     N = x.shape[1] // pieces
     begin, end = N * piece, N * piece + N
@@ -244,25 +240,25 @@ def part_of(x: Tensor, expert: int, piece: int, pieces: int) -> Tensor:
         return x[expert, begin:end]
     height = x._granularity.height or 1
     if pieces > 1 and N % height:
-        whole: Any = x[expert]
-        return dequantise(whole)[begin:end]
+        expert_weight: Any = x[expert]  # [pieces * N, K]
+        return dequantise(expert_weight)[begin:end]
     scale = x._scale[expert, begin // height : -(-end // height)]
     return Float8Tensor(x._data[expert, begin:end], scale, x.dtype, x._granularity)
 
 
 # ---------------------------------------------------------------- layers that others loaded
 
-# transformers has `fine-grained-fp8` in its `FP8Linear`, and compressed-tensors in an `nn.Linear`
-# with more Parameters. They are told by a weight of float8 with a scale beside it.
-_SCHEME = "quantization_scheme"  # which compressed-tensors leaves on modules, beside a forward
+# transformers loads `fine-grained-fp8` into its `FP8Linear`, and compressed-tensors into an
+# `nn.Linear` with more Parameters. Both have a float8 weight and a Parameter with its scale.
+_SCHEME = "quantization_scheme"  # attribute that compressed-tensors sets beside a `forward`
 
 
 def strategy_of(mod: Any) -> tuple[str, str] | None:
-    """Return format and strategy, maybe unknown ones, of a layer in float8; None: it is none."""
+    """Return format and strategy, maybe unknown ones, of a layer loaded in float8; else None."""
     weight = mod._parameters.get("weight") if isinstance(mod, nn.Linear) else None
     if weight is None or weight.dtype not in FLOAT8_MAX:
         return None
-    # Their forward computes `input @ weight.T + bias`; that of a grouped one does not.
+    # The forward of these computes `input @ weight.T + bias`; that of a grouped linear does not.
     if class_with_forward(type(mod)).__name__ not in ("Linear", "FP8Linear", "CompressedLinear"):
         return None
     if "weight_scale_inv" in mod._parameters:
@@ -278,50 +274,50 @@ def strategy_of(mod: Any) -> tuple[str, str] | None:
 
 
 def config_for(mod: Any, config: Float8LinearConfig | None) -> Float8LinearConfig:
-    """Return the configuration of a layer that is in float8; None: that which keeps its bytes."""
+    """Return `config`, or if it is None the one under which a float8 layer keeps its bytes."""
     if config is not None:
         return config
     scheme = SCHEMES.get(strategy_of(mod) or ("", ""))
     recipe = as_config(scheme.recipe if scheme else "tensorwise")
-    runs = recipe.cast_config_weight.scaling_granularity.exponents
-    if scheme and scheme.exponents and not runs:  # servers round scales of activations, too
+    is_mxfp8 = recipe.cast_config_weight.scaling_granularity.exponents  # rounds all scales anyway
+    if scheme and scheme.exponents and not is_mxfp8:  # servers round scales of activations, too
         recipe = replace(recipe, round_scales_to_power_of_2=True)
     return replace(recipe, float8_weights=Float8Weights.ONLY)
 
 
 def why_not_taken(mod: Any, config: Float8LinearConfig) -> str | None:
-    """Say why a layer that is in float8 cannot become a `Float8Linear` of `config`, or None."""
+    """Return why a layer loaded in float8 cannot become a `Float8Linear`, or None if it can."""
     format, strategy = strategy_of(mod) or ("", "")
     scheme = SCHEMES.get((format, strategy))
     if scheme is None:
         return (
             f"got a weight in float8 with scales of {strategy} ({format}), expected one of "
-            f"{_NAMES}; load it dequantised"
+            f"{_NAMES}; load it dequantized"
         )
     if replaced_forward(mod) and (hasattr(mod, "_hf_hook") or _SCHEME not in vars(mod)):
         got = "got a layer with a `forward` of its own as attribute"
         return f"{got}, expected one without; load the model onto one device"
     if is_dtensor(mod.weight):
-        return "got a weight in float8 that ranks share, expected a whole one; load it dequantised"
+        return "got a weight in float8 that ranks share, expected a whole one; load it dequantized"
     pair = mod.weight, mod._parameters["weight" + scheme.scale_suffix]
     try:
         scheme.require_pair("weight", *((x.dtype, tuple(x.shape)) for x in pair))
     except ValueError as error:
         return str(error)
-    covers = config.cast_config_weight.scaling_granularity
-    if config.float8_weights is not Float8Weights.ONLY or covers is scheme.granularity:
+    granularity = config.cast_config_weight.scaling_granularity
+    if config.float8_weights is not Float8Weights.ONLY or granularity is scheme.granularity:
         return None
     return (
-        f"got float8_weights=ONLY with scales of {covers} for a weight in float8 that has those of "
-        f"{scheme.granularity}, expected the recipe {scheme.recipe!r}"
+        f"got float8_weights=ONLY with scales of {granularity} for a weight in float8 that has "
+        f"those of {scheme.granularity}, expected the recipe {scheme.recipe!r}"
     )
 
 
-@torch.inference_mode(False)  # else it could not be saved for a backward
+@torch.inference_mode(False)  # autograd does not save inference tensors for backward
 def as_linear(mod: Any, config: Float8LinearConfig, dtype: torch.dtype) -> nn.Linear:
-    """Return a copy of a layer that is in float8 as an `nn.Linear`; bias and hooks are its own.
+    """Return an `nn.Linear` that shares bias and hooks with a layer loaded in float8.
 
-    Its weight is a `Float8Tensor` of the same bytes under `Float8Weights.ONLY`, else the values.
+    Its weight is a `Float8Tensor` of the same bytes under `ONLY`, else dequantized to `dtype`.
     """
     scheme = SCHEMES[strategy_of(mod) or ("", "")]
     scale = mod._parameters["weight" + scheme.scale_suffix]
@@ -338,10 +334,10 @@ def as_linear(mod: Any, config: Float8LinearConfig, dtype: torch.dtype) -> nn.Li
 
 
 def leave_quantizers(model: nn.Module) -> None:
-    """Take a model, none of whose layers is in float8 of others any more, from who loaded it.
+    """Detach `model` from the quantizer that loaded it, if it has no layer of the quantizer left.
 
-    The hook of compressed-tensors would give all modules dicts of Parameters of another kind.
-    transformers would refuse to train masters, and save them under its `quantization_config`.
+    The hook of compressed-tensors would replace the Parameter dicts of all modules. transformers
+    would refuse to train masters, and would save its `quantization_config` with them.
     """
     left = any(_SCHEME in vars(mod) for mod in model.modules())
     if left or any(p.dtype in FLOAT8_MAX for p in model.parameters()):
@@ -356,7 +352,7 @@ def leave_quantizers(model: nn.Module) -> None:
 
 
 def values_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype of a model whose weights are in float8: that of its other Parameters."""
+    """Return the dtype of the Parameters that are not in float8; bfloat16 if there are none."""
     for name, p in model.named_parameters():
         if p.dtype in HIGH_PRECISION_DTYPES and not name.endswith(("_scale", "_scale_inv")):
             return p.dtype

@@ -1,10 +1,10 @@
-"""Write the weights of a model in float8: checked `_Contents` first, then the bytes."""
+"""Write the weights of a model in float8: plan and check everything first, then cast."""
 
 import json
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from float8.checkpoints.names import (
     saved_tensors,
     unwrapped,
 )
-from float8.checkpoints.ranks import Together
+from float8.checkpoints.ranks import ModelRanks
 from float8.checkpoints.schemes import FINE_GRAINED, Scheme, part_of, scheme_named
 from float8.config import CastConfig, require_module
 from float8.experts import Float8Experts
@@ -36,11 +36,11 @@ from float8.weights.only import in_float8_only
 
 @dataclass(frozen=True)
 class WrittenWeight:
-    """One weight in float8 that was written."""
+    """A note on one weight that was written in float8."""
 
     name: str
     as_trained: bool
-    """Whether the bytes are those that training multiplies."""
+    """Whether the bytes in the file are those that training multiplies."""
 
 
 def float8_weights(
@@ -51,57 +51,54 @@ def float8_weights(
     dtype: torch.dtype | None = None,
     param_dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors of a converted model as servers of float8 read them.
+    """Yield the names and tensors of a converted model in a format that float8 servers read.
 
-    Weights of `Float8Linear` come as e4m3 bytes, each followed by its scales; all else as `dtype`
-    says. With the granularity of the recipe the bytes are those that training multiplies. Names are
-    those under which transformers publishes the model; of other models those of
-    `model.state_dict()`, without what torch.compile and DDP add. Experts come one by one
-    where transformers publishes them so, in float8, converted or not. One tensor is made at a time.
-    What is not cast may have the memory of the model: copy it before the next step.
+    A weight [N, K] of a `Float8Linear` comes as e4m3 bytes, followed by its scales. With the
+    granularity of the recipe these are the bytes that training multiplies. Names are those under
+    which transformers publishes the model; for other models those of `model.state_dict()` without
+    the prefixes of torch.compile and DDP. Experts that transformers publishes one by one come so,
+    in float8 even if not converted. One tensor is cast at a time. Tensors that are not cast may
+    share the memory of the model: copy them before the next step.
 
-    Ranks that share a model (FSDP2, tensor parallel) gather one weight at a time and cast it as one
-    rank does: each needs memory for it, in high precision unless it is in float8 only. All ranks
-    must iterate alike. FSDP2's weights are resharded.
+    Ranks that share a model (FSDP2, tensor parallel) all-gather one weight at a time and must all
+    iterate to the end; each needs memory for one whole weight. FSDP2's weights are resharded.
 
     Args:
-        model: converted; in training or evaluation, sharded by FSDP2 or whole.
+        model: a converted model, whole or sharded.
         format: `"fine-grained-fp8"` (as DeepSeek-V3 and Qwen3 are published) or
             `"compressed-tensors"`.
-        strategy: what a scale covers. `"fine-grained-fp8"`: `"block"`, 128x128 (default),
-            `"block_ue8m0"`, the same with 8-bit exponents as scales, `"mxfp8"`, 1x32 with these,
-            or `"tensor"`. `"compressed-tensors"`: `"channel"`, one output (default), `"mxfp8"` or
-            `"tensor"`. Scales that are no powers of two are cast anew where exponents are written.
-        dtype: that of what is not in float8. None: as the model has it, if most of its weights for
-            float8 have 16 bits; else float32 becomes bfloat16, but for what the classes of
-            transformers keep in float32.
-        param_dtype: that of FSDP2's `MixedPrecisionPolicy`, if it has one: weights are rounded to
-            it before they are cast, as in training. None: they are cast as they are.
+        strategy: the granularity of the scales. `"fine-grained-fp8"`: `"block"`, 128x128 (default),
+            `"block_ue8m0"`, the same with 8-bit exponents as scales, `"mxfp8"`, 1x32 with 8-bit
+            exponents, or `"tensor"`. `"compressed-tensors"`: `"channel"`, one scale per row
+            (default), `"mxfp8"` or `"tensor"`. Weights whose scales are not powers of two are
+            quantized again for a strategy with exponents.
+        dtype: dtype of the tensors that are not in float8. None: their own, but bfloat16 if most
+            weights are float32; tensors that transformers keeps in float32 stay.
+        param_dtype: `param_dtype` of FSDP2's `MixedPrecisionPolicy`, to which training rounds
+            weights before it casts them. None: weights are cast as they are.
 
     Raises:
-        TypeError: `model` is no `nn.Module`; `dtype` or `param_dtype` is none in high precision.
-        ValueError: `format` and `strategy` are none that is known, no layer is converted, one is in
-            the float8 of another library or on the meta device, transformers could not load the
-            experts, or two tensors have one name, such as that of a scale.
+        TypeError: `model` is not an `nn.Module`, or a dtype is not a high-precision one.
+        ValueError: format or strategy is unknown; no layer is converted; a tensor is on the meta
+            device or in another library's float8; transformers could not load the experts; or two
+            tensors, or a tensor and a scale, have the same name.
     """
     require_module(model, "model")
-    with Together(model) as ranks:
-        contents = _contents(model, format, strategy, dtype, param_dtype)
-        for tensors, _ in _written(contents, ranks):
+    with ModelRanks(model) as ranks:
+        plan = _plan(model, format, strategy, dtype, param_dtype)
+        for tensors, _ in _cast_tensors(plan, ranks):
             yield from tensors.items()
 
 
 def quantization_config(
     model: nn.Module, format: str = FINE_GRAINED, *, strategy: str | None = None
 ) -> dict[str, Any]:
-    """Return what `config.json` says beside weights that `float8_weights` yields.
+    """Return the `quantization_config` that describes what `float8_weights` yields.
 
-    Raises:
-        TypeError: `model` is no `nn.Module`.
-        ValueError: as `float8_weights`.
+    Arguments and errors are those of `float8_weights`.
     """
     require_module(model, "model")
-    return _contents(model, format, strategy).config
+    return _plan(model, format, strategy).config
 
 
 def save_float8_checkpoint(
@@ -114,55 +111,52 @@ def save_float8_checkpoint(
     param_dtype: torch.dtype | None = None,
     max_shard_size: int = 5 * 10**9,
 ) -> tuple[WrittenWeight, ...]:
-    """Write what `float8_weights(model)` yields: safetensors shards, an index, and `config.json`.
+    """Write the tensors of `float8_weights(model)` as safetensors shards, with an index.
 
-    `config.json` is that of `model.config`, if there is one (as transformers has them), with the
+    `config.json` is that of `model.config`, if there is one (as in transformers), with the
     `quantization_config`. Tied weights are written once. One shard is in memory at a time.
 
-    On several ranks rank 0 writes. All that share a sharded model must call, and an error on one
-    rank is raised on all. If the model is not sharded, ranks do not wait: rank 0 writes, others
-    only check and return `()`. Join the stages of a pipeline first.
+    Rank 0 writes. All ranks that share a sharded model must call; an error on one rank is raised on
+    all. If the model is not sharded, ranks do not wait for each other: the others only check their
+    model and return `()`. Join the stages of a pipeline first.
 
-    At any time `read_float8_checkpoint` finds the older checkpoint of the folder or the new one,
-    whole: also after an error, which leaves the older one, or a kill, after which the next save
-    tidies up. Readers of other libraries may meet files of both in the moment in which files are
-    replaced. Of two saves to one folder at a time one raises; those of another host are seen if the
-    file system shares its locks (`flock`), as NFS does. What is no file of a checkpoint stays.
-
-    The disk needs room for both. A warning names older files that cannot be removed.
+    The checkpoint is written to a folder beside `folder` and renamed when it is complete: the disk
+    needs room for both. Until then, and after an error, the older checkpoint is in place. Files in
+    `folder` that are not part of a checkpoint stay. The next save tidies up after a killed process.
 
     Args:
         model: as for `float8_weights`.
         folder: the folder of the checkpoint; made if it does not exist.
-        format: `"fine-grained-fp8"` or `"compressed-tensors"`.
-        strategy: what a scale covers. None: the default of the format, see `float8_weights`.
-        dtype: that of what is not in float8. None: chosen as by `float8_weights`.
-        param_dtype: that of FSDP2's `MixedPrecisionPolicy`, if it has one.
-        max_shard_size: bytes of a file at most, but for a single tensor that is larger.
+        format: as for `float8_weights`.
+        strategy: as for `float8_weights`.
+        dtype: as for `float8_weights`.
+        param_dtype: as for `float8_weights`.
+        max_shard_size: the most bytes of a file; a single larger tensor has a file to itself.
 
     Returns:
-        For each weight in float8 whether its bytes are those of training. Empty on ranks > 0 of a
+        For each float8 weight whether its bytes are those of training. Empty on ranks > 0 of a
         model that is not sharded.
 
     Raises:
         ImportError: the package safetensors is not installed.
-        OSError: the files cannot be written, or another process or thread saves to the folder.
-        TypeError: as `float8_weights`; or `model.config` has something that JSON has not.
-        ValueError: as `float8_weights`; `max_shard_size` is no positive number of bytes; or ranks
-            have other models or arguments.
+        OSError: the files cannot be written; another process or thread saves to `folder`; or it is
+            a file, a mount point or the working directory, which cannot be renamed.
+        TypeError: as `float8_weights`; or `model.config` has values that JSON does not have.
+        ValueError: as `float8_weights`; `max_shard_size` is not a positive number of bytes; or
+            ranks have different models or arguments.
     """
     require_module(model, "model")
-    with Together(model) as ranks:
+    with ModelRanks(model) as ranks:
         if type(max_shard_size) is not int or max_shard_size < 1:
             raise ValueError(f"max_shard_size: got {max_shard_size!r}, expected bytes, 1 or more")
-        contents = _contents(model, format, strategy, dtype, param_dtype)
-        described = _config_of(unwrapped(model), contents.dtype)
-        config = json.dumps(described | {"quantization_config": contents.config}, indent=2)
+        plan = _plan(model, format, strategy, dtype, param_dtype)
+        config = _model_config(unwrapped(model), plan.dtype) | {"quantization_config": plan.config}
+        config_text = json.dumps(config, indent=2)
         import_safetensors()
         if ranks.number != 0 and not ranks.meshes:
             return ()
-        sources = [(each.x.dtype, each.x.shape, *each[1:]) for each in contents.sources]
-        if len({*ranks.agree(said=repr((*contents[:2], max_shard_size, sources)))}) > 1:
+        entries = [(entry.tensor.dtype, entry.tensor.shape, *entry[1:]) for entry in plan.entries]
+        if len({*ranks.agree(repr((plan.scheme, plan.dtype, max_shard_size, entries)))}) > 1:
             raise ValueError(
                 "model: got ranks with other models or arguments, expected the same on all: "
                 "together they write one checkpoint"
@@ -172,62 +166,58 @@ def save_float8_checkpoint(
         notes = list[WrittenWeight]()
 
         def tensors() -> Iterator[dict[str, Tensor]]:
-            for pair, note in _written(contents, ranks):
+            for pair, note in _cast_tensors(plan, ranks):
                 notes.extend([note] if note else [])
                 yield pair
-            ranks.agree()  # an older checkpoint is replaced only if all ranks are here
+            ranks.agree()  # rank 0 replaces the older checkpoint only if no rank has failed
 
         if ranks.number == 0:
-            write_files(Path(folder), tensors(), config, max_shard_size)
+            write_files(Path(folder), tensors(), config_text, max_shard_size)
         else:
             deque(tensors(), maxlen=0)
     return tuple(notes)
 
 
-def _config_of(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
-    """Return `model.config` as transformers saves it beside weights of `dtype`; none: {}."""
+def _model_config(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
+    """Return `model.config` as transformers saves it with weights of `dtype`; {} without one."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         return {}
     cls = type(model).__name__.removeprefix("FSDP")  # which fully_shard adds
-    plain: dict[str, Any] = config.to_dict()
-    return plain | {"architectures": [cls], "dtype": str(dtype).removeprefix("torch.")}
+    values: dict[str, Any] = config.to_dict()
+    return values | {"architectures": [cls], "dtype": str(dtype).removeprefix("torch.")}
 
 
-# ---------------------------------------------------------------- what will be written
+class _Entry(NamedTuple):
+    """A Parameter or buffer to write."""
+
+    tensor: Tensor
+    names: Names  # in files; [[name]], unless it is the weights of experts published one by one
+    dtype: torch.dtype | None  # to which values are rounded, before a cast to float8; None: none
+    cast_config: CastConfig | None = None  # of the cast to float8; None: high precision
+    as_trained: bool = False  # whether training casts it in the same way
 
 
-class _Source(NamedTuple):
-    """A Parameter or buffer that is written."""
-
-    x: Tensor
-    names: Names  # in files; [[name]] unless these are experts that are published one by one
-    dtype: torch.dtype | None  # of values before a cast, or as they are written; None: they stay
-    how: CastConfig | None = None  # of the cast to float8; None: written in high precision
-    as_trained: bool = False
-
-
-class _Contents(NamedTuple):
-    """The tensors of a model that are written, and how."""
+class _Plan(NamedTuple):
+    """All tensors to write, and the configuration that describes them."""
 
     scheme: Scheme
-    dtype: torch.dtype  # of most of what is not in float8
-    sources: list[_Source]
+    dtype: torch.dtype  # of most tensors that are not in float8
+    entries: list[_Entry]
     config: dict[str, Any]  # the `quantization_config` of `config.json`
 
 
-def _contents(
+def _plan(
     model: nn.Module,
     format: str,
     strategy: str | None,
     dtype: torch.dtype | None = None,
     param_dtype: torch.dtype | None = None,
-) -> _Contents:
-    """Return what is written of a model; raises, as `float8_weights`, unless it can be."""
+) -> _Plan:
+    """Check everything and plan the checkpoint of `model`; raises as `float8_weights`."""
     for name, got in (("dtype", dtype), ("param_dtype", param_dtype)):
         if got not in (None, *HIGH_PRECISION_DTYPES):
-            expected = f"None or one of {HIGH_PRECISION_DTYPES}"
-            raise TypeError(f"{name}: got {got!r}, expected {expected}")
+            raise TypeError(f"{name}: got {got!r}, expected None or one of {HIGH_PRECISION_DTYPES}")
     scheme = scheme_named(format, strategy)
     reshard(model)
     if hasattr(model, "peft_config"):
@@ -235,43 +225,46 @@ def _contents(
             "model: got one with adapters of PEFT, whose names no server knows, expected one "
             "without; call model.unload() for the base, and save adapters by PEFT"
         )
-    saved, kept, published = saved_tensors(model), _kept_in_float32(model), published_names(model)
-    in_float8 = _in_float8(saved, published, kept)
-    modules = {module for each in in_float8 for _, module, _ in each.uses}
+    saved, published = saved_tensors(model), published_names(model)
+    stays_float32 = _float32_names(model)
+    in_float8 = _select_float8(saved, published, stays_float32)
+    modules = {module for tensor in in_float8 for _, module, _ in tensor.uses}
     if not any(isinstance(module, Float8Linear | Float8Experts) for module in modules):
         raise ValueError(
             "model: got one without a Float8Linear or Float8Experts whose weights can be written "
             "(neither in float64 nor parametrized), expected one; call convert_to_float8_training"
         )
-    body = Counter[torch.dtype]()
-    for each in saved:
-        _require_stored(each, each in in_float8)
-        body[each.tensor.dtype] += each.tensor.numel() * (each in in_float8)
-    config = scheme.config(_left_out(model, modules, published, scheme))
-    if found := replaced_by_transformers(model, config["quant_method"]):
+    sizes = Counter[torch.dtype]()  # in elements
+    for tensor in saved:
+        _require_storable(tensor, tensor in in_float8)
+        if tensor in in_float8:
+            sizes[tensor.tensor.dtype] += tensor.tensor.numel()
+    config = scheme.config(_high_precision_modules(model, modules, published, scheme))
+    if replaced := replaced_by_transformers(model, config["quant_method"]):
         raise ValueError(
-            f"format: got {format!r} for a model with {found}, for which transformers finds no "
+            f"format: got {format!r} for a model with {replaced}, for which transformers finds no "
             f"weights when it loads that format; expected {FINE_GRAINED!r}"
         )
-    ((most, _),) = body.most_common(1)
-    masters = dtype is None and most == torch.float32
-    rest, sources = dtype or (torch.bfloat16 if masters else most), list[_Source]()
-    for each in saved:
-        x, (name, module, _) = each.tensor, each.uses[0]
+    ((model_dtype, _),) = sizes.most_common(1)
+    # Without `dtype` only float32 models are rounded.
+    rounds_to = dtype or (torch.bfloat16 if model_dtype == torch.float32 else None)
+    entries = []
+    for tensor in saved:
+        x, (name, module, _) = tensor.tensor, tensor.uses[0]
         names = [[published.names[name]]]
-        if each in in_float8:
+        if tensor in in_float8:
             names = published.experts.get(name, names)
-            how = _cast_of(module, scheme, x.shape[-2], len(names))
-            sources.append(_Source(x, names, param_dtype, *how))
+            cast = _cast_of(module, scheme, x.shape[-2], len(names))
+            entries.append(_Entry(x, names, param_dtype, *cast))
         else:
-            stays = kept(name) if masters else dtype is None
-            sources.append(_Source(x, names, None if stays else rest))
-    _require_own_names(sources, scheme.scale_suffix)
-    return _Contents(scheme, rest, sources, config)
+            stays = dtype is None and stays_float32(name)
+            entries.append(_Entry(x, names, None if stays else rounds_to))
+    _require_unique_names(entries, scheme.scale_suffix)
+    return _Plan(scheme, rounds_to or model_dtype, entries, config)
 
 
-def _require_stored(saved: SavedTensor, in_float8: bool) -> None:
-    """Raise a `ValueError` unless a tensor has values of its own, and safetensors can store it."""
+def _require_storable(saved: SavedTensor, in_float8: bool) -> None:
+    """Raise `ValueError` if a tensor has no values, or safetensors cannot store it."""
     x, (name, module, _) = saved.tensor, saved.uses[0]
     inner = local_tensor(high_precision(x))
     is_8_bit = x.dtype.is_floating_point and x.dtype.itemsize == 1
@@ -279,7 +272,7 @@ def _require_stored(saved: SavedTensor, in_float8: bool) -> None:
         got, do = f"a tensor without values, on {x.device}", "run the model once, or load it"
     elif not in_float8 and (hasattr(inner, "__tensor_flatten__") or is_8_bit):
         got = f"a {type(inner).__name__} of {inner.dtype}, in a {type(module).__name__}"
-        do = "load the model dequantised, or call convert_to_high_precision(model)"
+        do = "load the model dequantized, or call convert_to_high_precision(model)"
     elif x.layout != torch.strided or x.is_nested or x.is_quantized or x.dtype == torch.complex128:
         got, do = f"a tensor of {x.dtype} and {x.layout}", "make it a buffer with persistent=False"
     else:
@@ -287,76 +280,76 @@ def _require_stored(saved: SavedTensor, in_float8: bool) -> None:
     raise ValueError(f"{name}: got {got}, expected a plain tensor with values; {do}")
 
 
-def _kept_in_float32(model: nn.Module) -> Callable[[str], Any]:
-    """Return what tells if transformers keeps a name in float32 in a model of 16 bits."""
-    kept = {
-        each.replace("*", ".*")
+def _float32_names(model: nn.Module) -> Callable[[str], Any]:
+    """Return a search for names of tensors that transformers keeps in float32 in 16-bit models."""
+    patterns = {
+        name.replace("*", ".*")
         for module in model.modules()
-        for names in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-        for each in getattr(module, names, None) or ()
+        for attr in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+        for name in getattr(module, attr, None) or ()
     }
-    return re.compile("|".join(kept) or "(?!)").search  # as it matches
+    return re.compile("|".join(patterns) or "(?!)").search  # transformers searches, too
 
 
-def _in_float8(
-    saved: list[SavedTensor], published: PublishedNames, kept: Callable[[str], Any]
+def _select_float8(
+    saved: list[SavedTensor], published: PublishedNames, stays_float32: Callable[[str], Any]
 ) -> set[SavedTensor]:
-    """Return the tensors that are written in float8.
+    """Return the tensors to write in float8.
 
-    They are weights of layers that multiply outputs in float8, and experts, converted or not, that
-    are published one by one, if all of their module are. None is in float64, or tied to something
-    else, or kept in float32, such as `wo` of T5: transformers would read bytes without scales.
+    They are weights of layers whose output GEMM is in float8, and of experts, converted or not,
+    that are published one by one, if all weights of the module can be. None is in float64, tied to
+    a tensor in high precision, or kept in float32 (transformers would read bytes without scales).
     """
 
-    def can_be(name: str, module: Any, attr: str, x: Tensor) -> bool:
+    def is_float8(name: str, module: Any, attr: str, x: Tensor) -> bool:
         dtype = local_tensor(high_precision(x)).dtype
-        if is_lazy(x) or kept(name) or dtype not in HIGH_PRECISION_DTYPES:
+        if is_lazy(x) or stays_float32(name) or dtype not in HIGH_PRECISION_DTYPES:
             return False
-        is_weight = attr == "weight" and isinstance(module, Float8Linear)
-        return module._float8_plan.output is not None if is_weight else name in published.experts
+        if attr == "weight" and isinstance(module, Float8Linear):
+            return module._float8_plan.output is not None
+        return name in published.experts
 
-    chosen = {each for each in saved if all(can_be(*use, each.tensor) for use in each.uses)}
-    stay = [each for each in saved if each not in chosen and not is_lazy(each.tensor)]
-    cut = {module for each in stay if each.tensor.dim() == 3 for _, module, _ in each.uses}
-    return {x for x in chosen if x.tensor.dim() == 2 or cut.isdisjoint(m for _, m, _ in x.uses)}
+    selected = {x for x in saved if all(is_float8(*use, x.tensor) for use in x.uses)}
+    rest = [x for x in saved if x not in selected and not is_lazy(x.tensor)]
+    mixed = {module for x in rest if x.tensor.dim() == 3 for _, module, _ in x.uses}
+    return {x for x in selected if x.tensor.dim() == 2 or mixed.isdisjoint(m for _, m, _ in x.uses)}
 
 
 def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastConfig, bool]:
-    """Return the cast of a weight of so many rows, and whether training casts it so, too."""
-    rounded = scheme.exponents is not None
-    how = CastConfig(target_dtype=E4M3, scaling_granularity=scheme.granularity, power_of_2=rounded)
-    if not isinstance(module, Float8Linear | Float8Experts):
-        return how, False
-    of_training = module._float8_plan.casts.weight.how
-    covers = of_training.scaling_granularity
-    covers = covers if scheme.takes(covers) else scheme.granularity
-    rounded = rounded or of_training.power_of_2
-    how = replace(how, scaling_granularity=covers, power_of_2=rounded)
-    # Training has the pieces of the weights of experts together: no scale may cover two of them.
-    apart = pieces == 1 or rows // pieces % (covers.height or rows) == 0
-    return how, of_training == how and apart
+    """Return the cast of a weight to `scheme`, and whether training casts it in the same way.
+
+    `rows` of the weight [rows, K], or of each expert, are those of `pieces` published weights.
+    """
+    granularity, rounds, training = scheme.granularity, scheme.exponents is not None, None
+    if isinstance(module, Float8Linear | Float8Experts):
+        training = module._float8_plan.casts.weight.how
+        rounds = rounds or training.power_of_2
+        if scheme.accepts(training.scaling_granularity):
+            granularity = training.scaling_granularity
+    cast = CastConfig(target_dtype=E4M3, scaling_granularity=granularity, power_of_2=rounds)
+    # Training casts all pieces together; published weights need scales of their own.
+    separate = pieces == 1 or rows // pieces % (granularity.height or rows) == 0
+    return cast, cast == training and separate
 
 
-def _left_out(
+def _high_precision_modules(
     model: nn.Module, in_float8: set[nn.Module], published: PublishedNames, scheme: Scheme
 ) -> list[str]:
-    """Return the names of modules that readers would take for float8, and that are not."""
+    """Return the names of modules in high precision; each stands for all modules beneath it."""
     names = []
     for name, module in unwrapped(model).named_modules():
         name, has_experts = plain_name(name), any(x.dim() == 3 for x in module.parameters(False))
-        if scheme.format == FINE_GRAINED:  # else transformers looks for them among its modules
-            weight = f"{name}.weight"
-            name = published.names.get(weight, weight).removesuffix(".weight")
-        # A name stands for all beneath it.
+        if scheme.format == FINE_GRAINED:  # else transformers compares with names of its modules
+            name = published.names.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")
         if has_experts or isinstance(module, nn.Linear):
             names += [name] if in_float8.isdisjoint(module.modules()) else []
     return names
 
 
-def _require_own_names(sources: list[_Source], suffix: str) -> None:
-    """Raise a `ValueError` if two tensors, or a tensor and a scale, have one name in files."""
-    names = Counter(name for each in sources for piece in each.names for name in piece)
-    scales = {name + suffix for name in names}  # also of none: readers take it for one
+def _require_unique_names(entries: list[_Entry], suffix: str) -> None:
+    """Raise `ValueError` if two tensors, or a tensor and a scale, have the same name in files."""
+    names = Counter(name for entry in entries for piece in entry.names for name in piece)
+    scales = {name + suffix for name in names}  # readers take any tensor of such a name for one
     if taken := [name for name, count in names.items() if count > 1 or name in scales]:
         raise ValueError(
             f"{taken[0]}: got a tensor that has in files the name of another, or of its scale "
@@ -364,36 +357,37 @@ def _require_own_names(sources: list[_Source], suffix: str) -> None:
         )
 
 
-# ---------------------------------------------------------------- one after the other
-
-
 @torch.no_grad()
-def _written(
-    contents: _Contents, ranks: Together
+def _cast_tensors(
+    plan: _Plan, ranks: ModelRanks
 ) -> Iterator[tuple[dict[str, Tensor], WrittenWeight | None]]:
-    """Yield each tensor by its name, with its scales, and a note of it if it is in float8."""
-    for source in contents.sources:
-        x: Any = high_precision(source.x.detach())
-        in_8_bits = isinstance(local_tensor(x), Float8Tensor)
-        if source.dtype and x.dtype in HIGH_PRECISION_DTYPES and not in_8_bits:
-            x = x.to(source.dtype)
-        x = ranks.whole(x)
-        if source.how is None:
-            yield {source.names[0][0]: x}, None
+    """Yield each tensor by its name, a float8 weight with its scale and a note."""
+    for entry in plan.entries:
+        x: Any = high_precision(entry.tensor.detach())
+        is_float8 = isinstance(local_tensor(x), Float8Tensor)
+        if entry.dtype and x.dtype in HIGH_PRECISION_DTYPES and not is_float8:
+            x = x.to(entry.dtype)
+        x = ranks.gather(x)
+        if entry.cast_config is None:
+            yield {entry.names[0][0]: x}, None
             continue
-        experts = x.dim() == 3
-        for piece, names in enumerate(source.names):
+        for piece, names in enumerate(entry.names):
             for expert, name in enumerate(names):
-                weight: Any = part_of(x, expert, piece, len(source.names)) if experts else x
-                held = isinstance(weight, Float8Tensor)
-                # What is in float8 training multiplies as it is.
-                pair: Any = contents.scheme.published(weight) if held else None
-                as_trained = pair is not None if held else source.as_trained
-                if pair is None:
-                    plain = weight.to_original_precision() if held else weight
-                    pair = contents.scheme.published(in_float8_only(plain, Cast(source.how)))
-                data, scale = pair
-                if experts and scale.dim() == 0:
-                    scale = scale.reshape(1, 1)  # transformers joins these
-                tensors = {name: data, name + contents.scheme.scale_suffix: scale}
+                weight = part_of(x, expert, piece, len(entry.names)) if x.dim() == 3 else x
+                data, scale, as_trained = _quantize(weight, entry, plan.scheme)
+                if x.dim() == 3 and scale.dim() == 0:
+                    scale = scale.reshape(1, 1)  # transformers concatenates those of experts
+                tensors = {name: data, name + plan.scheme.scale_suffix: scale}
                 yield tensors, WrittenWeight(name, as_trained)
+
+
+def _quantize(weight: Any, entry: _Entry, scheme: Scheme) -> tuple[Tensor, Tensor, bool]:
+    """Return data and scale of a weight [N, K] for a file, and whether training multiplies them."""
+    as_trained = entry.as_trained
+    if isinstance(weight, Float8Tensor):
+        if published := scheme.published(weight):
+            return *published, True
+        weight, as_trained = weight.to_original_precision(), False
+    cast: Any = entry.cast_config
+    quantized: Any = scheme.published(in_float8_only(weight, Cast(cast)))
+    return *quantized, as_trained

@@ -1,4 +1,4 @@
-"""Callbacks, converters and layers that other libraries need; one module for each.
+"""Callbacks, converters and layers for other training libraries, one module for each.
 
-`float8` imports none of these: a module of this folder imports the library it is for.
+Each module imports its library; nothing else in `float8` imports these modules.
 """

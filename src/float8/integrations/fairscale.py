@@ -1,4 +1,4 @@
-"""fairscale's model parallel, whose layers hold their part of a weight as a plain Parameter."""
+"""Float8 for fairscale's tensor-parallel layers, whose shards of weights are plain Parameters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,20 +22,20 @@ from float8.parallel.ddp import tell_ddp_what_to_ignore
 
 
 class Float8ParallelLinear(Float8Linear):
-    """A layer of fairscale in float8; see `swap_tp_linear_with_float8_linear`."""
+    """A fairscale layer whose GEMMs are in float8; see `swap_tp_linear_with_float8_linear`."""
 
-    _float8_mesh: DeviceMesh | Any = None  # of one dim: the ranks that hold parts of the weight
+    _float8_mesh: DeviceMesh | Any = None  # one dim: the model-parallel group
     _float8_placements: tuple[Placement, Placement, Placement, Placement] | Any = None
-    """Of the input as it comes, of weight and bias, and of the output as it goes."""
+    """The placements of input, weight, bias and output."""
     _float8_why_never_held = "a part of one, of model parallel"
 
     @classmethod
     def from_parallel(
         cls, mod: Any, config: Float8LinearConfig, sequence_dim: int | None
     ) -> "Float8ParallelLinear":
-        """Make one of a fairscale layer; it shares Parameters, hooks and training mode.
+        """Return a float8 layer that shares Parameters, hooks and training mode with `mod`.
 
-        `sequence_dim`: along which ranks share tokens between layers; None: all have all.
+        Tokens are sharded along `sequence_dim` between layers; None: each rank has all tokens.
         """
         new: Float8ParallelLinear = shallow_copy(mod, cls)
         device = mod.weight.device.type
@@ -46,44 +46,46 @@ class Float8ParallelLinear(Float8Linear):
         tokens, whole = Replicate() if sequence_dim is None else Shard(sequence_dim), Replicate()
         if isinstance(mod, ColumnParallelLinear):
             new._float8_shards = Shards(gathers_input=sequence_dim is not None)
-            after = whole if mod.gather_output else Shard(-1)
-            new._float8_placements = tokens, Shard(0), Shard(0), after
+            output_at = whole if mod.gather_output else Shard(-1)
+            new._float8_placements = tokens, Shard(0), Shard(0), output_at
         else:
             new._float8_shards = Shards(tokens_dim=sequence_dim)
-            before = Shard(-1) if mod.input_is_parallel else whole
-            new._float8_placements = before, Shard(1), whole, tokens
+            input_at = Shard(-1) if mod.input_is_parallel else whole
+            new._float8_placements = input_at, Shard(1), whole, tokens
         return new
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return what this rank has of the output, of what it has of the input."""
+        """Return this rank's part of the output, given its part of the input."""
         if self._float8_delayed:
             self._float8_check_synced()
-        before, of_weight, of_bias, after = self._float8_placements
-        x = self._float8_on_mesh(input, before)
-        weight = self._float8_on_mesh(self.weight, of_weight)
-        bias = None if self.bias is None else self._float8_on_mesh(self.bias, of_bias)
-        if of_weight.is_shard(1) and before.is_replicate():
+        input_at, weight_at, bias_at, output_at = self._float8_placements
+        x = self._float8_on_mesh(input, input_at)
+        weight = self._float8_on_mesh(self.weight, weight_at)
+        bias = None if self.bias is None else self._float8_on_mesh(self.bias, bias_at)
+        if weight_at.is_shard(1) and input_at.is_replicate():
             x = x.redistribute(placements=[Shard(x.dim() - 1)])
         casts = self._float8_casts(self._float8_mesh)
         y = linear_of_shards(x, weight, bias, self._float8_shards, self._float8_plan, casts)
-        local: Tensor = y.redistribute(placements=[after]).to_local()
+        local: Tensor = y.redistribute(placements=[output_at]).to_local()
         return local
 
     def _float8_groups(self) -> tuple[Any, ...]:
+        """Return the process groups that share the weight."""
         return (self._float8_mesh.get_group(),)
 
     def _float8_on_mesh(self, x: Tensor, placement: Placement) -> DTensor:
+        """Return the DTensor of which `x` is this rank's part."""
         return DTensor.from_local(x, self._float8_mesh, [placement], run_check=False)
 
 
 class Float8ColumnParallelLinear(Float8ParallelLinear):
-    """Each rank has some of the output features; sequence parallel gathers the input in float8."""
+    """Shards output features among ranks; sequence parallel all-gathers the input in float8."""
 
     _float8_source_class = ColumnParallelLinear
 
 
 class Float8RowParallelLinear(Float8ParallelLinear):
-    """Each rank has some of the input features; sequence parallel gathers grad_output in float8."""
+    """Shards input features among ranks; sequence parallel all-gathers grad_output in float8."""
 
     _float8_source_class = RowParallelLinear
 
@@ -101,44 +103,42 @@ def swap_tp_linear_with_float8_linear(
     sequence_parallel: bool = False,
     sequence_dim: int = 0,
 ) -> nn.Module:
-    """Turn fairscale's `ColumnParallelLinear` and `RowParallelLinear` into layers in float8.
+    """Convert fairscale's `ColumnParallelLinear` and `RowParallelLinear` to float8, in place.
 
-    In place; the way back is `convert_to_high_precision`. Tensors are cast under the scale of the
-    whole, of all ranks of the model-parallel group. With `sequence_parallel`, which fairscale does
-    not know, column-parallel layers take tokens of this rank (`gather_output` should be False), and
-    row-parallel ones return them.
+    `convert_to_high_precision` undoes that. Scales are those of whole tensors, across the ranks of
+    the model-parallel group. With `sequence_parallel` (not in fairscale) column-parallel layers
+    take the tokens of this rank (`gather_output` should be False), row-parallel ones return them.
 
     Args:
         model: the model, or a single such layer.
-        config: as for `convert_to_float8_training`. With `Float8Weights.HELD` weights are cast on
-            the fly; a warning says so.
-        module_filter_fn: called as `module_filter_fn(layer, fqn)`; True: it is converted.
-        sequence_parallel: whether ranks share the tokens between layers.
-        sequence_dim: the dim of the tokens that ranks share: 0 for [seq, batch, dim].
+        config: as for `convert_to_float8_training`. `HELD` weights are cast on the fly, and warn.
+        module_filter_fn: called as `module_filter_fn(layer, fqn)`; return True to convert.
+        sequence_parallel: shard tokens among the ranks between layers.
+        sequence_dim: the dim of the tokens: 0 for [seq, batch, dim].
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: `config` is the name of no recipe, or a layer cannot take it, as none can
-            `enable_fsdp_float8_all_gather` or `Float8Weights.ONLY`; nothing is changed then.
-        RuntimeError: fairscale's model parallel is not initialised.
+        ValueError: `config` names no recipe, or a layer does not support it (none supports
+            `enable_fsdp_float8_all_gather` and `ONLY`); nothing is changed then.
+        RuntimeError: fairscale's model parallel is not initialized.
     """
     require_module(model, "model")
     config = as_config(config)
     if not model_parallel_is_initialized():
         got = "swap_tp_linear_with_float8_linear: got no model-parallel group, expected one"
         raise RuntimeError(f"{got}; call fairscale's initialize_model_parallel first")
-    made: dict[nn.Module, Float8ParallelLinear] = {}
+    converted: dict[nn.Module, Float8ParallelLinear] = {}
     for fqn, mod in model.named_modules():
         cls = _CLASSES.get(type(mod))
         if cls is None or not module_filter_fn(mod, fqn):
             continue
         problem = unsupported(mod, config, [type(mod)])
         if problem is None:
-            made[mod] = cls.from_parallel(mod, config, sequence_dim if sequence_parallel else None)
-            problem = unsupported(made[mod], config)  # of which it is known that ranks share it
+            new = cls.from_parallel(mod, config, sequence_dim if sequence_parallel else None)
+            converted[mod], problem = new, unsupported(new, config)  # knows that it is sharded
         if problem is not None:
             raise ValueError(f"layer {fqn or '(root)'!r}: {problem}")
-    for mod, new in made.items():
+    for mod, new in converted.items():
         become(mod, new)
     tell_ddp_what_to_ignore(model)
     return model

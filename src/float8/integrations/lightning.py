@@ -1,4 +1,4 @@
-"""The `Trainer` of Lightning."""
+"""Float8 training with the `Trainer` of Lightning."""
 
 from typing import Any
 
@@ -11,13 +11,13 @@ from float8.step import Attachment, attach_to_optimizer
 class Float8Callback(Callback):
     """Converts the module before its optimizers are made, and attaches it to them.
 
-    `Trainer(..., callbacks=[Float8Callback(config=...)])`. Checkpoints carry the state of delayed
-    scaling; load them into a module that this callback converted, in any stage.
+    Use it as `Trainer(..., callbacks=[Float8Callback(config=...)])`. Checkpoints have the state of
+    delayed scaling: load them into a module that this callback converted, in any stage.
 
     Args:
-        convert: False leaves the conversion to you, as of a model made in `configure_model`.
-        group: the process group of the sync, as in `attach_to_optimizer`.
-        **conversion: the arguments of `convert_to_float8_training`, for example `config`.
+        convert: False to convert the module yourself, for example in `configure_model`.
+        group: the process group that syncs scales, as in `attach_to_optimizer`.
+        **conversion: arguments of `convert_to_float8_training`, for example `config`.
     """
 
     def __init__(self, *, convert: bool = True, group: Any = None, **conversion: Any) -> None:
@@ -25,22 +25,22 @@ class Float8Callback(Callback):
         self._attachments: list[Attachment] = []
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Convert the layers of the module."""
+        """Convert the layers of `pl_module`."""
         if self._convert:
             convert_to_float8_training(pl_module, **self._conversion)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach the module to each of its optimizers."""
+        """Attach `pl_module` to each of its optimizers."""
         for optimizer in trainer.optimizers:
             attached = attach_to_optimizer(pl_module, optimizer, group=self._group)
             self._attachments.append(attached)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """End the attachments, as Lightning tears nothing down then."""
+        """Remove the attachments, since Lightning calls no `teardown` after an exception."""
         self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """End the attachments."""
+        """Remove the attachments."""
         for attachment in self._attachments:
             attachment.remove()
         self._attachments = []

@@ -1,4 +1,4 @@
-"""torchtitan 0.3: a converter of model configs, and what its optimizers need.
+"""Float8 training with torchtitan 0.3: a converter of model configs, and an optimizer hook.
 
 In a function of a `config_registry`, or wherever a `Trainer.Config` is made:
 
@@ -26,13 +26,13 @@ from float8.step import attach_to_optimizer
 
 
 class ConvertedLinear(Float8Linear, Linear):
-    """A `Float8Linear` that is built as torchtitan builds its own `Linear`."""
+    """A `Float8Linear` that torchtitan builds from a config, as its own `Linear`."""
 
     _float8_source_class = Linear
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
-        """The config of a `Linear`, and how it is to run."""
+        """The config of a `Linear` with its float8 configuration."""
 
         float8: Float8LinearConfig
 
@@ -42,7 +42,7 @@ class ConvertedLinear(Float8Linear, Linear):
         enable_float8_all_gather(self)
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Parallelize the Parameters alone: all ranks have the same buffers, as plain tensors."""
+        """Parallelize the Parameters; buffers stay plain tensors, the same on all ranks."""
         if parallel_dims.tp_enabled and parallel_dims.spmd_backend == "spmd_types":
             raise ValueError(
                 "Float8Converter: got tensor parallel with spmd_backend='spmd_types', expected "
@@ -57,19 +57,20 @@ class ConvertedLinear(Float8Linear, Linear):
 
 @functools.cache
 def converted_config(source: Any) -> Any:
-    """Return a subclass of this class of configs of experts, that builds them in float8.
+    """Return a subclass of `source`, a config class of experts, that builds them in float8.
 
-    They have no buffers, and all that they multiply are plain tensors: `parallelize` is theirs.
+    Their own `parallelize` is right: they have no buffers, and multiply plain tensors.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(source):
-        """The config of some experts, and how they are to run."""
+        """The config of experts with their float8 configuration."""
 
         float8: Float8LinearConfig
 
-        def build(self, **more: Any) -> Any:
-            experts = source.build(self, **more)
+        def build(self, **kwargs: Any) -> Any:
+            """Build the experts and convert them; raise `ValueError` if they cannot be."""
+            experts = source.build(self, **kwargs)
             if reason := unsupported_experts(experts, self.float8):
                 do = "leave it out with filter_fqns"
                 raise ValueError(f"Float8Converter: {type(experts).__name__}: {reason}; {do}")
@@ -80,75 +81,76 @@ def converted_config(source: Any) -> Any:
 
 
 class Float8Converter(ModelConfigConverter):
-    """Makes the linear layers of a model `Float8Linear` and its experts `Float8Experts`.
+    """Converts the linear layers of a model config to `Float8Linear`, experts to `Float8Experts`.
 
-    Linear layers with a config of their own, and so perhaps with a forward of their own, stay, and
-    so do the gates of routers. Tensor parallel needs `parallelism.spmd_backend="partial_dtensor"`.
+    Subclasses of torchtitan's `Linear.Config`, which may have another forward, and the gates of
+    routers stay. Tensor parallel needs `parallelism.spmd_backend="partial_dtensor"`.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):
-        """The recipe, and which layers; the other fields are those of `Float8LinearConfig`."""
+        """Recipes and filters; the other fields are those of `Float8LinearConfig`."""
 
         recipe_name: str = "tensorwise"
         experts_recipe_name: str | None = None
-        """The recipe of experts. None: `recipe_name`. No grouped GEMM does `"delayed"`: with
-        that experts stay in high precision, which is logged."""
+        """The recipe of experts; None: `recipe_name`. Under `"delayed"`, which grouped GEMMs do not
+        support, experts stay in high precision, with a warning in the log."""
         filter_fqns: list[str] = field(default_factory=list)
-        """Layers and experts stay in high precision if their names contain one of these."""
+        """Layers and experts whose names contain one of these stay in high precision."""
         enable_fsdp_float8_all_gather: bool = False
-        """Have FSDP2 gather linear layers in float8; experts are gathered in high precision."""
+        """Have FSDP2 all-gather linear layers in float8; experts are gathered in high precision."""
         emulate: bool = False
 
     def __init__(self, config: Config) -> None:
-        self._filter_fqns, name = config.filter_fqns, config.experts_recipe_name
-        recipe = Float8LinearConfig.from_recipe_name
-        linear, experts = (recipe(config.recipe_name if x is None else x) for x in (None, name))
-        self._no_experts = no_grouped_gemm(experts)
-        if self._no_experts and name is not None:
-            got = f"got experts_recipe_name={name!r}: {self._no_experts}"
+        self._filter_fqns, experts_recipe = config.filter_fqns, config.experts_recipe_name
+        linear = experts = Float8LinearConfig.from_recipe_name(config.recipe_name)
+        if experts_recipe is not None:
+            experts = Float8LinearConfig.from_recipe_name(experts_recipe)
+        self._why_no_experts = no_grouped_gemm(experts)
+        if self._why_no_experts and experts_recipe is not None:
+            got = f"got experts_recipe_name={experts_recipe!r}: {self._why_no_experts}"
             raise ValueError(f"Float8Converter: {got}; expected {EXPECTED}")
         self._experts = replace(experts, emulate=config.emulate)
         gathers = config.enable_fsdp_float8_all_gather
-        self._float8 = replace(
-            linear, enable_fsdp_float8_all_gather=gathers, emulate=config.emulate
-        )
+        linear = replace(linear, emulate=config.emulate)
+        self._linear = replace(linear, enable_fsdp_float8_all_gather=gathers)
 
     def convert(self, model_config: Any) -> Any:
-        """Give the linear layers and experts in `model_config` other configs, in place; return it.
+        """Replace configs of linear layers and experts in `model_config`, in place, and return it.
 
-        Raises a `ValueError` if a converter of torchtitan's own quantised some of them.
+        Raises `ValueError` if a converter of torchtitan has quantized some of them.
         """
         if has_quantization(model_config):
-            got = "got a model that another converter quantised, expected one in high precision"
+            got = "got a model that another converter quantized, expected one in high precision"
             raise ValueError(f"Float8Converter: {got}; have one of the two alone")
         for fqn, linear, parent, name in list(model_config.traverse(Linear.Config)):
             stays = left_out(fqn) or isinstance(parent, TokenChoiceTopKRouter.Config)
             if not stays and type(linear) is Linear.Config and not self._filtered(fqn):
-                _put(parent, name, linear, ConvertedLinear.Config, self._float8)
+                _replace(parent, name, linear, ConvertedLinear.Config, self._linear)
         stay = []
         for fqn, experts, parent, name in list(model_config.traverse(GroupedExperts.Config)):
             if self._filtered(fqn) or hasattr(experts, "float8"):
                 continue
-            if self._no_experts:
+            if self._why_no_experts:
                 stay.append(fqn)
             else:
                 cls: Any = type(experts)
-                _put(parent, name, experts, converted_config(cls), self._experts)
+                _replace(parent, name, experts, converted_config(cls), self._experts)
         if stay:
             logger.warning(
-                f"Float8Converter: got {self._no_experts}: {len(stay)} modules of experts, the "
+                f"Float8Converter: got {self._why_no_experts}: {len(stay)} modules of experts, the "
                 f"first being {stay[0]}, stay in high precision; set experts_recipe_name for them"
             )
         return model_config
 
     def _filtered(self, fqn: str) -> bool:
+        """Return whether `filter_fqns` excludes the module `fqn`."""
         return any(name in fqn for name in self._filter_fqns)
 
 
-def _put(parent: Any, name: Any, config: Any, cls: Any, float8: Float8LinearConfig) -> None:
-    """Put a `cls` with the fields of `config` in its place."""
-    new = cls(**{each.name: getattr(config, each.name) for each in fields(config)}, float8=float8)
+def _replace(parent: Any, name: Any, config: Any, cls: Any, float8: Float8LinearConfig) -> None:
+    """Replace `config`, the item or attribute `name` of `parent`, by a `cls` with its fields."""
+    new = cls(**{x.name: getattr(config, x.name) for x in fields(config)}, float8=float8)
     if isinstance(parent, list):
         parent[name] = new
     else:
@@ -156,9 +158,9 @@ def _put(parent: Any, name: Any, config: Any, cls: Any, float8: Float8LinearConf
 
 
 def attach_to_optimizers(optimizers: Any, model_parts: Any, parallel_dims: Any) -> None:
-    """Attach each part of the model to its optimizers: a `post_optimizer_build_fn`.
+    """Attach each part of the model to its optimizers; use it as `post_optimizer_build_fn`.
 
-    A model with experts has one already, which balances their load: call both in one of your own.
+    Models with experts have such a function, which balances their load: set one that calls both.
     """
     for mod in model_parts:
         ids = {id(parameter) for parameter in mod.parameters()}

@@ -1,4 +1,4 @@
-"""The `Trainer` of Hugging Face's transformers."""
+"""Float8 training with the `Trainer` of Hugging Face's transformers."""
 
 import json
 import weakref
@@ -19,20 +19,19 @@ from float8.step import Attachment, attach_to_optimizer
 
 
 class Float8Callback(TrainerCallback, ExportableState):
-    """Runs at every optimizer step what the scaling of a converted model needs once per step.
+    """Attaches a converted model to the optimizer of a `Trainer`, and saves its scaling state.
 
-    `Trainer(model, ..., callbacks=[Float8Callback()])`, for a converted model. Needed for delayed
-    scaling and for `Float8Weights.HELD`, and for the speed of weights that FSDP2 gathers in float8.
+    `Trainer(model, ..., callbacks=[Float8Callback()])` is needed for delayed scaling and
+    `Float8Weights.HELD`, and makes training with a float8 all-gather of FSDP2 faster.
 
-    After a training has begun, the model saves the weights alone, as the plain one does. The state
-    of delayed scaling is in `trainer_state.json`, where `train(resume_from_checkpoint=...)` finds
-    it, and a few values of each weight: the `Trainer` passes over weights that a checkpoint has
-    under other names, as those of experts. A training that is resumed so raises a `ValueError`
-    before its first step; where `load_best_model_at_end` has left some out, a warning says so.
+    Once training has begun, the model saves weights only. The state of delayed scaling is in
+    `trainer_state.json`, which `train(resume_from_checkpoint=...)` reads, with a few values of each
+    weight: the `Trainer` does not load weights that have other names in a checkpoint (experts).
+    Resuming without them raises `ValueError`; `load_best_model_at_end` warns.
 
     Args:
-        group: the process group of the sync, as in `attach_to_optimizer`. Callbacks that
-            `restore_callback_states_from_checkpoint` makes anew are without it.
+        group: the process group that syncs scales, as in `attach_to_optimizer`. A callback that
+            `restore_callback_states_from_checkpoint` creates has none.
     """
 
     def __init__(self, *, group: Any = None) -> None:
@@ -43,27 +42,27 @@ class Float8Callback(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any
     ) -> None:
-        """Attach the model to the optimizer, which exists by now, and take the state, if any."""
-        self._detach()  # from a training that ended in an error
+        """Attach `model` to `optimizer`, and load the scaling state of a training that resumes."""
+        self._detach()  # a training that ended in an error is still attached
         self._model = weakref.ref(model)
-        # A checkpoint written without this callback has no entry of ours, but is saved with one.
+        # A checkpoint that was written without this callback has no entry.
         entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if state.global_step > 0:  # resumed
             entry = _last(entry)
-            told = [self._not_loaded(entry) if state.is_world_process_zero else None]
+            problem = [self._not_loaded(entry) if state.is_world_process_zero else None]
             if args.world_size > 1 and dist.is_initialized():
-                dist.broadcast_object_list(told)  # from rank 0: all of them raise, and none waits
-            if told[0]:
+                dist.broadcast_object_list(problem)  # from rank 0: either all ranks raise or none
+            if problem[0]:
                 do = "Make the model from that checkpoint by its `from_pretrained`, convert it, and"
-                raise ValueError(f"Float8Callback: {told[0]}. {do} resume with it")
-            self._take(entry["attributes"]["delayed"])
-        ours = [f"{name}.{key}" for name, x in self._delayed().items() for key in x._float8_state()]
-        theirs = getattr(model, "_keys_to_ignore_on_save", None) or ()
-        model._keys_to_ignore_on_save = {*theirs, *ours, *map(plain_name, ours)}  # type: ignore[assignment]
+                raise ValueError(f"Float8Callback: {problem[0]}. {do} resume with it")
+            self._load(entry["attributes"]["delayed"])
+        keys = [f"{name}.{key}" for name, x in self._delayed().items() for key in x._float8_state()]
+        ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+        model._keys_to_ignore_on_save = {*ignored, *keys, *map(plain_name, keys)}  # type: ignore[assignment]
         self._attachment = attach_to_optimizer(model, optimizer, group=self._group)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End the attachment; what `trainer.save_state()` writes from now on is the last state."""
+        """Detach the model; `trainer.save_state()` writes the state at the end of the training."""
         self._detach()
         name = type(self).__name__
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
@@ -75,7 +74,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         state.stateful_callbacks[name] = self.state()
 
     def state(self) -> dict[str, Any]:
-        """Return the state that the `Trainer` writes into `trainer_state.json`."""
+        """Return scaling state and sampled weights, for `trainer_state.json`."""
         saved = {
             plain_name(name): {key: x.tolist() for key, x in layer._float8_state().items()}
             for name, layer in self._delayed().items()
@@ -84,41 +83,40 @@ class Float8Callback(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"delayed": saved, "weights": weights}}
 
     def _detach(self) -> None:
+        """Remove the hooks on the optimizer, if there are any."""
         if self._attachment is not None:
             self._attachment.remove()
             self._attachment = None
 
-    def _take(self, saved: dict[str, dict[str, Any]]) -> None:
+    def _load(self, saved: dict[str, dict[str, Any]]) -> None:
+        """Load the state of delayed scaling by layer names; warn if the layers differ."""
         layers = {plain_name(name): layer for name, layer in self._delayed().items()}
-        if others := sorted(layers.keys() ^ saved.keys()):
+        if differ := sorted(layers.keys() ^ saved.keys()):
             warn(
                 f"float8: the checkpoint and the model have delayed scaling in different layers: "
-                f"{len(saved)} and {len(layers)}; {others[0]!r}, for one, is in one of them only. "
+                f"{len(saved)} and {len(layers)}; {differ[0]!r}, for one, is in one of them only. "
                 f"What has no counterpart is dropped, or begins anew; convert the model as it was"
             )
-        like: Any = {"dtype": torch.float32, "device": "cpu"}
         for name in layers.keys() & saved.keys():
+            like: Any = {"dtype": torch.float32, "device": "cpu"}
             values = {key: torch.tensor(value, **like) for key, value in saved[name].items()}
             layers[name].load_state_dict(values, strict=False)
 
     def _not_loaded(self, entry: Any) -> str | None:
-        """Say that weights differ from those of the checkpoint of `entry`; None: they do not.
-
-        What is not there in the same shape, as on other ranks, is passed over.
-        """
+        """Return an error text if weights differ from the samples of them in `entry`, or None."""
         saved = _last(entry)["attributes"].get("weights", {}) if entry else {}
-        wrong = []
+        changed = []
         for name, values in self._samples().items():
-            then = torch.tensor(saved.get(name, values.tolist()), dtype=torch.float64)
-            if not torch.equal(then.to(values.dtype).nan_to_num(), values.nan_to_num()):
-                wrong.append(name)
-        if not wrong:
+            sample = torch.tensor(saved.get(name, values.tolist()), dtype=torch.float64)
+            if not torch.equal(sample.to(values.dtype).nan_to_num(), values.nan_to_num()):
+                changed.append(name)
+        if not changed:
             return None
         why = "the Trainer loads none that have another name there, such as those of experts"
-        return f"{len(wrong)} weights are not those of the checkpoint, as {wrong[0]!r}: {why}"
+        return f"{len(changed)} weights are not those of the checkpoint, as {changed[0]!r}: {why}"
 
     def _samples(self) -> dict[str, Tensor]:
-        """Return a few values of each plain Parameter, by its name and shape."""
+        """Return a few values of each plain Parameter, by name and shape."""
         model = None if self._model is None else self._model()
         return {
             f"{plain_name(name)} {[*x.shape]}": x.detach().flatten()[:: x.numel() // 4 or 1].cpu()
@@ -127,7 +125,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         }
 
     def _delayed(self) -> dict[str, Float8Linear]:
-        """Return the layers with delayed scaling, by all of their names."""
+        """Return the layers with delayed scaling, by name; a shared layer has several."""
         model = None if self._model is None else self._model()
         modules = () if model is None else model.named_modules(remove_duplicate=False)
         delayed = {name: x for name, x in modules if isinstance(x, Float8Linear)}
@@ -135,5 +133,5 @@ class Float8Callback(TrainerCallback, ExportableState):
 
 
 def _last(entry: Any) -> Any:
-    """Return what was written last: given twice, a callback has a list."""
+    """Return the last entry: a callback that was added twice has a list of them."""
     return entry[-1] if isinstance(entry, list) else entry

@@ -1,4 +1,4 @@
-"""The tensor and expert parallel of Hugging Face's transformers 5.23: `DistributedConfig`."""
+"""Convert models under tensor and expert parallel of transformers 5.23 (`DistributedConfig`)."""
 
 import functools
 from collections.abc import Iterator
@@ -16,24 +16,24 @@ from float8.tensor import is_dtensor
 
 @contextmanager
 def forwards_taken_off(model: Any) -> Iterator[None]:
-    """Take off the forwards that layers got from transformers, and give them anew at the end.
+    """Context manager: remove the parallel forwards of transformers, and install them again.
 
-    transformers shares a model among ranks while it loads it, and gives linear layers and experts a
-    `forward` as attribute, which talks to other ranks and calls that of the class. Nothing can be
-    converted below it, nor turned back. So, on each rank:
+    transformers shards a model while it loads it, and sets a `forward` attribute on linear layers
+    and experts, which communicates and calls the forward of the class. With that attribute a layer
+    can be neither converted nor converted back. So, on each rank:
 
         config = DistributedConfig(tp_size=2)
         model = AutoModelForCausalLM.from_pretrained(path, distributed_config=config)
         with forwards_taken_off(model):
             convert_to_float8_training(model)
 
-    Weights stay the DTensors that they are. While gradients are taken, tensors of linear layers are
-    cast under the scale of all ranks; else each rank casts its part by itself, as always of the
-    experts. Nothing happens to a model that is not shared. Do not call one before the end.
+    Weights stay DTensors. With gradients enabled, scales of linear layers are those of the whole
+    tensor, across ranks; else, and for experts always, each rank scales its shard. A model that is
+    not sharded is left alone. Do not call the model within the context.
     """
-    taken = []
+    removed = []
     for fqn, mod in model.named_modules():
-        # That of somebody else around theirs, as accelerate's, stays.
+        # Wrappers of other libraries around that forward, such as accelerate's, stay.
         origin = getattr(vars(mod).get("forward"), "__module__", None)
         if not isinstance(mod, nn.Linear) and kind_of(mod) is None:
             continue
@@ -45,15 +45,15 @@ def forwards_taken_off(model: Any) -> Iterator[None]:
                 tp_mesh=model._mesh_manager.get_mesh("tp"),
                 ep_implementation=model.config.distributed_config.ep_implementation,
             )
-            taken.append((mod, install))
+            removed.append((mod, install))
         elif origin == TensorParallelLayer.__module__ and meshes:
             style = ALL_PARALLEL_STYLES[model.tp_plan[replace_layer_number_by_wildcard(fqn)]]
             mesh = meshes[0] if meshes[0].ndim == 1 else meshes[0]["tp"]
-            taken.append((mod, functools.partial(style.install_forward, mesh=mesh)))
-    for mod, _ in taken:
+            removed.append((mod, functools.partial(style.install_forward, mesh=mesh)))
+    for mod, _ in removed:
         del mod.forward
     try:
         yield
     finally:
-        for mod, install in taken:
+        for mod, install in removed:
             install(mod)
