@@ -19,7 +19,7 @@ from float8.config import CastConfig
 from float8.formats import E4M3, GROUP_ALIGNMENT, HIGH_PRECISION_DTYPES
 from float8.kernels import numeric, tiles
 from float8.kernels.cast import cast, cast_reference, refusal, to_float8
-from float8.kernels.cast_kernels import store_runs
+from float8.kernels.cast_kernels import store_run_scales
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import has_float8_conversion, jit, tl
 from float8.kernels.tiles import load
@@ -270,16 +270,16 @@ def _measure_groups_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _scale_of(bits, GIVEN: tl.constexpr, HOW: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scale_of(bits, GIVEN: tl.constexpr, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
     if GIVEN:
         scale = bits.to(tl.float32, bitcast=True)
     else:
-        scale = numeric.scale_of_amax(bits, HOW)
+        scale = numeric.scale_of_amax(bits, ARITHMETIC)
     return scale
 
 
 @jit
-def bytes_of(r, size):  # type: ignore[no-untyped-def]
+def group_byte_mask(r, size):  # type: ignore[no-untyped-def]
     """Return masks of words whose bytes are these four rows: those behind the group are zero."""
     low = tl.where(r[0] < size, 0xFF, 0) | tl.where(r[1] < size, 0xFF00, 0)
     high = tl.where(r[2] < size, 0xFF0000, 0) | tl.where(r[3] < size, -0x1000000, 0)
@@ -303,12 +303,12 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,  # tiles fill the columns exactly
     GROUPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    HOW: tl.constexpr = (MANTISSA, POWER_OF_2, HARDWARE)
+    ARITHMETIC: tl.constexpr = (MANTISSA, POWER_OF_2, HARDWARE)
     Cp, across = tl.cdiv(C, 16) * 16, tl.cdiv(C, BLOCK_C)
     tile, tile_c = tl.program_id(0) // across, tl.program_id(0) % across
     group, begin, size, first, at = _place(tile, offs_ptr, R, E, BLOCK_R, GROUPS)
-    quad, c = tiles.quads_of(first // BLOCK_R, tile_c, BLOCK_R, BLOCK_C)
-    r = tiles.rows_of(quad)
+    quad, c = tiles.tile_quads(first // BLOCK_R, tile_c, BLOCK_R, BLOCK_C)
+    r = tiles.quad_rows(quad)
     x_ptr += begin.to(tl.int64) * C + c
     row_ptr += begin.to(tl.int64) * Cp
     if group < E:
@@ -325,7 +325,7 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
                 bits = tl.where((c < C) | GIVEN, bits, 0)
             else:
                 bits = load(amax_ptr + R + group.to(tl.int64) * C + c, in_c, EVEN)
-            scale = _scale_of(bits, GIVEN, HOW)
+            scale = _scale_of(bits, GIVEN, ARITHMETIC)
             padded = tl.cdiv(size, 128) * 128
             if first == 0:
                 tl.store(col_scale_ptr + group * Cp + c, scale, mask=c < Cp)
@@ -334,7 +334,7 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
             inverse = numeric.reciprocal(scale, HARDWARE)
             # Names of their own: none may change its type in a branch that a value decides.
             q = tiles.times(v, [inverse for _ in v], inside, EVEN)
-            words = numeric.to_float8_words(q, HOW) & bytes_of(r, size)
+            words = numeric.to_float8_words(q, ARITHMETIC) & group_byte_mask(r, size)
             c_t, quad_t = tl.trans(c), tl.trans(quad)
             to = col_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + (at // 4 + quad_t)
             inside_t = quad_t < padded // 4
@@ -347,19 +347,19 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
                 of_rows = [m for _ in read]
             else:
                 of_rows = [tl.load(amax_ptr + begin + each) for each in read]
-            scales = [_scale_of(each, GIVEN, HOW) for each in of_rows]
+            scales = [_scale_of(each, GIVEN, ARITHMETIC) for each in of_rows]
             if tile_c == 0:
-                tiles.store_scales(row_scale_ptr + begin, quad, scales, size)
+                tiles.store_row_scales(row_scale_ptr + begin, quad, scales, size)
             p = tiles.times(v, [numeric.reciprocal(s, HARDWARE) for s in scales], inside, EVEN)
-            tiles.store_along(row_ptr, p, quad, c, size, Cp, HOW, False, EVEN)
+            tiles.store_row_data(row_ptr, p, quad, c, size, Cp, ARITHMETIC, False, EVEN)
     elif ROW:  # rows in no group are zero
         zero, none = tl.zeros((BLOCK_R // 4, BLOCK_C), tl.float32), tl.zeros(quad.shape, tl.int32)
         zeros = zero, zero, zero, zero
-        tiles.store_along(row_ptr, zeros, quad, c, size, Cp, HOW, False, EVEN)
+        tiles.store_row_data(row_ptr, zeros, quad, c, size, Cp, ARITHMETIC, False, EVEN)
         if tile_c == 0:
-            of_zero = numeric.scale_of_amax(none, HOW)
+            of_zero = numeric.scale_of_amax(none, ARITHMETIC)
             of_zeros = of_zero, of_zero, of_zero, of_zero
-            tiles.store_scales(row_scale_ptr + begin, quad, of_zeros, size)
+            tiles.store_row_scales(row_scale_ptr + begin, quad, of_zeros, size)
 
 
 @jit
@@ -378,13 +378,13 @@ def _cast_groups_by_runs_kernel(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile of 128 x 128, which lies within one group."""
-    HOW: tl.constexpr = (MANTISSA, POWER_OF_2, HARDWARE)
+    ARITHMETIC: tl.constexpr = (MANTISSA, POWER_OF_2, HARDWARE)
     across = tl.cdiv(C, 128)
     Cp, Ck = tl.cdiv(C, 16) * 16, tl.cdiv(C, RUN) * RUN
     tile, tile_c = tl.program_id(0) // across, tl.program_id(0) % across
     group, begin, size, first, at = _place(tile, offs_ptr, R, E, 128, GROUPS)
-    quad, c = tiles.quads_of(first // 128, tile_c, 128, 128)
-    r = tiles.rows_of(quad)
+    quad, c = tiles.tile_quads(first // 128, tile_c, 128, 128)
+    r = tiles.quad_rows(quad)
     # Rows behind the group are read, which takes no masks, but neither measured nor stored.
     in_c = c < C
     inside = in_c, in_c, in_c, in_c
@@ -397,22 +397,22 @@ def _cast_groups_by_runs_kernel(  # type: ignore[no-untyped-def]
         ptr = row_scale_ptr + tile_c.to(tl.int64) * (128 // RUN) * R + begin
         runs = (Ck - tile_c * 128) // RUN
         inverse = [
-            store_runs(ptr, m[i], r[i], 0, size, R, runs, 1, RUN, element, HOW)
+            store_run_scales(ptr, m[i], r[i], 0, size, R, runs, 1, RUN, element, ARITHMETIC)
             for i in (0, 1, 2, 3)
         ]
         p = tiles.times(v, inverse, inside, EVEN)
         row_ptr += begin.to(tl.int64) * Ck
-        tiles.store_along(row_ptr, p, quad, c, size, Ck, HOW, False, EVEN)
+        tiles.store_row_data(row_ptr, p, quad, c, size, Ck, ARITHMETIC, False, EVEN)
     padded = tl.where(group < E, tl.cdiv(size, 128) * 128, 0)
     if first < padded:
         largest = tl.maximum(tl.maximum(m[0], m[1]), tl.maximum(m[2], m[3]))
-        of_columns = store_runs(
+        of_columns = store_run_scales(
             col_scale_ptr, largest, c, (at + first) // RUN, Cp, Cp, (at + padded) // RUN, RUN // 4,
-            1, element, HOW,
+            1, element, ARITHMETIC,
         )  # fmt: skip
         q = tiles.times(v, [of_columns for _ in v], inside, EVEN)
-        words = numeric.to_float8_words(q, HOW) & bytes_of(r, size)
-        tiles.store_words(col_ptr + at, words, quad, c, Cp, width // 4, EVEN)
+        words = numeric.to_float8_words(q, ARITHMETIC) & group_byte_mask(r, size)
+        tiles.store_col_data(col_ptr + at, words, quad, c, Cp, width // 4, EVEN)
     if group < E:
         if first + tile_c == 0:
             tl.store(ends_ptr + group, at + padded)

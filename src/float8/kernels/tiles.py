@@ -24,10 +24,10 @@ from float8.kernels.runtime.triton import jit, sm_count, tl
 Tile = tuple[int, int, int]
 """Its rows and columns, powers of two from 16 on, and the warps of the program that takes it."""
 
-ALONG_ALONE: tuple[Tile, ...] = ((16, 256, 4), (16, 128, 2))
+ROW_TILES: tuple[Tile, ...] = ((16, 256, 4), (16, 128, 2))
 """For kernels that write no transposed copy."""
 
-ALONG_AND_ACROSS: tuple[Tile, ...] = ((128, 128, 8), (64, 64, 4), (32, 64, 4))
+COL_TILES: tuple[Tile, ...] = ((128, 128, 8), (64, 64, 4), (32, 64, 4))
 """For kernels that write one: 128 x 128 writes whole 128-byte lines in both."""
 
 GROUP = 8
@@ -58,7 +58,7 @@ def tiled(
 
 
 @jit
-def tile_of_program():  # type: ignore[no-untyped-def]
+def reversed_tile():  # type: ignore[no-untyped-def]
     """Number the tile of this program: backwards, since the end of x is still in the L2 cache."""
     return tl.num_programs(0) - 1 - tl.program_id(0)
 
@@ -107,7 +107,7 @@ def store(ptrs, values, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-
 
 
 @jit
-def quads_of(tile_r, tile_c, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
+def tile_quads(tile_r, tile_c, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return ``quad`` and ``c`` of the tile of this row and column, counted in tiles."""
     quad = (tile_r * (BLOCK_R // 4) + tl.arange(0, BLOCK_R // 4)).to(tl.int64)[:, None]
     c = (tile_c * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
@@ -115,7 +115,7 @@ def quads_of(tile_r, tile_c, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # t
 
 
 @jit
-def rows_of(quad):  # type: ignore[no-untyped-def]
+def quad_rows(quad):  # type: ignore[no-untyped-def]
     """Number the rows, four [BLOCK_R / 4, 1]."""
     return quad * 4, quad * 4 + 1, quad * 4 + 2, quad * 4 + 3
 
@@ -127,14 +127,14 @@ def load_rows(ptr, rows, stride, inside, EVEN: tl.constexpr):  # type: ignore[no
 
 
 @jit
-def largest_of(x):  # type: ignore[no-untyped-def]
+def largest_magnitudes(x):  # type: ignore[no-untyped-def]
     """Return the bits of the largest magnitude in each place of four."""
     m = [magnitude_bits(each) for each in x]
     return tl.maximum(tl.maximum(m[0], m[1]), tl.maximum(m[2], m[3]))
 
 
 @jit
-def over_blocks(m, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def block_max(m, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the largest of each block of so many rows and columns of a matrix."""
     if m.shape[1] == WIDTH:
         m = tl.max(m, axis=1, keep_dims=True)
@@ -150,7 +150,7 @@ def over_blocks(m, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[n
 
 
 @jit
-def spread(s, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def repeat_blocks(s, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     """Repeat each element of a matrix over such a block; where all are one, it broadcasts."""
     if HEIGHT != 1 and s.shape[0] != 1:
         s = tl.broadcast_to(s[:, None, :], (s.shape[0], HEIGHT, s.shape[1]))
@@ -171,29 +171,37 @@ def times(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @jit
-def store_scales(ptr, quad, scales, rows):  # type: ignore[no-untyped-def]
+def store_row_scales(ptr, quad, scales, rows):  # type: ignore[no-untyped-def]
     """Store the scales [BLOCK_R / 4, 1] of four rows each, to a vector of so many ``rows``."""
-    r = rows_of(quad)
+    r = quad_rows(quad)
     for i in tl.static_range(4):
         tl.store(ptr + r[i], scales[i], mask=r[i] < rows)
 
 
 @jit
-def store_along(  # type: ignore[no-untyped-def]
-    ptr, v, quad, c, rows, Cp, HOW: tl.constexpr, EVEN: tl.constexpr, EVEN_C: tl.constexpr = False
+def store_row_data(  # type: ignore[no-untyped-def]
+    ptr,
+    v,
+    quad,
+    c,
+    rows,
+    Cp,
+    ARITHMETIC: tl.constexpr,
+    EVEN: tl.constexpr,
+    EVEN_C: tl.constexpr = False,
 ):
     """Store four float32 as float8 [rows, Cp]; ``EVEN_C``: tiles fill the columns, not the rows."""
     ptr = ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + c
-    r = rows_of(quad)
+    r = quad_rows(quad)
     for i in tl.static_range(4):
         inside = r[i] < rows
         if not EVEN_C:
             inside = inside & (c < Cp)
-        store(ptr + r[i] * Cp, to_float8_bits(v[i], HOW), inside, EVEN)
+        store(ptr + r[i] * Cp, to_float8_bits(v[i], ARITHMETIC), inside, EVEN)
 
 
 @jit
-def store_words(ptr, words, quad, c, rows, pitch, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+def store_col_data(ptr, words, quad, c, rows, pitch, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
     """Store words [BLOCK_R / 4, BLOCK_C] transposed, as uint32 [rows, pitch]."""
     c, quad = tl.trans(c), tl.trans(quad)
     ptr = ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + c * pitch + quad

@@ -55,7 +55,7 @@ def _transpose_triton(data: Tensor, after: Tensor | None = None) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _launch(dtype: torch.dtype, device: torch.device, *integers: int) -> Launch:
-    return tiles.tiled(_transpose_kernel, tiles.ALONG_AND_ACROSS, device, integers)
+    return tiles.tiled(_transpose_kernel, tiles.COL_TILES, device, integers)
 
 
 @jit
@@ -65,14 +65,14 @@ def _transpose_kernel(  # type: ignore[no-untyped-def]
     R, C, stride_r, stride_c,
     EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    tile_r, tile_c = tiles.tile_at(tiles.tile_of_program(), R, C, BLOCK_R, BLOCK_C, GROUP)
-    quad, c = tiles.quads_of(tile_r, tile_c, BLOCK_R, BLOCK_C)
+    tile_r, tile_c = tiles.tile_at(tiles.reversed_tile(), R, C, BLOCK_R, BLOCK_C, GROUP)
+    quad, c = tiles.tile_quads(tile_r, tile_c, BLOCK_R, BLOCK_C)
     in_ptr = in_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + c * stride_c
-    r = tiles.rows_of(quad)
+    r = tiles.quad_rows(quad)
     inside = [(each < R) & (c < C) for each in r]
     b = tiles.load_rows(in_ptr, r, stride_r, inside, EVEN)
     words, columns = pack_words(b[0], b[1], b[2], b[3]), tl.cdiv(C, 16) * 16
-    tiles.store_words(out_ptr, words, quad, c, columns, tl.cdiv(R, 16) * 4, EVEN)
+    tiles.store_col_data(out_ptr, words, quad, c, columns, tl.cdiv(R, 16) * 4, EVEN)
 
 
 register(

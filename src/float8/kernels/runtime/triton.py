@@ -22,7 +22,7 @@ try:
     jit = triton.jit
 except ImportError:
     # All that signatures need of kernels that are never launched.
-    HAS_TRITON, tl, TensorDescriptor = False, types.SimpleNamespace(constexpr=object), None
+    HAS_TRITON, tl, TensorDescriptor = False, types.SimpleNamespace(constexpr=int), None
 
     def jit(fn: Callable[..., Any] | None = None, **_: Any) -> Any:
         """Leave the kernel as it is."""
