@@ -1,4 +1,4 @@
-"""Kernels with their plain-torch twins, registered as ``torch.ops.float8.*``: one file, one op."""
+"""Kernels and their plain-torch twins, registered as ``torch.ops.float8.*``, one op per file."""
 
 from float8.kernels.amax import amax
 from float8.kernels.cast import cast, to_float8

@@ -133,8 +133,8 @@ def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype, exponents: bool = Fa
     data = v.clamp(-limit, limit).to(dtype).view(torch.uint8)
     if v.is_cpu and not torch.compiler.is_compiling() and v.sum().isfinite():
         return data.view(dtype)
-    # One byte for all NaNs, whose sign bits differ between CPUs and GPUs. Replaced as bytes, since a
-    # compiler does not recognize that two float8 expressions with a NaN in them are equal.
+    # One byte for all NaNs, whose sign bits differ between CPUs and GPUs. Bytes are compared, since
+    # a compiler does not recognize that two float8 expressions with a NaN in them are equal.
     is_number = ~v.isnan() if exponents else x.isfinite() & ~v.isnan()
     return torch.where(is_number, data, 0x7F).view(dtype)
 
@@ -169,8 +169,8 @@ def cast_reference(
         if col:
             out.append(F.pad(codes.t().contiguous(), (0, below, 0, right)).view(dtype))
         return out
-    # Column data are the row data of x.t(), quantized in the memory order of x. Squares are the same
-    # in both layouts, so they are quantized once.
+    # Column data are the row data of x.t(), quantized in the memory order of x. Squares are equal in
+    # both layouts, so they are quantized once.
     square, exponents, quantized, out = height == width, width == 32, [], []
     for wanted, transposed in ((row or square, False), (col and not square, True)):
         if not wanted:
@@ -210,7 +210,9 @@ def cast_reference(
         if square:
             s = s.t() if transposed else s
             s = F.pad(s, (0, -s.shape[1] % 4)).clone(memory_format=torch.contiguous_format)
-        elif width is not None:
+        elif width is None:
+            s = s.flatten().unsqueeze(1)
+        else:
             s = s.t().clone(memory_format=torch.contiguous_format).t()
         out += [data, s]
     return out
