@@ -169,8 +169,8 @@ def cast_reference(
         if col:
             out.append(F.pad(codes.t().contiguous(), (0, below, 0, right)).view(dtype))
         return out
-    # Column data are the row data of x.t(), quantized in the memory order of x. Squares are equal in
-    # both layouts, so they are quantized once.
+    # Column data are the row data of x.t(), quantized in the memory order of x. Squares are equal
+    # in both layouts and quantized once.
     square, exponents, quantized, out = height == width, width == 32, [], []
     for wanted, transposed in ((row or square, False), (col and not square, True)):
         if not wanted:
@@ -342,12 +342,8 @@ class _Matrix(NamedTuple):
     """See `numeric`."""
 
 
-class _Kernels(NamedTuple):
-    """The launches of one cast: `measure` runs first, if there is one, and writes `amaxes`."""
-
-    cast: Launch
-    measure: Launch | None = None
-    amaxes: Spec | None = None
+_Kernels = tuple[Launch, Launch | None, Spec | None]
+"""The launches of a cast: the cast; if amaxes are measured first, the measurement and their spec."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -412,11 +408,11 @@ def _tensor_kernels(matrix: _Matrix, source: str, rounded: bool, record: bool) -
     """Cast under one scale; measure the tensor first, unless the scale is given."""
     tile_shapes = tiles.COL_TILES if matrix.col else tiles.ROW_TILES
     if source == "given":
-        return _Kernels(_tiled(matrix, tile_shapes, "tensor", rounded=rounded))
+        return _tiled(matrix, tile_shapes, "tensor", rounded=rounded), None, None
     (R, C, *_), history = matrix.sizes, source == "history"
     measure = measuring(R * C, matrix.dtype, matrix.device, history)
     cast = _tiled(matrix, tile_shapes, "tensor", 1, source, measure.programs, record, rounded)
-    return _Kernels(cast, measure, ((measure.programs,), (1,), torch.float32))
+    return cast, measure, ((measure.programs,), (1,), torch.float32)
 
 
 def _whole_row_kernels(matrix: _Matrix) -> _Kernels:
@@ -428,7 +424,7 @@ def _whole_row_kernels(matrix: _Matrix) -> _Kernels:
     num_warps = min(max(rows * block_c // 1024, 1), 16)  # 32 elements a thread
     kernel, programs = cast_kernels.cast_rows_kernel, -(-ceil16(R) // rows)
     constants = (matrix.pad_rows, *matrix.arithmetic, even, rows, block_c)
-    return _Kernels(Launch(kernel, matrix.device, programs, matrix.sizes, constants, num_warps))
+    return Launch(kernel, matrix.device, programs, matrix.sizes, constants, num_warps), None, None
 
 
 def _row_kernels(matrix: _Matrix) -> _Kernels:
@@ -443,18 +439,19 @@ def _row_kernels(matrix: _Matrix) -> _Kernels:
     if matrix.col:  # two scales for each element take more registers
         tile_shapes = ((64, 128, 8), *tiles.COL_TILES[1:])
     cast = _tiled(matrix, tile_shapes, "row")
-    return _Kernels(cast, measure, ((R + C,), (1,), torch.int32))
+    return cast, measure, ((R + C,), (1,), torch.int32)
 
 
 def _block_kernels(matrix: _Matrix, height: int, width: int, col: bool) -> _Kernels:
     """Cast under scales of blocks, each of which lies within a tile; ``col``: of ``x`` itself."""
     R, C, *_ = matrix.sizes
     if height == width:
-        return _Kernels(_tiled(matrix, ((128, 128, 8),), "square", width))
+        return _tiled(matrix, ((128, 128, 8),), "square", width), None, None
     # Under (1, 128) scales of columns take fewer threads with more registers each; with masks they
     # would spill. Under (1, 32) each thread has many scales.
     tile_shape = 128, 128, 4 if col and R % 128 == C % 128 == 0 else 8
-    return _Kernels(_tiled(matrix, (tile_shape if width != 32 else (64, 64, 2),), "run", width))
+    tile_shape = (64, 64, 2) if width == 32 else tile_shape
+    return _tiled(matrix, (tile_shape,), "run", width), None, None
 
 
 def _tiled(

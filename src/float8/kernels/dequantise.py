@@ -13,7 +13,7 @@ _BLOCK_R, _BLOCK_C = 16, 256
 
 
 def dequantised_by_kernel(operand: Operand, granularity: Granularity, dtype: torch.dtype) -> Tensor:
-    """Dequantize as `dequantised`: by the kernel in eager mode, by fusible torch code if compiled."""
+    """Dequantize like `dequantised`, by the kernel in eager mode and by torch code if compiled."""
     data = operand.data
     if data.is_cuda and takes_triton_directly(*operand) and is_taken(operand, granularity):
         return dequantised_triton(operand, granularity, dtype)

@@ -132,7 +132,7 @@ def scale_and_inverse(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untype
 
 @jit
 def to_float8_bits(v, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Round float32 to float8 bits, uint8, to nearest even; Inf and overflow saturate; NaN is 0x7f."""
+    """Round float32 to float8 bits, uint8, to nearest even; saturate, also Inf; NaN is 0x7f."""
     if ARITHMETIC[HARDWARE_CAST]:
         FORMAT: tl.constexpr = tl.float8e4nv if ARITHMETIC[MANTISSA_BITS] == 3 else tl.float8e5
         codes = v.to(FORMAT).to(tl.uint8, bitcast=True)

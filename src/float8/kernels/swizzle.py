@@ -17,7 +17,7 @@ RECIPE, SWIZZLE = [F.ScalingType.BlockWise1x32.value], [F.SwizzleType.SWIZZLE_32
 
 
 def scales_of_rows(operand: Operand, granularity: Granularity) -> Tensor:
-    """Return scales [..., R, C / 32] of data [..., R, C]; scales of squares are repeated per row."""
+    """Return scales [..., R, C / 32] of data [..., R, C], repeating scales of squares per row."""
     R, C = operand.data.shape[-2:]
     if not granularity.square:
         return operand.scale

@@ -2,8 +2,8 @@
 
 Row and column data are those of the matrix that a kernel reads, which may be ``x.t()``.
 
-Kernels that write a transposed 1-byte copy hold a tile as four tensors [BLOCK_R / 4, BLOCK_C]; tensor
-i has the rows i, i + 4, i + 8 and so on. Four bytes that are neighbors in the copy are then at one
+Kernels that write a transposed 1-byte copy hold a tile as four tensors [BLOCK_R / 4, BLOCK_C];
+tensor i has the rows i, i + 4, i + 8 and so on. Four neighboring bytes of the copy are then at one
 position of the four tensors. They are packed into a 32-bit word, so that four times fewer items go
 through shared memory. ``quad`` [BLOCK_R / 4, 1] numbers groups of four rows, ``c`` [1, BLOCK_C]
 columns; both are 64-bit, since offsets may exceed 32 bits.
@@ -65,7 +65,7 @@ def reversed_tile():  # type: ignore[no-untyped-def]
 def tile_at(  # type: ignore[no-untyped-def]
     tile, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr
 ):
-    """Return row and column of a tile, so that concurrent programs write long runs of both layouts."""
+    """Return row and column of a tile; concurrent programs write long runs of both layouts."""
     tiles_r = tl.cdiv(R, BLOCK_R)
     tiles_c = tl.cdiv(C, BLOCK_C)
     group = tile // (GROUP * tiles_c)
