@@ -343,7 +343,7 @@ class _Matrix(NamedTuple):
 
 
 _Kernels = tuple[Launch, Launch | None, Spec | None]
-"""The launches of a cast: the cast; if amaxes are measured first, the measurement and their spec."""
+"""The launches of a cast: the cast, and what measures amaxes first, if needed, with their spec."""
 
 
 @functools.lru_cache(maxsize=4096)
