@@ -1,4 +1,4 @@
-"""The largest magnitude of a tensor: what a per-tensor scale is computed from."""
+"""The amax of a tensor, max(abs(x)), from which its scale is computed."""
 
 import functools
 
@@ -14,19 +14,19 @@ from float8.kernels.runtime.triton import jit, sm_count, tl
 
 
 def amax(x: Tensor) -> Tensor:
-    """Return max(abs(x)), 0-dim float32 without a gradient; 0 of an empty tensor.
+    """Return max(abs(x)), 0-dim float32 without a gradient; 0 for an empty tensor.
 
-    NaN if any element is NaN, else Inf if any is infinite. ``x`` may have any shape and strides.
-    Under ``torch.compile`` this is plain torch code, which Inductor fuses into whatever produces
-    ``x``; it may then see the producer's value before it is rounded to ``x.dtype``. In eager mode,
-    and where ``x`` may turn out to be empty, it is one kernel, ``torch.ops.float8.amax``.
+    NaN if any element is NaN, else Inf if any is infinite. ``x`` is float32, bfloat16 or float16 of
+    any shape and strides; other dtypes raise `TypeError`. Under ``torch.compile`` plain torch code
+    runs, which Inductor fuses into the producer of ``x`` and which may read values before they are
+    rounded to ``x.dtype``. In eager mode, and where ``x`` may be empty, one kernel runs.
     """
     if x.dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"amax: x is {describe(x)}; expected a {HIGH_PRECISION}")
     if torch.compiler.is_compiling() and surely(x.numel() != 0):
         x = x.detach()
         if x.dim() > 1:
-            x = x.abs().amax(dim=-1)  # of rows first: that fuses into producers of any shape
+            x = x.abs().amax(dim=-1)  # rows first, which fuses into producers of any shape
         return x.abs().amax().to(torch.float32)
     if x.is_cuda and takes_triton_directly(x):
         return amax_triton(x)
@@ -34,12 +34,12 @@ def amax(x: Tensor) -> Tensor:
 
 
 def describe(x: Tensor) -> str:
-    """Describe a tensor in an error message: dtype, shape and device."""
+    """Return dtype, shape and device of a tensor as text for an error message."""
     return f"a {x.dtype} tensor of shape {tuple(x.shape)} on {x.device}"
 
 
 HIGH_PRECISION = "float32, bfloat16 or float16 tensor. Convert it first, e.g. x.to(torch.bfloat16)."
-"""The end of an error about a tensor that kernels cannot read."""
+"""The end of the error about a tensor of another dtype."""
 
 
 def amax_reference(x: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def amax_reference(x: Tensor) -> Tensor:
 
 
 def amax_triton(x: Tensor) -> Tensor:
-    """Triton kernel; see :func:`amax`."""
+    """Return the amax by the Triton kernel; see :func:`amax`."""
     if x.numel() == 0:
         return amax_reference(x)
     if not is_dense(x.shape, x.stride()):
@@ -61,20 +61,20 @@ def amax_triton(x: Tensor) -> Tensor:
     measure = measuring(x.numel(), x.dtype, x.device)
     amaxes = allocator(x.device)((measure.programs,), (1,), torch.float32)
     measure(x, amaxes, None)
-    # As integers: magnitudes compare alike, and NaN lies above Inf.
+    # Compared as integers, magnitudes keep their order, and NaN lies above Inf.
     return amaxes.view(torch.int32).amax().view(torch.float32) if len(amaxes) > 1 else amaxes[0]
 
 
 @functools.lru_cache(maxsize=4096)
 def measuring(n: int, dtype: torch.dtype, device: torch.device, history: bool = False) -> Launch:
-    """Return the launch that measures ``n`` elements, dense in any order of their dims.
+    """Return the launch that measures the amax of ``n`` elements, dense in any order of their dims.
 
-    Arguments of a launch: x; amaxes [programs] float32, one of each program; with ``history`` a
-    scale: if that is not 0, the kernel returns at once. The kernel that follows joins the amaxes,
-    since here that would take another launch. Each of its programs reads all of them: so there are
-    few, at most a small multiple of the programs that run at once.
+    A launch takes x and amaxes [programs] float32, and writes one amax per program. With
+    ``history`` it also takes a scale, and returns at once if that is not 0. The next kernel takes
+    the maximum of the amaxes, which here would need another launch. Since each of its programs
+    reads all of them, there are at most a small multiple of the programs that run at once.
     """
-    # 16 KiB at a time, by 16 warps: two loads of 16 bytes per thread and step.
+    # 16 KiB per step and 16 warps: two loads of 16 bytes per thread and step.
     block, at_once = 16384 // dtype.itemsize, 8 * sm_count(device)
     blocks = -(-n // block)
     steps = 1 if blocks < at_once else 2
@@ -86,10 +86,10 @@ def measuring(n: int, dtype: torch.dtype, device: torch.device, history: bool = 
 
 @functools.lru_cache(maxsize=4096)
 def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether the elements are one run of memory, in whatever order of their dims."""
+    """Return whether elements fill memory without gaps or overlaps, in any order of the dims."""
     expected = 1
-    moving = [(stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1]
-    for stride, size in sorted(moving):
+    strided = [(stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1]
+    for stride, size in sorted(strided):
         if stride != expected:
             return False
         expected *= size
@@ -99,9 +99,9 @@ def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 @jit(do_not_specialize_on_alignment=["scale_ptr"])  # type: ignore[untyped-decorator]
 def _amax_kernel(  # type: ignore[no-untyped-def]
     x_ptr, amaxes_ptr, scale_ptr, n, rounds,
-    BLOCK: tl.constexpr, STEPS: tl.constexpr, ONLY_IF_UNKNOWN: tl.constexpr,
+    BLOCK: tl.constexpr, STEPS: tl.constexpr, HISTORY: tl.constexpr,
 ):  # fmt: skip
-    if ONLY_IF_UNKNOWN:
+    if HISTORY:
         if tl.load(scale_ptr) != 0.0:
             return
     element: tl.constexpr = x_ptr.dtype.element_ty

@@ -1,13 +1,13 @@
-"""High precision -> float8 of a tensor whose rows lie in groups, as the tokens of experts do.
+"""Casts to float8 of a tensor whose rows lie in groups, like tokens sorted by expert.
 
-One kernel measures all amaxes in one read, a second one casts. Each group begins at a multiple of
-128 in column data: grouped GEMMs contract over the rows of a group. Where groups end is read on the
-device: nothing waits for it, and nothing is compiled anew. Under scales of runs one kernel measures
-and casts: a tile, of 128 rows of one group, has all of its runs.
+One kernel measures all amaxes in one read, a second one casts. Under (1, k) scales one kernel does
+both, since all runs of its tiles of 128 rows lie within a tile and a group. In column data each
+group begins at a multiple of 128, since grouped GEMMs contract over the rows of a group. Kernels
+read the sizes of groups on the device, so nothing syncs with the host or is compiled again.
 
-Group e is rows ``ends[e - 1]:ends[e]``. ``ends`` are ``offs`` [E] int32, clamped to the number of
-rows and raised to the largest before: so each row is in one group at most, and no kernel leaves its
-tensors. Of column data ``ends`` are where groups end there.
+Group e has the rows ``ends[e - 1]:ends[e]``. ``ends`` are ``offs`` [E] int32, clamped to the number
+of rows and to their running maximum, so that each row is in one group at most and no kernel leaves
+its tensors. The ``ends`` of column data are those of the padded groups.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from float8.config import CastConfig
 from float8.formats import E4M3, GROUP_ALIGNMENT, HIGH_PRECISION_DTYPES
 from float8.kernels import numeric, tiles
 from float8.kernels.cast import cast, cast_reference, refusal, to_float8
-from float8.kernels.cast_kernels import store_runs
+from float8.kernels.cast_kernels import store_run_scales
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import has_float8_conversion, jit, tl
 from float8.kernels.tiles import load
@@ -38,7 +38,7 @@ class QuantizedGroups(NamedTuple):
 def cast_groups(
     x: Tensor,
     offs: Tensor,
-    how: CastConfig,
+    cast_config: CastConfig,
     *,
     row: bool,
     col: bool,
@@ -46,59 +46,62 @@ def cast_groups(
     scale: Tensor | None = None,
     after: Tensor | None = None,
 ) -> QuantizedGroups:
-    """Cast ``x`` [R, C], contiguous, whose rows lie in E groups, under scales of each group.
+    """Cast ``x`` [R, C], contiguous, whose rows lie in E groups, under separate scales per group.
 
-    The arithmetic is that of :func:`float8.kernels.cast`. What is not finite spoils its own group
-    only. Row data are [R, ceil16(C)] with scales [R]; those of rows in no group mean nothing.
-    Column data are [ceil16(C), width] with scales [E, ceil16(C)]; what lies behind a group up to
-    the next one is zero, and ``ends`` says where each group ends there. Under runs of k elements
-    row data are [R, ceil_k(C)], of rows in no group, too, with scales [R, ceil_k(C) / k], and the
-    scales of column data are [ceil16(C), width / k].
+    The arithmetic is that of :func:`float8.kernels.cast`; a non-finite element affects its group
+    only. Row data are [R, C to 16] with scales [R], undefined for rows outside all groups. Column
+    data are [C to 16, width] with scales [E, C to 16], zero between groups; ``ends`` of the result
+    are the ends of groups in them. Under (1, k) scales row data are [R, C to k], also of rows
+    outside all groups, with scales [R, C to k / k]; those of column data are [C to 16, width / k].
 
-    ``offs`` [E] int32: the row behind the last one of each group, on the device of ``x``. Groups
-    may be empty; rows behind the last group are in none. ``width`` is at least the sum of the sizes
-    of groups, each rounded up to 128; None: as much as groups of any sizes need.
-    ``scale`` [E] is that of the amax of each group, if it is known. ``after``: as there.
+    ``offs`` [E] int32, on the device of ``x``, are the ends of groups, which may be empty; later
+    rows are in no group. ``width`` is at least the sum of the group sizes, each rounded up to 128;
+    by default as much as groups of any sizes need. ``scale`` [E] are the scales of the groups, if
+    they are known. ``after`` as in `cast`, which also lists the errors; ``x`` that is not
+    contiguous raises `ValueError`.
     """
     if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
         raise refusal(x)
     if not x.is_contiguous():
         raise ValueError(f"cast_groups: x has strides {x.stride()}, expected x.contiguous()")
-    covers = how.scaling_granularity
-    if not col and covers.height == 1:  # a row is the same in any group
-        made: Any = cast(x, how, row=True, col=False, after=after)[0]
-        if covers.by_rows:
-            return QuantizedGroups(Operand(made.data, made.scale.view(-1)))
-        return QuantizedGroups(Operand(made.data[: x.shape[0]], made.scale[: x.shape[0]]))
+    granularity = cast_config.scaling_granularity
+    if not col and granularity.height == 1:  # scales of rows do not depend on groups
+        operand: Any = cast(x, cast_config, row=True, col=False, after=after)[0]
+        if granularity.by_rows:
+            return QuantizedGroups(Operand(operand.data, operand.scale.view(-1)))
+        return QuantizedGroups(Operand(operand.data[: x.shape[0]], operand.scale[: x.shape[0]]))
     if width is None:
-        most = x.shape[0] + (GROUP_ALIGNMENT - 1) * offs.shape[0]
-        width = most // GROUP_ALIGNMENT * GROUP_ALIGNMENT
-    wanted = covers.width, how.dtype, row, col, width, covers.one_scale, how.power_of_2
-    out = torch.ops.float8.cast_groups.default(x, offs, *wanted, scale, after)
-    columns = (Operand(out[-3], out[-2]), out[-1]) if col else ()
-    return QuantizedGroups(Operand(out[0], out[1]) if row else None, *columns)
+        padded_rows = x.shape[0] + (GROUP_ALIGNMENT - 1) * offs.shape[0]
+        width = padded_rows // GROUP_ALIGNMENT * GROUP_ALIGNMENT
+    layout = granularity.width, cast_config.dtype, row, col, width
+    scaling = granularity.one_scale, cast_config.power_of_2, scale
+    out = torch.ops.float8.cast_groups.default(x, offs, *layout, *scaling, after)
+    row_data = Operand(out[0], out[1]) if row else None
+    col_data, ends = (Operand(out[-3], out[-2]), out[-1]) if col else (None, None)
+    return QuantizedGroups(row_data, col_data, ends)
 
 
 def ends_of_groups(offs: Tensor, rows: int) -> Tensor:
-    """Return ``ends`` [E] int32, without waiting for them: the plain-torch twin of `groups_of`."""
+    """Return ``ends`` [E] int32 of ``offs`` without a sync; the plain-torch twin of `groups_of`."""
     return offs.clamp(0, rows).cummax(0).values
 
 
 def places_of_rows(ends: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Place rows where each group begins at a multiple of 128, the last one being that of no other.
+    """Return where rows go in a layout in which each group begins at a multiple of 128.
 
-    Returns the group of each row, E for none; its place; and where groups end then, [E + 1].
+    Returns the group of each row [rows], E outside all groups, which come last; its new index
+    [rows]; and the ends of the padded groups [E + 1].
     """
     ends = torch.cat([ends, ends.new_full((1,), rows)])
     sizes = ends.diff(prepend=ends.new_zeros(1))
     padded = (sizes + 127) // 128 * 128
-    behind, row = padded.cumsum(0), torch.arange(rows, device=ends.device)
+    padded_ends, row = padded.cumsum(0), torch.arange(rows, device=ends.device)
     group = torch.bucketize(row, ends, right=True)
-    return group, row + (behind - padded - ends + sizes)[group], behind
+    return group, row + (padded_ends - padded - ends + sizes)[group], padded_ends
 
 
 def check_offs(offs: Tensor, rows: int) -> None:
-    """Raise ``ValueError`` unless ``offs`` ascend from 0 to ``rows`` at most; waits for them."""
+    """Raise ``ValueError`` unless ``offs`` ascend within 0 to ``rows``; syncs with the device."""
     ends = [0, *offs.tolist(), rows]
     if ends != sorted(ends):
         raise ValueError(
@@ -120,22 +123,23 @@ def cast_groups_reference(
     scale: Tensor | None = None,
     after: Tensor | None = None,
 ) -> list[Tensor]:
-    """Plain-torch twin: row data and scales, column data, scales and ends, those asked for."""
+    """Plain-torch twin; return row data and scales, column data, scales and ends, as wanted."""
     (R, C), E = x.shape, offs.shape[0]
     out = cast_groups_fake(x, offs, run, dtype, row, col, width)
-    group, places, behind = places_of_rows(ends_of_groups(offs, R), R)
+    group, places, padded_ends = places_of_rows(ends_of_groups(offs, R), R)
     rows = (group < E).nonzero().view(-1)
-    to = places[rows]  # in column data
+    columns = places[rows]  # of column data
     if col:
-        out[-1].copy_(behind[:E])
+        out[-1].copy_(padded_ends[:E])
     if run is not None:
-        how, moved = (None, 1, run, dtype), x.new_zeros((width, C)).index_copy(0, to, x[rows])
-        data, scales = cast_reference(moved, *how, False, True, False, power_of_2)
-        # Next to NaN a zero has become NaN, too.
-        out[-3].view(torch.uint8).zero_()[:, to] = data.view(torch.uint8)[:, to]
+        moved = x.new_zeros((width, C)).index_copy(0, columns, x[rows])
+        block = None, 1, run, dtype
+        data, scales = cast_reference(moved, *block, False, True, False, power_of_2)
+        # Zeros in a run with a NaN have become NaN, so only the columns of rows are copied.
+        out[-3].view(torch.uint8).zero_()[:, columns] = data.view(torch.uint8)[:, columns]
         out[-2].copy_(scales)
         if row:
-            data, scales = cast_reference(x, *how, True, False, False, power_of_2)
+            data, scales = cast_reference(x, *block, True, False, False, power_of_2)
             out[0].copy_(data[:R])
             out[1].copy_(scales[:R])
         return out
@@ -149,29 +153,31 @@ def cast_groups_reference(
     if scale is not None:
         scales[:E] = scale[:, None]
     if row:
-        of_rows = scales[group, :1]
+        row_scales = scales[group, :1]
         if not one_scale:
-            of_rows = amax_to_scale(magnitudes.amax(1, keepdim=True), dtype, power_of_2)
-        codes = to_float8(x, of_rows, dtype).view(torch.uint8)
+            row_scales = amax_to_scale(magnitudes.amax(1, keepdim=True), dtype, power_of_2)
+        codes = to_float8(x, row_scales, dtype).view(torch.uint8)
         out[0].view(torch.uint8).zero_()[:, :C] = codes.masked_fill(outside, 0)
-        out[1].copy_(of_rows[:, 0])
+        out[1].copy_(row_scales[:, 0])
     if col:
         codes = to_float8(x[rows], scales[group[rows], :C], dtype).view(torch.uint8)
-        out[-3].view(torch.uint8).zero_()[:C, to] = codes.t()
+        out[-3].view(torch.uint8).zero_()[:C, columns] = codes.t()
         out[-2].copy_(scales[:E])
     return out
 
 
-def cast_groups_fake(x: Tensor, offs: Tensor, *how: Any) -> list[Tensor]:
-    """Allocate the layouts asked for, uninitialised; sizes may be symbolic."""
-    run, dtype, row, col, width, *_ = how
+def cast_groups_fake(x: Tensor, offs: Tensor, *layout: Any) -> list[Tensor]:
+    """Allocate the layouts that are wanted, uninitialized; sizes may be symbolic."""
+    run, dtype, row, col, width, *_ = layout
     (R, C), E, k, out = x.shape, offs.shape[0], run or 16, list[Tensor]()
     Cp = (C + 15) // 16 * 16
     layouts = (row, R, (C + k - 1) // k * k, (R,)), (col, Cp, width, (E, Cp))
-    for wanted, rows, columns, whole in layouts:
+    for wanted, rows, columns, shape in layouts:
         if wanted:
-            of = x.new_empty(whole if run is None else (columns // run, rows), dtype=torch.float32)
-            out += [x.new_empty((rows, columns), dtype=dtype), of if run is None else of.t()]
+            scale_shape = shape if run is None else (columns // run, rows)
+            scales = x.new_empty(scale_shape, dtype=torch.float32)
+            scales = scales if run is None else scales.t()
+            out += [x.new_empty((rows, columns), dtype=dtype), scales]
     return [*out, x.new_empty((E,), dtype=torch.int32)] if col else out
 
 
@@ -180,24 +186,24 @@ def cast_groups_fake(x: Tensor, offs: Tensor, *how: Any) -> list[Tensor]:
 _BLOCK_R, _BLOCK_C = 64, 128
 
 
-def _cast_groups_triton(x: Tensor, offs: Tensor, *how: Any, **named: Any) -> list[Tensor]:
+def _cast_groups_triton(x: Tensor, offs: Tensor, *args: Any, **named: Any) -> list[Tensor]:
     if x.numel() == 0:
-        return cast_groups_reference(x, offs, *how, **named)
-    run, dtype, row, col, width, one_scale, power_of_2, *last = how
-    scale = last[0] if last else named.get("scale")
-    out = cast_groups_fake(x, offs, *how)
+        return cast_groups_reference(x, offs, *args, **named)
+    run, dtype, row, col, width, one_scale, power_of_2, *rest = args
+    scale = rest[0] if rest else named.get("scale")  # compiled code names the last arguments
+    out = cast_groups_fake(x, offs, *args)
     (R, C), E = x.shape, offs.shape[0]
     groups = max(1 << E.bit_length(), 16)  # E + 1 or more
     rounding = 2 if run == 32 else int(power_of_2)
     arithmetic = 3 if dtype == E4M3 else 2, rounding, has_float8_conversion(x.device)
-    if run is not None:  # which makes columns always
-        # Each tile lies within one group, the last one being that of all other rows.
+    if run is not None:  # always with column data
+        # Each tile lies within one group; the last group has the rows outside all others.
         _cast_groups_by_runs_kernel[((R // 128 + E + 1) * -(-C // 128),)](
             x, offs, *(out[:2] if row else (x, x)), *out[-3:], R, C, E, width, run, row,
             *arithmetic, C % 128 == 0, groups, num_warps=8,
         )  # fmt: skip
         return out
-    # The bits of amaxes: of rows, then of columns of each group, or of groups; or of scales.
+    # Bits of the amaxes of rows, then of the columns of each group; or of groups; or of scales.
     if scale is not None:
         amaxes = scale.contiguous().view(torch.int32)
     else:
@@ -224,7 +230,7 @@ def _larger(a, b):  # type: ignore[no-untyped-def]
 
 @jit
 def groups_of(offs_ptr, R, E, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return where groups begin and end, [GROUPS] each; group E is of the rows in no other."""
+    """Return begins and ends of groups, [GROUPS] each; group E has the rows outside all."""
     g = tl.arange(0, GROUPS)
     before = tl.load(offs_ptr + g - 1, mask=(g > 0) & (g <= E), other=0)
     begins = tl.associative_scan(tl.minimum(tl.maximum(before, 0), R), 0, _larger)
@@ -234,22 +240,23 @@ def groups_of(offs_ptr, R, E, GROUPS: tl.constexpr):  # type: ignore[no-untyped-
 
 @jit
 def _place(tile, offs_ptr, R, E, rows, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return of a tile of so many ``rows`` its group, E for rows in no other; where that begins.
+    """Return where tile number ``tile``, of ``rows`` rows, lies.
 
-    Then how many rows the group has, the tile's first row in it, and its begin in column data.
+    That is its group, E outside all groups; begin and size of the group; the tile's first row in
+    the group; and the begin of the group in column data.
     """
     g = tl.arange(0, GROUPS)
     begin, end = groups_of(offs_ptr, R, E, GROUPS)
     size = tl.where(g <= E, end - begin, 0)
-    runs = tl.cdiv(size, 128)  # of column data, which are filled up with zeros
-    count = tl.where(g <= E, tl.maximum(tl.cdiv(runs * 128, rows), 1), 0)  # one for a scale
-    behind = tl.cumsum(count, 0)  # the tile behind the last one of each group
-    group = tl.sum(((behind <= tile) & (g <= E)).to(tl.int32), 0)
-    here = g == group
-    first = tl.sum(tl.where(here, behind - count, 0), 0)
+    runs = tl.cdiv(size, 128)  # of column data, which are zero-padded
+    count = tl.where(g <= E, tl.maximum(tl.cdiv(runs * 128, rows), 1), 0)  # one stores the scale
+    tile_ends = tl.cumsum(count, 0)  # the end of each group's tiles
+    group = tl.sum(((tile_ends <= tile) & (g <= E)).to(tl.int32), 0)
+    is_group = g == group
+    first = tl.sum(tl.where(is_group, tile_ends - count, 0), 0)
     at = tl.sum(tl.where(g < group, runs, 0), 0) * 128
-    begin = tl.sum(tl.where(here, begin, 0), 0)
-    size = tl.sum(tl.where(here, size, 0), 0)  # 0 where there are fewer tiles than programs
+    begin = tl.sum(tl.where(is_group, begin, 0), 0)
+    size = tl.sum(tl.where(is_group, size, 0), 0)  # 0 where there are fewer tiles than programs
     return group, begin, size, (tile - first) * rows, at
 
 
@@ -260,7 +267,7 @@ def _measure_groups_kernel(  # type: ignore[no-untyped-def]
     amax_ptr,  # int32, zeros: [E] of groups; or [R + E * C] of rows, then of columns
     R, C, E,
     rows,  # of a program
-    ONE_SCALE: tl.constexpr, OF_ROWS: tl.constexpr, OF_COLUMNS: tl.constexpr, EVEN: tl.constexpr,
+    ONE_SCALE: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,
     GROUPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(C, BLOCK_C)
@@ -270,26 +277,27 @@ def _measure_groups_kernel(  # type: ignore[no-untyped-def]
     if group < E:
         if row < end:
             x_ptr += begin.to(tl.int64) * C
-            of_columns = amax_ptr + R + group.to(tl.int64) * C
+            col_amax_ptr = amax_ptr + R + group.to(tl.int64) * C
             tiles.measure_strip(
-                x_ptr, amax_ptr + (group if ONE_SCALE else begin), of_columns, row, end, strip,
-                C, C, 1, OF_ROWS and not ONE_SCALE, OF_COLUMNS and not ONE_SCALE, ONE_SCALE, EVEN,
+                x_ptr, amax_ptr + (group if ONE_SCALE else begin), col_amax_ptr, row, end, strip,
+                C, C, 1, ROW and not ONE_SCALE, COL and not ONE_SCALE, ONE_SCALE, EVEN,
                 BLOCK_R, BLOCK_C,
             )  # fmt: skip
 
 
 @jit
-def _scale_of(bits, GIVEN: tl.constexpr, HOW: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scale_of(bits, GIVEN: tl.constexpr, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the scale whose bits these are if GIVEN, else the scale of the amax."""
     if GIVEN:
         scale = bits.to(tl.float32, bitcast=True)
     else:
-        scale = numeric.scale_of_amax(bits, HOW)
+        scale = numeric.scale_of_amax(bits, ARITHMETIC)
     return scale
 
 
 @jit
-def bytes_of(r, size):  # type: ignore[no-untyped-def]
-    """Return masks of words whose bytes are these four rows: those behind the group are zero."""
+def group_byte_mask(r, size):  # type: ignore[no-untyped-def]
+    """Return masks of words whose bytes are four rows; bytes past the end of the group are zero."""
     low = tl.where(r[0] < size, 0xFF, 0) | tl.where(r[1] < size, 0xFF00, 0)
     high = tl.where(r[2] < size, 0xFF0000, 0) | tl.where(r[3] < size, -0x1000000, 0)
     return (low | high).to(tl.uint32, bitcast=True)
@@ -299,51 +307,51 @@ def bytes_of(r, size):  # type: ignore[no-untyped-def]
 def _cast_groups_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, C]
     offs_ptr,  # [E]
-    amax_ptr,  # as above
+    amax_ptr,  # as in _measure_groups_kernel; bits of scales if GIVEN
     row_ptr,  # [R, Cp]
     row_scale_ptr,  # [R]
     col_ptr,  # [Cp, width]
     col_scale_ptr,  # [E, Cp]
     ends_ptr,  # [E]
     R, C, E, width,
-    GIVEN: tl.constexpr,  # scales in place of amaxes
+    GIVEN: tl.constexpr,
     ONE_SCALE: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, MANTISSA: tl.constexpr,
     POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr,
     EVEN: tl.constexpr,  # tiles fill the columns exactly
     GROUPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    HOW: tl.constexpr = (MANTISSA, POWER_OF_2, HARDWARE)
+    ARITHMETIC: tl.constexpr = (MANTISSA, POWER_OF_2, HARDWARE)
     Cp, across = tl.cdiv(C, 16) * 16, tl.cdiv(C, BLOCK_C)
     tile, tile_c = tl.program_id(0) // across, tl.program_id(0) % across
     group, begin, size, first, at = _place(tile, offs_ptr, R, E, BLOCK_R, GROUPS)
-    quad, c = tiles.quads_of(first // BLOCK_R, tile_c, BLOCK_R, BLOCK_C)
-    r = tiles.rows_of(quad)
+    quad, c = tiles.tile_quads(first // BLOCK_R, tile_c, BLOCK_R, BLOCK_C)
+    r = tiles.quad_rows(quad)
     x_ptr += begin.to(tl.int64) * C + c
     row_ptr += begin.to(tl.int64) * Cp
     if group < E:
-        # Rows behind the group are read as if they were in it, which takes no masks, and not
-        # stored; where there are none, the last one.
+        # Rows past the end of the group are read, which avoids masks, but not stored; past the end
+        # of x the last row is read.
         in_c = c < C
-        read = [tl.minimum(each, R - 1 - begin) for each in r]
+        read_rows = [tl.minimum(row, R - 1 - begin) for row in r]
         inside = in_c, in_c, in_c, in_c
-        x = tiles.load_rows(x_ptr, read, C, inside, EVEN)
-        v = [numeric.to_float32(each, HARDWARE) for each in x]
+        x = tiles.load_rows(x_ptr, read_rows, C, inside, EVEN)
+        v = [numeric.to_float32(values, HARDWARE) for values in x]
         if COL:
             if ONE_SCALE:
                 bits = tl.load(amax_ptr + group) + tl.zeros(c.shape, tl.int32)
                 bits = tl.where((c < C) | GIVEN, bits, 0)
             else:
                 bits = load(amax_ptr + R + group.to(tl.int64) * C + c, in_c, EVEN)
-            scale = _scale_of(bits, GIVEN, HOW)
+            scale = _scale_of(bits, GIVEN, ARITHMETIC)
             padded = tl.cdiv(size, 128) * 128
             if first == 0:
                 tl.store(col_scale_ptr + group * Cp + c, scale, mask=c < Cp)
                 if tile_c == 0:
                     tl.store(ends_ptr + group, at + padded)
             inverse = numeric.reciprocal(scale, HARDWARE)
-            # Names of their own: none may change its type in a branch that a value decides.
+            # Separate names, since none may change its type in a branch on a runtime value.
             q = tiles.times(v, [inverse for _ in v], inside, EVEN)
-            words = numeric.to_float8_words(q, HOW) & bytes_of(r, size)
+            words = numeric.to_float8_words(q, ARITHMETIC) & group_byte_mask(r, size)
             c_t, quad_t = tl.trans(c), tl.trans(quad)
             to = col_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + (at // 4 + quad_t)
             inside_t = quad_t < padded // 4
@@ -353,22 +361,22 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
         if ROW:
             if ONE_SCALE:
                 m = tl.load(amax_ptr + group) + tl.zeros(quad.shape, tl.int32)
-                of_rows = [m for _ in read]
+                row_bits = [m for _ in read_rows]
             else:
-                of_rows = [tl.load(amax_ptr + begin + each) for each in read]
-            scales = [_scale_of(each, GIVEN, HOW) for each in of_rows]
+                row_bits = [tl.load(amax_ptr + begin + row) for row in read_rows]
+            scales = [_scale_of(bits, GIVEN, ARITHMETIC) for bits in row_bits]
             if tile_c == 0:
-                tiles.store_scales(row_scale_ptr + begin, quad, scales, size)
+                tiles.store_row_scales(row_scale_ptr + begin, quad, scales, size)
             p = tiles.times(v, [numeric.reciprocal(s, HARDWARE) for s in scales], inside, EVEN)
-            tiles.store_along(row_ptr, p, quad, c, size, Cp, HOW, False, EVEN)
+            tiles.store_row_data(row_ptr, p, quad, c, size, Cp, ARITHMETIC, False, EVEN)
     elif ROW:  # rows in no group are zero
         zero, none = tl.zeros((BLOCK_R // 4, BLOCK_C), tl.float32), tl.zeros(quad.shape, tl.int32)
         zeros = zero, zero, zero, zero
-        tiles.store_along(row_ptr, zeros, quad, c, size, Cp, HOW, False, EVEN)
+        tiles.store_row_data(row_ptr, zeros, quad, c, size, Cp, ARITHMETIC, False, EVEN)
         if tile_c == 0:
-            of_zero = numeric.scale_of_amax(none, HOW)
-            of_zeros = of_zero, of_zero, of_zero, of_zero
-            tiles.store_scales(row_scale_ptr + begin, quad, of_zeros, size)
+            zero_scale = numeric.scale_of_amax(none, ARITHMETIC)
+            zero_scales = zero_scale, zero_scale, zero_scale, zero_scale
+            tiles.store_row_scales(row_scale_ptr + begin, quad, zero_scales, size)
 
 
 @jit
@@ -386,42 +394,42 @@ def _cast_groups_by_runs_kernel(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,  # tiles fill the columns exactly
     GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Cast a tile of 128 x 128, which lies within one group."""
-    HOW: tl.constexpr = (MANTISSA, POWER_OF_2, HARDWARE)
+    """Measure and cast a tile of 128 x 128, whose rows lie within one group."""
+    ARITHMETIC: tl.constexpr = (MANTISSA, POWER_OF_2, HARDWARE)
     across = tl.cdiv(C, 128)
     Cp, Ck = tl.cdiv(C, 16) * 16, tl.cdiv(C, RUN) * RUN
     tile, tile_c = tl.program_id(0) // across, tl.program_id(0) % across
     group, begin, size, first, at = _place(tile, offs_ptr, R, E, 128, GROUPS)
-    quad, c = tiles.quads_of(first // 128, tile_c, 128, 128)
-    r = tiles.rows_of(quad)
-    # Rows behind the group are read, which takes no masks, but neither measured nor stored.
+    quad, c = tiles.tile_quads(first // 128, tile_c, 128, 128)
+    r = tiles.quad_rows(quad)
+    # Rows past the end of the group are read, which avoids masks, but not measured or stored.
     in_c = c < C
     inside = in_c, in_c, in_c, in_c
-    read = [tl.minimum(each, R - 1 - begin) for each in r]
-    x = tiles.load_rows(x_ptr + begin.to(tl.int64) * C + c, read, C, inside, EVEN)
-    v = [numeric.to_float32(each, HARDWARE) for each in x]
+    read_rows = [tl.minimum(row, R - 1 - begin) for row in r]
+    x = tiles.load_rows(x_ptr + begin.to(tl.int64) * C + c, read_rows, C, inside, EVEN)
+    v = [numeric.to_float32(values, HARDWARE) for values in x]
     element: tl.constexpr = x_ptr.dtype.element_ty
     m = [tl.where(r[i] < size, numeric.magnitude_bits(x[i]), 0) for i in (0, 1, 2, 3)]
     if ROW:
         ptr = row_scale_ptr + tile_c.to(tl.int64) * (128 // RUN) * R + begin
         runs = (Ck - tile_c * 128) // RUN
         inverse = [
-            store_runs(ptr, m[i], r[i], 0, size, R, runs, 1, RUN, element, HOW)
+            store_run_scales(ptr, m[i], r[i], 0, size, R, runs, 1, RUN, element, ARITHMETIC)
             for i in (0, 1, 2, 3)
         ]
         p = tiles.times(v, inverse, inside, EVEN)
         row_ptr += begin.to(tl.int64) * Ck
-        tiles.store_along(row_ptr, p, quad, c, size, Ck, HOW, False, EVEN)
+        tiles.store_row_data(row_ptr, p, quad, c, size, Ck, ARITHMETIC, False, EVEN)
     padded = tl.where(group < E, tl.cdiv(size, 128) * 128, 0)
     if first < padded:
         largest = tl.maximum(tl.maximum(m[0], m[1]), tl.maximum(m[2], m[3]))
-        of_columns = store_runs(
+        col_inverse = store_run_scales(
             col_scale_ptr, largest, c, (at + first) // RUN, Cp, Cp, (at + padded) // RUN, RUN // 4,
-            1, element, HOW,
+            1, element, ARITHMETIC,
         )  # fmt: skip
-        q = tiles.times(v, [of_columns for _ in v], inside, EVEN)
-        words = numeric.to_float8_words(q, HOW) & bytes_of(r, size)
-        tiles.store_words(col_ptr + at, words, quad, c, Cp, width // 4, EVEN)
+        q = tiles.times(v, [col_inverse for _ in v], inside, EVEN)
+        words = numeric.to_float8_words(q, ARITHMETIC) & group_byte_mask(r, size)
+        tiles.store_col_data(col_ptr + at, words, quad, c, Cp, width // 4, EVEN)
     if group < E:
         if first + tile_c == 0:
             tl.store(ends_ptr + group, at + padded)

@@ -1,4 +1,4 @@
-"""Counting what a cast did to a tensor, in one read of it and of its float8 data."""
+"""Statistics of a cast: how many values underflowed, saturated or were not finite."""
 
 import torch
 from torch import Tensor
@@ -9,13 +9,13 @@ from float8.kernels.runtime.triton import jit, sm_count, tl
 
 
 def count_reference(x: Tensor, data: Tensor, bound: Tensor, all_count: bool) -> Tensor:
-    """Count the values of `x`, and what became of them in `data`, float8 of the same shape.
+    """Count the values of `x` that a cast to `data`, float8 of the same shape, changed most.
 
-    `bound`: float32, one element, above which values were cut. `all_count`: zeros are values, too.
+    `bound` is one float32 element, above which values saturate. Zeros are values if `all_count`.
 
     Returns:
-        [6] float64: amax; numbers of all elements, of values, that is of those that are not zero,
-        of values that became zero, that are finite and were cut, that are not finite.
+        [6] float64: the amax, and the numbers of elements, of values, of values that became zero,
+        of finite values that saturated, and of values that are not finite.
     """
     size, zero = x.abs(), data.view(torch.uint8) & 127 == 0
     values, finite = (size != 0) | all_count, size.isfinite()
@@ -40,11 +40,11 @@ def _count_triton(x: Tensor, data: Tensor, bound: Tensor, all_count: bool) -> Te
 @jit
 def _count_kernel(  # type: ignore[no-untyped-def]
     x_ptr, data_ptr, bound_ptr,
-    out_ptr,  # [6] int64, zeros; the first becomes the bits of a float32
-    n, rounds,  # blocks of a program
+    out_ptr,  # [6] int64, zeros; the first receives the bits of a float32
+    n, rounds,  # elements; blocks per program
     ALL_COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    bound = magnitude_bits(tl.load(bound_ptr))  # which compare as integers do
+    bound = magnitude_bits(tl.load(bound_ptr))  # which compare like the floats
     largest = tl.zeros((BLOCK,), tl.int32)
     values, lost, cut, bad = largest, largest, largest, largest
     first = tl.program_id(0).to(tl.int64) * rounds * BLOCK
@@ -82,18 +82,18 @@ COUNT = torch.ops.float8.count.default
 
 
 def tally_reference(numbers: Tensor, totals: Tensor, calls: Tensor, counted: bool) -> None:
-    """Add up the numbers of calls, as `count` returns them, with the order of the calls.
+    """Add `numbers`, a result of `count`, to `totals`, and increment `calls`; both in place.
 
-    `calls`, 0-dim int64 on the CPU, numbers the calls from 1. `totals` [8] float64 are: 1 / the
-    number of the first call, 1 / that of the first call with a value that is not finite (0 if there
-    is none), the largest amax, and five sums of what `count` returns. Unless `counted`, only the
-    first two are set.
+    `calls`, 0-dim int64 on the CPU, is the number of calls so far. `totals` [8] float64 holds 1 / n
+    of the first call and of the first one with a non-finite value (0 if there is none), n counted
+    from 1; then the largest amax and the five sums of counts. Unless `counted`, only the first two
+    change.
     """
     calls += 1
     numbers = numbers.to(totals.device)
-    place = totals.new_full((2,), 1 / int(calls))
-    place[1] *= numbers[5] > 0
-    row = torch.cat([place, numbers if counted else torch.zeros_like(numbers)])
+    first_calls = totals.new_full((2,), 1 / int(calls))
+    first_calls[1] *= numbers[5] > 0
+    row = torch.cat([first_calls, numbers if counted else torch.zeros_like(numbers)])
     torch.maximum(totals[:3], row[:3], out=totals[:3])
     totals[3:] += row[3:]
 

@@ -1,4 +1,4 @@
-"""Float8 data times their scales in one kernel: `scales.dequantised` on a GPU."""
+"""The Triton kernel that dequantizes float8 data, twin of `scales.dequantised`."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ _BLOCK_R, _BLOCK_C = 16, 256
 
 
 def dequantised_by_kernel(operand: Operand, granularity: Granularity, dtype: torch.dtype) -> Tensor:
-    """Return what its twin, `dequantised`, does; a compiler sees that, which it fuses."""
+    """Dequantize like `dequantised`, by the kernel in eager mode and by torch code if compiled."""
     data = operand.data
     if data.is_cuda and takes_triton_directly(*operand) and is_taken(operand, granularity):
         return dequantised_triton(operand, granularity, dtype)
@@ -21,18 +21,18 @@ def dequantised_by_kernel(operand: Operand, granularity: Granularity, dtype: tor
 
 
 def is_taken(operand: Operand, granularity: Granularity) -> bool:
-    """Whether the kernel takes data: rows in one piece, with scales of parts of them, or one.
+    """Return whether the kernel supports `operand`: rows contiguous, scales of rows or of blocks.
 
-    Not the transpose of rows that have scales, whose columns have them then, however it lies.
+    It does not support transposed row data with a scale per row, whose scales are of columns.
     """
     data, scale = operand
-    of_rows = scale.shape == (*data.shape[:-1], 1)
-    alike = of_rows if granularity.by_rows else granularity.one_scale or scale.dim() == data.dim()
-    return alike and data.dim() in (2, 3) and data.stride(-1) == 1 and data.numel() > 0
+    per_row = scale.shape == (*data.shape[:-1], 1)
+    fits = per_row if granularity.by_rows else granularity.one_scale or scale.dim() == data.dim()
+    return fits and data.dim() in (2, 3) and data.stride(-1) == 1 and data.numel() > 0
 
 
 def dequantised_triton(operand: Operand, granularity: Granularity, dtype: torch.dtype) -> Tensor:
-    """Launch the kernel."""
+    """Dequantize an operand that `is_taken` to `dtype`, contiguous, by the Triton kernel."""
     data, scale = operand
     out = torch.empty(data.shape, dtype=dtype, device=data.device)
     codes = data.view(torch.uint8).view(-1, *data.shape[-2:])
@@ -50,7 +50,7 @@ def dequantised_triton(operand: Operand, granularity: Granularity, dtype: torch.
 @jit
 def _dequantise_kernel(  # type: ignore[no-untyped-def]
     data_ptr,  # [E, R, C] uint8
-    scale_ptr,  # one for each block of a matrix
+    scale_ptr,  # one float32 per block of each matrix
     out_ptr,  # [E, R, C]
     R, C, stride_e, stride_r, scale_e, scale_r, scale_c,
     height,  # of a block
@@ -65,11 +65,11 @@ def _dequantise_kernel(  # type: ignore[no-untyped-def]
     c = run * WIDTH + tl.arange(0, WIDTH)[None, None, :]
     inside = (r < R) & (c < C)
     code = tl.load(data_ptr + e * stride_e + r * stride_r + c, mask=inside, other=0).to(tl.int32)
-    of_block = e * scale_e + r // height * scale_r + run * scale_c
-    scale = tl.load(scale_ptr + of_block, mask=(r < R) & (run * WIDTH < C), other=0)
+    offset = e * scale_e + r // height * scale_r + run * scale_c
+    scale = tl.load(scale_ptr + offset, mask=(r < R) & (run * WIDTH < C), other=0)
     magnitude = code & 0x7F
-    # As bits of a float32, but for the bias of the exponent, which a product sets right. Subnormal
-    # numbers become right by it, too.
+    # Shifted, they are the bits of a float32 up to the bias of the exponent, which a multiplication
+    # corrects, also for subnormal numbers.
     bits = magnitude << (20 if E4M3 else 21)
     v = bits.to(tl.float32, bitcast=True) * (2.0**120 if E4M3 else 2.0**112)
     if E4M3:

@@ -1,20 +1,24 @@
-"""Numbers inside Triton kernels: magnitudes, scales, and float32 -> float8.
+"""Arithmetic inside Triton kernels: magnitudes, scales, and the conversion of float32 to float8.
 
-No floating point minimum or maximum is taken here: some Triton versions miscompile a transposed
+Kernels take no floating-point minimum or maximum: some Triton versions miscompile a transposed
 1-byte store next to min.NaN/max.NaN (triton issue 11111), and a clamp written with ``tl.where``
-becomes just these instructions. The bits of magnitudes compare as integers as floats do, and NaN
-above Inf: an integer maximum carries NaN through.
+compiles to these instructions. The bits of magnitudes compare as integers like the floats do, and
+NaN lies above Inf, so that an integer maximum propagates NaN.
 
-``HOW`` says of a cast: bits of the mantissa, 3 of e4m3fn, 2 of e5m2; whether scales are rounded to
-powers of two, 2 where they are exponents of 8 bits; ``HARDWARE``, see ``has_float8_conversion``.
+The constant ``ARITHMETIC`` describes a cast by three values: the mantissa bits of the format (3 of
+e4m3fn, 2 of e5m2); how scales are rounded (0: not, 1: to powers of two, 2: to 8-bit exponents); and
+``HARDWARE``, whether the GPU converts to float8, see ``has_float8_conversion``.
 """
 
 from float8.kernels.runtime.triton import jit, tl
 
+MANTISSA_BITS, SCALE_ROUNDING, HARDWARE_CAST = map(tl.constexpr, range(3))
+"""Indices into ``ARITHMETIC``."""
+
 
 @jit
 def magnitude_bits(x):  # type: ignore[no-untyped-def]
-    """Return the bits of abs(x) as int16 or int32."""
+    """Return the bits of abs(x), as int16 of a 16-bit dtype and int32 of float32."""
     if x.dtype == tl.float32:
         bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     else:
@@ -24,7 +28,7 @@ def magnitude_bits(x):  # type: ignore[no-untyped-def]
 
 @jit
 def float32_bits(bits, element: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Turn bits of a magnitude of dtype ``element`` into those of the same float32, as int32."""
+    """Convert bits of a magnitude of dtype ``element`` to the float32 bits of the same number."""
     bits = bits.to(tl.int32)
     if element == tl.bfloat16:
         bits = bits << 16
@@ -47,7 +51,7 @@ def to_float32(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def rounded_to_bfloat16(v, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Round a float32 tensor to bfloat16, nearest even, and return that as float32."""
+    """Round a float32 tensor to bfloat16, to nearest even, and return the values as float32."""
     if HARDWARE:
         v = v.to(tl.bfloat16).to(tl.float32)
     else:
@@ -58,26 +62,26 @@ def rounded_to_bfloat16(v, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @jit
-def scale_of_amax(bits, HOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the decode scale of an amax, given as float32 bits: `amax_to_scale`, bit for bit.
+def scale_of_amax(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the decode scale of an amax given as float32 bits, bitwise that of `amax_to_scale`.
 
-    A correctly rounded float32 division, as the twin's by way of float64 is too. ``HARDWARE``: by
-    FMA, where a thread has many scales: around the slow path of a division, which is a call,
-    compilers need twice the registers.
+    The division is correctly rounded to float32, as that of the twin, which goes through float64.
+    With ``HARDWARE`` it is done by FMAs: the slow path of a division is a call, around which
+    compilers need twice the registers where a thread has many scales.
     """
-    FLOAT8_MAX: tl.constexpr = 448.0 if HOW[0] == 3 else 57344.0
+    FLOAT8_MAX: tl.constexpr = 448.0 if ARITHMETIC[MANTISSA_BITS] == 3 else 57344.0
     floor: tl.constexpr = (127 - 100) << 23  # SMALLEST_AMAX; NaN and Inf lie above it
     amax = tl.maximum(bits, floor).to(tl.float32, bitcast=True)
-    if HOW[2]:
-        # A guess and its residual (Markstein 1990). Exact for each mantissa and both maxima, and
-        # nothing in it is subnormal.
+    if ARITHMETIC[HARDWARE_CAST]:
+        # An approximation and its residual (Markstein 1990). Exact for every mantissa and both
+        # formats; no intermediate value is subnormal.
         INVERSE: tl.constexpr = 1.0 / FLOAT8_MAX
         guess = amax * INVERSE
         scale = tl.fma(tl.fma(-guess, FLOAT8_MAX, amax), INVERSE, guess)
         scale = tl.where(bits < 0x7F800000, scale, amax)
     else:
         scale = tl.div_rn(amax, FLOAT8_MAX)
-    if HOW[1]:
+    if ARITHMETIC[SCALE_ROUNDING]:
         bits = scale.to(tl.int32, bitcast=True)
         rounded = ((bits + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
         scale = tl.where(scale == scale, rounded, scale)
@@ -86,72 +90,74 @@ def scale_of_amax(bits, HOW: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def reciprocal(scale, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Invert a result of `scale_of_amax`, correctly rounded; ``HARDWARE`` as there."""
+    """Return 1 / scale of a result of `scale_of_amax`, correctly rounded; ``HARDWARE`` as there."""
     if HARDWARE:
-        # The steps of a division but for its slow path, which such a scale never takes.
+        # The steps of a division without its slow path, which these scales never take.
         guess = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
         )
         inverse = tl.fma(tl.fma(-scale, guess, 1.0), guess, guess)
         inverse = tl.fma(tl.fma(-scale, inverse, 1.0), inverse, inverse)
-        inverse = tl.where(inverse == inverse, inverse, guess)  # of Inf
+        inverse = tl.where(inverse == inverse, inverse, guess)  # the scale is Inf
     else:
         inverse = tl.div_rn(1.0, scale)
     return inverse
 
 
 @jit
-def scale_and_inverse(bits, HOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the scale of an amax, and what its values are multiplied by.
+def scale_and_inverse(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the scale of an amax, given as float32 bits, and its reciprocal.
 
-    Exponents of 8 bits are those of `amax_to_exponent` and `inverse_of_exponent`.
+    8-bit exponents and their reciprocals equal `amax_to_exponent` and `inverse_of_exponent`.
     """
-    if HOW[1] == 2:
-        BIAS: tl.constexpr = 8 if HOW[0] == 3 else 15  # largest values are 1.75 times 2 ** BIAS
+    if ARITHMETIC[SCALE_ROUNDING] == 2:
+        BIAS: tl.constexpr = (
+            8 if ARITHMETIC[MANTISSA_BITS] == 3 else 15
+        )  # the largest value is 1.75 * 2**BIAS
         exponent = ((bits + 0x1FFFFF) & 0x7F800000) - (BIAS << 23)
         tiny, infinite, nan = exponent <= 0, bits >= 0x7F800000, bits > 0x7F800000
         scale = tl.where(tiny, 0x00400000, exponent)
         scale = tl.where(nan, 0x7FC00000, tl.where(infinite, 0x7F000000, scale))
-        # From the scale: so threads with many of them need fewer registers.
+        # Computed from the scale: threads with many scales then need fewer registers.
         inverse = tl.where(scale == 0x7F000000, 0x00400000, 0x7F000000 - scale)
         inverse = tl.where(scale == 0x00400000, 0x3F800000, inverse)
         inverse = tl.where(nan, scale, inverse)
         scale = scale.to(tl.float32, bitcast=True)
         inverse = inverse.to(tl.float32, bitcast=True)
     else:
-        scale = scale_of_amax(bits, HOW)
-        inverse = reciprocal(scale, HOW[2])
+        scale = scale_of_amax(bits, ARITHMETIC)
+        inverse = reciprocal(scale, ARITHMETIC[HARDWARE_CAST])
     return scale, inverse
 
 
 @jit
-def to_float8_bits(v, HOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Round float32 to float8 as uint8: nearest even; Inf and overflow saturate, NaN is 0x7f."""
-    if HOW[2]:
-        FORMAT: tl.constexpr = tl.float8e4nv if HOW[0] == 3 else tl.float8e5
+def to_float8_bits(v, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Round float32 to float8 bits, uint8, to nearest even; saturate, also Inf; NaN is 0x7f."""
+    if ARITHMETIC[HARDWARE_CAST]:
+        FORMAT: tl.constexpr = tl.float8e4nv if ARITHMETIC[MANTISSA_BITS] == 3 else tl.float8e5
         codes = v.to(FORMAT).to(tl.uint8, bitcast=True)
     else:
-        codes = _round_to_float8_bits(v, HOW[0])
+        codes = _round_to_float8_bits(v, ARITHMETIC[MANTISSA_BITS])
     return codes
 
 
 @jit
 def pack_words(b0, b1, b2, b3):  # type: ignore[no-untyped-def]
-    """Pack four uint8 tensors into uint32, the first one lowest, as memory has it."""
+    """Pack four uint8 tensors into one of uint32, the first into the lowest byte."""
     low = b0.to(tl.uint32) | (b1.to(tl.uint32) << 8)
     high = (b2.to(tl.uint32) << 16) | (b3.to(tl.uint32) << 24)
     return low | high
 
 
 @jit
-def to_float8_words(v, HOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Round four tensors to uint32, each word four codes of `to_float8_bits`, the first lowest.
+def to_float8_words(v, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Round four float32 tensors to float8 and pack their bytes as `pack_words` does.
 
-    By hand in PTX: from bytes packed with shifts, ptxas 12.8 makes words in which three of the
-    four bytes are garbage (seen on H100 with Triton 3.6, unmasked kernels only).
+    Written in PTX: from bytes packed with shifts ptxas 12.8 makes words in which three of the four
+    bytes are garbage (seen on H100 with Triton 3.6, in unmasked kernels only).
     """
-    if HOW[2]:
-        PAIR: tl.constexpr = "e4m3x2" if HOW[0] == 3 else "e5m2x2"
+    if ARITHMETIC[HARDWARE_CAST]:
+        PAIR: tl.constexpr = "e4m3x2" if ARITHMETIC[MANTISSA_BITS] == 3 else "e5m2x2"
         ASM: tl.constexpr = f"""{{
             .reg .b16 low, high;
             cvt.rn.satfinite.{PAIR}.f32 low, $2, $1;
@@ -162,13 +168,14 @@ def to_float8_words(v, HOW: tl.constexpr):  # type: ignore[no-untyped-def]
             ASM, "=r,f,f,f,f", [v[0], v[1], v[2], v[3]], dtype=tl.uint32, is_pure=True, pack=1
         )
     else:
-        b = [_round_to_float8_bits(each, HOW[0]) for each in v]
+        b = [_round_to_float8_bits(values, ARITHMETIC[MANTISSA_BITS]) for values in v]
         words = pack_words(b[0], b[1], b[2], b[3])
     return words
 
 
 @jit
 def _round_to_float8_bits(v, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Round float32 to float8 bits without the hardware's conversion; see `to_float8_bits`."""
     BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
     LARGEST: tl.constexpr = 0x43E00000 if MANTISSA == 3 else 0x47600000  # 448, 57344
     SHIFT: tl.constexpr = 23 - MANTISSA
@@ -177,12 +184,12 @@ def _round_to_float8_bits(v, MANTISSA: tl.constexpr):  # type: ignore[no-untyped
     bits = bits & 0x7FFFFFFF
     is_nan = bits > 0x7F800000
     bits = tl.minimum(bits, LARGEST)
-    # Normal results: drop SHIFT bits, half upwards to even, then change the exponent's bias. A
-    # carry out of the mantissa is a correct step to the next exponent.
+    # Normal results: round off SHIFT bits to nearest even, then change the exponent's bias. A carry
+    # out of the mantissa correctly increments the exponent.
     normal = (bits + ((1 << (SHIFT - 1)) - 1) + ((bits >> SHIFT) & 1)) >> SHIFT
     normal -= (127 - BIAS) << MANTISSA
-    # Subnormal results: in a sum with a number whose last bit is worth the smallest subnormal,
-    # the hardware rounds to multiples of just that.
+    # Subnormal results: added to a number whose last bit is worth the smallest subnormal, the
+    # hardware rounds to a multiple of it.
     ANCHOR: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
     anchor = tl.full(bits.shape, ANCHOR, tl.int32).to(tl.float32, bitcast=True)
     subnormal = (bits.to(tl.float32, bitcast=True) + anchor).to(tl.int32, bitcast=True) - ANCHOR

@@ -1,7 +1,7 @@
-"""Scales of MXFP8 in the order in which Blackwell's GEMMs read them, and its grouped GEMM.
+"""MXFP8 scales in the layout that Blackwell's GEMMs read, and the grouped GEMM that reads them.
 
-Plain torch, which a compiler fuses. No GPU of ours has run it; tests compare the order with that of
-torch and torchao.
+All of it is plain torch, which a compiler fuses. It has not run on a Blackwell GPU yet; tests
+compare the layout with those of torch and torchao.
 """
 
 import torch
@@ -13,23 +13,23 @@ from float8.kernels.cast_groups import ends_of_groups, places_of_rows
 from float8.scales import Operand
 
 RECIPE, SWIZZLE = [F.ScalingType.BlockWise1x32.value], [F.SwizzleType.SWIZZLE_32_4_4.value]
-"""Torch's numbers for these scales and their order, as its GEMMs take them."""
+"""The numbers by which torch's GEMMs take 1x32 scales and their swizzled layout."""
 
 
-def scales_of_rows(operand: Operand, covers: Granularity) -> Tensor:
-    """Return the scales [..., R, C / 32] of data [..., R, C], those of squares for each row."""
+def scales_of_rows(operand: Operand, granularity: Granularity) -> Tensor:
+    """Return scales [..., R, C / 32] of data [..., R, C], repeating scales of squares per row."""
     R, C = operand.data.shape[-2:]
-    if not covers.square:
+    if not granularity.square:
         return operand.scale
     return operand.scale.repeat_interleave(32, -2)[..., :R, : C // 32]
 
 
 def swizzled(scale: Tensor) -> Tensor:
-    """Return scales [R, runs], powers of two, as exponents: float8_e8m0fnu, [tiles, 512].
+    """Convert scales [R, runs], powers of two, to swizzled exponents [tiles, 512], float8_e8m0fnu.
 
-    Tiles of 128 rows and 4 runs follow each other, row by row. Of one there are first the rows 0,
-    32, 64 and 96, four bytes each, then 1, 33, 65, 97, and so on (cuBLAS, "1D block scaling factors
-    layout"). The last ones are filled up with zero bytes. That of NaN is 255.
+    A tile holds 128 rows and 4 runs; tiles are in row-major order, the last ones zero-padded.
+    Within a tile come rows 0, 32, 64 and 96, four bytes each, then 1, 33, 65, 97, and so on
+    (cuBLAS, "1D block scaling factors layout"). The exponent of NaN is 255.
     """
     exponents = (scale.view(torch.int32) >> 23).to(torch.uint8)
     padded = F.pad(exponents, (0, -scale.shape[1] % 4, 0, -scale.shape[0] % 128))
@@ -38,49 +38,49 @@ def swizzled(scale: Tensor) -> Tensor:
 
 
 def swizzled_rows(scale: Tensor, ends: Tensor) -> Tensor:
-    """Return the scales [R, runs] of groups of rows, each from a new tile on; [rows, runs to 4].
+    """Swizzle scales [R, runs] of groups of rows, each group from a new tile on.
 
-    There are as many rows as groups of any sizes need.
+    Returns [rows, runs to 4], with as many rows as R rows in groups of any sizes need.
     """
     R, runs = scale.shape
-    _, places, behind = places_of_rows(ends, R)
-    most = (R + 127 * len(behind)) // 128 * 128
-    moved = scale.new_zeros(most, runs).index_copy(0, places, scale)
-    return swizzled(moved).view(most, -1)
+    _, places, padded_ends = places_of_rows(ends, R)
+    rows = (R + 127 * len(padded_ends)) // 128 * 128
+    moved = scale.new_zeros(rows, runs).index_copy(0, places, scale)
+    return swizzled(moved).view(rows, -1)
 
 
 def swizzled_tokens(scale: Tensor, ends: Tensor) -> Tensor:
-    """Return the scales [N, runs] of groups of runs, which end at multiples of 128 elements.
+    """Swizzle scales [N, runs] of groups of tokens, which end at multiples of 128 tokens.
 
-    The tiles of a group follow each other: [N to 128, runs].
+    Returns [N to 128, runs], in which the tiles of one group follow each other.
     """
-    tiles, down = swizzled(scale).view(torch.uint8), -(-scale.shape[0] // 128)
-    column = torch.arange(len(tiles) // down, device=scale.device)
-    group = torch.bucketize(column, ends // 128, right=True)
-    order = group.repeat(down).argsort(stable=True)
-    return tiles[order].view(torch.float8_e8m0fnu).view(down * 128, -1)
+    tiles, tile_rows = swizzled(scale).view(torch.uint8), -(-scale.shape[0] // 128)
+    tile_column = torch.arange(len(tiles) // tile_rows, device=scale.device)
+    group = torch.bucketize(tile_column, ends // 128, right=True)
+    order = group.repeat(tile_rows).argsort(stable=True)
+    return tiles[order].view(torch.float8_e8m0fnu).view(tile_rows * 128, -1)
 
 
 def grouped_mm(
     a: Operand,
     b: Operand,
     ends: Tensor,
-    covers: tuple[Granularity, Granularity],
+    granularities: tuple[Granularity, Granularity],
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply as `gemm.grouped_matmul`, by torch's grouped GEMM, rounded to bfloat16."""
-    of_a, of_b = (scales_of_rows(x, of) for x, of in zip((a, b), covers, strict=True))
+    """Multiply as `gemm.grouped_matmul` by torch's grouped GEMM, which rounds to bfloat16."""
+    scale_a, scale_b = map(scales_of_rows, (a, b), granularities)
     ends = ends_of_groups(ends, a.data.shape[0 if b.data.dim() == 3 else 1])
     if b.data.dim() == 3:
-        E, N, runs = of_b.shape
-        filled = F.pad(of_b, (0, 0, 0, -N % 128)).reshape(-1, runs)
-        scales = swizzled_rows(of_a, ends), swizzled(filled).view(E, -1)
-        there = torch.arange(len(of_a), device=ends.device)[:, None] < ends[-1]
+        E, N, runs = scale_b.shape
+        padded = F.pad(scale_b, (0, 0, 0, -N % 128)).reshape(-1, runs)
+        scales = swizzled_rows(scale_a, ends), swizzled(padded).view(E, -1)
+        in_group = torch.arange(len(scale_a), device=ends.device)[:, None] < ends[-1]
     else:
-        scales = swizzled_tokens(of_a, ends), swizzled_tokens(of_b, ends)
-        there = (ends.diff(prepend=ends.new_zeros(1)) > 0)[:, None, None]
+        scales = swizzled_tokens(scale_a, ends), swizzled_tokens(scale_b, ends)
+        in_group = (ends.diff(prepend=ends.new_zeros(1)) > 0)[:, None, None]
     y = torch.ops.aten._scaled_grouped_mm_v2.default(
         a.data, b.data.mT, [scales[0]], RECIPE, SWIZZLE, [scales[1]], RECIPE, SWIZZLE, ends, None,
         torch.bfloat16, [], False,
     )  # fmt: skip
-    return torch.where(there, y, 0).to(out_dtype)
+    return torch.where(in_group, y, 0).to(out_dtype)

@@ -1,4 +1,4 @@
-"""Byte transpose: row data -> column data of the same per-tensor scale, exact, padded."""
+"""Transposed copies of 1-byte data: column data from row data of the same scale, zero-padded."""
 
 import functools
 
@@ -17,10 +17,10 @@ BYTE_DTYPES = (*FLOAT8_MAX, torch.uint8, torch.int8)
 
 
 def transpose_bytes(data: Tensor, *, after: Tensor | None = None) -> Tensor:
-    """Return the transpose of ``data`` [R, C] as a contiguous copy [ceil16(C), ceil16(R)].
+    """Return the transpose of ``data`` [R, C] as a contiguous, zero-padded copy [C to 16, R to 16].
 
-    Of a 1-byte dtype, any strides; padded with zeros, without a gradient. ``after``: as in
-    :func:`cast`.
+    ``data`` has a dtype of `BYTE_DTYPES`, else `TypeError` is raised, and any strides. The copy has
+    no gradient. ``after`` as in :func:`cast`.
     """
     if data.dtype not in BYTE_DTYPES or data.dim() != 2:
         raise TypeError(
@@ -34,7 +34,7 @@ def transpose_bytes(data: Tensor, *, after: Tensor | None = None) -> Tensor:
 
 def transpose_reference(data: Tensor, after: Tensor | None = None) -> Tensor:
     """Plain-torch twin of the kernel; see :func:`transpose_bytes`."""
-    # As uint8, because float8 copies are not implemented on every backend.
+    # As uint8, because not every backend implements copies of float8.
     (R, C), codes = data.shape, data.view(torch.uint8)
     out = codes.new_zeros((C + -C % 16, R + -R % 16))
     out[:C, :R] = codes.t()
@@ -55,7 +55,7 @@ def _transpose_triton(data: Tensor, after: Tensor | None = None) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _launch(dtype: torch.dtype, device: torch.device, *integers: int) -> Launch:
-    return tiles.tiled(_transpose_kernel, tiles.ALONG_AND_ACROSS, device, integers)
+    return tiles.tiled(_transpose_kernel, tiles.COL_TILES, device, integers)
 
 
 @jit
@@ -65,14 +65,15 @@ def _transpose_kernel(  # type: ignore[no-untyped-def]
     R, C, stride_r, stride_c,
     EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    tile_r, tile_c = tiles.tile_at(tiles.tile_of_program(), R, C, BLOCK_R, BLOCK_C, GROUP)
-    quad, c = tiles.quads_of(tile_r, tile_c, BLOCK_R, BLOCK_C)
+    tile_r, tile_c = tiles.tile_at(tiles.reversed_tile(), R, C, BLOCK_R, BLOCK_C, GROUP)
+    quad, c = tiles.tile_quads(tile_r, tile_c, BLOCK_R, BLOCK_C)
     in_ptr = in_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + c * stride_c
-    r = tiles.rows_of(quad)
-    inside = [(each < R) & (c < C) for each in r]
-    b = tiles.load_rows(in_ptr, r, stride_r, inside, EVEN)
-    words, columns = pack_words(b[0], b[1], b[2], b[3]), tl.cdiv(C, 16) * 16
-    tiles.store_words(out_ptr, words, quad, c, columns, tl.cdiv(R, 16) * 4, EVEN)
+    r = tiles.quad_rows(quad)
+    inside = [(row < R) & (c < C) for row in r]
+    codes = tiles.load_rows(in_ptr, r, stride_r, inside, EVEN)
+    words = pack_words(codes[0], codes[1], codes[2], codes[3])
+    columns = tl.cdiv(C, 16) * 16
+    tiles.store_col_data(out_ptr, words, quad, c, columns, tl.cdiv(R, 16) * 4, EVEN)
 
 
 register(

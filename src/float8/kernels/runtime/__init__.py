@@ -1,1 +1,1 @@
-"""All private API of torch and Triton that float8 uses; `FLOAT8_PLAIN_LAUNCH=1` uses none."""
+"""All uses of private API of torch and Triton; `FLOAT8_PLAIN_LAUNCH=1` turns them off."""

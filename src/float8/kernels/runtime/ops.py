@@ -1,8 +1,8 @@
-"""Registering kernels as PyTorch ops, ``torch.ops.float8.*``, which carry no gradient.
+"""Registration of kernels as PyTorch ops, ``torch.ops.float8.*``, without gradients.
 
-By the Library API: the ``custom_op`` decorator costs several times as much per call in eager mode.
-CPU runs the plain-torch twins; CUDA runs Triton, or the twins where Triton is not installed.
-Compilers see opaque ops: so equal casts (q/k/v read one tensor) are merged.
+It uses the Library API; the ``custom_op`` decorator costs several times as much per eager call.
+CPUs run the plain-torch twins; CUDA runs Triton, or the twins where Triton is not installed.
+Compilers see opaque ops, so equal casts (q, k and v read one tensor) are merged.
 """
 
 import functools
@@ -27,7 +27,7 @@ NO_ONNX = (
 )
 
 cpu, cuda = types.SimpleNamespace(), types.SimpleNamespace()
-"""The namespaces that generated code calls: the ops of a device by their names.
+"""The functions of each op by name, per device, which generated code calls.
 
 Inductor keeps generated code on disk, past an upgrade of this library: the names of these two and
 of this file must stay, and what an op of a given name returns."""
@@ -42,11 +42,11 @@ def register(
     writes: tuple[str, ...] = (),
     flops: Callable[..., Any] | None = None,
 ) -> None:
-    """Define an op, whose signature is that of its twin `plain`.
+    """Define the op `name` with the signature of its plain-torch twin `plain`.
 
-    `triton` takes and returns the same; None: torch's own kernels do on GPUs, too. `fake` makes
-    uninitialised results; `writes` names the arguments that are written. `flops` counts for
-    `FlopCounterMode`, from arguments with shapes in place of tensors, and `out_shape`.
+    `triton` has the same signature; None: GPUs run `plain`, too. `fake` allocates uninitialized
+    results; `writes` names the arguments that the op writes. `flops` is a formula for
+    `FlopCounterMode`, which passes shapes in place of tensors, and `out_shape`.
     """
     schema = torch.library.infer_schema(plain, mutates_args=writes)
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -56,7 +56,7 @@ def register(
     for device, key, body in ((cpu, "CPU", plain), (cuda, "CUDA", _on_its_device(triton))):
         _library.impl(name, body, key)
         setattr(device, name, body)
-    # Saves the eager autograd wrapper, and results, which carry no gradient, don't claim to.
+    # Avoids the eager autograd wrapper; results do not claim to have a gradient.
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
 
     @functools.wraps(fake)
@@ -72,7 +72,7 @@ def register(
 
 
 def _on_its_device(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Run with the GPU of the first argument as the current one, on which Triton launches."""
+    """Wrap `body` to run with the GPU of its first argument as the current one, for Triton."""
 
     def op(x: Tensor, *args: Any, **named: Any) -> Any:
         current = private.current_device or torch.cuda.current_device
@@ -88,10 +88,10 @@ _REGISTRY = "torch._inductor.codegen.custom_extern_kernel_codegen"
 
 
 def _tell_inductor(name: str) -> None:
-    """Have code that Inductor generates call an op past the dispatcher, which takes as long.
+    """Make code that Inductor generates call the op `name` without the dispatcher's overhead.
 
-    When Inductor traces it, since to import Inductor takes seconds. Where its interface is another
-    one, generated code calls the op through the dispatcher.
+    Called when an op is traced, since importing Inductor takes seconds. If Inductor's interface is
+    not the known one, generated code calls the op through the dispatcher.
     """
     if _REGISTRY not in sys.modules or private.PLAIN_LAUNCH:
         return
@@ -120,7 +120,7 @@ def _warn_without_triton() -> None:
 
 
 def without_triton(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Run the twin, saying so on its first use."""
+    """Wrap the twin `plain` to warn at its first call that Triton is missing."""
 
     def op(*args: object, **named: object) -> Any:
         _warn_without_triton()

@@ -1,6 +1,6 @@
-"""Activations that Inductor's graphs of forward keep for those of backward: in float8.
+"""A partitioner for Inductor that stores activations for backward in float8.
 
-Names of torch here are private; there is no fallback. Importing this module imports Dynamo.
+It uses private names of torch without a fallback. Importing this module imports Dynamo.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from float8 import scales
 
 RUN = 128
-"""Elements along the last dim that share a scale, if that dim is a multiple of it; else all do."""
+"""Elements along the last dim per scale, if it is a multiple of this; else one scale per row."""
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _FUNCTIONS = {"silu", "silu_backward", "gelu", "gelu_backward"}
@@ -35,7 +35,7 @@ _USES = {
     " float8::matmul",
 }
 _USE_OF_OP = {name: use for use, names in _USES.items() for name in names.split()}
-"""Ops by their names; those that are not of aten with their namespace."""
+"""The use of each op by its name, with the namespace unless that is aten."""
 
 _PATTERNS = {
     "value": {"copy": "value", "factor": "value", "cast": "value", "step of cast": "value",
@@ -63,15 +63,15 @@ how another node may use it, and the kind of that one."""
 class Float8Partitioner(CustomPartitionerFn):
     """Split a graph into forward and backward as Inductor does, then keep activations in float8.
 
-    For Inductor's option `custom_partitioner_fn`; see `float8.activations_in_float8`. Equal ones
-    share what was compiled.
+    For Inductor's option `custom_partitioner_fn`; see `float8.activations_in_float8`. Equal
+    partitioners share compiled code.
     """
 
     min_bytes: float
     dtype: torch.dtype
 
     def uuid(self) -> object:
-        """Return what the caches of compiled code tell partitioners by."""
+        """Return the key of this partitioner in caches of compiled code."""
         return get_hash_for_files((__file__, scales.__file__)), self.min_bytes, self.dtype
 
     def __call__(
@@ -99,7 +99,7 @@ class Float8Partitioner(CustomPartitionerFn):
             and self._pays(node)
             and _may_be_rounded(backward.graph, taken[node.name], of_gradients, weight_gradients)
         ]
-        # Nothing is freed where an output shares the storage, or what stays as it is.
+        # No memory is freed if an output, or an activation kept unchanged, shares the storage.
         others = [node for i, node in enumerate(outputs) if i < count or node not in chosen]
         stays = {get_node_storage(node) for node in others if isinstance(node, Node)}
         for node in [node for node in chosen if get_node_storage(node) not in stays]:
@@ -120,8 +120,8 @@ class Float8Partitioner(CustomPartitionerFn):
         return enough and _hint(x.numel()) * x.element_size() >= self.min_bytes
 
     def _pack(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        # Scales are rounded up, so that nothing saturates, to powers of two, so that values lose
-        # nothing but bits of their mantissa. What is not finite makes its run NaN.
+        # Scales are rounded up to powers of two: nothing saturates, and values lose only mantissa
+        # bits. A non-finite value makes its run NaN.
         runs = _in_runs(x.to(torch.float32))
         scale = scales.amax_to_scale(runs.abs().amax(-1, keepdim=True), self.dtype, True)
         return (runs * scale.reciprocal()).to(self.dtype).reshape(x.shape), scale
@@ -155,7 +155,7 @@ class Float8Partitioner(CustomPartitionerFn):
 def _activations(
     graph: Graph, inputs: Sequence[Node], gradients: Sequence[Node | None], static: set[int]
 ) -> tuple[set[Node], set[Node | None]]:
-    """Return what requires grad and depends on more than Parameters; the Parameters' gradients."""
+    """Return nodes that require grad and depend on an input, and the Parameters' gradients."""
     traits, weight_gradients = {}, set[Node | None]()
     for index, (node, gradient) in enumerate(zip(inputs, gradients, strict=False)):
         what: Any = node.meta.get("desc")  # an inner graph has none: all counts as Parameters there
@@ -174,9 +174,9 @@ def _activations(
 
 
 def _save_sums_that_patterns_read(graph: Graph) -> None:
-    """Have torch save the sum that an RMSNorm or an activation function reads, not its terms.
+    """Mark sums that an RMSNorm or an activation function reads to be saved, not their terms.
 
-    Rounded terms may cancel each other; their sum is rounded as a whole.
+    Rounded terms may cancel each other, so the sum itself must be rounded.
     """
     for node in graph.nodes:
         if _name(node) == "rsqrt" or _is_function(node):
@@ -189,7 +189,7 @@ def _save_sums_that_patterns_read(graph: Graph) -> None:
 def _may_be_rounded(
     graph: Graph, start: Node, of_gradients: set[Node], weight_gradients: set[Node | None]
 ) -> bool:
-    """Return whether all that backward computes from a saved value belongs to one of four patterns.
+    """Return whether all uses of a saved value in backward match one of four patterns.
 
     - The operand of a weight gradient: the value, times exact factors or cast to float8, is
       multiplied with a gradient, and the product is the gradient of a Parameter.
@@ -240,7 +240,7 @@ def _use(node: Node, rounded: list[Node]) -> str:
 
 
 def _is_function(node: Node) -> bool:
-    """Return whether a node is one of those that an activation function is decomposed into."""
+    """Return whether a node belongs to the decomposition of an activation function."""
     op = node.meta.get("original_aten")
     return isinstance(op, OpOverload) and op._schema.name[6:] in _FUNCTIONS
 
@@ -259,7 +259,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _graft(graph: Graph, function: Callable[..., Any], nodes: list[Node]) -> list[Any]:
-    """Insert what `function` does to the values of nodes; return the nodes of its results."""
+    """Trace `function` on the values of `nodes` into `graph`; return the nodes of its results."""
     values = [node.meta["val"] for node in nodes]
     with values[0].fake_mode:
         traced = make_fx(lambda *args: function(*args), select_decomp_table())(*values)

@@ -1,4 +1,4 @@
-"""Triton, or a stand-in where it is not installed; and what kernels ask of a device.
+"""Triton, or a stand-in where it is not installed, and properties of devices that kernels need.
 
 Triton has no builds for some platforms, and float8 on a CPU does not need it.
 """
@@ -21,11 +21,11 @@ try:
     HAS_TRITON = True
     jit = triton.jit
 except ImportError:
-    # All that signatures need of kernels that are never launched.
-    HAS_TRITON, tl, TensorDescriptor = False, types.SimpleNamespace(constexpr=object), None
+    # All that the signatures of kernels need, which are never launched.
+    HAS_TRITON, tl, TensorDescriptor = False, types.SimpleNamespace(constexpr=int), None
 
     def jit(fn: Callable[..., Any] | None = None, **_: Any) -> Any:
-        """Leave the kernel as it is."""
+        """Return `fn` unchanged."""
         return fn if fn is not None else lambda fn: fn
 
 
@@ -36,7 +36,7 @@ try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
     HAS_GLUON, gluon_jit = True, gluon.jit
-    # Its name from Triton 3.8 on, and before.
+    # Renamed in Triton 3.8.
     async_load = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
 except ImportError:
     HAS_GLUON, gluon_jit = False, jit
@@ -46,7 +46,7 @@ except ImportError:
 
 @functools.cache
 def sm_count(device: torch.device) -> int:
-    """Count the multiprocessors of a GPU; 4 for the CPU, where Triton's interpreter runs."""
+    """Return the number of multiprocessors of a GPU; 4 on the CPU, for Triton's interpreter."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -54,10 +54,10 @@ def sm_count(device: torch.device) -> int:
 
 @functools.cache
 def has_float8_conversion(device: torch.device) -> bool:
-    """Tell whether Triton may convert float32 to float8 on ``device`` by instruction.
+    """Return whether kernels may convert float32 to float8 by an instruction of ``device``.
 
-    NVIDIA GPUs have it from compute capability 9.0 on; on 8.9 the assembler makes it of two
-    roundings, by way of float16. Triton's interpreter (3.6) gets it wrong: it rounds halves up,
+    NVIDIA GPUs have it from compute capability 9.0 on; on 8.9 the assembler rounds twice, through
+    float16. Triton's interpreter (3.6) gets it wrong: it rounds halves up,
     loses the carry into the exponent, misplaces subnormals and turns NaN into a finite number.
     """
     if device.type != "cuda" or torch.version.hip is not None:
