@@ -19,6 +19,7 @@ from float8.checkpoints import (
     save_float8_checkpoint,
 )
 from float8.checkpoints.schemes import scheme_named
+from float8.experts.grouped import quantize_experts
 from float8.kernels.dequantise import dequantised
 from float8.quantize import quantize
 from float8.tensor import dequantise
@@ -127,7 +128,7 @@ def test_bytes_are_those_that_training_multiplies(
     experts: Any = model.get_submodule("model.layers.1.mlp.experts")
     for own, names in (("gate_up_proj", ("w1", "w3")), ("down_proj", ("w2",))):
         weight = getattr(experts, own)
-        row = quantize(weight, experts._float8_plan.casts.weight, row=True).row
+        row = quantize_experts(weight, experts._float8_plan.casts.weight, row=True).row
         for expert in range(4):
             prefix = f"model.layers.1.block_sparse_moe.experts.{expert}"
             each = [f"{prefix}.{name}.weight" for name in names]

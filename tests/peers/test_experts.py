@@ -105,6 +105,12 @@ def test_experts_compute_what_they_did(name: str, recipe: str) -> None:
         assert sqnr(want, got) > 17
 
 
+def test_outputs_have_the_dtype_of_the_input_under_float32_routing_weights() -> None:
+    experts = first_experts().bfloat16()
+    x, index, weights = routed(experts)
+    assert experts(x.bfloat16(), index, weights.float()).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("name", SOME)
 def test_trained_saved_loaded_and_generating(name: str, tmp_path: Path) -> None:
     model = converted(name, "tensorwise")

@@ -6,6 +6,7 @@ import pickle
 import warnings
 import weakref
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from float8.config import CastConfig
 from float8.tensor import Float8GatherWeight, high_precision
 from float8.tensor.gather import CastAhead
+from float8.tensor.ranks import sharding_groups
 from sqnr import assert_close
 from support.configs import RECIPES
 from support.devices import E4M3, on_devices
@@ -309,3 +311,12 @@ def test_a_weight_that_something_else_uses_stays_plain() -> None:
     assert model.head.weight is model.embed.weight
     assert type(model.head.weight) is nn.Parameter
     assert isinstance(model.other.weight, Float8GatherWeight)
+
+
+def test_the_groups_of_a_weight_are_those_of_all_dims_that_shard_it() -> None:
+    """FSDP2 with tensor parallel shards along two: both have a part of the amax."""
+    sharded, replicated = (SimpleNamespace(is_replicate=lambda x=x: x) for x in (False, True))
+    sizes, groups = (2, 3, 4, 1), ("dp", "tp", "rp", "pp")
+    mesh = SimpleNamespace(size=sizes.__getitem__, get_group=groups.__getitem__)
+    weight = SimpleNamespace(device_mesh=mesh, placements=(sharded, sharded, replicated, sharded))
+    assert sharding_groups(weight) == ("dp", "tp")
