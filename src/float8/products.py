@@ -1,58 +1,52 @@
 """How the rows of an input meet a weight: the quantization and the three GEMMs of a layer."""
 
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from float8.gemm import matmul
 from float8.quantize import padded, quantize, to_col
 
+Shape = tuple[int, int]
 
-class Products(Protocol):
-    """How the rows of an input meet a weight: `Linear` asks, and never knows which kind it is.
 
-    `index` are tensors of one call that the products read, as the ends of the groups of rows. They
-    are saved for backward, and given to every method that takes rows.
-    """
-
-    columns_from_values: bool
-    """Compiled code casts the input to column data in backward, from the values that are kept."""
-    keeps_row_data: bool
-    """Backward makes column data of the row data of the input, which are not of this rank alone."""
-    repeats_scales: bool
-    """The one scale of a weight is there for each of its rows, [E, N] of experts."""
-    stored_transposed: bool
-    """The Parameter of the weights [E, N, K] lies as [E, K, N]."""
-
-    quantize_rows: Any  # (x [M, C], cast, *index, row, col, traced) -> Quantized
-    quantize_grad: Any  # the same of grad_output [M, N]
-    quantize_weight: Any  # (weight, cast, row, col, pad_rows, traced, after) -> Quantized
-    padded: Any  # (row data, granularity) -> Operand
-    transposed: Any  # (row data, cast config, after) -> Operand, column data
-    output: Any  # (a [M, K], b [N, K], (M, N), *index, gemm, out_dtype) -> [M, N]
-    grad_input: Any  # (a [M, N], b [K, N], (M, K), *index, gemm, out_dtype) -> [M, K], or a promise
-    grad_weight: Any  # (a [N, M], b [K, M], (N, K), *index, gemm, out_dtype) -> [N, K]
-    outer: Any  # (grad_output [M, N], input [M, K], *index) -> [N, K] in their dtype
-    finished: Any  # None, or: the promise of grad_input, when grad_weight is under way -> [M, K]
+def _outer(grad_output: Tensor, x: Tensor) -> Tensor:
+    return grad_output.t() @ x
 
 
 class Dense:
-    """All rows meet one weight [N, K]."""
+    """The products of a plain layer: all rows meet one weight [N, K].
+
+    `Linear` asks `call.products` and never knows which kind it is; experts and layers whose tokens
+    ranks share have others with these attributes. `index` below are tensors of one call that the
+    products read, saved for backward: none here, the ends of the groups of rows of experts.
+    """
 
     columns_from_values = True
+    """Compiled code casts the input to column data in backward, from the values that are kept."""
     keeps_row_data = False
+    """Backward makes column data of the row data of the input, which are not of this rank alone."""
     repeats_scales = False
+    """The one scale of a weight is there for each of its rows, [E, N] of experts."""
     stored_transposed = False
-    finished = None
-    quantize_rows = quantize_grad = quantize_weight = staticmethod(quantize)
-    padded = staticmethod(padded)
-    transposed = staticmethod(to_col)
-    output = grad_input = grad_weight = staticmethod(matmul)
+    """The Parameter of the weights [E, N, K] lies as [E, K, N]."""
 
-    @staticmethod
-    def outer(grad_output: Tensor, x: Tensor) -> Tensor:
-        """Multiply in high precision: `grad_output.T @ x`."""
-        return grad_output.t() @ x
+    quantize_rows: Any = staticmethod(quantize)  # (input [M, K], cast, *index, row, col, traced)
+    quantize_grad: Any = staticmethod(quantize)  # (grad_output [M, N], cast, *index, row, col)
+    quantize_weight: Any = staticmethod(
+        quantize
+    )  # (weight, cast, row, col, pad_rows, traced, after)
+    padded: Any = staticmethod(padded)  # (row data of a weight, granularity) -> as GEMMs read them
+    transposed: Any = staticmethod(
+        to_col
+    )  # (row data of a weight, cast config, after) -> column data
+    output: Any = staticmethod(
+        matmul
+    )  # ([M, K], [N, K], (M, N), *index, gemm, out_dtype) -> [M, N]
+    grad_input: Any = staticmethod(matmul)  # ([M, N], [K, N], (M, K), *index, ...) -> [M, K]
+    grad_weight: Any = staticmethod(matmul)  # ([N, M], [K, M], (N, K), *index, ...) -> [N, K]
+    finished: Any = None  # or a function: waits for what `grad_input` started
+    outer: Any = staticmethod(_outer)  # (grad_output, input, *index) -> grad_weight, in their dtype
 
 
 PRODUCTS: dict[int, Any] = {2: Dense}

@@ -18,7 +18,7 @@ from float8.gemm import Gemm, exact_dtype, refused_gemm, without_padding
 from float8.kernels.cast_groups import cast_groups, ends_of_groups
 from float8.kernels.grouped_matmul import GROUPED_GEMM
 from float8.kernels.runtime.ops import register
-from float8.products import PRODUCTS
+from float8.products import PRODUCTS, Dense, Shape
 from float8.quantize import Cast, dequantized, padded
 from float8.scales import Operand, Quantized
 
@@ -115,7 +115,7 @@ def _stacked(operands: Sequence[Operand]) -> Operand:
 def grouped_matmul(
     a: Operand | Columns,
     b: Operand,
-    shape: tuple[int, int],
+    shape: Shape,
     ends: Tensor,
     *,
     gemm: Gemm,
@@ -176,14 +176,11 @@ GROUPED_OUTER = torch.ops.float8.grouped_outer.default
 third argument is `offs`. An op, since compiled code has torch's for bfloat16 only."""
 
 
-class Grouped:
-    """The products of experts; see `float8.products.Products`."""
+class Grouped(Dense):
+    """The products of experts; see `Dense`."""
 
     columns_from_values = False
-    keeps_row_data = False
     repeats_scales = True
-    stored_transposed = False
-    finished = None
 
     @staticmethod
     def quantize_rows(
@@ -192,12 +189,11 @@ class Grouped:
         """Quantize grouped rows [T, C] under dynamic scales of each group; see `cast_groups`."""
         x = x.contiguous()
         row_data, col_data, ends = cast_groups(x, offs, cast.how, row=row, col=col)
-        return Quantized(
-            row_data, Columns(col_data.data, col_data.scale, ends, x.shape[0]) if col else None
-        )
+        if col:
+            col_data = Columns(col_data.data, col_data.scale, ends, x.shape[0])
+        return Quantized(row_data, col_data)
 
     quantize_grad = quantize_rows
-
     quantize_weight = staticmethod(quantize_experts)
 
     @staticmethod
@@ -225,12 +221,11 @@ class Grouped:
 
     @staticmethod
     def grad_weight(
-        g: Columns, x: Operand, shape: tuple[int, int], _: Tensor, *, gemm: Gemm,
-        out_dtype: torch.dtype,
-    ) -> Tensor:  # fmt: skip
+        g: Columns, x: Operand, shape: Shape, _: Tensor, *, gemm: Gemm, out_dtype: torch.dtype
+    ) -> Tensor:
         """Contract the rows of each group: [E, N, K] of column data [N, T] and [K, T]."""
-        settings: Any = {"gemm": gemm, "out_dtype": out_dtype, "tokens": g.tokens}
-        return grouped_matmul(g, x, shape, g.ends, **settings)
+        more: Any = {"gemm": gemm, "out_dtype": out_dtype, "tokens": g.tokens}
+        return grouped_matmul(g, x, shape, g.ends, **more)
 
     @staticmethod
     def outer(g: Tensor, x: Tensor, offs: Tensor) -> Tensor:

@@ -196,7 +196,7 @@ class Call(NamedTuple):
     plan: LinearPlan
     casts: Casts
     products: Any
-    """The `Products`."""
+    """What quantizes and multiplies: `Dense`, or another kind."""
     weight: Any
     """The class of the `Weight`."""
     in_features: int
@@ -213,7 +213,7 @@ class Linear(torch.autograd.Function):
     grad_weight  [N, K] = grad_output.T @ input     col(grad_output),   col(input)
 
     `call.products` quantizes and multiplies, and may do so for each group of rows, or with the rows
-    of other ranks: see `Products`.
+    of other ranks: see `float8.products.Dense`.
     """
 
     @staticmethod

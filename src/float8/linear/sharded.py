@@ -18,8 +18,8 @@ from torch import Tensor
 from float8.gemm import matmul
 from float8.linear.functional import apply_linear, in_compute_dtype
 from float8.linear.plan import Casts, LinearPlan
-from float8.products import Dense
-from float8.quantize import Cast, padded, quantize, to_col
+from float8.products import Dense, Shape
+from float8.quantize import Cast, to_col
 from float8.scales import Operand, Quantized
 from float8.tensor import Float8Tensor
 from float8.tensor.float8_tensor import to_float8
@@ -36,54 +36,43 @@ class Shards(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GathersInput:
+class GathersInput(Dense):
     """The products of a layer whose input is sharded by tokens: ranks gather it in float8."""
 
     tokens: SharedTokens
 
-    columns_from_values, keeps_row_data = True, True
-    repeats_scales, stored_transposed = False, False
-    quantize_grad = quantize_weight = staticmethod(quantize)
-    padded, transposed = staticmethod(padded), staticmethod(to_col)
-    outer = staticmethod(Dense.outer)
-    grad_weight, finished = staticmethod(matmul), staticmethod(finished)
+    keeps_row_data = True
+    finished = staticmethod(finished)
 
     def quantize_rows(self, x: Tensor, cast: Cast, *, traced: bool = False, **_: Any) -> Quantized:
         """Quantize the input of this rank [M / ranks, K], and gather row data of all: [M, K]."""
         return Quantized(self.tokens.gathered(x, cast, traced))
 
-    def output(self, a: Operand, b: Operand, shape: tuple[int, int], **gemm: Any) -> Tensor:
+    def output(self, a: Operand, b: Operand, shape: Shape, **gemm: Any) -> Tensor:
         """Multiply the rows of all ranks."""
         return matmul(a, b, (shape[0] * self.tokens.ranks, shape[1]), **gemm)
 
-    def grad_input(self, a: Operand, b: Operand, shape: tuple[int, int], **gemm: Any) -> Tensor:
+    def grad_input(self, a: Operand, b: Operand, shape: Shape, **gemm: Any) -> Tensor:
         """Multiply, and start to sum up over ranks, which overlaps with grad_weight."""
         return self.tokens.start_reduce_scatter(matmul(a, b, shape, **gemm))
 
 
 @dataclass(frozen=True)
-class ScattersOutput:
+class ScattersOutput(Dense):
     """The products of a layer whose output is a partial sum: ranks sum it up, and split tokens."""
 
     tokens: SharedTokens
-
-    columns_from_values, keeps_row_data = True, False
-    repeats_scales, stored_transposed, finished = False, False, None
-    quantize_rows = quantize_weight = staticmethod(quantize)
-    padded, transposed = staticmethod(padded), staticmethod(to_col)
-    outer = staticmethod(Dense.outer)
-    grad_weight = staticmethod(matmul)
 
     def quantize_grad(self, g: Tensor, cast: Cast, *, row: bool, col: bool) -> Quantized:
         """Quantize grad_output of this rank [M / ranks, N], and gather the bytes: [M, N]."""
         row_data = self.tokens.gathered(g, cast)
         return Quantized(row_data, to_col(row_data, cast.how) if col else None)
 
-    def output(self, a: Operand, b: Operand, shape: tuple[int, int], **gemm: Any) -> Tensor:
+    def output(self, a: Operand, b: Operand, shape: Shape, **gemm: Any) -> Tensor:
         """Multiply, and reduce-scatter the product: [M / ranks, N]."""
         return finished(self.tokens.start_reduce_scatter(matmul(a, b, shape, **gemm)))
 
-    def grad_input(self, a: Operand, b: Operand, shape: tuple[int, int], **gemm: Any) -> Tensor:
+    def grad_input(self, a: Operand, b: Operand, shape: Shape, **gemm: Any) -> Tensor:
         """Multiply the gradients of all tokens."""
         return matmul(a, b, (shape[0] * self.tokens.ranks, shape[1]), **gemm)
 

@@ -20,7 +20,7 @@ from float8.config import CastConfig, ScalingGranularity
 from float8.gemm import Gemm, matmul_of_any_size
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.private import dispatch_modes, make_fx_is_on, pre_dispatch_modes
-from float8.products import PRODUCTS
+from float8.products import PRODUCTS, Shape
 from float8.quantize import Cast
 from float8.scales import Operand
 
@@ -41,36 +41,30 @@ class Held(NamedTuple):
     col_scale: Tensor | Any = None
 
     def output(
-        self, a: Operand, shape: tuple[int, int], index: Any, call: "Call", dtype: torch.dtype
+        self, a: Operand, shape: Shape, index: Any, call: "Call", to: torch.dtype
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """Multiply by the row data."""
         b, gemm = Operand(self.row_data, self.row_scale), call.plan.output
         if torch.compiler.is_compiling():
-            y = self._times_held(a, b, shape, index, call, False, gemm, dtype)
+            y = self._times_held(a, b, shape, index, call, False, gemm, to)
         else:
-            y = call.products.output(a, b, shape, *index, gemm=gemm, out_dtype=dtype)
+            y = call.products.output(a, b, shape, *index, gemm=gemm, out_dtype=to)
         return y, (self.values, None, None, self.col_data, self.col_scale)
 
-    def grad_input(
-        self, g: Operand, shape: tuple[int, int], index: Any, call: "Call", dtype: torch.dtype
-    ) -> Tensor:
+    def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", to: Any) -> Any:
         """Multiply by the column data."""
         b, gemm = Operand(self.col_data, self.col_scale), call.plan.grad_input
         if torch.compiler.is_compiling():
-            return self._times_held(g, b, shape, index, call, True, gemm, dtype)
-        return call.products.grad_input(  # type: ignore[no-any-return]
-            g, b, shape, *index, gemm=gemm, out_dtype=dtype
-        )
+            return self._times_held(g, b, shape, index, call, True, gemm, to)
+        return call.products.grad_input(g, b, shape, *index, gemm=gemm, out_dtype=to)
 
-    def _times_held(
-        self, a: Operand, b: Operand, shape: tuple[int, int], index: Any, call: "Call", col: bool,
-        gemm: Any, dtype: torch.dtype,
-    ) -> Tensor:  # fmt: skip
+    def _times_held(self, a: Operand, b: Operand, shape: Shape, index: Any, call: "Call", col: bool,
+        gemm: Any, to: torch.dtype) -> Any:  # fmt: skip
         """Multiply by an op that checks at run time whether the held data are current."""
-        power_of_2 = call.casts.weight.how.power_of_2
-        return TIMES_HELD(  # type: ignore[no-any-return]
+        return TIMES_HELD(
             *a, *b, self.values.detach(), index[0] if index else None,
-            call.products.stored_transposed, *shape, col, power_of_2, *gemm.packed(), dtype,
+            call.products.stored_transposed, *shape, col, call.casts.weight.how.power_of_2,
+            *gemm.packed(), to,
         )  # fmt: skip
 
 
