@@ -255,6 +255,14 @@ class TestRounding:
             assert_same(ops.cuda.cast(*args), ops.cpu.cast(*args))
 
 
+def test_the_smallest_exponents(triton_device: torch.device) -> None:
+    """Amaxes about 2**-127 * 448: those whose exponent is 0, and those that have none."""
+    amaxes = torch.exp2(torch.arange(-124.0, -108.0)).unsqueeze(1) * torch.tensor([1.0, 1.75, 1.76])
+    x = (amaxes.reshape(-1, 1) * torch.linspace(-1, 1, 32)).to(triton_device)
+    args = (x, None, 1, 32, E4M3, True, False)
+    assert_same(ops.cuda.cast(*args), ops.cpu.cast(*args))
+
+
 @pytest.mark.parametrize(
     "of",
     [
