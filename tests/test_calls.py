@@ -17,13 +17,13 @@ from support.parallel import STYLES
 from support.sharded import convert, mesh_of
 
 MOST = {  # of a forward, its backward and, where something follows it, an optimizer step
-    "tensorwise": [30, 25],
-    "delayed": [34, 28, 30],
-    "rowwise": [40, 45],
-    "blockwise": [40, 45],
-    "held": [32, 20, 25],
-    "gather": [36, 18, 40],
-    "tensor parallel": [90, 60],  # two layers
+    "tensorwise": [20, 15],
+    "delayed": [25, 16, 18],
+    "rowwise": [23, 23],
+    "blockwise": [27, 27],
+    "held": [19, 11, 20],
+    "gather": [33, 14, 36],
+    "tensor parallel": [77, 51],  # two layers
 }
 
 

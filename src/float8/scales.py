@@ -91,37 +91,6 @@ class DelayedScale(NamedTuple):
         return self._replace(amax=fresh)
 
 
-def next_history_and_scale(
-    amax: Tensor,
-    history: Tensor,
-    scale: Tensor,
-    float8_max: Tensor,
-    *,
-    scale_fn_name: str,
-    round_to_power_of_2: bool,
-) -> tuple[Tensor, Tensor]:
-    """Push the amaxes of a step into their histories, and compute the next scales.
-
-    `amax` and `scale` are [S] float32, `history` [S, history_len], most recent first, `float8_max`
-    [S] float64, the largest value of each cast's format. History and scale are returned, new.
-
-    Where the amax is 0 (nothing was recorded since the last update, or only zeros) both stay as
-    they were, so an update too many forgets nothing. A non-finite amax is recorded as 0, so that
-    one overflowing step does not spoil the scales of the next `history_len` steps; where the
-    reduced history is 0 the scale stays as it was. `UNKNOWN_SCALE` stays until an amax is less than
-    twice the largest before it: gradients grow by orders of magnitude in the first step where
-    weights begin near zero.
-    """
-    latest, before = amax.nan_to_num(0.0, 0.0, 0.0), history.amax(dim=1)
-    settled = (latest - before).abs() < before  # 0 < latest < 2 * before
-    known = settled | (scale != UNKNOWN_SCALE)
-    pushed = torch.cat([latest.unsqueeze(1), history[:, :-1]], dim=1)
-    history = torch.where((amax != 0).unsqueeze(1), pushed, history)
-    peak = history.amax(dim=1) if scale_fn_name == "max" else history[:, 0]
-    fresh = amax_to_scale(peak, float8_max, round_to_power_of_2)
-    return history, torch.where(known & (peak > 0), fresh, scale)
-
-
 # ---------------------------------------------------------------- float8 data with their scales
 
 

@@ -19,8 +19,9 @@ from float8 import CastConfig, Float8Linear, Float8LinearConfig, Float8Tensor
 from float8.config import BASE_SITE, CAST_SITES, GEMM_OPERANDS, ConfigOrRecipe, as_config
 from float8.convert.report import percent
 from float8.experts import Float8Experts, kind_of, weights_of
+from float8.experts.plan import no_grouped_gemm, plan_experts
 from float8.linear import Float8Module
-from float8.linear.plan import no_grouped_gemm, plan_linear
+from float8.linear.plan import plan_linear
 from float8.numerics import (
     as_multiplied,
     device_of,
@@ -48,7 +49,8 @@ class MeasuredCast(NamedTuple):
 
 def casts_of(config: Float8LinearConfig, grouped: bool = False) -> list[MeasuredCast]:
     """The casts of a layer, or of experts, of this configuration that differ in their values."""
-    plan, found = plan_linear(config, grouped=grouped), dict[tuple[str, bool], MeasuredCast]()
+    plan = (plan_experts if grouped else plan_linear)(config)
+    found = dict[tuple[str, bool], MeasuredCast]()
     read_by = {site: gemm for gemm, sites in GEMM_OPERANDS.items() for site in sites}
     for site in CAST_SITES:
         if not config.cast_config(site).is_float8:

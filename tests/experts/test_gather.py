@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from float8.config import CastConfig, ScalingGranularity
 from float8.experts import grouped_linear
-from float8.experts.functional import plan_linear
 from float8.experts.gather import GatheredExperts, GatherExperts
 from float8.experts.grouped import quantize_experts
+from float8.linear.plan import plan_linear
 from sqnr import same_bits, sqnr
 from support.configs import of_recipe
 from support.devices import E4M3, on_devices

@@ -16,8 +16,8 @@ from float8 import (
     grouped_linear,
     update_float8_weights,
 )
+from float8.experts.plan import plan_experts
 from float8.kernels.cast_groups import cast_groups
-from float8.linear.plan import plan_linear
 from float8.weights.held import TIMES_HELD, hold
 from support.configs import of_recipe
 from support.microbatches import with_weights
@@ -94,7 +94,7 @@ def test_layers(recipe: str) -> None:
 
 @pytest.mark.parametrize("columns", [False, True])
 def test_held_weights_of_experts(columns: bool) -> None:
-    plan, weight = plan_linear(of_recipe("rowwise"), grouped=True), seeded(0, 4, 96, 64)
+    plan, weight = plan_experts(of_recipe("rowwise")), seeded(0, 4, 96, 64)
     held = hold(weight, plan.casts.weight)
     x = seeded(1, 40, 96 if columns else 64)
     a = cast_groups(x, OFFS, plan.casts.input.how, row=True, col=False).row

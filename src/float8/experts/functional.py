@@ -8,9 +8,10 @@ from torch import Tensor
 from float8.autograd import computed_before
 from float8.config import ConfigOrRecipe, Float8Weights, ScalingGranularity, as_config
 from float8.experts.grouped import Grouped, GroupedTransposed
+from float8.experts.plan import plan_experts
 from float8.formats import GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES
 from float8.linear.functional import Call, Linear, autocast_dtype
-from float8.linear.plan import LinearPlan, plan_linear
+from float8.linear.plan import LinearPlan
 from float8.linear.weight import InFloat8, OnTheFly, Weight
 from float8.tensor import Float8Tensor
 
@@ -57,7 +58,7 @@ def grouped_linear(
             f"grouped_linear: got a config with {config.float8_weights}, which belongs to a module "
             f"that is converted, expected float8_weights=Float8Weights.ON_THE_FLY"
         )
-    return apply_grouped(input, weight, offs, plan_linear(config, grouped=True), config.emulate)
+    return apply_grouped(input, weight, offs, plan_experts(config), config.emulate)
 
 
 def apply_grouped(

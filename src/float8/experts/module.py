@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from float8.config import CastSite, Float8LinearConfig, Float8Weights
 from float8.experts.functional import apply_grouped
+from float8.experts.plan import EXPECTED, no_grouped_gemm, plan_experts
 from float8.formats import E5M2, FLOAT8_MAX, GEMM_ALIGNMENT, HOPPER, lacks_float8_gemm
 from float8.linear.base import Float8Module
 from float8.linear.functional import autocast_dtype
-from float8.linear.plan import EXPECTED, no_grouped_gemm, plan_linear
 from float8.linear.source import (
     about_forward,
     new_class,
@@ -45,7 +45,7 @@ class Float8Experts(Float8Module):
 
     def _float8_set_up(self, config: Float8LinearConfig) -> None:
         """Take this configuration."""
-        plan = plan_linear(config, grouped=True)  # which may raise
+        plan = plan_experts(config)  # which may raise
         self._float8_drop_state()
         self._float8_config, self._float8_plan = config, plan
         self._float8_held = ()

@@ -19,8 +19,8 @@ from torchtitan.tools.logging import logger
 from float8.config import Float8LinearConfig
 from float8.convert.choice import left_out
 from float8.experts import convert_experts, unsupported_experts
+from float8.experts.plan import EXPECTED, no_grouped_gemm
 from float8.linear import Float8Linear
-from float8.linear.plan import EXPECTED, no_grouped_gemm
 from float8.parallel.fsdp import enable_float8_all_gather
 from float8.step import attach_to_optimizer
 

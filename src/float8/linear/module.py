@@ -6,17 +6,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from float8.config import CAST_SITES, ConfigOrRecipe, Float8LinearConfig, Float8Weights, as_config
-from float8.kernels.runtime.ops import NO_ONNX
-from float8.kernels.runtime.private import in_reentrant_checkpoint
+from float8.config import ConfigOrRecipe, Float8LinearConfig, Float8Weights, as_config
 from float8.linear.functional import apply_linear
-from float8.linear.plan import Casts, plan_linear
+from float8.linear.plan import plan_linear
 from float8.linear.sharded import Shards, linear_of_shards
 from float8.linear.source import class_of, problem, shallow_copy
 from float8.linear.state import StatefulLayer
-from float8.scales import UNKNOWN_SCALE, DelayedScale
 from float8.tensor import Float8Tensor, local_tensor
-from float8.tensor.ranks import amax_over
 from float8.weights.held import hold
 
 
@@ -177,44 +173,6 @@ class Float8Linear(StatefulLayer, nn.Linear):
         """Whether, under tensor parallel, each rank multiplies some of the features."""
         placements: Any = getattr(self.weight, "placements", None)
         return placements is not None and placements[-1].is_shard(1)
-
-    def _float8_casts(self, mesh: Any = None) -> Casts:
-        """Bind the casts of the plan to this call, with the state of delayed scaling.
-
-        Scales come from the history in training mode with gradients, unless the layer is frozen; so
-        they do in the first forward of reentrant checkpointing, which is recomputed with gradients.
-        Else they come from the data: a sync may never follow. Amaxes are recorded wherever
-        gradients are taken. They become those of all ranks of a `mesh` of one dim, which share the
-        layer. Casts whose scale the last sync made equal on all ranks need no all-reduce.
-        """
-        casts, record = self._float8_plan.casts, torch.is_grad_enabled()
-        trains = self.training and not (self._float8_delayed and self._float8_is_frozen())
-        if mesh is not None and mesh.size() > 1:
-            reduce = amax_over([mesh.get_group(0)])
-            known, reduced = self._float8_known if trains and record else (), {}
-            for site in CAST_SITES:
-                if site not in known:
-                    reduced[site.value] = getattr(casts, site.value)._replace(reduce=reduce)
-            casts = casts._replace(**reduced)
-        compiling = torch.compiler.is_compiling()
-        has_state = record or (trains and (compiling or in_reentrant_checkpoint()))
-        if not (self._float8_delayed and has_state):
-            return casts
-        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-            got = "got torch.jit.trace with delayed scaling, expected no gradients"
-            no_trace = f"Float8Linear: {got}; trace it under torch.no_grad()"
-            raise RuntimeError(NO_ONNX if torch.onnx.is_in_onnx_export() else no_trace)
-        delayed = {}
-        for site in self._float8_delayed:
-            amax, scale = getattr(self, site.amax), getattr(self, site.scale)
-            if not trains:
-                scale = torch.full_like(scale, UNKNOWN_SCALE)
-            elif compiling and not record:
-                scale = torch.ops.float8.scale_without_gradients.default(scale)
-                amax = torch.empty_like(amax)  # a compiled op writes it
-            cast, state = getattr(casts, site.value), DelayedScale(scale, amax)
-            delayed[site.value] = cast._replace(state=state, record=record)
-        return casts._replace(**delayed)
 
     def __prepare_scriptable__(self) -> None:
         """Refuse `torch.jit.script`, which calls this."""

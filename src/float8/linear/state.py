@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from float8.config import CastSite
-from float8.kernels.runtime.ops import register
+from float8.config import CAST_SITES, CastSite
+from float8.kernels.runtime.ops import NO_ONNX, register
 from float8.kernels.runtime.private import in_reentrant_checkpoint, warn
 from float8.linear.base import Float8Module
-from float8.scales import UNKNOWN_SCALE
+from float8.linear.plan import Casts
+from float8.scales import UNKNOWN_SCALE, DelayedScale, amax_to_scale
 from float8.tensor import local_tensor
-from float8.tensor.ranks import sharding_groups
+from float8.tensor.ranks import amax_over, sharding_groups
 
 
 class StatefulLayer(Float8Module):
@@ -192,6 +193,44 @@ class StatefulLayer(Float8Module):
                 "optimizer step, or attach_to_optimizer(model, optimizer) once before training"
             )
 
+    def _float8_casts(self, mesh: Any = None) -> Casts:
+        """Bind the casts of the plan to this call, with the state of delayed scaling.
+
+        Scales come from the history in training mode with gradients, unless the layer is frozen; so
+        they do in the first forward of reentrant checkpointing, which is recomputed with gradients.
+        Else they come from the data: a sync may never follow. Amaxes are recorded wherever
+        gradients are taken. They become those of all ranks of a `mesh` of one dim, which share the
+        layer. Casts whose scale the last sync made equal on all ranks need no all-reduce.
+        """
+        casts, record = self._float8_plan.casts, torch.is_grad_enabled()
+        trains = self.training and not (self._float8_delayed and self._float8_is_frozen())
+        if mesh is not None and mesh.size() > 1:
+            reduce = amax_over([mesh.get_group(0)])
+            known, reduced = self._float8_known if trains and record else (), {}
+            for site in CAST_SITES:
+                if site not in known:
+                    reduced[site.value] = getattr(casts, site.value)._replace(reduce=reduce)
+            casts = casts._replace(**reduced)
+        compiling = torch.compiler.is_compiling()
+        has_state = record or (trains and (compiling or in_reentrant_checkpoint()))
+        if not (self._float8_delayed and has_state):
+            return casts
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            got = "got torch.jit.trace with delayed scaling, expected no gradients"
+            no_trace = f"Float8Linear: {got}; trace it under torch.no_grad()"
+            raise RuntimeError(NO_ONNX if torch.onnx.is_in_onnx_export() else no_trace)
+        delayed = {}
+        for site in self._float8_delayed:
+            amax, scale = getattr(self, site.amax), getattr(self, site.scale)
+            if not trains:
+                scale = torch.full_like(scale, UNKNOWN_SCALE)
+            elif compiling and not record:
+                scale = torch.ops.float8.scale_without_gradients.default(scale)
+                amax = torch.empty_like(amax)  # a compiled op writes it
+            cast, state = getattr(casts, site.value), DelayedScale(scale, amax)
+            delayed[site.value] = cast._replace(state=state, record=record)
+        return casts._replace(**delayed)
+
     # ---------------------------------------------------------------- copies and moves
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
@@ -256,6 +295,38 @@ def _scale_without_gradients(scale: Tensor) -> Tensor:
 
 
 register("scale_without_gradients", _scale_without_gradients, fake=torch.empty_like)
+
+
+def next_history_and_scale(
+    amax: Tensor,
+    history: Tensor,
+    scale: Tensor,
+    float8_max: Tensor,
+    *,
+    scale_fn_name: str,
+    round_to_power_of_2: bool,
+) -> tuple[Tensor, Tensor]:
+    """Push the amaxes of a step into their histories, and compute the next scales.
+
+    `amax` and `scale` are [S] float32, `history` [S, history_len], most recent first, `float8_max`
+    [S] float64, the largest value of each cast's format. History and scale are returned, new.
+
+    Where the amax is 0 (nothing was recorded since the last update, or only zeros) both stay as
+    they were, so an update too many forgets nothing. A non-finite amax is recorded as 0, so that
+    one overflowing step does not spoil the scales of the next `history_len` steps; where the
+    reduced history is 0 the scale stays as it was. `UNKNOWN_SCALE` stays until an amax is less than
+    twice the largest before it: gradients grow by orders of magnitude in the first step where
+    weights begin near zero.
+    """
+    latest, before = amax.nan_to_num(0.0, 0.0, 0.0), history.amax(dim=1)
+    settled = (latest - before).abs() < before  # 0 < latest < 2 * before
+    known = settled | (scale != UNKNOWN_SCALE)
+    pushed = torch.cat([latest.unsqueeze(1), history[:, :-1]], dim=1)
+    history = torch.where((amax != 0).unsqueeze(1), pushed, history)
+    peak = history.amax(dim=1) if scale_fn_name == "max" else history[:, 0]
+    fresh = amax_to_scale(peak, float8_max, round_to_power_of_2)
+    return history, torch.where(known & (peak > 0), fresh, scale)
+
 
 # ---------------------------------------------------------------- of other configurations
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from float8 import kernels
 from float8.config import ScalingType, require_module
 from float8.experts import Float8Experts, GatherExperts, names_to_gather
+from float8.experts.plan import plan_experts
 from float8.kernels.runtime.private import untraced, warn
 from float8.linear import Float8Linear
 from float8.linear.plan import plan_linear
@@ -96,7 +97,7 @@ def enable_float8_all_gather(module: nn.Module) -> None:
         if gathers and not isinstance(local_tensor(weight), Float8GatherWeight):
             grouped = weight.dim() == 3
             kind = GatherExperts if grouped else Float8GatherWeight
-            cast = plan_linear(config, grouped=grouped).casts.weight
+            cast = (plan_experts if grouped else plan_linear)(config).casts.weight
             new_tensors[weight] = kind(weight.data, cast.how)  # a view would refer to the weight
     _replace_contents(new_tensors, users)
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from float8.config import Float8LinearConfig, Float8Weights
 from float8.experts.functional import apply_grouped
-from float8.linear.plan import EXPECTED, no_grouped_gemm, plan_linear
+from float8.experts.plan import EXPECTED, no_grouped_gemm, plan_experts
+from float8.linear.plan import plan_linear
 from float8.weights.held import Held, hold
 from float8_lab.bench.step import Results, Row, Step, bench_steps
 from float8_lab.bench.variants import EAGER, HIGH_PRECISION, Variant
@@ -59,7 +60,7 @@ class Layer(nn.Module):
         super().__init__()
         self.w13, self.w2, self.offs = nn.Parameter(w13), nn.Parameter(w2), offs
         self.config, self._swiglu = config, _swiglu
-        self.plan = plan_linear(config, grouped=True) if config else None
+        self.plan = plan_experts(config) if config else None
         if w13.is_cuda:  # as trainers do: one kernel each way, the same for all variants
             self._swiglu = torch.compile(_swiglu, fullgraph=True, dynamic=False)
         self.cast_held()
