@@ -496,6 +496,14 @@ def test_weights_tables_and_outputs_stay() -> None:
     assert sqnr(x.grad, first) > 45  # no weight was rounded to 3 bits of mantissa
 
 
+def test_operands_of_products_of_two_inputs_stay() -> None:
+    """Their gradients are no Parameters', and go on into the block before."""
+    linear = nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
+    x, z = (seeded(0, 96, n, dtype=torch.bfloat16).requires_grad_() for n in (32, 64))
+    _, saved = run(lambda x, z: x @ linear(z).t(), x, z)
+    assert in_float8(saved) == [(96, 64)]  # of the weight's
+
+
 def test_what_shares_storage_with_what_stays_stays() -> None:
     """Queries and keys are views of one tensor with values: to pack these alone frees nothing."""
     linear = nn.Linear(64, 192, bias=False).bfloat16()

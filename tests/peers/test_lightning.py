@@ -17,12 +17,20 @@ pytestmark = pytest.mark.xdist_group("transformers")  # one worker imports it
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_each_step_is_synced_once(by_hand: bool, tmp_path: Path) -> None:
-    """By two optimizers or one; and nothing is attached in the end."""
-    module = lightning_run.Module(by_hand=by_hand)
+    """By two optimizers or one, each attached; and nothing is attached in the end."""
+    attached = set()
+
+    class Counting(lightning_run.Module):
+        def training_step(self, batch, index):
+            attached.update(layer._float8_attached for layer in layers_of(self))
+            return super().training_step(batch, index)
+
+    module = Counting(by_hand=by_hand)
     more = {} if by_hand else {"precision": "bf16-mixed", "gradient_clip_val": 1.0}
     lightning_run.trainer(tmp_path, 1, **more).fit(module, lightning_run.data())
     steps = [int((x > 0).sum()) for name, x in fp8_state(module).items() if "history" in name]
     assert steps == [4] * 12
+    assert attached == {2 if by_hand else 1}
     assert len(layers := layers_of(module)) == 6
     assert not any(x._float8_attached or x._float8_has_unsynced_amax() for x in layers)
 
