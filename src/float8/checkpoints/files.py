@@ -109,7 +109,7 @@ class Checkpoint:
 
 
 def _open_safetensors(path: Path, device: Any) -> Any:
-    """Open a safetensors file, whose tensors are read onto `device`."""
+    """Open a safetensors file for reading its tensors to `device`."""
     safetensors = import_safetensors()
     try:
         return safetensors.safe_open(path, "pt", str(device))
@@ -167,8 +167,8 @@ def write_files(
 ) -> None:
     """Write a checkpoint into a new folder beside `folder`, then swap the two by renames.
 
-    Files in `folder` that are not part of a checkpoint move to the new folder. After an error the
-    older folder is in its place. Each dict of `tensors` lies in one file of `max_shard_size` bytes.
+    Files in `folder` that are not part of a checkpoint move to the new folder. After an error
+    `folder` is as before. A file has at most `max_shard_size` bytes, or one dict of `tensors`.
     """
     folder = folder.resolve()  # replace what a symbolic link leads to, not the link
     if folder.is_file() or folder.is_mount() or folder == Path.cwd():
@@ -197,14 +197,14 @@ def write_files(
 
 
 def _sibling(folder: Path, suffix: str) -> Path:
-    """Return the path beside `folder` that a save uses for the purpose `suffix`."""
+    """Return the path of the hidden sibling of `folder` that a save uses, named by `suffix`."""
     folder = folder.resolve()
     return folder.parent / f".{folder.name}.float8_{suffix}"
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock `folder` against other saves; the lock of a process that was killed is free."""
+    """Lock `folder` against other saves; the operating system frees a killed process's lock."""
     lock = _sibling(folder, "lock")
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("ab") as file:

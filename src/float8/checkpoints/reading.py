@@ -106,23 +106,23 @@ def load_float8_checkpoint(
 
 
 class _Target(NamedTuple):
-    """A Parameter or buffer; or one piece [N, K] of one expert in weights [E, pieces * N, K]."""
+    """Where to load a tensor: a whole Parameter or buffer, or one piece [N, K] of one expert."""
 
     saved: SavedTensor
     expert: int | None = None
     piece: int = 0
-    pieces: int = 1
+    pieces: int = 1  # of the Parameter [E, pieces * N, K]: 2 where gate and up are joined
 
     @property
     def only_layers(self) -> list[Any]:
-        """The modules that have this tensor as a weight in float8 alone (`Float8Weights.ONLY`)."""
+        """The modules that have the Parameter as a weight with `Float8Weights.ONLY`."""
         uses = (use for use in self.saved.uses if isinstance(use[1], Float8Linear | Float8Experts))
         only = ((x, attr) for _, x, attr in uses if x._float8_keeps_no_master)
         return [x for x, attr in only if attr in names_to_gather(x)]
 
 
 def _targets(model: nn.Module) -> dict[str, _Target]:
-    """Return the target of each name that a checkpoint may have, the model's and published ones."""
+    """Return where to load each name that a checkpoint may use: the model's own or published."""
     targets = {name: _Target(saved) for saved in saved_tensors(model) for name, *_ in saved.uses}
     published = published_names(model)
     targets |= {new: targets[name] for name, new in published.names.items()}
@@ -134,9 +134,9 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
 
 
 def _match(model: nn.Module, checkpoint: Checkpoint, targets: dict[str, _Target]) -> list[str]:
-    """Return the names to read, one for each target; raise `ValueError` if they do not match."""
+    """Return a name of the checkpoint per target; raise `ValueError` if names or tensors misfit."""
     cls, names_of = type(model).__name__, dict[_Target, list[str]]()
-    # Names that transformers ignores, too, as of layers for the prediction of several tokens.
+    # transformers ignores these names as well, for example of multi-token prediction layers.
     ignored = getattr(unwrapped(model), "_keys_to_ignore_on_load_unexpected", None) or ()
     for name in checkpoint.names:
         if name in targets:
@@ -173,7 +173,7 @@ def _match(model: nn.Module, checkpoint: Checkpoint, targets: dict[str, _Target]
 
 
 def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None:
-    """Raise `ValueError` if `target` cannot take the tensor `name`."""
+    """Raise `ValueError` if dtype, shape or scales of the tensor `name` do not fit `target`."""
     header: Any = checkpoint.dtype_and_shape(name)
     (dtype, shape), tensor = header, target.saved.tensor
     wanted = tuple(tensor.shape)
@@ -211,7 +211,7 @@ def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None
 
 
 def _load(target: _Target, read: Callable[..., Tensor], device: Any) -> None:
-    """Read a tensor of a checkpoint into `target`; `device` is that of new Parameters."""
+    """Load the tensor `read(dtype)` into `target`; replace one on the meta device on `device`."""
     saved, old, only_layers = target.saved, target.saved.tensor, target.only_layers
     if len(only_layers) == len(saved.uses) and target.expert is None:
         new = read(old.dtype).to(device if old.is_meta else old.device, old.dtype)
@@ -240,13 +240,13 @@ def _load(target: _Target, read: Callable[..., Tensor], device: Any) -> None:
 
 
 def _copy(destination: Any, tensor: Tensor) -> None:
-    """Copy a whole tensor of a checkpoint into one of the model, which may be a DTensor."""
+    """Copy `tensor`, dequantized, into `destination`; of a DTensor only the shard of this rank."""
     values = values_of(tensor.to(destination.device)).to(destination.dtype)
     destination.copy_(_distribute(values, destination) if is_dtensor(destination) else values)
 
 
 def _distribute(whole: Tensor, like: Any) -> Any:
-    """Return a DTensor placed as `like`, of a tensor that each rank has read: nothing is sent."""
+    """Return `whole`, which all ranks have read, as a DTensor placed as `like`; sends nothing."""
     from torch.distributed.tensor import distribute_tensor  # slow to import
 
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

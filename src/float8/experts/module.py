@@ -1,8 +1,8 @@
-"""`Float8Experts`: modules of other libraries whose experts multiply in float8.
+"""`Float8Experts`: convert the MoE experts of other libraries to float8 grouped GEMMs.
 
-A module stays the same object, with its Parameters, hooks and methods; it becomes an instance of a
-subclass of its class. Two kinds are known: `RegisteredExperts` of transformers, and `SeamExperts`,
-as torchtitan's. Modules of one's own call `grouped_linear`.
+A converted module stays the same object, with its Parameters, hooks and methods; only its class
+becomes a subclass of the old one. `RegisteredExperts` converts experts of transformers 5, and
+`SeamExperts` those of torchtitan. Your own modules call `grouped_linear` instead.
 """
 
 import functools
@@ -32,7 +32,7 @@ from float8.weights.held import can_be_held, hold
 
 
 class ExpertsWeight(NamedTuple):
-    """The weights of experts in one Parameter: so many [N, K], however they lie."""
+    """The name and sizes of a Parameter with weights [N, K] of experts, in any storage order."""
 
     name: str
     experts: int
@@ -41,10 +41,10 @@ class ExpertsWeight(NamedTuple):
 
 
 class Float8Experts(Float8Module):
-    """The base of experts in float8, beside the class that they had."""
+    """The base class of converted experts; their original class is the second base."""
 
     def _float8_set_up(self, config: Float8LinearConfig) -> None:
-        """Take this configuration."""
+        """Set the configuration; quantize the weights in place with `Float8Weights.ONLY`."""
         plan = plan_experts(config)  # which may raise
         self._float8_drop_state()
         self._float8_config, self._float8_plan = config, plan
@@ -53,7 +53,7 @@ class Float8Experts(Float8Module):
             self._float8_drop_master(*names_to_gather(self))
 
     def _float8_product(self, x: Tensor, weight: Any, offs: Tensor, name: str = "") -> Tensor:
-        """Multiply groups of rows [T, K] by weights [E, N, K]; `name`: of their Parameter."""
+        """Multiply groups of rows [T, K] by weights [E, N, K]; `name` is their Parameter's."""
         weight = _on_this_rank(weight)
         x = x.to(autocast_dtype(x.device) or weight.dtype)
         plan, held = self._float8_plan, None
@@ -69,9 +69,9 @@ class Float8Experts(Float8Module):
     # ---------------------------------------------------------------- weights that are held
 
     def _float8_hold(self, why_not: str | None = None) -> dict[str, str]:
-        """Cast the weights, to be read until they are written; return why some are not, by name.
+        """Hold the weights in float8; return, by name, the reasons why some are not held.
 
-        `why_not`: a reason why none can be held.
+        `why_not`: a reason against holding any of them, or None.
         """
         self._float8_held = ()  # frees the old data before casting
         held, others = [], {}
@@ -87,13 +87,13 @@ class Float8Experts(Float8Module):
         return others
 
     def _float8_weight(self, name: str) -> Any:
-        """Return a Parameter, or what stands for it now, as weights [E, N, K]."""
+        """Return the attribute `name`, a Parameter or a tensor in its place, as [E, N, K]."""
         # Read by getattr: FSDP1 and PEFT put a computed tensor there.
         weight = getattr(self, name)
         return weight.transpose(1, 2) if lies_transposed(self) else weight
 
     def extra_repr(self) -> str:
-        """Return what its class says, the recipe, and what runs otherwise than in a layer."""
+        """Return the original text, the recipe, and settings that differ from `Float8Linear`."""
         config = self._float8_config
         words = [super().extra_repr(), config.short_str()]
         sites = CastSite.GRAD_OUTPUT, CastSite.GRAD_OUTPUT_FOR_GRAD_WEIGHT
@@ -115,17 +115,17 @@ class Float8Experts(Float8Module):
 
 
 class RegisteredExperts(Float8Experts):
-    """Experts of transformers 5: `gate_up_proj` or `up_proj`, then `down_proj`.
+    """Experts of transformers 5, with the weights `gate_up_proj` or `up_proj`, and `down_proj`.
 
-    transformers keeps a registry of forwards for them. This one sorts the tokens by expert itself
-    and leaves the rest to methods of the module.
+    Replaces the forward that transformers would take from its registry: sorts tokens by expert and
+    runs both grouped GEMMs in float8. The activation and gate stay methods of the module.
     """
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Send each token [hidden] through its experts, and add their outputs by weight.
+        """Return the weighted sum of the outputs of each token's experts, [tokens, hidden].
 
-        Index and weights are [tokens, top_k]. Indices >= `num_experts` belong to other ranks: their
-        weights count as 0, and nothing is computed. The dtype is that of the input.
+        `top_k_index` and `top_k_weights` are [tokens, top_k]. An index >= `num_experts` is that of
+        an expert on another rank, and adds nothing. The dtype is that of `hidden_states`.
         """
         mod: Any = self
         tokens, top_k = top_k_index.shape
@@ -158,7 +158,7 @@ class RegisteredExperts(Float8Experts):
 
 
 def _on_this_rank(x: Any) -> Any:
-    """Return the shard, of whole experts, of a DTensor, whose gradient becomes its own."""
+    """Return the local shard of a DTensor of experts, differentiably; a plain tensor as it is."""
     if not is_dtensor(x):
         return x
     if not all(each.is_replicate() or each.is_shard(0) for each in x.placements):
@@ -170,7 +170,7 @@ def _on_this_rank(x: Any) -> Any:
 
 
 class SeamExperts(Float8Experts):
-    """Experts that multiply by a method `_grouped_mm(A=, B_t=, offs=)`, which alone is replaced."""
+    """Experts whose `_grouped_mm(A=, B_t=, offs=)` is overridden, and no other method."""
 
     _float8_why_never_held = "given to a method, perhaps a copy"
 
@@ -185,9 +185,9 @@ _SEAM = ["A", "B_t", "offs"]
 
 
 def kind_of(module: nn.Module) -> type[Float8Experts] | None:
-    """Return the class of ours for the experts of this module, None: they are not known.
+    """Return the subclass of `Float8Experts` that can convert `module`, or None.
 
-    Told by the class alone; neither transformers nor torchtitan is imported for it.
+    Inspects the class of `module` only; imports neither transformers nor torchtitan.
     """
     cls: Any = module._float8_source_class if isinstance(module, Float8Experts) else type(module)
     forward, seam = cls.forward, inspect.getattr_static(cls, "_grouped_mm", None)
@@ -199,7 +199,7 @@ def kind_of(module: nn.Module) -> type[Float8Experts] | None:
 
 
 def lies_transposed(module: Any) -> bool:
-    """Whether its weights lie as [E, K, N]."""
+    """Return whether the Parameters of `module` store the weights as [E, K, N]."""
     return bool(getattr(module, "is_transposed", False))
 
 
@@ -219,7 +219,7 @@ def weights_of(module: nn.Module) -> list[ExpertsWeight]:
 
 
 def names_to_gather(module: nn.Module) -> list[str]:
-    """Return the names of weights that FSDP2 can gather in float8: [N, K], or lie as [E, N, K]."""
+    """Return names of weights that FSDP2 can gather in float8: stored as [N, K] or [E, N, K]."""
     if isinstance(module, nn.Linear):
         return ["weight"]
     if lies_transposed(module):
@@ -229,7 +229,7 @@ def names_to_gather(module: nn.Module) -> list[str]:
 
 
 def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | None:
-    """Say why the experts of a known kind cannot multiply in float8, or return None."""
+    """Return why `module`, for which `kind_of` is not None, cannot be converted, or None."""
     if reason := no_grouped_gemm(config):
         return f"got a config with {reason}; expected {EXPECTED}"
     if replaced_forward(module):
@@ -267,9 +267,9 @@ def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | 
 
 
 def _replaced_seam(module: Any) -> str | None:
-    """Say who gave experts another `_grouped_mm` than that of the class they began as, or None.
+    """Return an error message if a subclass or attribute overrides `_grouped_mm`, or None.
 
-    Such as torchtitan's own for MXFP8: it does more than multiply, and ours would take its place.
+    torchtitan's MXFP8 replaces it, for example: it does more than multiply, which would be lost.
     """
     cls = module._float8_source_class if isinstance(module, Float8Experts) else type(module)
     last, *others = (each.__name__ for each in cls.__mro__ if "_grouped_mm" in vars(each))
@@ -283,7 +283,7 @@ def _replaced_seam(module: Any) -> str | None:
 
 
 def convert_experts(module: Any, config: Float8LinearConfig) -> None:
-    """Give a module of a known kind the class whose experts multiply in float8, in place."""
+    """Convert `module`, for which `kind_of` is not None, to float8 by changing its class."""
     kind: Any = kind_of(module)
     module.__dict__.pop("forward", None)  # that of its class, which accelerate leaves behind
     module.__class__ = class_of_experts(kind, module.__class__)
@@ -292,7 +292,7 @@ def convert_experts(module: Any, config: Float8LinearConfig) -> None:
 
 @functools.cache
 def class_of_experts(kind: Any, source: Any) -> Any:
-    """Return a subclass that is a `kind` of experts, too; by its names libraries find modules."""
+    """Return a subclass of `kind` and `source`; libraries find it by the name of `source`."""
     members = {name: getattr(source, name) for name in ("__module__", "__qualname__", "__doc__")}
     members["_float8_source_class"] = source
     bases = kind, source

@@ -1,9 +1,9 @@
-"""The grouped GEMM of a Hopper GPU under scales of blocks: sums of 128 products, scaled, added.
+"""Grouped GEMM for Hopper under block scales: scale sums of 128 products, add them in float32.
 
-One warp loads tiles of 128 rows and 256 columns, some steps ahead. Two groups of four warps take 64
-of the rows each: while one scales and adds up in float32, tensor cores multiply for the other. In
-Gluon, which is Triton's language below its compiler's choices: Triton itself waits for each product
-and reaches three quarters of the rate (benchmarks/NOTES.md).
+One warp loads tiles of 128 rows and 256 columns, some steps ahead. Two warpgroups compute 64 rows
+each: while one scales and accumulates, tensor cores multiply for the other. The kernel is written
+in Gluon, the lower-level language of Triton: Triton itself waits for each product and reaches three
+quarters of the rate (benchmarks/NOTES.md).
 """
 
 from torch import Tensor
@@ -18,12 +18,12 @@ from float8.kernels.runtime.triton import (
     sm_count,
 )
 
-_TILE = 128, 256, 128  # its rows and columns, and of what is contracted
+_TILE = 128, 256, 128  # rows and columns of a tile of the output, and its steps of contraction
 ROWS, COLUMNS, BLOCK = map(gl.constexpr, _TILE)
-STAGES = gl.constexpr(3)  # of loads
-PANEL = gl.constexpr(16)  # tiles of rows that share what is read of `b`
-# Registers of a thread that multiplies, and of one that loads. With 224 both groups that multiply
-# rows hold their sums; where experts contract rows, 232 are 2 to 6 % faster (H200).
+STAGES = gl.constexpr(3)  # buffers in shared memory for loads
+PANEL = gl.constexpr(16)  # tiles of rows that reuse a tile of `b` from the L2 cache
+# Registers of a thread that multiplies, and of one that loads. With OF_ROWS 224 hold the sums of
+# both warpgroups; where rows are contracted, 232 are 2 to 6 % faster (H200).
 REGISTERS, OF_LOADS = map(gl.constexpr, (232, 24))
 REGISTERS_OF_ROWS, OF_LOADS_OF_ROWS = map(gl.constexpr, (224, 56))
 
@@ -31,7 +31,7 @@ REGISTERS_OF_ROWS, OF_LOADS_OF_ROWS = map(gl.constexpr, (224, 56))
 def multiply_blocks(
     out: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor
 ) -> None:
-    """Multiply as `gemm.grouped_matmul` does under blocks; `b` is [E, N, C], or [1, N, C]."""
+    """Multiply `a` [R, C] by `b` [E, N, C] into `out` [R, N], or by [1, N, C] into [E, R, N]."""
     if not HAS_GLUON:
         got = "float8 GEMM: got a Triton without Gluon for experts under blocks, expected"
         raise RuntimeError(f"{got} Triton >= 3.6; upgrade it, or take the recipe 'rowwise'")
@@ -53,11 +53,11 @@ def multiply_blocks(
 
 @gluon_jit
 def _next_tile(tile, of, ends_ptr, sizes, OF_ROWS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Go on to the group that has a tile, from that of a tile before, and place the tile.
+    """Find the group of ``tile``, starting at that of an earlier tile, and the tile's position.
 
-    Returns ``of`` the group its number, the tiles before it, those in it, where it begins and ends;
-    of the tile its first row, the row behind its last one, its first column; where it begins along
-    C, and in how many steps it goes. Group E are rows in no other. Behind all there is one more.
+    Returns the group (its number, the tiles before it, its tiles, its begin and end), the tile's
+    first row, end row and first column, its begin along C, and its steps. With ``OF_ROWS`` group E
+    has the rows after all groups, which become zero. A number past the last group means no tile.
     """
     group, before, count, begin, end = of
     R, N, C, E = sizes
@@ -94,7 +94,7 @@ def _next_tile(tile, of, ends_ptr, sizes, OF_ROWS: gl.constexpr):  # type: ignor
 def _load(  # type: ignore[no-untyped-def]
     a_tiles, b_tiles, scale_tiles, shared, ends_ptr, sizes, OF_ROWS: gl.constexpr
 ):
-    """Load what the tiles of this program read, as soon as there is an empty stage."""
+    """Load the operands of all tiles of this program, each as soon as a stage is empty."""
     a_shared, b_shared, scale_shared, full, empty = shared
     SCALES: gl.constexpr = 0 if OF_ROWS else scale_tiles.block_type.nbytes
     BYTES: gl.constexpr = a_tiles.block_type.nbytes + b_tiles.block_type.nbytes + SCALES
@@ -124,7 +124,7 @@ def _add(  # type: ignore[no-untyped-def]
     sums, a, a_scale, b_shared, b_scale, scale_shared, stage, zeros, SIDE: gl.constexpr,
     OF_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Multiply by the left or the right half of the columns, scale and add that to the sums."""
+    """Return ``sums`` plus the scaled product of ``a`` and the left or right half of ``b``."""
     HALF: gl.constexpr = zeros.shape[1]
     b = b_shared.index(stage).reshape([2 * HALF, a.shape[1]]).slice(SIDE * HALF, HALF, 0)
     p = hopper.warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
@@ -148,9 +148,9 @@ def _store(sums, to, row, end_row, n, N):  # type: ignore[no-untyped-def]
 
 
 @gluon_jit
-def _multiply(given, PART: gl.constexpr, OF_ROWS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Compute the upper or the lower half of the tiles of this program."""
-    shared, a_scale_ptr, b_scale_ptr, out_ptr, ends_ptr, sizes, strides = given
+def _multiply(arguments, PART: gl.constexpr, OF_ROWS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Compute the upper (``PART`` 0) or lower (1) half of the rows of all tiles of this program."""
+    shared, a_scale_ptr, b_scale_ptr, out_ptr, ends_ptr, sizes, strides = arguments
     a_shared, b_shared, scale_shared, full, empty = shared
     stride_a, step_a, stride_b, row_b, step_b = strides
     R, N, _, E = sizes
@@ -206,7 +206,7 @@ def _grouped_blocks_kernel(  # type: ignore[no-untyped-def]
     scale_tiles,  # [C / 128, N], where `b` is not [E, N, C]
     a_scale_ptr,  # [R, C / 128]
     b_scale_ptr,  # [E, N / 128, C / 128]
-    ends_ptr,  # [E]: of rows, or of what is contracted
+    ends_ptr,  # [E]: ends of groups of rows, or of groups of C
     out_ptr,  # [R, N], or [E, R, N]
     R, N, C, E, stride_a, step_a, stride_b, row_b, step_b, OF_ROWS: gl.constexpr,
 ):  # fmt: skip
@@ -222,14 +222,14 @@ def _grouped_blocks_kernel(  # type: ignore[no-untyped-def]
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     for stage in gl.static_range(STAGES):
         hopper.mbarrier.init(full.index(stage), count=1)
-        hopper.mbarrier.init(empty.index(stage), count=2)  # of both that multiply
+        hopper.mbarrier.init(empty.index(stage), count=2)  # both warpgroups arrive
     shared, sizes = (a_shared, b_shared, scale_shared, full, empty), (R, N, C, E)
     strides = stride_a, step_a, stride_b, row_b, step_b
-    given = shared, a_scale_ptr, b_scale_ptr, out_ptr, ends_ptr, sizes, strides
+    arguments = shared, a_scale_ptr, b_scale_ptr, out_ptr, ends_ptr, sizes, strides
     gl.warp_specialize(
         [
-            (_multiply, (given, 0, OF_ROWS)),  # with the registers that the others leave
-            (_multiply, (given, 1, OF_ROWS)),
+            (_multiply, (arguments, 0, OF_ROWS)),  # gets the registers that the others leave
+            (_multiply, (arguments, 1, OF_ROWS)),
             (_load, (a_tiles, b_tiles, scale_tiles, shared, ends_ptr, sizes, OF_ROWS)),
         ],
         [4, 1],

@@ -1,8 +1,8 @@
-"""Keep the state of delayed scaling while a layer is moved, copied, saved, loaded and synced.
+"""Keep the buffers of delayed scaling while a layer is moved, copied, saved, loaded and synced.
 
-Each cast site with delayed scaling owns three float32 buffers, each with storage of its own:
+Each cast site with delayed scaling has three float32 buffers that share no storage:
 `fp8_amax_<site>` [], the largest amax since the last sync; `fp8_amax_history_<site>` [history_len],
-those of the last steps, most recent first; and `fp8_scale_<site>` [], the decode scale of the next.
+the amaxes of the last steps, most recent first; `fp8_scale_<site>` [], the decode scale to use now.
 """
 
 from collections.abc import Callable
@@ -22,19 +22,19 @@ from float8.tensor.ranks import amax_over, sharding_groups
 
 
 class StatefulLayer(Float8Module):
-    """A linear layer with that state."""
+    """The base class of linear layers, with the buffers of delayed scaling."""
 
     weight: Tensor
     _float8_delayed: tuple[CastSite, ...] = ()
-    """The sites with delayed scaling."""
+    """The cast sites with delayed scaling."""
     _float8_compared: frozenset[Any] = frozenset()
-    """Numbers of layers, each with its groups of ranks, that a sync has compared already."""
+    """Layer counts and process groups for which a sync has checked that all ranks agree."""
     _float8_known: frozenset[CastSite] = frozenset()
-    """Sites whose scale is known to come from the history, on all ranks that share the layer."""
+    """Cast sites whose scale is known to be set, on all ranks that share the layer."""
     _float8_versions: dict[int, int] | None = None
     """The versions of the Parameters when the first amax since the last sync was recorded."""
     _float8_sample: tuple[Any, int, Tensor] | None = None
-    """At the last check: which weight, the version of grad_output's amax, the weight's diagonal."""
+    """At the last check: the weight's identity and diagonal, and grad_output's amax version."""
     _float8_synced_version = -1
     _float8_not_copied = frozenset(
         {*Float8Module._float8_not_copied, "_float8_compared", "_float8_versions", "_float8_sample"}
@@ -49,19 +49,19 @@ class StatefulLayer(Float8Module):
         self._float8_state_was_written()
 
     def _float8_fresh_state(self, site: CastSite, device: torch.device) -> dict[str, Tensor]:
-        """Return new buffers of a site, by name."""
+        """Return new buffers for a cast site, by name."""
         scale = torch.full((), self._float8_first_scale, dtype=torch.float32, device=device)
         history = scale.new_zeros(self._float8_config.delayed_scaling_config.history_len)
         return {site.amax: torch.zeros_like(scale), site.history: history, site.scale: scale}
 
     def register_forward_pre_hook(self, *args: Any, **more: Any) -> Any:
-        """Register a hook; torch's tensor parallel does so when it has made DTensors of buffers."""
+        """Register a hook; unwrap buffers that torch's tensor parallel made DTensors before."""
         for name, buffer in self._float8_state().items():
             self._buffers[name] = local_tensor(buffer)
         return super().register_forward_pre_hook(*args, **more)
 
     def _float8_leave_meta(self) -> bool:
-        """Make buffers anew that are on the meta device still, which the weight left."""
+        """Replace buffers left on the meta device if the weight is not; return whether it did."""
         left = not self.weight.is_meta and any(x.is_meta for x in self._float8_state().values())
         if left:
             self._float8_register_buffers()
@@ -86,7 +86,7 @@ class StatefulLayer(Float8Module):
         self._float8_mark_synced()
 
     def reset_parameters(self) -> None:
-        """Initialise weight and bias as the layer did before, and forget all amaxes."""
+        """Initialize weight and bias as the original class does, and reset the buffers."""
         super().reset_parameters()  # type: ignore[misc]
         if "_float8_config" in self.__dict__:  # not yet while nn.Linear.__init__ runs
             self._float8_reset_state()
@@ -99,10 +99,10 @@ class StatefulLayer(Float8Module):
     # ---------------------------------------------------------------- which steps it is in
 
     def _float8_knows_weight_scale(self) -> bool:
-        """Whether a gather takes the scale from the history; asks the device until there is one.
+        """Return whether FSDP2 gathers the weight under the delayed scale in its buffer.
 
-        It does in training mode, unless the layer is frozen: FSDP2 always gathers under `no_grad`,
-        and does not tell whether the forward takes gradients.
+        False in eval mode, for a frozen layer, and while the scale is unknown, for which the host
+        reads the buffer. Grad mode is not asked, since FSDP2 always gathers under `no_grad`.
         """
         site = CastSite.WEIGHT
         if not self.training or self._float8_is_frozen():
@@ -119,43 +119,42 @@ class StatefulLayer(Float8Module):
         return bool(needed) and not any(needed)  # FSDP1 takes Parameters away
 
     def _float8_note_known(self, site: CastSite, scale: float) -> None:
-        """Note it if this scale comes from the history."""
+        """Record that the scale of `site` is set, unless `scale` is `UNKNOWN_SCALE`."""
         if scale != UNKNOWN_SCALE:
             self._float8_known = self._float8_known | {site}  # Dynamo (torch 2.11) fails at `|=`
 
     def _float8_has_unsynced_amax(self) -> bool:
-        """Whether an amax was recorded since the last sync, compiled or not."""
+        """Return whether eager or compiled code recorded an amax since the last sync."""
         return self._float8_amax_version() != self._float8_synced_version
 
     def _float8_mark_synced(self) -> None:
-        """Note that all amaxes recorded so far are in the history, or of no interest."""
+        """Remember that no amax recorded so far needs a sync."""
         if self._float8_versions is not None:  # setting an attribute of a module takes long
             self._float8_versions = None
         if not torch.compiler.is_compiling():
             self._float8_synced_version = self._float8_amax_version()
 
     def _float8_detach(self) -> None:
-        """End one attachment; writes to weights count from the next forward."""
+        """Detach one optimizer; the check for a missing sync starts anew at the next forward."""
         super()._float8_detach()
         self._float8_versions = None
 
     def _float8_amax_version(self) -> int:
-        """Return how often the amax of the weight, or else of the first site, was written."""
+        """Return the version of the weight's amax, or else of the first site's; -1 without one."""
         amax = self._buffers.get(CastSite.WEIGHT.amax)
         if amax is None and self._float8_delayed:
             amax = self._buffers[self._float8_delayed[0].amax]
         return -1 if amax is None or amax.is_inference() else amax._version
 
     def _float8_check_synced(self) -> None:
-        """Raise a `RuntimeError` before training on where a sync is missing.
+        """Raise a `RuntimeError` if a Parameter was updated without a sync of delayed scaling.
 
         A sync is missing if a trained Parameter was written between two forwards with gradients.
-        Not checked while the layer is attached to an optimizer, or in compiled code. Versions of
-        Parameters tell of writes, but not of those by fused optimizers and through `.data`. For
-        these some values of the weight are compared, once after a backward whose gradient is None
-        by now; that waits for the device. So they go unnoticed after
-        `zero_grad(set_to_none=False)`, where `torch.distributed` is initialised, where grad_output
-        has dynamic scaling, and where only the bias is trained.
+        The check is skipped while the layer is attached to an optimizer, and in compiled code. It
+        compares version counters. Fused optimizers and writes through `.data` do not raise them, so
+        the weight's diagonal is compared, too, after each backward whose gradient is None by now;
+        that waits for the device. Such writes are missed after `zero_grad(set_to_none=False)`,
+        where `torch.distributed` is initialized, grad_output is dynamic or only the bias trains.
         """
         checks = self._float8_config.enable_pre_and_post_forward and not self._float8_attached
         if not checks or not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -238,7 +237,7 @@ class StatefulLayer(Float8Module):
         self._float8_state_was_written()  # new buffers count versions anew
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a Parameter, as assigning one does, and forget what is held of the old one."""
+        """Register a Parameter and free the held float8 data of the old one; refuse torchao's."""
         compiling = torch.compiler.is_compiling()  # as FSDP1 is, which registers views
         if not compiling and type(param).__module__.startswith("torchao."):
             raise TypeError(
@@ -290,7 +289,7 @@ class StatefulLayer(Float8Module):
 
 
 def _scale_without_gradients(scale: Tensor) -> Tensor:
-    """Return the scale of a compiled forward without gradients, which tells at run time."""
+    """Return `scale` in a reentrant checkpoint's forward, else `UNKNOWN_SCALE`; an opaque op."""
     return scale.clone() if in_reentrant_checkpoint() else torch.full_like(scale, UNKNOWN_SCALE)
 
 
@@ -334,9 +333,9 @@ def next_history_and_scale(
 def _as_loadable(
     layer: StatefulLayer, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
 ) -> dict[str, Any]:
-    """Return a copy of `state_dict` with the state that `layer` can load: as much as fits.
+    """Return a copy of `state_dict` with buffers of delayed scaling that fit the config of `layer`.
 
-    A warning tells of the rest, the same for all layers: Python shows it once.
+    Warns of buffers that are dropped or missing; Python shows equal warnings of many layers once.
     """
     loaded, told = dict(state_dict), []
     there = {site: [prefix + x for x in site.buffers if prefix + x in loaded] for site in CastSite}

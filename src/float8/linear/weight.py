@@ -1,8 +1,8 @@
-"""The weight of a layer in one call: what multiplies by it, and what backward keeps of it.
+"""The kinds of weight of a layer, and how each takes part in the GEMMs of forward and backward.
 
-`Linear` asks a `Weight` for its two products and never knows which kind it is. `OnTheFly` casts in
-each of them. `InFloat8` is a `Float8Tensor`: FSDP2 gathered it, or the layer has no other weight.
-`float8.weights.held` adds the weights that are cast once per optimizer step.
+`Linear` calls `output` and `grad_input` of a `Weight` without knowing its kind. `OnTheFly` casts
+the weight in both. `InFloat8` has data and scale of a `Float8Tensor`: one that FSDP2 gathered, or a
+Parameter in float8. `float8.weights.held` adds weights that are cast once per optimizer step.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -18,34 +18,35 @@ if TYPE_CHECKING:
 
 
 class Weight(Protocol):
-    """A tuple of tensors or None that `save_for_backward` takes: [N, K], or [E, N, K] of experts.
+    """The weight [N, K] of a layer, or [E, N, K] of experts, as an operand of two GEMMs.
 
-    What stays on a context would live as long as the loss. So backward makes the weight anew from
-    what `output` returns for it.
+    Each kind is a NamedTuple of tensors or None. Forward passes the tuple that `output` returns to
+    `save_for_backward`, since a tensor kept on `ctx` would live as long as the loss. Backward makes
+    a new instance of the same class from it.
     """
 
     def output(
         self, a: Operand, shape: Shape, index: Any, call: "Call", to: dtype
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """Return `a @ weight.T`, [M, N] of dtype `to`, and what backward reads of the weight."""
+        """Return `a @ weight.T`, [M, N] of dtype `to`, and the fields to save for backward."""
         ...
 
     def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", to: dtype) -> Tensor:
-        """Return `g @ weight`, [M, K] of dtype `to`, of row data `g` [M, N]."""
+        """Return `g @ weight`, [M, K] of dtype `to`; `g` is row data [M, N] of grad_output."""
         ...
 
 
 class OnTheFly(NamedTuple):
-    """A weight in high precision, cast for each of its products."""
+    """A weight in high precision that is quantized in forward and again in backward."""
 
     values: Tensor | Any = None
     scale: Tensor | None = None
-    """The scale that forward found, if backward casts under the same one."""
+    """The scale that forward used, if backward quantizes under it, too; else None."""
 
     def output(
         self, a: Operand, shape: Shape, index: Any, call: "Call", to: dtype
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """Quantize the weight to row data, and multiply by it."""
+        """Quantize the weight to row data, and multiply by them."""
         cast, gemm, products = call.casts.weight, call.plan.output, call.products
         traced = cast.state is not None  # records its amax outside of a cast that may be repeated
         b = products.quantize_weight(self.values, cast, row=True, pad_rows=True, traced=traced).row
@@ -56,10 +57,10 @@ class OnTheFly(NamedTuple):
         return y, (self.values, scale)
 
     def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", to: dtype) -> Any:
-        """Quantize the weight to column data, and multiply by it.
+        """Quantize the weight to column data, and multiply by them.
 
-        A compiler must not cast before the scale of the gradient exists. Else it casts in forward
-        and keeps the result until backward, under FSDP that of every whole weight.
+        The cast depends on `g.scale`, so that a compiler cannot move it into forward and keep the
+        column data until backward, under FSDP those of every gathered weight.
         """
         cast, gemm, products = call.casts.weight_for_grad_input, call.plan.grad_input, call.products
         if self.scale is not None:
@@ -69,7 +70,7 @@ class OnTheFly(NamedTuple):
 
 
 class InFloat8(NamedTuple):
-    """Row data without padding; gathered data are in FSDP2's buffer, filled again in backward."""
+    """An unpadded float8 weight; if it was gathered, FSDP2 refills its buffer before backward."""
 
     data: Tensor | Any = None
     scale: Tensor | Any = None
@@ -83,7 +84,7 @@ class InFloat8(NamedTuple):
         return call.products.output(a, b, shape, *index, gemm=gemm, out_dtype=to), self
 
     def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", to: dtype) -> Any:
-        """Transpose the row data, and multiply by them; see `OnTheFly.grad_input`."""
+        """Make column data of the row data, and multiply by them; see `OnTheFly.grad_input`."""
         how, gemm = call.casts.weight_for_grad_input.how, call.plan.grad_input
         b = call.products.transposed(Operand(*self), how, g.scale)
         return call.products.grad_input(g, b, shape, *index, gemm=gemm, out_dtype=to)

@@ -8,16 +8,16 @@ from float8.kernels.runtime.private import goes_on_without_inputs
 from float8.linear import Float8Linear
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
-"""Attribute of the wrapped module in which DDP finds names that it neither sends nor reduces."""
+"""Attribute of the wrapped module with names that DDP neither broadcasts nor reduces."""
 _OURS = "_float8_names_that_ddp_ignores"
 
 
 def tell_ddp_what_to_ignore(module: nn.Module) -> None:
-    """Exclude amaxes, and weights in float8 only, from what DDP sends, for all of `module`.
+    """Exclude amax buffers, and weights in float8 only, from DDP's broadcasts and reductions.
 
-    At every forward DDP copies the buffers of rank 0 to all ranks. An amax that another rank
-    recorded since the last sync would be lost. Histories and scales may be copied: a sync leaves
-    them equal, and maybe only rank 0 loads a checkpoint. Float8 weights each rank must load itself.
+    Marks `module` and its submodules, any of which DDP may wrap. DDP broadcasts rank 0's buffers in
+    each forward, which would lose other ranks' amaxes. Histories and scales are still broadcast: a
+    sync leaves them equal, and rank 0 may load a checkpoint alone. Each rank loads float8 weights.
     """
     for root in module.modules():
         names = [
@@ -41,7 +41,7 @@ def tell_ddp_what_to_ignore(module: nn.Module) -> None:
 def require_no_join(model: nn.Module) -> None:
     """Raise `RuntimeError` if a `DistributedDataParallel` in `model` is within its `join()`.
 
-    There a rank without inputs answers only the collectives of DDP, and would crash in the
+    In `join()` a rank without inputs only shadows the collectives of DDP, and would crash in the
     all-reduce of a sync. `join(throw_on_early_termination=True)` stops all ranks and is allowed.
     """
     for module in model.modules():

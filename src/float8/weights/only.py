@@ -1,4 +1,4 @@
-"""Frozen weights that exist in float8 only: cast at the conversion, moved, saved and loaded."""
+"""`Float8Weights.ONLY`: frozen weights that have float8 data and no high-precision master."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 
 class OnlyWeights(nn.Module):
-    """What `Float8Module` has of weights without a master in high precision."""
+    """The mixin of `Float8Module` for weights without a master in high precision."""
 
     _float8_config: Float8LinearConfig
     _float8_plan: "LinearPlan"
 
     @property
     def _float8_keeps_no_master(self) -> bool:
-        """Whether the weights are in float8 only."""
+        """Whether the configuration has `Float8Weights.ONLY`."""
         return self._float8_config.float8_weights is Float8Weights.ONLY
 
     def _float8_without_masters(self) -> dict[str, Float8Tensor]:
-        """Return the weights that are in float8 only, by their names."""
+        """Return the Parameters that are in float8 only, by name; none without ONLY."""
         if "_float8_config" not in vars(self) or not self._float8_keeps_no_master:
             return {}
         parameters: Any = self._parameters.items()
@@ -37,13 +37,13 @@ class OnlyWeights(nn.Module):
 
     @torch.inference_mode(False)
     def _float8_drop_state(self) -> None:
-        """Dequantise weights that are in float8 only."""
+        """Replace the weights that are in float8 only by dequantized Parameters."""
         for name, weight in self._float8_without_masters().items():
             self._parameters[name] = nn.Parameter(dequantise(weight), requires_grad=False)
 
     @torch.inference_mode(False)
     def _float8_drop_master(self, *names: str) -> None:
-        """Cast weights that are to be in float8 only, which take the place of the Parameters."""
+        """Replace the Parameters `names`, by default `weight`, by frozen ones in float8."""
         for name in names or ("weight",):
             quantized = self._float8_quantize_only(getattr(self, name).detach())
             self._parameters[name] = nn.Parameter(quantized, requires_grad=False)
@@ -61,9 +61,9 @@ class OnlyWeights(nn.Module):
         return self
 
     def _float8_loadable(self, old: Any, values: Any, local_metadata: dict[str, Any]) -> Any:
-        """Return values of a checkpoint in float8, if those of `old` are in float8 only, else not.
+        """Return `values` of a checkpoint as the Parameter `old` takes them.
 
-        Other values are dequantised.
+        They are quantized if `old` is in float8 only, and dequantized if the layer has masters.
         """
         if not self._float8_keeps_no_master:
             return dequantise(values) if isinstance(values, Float8Tensor) else values
@@ -79,7 +79,7 @@ class OnlyWeights(nn.Module):
 @torch.inference_mode(False)  # else it could not be saved for a backward
 @torch.no_grad()
 def in_float8_only(weight: Tensor, cast: Cast) -> Float8Tensor:
-    """Return `weight`, [N, K] or [E, N, K] of experts, as a `Float8Tensor`."""
+    """Quantize `weight`, [N, K] or [E, N, K] of experts, to an unpadded `Float8Tensor`."""
     if isinstance(weight, Float8Tensor):
         return weight
     made = PRODUCTS[weight.dim()].quantize_weight(weight, cast, row=True).row
@@ -96,7 +96,7 @@ def in_float8_only(weight: Tensor, cast: Cast) -> Float8Tensor:
 
 
 def moved(weight: Float8Tensor, fn: Callable[[Tensor], Tensor]) -> Float8Tensor:
-    """Apply `fn`, as `nn.Module._apply` takes it, to the bits; a new dtype is that it reports."""
+    """Apply `fn` of `nn.Module._apply` to the bytes; a new dtype changes only the reported one."""
     like = fn(torch.empty((), dtype=weight.dtype, device=weight.device))
 
     def move(x: Tensor) -> Tensor:
