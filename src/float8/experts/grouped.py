@@ -1,7 +1,7 @@
-"""The casts and grouped GEMMs of experts: each group of rows meets a weight of its own.
+"""The casts and grouped GEMMs of experts: each group of rows is multiplied by its own weight.
 
-`Grouped` answers what `float8.linear.functional.Linear` asks. Rows [T, C] are sorted by expert:
-group e is `offs[e - 1]:offs[e]`. Weights are [E, N, K].
+`float8.linear.functional.Linear` calls the functions in `Grouped`. Rows [T, C] are sorted by
+expert: group e is `offs[e - 1]:offs[e]`. Weights are [E, N, K].
 """
 
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ from float8.scales import Operand, Quantized
 
 
 class Columns(NamedTuple):
-    """Column data of grouped rows: an `Operand` that knows where each group ends."""
+    """The column data and scale of grouped rows, with the end of each group."""
 
     data: Tensor
     scale: Tensor
     ends: Tensor
-    """[E] int32: the column behind each group, which begins at a multiple of 128."""
+    """[E] int32: the column after the last of each group; groups begin at multiples of 128."""
     tokens: int
     """The number of rows without padding, for FLOP counting."""
 
@@ -43,7 +43,7 @@ def quantize_experts(
     after: Tensor | None = None,
     **_: Any,
 ) -> Quantized:
-    """Quantize the weights [E, N, K] of experts under scales of each expert.
+    """Quantize the weights [E, N, K] of experts; no scale covers more than one expert.
 
     Row data are [E, N, ceil16(K)] with scales [E, N], column data [E, K, ceil16(N)] with [E, K].
     Weights stored as [E, K, N] are quantized as [E, K, N], with the layouts swapped, instead of
@@ -84,7 +84,7 @@ def _quantize_under_rows(
 def _quantize_under_blocks(
     weights: Tensor, cast: Cast, after: Tensor | None, row: bool, col: bool
 ) -> Quantized:
-    """Quantize [E, R, C] as one matrix if blocks do not cross experts, else each by itself."""
+    """Quantize [E, R, C] as one matrix if no block covers two experts, else each by itself."""
     (E, R, C), how = weights.shape, cast.how
     width: Any = how.scaling_granularity.width
     layouts: Any = {"row": row, "col": col, "after": after}
@@ -107,7 +107,7 @@ def _quantize_under_blocks(
 
 
 def _stacked(operands: Sequence[Operand]) -> Operand:
-    """Stack data, as bytes, since few backends know float8, and scales."""
+    """Stack data and scales along a new first dim; data as bytes: few backends stack float8."""
     data = torch.stack([x.data.view(torch.uint8) for x in operands]).view(operands[0].data.dtype)
     return Operand(data, torch.stack([x.scale for x in operands]))
 
@@ -122,7 +122,7 @@ def grouped_matmul(
     out_dtype: torch.dtype,
     tokens: int | None = None,
 ) -> Tensor:
-    """Multiply each group of rows by its own matrix, or the groups of two tensors with each other.
+    """Multiply each group of rows by its own matrix, or contract the rows of each group.
 
     With `a` [R, K] under scales [R] and `b` [E, N, K] under [E, N]: `a @ b[e].T` of each group,
     [R, N]; rows outside of all groups are zero. With `a` [N, R] and `b` [K, R] under scales [E, N]
@@ -172,8 +172,8 @@ register(
 )
 
 GROUPED_OUTER = torch.ops.float8.grouped_outer.default
-"""Multiplies groups of rows [R, N] and [R, K] in their dtype, `a.T @ b` of each: [E, N, K]. The
-third argument is `offs`. An op, since compiled code has torch's for bfloat16 only."""
+"""Returns `a.T @ b` [E, N, K] for each group of rows of `a` [R, N] and `b` [R, K], in their dtype.
+The third argument is `offs`. Compiled code supports torch's own op for bfloat16 only."""
 
 
 class Grouped(Dense):
@@ -198,13 +198,13 @@ class Grouped(Dense):
 
     @staticmethod
     def padded(row: Operand, granularity: Granularity) -> Operand:
-        """Return row data [E, N, K] and scales as GEMMs read them."""
+        """Return row data [E, N, K] zero-padded along K, and scales in the shape GEMMs read."""
         data, scale = padded(row, granularity)
         return Operand(data, scale if granularity.by_blocks else scale.squeeze(-1))  # [E, N]
 
     @staticmethod
     def transposed(row: Operand, how: CastConfig, after: Tensor | None = None) -> Operand:
-        """Return column data [E, K, N] of row data [E, N, K]; see `float8.quantize.to_col`."""
+        """Transpose row data [E, N, K] to [E, K, N], or quantize again; see `quantize.to_col`."""
         granularity = how.scaling_granularity
         if not granularity.square:
             return quantize_experts(dequantized(row, how), Cast(how), col=True, after=after).col
@@ -223,18 +223,18 @@ class Grouped(Dense):
     def grad_weight(
         g: Columns, x: Operand, shape: Shape, _: Tensor, *, gemm: Gemm, out_dtype: torch.dtype
     ) -> Tensor:
-        """Contract the rows of each group: [E, N, K] of column data [N, T] and [K, T]."""
+        """Contract the rows of each group: column data [N, T] and [K, T] give [E, N, K]."""
         more: Any = {"gemm": gemm, "out_dtype": out_dtype, "tokens": g.tokens}
         return grouped_matmul(g, x, shape, g.ends, **more)
 
     @staticmethod
     def outer(g: Tensor, x: Tensor, offs: Tensor) -> Tensor:
-        """Contract the rows of each group in their dtype: [E, N, K] of [T, N] and [T, K]."""
+        """Contract the rows of each group in their dtype: [T, N] and [T, K] give [E, N, K]."""
         return GROUPED_OUTER(g.contiguous(), x, offs)  # type: ignore[no-any-return]
 
 
 class GroupedTransposed(Grouped):
-    """Those of weights that the Parameter has as [E, K, N]."""
+    """The products of experts whose Parameter is stored as [E, K, N]."""
 
     stored_transposed = True
 

@@ -54,13 +54,13 @@ class StatefulLayer(Float8Module):
         return {site.amax: torch.zeros_like(scale), site.history: history, site.scale: scale}
 
     def register_forward_pre_hook(self, *args: Any, **more: Any) -> Any:
-        """Register a hook; torch's tensor parallel does so when it has made DTensors of buffers."""
+        """Register a hook, and make buffers local again if tensor parallel made them DTensors."""
         for name, buffer in self._float8_state().items():
             self._buffers[name] = local_tensor(buffer)
         return super().register_forward_pre_hook(*args, **more)
 
     def _float8_leave_meta(self) -> bool:
-        """Make buffers anew that are on the meta device still, which the weight left."""
+        """Allocate buffers that are still on the meta device although the weight is not."""
         left = not self.weight.is_meta and any(x.is_meta for x in self._float8_state().values())
         if left:
             self._float8_register_buffers()
@@ -77,7 +77,7 @@ class StatefulLayer(Float8Module):
 
     @property
     def _float8_first_scale(self) -> float:
-        """The value of a scale before the first sync."""
+        """Return the value of a scale before the first sync."""
         return UNKNOWN_SCALE if self._float8_config.enable_amax_init else 1.0
 
     def _float8_state_was_written(self) -> None:
@@ -91,17 +91,17 @@ class StatefulLayer(Float8Module):
             self._float8_reset_state()
 
     def _float8_groups(self) -> tuple[Any, ...]:
-        """Return the process groups over which parts of the weight are spread."""
+        """Return the process groups over which the weight is sharded; empty for a plain tensor."""
         weight = self.weight
         return sharding_groups(weight) if hasattr(weight, "device_mesh") else ()
 
     # ---------------------------------------------------------------- which steps it is in
 
     def _float8_knows_weight_scale(self) -> bool:
-        """Whether a gather takes the scale from the history; asks the device until there is one.
+        """Return whether an FSDP2 all-gather casts under the scale from the history, if it exists.
 
-        It does in training mode, unless the layer is frozen: FSDP2 always gathers under `no_grad`,
-        and does not tell whether the forward takes gradients.
+        False in evaluation and for a frozen layer; grad mode does not tell, since FSDP2 gathers
+        under `no_grad`. Waits for the device at each call until the history has a scale.
         """
         site = CastSite.WEIGHT
         if not self.training or self._float8_is_frozen():
@@ -118,23 +118,23 @@ class StatefulLayer(Float8Module):
         return bool(needed) and not any(needed)  # FSDP1 takes Parameters away
 
     def _float8_note_known(self, site: CastSite, scale: float) -> None:
-        """Note it if this scale comes from the history."""
+        """Mark the scale of `site` as known if `scale`, its value, comes from the history."""
         if scale != UNKNOWN_SCALE:
             self._float8_known = self._float8_known | {site}  # Dynamo (torch 2.11) fails at `|=`
 
     def _float8_has_unsynced_amax(self) -> bool:
-        """Whether an amax was recorded since the last sync, compiled or not."""
+        """Return whether eager or compiled code recorded an amax since the last sync."""
         return self._float8_amax_version() != self._float8_synced_version
 
     def _float8_mark_synced(self) -> None:
-        """Note that all amaxes recorded so far are in the history, or of no interest."""
+        """Mark all amaxes recorded so far as synced or discarded."""
         if self._float8_versions is not None:  # setting an attribute of a module takes long
             self._float8_versions = None
         if not torch.compiler.is_compiling():
             self._float8_synced_version = self._float8_amax_version()
 
     def _float8_detach(self) -> None:
-        """End one attachment; writes to weights count from the next forward."""
+        """Detach one optimizer; writes to weights are checked from the next forward on."""
         super()._float8_detach()
         self._float8_versions = None
 
@@ -199,7 +199,7 @@ class StatefulLayer(Float8Module):
         self._float8_state_was_written()  # new buffers count versions anew
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a Parameter, as assigning one does, and forget what is held of the old one."""
+        """Register a Parameter, as assignment does, and free the held data of the old one."""
         compiling = torch.compiler.is_compiling()  # as FSDP1 is, which registers views
         if not compiling and type(param).__module__.startswith("torchao."):
             raise TypeError(
@@ -263,9 +263,9 @@ register("scale_without_gradients", _scale_without_gradients, fake=torch.empty_l
 def _as_loadable(
     layer: StatefulLayer, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
 ) -> dict[str, Any]:
-    """Return a copy of `state_dict` with the state that `layer` can load: as much as fits.
+    """Return a copy of `state_dict` in which the state of delayed scaling fits `layer`.
 
-    A warning tells of the rest, the same for all layers: Python shows it once.
+    A warning reports what was dropped or reset. Python shows it once, as layers share its text.
     """
     loaded, told = dict(state_dict), []
     there = {site: [prefix + x for x in site.buffers if prefix + x in loaded] for site in CastSite}
