@@ -103,7 +103,7 @@ class Scheme(NamedTuple):
         return Float8Tensor(data.detach().contiguous(), scale.contiguous(), dtype, self.granularity)
 
     def published(self, weight: Float8Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return data and scales as files store them; None if this scheme has no such scales."""
+        """Return data and scales as files store them; None if the scheme cannot store them."""
         if not self.accepts(weight._granularity) or weight._data.dtype != E4M3:
             return None
         shape, height = self.scale_shape(tuple(weight.shape)), weight._granularity.height
@@ -165,7 +165,7 @@ def _fine_grained(block: Any) -> dict[str, Scheme]:
 
 
 def scheme_named(format: str, strategy: str | None) -> Scheme:
-    """Return the scheme of a format and a strategy; None: the format's first strategy."""
+    """Return the scheme of a format and strategy; None takes the first strategy of the format."""
     for scheme in _ALL:
         if scheme.format == format and strategy in (None, scheme.strategy):
             return scheme
@@ -173,7 +173,7 @@ def scheme_named(format: str, strategy: str | None) -> Scheme:
 
 
 def scheme_of(config: Any) -> Scheme:
-    """Return the scheme that a `quantization_config` describes; raise `ValueError` without one."""
+    """Return the scheme that a `quantization_config` describes; `ValueError` if not supported."""
     config = _object(config)
     method = config.get("quant_method")
     _require("['quant_method']", method, [*_METHODS, COMPRESSED])
@@ -210,7 +210,7 @@ def _scheme_of_compressed(config: dict[str, Any]) -> Scheme:
 
 
 def _object(x: Any) -> dict[str, Any]:
-    """Return `x` if it is a JSON object, else {}: some configs have the name of a preset."""
+    """Return `x` if it is a dict, else {}: some configs have the name of a preset instead."""
     return x if isinstance(x, dict) else {}
 
 

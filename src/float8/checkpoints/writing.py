@@ -36,7 +36,7 @@ from float8.weights.only import in_float8_only
 
 @dataclass(frozen=True)
 class WrittenWeight:
-    """A note on one weight that was written in float8."""
+    """The description of one weight that was written in float8."""
 
     name: str
     as_trained: bool
@@ -95,7 +95,7 @@ def quantization_config(
 ) -> dict[str, Any]:
     """Return the `quantization_config` that describes what `float8_weights` yields.
 
-    Arguments and errors are those of `float8_weights`.
+    Takes the arguments of `float8_weights`, and raises the same errors.
     """
     require_module(model, "model")
     return _plan(model, format, strategy).config
@@ -281,7 +281,7 @@ def _require_storable(saved: SavedTensor, in_float8: bool) -> None:
 
 
 def _float32_names(model: nn.Module) -> Callable[[str], Any]:
-    """Return a search for names of tensors that transformers keeps in float32 in 16-bit models."""
+    """Return a function that matches names that transformers keeps in float32 in 16-bit models."""
     patterns = {
         name.replace("*", ".*")
         for module in model.modules()
@@ -296,9 +296,9 @@ def _select_float8(
 ) -> set[SavedTensor]:
     """Return the tensors to write in float8.
 
-    They are weights of layers whose output GEMM is in float8, and of experts, converted or not,
-    that are published one by one, if all weights of the module can be. None is in float64, tied to
-    a tensor in high precision, or kept in float32 (transformers would read bytes without scales).
+    These are weights of layers whose output GEMM is in float8, and of experts, converted or not,
+    that are published one by one, if all weights of their module qualify. A tensor does not qualify
+    if it is float64, kept in float32 by transformers, or used by a module in high precision, too.
     """
 
     def is_float8(name: str, module: Any, attr: str, x: Tensor) -> bool:
@@ -318,7 +318,7 @@ def _select_float8(
 def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastConfig, bool]:
     """Return the cast of a weight to `scheme`, and whether training casts it in the same way.
 
-    `rows` of the weight [rows, K], or of each expert, are those of `pieces` published weights.
+    The weight [rows, K], or that of each expert, is published as `pieces` weights of equal size.
     """
     granularity, rounds, training = scheme.granularity, scheme.exponents is not None, None
     if isinstance(module, Float8Linear | Float8Experts):
@@ -361,7 +361,7 @@ def _require_unique_names(entries: list[_Entry], suffix: str) -> None:
 def _cast_tensors(
     plan: _Plan, ranks: ModelRanks
 ) -> Iterator[tuple[dict[str, Tensor], WrittenWeight | None]]:
-    """Yield each tensor by its name, a float8 weight with its scale and a note."""
+    """Yield each tensor by name; a float8 weight with its scale and its `WrittenWeight`."""
     for entry in plan.entries:
         x: Any = high_precision(entry.tensor.detach())
         is_float8 = isinstance(local_tensor(x), Float8Tensor)
@@ -382,7 +382,7 @@ def _cast_tensors(
 
 
 def _quantize(weight: Any, entry: _Entry, scheme: Scheme) -> tuple[Tensor, Tensor, bool]:
-    """Return data and scale of a weight [N, K] for a file, and whether training multiplies them."""
+    """Return data and scale to write for a weight [N, K], and whether training uses the same."""
     as_trained = entry.as_trained
     if isinstance(weight, Float8Tensor):
         if published := scheme.published(weight):

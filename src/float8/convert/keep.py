@@ -20,7 +20,7 @@ class Keep(NamedTuple):
     module_filter_fn: ModuleFilter | None
 
     def reasons(self, model: nn.Module) -> dict[nn.Module, str]:
-        """Return the modules that stay, with reasons; raise a `ValueError` if none has a name."""
+        """Return the modules that stay, with reasons; `ValueError` if an argument fits none."""
         reasons: dict[nn.Module, str] = {}
         in_blocks, unused = set[nn.Module](), {*self.names}
         for fqn, mod in model.named_modules(remove_duplicate=False):
@@ -60,8 +60,8 @@ def keep_high_precision(
 ) -> Keep:
     """Return a `module_filter_fn` that keeps some layers and experts in high precision.
 
-    All others are left to `module_filter_fn`, or to the rules of `convert_to_float8_training`
-    without a filter.
+    `module_filter_fn`, or without one the rules of `convert_to_float8_training`, decides about all
+    others.
 
     Args:
         first: how many blocks stay at the beginning of each `nn.ModuleList`, or `nn.ModuleDict`

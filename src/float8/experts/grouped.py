@@ -172,8 +172,8 @@ register(
 )
 
 GROUPED_OUTER = torch.ops.float8.grouped_outer.default
-"""Multiplies groups of rows [R, N] and [R, K] in their dtype, `a.T @ b` of each: [E, N, K]. The
-third argument is `offs`. An op, since compiled code has torch's for bfloat16 only."""
+"""Returns `a.T @ b` [E, N, K] for each group of rows of `a` [R, N] and `b` [R, K], in their dtype.
+The third argument is `offs`. Compiled code supports torch's own op for bfloat16 only."""
 
 
 class Grouped(Dense):
@@ -198,13 +198,13 @@ class Grouped(Dense):
 
     @staticmethod
     def padded(row: Operand, granularity: Granularity) -> Operand:
-        """Return row data [E, N, K] padded for GEMMs, with scales in the shape that they read."""
+        """Return row data [E, N, K] zero-padded along K, and scales in the shape GEMMs read."""
         data, scale = padded(row, granularity)
         return Operand(data, scale if granularity.by_blocks else scale.squeeze(-1))  # [E, N]
 
     @staticmethod
     def transposed(row: Operand, how: CastConfig, after: Tensor | None = None) -> Operand:
-        """Return column data [E, K, N] of row data [E, N, K] quantized by `how`; see `to_col`."""
+        """Transpose row data [E, N, K] to [E, K, N], or quantize again; see `quantize.to_col`."""
         granularity = how.scaling_granularity
         if not granularity.square:
             return quantize_experts(dequantized(row, how), Cast(how), col=True, after=after).col

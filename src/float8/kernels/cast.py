@@ -152,9 +152,9 @@ def cast_reference(
     via: torch.dtype | None = None,
     after: Tensor | None = None,
 ) -> list[Tensor]:
-    """Plain-torch twin of :func:`cast` for scales of ``height`` x ``width`` blocks; None: all.
+    """Plain-torch twin of :func:`cast` for blocks of ``height`` x ``width``; None: the whole dim.
 
-    Returns the one scale, unless it was given, and the layouts; or each layout with its scales.
+    Under one scale, returns that (unless given) and the layouts; else each layout and its scales.
     """
     x, (R, C) = x.to(via or x.dtype), x.shape
     if height is None:
@@ -229,7 +229,7 @@ def cast_delayed_reference(
     power_of_2: bool,
     record: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Plain-torch twin under a state: return the scale used, row data and column data."""
+    """Plain-torch twin of :func:`cast` with a state; return the used scale, row and column data."""
     current = amax_reference(x)
     used, scale = amax_to_scale(current, dtype, power_of_2), scale.reshape(())
     if record:
@@ -241,10 +241,10 @@ def cast_delayed_reference(
 
 
 def _specs(shape: tuple[int, ...], *layout: Any) -> list[Spec | None]:
-    """Return the specs of row data, their scales, column data and theirs; None for each not wanted.
+    """Return the specs of row data, row scales, column data and column scales; None if not written.
 
-    The only scale of a tensor is not among them. ``layout`` are the arguments of `cast_reference`
-    from ``height`` on. Sizes may be symbolic.
+    Those of scales are None under one scale per tensor, too. ``layout`` are the arguments of
+    `cast_reference` from ``height`` on. Sizes may be symbolic.
     """
     height, width, dtype, row, col, pad_rows, *_ = *layout, False  # the default of pad_rows
     (R, C), specs = shape, list[Spec | None]()
@@ -343,7 +343,7 @@ class _Matrix(NamedTuple):
 
 
 _Kernels = tuple[Launch, Launch | None, Spec | None]
-"""The launches of a cast: the cast, and what measures amaxes first, if needed, with their spec."""
+"""The launch of a cast; that of the kernel that measures amaxes first, or None, and their spec."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -405,7 +405,7 @@ def _plan(
 
 
 def _tensor_kernels(matrix: _Matrix, source: str, rounded: bool, record: bool) -> _Kernels:
-    """Cast under one scale; measure the tensor first, unless the scale is given."""
+    """Return the launches of a cast under one scale; one measures the amax unless it is given."""
     tile_shapes = tiles.COL_TILES if matrix.col else tiles.ROW_TILES
     if source == "given":
         return _tiled(matrix, tile_shapes, "tensor", rounded=rounded), None, None
@@ -416,19 +416,19 @@ def _tensor_kernels(matrix: _Matrix, source: str, rounded: bool, record: bool) -
 
 
 def _whole_row_kernels(matrix: _Matrix) -> _Kernels:
-    """Cast to row data alone under a scale per row, in one read."""
+    """Return the launch that casts to row data only, with a scale per row, in one read."""
     R, C, *_ = matrix.sizes
     block_c = max(1 << (C - 1).bit_length(), 16)
     rows = max(4096 // block_c, 1)
-    even = R % max(rows, 16) == 0 and block_c == C
+    unmasked = R % max(rows, 16) == 0 and block_c == C
     num_warps = min(max(rows * block_c // 1024, 1), 16)  # 32 elements a thread
     kernel, programs = cast_kernels.cast_rows_kernel, -(-ceil16(R) // rows)
-    constants = (matrix.pad_rows, *matrix.arithmetic, even, rows, block_c)
+    constants = (matrix.pad_rows, *matrix.arithmetic, unmasked, rows, block_c)
     return Launch(kernel, matrix.device, programs, matrix.sizes, constants, num_warps), None, None
 
 
 def _row_kernels(matrix: _Matrix) -> _Kernels:
-    """Measure rows and columns, as wanted, then cast under a scale for each of them."""
+    """Return the launches that measure amaxes of rows and columns, and cast under their scales."""
     R, C, *_ = matrix.sizes
     rows, block_c, strips = tiles.strips_of(R, C, matrix.dtype, matrix.device)
     kernel, programs = cast_kernels.measure_kernel, -(-R // rows) * strips
@@ -443,7 +443,7 @@ def _row_kernels(matrix: _Matrix) -> _Kernels:
 
 
 def _block_kernels(matrix: _Matrix, height: int, width: int, col: bool) -> _Kernels:
-    """Cast under scales of blocks, each of which lies within a tile; ``col``: of ``x`` itself."""
+    """Return the launch of a cast under blocks, each within a tile; ``col``: as asked for ``x``."""
     R, C, *_ = matrix.sizes
     if height == width:
         return _tiled(matrix, ((128, 128, 8),), "square", width), None, None
@@ -464,7 +464,7 @@ def _tiled(
     record: bool = False,
     rounded: bool = False,
 ) -> Launch:
-    """Return the launch of `cast_kernel`; ``count``: how many amaxes it reads."""
+    """Return the launch of `cast_kernel`; it reads ``count`` amaxes."""
     count_power_of_2 = 1 << max(count - 1, 0).bit_length()
     *layouts, arithmetic = matrix[3:]
     constants = granularity, width, *layouts, source, count_power_of_2, record, rounded, *arithmetic

@@ -1,9 +1,9 @@
-"""Grouped GEMM for Hopper under block scales: scale sums of 128 products, add them in float32.
+"""The grouped GEMM of a Hopper GPU under scales of blocks: adds scaled sums of 128 products.
 
-One warp loads tiles of 128 rows and 256 columns, some steps ahead. Two warpgroups compute 64 rows
-each: while one scales and accumulates, tensor cores multiply for the other. The kernel is written
-in Gluon, the lower-level language of Triton: Triton itself waits for each product and reaches three
-quarters of the rate (benchmarks/NOTES.md).
+One warp loads tiles of 128 rows and 256 columns, some steps ahead. Two groups of four warps take 64
+of the rows each: while one scales and adds up in float32, tensor cores multiply for the other. In
+Gluon, which is Triton's language below its compiler's choices: Triton itself waits for each product
+and reaches three quarters of the rate (benchmarks/NOTES.md).
 """
 
 from torch import Tensor
@@ -18,12 +18,12 @@ from float8.kernels.runtime.triton import (
     sm_count,
 )
 
-_TILE = 128, 256, 128  # rows and columns of a tile of the output, and its steps of contraction
+_TILE = 128, 256, 128  # its rows and columns, and of what is contracted
 ROWS, COLUMNS, BLOCK = map(gl.constexpr, _TILE)
-STAGES = gl.constexpr(3)  # buffers in shared memory for loads
-PANEL = gl.constexpr(16)  # tiles of rows that reuse a tile of `b` from the L2 cache
-# Registers of a thread that multiplies, and of one that loads. With OF_ROWS 224 hold the sums of
-# both warpgroups; where rows are contracted, 232 are 2 to 6 % faster (H200).
+STAGES = gl.constexpr(3)  # of loads
+PANEL = gl.constexpr(16)  # tiles of rows that share what is read of `b`
+# Registers of a thread that multiplies, and of one that loads. With 224 both groups that multiply
+# rows hold their sums; where experts contract rows, 232 are 2 to 6 % faster (H200).
 REGISTERS, OF_LOADS = map(gl.constexpr, (232, 24))
 REGISTERS_OF_ROWS, OF_LOADS_OF_ROWS = map(gl.constexpr, (224, 56))
 
@@ -31,7 +31,7 @@ REGISTERS_OF_ROWS, OF_LOADS_OF_ROWS = map(gl.constexpr, (224, 56))
 def multiply_blocks(
     out: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor
 ) -> None:
-    """Multiply `a` [R, C] by `b` [E, N, C] into `out` [R, N], or by [1, N, C] into [E, R, N]."""
+    """Multiply as `experts.grouped.grouped_matmul` under blocks; `b` is [E, N, C] or [1, N, C]."""
     if not HAS_GLUON:
         got = "float8 GEMM: got a Triton without Gluon for experts under blocks, expected"
         raise RuntimeError(f"{got} Triton >= 3.6; upgrade it, or take the recipe 'rowwise'")
@@ -52,16 +52,16 @@ def multiply_blocks(
 
 
 @gluon_jit
-def _next_tile(tile, of, ends_ptr, sizes, OF_ROWS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Find the group of ``tile``, starting at that of an earlier tile, and the tile's position.
+def _next_tile(tile, state, ends_ptr, sizes, OF_ROWS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Find the group that contains ``tile``, from ``state`` of an earlier tile on.
 
-    Returns the group (its number, the tiles before it, its tiles, its begin and end), the tile's
-    first row, end row and first column, its begin along C, and its steps. With ``OF_ROWS`` group E
-    has the rows after all groups, which become zero. A number past the last group means no tile.
+    Returns the new state (index, number of tiles before it and in it, begin, end of the group), the
+    tile's first row, end of rows and first column, its begin along C, and its number of steps. With
+    ``OF_ROWS`` groups split R, and group E has the rows outside all others; else they split C.
     """
-    group, before, count, begin, end = of
+    group, before, count, begin, end = state
     R, N, C, E = sizes
-    across = gl.cdiv(N, COLUMNS)
+    col_tiles = gl.cdiv(N, COLUMNS)
     groups = E + 1 if OF_ROWS else E
     while (tile >= before + count) & (group < groups):
         before += count
@@ -73,13 +73,13 @@ def _next_tile(tile, of, ends_ptr, sizes, OF_ROWS: gl.constexpr):  # type: ignor
         elif OF_ROWS:
             end = R
         rows = end - begin if OF_ROWS else R
-        count = gl.where(group < groups, gl.cdiv(rows, ROWS) * across, 0)
+        count = gl.where(group < groups, gl.cdiv(rows, ROWS) * col_tiles, 0)
     # Tiles of a panel go down its rows, then right: what they read stays in the L2 cache.
     t = tile - before
-    panel = t // (PANEL * across) * PANEL
-    high = gl.minimum(PANEL, gl.cdiv(end - begin if OF_ROWS else R, ROWS) - panel)
-    t = t % (PANEL * across)
-    row, n = (panel + t % high) * ROWS, t // high * COLUMNS
+    panel = t // (PANEL * col_tiles) * PANEL
+    row_tiles = gl.minimum(PANEL, gl.cdiv(end - begin if OF_ROWS else R, ROWS) - panel)
+    t = t % (PANEL * col_tiles)
+    row, n = (panel + t % row_tiles) * ROWS, t // row_tiles * COLUMNS
     if OF_ROWS:
         row += begin
         end_row, k = end, 0 * begin
@@ -94,29 +94,29 @@ def _next_tile(tile, of, ends_ptr, sizes, OF_ROWS: gl.constexpr):  # type: ignor
 def _load(  # type: ignore[no-untyped-def]
     a_tiles, b_tiles, scale_tiles, shared, ends_ptr, sizes, OF_ROWS: gl.constexpr
 ):
-    """Load the operands of all tiles of this program, each as soon as a stage is empty."""
+    """Load the operands of this program's tiles, each step as soon as a stage is empty."""
     a_shared, b_shared, scale_shared, full, empty = shared
     SCALES: gl.constexpr = 0 if OF_ROWS else scale_tiles.block_type.nbytes
     BYTES: gl.constexpr = a_tiles.block_type.nbytes + b_tiles.block_type.nbytes + SCALES
     tile, E = gl.program_id(0), sizes[3]
     groups = E + 1 if OF_ROWS else E
     zero = 0 * tile
-    turn, of = zero, (zero - 1, zero, zero, zero, zero)
-    of, row, _, n, k, steps = _next_tile(tile, of, ends_ptr, sizes, OF_ROWS)
-    while of[0] < groups:
-        matrix = gl.minimum(of[0], E - 1) if OF_ROWS else zero
+    loads, state = zero, (zero - 1, zero, zero, zero, zero)
+    state, row, _, n, k, steps = _next_tile(tile, state, ends_ptr, sizes, OF_ROWS)
+    while state[0] < groups:
+        b_index = gl.minimum(state[0], E - 1) if OF_ROWS else zero
         for step in range(steps):
-            stage, at = turn % STAGES, k + step * BLOCK
-            hopper.mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
+            stage, offset = loads % STAGES, k + step * BLOCK
+            hopper.mbarrier.wait(empty.index(stage), ((loads // STAGES) & 1) ^ 1)
             bar = full.index(stage)
             hopper.mbarrier.expect(bar, BYTES)
-            async_load(a_tiles, [row, at], bar, a_shared.index(stage))
-            async_load(b_tiles, [matrix, n, at], bar, b_shared.index(stage))
+            async_load(a_tiles, [row, offset], bar, a_shared.index(stage))
+            async_load(b_tiles, [b_index, n, offset], bar, b_shared.index(stage))
             if not OF_ROWS:
-                async_load(scale_tiles, [at // BLOCK, n], bar, scale_shared.index(stage))
-            turn += 1
+                async_load(scale_tiles, [offset // BLOCK, n], bar, scale_shared.index(stage))
+            loads += 1
         tile += gl.num_programs(0)
-        of, row, _, n, k, steps = _next_tile(tile, of, ends_ptr, sizes, OF_ROWS)
+        state, row, _, n, k, steps = _next_tile(tile, state, ends_ptr, sizes, OF_ROWS)
 
 
 @gluon_jit
@@ -124,7 +124,7 @@ def _add(  # type: ignore[no-untyped-def]
     sums, a, a_scale, b_shared, b_scale, scale_shared, stage, zeros, SIDE: gl.constexpr,
     OF_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Return ``sums`` plus the scaled product of ``a`` and the left or right half of ``b``."""
+    """Add to ``sums`` the scaled product of ``a`` and one half (``SIDE``) of the columns."""
     HALF: gl.constexpr = zeros.shape[1]
     b = b_shared.index(stage).reshape([2 * HALF, a.shape[1]]).slice(SIDE * HALF, HALF, 0)
     p = hopper.warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
@@ -138,18 +138,18 @@ def _add(  # type: ignore[no-untyped-def]
 
 
 @gluon_jit
-def _store(sums, to, row, end_row, n, N):  # type: ignore[no-untyped-def]
+def _store(sums, out_ptr, row, end_row, n, N):  # type: ignore[no-untyped-def]
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    y = gl.convert_layout(sums.to(to.dtype.element_ty), lines)
+    y = gl.convert_layout(sums.to(out_ptr.dtype.element_ty), lines)
     r = row + gl.arange(0, sums.shape[0], gl.SliceLayout(1, lines))
     c = n + gl.arange(0, sums.shape[1], gl.SliceLayout(0, lines))
-    to += (r.to(gl.int64) * N)[:, None] + c[None, :]
-    gl.store(to, y, mask=(r < end_row)[:, None] & (c < N)[None, :])
+    out_ptr += (r.to(gl.int64) * N)[:, None] + c[None, :]
+    gl.store(out_ptr, y, mask=(r < end_row)[:, None] & (c < N)[None, :])
 
 
 @gluon_jit
 def _multiply(arguments, PART: gl.constexpr, OF_ROWS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Compute the upper (``PART`` 0) or lower (1) half of the rows of all tiles of this program."""
+    """Compute the upper or lower half (``PART``) of the rows of this program's tiles."""
     shared, a_scale_ptr, b_scale_ptr, out_ptr, ends_ptr, sizes, strides = arguments
     a_shared, b_shared, scale_shared, full, empty = shared
     stride_a, step_a, stride_b, row_b, step_b = strides
@@ -160,16 +160,16 @@ def _multiply(arguments, PART: gl.constexpr, OF_ROWS: gl.constexpr):  # type: ig
     zeros = gl.zeros([HALF_R, HALF_C], gl.float32, mma)
     tile, groups = gl.program_id(0), E + 1 if OF_ROWS else E
     zero = 0 * tile
-    turn, of = zero, (zero - 1, zero, zero, zero, zero)
-    of, row, end_row, n, k, steps = _next_tile(tile, of, ends_ptr, sizes, OF_ROWS)
-    while of[0] < groups:
+    loads, state = zero, (zero - 1, zero, zero, zero, zero)
+    state, row, end_row, n, k, steps = _next_tile(tile, state, ends_ptr, sizes, OF_ROWS)
+    while state[0] < groups:
         row += PART * HALF_R
         r = row + gl.arange(0, HALF_R, gl.SliceLayout(1, mma))
         inside, run = (r < end_row) & (steps > 0), k // BLOCK
         a_ptr = a_scale_ptr + r * stride_a + run * step_a
         left_ptr = b_scale_ptr + n // BLOCK * row_b + run * step_b
         if OF_ROWS:
-            left_ptr += gl.minimum(of[0], E - 1) * stride_b
+            left_ptr += gl.minimum(state[0], E - 1) * stride_b
         right_ptr = left_ptr + gl.where(n + HALF_C < N, HALF_C // BLOCK, 0) * row_b
         left, right, next_left, next_right = zeros, zeros, 0.0, 0.0
         # Scales are loaded a step ahead.
@@ -177,26 +177,26 @@ def _multiply(arguments, PART: gl.constexpr, OF_ROWS: gl.constexpr):  # type: ig
         if OF_ROWS:
             next_left, next_right = gl.load(left_ptr), gl.load(right_ptr)
         for step in range(steps):
-            stage = turn % STAGES
+            stage = loads % STAGES
             of_a, of_left, of_right = next_a, next_left, next_right
             ahead = gl.minimum(step + 1, steps - 1)
             next_a = gl.load(a_ptr + ahead * step_a, mask=inside, other=0.0)
             if OF_ROWS:
                 next_left = gl.load(left_ptr + ahead * step_b)
                 next_right = gl.load(right_ptr + ahead * step_b)
-            hopper.mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
+            hopper.mbarrier.wait(full.index(stage), (loads // STAGES) & 1)
             a = a_shared.index(stage).slice(PART * HALF_R, HALF_R, 0)
             left = _add(left, a, of_a, b_shared, of_left, scale_shared, stage, zeros, 0, OF_ROWS)
             right = _add(right, a, of_a, b_shared, of_right, scale_shared, stage, zeros, 1, OF_ROWS)
             hopper.mbarrier.arrive(empty.index(stage), count=1)
-            turn += 1
-        to = out_ptr
+            loads += 1
+        group_ptr = out_ptr
         if not OF_ROWS:
-            to += of[0].to(gl.int64) * R * N
-        _store(left, to, row, end_row, n, N)
-        _store(right, to, row, end_row, n + HALF_C, N)
+            group_ptr += state[0].to(gl.int64) * R * N
+        _store(left, group_ptr, row, end_row, n, N)
+        _store(right, group_ptr, row, end_row, n + HALF_C, N)
         tile += gl.num_programs(0)
-        of, row, end_row, n, k, steps = _next_tile(tile, of, ends_ptr, sizes, OF_ROWS)
+        state, row, end_row, n, k, steps = _next_tile(tile, state, ends_ptr, sizes, OF_ROWS)
 
 
 @gluon_jit
@@ -206,7 +206,7 @@ def _grouped_blocks_kernel(  # type: ignore[no-untyped-def]
     scale_tiles,  # [C / 128, N], where `b` is not [E, N, C]
     a_scale_ptr,  # [R, C / 128]
     b_scale_ptr,  # [E, N / 128, C / 128]
-    ends_ptr,  # [E]: ends of groups of rows, or of groups of C
+    ends_ptr,  # [E]: of rows, or of what is contracted
     out_ptr,  # [R, N], or [E, R, N]
     R, N, C, E, stride_a, step_a, stride_b, row_b, step_b, OF_ROWS: gl.constexpr,
 ):  # fmt: skip
@@ -222,13 +222,13 @@ def _grouped_blocks_kernel(  # type: ignore[no-untyped-def]
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     for stage in gl.static_range(STAGES):
         hopper.mbarrier.init(full.index(stage), count=1)
-        hopper.mbarrier.init(empty.index(stage), count=2)  # both warpgroups arrive
+        hopper.mbarrier.init(empty.index(stage), count=2)  # of both that multiply
     shared, sizes = (a_shared, b_shared, scale_shared, full, empty), (R, N, C, E)
     strides = stride_a, step_a, stride_b, row_b, step_b
     arguments = shared, a_scale_ptr, b_scale_ptr, out_ptr, ends_ptr, sizes, strides
     gl.warp_specialize(
         [
-            (_multiply, (arguments, 0, OF_ROWS)),  # gets the registers that the others leave
+            (_multiply, (arguments, 0, OF_ROWS)),  # with the registers that the others leave
             (_multiply, (arguments, 1, OF_ROWS)),
             (_load, (a_tiles, b_tiles, scale_tiles, shared, ends_ptr, sizes, OF_ROWS)),
         ],

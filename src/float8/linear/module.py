@@ -64,20 +64,20 @@ class Float8Linear(StatefulLayer, nn.Linear):
     ) -> "Float8Linear":
         """Make a `Float8Linear` with the Parameters, hooks and training mode of `mod`.
 
-        `mod` stays as it is. What is registered or removed later, in `mod` or in the new layer,
-        does not show in the other; so the handle of a hook of `mod` removes it there.
+        `mod` stays unchanged. Hooks, Parameters and buffers that are registered or removed later in
+        one layer do not affect the other: `handle.remove()` of a hook of `mod` removes that only.
         `enable_fsdp_float8_all_gather` takes effect in `convert_to_float8_training` only.
 
         Args:
-            mod: the layer; its Parameters are shared, not copied. Of a subclass of `nn.Linear`
-                the new layer is an instance, too. Of a `Float8Linear` the state is made anew.
+            mod: the layer; its Parameters are shared, not copied. If its class is a subclass of
+                `nn.Linear`, so is that of the new layer. A `Float8Linear` gets new state.
             config: a `Float8LinearConfig`, or the name of a recipe. None means dynamic tensorwise
                 scaling.
             linear_classes: subclasses of `nn.Linear` whose own forward may be replaced.
 
         Raises:
-            TypeError: `mod` is no linear layer, or of a subclass that may compute something else,
-                or its dtype cannot be cast to float8.
+            TypeError: `mod` is not a linear layer, its subclass may compute something else, or its
+                dtype cannot be cast to float8.
             ValueError: `config` cannot be honoured for this layer.
         """
         config = as_config(config)
@@ -97,16 +97,16 @@ class Float8Linear(StatefulLayer, nn.Linear):
         return new
 
     def _float8_begin(self, config: ConfigOrRecipe | None) -> None:
-        """Finish a constructor once Parameters are there; raises as `from_float`."""
+        """Set up a new layer whose Parameters are registered; raises as `from_float`."""
         config = as_config(config)
         require_supported(self, config)
         self._float8_set_up(config)
 
     @torch.inference_mode(False)  # else it could not be saved for a backward
     def _float8_set_up(self, config: Float8LinearConfig, keep_master: bool = False) -> None:
-        """Take this configuration, with state made anew.
+        """Set the configuration of the layer, and reset its state.
 
-        `keep_master`: a weight that is to be in float8 only is cast later, by the caller.
+        `keep_master`: do not cast a weight under `Float8Weights.ONLY`; the caller casts it later.
         """
         self._float8_drop_state()
         self._float8_config, self._float8_plan = config, plan_linear(config)
@@ -170,7 +170,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
 
     @property
     def _float8_sums_over_ranks(self) -> bool:
-        """Whether, under tensor parallel, each rank multiplies some of the features."""
+        """Return whether tensor parallel shards K of the weight: ranks then sum outputs."""
         placements: Any = getattr(self.weight, "placements", None)
         return placements is not None and placements[-1].is_shard(1)
 
@@ -182,7 +182,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
         )
 
     def extra_repr(self) -> str:
-        """Return what its class says, then a recipe, or the scaling of each tensor."""
+        """Return the class's own `extra_repr`, and the recipe or the scaling of each tensor."""
         words = [super().extra_repr(), self._float8_config.short_str()]
         weight = local_tensor(self._parameters.get("weight"))
         if self._float8_keeps_no_master and not isinstance(weight, Float8Tensor):
@@ -213,7 +213,7 @@ def unsupported(
 def require_supported(
     mod: nn.Module, config: Float8LinearConfig, linear_classes: Collection[type] = ()
 ) -> None:
-    """Raise what `unsupported` says."""
+    """Raise the error that `unsupported` returns for `mod`, if any."""
     if not isinstance(mod, nn.Linear):
         raise TypeError(f"Float8Linear: got a {type(mod).__name__}, expected an nn.Linear")
     if found := problem(mod, Float8Linear, config, linear_classes):

@@ -78,7 +78,7 @@ class StatefulLayer(Float8Module):
 
     @property
     def _float8_first_scale(self) -> float:
-        """The value of a scale before the first sync."""
+        """Return the value of a scale before the first sync."""
         return UNKNOWN_SCALE if self._float8_config.enable_amax_init else 1.0
 
     def _float8_state_was_written(self) -> None:
@@ -92,7 +92,7 @@ class StatefulLayer(Float8Module):
             self._float8_reset_state()
 
     def _float8_groups(self) -> tuple[Any, ...]:
-        """Return the process groups over which parts of the weight are spread."""
+        """Return the process groups over which the weight is sharded; empty for a plain tensor."""
         weight = self.weight
         return sharding_groups(weight) if hasattr(weight, "device_mesh") else ()
 

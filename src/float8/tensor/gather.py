@@ -63,7 +63,7 @@ class Float8GatherWeight(Wrapper):
     """Dtype of the `MixedPrecisionPolicy`, to which shards are rounded before the cast; None until
     the first gather. Views and copies inherit it: FSDP2 copies shards on some ranks only."""
     _ahead: tuple[Any, CastAhead | None] = None, None
-    """Versions of the weight, see `_versions`, and what was computed of its values then."""
+    """The result of `_versions`, and the scale or cast computed while the weight had it."""
     _tensor_names = ("_inner",)
     _context = ("how",)
 
@@ -130,7 +130,7 @@ class Float8GatherWeight(Wrapper):
             self._ahead = self._versions(weight), ahead
 
     def can_keep_casts(self, weight: Any) -> bool:
-        """Return whether all ranks see writes: else some would skip the next all-reduce."""
+        """Return whether all ranks detect writes; a rank that does not would skip an all-reduce."""
         return no_shard_is_empty(weight)
 
     def keep_if_held(self, quantized: CastAhead, weight: Any, module: Any) -> None:
@@ -150,14 +150,14 @@ class Float8GatherWeight(Wrapper):
         return ahead if ahead is not None and versions == self._versions(weight) else None
 
     def _versions(self, weight: Any) -> tuple[Any, ...]:
-        """Return values of which one changes when `weight` is written or gets another param_dtype.
+        """Return a tuple that differs after `weight` is written or gets another `param_dtype`.
 
         The DTensor counts writes by ops on it and by compiled code. The shard counts writes through
         `to_local()` and by foreach ops, such as those of an optimizer.
         """
-        a, b = self.counted, self._inner
-        inner = b._version, b.data_ptr(), b.stride()
-        return weight._version, self.param_dtype, a._version, a.data_ptr(), a.stride(), *inner
+        raw, inner = self.counted, self._inner
+        own = inner._version, inner.data_ptr(), inner.stride()
+        return weight._version, self.param_dtype, raw._version, raw.data_ptr(), raw.stride(), *own
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any

@@ -1,9 +1,9 @@
 """Weights that modules keep in float8 beside the Parameter, until the Parameter is written.
 
-`update_float8_weights` casts each weight once; all of training reads that. Data that are held have
-a mark: version counter, address and strides of the Parameter that they were made of. Each use
-compares; what does not match is cast again: by eager code, which holds the result, in compiled code
-by the op that multiplies. The mark is an attribute of the data. All else failed to reach that op:
+`update_float8_weights` casts each weight once; all GEMMs read the result. Held data have a mark:
+version counter, address and strides of the Parameter at the cast. Each use compares the mark with
+the Parameter and, after a write, casts again: eager code holds the result, compiled code casts in
+the op that multiplies. The mark is an attribute of the data. Alternatives do not reach that op:
 - a tensor on the CPU, which CUDA graphs refuse, or a number, which makes code compile anew;
 - the version counter of the data: it cannot say where the weight lies;
 - an attribute of the scale: Inductor may hand on a copy, as AOTAutograd does of a view.
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from float8.linear.functional import Call
 
 _DYNAMO_TELLS = TorchVersion(torch.__version__) >= "2.13"
-"""Whether Dynamo knows export from compilation: that of torch 2.11 takes all for export."""
+"""Whether Dynamo tells export from compilation; that of torch 2.11 always reports an export."""
 
 
 class Held(NamedTuple):
-    """A Parameter, and both layouts of it; backward gets no row data."""
+    """A Parameter with its row and column data; row data are not saved for backward."""
 
     values: Tensor | Any = None
     row_data: Tensor | Any = None
@@ -43,7 +43,7 @@ class Held(NamedTuple):
     def output(
         self, a: Operand, shape: Shape, index: Any, call: "Call", to: torch.dtype
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """Multiply by the row data."""
+        """Multiply `a` by the row data; return the result and what to save for backward."""
         b, gemm = Operand(self.row_data, self.row_scale), call.plan.output
         if torch.compiler.is_compiling():
             y = self._times_held(a, b, shape, index, call, False, gemm, to)
@@ -52,7 +52,7 @@ class Held(NamedTuple):
         return y, (self.values, None, None, self.col_data, self.col_scale)
 
     def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", to: Any) -> Any:
-        """Multiply by the column data."""
+        """Multiply `g`, quantized grad_output, by the column data."""
         b, gemm = Operand(self.col_data, self.col_scale), call.plan.grad_input
         if torch.compiler.is_compiling():
             return self._times_held(g, b, shape, index, call, True, gemm, to)
@@ -87,7 +87,7 @@ def times_held(
     powers_of_2: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply row data by data that are held of a weight, or that are cast here if it was written.
+    """Multiply row data by the held data of a weight, cast here again if the weight was written.
 
     It writes nothing, so a compiler may order calls as it likes. A CUDA graph, which is replayed
     without this code, captures the cast.
@@ -130,7 +130,7 @@ TIMES_HELD = torch.ops.float8.times_held.default
 @torch.inference_mode(False)  # else it could not be saved for a backward
 @torch.no_grad()
 def hold(values: Tensor, cast: Cast, parameter: Tensor | None = None) -> Held:
-    """Cast a Parameter, or its view `values`, to both layouts; the result has the Parameter."""
+    """Cast `values`, a Parameter or a view of `parameter`, to row and column data."""
     parameter, products = values if parameter is None else parameter, PRODUCTS[values.dim()]
     quantized = products.quantize_weight(values, cast, row=True, col=True, pad_rows=True)
     # `.data`: no views, as experts' may be.
@@ -142,26 +142,26 @@ def hold(values: Tensor, cast: Cast, parameter: Tensor | None = None) -> Held:
 
 
 def _version_of(weight: Tensor) -> tuple[Any, ...]:
-    """Return what changes when ops write a weight.
+    """Return values that change when ops write `weight`.
 
-    Not what fused optimizers write, nor what goes through `weight.data` or a raw pointer.
+    They miss writes by fused optimizers and through `weight.data` or a raw pointer.
     """
     return weight._version, weight.data_ptr(), weight.stride()
 
 
 def is_current(data: Tensor, weight: Tensor) -> bool:
-    """Whether data with a mark, no copy of them, are of the values that a weight has now."""
+    """Return whether `data` were cast from the values `weight` has now; copies have no mark."""
     mark = getattr(data, "_float8_version", None)
     return mark is not None and mark[0] == _version_of(weight)
 
 
 def can_be_held(weight: Any) -> bool:
-    """Whether a weight is data in memory with a version counter."""
+    """Return whether `weight` is a plain Parameter with storage and a version counter."""
     return type(weight) is nn.Parameter and not weight.is_meta and not weight.is_inference()
 
 
 def goes_into_graph(weight: Tensor) -> bool:
-    """Whether operations go into a graph, or an exported program, which would keep float8 data."""
+    """Return whether export, tracing or CUDA graph capture would record held data as a constant."""
     exporting = torch.compiler.is_exporting()
     if torch.compiler.is_compiling():
         return exporting and (_DYNAMO_TELLS or not torch.compiler.is_dynamo_compiling())
@@ -172,17 +172,17 @@ def goes_into_graph(weight: Tensor) -> bool:
 
 
 def _is_capturing(weight: Tensor) -> bool:
-    """Whether a CUDA graph is captured, in whose replays nobody compares."""
+    """Return whether a CUDA graph is captured, whose replays would not compare marks."""
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class HoldsWeights(nn.Module):
-    """What `Float8Module` has of held weights."""
+    """Base class of `Float8Module` that keeps weights in float8 until they are written."""
 
     _float8_held: tuple[Held, ...] = ()
     """The weights that are kept in float8 until they are written; others are cast on the fly."""
     _float8_attached = 0
-    """The number of optimizers it is attached to; if any is, no sync can be missing."""
+    """The number of optimizers that the module is attached to; if any, no sync can be missing."""
     _float8_why_never_held: ClassVar[str | None] = None
     """The reason why its weights are cast at each use."""
 
@@ -190,10 +190,10 @@ class HoldsWeights(nn.Module):
         self._float8_held = held
 
     def _float8_held_or_recast(self, parameter: Any, recast: Callable[[], Held]) -> Held | None:
-        """Return what is held of a Parameter, cast again if that was written, or None.
+        """Return the held data of a Parameter, cast again if it was written, or None.
 
-        In compiled code the GEMMs check whether it is current. Evaluation casts the weight as it
-        is: averages are written into `weight.data`, past version counters.
+        In compiled code the GEMMs check whether the data are current. None in evaluation: averages
+        are written into `weight.data`, which version counters miss.
 
         `recast` casts it into new memory: a backward still to come may read the old data.
         """
@@ -211,7 +211,7 @@ class HoldsWeights(nn.Module):
         return fresh
 
     def _float8_attach(self) -> None:
-        """Note that one more optimizer steps the module; the next use casts held weights again."""
+        """Attach one more optimizer; the next use casts held weights again."""
         self._float8_attached += 1
         for held in self._float8_held:
             row: Any = held.row_data
@@ -219,7 +219,7 @@ class HoldsWeights(nn.Module):
             row._float8_version = col._float8_version = None
 
     def _float8_detach(self) -> None:
-        """End one attachment, and what is held."""
+        """Detach one optimizer, and free the held data."""
         self._float8_attached, self._float8_held = max(self._float8_attached - 1, 0), ()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
