@@ -49,8 +49,8 @@ class MeasuredCast(NamedTuple):
 
 def casts_of(config: Float8LinearConfig, grouped: bool = False) -> list[MeasuredCast]:
     """The casts of a layer, or of experts, of this configuration that differ in their values."""
-    plan = (plan_experts if grouped else plan_linear)(config)
-    found = dict[tuple[str, bool], MeasuredCast]()
+    found, plan = dict[tuple[str, bool], MeasuredCast](), plan_linear(config)
+    plan = plan_experts(config) if grouped else plan
     read_by = {site: gemm for gemm, sites in GEMM_OPERANDS.items() for site in sites}
     for site in CAST_SITES:
         if not config.cast_config(site).is_float8:

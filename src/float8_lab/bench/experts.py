@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from float8.config import Float8LinearConfig, Float8Weights
 from float8.experts.functional import apply_grouped
 from float8.experts.plan import EXPECTED, no_grouped_gemm, plan_experts
-from float8.linear.plan import plan_linear
 from float8.weights.held import Held, hold
 from float8_lab.bench.step import Results, Row, Step, bench_steps
 from float8_lab.bench.variants import EAGER, HIGH_PRECISION, Variant
@@ -68,9 +67,9 @@ class Layer(nn.Module):
     def cast_held(self) -> None:
         """Cast weights that are held, as it is due at each step of an optimizer."""
         self.held: list[Held | None] = [None, None]
-        if self.config and self.config.float8_weights is Float8Weights.HELD:
-            cast = plan_linear(self.config).casts.weight
-            self.held = [hold(w, cast) for w in (self.w13, self.w2)]
+        if self.config and self.plan and self.config.float8_weights is Float8Weights.HELD:
+            weights = self.w13, self.w2
+            self.held = [hold(w, self.plan.casts.weight) for w in weights]
 
     def forward(self, x: Tensor) -> Tensor:
         """The output [rows, hidden] for x [rows, hidden]."""
