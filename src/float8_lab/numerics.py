@@ -49,8 +49,8 @@ class MeasuredCast(NamedTuple):
 
 def casts_of(config: Float8LinearConfig, grouped: bool = False) -> list[MeasuredCast]:
     """The casts of a layer, or of experts, of this configuration that differ in their values."""
-    found, plan = dict[tuple[str, bool], MeasuredCast](), plan_linear(config)
-    plan = plan_experts(config) if grouped else plan
+    plan = plan_experts(config) if grouped else plan_linear(config)
+    found: dict[tuple[str, bool], MeasuredCast] = {}
     read_by = {site: gemm for gemm, sites in GEMM_OPERANDS.items() for site in sites}
     for site in CAST_SITES:
         if not config.cast_config(site).is_float8:
@@ -59,9 +59,8 @@ def casts_of(config: Float8LinearConfig, grouped: bool = False) -> list[Measured
         col = site in BASE_SITE and not how.scaling_granularity.square
         owner = (site if site in config.own_casts else BASE_SITE[site]).value
         same = found.get((owner, col))
-        gemms = (*(same.gemms if same else ()), read_by[site])
-        role = BASE_SITE.get(site, site).value
-        found[owner, col] = MeasuredCast(role, gemms, how, col, owner)
+        gemms, role = (*(same.gemms if same else ()), read_by[site]), BASE_SITE.get(site, site)
+        found[owner, col] = MeasuredCast(role.value, gemms, how, col, owner)
     return list(found.values())
 
 
@@ -74,8 +73,8 @@ def measure_cast(x: Tensor, cast: MeasuredCast, how: Cast | None = None) -> Tens
         amax may be added up over several tensors.
     """
     how = Cast(cast.how) if how is None else how
-    made = quantize(x, how, row=not cast.col, col=cast.col)
-    values = dequantised(made.col if cast.col else made.row, cast.how.scaling_granularity)
+    operand = quantize(x, how, row=not cast.col, col=cast.col)[cast.col]
+    values = dequantised(operand, cast.how.scaling_granularity)
     counts, x = measure(x, how, cast.col), (x.t() if cast.col else x).float()
     return torch.cat([counts, compare(x, values[: x.shape[0], : x.shape[1]])])
 

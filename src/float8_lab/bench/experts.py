@@ -68,8 +68,7 @@ class Layer(nn.Module):
         """Cast weights that are held, as it is due at each step of an optimizer."""
         self.held: list[Held | None] = [None, None]
         if self.config and self.plan and self.config.float8_weights is Float8Weights.HELD:
-            weights = self.w13, self.w2
-            self.held = [hold(w, self.plan.casts.weight) for w in weights]
+            self.held = [hold(w, self.plan.casts.weight) for w in (self.w13, self.w2)]
 
     def forward(self, x: Tensor) -> Tensor:
         """The output [rows, hidden] for x [rows, hidden]."""
