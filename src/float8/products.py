@@ -45,7 +45,10 @@ class Dense:
     )  # ([M, K], [N, K], (M, N), *index, gemm, out_dtype) -> [M, N]
     grad_input: Any = staticmethod(matmul)  # ([M, N], [K, N], (M, K), *index, ...) -> [M, K]
     grad_weight: Any = staticmethod(matmul)  # ([N, M], [K, M], (N, K), *index, ...) -> [N, K]
-    finished: Any = None  # or a function: waits for what `grad_input` started
+    # Each of these three None, or a function that ranks run together:
+    scatter: Any = None  # output [M, N] -> that of this rank
+    start: Any = None  # grad_input [M, K] -> a promise of that of this rank
+    finished: Any = None  # the promise, when grad_weight is under way -> grad_input
     outer: Any = staticmethod(_outer)  # (grad_output, input, *index) -> grad_weight, in their dtype
 
 

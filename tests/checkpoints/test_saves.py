@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import resource
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -69,7 +70,7 @@ class Killed(BaseException):
 @contextlib.contextmanager
 def before_each_step(call: Callable[[int], object]) -> Iterator[None]:
     """Call something with a number before each change that a save makes to files."""
-    steps = [(os, name) for name in ("fsync", "mkdir", "rename", "unlink", "rmdir")]
+    steps = [(os, name) for name in ("fsync", "mkdir", "rename", "replace", "unlink", "rmdir")]
     count = 0
 
     def wrapped(real: Any) -> Any:
@@ -82,7 +83,7 @@ def before_each_step(call: Callable[[int], object]) -> Iterator[None]:
         return step
 
     with contextlib.ExitStack() as patched:
-        for owner, name in (*steps, (fcntl, "flock")):
+        for owner, name in (*steps, (fcntl, "flock"), (shutil, "copy2")):
             real = getattr(owner, name)
             patched.enter_context(mock.patch.object(owner, name, wrapped(real)))
         yield
@@ -139,12 +140,11 @@ def test_a_killed_save_leaves_a_whole_checkpoint(what: str, alone: Any, tmp_path
         others = {"tokenizer.json"} if "index" in what else set()
         names = {*index.values(), INDEX, "config.json", *others}
         assert {path.name for path in folder.iterdir()} == names
-        assert {path.name for path in tmp_path.iterdir()} == {*map(str, range(1, number + 1))}
         assert values(folder) == alone(3, BLOCKS)
     assert values(folder) == new
     first_new = found.index(new)
     assert found == [was] * first_new + [new] * (len(found) - first_new)
-    assert 5 < first_new < len(found)
+    assert 5 < first_new < len(found) - 5
 
 
 @kinds
@@ -162,7 +162,7 @@ def test_a_reader_between_two_files_of_a_save(alone: Any, tmp_path: Path) -> Non
     """It opens all again if the checkpoint is another one meanwhile, with files of other names."""
     from float8.checkpoints import files
 
-    for wanted in ("_read_index", "_read_json", "_open_safetensors"):
+    for wanted in ("_read_index", "_read_json", "_opened"):
         save(1, BLOCKS, folder := tmp_path / wanted)
         real, calls = getattr(files, wanted), []
 
@@ -249,7 +249,7 @@ def test_a_full_disk_is_an_error_of_the_system(size: int, alone: Any, tmp_path: 
     before, limits = {*tmp_path.iterdir()}, resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-        with pytest.raises(OSError, match=tmp_path.name) as caught:
+        with pytest.raises(OSError, match=str(tmp_path)) as caught:
             save(2, BLOCKS, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -273,6 +273,6 @@ def test_a_disk_that_is_full_at_any_file(number: int, alone: Any, tmp_path: Path
     with mock.patch.object(os, "fsync", full), pytest.raises(OSError, match="quota") as caught:
         save(2, BLOCKS, tmp_path)
     assert caught.value.errno == errno.EDQUOT
-    assert tmp_path.name in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
     assert {*tmp_path.iterdir()} == before
     assert values(tmp_path) == alone(1, CHANNELS)

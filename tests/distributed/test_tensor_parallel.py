@@ -1,6 +1,7 @@
 """Tensor parallel by the styles of float8, and by torch's own, against a single device."""
 
 import copy
+import itertools
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -17,11 +18,15 @@ from torch.utils.checkpoint import checkpoint
 
 from float8 import (
     Float8ColwiseParallel,
+    Float8LinearConfig,
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
+    all_linears,
     attach_to_optimizer,
+    convert_to_float8_training,
     sync_float8_amax_and_scale_history,
 )
+from float8.config import CAST_SITES, GEMM_OPERANDS, CastConfig, ScalingType
 from support.devices import GPU
 from support.errors import require_errors
 from support.models import Attention, FeedForward, forward_backward, seeded
@@ -134,6 +139,43 @@ def test_tokens_that_ranks_share_unevenly(recipe: str) -> None:
             got, expected = pairs[name]
             assert exact.shape == expected.shape == got.shape
             assert off(got, exact) < 1.2 * off(expected, exact) + 1e-6, name
+
+
+def of_gemms(names: tuple[str, ...]) -> Float8LinearConfig:
+    """Return a configuration with these GEMMs in float8, the others in high precision."""
+    in_float8 = {site for name in names for site in GEMM_OPERANDS[name]}
+    high = CastConfig(scaling_type=ScalingType.DISABLED)
+    casts = {x.value: CastConfig() if x in in_float8 else high for x in CAST_SITES}
+    return Float8LinearConfig(**{f"cast_config_{name}": cast for name, cast in casts.items()})
+
+
+@on("two")
+def test_any_gemms_in_float8_and_two_casts_of_a_gradient() -> None:
+    """Tokens are gathered and sums scattered around GEMMs in high precision, too."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64))
+    subsets = (itertools.combinations(GEMM_OPERANDS, n) for n in (1, 2, 3))
+    again = CastConfig(target_dtype=torch.float8_e4m3fn)
+    two_casts = Float8LinearConfig(cast_config_grad_output_for_grad_weight=again)
+    configs = [*map(of_gemms, itertools.chain(*subsets)), two_casts]
+    for config, shape in itertools.product(configs, ((2, 64), (2, 8, 64))):
+        dim = len(shape) - 2
+        x, g = (seeded(seed, *shape) for seed in (1, 2))
+        single, model = (
+            convert_to_float8_training(
+                copy.deepcopy(plain), config=config, module_filter_fn=all_linears
+            )
+            for _ in "ab"
+        )
+        plan = {
+            "0": Float8ColwiseParallel(input_layouts=Shard(dim)),
+            "2": Float8RowwiseParallel(output_layouts=Shard(dim), use_local_output=False),
+        }
+        parallelize_module(model, mesh_of(), plan)
+        pairs, _ = both_sides(model, single, x, g, dim, dim, place=shared)
+        for name, (got, expected) in pairs.items():
+            assert got.shape == expected.shape
+            assert off(got, expected) < 0.02, (config.float8_gemms, shape, name)
 
 
 @pytest.mark.parametrize(

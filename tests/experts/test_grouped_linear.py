@@ -319,6 +319,15 @@ def test_offs_that_lead_nowhere(device: str, recipe: str) -> None:
                 call(x, given.w, given.offs, config=recipe)
 
 
+def test_a_trace_follows_the_ends_of_groups() -> None:
+    x, w, offs = (t.detach() for t in inputs([10, 22])[:3])
+    config = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=True)
+    call = partial(grouped_linear, config=config)
+    traced = torch.jit.trace(lambda x, w, offs: call(x, w, offs), (x, w, offs))
+    ends = offs.new_tensor([20, 32])
+    assert traced(x, w, ends).equal(call(x, w, ends))
+
+
 def test_bad_input_raises() -> None:
     x, w, offs = (t.detach() for t in inputs([16, 16])[:3])
     blocks = Float8LinearConfig.from_recipe_name("blockwise")

@@ -93,9 +93,9 @@ def apply_grouped(
     transposed = held is not None and weight.stride() != w.values.stride()
     products = GroupedTransposed if transposed else Grouped
     call = Call(plan, plan.casts, products, type(w), weight.shape[2], weight.dtype, *needs)
-    args = input.contiguous(), weight, w, (offs,), call
-    computed = computed_before(Linear, *args) if compiling else None
-    return Linear.apply(*args, computed)  # type: ignore[no-any-return, no-untyped-call]
+    args = input.contiguous(), weight, w, call
+    computed = computed_before(Linear, *args, offs) if compiling else None
+    return Linear.apply(*args, computed, offs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _require(

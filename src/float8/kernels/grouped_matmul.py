@@ -42,7 +42,7 @@ def grouped_matmul_reference(
     granularity_of_a: str = _ROWS.value,
     granularity_of_b: str = _ROWS.value,
 ) -> Tensor:
-    """Multiply group by group; the plain-torch twin, see `gemm.grouped_matmul`.
+    """Multiply group by group; the plain-torch twin, see `experts.grouped.grouped_matmul`.
 
     Under scales of blocks it multiplies dequantized values, as linear layers with `emulate` do. If
     `exact` is bfloat16, that dtype holds them exactly: they are multiplied in it, without a sync of

@@ -121,7 +121,7 @@ def apply_linear(
         else:
             w = kept or OnTheFly(weight)
         call = Call(plan, casts, products or Dense, type(w), K, weight.dtype, *needs)
-        args = rows, weight, w, (), call
+        args = rows, weight, w, call
         computed = computed_before(Linear, *args) if compiling else None
         output = Linear.apply(*args, computed)  # type: ignore[no-untyped-call]
     if (
@@ -218,7 +218,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def compute(
-        input: Tensor, weight: Tensor, w: Any, index: tuple[Tensor, ...], call: Call
+        input: Tensor, weight: Tensor, w: Any, call: Call, *index: Tensor
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Return the output [M, N] of the input [M, K], in the compute dtype, and what is saved.
 
@@ -248,6 +248,8 @@ class Linear(torch.autograd.Function):
                 )
             shape = input.shape[0], weight.shape[-2]  # read here: torch.jit.trace follows sizes
             y, kept = w.output(row, shape, index, call, input.dtype)
+        if products.scatter is not None:
+            y = products.scatter(y)
         if dw_in_float8 and not plan.reuse_input:
             _, col = products.quantize_rows(input, casts.input_for_grad_weight, *index, col=True)
         if col is None and call.need_grad_weight:
@@ -267,11 +269,11 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, w: Weight, index: Any, call: Call, computed: Any
+        ctx: Any, input: Tensor, weight: Tensor, w: Any, call: Call, computed: Any, *index: Any
     ) -> Tensor:
         """Return the output; `computed` if a compiler has traced that by now."""
         if computed is None:
-            y, saved = Linear.compute(input, weight, w, index, call)
+            y, saved = Linear.compute(input, weight, w, call, *index)
         else:
             y, saved = computed
             y = new_alias(y)
@@ -304,10 +306,12 @@ class Linear(torch.autograd.Function):
             dx = w.grad_input(row, (M, K), index, call, dtype)
         elif call.need_grad_input:
             dx = grad_output @ w.values.to(dtype)
+        if dx is not None and products.start is not None:
+            dx = products.start(dx)  # overlaps grad_weight
         if dw_in_float8:
             if not reuse:
                 cast = casts.grad_output_for_grad_weight
-                _, col = products.quantize_rows(grad_output, cast, *index, col=True)
+                row, col = products.quantize_grad(grad_output, cast, *index, row=False, col=True)
             x = Operand(col_data, col_scale)
             if col_data is None:
                 x = recast(rows, casts.input.how, rows_scale)
@@ -317,7 +321,7 @@ class Linear(torch.autograd.Function):
             dw = products.outer(grad_output, rows, *index).to(call.weight_dtype)
         if dx is not None and products.finished is not None:
             dx = products.finished(dx)
-        return dx, dw, None, None, None, None
+        return dx, dw, None, None, None, *(None for _ in index)
 
     @staticmethod
     def symbolic(*_: Any) -> Any:

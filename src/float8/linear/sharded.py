@@ -44,7 +44,9 @@ class GathersInput(Dense):
     keeps_row_data = True
     finished = staticmethod(finished)
 
-    def quantize_rows(self, x: Tensor, cast: Cast, *, traced: bool = False, **_: Any) -> Quantized:
+    def quantize_rows(
+        self, x: Tensor, cast: Cast, *, row: bool, col: bool, traced: bool
+    ) -> Quantized:
         """Quantize the input of this rank [M / ranks, K], and gather row data of all: [M, K]."""
         return Quantized(self.tokens.gathered(x, cast, traced))
 
@@ -52,9 +54,9 @@ class GathersInput(Dense):
         """Multiply the rows of all ranks."""
         return matmul(a, b, (shape[0] * self.tokens.ranks, shape[1]), **gemm)
 
-    def grad_input(self, a: Operand, b: Operand, shape: Shape, **gemm: Any) -> Tensor:
-        """Multiply, and start to sum up over ranks, which overlaps with grad_weight."""
-        return self.tokens.start_reduce_scatter(matmul(a, b, shape, **gemm))
+    def start(self, dx: Tensor) -> Tensor:
+        """Start to sum up the gradient over ranks."""
+        return self.tokens.start_reduce_scatter(dx)
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,9 @@ class ScattersOutput(Dense):
         row_data = self.tokens.gathered(g, cast)
         return Quantized(row_data, to_col(row_data, cast.how) if col else None)
 
-    def output(self, a: Operand, b: Operand, shape: Shape, **gemm: Any) -> Tensor:
-        """Multiply, and reduce-scatter the product: [M / ranks, N]."""
-        return finished(self.tokens.start_reduce_scatter(matmul(a, b, shape, **gemm)))
+    def scatter(self, y: Tensor) -> Tensor:
+        """Reduce-scatter the partial sums [M, N] of the output: [M / ranks, N]."""
+        return finished(self.tokens.start_reduce_scatter(y))
 
     def grad_input(self, a: Operand, b: Operand, shape: Shape, **gemm: Any) -> Tensor:
         """Multiply the gradients of all tokens."""
@@ -126,12 +128,12 @@ def _column_parallel(
     if enter is None:
         _require_placed(input, weight, dtensors.Replicate())
         casts = _without_reduce(casts, "input", "input_for_grad_weight")
-    # With `enter` backward already reduce-scatters.
+    # `GathersInput` reduce-scatters the gradient in backward.
     x = input.to_local(grad_placements=(dtensors.Partial(),) if enter is None else None)
     bias = None if bias is None else bias.to_local()
     products = None if enter is None else GathersInput(enter)
     y = apply_linear(x, local, bias, plan, casts, None, products)
-    if enter is not None:
+    if enter is not None and x.dim() != 2:
         shape = [*x.shape[:-1], y.shape[-1]]
         shape[enter.dim] *= enter.ranks
         y = torch.ops.aten._unsafe_view.default(y, shape)
@@ -162,7 +164,7 @@ def _row_parallel(
         casts = _without_reduce(casts, "grad_output", "grad_output_for_grad_weight")
     products, x = None if leave is None else ScattersOutput(leave), input.to_local()
     y = apply_linear(x, weight.to_local(), None, plan, casts, None, products)
-    if leave is not None:
+    if leave is not None and x.dim() != 2:
         shape = [*x.shape[:-1], y.shape[-1]]
         shape[leave.dim] //= leave.ranks
         y = torch.ops.aten._unsafe_view.default(y, shape)
