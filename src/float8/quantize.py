@@ -1,4 +1,4 @@
-"""The one door for casts: choose the scale of a tensor, cast it, lay it out."""
+"""Choose the scale of a tensor, cast it to float8 and lay it out as row and column data."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -18,7 +18,7 @@ Reduction = Callable[[Tensor], Tensor]
 
 
 class Cast(NamedTuple):
-    """One cast of one tensor in one call: bound once, handed on whole."""
+    """The format and scaling of one tensor in one call of `quantize`."""
 
     how: CastConfig
     """Format, granularity and scaling."""
@@ -50,7 +50,7 @@ def quantize(
 
     Args:
         x: float32, bfloat16 or float16.
-        cast: how.
+        cast: format, granularity and scaling.
         row: make row data.
         col: make column data.
         pad_rows: pad R of the row data to 16: needed where R is a GEMM's output feature dim.
@@ -134,7 +134,7 @@ def recast(x: Tensor, how: CastConfig, scale: Tensor) -> Operand:
 
 
 def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Operand:
-    """Return row data [R, C] or [E, R, C] as a cast pads them: themselves, if that is nothing."""
+    """Zero-pad row data [R, C] or [E, R, C] as a cast does; return `row` if no padding is due."""
     data, scale = row
     to = granularity.width or GEMM_ALIGNMENT
     bottom = -data.shape[0] % to if pad_rows and data.dim() == 2 else 0

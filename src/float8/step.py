@@ -201,7 +201,7 @@ def update_float8_weights(model: nn.Module) -> None:
 
 
 def _held_by_gathers(weight: Any) -> bool:
-    """Whether hooks of FSDP2 keep the cast of its shard."""
+    """Return whether FSDP2's gathers can keep the float8 cast of the shard of `weight`."""
     local = local_tensor(weight)
     shard = local is not weight and isinstance(local, Float8GatherWeight)
     return local.can_keep_casts(weight) if shard else isinstance(local, Float8Tensor)
@@ -229,7 +229,7 @@ class Attachment:
     handles: list[RemovableHandle]
 
     def remove(self) -> None:
-        """Remove the hooks and free held weights, but no shards; so does the optimizer's end."""
+        """Remove hooks and held weights, but no shards; also runs when the optimizer is freed."""
         for handle in self.handles:
             handle.remove()
         for mod in self.mods:

@@ -343,7 +343,7 @@ class _Matrix(NamedTuple):
 
 
 _Kernels = tuple[Launch, Launch | None, Spec | None]
-"""The launch of a cast; that of the kernel that measures amaxes first, or None, and their spec."""
+"""The launch of a cast, and the launch that measures amaxes before it with their spec, or None."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -443,7 +443,7 @@ def _row_kernels(matrix: _Matrix) -> _Kernels:
 
 
 def _block_kernels(matrix: _Matrix, height: int, width: int, col: bool) -> _Kernels:
-    """Return the launch of a cast under blocks, each within a tile; ``col``: as asked for ``x``."""
+    """Return the launch that measures and casts blocks; ``col``: whether ``x`` gets column data."""
     R, C, *_ = matrix.sizes
     if height == width:
         return _tiled(matrix, ((128, 128, 8),), "square", width), None, None

@@ -27,12 +27,12 @@ from float8.scales import Operand, amax_to_scale
 
 
 class QuantizedGroups(NamedTuple):
-    """Rows in groups, in float8: in the layouts that were asked for, the others are None."""
+    """Row and column data of rows in groups; a layout that was not requested is None."""
 
     row: Operand | Any = None
     col: Operand | Any = None
     ends: Tensor | Any = None
-    """[E] int32: the column behind each group in column data."""
+    """[E] int32: one past the last column of each group in column data."""
 
 
 def cast_groups(
@@ -87,10 +87,10 @@ def ends_of_groups(offs: Tensor, rows: int) -> Tensor:
 
 
 def places_of_rows(ends: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return where rows go in a layout in which each group begins at a multiple of 128.
+    """Return the index of each row in a layout in which each group begins at a multiple of 128.
 
-    Returns the group of each row [rows], E outside all groups, which come last; its new index
-    [rows]; and the ends of the padded groups [E + 1].
+    Returns the group of each row [rows], or E for rows outside all groups; the index of each row
+    in the new layout [rows]; and the ends of the padded groups [E + 1], group E included.
     """
     ends = torch.cat([ends, ends.new_full((1,), rows)])
     sizes = ends.diff(prepend=ends.new_zeros(1))
@@ -123,7 +123,7 @@ def cast_groups_reference(
     scale: Tensor | None = None,
     after: Tensor | None = None,
 ) -> list[Tensor]:
-    """Plain-torch twin; return row data and scales, column data, scales and ends, as wanted."""
+    """Plain-torch twin; return the requested row data, scales, column data, scales and ends."""
     (R, C), E = x.shape, offs.shape[0]
     out = cast_groups_fake(x, offs, run, dtype, row, col, width)
     group, places, padded_ends = places_of_rows(ends_of_groups(offs, R), R)
@@ -167,8 +167,8 @@ def cast_groups_reference(
 
 
 def cast_groups_fake(x: Tensor, offs: Tensor, *layout: Any) -> list[Tensor]:
-    """Allocate the layouts that are wanted, uninitialized; sizes may be symbolic."""
-    run, dtype, row, col, width, *_ = layout
+    """Allocate the results of `cast_groups_reference`, uninitialized; sizes may be symbolic."""
+    run, dtype, row, col, width, *_ = layout  # run: elements per block scale, or None
     (R, C), E, k, out = x.shape, offs.shape[0], run or 16, list[Tensor]()
     Cp = (C + 15) // 16 * 16
     layouts = (row, R, (C + k - 1) // k * k, (R,)), (col, Cp, width, (E, Cp))

@@ -31,7 +31,7 @@ REGISTERS_OF_ROWS, OF_LOADS_OF_ROWS = map(gl.constexpr, (224, 56))
 def multiply_blocks(
     out: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor
 ) -> None:
-    """Multiply as `experts.grouped.grouped_matmul` under blocks; `b` is [E, N, C] or [1, N, C]."""
+    """Write `a @ b.T` of each group to `out`; `b` is [E, N, C], or [1, N, C] if groups split C."""
     if not HAS_GLUON:
         got = "float8 GEMM: got a Triton without Gluon for experts under blocks, expected"
         raise RuntimeError(f"{got} Triton >= 3.6; upgrade it, or take the recipe 'rowwise'")

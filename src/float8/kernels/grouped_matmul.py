@@ -42,13 +42,12 @@ def grouped_matmul_reference(
     granularity_of_a: str = _ROWS.value,
     granularity_of_b: str = _ROWS.value,
 ) -> Tensor:
-    """Multiply group by group; the plain-torch twin, see `experts.grouped.grouped_matmul`.
+    """Multiply each group in a loop; plain-torch twin, see `experts.grouped.grouped_matmul`.
 
-    Under scales of blocks it multiplies dequantized values, as linear layers with `emulate` do. If
-    `exact` is bfloat16, that dtype holds them exactly: they are multiplied in it, without a sync of
-    `ends` to the host. On a CPU, where `ends` need no sync, ends of rows are checked.
+    Under blocks the operands are dequantized first. If `exact` and `out_dtype` are bfloat16, which
+    holds dequantized values exactly, torch's grouped GEMM replaces the loop, without a sync.
     """
-    if ends.is_cpu and b.dim() == 3:
+    if ends.is_cpu and b.dim() == 3:  # a check on a GPU would sync
         check_offs(ends, len(a))
     of_a, of_b = ScalingGranularity(granularity_of_a), ScalingGranularity(granularity_of_b)
     if exact == out_dtype == torch.bfloat16 and a.numel():

@@ -68,7 +68,7 @@ def grouped_mm(
     granularities: tuple[Granularity, Granularity],
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply as `grouped_matmul` of experts by torch's grouped GEMM, which rounds to bfloat16."""
+    """Run torch's grouped GEMM, which rounds to bfloat16; see `experts.grouped.grouped_matmul`."""
     scale_a, scale_b = map(scales_of_rows, (a, b), granularities)
     ends = ends_of_groups(ends, a.data.shape[0 if b.data.dim() == 3 else 1])
     if b.data.dim() == 3:

@@ -32,7 +32,7 @@ class Shards(NamedTuple):
     gathers_input: bool = False
     """Whether ranks gather the tokens of the input; ignored if the weight is Shard(1)."""
     tokens_dim: int | None = None
-    """The dim by which to reduce-scatter the output, and gather its gradient; None: by none."""
+    """The dim along which to reduce-scatter the output and gather its gradient, or None."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def linear_of_shards(
 def _column_parallel(
     input: Any, weight: Any, bias: Any, gathers: bool, plan: LinearPlan, casts: Casts
 ) -> Any:
-    """Multiply all tokens by the rows of the weight that this rank has."""
+    """Multiply all tokens by the local rows of the weight; the output is Shard(-1)."""
     dtensors, mesh, local = torch.distributed.tensor, weight.device_mesh, weight.to_local()
     (placement,), enter = input.placements, None
     if gathers and not placement.is_replicate():
@@ -147,7 +147,7 @@ def _column_parallel(
 def _row_parallel(
     input: Any, weight: Any, bias: Any, tokens_dim: int | None, plan: LinearPlan, casts: Casts
 ) -> Any:
-    """Multiply the features that this rank has by the columns of the weight that it has."""
+    """Multiply local features and weight columns; the output is Partial or Shard(`tokens_dim`)."""
     dtensors: Any = torch.distributed.tensor
     dims, to, leave = input.dim(), None, None
     if tokens_dim is not None:
@@ -194,7 +194,7 @@ def _without_reduce(casts: Casts, *roles: str) -> Casts:
 
 
 def _shared_tokens(x: Any, dim: int) -> SharedTokens | None:
-    """Return how ranks share the tokens of a DTensor along `dim`; None: torch has to see to it."""
+    """Return the layout of tokens sharded along `dim`, or None if torch must redistribute them."""
     mesh = x.device_mesh
     if dim == x.dim() - 1 or x.shape[dim] % mesh.size() or 0 in x.shape:
         return None

@@ -20,7 +20,7 @@ from float8.tensor.ranks import amax_over, no_shard_is_empty, sharding_groups
 
 
 def shard_amax(weight: Tensor) -> Tensor | None:
-    """Return the amax of a shard that is gathered in float8, 0-dim float32; else None."""
+    """Compute the 0-dim float32 amax of a shard; return None if it is not gathered in float8."""
     local = local_tensor(weight)
     if local is weight or not isinstance(local, Float8GatherWeight):
         return None

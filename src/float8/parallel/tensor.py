@@ -113,7 +113,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         return module
 
     def _find_layers(self, module: nn.Module) -> list[str]:
-        """Return the names of the layers whose cast is used, or raise if there is none to use."""
+        """Return the names of the layers that cast the input; raise if none do or casts differ."""
         fqn = self.fwd_config_submodule_fqn
         found = dict(module.named_modules()) if fqn is None else {fqn: module.get_submodule(fqn)}
         layers = {name: x for name, x in found.items() if isinstance(x, Float8Linear)}
@@ -137,7 +137,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 def _quantize(
     module: nn.Module, names: list[str], mesh: DeviceMesh, input: Any, placement: Placement | None
 ) -> Any:
-    """Quantize `input` as the first layer that reads it with all `in_features`; else return it."""
+    """Quantize `input` as the first layer that takes its features unsharded, or return `input`."""
     shape = getattr(input, "shape", ())
     if placement is None or not shape:
         return input

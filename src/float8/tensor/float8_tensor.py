@@ -331,11 +331,11 @@ def _reshape_scale(func: Any, x: Float8Tensor, view: Tensor, *_: Any) -> Tensor 
 
 
 def _take_scales(func: Any, x: Float8Tensor, view: Tensor, *args: Any) -> Any:
-    """Slice or split scales along a dim where each index has one, or select one of [E, N, K]."""
+    """Slice, split, select or unbind scales; return None if what a scale covers may be cut."""
     at = 1 if func in _SPLITS else 0
     dim = args[at] if len(args) > at else 0
     if x._granularity.by_blocks:
-        selects = func is aten.select.int and x.dim() == 3 and dim == 0
+        selects = func is aten.select.int and x.dim() == 3 and dim == 0  # of [E, N, K]
         fits = selects and x.stride(0) == x.shape[1] * x.shape[2]
     else:
         shared = x.dim() - (2 if x._has_column_scales else 1)

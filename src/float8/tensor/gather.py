@@ -197,9 +197,10 @@ class Float8GatherWeight(Wrapper):
     def _to_send(
         self, size: torch.Size, rows: int, mesh: Any, module: Any, dtype: torch.dtype
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
-        """Return the shard [R, K] as bytes, padded to `rows`, and its scales if they are finer.
+        """Return the tensors that are all-gathered for the shard [R, K], and the `GatherInfo`.
 
-        R may be 0. A scale or a cast that was kept is used if the weight was not written since.
+        The tensors are float8 bytes, padded to [rows, K], and scales finer than one per tensor. R
+        may be 0. A scale or cast that was kept is used if the weight was not written since.
         """
         weight, config, shard = module.weight, self.how, self._inner
         owner = local_tensor(weight)  # keeps casts; with CPU offload `self` is a copy of it

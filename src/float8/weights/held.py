@@ -166,8 +166,8 @@ def goes_into_graph(weight: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return exporting and (_DYNAMO_TELLS or not torch.compiler.is_dynamo_compiling())
     tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-    tells = dispatch_modes is not None and pre_dispatch_modes is not None
-    no_mode = tells and not dispatch_modes() and not pre_dispatch_modes()
+    tells = dispatch_modes is not None and pre_dispatch_modes is not None  # both counters exist
+    no_mode = tells and not dispatch_modes() and not pre_dispatch_modes()  # so no make_fx
     return exporting or tracing or (not no_mode and make_fx_is_on()) or _is_capturing(weight)
 
 
