@@ -81,10 +81,10 @@ class DelayedScale(NamedTuple):
         self.amax.copy_(torch.maximum(self.amax, amax))
 
     def apart(self) -> "DelayedScale":
-        """Return the same scale with a fresh amax, which the caller records afterwards.
+        """Return a `DelayedScale` with the same scale and a new amax of zero.
 
-        So a cast reads nothing that it wrote, and compiled code may repeat it safely, as it does
-        for activation checkpointing.
+        A cast that records into the new amax leaves this state unchanged, so compiled code may run
+        it again for activation checkpointing. The caller may `record` that amax here afterwards.
         """
         # Not `zeros_like`, for which a compiler would keep the amax.
         fresh = torch.zeros((), dtype=torch.float32, device=self.amax.device)

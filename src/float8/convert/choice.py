@@ -42,7 +42,7 @@ class Choice(NamedTuple):
 
 
 class Chooser:
-    """The arguments of `convert_to_float8_training`, checked as there, and their decisions."""
+    """Checks the arguments of `convert_to_float8_training`, and decides what to convert."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class Chooser:
         return None if answer else f"module_filter_fn returned {answer!r}"
 
     def _why_experts_stay(self, module: Any, fqn: str) -> str | None:
-        """Return the reason why experts stay without a filter, or None if they are converted."""
+        """Return why experts stay in high precision without a filter, or None to convert them."""
         gpu = self._gpu(module)
         if (reason := left_out(fqn)) or gpu is None:
             return reason
@@ -145,7 +145,7 @@ class Chooser:
         return why_experts_slower(module, parent, self.config, self.tokens, self.ranks[1], gpu)
 
     def _why_linear_stays(self, layer: Any, fqn: str) -> str | None:
-        """Return the reason why a layer stays by its size without a filter, or None."""
+        """Return why the size of `layer` keeps it in high precision without a filter, or None."""
         if not self.config.float8_gemms:
             return None
         if layer.out_features < ROUTER:

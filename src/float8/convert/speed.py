@@ -62,7 +62,7 @@ def gemm_kinds(recipe: str | Float8LinearConfig) -> dict[str, str]:
 
 
 def judged_as(config: Float8LinearConfig) -> str:
-    """Return the key of `COSTS` that models all three GEMMs, or a list of one per GEMM."""
+    """Return the `COSTS` key of all GEMMs; if keys differ, a text with the key of each GEMM."""
     kinds = gemm_kinds(config)
     listed = ", ".join(f"{gemm} {kind}" for gemm, kind in kinds.items())
     return kinds["output"] if len({*kinds.values()}) == 1 else listed

@@ -46,12 +46,12 @@ def quantize_experts(
     """Quantize the weights [E, N, K] of experts; no scale covers two experts.
 
     Row data are [E, N, ceil16(K)] with scales [E, N], column data [E, K, ceil16(N)] with [E, K].
-    Weights stored as [E, K, N] are quantized as [E, K, N], with the layouts swapped, instead of
-    being copied. `cast.scale` is None or [E]. `after`: see `kernels.cast`.
+    A transposed view of contiguous [E, K, N] is not copied: row data of the stored tensor are
+    column data of `weights`. `cast.scale` is None or [E]; `kernels.cast` explains `after`.
 
-    Under squares of k row data are [E, N, ceil_k(K)] with scales [E, ceil(N / k), ceil(K / k) or
-    more], column data [E, K, ceil_k(N)] with [E, ceil(K / k), ceil(N / k) or more]. Under runs of k
-    the scales are [E, N, ceil(K / k)] and [E, K, ceil(N / k)].
+    Under squares of k row data are [E, N, ceil_k(K)] with scales [E, ceil(N / k), ceil(K / k)],
+    column data [E, K, ceil_k(N)] with [E, ceil(K / k), ceil(N / k)], whose last dim may be padded
+    to a multiple of 4. Under runs of k the scales are [E, N, ceil(K / k)] and [E, K, ceil(N / k)].
     """
     assert cast.state is cast.reduce is None  # scales are each expert's
     weights = weights.detach()

@@ -190,7 +190,7 @@ def _cast_groups_triton(x: Tensor, offs: Tensor, *args: Any, **named: Any) -> li
     if x.numel() == 0:
         return cast_groups_reference(x, offs, *args, **named)
     run, dtype, row, col, width, one_scale, power_of_2, *rest = args
-    scale = rest[0] if rest else named.get("scale")  # compiled code names the last arguments
+    scale = rest[0] if rest else named.get("scale")  # compiled code passes it by keyword
     out = cast_groups_fake(x, offs, *args)
     (R, C), E = x.shape, offs.shape[0]
     groups = max(1 << E.bit_length(), 16)  # E + 1 or more
@@ -203,7 +203,7 @@ def _cast_groups_triton(x: Tensor, offs: Tensor, *args: Any, **named: Any) -> li
             *arithmetic, C % 128 == 0, groups, num_warps=8,
         )  # fmt: skip
         return out
-    # Bits of the amaxes of rows, then of the columns of each group; or of groups; or of scales.
+    # float32 bits: scales [E] if given, else amaxes, [E] or [R + E * C] of rows, then columns.
     if scale is not None:
         amaxes = scale.contiguous().view(torch.int32)
     else:

@@ -38,9 +38,9 @@ def swizzled(scale: Tensor) -> Tensor:
 
 
 def swizzled_rows(scale: Tensor, ends: Tensor) -> Tensor:
-    """Swizzle scales [R, runs] of groups of rows, each group from a new tile on.
+    """Swizzle scales [R, runs] of grouped rows, each group padded to a multiple of 128 rows.
 
-    Returns [rows, runs to 4], with as many rows as R rows in groups of any sizes need.
+    Returns [rows, runs to 4], with as many rows as groups of any sizes may need.
     """
     R, runs = scale.shape
     _, places, padded_ends = places_of_rows(ends, R)
@@ -50,9 +50,9 @@ def swizzled_rows(scale: Tensor, ends: Tensor) -> Tensor:
 
 
 def swizzled_tokens(scale: Tensor, ends: Tensor) -> Tensor:
-    """Swizzle scales [N, runs] of groups of tokens, which end at multiples of 128 tokens.
+    """Swizzle scales [N, runs] of column data [N, T], one for each run of 32 tokens.
 
-    Returns [N to 128, runs], in which the tiles of one group follow each other.
+    `ends` are multiples of 128 tokens. Returns [N to 128, runs], a group's tiles adjacent.
     """
     tiles, tile_rows = swizzled(scale).view(torch.uint8), -(-scale.shape[0] // 128)
     tile_column = torch.arange(len(tiles) // tile_rows, device=scale.device)

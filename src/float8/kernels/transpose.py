@@ -33,7 +33,7 @@ def transpose_bytes(data: Tensor, *, after: Tensor | None = None) -> Tensor:
 
 
 def transpose_reference(data: Tensor, after: Tensor | None = None) -> Tensor:
-    """Plain-torch twin of the kernel; see :func:`transpose_bytes`."""
+    """Transpose and zero-pad as :func:`transpose_bytes`, in plain torch; ``after`` is unused."""
     # As uint8, because not every backend implements copies of float8.
     (R, C), codes = data.shape, data.view(torch.uint8)
     out = codes.new_zeros((C + -C % 16, R + -R % 16))

@@ -14,12 +14,12 @@ from float8.weights.held import HoldsWeights
 from float8.weights.only import OnlyWeights
 
 PREFIX = "_float8_"
-"""Names of ours on layers and experts begin with it: all others are their user's."""
+"""The prefix of private attributes that this library adds to layers and experts."""
 
 
 @functools.cache
 def our_names(base: type) -> frozenset[str]:
-    """Return the names of attributes that are ours, in modules of class `base`."""
+    """Return the attribute names with `PREFIX` of the float8 class `base` and its instances."""
     every = {"_float8_config", "_float8_plan", *dir(base)}
     return frozenset(name for name in every if name.startswith(PREFIX))
 
@@ -30,7 +30,7 @@ class Float8Module(HoldsWeights, OnlyWeights, nn.Module):
     _float8_config: Float8LinearConfig
     _float8_plan: LinearPlan
     _float8_source_class: ClassVar[type[nn.Module]]
-    """The class that it had, and has again after `convert_to_high_precision`."""
+    """The class of the module before conversion and after `convert_to_high_precision`."""
     _float8_observers: tuple[Callable[..., Any], ...] = ()
     """Functions that see what is multiplied and return the output, as those of a `Watch`."""
     _float8_not_copied: ClassVar[frozenset[str]] = frozenset(
@@ -39,7 +39,7 @@ class Float8Module(HoldsWeights, OnlyWeights, nn.Module):
     """Attributes that belong to this training and this optimizer: copies do not get them."""
 
     def _float8_become_high_precision(self) -> None:
-        """Turn this very object back into what it was made of."""
+        """Convert this module back to `_float8_source_class`, in place."""
         self._float8_drop_state()
         self.__dict__.pop("forward", None)  # that of its class, which accelerate leaves behind
         source = self._float8_source_class  # may be its own attribute

@@ -27,17 +27,17 @@ from float8.tensor.ranks import SharedTokens, dtensor_like, every_rank_gets_some
 
 
 class Shards(NamedTuple):
-    """The style of a layer under tensor parallel; the weight, a DTensor, tells the rest."""
+    """Tensor-parallel options of a layer; its weight's placement selects colwise or rowwise."""
 
     gathers_input: bool = False
     """Whether ranks gather the tokens of the input; ignored if the weight is Shard(1)."""
     tokens_dim: int | None = None
-    """The dim along which to reduce-scatter the output and gather its gradient, or None."""
+    """The dim along which a Shard(1) layer reduce-scatters its output; None leaves it Partial."""
 
 
 @dataclass(frozen=True)
 class GathersInput(Dense):
-    """The products of a layer whose input is sharded by tokens: ranks gather it in float8."""
+    """The products of a layer whose input is sharded by tokens; ranks all-gather it in float8."""
 
     tokens: SharedTokens
 
@@ -54,14 +54,14 @@ class GathersInput(Dense):
         """Multiply the rows of all ranks."""
         return matmul(a, b, (shape[0] * self.tokens.ranks, shape[1]), **gemm)
 
-    def start(self, dx: Tensor) -> Tensor:
-        """Start to sum up the gradient over ranks."""
-        return self.tokens.start_reduce_scatter(dx)
+    def grad_input(self, a: Operand, b: Operand, shape: Shape, **gemm: Any) -> Tensor:
+        """Multiply, and start to reduce-scatter the product, which overlaps with grad_weight."""
+        return self.tokens.start_reduce_scatter(matmul(a, b, shape, **gemm))
 
 
 @dataclass(frozen=True)
 class ScattersOutput(Dense):
-    """The products of a layer whose output is a partial sum: ranks sum it up, and split tokens."""
+    """The products of a layer whose output is Partial; ranks reduce-scatter it by tokens."""
 
     tokens: SharedTokens
 
@@ -194,7 +194,7 @@ def _without_reduce(casts: Casts, *roles: str) -> Casts:
 
 
 def _shared_tokens(x: Any, dim: int) -> SharedTokens | None:
-    """Return the layout of tokens sharded along `dim`, or None if torch must redistribute them."""
+    """Return the `SharedTokens` of `x` along `dim`, or None where torch must redistribute it."""
     mesh = x.device_mesh
     if dim == x.dim() - 1 or x.shape[dim] % mesh.size() or 0 in x.shape:
         return None
@@ -205,8 +205,8 @@ def _shared_tokens(x: Any, dim: int) -> SharedTokens | None:
 def dtensor_in_float8(x: Any, weight: Any, plan: LinearPlan, cast: Cast) -> Any:
     """Cast the DTensor `x` on a mesh of one dim, if its row data suffice for all GEMMs.
 
-    Else return `x` itself, as also where it is a sum still to be made, or where ranks hold parts of
-    rows that have a scale each. Raises as `in_compute_dtype`.
+    Else return `x` itself, also if it is Partial, or if each row has one scale and ranks hold parts
+    of rows. Raises as `in_compute_dtype`.
     """
     (placement,) = x.placements
     cuts_rows = placement.is_shard() and placement.dim % x.dim() == x.dim() - 1
@@ -224,7 +224,7 @@ def dtensor_in_float8(x: Any, weight: Any, plan: LinearPlan, cast: Cast) -> Any:
 
 
 def require_parts(shape: torch.Size, dim: int, ranks: int) -> None:
-    """Raise a `ValueError` for a weight that ranks cannot share: of rows each needs one or more."""
+    """Raise `ValueError` unless each rank gets rows (`dim` 0) or equally many columns (`dim` 1)."""
     size = shape[dim]
     if size % ranks and (dim == 1 or not every_rank_gets_some(size, ranks)):
         expected = "that dim divisible by" if dim else "rows on each of"

@@ -61,17 +61,17 @@ class OnlyWeights(nn.Module):
         return self
 
     def _float8_loadable(self, old: Any, values: Any, local_metadata: dict[str, Any]) -> Any:
-        """Return `values` of a checkpoint as the Parameter `old` takes them.
+        """Return `values` of a checkpoint, converted for loading into the Parameter `old`.
 
-        They are quantized if `old` is in float8 only, and dequantized if the layer has masters.
+        Quantizes `values` if `old` is in float8 only; dequantizes them if the layer has masters.
         """
         if not self._float8_keeps_no_master:
             return dequantise(values) if isinstance(values, Float8Tensor) else values
-        # Not a bias, nor what torch says that it does not fit.
+        # Biases, and values of another shape, for which torch raises, are returned unchanged.
         fits = isinstance(old, Float8Tensor) and getattr(values, "shape", None) == old.shape
         if type(values) not in PLAIN or not fits or values.dtype not in HIGH_PRECISION_DTYPES:
             return values
-        if not local_metadata.get("assign_to_params_buffers", False):  # as `copy_` would round
+        if not local_metadata.get("assign_to_params_buffers", False):  # round as `copy_` would
             values = values.to(old.dtype)
         return self._float8_quantize_only(values if old.is_meta else values.to(old.device))
 

@@ -95,7 +95,7 @@ def _for_pytorch(compiled: Any, programs: int, integers: tuple[int, ...]) -> Any
 
 
 def allocator(device: torch.device) -> Callable[..., Tensor]:
-    """Return a function that allocates a tensor of a `Spec` on `device`, the current one."""
+    """Return `empty_strided(shape, strides, dtype)` for `device`, which must be the current one."""
     if device.type == "cuda" and private.empty_strided_cuda is not None:
         return private.empty_strided_cuda  # type: ignore[no-any-return]
     return lambda shape, strides, of: torch.empty_strided(shape, strides, dtype=of, device=device)
