@@ -53,7 +53,7 @@ def quantize_experts(
     column data [E, K, ceil_k(N)] with [E, ceil(K / k), ceil(N / k)], whose last dim may be padded
     to a multiple of 4. Under runs of k the scales are [E, N, ceil(K / k)] and [E, K, ceil(N / k)].
     """
-    assert cast.state is cast.reduce is None  # scales are each expert's
+    assert (cast.state, cast.reduce) == (None, None)  # each expert has its own
     weights = weights.detach()
     if swapped := weights.transpose(1, 2).is_contiguous():
         weights, row, col = weights.transpose(1, 2), col, row
@@ -188,7 +188,7 @@ class Grouped(Dense):
         x: Tensor, cast: Cast, offs: Tensor, *, row: bool = False, col: bool = False, **_: Any
     ) -> Quantized:
         """Quantize grouped rows [T, C] under dynamic scales of each group; see `cast_groups`."""
-        assert cast.state is cast.reduce is cast.scale is None  # scales are each group's
+        assert (cast.state, cast.reduce, cast.scale) == (None, None, None)  # each group has its own
         x = x.contiguous()
         row_data, col_data, ends = cast_groups(x, offs, cast.how, row=row, col=col)
         if col:

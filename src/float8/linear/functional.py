@@ -321,7 +321,7 @@ class Linear(torch.autograd.Function):
             dw = products.outer(grad_output, rows, *index).to(call.weight_dtype)
         if dx is not None and products.finished is not None:
             dx = products.finished(dx)
-        return dx, dw, None, None, None, *(None for _ in index)
+        return dx, dw, None, None, None, *[None] * len(index)
 
     @staticmethod
     def symbolic(*_: Any) -> Any:

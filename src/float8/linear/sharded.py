@@ -54,9 +54,9 @@ class GathersInput(Dense):
         """Multiply the rows of all ranks."""
         return matmul(a, b, (shape[0] * self.tokens.ranks, shape[1]), **gemm)
 
-    def grad_input(self, a: Operand, b: Operand, shape: Shape, **gemm: Any) -> Tensor:
-        """Multiply, and start to reduce-scatter the product, which overlaps with grad_weight."""
-        return self.tokens.start_reduce_scatter(matmul(a, b, shape, **gemm))
+    def start(self, dx: Tensor) -> Tensor:
+        """Start to reduce-scatter the gradient of all tokens, which overlaps with grad_weight."""
+        return self.tokens.start_reduce_scatter(dx)
 
 
 @dataclass(frozen=True)
