@@ -135,9 +135,9 @@ UNREADABLE: dict[str, tuple[str, Damage]] = {
     "beside": ("expected one in this folder", index('{"weight_map": {"a": "BESIDE"}}')),
     "outside": ("expected one in this folder", index('{"weight_map": {"a": "OUTSIDE"}}')),
     "name twice": ("a name twice", index('{"weight_map": {"a": "b", "a": "c"}}')),
-    "list": ("got a list, expected an object", index("[]")),
-    "no JSON": ("expected an object", index("{")),
-    "deep": ("expected an object", index("[" * 100_000)),
+    "list": ("got a list, expected a JSON object", index("[]")),
+    "no JSON": ("expected a JSON object", index("{")),
+    "deep": ("expected a JSON object", index("[" * 100_000)),
 }
 
 

@@ -162,7 +162,7 @@ def test_a_reader_between_two_files_of_a_save(alone: Any, tmp_path: Path) -> Non
     """It opens all again if the checkpoint is another one meanwhile, with files of other names."""
     from float8.checkpoints import files
 
-    for wanted in ("_read_index", "_read_json", "_opened"):
+    for wanted in ("_read_index", "_read_json", "_open_safetensors"):
         save(1, BLOCKS, folder := tmp_path / wanted)
         real, calls = getattr(files, wanted), []
 
