@@ -31,25 +31,30 @@ class Dense:
     stored_transposed = False
     """The Parameter of the weights [E, N, K] lies as [E, K, N]."""
 
-    quantize_rows: Any = staticmethod(quantize)  # (input [M, K], cast, *index, row, col, traced)
-    quantize_grad: Any = staticmethod(quantize)  # (grad_output [M, N], cast, *index, row, col)
-    quantize_weight: Any = staticmethod(
-        quantize
-    )  # (weight, cast, row, col, pad_rows, traced, after)
-    padded: Any = staticmethod(padded)  # (row data of a weight, granularity) -> as GEMMs read them
-    transposed: Any = staticmethod(
-        to_col
-    )  # (row data of a weight, cast config, after) -> column data
-    output: Any = staticmethod(
-        matmul
-    )  # ([M, K], [N, K], (M, N), *index, gemm, out_dtype) -> [M, N]
-    grad_input: Any = staticmethod(matmul)  # ([M, N], [K, N], (M, K), *index, ...) -> [M, K]
-    grad_weight: Any = staticmethod(matmul)  # ([N, M], [K, M], (N, K), *index, ...) -> [N, K]
-    # Each of these three None, or a function that ranks run together:
-    scatter: Any = None  # output [M, N] -> that of this rank
-    start: Any = None  # grad_input [M, K] -> a promise of that of this rank
-    finished: Any = None  # the promise, when grad_weight is under way -> grad_input
-    outer: Any = staticmethod(_outer)  # (grad_output, input, *index) -> grad_weight, in their dtype
+    quantize_rows: Any = staticmethod(quantize)
+    """Quantize the input [M, K]: `(x, cast, *index, row, col, traced)` to a `Quantized`."""
+    quantize_grad: Any = staticmethod(quantize)
+    """Quantize grad_output [M, N]: `(x, cast, *index, row, col)` to a `Quantized`."""
+    quantize_weight: Any = staticmethod(quantize)
+    """Quantize a weight: `(weight, cast, row, col, pad_rows, traced, after)` to a `Quantized`."""
+    padded: Any = staticmethod(padded)
+    """Pad row data of a weight for GEMMs: `(row_data, granularity)` to an `Operand`."""
+    transposed: Any = staticmethod(to_col)
+    """Make column data of row data of a weight: `(row_data, cast_config, after)`."""
+    output: Any = staticmethod(matmul)
+    """Multiply [M, K] by [N, K]: `(a, b, (M, N), *index, gemm, out_dtype)` to [M, N]."""
+    grad_input: Any = staticmethod(matmul)
+    """Multiply [M, N] by [K, N], with the same arguments: [M, K]."""
+    grad_weight: Any = staticmethod(matmul)
+    """Multiply [N, M] by [K, M], with the same arguments: [N, K]."""
+    outer: Any = staticmethod(_outer)
+    """Compute grad_weight in high precision: `(grad_output, input, *index)` to [N, K]."""
+    scatter: Any = None
+    """None, or a function that sums the output up over ranks, and returns this rank's rows."""
+    start: Any = None
+    """None, or a function that starts to sum grad_input up over ranks."""
+    finished: Any = None
+    """None, or a function that waits for what `start` returned, once grad_weight is under way."""
 
 
 PRODUCTS: dict[int, Any] = {2: Dense}
