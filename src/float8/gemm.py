@@ -1,4 +1,4 @@
-"""The door for GEMMs: `matmul` of two operands in float8."""
+"""`matmul` multiplies two float8 operands, on every device, under scales of any granularity."""
 
 import contextlib
 from typing import NamedTuple
@@ -18,9 +18,9 @@ from float8.scales import Operand, dequantised
 
 _TENSORWISE = ScalingGranularity.TENSORWISE
 _RUNS, _SQUARES = [F.ScalingType.BlockWise1x128.value], [F.ScalingType.BlockWise128x128.value]
-"""Torch's numbers for the blocks of 128 whose scales Hopper's GEMMs apply."""
+"""The values of `torch.nn.functional.ScalingType` for the blocks of 128 that Hopper multiplies."""
 
-# The GEMM under block scales, which torch counts as none; a later torch may count it.
+# Count the FLOPs of the GEMM under block scales, unless a later torch does.
 with contextlib.suppress(RuntimeError):
     register_flop_formula(torch.ops.aten._scaled_mm_v2)(
         lambda a, b, *_, **__: 2 * a[0] * a[1] * b[1]
@@ -31,22 +31,22 @@ class Gemm(NamedTuple):
     """Settings of one GEMM."""
 
     use_fast_accum: bool = False
-    """Add with fewer bits where the device offers it: not under block scales."""
+    """Accumulate with fewer bits on devices that can; ignored under block scales."""
     emulate: bool = False
-    """Multiply the dequantised values in high precision: any device."""
+    """Multiply the dequantized values in high precision, on any device."""
     powers_of_2: bool = False
-    """Whether all scales are: then values times scales are exact in bfloat16."""
+    """Whether all scales are powers of two; dequantized values are then exact in bfloat16."""
     granularities: tuple[Granularity, Granularity] = (_TENSORWISE, _TENSORWISE)
-    """Of the scales of its two operands."""
+    """The granularities of the scales of both operands."""
 
     def packed(self) -> tuple[str, str, bool, bool, bool]:
-        """Return the settings as arguments of an op: `unpacked` takes them in this order."""
+        """Return the settings as arguments of an op, in the order that `unpacked` takes."""
         a, b = self.granularities
         return a.value, b.value, self.use_fast_accum, self.emulate, self.powers_of_2
 
     @classmethod
     def unpacked(cls, a: str, b: str, *switches: bool) -> "Gemm":
-        """Return the settings of an op that got them as `packed` returns them."""
+        """Make a `Gemm` of the arguments of an op, which `packed` returned."""
         use_fast_accum, emulate, powers_of_2 = switches
         granularities = ScalingGranularity(a), ScalingGranularity(b)
         return cls(use_fast_accum, emulate, powers_of_2, granularities)
@@ -57,8 +57,8 @@ def matmul(
 ) -> Tensor:
     """Multiply `(a.data * a.scale) @ (b.data * b.scale).T`, accumulated in float32.
 
-    Where it emulates, scales that are powers of two leave values that bfloat16 holds exactly: they
-    are multiplied in it where that is faster, else in float32. Only the order of sums differs.
+    With `gemm.emulate` the dequantized values are multiplied: in bfloat16 where that is exact and
+    faster, else in float32. Results differ in the order of sums only.
 
     `a` is [M, K] float8, `b` [N, K], both contiguous along the contraction dim, as Hopper's tensor
     cores read them, with scales as `Granularity.scales` says, which is not checked here. K and N
@@ -112,14 +112,14 @@ def matmul(
 def without_padding(y: Tensor, M: int, N: int) -> Tensor:
     """Return a copy of the first M rows and N columns of `y`, [R, C] or [E, R, C].
 
-    Autograd forbids writes in place into views that its functions return; they also keep alive what
-    padding added.
+    A view would keep the padding alive, and autograd forbids in-place writes into views that custom
+    functions return.
     """
     return y[..., :M, :N].clone(memory_format=torch.contiguous_format)
 
 
 def refused_gemm(reason: str) -> RuntimeError:
-    """Return the error for a device that has no such GEMM."""
+    """Return the error for a device without the GEMM that was asked for."""
     return RuntimeError(
         f"float8 GEMM: {reason}; set emulate=True in Float8LinearConfig to compute in high "
         f"precision on the dequantised values"
@@ -140,7 +140,7 @@ def matmul_of_any_size(
     powers_of_2: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply as `matmul`: the op of compiled code with padded rows, or maybe without tokens."""
+    """Multiply as `matmul`; the op of compiled code whose rows are padded or may be none."""
     if a.numel() == 0:
         return a.new_zeros((M, N), dtype=out_dtype)
     settings = granularity_of_a, granularity_of_b, use_fast_accum, emulate, powers_of_2
@@ -161,16 +161,16 @@ GEMM_OPS = (
     torch.ops.aten._scaled_mm_v2.default,
     torch.ops.float8.matmul.default,
 )
-"""Ops that `matmul` calls, unless it emulates."""
+"""The ops that `matmul` calls without `emulate`."""
 
 
 def _scale_per_row(operand: Operand) -> Tensor:
-    """Return one scale for each row of the data, [R, 1], of one scale or as many."""
+    """Return scales [R, 1], one for each row of the data; one scale of all is repeated."""
     return operand.scale.reshape(-1, 1).expand(operand.data.shape[0], 1).contiguous()
 
 
 def _block_scales(operand: Operand, covers: Granularity) -> tuple[Tensor, list[int], list[int]]:
-    """Return scales as torch takes them, and in lists its numbers for what they cover and lie."""
+    """Return block scales in torch's layout, and lists of its `ScalingType` and `SwizzleType`."""
     if covers.exponents:
         return swizzled(scales_of_rows(operand, covers)).flatten(), RECIPE, SWIZZLE
     return (operand.scale.t(), _SQUARES, []) if covers.square else (operand.scale, _RUNS, [])
@@ -200,9 +200,9 @@ def _emulated(a: Operand, b: Operand, gemm: Gemm, out_dtype: torch.dtype) -> Ten
 
 
 def exact_dtype(device: torch.device, out_dtype: torch.dtype) -> torch.dtype:
-    """Return in which dtype to multiply values that bfloat16 holds exactly: in it, if faster.
+    """Return bfloat16 where a bfloat16 GEMM is exact and faster, else float32.
 
-    On CPUs it has no product that is not rounded to it.
+    On CPUs a bfloat16 GEMM rounds its result to bfloat16.
     """
     cpu = CPU_MULTIPLIES_BFLOAT16 and out_dtype == torch.bfloat16
     faster = cpu if device.type == "cpu" else device.type == "cuda"

@@ -14,7 +14,7 @@ from float8.kernels.dequantise import dequantised_by_kernel
 from float8.scales import UNKNOWN_SCALE, DelayedScale, Operand, Quantized, amax_to_scale
 
 Reduction = Callable[[Tensor], Tensor]
-"""Takes the amax of this rank's part of a tensor, returns that of the whole; collective."""
+"""A collective function from the amax of this rank's part of a tensor to that of the whole."""
 
 
 class Cast(NamedTuple):
@@ -23,14 +23,14 @@ class Cast(NamedTuple):
     how: CastConfig
     """Format, granularity and scaling."""
     state: DelayedScale | None = None
-    """State of delayed scaling: its scale is used if known; else one comes from the tensor."""
+    """State of delayed scaling. Its scale is used if it is set, else one from the tensor's amax."""
     record: bool = False
-    """Whether `state` learns the amax of the tensor."""
+    """Whether the amax of the tensor is recorded in `state`."""
     reduce: Reduction | None = None
-    """Turns an amax into that of all ranks; used if the one scale may come from the tensor. With a
-    `state` it always runs, since all ranks must take part. Finer scales are of this rank's part."""
+    """Makes the amax behind the one scale that of all ranks. With a `state` it always runs, since
+    all ranks must take part. Finer scales are those of this rank's part."""
     scale: Tensor | None = None
-    """The one scale, if it is known already: then nothing else chooses one."""
+    """The one scale, if it is known; no amax is computed then."""
 
 
 def quantize(
@@ -44,27 +44,27 @@ def quantize(
     traced: bool = False,
     via: torch.dtype | None = None,
 ) -> Quantized:
-    """Cast `x` [R, C] to float8: row and column data as asked for; see `kernels.cast`.
+    """Quantize `x` [R, C] to row data, column data or both, with their scales; see `kernels.cast`.
 
-    A scale that is chosen here is a new tensor, which no later sync changes.
+    The scales are new tensors, which no later sync changes.
 
     Args:
         x: float32, bfloat16 or float16.
         cast: format, granularity and scaling.
-        row: make row data.
-        col: make column data.
-        pad_rows: pad R of the row data to 16: needed where R is a GEMM's output feature dim.
-        after: what a compiler must have computed first.
-        traced: in compiled code take amaxes by plain torch code, which a compiler fuses into what
-            produces `x`. With finer scales also cast by plain torch. A state records its amax
-            outside the cast, because backward may repeat the cast.
+        row: return row data.
+        col: return column data.
+        pad_rows: pad the rows of row data to 16, as a GEMM whose output features they are needs.
+        after: a tensor that compiled code must compute before this cast.
+        traced: in compiled code compute amaxes, and casts under finer scales, by plain torch, which
+            a compiler fuses into the producer of `x`. The amax is recorded outside the cast,
+            because backward may repeat the cast.
         via: round `x` to this dtype first, as autocast and FSDP2 round weights. Under one dynamic
             scale the kernel that casts does so.
 
     Raises:
-        TypeError: the dtype of `x` is none that can be cast.
-        ValueError: `x` has other dims, no layout is asked for, a scale is no float32 element on the
-            device of `x`, or a state or a scale is given with finer scales.
+        TypeError: `x` has another dtype.
+        ValueError: `x` is not 2-D; `row` and `col` are False; a scale is not one float32 element on
+            the device of `x`; or a state or a scale is given under a finer granularity.
     """
     how, state, record, reduce, scale = cast
     one_scale = how.scaling_granularity.one_scale
@@ -83,7 +83,7 @@ def quantize(
 
 
 def scale_of(x: Tensor, cast: Cast, via: torch.dtype | None = None) -> Tensor:
-    """Choose the one scale of `x`, rounded to `via`, and cast nothing."""
+    """Return the one scale under which `quantize` casts `x`, rounded to `via`, without casting."""
     amax = kernels.amax(x)
     if via is not None:  # rounding keeps the order of numbers
         amax = amax.to(via).to(torch.float32)
@@ -99,10 +99,10 @@ def scale_of(x: Tensor, cast: Cast, via: torch.dtype | None = None) -> Tensor:
 def scales_of(
     tensors: Sequence[Tensor], how: CastConfig, dtype: torch.dtype, reduce: Reduction | None = None
 ) -> list[Tensor]:
-    """Find the one dynamic scale of each of several tensors in a few kernels, 0-dim float32.
+    """Return the dynamic scale of each tensor, 0-dim float32, computed by a few kernels for all.
 
-    They are not empty, all of one dtype, on one device. `dtype`: what they are rounded to before
-    they are cast. `reduce` takes all amaxes, float32 [len(tensors)], and returns those to use.
+    The tensors are not empty, and share dtype and device. They are rounded to `dtype` before they
+    are cast. `reduce` makes all amaxes, float32 [len(tensors)], those of all ranks.
     """
     amaxes = torch.stack(torch._foreach_norm(list(tensors), float("inf")))
     # As in `scale_of`: the amax of rounded values is the rounded amax.
@@ -115,15 +115,15 @@ def scales_of(
 
 
 def recast(x: Tensor, how: CastConfig, scale: Tensor) -> Operand:
-    """Return column data of `x` [R, C], which was cast before, under the same scale if it has one.
+    """Quantize `x` [R, C] a second time, in backward, to column data; `scale` is that of forward.
 
-    `x` may be the bytes that the cast before made, of which a compiler then keeps the transposed
-    copy instead, one for all layers that read them. Else, when compiled:
+    `x` may be row data, which are transposed. A compiler then keeps the transposed copy instead,
+    one for all layers that read them. Else, in compiled code:
 
-    - One scale: plain torch code casts `x`, made again from what is kept anyway, say an activation
-      function from its input, and not yet rounded to the dtype of `x`.
-    - Finer scales: our kernel casts in forward, since the compiler's own for the amaxes of columns
-      take longer than to write `x` and read it.
+    - Under one scale plain torch casts `x`, so that a compiler may compute `x` again from what is
+      kept anyway, such as the input of an activation function.
+    - Under finer scales our kernel casts in forward: kernels of the compiler for the amaxes of
+      columns take longer than to write and read `x`.
     """
     if x.dtype in FLOAT8_MAX:
         return to_col(Operand(x, scale), how)
@@ -148,11 +148,11 @@ def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Ope
 
 
 def to_col(row: Operand, how: CastConfig, after: Tensor | None = None) -> Operand:
-    """Return column data of row data [R, C] that were cast by `how`; `after` as `kernels.cast`.
+    """Return column data of row data [R, C] that were quantized by `how`.
 
-    Bytes are transposed where columns have the scales of rows. Where rows or runs have scales of
-    their own, the values are cast again: with powers of two as scales that changes no value but
-    those that are tiny in their column; what was tiny in its row was rounded before.
+    Under one scale and under squares, bytes are transposed. Under a scale per row or run, the
+    values are dequantized and quantized again. With powers of two as scales that rounds only values
+    that are tiny beside others of their column. `after`: see `kernels.cast`.
     """
     granularity = how.scaling_granularity
     if granularity.one_scale:
@@ -166,7 +166,7 @@ def to_col(row: Operand, how: CastConfig, after: Tensor | None = None) -> Operan
 
 
 def dequantized(row: Operand, how: CastConfig) -> Tensor:
-    """Return `data * scale` of row data that were cast by `how`, exact: bfloat16 or float32."""
+    """Return the exact `data * scale` of row data that were quantized by `how`."""
     # A float8 value times a power of two is exact in bfloat16.
     dtype = torch.bfloat16 if how.power_of_2 else torch.float32
     return dequantised_by_kernel(row, how.scaling_granularity, dtype)

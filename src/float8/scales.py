@@ -1,4 +1,4 @@
-"""Below the kernels: amax -> scale, histories of amaxes, and what casts and GEMMs hand on."""
+"""Scales: how they follow from an amax, and the float8 data that carry them."""
 
 from typing import Any, NamedTuple
 
@@ -36,10 +36,10 @@ def amax_to_scale(amax: Tensor, dtype: torch.dtype | Tensor, round_to_power_of_2
 
 
 def amax_to_exponent(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the scale of a block of MXFP8: `amax / max(dtype)` rounded up to a power of two.
+    """Return the MXFP8 scale of a block, `amax / max(dtype)` rounded up to a power of two.
 
-    It fits an exponent of 8 bits without a sign, from 2**-127 to 2**127: Inf gives that, NaN gives
-    NaN. `amax` is float32 of any shape, >= 0. The scale is float32, as all are.
+    `amax` is float32 of any shape, >= 0. The scale is float32, from 2**-127 to 2**127, as 8-bit
+    exponents (E8M0) hold it. Inf gives 2**127, NaN gives NaN.
     """
     # The largest values are 1.75 times a power of two, so a mantissa above 1.75 rounds up.
     bits, bias = amax.view(torch.int32), 8 if dtype == E4M3 else 15
@@ -50,9 +50,9 @@ def amax_to_exponent(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def inverse_of_exponent(scale: Tensor) -> Tensor:
-    """Return `1 / scale` of such a scale; but 1 of 2**-127, by which all of a block becomes zero.
+    """Return `1 / scale` of a scale from `amax_to_exponent`, and 1 for the scale 2**-127.
 
-    So do GPUs, and TransformerEngine: nothing is divided by what is not a normal number.
+    Blocks with that scale, which is subnormal, become zero, as on GPUs and in TransformerEngine.
     """
     # By integers: not every backend divides exactly, or gives 2**-127, which is subnormal.
     bits = scale.view(torch.int32)
@@ -64,7 +64,7 @@ def inverse_of_exponent(scale: Tensor) -> Tensor:
 # ---------------------------------------------------------------- delayed scaling
 
 UNKNOWN_SCALE = 0.0
-"""Marks a scale that no sync has set yet: the cast then takes its scale from the data. It is a
+"""The value of a scale that no sync has set; the cast then computes a scale from the data. It is a
 value and not a flag, so that compiled graphs and checkpoints carry it."""
 
 
@@ -77,7 +77,7 @@ class DelayedScale(NamedTuple):
     """Largest amax seen since the last sync: over microbatches, repeated calls, recomputation."""
 
     def record(self, amax: Tensor) -> None:
-        """Raise the amax to `amax`, 0-dim float32; a NaN stays."""
+        """Set the amax to the larger of itself and `amax`, 0-dim float32; NaN propagates."""
         self.amax.copy_(torch.maximum(self.amax, amax))
 
     def apart(self) -> "DelayedScale":
@@ -98,8 +98,8 @@ class Operand(NamedTuple):
     """One operand of a GEMM: float8 data and their scale."""
 
     data: Tensor
-    """[R, C] float8, contiguous along C, the contraction dim. A cast pads C to 16, or the width of
-    blocks; gathered data are not padded before `quantize.padded`."""
+    """[R, C] float8, contiguous along C, the contraction dim. `quantize` pads C to 16, or the width
+    of blocks; gathered data are padded by `quantize.padded`."""
     scale: Tensor
     """float32 decode scales, in the shape of `Granularity.scales`. Of groups [R], and of columns
     [E, N], where rows have scales; runs of k have [R, K / k], and columns [N, width / k]. Weights
@@ -107,22 +107,19 @@ class Operand(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """A tensor [R, C] in float8, in the layouts that were asked for; the others are None.
-
-    `| Any`, for type checkers: callers know which layouts exist.
-    """
+    """A tensor [R, C] in float8: row data, column data or both; the other is None."""
 
     row: Operand | Any = None
-    """[R, C], contracted over C."""
+    """The row data [R, C], which GEMMs contract over C."""
     col: Operand | Any = None
-    """The transposed copy [C, R], contracted over R: cast from high precision (`quantize`), or made
+    """The column data [C, R], which GEMMs contract over R: quantized from high precision, or made
     of row data where only those exist (`to_col`, `recast`)."""
 
 
 def dequantised(
     operand: Operand, granularity: Granularity, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return `data * scale`, computed in float32 and rounded to `dtype`; of any shape."""
+    """Return `data * scale` of an operand of any shape, computed in float32, rounded to `dtype`."""
     (data, scale), height, width = operand, granularity.height, granularity.width
     values = data.to(torch.float32)
     if granularity.one_scale:

@@ -220,11 +220,10 @@ class Linear(torch.autograd.Function):
     def compute(
         input: Tensor, weight: Tensor, w: Any, call: Call, *index: Tensor
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Return the output [M, N] of the input [M, K], in the compute dtype, and what is saved.
+        """Return the output [M, N], in the dtype of the input [M, K], and the tensors to save.
 
-        Of the weight what `w.output` says. Of the input column data, made in the same read as row
-        data; or, for backward to cast, `rows`: row data, or values in high precision, and forward's
-        scale.
+        These are column data of the input, or `rows`, of which backward makes column data: its row
+        data or its values, and forward's scale. Then what `w.output` returns of the weight.
         """
         plan, casts, products = call.plan, call.casts, call.products
         compiling = torch.compiler.is_compiling()

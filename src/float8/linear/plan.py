@@ -30,10 +30,10 @@ class Casts(NamedTuple):
 
 
 class LinearPlan(NamedTuple):
-    """Six casts, three GEMMs (None: in high precision), and whether one cast serves two of them."""
+    """The six casts and three GEMMs of a layer; a GEMM that is None runs in high precision."""
 
     casts: Casts
-    """Without state and ranks, which belong to a call."""
+    """The casts, without the state and the ranks of a call."""
     reuse_input: bool
     reuse_weight: bool
     reuse_grad_output: bool
@@ -41,9 +41,9 @@ class LinearPlan(NamedTuple):
     grad_input: Gemm | None
     grad_weight: Gemm | None
     input_rows_suffice: bool
-    """Whether both GEMMs of the input can read its row data: columns are made of them exactly."""
+    """Whether column data for grad_weight follow exactly from the row data of the input."""
     grad_output_rows_suffice: bool
-    """Likewise of grad_output."""
+    """Whether column data for grad_weight follow exactly from the row data of grad_output."""
 
 
 def plan_linear(config: Float8LinearConfig) -> LinearPlan:
