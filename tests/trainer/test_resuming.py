@@ -3,6 +3,7 @@
 import json
 import resource
 import signal
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 
 from float8.convert.report import ConversionReport, LayerReport
 from float8_lab.errors import CheckpointError, ConfigError, FailedError
-from float8_lab.trainer import build, loop
+from float8_lab.trainer import build, checkpoint, loop
 from float8_lab.trainer.checkpoint import check_checkpoint, list_checkpoints, save_checkpoint
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.data import Corpus
@@ -160,6 +161,12 @@ def test_damage_is_told_before_anything_is_loaded(
     flipped(good / "__0_0.distcp")
     with pytest.raises(CheckpointError, match="no other checkpoint of the run is intact"):
         check_checkpoint(path)
+
+
+def test_checksums_are_of_whole_files(tmp_path: Path) -> None:
+    data = bytes(range(256)) * 10_000  # several reads
+    (tmp_path / "file").write_bytes(data)
+    assert checkpoint._crc(tmp_path / "file") == zlib.crc32(data)
 
 
 def test_checksums_that_say_nothing_of_a_file(tmp_path: Path) -> None:
