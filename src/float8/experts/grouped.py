@@ -146,10 +146,10 @@ def grouped_matmul(
     if ask and (reason := lacks_float8_gemm(a.data.device, only=only)):
         raise refused_gemm(reason)
     exact = exact_dtype(a.data.device, out_dtype) if gemm.powers_of_2 else torch.float32
-    covers = [x.value if x.by_blocks else "axiswise" for x in gemm.granularities]
+    granularities = [x.value if x.by_blocks else "axiswise" for x in gemm.granularities]
     y = GROUPED_GEMM(
         a.data, a.scale, *b, ends, gemm.emulate, gemm.use_fast_accum, out_dtype, tokens, exact,
-        *covers,
+        *granularities,
     )  # fmt: skip
     return y if y.shape[-2:] == shape else without_padding(y, *shape)
 

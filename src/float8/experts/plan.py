@@ -1,19 +1,24 @@
 """The plan of experts: what grouped GEMMs make of a configuration."""
 
-import functools
 from dataclasses import replace
 
-import torch
-
-from float8.config import CAST_SITES, GEMM_OPERANDS, CastConfig, CastSite, Float8LinearConfig
-from float8.config import ScalingGranularity as By
+from float8.config import (
+    CAST_SITES,
+    GEMM_OPERANDS,
+    CastConfig,
+    CastSite,
+    Float8LinearConfig,
+    ScalingGranularity,
+)
 from float8.formats import E4M3
-from float8.linear.plan import LinearPlan, resolve_plan
+from float8.linear.plan import LinearPlan, resolve_plan, shared
 
 EXPECTED = "any recipe but 'delayed', or casts like those of another"
 _WEIGHTS = CastSite.WEIGHT, CastSite.WEIGHT_FOR_GRAD_INPUT
+_RUNS, _RUNS_OF_MX = ScalingGranularity.BLOCK_1x128, ScalingGranularity.BLOCK_1x32
 
 
+@shared
 def plan_experts(config: Float8LinearConfig) -> LinearPlan:
     """Return the plan of experts with `config`; raise a `ValueError` for what no grouped GEMM does.
 
@@ -21,21 +26,6 @@ def plan_experts(config: Float8LinearConfig) -> LinearPlan:
     1.1 to 1.6 times as long and gain 0.07 dB. Tokens with squares get runs, which are finer: a
     square may hold the tokens of two experts.
     """
-    return _resolved(config) if torch.compiler.is_compiling() else _cached(config)
-
-
-def no_grouped_gemm(config: Float8LinearConfig) -> str | None:
-    """Return what `config` asks for and no grouped GEMM does, or None."""
-    if config.delayed_sites:
-        return "delayed scaling, whose histories are of one tensor"
-    if By.BLOCK_1x128 in [config.cast_config(site).scaling_granularity for site in _WEIGHTS]:
-        return "weights with scales of 1x128"
-    if not {"output", "grad_input"} <= set(config.float8_gemms):
-        return "the GEMM of output or grad_input in high precision"
-    return None
-
-
-def _resolved(config: Float8LinearConfig) -> LinearPlan:
     if reason := no_grouped_gemm(config):
         raise ValueError(f"grouped_linear: got a config with {reason}, expected {EXPECTED}")
     fast = config.gemm_config_output.use_fast_accum
@@ -43,12 +33,20 @@ def _resolved(config: Float8LinearConfig) -> LinearPlan:
     return resolve_plan(config, casts, dict.fromkeys(GEMM_OPERANDS, fast))
 
 
+def no_grouped_gemm(config: Float8LinearConfig) -> str | None:
+    """Return what `config` asks for and no grouped GEMM does, or None."""
+    if config.delayed_sites:
+        return "delayed scaling, whose histories are of one tensor"
+    if _RUNS in [config.cast_config(site).scaling_granularity for site in _WEIGHTS]:
+        return "weights with scales of 1x128"
+    if not {"output", "grad_input"} <= set(config.float8_gemms):
+        return "the GEMM of output or grad_input in high precision"
+    return None
+
+
 def _cast_config(config: Float8LinearConfig, site: CastSite) -> CastConfig:
     cast_config = config.cast_config(site)
     granularity = cast_config.scaling_granularity
     if granularity.by_blocks and site not in _WEIGHTS:
-        granularity = By.BLOCK_1x32 if granularity.exponents else By.BLOCK_1x128
+        granularity = _RUNS_OF_MX if granularity.exponents else _RUNS
     return replace(cast_config, target_dtype=E4M3, scaling_granularity=granularity)
-
-
-_cached = functools.cache(_resolved)

@@ -1,4 +1,4 @@
-"""The base of linear layers and experts in float8: what they have from step to step."""
+"""The base class of linear layers and experts in float8: copies, state dicts, the way back."""
 
 import functools
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def our_names(base: type) -> frozenset[str]:
 
 
 class Float8Module(HoldsWeights, OnlyWeights, nn.Module):
-    """The base of linear layers and experts in float8: what they have from step to step."""
+    """The base class of linear layers and experts in float8."""
 
     _float8_config: Float8LinearConfig
     _float8_plan: LinearPlan

@@ -1,6 +1,7 @@
 """The plan of a linear layer: its configuration, resolved once instead of at every call."""
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -46,13 +47,18 @@ class LinearPlan(NamedTuple):
     """Whether column data for grad_weight follow exactly from the row data of grad_output."""
 
 
+Planner = Callable[[Float8LinearConfig], LinearPlan]
+
+
+def shared(plan: Planner) -> Planner:
+    """Decorator: return one plan for equal configurations; in compiled code make it again."""
+    cached = functools.cache(plan)  # Dynamo looks through a cache, but warns of it
+    return lambda config: (plan if torch.compiler.is_compiling() else cached)(config)
+
+
+@shared
 def plan_linear(config: Float8LinearConfig) -> LinearPlan:
-    """Return the plan of linear layers with `config`; equal configurations share one."""
-    # Dynamo looks through a cache, but warns of it.
-    return _resolved(config) if torch.compiler.is_compiling() else _cached(config)
-
-
-def _resolved(config: Float8LinearConfig) -> LinearPlan:
+    """Return the plan of linear layers with `config`."""
     casts = {site: config.cast_config(site) for site in CAST_SITES}
     fast = {name: getattr(config, f"gemm_config_{name}").use_fast_accum for name in GEMM_OPERANDS}
     return resolve_plan(config, casts, fast)
@@ -88,6 +94,3 @@ def resolve_plan(
         reuse_input and rows_suffice(unbound.input, output, grad_weight),
         reuse_grad and rows_suffice(unbound.grad_output, grad_input, grad_weight),
     )  # fmt: skip
-
-
-_cached = functools.cache(_resolved)

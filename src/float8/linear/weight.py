@@ -29,11 +29,9 @@ class Weight(Protocol):
         self, a: Operand, shape: Shape, index: Any, call: "Call", to: dtype
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """Return `a @ weight.T`, [M, N] of dtype `to`, and the fields to save for backward."""
-        ...
 
     def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", to: dtype) -> Tensor:
         """Return `g @ weight`, [M, K] of dtype `to`; `g` is row data [M, N] of grad_output."""
-        ...
 
 
 class OnTheFly(NamedTuple):

@@ -52,7 +52,7 @@ class OnlyWeights(nn.Module):
         return in_float8_only(weight, self._float8_plan.casts.weight)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # `nn.Module._apply` would dequantise them for another dtype.
+        # `nn.Module._apply` would dequantize them for another dtype.
         weights = {name: moved(x, fn) for name, x in self._float8_without_masters().items()}
         self._parameters.update(dict.fromkeys(weights))
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -82,17 +82,17 @@ def in_float8_only(weight: Tensor, cast: Cast) -> Float8Tensor:
     """Quantize `weight`, [N, K] or [E, N, K] of experts, to an unpadded `Float8Tensor`."""
     if isinstance(weight, Float8Tensor):
         return weight
-    made = PRODUCTS[weight.dim()].quantize_weight(weight, cast, row=True).row
+    padded, scale = PRODUCTS[weight.dim()].quantize_weight(weight, cast, row=True).row
     *_, N, K = weight.shape
-    covers, scale, data = cast.how.scaling_granularity, made.scale, made.data[..., :N, :K]
-    if weight.dim() == 3 and covers.width is None:  # experts', of which rows may be alike
-        scale, covers = scale.unsqueeze(-1), ScalingGranularity.AXISWISE
-    if not covers.one_scale:  # runs have scales of padded rows, squares of experts more columns
-        *_, rows, columns = covers.scales(tuple(weight.shape))
+    granularity, data = cast.how.scaling_granularity, padded[..., :N, :K]
+    if weight.dim() == 3 and granularity.width is None:  # experts' scales [E, N], one per row
+        scale, granularity = scale.unsqueeze(-1), ScalingGranularity.AXISWISE
+    if not granularity.one_scale:  # drop scales of padding
+        *_, rows, columns = granularity.scales(tuple(weight.shape))
         scale = scale[..., :rows, :columns].contiguous()
-    if data.shape != made.data.shape:  # no part of a tensor: `load_state_dict` writes scales, too
+    if data.shape != padded.shape:  # a view would keep the padding alive
         data = data.clone(memory_format=torch.contiguous_format)
-    return Float8Tensor(data, scale, weight.dtype, covers)
+    return Float8Tensor(data, scale, weight.dtype, granularity)
 
 
 def moved(weight: Float8Tensor, fn: Callable[[Tensor], Tensor]) -> Float8Tensor:
@@ -101,9 +101,9 @@ def moved(weight: Float8Tensor, fn: Callable[[Tensor], Tensor]) -> Float8Tensor:
 
     def move(x: Tensor) -> Tensor:
         bits = torch.uint8 if x.dtype in FLOAT8_MAX else torch.int32
-        made = fn(x.view(bits))
-        # Some change the dtype of integers, too.
-        return made.view(x.dtype) if made.dtype == bits else x.to(like.device)
+        result = fn(x.view(bits))
+        # Some functions change the dtype of integers, too.
+        return result.view(x.dtype) if result.dtype == bits else x.to(like.device)
 
     data, scale = move(weight._data), move(weight._scale)
     return Float8Tensor(data, scale, like.dtype, weight._granularity)
