@@ -28,9 +28,9 @@ from float8.convert.keep import keep_high_precision
 from float8.convert.report import ConversionReport, conversion_report
 from float8.convert.state_dict import float8_state_dict, high_precision_state_dict
 from float8.experts import grouped_linear
+from float8.fsdp.weights import precompute_float8_dynamic_scale_for_fsdp
 from float8.linear import Float8Linear, linear
 from float8.numerics import Watch
-from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp
 from float8.step import (
     attach_to_optimizer,
     forget_float8_amax,

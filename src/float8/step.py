@@ -15,14 +15,15 @@ from torch.utils.hooks import RemovableHandle
 from float8.config import CastSite, Float8Weights, require_module
 from float8.experts import Float8Experts
 from float8.formats import FLOAT8_MAX
+from float8.fsdp.gather import Float8GatherWeight
+from float8.fsdp.weights import precompute_float8_dynamic_scale_for_fsdp, shard_amax
 from float8.kernels.runtime.private import untraced, warn
 from float8.linear import Float8Linear, Float8Module
 from float8.linear.state import next_history_and_scale
 from float8.parallel.ddp import require_no_join
-from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp, shard_amax
 from float8.parallel.groups import mesh_device_type, sync_groups, unlike
 from float8.quantize import scales_of
-from float8.tensor import Float8GatherWeight, Float8Tensor, is_dtensor, is_fsdp_module, local_tensor
+from float8.tensor import Float8Tensor, is_dtensor, is_fsdp_module, local_tensor
 from float8.tensor.ranks import amax_over
 from float8.weights.held import can_be_held, hold
 

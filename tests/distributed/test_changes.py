@@ -21,7 +21,7 @@ from float8 import (
     linear,
     precompute_float8_dynamic_scale_for_fsdp,
 )
-from float8.tensor import Float8GatherWeight
+from float8.fsdp.gather import Float8GatherWeight
 from support.configs import tensorwise
 from support.errors import require_errors
 from support.models import gradients, seeded

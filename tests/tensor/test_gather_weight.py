@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from float8.config import CastConfig
-from float8.tensor import Float8GatherWeight, high_precision
-from float8.tensor.gather import CastAhead
+from float8.fsdp.gather import CastAhead, Float8GatherWeight
+from float8.tensor import high_precision
 from float8.tensor.ranks import sharding_groups
 from sqnr import assert_close
 from support.configs import RECIPES

@@ -12,12 +12,13 @@ from float8.config import ConfigOrRecipe, Float8LinearConfig, require_module
 from float8.convert.choice import CHOICE, CONVERTED, DEFAULT_TOKENS, Choice, Chooser
 from float8.convert.keep import Keep, ModuleFilter
 from float8.experts import Float8Experts, convert_experts, names_to_gather, unsupported_experts
+from float8.fsdp.gather import Float8GatherWeight
+from float8.fsdp.weights import disable_float8_all_gather, enable_float8_all_gather
 from float8.kernels.runtime.private import warn
 from float8.linear import Float8Linear, unsupported
 from float8.linear.source import become, replaced_forward
 from float8.parallel.ddp import tell_ddp_what_to_ignore
-from float8.parallel.fsdp import disable_float8_all_gather, enable_float8_all_gather
-from float8.tensor import Float8GatherWeight, Float8Tensor, is_dtensor, is_fsdp_module, local_tensor
+from float8.tensor import Float8Tensor, is_dtensor, is_fsdp_module, local_tensor
 
 
 def convert_to_float8_training(

@@ -16,9 +16,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from float8.config import ConfigOrRecipe, Float8LinearConfig, as_config, require_module
 from float8.linear import Float8Linear, unsupported
-from float8.linear.sharded import Shards, linear_of_shards
 from float8.linear.source import become, shallow_copy
 from float8.parallel.ddp import tell_ddp_what_to_ignore
+from float8.parallel.sharded import Shards, linear_of_shards
 
 
 class Float8ParallelLinear(Float8Linear):

@@ -20,8 +20,8 @@ from float8.config import Float8LinearConfig
 from float8.convert.choice import left_out
 from float8.experts import convert_experts, unsupported_experts
 from float8.experts.plan import EXPECTED, no_grouped_gemm
+from float8.fsdp.weights import enable_float8_all_gather
 from float8.linear import Float8Linear
-from float8.parallel.fsdp import enable_float8_all_gather
 from float8.step import attach_to_optimizer
 
 

@@ -8,8 +8,7 @@ from torch import nn
 
 from float8.config import Float8LinearConfig
 from float8.linear.plan import LinearPlan
-from float8.tensor import high_precision
-from float8.tensor.gather import gathered_like
+from float8.tensor.plain import high_precision, wrapped_like
 from float8.weights.held import HoldsWeights
 from float8.weights.only import OnlyWeights
 
@@ -67,7 +66,7 @@ class Float8Module(HoldsWeights, OnlyWeights, nn.Module):
         for name, old in before.items():
             new: Any = self._parameters.get(name)
             if new is not None and new is not old:  # by assign=True
-                self._parameters[name] = gathered_like(new, old)
+                self._parameters[name] = wrapped_like(new, old)
 
     def __getstate__(self) -> Any:
         theirs = getattr(super(), "__getstate__", None)  # Python 3.10 has none for all objects

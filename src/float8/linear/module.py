@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from float8.config import ConfigOrRecipe, Float8LinearConfig, Float8Weights, as_config
 from float8.linear.functional import apply_linear
 from float8.linear.plan import plan_linear
-from float8.linear.sharded import Shards, linear_of_shards
 from float8.linear.source import class_of, problem, shallow_copy
 from float8.linear.state import StatefulLayer
+from float8.parallel.sharded import Shards, linear_of_shards
 from float8.tensor import Float8Tensor, local_tensor
 from float8.weights.held import hold
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.distributed.tensor.placement_types import Placement
 
 from float8.linear import Float8Linear
-from float8.linear.sharded import dtensor_in_float8, require_parts
+from float8.parallel.sharded import dtensor_in_float8, require_parts
 from float8.tensor import is_dtensor
 
 

@@ -1,9 +1,8 @@
-"""`Float8Tensor`, weights that FSDP2 gathers in float8, and helpers for DTensors."""
+"""`Float8Tensor`, and helpers for wrappers of tensors and for DTensors."""
 
 from float8.tensor.float8_tensor import Float8Tensor as Float8Tensor
 from float8.tensor.float8_tensor import dequantise as dequantise
-from float8.tensor.gather import Float8GatherWeight as Float8GatherWeight
-from float8.tensor.gather import high_precision as high_precision
+from float8.tensor.plain import high_precision as high_precision
 from float8.tensor.ranks import is_dtensor as is_dtensor
 from float8.tensor.ranks import is_fsdp_module as is_fsdp_module
 from float8.tensor.ranks import local_tensor as local_tensor

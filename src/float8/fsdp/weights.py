@@ -10,12 +10,12 @@ from float8 import kernels
 from float8.config import ScalingType, require_module
 from float8.experts import Float8Experts, GatherExperts, names_to_gather
 from float8.experts.plan import plan_experts
+from float8.fsdp.gather import CastAhead, Float8GatherWeight
 from float8.kernels.runtime.private import untraced, warn
 from float8.linear import Float8Linear
 from float8.linear.plan import plan_linear
 from float8.quantize import scales_of
-from float8.tensor import Float8GatherWeight, Float8Tensor, is_dtensor, local_tensor
-from float8.tensor.gather import CastAhead
+from float8.tensor import Float8Tensor, is_dtensor, local_tensor
 from float8.tensor.ranks import amax_over, no_shard_is_empty, sharding_groups
 
 

@@ -17,7 +17,6 @@ from float8.scales import UNKNOWN_SCALE, DelayedScale
 from float8.tensor.float8_tensor import Float8Tensor
 from float8.tensor.ranks import (
     amax_over,
-    dtensor_like,
     local_tensor,
     no_shard_is_empty,
     sharding_groups,
@@ -120,7 +119,11 @@ class Float8GatherWeight(Wrapper):
         if result.dtype not in HIGH_PRECISION_DTYPES:
             return result
         view = func.is_view and result.dtype == self.dtype
-        new: Float8GatherWeight = type(self)(result, self.how, self.counted if view else None)
+        return self.wrap(result, self.counted if view else None)
+
+    def wrap(self, values: Tensor, counted: Tensor | None = None) -> "Float8GatherWeight":
+        """Return `values` in a wrapper with the settings of this one; `counted` as in `__new__`."""
+        new: Float8GatherWeight = type(self)(values, self.how, counted)
         new.param_dtype = self.param_dtype
         return new
 
@@ -298,31 +301,3 @@ def padded_shard(x: Tensor, rows: int) -> Tensor:
     """Pad `x` [R, ...] with zeros to [rows, ...], contiguous; R may be 0."""
     pad = (0, 0) * (x.dim() - 1) + (0, rows - x.shape[0])
     return nn.functional.pad(x, pad) if any(pad) else x.contiguous()
-
-
-# Tensors that are made in inference mode have no version counters.
-@torch.inference_mode(False)
-def high_precision(x: Tensor) -> Tensor:
-    """Return a plain view of a `Float8GatherWeight`, or DTensor of it, with its version counter."""
-    local = local_tensor(x)
-    if not isinstance(local, Float8GatherWeight):
-        return x
-    plain = local.high_precision.detach()
-    if local is x:
-        return plain
-    new: Any = x.detach()
-    new._local_tensor = plain
-    return new  # type: ignore[no-any-return]
-
-
-def gathered_like(new: Any, old: Tensor | None) -> nn.Parameter:
-    """Return `new` as a Parameter that FSDP2 gathers as `old`; unchanged if `old` is plain."""
-    template, values = local_tensor(old), local_tensor(new)
-    if not isinstance(template, Float8GatherWeight) or isinstance(values, Float8GatherWeight):
-        return new  # type: ignore[no-any-return]
-    tensor: Any = type(template)(values.detach(), template.how)
-    tensor.param_dtype = template.param_dtype
-    if values is not new:
-        with torch.no_grad():
-            tensor = dtensor_like(tensor, new)
-    return nn.Parameter(tensor, requires_grad=new.requires_grad)

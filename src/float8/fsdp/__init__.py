@@ -1,0 +1,1 @@
+"""Weights that FSDP2 all-gathers in float8."""
