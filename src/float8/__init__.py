@@ -6,6 +6,7 @@ Most users need `convert_to_float8_training(model)` alone.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from float8 import wings as wings
 from float8.checkpointing import activations_in_float8, save_gemm_outputs
 from float8.config import (
     CastConfig,

@@ -14,7 +14,8 @@ from float8 import (
     convert_to_float8_training,
     convert_to_high_precision,
 )
-from float8.convert.report import ExpertsReport, LayerReport
+from float8.convert.report import LayerReport
+from float8.experts.conversion import ExpertsReport
 from float8.linear import source
 from support.configs import DELAYED, DISABLED, DYNAMIC, mixed, tensorwise
 

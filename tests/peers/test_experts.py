@@ -25,8 +25,8 @@ from float8 import (
     grouped_linear,
     update_float8_weights,
 )
-from float8.convert.speed import experts_per_token
 from float8.experts import Float8Experts
+from float8.experts.conversion import experts_per_token
 from float8.tensor import dequantise
 from sqnr import same_bits, sqnr
 from support.lazily import Lazily

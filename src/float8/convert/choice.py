@@ -5,32 +5,26 @@ from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from float8.checkpoints.names import plain_name
-from float8.checkpoints.schemes import config_for, strategy_of, why_not_taken
 from float8.config import ConfigOrRecipe, as_config
+from float8.convert.conversion import CONVERSIONS, conversion_of
 from float8.convert.keep import Keep, ModuleFilter
-from float8.convert.speed import MEMORY, NARROW, judged_as, why_experts_slower, why_slower
-from float8.experts import Float8Experts, kind_of, unsupported_experts, weights_of
+from float8.convert.speed import MEMORY, NARROW, judged_as
 from float8.formats import BLACKWELL, lacks_float8_gemm
-from float8.linear import Float8Linear, unsupported
+from float8.linear import Float8Module
+from float8.products import PRODUCTS
 
 DEFAULT_TOKENS = 8192
 
-ROUTER = 16
-"""Without a filter, layers with fewer features out stay in high precision: each output decides
-much, as in a router, and a float8 GEMM computes 16 at least."""
-
-CONVERTED = Float8Linear, Float8Experts  # the classes of converted modules
 CHOICE = "_float8_choice"
 """The attribute of a module with its last `Choice`, for the report: a plain tuple, so that a model
 in which nothing was converted can be unpickled without this library."""
 
 
 class Choice(NamedTuple):
-    """The decision about one linear layer or one module of experts."""
+    """The decision about one module that can be converted."""
 
     reason: str | None = None  # why the module stays; None if it is converted, or not seen yet
     chosen_for: str | None = None  # the GPU, and how it is modelled; None if speed did not count
@@ -63,13 +57,14 @@ class Chooser:
         self.filter: Any = module_filter_fn
         self.config = as_config(config)
         self.config_or_none = None if config is None else self.config
-        gathers = self.config.enable_fsdp_float8_all_gather and dist.is_available()
-        ranks = dist.get_world_size() if gathers and dist.is_initialized() else 1
-        self.ranks = ranks, ranks  # that share the casts of a weight: of linear layers, of experts
+        ranks = max(conversion.sharing_ranks(self.config) for conversion in CONVERSIONS)
+        self.ranks = dict.fromkeys(PRODUCTS, ranks)  # that share the casts of a weight, by its dims
         self.gpu: str | None = short_name(gpu)
         self.cuda_graphs, self.head = cuda_graphs, head
         self.classes = tuple(linear_classes) if isinstance(linear_classes, Iterable) else (None,)
-        self.experts = {mod for mod in model.modules() if kind_of(mod) is not None}
+        self.other_modules: dict[nn.Module, str] = {}
+        for conversion in CONVERSIONS:
+            self.other_modules |= conversion.other_modules_to_keep(model)
         self._check(gpu, cuda_graphs, linear_classes, head)
 
     def _check(self, gpu: Any, cuda_graphs: Any, linear_classes: Any, head: Any) -> None:
@@ -102,29 +97,22 @@ class Chooser:
 
     def choose(self, mod: nn.Module, fqn: str) -> Choice | None:
         """Return the decision for `mod`, called `fqn`, or None if it has no weight to convert."""
-        name_reason: str | None = None
-        judge_size: Any = None
-        if isinstance(mod, CONVERTED):
-            problem = "converted already" if mod._float8_config == self.config else None
-        elif mod in self.experts:
-            problem, judge_size = unsupported_experts(mod, self.config), self._why_experts_stay
-        elif strategy_of(mod) is not None:  # loaded in float8 by another library
-            problem = why_not_taken(mod, config_for(mod, self.config_or_none))
-        elif isinstance(mod, nn.Linear):
-            if self.filter is None and self.config.float8_gemms:
-                router = "a router: converted only if a module_filter_fn takes it"
-                is_routing = is_router(mod, fqn, self.experts)
-                name_reason = router if is_routing else left_out(fqn, self.head)
-            problem = None if name_reason else unsupported(mod, self.config, self.classes)
-            judge_size = self._why_linear_stays
-        else:
+        if (conversion := conversion_of(mod)) is None:
             return None
+        is_converted, name_reason = isinstance(mod, Float8Module), None
+        if is_converted:
+            problem = "converted already" if mod._float8_config == self.config else None
+        else:
+            if self.filter is None and self.config.float8_gemms:
+                name_reason = conversion.why_left_out(mod, fqn, self)
+            problem = None if name_reason else conversion.problem(mod, self)
         problem = problem or self.keep_reasons.get(mod)
         if self.filter is not None:
             return Choice(problem or self._why_filtered(mod, fqn))
-        chosen_for = None if isinstance(mod, CONVERTED) else self._chosen_for(mod)
-        reason = problem or name_reason or (judge_size and judge_size(mod, fqn))
-        return Choice(reason, chosen_for)
+        reason = problem or name_reason
+        if is_converted:
+            return Choice(reason)
+        return Choice(reason or conversion.why_slower(mod, fqn, self), self._chosen_for(mod))
 
     def _why_filtered(self, mod: nn.Module, fqn: str) -> str | None:
         """Return the reason why the user's filter leaves `mod` out, or None if it takes it."""
@@ -136,25 +124,7 @@ class Chooser:
             return f"module_filter_fn raised an AttributeError: {error}"
         return None if answer else f"module_filter_fn returned {answer!r}"
 
-    def _why_experts_stay(self, module: Any, fqn: str) -> str | None:
-        """Return why experts stay in high precision without a filter, or None to convert them."""
-        gpu = self._gpu(module)
-        if (reason := left_out(fqn)) or gpu is None:
-            return reason
-        parent = self.model.get_submodule(fqn.rpartition(".")[0])
-        return why_experts_slower(module, parent, self.config, self.tokens, self.ranks[1], gpu)
-
-    def _why_linear_stays(self, layer: Any, fqn: str) -> str | None:
-        """Return why the size of `layer` keeps it in high precision without a filter, or None."""
-        if not self.config.float8_gemms:
-            return None
-        if layer.out_features < ROUTER:
-            few = f"N={layer.out_features} is less than {ROUTER}, as a router's"
-            return f"{few}: converted only if a module_filter_fn takes it"
-        gpu, ranks = self._gpu(layer), self.ranks[0]
-        return gpu and why_slower(layer, self.config, self.tokens, ranks, gpu, self.cuda_graphs)
-
-    def _gpu(self, mod: nn.Module) -> str | None:
+    def gpu_of(self, mod: nn.Module) -> str | None:
         """Return the GPU for which `mod` is judged; None if there is none, or with `emulate`."""
         if self.gpu is None and not self.config.emulate:
             return gpu_for(next((x.device for x in mod.parameters()), torch.device("cpu")))
@@ -164,11 +134,11 @@ class Chooser:
         """Return a sentence on the GPU for which `mod` is judged; None if speed does not count."""
         if not self.config.float8_gemms or (self.config.emulate and self.gpu is None):
             return None
-        gpu = self._gpu(mod)
+        gpu = self.gpu_of(mod)
         if gpu in MEMORY:
             source = f'gpu="{gpu}"' if self.gpu else "the GPU here"
             at = f"modelled as {judged_as(self.config)} at {self.tokens} tokens per forward"
-            at += f", casts shared by {self.ranks[0]} ranks" * (self.ranks[0] > 1)
+            at += f", casts shared by {self.ranks[2]} ranks" * (self.ranks[2] > 1)
             return f"chosen for {gpu} ({source}): {at}{', as CUDA graphs' * self.cuda_graphs}"
         if gpu is None:
             names = " or ".join(f'gpu="{name}"' for name in MEMORY)
@@ -180,13 +150,6 @@ class Chooser:
 def all_linears(mod: nn.Module, fqn: str) -> bool:
     """Return True: a `module_filter_fn` that takes all layers, however slow float8 makes them."""
     return True
-
-
-def is_router(linear: Any, fqn: str, experts: Iterable[nn.Module]) -> bool:
-    """Return True if `linear` seems to route tokens: by its name, and one output per expert."""
-    routes = any("router" in word or "gate" in word for word in fqn.split(".")[-2:])
-    outputs = getattr(linear, "out_features", None)
-    return routes and any(x.experts == outputs for mod in experts for x in weights_of(mod)[:1])
 
 
 def left_out(fqn: str, head: bool = False) -> str | None:

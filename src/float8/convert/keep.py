@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from float8.checkpoints.names import plain_name
-from float8.experts import kind_of, weights_of
+from float8.convert.conversion import conversion_of
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 
@@ -25,8 +25,9 @@ class Keep(NamedTuple):
         in_blocks, unused = set[nn.Module](), {*self.names}
         for fqn, mod in model.named_modules(remove_duplicate=False):
             name = plain_name(fqn)
-            weights = weights_of(mod) if kind_of(mod) is not None else []
-            paths = [f".{name}.", *(f".{name}.{weight.name}." for weight in weights)]
+            conversion = conversion_of(mod)
+            weights = conversion.parameters(mod) if conversion else ()
+            paths = [f".{name}.", *(f".{name}.{weight}." for weight in weights)]
             for word in self.names:
                 if any(f".{word}." in path for path in paths):
                     unused.discard(word)

@@ -12,33 +12,15 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
 from float8.config import Float8Weights, require_module
-from float8.convert.choice import CHOICE, CONVERTED, Choice, left_out
-from float8.experts import Float8Experts, kind_of, weights_of
-from float8.linear import Float8Linear
+from float8.convert.choice import CHOICE, Choice, left_out
+from float8.convert.conversion import LayerReport, conversion_of
+from float8.linear import Float8Module
 
 _NO_MATMUL = (nn.Embedding, nn.EmbeddingBag, _ConvNd, _NormBase, nn.LayerNorm)
 """Modules whose weights of two or more dims no GEMM reads as a matrix."""
 
 _Row = tuple[str, str, str]
 """A line of `str(report)`: the name and shape of a weight, and how it runs."""
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """A linear layer of the model."""
-
-    fqn: str  # the name in the model, or `(root)`
-    in_features: int
-    out_features: int
-    scaling: str | None  # of each tensor, and other settings; None if it is not in float8
-    skip_reason: str | None  # why it is not in float8; None if it is
-
-
-@dataclass(frozen=True)
-class ExpertsReport(LayerReport):
-    """A Parameter with one weight for each expert."""
-
-    experts: int  # on all ranks
 
 
 @dataclass(frozen=True)
@@ -64,7 +46,7 @@ class ConversionReport:
     `fqn`, `shape`, `module` (a class). No vectors, embeddings, norms, convolutions, biases."""
     chosen_for: tuple[str, ...] = ()
     """For each GPU, or for a CPU, a sentence on how layers were chosen. Empty with filters."""
-    experts: tuple[ExpertsReport, ...] = ()
+    experts: tuple[LayerReport, ...] = ()
     """The weights of known experts, converted or not: the fields of `layers`, and `experts`."""
 
     @property
@@ -72,9 +54,8 @@ class ConversionReport:
         """The share in float8 of the elements of all weights that GEMMs read, 0 to 1."""
         in_float8 = all_weights = 0
         for x in (*self.layers, *self.experts):
-            size = getattr(x, "experts", 1) * x.in_features * x.out_features
-            all_weights += size
-            in_float8 += size if x.skip_reason is None else 0
+            all_weights += math.prod(x.shape)
+            in_float8 += math.prod(x.shape) if x.skip_reason is None else 0
         all_weights += sum(math.prod(x.shape) for x in self.others)
         return in_float8 / all_weights if all_weights else 0.0
 
@@ -101,8 +82,7 @@ class ConversionReport:
         rows = []
         for layer in (*self.layers, *self.experts):
             fate = layer.scaling or f"skipped: {layer.skip_reason}"
-            experts = f"{layer.experts}, " if isinstance(layer, ExpertsReport) else ""
-            rows.append((layer.fqn, f"[{experts}{layer.out_features}, {layer.in_features}]", fate))
+            rows.append((layer.fqn, str([*layer.shape]), fate))
         for other in self.others:
             fate = f"not converted: a weight of {other.module}, which is no nn.Linear"
             if len(other.shape) > 2:
@@ -153,33 +133,31 @@ def conversion_report(model: nn.Module) -> ConversionReport:
     Raises a `TypeError` if `model` is no `nn.Module`.
     """
     require_module(model, "model")
-    layers, others, experts = [], [], []
+    rows: list[LayerReport] = []
+    others: list[OtherWeight] = []
     chosen_for: dict[str | None, None] = {}  # a set in order
     for fqn, module in model.named_modules():
         choice = Choice(*module.__dict__.get(CHOICE, ()))
         chosen_for[choice.chosen_for] = None
         scaling: str | None = None
         reason: str | None = choice.reason or left_out(fqn)
-        if not isinstance(module, CONVERTED):
+        if not isinstance(module, Float8Module):
             reason = reason or "not converted, or turned back into high precision"
         elif not module._float8_config.float8_gemms:
             reason = "all casts of its config are DISABLED"
         else:
             scaling, reason = _scaling(module), None
-        path = f"{fqn}." if fqn else ""
-        if kind_of(module) is not None:
-            for name, count, N, K in weights_of(module):
-                experts.append(ExpertsReport(path + name, K, N, scaling, reason, count))
-        elif isinstance(module, nn.Linear):
-            sizes = module.in_features, module.out_features
-            layers.append(LayerReport(fqn or "(root)", *sizes, scaling, reason))
+        if (conversion := conversion_of(module)) is not None:
+            rows += conversion.report(fqn, module, scaling, reason)
         else:
-            others += _other_weights(path, module)
+            others += _other_weights(f"{fqn}." if fqn else "", module)
+    layers = [row for row in rows if type(row) is LayerReport]
+    experts = [row for row in rows if type(row) is not LayerReport]
     sentences = tuple(filter(None, chosen_for))
     return ConversionReport(tuple(layers), tuple(others), sentences, tuple(experts))
 
 
-def _scaling(module: Float8Linear | Float8Experts) -> str:
+def _scaling(module: Float8Module) -> str:
     """Return the casts of a converted module and the settings that change how it runs."""
     casts, config = module._float8_plan.casts, module._float8_config
     sites = [site.value for site in config.own_casts]

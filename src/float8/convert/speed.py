@@ -6,8 +6,6 @@ Fitted to layers in compiled models, forward and backward, on H200s (docs/measur
 from typing import Any, NamedTuple
 
 from float8.config import GEMM_OPERANDS, Float8LinearConfig, Float8Weights, as_config
-from float8.experts import names_to_gather, weights_of
-from float8.tensor import local_tensor
 
 
 class Cost(NamedTuple):
@@ -119,7 +117,7 @@ def both_ms(
     return bf16_ms, layer_ms(gpu, config, tokens, K, N, casts=casts, **layer)
 
 
-def _no_gain(config: Float8LinearConfig, speedup: float, error: float, where: str) -> str | None:
+def no_gain(config: Float8LinearConfig, speedup: float, error: float, where: str) -> str | None:
     """Return the reason why a modelled `speedup` is too small to convert a layer, or None."""
     if config.emulate:
         return "loses: emulate=True computes GEMMs in high precision, and casts for them"
@@ -137,40 +135,8 @@ def why_slower(
         return narrow if min(K, N) < NARROW else None
     trains = layer.weight.requires_grad
     bf16_ms, float8_ms = both_ms(gpu, config, tokens, K, N, ranks, trains=trains)
-    reason = _no_gain(config, bf16_ms / float8_ms, ERROR, f"{gpu}, {tokens} tokens per forward")
+    reason = no_gain(config, bf16_ms / float8_ms, ERROR, f"{gpu}, {tokens} tokens per forward")
     if reason or cuda_graphs or bf16_ms >= WAITS_BELOW_MS * (1.0 if trains else 2 / 3):
         return reason
     why = f"{bf16_ms:.2f} ms of {gpu} in bf16 is less than the CPU needs"
     return f"waits for the CPU: {why}; cuda_graphs=True converts it"
-
-
-def why_experts_slower(
-    module: Any, parent: Any, config: Float8LinearConfig, tokens: int, ranks: int, gpu: str
-) -> str | None:
-    """Return the reason why experts lose in float8 if tokens are spread evenly, or None."""
-    known_gpu = gpu if gpu in MEMORY else "H100"  # another Hopper GPU: others have no such GEMM
-    weights, top_k = weights_of(module), experts_per_token(module, parent)
-    experts = local_tensor(module._parameters[weights[0].name]).shape[0]
-    rows, bf16_ms, float8_ms = tokens * top_k, 0.0, 0.0
-    for name, _, N, K in weights:
-        casting = ranks_that_cast(module, name, experts, ranks)
-        ms = both_ms(known_gpu, config, rows, K, N, casting, experts=experts)
-        bf16_ms, float8_ms = bf16_ms + ms[0], float8_ms + ms[1]
-    where = f"{known_gpu}, {rows / experts:.0f} tokens for each of {experts} experts"
-    where += f" ({tokens} tokens go to {top_k} each)"
-    return _no_gain(config, bf16_ms / float8_ms, EXPERTS_ERROR, where)
-
-
-def ranks_that_cast(module: Any, name: str, experts: int, ranks: int) -> int:
-    """Return how many of `ranks` share the casts of a weight of experts: all, if it is gathered."""
-    return min(ranks, experts) if name in names_to_gather(module) else 1
-
-
-_TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk")  # of most models, Gemma's, Aria's
-
-
-def experts_per_token(module: Any, parent: Any) -> int:
-    """Return how many experts a token goes to, as configs of transformers or `parent` say, or 1."""
-    config, dispatcher = getattr(module, "config", None), getattr(parent, "token_dispatcher", None)
-    counts = [getattr(config, name, None) for name in _TOP_K]
-    return next(filter(None, [*counts, getattr(dispatcher, "top_k", None)]), 1)

@@ -21,6 +21,7 @@ from float8.experts.plan import EXPECTED, no_grouped_gemm, plan_experts
 from float8.formats import E5M2, FLOAT8_MAX, GEMM_ALIGNMENT, HOPPER, lacks_float8_gemm
 from float8.linear.base import Float8Module
 from float8.linear.functional import autocast_dtype
+from float8.linear.plan import LinearPlan
 from float8.linear.source import (
     about_forward,
     new_class,
@@ -28,7 +29,8 @@ from float8.linear.source import (
     replaced_forward,
 )
 from float8.tensor import is_dtensor, is_fsdp_module, local_tensor
-from float8.weights.held import can_be_held, hold
+from float8.weights.held import HoldsWeights, can_be_held, hold
+from float8.weights.only import OnlyWeights
 
 
 class ExpertsWeight(NamedTuple):
@@ -40,17 +42,14 @@ class ExpertsWeight(NamedTuple):
     in_features: int
 
 
-class Float8Experts(Float8Module):
+class Float8Experts(HoldsWeights, OnlyWeights, Float8Module):
     """The base class of converted experts; their original class is the second base."""
 
-    def _float8_set_up(self, config: Float8LinearConfig) -> None:
-        """Set the configuration; quantize the weights in place with `Float8Weights.ONLY`."""
-        plan = plan_experts(config)  # which may raise
-        self._float8_drop_state()
-        self._float8_config, self._float8_plan = config, plan
-        self._float8_held = ()
-        if self._float8_keeps_no_master:
-            self._float8_drop_master(*names_to_gather(self))
+    def _float8_make_plan(self, config: Float8LinearConfig) -> LinearPlan:
+        return plan_experts(config)
+
+    def _float8_matrices(self) -> list[str]:
+        return names_to_gather(self)
 
     def _float8_product(self, x: Tensor, weight: Any, offs: Tensor, name: str = "") -> Tensor:
         """Multiply groups of rows [T, K] by weights [E, N, K]; `name` is their Parameter's."""
@@ -58,9 +57,7 @@ class Float8Experts(Float8Module):
         x = x.to(autocast_dtype(x.device) or weight.dtype)
         plan, held = self._float8_plan, None
         if self._float8_held:
-            parameter: Any = self._parameters.get(name)
-            cast = plan.casts.weight
-            held = self._float8_held_or_recast(parameter, lambda: hold(weight, cast, parameter))
+            held = self._float8_held_of(self._parameters.get(name), weight)
         y = apply_grouped(x, weight, offs, plan, self._float8_config.emulate, held)
         for observer in self._float8_observers:
             y = observer(self, plan.casts, x, weight, y, offs, name)
@@ -81,8 +78,8 @@ class Float8Experts(Float8Module):
             if reason or not (parameter.is_meta or can_be_held(parameter)):
                 others[name] = reason or f"a {type(parameter).__name__}"
             elif not parameter.is_meta:
-                weight, cast = self._float8_weight(name), self._float8_plan.casts.weight
-                held.append(hold(weight, cast, parameter))
+                cast = self._float8_plan.casts.weight
+                held.append(hold(parameter, cast, self._float8_weight(name)))
         self._float8_held = tuple(held)
         return others
 
@@ -104,8 +101,7 @@ class Float8Experts(Float8Module):
             words.append(f"input by 1x{again.width} for grad_weight")
         if not config.only_on:
             words.append(f"use_fast_accum={config.gemm_config_output.use_fast_accum}")
-        if self._float8_held or self._float8_without_masters():
-            words.append(f"weights {config.float8_weights.value} in float8")
+        words += self._float8_words()
         if config.enable_fsdp_float8_all_gather and not names_to_gather(self):
             words.append("weights gathered in high precision")
         return ", ".join(filter(None, words))
@@ -219,9 +215,7 @@ def weights_of(module: nn.Module) -> list[ExpertsWeight]:
 
 
 def names_to_gather(module: nn.Module) -> list[str]:
-    """Return names of weights that FSDP2 can gather in float8: stored as [N, K] or [E, N, K]."""
-    if isinstance(module, nn.Linear):
-        return ["weight"]
+    """Return names of weights that FSDP2 can gather in float8: stored as [E, N, K]."""
     if lies_transposed(module):
         return []
     parameters: Any = module._parameters

@@ -272,6 +272,9 @@ class Float8GatherWeight(Wrapper):
         return Float8Tensor(data, scale, dtype, self.how.scaling_granularity, amax)
 
 
+WRAPPERS: dict[int, type[Float8GatherWeight]] = {2: Float8GatherWeight}
+"""The wrapper of a weight by its dims; `float8.experts.gather` adds that of [E, N, K]."""
+
 _KEEP = (
     aten.clone.default,
     aten._to_copy.default,

@@ -1,21 +1,20 @@
-"""Float8 all-gather under FSDP2: scales computed before the gathers, conversion of weights."""
+"""Float8 all-gather under FSDP2: conversion of weights, and scales computed before the gathers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from float8 import kernels
-from float8.config import ScalingType, require_module
-from float8.experts import Float8Experts, GatherExperts, names_to_gather
-from float8.experts.plan import plan_experts
-from float8.fsdp.gather import CastAhead, Float8GatherWeight
+from float8.config import Float8LinearConfig, ScalingType, require_module
+from float8.convert.conversion import Conversion, Refusal, conversion_of
+from float8.fsdp.gather import WRAPPERS, CastAhead, Float8GatherWeight
 from float8.kernels.runtime.private import untraced, warn
-from float8.linear import Float8Linear
-from float8.linear.plan import plan_linear
+from float8.linear import Float8Linear, Float8Module
 from float8.quantize import scales_of
-from float8.tensor import Float8Tensor, is_dtensor, local_tensor
+from float8.tensor import Float8Tensor, is_dtensor, is_fsdp_module, local_tensor
 from float8.tensor.ranks import amax_over, no_shard_is_empty, sharding_groups
 
 
@@ -78,6 +77,57 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
             weight._local_tensor.keep(CastAhead(scale), weight)
 
 
+class Float8Gathers(Conversion):
+    """Has FSDP2 gather weights in float8, where the configuration says so."""
+
+    def sharing_ranks(self, config: Float8LinearConfig) -> int:
+        """Return the world size: each rank casts its shard."""
+        gathers = config.enable_fsdp_float8_all_gather and dist.is_available()
+        return dist.get_world_size() if gathers and dist.is_initialized() else 1
+
+    def why_not_changed(self, mod: Any) -> Refusal | None:
+        """Refuse layers that `fully_shard` was applied to, and weights gathered in float8."""
+        if is_fsdp_module(mod):
+            return "a layer that fully_shard was applied to", "apply it to the block around it"
+        for name in _gathered_names(mod):
+            weight: Any = mod._parameters.get(name)
+            local = local_tensor(weight)
+            sharded = isinstance(local, Float8GatherWeight) and local is not weight
+            gathered = isinstance(local, Float8Tensor) and not mod._float8_keeps_no_master
+            if sharded or gathered:
+                do = "make the change before fully_shard, or load a state dict of it into a new"
+                return "a weight that FSDP2 gathers in float8", f"{do} model"
+        return None
+
+    def why_not_taken(self, mod: Any, config: Float8LinearConfig) -> Refusal | None:
+        """Refuse weights that are DTensors already, or would lose hooks."""
+        names = _gathered_names(mod) if config.enable_fsdp_float8_all_gather else ()
+        hooks = "_backward_hooks", "_post_accumulate_grad_hooks"
+        for weight in map(mod._parameters.get, names):
+            if is_dtensor(weight):
+                got = "a DTensor as weight, which enable_fsdp_float8_all_gather cannot prepare"
+                return got, "convert the model first, then call fully_shard"
+            if any(getattr(weight, name, None) for name in hooks):
+                got = "a weight with gradient hooks, which enable_fsdp_float8_all_gather would lose"
+                return got, "register them on the weight after the conversion"
+        return None
+
+    def before(self, converted: Sequence[nn.Module]) -> None:
+        """Make the weights plain Parameters again."""
+        disable_float8_all_gather(converted)
+
+    def after(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
+        """Prepare the weights for the gather."""
+        if config is not None and config.enable_fsdp_float8_all_gather:
+            enable_float8_all_gather(model)
+
+
+def _gathered_names(mod: nn.Module) -> Sequence[str]:
+    """Return the names of weights of `mod` that FSDP2 can gather in float8."""
+    conversion = conversion_of(mod)
+    return conversion.stored_by_rows(mod) if conversion else ()
+
+
 def enable_float8_all_gather(module: nn.Module) -> None:
     """Replace weights by `Float8GatherWeight`s where the configuration of the layer asks for it.
 
@@ -87,18 +137,17 @@ def enable_float8_all_gather(module: nn.Module) -> None:
     new_tensors: dict[Any, Tensor] = {}
     users = _users(module.modules())
     config: Any
-    ours = Float8Linear | Float8Experts
+    layer: Any
     for weight, places in users.items():
+        layer = places[0][0]
         config, *others = {
-            isinstance(mod, ours) and name in names_to_gather(mod) and mod._float8_config
+            isinstance(mod, Float8Module) and name in _gathered_names(mod) and mod._float8_config
             for mod, name in places
         }
         gathers = config and config.enable_fsdp_float8_all_gather and not others
         if gathers and not isinstance(local_tensor(weight), Float8GatherWeight):
-            grouped = weight.dim() == 3
-            kind = GatherExperts if grouped else Float8GatherWeight
-            cast = (plan_experts if grouped else plan_linear)(config).casts.weight
-            new_tensors[weight] = kind(weight.data, cast.how)  # a view would refer to the weight
+            wrapper, cast = WRAPPERS[weight.dim()], layer._float8_plan.casts.weight
+            new_tensors[weight] = wrapper(weight.data, cast.how)  # a view would refer to the weight
     _replace_contents(new_tensors, users)
 
 

@@ -18,7 +18,7 @@ from float8.config import ConfigOrRecipe, Float8LinearConfig, as_config, require
 from float8.linear import Float8Linear, unsupported
 from float8.linear.source import become, shallow_copy
 from float8.parallel.ddp import tell_ddp_what_to_ignore
-from float8.parallel.sharded import Shards, linear_of_shards
+from float8.parallel.sharded import Shards
 
 
 class Float8ParallelLinear(Float8Linear):
@@ -64,8 +64,8 @@ class Float8ParallelLinear(Float8Linear):
         bias = None if self.bias is None else self._float8_on_mesh(self.bias, bias_at)
         if weight_at.is_shard(1) and input_at.is_replicate():
             x = x.redistribute(placements=[Shard(x.dim() - 1)])
-        casts = self._float8_casts(self._float8_mesh)
-        y = linear_of_shards(x, weight, bias, self._float8_shards, self._float8_plan, casts)
+        casts = self._float8_casts(weight)
+        y = self._float8_shards.linear(x, weight, bias, self._float8_plan, casts)
         local: Tensor = y.redistribute(placements=[output_at]).to_local()
         return local
 

@@ -1,16 +1,16 @@
 """The base class of linear layers and experts in float8: copies, state dicts, the way back."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from float8.config import Float8LinearConfig
-from float8.linear.plan import LinearPlan
+from float8.linear.plan import Casts, LinearPlan, plan_linear
+from float8.tensor import Float8Tensor, dequantise
 from float8.tensor.plain import high_precision, wrapped_like
-from float8.weights.held import HoldsWeights
-from float8.weights.only import OnlyWeights
 
 PREFIX = "_float8_"
 """The prefix of private attributes that this library adds to layers and experts."""
@@ -23,8 +23,18 @@ def our_names(base: type) -> frozenset[str]:
     return frozenset(name for name in every if name.startswith(PREFIX))
 
 
-class Float8Module(HoldsWeights, OnlyWeights, nn.Module):
-    """The base class of linear layers and experts in float8."""
+@functools.cache
+def not_copied(cls: type) -> frozenset[str]:
+    """Return the `_float8_not_copied` of a float8 class and all of its bases."""
+    return frozenset().union(*(vars(x).get("_float8_not_copied", ()) for x in cls.__mro__))
+
+
+class Float8Module(nn.Module):
+    """The base class of linear layers and experts in float8.
+
+    Features that a module carries itself, as delayed scaling or weights that are held in float8,
+    are mixins before it in the bases of `Float8Linear`: they extend the methods below.
+    """
 
     _float8_config: Float8LinearConfig
     _float8_plan: LinearPlan
@@ -33,9 +43,68 @@ class Float8Module(HoldsWeights, OnlyWeights, nn.Module):
     _float8_observers: tuple[Callable[..., Any], ...] = ()
     """Functions that see what is multiplied and return the output, as those of a `Watch`."""
     _float8_not_copied: ClassVar[frozenset[str]] = frozenset(
-        {"_float8_held", "_float8_attached", "_float8_observers"}
+        {"_float8_attached", "_float8_observers"}
     )
     """Attributes that belong to this training and this optimizer: copies do not get them."""
+    _float8_attached = 0
+    """The number of optimizers that the module is attached to."""
+    _float8_shards: Any = None
+    """How a layer computes of which ranks hold parts; `float8.wings` sets the default."""
+    _float8_has_state = False
+    """Whether casts depend on state of the module: a forward checks it, and binds casts to it."""
+    _float8_never_trains = False
+    """Whether a weight that requires a gradient is refused."""
+
+    @torch.inference_mode(False)  # else its tensors could not be saved for a backward
+    def _float8_set_up(self, config: Float8LinearConfig, finish: bool = True) -> None:
+        """Set the configuration, and reset all state; `finish`: call `_float8_finish`, too."""
+        plan = self._float8_make_plan(config)  # which may raise
+        self._float8_drop_state()
+        self._float8_config, self._float8_plan = config, plan
+        self._float8_start_state()
+        if finish:
+            self._float8_finish()
+
+    def _float8_make_plan(self, config: Float8LinearConfig) -> LinearPlan:
+        return plan_linear(config)
+
+    def _float8_names_of_a_rank(self) -> list[str]:
+        """Return the names of Parameters and buffers that data parallel must not touch."""
+        return []
+
+    def _float8_start_state(self) -> None:
+        """Make the state that the new configuration needs."""
+
+    @torch.inference_mode(False)
+    def _float8_finish(self) -> None:
+        """Replace what a copy of this module may share until then."""
+
+    def _float8_drop_state(self) -> None:
+        """Remove what `_float8_set_up` added to the Parameters and buffers."""
+
+    def _float8_matrices(self) -> Sequence[str]:
+        """Return the names of the weights that are stored as [N, K] or [E, N, K]."""
+        return ("weight",)
+
+    def _float8_casts(self, weight: Any) -> Casts:
+        """Return the casts of this call, bound to the state of the module and to ranks."""
+        return self._float8_plan.casts
+
+    def _float8_attach(self) -> None:
+        """Attach one more optimizer."""
+        self._float8_attached += 1
+
+    def _float8_detach(self) -> None:
+        """Detach one optimizer."""
+        self._float8_attached = max(self._float8_attached - 1, 0)
+
+    def _float8_loadable(self, old: Any, values: Any, local_metadata: dict[str, Any]) -> Any:
+        """Return `values` of a checkpoint, converted for loading into the Parameter `old`."""
+        return dequantise(values) if isinstance(values, Float8Tensor) else values
+
+    def _float8_words(self) -> list[str]:
+        """Return texts for `extra_repr` on how the weights are stored."""
+        return [] if self._float8_shards is None else self._float8_shards.words(self)
 
     def _float8_become_high_precision(self) -> None:
         """Convert this module back to `_float8_source_class`, in place."""
@@ -73,4 +142,5 @@ class Float8Module(HoldsWeights, OnlyWeights, nn.Module):
         state = self.__dict__ if theirs is None else theirs()
         if not isinstance(state, dict):
             return state
-        return {name: value for name, value in state.items() if name not in self._float8_not_copied}
+        left_out = not_copied(type(self))  # type: ignore[arg-type]
+        return {name: value for name, value in state.items() if name not in left_out}

@@ -6,14 +6,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from float8.config import ConfigOrRecipe, Float8LinearConfig, Float8Weights, as_config
+from float8.config import ConfigOrRecipe, Float8LinearConfig, as_config
+from float8.linear.base import Float8Module, not_copied
 from float8.linear.functional import apply_linear
-from float8.linear.plan import plan_linear
 from float8.linear.source import class_of, problem, shallow_copy
 from float8.linear.state import StatefulLayer
-from float8.parallel.sharded import Shards, linear_of_shards
-from float8.tensor import Float8Tensor, local_tensor
-from float8.weights.held import hold
+from float8.weights.held import HoldsWeights
+from float8.weights.only import OnlyWeights
 
 
 class _Config:
@@ -28,7 +27,7 @@ class _Config:
         return layer._float8_config
 
 
-class Float8Linear(StatefulLayer, nn.Linear):
+class Float8Linear(StatefulLayer, HoldsWeights, OnlyWeights, Float8Module, nn.Linear):
     """A linear layer whose GEMMs run in float8: `output = input @ weight.T + bias`.
 
     The weight [N, K] stays a high-precision `Parameter`. Made from an `nn.Linear` by
@@ -38,8 +37,6 @@ class Float8Linear(StatefulLayer, nn.Linear):
 
     config: Any = _Config()
     _float8_source_class: ClassVar[type[nn.Module]] = nn.Linear
-    _float8_shards: Shards = Shards()
-    """The style of tensor parallel, for its input and output."""
 
     def __init__(
         self,
@@ -86,14 +83,14 @@ class Float8Linear(StatefulLayer, nn.Linear):
 
     @classmethod
     def _float8_made_of(
-        cls: Any, mod: nn.Module, config: Float8LinearConfig, keep_master: bool = False
+        cls: Any, mod: nn.Module, config: Float8LinearConfig, finish: bool = True
     ) -> "Float8Linear":
-        """Make a layer of `mod`, unchecked; for `keep_master` see `_float8_set_up`."""
+        """Make a layer of `mod`, unchecked; `finish`: see `_float8_set_up`."""
         source: Any = mod._float8_source_class if isinstance(mod, Float8Linear) else type(mod)
         new: Float8Linear = shallow_copy(mod, class_of(cls, source))
-        for name in new._float8_not_copied & vars(new).keys():
+        for name in not_copied(cls) & vars(new).keys():
             del new.__dict__[name]
-        new._float8_set_up(config, keep_master)
+        new._float8_set_up(config, finish)
         return new
 
     def _float8_begin(self, config: ConfigOrRecipe | None) -> None:
@@ -101,25 +98,6 @@ class Float8Linear(StatefulLayer, nn.Linear):
         config = as_config(config)
         require_supported(self, config)
         self._float8_set_up(config)
-
-    @torch.inference_mode(False)  # else it could not be saved for a backward
-    def _float8_set_up(self, config: Float8LinearConfig, keep_master: bool = False) -> None:
-        """Set the configuration of the layer, and reset its state.
-
-        `keep_master`: do not cast a weight under `Float8Weights.ONLY`; the caller casts it later.
-        """
-        self._float8_drop_state()
-        self._float8_config, self._float8_plan = config, plan_linear(config)
-        self._float8_delayed = config.delayed_sites
-        self._float8_held, self._float8_compared = (), frozenset()
-        self._float8_register_buffers()
-        if self._float8_keeps_no_master and not keep_master:
-            self._float8_drop_master()
-
-    def _float8_drop_state(self) -> None:
-        for name in self._float8_state():
-            del self._buffers[name]
-        super()._float8_drop_state()
 
     # ---------------------------------------------------------------- forward
 
@@ -147,32 +125,24 @@ class Float8Linear(StatefulLayer, nn.Linear):
                 f"torch.fx, use a Tracer whose is_leaf_module is true for Float8Linear"
             )
         plan, weight = self._float8_plan, self.weight  # once: each access may compute it
-        if self._float8_delayed:
-            self._float8_check_synced()
-        if weight.requires_grad and self._float8_config.float8_weights is Float8Weights.ONLY:
+        if weight.requires_grad and self._float8_never_trains:
             raise RuntimeError(
                 "Float8Linear: got requires_grad=True for a weight that is in float8 only, "
                 "expected False: it cannot be trained; call convert_to_high_precision(model) first"
             )
+        if self._float8_has_state:
+            self._float8_check_synced()
         output: Tensor
         if hasattr(weight, "device_mesh"):
-            casts, shards = self._float8_casts(weight.device_mesh), self._float8_shards
-            output = linear_of_shards(input, weight, self.bias, shards, plan, casts)
+            casts = self._float8_casts(weight)
+            output = self._float8_shards.linear(input, weight, self.bias, plan, casts)
         else:
-            casts = self._float8_casts() if self._float8_delayed else plan.casts
-            held = None
-            if self._float8_held:
-                held = self._float8_held_or_recast(weight, lambda: hold(weight, plan.casts.weight))
-            output = apply_linear(input, weight, self.bias, plan, casts, held)
+            casts = self._float8_casts(weight) if self._float8_has_state else plan.casts
+            kept = self._float8_held_of(weight) if self._float8_held else None
+            output = apply_linear(input, weight, self.bias, plan, casts, kept)
         for observer in self._float8_observers:
             output = observer(self, casts, input, weight, output)
         return output
-
-    @property
-    def _float8_sums_over_ranks(self) -> bool:
-        """Return whether tensor parallel shards K of the weight: ranks then sum outputs."""
-        placements: Any = getattr(self.weight, "placements", None)
-        return placements is not None and placements[-1].is_shard(1)
 
     def __prepare_scriptable__(self) -> None:
         """Refuse `torch.jit.script`, which calls this."""
@@ -183,19 +153,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
 
     def extra_repr(self) -> str:
         """Return the class's own `extra_repr`, and the recipe or the scaling of each tensor."""
-        words = [super().extra_repr(), self._float8_config.short_str()]
-        weight = local_tensor(self._parameters.get("weight"))
-        if self._float8_keeps_no_master and not isinstance(weight, Float8Tensor):
-            words.append("weight in high precision")  # which somebody has set
-        elif self._float8_held or self._float8_keeps_no_master:
-            words.append(f"weight {self._float8_config.float8_weights.value} in float8")
-        gathered = None
-        if self._float8_shards.tokens_dim is not None:
-            gathered, once = "grad_output", self._float8_plan.grad_output_rows_suffice
-        elif self._float8_shards.gathers_input and not self._float8_sums_over_ranks:
-            gathered, once = "input", self._float8_plan.input_rows_suffice
-        if gathered is not None:
-            words.append(f"{gathered} gathered in {'float8' if once else 'high precision'}")
+        words = [super().extra_repr(), self._float8_config.short_str(), *self._float8_words()]
         return ", ".join(filter(None, words))
 
 

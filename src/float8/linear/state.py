@@ -36,11 +36,24 @@ class StatefulLayer(Float8Module):
     _float8_sample: tuple[Any, int, Tensor] | None = None
     """At the last check: the weight's identity and diagonal, and grad_output's amax version."""
     _float8_synced_version = -1
-    _float8_not_copied = frozenset(
-        {*Float8Module._float8_not_copied, "_float8_compared", "_float8_versions", "_float8_sample"}
-    )
+    _float8_not_copied = frozenset({"_float8_compared", "_float8_versions", "_float8_sample"})
 
     # ---------------------------------------------------------------- the buffers
+
+    def _float8_start_state(self) -> None:
+        super()._float8_start_state()
+        self._float8_delayed = self._float8_config.delayed_sites
+        self._float8_has_state = bool(self._float8_delayed)
+        self._float8_compared = frozenset()
+        self._float8_register_buffers()
+
+    def _float8_names_of_a_rank(self) -> list[str]:
+        return [*super()._float8_names_of_a_rank(), *[site.amax for site in self._float8_delayed]]
+
+    def _float8_drop_state(self) -> None:
+        for name in self._float8_state():
+            del self._buffers[name]
+        super()._float8_drop_state()
 
     def _float8_register_buffers(self) -> None:
         for site in self._float8_delayed:
@@ -192,17 +205,18 @@ class StatefulLayer(Float8Module):
                 "optimizer step, or attach_to_optimizer(model, optimizer) once before training"
             )
 
-    def _float8_casts(self, mesh: Any = None) -> Casts:
+    def _float8_casts(self, weight: Any) -> Casts:
         """Bind the casts of the plan to this call, with the state of delayed scaling.
 
         Scales come from the history in training mode with gradients, unless the layer is frozen; so
         they do in the first forward of reentrant checkpointing, which is recomputed with gradients.
         Else they come from the data: a sync may never follow. Amaxes are recorded wherever
-        gradients are taken. They become those of all ranks of a `mesh` of one dim, which share the
-        layer. Casts whose scale the last sync made equal on all ranks need no all-reduce.
+        gradients are taken. They become those of all ranks of the mesh of one dim of `weight`, a
+        DTensor. Casts whose scale the last sync made equal on all ranks need no all-reduce.
         """
         casts, record = self._float8_plan.casts, torch.is_grad_enabled()
         trains = self.training and not (self._float8_delayed and self._float8_is_frozen())
+        mesh = getattr(weight, "device_mesh", None)
         if mesh is not None and mesh.size() > 1:
             reduce = amax_over([mesh.get_group(0)])
             known, reduced = self._float8_known if trains and record else (), {}
@@ -237,7 +251,7 @@ class StatefulLayer(Float8Module):
         self._float8_state_was_written()  # new buffers count versions anew
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a Parameter and free the held float8 data of the old one; refuse torchao's."""
+        """Register a Parameter; refuse torchao's."""
         compiling = torch.compiler.is_compiling()  # as FSDP1 is, which registers views
         if not compiling and type(param).__module__.startswith("torchao."):
             raise TypeError(
@@ -245,13 +259,13 @@ class StatefulLayer(Float8Module):
                 f"high precision; call convert_to_high_precision(model), then quantise"
             )
         super().register_parameter(name, param)
-        self._float8_held, self._float8_versions = (), None
+        self._float8_versions = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StatefulLayer":
         weight: Any = self._parameters.get("weight")
         left_meta = weight is not None and self._float8_leave_meta()
         before: dict[str, Tensor] = self._float8_state()
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, old in before.items():
             new = self.get_buffer(name)
             if new.dtype != torch.float32:  # `.half()`: move, but never through fewer bits

@@ -3,13 +3,22 @@
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from float8.experts import Float8Experts, names_to_gather
+from float8.config import Float8LinearConfig
+from float8.convert.conversion import Conversion
 from float8.kernels.runtime.private import goes_on_without_inputs
-from float8.linear import Float8Linear
+from float8.linear import Float8Module
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 """Attribute of the wrapped module with names that DDP neither broadcasts nor reduces."""
 _OURS = "_float8_names_that_ddp_ignores"
+
+
+class DataParallel(Conversion):
+    """Settings of models that `DistributedDataParallel` may wrap."""
+
+    def after(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
+        """Exclude amaxes and weights in float8 from broadcasts."""
+        tell_ddp_what_to_ignore(model)
 
 
 def tell_ddp_what_to_ignore(module: nn.Module) -> None:
@@ -23,11 +32,8 @@ def tell_ddp_what_to_ignore(module: nn.Module) -> None:
         names = [
             f"{prefix}.{name}" if prefix else name
             for prefix, layer in root.named_modules()
-            if isinstance(layer, Float8Linear | Float8Experts)
-            for name in (
-                *[site.amax for site in getattr(layer, "_float8_delayed", ())],
-                *(names_to_gather(layer) if layer._float8_keeps_no_master else ()),
-            )
+            if isinstance(layer, Float8Module)
+            for name in layer._float8_names_of_a_rank()
         ]
         ours_before = root.__dict__.pop(_OURS, [])
         if names or ours_before:

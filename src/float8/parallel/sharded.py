@@ -34,6 +34,52 @@ class Shards(NamedTuple):
     tokens_dim: int | None = None
     """The dim along which a Shard(1) layer reduce-scatters its output; None leaves it Partial."""
 
+    def linear(self, input: Any, weight: Any, bias: Any, plan: LinearPlan, casts: Casts) -> Any:
+        """Compute `apply_linear` of DTensors on a mesh of one dim; `casts` reduce over its ranks.
+
+        A layer that gathers its input takes it placed in any way, and gathers it in float8 if one
+        cast is all that the plan makes of it; a `Float8Tensor` inside is not cast again. The bias
+        is Shard(0) with the weight, else Replicate.
+        """
+        if not hasattr(input, "placements"):
+            raise TypeError(
+                f"Float8Linear: got an input of type {type(input).__name__} for a weight that is "
+                f"a DTensor, expected a DTensor; use a style that prepares it, as "
+                f"Float8ColwiseParallel"
+            )
+        dtensors, mesh, placements = torch.distributed.tensor, weight.device_mesh, weight.placements
+        if input.device_mesh != mesh:
+            raise ValueError(
+                f"Float8Linear: got an input on {input.device_mesh} for a weight on {mesh}, "
+                f"expected one mesh; parallelize both over the same"
+            )
+        column_parallel = tuple(placements) == (dtensors.Shard(0),)
+        if not column_parallel and tuple(placements) != (dtensors.Shard(1),):
+            raise ValueError(
+                f"Float8Linear: got a weight placed {placements}, expected Shard(0) or Shard(1) on "
+                f"a mesh of one dim, as tensor parallel's styles place it"
+            )
+        require_parts(weight.shape, 0 if column_parallel else 1, mesh.size())
+        if column_parallel:
+            return _column_parallel(input, weight, bias, self.gathers_input, plan, casts)
+        return _row_parallel(input, weight, bias, self.tokens_dim, plan, casts)
+
+    def words(self, layer: Any) -> list[str]:
+        """Return a text for the `extra_repr` of `layer` on what ranks gather."""
+        if self.tokens_dim is not None:
+            gathered, once = "grad_output", layer._float8_plan.grad_output_rows_suffice
+        elif self.gathers_input and not sums_over_ranks(layer.weight):
+            gathered, once = "input", layer._float8_plan.input_rows_suffice
+        else:
+            return []
+        return [f"{gathered} gathered in {'float8' if once else 'high precision'}"]
+
+
+def sums_over_ranks(weight: Any) -> bool:
+    """Return whether tensor parallel shards K of `weight`: ranks then sum outputs."""
+    placements: Any = getattr(weight, "placements", None)
+    return placements is not None and placements[-1].is_shard(1)
+
 
 @dataclass(frozen=True)
 class GathersInput(Dense):
@@ -77,38 +123,6 @@ class ScattersOutput(Dense):
     def grad_input(self, a: Operand, b: Operand, shape: Shape, **gemm: Any) -> Tensor:
         """Multiply the gradients of all tokens."""
         return matmul(a, b, (shape[0] * self.tokens.ranks, shape[1]), **gemm)
-
-
-def linear_of_shards(
-    input: Any, weight: Any, bias: Any, shards: Shards, plan: LinearPlan, casts: Casts
-) -> Any:
-    """Compute `apply_linear` of DTensors on a mesh of one dim; `casts` reduce over its ranks.
-
-    A layer that gathers its input takes it placed in any way, and gathers it in float8 if one cast
-    is all that the plan makes of it; a `Float8Tensor` inside is not cast again. The bias is
-    Shard(0) with the weight, else Replicate.
-    """
-    if not hasattr(input, "placements"):
-        raise TypeError(
-            f"Float8Linear: got an input of type {type(input).__name__} for a weight that is a "
-            f"DTensor, expected a DTensor; use a style that prepares it, as Float8ColwiseParallel"
-        )
-    dtensors, mesh, placements = torch.distributed.tensor, weight.device_mesh, weight.placements
-    if input.device_mesh != mesh:
-        raise ValueError(
-            f"Float8Linear: got an input on {input.device_mesh} for a weight on {mesh}, "
-            f"expected one mesh; parallelize both over the same"
-        )
-    column_parallel = tuple(placements) == (dtensors.Shard(0),)
-    if not column_parallel and tuple(placements) != (dtensors.Shard(1),):
-        raise ValueError(
-            f"Float8Linear: got a weight placed {placements}, expected Shard(0) or Shard(1) on a "
-            f"mesh of one dim, as tensor parallel's styles place it"
-        )
-    require_parts(weight.shape, 0 if column_parallel else 1, mesh.size())
-    if column_parallel:
-        return _column_parallel(input, weight, bias, shards.gathers_input, plan, casts)
-    return _row_parallel(input, weight, bias, shards.tokens_dim, plan, casts)
 
 
 def _column_parallel(

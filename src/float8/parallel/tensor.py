@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.distributed.tensor.placement_types import Placement
 
 from float8.linear import Float8Linear
-from float8.parallel.sharded import dtensor_in_float8, require_parts
+from float8.parallel.sharded import dtensor_in_float8, require_parts, sums_over_ranks
 from float8.tensor import is_dtensor
 
 
@@ -144,10 +144,10 @@ def _quantize(
     for name in names:
         layer: Any = module.get_submodule(name)  # maybe converted back to high precision since
         reads = isinstance(layer, Float8Linear) and layer.in_features == shape[-1]
-        if reads and not layer._float8_sums_over_ranks:
+        if reads and not sums_over_ranks(layer.weight):
             if not is_dtensor(input):
                 input = DTensor.from_local(input, mesh, (placement,))
-            cast = layer._float8_casts(input.device_mesh).input
+            cast = layer._float8_casts(input).input
             return dtensor_in_float8(input, layer.weight, layer._float8_plan, cast)
     return input
 

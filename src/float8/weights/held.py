@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from float8.config import CastConfig, ScalingGranularity
+from float8.config import CastConfig, Float8Weights, ScalingGranularity
 from float8.gemm import Gemm, matmul_of_any_size
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.private import dispatch_modes, make_fx_is_on, pre_dispatch_modes
@@ -26,6 +26,7 @@ from float8.scales import Operand
 
 if TYPE_CHECKING:
     from float8.linear.functional import Call
+    from float8.linear.plan import LinearPlan
 
 _DYNAMO_TELLS = TorchVersion(torch.__version__) >= "2.13"
 """Whether Dynamo tells export from compilation; that of torch 2.11 always reports an export."""
@@ -129,9 +130,9 @@ TIMES_HELD = torch.ops.float8.times_held.default
 
 @torch.inference_mode(False)  # else it could not be saved for a backward
 @torch.no_grad()
-def hold(values: Tensor, cast: Cast, parameter: Tensor | None = None) -> Held:
-    """Cast `values`, a Parameter or a view of `parameter`, to row and column data."""
-    parameter, products = values if parameter is None else parameter, PRODUCTS[values.dim()]
+def hold(parameter: Tensor, cast: Cast, values: Tensor | None = None) -> Held:
+    """Cast a Parameter, or `values` that are a view of it, to row and column data."""
+    values, products = parameter if values is None else values, PRODUCTS[parameter.dim()]
     quantized = products.quantize_weight(values, cast, row=True, col=True, pad_rows=True)
     # `.data`: no views, as experts' may be.
     row: Any = quantized.row.data.data
@@ -177,25 +178,27 @@ def _is_capturing(weight: Tensor) -> bool:
 
 
 class HoldsWeights(nn.Module):
-    """Base class of `Float8Module` that keeps weights in float8 until they are written."""
+    """Mixin of float8 modules that keeps weights in float8 until they are written."""
 
+    _float8_plan: "LinearPlan"
+    _float8_not_copied: ClassVar[frozenset[str]] = frozenset({"_float8_held"})
     _float8_held: tuple[Held, ...] = ()
     """The weights that are kept in float8 until they are written; others are cast on the fly."""
-    _float8_attached = 0
-    """The number of optimizers that the module is attached to; if any, no sync can be missing."""
     _float8_why_never_held: ClassVar[str | None] = None
     """The reason why its weights are cast at each use."""
 
     def _float8_set_held(self, *held: Held) -> None:
         self._float8_held = held
 
-    def _float8_held_or_recast(self, parameter: Any, recast: Callable[[], Held]) -> Held | None:
+    def _float8_start_state(self) -> None:
+        super()._float8_start_state()  # type: ignore[misc]
+        self._float8_held = ()
+
+    def _float8_held_of(self, parameter: Any, values: Tensor | None = None) -> Held | None:
         """Return the held data of a Parameter, cast again if it was written, or None.
 
         In compiled code the GEMMs check whether the data are current. None in evaluation: averages
-        are written into `weight.data`, which version counters miss.
-
-        `recast` casts it into new memory: a backward still to come may read the old data.
+        are written into `weight.data`, which version counters miss. `values`: see `hold`.
         """
         for held in self._float8_held:
             if held.values is parameter:
@@ -206,13 +209,14 @@ class HoldsWeights(nn.Module):
             return None
         if torch.compiler.is_compiling() or is_current(held.row_data, parameter):
             return held
-        fresh = recast()
+        # Into new memory: a backward still to come may read the old data.
+        fresh = hold(parameter, self._float8_plan.casts.weight, values)
         self._float8_held = tuple(fresh if each is held else each for each in self._float8_held)
         return fresh
 
     def _float8_attach(self) -> None:
         """Attach one more optimizer; the next use casts held weights again."""
-        self._float8_attached += 1
+        super()._float8_attach()  # type: ignore[misc]
         for held in self._float8_held:
             row: Any = held.row_data
             col: Any = held.col_data
@@ -220,7 +224,17 @@ class HoldsWeights(nn.Module):
 
     def _float8_detach(self) -> None:
         """Detach one optimizer, and free the held data."""
-        self._float8_attached, self._float8_held = max(self._float8_attached - 1, 0), ()
+        super()._float8_detach()  # type: ignore[misc]
+        self._float8_held = ()
+
+    def _float8_words(self) -> list[str]:
+        kept = [f"weight {Float8Weights.HELD.value} in float8"] * bool(self._float8_held)
+        return kept + super()._float8_words()  # type: ignore[misc, no-any-return]
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a Parameter, and free the held float8 data of the old one."""
+        super().register_parameter(name, param)
+        self._float8_held = ()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self._float8_held = ()

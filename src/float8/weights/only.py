@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class OnlyWeights(nn.Module):
-    """The mixin of `Float8Module` for weights without a master in high precision."""
+    """Mixin of float8 modules for frozen weights without a master in high precision."""
 
     _float8_config: Float8LinearConfig
     _float8_plan: "LinearPlan"
@@ -35,18 +35,25 @@ class OnlyWeights(nn.Module):
         parameters: Any = self._parameters.items()
         return {name: x for name, x in parameters if isinstance(x, Float8Tensor)}
 
+    def _float8_start_state(self) -> None:
+        super()._float8_start_state()  # type: ignore[misc]
+        self._float8_never_trains = self._float8_keeps_no_master
+
+    @torch.inference_mode(False)
+    def _float8_finish(self) -> None:
+        """Replace the masters by frozen Parameters in float8."""
+        super()._float8_finish()  # type: ignore[misc]
+        if self._float8_keeps_no_master:
+            for name in self._float8_matrices():  # type: ignore[operator]
+                quantized = self._float8_quantize_only(getattr(self, name).detach())
+                self._parameters[name] = nn.Parameter(quantized, requires_grad=False)
+
     @torch.inference_mode(False)
     def _float8_drop_state(self) -> None:
         """Replace the weights that are in float8 only by dequantized Parameters."""
+        super()._float8_drop_state()  # type: ignore[misc]
         for name, weight in self._float8_without_masters().items():
             self._parameters[name] = nn.Parameter(dequantise(weight), requires_grad=False)
-
-    @torch.inference_mode(False)
-    def _float8_drop_master(self, *names: str) -> None:
-        """Replace the Parameters `names`, by default `weight`, by frozen ones in float8."""
-        for name in names or ("weight",):
-            quantized = self._float8_quantize_only(getattr(self, name).detach())
-            self._parameters[name] = nn.Parameter(quantized, requires_grad=False)
 
     def _float8_quantize_only(self, weight: Tensor) -> Float8Tensor:
         return in_float8_only(weight, self._float8_plan.casts.weight)
@@ -60,13 +67,26 @@ class OnlyWeights(nn.Module):
             self._parameters[name] = nn.Parameter(weight, requires_grad=False)
         return self
 
+    def _float8_names_of_a_rank(self) -> list[str]:
+        """Return the weights, too: each rank loads them."""
+        names: list[str] = super()._float8_names_of_a_rank()  # type: ignore[misc]
+        return [*names, *self._float8_without_masters()]
+
+    def _float8_words(self) -> list[str]:
+        words: list[str] = super()._float8_words()  # type: ignore[misc]
+        if not self._float8_keeps_no_master:
+            return words
+        if not self._float8_without_masters():
+            return ["weight in high precision", *words]  # which somebody has set
+        return [f"weight {Float8Weights.ONLY.value} in float8", *words]
+
     def _float8_loadable(self, old: Any, values: Any, local_metadata: dict[str, Any]) -> Any:
         """Return `values` of a checkpoint, converted for loading into the Parameter `old`.
 
         Quantizes `values` if `old` is in float8 only; dequantizes them if the layer has masters.
         """
         if not self._float8_keeps_no_master:
-            return dequantise(values) if isinstance(values, Float8Tensor) else values
+            return super()._float8_loadable(old, values, local_metadata)  # type: ignore[misc]
         # Biases, and values of another shape, for which torch raises, are returned unchanged.
         fits = isinstance(old, Float8Tensor) and getattr(values, "shape", None) == old.shape
         if type(values) not in PLAIN or not fits or values.dtype not in HIGH_PRECISION_DTYPES:

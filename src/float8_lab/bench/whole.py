@@ -15,8 +15,9 @@ from torch.nn.parameter import is_lazy
 from float8 import Float8LinearConfig, Float8Tensor, conversion_report
 from float8.convert import speed
 from float8.convert.choice import left_out
-from float8.convert.report import LayerReport
+from float8.convert.conversion import LayerReport
 from float8.experts import kind_of, weights_of
+from float8.experts.conversion import experts_per_token, ranks_that_cast
 from float8_lab.bench.attention import find_attention
 from float8_lab.bench.step import Row
 from float8_lab.errors import ConfigError
@@ -165,13 +166,13 @@ class Step:
         module: Any = model.get_submodule(path if experts else fqn)
         weight = getattr(module, name if experts else "weight")  # also one that is computed
         if experts:
-            tokens *= speed.experts_per_token(module, model.get_submodule(path.rpartition(".")[0]))
+            tokens *= experts_per_token(module, model.get_submodule(path.rpartition(".")[0]))
         elif not self._text and re.fullmatch(_CLASSIFIER, fqn):
             tokens //= how.sequence
             self.pooled.append(fqn)
         ranks = self._ranks[id(weight)] if self.config.enable_fsdp_float8_all_gather else 1
         if experts:
-            ranks = speed.ranks_that_cast(module, name, experts, ranks)
+            ranks = ranks_that_cast(module, name, experts, ranks)
         of = {"trains": weight.requires_grad, "experts": experts}
         high, low = speed.both_ms(self.gpu, self.config, tokens, K, N, ranks, **of)
         self.gains[row.fqn], in_float8 = high / low, row.skip_reason is None

@@ -18,8 +18,8 @@ import float8
 from float8 import ConversionReport, all_linears, conversion_report, convert_to_high_precision
 from float8.config import Float8LinearConfig, Float8Weights
 from float8.convert.choice import Chooser, short_name
+from float8.convert.conversion import LayerReport
 from float8.convert.convert import convert_chosen, convert_to_float8_training
-from float8.convert.report import LayerReport
 from float8.convert.speed import MEMORY, WAITS_BELOW_MS
 from float8_lab.bench.linear import Shape, Times, measure_linear
 from float8_lab.bench.step import Row
@@ -68,7 +68,7 @@ def report_on(
         config = replace(config, emulate=True)  # of which no speed is asked
     chooser = Chooser(model, config, None, how.tokens, gpu, how.cuda_graphs, head=how.head)
     if config.enable_fsdp_float8_all_gather:
-        chooser.ranks = how.data_parallel, how.data_parallel // how.expert_parallel
+        chooser.ranks = {2: how.data_parallel, 3: how.data_parallel // how.expert_parallel}
     return conversion_report(convert_chosen(chooser))
 
 

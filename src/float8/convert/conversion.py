@@ -1,0 +1,109 @@
+"""`Conversion`: what a conversion asks about a kind of module, and the table of all kinds."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from float8.config import Float8LinearConfig
+
+if TYPE_CHECKING:
+    from float8.convert.choice import Chooser
+
+Refusal = tuple[str, str]
+"""Why a module cannot be converted: what was got, and what to do about it."""
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """A linear layer of the model."""
+
+    fqn: str  # the name in the model, or `(root)`
+    in_features: int
+    out_features: int
+    scaling: str | None  # of each tensor, and other settings; None if it is not in float8
+    skip_reason: str | None  # why it is not in float8; None if it is
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+        return self.out_features, self.in_features
+
+
+class Conversion:
+    """A kind of module that can be converted, or a feature that takes part in all conversions.
+
+    `float8.wings` lists one instance of each subclass in `CONVERSIONS`. The first whose `matches`
+    returns True converts a module. Subclasses override the methods that concern them.
+    """
+
+    def matches(self, mod: nn.Module) -> bool:
+        """Return True if `mod` is of this kind, whether it was converted by now or not."""
+        return False
+
+    def parameters(self, mod: nn.Module) -> Sequence[str]:
+        """Return the names of the weights of `mod`, of this kind."""
+        return ["weight"]
+
+    def stored_by_rows(self, mod: nn.Module) -> Sequence[str]:
+        """Return the names of those weights that are stored as [N, K], or [E, N, K] of experts."""
+        return ["weight"]
+
+    def report(
+        self, fqn: str, mod: nn.Module, scaling: str | None, reason: str | None
+    ) -> list[LayerReport]:
+        """Return the rows of a report about `mod`, called `fqn`; for the rest see `LayerReport`."""
+        raise NotImplementedError
+
+    def why_left_out(self, mod: nn.Module, fqn: str, chooser: "Chooser") -> str | None:
+        """Return the reason in the name of `mod` to keep it without a filter, or None."""
+        return None
+
+    def problem(self, mod: nn.Module, chooser: "Chooser") -> str | None:
+        """Return why `mod`, converted or not, cannot take the configuration, or None."""
+        raise NotImplementedError
+
+    def why_slower(self, mod: nn.Module, fqn: str, chooser: "Chooser") -> str | None:
+        """Return why `mod` is not worth converting without a filter, or None."""
+        return None
+
+    def prepare(self, mod: nn.Module, chooser: "Chooser") -> Callable[[], None]:
+        """Return a function that converts `mod`, whose checks have passed."""
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------- features
+
+    def other_modules_to_keep(self, model: nn.Module) -> dict[nn.Module, str]:
+        """Return modules of other kinds that stay without a filter, such as routers; and why."""
+        return {}
+
+    def sharing_ranks(self, config: Float8LinearConfig) -> int:
+        """Return how many ranks cast a share of each weight."""
+        return 1
+
+    def why_not_changed(self, mod: Any) -> Refusal | None:
+        """Return what keeps `mod`, which was converted before, from another class or config."""
+        return None
+
+    def why_not_taken(self, mod: Any, config: Float8LinearConfig) -> Refusal | None:
+        """Return what keeps the weights of `mod` from `config`, or None."""
+        return None
+
+    def before(self, converted: Sequence[nn.Module]) -> None:
+        """Undo what this feature did to modules that were converted before, and now change."""
+
+    def after(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
+        """Finish a conversion of `model`; `config` is None if it went back to high precision."""
+
+
+CONVERSIONS: list[Conversion] = []
+"""All kinds of modules and features; filled by `float8.wings`."""
+
+
+def conversion_of(mod: nn.Module) -> Conversion | None:
+    """Return the first of `CONVERSIONS` that matches `mod`, or None."""
+    for conversion in CONVERSIONS:
+        if conversion.matches(mod):
+            return conversion
+    return None

@@ -1,0 +1,59 @@
+"""The conversion of `nn.Linear` to `Float8Linear`."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from float8.convert.choice import Chooser, left_out
+from float8.convert.conversion import Conversion, LayerReport
+from float8.convert.speed import why_slower
+from float8.linear import Float8Linear, unsupported
+from float8.linear.source import become
+
+ROUTER = 16
+"""Without a filter, layers with fewer features out stay in high precision: each output decides
+much, as in a router, and a float8 GEMM computes 16 at least."""
+
+
+class Linears(Conversion):
+    """Converts instances of `nn.Linear`, and of subclasses that compute the same."""
+
+    def matches(self, mod: nn.Module) -> bool:
+        """Return True for any `nn.Linear`."""
+        return isinstance(mod, nn.Linear)
+
+    def report(
+        self, fqn: str, mod: Any, scaling: str | None, reason: str | None
+    ) -> list[LayerReport]:
+        """Return one row."""
+        sizes = mod.in_features, mod.out_features
+        return [LayerReport(fqn or "(root)", *sizes, scaling, reason)]
+
+    def why_left_out(self, mod: nn.Module, fqn: str, chooser: Chooser) -> str | None:
+        """Return a reason for the head, adapters and routers."""
+        return chooser.other_modules.get(mod) or left_out(fqn, chooser.head)
+
+    def problem(self, mod: nn.Module, chooser: Chooser) -> str | None:
+        """Return what `from_float` would raise."""
+        return unsupported(mod, chooser.config, chooser.classes)
+
+    def why_slower(self, mod: Any, fqn: str, chooser: Chooser) -> str | None:
+        """Return a reason for layers that are narrow as routers, or lose on the GPU."""
+        if not chooser.config.float8_gemms:
+            return None
+        if mod.out_features < ROUTER:
+            few = f"N={mod.out_features} is less than {ROUTER}, as a router's"
+            return f"{few}: converted only if a module_filter_fn takes it"
+        gpu, step = chooser.gpu_of(mod), (chooser.tokens, chooser.ranks[2])
+        return gpu and why_slower(mod, chooser.config, *step, gpu, chooser.cuda_graphs)
+
+    def prepare(self, mod: nn.Module, chooser: Chooser) -> Callable[[], None]:
+        """Return a function that gives `mod` the class of a layer made here."""
+        new = Float8Linear._float8_made_of(mod, chooser.config, finish=False)
+
+        def convert() -> None:
+            new._float8_finish()  # one layer at a time: each may free its master
+            become(mod, new)
+
+        return convert

@@ -1,0 +1,124 @@
+"""The conversion of experts of transformers and torchtitan to `Float8Experts`."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from float8.config import Float8LinearConfig
+from float8.convert.choice import Chooser, left_out
+from float8.convert.conversion import Conversion, LayerReport
+from float8.convert.speed import EXPERTS_ERROR, MEMORY, both_ms, no_gain
+from float8.experts.module import (
+    convert_experts,
+    kind_of,
+    names_to_gather,
+    unsupported_experts,
+    weights_of,
+)
+from float8.tensor import local_tensor
+
+
+@dataclass(frozen=True)
+class ExpertsReport(LayerReport):
+    """A Parameter with one weight for each expert."""
+
+    experts: int  # on all ranks
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the Parameter."""
+        return self.experts, self.out_features, self.in_features
+
+
+class Experts(Conversion):
+    """Converts modules of experts of the kinds that `kind_of` knows."""
+
+    def matches(self, mod: nn.Module) -> bool:
+        """Return True if `kind_of` knows `mod`."""
+        return kind_of(mod) is not None
+
+    def parameters(self, mod: nn.Module) -> list[str]:
+        """Return the names of all weights."""
+        return [weight.name for weight in weights_of(mod)]
+
+    def stored_by_rows(self, mod: nn.Module) -> list[str]:
+        """Return the names of weights that are not stored as [E, K, N]."""
+        return names_to_gather(mod)
+
+    def report(
+        self, fqn: str, mod: nn.Module, scaling: str | None, reason: str | None
+    ) -> list[LayerReport]:
+        """Return one row for each weight."""
+        path = f"{fqn}." if fqn else ""
+        return [
+            ExpertsReport(path + name, K, N, scaling, reason, count)
+            for name, count, N, K in weights_of(mod)
+        ]
+
+    def why_left_out(self, mod: nn.Module, fqn: str, chooser: Chooser) -> str | None:
+        """Return a reason for adapters."""
+        return left_out(fqn)
+
+    def problem(self, mod: nn.Module, chooser: Chooser) -> str | None:
+        """Return why `mod` cannot be converted, or not to the configuration."""
+        return unsupported_experts(mod, chooser.config)
+
+    def why_slower(self, mod: nn.Module, fqn: str, chooser: Chooser) -> str | None:
+        """Return a reason for experts that lose on the GPU."""
+        if (gpu := chooser.gpu_of(mod)) is None:
+            return None
+        parent = chooser.model.get_submodule(fqn.rpartition(".")[0])
+        step = chooser.tokens, chooser.ranks[3]
+        return why_experts_slower(mod, parent, chooser.config, *step, gpu)
+
+    def prepare(self, mod: nn.Module, chooser: Chooser) -> Callable[[], None]:
+        """Return a function that changes the class of `mod`."""
+        return functools.partial(convert_experts, mod, chooser.config)
+
+    def other_modules_to_keep(self, model: nn.Module) -> dict[nn.Module, str]:
+        """Return the linear layers that seem to route tokens: by name, one output per expert."""
+        modules = [*model.named_modules()]
+        weights = [weights_of(mod)[:1] for _, mod in modules if kind_of(mod) is not None]
+        counts = {first.experts for found in weights for first in found}
+        reason = "a router: converted only if a module_filter_fn takes it"
+        return {
+            mod: reason
+            for fqn, mod in modules
+            if getattr(mod, "out_features", None) in counts
+            if any("router" in word or "gate" in word for word in fqn.split(".")[-2:])
+        }
+
+
+def why_experts_slower(
+    module: Any, parent: Any, config: Float8LinearConfig, tokens: int, ranks: int, gpu: str
+) -> str | None:
+    """Return the reason why experts lose in float8 if tokens are spread evenly, or None."""
+    known_gpu = gpu if gpu in MEMORY else "H100"  # another Hopper GPU: others have no such GEMM
+    weights, top_k = weights_of(module), experts_per_token(module, parent)
+    experts = local_tensor(module._parameters[weights[0].name]).shape[0]
+    rows, bf16_ms, float8_ms = tokens * top_k, 0.0, 0.0
+    for name, _, N, K in weights:
+        casting = ranks_that_cast(module, name, experts, ranks)
+        ms = both_ms(known_gpu, config, rows, K, N, casting, experts=experts)
+        bf16_ms, float8_ms = bf16_ms + ms[0], float8_ms + ms[1]
+    where = f"{known_gpu}, {rows / experts:.0f} tokens for each of {experts} experts"
+    where += f" ({tokens} tokens go to {top_k} each)"
+    return no_gain(config, bf16_ms / float8_ms, EXPERTS_ERROR, where)
+
+
+def ranks_that_cast(module: Any, name: str, experts: int, ranks: int) -> int:
+    """Return how many of `ranks` share the casts of a weight of experts: all, if it is gathered."""
+    return min(ranks, experts) if name in names_to_gather(module) else 1
+
+
+_TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk")  # of most models, Gemma's, Aria's
+
+
+def experts_per_token(module: Any, parent: Any) -> int:
+    """Return how many experts a token goes to, as configs of transformers or `parent` say, or 1."""
+    config, dispatcher = getattr(module, "config", None), getattr(parent, "token_dispatcher", None)
+    counts = [getattr(config, name, None) for name in _TOP_K]
+    return next(filter(None, [*counts, getattr(dispatcher, "top_k", None)]), 1)

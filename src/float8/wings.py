@@ -1,0 +1,24 @@
+"""The features beside the core, in tables that the core reads.
+
+Each is a folder that imports the core, and which no file of the core imports. To take one off,
+delete its folder, its lines here, and its names in `float8/__init__.py`.
+"""
+
+from float8.checkpoints.loaded import LoadedInFloat8
+from float8.convert.conversion import CONVERSIONS
+from float8.convert.linears import Linears
+from float8.experts.conversion import Experts
+from float8.fsdp.weights import Float8Gathers
+from float8.linear import Float8Module
+from float8.parallel.ddp import DataParallel
+from float8.parallel.sharded import Shards
+
+Float8Module._float8_shards = Shards()
+
+CONVERSIONS[:] = [
+    Experts(),
+    LoadedInFloat8(),
+    Linears(),
+    Float8Gathers(),
+    DataParallel(),
+]
