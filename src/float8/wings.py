@@ -4,8 +4,8 @@ Each is a folder that imports the core, and which no file of the core imports. T
 delete its folder, its lines here, and its names in `float8/__init__.py`.
 """
 
-from float8.checkpoints.loaded import LoadedInFloat8
-from float8.convert.conversion import CONVERSIONS
+from float8.checkpoints.loaded import LoadedInFloat8, Quantizers
+from float8.convert.conversion import CONVERSIONS, FEATURES
 from float8.convert.linears import Linears
 from float8.experts.conversion import Experts
 from float8.fsdp.weights import Float8Gathers
@@ -19,6 +19,5 @@ CONVERSIONS[:] = [
     Experts(),
     LoadedInFloat8(),
     Linears(),
-    Float8Gathers(),
-    DataParallel(),
 ]
+FEATURES[:] = [Float8Gathers(), Quantizers(), DataParallel()]

@@ -7,6 +7,7 @@ from torch import nn
 from float8.checkpoints import schemes
 from float8.config import Float8LinearConfig
 from float8.convert.choice import Chooser
+from float8.convert.conversion import Feature
 from float8.convert.linears import Linears
 from float8.linear import Float8Linear
 from float8.linear.source import become
@@ -36,6 +37,10 @@ class LoadedInFloat8(Linears):
         config = schemes.config_for(mod, chooser.config_or_none)
         dtype, make = schemes.values_dtype(chooser.model), Float8Linear._float8_made_of
         return lambda: become(mod, make(schemes.as_linear(mod, config, dtype), config))
+
+
+class Quantizers(Feature):
+    """Quantizers of other libraries, which stay attached to a model that they loaded."""
 
     def after(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
         """Have `save_pretrained` treat layers that were converted as in high precision."""

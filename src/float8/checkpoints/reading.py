@@ -14,7 +14,7 @@ from float8.checkpoints.names import SavedTensor, published_names, saved_tensors
 from float8.checkpoints.ranks import ModelRanks
 from float8.checkpoints.schemes import part_of, values_of
 from float8.config import require_module
-from float8.experts import Float8Experts, names_to_gather
+from float8.experts import Float8Experts
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.kernels.runtime.private import warn
 from float8.linear import Float8Linear
@@ -117,8 +117,8 @@ class _Target(NamedTuple):
     def only_layers(self) -> list[Any]:
         """The modules that have the Parameter as a weight with `Float8Weights.ONLY`."""
         uses = (use for use in self.saved.uses if isinstance(use[1], Float8Linear | Float8Experts))
-        only = ((x, attr) for _, x, attr in uses if x._float8_keeps_no_master)
-        return [x for x, attr in only if attr in names_to_gather(x)]
+        only: Any = ((x, attr) for _, x, attr in uses if x._float8_never_trains)
+        return [x for x, attr in only if attr in x._float8_matrices()]
 
 
 def _targets(model: nn.Module) -> dict[str, _Target]:

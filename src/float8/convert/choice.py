@@ -9,7 +9,7 @@ from torch import nn
 
 from float8.checkpoints.names import plain_name
 from float8.config import ConfigOrRecipe, as_config
-from float8.convert.conversion import CONVERSIONS, conversion_of
+from float8.convert.conversion import FEATURES, conversion_of
 from float8.convert.keep import Keep, ModuleFilter
 from float8.convert.speed import MEMORY, NARROW, judged_as
 from float8.formats import BLACKWELL, lacks_float8_gemm
@@ -57,13 +57,15 @@ class Chooser:
         self.filter: Any = module_filter_fn
         self.config = as_config(config)
         self.config_or_none = None if config is None else self.config
-        ranks = max(conversion.sharing_ranks(self.config) for conversion in CONVERSIONS)
+        ranks = max(feature.sharing_ranks(self.config) for feature in FEATURES)
         self.ranks = dict.fromkeys(PRODUCTS, ranks)  # that share the casts of a weight, by its dims
         self.gpu: str | None = short_name(gpu)
         self.cuda_graphs, self.head = cuda_graphs, head
         self.classes = tuple(linear_classes) if isinstance(linear_classes, Iterable) else (None,)
+        found = ((mod, conversion_of(mod)) for mod in model.modules())
+        self.conversions = {mod: conversion for mod, conversion in found if conversion}
         self.other_modules: dict[nn.Module, str] = {}
-        for conversion in CONVERSIONS:
+        for conversion in {*self.conversions.values()}:
             self.other_modules |= conversion.other_modules_to_keep(model)
         self._check(gpu, cuda_graphs, linear_classes, head)
 
@@ -97,7 +99,7 @@ class Chooser:
 
     def choose(self, mod: nn.Module, fqn: str) -> Choice | None:
         """Return the decision for `mod`, called `fqn`, or None if it has no weight to convert."""
-        if (conversion := conversion_of(mod)) is None:
+        if (conversion := self.conversions.get(mod)) is None:
             return None
         is_converted, name_reason = isinstance(mod, Float8Module), None
         if is_converted:

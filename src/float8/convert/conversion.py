@@ -1,4 +1,4 @@
-"""`Conversion`: what a conversion asks about a kind of module, and the table of all kinds."""
+"""What a conversion asks: `Conversion` of each kind of module, `Feature` of what goes with it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,15 +32,11 @@ class LayerReport:
 
 
 class Conversion:
-    """A kind of module that can be converted, or a feature that takes part in all conversions.
-
-    `float8.wings` lists one instance of each subclass in `CONVERSIONS`. The first whose `matches`
-    returns True converts a module. Subclasses override the methods that concern them.
-    """
+    """A kind of module that can be converted: `nn.Linear`, or what wings add to `CONVERSIONS`."""
 
     def matches(self, mod: nn.Module) -> bool:
         """Return True if `mod` is of this kind, whether it was converted by now or not."""
-        return False
+        raise NotImplementedError
 
     def parameters(self, mod: nn.Module) -> Sequence[str]:
         """Return the names of the weights of `mod`, of this kind."""
@@ -72,11 +68,13 @@ class Conversion:
         """Return a function that converts `mod`, whose checks have passed."""
         raise NotImplementedError
 
-    # ---------------------------------------------------------------- features
-
     def other_modules_to_keep(self, model: nn.Module) -> dict[nn.Module, str]:
         """Return modules of other kinds that stay without a filter, such as routers; and why."""
         return {}
+
+
+class Feature:
+    """What goes with all conversions, such as weights that FSDP2 gathers in float8."""
 
     def sharing_ranks(self, config: Float8LinearConfig) -> int:
         """Return how many ranks cast a share of each weight."""
@@ -98,7 +96,9 @@ class Conversion:
 
 
 CONVERSIONS: list[Conversion] = []
-"""All kinds of modules and features; filled by `float8.wings`."""
+"""All kinds of modules, filled by `float8.wings`. The first that matches a module converts it."""
+FEATURES: list[Feature] = []
+"""All features, filled by `float8.wings`."""
 
 
 def conversion_of(mod: nn.Module) -> Conversion | None:

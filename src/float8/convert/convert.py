@@ -9,7 +9,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from float8.config import ConfigOrRecipe, Float8LinearConfig, require_module
 from float8.convert.choice import CHOICE, DEFAULT_TOKENS, Choice, Chooser
-from float8.convert.conversion import CONVERSIONS, Refusal, conversion_of
+from float8.convert.conversion import FEATURES, Refusal
 from float8.convert.keep import Keep, ModuleFilter
 from float8.kernels.runtime.private import warn
 from float8.linear import Float8Module
@@ -111,19 +111,19 @@ swap_linear_with_float8_linear = convert_to_float8_training
 
 def _prepare(mod: Any, fqn: str, chooser: Chooser) -> Callable[[], None]:
     """Return a function that converts `mod`, or raise a `ValueError` if a check fails."""
-    conversion: Any = conversion_of(mod)
+    conversion = chooser.conversions[mod]
     is_converted = isinstance(mod, Float8Module)
     if is_converted:
         _require_changeable(mod, fqn)
         if problem := conversion.problem(mod, chooser):
             got = f"a layer already converted, which cannot take the new config: {problem}"
             raise _refusal(fqn, got, "leave it out with module_filter_fn")
-    for feature in CONVERSIONS:
+    for feature in FEATURES:
         if refused := feature.why_not_taken(mod, chooser.config):
             raise _refusal(fqn, *refused)
     if is_converted:
         return functools.partial(mod._float8_set_up, chooser.config)
-    return conversion.prepare(mod, chooser)  # type: ignore[no-any-return]
+    return conversion.prepare(mod, chooser)
 
 
 def _change(
@@ -132,11 +132,11 @@ def _change(
     changes: dict[nn.Module, Callable[[], None]],
 ) -> None:
     """Run `changes` of modules, and what features do before and after."""
-    for feature in CONVERSIONS:
+    for feature in FEATURES:
         feature.before([mod for mod in changes if isinstance(mod, Float8Module)])
     for change in changes.values():
         change()
-    for feature in CONVERSIONS:
+    for feature in FEATURES:
         feature.after(model, config)
 
 
@@ -175,7 +175,7 @@ def _require_changeable(mod: Float8Module, fqn: str) -> None:
         refused = got, do
     elif is_parametrized(mod):
         refused = "a layer that is parametrized", "remove the parametrization first"
-    for feature in CONVERSIONS:
+    for feature in FEATURES:
         refused = refused or feature.why_not_changed(mod)
     if refused:
         raise _refusal(fqn, *refused)

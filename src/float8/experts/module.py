@@ -45,6 +45,8 @@ class ExpertsWeight(NamedTuple):
 class Float8Experts(HoldsWeights, OnlyWeights, Float8Module):
     """The base class of converted experts; their original class is the second base."""
 
+    _float8_noun = "weights"
+
     def _float8_make_plan(self, config: Float8LinearConfig) -> LinearPlan:
         return plan_experts(config)
 

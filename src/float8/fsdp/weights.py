@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from float8 import kernels
 from float8.config import Float8LinearConfig, ScalingType, require_module
-from float8.convert.conversion import Conversion, Refusal, conversion_of
+from float8.convert.conversion import Feature, Refusal, conversion_of
 from float8.fsdp.gather import WRAPPERS, CastAhead, Float8GatherWeight
 from float8.kernels.runtime.private import untraced, warn
 from float8.linear import Float8Linear, Float8Module
@@ -77,7 +77,7 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
             weight._local_tensor.keep(CastAhead(scale), weight)
 
 
-class Float8Gathers(Conversion):
+class Float8Gathers(Feature):
     """Has FSDP2 gather weights in float8, where the configuration says so."""
 
     def sharing_ranks(self, config: Float8LinearConfig) -> int:
@@ -93,7 +93,7 @@ class Float8Gathers(Conversion):
             weight: Any = mod._parameters.get(name)
             local = local_tensor(weight)
             sharded = isinstance(local, Float8GatherWeight) and local is not weight
-            gathered = isinstance(local, Float8Tensor) and not mod._float8_keeps_no_master
+            gathered = isinstance(local, Float8Tensor) and not mod._float8_never_trains
             if sharded or gathered:
                 do = "make the change before fully_shard, or load a state dict of it into a new"
                 return "a weight that FSDP2 gathers in float8", f"{do} model"

@@ -50,6 +50,10 @@ class Float8Module(nn.Module):
     """The number of optimizers that the module is attached to."""
     _float8_shards: Any = None
     """How a layer computes of which ranks hold parts; `float8.wings` sets the default."""
+    _float8_noun = "weight"
+    """What the module has, for `_float8_words`."""
+    _float8_of_this_rank: tuple[str, ...] = ()
+    """The names of Parameters and buffers that data parallel must neither send nor reduce."""
     _float8_has_state = False
     """Whether casts depend on state of the module: a forward checks it, and binds casts to it."""
     _float8_never_trains = False
@@ -60,17 +64,13 @@ class Float8Module(nn.Module):
         """Set the configuration, and reset all state; `finish`: call `_float8_finish`, too."""
         plan = self._float8_make_plan(config)  # which may raise
         self._float8_drop_state()
-        self._float8_config, self._float8_plan = config, plan
+        self._float8_config, self._float8_plan, self._float8_of_this_rank = config, plan, ()
         self._float8_start_state()
         if finish:
             self._float8_finish()
 
     def _float8_make_plan(self, config: Float8LinearConfig) -> LinearPlan:
         return plan_linear(config)
-
-    def _float8_names_of_a_rank(self) -> list[str]:
-        """Return the names of Parameters and buffers that data parallel must not touch."""
-        return []
 
     def _float8_start_state(self) -> None:
         """Make the state that the new configuration needs."""

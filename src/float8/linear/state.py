@@ -44,11 +44,9 @@ class StatefulLayer(Float8Module):
         super()._float8_start_state()
         self._float8_delayed = self._float8_config.delayed_sites
         self._float8_has_state = bool(self._float8_delayed)
+        self._float8_of_this_rank += tuple(site.amax for site in self._float8_delayed)
         self._float8_compared = frozenset()
         self._float8_register_buffers()
-
-    def _float8_names_of_a_rank(self) -> list[str]:
-        return [*super()._float8_names_of_a_rank(), *[site.amax for site in self._float8_delayed]]
 
     def _float8_drop_state(self) -> None:
         for name in self._float8_state():

@@ -4,7 +4,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from float8.config import Float8LinearConfig
-from float8.convert.conversion import Conversion
+from float8.convert.conversion import Feature
 from float8.kernels.runtime.private import goes_on_without_inputs
 from float8.linear import Float8Module
 
@@ -13,7 +13,7 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"
 _OURS = "_float8_names_that_ddp_ignores"
 
 
-class DataParallel(Conversion):
+class DataParallel(Feature):
     """Settings of models that `DistributedDataParallel` may wrap."""
 
     def after(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
@@ -33,7 +33,7 @@ def tell_ddp_what_to_ignore(module: nn.Module) -> None:
             f"{prefix}.{name}" if prefix else name
             for prefix, layer in root.named_modules()
             if isinstance(layer, Float8Module)
-            for name in layer._float8_names_of_a_rank()
+            for name in layer._float8_of_this_rank
         ]
         ours_before = root.__dict__.pop(_OURS, [])
         if names or ours_before:

@@ -165,7 +165,7 @@ def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) ->
         )
     granularity = module._float8_plan.casts.weight.how.scaling_granularity
     parts_have_scales = granularity.one_scale or (granularity.by_rows and dim == 0)
-    if module._float8_keeps_no_master and not parts_have_scales:
+    if module._float8_never_trains and not parts_have_scales:
         raise ValueError(
             f"{name}: got a layer with float8_weights=ONLY whose weight has {granularity} scales, "
             f"expected one scale, or those of rows for Float8ColwiseParallel: parts have all of "

@@ -182,6 +182,7 @@ class HoldsWeights(nn.Module):
 
     _float8_plan: "LinearPlan"
     _float8_not_copied: ClassVar[frozenset[str]] = frozenset({"_float8_held"})
+    _float8_noun: str
     _float8_held: tuple[Held, ...] = ()
     """The weights that are kept in float8 until they are written; others are cast on the fly."""
     _float8_why_never_held: ClassVar[str | None] = None
@@ -228,7 +229,8 @@ class HoldsWeights(nn.Module):
         self._float8_held = ()
 
     def _float8_words(self) -> list[str]:
-        kept = [f"weight {Float8Weights.HELD.value} in float8"] * bool(self._float8_held)
+        kept = [f"{self._float8_noun} {Float8Weights.HELD.value} in float8"]
+        kept = kept if self._float8_held else []
         return kept + super()._float8_words()  # type: ignore[misc, no-any-return]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:

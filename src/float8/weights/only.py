@@ -23,30 +23,31 @@ class OnlyWeights(nn.Module):
     _float8_config: Float8LinearConfig
     _float8_plan: "LinearPlan"
 
-    @property
-    def _float8_keeps_no_master(self) -> bool:
-        """Whether the configuration has `Float8Weights.ONLY`."""
-        return self._float8_config.float8_weights is Float8Weights.ONLY
+    _float8_of_this_rank: tuple[str, ...]
+    _float8_noun: str
+    _float8_never_trains: bool
+    """Whether the configuration has `Float8Weights.ONLY`."""
 
     def _float8_without_masters(self) -> dict[str, Float8Tensor]:
         """Return the Parameters that are in float8 only, by name; none without ONLY."""
-        if "_float8_config" not in vars(self) or not self._float8_keeps_no_master:
+        if not self._float8_never_trains:
             return {}
         parameters: Any = self._parameters.items()
         return {name: x for name, x in parameters if isinstance(x, Float8Tensor)}
 
     def _float8_start_state(self) -> None:
         super()._float8_start_state()  # type: ignore[misc]
-        self._float8_never_trains = self._float8_keeps_no_master
+        self._float8_never_trains = self._float8_config.float8_weights is Float8Weights.ONLY
 
     @torch.inference_mode(False)
     def _float8_finish(self) -> None:
         """Replace the masters by frozen Parameters in float8."""
         super()._float8_finish()  # type: ignore[misc]
-        if self._float8_keeps_no_master:
+        if self._float8_never_trains:
             for name in self._float8_matrices():  # type: ignore[operator]
                 quantized = self._float8_quantize_only(getattr(self, name).detach())
                 self._parameters[name] = nn.Parameter(quantized, requires_grad=False)
+                self._float8_of_this_rank += (name,)  # each rank loads it
 
     @torch.inference_mode(False)
     def _float8_drop_state(self) -> None:
@@ -67,25 +68,20 @@ class OnlyWeights(nn.Module):
             self._parameters[name] = nn.Parameter(weight, requires_grad=False)
         return self
 
-    def _float8_names_of_a_rank(self) -> list[str]:
-        """Return the weights, too: each rank loads them."""
-        names: list[str] = super()._float8_names_of_a_rank()  # type: ignore[misc]
-        return [*names, *self._float8_without_masters()]
-
     def _float8_words(self) -> list[str]:
         words: list[str] = super()._float8_words()  # type: ignore[misc]
-        if not self._float8_keeps_no_master:
+        if not self._float8_never_trains:
             return words
         if not self._float8_without_masters():
             return ["weight in high precision", *words]  # which somebody has set
-        return [f"weight {Float8Weights.ONLY.value} in float8", *words]
+        return [f"{self._float8_noun} {Float8Weights.ONLY.value} in float8", *words]
 
     def _float8_loadable(self, old: Any, values: Any, local_metadata: dict[str, Any]) -> Any:
         """Return `values` of a checkpoint, converted for loading into the Parameter `old`.
 
         Quantizes `values` if `old` is in float8 only; dequantizes them if the layer has masters.
         """
-        if not self._float8_keeps_no_master:
+        if not self._float8_never_trains:
             return super()._float8_loadable(old, values, local_metadata)  # type: ignore[misc]
         # Biases, and values of another shape, for which torch raises, are returned unchanged.
         fits = isinstance(old, Float8Tensor) and getattr(values, "shape", None) == old.shape
