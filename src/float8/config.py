@@ -190,8 +190,7 @@ class DelayedScalingConfig:
 class CastSite(enum.Enum):
     """A place where a linear layer may cast a tensor: each of its three GEMMs has two operands.
 
-    A site whose configuration equals that of the same tensor's other site reuses its cast. Under
-    delayed scaling a site has three buffers in the layer, called `amax`, `history` and `scale`.
+    A site whose configuration equals that of the same tensor's other site reuses its cast.
     """
 
     INPUT = "input"
@@ -200,11 +199,6 @@ class CastSite(enum.Enum):
     INPUT_FOR_GRAD_WEIGHT = "input_for_grad_weight"
     WEIGHT_FOR_GRAD_INPUT = "weight_for_grad_input"
     GRAD_OUTPUT_FOR_GRAD_WEIGHT = "grad_output_for_grad_weight"
-
-    def __init__(self, name: str) -> None:
-        self.amax, self.history = f"fp8_amax_{name}", f"fp8_amax_history_{name}"
-        self.scale = f"fp8_scale_{name}"
-        self.buffers = self.amax, self.history, self.scale
 
 
 CAST_SITES: tuple[CastSite, ...] = tuple(CastSite)

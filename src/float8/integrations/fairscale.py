@@ -56,7 +56,7 @@ class Float8ParallelLinear(Float8Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return this rank's part of the output, given its part of the input."""
-        if self._float8_delayed:
+        if self._float8_stateful:
             self._float8_check_synced()
         input_at, weight_at, bias_at, output_at = self._float8_placements
         x = self._float8_on_mesh(input, input_at)

@@ -4,12 +4,13 @@ import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from float8.config import Float8LinearConfig
 from float8.linear.plan import LinearPlan
 from float8.tensor import high_precision
 from float8.tensor.gather import gathered_like
+from float8.tensor.ranks import sharding_groups
 from float8.weights.held import HoldsWeights
 from float8.weights.only import OnlyWeights
 
@@ -37,6 +38,25 @@ class Float8Module(HoldsWeights, OnlyWeights, nn.Module):
         {"_float8_held", "_float8_attached", "_float8_observers"}
     )
     """Attributes that belong to this training and this optimizer: copies do not get them."""
+    _float8_stateful: tuple[Any, ...] = ()
+    """The cast sites whose scales have a state, which the layer keeps in buffers."""
+
+    @classmethod
+    def _float8_buffer_names(cls, config: Float8LinearConfig) -> set[str]:
+        """Return the names of the buffers that a module with `config` adds."""
+        return set()
+
+    def _float8_add_state(self) -> None:
+        """Register the buffers that the configuration asks for."""
+
+    def _float8_state(self) -> dict[str, Tensor]:
+        """Return the buffers of `_float8_buffer_names` by name."""
+        return {}
+
+    def _float8_groups(self) -> tuple[Any, ...]:
+        """Return the process groups over which the weight is sharded; empty for a plain tensor."""
+        weight: Any = getattr(self, "weight", None)
+        return sharding_groups(weight) if hasattr(weight, "device_mesh") else ()
 
     def _float8_become_high_precision(self) -> None:
         """Convert this module back to `_float8_source_class`, in place."""

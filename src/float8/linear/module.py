@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from float8.config import ConfigOrRecipe, Float8LinearConfig, Float8Weights, as_config
+from float8.delayed.state import StatefulLayer
 from float8.linear.functional import apply_linear
-from float8.linear.plan import plan_linear
+from float8.linear.plan import Casts, plan_linear
 from float8.linear.sharded import Shards, linear_of_shards
 from float8.linear.source import class_of, problem, shallow_copy
-from float8.linear.state import StatefulLayer
 from float8.tensor import Float8Tensor, local_tensor
+from float8.tensor.ranks import amax_over
 from float8.weights.held import hold
 
 
@@ -110,9 +111,8 @@ class Float8Linear(StatefulLayer, nn.Linear):
         """
         self._float8_drop_state()
         self._float8_config, self._float8_plan = config, plan_linear(config)
-        self._float8_delayed = config.delayed_sites
-        self._float8_held, self._float8_compared = (), frozenset()
-        self._float8_register_buffers()
+        self._float8_held = ()
+        self._float8_add_state()
         if self._float8_keeps_no_master and not keep_master:
             self._float8_drop_master()
 
@@ -147,7 +147,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
                 f"torch.fx, use a Tracer whose is_leaf_module is true for Float8Linear"
             )
         plan, weight = self._float8_plan, self.weight  # once: each access may compute it
-        if self._float8_delayed:
+        if self._float8_stateful:
             self._float8_check_synced()
         if weight.requires_grad and self._float8_config.float8_weights is Float8Weights.ONLY:
             raise RuntimeError(
@@ -159,7 +159,9 @@ class Float8Linear(StatefulLayer, nn.Linear):
             casts, shards = self._float8_casts(weight.device_mesh), self._float8_shards
             output = linear_of_shards(input, weight, self.bias, shards, plan, casts)
         else:
-            casts = self._float8_casts() if self._float8_delayed else plan.casts
+            casts = plan.casts
+            if self._float8_stateful:
+                casts = self._float8_with_state(casts)
             held = None
             if self._float8_held:
                 held = self._float8_held_or_recast(weight, lambda: hold(weight, plan.casts.weight))
@@ -167,6 +169,27 @@ class Float8Linear(StatefulLayer, nn.Linear):
         for observer in self._float8_observers:
             output = observer(self, casts, input, weight, output)
         return output
+
+    def _float8_casts(self, mesh: Any) -> Casts:
+        """Return the casts of a call whose amaxes are those of all ranks of a `mesh` of one dim."""
+        casts = self._float8_plan.casts
+        if mesh.size() > 1:
+            reduce, reduced = amax_over([mesh.get_group(0)]), {}
+            for site in casts._fields:
+                reduced[site] = getattr(casts, site)._replace(reduce=reduce)
+            casts = casts._replace(**reduced)
+        return self._float8_with_state(casts) if self._float8_stateful else casts
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a Parameter and free the held float8 data of the old one; refuse torchao's."""
+        compiling = torch.compiler.is_compiling()  # as FSDP1 is, which registers views
+        if not compiling and type(param).__module__.startswith("torchao."):
+            raise TypeError(
+                f"Float8Linear: got a {name} of class {type(param).__name__}, expected a tensor in "
+                f"high precision; call convert_to_high_precision(model), then quantise"
+            )
+        super().register_parameter(name, param)
+        self._float8_held = ()
 
     @property
     def _float8_sums_over_ranks(self) -> bool:

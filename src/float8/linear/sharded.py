@@ -68,7 +68,7 @@ class ScattersOutput(Dense):
     def quantize_grad(self, g: Tensor, cast: Cast, *, row: bool, col: bool) -> Quantized:
         """Quantize grad_output of this rank [M / ranks, N], and gather the bytes: [M, N]."""
         row_data = self.tokens.gathered(g, cast)
-        return Quantized(row_data, to_col(row_data, cast.how) if col else None)
+        return Quantized(row_data, to_col(row_data, cast.config) if col else None)
 
     def scatter(self, y: Tensor) -> Tensor:
         """Reduce-scatter the partial sums [M, N] of the output: [M / ranks, N]."""
@@ -212,7 +212,7 @@ def dtensor_in_float8(x: Any, weight: Any, plan: LinearPlan, cast: Cast) -> Any:
     cuts_rows = placement.is_shard() and placement.dim % x.dim() == x.dim() - 1
     if (
         placement.is_partial()
-        or (cuts_rows and cast.how.scaling_granularity.by_rows)
+        or (cuts_rows and cast.config.scaling_granularity.by_rows)
         or not plan.input_rows_suffice
         or isinstance(x._local_tensor, Float8Tensor)
     ):

@@ -25,7 +25,7 @@ def tell_ddp_what_to_ignore(module: nn.Module) -> None:
             for prefix, layer in root.named_modules()
             if isinstance(layer, Float8Linear | Float8Experts)
             for name in (
-                *[site.amax for site in getattr(layer, "_float8_delayed", ())],
+                *[site.amax for site in layer._float8_stateful],
                 *(names_to_gather(layer) if layer._float8_keeps_no_master else ()),
             )
         ]

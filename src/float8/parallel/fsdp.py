@@ -53,7 +53,7 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
         if not isinstance(layer, Float8Linear):
             continue
         weight: Any = layer.weight
-        cast = layer._float8_plan.casts.weight.how
+        cast = layer._float8_plan.casts.weight.config
         dynamic = cast.scaling_type is ScalingType.DYNAMIC and cast.scaling_granularity.one_scale
         if not (dynamic and layer._float8_config.enable_fsdp_float8_all_gather):
             continue
@@ -98,7 +98,7 @@ def enable_float8_all_gather(module: nn.Module) -> None:
             grouped = weight.dim() == 3
             kind = GatherExperts if grouped else Float8GatherWeight
             cast = (plan_experts if grouped else plan_linear)(config).casts.weight
-            new_tensors[weight] = kind(weight.data, cast.how)  # a view would refer to the weight
+            new_tensors[weight] = kind(weight.data, cast.config)  # a view would refer to the weight
     _replace_contents(new_tensors, users)
 
 

@@ -122,7 +122,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             got = type(next(iter(found.values()))).__name__
             expected = "a Float8Linear or a module that holds some; convert the model first"
             raise TypeError(f"{style}: got a {got}, expected {expected}")
-        config, *others = {layer._float8_plan.casts.input.how for layer in layers.values()}
+        config, *others = {layer._float8_plan.casts.input.config for layer in layers.values()}
         if others:
             raise ValueError(
                 f"{style}: got layers that cast their input in {1 + len(others)} ways, expected "
@@ -163,7 +163,7 @@ def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) ->
             f"{name}: got a layer whose weight is a DTensor already, expected a plain one; "
             f"parallelize each layer once, and before fully_shard"
         )
-    granularity = module._float8_plan.casts.weight.how.scaling_granularity
+    granularity = module._float8_plan.casts.weight.config.scaling_granularity
     parts_have_scales = granularity.one_scale or (granularity.by_rows and dim == 0)
     if module._float8_keeps_no_master and not parts_have_scales:
         raise ValueError(
