@@ -32,7 +32,7 @@ class ScaleSource(Protocol):
     ) -> tuple[Operand | None, Operand | None]:
         """Cast `x` as `kernels.cast` does, under the scale of this source; record the amax."""
 
-    def record(self, amax: Tensor) -> None:
+    def observe(self, amax: Tensor) -> None:
         """Take note of the amax of a tensor that another function casts, 0-dim float32."""
 
     def choose(self, dynamic: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def scale_of(x: Tensor, cast: Cast, via: torch.dtype | None = None) -> Tensor:
     if via is not None:  # rounding keeps the order of numbers
         amax = amax.to(via).to(torch.float32)
     if cast.source is not None:
-        cast.source.record(amax)
+        cast.source.observe(amax)
     amax = amax if cast.reduce is None else cast.reduce(amax)
     scale = amax_to_scale(amax, cast.config.dtype, cast.config.power_of_2)
     return scale if cast.source is None else cast.source.choose(scale)

@@ -57,7 +57,7 @@ class DelayedScale(NamedTuple):
         """Return the scale of this step, or `dynamic`, that of the data, if it is unknown."""
         return torch.where(self.scale == UNKNOWN_SCALE, dynamic, self.scale)
 
-    def record(self, amax: Tensor) -> None:
+    def observe(self, amax: Tensor) -> None:
         """If recording, raise the amax to `amax`, 0-dim float32; NaN propagates."""
         if self.recording:
             self.amax.copy_(torch.maximum(self.amax, amax))
@@ -66,7 +66,7 @@ class DelayedScale(NamedTuple):
         """Return a recording `DelayedScale` with the same scale and a new amax of zero.
 
         A cast that records into the new amax leaves this state unchanged, so compiled code may run
-        it again for activation checkpointing. The caller may `record` that amax here afterwards.
+        it again for activation checkpointing. The caller may `observe` that amax here afterwards.
         """
         # Not `zeros_like`, for which a compiler would keep the amax.
         fresh = torch.zeros((), dtype=torch.float32, device=self.amax.device)

@@ -66,11 +66,16 @@ class StatefulLayer(Float8Module):
     def _float8_add_state(self) -> None:
         """Register the buffers that the configuration asks for."""
         self._float8_stateful = tuple(SITES[site] for site in self._float8_config.delayed_sites)
-        self._float8_compared = frozenset()
         for site in self._float8_stateful:
             for name, value in self._float8_fresh_state(site, self.weight.device).items():
                 self.register_buffer(name, value)
         self._float8_state_was_written()
+
+    def _float8_drop_state(self) -> None:
+        for name in self._float8_state():
+            del self._buffers[name]
+        self._float8_compared = frozenset()
+        super()._float8_drop_state()
 
     def _float8_state(self) -> dict[str, Tensor]:
         return {name: self.get_buffer(name) for site in self._float8_stateful for name in site[1:]}

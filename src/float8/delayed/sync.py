@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from float8.config import require_module
+from float8.config import DelayedScalingConfig, require_module
 from float8.delayed.cast import UNKNOWN_SCALE
 from float8.delayed.state import WEIGHT
 from float8.formats import FLOAT8_MAX
@@ -75,25 +75,21 @@ def sync_float8_amax_and_scale_history(
     # Updated as one tensor: (config, power of 2, device) -> largest value of a format -> buffers.
     alike: dict[Any, dict[float, list[list[Any]]]] = {}
     for layer in layers:
-        delayed = layer._float8_config.delayed_scaling_config
         for site in layer._float8_stateful:
             buffers: list[Any] = [layer._buffers[name] for name in site[1:]]
-            cast_config = getattr(layer._float8_plan.casts, site.name).config
-            of_format = alike.setdefault((delayed, cast_config.power_of_2, buffers[0].device), {})
-            of_format.setdefault(FLOAT8_MAX[cast_config.dtype], []).append(buffers)
-    for (delayed, power_of_2, device), formats in alike.items():
+            cast = getattr(layer._float8_plan.casts, site.name).config
+            rule = layer._float8_config.delayed_scaling_config, cast.power_of_2, buffers[0].device
+            alike.setdefault(rule, {}).setdefault(FLOAT8_MAX[cast.dtype], []).append(buffers)
+    for (config, power_of_2, device), formats in alike.items():
         every = itertools.chain(*formats.values())
         amaxes, histories, scales = (list(kind) for kind in zip(*every, strict=True))
-        # Made on the device: a copy from the host would wait for it.
+        # Filled on the device: a copy from the host would wait for it.
         like: Any = {"dtype": torch.float64, "device": device}
         maxima = [torch.full((len(x),), largest, **like) for largest, x in formats.items()]
-        amax, history, scale = map(torch.stack, (amaxes, histories, scales))
-        rule: Any = {"scale_fn_name": delayed.scale_fn_name, "round_to_power_of_2": power_of_2}
-        new_histories, new_scales = next_history_and_scale(
-            amax, history, scale, torch.cat(maxima), **rule
-        )
-        torch._foreach_copy_(histories, new_histories.unbind())
-        torch._foreach_copy_(scales, new_scales.unbind())
+        now: Any = map(torch.stack, (amaxes, histories, scales))
+        history, scale = next_history_and_scale(*now, torch.cat(maxima), config, power_of_2)
+        torch._foreach_copy_(histories, history.unbind())
+        torch._foreach_copy_(scales, scale.unbind())
         torch._foreach_zero_(amaxes)
     for layer in layers:
         layer._float8_mark_synced()
@@ -130,9 +126,8 @@ def next_history_and_scale(
     history: Tensor,
     scale: Tensor,
     float8_max: Tensor,
-    *,
-    scale_fn_name: str,
-    round_to_power_of_2: bool,
+    config: DelayedScalingConfig,
+    power_of_2: bool,
 ) -> tuple[Tensor, Tensor]:
     """Push the amaxes of a step into their histories, and compute the next scales.
 
@@ -151,8 +146,8 @@ def next_history_and_scale(
     known = settled | (scale != UNKNOWN_SCALE)
     pushed = torch.cat([latest.unsqueeze(1), history[:, :-1]], dim=1)
     history = torch.where((amax != 0).unsqueeze(1), pushed, history)
-    peak = history.amax(dim=1) if scale_fn_name == "max" else history[:, 0]
-    fresh = amax_to_scale(peak, float8_max, round_to_power_of_2)
+    peak = history.amax(dim=1) if config.scale_fn_name == "max" else history[:, 0]
+    fresh = amax_to_scale(peak, float8_max, power_of_2)
     return history, torch.where(known & (peak > 0), fresh, scale)
 
 

@@ -59,8 +59,8 @@ def linear(
         )
     if config.delayed_sites:
         raise ValueError(
-            "linear: got a config with delayed scaling, expected dynamic scaling: histories belong "
-            "to a layer; use Float8Linear, or CastConfig(scaling_type=ScalingType.DYNAMIC)"
+            "linear: got a config with ScalingType.DELAYED, expected DYNAMIC: the amaxes of steps "
+            "belong to a layer; use Float8Linear, or CastConfig(scaling_type=ScalingType.DYNAMIC)"
         )
     plan = plan_linear(config)
     return apply_linear(input, weight, bias, plan, plan.casts)
@@ -175,7 +175,7 @@ def operand_of(role: str, x: Float8Tensor, cast: Cast, other: str | None) -> Ope
             f"{role}.to_original_precision(), or configure its casts alike"
         )
     if cast.source is not None and x._amax is not None:
-        cast.source.record(x._amax)
+        cast.source.observe(x._amax)
     return Operand(x._data.contiguous(), x._scale)
 
 

@@ -116,11 +116,6 @@ class Float8Linear(StatefulLayer, nn.Linear):
         if self._float8_keeps_no_master and not keep_master:
             self._float8_drop_master()
 
-    def _float8_drop_state(self) -> None:
-        for name in self._float8_state():
-            del self._buffers[name]
-        super()._float8_drop_state()
-
     # ---------------------------------------------------------------- forward
 
     def forward(self, input: Tensor) -> Tensor:
