@@ -172,7 +172,7 @@ def test_experts_count_group_by_group() -> None:
     blocks = numerics_report(both, (x, offs), loss=square, recipe="blockwise")
     whole = next(each for each in casts_of(tensorwise()) if each.role == "input")
     runs = next(x for x in casts_of(of_recipe("blockwise"), True) if x.col and x.role == "input")
-    assert runs.how.scaling_granularity is ScalingGranularity.BLOCK_1x128
+    assert runs.config.scaling_granularity is ScalingGranularity.BLOCK_1x128
     for found, spec, key in (
         (report, whole, ("w1", "input", ("output", "grad_weight"))),
         (blocks, runs, ("0.w1", "input", ("grad_weight",))),
@@ -395,7 +395,7 @@ SIGNAL = 448.0**2 + 1 + 1.0625**2 + 2.0**-22
 
 def test_a_cast_by_hand() -> None:
     cast = casts_of(tensorwise())[0]
-    assert (cast.role, cast.how.dtype) == ("input", E4M3)
+    assert (cast.role, cast.config.dtype) == ("input", E4M3)
     noise = 0.0625**2 + 2.0**-22
     columns = (0.0625 / 1.0625) ** 2 + 1  # relative errors: the fourth is lost, the last is zero
     sums = [448.0, 5, 4, 1, 0, 0, SIGNAL, noise, noise / SIGNAL, 1, columns, 4]

@@ -24,10 +24,11 @@ from float8 import (
     numerics,
 )
 from float8.checkpoints.names import unwrapped
+from float8.delayed.cast import DelayedScale
 from float8.formats import E4M3, E5M2
 from float8.numerics import measure
 from float8.quantize import Cast
-from float8.scales import DelayedScale, amax_to_scale
+from float8.scales import amax_to_scale
 from sqnr import same_bits
 from support.devices import on_devices
 from support.errors import require_errors

@@ -28,16 +28,12 @@ from float8.convert.convert import (
 from float8.convert.keep import keep_high_precision
 from float8.convert.report import ConversionReport, conversion_report
 from float8.convert.state_dict import float8_state_dict, high_precision_state_dict
+from float8.delayed.sync import forget_float8_amax, sync_float8_amax_and_scale_history
 from float8.experts import grouped_linear
 from float8.fsdp.weights import precompute_float8_dynamic_scale_for_fsdp
 from float8.linear import Float8Linear, linear
 from float8.numerics import Watch
-from float8.step import (
-    attach_to_optimizer,
-    forget_float8_amax,
-    sync_float8_amax_and_scale_history,
-    update_float8_weights,
-)
+from float8.step import attach_to_optimizer, update_float8_weights
 from float8.tensor import Float8Tensor
 
 if TYPE_CHECKING:

@@ -179,10 +179,10 @@ class DelayedScalingConfig:
     """`"max"`: the largest amax of the history. `"most_recent"`: that of the last step."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.history_len, bool) or not isinstance(self.history_len, int):
-            raise TypeError(f"history_len: got {self.history_len!r}, expected an int >= 1")
-        if self.history_len < 1:
-            raise ValueError(f"history_len: got {self.history_len}, expected an int >= 1")
+        steps = self.history_len
+        if type(steps) is not int or steps < 1:
+            error = ValueError if type(steps) is int else TypeError
+            raise error(f"history_len: got {steps!r}, expected an int >= 1")
         if (name := self.scale_fn_name) not in ("max", "most_recent"):
             raise ValueError(f"scale_fn_name: got {name!r}, expected 'max' or 'most_recent'")
 
@@ -190,8 +190,7 @@ class DelayedScalingConfig:
 class CastSite(enum.Enum):
     """A place where a linear layer may cast a tensor: each of its three GEMMs has two operands.
 
-    A site whose configuration equals that of the same tensor's other site reuses its cast. Under
-    delayed scaling a site has three buffers in the layer, called `amax`, `history` and `scale`.
+    A site whose configuration equals that of the same tensor's other site reuses its cast.
     """
 
     INPUT = "input"
@@ -200,11 +199,6 @@ class CastSite(enum.Enum):
     INPUT_FOR_GRAD_WEIGHT = "input_for_grad_weight"
     WEIGHT_FOR_GRAD_INPUT = "weight_for_grad_input"
     GRAD_OUTPUT_FOR_GRAD_WEIGHT = "grad_output_for_grad_weight"
-
-    def __init__(self, name: str) -> None:
-        self.amax, self.history = f"fp8_amax_{name}", f"fp8_amax_history_{name}"
-        self.scale = f"fp8_scale_{name}"
-        self.buffers = self.amax, self.history, self.scale
 
 
 CAST_SITES: tuple[CastSite, ...] = tuple(CastSite)
@@ -431,13 +425,13 @@ class Float8LinearConfig:
             )
         if only and self.cast_config_weight.scaling_type is ScalingType.DELAYED:
             raise ValueError(
-                "float8_weights: got ONLY with delayed scaling of the weight, expected dynamic "
-                "scaling, as it is cast once; set cast_config_weight=CastConfig()"
+                "float8_weights: got ONLY with a cast_config_weight that is DELAYED, expected "
+                "DYNAMIC, as the weight is cast once; set cast_config_weight=CastConfig()"
             )
         if not self.delayed_sites and self.delayed_scaling_config != DelayedScalingConfig():
             raise ValueError(
                 f"delayed_scaling_config: got {self.delayed_scaling_config!r}, expected the "
-                f"default, as no cast is delayed; leave it out or set a scaling_type to DELAYED"
+                f"default, as no scaling_type is DELAYED; leave it out, or set one to DELAYED"
             )
 
     def cast_config(self, site: CastSite) -> CastConfig:

@@ -11,8 +11,10 @@ from float8.convert.choice import Chooser, all_linears
 from float8.convert.convert import convert_to_float8_training as convert_to_float8_training
 from float8.convert.convert import swap_linear_with_float8_linear as swap_linear_with_float8_linear
 from float8.convert.keep import ModuleFilter
+from float8.delayed.sync import (
+    sync_float8_amax_and_scale_history as sync_float8_amax_and_scale_history,
+)
 from float8.linear import Float8Linear
-from float8.step import sync_float8_amax_and_scale_history as sync_float8_amax_and_scale_history
 
 
 def _auto_filter_for_recipe(recipe: ConfigOrRecipe, filter_fqns: Collection[str]) -> ModuleFilter:

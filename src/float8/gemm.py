@@ -10,7 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from float8.config import Granularity, ScalingGranularity
 from float8.formats import BLACKWELL, HOPPER, lacks_float8_gemm
-from float8.kernels.dequantise import dequantised_by_kernel
+from float8.kernels.dequantize import dequantised_by_kernel
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.private import CPU_MULTIPLIES_BFLOAT16, surely
 from float8.kernels.swizzle import RECIPE, SWIZZLE, scales_of_rows, swizzled

@@ -74,16 +74,16 @@ def measure(x: Any, cast: Cast | None, col: bool = False, offs: Tensor | None = 
         return torch.nn.functional.pad(bad[None], (5, 0))
     if offs is not None:  # each group and each expert has its own scales
         cast = cast._replace(reduce=None)
-    if cast.state is not None:  # recording is left to the layer
-        cast = cast._replace(state=cast.state.apart())
+    if cast.source is not None:  # recording is left to the layer
+        cast = cast._replace(source=cast.source.apart())
     if x.dim() == 2 and offs is not None:
         quantized = Grouped.quantize_rows(x, cast, offs, row=not col, col=col)
     else:
         quantized = PRODUCTS[x.dim()].quantize_weight(x, cast, row=not col, col=col)
     (data, scale, *_), x = (quantized.col, x.mT) if col else (quantized.row, x)
     bound = scale.new_full((1,), torch.inf)  # scales from the amax saturate nothing
-    if cast.state is not None:
-        bound = scale * FLOAT8_MAX[cast.how.dtype] * (1 + 2.0**-20)  # tolerates their rounding
+    if cast.source is not None:
+        bound = scale * FLOAT8_MAX[cast.config.dtype] * (1 + 2.0**-20)  # tolerates their rounding
     data = data[..., : x.shape[-2], : x.shape[-1]]
     numbers: Tensor = COUNT(x, data, bound, in_float8)
     if inside is not None:
@@ -148,13 +148,13 @@ class _Observer:
         compiling, grad = torch.compiler.is_compiling(), torch.is_grad_enabled()
         if offs is not None and not compiling:
             own = own or parameter_name(layer, weight)
-        cast = casts.input if grad and casts.input.how.is_float8 else None
+        cast = casts.input if grad and casts.input.config.is_float8 else None
         self.totals[own, "input"].add(as_multiplied(x, weight), cast, offs, grad)
-        if grad and casts.weight.how.is_float8 and (compiling or own not in self.weights):
+        if grad and casts.weight.config.is_float8 and (compiling or own not in self.weights):
             self.totals[own, "weight"].add(weight, casts.weight, offs)
             if not compiling:
                 self.weights.add(own)
-        if y.requires_grad and casts.grad_output.how.is_float8:
+        if y.requires_grad and casts.grad_output.config.is_float8:
             function: Any = _MeasureGradient
             y = function.apply(y, casts.grad_output, offs, *self.totals[own, "grad_output"])
         return y

@@ -1,7 +1,7 @@
 """Choose the scale of a tensor, cast it to float8 and lay it out as row and column data."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -10,24 +10,47 @@ from torch import Tensor
 from float8 import kernels
 from float8.config import CastConfig, Granularity
 from float8.formats import FLOAT8_MAX, GEMM_ALIGNMENT
-from float8.kernels.dequantise import dequantised_by_kernel
-from float8.scales import UNKNOWN_SCALE, DelayedScale, Operand, Quantized, amax_to_scale
+from float8.kernels.dequantize import dequantised_by_kernel
+from float8.scales import Operand, Quantized, amax_to_scale
 
 Reduction = Callable[[Tensor], Tensor]
 """A collective function from the amax of this rank's part of a tensor to that of the whole."""
 
 
+class ScaleSource(Protocol):
+    """Chooses the one scale of a tensor where that does not follow from its amax alone.
+
+    It is a NamedTuple of tensors, which compilers trace. It learns the amax of each tensor.
+    """
+
+    @property
+    def amax(self) -> Tensor:
+        """The largest amax that was recorded, 0-dim float32."""
+
+    def cast(
+        self, x: Tensor, cast_config: CastConfig, *, row: bool, col: bool, pad_rows: bool
+    ) -> tuple[Operand | None, Operand | None]:
+        """Cast `x` as `kernels.cast` does, under the scale of this source; record the amax."""
+
+    def observe(self, amax: Tensor) -> None:
+        """Take note of the amax of a tensor that another function casts, 0-dim float32."""
+
+    def choose(self, dynamic: Tensor) -> Tensor:
+        """Return the scale for a tensor whose amax would give the scale `dynamic`."""
+
+    def apart(self) -> "ScaleSource":
+        """Return a source of the same scale that records into a new `amax`, and nothing here."""
+
+
 class Cast(NamedTuple):
     """The format and scaling of one tensor in one call of `quantize`."""
 
-    how: CastConfig
+    config: CastConfig
     """Format, granularity and scaling."""
-    state: DelayedScale | None = None
-    """State of delayed scaling. Its scale is used if it is set, else one from the tensor's amax."""
-    record: bool = False
-    """Whether the amax of the tensor is recorded in `state`."""
+    source: ScaleSource | None = None
+    """Chooses the one scale; None: it follows from the amax of the tensor."""
     reduce: Reduction | None = None
-    """Makes the amax behind the one scale that of all ranks. With a `state` it always runs, since
+    """Makes the amax behind the one scale that of all ranks. With a `source` it always runs, since
     all ranks must take part. Finer scales are those of this rank's part."""
     scale: Tensor | None = None
     """The one scale, if it is known; no amax is computed then."""
@@ -64,19 +87,20 @@ def quantize(
     Raises:
         TypeError: `x` has another dtype.
         ValueError: `x` is not 2-D; `row` and `col` are False; a scale is not one float32 element on
-            the device of `x`; or a state or a scale is given under a finer granularity.
+            the device of `x`; or a source or a scale is given under a finer granularity.
     """
-    how, state, record, reduce, scale = cast
-    one_scale = how.scaling_granularity.one_scale
+    config, source, reduce, scale = cast
+    one_scale = config.scaling_granularity.one_scale
     traced = traced and torch.compiler.is_compiling()
-    if via is not None and (via is x.dtype or state is not None or not one_scale):
+    if via is not None and (via is x.dtype or source is not None or not one_scale):
         x, via = x.to(via), None
     if one_scale and scale is None and (reduce is not None or traced or via is not None):
         scale = scale_of(x, cast, via)
+    if source is not None and scale is None:
+        return Quantized(*source.cast(x, config, row=row, col=col, pad_rows=pad_rows))
     return Quantized(
         *kernels.cast(
-            x, how, row=row, col=col, pad_rows=pad_rows, scale=scale,
-            state=None if scale is not None else state, record=record, via=via, after=after,
+            x, config, row=row, col=col, pad_rows=pad_rows, scale=scale, via=via, after=after,
             traced=traced,
         )
     )  # fmt: skip
@@ -87,17 +111,18 @@ def scale_of(x: Tensor, cast: Cast, via: torch.dtype | None = None) -> Tensor:
     amax = kernels.amax(x)
     if via is not None:  # rounding keeps the order of numbers
         amax = amax.to(via).to(torch.float32)
-    if cast.state is not None and cast.record:
-        cast.state.record(amax)
+    if cast.source is not None:
+        cast.source.observe(amax)
     amax = amax if cast.reduce is None else cast.reduce(amax)
-    scale = amax_to_scale(amax, cast.how.dtype, cast.how.power_of_2)
-    if cast.state is None:
-        return scale
-    return torch.where(cast.state.scale == UNKNOWN_SCALE, scale, cast.state.scale)
+    scale = amax_to_scale(amax, cast.config.dtype, cast.config.power_of_2)
+    return scale if cast.source is None else cast.source.choose(scale)
 
 
 def scales_of(
-    tensors: Sequence[Tensor], how: CastConfig, dtype: torch.dtype, reduce: Reduction | None = None
+    tensors: Sequence[Tensor],
+    cast_config: CastConfig,
+    dtype: torch.dtype,
+    reduce: Reduction | None = None,
 ) -> list[Tensor]:
     """Return the dynamic scale of each tensor, 0-dim float32, computed by a few kernels for all.
 
@@ -109,12 +134,12 @@ def scales_of(
     amaxes = amaxes.to(dtype).to(torch.float32)
     if reduce is not None:
         amaxes = reduce(amaxes)
-    scales = amax_to_scale(amaxes, how.dtype, how.power_of_2)
+    scales = amax_to_scale(amaxes, cast_config.dtype, cast_config.power_of_2)
     # Copies, in one kernel: cuBLASLt takes scales at multiples of 16 bytes only.
     return list(torch._foreach_abs(scales.unbind()))
 
 
-def recast(x: Tensor, how: CastConfig, scale: Tensor) -> Operand:
+def recast(x: Tensor, cast_config: CastConfig, scale: Tensor) -> Operand:
     """Quantize `x` [R, C] a second time, in backward, to column data; `scale` is that of forward.
 
     `x` may be row data, which are transposed. A compiler then keeps the transposed copy instead,
@@ -126,11 +151,11 @@ def recast(x: Tensor, how: CastConfig, scale: Tensor) -> Operand:
       columns take longer than to write and read `x`.
     """
     if x.dtype in FLOAT8_MAX:
-        return to_col(Operand(x, scale), how)
-    x, one_scale = x.detach(), how.scaling_granularity.one_scale
+        return to_col(Operand(x, scale), cast_config)
+    x, one_scale = x.detach(), cast_config.scaling_granularity.one_scale
     if one_scale and torch.compiler.is_compiling():
-        return to_col(Operand(kernels.to_float8(x, scale, how.dtype), scale), how)
-    return quantize(x, Cast(how, scale=scale if one_scale else None), col=True).col
+        return to_col(Operand(kernels.to_float8(x, scale, cast_config.dtype), scale), cast_config)
+    return quantize(x, Cast(cast_config, scale=scale if one_scale else None), col=True).col
 
 
 def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Operand:
@@ -147,14 +172,14 @@ def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Ope
     return Operand(padded.view(data.dtype), scale)
 
 
-def to_col(row: Operand, how: CastConfig, after: Tensor | None = None) -> Operand:
-    """Return column data of row data [R, C] that were quantized by `how`.
+def to_col(row: Operand, cast_config: CastConfig, after: Tensor | None = None) -> Operand:
+    """Return column data of row data [R, C] that were quantized by `cast_config`.
 
     Under one scale and under squares, bytes are transposed. Under a scale per row or run, the
     values are dequantized and quantized again. With powers of two as scales that rounds only values
     that are tiny beside others of their column. `after`: see `kernels.cast`.
     """
-    granularity = how.scaling_granularity
+    granularity = cast_config.scaling_granularity
     if granularity.one_scale:
         return Operand(kernels.transpose_bytes(row.data, after=after), row.scale)
     if granularity.square and granularity.width is not None:
@@ -162,11 +187,11 @@ def to_col(row: Operand, how: CastConfig, after: Tensor | None = None) -> Operan
         scale = row.scale[:, : row.data.shape[1] // granularity.width].t()
         scale = F.pad(scale, (0, -scale.shape[1] % 4)).contiguous()
         return Operand(kernels.transpose_bytes(row.data, after=after), scale)
-    return quantize(dequantized(row, how), Cast(how), col=True, after=after).col
+    return quantize(dequantized(row, cast_config), Cast(cast_config), col=True, after=after).col
 
 
-def dequantized(row: Operand, how: CastConfig) -> Tensor:
-    """Return the exact `data * scale` of row data that were quantized by `how`."""
+def dequantized(row: Operand, cast_config: CastConfig) -> Tensor:
+    """Return the exact `data * scale` of row data that were quantized by `cast_config`."""
     # A float8 value times a power of two is exact in bfloat16.
-    dtype = torch.bfloat16 if how.power_of_2 else torch.float32
-    return dequantised_by_kernel(row, how.scaling_granularity, dtype)
+    dtype = torch.bfloat16 if cast_config.power_of_2 else torch.float32
+    return dequantised_by_kernel(row, cast_config.scaling_granularity, dtype)

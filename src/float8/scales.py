@@ -61,36 +61,6 @@ def inverse_of_exponent(scale: Tensor) -> Tensor:
     return torch.where(scale.isnan(), scale, inverse)
 
 
-# ---------------------------------------------------------------- delayed scaling
-
-UNKNOWN_SCALE = 0.0
-"""The value of a scale that no sync has set; the cast then computes a scale from the data. It is a
-value and not a flag, so that compiled graphs and checkpoints carry it."""
-
-
-class DelayedScale(NamedTuple):
-    """The state that a cast with delayed scaling reads and writes: two 0-dim float32 tensors."""
-
-    scale: Tensor
-    """Decode scale for this step, or `UNKNOWN_SCALE`."""
-    amax: Tensor
-    """Largest amax seen since the last sync: over microbatches, repeated calls, recomputation."""
-
-    def record(self, amax: Tensor) -> None:
-        """Set the amax to the larger of itself and `amax`, 0-dim float32; NaN propagates."""
-        self.amax.copy_(torch.maximum(self.amax, amax))
-
-    def apart(self) -> "DelayedScale":
-        """Return a `DelayedScale` with the same scale and a new amax of zero.
-
-        A cast that records into the new amax leaves this state unchanged, so compiled code may run
-        it again for activation checkpointing. The caller may `record` that amax here afterwards.
-        """
-        # Not `zeros_like`, for which a compiler would keep the amax.
-        fresh = torch.zeros((), dtype=torch.float32, device=self.amax.device)
-        return self._replace(amax=fresh)
-
-
 # ---------------------------------------------------------------- float8 data with their scales
 
 

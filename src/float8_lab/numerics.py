@@ -42,7 +42,7 @@ class MeasuredCast(NamedTuple):
 
     role: str  # "input", "weight" or "grad_output"
     gemms: tuple[str, ...]  # that read it
-    how: CastConfig
+    config: CastConfig
     col: bool  # whether scales run along columns
     site: str  # of `Casts`: the one that owns it
 
@@ -55,27 +55,27 @@ def casts_of(config: Float8LinearConfig, grouped: bool = False) -> list[Measured
     for site in CAST_SITES:
         if not config.cast_config(site).is_float8:
             continue
-        how: CastConfig = getattr(plan.casts, site.value).how
-        col = site in BASE_SITE and not how.scaling_granularity.square
+        cast_config: CastConfig = getattr(plan.casts, site.value).config
+        col = site in BASE_SITE and not cast_config.scaling_granularity.square
         owner = (site if site in config.own_casts else BASE_SITE[site]).value
         same = found.get((owner, col))
         gemms, role = (*(same.gemms if same else ()), read_by[site]), BASE_SITE.get(site, site)
-        found[owner, col] = MeasuredCast(role.value, gemms, how, col, owner)
+        found[owner, col] = MeasuredCast(role.value, gemms, cast_config, col, owner)
     return list(found.values())
 
 
 @torch.no_grad()
-def measure_cast(x: Tensor, cast: MeasuredCast, how: Cast | None = None) -> Tensor:
-    """Cast x [R, C] as a layer would and compare; `how`: with a state, or ranks.
+def measure_cast(x: Tensor, cast: MeasuredCast, bound: Cast | None = None) -> Tensor:
+    """Cast x [R, C] as a layer would and compare; `bound`: with a scale source, or ranks.
 
     Returns:
         [12] float64: what `measure` of float8.numerics counts, then what `compare` returns. All but
         amax may be added up over several tensors.
     """
-    how = Cast(cast.how) if how is None else how
-    operand = quantize(x, how, row=not cast.col, col=cast.col)[cast.col]
-    values = dequantised(operand, cast.how.scaling_granularity)
-    counts, x = measure(x, how, cast.col), (x.t() if cast.col else x).float()
+    bound = Cast(cast.config) if bound is None else bound
+    operand = quantize(x, bound, row=not cast.col, col=cast.col)[cast.col]
+    values = dequantised(operand, cast.config.scaling_granularity)
+    counts, x = measure(x, bound, cast.col), (x.t() if cast.col else x).float()
     return torch.cat([counts, compare(x, values[: x.shape[0], : x.shape[1]])])
 
 
@@ -229,10 +229,10 @@ def numerics_report(
             for index, cast in enumerate(differ[layer]):
                 needed = [gemm in gemms.intersection(cast.gemms) for gemm in GEMM_OPERANDS]
                 if cast.role == role and any(needed):
-                    how = Cast(cast.how) if casts is None else getattr(casts, cast.site)
-                    part, how = of_this_rank(x, how)
+                    bound = Cast(cast.config) if casts is None else getattr(casts, cast.site)
+                    part, bound = of_this_rank(x, bound)
                     for rows in _groups(part, offs):
-                        sums = measure_cast(rows, cast, how if offs is None else Cast(cast.how))
+                        sums = measure_cast(rows, cast, bound if offs is None else None)
                         found[name, index].append(torch.cat([sums, sums.new_tensor(needed)]))
 
         look("input", as_multiplied(x, weight))

@@ -11,9 +11,10 @@ from torch._inductor.utils import run_and_get_code
 
 from float8 import all_linears, convert_to_float8_training, kernels
 from float8.config import CastConfig
+from float8.delayed.cast import DelayedScale
 from float8.kernels.runtime import private
 from float8.quantize import Cast, scale_of
-from float8.scales import DelayedScale, amax_to_scale
+from float8.scales import amax_to_scale
 from sqnr import same_bits
 from support.devices import DTYPES, E4M3, E5M2, on_devices
 from support.models import seeded
@@ -54,11 +55,11 @@ def test_each_op(dynamic: bool, device: str) -> None:
 @on_devices
 def test_an_op_that_writes_its_argument(device: str) -> None:
     def casts(x: Tensor, *states: DelayedScale) -> Any:
-        return [kernels.cast(x * 2, SPEC, state=y, record=True, row=True, col=True) for y in states]
+        return [y.cast(x * 2, SPEC, row=True, col=True) for y in states]
 
     def states() -> list[DelayedScale]:  # whose scale is not known yet, and is
         pairs = [torch.tensor([known, 0.5], device=device).unbind() for known in (0.0, 0.03)]
-        return [DelayedScale(scale.clone(), amax.clone()) for scale, amax in pairs]
+        return [DelayedScale(scale.clone(), amax.clone(), True) for scale, amax in pairs]
 
     x = torch.randn(40, 72, dtype=torch.bfloat16, device=device)
     (one, other) = states(), states()

@@ -21,7 +21,7 @@ from support.models import seeded
 def gathered(weight: Tensor, config: object) -> GatheredExperts:
     """As one gather makes it."""
     row = quantize_experts(weight, plan_linear(config).casts.weight, row=True).row
-    covers, scale = plan_linear(config).casts.weight.how.scaling_granularity, row.scale
+    covers, scale = plan_linear(config).casts.weight.config.scaling_granularity, row.scale
     if not covers.by_blocks:
         covers, scale = ScalingGranularity.AXISWISE, scale.unsqueeze(-1)
     data = row.data[..., : weight.shape[2]].contiguous()

@@ -201,7 +201,7 @@ def test_computed_weights_are_skipped() -> None:
 def test_configurations_that_ask_for_more_than_row_data_are_rejected() -> None:
     gather, exact = {"enable_fsdp_float8_all_gather": True}, {"round_scales_to_power_of_2": False}
     for match, make, weights, more in (
-        ("got ONLY with delayed scaling of the weight", delayed, ONLY, {}),
+        ("got ONLY with a cast_config_weight that is DELAYED", delayed, ONLY, {}),
         ("got ONLY with enable_fsdp_float8_all_gather=True", tensorwise, ONLY, gather),
         (
             r"got Float8Weights\.ONLY with a weight under",

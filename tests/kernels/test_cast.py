@@ -11,8 +11,9 @@ from torch.torch_version import TorchVersion
 
 from float8 import kernels
 from float8.config import CastConfig, ScalingGranularity
+from float8.delayed.cast import DelayedScale
 from float8.quantize import Cast, quantize
-from float8.scales import DelayedScale, Operand, Quantized, amax_to_scale, dequantised
+from float8.scales import Operand, Quantized, amax_to_scale, dequantised
 from kernels.float8_codes import assert_same
 from support.devices import E4M3, on_devices
 from support.errors import require_errors
@@ -78,7 +79,7 @@ def test_wrong_input_says_what_to_do(device: str, traced: bool) -> None:
         (r"TypeError: shape \(1, 4, 4\).* matrix", kernels.transpose_bytes, [x[None].to(E4M3)]),
     )
     with pytest.raises(ValueError, match=r"expected none: scales of"):
-        cast(x, ROWS, state=DelayedScale(one, one))
+        DelayedScale(one, one).cast(x, ROWS, row=True, col=True)
 
 
 ROWS_OF_FINER = 200, 384, 1000, 129  # up to 128 are one block: compiled once more

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from float8.config import ScalingGranularity
 from float8.formats import ceil16
-from float8.kernels.dequantise import dequantised_triton
+from float8.kernels.dequantize import dequantised_triton
 from float8.kernels.runtime import ops, private
 from float8.kernels.runtime.launch import Launch
 from float8.kernels.runtime.triton import GluonDescriptor, TensorDescriptor

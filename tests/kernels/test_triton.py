@@ -15,7 +15,7 @@ from torch import Tensor
 
 from float8.config import ScalingGranularity
 from float8.kernels.amax import is_dense, measuring
-from float8.kernels.dequantise import dequantised_triton
+from float8.kernels.dequantize import dequantised_triton
 from float8.kernels.runtime import ops
 from float8.scales import Operand, dequantised
 from kernels.float8_codes import (

@@ -20,7 +20,7 @@ from float8.checkpoints import (
 )
 from float8.checkpoints.schemes import scheme_named
 from float8.experts.grouped import quantize_experts
-from float8.kernels.dequantise import dequantised
+from float8.kernels.dequantize import dequantised
 from float8.quantize import quantize
 from float8.tensor import dequantise
 from sqnr import assert_close
@@ -176,7 +176,7 @@ def test_published_bytes_are_multiplied(layout: Layout, device: str, tmp_path: P
     for expert, (begin, end) in enumerate([(0, 10), (10, 10), (10, 25), (25, 40)]):
         cast = experts._float8_plan.casts.input
         row = quantize(x[begin:end], cast, row=True).row
-        rows = dequantised(row, cast.how.scaling_granularity)[: end - begin]
+        rows = dequantised(row, cast.config.scaling_granularity)[: end - begin]
         for name, got in zip(("w1", "w3"), y[begin:end].chunk(2, 1), strict=True):
             name = f"model.layers.1.block_sparse_moe.experts.{expert}.{name}.weight"
             weight = scheme.weight(written[name], written[name + scheme.scale_suffix], x.dtype)

@@ -179,7 +179,7 @@ def test_held_weights_are_cast_on_the_fly() -> None:
 def test_a_group_has_all_ranks_that_hold_parts() -> None:
     _, parallel = built(True)
     swap(parallel, config=delayed())
-    assert parallel.first._float8_delayed
+    assert parallel.first._float8_stateful
     parallel(seeded(1, TOKENS, BATCH, DIM)).sum().backward()
     rank = dist.get_rank()
     alone = dist.new_group([rank], use_local_synchronization=True)

@@ -14,7 +14,7 @@ import tolerances
 from float8 import Float8LinearConfig, Float8Tensor, linear
 from float8.config import CastConfig, ScalingGranularity
 from float8.experts.plan import plan_experts
-from float8.kernels.dequantise import is_taken
+from float8.kernels.dequantize import is_taken
 from float8.linear.plan import plan_linear
 from float8.quantize import Cast
 from float8.scales import Operand

@@ -180,7 +180,7 @@ def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None
     if target.expert is not None:
         wanted = wanted[1] // target.pieces, wanted[2]
     only_layers, granularity = target.only_layers, checkpoint.scheme.granularity
-    granularities = {x._float8_plan.casts.weight.how.scaling_granularity for x in only_layers}
+    granularities = {x._float8_plan.casts.weight.config.scaling_granularity for x in only_layers}
     shares_scales = any(not x.height or wanted[0] % x.height for x in granularities)
     in_float8 = name in checkpoint.in_float8
     takes_data = in_float8 and len(only_layers) == len(target.saved.uses)

@@ -322,7 +322,7 @@ def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastC
     """
     granularity, rounds, training = scheme.granularity, scheme.exponents is not None, None
     if isinstance(module, Float8Linear | Float8Experts):
-        training = module._float8_plan.casts.weight.how
+        training = module._float8_plan.casts.weight.config
         rounds = rounds or training.power_of_2
         if scheme.accepts(training.scaling_granularity):
             granularity = training.scaling_granularity

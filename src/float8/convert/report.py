@@ -161,7 +161,7 @@ def _scaling(module: Float8Module) -> str:
     """Return the casts of a converted module and the settings that change how it runs."""
     casts, config = module._float8_plan.casts, module._float8_config
     sites = [site.value for site in config.own_casts]
-    words = [f"{site} {getattr(casts, site).how.short_str()}" for site in sites]
+    words = [f"{site} {getattr(casts, site).config.short_str()}" for site in sites]
     if config.float8_weights is not Float8Weights.ON_THE_FLY:
         words.append(f"weight {config.float8_weights.value} in float8")
     return ", ".join(words + ["emulate"] * config.emulate)

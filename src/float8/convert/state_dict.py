@@ -41,8 +41,7 @@ def _to_high_precision(
     layer: Float8Linear, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
     """Remove the state of delayed scaling, and dequantize the weight; a state dict's hook."""
-    for site in layer._float8_delayed:
-        for name in site.buffers:
-            state_dict.pop(prefix + name, None)
+    for name in layer._float8_state():
+        state_dict.pop(prefix + name, None)
     if isinstance(weight := state_dict.get(prefix + "weight"), Float8Tensor):
         state_dict[prefix + "weight"] = dequantise(weight)

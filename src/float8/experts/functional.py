@@ -84,7 +84,7 @@ def apply_grouped(
     needs = grad and input.requires_grad, grad and weight.requires_grad
     w: Any = held or OnTheFly(weight)
     if isinstance(weight, Float8Tensor):
-        covers = plan.casts.weight.how.scaling_granularity
+        covers = plan.casts.weight.config.scaling_granularity
         same = weight._granularity is (covers if covers.by_blocks else ScalingGranularity.AXISWISE)
         if not same or (weight._is_transposed and not covers.square):
             got, expected = f"weight in float8 under {weight._scaling}", f"scales of {covers}"

@@ -53,11 +53,11 @@ def quantize_experts(
     column data [E, K, ceil_k(N)] with [E, ceil(K / k), ceil(N / k)], whose last dim may be padded
     to a multiple of 4. Under runs of k the scales are [E, N, ceil(K / k)] and [E, K, ceil(N / k)].
     """
-    assert (cast.state, cast.reduce) == (None, None)  # each expert has its own
+    assert (cast.source, cast.reduce) == (None, None)  # each expert has its own
     weights = weights.detach()
     if swapped := weights.transpose(1, 2).is_contiguous():
         weights, row, col = weights.transpose(1, 2), col, row
-    by_blocks = cast.how.scaling_granularity.by_blocks
+    by_blocks = cast.config.scaling_granularity.by_blocks
     quantize = _quantize_under_blocks if by_blocks else _quantize_under_rows
     quantized = quantize(weights, cast, after, row, col)
     return Quantized(quantized.col, quantized.row) if swapped else quantized
@@ -72,7 +72,7 @@ def _quantize_under_rows(
     width = (R + GROUP_ALIGNMENT - 1) // GROUP_ALIGNMENT * GROUP_ALIGNMENT
     matrix = weights.contiguous().view(E * R, C)
     row_data, col_data, _ = cast_groups(
-        matrix, ends, cast.how, row=row, col=col, width=E * width, scale=cast.scale, after=after
+        matrix, ends, cast.config, row=row, col=col, width=E * width, scale=cast.scale, after=after
     )
     if row:
         row_data = Operand(row_data.data.view(E, R, -1), row_data.scale.view(E, R))
@@ -86,7 +86,7 @@ def _quantize_under_blocks(
     weights: Tensor, cast: Cast, after: Tensor | None, row: bool, col: bool
 ) -> Quantized:
     """Quantize [E, R, C] as one matrix [E * R, C], or per expert if blocks would cross experts."""
-    (E, R, C), how = weights.shape, cast.how
+    (E, R, C), how = weights.shape, cast.config
     width: Any = how.scaling_granularity.width
     layouts: Any = {"row": row, "col": col, "after": after}
     row_data = col_data = None
@@ -188,9 +188,10 @@ class Grouped(Dense):
         x: Tensor, cast: Cast, offs: Tensor, *, row: bool = False, col: bool = False, **_: Any
     ) -> Quantized:
         """Quantize grouped rows [T, C] under dynamic scales of each group; see `cast_groups`."""
-        assert (cast.state, cast.reduce, cast.scale) == (None, None, None)  # each group has its own
+        # Each group has its own.
+        assert (cast.source, cast.reduce, cast.scale) == (None, None, None)
         x = x.contiguous()
-        row_data, col_data, ends = cast_groups(x, offs, cast.how, row=row, col=col)
+        row_data, col_data, ends = cast_groups(x, offs, cast.config, row=row, col=col)
         if col:
             col_data = Columns(col_data.data, col_data.scale, ends, x.shape[0])
         return Quantized(row_data, col_data)

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from float8.config import CastConfig, CastSite, Float8Weights, ScalingGranularity, ScalingType
+from float8.config import CastConfig, Float8Weights, ScalingGranularity, ScalingType
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.kernels.runtime.private import warn
 from float8.quantize import Cast, quantize
-from float8.scales import UNKNOWN_SCALE, DelayedScale
 from float8.tensor.float8_tensor import Float8Tensor
 from float8.tensor.ranks import (
     amax_over,
@@ -213,7 +212,8 @@ class Float8GatherWeight(Wrapper):
         one_scale, quantized, amax = config.scaling_granularity.one_scale, kept, None
         if quantized is None or quantized.data is None:
             if delayed:
-                cast, amax = self._delayed_cast(module)
+                cast = module._float8_cast_of_shard(config, shard)
+                amax = cast.source.amax
             elif kept is not None:
                 cast = Cast(config, scale=kept.scale.to(shard.device))  # which may be offloaded
             else:
@@ -231,19 +231,6 @@ class Float8GatherWeight(Wrapper):
             return (sent, scale.contiguous().view(torch.uint8)), GatherInfo(size)
         before = kept is not None and kept.data is None and kept.scale is scale
         return (sent,), GatherInfo(size, scale, amax, on_gather_stream=not before)
-
-    def _delayed_cast(self, module: Any) -> tuple[Cast, Tensor]:
-        """Return a cast with the scale of the last sync, and the amax of the shard that it records.
-
-        `module` records that amax at each forward in training, and the sync reduces it over ranks.
-        """
-        amax, reduce = self._inner.new_zeros((), dtype=torch.float32), None
-        if module._float8_knows_weight_scale():
-            scale = module.get_buffer(CastSite.WEIGHT.scale).to(amax.device)
-        else:
-            scale = torch.full_like(amax, UNKNOWN_SCALE)
-            reduce = amax_over(sharding_groups(module.weight))
-        return Cast(self.how, DelayedScale(scale, amax), record=True, reduce=reduce), amax
 
     def fsdp_post_all_gather(
         self, received: tuple[Tensor, ...], info: GatherInfo, dtype: torch.dtype, *, out: Any = None

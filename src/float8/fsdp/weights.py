@@ -52,7 +52,7 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
         if not isinstance(layer, Float8Linear):
             continue
         weight: Any = layer.weight
-        cast = layer._float8_plan.casts.weight.how
+        cast = layer._float8_plan.casts.weight.config
         dynamic = cast.scaling_type is ScalingType.DYNAMIC and cast.scaling_granularity.one_scale
         if not (dynamic and layer._float8_config.enable_fsdp_float8_all_gather):
             continue
@@ -147,7 +147,9 @@ def enable_float8_all_gather(module: nn.Module) -> None:
         gathers = config and config.enable_fsdp_float8_all_gather and not others
         if gathers and not isinstance(local_tensor(weight), Float8GatherWeight):
             wrapper, cast = WRAPPERS[weight.dim()], layer._float8_plan.casts.weight
-            new_tensors[weight] = wrapper(weight.data, cast.how)  # a view would refer to the weight
+            new_tensors[weight] = wrapper(
+                weight.data, cast.config
+            )  # a view would refer to the weight
     _replace_contents(new_tensors, users)
 
 

@@ -56,7 +56,7 @@ class Float8ParallelLinear(Float8Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return this rank's part of the output, given its part of the input."""
-        if self._float8_delayed:
+        if self._float8_stateful:
             self._float8_check_synced()
         input_at, weight_at, bias_at, output_at = self._float8_placements
         x = self._float8_on_mesh(input, input_at)
@@ -64,7 +64,7 @@ class Float8ParallelLinear(Float8Linear):
         bias = None if self.bias is None else self._float8_on_mesh(self.bias, bias_at)
         if weight_at.is_shard(1) and input_at.is_replicate():
             x = x.redistribute(placements=[Shard(x.dim() - 1)])
-        casts = self._float8_casts(weight)
+        casts = self._float8_shards.casts(self, self._float8_mesh)
         y = self._float8_shards.linear(x, weight, bias, self._float8_plan, casts)
         local: Tensor = y.redistribute(placements=[output_at]).to_local()
         return local

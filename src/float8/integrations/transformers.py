@@ -129,7 +129,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         model = None if self._model is None else self._model()
         modules = () if model is None else model.named_modules(remove_duplicate=False)
         delayed = {name: x for name, x in modules if isinstance(x, Float8Linear)}
-        return {name: layer for name, layer in delayed.items() if layer._float8_delayed}
+        return {name: layer for name, layer in delayed.items() if layer._float8_stateful}
 
 
 def _last(entry: Any) -> Any:

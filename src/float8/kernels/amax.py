@@ -66,13 +66,13 @@ def amax_triton(x: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def measuring(n: int, dtype: torch.dtype, device: torch.device, history: bool = False) -> Launch:
+def measuring(n: int, dtype: torch.dtype, device: torch.device, unless_set: bool = False) -> Launch:
     """Return the launch that measures the amax of ``n`` elements, dense in any order of their dims.
 
     A launch takes x and amaxes [programs] float32, and writes one amax per program. With
-    ``history`` it also takes a scale, and returns at once if that is not 0. The next kernel takes
-    the maximum of the amaxes, which here would need another launch. Since each of its programs
-    reads all of them, there are at most a small multiple of the programs that run at once.
+    ``unless_set`` it also takes a scale, and returns at once if that is not 0. The next kernel
+    takes the maximum of the amaxes, which here would need another launch. Since each of its
+    programs reads all of them, there are at most a small multiple of those that run at once.
     """
     # 16 KiB per step and 16 warps: two loads of 16 bytes per thread and step.
     block, at_once = 16384 // dtype.itemsize, 8 * sm_count(device)
@@ -80,7 +80,7 @@ def measuring(n: int, dtype: torch.dtype, device: torch.device, history: bool = 
     steps = 1 if blocks < at_once else 2
     rounds = -(-blocks // (steps * at_once))
     programs = -(-blocks // (steps * rounds))
-    constants = (block, steps, history)
+    constants = (block, steps, unless_set)
     return Launch(_amax_kernel, device, programs, (n, rounds), constants, num_warps=16)
 
 
@@ -99,9 +99,9 @@ def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 @jit(do_not_specialize_on_alignment=["scale_ptr"])  # type: ignore[untyped-decorator]
 def _amax_kernel(  # type: ignore[no-untyped-def]
     x_ptr, amaxes_ptr, scale_ptr, n, rounds,
-    BLOCK: tl.constexpr, STEPS: tl.constexpr, HISTORY: tl.constexpr,
+    BLOCK: tl.constexpr, STEPS: tl.constexpr, UNLESS_SET: tl.constexpr,
 ):  # fmt: skip
-    if HISTORY:
+    if UNLESS_SET:
         if tl.load(scale_ptr) != 0.0:
             return
     element: tl.constexpr = x_ptr.dtype.element_ty

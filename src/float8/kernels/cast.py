@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from float8.config import CastConfig
+from float8.config import CastConfig, Granularity
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES, ceil16
 from float8.kernels import cast_kernels, tiles
 from float8.kernels.amax import HIGH_PRECISION, amax_reference, describe, is_dense, measuring
@@ -22,13 +22,23 @@ from float8.kernels.runtime.launch import Launch, Spec, allocator, takes_triton_
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.private import surely
 from float8.kernels.runtime.triton import has_float8_conversion
-from float8.scales import (
-    DelayedScale,
-    Operand,
-    amax_to_exponent,
-    amax_to_scale,
-    inverse_of_exponent,
-)
+from float8.scales import Operand, amax_to_exponent, amax_to_scale, inverse_of_exponent
+
+
+class CastArguments(NamedTuple):
+    """The arguments of the op `cast` between `scale` and `after`, in its order."""
+
+    height: int | None
+    """The number of rows of a block that shares a scale; None for the whole dim."""
+    width: int | None
+    """The number of its columns."""
+    dtype: torch.dtype
+    row: bool
+    col: bool
+    pad_rows: bool = False
+    power_of_2: bool = False
+    via: torch.dtype | None = None
+    """See `cast` for these."""
 
 
 def cast(
@@ -39,8 +49,6 @@ def cast(
     col: bool,
     pad_rows: bool = False,
     scale: Tensor | None = None,
-    state: DelayedScale | None = None,
-    record: bool = False,
     via: torch.dtype | None = None,
     after: Tensor | None = None,
     traced: bool = False,
@@ -60,8 +68,6 @@ def cast(
         col: return column data, else None.
         pad_rows: zero-pad the rows of row data, too, under scales that are not of blocks.
         scale: one float32 element to use instead of a scale computed from the amax of ``x``.
-        state: use its scale, unless that is 0.
-        record: raise the amax of ``state`` to that of ``x``.
         via: round ``x`` to this dtype first. From float32 to bfloat16 under a given ``scale`` this
             takes no extra pass.
         after: a tensor that compiled code must compute before this cast. Backward passes its
@@ -73,36 +79,24 @@ def cast(
     """
     if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
         raise refusal(x)
-    granularity, amax = cast_config.scaling_granularity, None
-    if state is not None:
-        scale, amax = state
-    for scalar in (scale, amax):
-        if scalar is None:
-            continue
-        if not granularity.one_scale:
-            expected = (
-                f"none: scales of {granularity} are computed from x; leave scale and state out"
-            )
-            raise ValueError(f"cast: scale is {describe(scalar)}; expected {expected}")
-        if scalar.dtype != torch.float32 or scalar.numel() != 1 or scalar.device != x.device:
-            expected = f"one float32 element on {x.device}"
-            raise ValueError(f"cast: scale is {describe(scalar)}; expected {expected}")
-    past_dispatcher = x.is_cuda and takes_triton_directly(x, scale, amax)
-    layout = row, col, pad_rows, cast_config.power_of_2
-    if state is not None:
-        delayed = _cast_delayed_triton if past_dispatcher else torch.ops.float8.cast_delayed.default
-        used, row_data, col_data = delayed(x, scale, amax, cast_config.dtype, *layout, record)
-        return Operand(row_data, used) if row else None, Operand(col_data, used) if col else None
+    granularity = cast_config.scaling_granularity
+    if scale is not None:
+        fits = scale.dtype == torch.float32 and scale.numel() == 1 and scale.device == x.device
+        if not (fits and granularity.one_scale):
+            raise refused_scale(scale, x, granularity)
     if granularity.width is not None:
         # Fusion gains nothing here, and Inductor's C++ (torch 2.13) drops a last block that is cut.
         traced = traced and x.shape[1] % granularity.width == 0 and x.stride(1) == 1
-    arguments = scale, granularity.height, granularity.width, cast_config.dtype, *layout, via
+    arguments = CastArguments(
+        granularity.height, granularity.width, cast_config.dtype, row, col, pad_rows,
+        cast_config.power_of_2, via,
+    )  # fmt: skip
     if traced and not granularity.one_scale and surely(x.numel() != 0):
-        out = cast_reference(x.detach(), *arguments)
+        out = cast_reference(x.detach(), scale, *arguments)
+    elif x.is_cuda and takes_triton_directly(x, scale):
+        out = _cast_triton(x, scale, *arguments)
     else:
-        out = (_cast_triton if past_dispatcher else torch.ops.float8.cast.default)(
-            x, *arguments, after
-        )
+        out = torch.ops.float8.cast.default(x, scale, *arguments, after)
     if granularity.one_scale:
         used, *data = out if scale is None else (scale, *out)
         return Operand(data[0], used) if row else None, Operand(data[-1], used) if col else None
@@ -117,6 +111,14 @@ def refusal(x: Tensor) -> Exception:
         expected = "2 dimensions: x.reshape(-1, x.shape[-1])"
         return ValueError(f"cast: x is {describe(x)}; expected {expected}")
     return ValueError("cast: got row=False, col=False; expected at least one of them True")
+
+
+def refused_scale(scale: Tensor, x: Tensor, granularity: Granularity) -> ValueError:
+    """Return the error for a ``scale`` under which ``x`` cannot be cast."""
+    expected = f"one float32 element on {x.device}"
+    if not granularity.one_scale:
+        expected = f"none: scales of {granularity} are computed from x; leave the scale out"
+    return ValueError(f"cast: scale is {describe(scale)}; expected {expected}")
 
 
 # ---------------------------------------------------------------- plain-torch twins
@@ -218,35 +220,12 @@ def cast_reference(
     return out
 
 
-def cast_delayed_reference(
-    x: Tensor,
-    scale: Tensor,
-    amax: Tensor,
-    dtype: torch.dtype,
-    row: bool,
-    col: bool,
-    pad_rows: bool,
-    power_of_2: bool,
-    record: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Plain-torch twin of :func:`cast` with a state; return the used scale, row and column data."""
-    current = amax_reference(x)
-    used, scale = amax_to_scale(current, dtype, power_of_2), scale.reshape(())
-    if record:
-        amax.copy_(torch.maximum(amax, current))
-    used = torch.where(scale == 0.0, used, scale)
-    out = cast_reference(x, used, None, None, dtype, row, col, pad_rows)
-    absent = x.new_empty((0,))
-    return used, out[0] if row else absent, out[-1] if col else absent
-
-
-def _specs(shape: tuple[int, ...], *layout: Any) -> list[Spec | None]:
+def specs_of(shape: tuple[int, ...], arguments: CastArguments) -> list[Spec | None]:
     """Return the specs of row data, row scales, column data and column scales; None if not written.
 
-    Those of scales are None under one scale per tensor, too. ``layout`` are the arguments of
-    `cast_reference` from ``height`` on. Sizes may be symbolic.
+    Those of scales are None under one scale per tensor, too. Sizes may be symbolic.
     """
-    height, width, dtype, row, col, pad_rows, *_ = *layout, False  # the default of pad_rows
+    height, width, dtype, row, col, pad_rows, *_ = arguments
     (R, C), specs = shape, list[Spec | None]()
     for wanted, rows, columns, pad in ((row, R, C, pad_rows), (col, C, R, True)):
         if pad or width is not None:
@@ -267,64 +246,36 @@ def _round_up(n: int, multiple: int) -> int:
     return (n + multiple - 1) // multiple * multiple  # torch 2.11 fails on -(-n // m) of symbols
 
 
-_SCALAR: Spec = ((), (), torch.float32)
+SCALAR: Spec = ((), (), torch.float32)
 
 
-def _cast_fake(x: Tensor, scale: Tensor | None, *layout: Any) -> list[Tensor]:
-    found_scale = _SCALAR if layout[0] is None and scale is None else None
-    specs = (found_scale, *_specs(x.shape, *layout))
+def _cast_fake(x: Tensor, scale: Tensor | None, *flat: Any) -> list[Tensor]:
+    arguments = CastArguments(*flat[:_COUNT])
+    found_scale = SCALAR if arguments.height is None and scale is None else None
+    specs = (found_scale, *specs_of(x.shape, arguments))
     return [x.new_empty_strided(*spec[:2], dtype=spec[2]) for spec in specs if spec is not None]
 
 
-def _cast_delayed_fake(x: Tensor, scale: Tensor, amax: Tensor, *layout: Any) -> tuple[Tensor, ...]:
-    # Ops that write an argument must return a fixed number of tensors, since functionalization
-    # supports no list. So a layout that was not asked for is an empty tensor.
-    row, _, col, _ = _specs(x.shape, None, None, *layout)
-    specs = (spec or ((0,), (1,), x.dtype) for spec in (_SCALAR, row, col))
-    return tuple(x.new_empty_strided(*spec[:2], dtype=spec[2]) for spec in specs)
-
-
 # ---------------------------------------------------------------- Triton
+
+_COUNT = len(CastArguments._fields)
+_KERNEL_ROUNDS = torch.float32, torch.bfloat16
+"""The dtypes of a tensor and of `CastArguments.via` for which the kernel rounds by itself."""
 
 WIDEST_ROW = 32768
 """The longest row, in elements, that a program holds in registers; longer ones are read twice."""
 
 
-def _cast_triton(
-    x: Tensor,
-    scale: Tensor | None,
-    height: int | None,
-    width: int | None,
-    dtype: torch.dtype,
-    row: bool,
-    col: bool,
-    pad_rows: bool = False,
-    power_of_2: bool = False,
-    via: torch.dtype | None = None,
-    after: Tensor | None = None,
-) -> list[Tensor]:
-    layout = height, width, dtype, row, col, pad_rows, power_of_2
-    kernel_rounds = scale is not None and (x.dtype, via) == (torch.float32, torch.bfloat16)
-    if via is not None and not kernel_rounds:
-        x = x.to(via)
+def _cast_triton(x: Tensor, scale: Tensor | None, *flat: Any) -> list[Tensor]:
+    arguments = CastArguments(*flat[:_COUNT])
+    kernel_rounds = scale is not None and (x.dtype, arguments.via) == _KERNEL_ROUNDS
+    if arguments.via is not None and not kernel_rounds:
+        x, arguments = x.to(arguments.via), arguments._replace(via=None)
     if x.numel() == 0:
-        return cast_reference(x, scale, *layout)
-    source = "measured" if scale is None and height is None else "given"
-    launch = _plan(x.dtype, x.shape, x.stride(), x.device, source, kernel_rounds, False, *layout)
+        return cast_reference(x, scale, *arguments)
+    source = "measured" if scale is None and arguments.height is None else "given"
+    launch = cast_plan(x.dtype, x.shape, x.stride(), x.device, source, arguments)
     return [result for result in launch(x, scale, None) if result is not None]
-
-
-def _cast_delayed_triton(x: Tensor, scale: Any, amax: Any, *arguments: Any) -> tuple[Tensor, ...]:
-    if x.numel() == 0:
-        return cast_delayed_reference(x, scale, amax, *arguments)
-    *layout, record = None, None, *arguments
-    launch = _plan(x.dtype, x.shape, x.stride(), x.device, "history", False, record, *layout)
-    used, row, _, col, _ = launch(x, scale, amax if record else None)
-    if record:
-        torch.autograd.graph.increment_version(amax)  # as PyTorch's own ops do
-    row = x.new_empty((0,)) if row is None else row
-    col = x.new_empty((0,)) if col is None else col
-    return used, row, col
 
 
 class _Matrix(NamedTuple):
@@ -338,6 +289,8 @@ class _Matrix(NamedTuple):
     col: bool
     pad_rows: bool
     pad_cols: bool
+    rounded: bool
+    """Whether `x` is rounded to bfloat16 first."""
     arithmetic: tuple[int, int, bool]
     """See `numeric`."""
 
@@ -347,35 +300,34 @@ _Kernels = tuple[Launch, Launch | None, Spec | None]
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(
+def cast_plan(
     x_dtype: torch.dtype,
     shape: tuple[int, int],
     strides: tuple[int, int],
     device: torch.device,
     source: str,
-    rounded: bool,
-    record: bool,
-    *layout: Any,
+    arguments: CastArguments,
 ) -> Callable[..., tuple[Any, ...]]:
     """Return a function of ``x``, its scale and an amax that allocates and launches a cast.
 
-    The last two arguments are None where the kernels read no scale and record no amax. The function
-    returns the one scale if the kernels compute it, else None, then the tensors of `_specs`.
+    ``source`` is that of `cast_kernel`. The last two arguments of the function are None where the
+    kernels read no scale and write no amax. It returns the one scale if the kernels compute it,
+    else None, then the tensors of `specs_of`.
     """
-    height, width, dtype, row, col, pad_rows, power_of_2 = layout
     if source != "given" and not is_dense(shape, strides):
-        dense = _plan(x_dtype, shape, (shape[1], 1), device, source, rounded, record, *layout)
+        dense = cast_plan(x_dtype, shape, (shape[1], 1), device, source, arguments)
         return lambda x, *scalars: dense(x.contiguous(), *scalars)
-    (R, C), (stride_r, stride_c), specs = shape, strides, _specs(shape, *layout)
+    height, width, dtype, row, col, pad_rows, power_of_2, via = arguments
+    (R, C), (stride_r, stride_c), specs = shape, strides, specs_of(shape, arguments)
     sizes, layouts = (R, C, stride_r, stride_c), (row, col, pad_rows or width is not None, True)
     if transposed := stride_c != 1 and stride_r == 1:  # the kernel reads x.t()
         sizes, layouts = (C, R, stride_c, stride_r), (col, row, *layouts[:1:-1])
     scale_rounding = 2 if width == 32 else int(power_of_2)
     arithmetic = 3 if dtype == E4M3 else 2, scale_rounding, has_float8_conversion(device)
-    matrix = _Matrix(x_dtype, device, sizes, *layouts, arithmetic)
+    matrix = _Matrix(x_dtype, device, sizes, *layouts, via is not None, arithmetic)
     whole_rows = False
     if height is None:
-        kernels = _tensor_kernels(matrix, source, rounded, record)
+        kernels = _tensor_kernels(matrix, source)
     elif width is not None:
         kernels = _block_kernels(matrix, height, width, col)
     # Triton 3.6 specializes on C == 1, and then pads wrongly.
@@ -394,7 +346,7 @@ def _plan(
         if amaxes_spec is not None and measure is not None:
             amaxes = allocate(*amaxes_spec)
             if height is None:
-                used = allocate(*_SCALAR)
+                used = allocate(*SCALAR)
                 measure(x, amaxes, scale)
             else:
                 measure(x, amaxes.zero_())
@@ -404,14 +356,14 @@ def _plan(
     return launch
 
 
-def _tensor_kernels(matrix: _Matrix, source: str, rounded: bool, record: bool) -> _Kernels:
+def _tensor_kernels(matrix: _Matrix, source: str) -> _Kernels:
     """Return the launches of a cast under one scale; one measures the amax unless it is given."""
     tile_shapes = tiles.COL_TILES if matrix.col else tiles.ROW_TILES
     if source == "given":
-        return _tiled(matrix, tile_shapes, "tensor", rounded=rounded), None, None
-    (R, C, *_), history = matrix.sizes, source == "history"
-    measure = measuring(R * C, matrix.dtype, matrix.device, history)
-    cast = _tiled(matrix, tile_shapes, "tensor", 1, source, measure.programs, record, rounded)
+        return _tiled(matrix, tile_shapes, "tensor"), None, None
+    R, C, *_ = matrix.sizes
+    measure = measuring(R * C, matrix.dtype, matrix.device, unless_set=source != "measured")
+    cast = _tiled(matrix, tile_shapes, "tensor", source=source, count=measure.programs)
     return cast, measure, ((measure.programs,), (1,), torch.float32)
 
 
@@ -461,22 +413,13 @@ def _tiled(
     width: int = 1,
     source: str = "given",
     count: int = 0,
-    record: bool = False,
-    rounded: bool = False,
 ) -> Launch:
     """Return the launch of `cast_kernel`; it reads ``count`` amaxes."""
     count_power_of_2 = 1 << max(count - 1, 0).bit_length()
     *layouts, arithmetic = matrix[3:]
-    constants = granularity, width, *layouts, source, count_power_of_2, record, rounded, *arithmetic
+    constants = granularity, width, source, count_power_of_2, *layouts, *arithmetic
     sizes = (*matrix.sizes, count)
     return tiles.tiled(cast_kernels.cast_kernel, tile_shapes, matrix.device, sizes, constants)
 
 
 register("cast", cast_reference, triton=_cast_triton, fake=_cast_fake)
-register(
-    "cast_delayed",
-    cast_delayed_reference,
-    triton=_cast_delayed_triton,
-    fake=_cast_delayed_fake,
-    writes=("amax",),
-)

@@ -5,7 +5,7 @@ Row and column data are those of the matrix that a kernel reads, which may be ``
 The constant GRANULARITY says what one scale covers: the "tensor"; a "row" of row or column data; a
 "run" of WIDTH elements of either; a "square" of WIDTH rows and columns. SOURCE says where the scale
 of a "tensor" comes from: it is "given"; "measured", from amaxes whose maximum is still to be taken;
-or from the "history", and measured where that is 0.
+"kept", and measured where that is 0; or "recorded": as kept, while an amax is raised to that of x.
 """
 
 from float8.kernels import numeric, tiles
@@ -22,14 +22,13 @@ def cast_kernel(  # type: ignore[no-untyped-def]
     scale_ptr,  # "tensor": the scale, unless it is measured
     amaxes_ptr,  # "tensor": [count] float32; "row": [R + C] int32, bits of rows, then of columns
     used_ptr,  # "tensor": receives the scale that is used, unless it is given
-    amax_ptr,  # is raised to the amax of x if RECORD
+    amax_ptr,  # "recorded": is raised to the amax of x
     R, C, stride_r, stride_c, count,
-    GRANULARITY: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
+    GRANULARITY: tl.constexpr, WIDTH: tl.constexpr, SOURCE: tl.constexpr,
+    COUNT: tl.constexpr,  # a power of two, not below count
+    ROW: tl.constexpr, COL: tl.constexpr,
     PAD_ROWS: tl.constexpr,  # whether R is padded in row data
     PAD_COLS: tl.constexpr,  # whether C is padded in column data
-    SOURCE: tl.constexpr,
-    COUNT: tl.constexpr,  # a power of two, not below count
-    RECORD: tl.constexpr,
     ROUNDED: tl.constexpr,  # whether x is rounded to bfloat16 first
     MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
@@ -68,7 +67,7 @@ def cast_kernel(  # type: ignore[no-untyped-def]
                 scale = numeric.scale_of_amax(largest, (MANTISSA, POWER_OF_2, False))
             if tl.program_id(0) == 0:
                 tl.store(used_ptr, scale)
-        if RECORD:
+        if SOURCE == "recorded":
             largest = tl.max(tl.max(tiles.largest_magnitudes(x), axis=1), axis=0)
             bits = numeric.float32_bits(largest, element)
             amax_ptr = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)

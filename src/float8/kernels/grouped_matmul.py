@@ -18,7 +18,7 @@ from torch import Tensor
 from float8.config import Granularity, ScalingGranularity
 from float8.formats import GROUP_ALIGNMENT
 from float8.kernels.cast_groups import check_offs, ends_of_groups, groups_of
-from float8.kernels.dequantise import dequantised_by_kernel
+from float8.kernels.dequantize import dequantised_by_kernel
 from float8.kernels.grouped_blocks import multiply_blocks
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import TensorDescriptor, jit, sm_count, tl

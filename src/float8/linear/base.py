@@ -5,12 +5,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from float8.config import Float8LinearConfig
 from float8.linear.plan import Casts, LinearPlan, plan_linear
 from float8.tensor import Float8Tensor, dequantise
 from float8.tensor.plain import high_precision, wrapped_like
+from float8.tensor.ranks import sharding_groups
 
 PREFIX = "_float8_"
 """The prefix of private attributes that this library adds to layers and experts."""
@@ -54,8 +55,8 @@ class Float8Module(nn.Module):
     """What the module has, for `_float8_words`."""
     _float8_of_this_rank: tuple[str, ...] = ()
     """The names of Parameters and buffers that data parallel must neither send nor reduce."""
-    _float8_has_state = False
-    """Whether casts depend on state of the module: a forward checks it, and binds casts to it."""
+    _float8_stateful: tuple[Any, ...] = ()
+    """The cast sites whose scales have a state, which the layer keeps in buffers."""
     _float8_never_trains = False
     """Whether a weight that requires a gradient is refused."""
 
@@ -82,13 +83,27 @@ class Float8Module(nn.Module):
     def _float8_drop_state(self) -> None:
         """Remove what `_float8_set_up` added to the Parameters and buffers."""
 
+    @classmethod
+    def _float8_buffer_names(cls, config: Float8LinearConfig) -> set[str]:
+        """Return the names of the buffers that a module with `config` adds."""
+        return set()
+
+    def _float8_state(self) -> dict[str, Tensor]:
+        """Return the buffers of `_float8_buffer_names` by name."""
+        return {}
+
+    def _float8_with_state(self, casts: Casts) -> Casts:
+        """Return `casts` with scale sources that read and write the buffers."""
+        return casts
+
     def _float8_matrices(self) -> Sequence[str]:
         """Return the names of the weights that are stored as [N, K] or [E, N, K]."""
         return ("weight",)
 
-    def _float8_casts(self, weight: Any) -> Casts:
-        """Return the casts of this call, bound to the state of the module and to ranks."""
-        return self._float8_plan.casts
+    def _float8_groups(self) -> tuple[Any, ...]:
+        """Return the process groups over which the weight is sharded; empty for a plain tensor."""
+        weight: Any = getattr(self, "weight", None)
+        return sharding_groups(weight) if hasattr(weight, "device_mesh") else ()
 
     def _float8_attach(self) -> None:
         """Attach one more optimizer."""

@@ -9,7 +9,7 @@ from float8.autograd import computed_before, new_alias, once_differentiable
 from float8.config import ConfigOrRecipe, as_config
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.kernels.runtime.ops import NO_ONNX
-from float8.kernels.runtime.private import compiled_autograd_is_on, functorch_levels, surely
+from float8.kernels.runtime.private import functorch_levels, surely
 from float8.linear.plan import Casts, LinearPlan, plan_linear
 from float8.linear.weight import InFloat8, OnTheFly, Weight
 from float8.products import Dense
@@ -59,8 +59,8 @@ def linear(
         )
     if config.delayed_sites:
         raise ValueError(
-            "linear: got a config with delayed scaling, expected dynamic scaling: histories belong "
-            "to a layer; use Float8Linear, or CastConfig(scaling_type=ScalingType.DYNAMIC)"
+            "linear: got a config with ScalingType.DELAYED, expected DYNAMIC: the amaxes of steps "
+            "belong to a layer; use Float8Linear, or CastConfig(scaling_type=ScalingType.DYNAMIC)"
         )
     plan = plan_linear(config)
     return apply_linear(input, weight, bias, plan, plan.casts)
@@ -77,21 +77,13 @@ def apply_linear(
 ) -> Tensor:
     """Compute for `linear` and `Float8Linear` what they have in common; raises as `linear`.
 
-    `input` may be a `Float8Tensor`, cast as planned. `casts` are those of the plan, with the state
-    and the ranks of this call. `kept`: `weight` with its float8 data, instead of a cast in this
-    call. `products`: None for `Dense`; with others the result is [M, N].
+    `input` may be a `Float8Tensor`, cast as planned. `casts` are those of the plan, bound to this
+    call. `kept`: `weight` with its float8 data, instead of a cast in this call. `products`: None
+    for `Dense`; with others the result is [M, N].
     """
     compiling = torch.compiler.is_compiling()
     if not compiling and functorch_levels is not None and functorch_levels() is not None:
         raise RuntimeError(f"Float8Linear: got a call within torch.func{_NO_TRANSFORM}")
-    if compiling and casts.grad_output.state is not None and compiled_autograd_is_on():
-        # torch loses what a compiled forward hands to a backward that writes it, as amaxes are. At
-        # this error it runs the layer in eager mode, where nothing is lost; not with fullgraph.
-        raise RuntimeError(
-            "Float8Linear: got a compiled forward with delayed scaling of grad_output within "
-            "compiled autograd, expected one of the two: leave the forward in eager mode, or "
-            "compile without compiled autograd, or scale grad_output dynamically"
-        )
     if hasattr(input, "device_mesh") or hasattr(weight, "device_mesh"):
         which = "weight" if hasattr(weight, "device_mesh") else "input and none as weight"
         raise TypeError(
@@ -173,17 +165,17 @@ def operand_of(role: str, x: Float8Tensor, cast: Cast, other: str | None) -> Ope
 
     `other`: the GEMM that needs another cast of `x`, so that this raises; None: there is none.
     """
-    how = cast.how
-    same = x._data.dtype == how.dtype and x._granularity is how.scaling_granularity
+    config = cast.config
+    same = x._data.dtype == config.dtype and x._granularity is config.scaling_granularity
     if not same or x._is_transposed or other is not None:
         raise ValueError(
             f"Float8Linear: got {role} in {x._data.dtype} under {x._scaling}, expected one in high "
-            f"precision: it is to be cast to {how.dtype} under {how.scaling_granularity}"
+            f"precision: it is to be cast to {config.dtype} under {config.scaling_granularity}"
             f"{'' if other is None else f', and in another way for {other}'}; call "
             f"{role}.to_original_precision(), or configure its casts alike"
         )
-    if cast.record and cast.state is not None and x._amax is not None:
-        cast.state.record(x._amax)
+    if cast.source is not None and x._amax is not None:
+        cast.source.observe(x._amax)
     return Operand(x._data.contiguous(), x._scale)
 
 
@@ -237,7 +229,7 @@ class Linear(torch.autograd.Function):
             if isinstance(input, Float8Tensor):
                 other = None if plan.input_rows_suffice else "grad_weight"
                 row = operand_of("input", input, casts.input, other)
-                row = padded(row, casts.input.how.scaling_granularity, pad_rows=False)
+                row = padded(row, casts.input.config.scaling_granularity, pad_rows=False)
             else:
                 # A compiler chooses what to keep: see `recast`.
                 later = compiling and products.columns_from_values
@@ -313,7 +305,7 @@ class Linear(torch.autograd.Function):
                 row, col = products.quantize_grad(grad_output, cast, *index, row=False, col=True)
             x = Operand(col_data, col_scale)
             if col_data is None:
-                x = recast(rows, casts.input.how, rows_scale)
+                x = recast(rows, casts.input.config, rows_scale)
             to = call.weight_dtype
             dw = products.grad_weight(col, x, (N, K), *index, gemm=plan.grad_weight, out_dtype=to)
         elif call.need_grad_weight:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from float8.config import ConfigOrRecipe, Float8LinearConfig, as_config
+from float8.delayed.state import StatefulLayer
 from float8.linear.base import Float8Module, not_copied
 from float8.linear.functional import apply_linear
 from float8.linear.source import class_of, problem, shallow_copy
-from float8.linear.state import StatefulLayer
 from float8.weights.held import HoldsWeights
 from float8.weights.only import OnlyWeights
 
@@ -125,24 +125,34 @@ class Float8Linear(StatefulLayer, HoldsWeights, OnlyWeights, Float8Module, nn.Li
                 f"torch.fx, use a Tracer whose is_leaf_module is true for Float8Linear"
             )
         plan, weight = self._float8_plan, self.weight  # once: each access may compute it
+        if self._float8_stateful:
+            self._float8_check_synced()
         if weight.requires_grad and self._float8_never_trains:
             raise RuntimeError(
                 "Float8Linear: got requires_grad=True for a weight that is in float8 only, "
                 "expected False: it cannot be trained; call convert_to_high_precision(model) first"
             )
-        if self._float8_has_state:
-            self._float8_check_synced()
         output: Tensor
         if hasattr(weight, "device_mesh"):
-            casts = self._float8_casts(weight)
+            casts = self._float8_shards.casts(self, weight.device_mesh)
             output = self._float8_shards.linear(input, weight, self.bias, plan, casts)
         else:
-            casts = self._float8_casts(weight) if self._float8_has_state else plan.casts
+            casts = self._float8_with_state(plan.casts) if self._float8_stateful else plan.casts
             kept = self._float8_held_of(weight) if self._float8_held else None
             output = apply_linear(input, weight, self.bias, plan, casts, kept)
         for observer in self._float8_observers:
             output = observer(self, casts, input, weight, output)
         return output
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a Parameter; refuse torchao's."""
+        compiling = torch.compiler.is_compiling()  # as FSDP1 is, which registers views
+        if not compiling and type(param).__module__.startswith("torchao."):
+            raise TypeError(
+                f"Float8Linear: got a {name} of class {type(param).__name__}, expected a tensor in "
+                f"high precision; call convert_to_high_precision(model), then quantise"
+            )
+        super().register_parameter(name, param)
 
     def __prepare_scriptable__(self) -> None:
         """Refuse `torch.jit.script`, which calls this."""

@@ -34,7 +34,7 @@ class LinearPlan(NamedTuple):
     """The six casts and three GEMMs of a layer; a GEMM that is None runs in high precision."""
 
     casts: Casts
-    """The casts, without the state and the ranks of a call."""
+    """The casts, without the scale sources and the ranks of a call."""
     reuse_input: bool
     reuse_weight: bool
     reuse_grad_output: bool
@@ -82,7 +82,7 @@ def resolve_plan(
         return Gemm(fast_accum[name], config.emulate, rounded, granularities)
 
     def rows_suffice(cast: Cast, *gemms: Gemm | None) -> bool:
-        granularity, rounded = cast.how.scaling_granularity, cast.how.power_of_2
+        granularity, rounded = cast.config.scaling_granularity, cast.config.power_of_2
         return None not in gemms and (granularity.one_scale or (granularity.by_rows and rounded))
 
     unbound = Casts(*(Cast(casts[site]) for site in CAST_SITES))

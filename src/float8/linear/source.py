@@ -14,8 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from float8.config import Float8LinearConfig, Float8Weights
 from float8.formats import HIGH_PRECISION_DTYPES, lacks_float8_gemm
-from float8.linear.base import our_names
-from float8.linear.state import StatefulLayer
+from float8.linear.base import Float8Module, our_names
 from float8.tensor import is_dtensor, is_fsdp_module
 
 _PICKLING = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__slots__")
@@ -89,7 +88,7 @@ def problem(
             do = ": DeepSpeed's zero.Init has taken it apart; convert each layer by itself, within "
             do += "deepspeed.zero.GatheredParameters([layer.weight])"
         return ValueError(f"got weight of shape {shape}, expected no empty dim{do}")
-    shared = isinstance(mod, StatefulLayer) and bool(mod._float8_groups())
+    shared = isinstance(mod, Float8Module) and bool(mod._float8_groups())
     if shared and not is_dtensor(weight) and config.enable_fsdp_float8_all_gather:
         return ValueError(
             "got enable_fsdp_float8_all_gather=True, expected False: FSDP does not know that other "
@@ -125,7 +124,7 @@ def _computes_something_else(mod: nn.Module, linear_classes: Collection[type]) -
         return "which is sharded, expected an nn.Linear: convert, then fully_shard"
     if forward_of.__module__.startswith("torchao."):
         return "which torchao converted already, expected an nn.Linear: convert the plain model"
-    if forward_of is nn.Linear or isinstance(mod, (*linear_classes, StatefulLayer)):
+    if forward_of is nn.Linear or isinstance(mod, (*linear_classes, Float8Module)):
         return None
     if reason := not_in_high_precision(getattr(mod, "weight", None)):
         return f"with a {reason}"
@@ -147,13 +146,13 @@ def not_in_high_precision(weight: Any) -> str | None:
     return None
 
 
-def _cannot_be_both(mod: Any, base: type, config: Float8LinearConfig) -> str | None:
+def _cannot_be_both(mod: Any, base: Any, config: Float8LinearConfig) -> str | None:
     """Say why a layer cannot be what `mod` is and a `base`, too, or return None."""
     cls: Any = type(mod)
-    is_ours = isinstance(mod, StatefulLayer)
-    names, there = {name for site in config.delayed_sites for name in site.buffers}, {*dir(mod)}
+    is_ours = isinstance(mod, Float8Module)
+    names, there = base._float8_buffer_names(config), {*dir(mod)}
     if is_ours:
-        names -= {name for site in mod._float8_delayed for name in site.buffers}
+        names -= mod._float8_state().keys()
     else:
         names |= our_names(base)
         # The class would hide what is registered under this name.

@@ -46,11 +46,11 @@ class OnTheFly(NamedTuple):
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """Quantize the weight to row data, and multiply by them."""
         cast, gemm, products = call.casts.weight, call.plan.output, call.products
-        traced = cast.state is not None  # records its amax outside of a cast that may be repeated
+        traced = cast.source is not None  # records its amax outside of a cast that may be repeated
         b = products.quantize_weight(self.values, cast, row=True, pad_rows=True, traced=traced).row
         y = products.output(a, b, shape, *index, gemm=gemm, out_dtype=to)
         scale = None
-        if call.plan.reuse_weight and cast.how.scaling_granularity.one_scale:
+        if call.plan.reuse_weight and cast.config.scaling_granularity.one_scale:
             scale = b.scale[:, 0].contiguous() if products.repeats_scales else b.scale
         return y, (self.values, scale)
 
@@ -62,7 +62,7 @@ class OnTheFly(NamedTuple):
         """
         cast, gemm, products = call.casts.weight_for_grad_input, call.plan.grad_input, call.products
         if self.scale is not None:
-            cast = Cast(cast.how, scale=self.scale)
+            cast = Cast(cast.config, scale=self.scale)
         b = products.quantize_weight(self.values, cast, col=True, after=g.scale).col
         return products.grad_input(g, b, shape, *index, gemm=gemm, out_dtype=to)
 
@@ -77,12 +77,12 @@ class InFloat8(NamedTuple):
         self, a: Operand, shape: Shape, index: Any, call: "Call", to: dtype
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """Pad the row data, and multiply by them."""
-        b = call.products.padded(Operand(*self), call.casts.weight.how.scaling_granularity)
+        b = call.products.padded(Operand(*self), call.casts.weight.config.scaling_granularity)
         gemm = call.plan.output
         return call.products.output(a, b, shape, *index, gemm=gemm, out_dtype=to), self
 
     def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", to: dtype) -> Any:
         """Make column data of the row data, and multiply by them; see `OnTheFly.grad_input`."""
-        how, gemm = call.casts.weight_for_grad_input.how, call.plan.grad_input
+        how, gemm = call.casts.weight_for_grad_input.config, call.plan.grad_input
         b = call.products.transposed(Operand(*self), how, g.scale)
         return call.products.grad_input(g, b, shape, *index, gemm=gemm, out_dtype=to)

@@ -23,7 +23,13 @@ from float8.quantize import Cast, to_col
 from float8.scales import Operand, Quantized
 from float8.tensor import Float8Tensor
 from float8.tensor.float8_tensor import to_float8
-from float8.tensor.ranks import SharedTokens, dtensor_like, every_rank_gets_some, finished
+from float8.tensor.ranks import (
+    SharedTokens,
+    amax_over,
+    dtensor_like,
+    every_rank_gets_some,
+    finished,
+)
 
 
 class Shards(NamedTuple):
@@ -63,6 +69,16 @@ class Shards(NamedTuple):
         if column_parallel:
             return _column_parallel(input, weight, bias, self.gathers_input, plan, casts)
         return _row_parallel(input, weight, bias, self.tokens_dim, plan, casts)
+
+    def casts(self, layer: Any, mesh: Any) -> Casts:
+        """Return the casts of a call; amaxes become those of all ranks of a `mesh` of one dim."""
+        casts: Casts = layer._float8_plan.casts
+        if mesh.size() > 1:
+            reduce, reduced = amax_over([mesh.get_group(0)]), {}
+            for site in casts._fields:
+                reduced[site] = getattr(casts, site)._replace(reduce=reduce)
+            casts = casts._replace(**reduced)
+        return layer._float8_with_state(casts) if layer._float8_stateful else casts
 
     def words(self, layer: Any) -> list[str]:
         """Return a text for the `extra_repr` of `layer` on what ranks gather."""
@@ -114,7 +130,7 @@ class ScattersOutput(Dense):
     def quantize_grad(self, g: Tensor, cast: Cast, *, row: bool, col: bool) -> Quantized:
         """Quantize grad_output of this rank [M / ranks, N], and gather the bytes: [M, N]."""
         row_data = self.tokens.gathered(g, cast)
-        return Quantized(row_data, to_col(row_data, cast.how) if col else None)
+        return Quantized(row_data, to_col(row_data, cast.config) if col else None)
 
     def scatter(self, y: Tensor) -> Tensor:
         """Reduce-scatter the partial sums [M, N] of the output: [M / ranks, N]."""
@@ -226,7 +242,7 @@ def dtensor_in_float8(x: Any, weight: Any, plan: LinearPlan, cast: Cast) -> Any:
     cuts_rows = placement.is_shard() and placement.dim % x.dim() == x.dim() - 1
     if (
         placement.is_partial()
-        or (cuts_rows and cast.how.scaling_granularity.by_rows)
+        or (cuts_rows and cast.config.scaling_granularity.by_rows)
         or not plan.input_rows_suffice
         or isinstance(x._local_tensor, Float8Tensor)
     ):

@@ -122,7 +122,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             got = type(next(iter(found.values()))).__name__
             expected = "a Float8Linear or a module that holds some; convert the model first"
             raise TypeError(f"{style}: got a {got}, expected {expected}")
-        config, *others = {layer._float8_plan.casts.input.how for layer in layers.values()}
+        config, *others = {layer._float8_plan.casts.input.config for layer in layers.values()}
         if others:
             raise ValueError(
                 f"{style}: got layers that cast their input in {1 + len(others)} ways, expected "
@@ -147,7 +147,7 @@ def _quantize(
         if reads and not sums_over_ranks(layer.weight):
             if not is_dtensor(input):
                 input = DTensor.from_local(input, mesh, (placement,))
-            cast = layer._float8_casts(input).input
+            cast = layer._float8_shards.casts(layer, input.device_mesh).input
             return dtensor_in_float8(input, layer.weight, layer._float8_plan, cast)
     return input
 
@@ -163,7 +163,7 @@ def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) ->
             f"{name}: got a layer whose weight is a DTensor already, expected a plain one; "
             f"parallelize each layer once, and before fully_shard"
         )
-    granularity = module._float8_plan.casts.weight.how.scaling_granularity
+    granularity = module._float8_plan.casts.weight.config.scaling_granularity
     parts_have_scales = granularity.one_scale or (granularity.by_rows and dim == 0)
     if module._float8_never_trains and not parts_have_scales:
         raise ValueError(

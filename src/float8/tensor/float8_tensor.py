@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from float8.autograd import new_alias
 from float8.config import CastConfig, Granularity, ScalingGranularity
 from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
-from float8.kernels.dequantise import dequantised_by_kernel
+from float8.kernels.dequantize import dequantised_by_kernel
 from float8.kernels.runtime.private import warn
 from float8.quantize import Cast, quantize
 from float8.scales import Operand
@@ -241,10 +241,10 @@ def to_float8(x: Tensor, cast: Cast) -> Float8Tensor:
 
     With delayed scaling the result carries the amax, which the layers that read it record.
     """
-    granularity, amax = cast.how.scaling_granularity, None
-    if cast.state is not None:
-        state = cast.state.apart()
-        cast, amax = cast._replace(state=state, record=True), state.amax
+    granularity, amax = cast.config.scaling_granularity, None
+    if cast.source is not None:
+        source = cast.source.apart()
+        cast, amax = cast._replace(source=source), source.amax
     with torch.no_grad():  # before the autograd function: see `autograd.computed_before`
         rows = x.flatten(0, -2) if x.dim() > 1 else x.reshape(1, -1)
         data, scale = quantize(rows, cast, row=True).row

@@ -38,7 +38,7 @@ class SharedTokens(NamedTuple):
         Finer scales are gathered, too. `traced`: see `quantize`.
         """
         data, scale = quantize(x, cast, row=True, traced=traced).row
-        granularity = cast.how.scaling_granularity
+        granularity = cast.config.scaling_granularity
         scale = scale if granularity.one_scale else self.gather(scale)
         whole = Operand(self.gather(data[:, : x.shape[1]]), scale)
         return padded(whole, granularity, pad_rows=False)

@@ -64,7 +64,7 @@ class Held(NamedTuple):
         """Multiply by an op that checks at run time whether the held data are current."""
         return TIMES_HELD(
             *a, *b, self.values.detach(), index[0] if index else None,
-            call.products.stored_transposed, *shape, col, call.casts.weight.how.power_of_2,
+            call.products.stored_transposed, *shape, col, call.casts.weight.config.power_of_2,
             *gemm.packed(), to,
         )  # fmt: skip
 

@@ -100,7 +100,7 @@ def in_float8_only(weight: Tensor, cast: Cast) -> Float8Tensor:
         return weight
     padded, scale = PRODUCTS[weight.dim()].quantize_weight(weight, cast, row=True).row
     *_, N, K = weight.shape
-    granularity, data = cast.how.scaling_granularity, padded[..., :N, :K]
+    granularity, data = cast.config.scaling_granularity, padded[..., :N, :K]
     if weight.dim() == 3 and granularity.width is None:  # experts' scales [E, N], one per row
         scale, granularity = scale.unsqueeze(-1), ScalingGranularity.AXISWISE
     if not granularity.one_scale:  # drop scales of padding

@@ -6,31 +6,47 @@ the amaxes of the last steps, most recent first; `fp8_scale_<site>` [], the deco
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from float8.config import CAST_SITES, CastSite
+from float8.config import CAST_SITES, CastConfig, CastSite, Float8LinearConfig
+from float8.delayed.cast import UNKNOWN_SCALE, DelayedScale
 from float8.kernels.runtime.ops import NO_ONNX, register
-from float8.kernels.runtime.private import in_reentrant_checkpoint, warn
+from float8.kernels.runtime.private import compiled_autograd_is_on, in_reentrant_checkpoint, warn
 from float8.linear.base import Float8Module
 from float8.linear.plan import Casts
-from float8.scales import UNKNOWN_SCALE, DelayedScale, amax_to_scale
+from float8.quantize import Cast
 from float8.tensor import local_tensor
 from float8.tensor.ranks import amax_over, sharding_groups
+
+
+class Site(NamedTuple):
+    """The names of a cast site and of its buffers."""
+
+    name: str
+    amax: str
+    history: str
+    scale: str
+
+
+SITES = {
+    x: Site(x.value, *(f"fp8_{kind}_{x.value}" for kind in ("amax", "amax_history", "scale")))
+    for x in CAST_SITES
+}
+WEIGHT, GRAD_OUTPUT = SITES[CastSite.WEIGHT], SITES[CastSite.GRAD_OUTPUT]
 
 
 class StatefulLayer(Float8Module):
     """The base class of linear layers, with the buffers of delayed scaling."""
 
     weight: Tensor
-    _float8_delayed: tuple[CastSite, ...] = ()
-    """The cast sites with delayed scaling."""
+    _float8_stateful: tuple[Site, ...]
     _float8_compared: frozenset[Any] = frozenset()
     """Layer counts and process groups for which a sync has checked that all ranks agree."""
-    _float8_known: frozenset[CastSite] = frozenset()
-    """Cast sites whose scale is known to be set, on all ranks that share the layer."""
+    _float8_known: frozenset[str] = frozenset()
+    """Names of cast sites whose scale is known to be set, on all ranks that share the layer."""
     _float8_versions: dict[int, int] | None = None
     """The versions of the Parameters when the first amax since the last sync was recorded."""
     _float8_sample: tuple[Any, int, Tensor] | None = None
@@ -40,26 +56,33 @@ class StatefulLayer(Float8Module):
 
     # ---------------------------------------------------------------- the buffers
 
+    @classmethod
+    def _float8_buffer_names(cls, config: Float8LinearConfig) -> set[str]:
+        """Return the names of the buffers of a layer with `config`."""
+        return {name for site in config.delayed_sites for name in SITES[site][1:]}
+
     def _float8_start_state(self) -> None:
         super()._float8_start_state()
-        self._float8_delayed = self._float8_config.delayed_sites
-        self._float8_has_state = bool(self._float8_delayed)
-        self._float8_of_this_rank += tuple(site.amax for site in self._float8_delayed)
-        self._float8_compared = frozenset()
+        self._float8_stateful = tuple(SITES[site] for site in self._float8_config.delayed_sites)
+        self._float8_of_this_rank += tuple(site.amax for site in self._float8_stateful)
         self._float8_register_buffers()
 
-    def _float8_drop_state(self) -> None:
-        for name in self._float8_state():
-            del self._buffers[name]
-        super()._float8_drop_state()
-
     def _float8_register_buffers(self) -> None:
-        for site in self._float8_delayed:
+        for site in self._float8_stateful:
             for name, value in self._float8_fresh_state(site, self.weight.device).items():
                 self.register_buffer(name, value)
         self._float8_state_was_written()
 
-    def _float8_fresh_state(self, site: CastSite, device: torch.device) -> dict[str, Tensor]:
+    def _float8_drop_state(self) -> None:
+        for name in self._float8_state():
+            del self._buffers[name]
+        self._float8_compared = frozenset()
+        super()._float8_drop_state()
+
+    def _float8_state(self) -> dict[str, Tensor]:
+        return {name: self.get_buffer(name) for site in self._float8_stateful for name in site[1:]}
+
+    def _float8_fresh_state(self, site: Site, device: torch.device) -> dict[str, Tensor]:
         """Return new buffers for a cast site, by name."""
         scale = torch.full((), self._float8_first_scale, dtype=torch.float32, device=device)
         history = scale.new_zeros(self._float8_config.delayed_scaling_config.history_len)
@@ -81,7 +104,7 @@ class StatefulLayer(Float8Module):
     @torch.no_grad()
     def _float8_reset_state(self) -> None:
         """Set the buffers to their initial state, in place."""
-        for site in self._float8_delayed:
+        for site in self._float8_stateful:
             self.get_buffer(site.amax).zero_()
             self.get_buffer(site.history).zero_()
             self.get_buffer(site.scale).fill_(self._float8_first_scale)
@@ -99,40 +122,39 @@ class StatefulLayer(Float8Module):
     def reset_parameters(self) -> None:
         """Initialize weight and bias as the original class does, and reset the buffers."""
         super().reset_parameters()  # type: ignore[misc]
-        if "_float8_config" in self.__dict__:  # not yet while nn.Linear.__init__ runs
-            self._float8_reset_state()
-
-    def _float8_groups(self) -> tuple[Any, ...]:
-        """Return the process groups over which the weight is sharded; empty for a plain tensor."""
-        weight = self.weight
-        return sharding_groups(weight) if hasattr(weight, "device_mesh") else ()
+        self._float8_reset_state()
 
     # ---------------------------------------------------------------- which steps it is in
 
-    def _float8_knows_weight_scale(self) -> bool:
-        """Return whether FSDP2 gathers the weight under the delayed scale in its buffer.
+    def _float8_cast_of_shard(self, cast_config: CastConfig, shard: Tensor) -> Cast:
+        """Return the cast of a shard of the weight that FSDP2 gathers; it records a new amax.
 
-        False in eval mode, for a frozen layer, and while the scale is unknown, for which the host
-        reads the buffer. Grad mode is not asked, since FSDP2 always gathers under `no_grad`.
+        Each forward in training records that amax in the layer, and the sync reduces it over ranks.
+        The scale is that of the last sync, but in eval mode, for a frozen layer, and while no scale
+        is known, for which the host reads the buffer. Grad mode is not asked, since FSDP2 always
+        gathers under `no_grad`.
         """
-        site = CastSite.WEIGHT
-        if not self.training or self._float8_is_frozen():
-            return False
-        if site not in self._float8_known:
-            self._float8_note_known(site, self.get_buffer(site.scale).item())
-        return site in self._float8_known
+        amax, trains = shard.new_zeros((), dtype=torch.float32), self._float8_trains()
+        if trains and WEIGHT.name not in self._float8_known:
+            self._float8_note_known(WEIGHT, self.get_buffer(WEIGHT.scale).item())
+        if trains and WEIGHT.name in self._float8_known:
+            scale = self.get_buffer(WEIGHT.scale).to(amax.device)
+            return Cast(cast_config, DelayedScale(scale, amax, True))
+        scale = torch.full_like(amax, UNKNOWN_SCALE)
+        reduce = amax_over(sharding_groups(self.weight))
+        return Cast(cast_config, DelayedScale(scale, amax, True), reduce)
 
-    def _float8_is_frozen(self) -> bool:
-        """Return whether the layer has Parameters, and none of them requires a gradient."""
-        if getattr(self._parameters.get("weight"), "requires_grad", False):  # in most layers
-            return False
+    def _float8_trains(self) -> bool:
+        """Return whether the layer is in training mode, and not all of its Parameters frozen."""
+        if not self.training or getattr(self._parameters.get("weight"), "requires_grad", False):
+            return self.training  # as most layers
         needed = [parameter.requires_grad for parameter in self.parameters()]
-        return bool(needed) and not any(needed)  # FSDP1 takes Parameters away
+        return any(needed) or not needed  # FSDP1 takes Parameters away
 
-    def _float8_note_known(self, site: CastSite, scale: float) -> None:
+    def _float8_note_known(self, site: Site, scale: float) -> None:
         """Record that the scale of `site` is set, unless `scale` is `UNKNOWN_SCALE`."""
-        if scale != UNKNOWN_SCALE:
-            self._float8_known = self._float8_known | {site}  # Dynamo (torch 2.11) fails at `|=`
+        if scale != UNKNOWN_SCALE:  # Dynamo (torch 2.11) fails at `|=`
+            self._float8_known = self._float8_known | {site.name}
 
     def _float8_has_unsynced_amax(self) -> bool:
         """Return whether eager or compiled code recorded an amax since the last sync."""
@@ -152,9 +174,9 @@ class StatefulLayer(Float8Module):
 
     def _float8_amax_version(self) -> int:
         """Return the version of the weight's amax, or else of the first site's; -1 without one."""
-        amax = self._buffers.get(CastSite.WEIGHT.amax)
-        if amax is None and self._float8_delayed:
-            amax = self._buffers[self._float8_delayed[0].amax]
+        amax = self._buffers.get(WEIGHT.amax)
+        if amax is None and self._float8_stateful:
+            amax = self._buffers[self._float8_stateful[0].amax]
         return -1 if amax is None or amax.is_inference() else amax._version
 
     def _float8_check_synced(self) -> None:
@@ -177,7 +199,7 @@ class StatefulLayer(Float8Module):
             if isinstance(p, nn.Parameter) and p.requires_grad and not p.is_inference()
         }
         weight: Any = self._parameters.get("weight")
-        amax: Any = self._buffers.get(CastSite.GRAD_OUTPUT.amax)
+        amax: Any = self._buffers.get(GRAD_OUTPUT.amax)
         first, before, now = self._float8_versions, self._float8_sample, None
         written = first is not None and any(first.get(key, v) != v for key, v in versions.items())
         trained = type(weight) is nn.Parameter and id(weight) in versions
@@ -203,43 +225,45 @@ class StatefulLayer(Float8Module):
                 "optimizer step, or attach_to_optimizer(model, optimizer) once before training"
             )
 
-    def _float8_casts(self, weight: Any) -> Casts:
-        """Bind the casts of the plan to this call, with the state of delayed scaling.
+    def _float8_with_state(self, casts: Casts) -> Casts:
+        """Return `casts` with the buffers of this layer as scale sources, where they take part.
 
         Scales come from the history in training mode with gradients, unless the layer is frozen; so
         they do in the first forward of reentrant checkpointing, which is recomputed with gradients.
         Else they come from the data: a sync may never follow. Amaxes are recorded wherever
-        gradients are taken. They become those of all ranks of the mesh of one dim of `weight`, a
-        DTensor. Casts whose scale the last sync made equal on all ranks need no all-reduce.
+        gradients are taken. Casts whose scale the last sync made equal on all ranks reduce nothing.
         """
-        casts, record = self._float8_plan.casts, torch.is_grad_enabled()
-        trains = self.training and not (self._float8_delayed and self._float8_is_frozen())
-        mesh = getattr(weight, "device_mesh", None)
-        if mesh is not None and mesh.size() > 1:
-            reduce = amax_over([mesh.get_group(0)])
-            known, reduced = self._float8_known if trains and record else (), {}
-            for site in CAST_SITES:
-                if site not in known:
-                    reduced[site.value] = getattr(casts, site.value)._replace(reduce=reduce)
-            casts = casts._replace(**reduced)
-        compiling = torch.compiler.is_compiling()
-        has_state = record or (trains and (compiling or in_reentrant_checkpoint()))
-        if not (self._float8_delayed and has_state):
+        record, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
+        trains = self._float8_trains()
+        if not record and not (trains and (compiling or in_reentrant_checkpoint())):
             return casts
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             got = "got torch.jit.trace with delayed scaling, expected no gradients"
             no_trace = f"Float8Linear: {got}; trace it under torch.no_grad()"
             raise RuntimeError(NO_ONNX if torch.onnx.is_in_onnx_export() else no_trace)
+        if compiling and GRAD_OUTPUT in self._float8_stateful and compiled_autograd_is_on():
+            # torch loses what a compiled forward hands to a backward that writes it, as amaxes are.
+            # At this error it runs the layer in eager mode, where nothing is lost; not with
+            # fullgraph.
+            raise RuntimeError(
+                "Float8Linear: got a compiled forward with delayed scaling of grad_output within "
+                "compiled autograd, expected one of the two: leave the forward in eager mode, or "
+                "compile without compiled autograd, or scale grad_output dynamically"
+            )
         delayed = {}
-        for site in self._float8_delayed:
+        for site in self._float8_stateful:
+            cast: Cast = getattr(casts, site.name)
             amax, scale = getattr(self, site.amax), getattr(self, site.scale)
             if not trains:
                 scale = torch.full_like(scale, UNKNOWN_SCALE)
             elif compiling and not record:
                 scale = torch.ops.float8.scale_without_gradients.default(scale)
                 amax = torch.empty_like(amax)  # a compiled op writes it
-            cast, state = getattr(casts, site.value), DelayedScale(scale, amax)
-            delayed[site.value] = cast._replace(state=state, record=record)
+            reduce = cast.reduce
+            if reduce is not None and trains and record and site.name in self._float8_known:
+                reduce = None
+            source = DelayedScale(scale, amax, record)
+            delayed[site.name] = cast._replace(source=source, reduce=reduce)
         return casts._replace(**delayed)
 
     # ---------------------------------------------------------------- copies and moves
@@ -249,13 +273,7 @@ class StatefulLayer(Float8Module):
         self._float8_state_was_written()  # new buffers count versions anew
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a Parameter; refuse torchao's."""
-        compiling = torch.compiler.is_compiling()  # as FSDP1 is, which registers views
-        if not compiling and type(param).__module__.startswith("torchao."):
-            raise TypeError(
-                f"Float8Linear: got a {name} of class {type(param).__name__}, expected a tensor in "
-                f"high precision; call convert_to_high_precision(model), then quantise"
-            )
+        """Register a Parameter; the check for a missing sync starts anew at the next forward."""
         super().register_parameter(name, param)
         self._float8_versions = None
 
@@ -272,11 +290,6 @@ class StatefulLayer(Float8Module):
             self._float8_reset_state()  # after `to_empty()` they would be undefined
         self._float8_state_was_written()
         return self
-
-    def _float8_state(self) -> dict[str, Tensor]:
-        return {
-            name: self.get_buffer(name) for site in self._float8_delayed for name in site.buffers
-        }
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -308,37 +321,6 @@ def _scale_without_gradients(scale: Tensor) -> Tensor:
 register("scale_without_gradients", _scale_without_gradients, fake=torch.empty_like)
 
 
-def next_history_and_scale(
-    amax: Tensor,
-    history: Tensor,
-    scale: Tensor,
-    float8_max: Tensor,
-    *,
-    scale_fn_name: str,
-    round_to_power_of_2: bool,
-) -> tuple[Tensor, Tensor]:
-    """Push the amaxes of a step into their histories, and compute the next scales.
-
-    `amax` and `scale` are [S] float32, `history` [S, history_len], most recent first, `float8_max`
-    [S] float64, the largest value of each cast's format. History and scale are returned, new.
-
-    Where the amax is 0 (nothing was recorded since the last update, or only zeros) both stay as
-    they were, so an update too many forgets nothing. A non-finite amax is recorded as 0, so that
-    one overflowing step does not spoil the scales of the next `history_len` steps; where the
-    reduced history is 0 the scale stays as it was. `UNKNOWN_SCALE` stays until an amax is less than
-    twice the largest before it: gradients grow by orders of magnitude in the first step where
-    weights begin near zero.
-    """
-    latest, before = amax.nan_to_num(0.0, 0.0, 0.0), history.amax(dim=1)
-    settled = (latest - before).abs() < before  # 0 < latest < 2 * before
-    known = settled | (scale != UNKNOWN_SCALE)
-    pushed = torch.cat([latest.unsqueeze(1), history[:, :-1]], dim=1)
-    history = torch.where((amax != 0).unsqueeze(1), pushed, history)
-    peak = history.amax(dim=1) if scale_fn_name == "max" else history[:, 0]
-    fresh = amax_to_scale(peak, float8_max, round_to_power_of_2)
-    return history, torch.where(known & (peak > 0), fresh, scale)
-
-
 # ---------------------------------------------------------------- of other configurations
 
 
@@ -350,23 +332,23 @@ def _as_loadable(
     Warns of buffers that are dropped or missing; Python shows equal warnings of many layers once.
     """
     loaded, told = dict(state_dict), []
-    there = {site: [prefix + x for x in site.buffers if prefix + x in loaded] for site in CastSite}
+    there = {x: [prefix + y for y in x[1:] if prefix + y in loaded] for x in SITES.values()}
     ours = [key for keys in there.values() for key in keys]
     if not ours:
         return loaded
     device = loaded[ours[0]].device
-    for site in sorted(CastSite, key=lambda site: site.value):
-        delayed = site in layer._float8_delayed
-        if there[site] and not delayed:
-            told.append(f"dropped the state of {site.value}, which is not delayed here")
-            for key in there[site]:
+    for site, keys in sorted(there.items()):
+        delayed = site in layer._float8_stateful
+        if keys and not delayed:
+            told.append(f"dropped the state of {site.name}, which is not delayed here")
+            for key in keys:
                 del loaded[key]
-        elif delayed and not there[site]:
-            told.append(f"found no state of {site.value}, which starts anew")
+        elif delayed and not keys:
+            told.append(f"found no state of {site.name}, which starts anew")
             # Beside what is loaded: the layer may be on the meta device, and take it as it is.
             for name, value in layer._float8_fresh_state(site, device).items():
                 loaded[prefix + name] = value
-        elif there[site]:
+        elif keys:
             for name in (site.amax, site.scale):
                 # Torch would load an element of any vector for a scalar.
                 if shape := list(getattr(loaded.get(prefix + name), "shape", ())):
@@ -381,7 +363,7 @@ def _as_loadable(
                 continue
             steps, found = layer._float8_config.delayed_scaling_config.history_len, len(history)
             if found > steps:
-                told.append(f"dropped all but the last {steps} of {found} steps of {site.value}")
+                told.append(f"dropped all but the last {steps} of {found} steps of {site.name}")
             missing = history.new_zeros(max(steps - found, 0))
             loaded[prefix + site.history] = torch.cat([history[:steps], missing])
     if told:

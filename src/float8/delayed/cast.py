@@ -1,0 +1,130 @@
+"""The cast of delayed scaling: under a scale that is kept, while the amax is recorded."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from float8.config import CastConfig
+from float8.formats import HIGH_PRECISION_DTYPES
+from float8.kernels.amax import amax_reference
+from float8.kernels.cast import (
+    SCALAR,
+    CastArguments,
+    cast_plan,
+    cast_reference,
+    refusal,
+    refused_scale,
+    specs_of,
+)
+from float8.kernels.runtime.launch import takes_triton_directly
+from float8.kernels.runtime.ops import register
+from float8.scales import Operand, amax_to_scale
+
+UNKNOWN_SCALE = 0.0
+"""The value of a scale that no sync has set; the cast then computes a scale from the data. It is a
+value and not a flag, so that compiled graphs and checkpoints carry it."""
+
+
+class DelayedScale(NamedTuple):
+    """The `ScaleSource` of delayed scaling: two 0-dim float32 tensors that a cast reads, writes."""
+
+    scale: Tensor
+    """Decode scale for this step, or `UNKNOWN_SCALE`."""
+    amax: Tensor
+    """Largest amax seen since the last sync: over microbatches, repeated calls, recomputation."""
+    recording: bool = False
+    """Whether casts record the amax of their tensor."""
+
+    def cast(
+        self, x: Tensor, cast_config: CastConfig, *, row: bool, col: bool, pad_rows: bool = False
+    ) -> tuple[Operand | None, Operand | None]:
+        """Cast as `kernels.cast` under this scale, or one from the data; record the amax."""
+        if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
+            raise refusal(x)
+        granularity = cast_config.scaling_granularity
+        for scalar in (self.scale, self.amax):
+            fits = scalar.dtype == torch.float32 and scalar.numel() == 1
+            if not (fits and scalar.device == x.device and granularity.one_scale):
+                raise refused_scale(scalar, x, granularity)
+        direct = x.is_cuda and takes_triton_directly(x, self.scale, self.amax)
+        op = _cast_delayed_triton if direct else torch.ops.float8.cast_delayed.default
+        arguments = cast_config.dtype, row, col, pad_rows, cast_config.power_of_2, self.recording
+        used, row_data, col_data = op(x, self.scale, self.amax, *arguments)
+        return Operand(row_data, used) if row else None, Operand(col_data, used) if col else None
+
+    def choose(self, dynamic: Tensor) -> Tensor:
+        """Return the scale of this step, or `dynamic`, that of the data, if it is unknown."""
+        return torch.where(self.scale == UNKNOWN_SCALE, dynamic, self.scale)
+
+    def observe(self, amax: Tensor) -> None:
+        """If recording, raise the amax to `amax`, 0-dim float32; NaN propagates."""
+        if self.recording:
+            self.amax.copy_(torch.maximum(self.amax, amax))
+
+    def apart(self) -> "DelayedScale":
+        """Return a recording `DelayedScale` with the same scale and a new amax of zero.
+
+        A cast that records into the new amax leaves this state unchanged, so compiled code may run
+        it again for activation checkpointing. The caller may `observe` that amax here afterwards.
+        """
+        # Not `zeros_like`, for which a compiler would keep the amax.
+        fresh = torch.zeros((), dtype=torch.float32, device=self.amax.device)
+        return DelayedScale(self.scale, fresh, recording=True)
+
+
+# ---------------------------------------------------------------- the op
+
+# Ops that write an argument must return a fixed number of tensors, since functionalization supports
+# no list. So a layout that was not asked for is an empty tensor.
+
+
+def cast_delayed_reference(
+    x: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    dtype: torch.dtype,
+    row: bool,
+    col: bool,
+    pad_rows: bool,
+    power_of_2: bool,
+    record: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Plain-torch twin of the kernel; return the used scale, row data and column data."""
+    current = amax_reference(x)
+    used, scale = amax_to_scale(current, dtype, power_of_2), scale.reshape(())
+    if record:
+        amax.copy_(torch.maximum(amax, current))
+    used = torch.where(scale == UNKNOWN_SCALE, used, scale)
+    out = cast_reference(x, used, None, None, dtype, row, col, pad_rows)
+    absent = x.new_empty((0,))
+    return used, out[0] if row else absent, out[-1] if col else absent
+
+
+def _cast_delayed_fake(x: Tensor, scale: Tensor, amax: Tensor, *flat: Any) -> tuple[Tensor, ...]:
+    row, _, col, _ = specs_of(x.shape, CastArguments(None, None, *flat[:-1]))
+    specs = (spec or ((0,), (1,), x.dtype) for spec in (SCALAR, row, col))
+    return tuple(x.new_empty_strided(*spec[:2], dtype=spec[2]) for spec in specs)
+
+
+def _cast_delayed_triton(x: Tensor, scale: Any, amax: Any, *flat: Any) -> tuple[Tensor, ...]:
+    if x.numel() == 0:
+        return cast_delayed_reference(x, scale, amax, *flat)
+    *layout, record = flat
+    source, arguments = "recorded" if record else "kept", CastArguments(None, None, *layout)
+    launch = cast_plan(x.dtype, x.shape, x.stride(), x.device, source, arguments)
+    used, row, _, col, _ = launch(x, scale, amax if record else None)
+    if record:
+        torch.autograd.graph.increment_version(amax)  # as PyTorch's own ops do
+    row = x.new_empty((0,)) if row is None else row
+    col = x.new_empty((0,)) if col is None else col
+    return used, row, col
+
+
+register(
+    "cast_delayed",
+    cast_delayed_reference,
+    triton=_cast_delayed_triton,
+    fake=_cast_delayed_fake,
+    writes=("amax",),
+)

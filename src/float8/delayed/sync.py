@@ -1,0 +1,204 @@
+"""Sync of delayed scaling: once per step, the amaxes of all layers become their next scales."""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from float8.config import DelayedScalingConfig, require_module
+from float8.delayed.cast import UNKNOWN_SCALE
+from float8.delayed.state import WEIGHT
+from float8.formats import FLOAT8_MAX
+from float8.fsdp.weights import shard_amax
+from float8.kernels.runtime.private import untraced
+from float8.linear import Float8Linear
+from float8.parallel.ddp import require_no_join
+from float8.parallel.groups import mesh_device_type, sync_groups, unlike
+from float8.scales import amax_to_scale
+from float8.tensor.ranks import amax_over, is_fsdp_module
+
+
+@torch.no_grad()
+def sync_float8_amax_and_scale_history(
+    model: nn.Module, fp8_layers: Sequence[Float8Linear] | None = None, *, group: Any = None
+) -> None:
+    """Turn the amaxes of this step into the scales of the next, for all layers at once.
+
+    Call it once per optimizer step, after the last `backward()` and before the next forward, or
+    let `attach_to_optimizer` do so. It uses all amaxes recorded since the last call: it may follow
+    several microbatches, and changes nothing where nothing was recorded. In one process it compiles
+    without a graph break. Layers that train on without a sync raise a `RuntimeError` where that can
+    be noticed: see "A missing sync" in docs/scaling.md.
+
+    Once `torch.distributed` is initialised, one all-reduce combines the amaxes of all layers, so
+    every rank must call it. At the first call ranks also compare their layers.
+
+    Args:
+        model: the converted model, compiled or not.
+        fp8_layers: the layers to sync, to save the walk over the model; None: all of `model`.
+        group: the `ProcessGroup` of the ranks that train on parts of the same batch. None: the mesh
+            of the weights, in all of its dims; else the mesh of other parameters under the same
+            `fully_shard`; else all ranks. Pass a group for unsharded pipeline stages, for
+            independent models per rank, and for tensor parallel under DDP, where weights know the
+            mesh of one replica.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: no `group` is given, and weights are on different meshes, or gathered in float8
+            at the moment. Or ranks that hold parts of a weight would not share its amaxes. Or ranks
+            have different layers with delayed scaling.
+        RuntimeError: DDP in `model` is within a `join()` that goes on without inputs.
+    """
+    require_module(model, "model")
+    if fp8_layers is not None:
+        given = [*fp8_layers] if isinstance(fp8_layers, Iterable) else [None]
+        if not all(isinstance(x, Float8Linear) for x in given):
+            kinds = f"{type(fp8_layers).__name__} of {[type(x).__name__ for x in given]}"
+            expected = "a list of Float8Linear; None syncs all of the model"
+            raise TypeError(f"fp8_layers: got a {kinds}, expected {expected}")
+    layers = _delayed_layers(model.modules() if fp8_layers is None else given)
+    if not layers:
+        return
+    if dist.is_available() and dist.is_initialized():
+        _reduce_amaxes(model, layers, group)
+    tied: dict[int, list[Tensor]] = {}  # FSDP2's gather takes the scale of one of the layers
+    for layer in layers:
+        gathers = layer._float8_config.enable_fsdp_float8_all_gather
+        if gathers and WEIGHT in layer._float8_stateful:
+            tied.setdefault(id(layer.weight), []).append(layer.get_buffer(WEIGHT.amax))
+    for amaxes in tied.values():
+        if len(amaxes) > 1:
+            torch._foreach_copy_(amaxes, [torch.stack(amaxes).amax()] * len(amaxes))
+    # Updated as one tensor: (config, power of 2, device) -> largest value of a format -> buffers.
+    alike: dict[Any, dict[float, list[list[Any]]]] = {}
+    for layer in layers:
+        for site in layer._float8_stateful:
+            buffers: list[Any] = [layer._buffers[name] for name in site[1:]]
+            cast = getattr(layer._float8_plan.casts, site.name).config
+            key = layer._float8_config.delayed_scaling_config, cast.power_of_2, buffers[0].device
+            alike.setdefault(key, {}).setdefault(FLOAT8_MAX[cast.dtype], []).append(buffers)
+    for (config, power_of_2, device), formats in alike.items():
+        every = itertools.chain(*formats.values())
+        amaxes, histories, scales = (list(kind) for kind in zip(*every, strict=True))
+        # Filled on the device: a copy from the host would wait for it.
+        like: Any = {"dtype": torch.float64, "device": device}
+        maxima = [torch.full((len(x),), largest, **like) for largest, x in formats.items()]
+        amax, history, scale = map(torch.stack, (amaxes, histories, scales))
+        rule = torch.cat(maxima), config, power_of_2
+        history, scale = next_history_and_scale(amax, history, scale, *rule)
+        torch._foreach_copy_(histories, history.unbind())
+        torch._foreach_copy_(scales, scale.unbind())
+        torch._foreach_zero_(amaxes)
+    for layer in layers:
+        layer._float8_mark_synced()
+    # Layers that share their work with other ranks learn which of their scales are known.
+    shared = [x for x in layers if x._float8_groups()]
+    unknown = [(x, s) for x in shared for s in x._float8_stateful if s.name not in x._float8_known]
+    if unknown:  # asks the device, until all amaxes have settled
+        values = torch.stack([layer.get_buffer(site.scale) for layer, site in unknown]).tolist()
+        for (layer, site), value in zip(unknown, values, strict=True):
+            layer._float8_note_known(site, value)
+
+
+@torch.no_grad()
+def forget_float8_amax(model: nn.Module) -> None:
+    """Forget all amaxes recorded since the last sync: for forwards that were no training.
+
+    `torch.distributed.pipelining` runs such forwards in the first `schedule.step()`, to find the
+    shapes of a stage: with gradients, on memory that nobody has written. Call this after that, and
+    before the optimizer's step. Until the next sync scales come from the data. Raises a `TypeError`
+    if `model` is no `nn.Module`.
+    """
+    require_module(model, "model")
+    for layer in _delayed_layers(model.modules()):
+        torch._foreach_zero_([layer.get_buffer(site.amax) for site in layer._float8_stateful])
+        layer._float8_mark_synced()
+
+
+def _delayed_layers(modules: Iterable[nn.Module]) -> list[Float8Linear]:
+    return [x for x in modules if isinstance(x, Float8Linear) and x._float8_stateful]
+
+
+def next_history_and_scale(
+    amax: Tensor,
+    history: Tensor,
+    scale: Tensor,
+    float8_max: Tensor,
+    config: DelayedScalingConfig,
+    power_of_2: bool,
+) -> tuple[Tensor, Tensor]:
+    """Push the amaxes of a step into their histories, and compute the next scales.
+
+    `amax` and `scale` are [S] float32, `history` [S, history_len], most recent first, `float8_max`
+    [S] float64, the largest value of each cast's format. History and scale are returned, new.
+
+    Where the amax is 0 (nothing was recorded since the last update, or only zeros) both stay as
+    they were, so an update too many forgets nothing. A non-finite amax is recorded as 0, so that
+    one overflowing step does not spoil the scales of the next `history_len` steps; where the
+    reduced history is 0 the scale stays as it was. `UNKNOWN_SCALE` stays until an amax is less than
+    twice the largest before it: gradients grow by orders of magnitude in the first step where
+    weights begin near zero.
+    """
+    latest, before = amax.nan_to_num(0.0, 0.0, 0.0), history.amax(dim=1)
+    settled = (latest - before).abs() < before  # 0 < latest < 2 * before
+    known = settled | (scale != UNKNOWN_SCALE)
+    pushed = torch.cat([latest.unsqueeze(1), history[:, :-1]], dim=1)
+    history = torch.where((amax != 0).unsqueeze(1), pushed, history)
+    peak = history.amax(dim=1) if config.scale_fn_name == "max" else history[:, 0]
+    fresh = amax_to_scale(peak, float8_max, power_of_2)
+    return history, torch.where(known & (peak > 0), fresh, scale)
+
+
+# ---------------------------------------------------------------- ranks
+
+
+def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> None:
+    """Make the amaxes of this rank those of all, with one all-reduce."""
+    weights: list[Any] = [layer.weight for layer in layers]
+    shard_groups = {each for layer in layers for each in layer._float8_groups()}
+    # Parameters of FSDP2's modules around layers tell, too: not all are gathered at once.
+    inside, fsdp = {*layers}, filter(is_fsdp_module, model.modules())
+    around = (module for module in fsdp if not inside.isdisjoint(module.modules()))
+    beside = (parameter for module in around for parameter in module.parameters())
+    ranks = sync_groups(weights, group, beside, shard_groups)
+    if not ranks:
+        return
+    require_no_join(model)
+    there = mesh_device_type(weights)
+    _require_same_layers(model, layers, ranks, there)
+    amaxes, shards = [], []
+    for layer in layers:
+        for site in layer._float8_stateful:
+            amaxes.append(layer.get_buffer(site.amax))
+            # Another rank may have run a layer that this one skipped: its gather read this shard.
+            unused = site == WEIGHT and not layer._float8_has_unsynced_amax()
+            shard = shard_amax(layer.weight) if unused else None
+            shards.append(amaxes[-1].new_zeros(()) if shard is None else shard)
+    both = amax_over(ranks, there)(torch.stack([x.to(amaxes[0].device) for x in amaxes + shards]))
+    recorded, unrecorded = both.chunk(2)
+    together = torch.where(recorded != 0, torch.maximum(recorded, unrecorded), recorded)
+    torch._foreach_copy_(amaxes, together.unbind())
+
+
+@untraced
+def _require_same_layers(
+    model: nn.Module, layers: list[Float8Linear], ranks: tuple[Any, ...], there: str | None
+) -> None:
+    """Compare the layers of all ranks once, else they would reduce unlike amaxes."""
+    done = (len(layers), *(group.group_name for group in ranks))
+    if done in layers[0]._float8_compared:
+        return
+    names = {id(module): name for name, module in model.named_modules()}
+    lines = [f"{names.get(id(x))!r} {x} {x._float8_config.delayed_scaling_config}" for x in layers]
+    device = layers[0].get_buffer(layers[0]._float8_stateful[0].amax).device
+    device = device if there in (None, device.type) else torch.device(there)
+    if (differ := unlike(lines, ranks, device)) is not None:
+        raise ValueError(
+            f"model: got different layers with delayed scaling on the ranks, expected the same; "
+            f"convert alike, or give a `group=` that trains the same model. This rank has "
+            f"{len(lines)}, and others lack or reorder {'; '.join(differ[:4]) or 'none of them'}"
+        )
+    layers[0]._float8_compared |= {done}
