@@ -8,13 +8,16 @@ from float8.checkpoints.loaded import LoadedInFloat8, Quantizers
 from float8.convert.conversion import CONVERSIONS, FEATURES
 from float8.convert.linears import Linears
 from float8.experts.conversion import Experts
-from float8.fsdp.weights import Float8Gathers
+from float8.fsdp.weights import Float8Gathers, refuse_shards
 from float8.linear import Float8Module
+from float8.linear.source import REFUSALS
 from float8.parallel.ddp import DataParallel
 from float8.parallel.sharded import Shards
+from float8.weights.only import refuse_only
 
 Float8Module._float8_shards = Shards()
 
+REFUSALS[:] = [refuse_shards, refuse_only]
 CONVERSIONS[:] = [
     Experts(),
     LoadedInFloat8(),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
@@ -19,6 +19,7 @@ Refusal = tuple[str, str]
 class LayerReport:
     """A linear layer of the model."""
 
+    kind: ClassVar[str] = "linear layers"
     fqn: str  # the name in the model, or `(root)`
     in_features: int
     out_features: int

@@ -50,10 +50,14 @@ class ConversionReport:
     """The weights of known experts, converted or not: the fields of `layers`, and `experts`."""
 
     @property
+    def _all(self) -> tuple[LayerReport, ...]:
+        return (*self.layers, *self.experts)
+
+    @property
     def share(self) -> float:
         """The share in float8 of the elements of all weights that GEMMs read, 0 to 1."""
         in_float8 = all_weights = 0
-        for x in (*self.layers, *self.experts):
+        for x in self._all:
             all_weights += math.prod(x.shape)
             in_float8 += math.prod(x.shape) if x.skip_reason is None else 0
         all_weights += sum(math.prod(x.shape) for x in self.others)
@@ -75,12 +79,12 @@ class ConversionReport:
         return {"share": self.share, **plain}
 
     def __str__(self) -> str:
-        count = f"{len(self.converted)} of {len(self.layers)} linear layers"
-        if self.experts:
-            converted = sum(weight.skip_reason is None for weight in self.experts)
-            count += f" and {converted} of {len(self.experts)} weights of experts"
+        counts = {LayerReport.kind: [0, 0]}  # in float8, of all
         rows = []
-        for layer in (*self.layers, *self.experts):
+        for layer in self._all:
+            count = counts.setdefault(layer.kind, [0, 0])
+            count[0] += layer.skip_reason is None
+            count[1] += 1
             fate = layer.scaling or f"skipped: {layer.skip_reason}"
             rows.append((layer.fqn, str([*layer.shape]), fate))
         for other in self.others:
@@ -92,7 +96,8 @@ class ConversionReport:
             rows = [("layer", "[out, in]", "what runs how"), *_merged(rows)]
         width = max((len(fqn) for fqn, _, _ in rows), default=0)
         table = (f"  {fqn:<{width}}  {shape:<16} {fate}" for fqn, shape, fate in rows)
-        head = f"{count} run in float8, {percent(self.share)} of all matmul weights"
+        shares = " and ".join(f"{a} of {b} {kind}" for kind, (a, b) in counts.items())
+        head = f"{shares} run in float8, {percent(self.share)} of all matmul weights"
         return "\n".join([head, *self.chosen_for, *table])
 
 
@@ -151,10 +156,9 @@ def conversion_report(model: nn.Module) -> ConversionReport:
             rows += conversion.report(fqn, module, scaling, reason)
         else:
             others += _other_weights(f"{fqn}." if fqn else "", module)
-    layers = [row for row in rows if type(row) is LayerReport]
-    experts = [row for row in rows if type(row) is not LayerReport]
-    sentences = tuple(filter(None, chosen_for))
-    return ConversionReport(tuple(layers), tuple(others), sentences, tuple(experts))
+    layers = tuple(row for row in rows if type(row) is LayerReport)
+    more = tuple(row for row in rows if type(row) is not LayerReport)
+    return ConversionReport(layers, tuple(others), tuple(filter(None, chosen_for)), more)
 
 
 def _scaling(module: Float8Module) -> str:

@@ -25,6 +25,7 @@ from float8.tensor import local_tensor
 class ExpertsReport(LayerReport):
     """A Parameter with one weight for each expert."""
 
+    kind = "weights of experts"
     experts: int  # on all ranks
 
     @property

@@ -77,6 +77,21 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
             weight._local_tensor.keep(CastAhead(scale), weight)
 
 
+def refuse_shards(layer: Any, config: Float8LinearConfig) -> TypeError | ValueError | None:
+    """Return an error for a linear layer that is sharded already, or None."""
+    if is_fsdp_module(layer):
+        cls = f"{type(layer).__module__}.{type(layer).__qualname__}"
+        expected = "expected an nn.Linear: convert, then fully_shard"
+        return TypeError(f"got a {cls}, which is sharded, {expected}")
+    shared = isinstance(layer, Float8Module) and layer._float8_groups()
+    if shared and not is_dtensor(layer.weight) and config.enable_fsdp_float8_all_gather:
+        return ValueError(
+            "got enable_fsdp_float8_all_gather=True, expected False: FSDP does not know that other "
+            "ranks hold parts of the weight, too"
+        )
+    return None
+
+
 class Float8Gathers(Feature):
     """Has FSDP2 gather weights in float8, where the configuration says so."""
 

@@ -59,8 +59,8 @@ def linear(
         )
     if config.delayed_sites:
         raise ValueError(
-            "linear: got a config with ScalingType.DELAYED, expected DYNAMIC: the amaxes of steps "
-            "belong to a layer; use Float8Linear, or CastConfig(scaling_type=ScalingType.DYNAMIC)"
+            "linear: got a config with delayed scaling, expected dynamic scaling: histories belong "
+            "to a layer; use Float8Linear, or CastConfig(scaling_type=ScalingType.DYNAMIC)"
         )
     plan = plan_linear(config)
     return apply_linear(input, weight, bias, plan, plan.casts)

@@ -3,7 +3,7 @@
 import copy
 import functools
 import types
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from inspect import getattr_static, signature
 from typing import Any
 
@@ -12,12 +12,15 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
-from float8.config import Float8LinearConfig, Float8Weights
+from float8.config import Float8LinearConfig
 from float8.formats import HIGH_PRECISION_DTYPES, lacks_float8_gemm
 from float8.linear.base import Float8Module, our_names
-from float8.tensor import is_dtensor, is_fsdp_module
+from float8.tensor import is_dtensor
 
 _PICKLING = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__slots__")
+REFUSALS: list[Callable[[Any, Float8LinearConfig], TypeError | ValueError | None]] = []
+"""Functions that return an error if a linear layer cannot take a configuration, else None; filled
+by `float8.wings`."""
 _REGISTRIES = {name for name, x in vars(nn.Module()).items() if isinstance(x, dict | set)}
 """The attributes in which `nn.Module` keeps Parameters, buffers, submodules and hooks."""
 
@@ -74,6 +77,9 @@ def problem(
     path = f"{type(mod).__module__}.{type(mod).__qualname__}"
     if reason := _computes_something_else(mod, linear_classes):
         return TypeError(f"got a {path}, {reason}")
+    for refuse in REFUSALS:
+        if refusal := refuse(mod, config):
+            return refusal
     if reason := _cannot_be_both(mod, base, config):
         return ValueError(f"got a {path} {reason}")
     weight = mod.weight
@@ -88,23 +94,6 @@ def problem(
             do = ": DeepSpeed's zero.Init has taken it apart; convert each layer by itself, within "
             do += "deepspeed.zero.GatheredParameters([layer.weight])"
         return ValueError(f"got weight of shape {shape}, expected no empty dim{do}")
-    shared = isinstance(mod, Float8Module) and bool(mod._float8_groups())
-    if shared and not is_dtensor(weight) and config.enable_fsdp_float8_all_gather:
-        return ValueError(
-            "got enable_fsdp_float8_all_gather=True, expected False: FSDP does not know that other "
-            "ranks hold parts of the weight, too"
-        )
-    shared = shared or is_dtensor(weight)
-    only = config.float8_weights is Float8Weights.ONLY
-    if only and "weight" not in {**mod._parameters, **mod._buffers}:
-        got = "got a weight that hooks compute with float8_weights=ONLY, expected a Parameter"
-        return ValueError(f"{got}; call prune.remove or the like of torch.nn.utils first")
-    if only and (shared or weight.requires_grad):
-        what = "that ranks share" if shared else "with requires_grad=True"
-        return ValueError(
-            f"got a weight {what} with float8_weights=ONLY, expected one that is whole and frozen; "
-            f"call weight.requires_grad_(False) first, or convert it with another config"
-        )
     reason = lacks_float8_gemm(weight.device, only=config.only_on)
     if reason is not None and not config.emulate:
         return ValueError(f"{reason}; set emulate=True to compute in high precision instead")
@@ -120,8 +109,6 @@ def _computes_something_else(mod: nn.Module, linear_classes: Collection[type]) -
         return "whose shape is not known yet, expected an nn.Linear: run a forward first"
     if isinstance(mod, NonDynamicallyQuantizableLinear):
         return "expected an nn.Linear: nn.MultiheadAttention reads the weight of this one itself"
-    if is_fsdp_module(mod):
-        return "which is sharded, expected an nn.Linear: convert, then fully_shard"
     if forward_of.__module__.startswith("torchao."):
         return "which torchao converted already, expected an nn.Linear: convert the plain model"
     if forward_of is nn.Linear or isinstance(mod, (*linear_classes, Float8Module)):

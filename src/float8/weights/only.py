@@ -10,7 +10,7 @@ from float8.config import Float8LinearConfig, Float8Weights, ScalingGranularity
 from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.products import PRODUCTS
 from float8.quantize import Cast
-from float8.tensor import Float8Tensor, dequantise
+from float8.tensor import Float8Tensor, dequantise, is_dtensor
 from float8.tensor.wrapper import PLAIN
 
 if TYPE_CHECKING:
@@ -90,6 +90,23 @@ class OnlyWeights(nn.Module):
         if not local_metadata.get("assign_to_params_buffers", False):  # round as `copy_` would
             values = values.to(old.dtype)
         return self._float8_quantize_only(values if old.is_meta else values.to(old.device))
+
+
+def refuse_only(layer: Any, config: Float8LinearConfig) -> ValueError | None:
+    """Return an error if the weight of `layer` cannot be in float8 only as asked, or None."""
+    if config.float8_weights is not Float8Weights.ONLY:
+        return None
+    if "weight" not in {**layer._parameters, **layer._buffers}:
+        got = "got a weight that hooks compute with float8_weights=ONLY, expected a Parameter"
+        return ValueError(f"{got}; call prune.remove or the like of torch.nn.utils first")
+    shared = is_dtensor(layer.weight) or (isinstance(layer, OnlyWeights) and layer._float8_groups())  # type: ignore[operator]
+    if shared or layer.weight.requires_grad:
+        what = "that ranks share" if shared else "with requires_grad=True"
+        return ValueError(
+            f"got a weight {what} with float8_weights=ONLY, expected one that is whole and frozen; "
+            f"call weight.requires_grad_(False) first, or convert it with another config"
+        )
+    return None
 
 
 @torch.inference_mode(False)  # else it could not be saved for a backward
