@@ -33,8 +33,9 @@ from float8.experts import grouped_linear
 from float8.fsdp.weights import precompute_float8_dynamic_scale_for_fsdp
 from float8.linear import Float8Linear, linear
 from float8.numerics import Watch
-from float8.step import attach_to_optimizer, update_float8_weights
+from float8.step import attach_to_optimizer
 from float8.tensor import Float8Tensor
+from float8.weights.update import update_float8_weights
 
 if TYPE_CHECKING:
     from float8.parallel.tensor import (

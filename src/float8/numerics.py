@@ -19,9 +19,9 @@ from float8.kernels.runtime.private import past_compiled_code
 from float8.linear import Float8Linear
 from float8.linear.functional import autocast_dtype
 from float8.linear.plan import Casts
-from float8.parallel.groups import mesh_device_type, unlike
 from float8.products import PRODUCTS
 from float8.quantize import Cast
+from float8.ranks import mesh_device_type, unlike
 from float8.tensor import Float8Tensor, high_precision, is_dtensor, local_tensor
 from float8.tensor.ranks import amax_over, sharding_groups
 

@@ -25,7 +25,7 @@ from float8 import (
     forget_float8_amax,
     sync_float8_amax_and_scale_history,
 )
-from float8.parallel.groups import unlike
+from float8.ranks import unlike
 from support.configs import delayed
 from support.models import fp8_state, seeded
 from support.outcome import assert_same, compiles

@@ -7,18 +7,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from float8 import kernels
 from float8.config import DelayedScalingConfig, require_module
 from float8.delayed.cast import UNKNOWN_SCALE
 from float8.delayed.state import WEIGHT
 from float8.formats import FLOAT8_MAX
-from float8.fsdp.weights import shard_amax
-from float8.kernels.runtime.private import untraced
+from float8.kernels.runtime.private import goes_on_without_inputs, untraced
 from float8.linear import Float8Linear
-from float8.parallel.ddp import require_no_join
-from float8.parallel.groups import mesh_device_type, sync_groups, unlike
+from float8.ranks import mesh_device_type, sync_groups, unlike
 from float8.scales import amax_to_scale
-from float8.tensor.ranks import amax_over, is_fsdp_module
+from float8.tensor.ranks import amax_over, is_fsdp_module, local_tensor
 
 
 @torch.no_grad()
@@ -166,7 +166,7 @@ def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> 
     ranks = sync_groups(weights, group, beside, shard_groups)
     if not ranks:
         return
-    require_no_join(model)
+    _require_no_join(model)
     there = mesh_device_type(weights)
     _require_same_layers(model, layers, ranks, there)
     amaxes, shards = [], []
@@ -175,12 +175,35 @@ def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> 
             amaxes.append(layer.get_buffer(site.amax))
             # Another rank may have run a layer that this one skipped: its gather read this shard.
             unused = site == WEIGHT and not layer._float8_has_unsynced_amax()
-            shard = shard_amax(layer.weight) if unused else None
+            shard = _shard_amax(layer.weight) if unused else None
             shards.append(amaxes[-1].new_zeros(()) if shard is None else shard)
     both = amax_over(ranks, there)(torch.stack([x.to(amaxes[0].device) for x in amaxes + shards]))
     recorded, unrecorded = both.chunk(2)
     together = torch.where(recorded != 0, torch.maximum(recorded, unrecorded), recorded)
     torch._foreach_copy_(amaxes, together.unbind())
+
+
+def _require_no_join(model: nn.Module) -> None:
+    """Raise `RuntimeError` if a `DistributedDataParallel` in `model` is within its `join()`.
+
+    In `join()` a rank without inputs only shadows the collectives of DDP, and would crash in the
+    all-reduce of a sync. `join(throw_on_early_termination=True)` stops all ranks and is allowed.
+    """
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel) and goes_on_without_inputs(module):
+            raise RuntimeError(
+                "float8: got a sync of delayed scaling within DDP's join(), expected as many steps "
+                "on each rank: a rank without inputs cannot take part in it; use "
+                "join(throw_on_early_termination=True), or a recipe without delayed scaling"
+            )
+
+
+def _shard_amax(weight: Tensor) -> Tensor | None:
+    """Compute the 0-dim float32 amax of a shard; return None if it is not gathered in float8."""
+    local = local_tensor(weight)
+    if local is weight or not hasattr(local, "param_dtype"):
+        return None
+    return kernels.amax(local.high_precision.to(local.param_dtype or local.dtype))
 
 
 @untraced

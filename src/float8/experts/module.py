@@ -29,8 +29,6 @@ from float8.linear.source import (
     replaced_forward,
 )
 from float8.tensor import is_dtensor, is_fsdp_module, local_tensor
-from float8.weights.held import HoldsWeights, can_be_held, hold
-from float8.weights.only import OnlyWeights
 
 
 class ExpertsWeight(NamedTuple):
@@ -42,7 +40,7 @@ class ExpertsWeight(NamedTuple):
     in_features: int
 
 
-class Float8Experts(HoldsWeights, OnlyWeights, Float8Module):
+class Float8Experts(Float8Module):
     """The base class of converted experts; their original class is the second base."""
 
     _float8_noun = "weights"
@@ -65,25 +63,8 @@ class Float8Experts(HoldsWeights, OnlyWeights, Float8Module):
             y = observer(self, plan.casts, x, weight, y, offs, name)
         return y
 
-    # ---------------------------------------------------------------- weights that are held
-
-    def _float8_hold(self, why_not: str | None = None) -> dict[str, str]:
-        """Hold the weights in float8; return, by name, the reasons why some are not held.
-
-        `why_not`: a reason against holding any of them, or None.
-        """
-        self._float8_held = ()  # frees the old data before casting
-        held, others = [], {}
-        for name, *_ in weights_of(self):
-            parameter: Any = self._parameters[name]
-            reason = why_not or self._float8_why_never_held
-            if reason or not (parameter.is_meta or can_be_held(parameter)):
-                others[name] = reason or f"a {type(parameter).__name__}"
-            elif not parameter.is_meta:
-                cast = self._float8_plan.casts.weight
-                held.append(hold(parameter, cast, self._float8_weight(name)))
-        self._float8_held = tuple(held)
-        return others
+    def _float8_names(self) -> list[str]:
+        return [weight.name for weight in weights_of(self)]
 
     def _float8_weight(self, name: str) -> Any:
         """Return the attribute `name`, a Parameter or a tensor in its place, as [E, N, K]."""

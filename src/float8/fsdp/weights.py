@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from float8 import kernels
 from float8.config import Float8LinearConfig, ScalingType, require_module
 from float8.convert.conversion import Feature, Refusal, conversion_of
 from float8.fsdp.gather import WRAPPERS, CastAhead, Float8GatherWeight
@@ -16,14 +15,6 @@ from float8.linear import Float8Linear, Float8Module
 from float8.quantize import scales_of
 from float8.tensor import Float8Tensor, is_dtensor, is_fsdp_module, local_tensor
 from float8.tensor.ranks import amax_over, no_shard_is_empty, sharding_groups
-
-
-def shard_amax(weight: Tensor) -> Tensor | None:
-    """Compute the 0-dim float32 amax of a shard; return None if it is not gathered in float8."""
-    local = local_tensor(weight)
-    if local is weight or not isinstance(local, Float8GatherWeight):
-        return None
-    return kernels.amax(local.high_precision.to(local.param_dtype or local.dtype))
 
 
 @untraced

@@ -12,6 +12,8 @@ from float8.linear.plan import Casts, LinearPlan, plan_linear
 from float8.tensor import Float8Tensor, dequantise
 from float8.tensor.plain import high_precision, wrapped_like
 from float8.tensor.ranks import sharding_groups
+from float8.weights.held import HoldsWeights
+from float8.weights.only import OnlyWeights
 
 PREFIX = "_float8_"
 """The prefix of private attributes that this library adds to layers and experts."""
@@ -30,11 +32,11 @@ def not_copied(cls: type) -> frozenset[str]:
     return frozenset().union(*(vars(x).get("_float8_not_copied", ()) for x in cls.__mro__))
 
 
-class Float8Module(nn.Module):
-    """The base class of linear layers and experts in float8.
+class PlainFloat8Module(nn.Module):
+    """What linear layers and experts in float8 have in common.
 
-    Features that a module carries itself, as delayed scaling or weights that are held in float8,
-    are mixins before it in the bases of `Float8Linear`: they extend the methods below.
+    Features that a module carries itself are mixins that extend these methods: `Float8Module` has
+    those of all modules, `Float8Linear` delayed scaling.
     """
 
     _float8_config: Float8LinearConfig
@@ -95,6 +97,14 @@ class Float8Module(nn.Module):
     def _float8_with_state(self, casts: Casts) -> Casts:
         """Return `casts` with scale sources that read and write the buffers."""
         return casts
+
+    def _float8_names(self) -> Sequence[str]:
+        """Return the names of all weights."""
+        return ("weight",)
+
+    def _float8_weight(self, name: str) -> Any:
+        """Return the attribute `name`, a Parameter or a tensor in its place, as [N, K]."""
+        return getattr(self, name)
 
     def _float8_matrices(self) -> Sequence[str]:
         """Return the names of the weights that are stored as [N, K] or [E, N, K]."""
@@ -159,3 +169,7 @@ class Float8Module(nn.Module):
             return state
         left_out = not_copied(type(self))  # type: ignore[arg-type]
         return {name: value for name, value in state.items() if name not in left_out}
+
+
+class Float8Module(HoldsWeights, OnlyWeights, PlainFloat8Module):
+    """The base class of linear layers and experts in float8."""

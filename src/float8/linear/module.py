@@ -8,11 +8,9 @@ from torch import Tensor, nn
 
 from float8.config import ConfigOrRecipe, Float8LinearConfig, as_config
 from float8.delayed.state import StatefulLayer
-from float8.linear.base import Float8Module, not_copied
+from float8.linear.base import not_copied
 from float8.linear.functional import apply_linear
 from float8.linear.source import class_of, problem, shallow_copy
-from float8.weights.held import HoldsWeights
-from float8.weights.only import OnlyWeights
 
 
 class _Config:
@@ -27,7 +25,7 @@ class _Config:
         return layer._float8_config
 
 
-class Float8Linear(StatefulLayer, HoldsWeights, OnlyWeights, Float8Module, nn.Linear):
+class Float8Linear(StatefulLayer, nn.Linear):
     """A linear layer whose GEMMs run in float8: `output = input @ weight.T + bias`.
 
     The weight [N, K] stays a high-precision `Parameter`. Made from an `nn.Linear` by

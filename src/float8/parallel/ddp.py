@@ -1,11 +1,9 @@
 """Settings and checks for models under `DistributedDataParallel`."""
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from float8.config import Float8LinearConfig
 from float8.convert.conversion import Feature
-from float8.kernels.runtime.private import goes_on_without_inputs
 from float8.linear import Float8Module
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
@@ -42,18 +40,3 @@ def tell_ddp_what_to_ignore(module: nn.Module) -> None:
             root.__dict__[_IGNORED] = [*users, *ours]
             if ours:
                 root.__dict__[_OURS] = ours
-
-
-def require_no_join(model: nn.Module) -> None:
-    """Raise `RuntimeError` if a `DistributedDataParallel` in `model` is within its `join()`.
-
-    In `join()` a rank without inputs only shadows the collectives of DDP, and would crash in the
-    all-reduce of a sync. `join(throw_on_early_termination=True)` stops all ranks and is allowed.
-    """
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel) and goes_on_without_inputs(module):
-            raise RuntimeError(
-                "float8: got a sync of delayed scaling within DDP's join(), expected as many steps "
-                "on each rank: a rank without inputs cannot take part in it; use "
-                "join(throw_on_early_termination=True), or a recipe without delayed scaling"
-            )

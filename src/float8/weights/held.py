@@ -195,6 +195,24 @@ class HoldsWeights(nn.Module):
         super()._float8_start_state()  # type: ignore[misc]
         self._float8_held = ()
 
+    def _float8_hold(self, why_not: str | None = None) -> dict[str, str]:
+        """Hold all weights in float8; return, by name, the reasons why some are not held.
+
+        `why_not`: a reason against holding any of them, or None.
+        """
+        self._float8_held = ()  # frees the old data before casting
+        held, others = [], {}
+        for name in self._float8_names():  # type: ignore[operator]
+            parameter: Any = self._parameters[name]
+            reason = why_not or self._float8_why_never_held
+            if reason or not (parameter.is_meta or can_be_held(parameter)):
+                others[name] = reason or f"a {type(parameter).__name__}"
+            elif not parameter.is_meta:
+                values: Any = self._float8_weight(name)  # type: ignore[operator]
+                held.append(hold(parameter, self._float8_plan.casts.weight, values))
+        self._float8_held = tuple(held)
+        return others
+
     def _float8_held_of(self, parameter: Any, values: Tensor | None = None) -> Held | None:
         """Return the held data of a Parameter, cast again if it was written, or None.
 

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from float8 import activations_in_float8, save_gemm_outputs
+from float8 import activations_in_float8, save_gemm_outputs, update_float8_weights
 from float8.delayed.sync import sync_float8_amax_and_scale_history
-from float8.step import update_float8_weights
 from float8_lab.bench.variants import EAGER, GRAPHED, Variant
 from float8_lab.device import Clock, skipped_graphs
 from float8_lab.errors import FailedError

@@ -1,0 +1,110 @@
+"""Cast held weights once per optimizer step."""
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from float8.config import Float8Weights, ScalingType, require_module
+from float8.kernels.runtime.private import untraced, warn
+from float8.linear import Float8Linear
+from float8.linear.base import Float8Module
+from float8.quantize import scales_of
+from float8.tensor import Float8Tensor, is_dtensor, is_fsdp_module, local_tensor
+from float8.weights.held import can_be_held, hold
+
+
+@untraced
+@torch.no_grad()
+def update_float8_weights(model: nn.Module) -> None:
+    """Cast the weights of all layers with `Float8Weights.HELD`, for every forward to come.
+
+    Call it after `optimizer.step()`, or let `attach_to_optimizer` do so. Before the first call, and
+    in evaluation, weights are cast on the fly. If the version counter of a weight changed, its next
+    use casts it again and keeps the result; compiled code casts it at every use. Fused optimizers
+    and writes into `weight.data` or through a raw pointer do not raise the version counter: call
+    this after those. `.to()` and assigning a new Parameter drop held data. Under FSDP2 the next
+    gather casts the shard, and keeps it; this call drops what was kept.
+
+    A warning names the layers whose weights are cast on the fly all the same, and says why: those
+    under tensor parallel, with delayed scaling, or without rows on a rank; experts of torchtitan
+    without FSDP2, and under FSDP in high precision or offloaded.
+
+    Raises:
+        TypeError: `model` is no `nn.Module`.
+        ValueError: a `HELD` layer is under FSDP1 or FSDP2, but gathers in high precision.
+    """
+    require_module(model, "model")
+    mods: dict[Any, str] = {
+        mod: name or "(root)"
+        for name, mod in model.named_modules()
+        if isinstance(mod, Float8Module)
+        if mod._float8_config.float8_weights is Float8Weights.HELD
+    }
+    if not mods:
+        return
+    alike: dict[Any, dict[Tensor, list[Float8Linear]]] = {}  # kind -> weight -> its layers
+    on_the_fly: list[str] = []
+    fsdp1 = "summon_full_params"  # a method of its modules; FSDP writes past version counters
+    wraps = (x.modules() for x in model.modules() if is_fsdp_module(x) or hasattr(type(x), fsdp1))
+    under_fsdp = set(itertools.chain(*wraps))
+    for mod, name in mods.items():
+        for shard in map(local_tensor, mod._parameters.values()):
+            if hasattr(shard, "forget_cast"):
+                shard.forget_cast()
+        if not isinstance(mod, Float8Linear):
+            gathered = "gathered by FSDP, in high precision or offloaded"
+            for attr, why in mod._float8_hold(gathered if mod in under_fsdp else None).items():
+                if why != gathered or not _held_by_gathers(mod._parameters[attr]):
+                    on_the_fly.append(f"{name}.{attr} ({why})")
+            continue
+        mod._float8_set_held()  # frees the old data before casting
+        weight: Any = mod._parameters.get("weight")
+        if mod in under_fsdp and not mod._float8_config.enable_fsdp_float8_all_gather:
+            raise ValueError(
+                f"layer {name!r}: got float8_weights=HELD for a weight that FSDP gathers in high "
+                f"precision, expected in float8; convert with enable_fsdp_float8_all_gather=True "
+                f"and fully_shard, or with Float8Weights.ON_THE_FLY"
+            )
+        if reason := _why_on_the_fly(mod, weight, mod in under_fsdp):
+            on_the_fly.append(f"{name} ({reason})")
+        elif mod not in under_fsdp and not weight.is_meta:  # FSDP2's gather keeps the shard
+            kind = weight.device, weight.dtype, mod._float8_plan.casts.weight
+            alike.setdefault(kind, {}).setdefault(weight, []).append(mod)
+    for (_, dtype, cast), readers in alike.items():
+        scales: list[Tensor] | list[None] = [None] * len(readers)
+        if cast.config.scaling_granularity.one_scale:
+            scales = scales_of(list(readers), cast.config, dtype)
+        for (weight, layers), scale in zip(readers.items(), scales, strict=True):
+            held = hold(weight, cast._replace(scale=scale))
+            for layer in layers:
+                layer._float8_set_held(held)
+    if on_the_fly:
+        count, first = len(on_the_fly), ", ".join(on_the_fly[:3])
+        warn(
+            f"float8: {count} layer(s) cast their weight on the fly, which is no plain "
+            f"Parameter with dynamic scaling: {first}{', ...' * (count > 3)}"
+        )
+
+
+def _held_by_gathers(weight: Any) -> bool:
+    """Return whether FSDP2's gathers can keep the float8 cast of the shard of `weight`."""
+    local = local_tensor(weight)
+    if local is not weight and hasattr(local, "can_keep_casts"):
+        return bool(local.can_keep_casts(weight))
+    return isinstance(local, Float8Tensor)
+
+
+def _why_on_the_fly(layer: Float8Linear, weight: Any, under_fsdp: bool) -> str | None:
+    """Say why a layer with `HELD` cannot hold its weight, or return None."""
+    if under_fsdp and not _held_by_gathers(weight):
+        return "gathered in high precision, or without rows on a rank"
+    if weight is None:
+        return "computed at each use"
+    if layer._float8_plan.casts.weight.config.scaling_type is ScalingType.DELAYED:
+        return "with delayed scaling"
+    # The hooks of a weight that is gathered in float8 hold it.
+    if under_fsdp or weight.is_meta or can_be_held(weight):
+        return layer._float8_why_never_held
+    return "under tensor parallel" if is_dtensor(weight) else f"a {type(weight).__name__}"
