@@ -6,7 +6,6 @@ Most users need `convert_to_float8_training(model)` alone.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from float8.checkpointing import activations_in_float8, save_gemm_outputs
 from float8.config import (
     CastConfig,
     DelayedScalingConfig,
@@ -29,6 +28,7 @@ from float8.convert.report import ConversionReport, conversion_report
 from float8.convert.state_dict import float8_state_dict, high_precision_state_dict
 from float8.experts import grouped_linear
 from float8.linear import Float8Linear, linear
+from float8.memory.policy import activations_in_float8, save_gemm_outputs
 from float8.numerics import Watch
 from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp
 from float8.step import (

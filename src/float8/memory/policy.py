@@ -56,7 +56,7 @@ def activations_in_float8(*, min_mib: float = 1.0, dtype: torch.dtype = E4M3) ->
         expected = " or ".join(map(str, FLOAT8_MAX))
         raise ValueError(f"activations_in_float8: got dtype={dtype}, expected {expected}")
     # This imports Inductor, which `import float8` must not do.
-    from float8.kernels.runtime.partition import Float8Partitioner
+    from float8.memory.partition import Float8Partitioner
 
     return {"custom_partitioner_fn": Float8Partitioner(min_mib * 2**20, dtype)}
 
