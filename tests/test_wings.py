@@ -13,7 +13,7 @@ import float8
 
 LIBRARY = Path(float8.__file__).parent
 WINGS = {
-    "watch": (["numerics.py", "kernels/count.py"], ["Watch"]),
+    "watch": (["numerics.py"], ["Watch"]),
     "memory of activations": (["memory"], ["activations_in_float8", "save_gemm_outputs"]),
     "integrations": (["integrations"], []),
     "names of torchao": (
