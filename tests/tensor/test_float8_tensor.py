@@ -136,7 +136,11 @@ def test_wrong_arguments_say_what_was_expected() -> None:
         (r"ValueError: scale: .* \(\) .*expected shape \(4, 1\)", make, [data, scale, *rows]),
         (r"ValueError: \(4, 2\), .* contig", make, [data[:, ::2], torch.ones(4, 1), *rows]),
         ("TypeError: torch.int64.*expected .*bfloat16", cast, [integers]),
-        ("TypeError: is torch.bfloat16; .* torch.float8_e4m3fn", cast, [scale, torch.bfloat16]),
+        (
+            "TypeError: got dtype torch.bfloat16, .*torch.float8_e4m3fn",
+            cast,
+            [scale, torch.bfloat16],
+        ),
     )
 
 
