@@ -366,6 +366,8 @@ def test_rows_keep_their_scales() -> None:
         lambda: x.split(2, dim=2),
         lambda: x[1:].as_strided((3, 6, 8), (48, 8, 1), 0),  # other rows than those of the scales
         lambda: torch.cat([x, x], dim=-1),
+        lambda: torch.cat([x.permute(2, 0, 1)] * 2),  # along what shares scales
+        lambda: nn.functional.pad(x.permute(2, 0, 1), (0, 0, 0, 0, 0, 1)),
         lambda: Float8Tensor(x._data, x._scale[0], torch.float32, x._granularity),
         lambda: Float8Tensor(x._data[0, 0], x._scale[0, 0], torch.float32, x._granularity),
     ):

@@ -58,7 +58,6 @@ class Float8Tensor(Wrapper):
     _amax: Tensor | None
     _orig_dtype: torch.dtype
     _granularity: Granularity
-    _has_row_scales: bool  # scale [..., R, 1], only under `AXISWISE`
     _has_column_scales: bool  # scale [..., 1, C], only under `AXISWISE`
     _tensor_names = "_data", "_scale", "_amax"
     _context = "_orig_dtype", "_granularity"
@@ -116,7 +115,6 @@ class Float8Tensor(Wrapper):
         by_columns = granularity.by_rows and data.dim() == scale.dim() > 1
         by_columns = by_columns and scale.shape[-1] == data.shape[-1] and scale.shape[-2] == 1
         self._has_column_scales = by_columns and data.shape[-2:] != (1, 1)
-        self._has_row_scales = granularity.by_rows and not self._has_column_scales
         return self
 
     def _like(self, data: Tensor, scale: Tensor, amax: Tensor | None = None) -> "Float8Tensor":
@@ -185,6 +183,11 @@ class Float8Tensor(Wrapper):
     def nbytes(self) -> int:  # type: ignore[override]
         """Size in bytes of the data, the scales and the amax."""
         return sum(x.nbytes for x in self._tensors().values())
+
+    @property
+    def _has_row_scales(self) -> bool:
+        """Whether the scale is [..., R, 1], one for each row."""
+        return self._granularity.by_rows and self._scale.shape == (*self.shape[:-1], 1)
 
     @property
     def _scaling(self) -> str:
