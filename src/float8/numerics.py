@@ -89,6 +89,7 @@ def tally(numbers: Tensor, totals: Tensor, calls: Tensor, counted: bool) -> None
 # Opaque ops: compiled code that a watch observes does not depend on the sizes, nor trace `int`.
 register("count", count, fake=lambda x, *_: x.new_empty((6,), dtype=torch.float64))
 register("tally", tally, fake=lambda *_: None, writes=("totals", "calls"))
+COUNT, TALLY = torch.ops.float8.count.default, torch.ops.float8.tally.default
 
 
 @torch.no_grad()
@@ -122,7 +123,7 @@ def measure(x: Any, cast: Cast | None, col: bool = False, offs: Tensor | None = 
     if cast.state is not None:
         bound = scale * FLOAT8_MAX[cast.how.dtype] * (1 + 2.0**-20)  # tolerates their rounding
     data = data[..., : x.shape[-2], : x.shape[-1]]
-    numbers: Tensor = torch.ops.float8.count.default(x, data, bound, in_float8)
+    numbers: Tensor = COUNT(x, data, bound, in_float8)
     if inside is not None:
         numbers[1] = inside.sum() * x.shape[-1]
     return numbers
@@ -152,13 +153,6 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device(device_type) if device_type else parameters[0].device
 
 
-def _measure_into(
-    x: Any, cast: Cast | None, offs: Any, totals: Tensor, calls: Tensor, counted: bool = True
-) -> None:
-    """Add the statistics of a cast of `x` to `totals`; see `tally`."""
-    torch.ops.float8.tally.default(measure(x, cast, offs=offs), totals, calls, counted)
-
-
 class _Observer:
     """A hook of a layer that adds up statistics of its casts in one watched step.
 
@@ -182,9 +176,11 @@ class _Observer:
         if offs is not None and not compiling:
             own = own or parameter_name(layer, weight)
         cast = casts.input if grad and casts.input.how.is_float8 else None
-        _measure_into(as_multiplied(x, weight), cast, offs, *self.totals[own, "input"], grad)
+        x = as_multiplied(x, weight)
+        TALLY(measure(x, cast, offs=offs), *self.totals[own, "input"], grad)
         if grad and casts.weight.how.is_float8 and (compiling or own not in self.weights):
-            _measure_into(weight, casts.weight, offs, *self.totals[own, "weight"])
+            numbers = measure(weight, casts.weight, offs=offs)
+            TALLY(numbers, *self.totals[own, "weight"], True)
             if not compiling:
                 self.weights.add(own)
         if y.requires_grad and casts.grad_output.how.is_float8:
@@ -203,7 +199,8 @@ class _MeasureGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        _measure_into(grad_output, *ctx.cast_and_totals)
+        cast, offs, *totals = ctx.cast_and_totals
+        TALLY(measure(grad_output, cast, offs=offs), *totals, True)
         return grad_output, None, None, None, None
 
 
