@@ -241,7 +241,7 @@ LIBRARY = {
     "tensor": "weights that FSDP2 gathers in float8: half of the bytes of bfloat16",
     "parallel": "tensor, sequence and expert parallel, with tokens sent in float8; DDP",
     "checkpoints": "models published in float8: read, trained on, written",
-    "checkpointing.py": "activation checkpointing that keeps the outputs of GEMMs",
+    "memory": "activations that are kept in float8, or recomputed except for outputs of GEMMs",
     "integrations": "Hugging Face, Lightning, torchtitan, fairscale",
 }
 

@@ -13,11 +13,8 @@ import float8
 
 LIBRARY = Path(float8.__file__).parent
 WINGS = {
-    "watch": (["numerics.py", "kernels/count.py"], ["Watch"]),
-    "memory of activations": (
-        ["checkpointing.py", "kernels/runtime/partition.py"],
-        ["activations_in_float8", "save_gemm_outputs"],
-    ),
+    "watch": (["numerics.py"], ["Watch"]),
+    "memory of activations": (["memory"], ["activations_in_float8", "save_gemm_outputs"]),
     "integrations": (["integrations"], []),
     "names of torchao": (
         [p.name for p in LIBRARY.glob("*.py") if re.match("float8_|fsdp_utils", p.name)],

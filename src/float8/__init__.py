@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from float8 import wings as wings
-from float8.checkpointing import activations_in_float8, save_gemm_outputs
 from float8.config import (
     CastConfig,
     DelayedScalingConfig,
@@ -32,6 +31,7 @@ from float8.delayed.sync import forget_float8_amax, sync_float8_amax_and_scale_h
 from float8.experts import grouped_linear
 from float8.fsdp.weights import precompute_float8_dynamic_scale_for_fsdp
 from float8.linear import Float8Linear, linear
+from float8.memory.policy import activations_in_float8, save_gemm_outputs
 from float8.numerics import Watch
 from float8.step import attach_to_optimizer
 from float8.tensor import Float8Tensor

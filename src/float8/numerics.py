@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from float8.config import require_module
 from float8.experts import Float8Experts, weights_of
 from float8.experts.grouped import Grouped
 from float8.formats import FLOAT8_MAX
-from float8.kernels.count import COUNT, TALLY
+from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.private import past_compiled_code
 from float8.linear import Float8Linear
 from float8.linear.functional import autocast_dtype
@@ -46,17 +46,55 @@ def as_multiplied(x: Any, weight: Any) -> Any:
 
 def parameter_name(experts: nn.Module, weight: Any) -> str:
     """Return the name of the Parameter over the memory of `weight`, or ""; not in compiled code."""
-    named = experts.named_parameters(recurse=False)
-    return next((name for name, p in named if _address(p) == _address(weight)), "")
+    address, named = local_tensor(weight).data_ptr(), experts.named_parameters(recurse=False)
+    return next((name for name, p in named if local_tensor(p).data_ptr() == address), "")
 
 
-def _address(x: Any) -> Any:
-    return getattr(local_tensor(x), "_data", local_tensor(x)).data_ptr()
+def count(x: Tensor, data: Tensor, bound: Tensor | None, all_count: bool) -> Tensor:
+    """Count the values of `x` that a cast to `data`, float8 of the same shape, changed most.
+
+    Values above `bound`, one float32 element, saturate. Zeros are values if `all_count`.
+
+    Returns:
+        [6] float64: the amax, and the numbers of elements, of values, of values that became zero,
+        of finite values that saturated, and of values that are not finite.
+    """
+    size, zero = x.abs(), data.view(torch.uint8) & 127 == 0
+    values, finite = (x != 0) | all_count, size < torch.inf
+    amax = size.amax() if x.numel() else size.new_zeros(())
+    elements = torch.full_like(amax, x.numel(), dtype=torch.float64)
+    # `reshape(1)`: a 0-dim bound would be rounded to the dtype of `x`.
+    saturated = finite[:0] if bound is None else finite & (size > bound.reshape(1))
+    counts = values.sum(), (values & zero).sum(), saturated.sum(), elements - finite.sum()
+    return torch.stack([each.double() for each in (amax, elements, *counts)])
+
+
+def tally(numbers: Tensor, totals: Tensor, calls: Tensor, counted: bool) -> None:
+    """Add `numbers`, a result of `count`, to `totals`, and increment `calls`; both in place.
+
+    `calls`, 0-dim int64 on the CPU, is the number of calls so far. `totals` [8] float64 holds 1 / n
+    of the first call and of the first one with a non-finite value (0 if there is none), n counted
+    from 1; then the largest amax and the five sums of counts. Unless `counted`, only the first two
+    change.
+    """
+    calls += 1
+    numbers = numbers.to(totals.device)
+    first_calls = totals.new_full((2,), 1 / int(calls))
+    first_calls[1] *= numbers[5] > 0
+    row = torch.cat([first_calls, numbers if counted else torch.zeros_like(numbers)])
+    torch.maximum(totals[:3], row[:3], out=totals[:3])
+    totals[3:] += row[3:]
+
+
+# Opaque ops: compiled code that a watch observes does not depend on the sizes, nor trace `int`.
+register("count", count, fake=lambda x, *_: x.new_empty((6,), dtype=torch.float64))
+register("tally", tally, fake=lambda *_: None, writes=("totals", "calls"))
+COUNT, TALLY = torch.ops.float8.count.default, torch.ops.float8.tally.default
 
 
 @torch.no_grad()
 def measure(x: Any, cast: Cast | None, col: bool = False, offs: Tensor | None = None) -> Tensor:
-    """Return statistics of a cast of `x` [..., C] or [E, N, K], [6] float64: see `kernels.count`.
+    """Return statistics of a cast of `x` [..., C] or [E, N, K], [6] float64: see `count`.
 
     They are of column data if `col`. `offs` are the ends of groups of rows. Zeros of an `x` that is
     in float8 count as values that became zero. Without a cast only non-finite values are counted.
@@ -81,7 +119,7 @@ def measure(x: Any, cast: Cast | None, col: bool = False, offs: Tensor | None = 
     else:
         quantized = PRODUCTS[x.dim()].quantize_weight(x, cast, row=not col, col=col)
     (data, scale, *_), x = (quantized.col, x.mT) if col else (quantized.row, x)
-    bound = scale.new_full((1,), torch.inf)  # scales from the amax saturate nothing
+    bound = None  # scales from the amax saturate nothing
     if cast.source is not None:
         bound = scale * FLOAT8_MAX[cast.config.dtype] * (1 + 2.0**-20)  # tolerates their rounding
     data = data[..., : x.shape[-2], : x.shape[-1]]
@@ -115,17 +153,6 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device(device_type) if device_type else parameters[0].device
 
 
-class _Totals(NamedTuple):
-    """Statistics of one tensor of a layer over a watched step."""
-
-    numbers: Tensor  # [8] float64, see `kernels.count.tally_reference`
-    calls: Tensor  # 0-dim int64, on the CPU: calls of all layers so far in forward, or in backward
-
-    def add(self, x: Any, cast: Cast | None, offs: Tensor | None, counted: bool = True) -> None:
-        """Add the statistics of a cast of `x`; unless `counted`, only note the order."""
-        TALLY(measure(x, cast, offs=offs), *self, counted)
-
-
 class _Observer:
     """A hook of a layer that adds up statistics of its casts in one watched step.
 
@@ -135,11 +162,11 @@ class _Observer:
     def __init__(self, layer: Any, forwards: Tensor, backwards: Tensor) -> None:
         device = next((p.device for p in layer.parameters(False) if not p.is_meta), "cpu")
         self.weights = set[str]()  # names of those that were measured
-        self.totals = dict[tuple[str, str], _Totals]()
+        self.totals = dict[tuple[str, str], tuple[Tensor, Tensor]]()  # and the calls: see `tally`
         for name in ("", *(weight.name for weight in weights_of(layer))):
             for role, calls in zip(ROLES, (forwards, forwards, backwards), strict=True):
-                numbers = torch.zeros(8, dtype=torch.float64, device=device)
-                self.totals[name, role] = _Totals(numbers, calls)
+                totals = torch.zeros(8, dtype=torch.float64, device=device)
+                self.totals[name, role] = totals, calls
 
     def __call__(
         self, layer: Any, casts: Casts, x: Any, weight: Any, y: Any, offs: Any = None, own: str = ""
@@ -149,9 +176,11 @@ class _Observer:
         if offs is not None and not compiling:
             own = own or parameter_name(layer, weight)
         cast = casts.input if grad and casts.input.config.is_float8 else None
-        self.totals[own, "input"].add(as_multiplied(x, weight), cast, offs, grad)
+        x = as_multiplied(x, weight)
+        TALLY(measure(x, cast, offs=offs), *self.totals[own, "input"], grad)
         if grad and casts.weight.config.is_float8 and (compiling or own not in self.weights):
-            self.totals[own, "weight"].add(weight, casts.weight, offs)
+            numbers = measure(weight, casts.weight, offs=offs)
+            TALLY(numbers, *self.totals[own, "weight"], True)
             if not compiling:
                 self.weights.add(own)
         if y.requires_grad and casts.grad_output.config.is_float8:
@@ -164,15 +193,14 @@ class _MeasureGradient(torch.autograd.Function):
     """Return `y`, and measure its gradient in backward. Dynamo does not trace hooks of tensors."""
 
     @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, cast: Cast, offs: Any, numbers: Tensor, calls: Tensor
-    ) -> Tensor:
-        ctx.cast, ctx.offs, ctx.totals = cast, offs, _Totals(numbers, calls)
+    def forward(ctx: Any, y: Tensor, *cast_and_totals: Any) -> Tensor:
+        ctx.cast_and_totals = cast_and_totals
         return new_alias(y)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.totals.add(grad_output, ctx.cast, ctx.offs)
+        cast, offs, *totals = ctx.cast_and_totals
+        TALLY(measure(grad_output, cast, offs=offs), *totals, True)
         return grad_output, None, None, None, None
 
 
@@ -230,15 +258,15 @@ class Watch(contextlib.ExitStack):
         self.close()
         numbers: dict[str, float] = {}
         if self._steps % self._every == 0:
-            totals = {
-                (".".join(filter(None, (name, own))), role): tensor.numbers
+            found = {
+                (".".join(filter(None, (name, own))), role): totals
                 for name, observer in self._observers.items()
-                for (own, role), tensor in observer.totals.items()
+                for (own, role), (totals, _) in observer.totals.items()
             }
             none = torch.zeros(8, dtype=torch.float64, device=device_of(self._model))
-            rows = torch.stack([none, *(x.to(none.device) for x in totals.values())])
-            reduced = over_ranks(rows, ["", *totals], 3, self._group)
-            table = dict(zip(totals, reduced[1:], strict=True))
+            rows = torch.stack([none, *(x.to(none.device) for x in found.values())])
+            reduced = over_ranks(rows, ["", *found], 3, self._group)
+            table = dict(zip(found, reduced[1:], strict=True))
 
             def order(key: tuple[str, str]) -> tuple[bool, float]:
                 backward = key[1] == ROLES[2]

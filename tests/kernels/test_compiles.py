@@ -172,7 +172,6 @@ BY_TRITON["dequantise"] = lambda x: dequantised_triton(
     ScalingGranularity.BLOCK_1x32,
     BF16,
 )
-BY_TRITON["count"] = lambda x: ops.cuda.count(x, empty(*x.shape, dtype=E4M3), empty(), False)
 EVEN, UNEVEN = (4096, 2048), (100, 72)  # as tiles fill exactly, and not
 WIDE_OF_FLOAT32 = [f"grouped_matmul {of_rows} True {FP32}" for of_rows in BOOLS]
 MAY_SPILL = {(case, n): 16 if n == 90 else 24 for case in WIDE_OF_FLOAT32 for n in (90, 100)}
@@ -192,7 +191,6 @@ SHORT = {
     f"grouped_matmul of blocks {BF16} False": (EVEN, 90),
     f"grouped_matmul of blocks {BF16} True": (EVEN, 90),
     "dequantise": (EVEN, 90),
-    "count": (UNEVEN, 90),
 }
 """Each kernel and each of its layouts once: what `make test` compiles."""
 COMPILED = [

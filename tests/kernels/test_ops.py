@@ -61,6 +61,7 @@ def of_transpose(device: str) -> Args:
 def of_count(device: str) -> Args:
     x = torch.randn(17, 33, device=device)
     yield x, x.to(E4M3), torch.ones((), device=device), False
+    yield x, x.to(E4M3), None, True
 
 
 def of_tally(device: str) -> Args:

@@ -136,7 +136,11 @@ def test_wrong_arguments_say_what_was_expected() -> None:
         (r"ValueError: scale: .* \(\) .*expected shape \(4, 1\)", make, [data, scale, *rows]),
         (r"ValueError: \(4, 2\), .* contig", make, [data[:, ::2], torch.ones(4, 1), *rows]),
         ("TypeError: torch.int64.*expected .*bfloat16", cast, [integers]),
-        ("TypeError: is torch.bfloat16; .* torch.float8_e4m3fn", cast, [scale, torch.bfloat16]),
+        (
+            "TypeError: got dtype torch.bfloat16, .*torch.float8_e4m3fn",
+            cast,
+            [scale, torch.bfloat16],
+        ),
     )
 
 
@@ -274,6 +278,10 @@ def test_blocks_of_any_shape_are_dequantised_the_other_way_round_too(
             with pytest.raises(ValueError, match="transposed"):
                 linear(seeded(1, 4, shape[0], device=device), turned, config=recipe)
         assert same_bits(turned.to_original_precision().relu_(), values.mT.relu())
+    w = in_float8(recipe, seeded(0, 3, 33, 17, device=device))
+    for take in (lambda t: t[1:], lambda t: t[2], lambda t: t.unbind()[1], lambda t: t.split(2)[1]):
+        assert same_bits(take(w).to_original_precision(), take(w.to_original_precision()))
+        assert same_bits(take(w.mT).to_original_precision(), take(w.to_original_precision().mT))
     for part in (lambda w: w[:32], lambda w: w.view(-1), lambda w: w.mT.contiguous()):
         with pytest.raises(ValueError, match="TENSORWISE"):
             part(in_float8(recipe, seeded(0, 512, 512, device=device)))

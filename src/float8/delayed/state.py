@@ -281,7 +281,7 @@ class StatefulLayer(Float8Module):
         weight: Any = self._parameters.get("weight")
         left_meta = weight is not None and self._float8_leave_meta()
         before: dict[str, Tensor] = self._float8_state()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         for name, old in before.items():
             new = self.get_buffer(name)
             if new.dtype != torch.float32:  # `.half()`: move, but never through fewer bits

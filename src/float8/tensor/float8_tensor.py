@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -58,7 +58,6 @@ class Float8Tensor(Wrapper):
     _amax: Tensor | None
     _orig_dtype: torch.dtype
     _granularity: Granularity
-    _has_row_scales: bool  # scale [..., R, 1], only under `AXISWISE`
     _has_column_scales: bool  # scale [..., 1, C], only under `AXISWISE`
     _tensor_names = "_data", "_scale", "_amax"
     _context = "_orig_dtype", "_granularity"
@@ -79,13 +78,10 @@ class Float8Tensor(Wrapper):
         if scale is None:
             expected = "one, or a Float8Tensor as data; model.load_state_dict casts other values"
             raise TypeError(f"scale: got none for data of {data.dtype}, expected {expected}")
-        if data.dtype not in FLOAT8_MAX:
-            raise TypeError(f"data: got dtype {data.dtype}, expected one of {tuple(FLOAT8_MAX)}")
+        _require_dtype("data: got dtype", data.dtype, FLOAT8_MAX)
         if scale.dtype != torch.float32:
             raise TypeError(f"scale: got dtype {scale.dtype}, expected torch.float32")
-        if orig_dtype not in HIGH_PRECISION_DTYPES:
-            expected = f"one of {HIGH_PRECISION_DTYPES}"
-            raise TypeError(f"orig_dtype: got {orig_dtype}, expected {expected}")
+        _require_dtype("orig_dtype: got", orig_dtype, HIGH_PRECISION_DTYPES)
         contiguous = data.dim() > 1 and (data.is_contiguous() or data.mT.is_contiguous())
         if not (granularity.one_scale or contiguous):
             raise ValueError(
@@ -119,7 +115,6 @@ class Float8Tensor(Wrapper):
         by_columns = granularity.by_rows and data.dim() == scale.dim() > 1
         by_columns = by_columns and scale.shape[-1] == data.shape[-1] and scale.shape[-2] == 1
         self._has_column_scales = by_columns and data.shape[-2:] != (1, 1)
-        self._has_row_scales = granularity.by_rows and not self._has_column_scales
         return self
 
     def _like(self, data: Tensor, scale: Tensor, amax: Tensor | None = None) -> "Float8Tensor":
@@ -148,9 +143,7 @@ class Float8Tensor(Wrapper):
             TypeError: a dtype is not one of those named above.
             ValueError: `x` is a DTensor with a `Partial` placement.
         """
-        if dtype not in FLOAT8_MAX:
-            expected = " or ".join(map(str, FLOAT8_MAX))
-            raise TypeError(f"from_high_precision: dtype is {dtype}; expected {expected}")
+        _require_dtype("from_high_precision: got dtype", dtype, FLOAT8_MAX)
         cast_config = CastConfig(target_dtype=dtype, power_of_2=round_scales_to_power_of_2)
         if not is_dtensor(x):
             return to_float8(x, Cast(cast_config, scale=scale))
@@ -192,6 +185,11 @@ class Float8Tensor(Wrapper):
         return sum(x.nbytes for x in self._tensors().values())
 
     @property
+    def _has_row_scales(self) -> bool:
+        """Whether the scale is [..., R, 1], one for each row."""
+        return self._granularity.by_rows and self._scale.shape == (*self.shape[:-1], 1)
+
+    @property
     def _scaling(self) -> str:
         """Granularity, for messages, with the order of the dims if that is another."""
         layout = " by columns" if self._has_column_scales else " transposed"
@@ -231,6 +229,11 @@ class Float8Tensor(Wrapper):
             f"Float8Tensor: got {func}, expected an op that is defined on float8 data "
             f"(views, copies, cat, mm); {_REMEDY}"
         )
+
+
+def _require_dtype(got: str, dtype: Any, allowed: Iterable[torch.dtype]) -> None:
+    if dtype not in allowed:
+        raise TypeError(f"{got} {dtype}, expected one of {tuple(allowed)}")
 
 
 # ---------------------------------------------------------------- casts
@@ -287,7 +290,7 @@ def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     x, *rest = args
     expands = func is aten.expand.default and [*x.shape] != [*rest[0]]  # as `matmul` does
     if expands and not x._granularity.one_scale:
-        return _run_dequantized(func, args, kwargs)
+        return _multiply(func, args, kwargs)
     if func is aten.constant_pad_nd.default and any((*rest[1:], *kwargs.values())):
         raise ValueError(
             f"{func}: got a padding other than 0, which float8 data cannot hold exactly under "
@@ -301,67 +304,47 @@ def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tensors[0] if isinstance(result, Tensor) else tensors
 
 
-def _scales_of_views(func: Any, x: Float8Tensor, views: Any, args: list[Any]) -> Any:
+def _scales_of_views(func: Any, x: Float8Tensor, views: Any, args: list[Any]) -> list[Tensor]:
     """Return the scales of each of `views`, which `func` made of the data of `x`, or raise."""
     if x._granularity.one_scale:
         return [x._scale] * len(views)
-    scales = _FINER_SCALES[func](func, x, views[0], *args) if func in _FINER_SCALES else None
-    if scales is not None:
-        return [scales] if isinstance(scales, Tensor) else scales
+    op, scales = func.overloadpacket, list[Tensor]()
+    if op in (aten.t, aten.transpose, aten.permute):
+        return [func(x._scale, *args)]
+    if op is aten.constant_pad_nd and x._has_row_scales and not any(args[0][:2]):
+        return [func(x._scale, args[0], 1.0)]  # rows that are added have scale 1
+    if op in _RESHAPES:
+        scales = _reshaped_scale(x, views[0])
+    elif op in _TAKES and views[0].dim() > 1:
+        dim = (*args, 0, 0)[_TAKES[op]]
+        shared = (-2, -1) if x._granularity.by_blocks else (-2,) if x._has_column_scales else (-1,)
+        if dim % x.dim() - x.dim() not in shared and x._scale.shape[dim] == x.shape[dim]:
+            parts = func(x._scale, *args)
+            scales = [parts] if isinstance(parts, Tensor) else [*parts]
+    if scales and (x._granularity.by_rows or x._like(views[0], scales[0])._order_of_cast()):
+        return scales
     layout = x.shape, x.stride(), x.storage_offset()
     if all((view.shape, view.stride(), view.storage_offset()) == layout for view in views):
         return [x._scale] * len(views)  # as of `detach`, `alias` and slices of all elements
     raise _refusal(func, x, ": the result would cut what one scale covers")
 
 
-def _reshape_scale(func: Any, x: Float8Tensor, view: Tensor, *_: Any) -> Tensor | None:
-    """Reshape the scale as `view`; None if `view` splits or joins a dim that shares scales."""
+_RESHAPES = aten.view, aten._unsafe_view, aten._reshape_alias, aten.unsqueeze, aten.squeeze
+_TAKES = {aten.slice: 0, aten.select: 0, aten.unbind: 0, aten.split: 1, aten.split_with_sizes: 1}
+"""Ops that take parts of a tensor -> the place of their dim among the arguments after it."""
+
+
+def _reshaped_scale(x: Float8Tensor, view: Tensor) -> list[Tensor]:
+    """Reshape the scale as `view`; [] if `view` splits or joins a dim that shares scales."""
+    before = [(n, math.prod(view.shape[:dim])) for dim, n in enumerate(view.shape)]
     sizes = [*view.shape]
     for dim, (size, scales) in enumerate(zip(x.shape, x._scale.shape, strict=True)):
         if size != scales:
-            before = math.prod(x.shape[:dim])
-            same = [i for i, n in enumerate(view.shape) if n == size]
-            same = [i for i in same if math.prod(view.shape[:i]) == before]
-            if not same:
-                return None
-            sizes[same[0]] = scales
-    scale = x._scale.reshape(sizes)
-    fits = x._granularity.by_rows or x._like(view, scale)._order_of_cast() is not None
-    return scale if fits else None
-
-
-def _take_scales(func: Any, x: Float8Tensor, view: Tensor, *args: Any) -> Any:
-    """Slice, split, select or unbind scales; return None if what a scale covers may be cut."""
-    at = 1 if func in _SPLITS else 0
-    dim = args[at] if len(args) > at else 0
-    if x._granularity.by_blocks:
-        selects = func is aten.select.int and x.dim() == 3 and dim == 0  # of [E, N, K]
-        fits = selects and x.stride(0) == x.shape[1] * x.shape[2]
-    else:
-        shared = x.dim() - (2 if x._has_column_scales else 1)
-        fits = view.dim() > 1 and dim % x.dim() != shared and x._scale.shape[dim] == x.shape[dim]
-    return func(x._scale, *args) if fits else None
-
-
-_SPLITS = aten.split.Tensor, aten.split_with_sizes.default
-_RESHAPES = (
-    *(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default),
-    *(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
-)
-_FINER_SCALES: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(
-        (aten.t.default, aten.transpose.int, aten.permute.default),
-        lambda func, x, view, *dims: func(x._scale, *dims),
-    ),
-    **dict.fromkeys(_RESHAPES, _reshape_scale),
-    **dict.fromkeys((aten.slice.Tensor, aten.select.int, aten.unbind.int, *_SPLITS), _take_scales),
-    # Rows that are added have scale 1.
-    aten.constant_pad_nd.default: lambda func, x, view, pad, *_: (
-        func(x._scale, pad, 1.0) if x._has_row_scales and not any(pad[:2]) else None
-    ),
-}
-"""View op -> function of (op, x, first result, *arguments) that returns the finer scales of the
-results, or None if the op would cut what one scale covers."""
+            dim_of_x = size, math.prod(x.shape[:dim])
+            if dim_of_x not in before:
+                return []
+            sizes[before.index(dim_of_x)] = scales
+    return [x._scale.reshape(sizes)]
 
 
 def _refusal(op: Any, x: Float8Tensor, reason: str) -> ValueError:
@@ -388,19 +371,19 @@ def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _require_same_kind(op: str, *tensors: Any, same_scale: bool = False) -> None:
     """Raise `ValueError` unless all are `Float8Tensor`s of one kind, and of one scale if asked."""
-    if not all(isinstance(x, Float8Tensor) for x in tensors):
-        raise ValueError(
-            f"{op}: got a Float8Tensor and a high-precision tensor, expected all of one kind; "
-            f"call .to_original_precision() or Float8Tensor.from_high_precision() first"
-        )
-    kinds = {}
-    for x in tensors:
+
+    def kind(x: Any) -> str:
+        if not isinstance(x, Float8Tensor):
+            return "a high-precision tensor"
         dtype = "" if op == "copy_" else f"for {x._orig_dtype} "
         records = f"with{'out' * (x._amax is None)} an amax to record"
-        kinds[f"{x._data.dtype} {dtype}under {x._scaling} {records}"] = x
-    if len(kinds) > 1:
-        got = f"got Float8Tensors of {' and of '.join(kinds)}, expected equal ones"
-        raise ValueError(f"{op}: {got}; call .to_original_precision() first")
+        return f"a Float8Tensor of {x._data.dtype} {dtype}under {x._scaling} {records}"
+
+    if len(kinds := dict.fromkeys(map(kind, tensors))) > 1:
+        raise ValueError(
+            f"{op}: got {' and '.join(kinds)}, expected tensors of one kind; call "
+            f".to_original_precision() or Float8Tensor.from_high_precision() first"
+        )
     # Views of one tensor share the scale object; comparing values of others waits for a GPU.
     first, *others = (x._scale for x in tensors)
     if same_scale and not all(scale is first or torch.equal(scale, first) for scale in others):
@@ -450,16 +433,19 @@ def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _run_dequantized(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an op on dequantized tensors and return its plain result; warn if it is a product."""
-    plain = [dequantise(x) if isinstance(x, Float8Tensor) else x for x in args]
-    if func.name() in _PRODUCTS or func is aten.expand.default:
-        sizes = [tuple(x.shape) for x in args if isinstance(x, Float8Tensor)]
-        warn(
-            f"float8: {func} outside of float8 layers takes values of {sizes} that are "
-            f"rounded to float8, in high precision; call .to_original_precision() if that is "
-            f"meant; else convert the layer, or have its weight gathered in high precision"
-        )
-    return func(*plain, **kwargs)
+    """Run an op on dequantized tensors, and return its plain result."""
+    return func(*[dequantise(x) if isinstance(x, Float8Tensor) else x for x in args], **kwargs)
+
+
+def _multiply(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run a product, or what prepares one, on dequantized tensors, and warn."""
+    sizes = [tuple(x.shape) for x in args if isinstance(x, Float8Tensor)]
+    warn(
+        f"float8: {func} outside of float8 layers takes values of {sizes} that are rounded to "
+        f"float8, in high precision; call .to_original_precision() if that is meant; else convert "
+        f"the layer, or have its weight gathered in high precision"
+    )
+    return _run_dequantized(func, args, kwargs)
 
 
 # ---------------------------------------------------------------- ranks
@@ -498,32 +484,28 @@ def _broadcast_or_scatter(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return args[0], work
 
 
-_PRODUCTS = [f"aten::{x}mm" for x in ("", "add", "b", "baddb", "addb", "_grouped_")]
-_PRODUCTS += "aten::mv", "aten::addmv", "aten::dot", "aten::vdot"
-
-_OPS: dict[Any, tuple[str, ...]] = {
-    _view: ("aten::_unsafe_view", "aten::constant_pad_nd"),  # and all with `func.is_view`
-    _copy: ("aten::clone", "aten::empty_like", "aten::_to_copy"),
-    _cat: ("aten::cat",),
-    _copy_: ("aten::copy_",),
-    _run_dequantized: (
-        *(f"aten::{name}" for name in ("equal", "is_same_size", "zeros_like", "ones_like")),
-        *_PRODUCTS,
-    ),
+_PRODUCTS = "mm addmm bmm baddbmm addbmm _grouped_mm mv addmv dot vdot"
+_OPS: dict[Any, str] = {
+    _view: "aten::_unsafe_view aten::constant_pad_nd",  # and all with `func.is_view`
+    _copy: "aten::clone aten::empty_like aten::_to_copy",
+    _cat: "aten::cat",
+    _copy_: "aten::copy_",
+    _run_dequantized: "aten::equal aten::is_same_size aten::zeros_like aten::ones_like",
+    _multiply: "".join(f"aten::{name} " for name in _PRODUCTS.split()),
     # torch.distributed.checkpoint calls it.
-    lambda func, args, kwargs: func(args[0]._data, *args[1:]): ("aten::is_pinned",),
-    lambda func, args, kwargs: args[0].storage(): ("aten::view.dtype",),
+    lambda func, args, kwargs: func(args[0]._data, *args[1:]): "aten::is_pinned",
+    lambda func, args, kwargs: args[0].storage(): "aten::view.dtype",
     # `distribute_tensor` calls these two.
-    _broadcast_or_scatter: ("c10d::broadcast_", "c10d::scatter_"),
+    _broadcast_or_scatter: "c10d::broadcast_ c10d::scatter_",
     # `redistribute` and `full_tensor` of DTensors call these.
-    _gather_or_exchange: tuple(
-        f"_c10d_functional::{name}" for name in ("all_gather_into_tensor", "all_to_all_single")
+    _gather_or_exchange: (
+        "_c10d_functional::all_gather_into_tensor _c10d_functional::all_to_all_single"
     ),
-    lambda func, args, kwargs: args[0]: tuple(
-        f"_c10d_functional::{name}" for name in ("wait_tensor", "_wrap_tensor_autograd")
+    lambda func, args, kwargs: args[0]: (
+        "_c10d_functional::wait_tensor _c10d_functional::_wrap_tensor_autograd"
     ),
 }
-_HANDLERS = {name: handler for handler, names in _OPS.items() for name in names}
+_HANDLERS = {name: handler for handler, names in _OPS.items() for name in names.split()}
 """Name of an op -> handler(func, args, kwargs), which returns its result."""
 
 _NAME_IN_0_2 = "float8.config.casting.ScalingGranularity"

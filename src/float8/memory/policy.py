@@ -24,13 +24,13 @@ def activations_in_float8(*, min_mib: float = 1.0, dtype: torch.dtype = E4M3) ->
     A bfloat16 or float16 activation is rounded to `dtype` if backward uses it for nothing but
     these: the GEMM that computes the gradient of a Parameter, the derivative of SiLU or GELU (of
     `torch.nn.functional`, also gated) at a linear layer's output, and that of RMSNorm. Activations
-    of attention, softmax, losses, LayerNorm, other gates and comparisons keep their dtype.
+    of attention, softmax, losses, LayerNorm, other gates and comparisons keep their dtype. So do
+    tensors in inner graphs (`nested_compile_region`), and those that stay in memory anyway:
+    outputs, Parameters, inputs without gradients, and their views.
 
     Each 128 elements along the last dim share a float32 scale, a power of two; if the dim is not a
     multiple of 128, all its elements do. Backward reads the rounded values in their own dtype. An
-    infinite or NaN element turns those that share its scale into NaN. Tensors that stay in memory
-    anyway (outputs, Parameters, inputs without gradients, and their views) are not rounded, nor
-    are tensors in inner graphs (`nested_compile_region`).
+    infinite or NaN element turns those that share its scale into NaN.
 
     Args:
         min_mib: smaller tensors, in MiB, are not rounded. Symbolic sizes count by their hints at
@@ -56,7 +56,7 @@ def activations_in_float8(*, min_mib: float = 1.0, dtype: torch.dtype = E4M3) ->
         expected = " or ".join(map(str, FLOAT8_MAX))
         raise ValueError(f"activations_in_float8: got dtype={dtype}, expected {expected}")
     # This imports Inductor, which `import float8` must not do.
-    from float8.kernels.runtime.partition import Float8Partitioner
+    from float8.memory.partition import Float8Partitioner
 
     return {"custom_partitioner_fn": Float8Partitioner(min_mib * 2**20, dtype)}
 

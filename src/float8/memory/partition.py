@@ -102,11 +102,10 @@ class Float8Partitioner(CustomPartitionerFn):
         # No memory is freed if an output, or an activation kept unchanged, shares the storage.
         others = [node for i, node in enumerate(outputs) if i < count or node not in chosen]
         stays = {get_node_storage(node) for node in others if isinstance(node, Node)}
-        for node in [node for node in chosen if get_node_storage(node) not in stays]:
-            packed = self._pack_in_forward(forward.graph, node)
-            self._unpack_in_backward(backward.graph, taken[node.name], packed)
-            at = outputs.index(node)
-            outputs[at : at + 1] = packed
+        for node in chosen:
+            if get_node_storage(node) not in stays:
+                at, graphs = outputs.index(node), (forward.graph, backward.graph)
+                outputs[at : at + 1] = self._keep_in_float8(node, taken[node.name], *graphs)
         forward.graph.output_node().args = (tuple(outputs),)
         for graph in (forward, backward):
             graph.recompile()
@@ -114,42 +113,43 @@ class Float8Partitioner(CustomPartitionerFn):
 
     def _pays(self, node: Node) -> bool:
         x = node.meta["val"]
-        if getattr(x, "dtype", None) not in _DTYPES:
+        if getattr(x, "dtype", None) not in _DTYPES or x.dim() < 2 or _hint(x.shape[-1]) < 32:
             return False
-        enough = x.dim() > 1 and _hint(x.shape[-1]) >= 32 and _hint(x.numel()) > 0
-        return enough and _hint(x.numel()) * x.element_size() >= self.min_bytes
+        size: int = _hint(x.numel()) * x.element_size()
+        return size > 0 and size >= self.min_bytes
 
-    def _pack(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        # Scales are rounded up to powers of two: nothing saturates, and values lose only mantissa
-        # bits. A non-finite value makes its run NaN.
-        runs = _in_runs(x.to(torch.float32))
-        scale = scales.amax_to_scale(runs.abs().amax(-1, keepdim=True), self.dtype, True)
-        return (runs * scale.reciprocal()).to(self.dtype).reshape(x.shape), scale
+    def _keep_in_float8(self, node: Node, taken: Node, forward: Graph, backward: Graph) -> Any:
+        """Cast `node` in `forward`, and restore its values for `taken`, the input of `backward`.
 
-    def _pack_in_forward(self, graph: Graph, node: Node) -> list[Node]:
-        inputs = graph.find_nodes(op="placeholder")
-        with graph.inserting_before((inputs[-1] if node in inputs else node).next):
-            packed = _graft(graph, self._pack, [node])
-        unchecked = "saved_tensor_with_no_vc_check"
-        for each in packed:
-            each.meta |= {unchecked: node.meta[unchecked]} if unchecked in node.meta else {}
-        return packed
+        Returns the nodes of the float8 data and their scale in `forward`.
+        """
+        dtype = node.meta["val"].dtype
 
-    def _unpack_in_backward(self, graph: Graph, node: Node, packed: list[Node]) -> None:
-        dtype, first = node.meta["val"].dtype, next(n for n in graph.nodes if n in node.users)
+        def pack(x: Tensor) -> tuple[Tensor, Tensor]:
+            # Scales are rounded up to powers of two: nothing saturates, and values lose only
+            # mantissa bits. A non-finite value makes its run NaN.
+            runs = _in_runs(x.to(torch.float32))
+            scale = scales.amax_to_scale(runs.abs().amax(-1, keepdim=True), self.dtype, True)
+            return (runs * scale.reciprocal()).to(self.dtype).reshape(x.shape), scale
 
         def unpack(data: Tensor, scale: Tensor) -> tuple[Tensor]:
             x, largest = _in_runs(data.to(torch.float32)) * scale, torch.finfo(dtype).max
             x = x.clamp(-largest, largest) if dtype == torch.float16 else x  # rounded to above
             return (x.to(dtype).reshape(data.shape),)
 
-        with graph.inserting_before(node):
-            inputs = [graph.placeholder(f"{each.name}_kept") for each in packed]  # of no other node
-        for each, of in zip(inputs, packed, strict=True):
+        inputs, unchecked = forward.find_nodes(op="placeholder"), "saved_tensor_with_no_vc_check"
+        with forward.inserting_before((inputs[-1] if node in inputs else node).next):
+            packed = _graft(forward, pack, [node])
+        first = next(each for each in backward.nodes if each in taken.users)
+        with backward.inserting_before(taken):
+            new = [backward.placeholder(f"{each.name}_kept") for each in packed]  # of no other node
+        for each, of in zip(new, packed, strict=True):
+            of.meta |= {unchecked: node.meta[unchecked]} if unchecked in node.meta else {}
             each.meta = dict(of.meta)
-        with graph.inserting_before(first):
-            node.replace_all_uses_with(*_graft(graph, unpack, inputs))
-        graph.erase_node(node)
+        with backward.inserting_before(first):
+            taken.replace_all_uses_with(*_graft(backward, unpack, new))
+        backward.erase_node(taken)
+        return packed
 
 
 def _activations(
@@ -232,7 +232,8 @@ def _use(node: Node, rounded: list[Node]) -> str:
         dim, dims = rounded[0].meta["val"].dim(), cast("list[int]", args[1])
         last = [each for each in dims if each % dim == dim - 1]
         return "sum of rows" if not last else "sum of columns" if last == dims else ""
-    if _is_view(node) or (name == "pow" and args[1] == 1):
+    is_view = isinstance(node.target, OpOverload) and node.target._schema._is_view_op()
+    if is_view or (name == "pow" and args[1] == 1):
         return "copy"
     if name in ("eq", "ne") and (args[0] is args[1] or args[1] == float("inf")):
         return "step of cast"  # whether values are finite
@@ -252,10 +253,6 @@ def _name(node: Node) -> str:
     if not isinstance(op, OpOverload):
         return getattr(op, "__name__", "")
     return op._schema.name.removeprefix("aten::").removeprefix("prims::")
-
-
-def _is_view(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target._schema._is_view_op()
 
 
 def _graft(graph: Graph, function: Callable[..., Any], nodes: list[Node]) -> list[Any]:
