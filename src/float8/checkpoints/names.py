@@ -10,25 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from float8.experts import kind_of
 from float8.experts.module import RegisteredExperts, lies_transposed
 from float8.linear import Float8Linear
-
-
-def plain_name(name: str) -> str:
-    """Remove the parts that torch.compile, checkpoint_wrapper and FSDP1 add to a full name."""
-    for wrapper in ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"):
-        name = f"{name}.".replace(f"{wrapper}.", "")[:-1]
-    return name
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside wrappers of torch.compile and DDP."""
-    is_ddp = isinstance(model, DistributedDataParallel)
-    inner = model._modules.get("module" if is_ddp else "_orig_mod")
-    return model if inner is None else unwrapped(inner)
+from float8.names import plain_name, unwrapped
 
 
 class SavedTensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from float8.checkpoints.files import Checkpoint
-from float8.checkpoints.names import SavedTensor, published_names, saved_tensors, unwrapped
+from float8.checkpoints.names import SavedTensor, published_names, saved_tensors
 from float8.checkpoints.ranks import ModelRanks
 from float8.checkpoints.schemes import part_of, values_of
 from float8.config import require_module
@@ -18,6 +18,7 @@ from float8.experts import Float8Experts, names_to_gather
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.kernels.runtime.private import warn
 from float8.linear import Float8Linear
+from float8.names import unwrapped
 from float8.tensor import Float8Tensor, high_precision, is_dtensor, local_tensor, reshard
 from float8.weights.only import in_float8_only
 

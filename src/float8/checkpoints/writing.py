@@ -17,11 +17,9 @@ from float8.checkpoints.names import (
     Names,
     PublishedNames,
     SavedTensor,
-    plain_name,
     published_names,
     replaced_by_transformers,
     saved_tensors,
-    unwrapped,
 )
 from float8.checkpoints.ranks import ModelRanks
 from float8.checkpoints.schemes import FINE_GRAINED, Scheme, part_of, scheme_named
@@ -29,6 +27,7 @@ from float8.config import CastConfig, require_module
 from float8.experts import Float8Experts
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
 from float8.linear import Float8Linear
+from float8.names import plain_name, unwrapped
 from float8.quantize import Cast
 from float8.tensor import Float8Tensor, high_precision, local_tensor, reshard
 from float8.weights.only import in_float8_only

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from float8.checkpoints.names import plain_name
 from float8.checkpoints.schemes import config_for, strategy_of, why_not_taken
 from float8.config import ConfigOrRecipe, as_config
 from float8.convert.keep import Keep, ModuleFilter
@@ -16,6 +15,7 @@ from float8.convert.speed import MEMORY, NARROW, judged_as, why_experts_slower, 
 from float8.experts import Float8Experts, kind_of, unsupported_experts, weights_of
 from float8.formats import BLACKWELL, lacks_float8_gemm
 from float8.linear import Float8Linear, unsupported
+from float8.names import plain_name
 
 DEFAULT_TOKENS = 8192
 

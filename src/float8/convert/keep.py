@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from float8.checkpoints.names import plain_name
 from float8.experts import kind_of, weights_of
+from float8.names import plain_name
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 

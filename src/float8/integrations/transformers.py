@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from float8.checkpoints.names import plain_name
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.kernels.runtime.private import warn
 from float8.linear import Float8Linear
+from float8.names import plain_name
 from float8.step import Attachment, attach_to_optimizer
 
 
