@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8.checkpoints.schemes import COMPRESSED, EXPONENTS, SCHEMES, scheme_of
+from float8.checkpoints.schemes import COMPRESSED, EXPONENTS, scheme_named, scheme_of
 from float8.formats import E4M3, E5M2, FLOAT8_MAX
 from float8.kernels.runtime.private import warn
 
@@ -71,7 +71,7 @@ class Checkpoint:
         if not self._file_of:
             raise FileNotFoundError(f"{folder}: got no tensors, expected safetensors files")
         if self.scheme.block is None and any(x.endswith(".weight_scale") for x in self._file_of):
-            self.scheme = SCHEMES[COMPRESSED, self.scheme.strategy]  # as AutoFP8 names its scales
+            self.scheme = scheme_named(COMPRESSED, self.scheme.strategy)  # AutoFP8's names
         self.in_float8, suffix = set[str](), self.scheme.scale_suffix
         for name in self._file_of:
             weight: Any = self.dtype_and_shape(name)
