@@ -176,11 +176,11 @@ def _fields(config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a `quantization_config` by which schemes differ, with defaults."""
     if config["quant_method"] != COMPRESSED:
         is_mxfp8 = config["quant_method"] == "mxfp8"
-        defaults = {"weight_block_size": [1, 32] if is_mxfp8 else None}
+        defaults: dict[str, Any] = {"weight_block_size": [1, 32] if is_mxfp8 else None}
         defaults |= {"scale_fmt": "ue8m0" if is_mxfp8 else "float"}
         defaults |= {"fmt": "e4m3", "expert_dtype": "fp8"}
-        values = {name: config.get(name) for name in defaults}
-        return {f"[{x!r}]": defaults[x] if y is None else y for x, y in values.items()}
+        given = {name: x for name in defaults if (x := config.get(name)) is not None}
+        return {f"[{name!r}]": x for name, x in (defaults | given).items()}
     groups = _object(config.get("config_groups"))
     group = _object(next(iter(groups.values()), None))
     weights = {"symmetric": True} | _object(group.get("weights"))
@@ -209,23 +209,6 @@ def _require(field: str, got: Any, supported: list[Any]) -> None:
 def values_of(x: Tensor) -> Tensor:
     """Return a `Float8Tensor` dequantized to float32, and any other tensor as it is."""
     return dequantise(x, torch.float32) if isinstance(x, Float8Tensor) else x
-
-
-def part_of(x: Tensor, expert: int, piece: int, pieces: int) -> Tensor:
-    """Return one piece [N, K] of the weight of one expert in `x` [E, pieces * N, K].
-
-    It is a view; a piece of a `Float8Tensor` that shares scales with another piece is dequantized.
-    """
-    N = x.shape[1] // pieces
-    begin, end = N * piece, N * piece + N
-    if not isinstance(x, Float8Tensor):
-        return x[expert, begin:end]
-    height = x._granularity.height or 1
-    if pieces > 1 and N % height:
-        expert_weight: Any = x[expert]  # [pieces * N, K]
-        return dequantise(expert_weight)[begin:end]
-    scale = x._scale[expert, begin // height : -(-end // height)]
-    return Float8Tensor(x._data[expert, begin:end], scale, x.dtype, x._granularity)
 
 
 # ---------------------------------------------------------------- layers that others loaded
