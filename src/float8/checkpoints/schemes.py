@@ -174,13 +174,14 @@ def scheme_of(config: Any) -> Scheme:
 
 def _fields(config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a `quantization_config` by which schemes differ, with defaults."""
+    fields: dict[str, Any]
     if config["quant_method"] != COMPRESSED:
         is_mxfp8 = config["quant_method"] == "mxfp8"
-        defaults: dict[str, Any] = {"weight_block_size": [1, 32] if is_mxfp8 else None}
-        defaults |= {"scale_fmt": "ue8m0" if is_mxfp8 else "float"}
-        defaults |= {"fmt": "e4m3", "expert_dtype": "fp8"}
-        given = {name: x for name in defaults if (x := config.get(name)) is not None}
-        return {f"[{name!r}]": x for name, x in (defaults | given).items()}
+        block, scale_fmt = ([1, 32], "ue8m0") if is_mxfp8 else (None, "float")
+        fields = {"weight_block_size": block, "scale_fmt": scale_fmt}
+        fields |= {"fmt": "e4m3", "expert_dtype": "fp8"}
+        fields |= {name: config[name] for name in fields if config.get(name) is not None}
+        return {f"[{name!r}]": value for name, value in fields.items()}
     groups = _object(config.get("config_groups"))
     group = _object(next(iter(groups.values()), None))
     weights = {"symmetric": True} | _object(group.get("weights"))

@@ -144,7 +144,6 @@ class Float8Converter(ModelConfigConverter):
         return model_config
 
     def _filtered(self, fqn: str) -> bool:
-        """Return whether `filter_fqns` excludes the module `fqn`."""
         return any(name in fqn for name in self._filter_fqns)
 
 
