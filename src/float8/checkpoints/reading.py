@@ -168,8 +168,7 @@ def _match(model: nn.Module, checkpoint: Checkpoint, targets: dict[str, _Target]
 
 def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None:
     """Raise `ValueError` if dtype, shape or scales of the tensor `name` do not fit `target`."""
-    header: Any = checkpoint.dtype_and_shape(name)
-    (dtype, shape), tensor = header, target.saved.tensor
+    (dtype, shape), tensor = checkpoint.headers[name], target.saved.tensor
     wanted = tuple(tensor.shape)
     if target.part != WHOLE:
         wanted = wanted[1] // target.part.pieces, wanted[2]
