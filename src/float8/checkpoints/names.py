@@ -1,4 +1,4 @@
-"""Names of a model's tensors: its own, and those under which transformers publishes it.
+"""Names of a model's tensors: its own, and those of the parts in which transformers publishes them.
 
 transformers 5 renames tensors when it loads them, and joins the weights [N, K] of experts to one
 Parameter [E, pieces * N, K]; when it saves, it undoes both. Its own tables are used for that.
@@ -161,7 +161,7 @@ def _split(converter: Any, name: str, key: str, pattern: str, shape: Any, root: 
     """Return the parts into which transformers splits weights of `shape` [E, N, K], by piece.
 
     The converter runs on a tensor of numbers, which tells expert and rows of each part. {} if the
-    parts are not whole rows of one expert, but for example transposed.
+    parts are not whole rows of one expert, all together, but for example transposed.
     """
     rows = 12  # of each expert; divisible by any number of pieces that models have
     numbers = torch.arange(shape[0] * rows * 2, device="cpu").view(-1, rows, 2)  # [E, N, K]
@@ -176,4 +176,6 @@ def _split(converter: Any, name: str, key: str, pattern: str, shape: Any, root: 
         parts[new] = part = Part(expert, row * pieces // rows, pieces)
         if not new.endswith(".weight") or not torch.equal(x, part.of(numbers)):
             return {}
+    if len({*parts.values()}) < len(parts):  # some part is there twice, another is not
+        return {}
     return dict(sorted(parts.items(), key=lambda item: (item[1].piece, item[1].expert)))
