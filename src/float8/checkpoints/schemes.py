@@ -243,9 +243,10 @@ def strategy_of(mod: Any) -> Scheme | str | None:
 
 def config_for(mod: Any, config: Float8LinearConfig | None) -> Float8LinearConfig:
     """Return `config`, or if it is None the one under which a float8 layer keeps its bytes."""
-    scheme = strategy_of(mod)
-    if config is not None or not isinstance(scheme, Scheme):
-        return config or as_config("tensorwise")
+    if config is not None:
+        return config
+    if not isinstance(scheme := strategy_of(mod), Scheme):  # the layer stays as it is
+        return as_config("tensorwise")
     recipe = as_config(scheme.recipe)
     is_mxfp8 = recipe.cast_config_weight.scaling_granularity.exponents  # rounds all scales anyway
     if scheme.exponents and not is_mxfp8:  # servers round scales of activations, too
