@@ -13,13 +13,12 @@ from float8.checkpoints.files import Checkpoint
 from float8.checkpoints.names import WHOLE, Part, SavedTensor, published_parts, saved_tensors
 from float8.checkpoints.ranks import ModelRanks
 from float8.checkpoints.schemes import values_of
-from float8.config import require_module
 from float8.experts import names_to_gather
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.kernels.runtime.private import warn
 from float8.linear import Float8Module
 from float8.names import unwrapped
-from float8.tensor import Float8Tensor, high_precision, is_dtensor, local_tensor, reshard
+from float8.tensor import Float8Tensor, high_precision, is_dtensor, local_tensor
 from float8.weights.only import in_float8_only
 
 
@@ -82,8 +81,6 @@ def load_float8_checkpoint(
             tied Parameter. Nothing is changed then.
         ImportError, FileNotFoundError, RuntimeError, AssertionError: as `read_float8_checkpoint`.
     """
-    require_module(model, "model")
-    reshard(model)
     with ModelRanks(model) as ranks:
         device = torch.empty(0, device="cpu" if device is None else device).device
         targets, checkpoint = _targets(model), Checkpoint(Path(folder))

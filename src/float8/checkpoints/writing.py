@@ -81,7 +81,6 @@ def float8_weights(
             device or in another library's float8; transformers could not load the experts; or two
             tensors, or a tensor and a scale, have the same name.
     """
-    require_module(model, "model")
     with ModelRanks(model) as ranks:
         plan = _plan(model, format, strategy, dtype, param_dtype)
         for tensors, _ in _cast_tensors(plan, ranks):
@@ -96,6 +95,7 @@ def quantization_config(
     Takes the arguments of `float8_weights`, and raises the same errors.
     """
     require_module(model, "model")
+    reshard(model)
     return _plan(model, format, strategy).config
 
 
@@ -135,7 +135,6 @@ def save_float8_checkpoint(
         ValueError: as `float8_weights`; `max_shard_size` is not a positive number of bytes; or
             ranks have different models or arguments.
     """
-    require_module(model, "model")
     with ModelRanks(model) as ranks:
         if type(max_shard_size) is not int or max_shard_size < 1:
             raise ValueError(f"max_shard_size: got {max_shard_size!r}, expected bytes, 1 or more")
@@ -209,7 +208,6 @@ def _plan(
         if got not in (None, *HIGH_PRECISION_DTYPES):
             raise TypeError(f"{name}: got {got!r}, expected None or one of {HIGH_PRECISION_DTYPES}")
     scheme = scheme_named(format, strategy)
-    reshard(model)
     if hasattr(model, "peft_config"):
         raise ValueError(
             "model: got one with adapters of PEFT, whose names no server knows, expected one "
