@@ -183,9 +183,7 @@ def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None
         got = f"scales of {granularity} for a layer with float8_weights=ONLY"
         expected = f"those of {granularities}; convert it by the recipe for this checkpoint"
     elif target.part.pieces > 1 and shares_scales:
-        got = (
-            f"experts with float8_weights=ONLY, where {granularities} join rows of two projections"
-        )
+        got = f"experts with float8_weights=ONLY, whose {granularities} join two projections"
         expected = "scales of each; convert them by another recipe, or without ONLY"
     elif placements and tensor.is_meta and not takes_data:
         got, expected = "a sharded Parameter on the meta device", "memory to load into"
