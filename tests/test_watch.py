@@ -23,9 +23,9 @@ from float8 import (
     convert_to_high_precision,
     numerics,
 )
-from float8.checkpoints.names import unwrapped
 from float8.delayed.cast import DelayedScale
 from float8.formats import E4M3, E5M2
+from float8.names import unwrapped
 from float8.numerics import measure
 from float8.quantize import Cast
 from float8.scales import amax_to_scale

@@ -7,9 +7,8 @@ this library after it.
 import torch
 from torch import Tensor
 
-from float8.config import e4m3_dtype, e5m2_dtype
-
-__all__ = ["FP8_TYPES", "compute_error", "e4m3_dtype", "e5m2_dtype"]
+from float8.config import e4m3_dtype as e4m3_dtype
+from float8.config import e5m2_dtype as e5m2_dtype
 
 FP8_TYPES = {e4m3_dtype, e5m2_dtype}
 

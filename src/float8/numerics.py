@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from float8.autograd import new_alias
-from float8.checkpoints.names import plain_name, unwrapped
 from float8.config import require_module
 from float8.experts import Float8Experts, weights_of
 from float8.experts.grouped import Grouped
@@ -19,6 +18,7 @@ from float8.kernels.runtime.private import past_compiled_code
 from float8.linear import Float8Linear
 from float8.linear.functional import autocast_dtype
 from float8.linear.plan import Casts
+from float8.names import plain_name, unwrapped
 from float8.products import PRODUCTS
 from float8.quantize import Cast
 from float8.ranks import mesh_device_type, unlike

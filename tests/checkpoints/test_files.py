@@ -295,12 +295,13 @@ def in_a_folder_of_their_own(folder: Path) -> None:
     "change",
     [
         in_a_folder_of_their_own,
+        partial(rewrite, config=lambda c: c.update(scale_fmt=None, fmt=None, expert_dtype=None)),
         # Of a cache, which is skipped.
         partial(rewrite, tensors=lambda t: t.update({"ffn.k_scale": torch.ones(1)})),
         # Many save tied weights twice: the same values, whatever their dtypes.
         partial(rewrite, tensors=lambda t: t.update({"lm_head.weight": t["embed.weight"].float()})),
     ],
-    ids=["shards", "scale of a cache", "two names"],
+    ids=["shards", "defaults", "scale of a cache", "two names"],
 )
 def test_other_files_are_read_all_the_same(change: Any, tmp_path: Path) -> None:
     save_float8_checkpoint(built("blockwise"), tmp_path)

@@ -88,6 +88,18 @@ def test_what_an_evaluation_keeps_gathered(of: Any) -> None:
     assert not torch.equal(other["0.weight"].view(torch.uint8), sent)
 
 
+@on("either")
+def test_a_model_that_an_evaluation_keeps_gathered_is_saved_by_all(tmp_path: Path) -> None:
+    """FSDP2 leaves the weights of the root gathered: on no rank is a DTensor to be seen."""
+    model = convert(plain(256, 256), "blockwise", False)
+    fully_shard(model, mesh=mesh_of())
+    with torch.no_grad():
+        model.eval()(seeded(1, 16, 256, device=here()))
+    assert not isinstance(model[0].weight, DTensor)
+    notes = save_float8_checkpoint(model, tmp_path)
+    assert [note.name for note in notes] == ["0.weight"]
+
+
 def parallel(model: nn.Module, kind: str, mesh: Any = None) -> nn.Module:
     colwise, rowwise, _ = STYLES[kind]
     return parallelize_module(model, mesh or mesh_of(), {"0": colwise(), "1": rowwise()})

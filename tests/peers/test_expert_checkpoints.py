@@ -4,6 +4,7 @@ import itertools
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from float8.checkpoints import (
     quantization_config,
     save_float8_checkpoint,
 )
+from float8.checkpoints.names import _split
 from float8.checkpoints.schemes import scheme_named
 from float8.experts.grouped import quantize_experts
 from float8.kernels.dequantize import dequantised
@@ -354,6 +356,42 @@ def test_bad_files_raise_before_anything_is_changed(change: str, tmp_path: Path)
         match = "got these experts joined and one by one"
     with Unchanged(model, f"(?s){match}"):
         load_float8_checkpoint(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("split", "pieces"),
+    [
+        (lambda x: {f"{e}.{i}": x[e, 6 * i : 6 * i + 6] for e in range(3) for i in (0, 1)}, 2),
+        (lambda x: {f"{e}": x[e] for e in range(3)}, 1),
+        (lambda x: {f"{e}": x[e].T for e in range(3)}, None),
+        (lambda x: {f"{e}": x[0] for e in range(3)}, None),
+        (lambda x: {f"{e}": x[e, ::2] for e in range(3)}, None),
+        (lambda x: {"0": x[:, :6], "1": x[:, 6:]}, None),
+        (lambda x: {}, None),
+    ],
+)
+def test_only_experts_that_are_split_into_whole_rows_are_published_one_by_one(
+    split: Any, pieces: int | None
+) -> None:
+    """What a converter of transformers may do to weights [E, N, K]."""
+
+    class Converter:
+        def add_tensor(self, key: str, name: str, pattern: str, x: Tensor) -> None:
+            self.x = x
+
+        def convert(self, key: str, **more: Any) -> dict[str, Tensor]:
+            return {f"{name}.weight": x for name, x in split(self.x).items()}
+
+    root, weights = SimpleNamespace(config=None), torch.arange(3 * 8 * 5).view(3, 8, 5)
+    parts = _split(Converter(), "", "", "", weights.shape, root)
+    each = [part.of(weights) for part in parts.values()]
+    assert bool(each) == (pieces is not None)
+    if each:
+        by_piece = torch.stack(each).view(pieces, 3, -1, 5).transpose(0, 1)
+        assert torch.equal(by_piece.reshape(weights.shape), weights)
+    assert _split(Converter(), "", "", "", (3, 7, 5), root).keys() == (
+        parts.keys() if pieces == 1 else set()
+    )
 
 
 @pytest.mark.exhaustive

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8.checkpoints.schemes import COMPRESSED, EXPONENTS, SCHEMES, scheme_of
+from float8.checkpoints.schemes import COMPRESSED, EXPONENTS, scheme_named, scheme_of
 from float8.formats import E4M3, E5M2, FLOAT8_MAX
 from float8.kernels.runtime.private import warn
 
@@ -51,44 +51,34 @@ class Checkpoint:
         listed: dict[str, set[str]] = {}
         with contextlib.suppress(FileNotFoundError):
             listed = _read(folder, INDEX, _read_index)
-        config = _read(folder, CONFIG, _read_json).get("quantization_config")
-        self.scheme = scheme_of(config)
+        self.scheme = scheme_of(_read(folder, CONFIG, _read_json).get("quantization_config"))
         self._file_of: dict[str, Any] = {}
         self.files = sorted(listed or (path.name for path in folder.glob("*.safetensors")))
         for path in self.files:
             file = _read(folder, path, partial(_open_safetensors, device=device))
-            there = {*file.keys()}
-            if missing := listed.get(path, there) - there:
+            names = listed.get(path, {*file.keys()})
+            if missing := names - {*file.keys()}:
                 got = f"got no {min(missing)!r}, which the index says is in it"
                 raise ValueError(f"{folder / path}: {got}")
-            there = listed.get(path, there)
-            if twice := there & self._file_of.keys():
+            if twice := names & self._file_of.keys():
                 raise ValueError(
                     f"{folder}: got {min(twice)!r} in two files and no index, expected it in one; "
                     f"remove the files that are not of this checkpoint"
                 )
-            self._file_of |= dict.fromkeys(there, file)
+            self._file_of |= dict.fromkeys(names, file)
         if not self._file_of:
             raise FileNotFoundError(f"{folder}: got no tensors, expected safetensors files")
         if self.scheme.block is None and any(x.endswith(".weight_scale") for x in self._file_of):
-            self.scheme = SCHEMES[COMPRESSED, self.scheme.strategy]  # as AutoFP8 names its scales
+            self.scheme = scheme_named(COMPRESSED, self.scheme.strategy)  # AutoFP8's names
+        self.headers = {name: _dtype_and_shape(file, name) for name, file in self._file_of.items()}
         self.in_float8, suffix = set[str](), self.scheme.scale_suffix
-        for name in self._file_of:
-            weight: Any = self.dtype_and_shape(name)
-            scale = self.dtype_and_shape(name + suffix)
-            if scale is not None or weight[0] in FLOAT8_MAX:
-                self.scheme.require_pair(name, weight, scale)
+        for name, header in self.headers.items():
+            scale = self.headers.get(name + suffix)
+            if scale is not None or header[0] in FLOAT8_MAX:
+                self.scheme.require_pair(name, header, scale)
                 self.in_float8.add(name)
-        others = self._file_of.keys() - {name + suffix for name in self.in_float8}
+        others = self.headers.keys() - {name + suffix for name in self.in_float8}
         self.names = sorted(name for name in others if not name.endswith(_OF_ACTIVATIONS))
-
-    def dtype_and_shape(self, name: str) -> tuple[Any, tuple[int, ...]] | None:
-        """Return dtype and shape of a tensor, of the header alone; None: it is not there."""
-        if name not in self._file_of:
-            return None
-        header = self._file_of[name].get_slice(name)
-        dtype = header.get_dtype()
-        return _DTYPES.get(dtype, dtype), tuple(header.get_shape())
 
     def read(self, name: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Return a tensor; a weight in float8 as a `Float8Tensor` that stands for `dtype`."""
@@ -108,6 +98,12 @@ _OF_ACTIVATIONS += (".act_scale", ".k_scale", ".v_scale", ".kv_scale")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
 _DTYPES |= {"F16": torch.float16, "F8_E4M3": E4M3, "F8_E5M2": E5M2}
 _DTYPES |= {"F8_E8M0": EXPONENTS, "U8": torch.uint8}
+
+
+def _dtype_and_shape(file: Any, name: str) -> tuple[Any, tuple[int, ...]]:
+    header = file.get_slice(name)
+    dtype = header.get_dtype()
+    return _DTYPES.get(dtype, dtype), tuple(header.get_shape())
 
 
 def _open_safetensors(path: Path, device: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Names of a model's tensors: its own, and those under which transformers publishes it.
+"""Names of a model's tensors: its own, and those of the parts in which transformers publishes them.
 
 transformers 5 renames tensors when it loads them, and joins the weights [N, K] of experts to one
 Parameter [E, pieces * N, K]; when it saves, it undoes both. Its own tables are used for that.
@@ -10,25 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from float8.experts import kind_of
 from float8.experts.module import RegisteredExperts, lies_transposed
 from float8.linear import Float8Linear
-
-
-def plain_name(name: str) -> str:
-    """Remove the parts that torch.compile, checkpoint_wrapper and FSDP1 add to a full name."""
-    for wrapper in ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"):
-        name = f"{name}.".replace(f"{wrapper}.", "")[:-1]
-    return name
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside wrappers of torch.compile and DDP."""
-    is_ddp = isinstance(model, DistributedDataParallel)
-    inner = model._modules.get("module" if is_ddp else "_orig_mod")
-    return model if inner is None else unwrapped(inner)
+from float8.names import plain_name, unwrapped
+from float8.tensor import Float8Tensor, dequantise
 
 
 class SavedTensor:
@@ -61,24 +48,45 @@ def saved_tensors(model: nn.Module) -> list[SavedTensor]:
     return [*saved.values()]
 
 
-Names = list[list[str]]
-"""Names [piece][expert] of the weights [N, K] that weights [E, pieces * N, K] of experts join."""
+class Part(NamedTuple):
+    """What a tensor of a file is of a tensor of the model: all of it, or [N, K] of one expert."""
+
+    expert: int | None = None  # None: all of it
+    piece: int = 0
+    pieces: int = 1  # of the weights [E, pieces * N, K]: 2 where gate and up are joined
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return this part of `x`, a view.
+
+        A piece of a `Float8Tensor` that shares scales with another piece is dequantized.
+        """
+        if self.expert is None:
+            return x
+        N = x.shape[1] // self.pieces
+        begin, end = N * self.piece, N * self.piece + N
+        if not isinstance(x, Float8Tensor):
+            return x[self.expert, begin:end]
+        height = x._granularity.height or 1
+        if self.pieces > 1 and N % height:
+            expert_weight: Any = x[self.expert]  # [pieces * N, K]
+            return dequantise(expert_weight)[begin:end]
+        scale = x._scale[self.expert, begin // height : -(-end // height)]
+        return Float8Tensor(x._data[self.expert, begin:end], scale, x.dtype, x._granularity)
 
 
-class PublishedNames(NamedTuple):
-    """The names in files of a model's tensors, by their names in the model."""
-
-    names: dict[str, str]  # of all tensors, including weights of experts, which a file may join
-    experts: dict[str, Names]  # of weights of experts that are published one by one
+WHOLE = Part()
+Parts = dict[str, Part]
+"""The parts of one tensor of the model by their names in files."""
 
 
-def published_names(model: nn.Module) -> PublishedNames:
-    """Return the names under which transformers publishes the tensors of `model`.
+def published_parts(model: nn.Module) -> dict[str, Parts]:
+    """Return by its name in `model` the parts in which transformers publishes each tensor.
 
-    Tensors that it would not find again under those, and other models, have their own names.
+    Tensors that it would not find again under the names of these, and those of other models, are
+    whole under their own names.
     """
     saved = [(*use, x.tensor) for x in saved_tensors(model) for use in x.uses]
-    published = PublishedNames({name: name for name, *_ in saved}, {})
+    published = {name: {name: WHOLE} for name, *_ in saved}
     root: Any = unwrapped(model)
     if not _is_of_transformers(root):
         return published
@@ -110,13 +118,16 @@ def published_names(model: nn.Module) -> PublishedNames:
             new = rename(name, saving)
             # Loading must turn the new name, and those of scales, into this name again.
             if all(rename(new + suffix, loading) == name + suffix for suffix in suffixes):
-                published.names[name] = new
+                published[name] = {new: WHOLE}
         elif _are_experts(module, x) and len(converter.source_patterns) == 1:
-            pieces = _split_names(copy.deepcopy(converter), name, key, pattern, x.shape[0], root)
-            if pieces and x.shape[1] % len(pieces) == 0:
-                published.experts[name] = [[rename(x, saving) for x in piece] for piece in pieces]
-    counts = Counter(published.names.values())
-    published.names.update({x: x for x, new in published.names.items() if counts[new] > 1})
+            parts = _split(copy.deepcopy(converter), name, key, pattern, x.shape, root)
+            renamed = {rename(new, saving): part for new, part in parts.items()}
+            if parts and len(renamed) == len(parts):
+                published[name] = renamed
+    counts = Counter(new for parts in published.values() for new in parts)
+    for name, parts in published.items():
+        if WHOLE in parts.values() and counts[next(iter(parts))] > 1:
+            published[name] = {name: WHOLE}
     return published
 
 
@@ -146,24 +157,25 @@ def _are_experts(module: nn.Module, x: Tensor) -> bool:
     return kind_of(module) is RegisteredExperts and x.dim() == 3 and not lies_transposed(module)
 
 
-def _split_names(
-    converter: Any, name: str, key: str, pattern: str, experts: int, root: Any
-) -> Names | None:
-    """Return the names of the weights [n, K] into which transformers splits weights [E, N, K].
+def _split(converter: Any, name: str, key: str, pattern: str, shape: Any, root: Any) -> Parts:
+    """Return the parts into which transformers splits weights of `shape` [E, N, K], by piece.
 
-    The converter runs on a tensor of numbers, which tells expert and rows of each part. None if the
-    parts are not whole rows of one expert, but for example transposed.
+    The converter runs on a tensor of numbers, which tells expert and rows of each part. {} if the
+    parts are not whole rows of one expert, all together, but for example transposed.
     """
     rows = 12  # of each expert; divisible by any number of pieces that models have
-    numbers = torch.arange(experts * rows * 2, device="cpu").view(experts, rows, 2)  # [E, N, K]
+    numbers = torch.arange(shape[0] * rows * 2, device="cpu").view(-1, rows, 2)  # [E, N, K]
     converter.add_tensor(key, name, pattern, numbers)
-    parts: dict[str, Tensor] = converter.convert(key, model=root, config=root.config)
-    part_rows = rows * experts // max(len(parts), 1)
-    pieces = [[""] * experts for _ in range(len(parts) // experts)]
-    for part, x in parts.items():
+    tensors: dict[str, Tensor] = converter.convert(key, model=root, config=root.config)
+    pieces, rest = divmod(len(tensors), shape[0])
+    if rest or not pieces or shape[1] % pieces:
+        return {}
+    parts = Parts()
+    for new, x in tensors.items():
         expert, row = divmod(int(x.flatten()[0]) // 2, rows)
-        is_rows = torch.equal(x, numbers[expert, row : row + part_rows])
-        if not is_rows or not part.endswith(".weight"):
-            return None
-        pieces[row // part_rows][expert] = part
-    return pieces if all(all(names) for names in pieces) else None
+        parts[new] = part = Part(expert, row * pieces // rows, pieces)
+        if not new.endswith(".weight") or not torch.equal(x, part.of(numbers)):
+            return {}
+    if len({*parts.values()}) < len(parts):  # some part is there twice, another is not
+        return {}
+    return dict(sorted(parts.items(), key=lambda item: (item[1].piece, item[1].expert)))

@@ -5,7 +5,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from float8.tensor import is_dtensor
+from float8.config import require_module
+from float8.tensor import is_dtensor, reshard
 
 _ERRORS = (FileNotFoundError, OSError, ImportError, TypeError, ValueError)
 
@@ -15,10 +16,12 @@ class ModelRanks:
 
     If one rank fails, all raise its error, at the end of the step or at the next `agree`. Ranks
     call `agree` before collectives, so that none waits for one that failed. Without DTensors ranks
-    do not wait for each other.
+    do not wait for each other. Weights that FSDP2 keeps gathered are resharded first.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        require_module(model, "model")
+        reshard(model)
         tensors: list[Any] = [*model.parameters(), *model.buffers()]
         self.meshes = [*{x.device_mesh: None for x in tensors if is_dtensor(x)}]
         groups = [mesh.get_group(dim) for mesh in self.meshes for dim in range(mesh.ndim)]

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from float8.checkpoints.files import Checkpoint
-from float8.checkpoints.names import SavedTensor, published_names, saved_tensors, unwrapped
+from float8.checkpoints.names import WHOLE, Part, SavedTensor, published_parts, saved_tensors
 from float8.checkpoints.ranks import ModelRanks
-from float8.checkpoints.schemes import part_of, values_of
-from float8.config import require_module
-from float8.experts import Float8Experts
+from float8.checkpoints.schemes import values_of
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.kernels.runtime.private import warn
-from float8.linear import Float8Linear
-from float8.tensor import Float8Tensor, high_precision, is_dtensor, local_tensor, reshard
+from float8.linear import Float8Module
+from float8.names import unwrapped
+from float8.tensor import Float8Tensor, high_precision, is_dtensor, local_tensor
 from float8.weights.only import in_float8_only
 
 
@@ -81,8 +80,6 @@ def load_float8_checkpoint(
             tied Parameter. Nothing is changed then.
         ImportError, FileNotFoundError, RuntimeError, AssertionError: as `read_float8_checkpoint`.
     """
-    require_module(model, "model")
-    reshard(model)
     with ModelRanks(model) as ranks:
         device = torch.empty(0, device="cpu" if device is None else device).device
         targets, checkpoint = _targets(model), Checkpoint(Path(folder))
@@ -106,30 +103,23 @@ def load_float8_checkpoint(
 
 
 class _Target(NamedTuple):
-    """Where to load a tensor: a whole Parameter or buffer, or one piece [N, K] of one expert."""
+    """Where to load a tensor: a Parameter or buffer, or a part of one."""
 
     saved: SavedTensor
-    expert: int | None = None
-    piece: int = 0
-    pieces: int = 1  # of the Parameter [E, pieces * N, K]: 2 where gate and up are joined
+    part: Part = WHOLE
 
     @property
     def only_layers(self) -> list[Any]:
         """The modules that have the Parameter as a weight with `Float8Weights.ONLY`."""
-        uses = (use for use in self.saved.uses if isinstance(use[1], Float8Linear | Float8Experts))
-        only: Any = ((x, attr) for _, x, attr in uses if x._float8_never_trains)
-        return [x for x, attr in only if attr in x._float8_matrices()]
+        uses: Any = ((x, y) for _, x, y in self.saved.uses if isinstance(x, Float8Module))
+        return [x for x, y in uses if x._float8_never_trains and y in x._float8_matrices()]
 
 
 def _targets(model: nn.Module) -> dict[str, _Target]:
     """Return where to load each name that a checkpoint may use: the model's own or published."""
     targets = {name: _Target(saved) for saved in saved_tensors(model) for name, *_ in saved.uses}
-    published = published_names(model)
-    targets |= {new: targets[name] for name, new in published.names.items()}
-    for name, pieces in published.experts.items():
-        for piece, names in enumerate(pieces):
-            for expert, new in enumerate(names):
-                targets[new] = _Target(targets[name].saved, expert, piece, len(pieces))
+    for name, parts in published_parts(model).items():
+        targets |= {new: _Target(targets[name].saved, part) for new, part in parts.items()}
     return targets
 
 
@@ -143,11 +133,11 @@ def _match(model: nn.Module, checkpoint: Checkpoint, targets: dict[str, _Target]
             names_of.setdefault(targets[name], []).append(name)
         elif not any(re.search(pattern, name) for pattern in ignored):
             raise ValueError(f"checkpoint: got {name!r}, expected names of tensors of {cls}")
-    one_by_one = {target.saved for target in names_of if target.expert is not None}
+    one_by_one = {target.saved for target in names_of if target.part != WHOLE}
     missing = {
         target: name
         for name, target in targets.items()
-        if target not in names_of and (target.saved in one_by_one) is (target.expert is not None)
+        if target not in names_of and (target.saved in one_by_one) is (target.part != WHOLE)
     }
     if missing:
         raise ValueError(
@@ -155,7 +145,7 @@ def _match(model: nn.Module, checkpoint: Checkpoint, targets: dict[str, _Target]
             f"such as {min(missing.values())!r}, expected all of them"
         )
     for target, tied in names_of.items():
-        if target.expert is None and target.saved in one_by_one:
+        if target.part == WHOLE and target.saved in one_by_one:
             got = "got these experts joined and one by one, too"
             raise ValueError(f"{tied[0]}: {got}, expected one of the two; remove the other")
         tied.sort(key=lambda name: name not in checkpoint.in_float8)  # read the float8 one
@@ -174,11 +164,10 @@ def _match(model: nn.Module, checkpoint: Checkpoint, targets: dict[str, _Target]
 
 def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None:
     """Raise `ValueError` if dtype, shape or scales of the tensor `name` do not fit `target`."""
-    header: Any = checkpoint.dtype_and_shape(name)
-    (dtype, shape), tensor = header, target.saved.tensor
+    (dtype, shape), tensor = checkpoint.headers[name], target.saved.tensor
     wanted = tuple(tensor.shape)
-    if target.expert is not None:
-        wanted = wanted[1] // target.pieces, wanted[2]
+    if target.part != WHOLE:
+        wanted = wanted[1] // target.part.pieces, wanted[2]
     only_layers, granularity = target.only_layers, checkpoint.scheme.granularity
     granularities = {x._float8_plan.casts.weight.config.scaling_granularity for x in only_layers}
     shares_scales = any(not x.height or wanted[0] % x.height for x in granularities)
@@ -192,17 +181,13 @@ def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None
     elif in_float8 and only_layers and granularities != {granularity}:
         got = f"scales of {granularity} for a layer with float8_weights=ONLY"
         expected = f"those of {granularities}; convert it by the recipe for this checkpoint"
-    elif target.pieces > 1 and shares_scales:
-        got = (
-            f"experts with float8_weights=ONLY, where {granularities} join rows of two projections"
-        )
+    elif target.part.pieces > 1 and shares_scales:
+        got = f"experts with float8_weights=ONLY, whose {granularities} join two projections"
         expected = "scales of each; convert them by another recipe, or without ONLY"
     elif placements and tensor.is_meta and not takes_data:
         got, expected = "a sharded Parameter on the meta device", "memory to load into"
         expected += "; call model.to_empty(device=...) first"
-    elif target.expert is not None and not all(
-        x.is_replicate() or x.is_shard(0) for x in placements
-    ):
+    elif target.part != WHOLE and not all(x.is_replicate() or x.is_shard(0) for x in placements):
         got = f"experts that are placed {placements}"
         expected = "Shard(0) or Replicate(): load the model before it is sharded"
     else:
@@ -213,7 +198,7 @@ def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None
 def _load(target: _Target, read: Callable[..., Tensor], device: Any) -> None:
     """Load the tensor `read(dtype)` into `target`; replace one on the meta device on `device`."""
     saved, old, only_layers = target.saved, target.saved.tensor, target.only_layers
-    if len(only_layers) == len(saved.uses) and target.expert is None:
+    if len(only_layers) == len(saved.uses) and target.part == WHOLE:
         new = read(old.dtype).to(device if old.is_meta else old.device, old.dtype)
         new = in_float8_only(new, only_layers[0]._float8_plan.casts.weight)
         # Clone a shard, which is a view of the whole.
@@ -222,14 +207,14 @@ def _load(target: _Target, read: Callable[..., Tensor], device: Any) -> None:
     if old.is_meta:
         saved.replace(torch.empty_like(old, device=device))
     new = saved.tensor
-    if target.expert is None:
+    if target.part == WHOLE:
         _copy(new, read())
         return
-    local, experts = local_tensor(high_precision(new)), torch.arange(len(new))
+    experts: Any = torch.arange(len(new))
     if is_dtensor(new):
         experts = _distribute(experts, new).to_local()
-    for expert in (experts == target.expert).nonzero().flatten().tolist():  # none on other ranks
-        part = part_of(local, expert, target.piece, target.pieces)
+    for expert in (experts == target.part.expert).nonzero().flatten().tolist():  # or none
+        part = target.part._replace(expert=expert).of(local_tensor(high_precision(new)))
         if not isinstance(part, Float8Tensor):
             _copy(part, read())
             continue

@@ -46,11 +46,6 @@ class Scheme(NamedTuple):
         granularity = self.granularity
         return None if granularity.one_scale else [granularity.height, granularity.width]
 
-    @property
-    def scale_fmt(self) -> str:
-        """The `scale_fmt` of `fine-grained-fp8`."""
-        return "ue8m0" if self.exponents else "float"
-
     def accepts(self, granularity: Any) -> bool:
         """Return whether scales of `granularity` can be stored; 32x32 is repeated for each row."""
         by_rows = ScalingGranularity.BLOCK_32x32, ScalingGranularity.BLOCK_1x32
@@ -127,10 +122,11 @@ class Scheme(NamedTuple):
             method = "mxfp8" if self.strategy == "mxfp8" else "fp8"
             config = {"quant_method": method, "fmt": "e4m3", "activation_scheme": "dynamic"}
             config |= {"weight_block_size": self.block}
-            config |= {"scale_fmt": self.scale_fmt} if self.exponents else {}
+            config |= {"scale_fmt": "ue8m0"} if self.exponents else {}
             return config | {"modules_to_not_convert": left_out}
         common = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": self.strategy}
-        common |= _MXFP8 if self.exponents else {}
+        if self.exponents:
+            common |= {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
         weights, inputs = common | {"dynamic": False}, common | {"dynamic": True}
         inputs |= {"strategy": "token"} if self.strategy == "channel" else {}
         group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
@@ -148,20 +144,8 @@ _ALL = (
     Scheme(COMPRESSED, "tensor", ScalingGranularity.TENSORWISE, "tensorwise"),
     Scheme(COMPRESSED, "mxfp8", ScalingGranularity.BLOCK_1x32, "mxfp8", torch.uint8),
 )
-_MXFP8 = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
-"""Fields of weights and inputs under `mxfp8` of compressed-tensors."""
-
-SCHEMES = {(scheme.format, scheme.strategy): scheme for scheme in _ALL}
-"""All schemes that can be read and written, by format and strategy."""
-
-_NAMES = ", ".join(f"{format!r} with strategy {strategy!r}" for format, strategy in SCHEMES)
+_NAMES = ", ".join(f"{x.format!r} with strategy {x.strategy!r}" for x in _ALL)
 _METHODS = "fp8", "mxfp8"  # each `quant_method` of `fine-grained-fp8`
-
-
-def _fine_grained(block: Any) -> dict[str, Scheme]:
-    """Return the schemes of `fine-grained-fp8` with this `weight_block_size`, by `scale_fmt`."""
-    schemes = (x for x in _ALL if x.format == FINE_GRAINED and x.block == block)
-    return {scheme.scale_fmt: scheme for scheme in schemes}
 
 
 def scheme_named(format: str, strategy: str | None) -> Scheme:
@@ -173,40 +157,39 @@ def scheme_named(format: str, strategy: str | None) -> Scheme:
 
 
 def scheme_of(config: Any) -> Scheme:
-    """Return the scheme that a `quantization_config` describes; `ValueError` if not supported."""
+    """Return the scheme whose own `quantization_config` has the values of `config`.
+
+    Raises `ValueError` for the first field whose value no scheme has beside the fields before it.
+    """
     config = _object(config)
     method = config.get("quant_method")
     _require("['quant_method']", method, [*_METHODS, COMPRESSED])
-    if method == COMPRESSED:
-        return _scheme_of_compressed(config)
-    if method == "mxfp8":
-        config = {"weight_block_size": [1, 32], "scale_fmt": "ue8m0", **config}
-    block, scale_fmt = config.get("weight_block_size"), str(config.get("scale_fmt") or "float")
-    schemes = _fine_grained(block)
-    _require("['weight_block_size']", block, [[128, 128], [1, 32], None])
-    _require("['scale_fmt']", scale_fmt, [*schemes])
-    _require("['fmt']", config.get("fmt"), ["e4m3", None])
-    _require("['expert_dtype']", config.get("expert_dtype"), ["fp8", None])
-    return schemes[scale_fmt]
+    schemes = [x for x in _ALL if (x.format == COMPRESSED) is (method == COMPRESSED)]
+    for field, got in _fields(config).items():
+        values = [_fields(scheme.config([]))[field] for scheme in schemes]
+        _require(field, got, values)
+        schemes = [x for x, value in zip(schemes, values, strict=True) if value == got]
+    return schemes[0]
 
 
-def _scheme_of_compressed(config: dict[str, Any]) -> Scheme:
-    """Return the scheme that a `quantization_config` of compressed-tensors describes."""
+def _fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `quantization_config` by which schemes differ, with defaults."""
+    fields: dict[str, Any]
+    if config["quant_method"] != COMPRESSED:
+        is_mxfp8 = config["quant_method"] == "mxfp8"
+        block, scale_fmt = ([1, 32], "ue8m0") if is_mxfp8 else (None, "float")
+        fields = {"weight_block_size": block, "scale_fmt": scale_fmt}
+        fields |= {"fmt": "e4m3", "expert_dtype": "fp8"}
+        fields |= {name: config[name] for name in fields if config.get(name) is not None}
+        return {f"[{name!r}]": value for name, value in fields.items()}
     groups = _object(config.get("config_groups"))
-    _require("['config_groups']: number of groups", len(groups), [1])
-    (group,) = map(_object, groups.values())
-    weights = _object(group.get("weights"))
-    strategy: Any = weights.get("strategy")
-    _require(": weights['type']", weights.get("type"), ["float"])
-    _require(": weights['num_bits']", weights.get("num_bits"), [8])
-    _require(": weights['symmetric']", weights.get("symmetric", True), [True])
-    _require(": weights['strategy']", strategy, ["channel", "tensor", "group"])
-    _require(": targets", group.get("targets"), [["Linear"]])
-    if strategy != "group":
-        return SCHEMES[COMPRESSED, strategy]
-    for name, value in _MXFP8.items():
-        _require(f": weights[{name!r}]", weights.get(name), [value])
-    return SCHEMES[COMPRESSED, "mxfp8"]
+    group = _object(next(iter(groups.values()), None))
+    weights = {"symmetric": True} | _object(group.get("weights"))
+    names = ["type", "num_bits", "symmetric", "strategy"]
+    names += ["group_size", "scale_dtype"] if weights.get("strategy") == "group" else []
+    fields = {"['config_groups']: number of groups": len(groups)}
+    fields |= {f": weights[{name!r}]": weights.get(name) for name in names}
+    return fields | {": targets": group.get("targets")}
 
 
 def _object(x: Any) -> dict[str, Any]:
@@ -217,7 +200,7 @@ def _object(x: Any) -> dict[str, Any]:
 def _require(field: str, got: Any, supported: list[Any]) -> None:
     """Raise `ValueError` unless a field of `quantization_config` has a supported value."""
     if got not in supported:
-        expected = " or ".join(repr(value) for value in supported if value is not None)
+        expected = " or ".join(dict.fromkeys(repr(x) for x in supported if x is not None))
         raise ValueError(
             f"quantization_config{field}: got {got!r}, expected {expected}; load it with "
             f"transformers, dequantized, instead"
@@ -229,23 +212,6 @@ def values_of(x: Tensor) -> Tensor:
     return dequantise(x, torch.float32) if isinstance(x, Float8Tensor) else x
 
 
-def part_of(x: Tensor, expert: int, piece: int, pieces: int) -> Tensor:
-    """Return one piece [N, K] of the weight of one expert in `x` [E, pieces * N, K].
-
-    It is a view; a piece of a `Float8Tensor` that shares scales with another piece is dequantized.
-    """
-    N = x.shape[1] // pieces
-    begin, end = N * piece, N * piece + N
-    if not isinstance(x, Float8Tensor):
-        return x[expert, begin:end]
-    height = x._granularity.height or 1
-    if pieces > 1 and N % height:
-        expert_weight: Any = x[expert]  # [pieces * N, K]
-        return dequantise(expert_weight)[begin:end]
-    scale = x._scale[expert, begin // height : -(-end // height)]
-    return Float8Tensor(x._data[expert, begin:end], scale, x.dtype, x._granularity)
-
-
 # ---------------------------------------------------------------- layers that others loaded
 
 # transformers loads `fine-grained-fp8` into its `FP8Linear`, and compressed-tensors into an
@@ -253,47 +219,47 @@ def part_of(x: Tensor, expert: int, piece: int, pieces: int) -> Tensor:
 _SCHEME = "quantization_scheme"  # attribute that compressed-tensors sets beside a `forward`
 
 
-def strategy_of(mod: Any) -> tuple[str, str] | None:
-    """Return format and strategy, maybe unknown ones, of a layer loaded in float8; else None."""
+def strategy_of(mod: Any) -> Scheme | str | None:
+    """Return the scheme of a layer loaded in float8, or a text on scales that no scheme has.
+
+    Returns None for any other layer.
+    """
     weight = mod._parameters.get("weight") if isinstance(mod, nn.Linear) else None
     if weight is None or weight.dtype not in FLOAT8_MAX:
         return None
     # The forward of these computes `input @ weight.T + bias`; that of a grouped linear does not.
     if class_with_forward(type(mod)).__name__ not in ("Linear", "FP8Linear", "CompressedLinear"):
         return None
-    if "weight_scale_inv" in mod._parameters:
+    if (scale := mod._parameters.get("weight_scale_inv")) is not None:
         block: Any = getattr(mod, "block_size", None)
-        is_exponents = mod._parameters["weight_scale_inv"].itemsize == 1
-        scheme = _fine_grained(block and [*block]).get("ue8m0" if is_exponents else "float")
-        return FINE_GRAINED, scheme.strategy if scheme else f"{block} blocks"
+        wanted = FINE_GRAINED, block and [*block], scale.itemsize == 1
+        fits = (x for x in _ALL if (x.format, x.block, x.exponents is not None) == wanted)
+        return next(fits, f"{block} blocks ({FINE_GRAINED})")
     if (scale := mod._parameters.get("weight_scale")) is None:
         return None
-    if scale.itemsize == 1:
-        return COMPRESSED, "mxfp8"
-    return COMPRESSED, "tensor" if scale.numel() == 1 else "channel"
+    strategy = "tensor" if scale.numel() == 1 else "channel"
+    return scheme_named(COMPRESSED, "mxfp8" if scale.itemsize == 1 else strategy)
 
 
 def config_for(mod: Any, config: Float8LinearConfig | None) -> Float8LinearConfig:
     """Return `config`, or if it is None the one under which a float8 layer keeps its bytes."""
     if config is not None:
         return config
-    scheme = SCHEMES.get(strategy_of(mod) or ("", ""))
-    recipe = as_config(scheme.recipe if scheme else "tensorwise")
+    if not isinstance(scheme := strategy_of(mod), Scheme):  # the layer stays as it is
+        return as_config("tensorwise")
+    recipe = as_config(scheme.recipe)
     is_mxfp8 = recipe.cast_config_weight.scaling_granularity.exponents  # rounds all scales anyway
-    if scheme and scheme.exponents and not is_mxfp8:  # servers round scales of activations, too
+    if scheme.exponents and not is_mxfp8:  # servers round scales of activations, too
         recipe = replace(recipe, round_scales_to_power_of_2=True)
     return replace(recipe, float8_weights=Float8Weights.ONLY)
 
 
 def why_not_taken(mod: Any, config: Float8LinearConfig) -> str | None:
     """Return why a layer loaded in float8 cannot become a `Float8Linear`, or None if it can."""
-    format, strategy = strategy_of(mod) or ("", "")
-    scheme = SCHEMES.get((format, strategy))
-    if scheme is None:
-        return (
-            f"got a weight in float8 with scales of {strategy} ({format}), expected one of "
-            f"{_NAMES}; load it dequantized"
-        )
+    scheme = strategy_of(mod)
+    if not isinstance(scheme, Scheme):
+        got = f"got a weight in float8 with scales of {scheme}"
+        return f"{got}, expected one of {_NAMES}; load it dequantized"
     if replaced_forward(mod) and (hasattr(mod, "_hf_hook") or _SCHEME not in vars(mod)):
         got = "got a layer with a `forward` of its own as attribute"
         return f"{got}, expected one without; load the model onto one device"
@@ -319,7 +285,7 @@ def as_linear(mod: Any, config: Float8LinearConfig, dtype: torch.dtype) -> nn.Li
 
     Its weight is a `Float8Tensor` of the same bytes under `ONLY`, else dequantized to `dtype`.
     """
-    scheme = SCHEMES[strategy_of(mod) or ("", "")]
+    scheme: Any = strategy_of(mod)
     scale = mod._parameters["weight" + scheme.scale_suffix]
     weight: Any = scheme.weight(mod.weight, scale, dtype)
     only = config.float8_weights is Float8Weights.ONLY

@@ -14,21 +14,19 @@ from torch.nn.parameter import is_lazy
 
 from float8.checkpoints.files import import_safetensors, write_files
 from float8.checkpoints.names import (
-    Names,
-    PublishedNames,
+    WHOLE,
+    Parts,
     SavedTensor,
-    plain_name,
-    published_names,
+    published_parts,
     replaced_by_transformers,
     saved_tensors,
-    unwrapped,
 )
 from float8.checkpoints.ranks import ModelRanks
-from float8.checkpoints.schemes import FINE_GRAINED, Scheme, part_of, scheme_named
+from float8.checkpoints.schemes import FINE_GRAINED, Scheme, scheme_named
 from float8.config import CastConfig, require_module
-from float8.experts import Float8Experts
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
-from float8.linear import Float8Linear
+from float8.linear import Float8Linear, Float8Module
+from float8.names import plain_name, unwrapped
 from float8.quantize import Cast
 from float8.tensor import Float8Tensor, high_precision, local_tensor, reshard
 from float8.weights.only import in_float8_only
@@ -60,8 +58,8 @@ def float8_weights(
     in float8 even if not converted. One tensor is cast at a time. Tensors that are not cast may
     share the memory of the model: copy them before the next step.
 
-    Ranks that share a model (FSDP2, tensor parallel) all-gather one weight at a time and must all
-    iterate to the end; each needs memory for one whole weight. FSDP2's weights are resharded.
+    Ranks that share a model (FSDP2, tensor parallel) all-gather one weight at a time, need memory
+    for it, and must all iterate to the end. FSDP2's weights are resharded.
 
     Args:
         model: a converted model, whole or sharded.
@@ -83,7 +81,6 @@ def float8_weights(
             device or in another library's float8; transformers could not load the experts; or two
             tensors, or a tensor and a scale, have the same name.
     """
-    require_module(model, "model")
     with ModelRanks(model) as ranks:
         plan = _plan(model, format, strategy, dtype, param_dtype)
         for tensors, _ in _cast_tensors(plan, ranks):
@@ -98,6 +95,7 @@ def quantization_config(
     Takes the arguments of `float8_weights`, and raises the same errors.
     """
     require_module(model, "model")
+    reshard(model)
     return _plan(model, format, strategy).config
 
 
@@ -113,25 +111,18 @@ def save_float8_checkpoint(
 ) -> tuple[WrittenWeight, ...]:
     """Write the tensors of `float8_weights(model)` as safetensors shards, with an index.
 
+    Takes the arguments of `float8_weights`; `folder`, which is made if it does not exist; and
+    `max_shard_size`, the most bytes of a file: a single larger tensor has a file to itself.
     `config.json` is that of `model.config`, if there is one (as in transformers), with the
     `quantization_config`. Tied weights are written once. One shard is in memory at a time.
 
     Rank 0 writes. All ranks that share a sharded model must call; an error on one rank is raised on
     all. If the model is not sharded, ranks do not wait for each other: the others only check their
-    model and return `()`. Join the stages of a pipeline first.
+    model. Join the stages of a pipeline first.
 
-    The checkpoint is written to a folder beside `folder` and renamed when it is complete: the disk
-    needs room for both. Until then, and after an error, the older checkpoint is in place. Files in
-    `folder` that are not part of a checkpoint stay. The next save tidies up after a killed process.
-
-    Args:
-        model: as for `float8_weights`.
-        folder: the folder of the checkpoint; made if it does not exist.
-        format: as for `float8_weights`.
-        strategy: as for `float8_weights`.
-        dtype: as for `float8_weights`.
-        param_dtype: as for `float8_weights`.
-        max_shard_size: the most bytes of a file; a single larger tensor has a file to itself.
+    Files are written to a folder within `folder`, and moved when all are complete: the disk needs
+    room for both. Until then, and after an error, the older checkpoint is in place. Files that are
+    not part of a checkpoint stay. The next save tidies up after a killed process.
 
     Returns:
         For each float8 weight whether its bytes are those of training. Empty on ranks > 0 of a
@@ -139,13 +130,11 @@ def save_float8_checkpoint(
 
     Raises:
         ImportError: the package safetensors is not installed.
-        OSError: the files cannot be written; another process or thread saves to `folder`; or it is
-            a file, a mount point or the working directory, which cannot be renamed.
+        OSError: files cannot be written, or another process or thread saves to `folder`.
         TypeError: as `float8_weights`; or `model.config` has values that JSON does not have.
         ValueError: as `float8_weights`; `max_shard_size` is not a positive number of bytes; or
             ranks have different models or arguments.
     """
-    require_module(model, "model")
     with ModelRanks(model) as ranks:
         if type(max_shard_size) is not int or max_shard_size < 1:
             raise ValueError(f"max_shard_size: got {max_shard_size!r}, expected bytes, 1 or more")
@@ -192,7 +181,7 @@ class _Entry(NamedTuple):
     """A Parameter or buffer to write."""
 
     tensor: Tensor
-    names: Names  # in files; [[name]], unless it is the weights of experts published one by one
+    parts: Parts  # with their names in files
     dtype: torch.dtype | None  # to which values are rounded, before a cast to float8; None: none
     cast_config: CastConfig | None = None  # of the cast to float8; None: high precision
     as_trained: bool = False  # whether training casts it in the same way
@@ -219,17 +208,16 @@ def _plan(
         if got not in (None, *HIGH_PRECISION_DTYPES):
             raise TypeError(f"{name}: got {got!r}, expected None or one of {HIGH_PRECISION_DTYPES}")
     scheme = scheme_named(format, strategy)
-    reshard(model)
     if hasattr(model, "peft_config"):
         raise ValueError(
             "model: got one with adapters of PEFT, whose names no server knows, expected one "
             "without; call model.unload() for the base, and save adapters by PEFT"
         )
-    saved, published = saved_tensors(model), published_names(model)
+    saved, published = saved_tensors(model), published_parts(model)
     stays_float32 = _float32_names(model)
     in_float8 = _select_float8(saved, published, stays_float32)
     modules = {module for tensor in in_float8 for _, module, _ in tensor.uses}
-    if not any(isinstance(module, Float8Linear | Float8Experts) for module in modules):
+    if not any(isinstance(module, Float8Module) for module in modules):
         raise ValueError(
             "model: got one without a Float8Linear or Float8Experts whose weights can be written "
             "(neither in float64 nor parametrized), expected one; call convert_to_float8_training"
@@ -251,14 +239,15 @@ def _plan(
     entries = []
     for tensor in saved:
         x, (name, module, _) = tensor.tensor, tensor.uses[0]
-        names = [[published.names[name]]]
+        parts = published[name]
         if tensor in in_float8:
-            names = published.experts.get(name, names)
-            cast = _cast_of(module, scheme, x.shape[-2], len(names))
-            entries.append(_Entry(x, names, param_dtype, *cast))
+            pieces = max(part.pieces for part in parts.values())
+            cast = _cast_of(module, scheme, x.shape[-2], pieces)
+            entries.append(_Entry(x, parts, param_dtype, *cast))
         else:
+            parts = parts if WHOLE in parts.values() else {name: WHOLE}
             stays = dtype is None and stays_float32(name)
-            entries.append(_Entry(x, names, None if stays else rounds_to))
+            entries.append(_Entry(x, parts, None if stays else rounds_to))
     _require_unique_names(entries, scheme.scale_suffix)
     return _Plan(scheme, rounds_to or model_dtype, entries, config)
 
@@ -292,7 +281,7 @@ def _float32_names(model: nn.Module) -> Callable[[str], Any]:
 
 
 def _select_float8(
-    saved: list[SavedTensor], published: PublishedNames, stays_float32: Callable[[str], Any]
+    saved: list[SavedTensor], published: dict[str, Parts], stays_float32: Callable[[str], Any]
 ) -> set[SavedTensor]:
     """Return the tensors to write in float8.
 
@@ -307,7 +296,7 @@ def _select_float8(
             return False
         if attr == "weight" and isinstance(module, Float8Linear):
             return module._float8_plan.output is not None
-        return name in published.experts
+        return WHOLE not in published[name].values()
 
     selected = {x for x in saved if all(is_float8(*use, x.tensor) for use in x.uses)}
     rest = [x for x in saved if x not in selected and not is_lazy(x.tensor)]
@@ -321,7 +310,7 @@ def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastC
     The weight [rows, K], or that of each expert, is published as `pieces` weights of equal size.
     """
     granularity, rounds, training = scheme.granularity, scheme.exponents is not None, None
-    if isinstance(module, Float8Linear | Float8Experts):
+    if isinstance(module, Float8Module):
         training = module._float8_plan.casts.weight.config
         rounds = rounds or training.power_of_2
         if scheme.accepts(training.scaling_granularity):
@@ -333,14 +322,15 @@ def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastC
 
 
 def _high_precision_modules(
-    model: nn.Module, in_float8: set[nn.Module], published: PublishedNames, scheme: Scheme
+    model: nn.Module, in_float8: set[nn.Module], published: dict[str, Parts], scheme: Scheme
 ) -> list[str]:
     """Return the names of modules in high precision; each stands for all modules beneath it."""
     names = []
     for name, module in unwrapped(model).named_modules():
         name, has_experts = plain_name(name), any(x.dim() == 3 for x in module.parameters(False))
         if scheme.format == FINE_GRAINED:  # else transformers compares with names of its modules
-            name = published.names.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")
+            (weight, *_) = published.get(f"{name}.weight", [f"{name}.weight"])
+            name = weight.removesuffix(".weight")
         if has_experts or isinstance(module, nn.Linear):
             names += [name] if in_float8.isdisjoint(module.modules()) else []
     return names
@@ -348,7 +338,7 @@ def _high_precision_modules(
 
 def _require_unique_names(entries: list[_Entry], suffix: str) -> None:
     """Raise `ValueError` if two tensors, or a tensor and a scale, have the same name in files."""
-    names = Counter(name for entry in entries for piece in entry.names for name in piece)
+    names = Counter(name for entry in entries for name in entry.parts)
     scales = {name + suffix for name in names}  # readers take any tensor of such a name for one
     if taken := [name for name, count in names.items() if count > 1 or name in scales]:
         raise ValueError(
@@ -369,16 +359,14 @@ def _cast_tensors(
             x = x.to(entry.dtype)
         x = ranks.gather(x)
         if entry.cast_config is None:
-            yield {entry.names[0][0]: x}, None
+            yield dict.fromkeys(entry.parts, x), None
             continue
-        for piece, names in enumerate(entry.names):
-            for expert, name in enumerate(names):
-                weight = part_of(x, expert, piece, len(entry.names)) if x.dim() == 3 else x
-                data, scale, as_trained = _quantize(weight, entry, plan.scheme)
-                if x.dim() == 3 and scale.dim() == 0:
-                    scale = scale.reshape(1, 1)  # transformers concatenates those of experts
-                tensors = {name: data, name + plan.scheme.scale_suffix: scale}
-                yield tensors, WrittenWeight(name, as_trained)
+        for name, part in entry.parts.items():
+            data, scale, as_trained = _quantize(part.of(x), entry, plan.scheme)
+            if part is not WHOLE and scale.dim() == 0:
+                scale = scale.reshape(1, 1)  # transformers concatenates those of experts
+            tensors = {name: data, name + plan.scheme.scale_suffix: scale}
+            yield tensors, WrittenWeight(name, as_trained)
 
 
 def _quantize(weight: Any, entry: _Entry, scheme: Scheme) -> tuple[Tensor, Tensor, bool]:

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from float8.checkpoints.names import plain_name
 from float8.config import ConfigOrRecipe, as_config
 from float8.convert.conversion import FEATURES, conversion_of
 from float8.convert.keep import Keep, ModuleFilter
 from float8.convert.speed import MEMORY, NARROW, judged_as
 from float8.formats import BLACKWELL, lacks_float8_gemm
 from float8.linear import Float8Module
+from float8.names import plain_name
 from float8.products import PRODUCTS
 
 DEFAULT_TOKENS = 8192

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from float8.checkpoints.names import plain_name
 from float8.convert.conversion import conversion_of
+from float8.names import plain_name
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 
@@ -37,11 +37,9 @@ class Keep(NamedTuple):
             if mod in in_blocks or not blocks or not (isinstance(mod, nn.ModuleList) or numbered):
                 continue
             in_blocks.update(mod.modules())
-            for count, argument, kept in (
-                (self.first, "first", blocks[: self.first]),
-                (self.last, "last", blocks[::-1][: self.last]),
-            ):
-                reason = f"keep_high_precision: {argument}={count} of {name}"
+            ends = ("first", blocks[: self.first]), ("last", blocks[::-1][: self.last])
+            for argument, kept in ends:
+                reason = f"keep_high_precision: {argument}={getattr(self, argument)} of {name}"
                 reasons.update((child, reason) for block in kept for child in block.modules())
         if (self.first or self.last) and not in_blocks:
             got = f"keep_high_precision: got first={self.first} and last={self.last} for a model"

@@ -24,9 +24,8 @@ from float8.parallel.sharded import Shards
 class Float8ParallelLinear(Float8Linear):
     """A fairscale layer whose GEMMs are in float8; see `swap_tp_linear_with_float8_linear`."""
 
-    _float8_mesh: DeviceMesh | Any = None  # one dim: the model-parallel group
-    _float8_placements: tuple[Placement, Placement, Placement, Placement] | Any = None
-    """The placements of input, weight, bias and output."""
+    _float8_mesh: Any = None  # a DeviceMesh of one dim: the model-parallel group
+    _float8_placements: Any = None  # those of input, weight, bias and output
     _float8_why_never_held = "a part of one, of model parallel"
 
     @classmethod
@@ -70,7 +69,6 @@ class Float8ParallelLinear(Float8Linear):
         return local
 
     def _float8_groups(self) -> tuple[Any, ...]:
-        """Return the process groups that share the weight."""
         return (self._float8_mesh.get_group(),)
 
     def _float8_on_mesh(self, x: Tensor, placement: Placement) -> DTensor:

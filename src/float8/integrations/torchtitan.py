@@ -102,18 +102,16 @@ class Float8Converter(ModelConfigConverter):
         emulate: bool = False
 
     def __init__(self, config: Config) -> None:
-        self._filter_fqns, experts_recipe = config.filter_fqns, config.experts_recipe_name
-        linear = experts = Float8LinearConfig.from_recipe_name(config.recipe_name)
-        if experts_recipe is not None:
-            experts = Float8LinearConfig.from_recipe_name(experts_recipe)
+        self._filter_fqns, make = config.filter_fqns, Float8LinearConfig.from_recipe_name
+        recipe, experts_recipe = config.recipe_name, config.experts_recipe_name
+        experts = make(recipe if experts_recipe is None else experts_recipe)
         self._why_no_experts = no_grouped_gemm(experts)
         if self._why_no_experts and experts_recipe is not None:
             got = f"got experts_recipe_name={experts_recipe!r}: {self._why_no_experts}"
             raise ValueError(f"Float8Converter: {got}; expected {EXPECTED}")
         self._experts = replace(experts, emulate=config.emulate)
-        gathers = config.enable_fsdp_float8_all_gather
-        linear = replace(linear, emulate=config.emulate)
-        self._linear = replace(linear, enable_fsdp_float8_all_gather=gathers)
+        gathers: Any = {"enable_fsdp_float8_all_gather": config.enable_fsdp_float8_all_gather}
+        self._linear = replace(make(recipe), emulate=config.emulate, **gathers)
 
     def convert(self, model_config: Any) -> Any:
         """Replace configs of linear layers and experts in `model_config`, in place, and return it.
@@ -144,7 +142,6 @@ class Float8Converter(ModelConfigConverter):
         return model_config
 
     def _filtered(self, fqn: str) -> bool:
-        """Return whether `filter_fqns` excludes the module `fqn`."""
         return any(name in fqn for name in self._filter_fqns)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from float8.checkpoints.names import plain_name
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.kernels.runtime.private import warn
 from float8.linear import Float8Linear
+from float8.names import plain_name
 from float8.step import Attachment, attach_to_optimizer
 
 
@@ -37,7 +38,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     def __init__(self, *, group: Any = None) -> None:
         self._group = group
         self._attachment: Attachment | None = None
-        self._model: weakref.ref[nn.Module] | None = None
+        self._model: Callable[[], nn.Module | None] = nn.Module  # an empty one
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any
@@ -83,7 +84,6 @@ class Float8Callback(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"delayed": saved, "weights": weights}}
 
     def _detach(self) -> None:
-        """Remove the hooks on the optimizer, if there are any."""
         if self._attachment is not None:
             self._attachment.remove()
             self._attachment = None
@@ -117,19 +117,18 @@ class Float8Callback(TrainerCallback, ExportableState):
 
     def _samples(self) -> dict[str, Tensor]:
         """Return a few values of each plain Parameter, by name and shape."""
-        model = None if self._model is None else self._model()
+        model = self._model() or nn.Module()
         return {
             f"{plain_name(name)} {[*x.shape]}": x.detach().flatten()[:: x.numel() // 4 or 1].cpu()
-            for name, x in ([] if model is None else model.named_parameters())
+            for name, x in model.named_parameters()
             if type(x) is nn.Parameter and x.dtype in HIGH_PRECISION_DTYPES and not x.is_meta
         }
 
     def _delayed(self) -> dict[str, Float8Linear]:
         """Return the layers with delayed scaling, by name; a shared layer has several."""
-        model = None if self._model is None else self._model()
-        modules = () if model is None else model.named_modules(remove_duplicate=False)
-        delayed = {name: x for name, x in modules if isinstance(x, Float8Linear)}
-        return {name: layer for name, layer in delayed.items() if layer._float8_stateful}
+        modules = (self._model() or nn.Module()).named_modules(remove_duplicate=False)
+        linears = ((name, x) for name, x in modules if isinstance(x, Float8Linear))
+        return {name: layer for name, layer in linears if layer._float8_stateful}
 
 
 def _last(entry: Any) -> Any:
