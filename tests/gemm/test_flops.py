@@ -16,8 +16,8 @@ from float8 import (
     grouped_linear,
     update_float8_weights,
 )
+from float8.experts.kernels.cast_groups import cast_groups
 from float8.experts.plan import plan_experts
-from float8.kernels.cast_groups import cast_groups
 from float8.weights.held import TIMES_HELD, hold
 from support.configs import of_recipe
 from support.microbatches import with_weights

@@ -81,7 +81,11 @@ def binaries(
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_it)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    for name in [name for name in sys.modules if name.startswith("float8.kernels.")]:
+    for name in [
+        name
+        for name in sys.modules
+        if name.startswith(("float8.kernels.", "float8.experts.kernels."))
+    ]:
         for asked, answer in (("sm_count", 132), ("has_float8_conversion", True)):
             if hasattr(sys.modules[name], asked):
                 monkeypatch.setattr(sys.modules[name], asked, lambda device, answer=answer: answer)
@@ -256,8 +260,8 @@ def test_groups_are_launched_where_their_tensors_are(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(private, "current_device", None)
-    for name in ("cast_groups", "grouped_matmul", "tiles"):
-        module = sys.modules[f"float8.kernels.{name}"]
+    for name in ("experts.kernels.cast_groups", "experts.kernels.grouped_matmul", "kernels.tiles"):
+        module = sys.modules[f"float8.{name}"]
         monkeypatch.setattr(module, "has_float8_conversion", lambda _: True, raising=False)
         monkeypatch.setattr(module, "sm_count", lambda _: 132, raising=False)
     run = lambda *args, **more: launched.append(current[-1])  # noqa: E731

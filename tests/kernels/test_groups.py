@@ -11,11 +11,11 @@ from torch import Tensor
 
 from float8.config import CastConfig, ScalingGranularity
 from float8.experts.grouped import quantize_experts
+from float8.experts.kernels import cast_groups as casts
+from float8.experts.kernels import grouped_matmul as gemm
+from float8.experts.kernels.cast_groups import cast_groups
 from float8.formats import E4M3, ceil16
-from float8.kernels import cast_groups as casts
-from float8.kernels import grouped_matmul as gemm
 from float8.kernels import tiles
-from float8.kernels.cast_groups import cast_groups
 from float8.kernels.runtime import ops
 from float8.quantize import Cast, quantize
 from kernels.float8_codes import HIGH_PRECISION, assert_same, awkward

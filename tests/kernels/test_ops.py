@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from float8.config import CastConfig, ScalingGranularity
+from float8.experts.kernels.cast_groups import cast_groups
 from float8.kernels.amax import amax_reference
-from float8.kernels.cast_groups import cast_groups
 from float8.kernels.runtime import ops
 from float8.quantize import Cast
 from float8.weights import held as held_weights

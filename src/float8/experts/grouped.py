@@ -13,10 +13,10 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.config import CastConfig, Granularity
+from float8.experts.kernels.cast_groups import cast_groups, ends_of_groups
+from float8.experts.kernels.grouped_matmul import GROUPED_GEMM
 from float8.formats import BLACKWELL, GEMM_ALIGNMENT, GROUP_ALIGNMENT, HOPPER, lacks_float8_gemm
 from float8.gemm import Gemm, exact_dtype, refused_gemm, without_padding
-from float8.kernels.cast_groups import cast_groups, ends_of_groups
-from float8.kernels.grouped_matmul import GROUPED_GEMM
 from float8.kernels.runtime.ops import register
 from float8.products import PRODUCTS, Dense, Shape
 from float8.quantize import Cast, dequantized, padded
@@ -129,7 +129,7 @@ def grouped_matmul(
     [R, N]; rows outside of all groups are zero. With `a` [N, R] and `b` [K, R] under scales [E, N]
     and [E, K], where R is contracted: `a @ b.T` of each group, [E, N, K].
 
-    Operands are as `kernels.cast_groups` makes them, float8, contiguous along the contraction dim;
+    Operands are as `cast_groups` makes them, float8, contiguous along the contraction dim;
     scales apply to float32 sums. A group is `ends[e - 1]:ends[e]`, int32, ascending, and may be
     empty; ends are multiples of 128 where R is contracted. `shape` leaves out what padding added to
     N and K. `tokens`: the rows without padding, for FLOP counting. CPUs multiply as `emulate` does.

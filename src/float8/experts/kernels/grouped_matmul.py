@@ -12,17 +12,15 @@ Under scales of blocks, sums of 128 products are scaled and then added in float3
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from float8.config import Granularity, ScalingGranularity
+from float8.config import ScalingGranularity
+from float8.experts.kernels.cast_groups import check_offs, ends_of_groups, groups_of
+from float8.experts.kernels.grouped_blocks import multiply_blocks
+from float8.experts.kernels.torch_gemms import multiply_in_bfloat16, multiply_mx
 from float8.formats import GROUP_ALIGNMENT
-from float8.kernels.cast_groups import check_offs, ends_of_groups, groups_of
-from float8.kernels.dequantise import dequantised_by_kernel
-from float8.kernels.grouped_blocks import multiply_blocks
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import TensorDescriptor, jit, sm_count, tl
-from float8.kernels.swizzle import grouped_mm
 from float8.scales import Operand, dequantised
 
 _ROWS = ScalingGranularity.AXISWISE
@@ -51,7 +49,7 @@ def grouped_matmul_reference(
         check_offs(ends, len(a))
     of_a, of_b = ScalingGranularity(granularity_of_a), ScalingGranularity(granularity_of_b)
     if exact == out_dtype == torch.bfloat16 and a.numel():
-        return _in_bfloat16(Operand(a, a_scale), Operand(b, b_scale), ends, of_a, of_b)
+        return multiply_in_bfloat16(Operand(a, a_scale), Operand(b, b_scale), ends, of_a, of_b)
     out = grouped_matmul_fake(a, None, b, None, ends, emulate, use_fast_accum, out_dtype).zero_()
     begin, row_groups, blocks, run = 0, b.dim() == 3, of_a.by_blocks, of_a.width or 1
     for group, end in enumerate(ends_of_groups(ends, a.shape[0 if row_groups else 1]).tolist()):
@@ -72,28 +70,6 @@ def grouped_matmul_reference(
         result.copy_(product)
         begin = end
     return out
-
-
-def _in_bfloat16(
-    a: Operand, b: Operand, ends: Tensor, of_a: Granularity, of_b: Granularity
-) -> Tensor:
-    """Multiply by torch's grouped GEMM in bfloat16, exact under scales that are powers of two."""
-    row_groups, scales = b.data.dim() == 3, (a.scale, b.scale)
-    if not of_a.by_blocks and row_groups:
-        a, b = (Operand(x.data, x.scale.unsqueeze(-1)) for x in (a, b))
-    elif not of_a.by_blocks:  # the sums are scaled instead, which is exact
-        a, b = (Operand(x.data, x.scale.new_ones(())) for x in (a, b))
-        of_a = of_b = ScalingGranularity.TENSORWISE
-    ends = ends_of_groups(ends, a.data.shape[0 if row_groups else 1])
-    x, w = (dequantised_by_kernel(*pair, torch.bfloat16) for pair in ((a, of_a), (b, of_b)))
-    y = F.grouped_mm(x, w.mT, offs=ends)
-    if row_groups:
-        in_group = torch.arange(len(y), device=ends.device)[:, None] < ends[-1]
-    else:
-        in_group = (ends.diff(prepend=ends.new_zeros(1)) > 0)[:, None, None]
-        if of_a.one_scale:
-            y = (y * scales[0][:, :, None]).mul_(scales[1][:, None]).to(y.dtype)
-    return torch.where(in_group, y, 0)
 
 
 def grouped_matmul_fake(a: Tensor, _: Any, b: Tensor, __: Any, ends: Tensor, *rest: Any) -> Tensor:
@@ -137,7 +113,7 @@ def _grouped_matmul_triton(
         return grouped_matmul_reference(*operands, *settings, tokens, exact, *granularities)
     of_a, of_b = map(ScalingGranularity, granularities)
     if of_a.exponents:
-        return grouped_mm(Operand(a, a_scale), Operand(b, b_scale), ends, (of_a, of_b), out_dtype)
+        return multiply_mx(Operand(a, a_scale), Operand(b, b_scale), ends, (of_a, of_b), out_dtype)
     out = grouped_matmul_fake(*operands, *settings)
     row_groups = b.dim() == 3
     b = b if row_groups else b.unsqueeze(0)
