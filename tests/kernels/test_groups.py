@@ -62,8 +62,8 @@ def test_each_group_is_cast_by_itself(
     spec = CastConfig(target_dtype=E4M3, scaling_granularity=of, power_of_2=power_of_2)
     C, at = 24, 0
     x, offs = tensor(sizes, C)
-    made = cast_groups(x, offs, spec, row=True, col=True)
-    groups = zip(x.split([*sizes, 3]), made.ends.tolist(), strict=False)
+    made = cast_groups(x, Cast(spec), offs, row=True, col=True)
+    groups = zip(x.split([*sizes, 3]), made.col.ends.tolist(), strict=False)
     for group, (rows, end) in enumerate(groups):
         if n := len(rows):
             alone = quantize(rows, Cast(spec), row=True, col=True)
@@ -115,10 +115,11 @@ def test_each_group_is_cast_by_itself_by_runs(
     """No run has tokens of two groups, and all of a group is as a linear layer casts it."""
     spec = CastConfig(target_dtype=E4M3, scaling_granularity=of, power_of_2=C == 24)
     x, offs = tensor(sizes, C)
-    both, row = (cast_groups(x, offs, spec, row=True, col=col) for col in (True, False))
+    of_x = Cast(spec)
+    both, row = (cast_groups(x, of_x, offs, row=True, col=col) for col in (True, False))
     assert_alike(both.row, row.row)
     at = 0
-    for rows, behind, end in zip(x.split([*sizes, 3]), offs.tolist(), both.ends, strict=False):
+    for rows, behind, end in zip(x.split([*sizes, 3]), offs.tolist(), both.col.ends, strict=False):
         if n := len(rows):
             alone = quantize(rows, Cast(spec), row=True, col=True)
             here, width = slice(behind - n, behind), alone.col.data.shape[1]
@@ -267,7 +268,7 @@ def test_no_tokens_at_all(triton_device: torch.device) -> None:
     offs = torch.zeros(1, device=triton_device, dtype=torch.int32)
     for of in (*GRANULARITIES, RUNS):
         spec = CastConfig(target_dtype=E4M3, scaling_granularity=of)
-        _, col, ends = cast_groups(x, offs, spec, row=False, col=True)
+        *col, ends, _ = cast_groups(x, Cast(spec), offs, col=True).col
         covers = ("axiswise" if of is not RUNS else of.value,) * 2
         how = False, True, torch.bfloat16, None, torch.float32, *covers
         assert not ops.cuda.grouped_matmul(*col, *col, ends, *how).any()

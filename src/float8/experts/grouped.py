@@ -5,7 +5,7 @@ expert: group e has the rows `offs[e - 1]:offs[e]`. Weights are [E, N, K].
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,25 +13,19 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.config import CastConfig, Granularity
-from float8.experts.kernels.cast_groups import cast_groups, ends_of_groups
+from float8.experts.kernels.cast_groups import (
+    Columns,
+    cast_groups,
+    ends_of_groups,
+    padded_size,
+)
 from float8.experts.kernels.grouped_matmul import GROUPED_GEMM
-from float8.formats import BLACKWELL, GEMM_ALIGNMENT, GROUP_ALIGNMENT, HOPPER, lacks_float8_gemm
+from float8.formats import BLACKWELL, GEMM_ALIGNMENT, HOPPER, lacks_float8_gemm
 from float8.gemm import Gemm, exact_dtype, refused_gemm, without_padding
 from float8.kernels.runtime.ops import register
 from float8.products import PRODUCTS, Dense, Shape
 from float8.quantize import Cast, dequantized, padded
 from float8.scales import Operand, Quantized
-
-
-class Columns(NamedTuple):
-    """Column data of grouped rows: the fields of an `Operand`, and the ends of the groups."""
-
-    data: Tensor
-    scale: Tensor
-    ends: Tensor
-    """[E] int32: one past the last column of each group; groups begin at multiples of 128."""
-    tokens: int
-    """The number of rows without padding, for FLOP counting."""
 
 
 def quantize_experts(
@@ -69,11 +63,9 @@ def _quantize_under_rows(
     """Quantize [E, R, C] as E groups of R rows, with one scale per row or per expert."""
     E, R, C = weights.shape
     ends = torch.arange(R, E * R + 1, R, dtype=torch.int32, device=weights.device)
-    width = (R + GROUP_ALIGNMENT - 1) // GROUP_ALIGNMENT * GROUP_ALIGNMENT
-    matrix = weights.contiguous().view(E * R, C)
-    row_data, col_data, _ = cast_groups(
-        matrix, ends, cast.how, row=row, col=col, width=E * width, scale=cast.scale, after=after
-    )
+    matrix, width = weights.contiguous().view(E * R, C), padded_size(R)
+    layouts: Any = {"row": row, "col": col, "width": E * width, "after": after}
+    row_data, col_data = cast_groups(matrix, cast, ends, **layouts)
     if row:
         row_data = Operand(row_data.data.view(E, R, -1), row_data.scale.view(E, R))
     if col:  # [C, E * width], the columns of one expert beside those of the next
@@ -183,19 +175,7 @@ class Grouped(Dense):
     columns_from_values = False
     repeats_scales = True
 
-    @staticmethod
-    def quantize_rows(
-        x: Tensor, cast: Cast, offs: Tensor, *, row: bool = False, col: bool = False, **_: Any
-    ) -> Quantized:
-        """Quantize grouped rows [T, C] under dynamic scales of each group; see `cast_groups`."""
-        assert (cast.state, cast.reduce, cast.scale) == (None, None, None)  # each group has its own
-        x = x.contiguous()
-        row_data, col_data, ends = cast_groups(x, offs, cast.how, row=row, col=col)
-        if col:
-            col_data = Columns(col_data.data, col_data.scale, ends, x.shape[0])
-        return Quantized(row_data, col_data)
-
-    quantize_grad = quantize_rows
+    quantize_rows = quantize_grad = staticmethod(cast_groups)
     quantize_weight = staticmethod(quantize_experts)
 
     @staticmethod

@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from float8.config import ScalingGranularity
-from float8.experts.kernels.cast_groups import check_offs, ends_of_groups, groups_of
+from float8.experts.kernels.cast_groups import (
+    check_offs,
+    ends_of_groups,
+    groups_of,
+    lanes_of_groups,
+)
 from float8.experts.kernels.grouped_blocks import multiply_blocks
 from float8.experts.kernels.torch_gemms import multiply_in_bfloat16, multiply_mx
 from float8.formats import GROUP_ALIGNMENT
@@ -127,11 +132,10 @@ def _grouped_matmul_triton(
     columns, programs, warps = (256, 1, 8) if use_fast_accum else (128, 2, 4)
     tiles_of_b = TensorDescriptor(b, b.shape, b.stride(), [1, columns, _BLOCK])
     sizes = R, N, C, E, 0 if row_groups else a_scale.stride(0), b_scale.stride(0)
-    groups = max(1 << E.bit_length(), 16)  # E + 1 or more
     whole = use_fast_accum and out_dtype.itemsize == 2
     _grouped_matmul_kernel[(programs * sm_count(a.device),)](
         tiles_of_a, tiles_of_b, a_scale, b_scale, ends, out, *sizes, row_groups, use_fast_accum,
-        groups, _BLOCK, columns, whole, _PANEL, num_warps=warps, num_stages=3,
+        lanes_of_groups(E), _BLOCK, columns, whole, _PANEL, num_warps=warps, num_stages=3,
     )  # fmt: skip
     return out
 
