@@ -21,7 +21,7 @@ from float8.experts.kernels.cast_groups import (
 )
 from float8.experts.kernels.grouped_matmul import GROUPED_GEMM
 from float8.formats import BLACKWELL, GEMM_ALIGNMENT, HOPPER, lacks_float8_gemm
-from float8.gemm import Gemm, exact_dtype, refused_gemm, without_padding
+from float8.gemm import Gemm, refused_gemm, without_padding
 from float8.kernels.runtime.ops import register
 from float8.products import PRODUCTS, Dense, Shape
 from float8.quantize import Cast, dequantized, padded
@@ -137,12 +137,7 @@ def grouped_matmul(
     only = BLACKWELL[:1] if gemm.granularities[0].exponents else HOPPER
     if ask and (reason := lacks_float8_gemm(a.data.device, only=only)):
         raise refused_gemm(reason)
-    exact = exact_dtype(a.data.device, out_dtype) if gemm.powers_of_2 else torch.float32
-    granularities = [x.value if x.by_blocks else "axiswise" for x in gemm.granularities]
-    y = GROUPED_GEMM(
-        a.data, a.scale, *b, ends, gemm.emulate, gemm.use_fast_accum, out_dtype, tokens, exact,
-        *granularities,
-    )  # fmt: skip
+    y = GROUPED_GEMM(a.data, a.scale, *b, ends, tokens, *gemm.packed(), out_dtype)
     return y if y.shape[-2:] == shape else without_padding(y, *shape)
 
 
