@@ -13,14 +13,9 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.config import CastConfig, Granularity
-from float8.experts.kernels.cast_groups import (
-    Columns,
-    cast_groups,
-    ends_of_groups,
-    padded_size,
-)
+from float8.experts.kernels.cast_groups import Columns, cast_groups, ends_of_groups
 from float8.experts.kernels.grouped_matmul import GROUPED_GEMM
-from float8.formats import BLACKWELL, GEMM_ALIGNMENT, HOPPER, lacks_float8_gemm
+from float8.formats import BLACKWELL, GEMM_ALIGNMENT, GROUP_ALIGNMENT, HOPPER, lacks_float8_gemm
 from float8.gemm import Gemm, refused_gemm, without_padding
 from float8.kernels.runtime.ops import register
 from float8.products import PRODUCTS, Dense, Shape
@@ -63,7 +58,7 @@ def _quantize_under_rows(
     """Quantize [E, R, C] as E groups of R rows, with one scale per row or per expert."""
     E, R, C = weights.shape
     ends = torch.arange(R, E * R + 1, R, dtype=torch.int32, device=weights.device)
-    matrix, width = weights.contiguous().view(E * R, C), padded_size(R)
+    matrix, width = weights.contiguous().view(E * R, C), R + -R % GROUP_ALIGNMENT
     layouts: Any = {"row": row, "col": col, "width": E * width, "after": after}
     row_data, col_data = cast_groups(matrix, cast, ends, **layouts)
     if row:
@@ -133,21 +128,21 @@ def grouped_matmul(
     Raises:
         RuntimeError: the device has no such GEMM and `gemm.emulate` is False.
     """
-    ask = not torch.compiler.is_compiling() and not gemm.emulate
-    only = BLACKWELL[:1] if gemm.granularities[0].exponents else HOPPER
-    if ask and (reason := lacks_float8_gemm(a.data.device, only=only)):
-        raise refused_gemm(reason)
+    if not torch.compiler.is_compiling() and not gemm.emulate:
+        only = BLACKWELL[:1] if gemm.granularities[0].exponents else HOPPER
+        if reason := lacks_float8_gemm(a.data.device, only=only):
+            raise refused_gemm(reason)
     y = GROUPED_GEMM(a.data, a.scale, *b, ends, tokens, *gemm.packed(), out_dtype)
     return y if y.shape[-2:] == shape else without_padding(y, *shape)
 
 
 def _outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    N, K = a.shape[1], b.shape[1]
     if len(a) == 0:  # torch's grouped GEMM takes no empty tensors
         return _outer_fake(a, b, ends).zero_()
     # It takes rows of a multiple of 16 bytes only.
+    (N, K), offs = (a.shape[1], b.shape[1]), ends_of_groups(ends, len(a))
     a, b = (F.pad(x, (0, -x.shape[1] % 8)) if x.shape[1] % 8 else x for x in (a, b))
-    y = F.grouped_mm(a.t(), b, offs=ends_of_groups(ends, len(a)))
+    y = F.grouped_mm(a.t(), b, offs=offs)
     return y if y.shape[1:] == (N, K) else without_padding(y, N, K)
 
 
@@ -201,8 +196,8 @@ class Grouped(Dense):
         g: Columns, x: Operand, shape: Shape, _: Tensor, *, gemm: Gemm, out_dtype: torch.dtype
     ) -> Tensor:
         """Return `g @ x.T` per group, [E, N, K], of column data `g` [N, T] and `x` [K, T]."""
-        more: Any = {"gemm": gemm, "out_dtype": out_dtype, "tokens": g.tokens}
-        return grouped_matmul(g, x, shape, g.ends, **more)
+        settings: Any = {"gemm": gemm, "out_dtype": out_dtype, "tokens": g.tokens}
+        return grouped_matmul(g, x, shape, g.ends, **settings)
 
     @staticmethod
     def outer(g: Tensor, x: Tensor, offs: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from float8.formats import E4M3, GROUP_ALIGNMENT, HIGH_PRECISION_DTYPES, ceil16
+from float8.formats import E4M3, GROUP_ALIGNMENT, HIGH_PRECISION_DTYPES
 from float8.kernels import numeric, tiles
 from float8.kernels.cast import cast as cast_matrix
 from float8.kernels.cast import cast_reference, refusal, to_float8
@@ -73,7 +73,7 @@ def cast_groups(
         if granularity.by_rows:
             return Quantized(Operand(operand.data, operand.scale.view(-1)))
         return Quantized(Operand(operand.data[:R], operand.scale[:R]))
-    width = padded_size(R, E) if width is None else width
+    width = most_padded(R, E) if width is None else width
     layout = granularity.width, cast_config.dtype, row, col, width
     scaling = granularity.one_scale, cast_config.power_of_2, cast.scale
     out = torch.ops.float8.cast_groups.default(x, offs, *layout, *scaling, after)
@@ -81,8 +81,8 @@ def cast_groups(
     return Quantized(row_data, Columns(out[-3], out[-2], out[-1], R) if col else None)
 
 
-def padded_size(rows: Any, groups: int = 1) -> Any:
-    """Return the most rows that groups with ``rows`` in all take, each padded to 128."""
+def most_padded(rows: int, groups: int) -> int:
+    """Return the most rows that ``groups`` with ``rows`` in all have once each is padded to 128."""
     return (rows + (GROUP_ALIGNMENT - 1) * groups) // GROUP_ALIGNMENT * GROUP_ALIGNMENT
 
 
@@ -99,7 +99,7 @@ def places_of_rows(ends: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     ends = torch.cat([ends, ends.new_full((1,), rows)])
     sizes = ends.diff(prepend=ends.new_zeros(1))
-    padded = padded_size(sizes)
+    padded = -(-sizes // GROUP_ALIGNMENT) * GROUP_ALIGNMENT
     padded_ends, row = padded.cumsum(0), torch.arange(rows, device=ends.device)
     group = torch.bucketize(row, ends, right=True)
     return group, row + (padded_ends - padded - ends + sizes)[group], padded_ends
@@ -175,7 +175,7 @@ def cast_groups_fake(x: Tensor, offs: Tensor, *layout: Any) -> list[Tensor]:
     """Allocate the results of `cast_groups_reference`, uninitialized; sizes may be symbolic."""
     run, dtype, row, col, width, *_ = layout  # run: elements per block scale, or None
     (R, C), E, k, out = x.shape, offs.shape[0], run or 16, list[Tensor]()
-    Cp = ceil16(C)
+    Cp = (C + 15) // 16 * 16
     layouts = (row, R, (C + k - 1) // k * k, (R,)), (col, Cp, width, (E, Cp))
     for wanted, rows, columns, shape in layouts:
         if wanted:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from float8.config import Granularity, ScalingGranularity
-from float8.experts.kernels.cast_groups import ends_of_groups, padded_size, places_of_rows
+from float8.experts.kernels.cast_groups import ends_of_groups, most_padded, places_of_rows
 from float8.formats import GROUP_ALIGNMENT
 from float8.kernels.dequantise import dequantised_by_kernel
 from float8.kernels.swizzle import RECIPE, SWIZZLE, scales_of_rows, swizzled
@@ -78,7 +78,7 @@ def swizzled_rows(scale: Tensor, ends: Tensor) -> Tensor:
     """
     R, runs = scale.shape
     _, places, padded_ends = places_of_rows(ends, R)
-    rows = padded_size(R, len(padded_ends))
+    rows = most_padded(R, len(padded_ends))
     moved = scale.new_zeros(rows, runs).index_copy(0, places, scale)
     return swizzled(moved).view(rows, -1)
 
