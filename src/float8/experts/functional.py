@@ -84,10 +84,12 @@ def apply_grouped(
     needs = grad and input.requires_grad, grad and weight.requires_grad
     w: Any = held or OnTheFly(weight)
     if isinstance(weight, Float8Tensor):
-        covers = plan.casts.weight.how.scaling_granularity
-        same = weight._granularity is (covers if covers.by_blocks else ScalingGranularity.AXISWISE)
-        if not same or (weight._is_transposed and not covers.square):
-            got, expected = f"weight in float8 under {weight._scaling}", f"scales of {covers}"
+        planned = plan.casts.weight.how.scaling_granularity
+        same = weight._granularity is (
+            planned if planned.by_blocks else ScalingGranularity.AXISWISE
+        )
+        if not same or (weight._is_transposed and not planned.square):
+            got, expected = f"weight in float8 under {weight._scaling}", f"scales of {planned}"
             raise ValueError(f"grouped_linear: got a {got}, expected {expected}")
         w = InFloat8(weight._data, weight._scale)
     transposed = held is not None and weight.stride() != w.values.stride()

@@ -97,8 +97,8 @@ def _flops(
 
 # ---------------------------------------------------------------- Triton
 
-_BLOCK = GROUP_ALIGNMENT  # of the contraction dim, and of rows of the result
-_PANEL = 16  # tiles of rows that share loads of `b`
+BLOCK = tl.constexpr(GROUP_ALIGNMENT)  # of the contraction dim, and of rows of the result
+PANEL = tl.constexpr(16)  # tiles of rows that share loads of `b`
 
 
 def _grouped_matmul_triton(
@@ -119,16 +119,16 @@ def _grouped_matmul_triton(
         multiply_blocks(out, a, a_scale, b, b_scale, ends)
         return out
     (R, C), N, E = a.shape, b.shape[1], ends.shape[0]
-    tiles_of_a = TensorDescriptor(a, a.shape, a.stride(), [_BLOCK, _BLOCK])
+    tiles_of_a = TensorDescriptor(a, a.shape, a.stride(), [GROUP_ALIGNMENT, GROUP_ALIGNMENT])
     # Wide tiles read less, which pays on an H100 at its power limit. A second accumulator leaves no
     # registers for them.
     columns, programs, warps = (256, 1, 8) if fast else (128, 2, 4)
-    tiles_of_b = TensorDescriptor(b, b.shape, b.stride(), [1, columns, _BLOCK])
+    tiles_of_b = TensorDescriptor(b, b.shape, b.stride(), [1, columns, GROUP_ALIGNMENT])
     sizes = R, N, C, E, 0 if row_groups else a_scale.stride(0), b_scale.stride(0)
     whole = fast and out_dtype.itemsize == 2
     _grouped_matmul_kernel[(programs * sm_count(a.device),)](
         tiles_of_a, tiles_of_b, a_scale, b_scale, ends, out, *sizes, row_groups, fast,
-        lanes_of_groups(E), _BLOCK, columns, whole, _PANEL, num_warps=warps, num_stages=3,
+        lanes_of_groups(E), columns, whole, num_warps=warps, num_stages=3,
     )  # fmt: skip
     return out
 
@@ -136,7 +136,7 @@ def _grouped_matmul_triton(
 @jit
 def _place(  # type: ignore[no-untyped-def]
     tile, tile_ends, tiles, begins, ends, R, C, tiles_n, E, ROW_GROUPS: tl.constexpr,
-    GROUPS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PANEL: tl.constexpr,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Return where tile number ``tile`` lies, and what is contracted.
 
@@ -186,8 +186,8 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     ends_ptr,  # [E], ends of groups of rows or of tokens
     out_ptr,  # [R, N], or [E, R, N]
     R, N, C, E, a_scale_stride, b_scale_stride,
-    ROW_GROUPS: tl.constexpr, FAST: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr, WHOLE: tl.constexpr, PANEL: tl.constexpr,
+    ROW_GROUPS: tl.constexpr, FAST: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
+    WHOLE: tl.constexpr,  # store a tile at once
 ):  # fmt: skip
     """Compute all tiles of this program in one loop, so that loads run ahead across tiles."""
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -201,9 +201,8 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
         tiles = tl.where(g < E, tl.cdiv(R, BLOCK) * tiles_n, 0)
         group_steps = tl.maximum((ends - begins) // BLOCK, 1)
     tile_ends = tl.cumsum(tiles, 0)  # one past the last tile of each group
-    own_tiles = tl.cdiv(tile_ends - program, programs) - tl.cdiv(
-        tile_ends - tiles - program, programs
-    )
+    first_tiles = tile_ends - tiles - program
+    own_tiles = tl.cdiv(tile_ends - program, programs) - tl.cdiv(first_tiles, programs)
     # The state after the last step of a tile before the first one.
     tile, step, steps = program - programs, -1, 0
     group, row, end_row, n, k = 0, 0, 0, 0, 0
@@ -214,9 +213,8 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
         if step == 0:
             tile += programs
             group, row, end_row, n, k, steps, nonempty = _place(
-                tile, tile_ends, tiles, begins, ends, R, C, tiles_n, E, ROW_GROUPS, GROUPS, BLOCK,
-                COLUMNS, PANEL,
-            )  # fmt: skip
+                tile, tile_ends, tiles, begins, ends, R, C, tiles_n, E, ROW_GROUPS, GROUPS, COLUMNS
+            )
         a = a_tiles.load([row, k + step * BLOCK])
         matrix = tl.minimum(group, E - 1) if ROW_GROUPS else 0
         b = b_tiles.load([matrix, n, k + step * BLOCK]).reshape(COLUMNS, BLOCK)
