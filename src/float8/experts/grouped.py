@@ -108,18 +108,17 @@ def grouped_matmul(
     *,
     gemm: Gemm,
     out_dtype: torch.dtype,
-    tokens: int | None = None,
 ) -> Tensor:
     """Multiply each group of rows by its own matrix, or contract two tensors over each group.
 
     With `a` [R, K] under scales [R] and `b` [E, N, K] under [E, N]: `a @ b[e].T` of each group,
-    [R, N]; rows outside of all groups are zero. With `a` [N, R] and `b` [K, R] under scales [E, N]
-    and [E, K], where R is contracted: `a @ b.T` of each group, [E, N, K].
+    [R, N]; rows outside of all groups are zero. With `Columns` `a` [N, R] and `b` [K, R] under
+    scales [E, N] and [E, K], where R is contracted: `a @ b.T` of each group, [E, N, K].
 
     Operands are as `cast_groups` makes them, float8, contiguous along the contraction dim;
     scales apply to float32 sums. A group is `ends[e - 1]:ends[e]`, int32, ascending, and may be
-    empty; ends are multiples of 128 where R is contracted. `shape` leaves out what padding added to
-    N and K. `tokens`: the rows without padding, for FLOP counting. CPUs multiply as `emulate` does.
+    empty; `Columns` have their own ends. `shape` leaves out what padding added to N and K. CPUs
+    multiply as `emulate` does.
 
     Under blocks of k `a` [R, K] has scales of runs, [R, K / k], and `b` those of squares or runs,
     see `Operand`; where R is contracted both have runs, [N, R / k] and [K, R / k]. Sums of k
@@ -132,6 +131,7 @@ def grouped_matmul(
         only = BLACKWELL[:1] if gemm.granularities[0].exponents else HOPPER
         if reason := lacks_float8_gemm(a.data.device, only=only):
             raise refused_gemm(reason)
+    ends, tokens = (a.ends, a.tokens) if isinstance(a, Columns) else (ends, None)
     y = GROUPED_GEMM(a.data, a.scale, *b, ends, tokens, *gemm.packed(), out_dtype)
     return y if y.shape[-2:] == shape else without_padding(y, *shape)
 
@@ -189,15 +189,7 @@ class Grouped(Dense):
             return Operand(data, row.scale.mT)
         return Operand(data, row.scale[:, 0].expand(E, K).contiguous())
 
-    output = grad_input = staticmethod(grouped_matmul)
-
-    @staticmethod
-    def grad_weight(
-        g: Columns, x: Operand, shape: Shape, _: Tensor, *, gemm: Gemm, out_dtype: torch.dtype
-    ) -> Tensor:
-        """Return `g @ x.T` per group, [E, N, K], of column data `g` [N, T] and `x` [K, T]."""
-        settings: Any = {"gemm": gemm, "out_dtype": out_dtype, "tokens": g.tokens}
-        return grouped_matmul(g, x, shape, g.ends, **settings)
+    output = grad_input = grad_weight = staticmethod(grouped_matmul)
 
     @staticmethod
     def outer(g: Tensor, x: Tensor, offs: Tensor) -> Tensor:
