@@ -16,8 +16,8 @@ from float8 import (
     grouped_linear,
     update_float8_weights,
 )
+from float8.experts.kernels.cast_groups import cast_groups
 from float8.experts.plan import plan_experts
-from float8.kernels.cast_groups import cast_groups
 from float8.weights.held import TIMES_HELD, hold
 from support.configs import of_recipe
 from support.microbatches import with_weights
@@ -97,7 +97,7 @@ def test_held_weights_of_experts(columns: bool) -> None:
     plan, weight = plan_experts(of_recipe("rowwise")), seeded(0, 4, 96, 64)
     held = hold(weight, plan.casts.weight)
     x = seeded(1, 40, 96 if columns else 64)
-    a = cast_groups(x, OFFS, plan.casts.input.config, row=True, col=False).row
+    a = cast_groups(x, plan.casts.input, OFFS, row=True).row
     b = (held.col_data, held.col_scale) if columns else (held.row_data, held.row_scale)
 
     def run() -> Tensor:

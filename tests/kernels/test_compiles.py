@@ -81,7 +81,11 @@ def binaries(
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_it)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    for name in [name for name in sys.modules if name.startswith("float8.kernels.")]:
+    for name in [
+        name
+        for name in sys.modules
+        if name.startswith(("float8.kernels.", "float8.experts.kernels."))
+    ]:
         for asked, answer in (("sm_count", 132), ("has_float8_conversion", True)):
             if hasattr(sys.modules[name], asked):
                 monkeypatch.setattr(sys.modules[name], asked, lambda device, answer=answer: answer)
@@ -113,7 +117,7 @@ def of_blocks(of_rows: bool, dtype: torch.dtype, x: Tensor) -> None:
     scales = empty(of_a[1] // 128, R).t(), empty(5, 1, 16) if of_rows else empty(10, C).t()
     given = empty(*of_a, dtype=E4M3), scales[0], empty(*of_b, dtype=E4M3), scales[1]
     covers = "block_1x128", "block_128x128" if of_rows else "block_1x128"
-    ops.cuda.grouped_matmul(*given, ends, False, True, dtype, None, FP32, *covers)
+    ops.cuda.grouped_matmul(*given, ends, None, *covers, True, False, False, dtype)
 
 
 def grouped_matmul(of_rows: bool, fast: bool, dtype: torch.dtype, x: Tensor) -> None:
@@ -122,7 +126,8 @@ def grouped_matmul(of_rows: bool, fast: bool, dtype: torch.dtype, x: Tensor) -> 
         given = empty(R, C, dtype=E4M3), empty(R), empty(5, 80, C, dtype=E4M3), empty(5, 80)
     else:
         given = empty(R, 1280, dtype=E4M3), empty(5, R), empty(C, 1280, dtype=E4M3), empty(5, C)
-    ops.cuda.grouped_matmul(*given, ends, False, fast, dtype)
+    by_rows = None, "axiswise", "axiswise"
+    ops.cuda.grouped_matmul(*given, ends, *by_rows, fast, False, False, dtype)
 
 
 def cast(*how: Any, scaled: bool = False, source: torch.dtype = BF16) -> Callable[[Tensor], Any]:
@@ -254,8 +259,8 @@ def test_groups_are_launched_where_their_tensors_are(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(private, "current_device", None)
-    for name in ("cast_groups", "grouped_matmul", "tiles"):
-        module = sys.modules[f"float8.kernels.{name}"]
+    for name in ("experts.kernels.cast_groups", "experts.kernels.grouped_matmul", "kernels.tiles"):
+        module = sys.modules[f"float8.{name}"]
         monkeypatch.setattr(module, "has_float8_conversion", lambda _: True, raising=False)
         monkeypatch.setattr(module, "sm_count", lambda _: 132, raising=False)
     run = lambda *args, **more: launched.append(current[-1])  # noqa: E731
@@ -263,5 +268,6 @@ def test_groups_are_launched_where_their_tensors_are(monkeypatch: pytest.MonkeyP
     with FakeTensorMode(), torch.device("cuda:1"):
         x, ends = torch.empty(64, 32, dtype=BF16), torch.empty(2, dtype=torch.int32)
         *col, ends = ops.cuda.cast_groups(x, ends, None, E4M3, True, True, 256, 0, 0)[2:]
-        ops.cuda.grouped_matmul(*col, *col, ends, False, True, BF16)
+        by_rows = None, "axiswise", "axiswise"
+        ops.cuda.grouped_matmul(*col, *col, ends, *by_rows, True, False, False, BF16)
     assert launched == [1, 1, 1]

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from float8.config import CastConfig, ScalingGranularity
 from float8.experts.grouped import quantize_experts
+from float8.experts.kernels import cast_groups as casts
+from float8.experts.kernels import grouped_matmul as gemm
+from float8.experts.kernels.cast_groups import cast_groups
 from float8.formats import E4M3, ceil16
-from float8.kernels import cast_groups as casts
-from float8.kernels import grouped_matmul as gemm
 from float8.kernels import tiles
-from float8.kernels.cast_groups import cast_groups
 from float8.kernels.runtime import ops
 from float8.quantize import Cast, quantize
 from kernels.float8_codes import HIGH_PRECISION, assert_same, awkward
@@ -30,6 +30,7 @@ def ceil128(n: int) -> int:
 MANY = 16  # groups, for which kernels want vectors of 32
 SIZES = [[0, 1, 15, 16, 17], [70, 0, 0, 65], [0, 0, 33], [1] * MANY]
 GRANULARITIES = [ScalingGranularity.TENSORWISE, ScalingGranularity.AXISWISE]
+BY_ROWS = None, "axiswise", "axiswise"  # tokens, granularities
 SHORT = (1, True), (2, False), (2, True)
 cases = pytest.mark.parametrize(
     ("sizes", "of", "power_of_2"),
@@ -62,8 +63,8 @@ def test_each_group_is_cast_by_itself(
     spec = CastConfig(target_dtype=E4M3, scaling_granularity=of, power_of_2=power_of_2)
     C, at = 24, 0
     x, offs = tensor(sizes, C)
-    made = cast_groups(x, offs, spec, row=True, col=True)
-    groups = zip(x.split([*sizes, 3]), made.ends.tolist(), strict=False)
+    made = cast_groups(x, Cast(spec), offs, row=True, col=True)
+    groups = zip(x.split([*sizes, 3]), made.col.ends.tolist(), strict=False)
     for group, (rows, end) in enumerate(groups):
         if n := len(rows):
             alone = quantize(rows, Cast(spec), row=True, col=True)
@@ -115,10 +116,11 @@ def test_each_group_is_cast_by_itself_by_runs(
     """No run has tokens of two groups, and all of a group is as a linear layer casts it."""
     spec = CastConfig(target_dtype=E4M3, scaling_granularity=of, power_of_2=C == 24)
     x, offs = tensor(sizes, C)
-    both, row = (cast_groups(x, offs, spec, row=True, col=col) for col in (True, False))
+    of_x = Cast(spec)
+    both, row = (cast_groups(x, of_x, offs, row=True, col=col) for col in (True, False))
     assert_alike(both.row, row.row)
     at = 0
-    for rows, behind, end in zip(x.split([*sizes, 3]), offs.tolist(), both.ends, strict=False):
+    for rows, behind, end in zip(x.split([*sizes, 3]), offs.tolist(), both.col.ends, strict=False):
         if n := len(rows):
             alone = quantize(rows, Cast(spec), row=True, col=True)
             here, width = slice(behind - n, behind), alone.col.data.shape[1]
@@ -221,7 +223,7 @@ def test_the_grouped_gemm_is_its_twin(
         multiprocessors(2)  # each of whose programs takes its time
     for n, case in enumerate(operands(sizes, sum(sizes) + 5, 150, 176, triton_device)):
         fast = (n + len(sizes)) % 2 == 0
-        how = False, fast, torch.bfloat16 if fast else torch.float32
+        how = *BY_ROWS, fast, False, False, torch.bfloat16 if fast else torch.float32
         got, want = ops.cuda.grouped_matmul(*case, *how), ops.cpu.grouped_matmul(*case, *how)
         assert got.dtype == want.dtype
         empty = [(x == 0).all(-1) for x in (got, want)]  # rows in no group, and all of empty groups
@@ -253,7 +255,7 @@ def test_the_grouped_gemm_of_blocks_is_its_twin(
     of = (RUNS.value, SQUARES.value), (RUNS.value, SQUARES.value), (RUNS.value, RUNS.value)
     for n, (case, covers) in enumerate(zip(cases, of, strict=True)):
         dtype = torch.float32 if n == len(sizes) % 3 else torch.bfloat16
-        how = False, True, dtype, None, torch.float32, *covers
+        how = None, *covers, True, False, False, dtype
         got, want = ops.cuda.grouped_matmul(*case, *how), ops.cpu.grouped_matmul(*case, *how)
         assert torch.equal((got == 0).all(-1), (want == 0).all(-1))
         assert got.isfinite().all()
@@ -267,9 +269,8 @@ def test_no_tokens_at_all(triton_device: torch.device) -> None:
     offs = torch.zeros(1, device=triton_device, dtype=torch.int32)
     for of in (*GRANULARITIES, RUNS):
         spec = CastConfig(target_dtype=E4M3, scaling_granularity=of)
-        _, col, ends = cast_groups(x, offs, spec, row=False, col=True)
-        covers = ("axiswise" if of is not RUNS else of.value,) * 2
-        how = False, True, torch.bfloat16, None, torch.float32, *covers
+        *col, ends, _ = cast_groups(x, Cast(spec), offs, col=True).col
+        how = None, of.value, of.value, True, False, False, torch.bfloat16
         assert not ops.cuda.grouped_matmul(*col, *col, ends, *how).any()
 
 
@@ -341,18 +342,18 @@ def test_no_offs_lead_out_of_the_tensors(
         b.float(), Cast(CastConfig(scaling_granularity=SQUARES)), row=True
     ).row
     squares = [*map(guarded, (squares.data.contiguous(), squares.scale.contiguous()))]
-    width, how = made[2].shape[1], (False, False, torch.float32, None, torch.float32)
-    by_rows, of_runs = ("axiswise", "axiswise"), (RUNS.value, RUNS.value)
-    cases = [(rows, wild, T, by_rows), (columns, padded, width, by_rows)]
+    width, how = made[2].shape[1], (False, False, False, torch.float32)
+    of_runs = None, RUNS.value, RUNS.value
+    cases = [(rows, wild, T, BY_ROWS), (columns, padded, width, BY_ROWS)]
     if triton_device.type == "cuda":  # Gluon has no interpreter
-        cases.append(((*by_runs[:2], *squares), wild, T, (RUNS.value, SQUARES.value)))
+        cases.append(((*by_runs[:2], *squares), wild, T, (None, RUNS.value, SQUARES.value)))
         cases.append(((*by_runs[2:4], *by_runs[2:4]), padded, width, of_runs))
     for case, offs, most, covers in cases:
         got, want = (
-            ops.cuda.grouped_matmul(*case, ends(numbers), *how, *covers)
+            ops.cuda.grouped_matmul(*case, ends(numbers), *covers, *how)
             for numbers in (offs, clean(offs, most))
         )
-        twin = reference(*case, ends(clean(offs, most)), *how, *covers)
+        twin = reference(*case, ends(clean(offs, most)), *covers, *how)
         assert torch.equal(got, want)
         assert torch.equal((got == 0).all(-1), (twin == 0).all(-1))
         assert not twin.any() or sqnr(twin, got) > 45

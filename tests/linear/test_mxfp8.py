@@ -17,9 +17,10 @@ from float8 import (
     grouped_linear,
     linear,
 )
+from float8.experts.kernels.torch_gemms import swizzled_rows, swizzled_tokens
 from float8.formats import E4M3
 from float8.gemm import Gemm, matmul
-from float8.kernels.swizzle import scales_of_rows, swizzled, swizzled_rows, swizzled_tokens
+from float8.kernels.swizzle import scales_of_rows, swizzled
 from float8.linear.plan import plan_linear
 from float8.scales import Operand, dequantised
 from linear.test_values import assert_products, layer_of, tensors

@@ -32,14 +32,14 @@ def grouped_linear(
             autocast. N and K are multiples of 16, unless the config says `emulate`. Weights that
             lie as [E, K, N] are given as `weight.transpose(1, 2)`, which is not copied.
         offs: [E] int32, ascending, on the same device: `offs[e]` is one past the last row of expert
-            e. Groups may be empty. On a CPU offs that descend, are negative or exceed T raise. On a
-            GPU nothing is checked: each is clamped to 0..T and to no less than the entry before it.
-        config: a `Float8LinearConfig`, or the name of a recipe; None means `"rowwise"`, which
-            grouped GEMMs are made for. Under `"tensorwise"` there is one scale per expert. Under
-            `"blockwise"` there is one for 1x128 elements of input and grad_output, along the dim
-            that a GEMM contracts, within a group, and for 128x128 of the weight of an expert; under
-            `"mxfp8"` one for 1x32 of each. All casts are to e4m3, as grouped GEMMs take. All three
-            GEMMs use `gemm_config_output.use_fast_accum`; blocks are always added in float32.
+            e. Groups may be empty. A GPU checks no values: each is clamped to 0..T and to no less
+            than the entry before it.
+        config: a `Float8LinearConfig`, or the name of a recipe; None means `"rowwise"`. Under
+            `"tensorwise"` there is one scale per expert. Under `"blockwise"` there is one for 1x128
+            elements of input and grad_output, along the dim that a GEMM contracts, within a group,
+            and for 128x128 of the weight of an expert; under `"mxfp8"` one for 1x32 of each. All
+            casts are to e4m3. All three GEMMs use `gemm_config_output.use_fast_accum`; blocks are
+            always added in float32.
 
     Returns:
         [T, N], dtype of the (autocast) input. Rows from `offs[-1]` on and their gradient are zero.
@@ -84,10 +84,10 @@ def apply_grouped(
     needs = grad and input.requires_grad, grad and weight.requires_grad
     w: Any = held or OnTheFly(weight)
     if isinstance(weight, Float8Tensor):
-        covers = plan.casts.weight.config.scaling_granularity
-        same = weight._granularity is (covers if covers.by_blocks else ScalingGranularity.AXISWISE)
-        if not same or (weight._is_transposed and not covers.square):
-            got, expected = f"weight in float8 under {weight._scaling}", f"scales of {covers}"
+        planned = plan.casts.weight.config.scaling_granularity
+        stored = planned if planned.by_blocks else ScalingGranularity.AXISWISE
+        if weight._granularity is not stored or (weight._is_transposed and not planned.square):
+            got, expected = f"weight in float8 under {weight._scaling}", f"scales of {planned}"
             raise ValueError(f"grouped_linear: got a {got}, expected {expected}")
         w = InFloat8(weight._data, weight._scale)
     transposed = held is not None and weight.stride() != w.values.stride()

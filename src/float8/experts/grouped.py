@@ -5,7 +5,7 @@ expert: group e has the rows `offs[e - 1]:offs[e]`. Weights are [E, N, K].
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,25 +13,14 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.config import CastConfig, Granularity
+from float8.experts.kernels.cast_groups import Columns, cast_groups, ends_of_groups
+from float8.experts.kernels.grouped_matmul import GROUPED_GEMM
 from float8.formats import BLACKWELL, GEMM_ALIGNMENT, GROUP_ALIGNMENT, HOPPER, lacks_float8_gemm
-from float8.gemm import Gemm, exact_dtype, refused_gemm, without_padding
-from float8.kernels.cast_groups import cast_groups, ends_of_groups
-from float8.kernels.grouped_matmul import GROUPED_GEMM
+from float8.gemm import Gemm, refused_gemm, without_padding
 from float8.kernels.runtime.ops import register
 from float8.products import PRODUCTS, Dense, Shape
 from float8.quantize import Cast, dequantized, padded
 from float8.scales import Operand, Quantized
-
-
-class Columns(NamedTuple):
-    """Column data of grouped rows: the fields of an `Operand`, and the ends of the groups."""
-
-    data: Tensor
-    scale: Tensor
-    ends: Tensor
-    """[E] int32: one past the last column of each group; groups begin at multiples of 128."""
-    tokens: int
-    """The number of rows without padding, for FLOP counting."""
 
 
 def quantize_experts(
@@ -69,11 +58,9 @@ def _quantize_under_rows(
     """Quantize [E, R, C] as E groups of R rows, with one scale per row or per expert."""
     E, R, C = weights.shape
     ends = torch.arange(R, E * R + 1, R, dtype=torch.int32, device=weights.device)
-    width = (R + GROUP_ALIGNMENT - 1) // GROUP_ALIGNMENT * GROUP_ALIGNMENT
-    matrix = weights.contiguous().view(E * R, C)
-    row_data, col_data, _ = cast_groups(
-        matrix, ends, cast.config, row=row, col=col, width=E * width, scale=cast.scale, after=after
-    )
+    matrix, width = weights.contiguous().view(E * R, C), R + -R % GROUP_ALIGNMENT
+    layouts: Any = {"row": row, "col": col, "width": E * width, "after": after}
+    row_data, col_data = cast_groups(matrix, cast, ends, **layouts)
     if row:
         row_data = Operand(row_data.data.view(E, R, -1), row_data.scale.view(E, R))
     if col:  # [C, E * width], the columns of one expert beside those of the next
@@ -121,18 +108,17 @@ def grouped_matmul(
     *,
     gemm: Gemm,
     out_dtype: torch.dtype,
-    tokens: int | None = None,
 ) -> Tensor:
     """Multiply each group of rows by its own matrix, or contract two tensors over each group.
 
     With `a` [R, K] under scales [R] and `b` [E, N, K] under [E, N]: `a @ b[e].T` of each group,
-    [R, N]; rows outside of all groups are zero. With `a` [N, R] and `b` [K, R] under scales [E, N]
-    and [E, K], where R is contracted: `a @ b.T` of each group, [E, N, K].
+    [R, N]; rows outside of all groups are zero. With `Columns` `a` [N, R] and `b` [K, R] under
+    scales [E, N] and [E, K], where R is contracted: `a @ b.T` of each group, [E, N, K].
 
-    Operands are as `kernels.cast_groups` makes them, float8, contiguous along the contraction dim;
+    Operands are as `cast_groups` makes them, float8, contiguous along the contraction dim;
     scales apply to float32 sums. A group is `ends[e - 1]:ends[e]`, int32, ascending, and may be
-    empty; ends are multiples of 128 where R is contracted. `shape` leaves out what padding added to
-    N and K. `tokens`: the rows without padding, for FLOP counting. CPUs multiply as `emulate` does.
+    empty; `Columns` have their own ends. `shape` leaves out what padding added to N and K. CPUs
+    multiply as `emulate` does.
 
     Under blocks of k `a` [R, K] has scales of runs, [R, K / k], and `b` those of squares or runs,
     see `Operand`; where R is contracted both have runs, [N, R / k] and [K, R / k]. Sums of k
@@ -141,26 +127,22 @@ def grouped_matmul(
     Raises:
         RuntimeError: the device has no such GEMM and `gemm.emulate` is False.
     """
-    ask = not torch.compiler.is_compiling() and not gemm.emulate
-    only = BLACKWELL[:1] if gemm.granularities[0].exponents else HOPPER
-    if ask and (reason := lacks_float8_gemm(a.data.device, only=only)):
-        raise refused_gemm(reason)
-    exact = exact_dtype(a.data.device, out_dtype) if gemm.powers_of_2 else torch.float32
-    granularities = [x.value if x.by_blocks else "axiswise" for x in gemm.granularities]
-    y = GROUPED_GEMM(
-        a.data, a.scale, *b, ends, gemm.emulate, gemm.use_fast_accum, out_dtype, tokens, exact,
-        *granularities,
-    )  # fmt: skip
+    if not torch.compiler.is_compiling() and not gemm.emulate:
+        only = BLACKWELL[:1] if gemm.granularities[0].exponents else HOPPER
+        if reason := lacks_float8_gemm(a.data.device, only=only):
+            raise refused_gemm(reason)
+    ends, tokens = (a.ends, a.tokens) if isinstance(a, Columns) else (ends, None)
+    y = GROUPED_GEMM(a.data, a.scale, *b, ends, tokens, *gemm.packed(), out_dtype)
     return y if y.shape[-2:] == shape else without_padding(y, *shape)
 
 
 def _outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    N, K = a.shape[1], b.shape[1]
     if len(a) == 0:  # torch's grouped GEMM takes no empty tensors
         return _outer_fake(a, b, ends).zero_()
     # It takes rows of a multiple of 16 bytes only.
+    (N, K), offs = (a.shape[1], b.shape[1]), ends_of_groups(ends, len(a))
     a, b = (F.pad(x, (0, -x.shape[1] % 8)) if x.shape[1] % 8 else x for x in (a, b))
-    y = F.grouped_mm(a.t(), b, offs=ends_of_groups(ends, len(a)))
+    y = F.grouped_mm(a.t(), b, offs=offs)
     return y if y.shape[1:] == (N, K) else without_padding(y, N, K)
 
 
@@ -183,20 +165,7 @@ class Grouped(Dense):
     columns_from_values = False
     repeats_scales = True
 
-    @staticmethod
-    def quantize_rows(
-        x: Tensor, cast: Cast, offs: Tensor, *, row: bool = False, col: bool = False, **_: Any
-    ) -> Quantized:
-        """Quantize grouped rows [T, C] under dynamic scales of each group; see `cast_groups`."""
-        # Each group has its own.
-        assert (cast.source, cast.reduce, cast.scale) == (None, None, None)
-        x = x.contiguous()
-        row_data, col_data, ends = cast_groups(x, offs, cast.config, row=row, col=col)
-        if col:
-            col_data = Columns(col_data.data, col_data.scale, ends, x.shape[0])
-        return Quantized(row_data, col_data)
-
-    quantize_grad = quantize_rows
+    quantize_rows = quantize_grad = staticmethod(cast_groups)
     quantize_weight = staticmethod(quantize_experts)
 
     @staticmethod
@@ -220,15 +189,7 @@ class Grouped(Dense):
             return Operand(data, row.scale.mT)
         return Operand(data, row.scale[:, 0].expand(E, K).contiguous())
 
-    output = grad_input = staticmethod(grouped_matmul)
-
-    @staticmethod
-    def grad_weight(
-        g: Columns, x: Operand, shape: Shape, _: Tensor, *, gemm: Gemm, out_dtype: torch.dtype
-    ) -> Tensor:
-        """Return `g @ x.T` per group, [E, N, K], of column data `g` [N, T] and `x` [K, T]."""
-        more: Any = {"gemm": gemm, "out_dtype": out_dtype, "tokens": g.tokens}
-        return grouped_matmul(g, x, shape, g.ends, **more)
+    output = grad_input = grad_weight = staticmethod(grouped_matmul)
 
     @staticmethod
     def outer(g: Tensor, x: Tensor, offs: Tensor) -> Tensor:

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
+from float8.experts.kernels.grouped_matmul import GROUPED_GEMM
 from float8.formats import E4M3, FLOAT8_MAX
 from float8.gemm import GEMM_OPS
-from float8.kernels.grouped_matmul import GROUPED_GEMM
 from float8.weights.held import TIMES_HELD
 
 _SAVED_OPS = {*GEMM_OPS, GROUPED_GEMM, TIMES_HELD}

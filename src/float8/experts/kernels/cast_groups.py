@@ -1,9 +1,10 @@
 """Casts to float8 of a tensor whose rows lie in groups, like tokens sorted by expert.
 
-One kernel measures all amaxes in one read, a second one casts. Under (1, k) scales one kernel does
-both, since all runs of its tiles of 128 rows lie within a tile and a group. In column data each
-group begins at a multiple of 128, since grouped GEMMs contract over the rows of a group. Kernels
-read the sizes of groups on the device, so nothing syncs with the host or is compiled again.
+One kernel measures all amaxes in one read, a second one casts. Under (1, k) scales the second one
+does both, since all runs of its tiles of 128 rows lie within a tile and a group. In column data
+each group begins at a multiple of `GROUP_ALIGNMENT`, 128, since grouped GEMMs contract over the
+rows of a group. Kernels read the sizes of groups on the device, so nothing syncs with the host or
+is compiled again.
 
 Group e has the rows ``ends[e - 1]:ends[e]``. ``ends`` are ``offs`` [E] int32, clamped to the number
 of rows and to their running maximum, so that each row is in one group at most and no kernel leaves
@@ -15,70 +16,74 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from float8.config import CastConfig
 from float8.formats import E4M3, GROUP_ALIGNMENT, HIGH_PRECISION_DTYPES
 from float8.kernels import numeric, tiles
-from float8.kernels.cast import cast, cast_reference, refusal, to_float8
+from float8.kernels.cast import cast as cast_matrix
+from float8.kernels.cast import cast_reference, refusal, to_float8
 from float8.kernels.cast_kernels import store_run_scales
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import has_float8_conversion, jit, tl
 from float8.kernels.tiles import load
-from float8.scales import Operand, amax_to_scale
+from float8.quantize import Cast
+from float8.scales import Operand, Quantized, amax_to_scale
 
 
-class QuantizedGroups(NamedTuple):
-    """Row and column data of rows in groups; a layout that was not requested is None."""
+class Columns(NamedTuple):
+    """Column data of grouped rows: the fields of an `Operand`, and the ends of the groups."""
 
-    row: Operand | Any = None
-    col: Operand | Any = None
-    ends: Tensor | Any = None
-    """[E] int32: one past the last column of each group in column data."""
+    data: Tensor
+    scale: Tensor
+    ends: Tensor
+    """[E] int32: one past the last column of each group, a multiple of 128."""
+    tokens: int
+    """The number of rows without padding, for FLOP counting."""
 
 
 def cast_groups(
     x: Tensor,
+    cast: Cast,
     offs: Tensor,
-    cast_config: CastConfig,
     *,
-    row: bool,
-    col: bool,
+    row: bool = False,
+    col: bool = False,
     width: int | None = None,
-    scale: Tensor | None = None,
     after: Tensor | None = None,
-) -> QuantizedGroups:
-    """Cast ``x`` [R, C], contiguous, whose rows lie in E groups, under separate scales per group.
+    **_: Any,
+) -> Quantized:
+    """Cast ``x`` [R, C], whose rows lie in E groups, under separate scales per group.
 
     The arithmetic is that of :func:`float8.kernels.cast`; a non-finite element affects its group
     only. Row data are [R, C to 16] with scales [R], undefined for rows outside all groups. Column
-    data are [C to 16, width] with scales [E, C to 16], zero between groups; ``ends`` of the result
-    are the ends of groups in them. Under (1, k) scales row data are [R, C to k], also of rows
-    outside all groups, with scales [R, C to k / k]; those of column data are [C to 16, width / k].
+    data are `Columns` [C to 16, width] with scales [E, C to 16], zero between groups. Under (1, k)
+    scales row data are [R, C to k], also of rows outside all groups, with scales
+    [R, C to k / k]; those of column data are [C to 16, width / k].
 
     ``offs`` [E] int32, on the device of ``x``, are the ends of groups, which may be empty; later
-    rows are in no group. ``width`` is at least the sum of the group sizes, each rounded up to 128;
-    by default as much as groups of any sizes need. ``scale`` [E] are the scales of the groups, if
-    they are known. ``after`` as in `cast`, which also lists the errors; ``x`` that is not
-    contiguous raises `ValueError`.
+    rows are in no group. ``width`` is at least the sum of the padded group sizes; by default as
+    much as groups of any sizes need. ``cast.scale`` [E] are the scales of the groups, if they are
+    known. ``after`` as in `kernels.cast`, which also lists the errors.
     """
+    assert (cast.source, cast.reduce) == (None, None)  # each group has its own scale
     if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
         raise refusal(x)
-    if not x.is_contiguous():
-        raise ValueError(f"cast_groups: x has strides {x.stride()}, expected x.contiguous()")
-    granularity = cast_config.scaling_granularity
+    (R, E), x = (x.shape[0], offs.shape[0]), x.contiguous()
+    cast_config, granularity = cast.config, cast.config.scaling_granularity
     if not col and granularity.height == 1:  # scales of rows do not depend on groups
-        operand: Any = cast(x, cast_config, row=True, col=False, after=after)[0]
+        operand: Any = cast_matrix(x, cast_config, row=True, col=False, after=after)[0]
         if granularity.by_rows:
-            return QuantizedGroups(Operand(operand.data, operand.scale.view(-1)))
-        return QuantizedGroups(Operand(operand.data[: x.shape[0]], operand.scale[: x.shape[0]]))
-    if width is None:
-        padded_rows = x.shape[0] + (GROUP_ALIGNMENT - 1) * offs.shape[0]
-        width = padded_rows // GROUP_ALIGNMENT * GROUP_ALIGNMENT
+            return Quantized(Operand(operand.data, operand.scale.view(-1)))
+        return Quantized(Operand(operand.data[:R], operand.scale[:R]))
+    width = most_padded(R, E) if width is None else width
     layout = granularity.width, cast_config.dtype, row, col, width
-    scaling = granularity.one_scale, cast_config.power_of_2, scale
+    scaling = granularity.one_scale, cast_config.power_of_2, cast.scale
     out = torch.ops.float8.cast_groups.default(x, offs, *layout, *scaling, after)
     row_data = Operand(out[0], out[1]) if row else None
-    col_data, ends = (Operand(out[-3], out[-2]), out[-1]) if col else (None, None)
-    return QuantizedGroups(row_data, col_data, ends)
+    return Quantized(row_data, Columns(out[-3], out[-2], out[-1], R) if col else None)
+
+
+def most_padded(rows: int, groups: int) -> int:
+    """Return the most rows that ``groups`` with ``rows`` in all have once each is padded to 128."""
+    return (rows + (GROUP_ALIGNMENT - 1) * groups) // GROUP_ALIGNMENT * GROUP_ALIGNMENT
 
 
 def ends_of_groups(offs: Tensor, rows: int) -> Tensor:
@@ -87,14 +92,14 @@ def ends_of_groups(offs: Tensor, rows: int) -> Tensor:
 
 
 def places_of_rows(ends: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the index of each row in a layout in which each group begins at a multiple of 128.
+    """Return where rows lie in a layout in which each group begins at a multiple of 128.
 
-    Returns the group of each row [rows], or E for rows outside all groups; the index of each row
-    in the new layout [rows]; and the ends of the padded groups [E + 1], group E included.
+    That is the group of each row [rows], E outside all groups; the index of each row in the new
+    layout [rows]; and the ends of the padded groups [E + 1], group E included.
     """
     ends = torch.cat([ends, ends.new_full((1,), rows)])
     sizes = ends.diff(prepend=ends.new_zeros(1))
-    padded = (sizes + 127) // 128 * 128
+    padded = -(-sizes // GROUP_ALIGNMENT) * GROUP_ALIGNMENT
     padded_ends, row = padded.cumsum(0), torch.arange(rows, device=ends.device)
     group = torch.bucketize(row, ends, right=True)
     return group, row + (padded_ends - padded - ends + sizes)[group], padded_ends
@@ -183,7 +188,12 @@ def cast_groups_fake(x: Tensor, offs: Tensor, *layout: Any) -> list[Tensor]:
 
 # ---------------------------------------------------------------- Triton
 
-_BLOCK_R, _BLOCK_C = 64, 128
+ALIGN = tl.constexpr(GROUP_ALIGNMENT)
+
+
+def lanes_of_groups(groups: int) -> int:
+    """Return the length of vectors of groups in kernels: a power of two above ``groups``."""
+    return max(1 << groups.bit_length(), 16)
 
 
 def _cast_groups_triton(x: Tensor, offs: Tensor, *args: Any, **named: Any) -> list[Tensor]:
@@ -193,32 +203,27 @@ def _cast_groups_triton(x: Tensor, offs: Tensor, *args: Any, **named: Any) -> li
     scale = rest[0] if rest else named.get("scale")  # compiled code passes it by keyword
     out = cast_groups_fake(x, offs, *args)
     (R, C), E = x.shape, offs.shape[0]
-    groups = max(1 << E.bit_length(), 16)  # E + 1 or more
-    rounding = 2 if run == 32 else int(power_of_2)
-    arithmetic = 3 if dtype == E4M3 else 2, rounding, has_float8_conversion(x.device)
-    if run is not None:  # always with column data
-        # Each tile lies within one group; the last group has the rows outside all others.
-        _cast_groups_by_runs_kernel[((R // 128 + E + 1) * -(-C // 128),)](
-            x, offs, *(out[:2] if row else (x, x)), *out[-3:], R, C, E, width, run, row,
-            *arithmetic, C % 128 == 0, groups, num_warps=8,
-        )  # fmt: skip
-        return out
-    # float32 bits: scales [E] if given, else amaxes, [E] or [R + E * C] of rows, then columns.
+    groups, amaxes = lanes_of_groups(E), x
     if scale is not None:
         amaxes = scale.contiguous().view(torch.int32)
-    else:
+    elif run is None:
         amaxes = torch.zeros(E if one_scale else R + E * C, dtype=torch.int32, device=x.device)
-        rows, block_c, across = tiles.strips_of(R, C, x.dtype, x.device)
-        _measure_groups_kernel[((-(-R // rows) + 2 * E + 1) * across,)](
+        rows, block_c, strips = tiles.strips_of(R, C, x.dtype, x.device)
+        _measure_groups_kernel[((-(-R // rows) + 2 * E + 1) * strips,)](
             x, offs, amaxes, R, C, E, rows, one_scale, row, col, C % block_c == 0, groups,
             tiles.STRIP_R, block_c, num_warps=tiles.STRIP_WARPS,
         )  # fmt: skip
-    data, data_scale = out[:2] if row else (x, amaxes)
-    data_t, scale_t, ends = out[-3:] if col else (x, amaxes, offs)
-    _cast_groups_kernel[((-(-R // _BLOCK_R) + 2 * E + 1) * -(-C // _BLOCK_C),)](
-        x, offs, amaxes, data, data_scale, data_t, scale_t, ends, R, C, E, width,
-        scale is not None, one_scale, row, col, *arithmetic, C % _BLOCK_C == 0, groups, _BLOCK_R,
-        _BLOCK_C, num_warps=4,
+    row_data, col_data = out[:2] if row else (x, x), out[-3:] if col else (x, x, offs)
+    arithmetic = 3 if dtype == E4M3 else 2, 2 if run == 32 else int(power_of_2)
+    # Each tile lies within one group, where group E has the rows outside all others.
+    granularity, block_r, block_c, warps = "group" if one_scale else "row", 64, 128, 4
+    tile_rows = -(-R // block_r) + 2 * E + 1
+    if run is not None:
+        granularity, block_r, warps, tile_rows = "run", 128, 8, R // 128 + E + 1
+    _cast_groups_kernel[(tile_rows * -(-C // block_c),)](
+        x, offs, amaxes, *row_data, *col_data, R, C, E, width, granularity, run or 1,
+        scale is not None, row, col, *arithmetic, has_float8_conversion(x.device),
+        C % block_c == 0, groups, block_r, block_c, num_warps=warps,
     )  # fmt: skip
     return out
 
@@ -248,13 +253,13 @@ def _place(tile, offs_ptr, R, E, rows, GROUPS: tl.constexpr):  # type: ignore[no
     g = tl.arange(0, GROUPS)
     begin, end = groups_of(offs_ptr, R, E, GROUPS)
     size = tl.where(g <= E, end - begin, 0)
-    runs = tl.cdiv(size, 128)  # of column data, which are zero-padded
-    count = tl.where(g <= E, tl.maximum(tl.cdiv(runs * 128, rows), 1), 0)  # one stores the scale
+    padded = tl.cdiv(size, ALIGN) * ALIGN  # in column data
+    count = tl.where(g <= E, tl.maximum(tl.cdiv(padded, rows), 1), 0)  # one stores the scale
     tile_ends = tl.cumsum(count, 0)  # the end of each group's tiles
     group = tl.sum(((tile_ends <= tile) & (g <= E)).to(tl.int32), 0)
     is_group = g == group
     first = tl.sum(tl.where(is_group, tile_ends - count, 0), 0)
-    at = tl.sum(tl.where(g < group, runs, 0), 0) * 128
+    at = tl.sum(tl.where(g < group, padded, 0), 0)
     begin = tl.sum(tl.where(is_group, begin, 0), 0)
     size = tl.sum(tl.where(is_group, size, 0), 0)  # 0 where there are fewer tiles than programs
     return group, begin, size, (tile - first) * rows, at
@@ -307,132 +312,97 @@ def group_byte_mask(r, size):  # type: ignore[no-untyped-def]
 def _cast_groups_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, C]
     offs_ptr,  # [E]
-    amax_ptr,  # as in _measure_groups_kernel; bits of scales if GIVEN
-    row_ptr,  # [R, Cp]
-    row_scale_ptr,  # [R]
+    amax_ptr,  # as in _measure_groups_kernel; bits of scales if GIVEN; "run": not read
+    row_ptr,  # [R, Ck]
+    row_scale_ptr,  # [R]; "run": [Ck / WIDTH, R]
     col_ptr,  # [Cp, width]
-    col_scale_ptr,  # [E, Cp]
+    col_scale_ptr,  # [E, Cp]; "run": [width / WIDTH, Cp]
     ends_ptr,  # [E]
     R, C, E, width,
-    GIVEN: tl.constexpr,
-    ONE_SCALE: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, MANTISSA: tl.constexpr,
-    POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr,
+    GRANULARITY: tl.constexpr,  # one scale covers a "group", a "row", or a "run" of WIDTH elements
+    WIDTH: tl.constexpr, GIVEN: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
+    MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr,
     EVEN: tl.constexpr,  # tiles fill the columns exactly
     GROUPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
+    """Cast one tile, whose rows lie within one group."""
     ARITHMETIC: tl.constexpr = (MANTISSA, POWER_OF_2, HARDWARE)
-    Cp, across = tl.cdiv(C, 16) * 16, tl.cdiv(C, BLOCK_C)
+    RUNS: tl.constexpr = GRANULARITY == "run"
+    K: tl.constexpr = WIDTH if RUNS else 16
+    Cp, Ck, across = tl.cdiv(C, 16) * 16, tl.cdiv(C, K) * K, tl.cdiv(C, BLOCK_C)
     tile, tile_c = tl.program_id(0) // across, tl.program_id(0) % across
     group, begin, size, first, at = _place(tile, offs_ptr, R, E, BLOCK_R, GROUPS)
     quad, c = tiles.tile_quads(first // BLOCK_R, tile_c, BLOCK_R, BLOCK_C)
     r = tiles.quad_rows(quad)
-    x_ptr += begin.to(tl.int64) * C + c
-    row_ptr += begin.to(tl.int64) * Cp
-    if group < E:
-        # Rows past the end of the group are read, which avoids masks, but not stored; past the end
-        # of x the last row is read.
+    row_ptr += begin.to(tl.int64) * Ck
+    # Rows outside all groups have scales of runs, too, but no column data.
+    if group < (E + 1 if RUNS else E):
+        # Rows past the end of the group are read, which avoids masks, but not measured or stored;
+        # past the end of x the last row is read.
         in_c = c < C
-        read_rows = [tl.minimum(row, R - 1 - begin) for row in r]
         inside = in_c, in_c, in_c, in_c
-        x = tiles.load_rows(x_ptr, read_rows, C, inside, EVEN)
+        read_rows = [tl.minimum(row, R - 1 - begin) for row in r]
+        x = tiles.load_rows(x_ptr + begin.to(tl.int64) * C + c, read_rows, C, inside, EVEN)
         v = [numeric.to_float32(values, HARDWARE) for values in x]
-        if COL:
-            if ONE_SCALE:
-                bits = tl.load(amax_ptr + group) + tl.zeros(c.shape, tl.int32)
-                bits = tl.where((c < C) | GIVEN, bits, 0)
-            else:
-                bits = load(amax_ptr + R + group.to(tl.int64) * C + c, in_c, EVEN)
-            scale = _scale_of(bits, GIVEN, ARITHMETIC)
-            padded = tl.cdiv(size, 128) * 128
-            if first == 0:
-                tl.store(col_scale_ptr + group * Cp + c, scale, mask=c < Cp)
-                if tile_c == 0:
-                    tl.store(ends_ptr + group, at + padded)
-            inverse = numeric.reciprocal(scale, HARDWARE)
-            # Separate names, since none may change its type in a branch on a runtime value.
-            q = tiles.times(v, [inverse for _ in v], inside, EVEN)
-            words = numeric.to_float8_words(q, ARITHMETIC) & group_byte_mask(r, size)
-            c_t, quad_t = tl.trans(c), tl.trans(quad)
-            to = col_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + (at // 4 + quad_t)
-            inside_t = quad_t < padded // 4
-            if not EVEN:
-                inside_t = inside_t & (c_t < Cp)
-            tl.store(to + c_t * (width // 4), tl.trans(words), mask=inside_t)
+        element: tl.constexpr = x_ptr.dtype.element_ty
+        if RUNS:
+            m = [tl.where(r[i] < size, numeric.magnitude_bits(x[i]), 0) for i in (0, 1, 2, 3)]
         if ROW:
-            if ONE_SCALE:
-                m = tl.load(amax_ptr + group) + tl.zeros(quad.shape, tl.int32)
-                row_bits = [m for _ in read_rows]
+            if RUNS:
+                ptr = row_scale_ptr + tile_c.to(tl.int64) * (BLOCK_C // WIDTH) * R + begin
+                runs = (Ck - tile_c * BLOCK_C) // WIDTH
+                row_inverse = [
+                    store_run_scales(
+                        ptr, m[i], r[i], 0, size, R, runs, 1, WIDTH, element, ARITHMETIC
+                    )
+                    for i in (0, 1, 2, 3)
+                ]
             else:
-                row_bits = [tl.load(amax_ptr + begin + row) for row in read_rows]
-            scales = [_scale_of(bits, GIVEN, ARITHMETIC) for bits in row_bits]
-            if tile_c == 0:
-                tiles.store_row_scales(row_scale_ptr + begin, quad, scales, size)
-            p = tiles.times(v, [numeric.reciprocal(s, HARDWARE) for s in scales], inside, EVEN)
-            tiles.store_row_data(row_ptr, p, quad, c, size, Cp, ARITHMETIC, False, EVEN)
-    elif ROW:  # rows in no group are zero
+                if GRANULARITY == "group":
+                    group_bits = tl.load(amax_ptr + group) + tl.zeros(quad.shape, tl.int32)
+                    row_bits = [group_bits, group_bits, group_bits, group_bits]
+                else:
+                    row_bits = [tl.load(amax_ptr + begin + row) for row in read_rows]
+                row_scales = [_scale_of(bits, GIVEN, ARITHMETIC) for bits in row_bits]
+                if tile_c == 0:
+                    tiles.store_row_scales(row_scale_ptr + begin, quad, row_scales, size)
+                row_inverse = [numeric.reciprocal(scale, HARDWARE) for scale in row_scales]
+            p = tiles.times(v, row_inverse, inside, EVEN)
+            tiles.store_row_data(row_ptr, p, quad, c, size, Ck, ARITHMETIC, False, EVEN)
+        if COL:
+            padded = tl.where(group < E, tl.cdiv(size, ALIGN) * ALIGN, 0)
+            if (first + tile_c == 0) & (group < E):
+                tl.store(ends_ptr + group, at + padded)
+            if not RUNS:
+                if GRANULARITY == "group":
+                    col_bits = tl.load(amax_ptr + group) + tl.zeros(c.shape, tl.int32)
+                    col_bits = tl.where(in_c | GIVEN, col_bits, 0)
+                else:
+                    col_bits = load(amax_ptr + R + group.to(tl.int64) * C + c, in_c, EVEN)
+                col_scale = _scale_of(col_bits, GIVEN, ARITHMETIC)
+                if first == 0:
+                    tl.store(col_scale_ptr + group * Cp + c, col_scale, mask=c < Cp)
+            if first < padded:
+                if RUNS:
+                    largest = tl.maximum(tl.maximum(m[0], m[1]), tl.maximum(m[2], m[3]))
+                    col_inverse = store_run_scales(
+                        col_scale_ptr, largest, c, (at + first) // WIDTH, Cp, Cp,
+                        (at + padded) // WIDTH, WIDTH // 4, 1, element, ARITHMETIC,
+                    )  # fmt: skip
+                else:
+                    col_inverse = numeric.reciprocal(col_scale, HARDWARE)
+                # Separate names, since none may change its type in a branch on a runtime value.
+                q = tiles.times(v, [col_inverse for _ in v], inside, EVEN)
+                words = numeric.to_float8_words(q, ARITHMETIC) & group_byte_mask(r, size)
+                tiles.store_col_data(col_ptr + at, words, quad, c, Cp, width // 4, EVEN)
+    elif ROW and not RUNS:  # rows in no group are zero
         zero, none = tl.zeros((BLOCK_R // 4, BLOCK_C), tl.float32), tl.zeros(quad.shape, tl.int32)
         zeros = zero, zero, zero, zero
-        tiles.store_row_data(row_ptr, zeros, quad, c, size, Cp, ARITHMETIC, False, EVEN)
+        tiles.store_row_data(row_ptr, zeros, quad, c, size, Ck, ARITHMETIC, False, EVEN)
         if tile_c == 0:
             zero_scale = numeric.scale_of_amax(none, ARITHMETIC)
             zero_scales = zero_scale, zero_scale, zero_scale, zero_scale
             tiles.store_row_scales(row_scale_ptr + begin, quad, zero_scales, size)
-
-
-@jit
-def _cast_groups_by_runs_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,  # [R, C]
-    offs_ptr,  # [E]
-    row_ptr,  # [R, Ck]
-    row_scale_ptr,  # [Ck / RUN, R]
-    col_ptr,  # [Cp, width]
-    col_scale_ptr,  # [width / RUN, Cp]
-    ends_ptr,  # [E]
-    R, C, E, width,
-    RUN: tl.constexpr, ROW: tl.constexpr, MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    EVEN: tl.constexpr,  # tiles fill the columns exactly
-    GROUPS: tl.constexpr,
-):  # fmt: skip
-    """Measure and cast a tile of 128 x 128, whose rows lie within one group."""
-    ARITHMETIC: tl.constexpr = (MANTISSA, POWER_OF_2, HARDWARE)
-    across = tl.cdiv(C, 128)
-    Cp, Ck = tl.cdiv(C, 16) * 16, tl.cdiv(C, RUN) * RUN
-    tile, tile_c = tl.program_id(0) // across, tl.program_id(0) % across
-    group, begin, size, first, at = _place(tile, offs_ptr, R, E, 128, GROUPS)
-    quad, c = tiles.tile_quads(first // 128, tile_c, 128, 128)
-    r = tiles.quad_rows(quad)
-    # Rows past the end of the group are read, which avoids masks, but not measured or stored.
-    in_c = c < C
-    inside = in_c, in_c, in_c, in_c
-    read_rows = [tl.minimum(row, R - 1 - begin) for row in r]
-    x = tiles.load_rows(x_ptr + begin.to(tl.int64) * C + c, read_rows, C, inside, EVEN)
-    v = [numeric.to_float32(values, HARDWARE) for values in x]
-    element: tl.constexpr = x_ptr.dtype.element_ty
-    m = [tl.where(r[i] < size, numeric.magnitude_bits(x[i]), 0) for i in (0, 1, 2, 3)]
-    if ROW:
-        ptr = row_scale_ptr + tile_c.to(tl.int64) * (128 // RUN) * R + begin
-        runs = (Ck - tile_c * 128) // RUN
-        inverse = [
-            store_run_scales(ptr, m[i], r[i], 0, size, R, runs, 1, RUN, element, ARITHMETIC)
-            for i in (0, 1, 2, 3)
-        ]
-        p = tiles.times(v, inverse, inside, EVEN)
-        row_ptr += begin.to(tl.int64) * Ck
-        tiles.store_row_data(row_ptr, p, quad, c, size, Ck, ARITHMETIC, False, EVEN)
-    padded = tl.where(group < E, tl.cdiv(size, 128) * 128, 0)
-    if first < padded:
-        largest = tl.maximum(tl.maximum(m[0], m[1]), tl.maximum(m[2], m[3]))
-        col_inverse = store_run_scales(
-            col_scale_ptr, largest, c, (at + first) // RUN, Cp, Cp, (at + padded) // RUN, RUN // 4,
-            1, element, ARITHMETIC,
-        )  # fmt: skip
-        q = tiles.times(v, [col_inverse for _ in v], inside, EVEN)
-        words = numeric.to_float8_words(q, ARITHMETIC) & group_byte_mask(r, size)
-        tiles.store_col_data(col_ptr + at, words, quad, c, Cp, width // 4, EVEN)
-    if group < E:
-        if first + tile_c == 0:
-            tl.store(ends_ptr + group, at + padded)
 
 
 register("cast_groups", cast_groups_reference, triton=_cast_groups_triton, fake=cast_groups_fake)

@@ -12,20 +12,22 @@ Under scales of blocks, sums of 128 products are scaled and then added in float3
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from float8.config import Granularity, ScalingGranularity
+from float8.config import ScalingGranularity
+from float8.experts.kernels.cast_groups import (
+    check_offs,
+    ends_of_groups,
+    groups_of,
+    lanes_of_groups,
+)
+from float8.experts.kernels.grouped_blocks import multiply_blocks
+from float8.experts.kernels.torch_gemms import multiply_in_bfloat16, multiply_mx
 from float8.formats import GROUP_ALIGNMENT
-from float8.kernels.cast_groups import check_offs, ends_of_groups, groups_of
-from float8.kernels.dequantize import dequantised_by_kernel
-from float8.kernels.grouped_blocks import multiply_blocks
+from float8.gemm import exact_dtype
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import TensorDescriptor, jit, sm_count, tl
-from float8.kernels.swizzle import grouped_mm
 from float8.scales import Operand, dequantised
-
-_ROWS = ScalingGranularity.AXISWISE
 
 
 def grouped_matmul_reference(
@@ -34,25 +36,26 @@ def grouped_matmul_reference(
     b: Tensor,
     b_scale: Tensor,
     ends: Tensor,
-    emulate: bool,
+    tokens: int | None,
+    granularity_of_a: str,
+    granularity_of_b: str,
     use_fast_accum: bool,
+    emulate: bool,
+    powers_of_2: bool,
     out_dtype: torch.dtype,
-    tokens: int | None = None,
-    exact: torch.dtype = torch.float32,
-    granularity_of_a: str = _ROWS.value,
-    granularity_of_b: str = _ROWS.value,
 ) -> Tensor:
     """Multiply each group in a loop; plain-torch twin, see `experts.grouped.grouped_matmul`.
 
-    Under blocks the operands are dequantized first. If `exact` and `out_dtype` are bfloat16, which
-    holds dequantized values exactly, torch's grouped GEMM replaces the loop, without a sync.
+    Where a bfloat16 GEMM is exact and faster, torch's grouped GEMM replaces the loop, without a
+    sync. Arguments from ``granularity_of_a`` to ``powers_of_2`` are those of `Gemm.packed`.
     """
     if ends.is_cpu and b.dim() == 3:  # a check on a GPU would sync
         check_offs(ends, len(a))
     of_a, of_b = ScalingGranularity(granularity_of_a), ScalingGranularity(granularity_of_b)
-    if exact == out_dtype == torch.bfloat16 and a.numel():
-        return _in_bfloat16(Operand(a, a_scale), Operand(b, b_scale), ends, of_a, of_b)
-    out = grouped_matmul_fake(a, None, b, None, ends, emulate, use_fast_accum, out_dtype).zero_()
+    exact = powers_of_2 and exact_dtype(a.device, out_dtype) == out_dtype == torch.bfloat16
+    if exact and a.numel():
+        return multiply_in_bfloat16(Operand(a, a_scale), Operand(b, b_scale), ends, (of_a, of_b))
+    out = grouped_matmul_fake(a, a_scale, b, b_scale, ends, out_dtype).zero_()
     begin, row_groups, blocks, run = 0, b.dim() == 3, of_a.by_blocks, of_a.width or 1
     for group, end in enumerate(ends_of_groups(ends, a.shape[0 if row_groups else 1]).tolist()):
         if row_groups:
@@ -74,70 +77,41 @@ def grouped_matmul_reference(
     return out
 
 
-def _in_bfloat16(
-    a: Operand, b: Operand, ends: Tensor, of_a: Granularity, of_b: Granularity
+def grouped_matmul_fake(
+    a: Tensor, _: Tensor, b: Tensor, __: Tensor, ends: Tensor, *settings: Any
 ) -> Tensor:
-    """Multiply by torch's grouped GEMM in bfloat16, exact under scales that are powers of two."""
-    row_groups, scales = b.data.dim() == 3, (a.scale, b.scale)
-    if not of_a.by_blocks and row_groups:
-        a, b = (Operand(x.data, x.scale.unsqueeze(-1)) for x in (a, b))
-    elif not of_a.by_blocks:  # the sums are scaled instead, which is exact
-        a, b = (Operand(x.data, x.scale.new_ones(())) for x in (a, b))
-        of_a = of_b = ScalingGranularity.TENSORWISE
-    ends = ends_of_groups(ends, a.data.shape[0 if row_groups else 1])
-    x, w = (dequantised_by_kernel(*pair, torch.bfloat16) for pair in ((a, of_a), (b, of_b)))
-    y = F.grouped_mm(x, w.mT, offs=ends)
-    if row_groups:
-        in_group = torch.arange(len(y), device=ends.device)[:, None] < ends[-1]
-    else:
-        in_group = (ends.diff(prepend=ends.new_zeros(1)) > 0)[:, None, None]
-        if of_a.one_scale:
-            y = (y * scales[0][:, :, None]).mul_(scales[1][:, None]).to(y.dtype)
-    return torch.where(in_group, y, 0)
-
-
-def grouped_matmul_fake(a: Tensor, _: Any, b: Tensor, __: Any, ends: Tensor, *rest: Any) -> Tensor:
     """Allocate the result uninitialized; sizes may be symbolic."""
     shape = (a.shape[0], b.shape[1]) if b.dim() == 3 else (ends.shape[0], a.shape[0], b.shape[0])
-    return a.new_empty(shape, dtype=rest[2])
+    return a.new_empty(shape, dtype=settings[-1])
 
 
-def _flops(a: Any, _: Any, b: Any, *rest: Any, **__: Any) -> Any:
+def _flops(
+    a: Any, _: Any, b: Any, __: Any, ends: Any, tokens: Any, *rest: Any, **named: Any
+) -> Any:
     """Return the FLOPs of all tokens; only the device knows which of them are in no group."""
     if len(b) == 3:
         return 2 * a[0] * a[1] * b[1]
-    # Groups of tokens are padded to 128, so there are fewer tokens than columns.
-    tokens = rest[5] if len(rest) > 5 else a[1]
-    return 2 * tokens * a[0] * b[0]
+    # Groups of tokens are padded, so there are fewer tokens than columns.
+    return 2 * (a[1] if tokens is None else tokens) * a[0] * b[0]
 
 
 # ---------------------------------------------------------------- Triton
 
-_BLOCK = GROUP_ALIGNMENT  # of the contraction dim, and of rows of the result
-_PANEL = 16  # tiles of rows that share loads of `b`
+BLOCK = tl.constexpr(GROUP_ALIGNMENT)  # of the contraction dim, and of rows of the result
+PANEL = tl.constexpr(16)  # tiles of rows that share loads of `b`
 
 
 def _grouped_matmul_triton(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    ends: Tensor,
-    emulate: bool,
-    use_fast_accum: bool,
-    out_dtype: torch.dtype,
-    tokens: int | None = None,
-    exact: torch.dtype = torch.float32,
-    granularity_of_a: str = _ROWS.value,
-    granularity_of_b: str = _ROWS.value,
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, *settings: Any
 ) -> Tensor:
-    operands, settings = (a, a_scale, b, b_scale, ends), (emulate, use_fast_accum, out_dtype)
-    granularities = granularity_of_a, granularity_of_b
+    operands = a, a_scale, b, b_scale, ends
+    _, *granularities, fast, emulate, _, out_dtype = settings
     if emulate or a.numel() == 0:  # no rows, or no tokens
-        return grouped_matmul_reference(*operands, *settings, tokens, exact, *granularities)
+        return grouped_matmul_reference(*operands, *settings)
     of_a, of_b = map(ScalingGranularity, granularities)
     if of_a.exponents:
-        return grouped_mm(Operand(a, a_scale), Operand(b, b_scale), ends, (of_a, of_b), out_dtype)
+        mx = Operand(a, a_scale), Operand(b, b_scale), ends, (of_a, of_b)
+        return multiply_mx(*mx).to(out_dtype)
     out = grouped_matmul_fake(*operands, *settings)
     row_groups = b.dim() == 3
     b = b if row_groups else b.unsqueeze(0)
@@ -145,17 +119,16 @@ def _grouped_matmul_triton(
         multiply_blocks(out, a, a_scale, b, b_scale, ends)
         return out
     (R, C), N, E = a.shape, b.shape[1], ends.shape[0]
-    tiles_of_a = TensorDescriptor(a, a.shape, a.stride(), [_BLOCK, _BLOCK])
+    tiles_of_a = TensorDescriptor(a, a.shape, a.stride(), [GROUP_ALIGNMENT, GROUP_ALIGNMENT])
     # Wide tiles read less, which pays on an H100 at its power limit. A second accumulator leaves no
     # registers for them.
-    columns, programs, warps = (256, 1, 8) if use_fast_accum else (128, 2, 4)
-    tiles_of_b = TensorDescriptor(b, b.shape, b.stride(), [1, columns, _BLOCK])
+    columns, programs, warps = (256, 1, 8) if fast else (128, 2, 4)
+    tiles_of_b = TensorDescriptor(b, b.shape, b.stride(), [1, columns, GROUP_ALIGNMENT])
     sizes = R, N, C, E, 0 if row_groups else a_scale.stride(0), b_scale.stride(0)
-    groups = max(1 << E.bit_length(), 16)  # E + 1 or more
-    whole = use_fast_accum and out_dtype.itemsize == 2
+    whole = fast and out_dtype.itemsize == 2
     _grouped_matmul_kernel[(programs * sm_count(a.device),)](
-        tiles_of_a, tiles_of_b, a_scale, b_scale, ends, out, *sizes, row_groups, use_fast_accum,
-        groups, _BLOCK, columns, whole, _PANEL, num_warps=warps, num_stages=3,
+        tiles_of_a, tiles_of_b, a_scale, b_scale, ends, out, *sizes, row_groups, fast,
+        lanes_of_groups(E), columns, whole, num_warps=warps, num_stages=3,
     )  # fmt: skip
     return out
 
@@ -163,7 +136,7 @@ def _grouped_matmul_triton(
 @jit
 def _place(  # type: ignore[no-untyped-def]
     tile, tile_ends, tiles, begins, ends, R, C, tiles_n, E, ROW_GROUPS: tl.constexpr,
-    GROUPS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PANEL: tl.constexpr,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Return where tile number ``tile`` lies, and what is contracted.
 
@@ -213,8 +186,8 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     ends_ptr,  # [E], ends of groups of rows or of tokens
     out_ptr,  # [R, N], or [E, R, N]
     R, N, C, E, a_scale_stride, b_scale_stride,
-    ROW_GROUPS: tl.constexpr, FAST: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr, WHOLE: tl.constexpr, PANEL: tl.constexpr,
+    ROW_GROUPS: tl.constexpr, FAST: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
+    WHOLE: tl.constexpr,  # store a tile at once
 ):  # fmt: skip
     """Compute all tiles of this program in one loop, so that loads run ahead across tiles."""
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -227,10 +200,9 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     else:
         tiles = tl.where(g < E, tl.cdiv(R, BLOCK) * tiles_n, 0)
         group_steps = tl.maximum((ends - begins) // BLOCK, 1)
-    tile_ends = tl.cumsum(tiles, 0)  # the tile tile_ends the last one of each group
-    own_tiles = tl.cdiv(tile_ends - program, programs) - tl.cdiv(
-        tile_ends - tiles - program, programs
-    )
+    tile_ends = tl.cumsum(tiles, 0)  # one past the last tile of each group
+    first_tiles = tile_ends - tiles - program
+    own_tiles = tl.cdiv(tile_ends - program, programs) - tl.cdiv(first_tiles, programs)
     # The state after the last step of a tile before the first one.
     tile, step, steps = program - programs, -1, 0
     group, row, end_row, n, k = 0, 0, 0, 0, 0
@@ -241,9 +213,8 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
         if step == 0:
             tile += programs
             group, row, end_row, n, k, steps, nonempty = _place(
-                tile, tile_ends, tiles, begins, ends, R, C, tiles_n, E, ROW_GROUPS, GROUPS, BLOCK,
-                COLUMNS, PANEL,
-            )  # fmt: skip
+                tile, tile_ends, tiles, begins, ends, R, C, tiles_n, E, ROW_GROUPS, GROUPS, COLUMNS
+            )
         a = a_tiles.load([row, k + step * BLOCK])
         matrix = tl.minimum(group, E - 1) if ROW_GROUPS else 0
         b = b_tiles.load([matrix, n, k + step * BLOCK]).reshape(COLUMNS, BLOCK)
@@ -256,20 +227,10 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
                 out += tl.cast(group, tl.int64) * R * N
             b_scales = b_scale_ptr + tl.minimum(group, E - 1) * b_scale_stride
             r = row + tl.arange(0, BLOCK)
+            c = n + tl.arange(0, COLUMNS if WHOLE else COLUMNS // 2)
             if WHOLE:
-                _store(
-                    sums,
-                    out,
-                    a_scales,
-                    b_scales,
-                    r,
-                    end_row,
-                    n + tl.arange(0, COLUMNS),
-                    N,
-                    nonempty,
-                )
+                _store(sums, out, a_scales, b_scales, r, end_row, c, N, nonempty)
             else:  # in halves, which fit into shared memory beside the loads ahead
-                c = n + tl.arange(0, COLUMNS // 2)
                 left, right = tl.split(sums.reshape(BLOCK, 2, COLUMNS // 2).permute(0, 2, 1))
                 _store(left, out, a_scales, b_scales, r, end_row, c, N, nonempty)
                 _store(right, out, a_scales, b_scales, r, end_row, c + COLUMNS // 2, N, nonempty)
@@ -277,11 +238,8 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
 
 
 register(
-    "grouped_matmul",
-    grouped_matmul_reference,
-    triton=_grouped_matmul_triton,
-    fake=grouped_matmul_fake,
-    flops=_flops,
-)
+    "grouped_matmul", grouped_matmul_reference, triton=_grouped_matmul_triton,
+    fake=grouped_matmul_fake, flops=_flops,
+)  # fmt: skip
 
 GROUPED_GEMM = torch.ops.float8.grouped_matmul.default

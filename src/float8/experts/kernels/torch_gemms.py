@@ -1,0 +1,95 @@
+"""Grouped GEMMs of torch: in bfloat16, and of MXFP8 on Blackwell, with its layouts of scales.
+
+All of it is plain torch, which a compiler fuses. The GEMM of MXFP8 has not run on a Blackwell GPU
+yet; tests compare the layouts with those of torch and torchao.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from float8.config import Granularity, ScalingGranularity
+from float8.experts.kernels.cast_groups import ends_of_groups, most_padded, places_of_rows
+from float8.formats import GROUP_ALIGNMENT
+from float8.kernels.dequantize import dequantised_by_kernel
+from float8.kernels.swizzle import RECIPE, SWIZZLE, scales_of_rows, swizzled
+from float8.scales import Operand
+
+Granularities = tuple[Granularity, Granularity]
+
+
+def multiply_in_bfloat16(
+    a: Operand, b: Operand, ends: Tensor, granularities: Granularities
+) -> Tensor:
+    """Multiply by torch's grouped GEMM in bfloat16, exact under scales that are powers of two."""
+    scales, of_sums = (a.scale, b.scale), False
+    if not granularities[0].by_blocks:
+        if of_sums := b.data.dim() == 2:  # the sums are scaled instead, which is exact
+            granularity = ScalingGranularity.TENSORWISE
+            a, b = (Operand(x.data, x.scale.new_ones(())) for x in (a, b))
+        else:
+            granularity = ScalingGranularity.AXISWISE
+            a, b = (Operand(x.data, x.scale.unsqueeze(-1)) for x in (a, b))  # [..., R, 1]
+        granularities = granularity, granularity
+    pairs = zip((a, b), granularities, strict=True)
+    x, w = (dequantised_by_kernel(*pair, torch.bfloat16) for pair in pairs)
+    ends = _ends(x, w, ends)
+    y = F.grouped_mm(x, w.mT, offs=ends)
+    if of_sums:
+        y = (y * scales[0][:, :, None]).mul_(scales[1][:, None]).to(y.dtype)
+    return _zero_outside(y, ends)
+
+
+def multiply_mx(a: Operand, b: Operand, ends: Tensor, granularities: Granularities) -> Tensor:
+    """Multiply MXFP8 operands by torch's grouped GEMM, which rounds to bfloat16."""
+    scale_a, scale_b = map(scales_of_rows, (a, b), granularities)
+    ends = _ends(a.data, b.data, ends)
+    if b.data.dim() == 3:
+        E, N, runs = scale_b.shape
+        padded = F.pad(scale_b, (0, 0, 0, -N % 128)).reshape(-1, runs)
+        scales = swizzled_rows(scale_a, ends), swizzled(padded).view(E, -1)
+    else:
+        scales = swizzled_tokens(scale_a, ends), swizzled_tokens(scale_b, ends)
+    y = torch.ops.aten._scaled_grouped_mm_v2.default(
+        a.data, b.data.mT, [scales[0]], RECIPE, SWIZZLE, [scales[1]], RECIPE, SWIZZLE, ends, None,
+        torch.bfloat16, [], False,
+    )  # fmt: skip
+    return _zero_outside(y, ends)
+
+
+def _ends(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Clamp `ends` to the rows of `a`, or to its columns if groups split the contraction dim."""
+    return ends_of_groups(ends, a.shape[0 if b.dim() == 3 else 1])
+
+
+def _zero_outside(y: Tensor, ends: Tensor) -> Tensor:
+    """Zero the rows of `y` [R, N] outside all groups, or in `y` [E, R, N] those of empty groups."""
+    if y.dim() == 2:
+        in_group = torch.arange(len(y), device=ends.device)[:, None] < ends[-1]
+    else:
+        in_group = (ends.diff(prepend=ends.new_zeros(1)) > 0)[:, None, None]
+    return torch.where(in_group, y, 0)
+
+
+def swizzled_rows(scale: Tensor, ends: Tensor) -> Tensor:
+    """Swizzle scales [R, runs] of grouped rows, each group padded to a multiple of 128 rows.
+
+    Returns [rows, runs to 4], with as many rows as groups of any sizes may need.
+    """
+    R, runs = scale.shape
+    _, places, padded_ends = places_of_rows(ends, R)
+    rows = most_padded(R, len(padded_ends))
+    moved = scale.new_zeros(rows, runs).index_copy(0, places, scale)
+    return swizzled(moved).view(rows, -1)
+
+
+def swizzled_tokens(scale: Tensor, ends: Tensor) -> Tensor:
+    """Swizzle scales [N, runs] of column data [N, T], one for each run of 32 tokens.
+
+    `ends` are multiples of 128 tokens. Returns [N to 128, runs], a group's tiles adjacent.
+    """
+    tiles, tile_rows = swizzled(scale).view(torch.uint8), -(-scale.shape[0] // 128)
+    tile_column = torch.arange(len(tiles) // tile_rows, device=scale.device)
+    group = torch.bucketize(tile_column, ends // GROUP_ALIGNMENT, right=True)
+    order = group.repeat(tile_rows).argsort(stable=True)
+    return tiles[order].view(torch.float8_e8m0fnu).view(tile_rows * 128, -1)
