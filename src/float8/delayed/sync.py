@@ -86,8 +86,10 @@ def sync_float8_amax_and_scale_history(
         # Filled on the device: a copy from the host would wait for it.
         like: Any = {"dtype": torch.float64, "device": device}
         maxima = [torch.full((len(x),), largest, **like) for largest, x in formats.items()]
-        now: Any = map(torch.stack, (amaxes, histories, scales))
-        history, scale = next_history_and_scale(*now, torch.cat(maxima), config, power_of_2)
+        amax, history, scale = map(torch.stack, (amaxes, histories, scales))
+        history, scale = next_history_and_scale(
+            amax, history, scale, torch.cat(maxima), config, power_of_2
+        )
         torch._foreach_copy_(histories, history.unbind())
         torch._foreach_copy_(scales, scale.unbind())
         torch._foreach_zero_(amaxes)

@@ -250,7 +250,7 @@ SCALAR: Spec = ((), (), torch.float32)
 
 
 def _cast_fake(x: Tensor, scale: Tensor | None, *flat: Any) -> list[Tensor]:
-    arguments = CastArguments(*flat[:_COUNT])
+    arguments = CastArguments(*flat[:8])  # without `after`
     found_scale = SCALAR if arguments.height is None and scale is None else None
     specs = (found_scale, *specs_of(x.shape, arguments))
     return [x.new_empty_strided(*spec[:2], dtype=spec[2]) for spec in specs if spec is not None]
@@ -258,19 +258,15 @@ def _cast_fake(x: Tensor, scale: Tensor | None, *flat: Any) -> list[Tensor]:
 
 # ---------------------------------------------------------------- Triton
 
-_COUNT = len(CastArguments._fields)
-_KERNEL_ROUNDS = torch.float32, torch.bfloat16
-"""The dtypes of a tensor and of `CastArguments.via` for which the kernel rounds by itself."""
-
 WIDEST_ROW = 32768
 """The longest row, in elements, that a program holds in registers; longer ones are read twice."""
 
 
 def _cast_triton(x: Tensor, scale: Tensor | None, *flat: Any) -> list[Tensor]:
-    arguments = CastArguments(*flat[:_COUNT])
-    kernel_rounds = scale is not None and (x.dtype, arguments.via) == _KERNEL_ROUNDS
-    if arguments.via is not None and not kernel_rounds:
-        x, arguments = x.to(arguments.via), arguments._replace(via=None)
+    arguments = CastArguments(*flat[:8])  # without `after`
+    rounding = x.dtype, arguments.via
+    if arguments.via and (scale is None or rounding != (torch.float32, torch.bfloat16)):
+        x, arguments = x.to(arguments.via), arguments._replace(via=None)  # else the kernel rounds
     if x.numel() == 0:
         return cast_reference(x, scale, *arguments)
     source = "measured" if scale is None and arguments.height is None else "given"
