@@ -82,7 +82,8 @@ class StatefulLayer(Float8Module):
 
     def _float8_fresh_state(self, site: Site, device: torch.device) -> dict[str, Tensor]:
         """Return new buffers for a cast site, by name."""
-        scale = torch.full((), self._float8_first_scale, dtype=torch.float32, device=device)
+        first = UNKNOWN_SCALE if self._float8_config.enable_amax_init else 1.0
+        scale = torch.full((), first, dtype=torch.float32, device=device)
         history = scale.new_zeros(self._float8_config.delayed_scaling_config.history_len)
         return {site.amax: torch.zeros_like(scale), site.history: history, site.scale: scale}
 
@@ -103,15 +104,10 @@ class StatefulLayer(Float8Module):
     def _float8_reset_state(self) -> None:
         """Set the buffers to their initial state, in place."""
         for site in self._float8_stateful:
-            self.get_buffer(site.amax).zero_()
-            self.get_buffer(site.history).zero_()
-            self.get_buffer(site.scale).fill_(self._float8_first_scale)
+            device = self.get_buffer(site.scale).device
+            for name, value in self._float8_fresh_state(site, device).items():
+                self.get_buffer(name).copy_(value)
         self._float8_state_was_written()
-
-    @property
-    def _float8_first_scale(self) -> float:
-        """Return the value of a scale before the first sync."""
-        return UNKNOWN_SCALE if self._float8_config.enable_amax_init else 1.0
 
     def _float8_state_was_written(self) -> None:
         self._float8_known = frozenset()
@@ -224,12 +220,12 @@ class StatefulLayer(Float8Module):
             )
 
     def _float8_with_state(self, casts: Casts) -> Casts:
-        """Return `casts` with the buffers of this layer as scale sources, where they take part.
+        """Return `casts` with the buffers of this layer as scale sources.
 
         Scales come from the history in training mode with gradients, unless the layer is frozen; so
         they do in the first forward of reentrant checkpointing, which is recomputed with gradients.
         Else they come from the data: a sync may never follow. Amaxes are recorded wherever
-        gradients are taken. Casts whose scale the last sync made equal on all ranks reduce nothing.
+        gradients are taken. A scale that the last sync made equal on all ranks needs no reduction.
         """
         record, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
         trains = self._float8_trains()
@@ -240,9 +236,8 @@ class StatefulLayer(Float8Module):
             no_trace = f"Float8Linear: {got}; trace it under torch.no_grad()"
             raise RuntimeError(NO_ONNX if torch.onnx.is_in_onnx_export() else no_trace)
         if compiling and GRAD_OUTPUT in self._float8_stateful and compiled_autograd_is_on():
-            # torch loses what a compiled forward hands to a backward that writes it, as amaxes are.
-            # At this error it runs the layer in eager mode, where nothing is lost; not with
-            # fullgraph.
+            # torch loses amaxes that a compiled forward hands to the backward that writes them. At
+            # this error it runs the layer in eager mode, but for fullgraph, and nothing is lost.
             raise RuntimeError(
                 "Float8Linear: got a compiled forward with delayed scaling of grad_output within "
                 "compiled autograd, expected one of the two: leave the forward in eager mode, or "
@@ -257,11 +252,10 @@ class StatefulLayer(Float8Module):
             elif compiling and not record:
                 scale = torch.ops.float8.scale_without_gradients.default(scale)
                 amax = torch.empty_like(amax)  # a compiled op writes it
-            reduce = cast.reduce
-            if reduce is not None and trains and record and site.name in self._float8_known:
-                reduce = None
-            source = DelayedScale(scale, amax, record)
-            delayed[site.name] = cast._replace(source=source, reduce=reduce)
+            shared = cast.reduce is not None and trains and record
+            if shared and site.name in self._float8_known:
+                cast = cast._replace(reduce=None)
+            delayed[site.name] = cast._replace(source=DelayedScale(scale, amax, record))
         return casts._replace(**delayed)
 
     # ---------------------------------------------------------------- copies and moves

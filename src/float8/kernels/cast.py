@@ -28,17 +28,14 @@ from float8.scales import Operand, amax_to_exponent, amax_to_scale, inverse_of_e
 class CastArguments(NamedTuple):
     """The arguments of the op `cast` between `scale` and `after`, in its order."""
 
-    height: int | None
-    """The number of rows of a block that shares a scale; None for the whole dim."""
+    height: int | None  # rows and columns of a block that shares a scale; None for a whole dim
     width: int | None
-    """The number of its columns."""
     dtype: torch.dtype
     row: bool
     col: bool
     pad_rows: bool = False
     power_of_2: bool = False
     via: torch.dtype | None = None
-    """See `cast` for these."""
 
 
 def cast(
@@ -104,7 +101,7 @@ def cast(
 
 
 def refusal(x: Tensor) -> Exception:
-    """Return the error for a cast of ``x`` of an unsupported dtype or shape, or to no layout."""
+    """Return the error for an ``x`` of unsupported dtype or shape, or a cast to no layout."""
     if x.dtype not in HIGH_PRECISION_DTYPES:
         return TypeError(f"cast: x is {describe(x)}; expected a {HIGH_PRECISION}")
     if x.dim() != 2:
