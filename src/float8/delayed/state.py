@@ -124,18 +124,18 @@ class StatefulLayer(Float8Module):
         """Return the cast of a shard of the weight that FSDP2 gathers; it records a new amax.
 
         Each forward in training records that amax in the layer, and the sync reduces it over ranks.
-        The scale is that of the last sync, but in eval mode, for a frozen layer, and while no scale
-        is known, for which the host reads the buffer. Grad mode is not asked, since FSDP2 always
-        gathers under `no_grad`.
+        The scale is that of the last sync, or of the data in eval mode, for a frozen layer, and
+        while the host reads that none is set. FSDP2 gathers under `no_grad`: it says nothing here.
         """
-        amax, trains = shard.new_zeros((), dtype=torch.float32), self._float8_trains()
+        amax, reduce = shard.new_zeros((), dtype=torch.float32), None
+        scale, trains = self.get_buffer(WEIGHT.scale), self._float8_trains()
         if trains and WEIGHT.name not in self._float8_known:
-            self._float8_note_known(WEIGHT, self.get_buffer(WEIGHT.scale).item())
+            self._float8_note_known(WEIGHT, scale.item())
         if trains and WEIGHT.name in self._float8_known:
-            scale = self.get_buffer(WEIGHT.scale).to(amax.device)
-            return Cast(cast_config, DelayedScale(scale, amax, True))
-        scale = torch.full_like(amax, UNKNOWN_SCALE)
-        reduce = amax_over(sharding_groups(self.weight))
+            scale = scale.to(amax.device)
+        else:
+            scale = torch.full_like(amax, UNKNOWN_SCALE)
+            reduce = amax_over(sharding_groups(self.weight))
         return Cast(cast_config, DelayedScale(scale, amax, True), reduce)
 
     def _float8_trains(self) -> bool:
@@ -174,14 +174,13 @@ class StatefulLayer(Float8Module):
         return -1 if amax is None or amax.is_inference() else amax._version
 
     def _float8_check_synced(self) -> None:
-        """Raise a `RuntimeError` if a Parameter was updated without a sync of delayed scaling.
+        """Raise a `RuntimeError` if a trained Parameter was written between two forwards, unsynced.
 
-        A sync is missing if a trained Parameter was written between two forwards with gradients.
-        The check is skipped while the layer is attached to an optimizer, and in compiled code. It
-        compares version counters. Fused optimizers and writes through `.data` do not raise them, so
-        the weight's diagonal is compared, too, after each backward whose gradient is None by now;
-        that waits for the device. Such writes are missed after `zero_grad(set_to_none=False)`,
-        where `torch.distributed` is initialized, grad_output is dynamic or only the bias trains.
+        Skipped without gradients, while attached to an optimizer, and in compiled code. It compares
+        version counters. Fused optimizers and writes through `.data` do not raise them, so the
+        weight's diagonal is compared, too, after each backward whose gradient is None by now; that
+        waits for the device. Such writes are missed after `zero_grad(set_to_none=False)`, where
+        `torch.distributed` is initialized, grad_output is dynamic or only the bias trains.
         """
         checks = self._float8_config.enable_pre_and_post_forward and not self._float8_attached
         if not checks or not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -325,8 +324,7 @@ def _as_loadable(
     """
     loaded, told = dict(state_dict), []
     there = {x: [prefix + y for y in x[1:] if prefix + y in loaded] for x in SITES.values()}
-    ours = [key for keys in there.values() for key in keys]
-    if not ours:
+    if not (ours := [key for keys in there.values() for key in keys]):
         return loaded
     device = loaded[ours[0]].device
     for site, keys in sorted(there.items()):

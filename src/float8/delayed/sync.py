@@ -33,7 +33,7 @@ def sync_float8_amax_and_scale_history(
     without a graph break. Layers that train on without a sync raise a `RuntimeError` where that can
     be noticed: see "A missing sync" in docs/scaling.md.
 
-    Once `torch.distributed` is initialised, one all-reduce combines the amaxes of all layers, so
+    Once `torch.distributed` is initialized, one all-reduce combines the amaxes of all layers, so
     every rank must call it. At the first call ranks also compare their layers.
 
     Args:
