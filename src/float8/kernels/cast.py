@@ -91,7 +91,7 @@ def cast(
     if traced and not granularity.one_scale and surely(x.numel() != 0):
         out = cast_reference(x.detach(), scale, *arguments)
     elif x.is_cuda and takes_triton_directly(x, scale):
-        out = _cast_triton(x, scale, *arguments)
+        out = _cast_triton(x, scale, arguments)
     else:
         out = torch.ops.float8.cast.default(x, scale, *arguments, after)
     if granularity.one_scale:
@@ -259,8 +259,7 @@ WIDEST_ROW = 32768
 """The longest row, in elements, that a program holds in registers; longer ones are read twice."""
 
 
-def _cast_triton(x: Tensor, scale: Tensor | None, *flat: Any) -> list[Tensor]:
-    arguments = CastArguments(*flat[:8])  # without `after`
+def _cast_triton(x: Tensor, scale: Tensor | None, arguments: CastArguments) -> list[Tensor]:
     rounding = x.dtype, arguments.via
     if arguments.via and (scale is None or rounding != (torch.float32, torch.bfloat16)):
         x, arguments = x.to(arguments.via), arguments._replace(via=None)  # else the kernel rounds
@@ -415,4 +414,8 @@ def _tiled(
     return tiles.tiled(cast_kernels.cast_kernel, tile_shapes, matrix.device, sizes, constants)
 
 
-register("cast", cast_reference, triton=_cast_triton, fake=_cast_fake)
+def _cast_op(x: Tensor, scale: Tensor | None, *flat: Any) -> list[Tensor]:
+    return _cast_triton(x, scale, CastArguments(*flat[:8]))  # without `after`
+
+
+register("cast", cast_reference, triton=_cast_op, fake=_cast_fake)
