@@ -196,10 +196,10 @@ class StatefulLayer(Float8Module):
         first, before, now = self._float8_versions, self._float8_sample, None
         written = first is not None and any(first.get(key, v) != v for key, v in versions.items())
         trained = type(weight) is nn.Parameter and id(weight) in versions
-        looks = trained and amax is not None and not (amax.is_meta or amax.is_inference())
-        if looks and first is not None:  # without a backward there was no step
-            looks = before is not None and weight.grad is None and amax._version != before[1]
-        if looks:
+        compares = trained and amax is not None and not (amax.is_meta or amax.is_inference())
+        if compares and first is not None:  # without a backward there was no step
+            compares = before is not None and weight.grad is None and amax._version != before[1]
+        if compares:
             # Of what ranks share, gradients are None between microbatches, too.
             ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
             if not (ranks or (amax.is_cuda and torch.cuda.is_current_stream_capturing())):
@@ -207,7 +207,7 @@ class StatefulLayer(Float8Module):
                 now = which, amax._version, weight.detach().diagonal().clone()
             if first is not None and now is not None and before is not None and now[0] == before[0]:
                 written |= not torch.equal(now[2].nan_to_num(), before[2].nan_to_num())
-        if looks or first is None:
+        if compares or first is None:
             self._float8_sample = now  # the next comparison is after another backward
         if first is None:
             self._float8_versions = versions
@@ -300,7 +300,7 @@ class StatefulLayer(Float8Module):
             missing_keys[:] = [key for key in missing_keys if key not in ours]
             parameters = {prefix + name for name, _ in self.named_parameters() if name != "bias"}
             if not parameters.isdisjoint(state_dict):
-                self._float8_reset_state()  # what they knew was of other weights
+                self._float8_reset_state()  # their scales were of other weights
         self._float8_state_was_written()  # but no amax was recorded
 
 
@@ -322,19 +322,19 @@ def _as_loadable(
 
     Warns of buffers that are dropped or missing; Python shows equal warnings of many layers once.
     """
-    loaded, told = dict(state_dict), []
-    there = {x: [prefix + y for y in x[1:] if prefix + y in loaded] for x in SITES.values()}
-    if not (ours := [key for keys in there.values() for key in keys]):
+    loaded, notes = dict(state_dict), []
+    keys_of = {x: [prefix + y for y in x[1:] if prefix + y in loaded] for x in SITES.values()}
+    if not (ours := [key for keys in keys_of.values() for key in keys]):
         return loaded
     device = loaded[ours[0]].device
-    for site, keys in sorted(there.items()):
+    for site, keys in sorted(keys_of.items()):
         delayed = site in layer._float8_stateful
         if keys and not delayed:
-            told.append(f"dropped the state of {site.name}, which is not delayed here")
+            notes.append(f"dropped the state of {site.name}, which is not delayed here")
             for key in keys:
                 del loaded[key]
         elif delayed and not keys:
-            told.append(f"found no state of {site.name}, which starts anew")
+            notes.append(f"found no state of {site.name}, which starts anew")
             # Beside what is loaded: the layer may be on the meta device, and take it as it is.
             for name, value in layer._float8_fresh_state(site, device).items():
                 loaded[prefix + name] = value
@@ -353,10 +353,10 @@ def _as_loadable(
                 continue
             steps, found = layer._float8_config.delayed_scaling_config.history_len, len(history)
             if found > steps:
-                told.append(f"dropped all but the last {steps} of {found} steps of {site.name}")
+                notes.append(f"dropped all but the last {steps} of {found} steps of {site.name}")
             missing = history.new_zeros(max(steps - found, 0))
             loaded[prefix + site.history] = torch.cat([history[:steps], missing])
-    if told:
+    if notes:
         got = "float8: the checkpoint has delayed scaling of another configuration"
-        warn(f"{got}: {'; '.join(told)}")
+        warn(f"{got}: {'; '.join(notes)}")
     return loaded
