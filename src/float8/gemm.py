@@ -1,7 +1,7 @@
 """`matmul` multiplies two float8 operands, on every device, under scales of any granularity."""
 
 import contextlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from float8.config import Granularity, ScalingGranularity
-from float8.formats import BLACKWELL, HOPPER, lacks_float8_gemm
+from float8.formats import lacks_float8_gemm
 from float8.kernels.dequantize import dequantised_by_kernel
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.private import CPU_MULTIPLIES_BFLOAT16, surely
@@ -70,11 +70,13 @@ def matmul(
     Raises:
         RuntimeError: the device has no such float8 GEMM and `gemm.emulate` is False.
     """
-    covers_a, covers_b = gemm.granularities
-    by_blocks, one_scale_each = covers_a.by_blocks, covers_a.one_scale and covers_b.one_scale
+    granularity_a, granularity_b = gemm.granularities
+    one_scale_each = granularity_a.one_scale and granularity_b.one_scale
     (M, N), compiling = shape, torch.compiler.is_compiling()
-    if not by_blocks and a.data.shape[0] != M:  # only scales of blocks need the rows of padding
-        a = Operand(a.data[:M], a.scale if covers_a.one_scale else a.scale[:M])
+    if (
+        not granularity_a.by_blocks and a.data.shape[0] != M
+    ):  # only scales of blocks need the rows of padding
+        a = Operand(a.data[:M], a.scale if granularity_a.one_scale else a.scale[:M])
     # Inductor would drop a copy of the rows without padding, and return a view.
     if compiling and not (surely(a.data.numel() != 0) and surely(a.data.shape[0] == M)):
         return torch.ops.float8.matmul.default(  # type: ignore[no-any-return]
@@ -86,16 +88,16 @@ def matmul(
         with torch.autocast("cpu", enabled=False):
             y = torch._scaled_mm(a.data, b.data.t(), a.scale, b.scale, out_dtype=out_dtype)
     else:
-        only = (BLACKWELL if covers_a.exponents else HOPPER) if by_blocks else ()
-        if not compiling and (reason := lacks_float8_gemm(a.data.device, only=only)):
+        reason = None if compiling else lacks_float8_gemm(a.data.device, only=granularity_a.only_on)
+        if reason is not None:
             raise refused_gemm(reason)
         # Not the public torch.nn.functional.scaled_mm: it wraps the same kernels in Python checks
         # that cost eager mode more than the launch, and torch 2.11's Dynamo cannot trace it.
-        if by_blocks:
-            scale_a, *how_a = _block_scales(a, covers_a)
-            scale_b, *how_b = _block_scales(b, covers_b)
+        if granularity_a.by_blocks:
+            scale_a, *layout_a = _block_scales(a, granularity_a)
+            scale_b, *layout_b = _block_scales(b, granularity_b)
             y = torch.ops.aten._scaled_mm_v2.default(
-                a.data, b.data.t(), [scale_a], *how_a, [scale_b], *how_b, None, out_dtype, [],
+                a.data, b.data.t(), [scale_a], *layout_a, [scale_b], *layout_b, None, out_dtype, [],
                 False,
             )  # fmt: skip
         else:
@@ -143,8 +145,7 @@ def matmul_of_any_size(
     """Multiply as `matmul`; the op of compiled code whose rows are padded or may be none."""
     if a.numel() == 0:
         return a.new_zeros((M, N), dtype=out_dtype)
-    settings = granularity_of_a, granularity_of_b, use_fast_accum, emulate, powers_of_2
-    gemm = Gemm.unpacked(*settings)
+    gemm = Gemm.unpacked(granularity_of_a, granularity_of_b, use_fast_accum, emulate, powers_of_2)
     operands = Operand(a, a_scale), Operand(b, b_scale)
     return matmul(*operands, (M, N), gemm=gemm, out_dtype=out_dtype)
 
@@ -169,20 +170,20 @@ def _scale_per_row(operand: Operand) -> Tensor:
     return operand.scale.reshape(-1, 1).expand(operand.data.shape[0], 1).contiguous()
 
 
-def _block_scales(operand: Operand, covers: Granularity) -> tuple[Tensor, list[int], list[int]]:
+def _block_scales(operand: Operand, granularity: Granularity) -> tuple[Any, ...]:
     """Return block scales in torch's layout, and lists of its `ScalingType` and `SwizzleType`."""
-    if covers.exponents:
-        return swizzled(scales_of_rows(operand, covers)).flatten(), RECIPE, SWIZZLE
-    return (operand.scale.t(), _SQUARES, []) if covers.square else (operand.scale, _RUNS, [])
+    if granularity.exponents:
+        return swizzled(scales_of_rows(operand, granularity)).flatten(), RECIPE, SWIZZLE
+    return (operand.scale.t(), _SQUARES, []) if granularity.square else (operand.scale, _RUNS, [])
 
 
 def _emulated(a: Operand, b: Operand, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
-    covers_a, covers_b = gemm.granularities
+    granularity_a, granularity_b = gemm.granularities
     exact = exact_dtype(a.data.device, out_dtype) if gemm.powers_of_2 else torch.float32
-    scaled_before = covers_a.by_blocks or exact == torch.bfloat16
+    scaled_before = granularity_a.by_blocks or exact == torch.bfloat16
     if scaled_before:
         values = dequantised if a.data.is_cpu else dequantised_by_kernel
-        left, right = values(a, covers_a, exact), values(b, covers_b, exact)
+        left, right = values(a, granularity_a, exact), values(b, granularity_b, exact)
     else:
         left, right = a.data.to(exact), b.data.to(exact)
     # Autocast would round the operands to its own dtype.
@@ -193,7 +194,7 @@ def _emulated(a: Operand, b: Operand, gemm: Gemm, out_dtype: torch.dtype) -> Ten
             product = torch.mm(left, right.t(), out_dtype=torch.float32)
     if not scaled_before:
         # As the tensor cores do: scale the float32 accumulator, then round once.
-        product = product * a.scale * (b.scale if covers_b.one_scale else b.scale.t())
+        product = product * a.scale * (b.scale if granularity_b.one_scale else b.scale.t())
     # No `.to()` that does nothing: when an autograd.Function returns one, the gradients that
     # torch 2.11's Dynamo traces for it are zero.
     return product if out_dtype == product.dtype else product.to(out_dtype)

@@ -18,28 +18,25 @@ Reduction = Callable[[Tensor], Tensor]
 
 
 class ScaleSource(Protocol):
-    """Chooses the one scale of a tensor where that does not follow from its amax alone.
-
-    It is a NamedTuple of tensors, which compilers trace. It learns the amax of each tensor.
-    """
+    """Chooses the one scale of tensors, and observes their amaxes; a NamedTuple of tensors."""
 
     @property
     def amax(self) -> Tensor:
-        """The largest amax that was recorded, 0-dim float32."""
+        """The largest amax that was observed, 0-dim float32."""
 
     def cast(
         self, x: Tensor, cast_config: CastConfig, *, row: bool, col: bool, pad_rows: bool
     ) -> tuple[Operand | None, Operand | None]:
-        """Cast `x` as `kernels.cast` does, under the scale of this source; record the amax."""
+        """Choose the scale of `x`, cast as `kernels.cast` does, and observe the amax."""
 
     def observe(self, amax: Tensor) -> None:
-        """Take note of the amax of a tensor that another function casts, 0-dim float32."""
+        """Raise `amax` to that of a tensor which is cast by other means."""
 
     def choose(self, dynamic: Tensor) -> Tensor:
-        """Return the scale for a tensor whose amax would give the scale `dynamic`."""
+        """Return the scale of a tensor whose own amax gives the scale `dynamic`."""
 
     def apart(self) -> "ScaleSource":
-        """Return a source of the same scale that records into a new `amax`, and nothing here."""
+        """Return a source with the same scale and a new `amax` of zero."""
 
 
 class Cast(NamedTuple):

@@ -75,9 +75,6 @@ class DelayedScale(NamedTuple):
 
 # ---------------------------------------------------------------- the op
 
-# Ops that write an argument must return a fixed number of tensors, since functionalization supports
-# no list. So a layout that was not asked for is an empty tensor.
-
 
 def cast_delayed_reference(
     x: Tensor,
@@ -90,7 +87,10 @@ def cast_delayed_reference(
     power_of_2: bool,
     record: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Plain-torch twin of the kernel; return the used scale, row data and column data."""
+    """Plain-torch twin of the kernel; return the used scale, row data and column data.
+
+    A layout that is not asked for is an empty tensor: ops that write return no lists.
+    """
     current = amax_reference(x)
     used, scale = amax_to_scale(current, dtype, power_of_2), scale.reshape(())
     if record:

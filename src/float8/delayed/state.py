@@ -84,7 +84,8 @@ class StatefulLayer(Float8Module):
 
     def _float8_fresh_state(self, site: Site, device: torch.device) -> dict[str, Tensor]:
         """Return new buffers for a cast site, by name."""
-        scale = torch.full((), self._float8_first_scale, dtype=torch.float32, device=device)
+        first = UNKNOWN_SCALE if self._float8_config.enable_amax_init else 1.0
+        scale = torch.full((), first, dtype=torch.float32, device=device)
         history = scale.new_zeros(self._float8_config.delayed_scaling_config.history_len)
         return {site.amax: torch.zeros_like(scale), site.history: history, site.scale: scale}
 
@@ -105,15 +106,10 @@ class StatefulLayer(Float8Module):
     def _float8_reset_state(self) -> None:
         """Set the buffers to their initial state, in place."""
         for site in self._float8_stateful:
-            self.get_buffer(site.amax).zero_()
-            self.get_buffer(site.history).zero_()
-            self.get_buffer(site.scale).fill_(self._float8_first_scale)
+            device = self.get_buffer(site.scale).device
+            for name, value in self._float8_fresh_state(site, device).items():
+                self.get_buffer(name).copy_(value)
         self._float8_state_was_written()
-
-    @property
-    def _float8_first_scale(self) -> float:
-        """Return the value of a scale before the first sync."""
-        return UNKNOWN_SCALE if self._float8_config.enable_amax_init else 1.0
 
     def _float8_state_was_written(self) -> None:
         self._float8_known = frozenset()
@@ -130,18 +126,18 @@ class StatefulLayer(Float8Module):
         """Return the cast of a shard of the weight that FSDP2 gathers; it records a new amax.
 
         Each forward in training records that amax in the layer, and the sync reduces it over ranks.
-        The scale is that of the last sync, but in eval mode, for a frozen layer, and while no scale
-        is known, for which the host reads the buffer. Grad mode is not asked, since FSDP2 always
-        gathers under `no_grad`.
+        The scale is that of the last sync, or of the data in eval mode, for a frozen layer, and
+        while the host reads that none is set. FSDP2 gathers under `no_grad`: it says nothing here.
         """
-        amax, trains = shard.new_zeros((), dtype=torch.float32), self._float8_trains()
+        amax, reduce = shard.new_zeros((), dtype=torch.float32), None
+        scale, trains = self.get_buffer(WEIGHT.scale), self._float8_trains()
         if trains and WEIGHT.name not in self._float8_known:
-            self._float8_note_known(WEIGHT, self.get_buffer(WEIGHT.scale).item())
+            self._float8_note_known(WEIGHT, scale.item())
         if trains and WEIGHT.name in self._float8_known:
-            scale = self.get_buffer(WEIGHT.scale).to(amax.device)
-            return Cast(cast_config, DelayedScale(scale, amax, True))
-        scale = torch.full_like(amax, UNKNOWN_SCALE)
-        reduce = amax_over(sharding_groups(self.weight))
+            scale = scale.to(amax.device)
+        else:
+            scale = torch.full_like(amax, UNKNOWN_SCALE)
+            reduce = amax_over(sharding_groups(self.weight))
         return Cast(cast_config, DelayedScale(scale, amax, True), reduce)
 
     def _float8_trains(self) -> bool:
@@ -180,14 +176,13 @@ class StatefulLayer(Float8Module):
         return -1 if amax is None or amax.is_inference() else amax._version
 
     def _float8_check_synced(self) -> None:
-        """Raise a `RuntimeError` if a Parameter was updated without a sync of delayed scaling.
+        """Raise a `RuntimeError` if a trained Parameter was written between two forwards, unsynced.
 
-        A sync is missing if a trained Parameter was written between two forwards with gradients.
-        The check is skipped while the layer is attached to an optimizer, and in compiled code. It
-        compares version counters. Fused optimizers and writes through `.data` do not raise them, so
-        the weight's diagonal is compared, too, after each backward whose gradient is None by now;
-        that waits for the device. Such writes are missed after `zero_grad(set_to_none=False)`,
-        where `torch.distributed` is initialized, grad_output is dynamic or only the bias trains.
+        Skipped without gradients, while attached to an optimizer, and in compiled code. It compares
+        version counters. Fused optimizers and writes through `.data` do not raise them, so the
+        weight's diagonal is compared, too, after each backward whose gradient is None by now; that
+        waits for the device. Such writes are missed after `zero_grad(set_to_none=False)`, where
+        `torch.distributed` is initialized, grad_output is dynamic or only the bias trains.
         """
         checks = self._float8_config.enable_pre_and_post_forward and not self._float8_attached
         if not checks or not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -203,10 +198,10 @@ class StatefulLayer(Float8Module):
         first, before, now = self._float8_versions, self._float8_sample, None
         written = first is not None and any(first.get(key, v) != v for key, v in versions.items())
         trained = type(weight) is nn.Parameter and id(weight) in versions
-        looks = trained and amax is not None and not (amax.is_meta or amax.is_inference())
-        if looks and first is not None:  # without a backward there was no step
-            looks = before is not None and weight.grad is None and amax._version != before[1]
-        if looks:
+        compares = trained and amax is not None and not (amax.is_meta or amax.is_inference())
+        if compares and first is not None:  # without a backward there was no step
+            compares = before is not None and weight.grad is None and amax._version != before[1]
+        if compares:
             # Of what ranks share, gradients are None between microbatches, too.
             ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
             if not (ranks or (amax.is_cuda and torch.cuda.is_current_stream_capturing())):
@@ -214,7 +209,7 @@ class StatefulLayer(Float8Module):
                 now = which, amax._version, weight.detach().diagonal().clone()
             if first is not None and now is not None and before is not None and now[0] == before[0]:
                 written |= not torch.equal(now[2].nan_to_num(), before[2].nan_to_num())
-        if looks or first is None:
+        if compares or first is None:
             self._float8_sample = now  # the next comparison is after another backward
         if first is None:
             self._float8_versions = versions
@@ -226,12 +221,12 @@ class StatefulLayer(Float8Module):
             )
 
     def _float8_with_state(self, casts: Casts) -> Casts:
-        """Return `casts` with the buffers of this layer as scale sources, where they take part.
+        """Return `casts` with the buffers of this layer as scale sources.
 
         Scales come from the history in training mode with gradients, unless the layer is frozen; so
         they do in the first forward of reentrant checkpointing, which is recomputed with gradients.
         Else they come from the data: a sync may never follow. Amaxes are recorded wherever
-        gradients are taken. Casts whose scale the last sync made equal on all ranks reduce nothing.
+        gradients are taken. A scale that the last sync made equal on all ranks needs no reduction.
         """
         record, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
         trains = self._float8_trains()
@@ -242,9 +237,8 @@ class StatefulLayer(Float8Module):
             no_trace = f"Float8Linear: {got}; trace it under torch.no_grad()"
             raise RuntimeError(NO_ONNX if torch.onnx.is_in_onnx_export() else no_trace)
         if compiling and GRAD_OUTPUT in self._float8_stateful and compiled_autograd_is_on():
-            # torch loses what a compiled forward hands to a backward that writes it, as amaxes are.
-            # At this error it runs the layer in eager mode, where nothing is lost; not with
-            # fullgraph.
+            # torch loses amaxes that a compiled forward hands to the backward that writes them. At
+            # this error it runs the layer in eager mode, but for fullgraph, and nothing is lost.
             raise RuntimeError(
                 "Float8Linear: got a compiled forward with delayed scaling of grad_output within "
                 "compiled autograd, expected one of the two: leave the forward in eager mode, or "
@@ -259,11 +253,10 @@ class StatefulLayer(Float8Module):
             elif compiling and not record:
                 scale = torch.ops.float8.scale_without_gradients.default(scale)
                 amax = torch.empty_like(amax)  # a compiled op writes it
-            reduce = cast.reduce
-            if reduce is not None and trains and record and site.name in self._float8_known:
-                reduce = None
-            source = DelayedScale(scale, amax, record)
-            delayed[site.name] = cast._replace(source=source, reduce=reduce)
+            shared = cast.reduce is not None and trains and record
+            if shared and site.name in self._float8_known:
+                cast = cast._replace(reduce=None)
+            delayed[site.name] = cast._replace(source=DelayedScale(scale, amax, record))
         return casts._replace(**delayed)
 
     # ---------------------------------------------------------------- copies and moves
@@ -309,7 +302,7 @@ class StatefulLayer(Float8Module):
             missing_keys[:] = [key for key in missing_keys if key not in ours]
             parameters = {prefix + name for name, _ in self.named_parameters() if name != "bias"}
             if not parameters.isdisjoint(state_dict):
-                self._float8_reset_state()  # what they knew was of other weights
+                self._float8_reset_state()  # their scales were of other weights
         self._float8_state_was_written()  # but no amax was recorded
 
 
@@ -331,20 +324,19 @@ def _as_loadable(
 
     Warns of buffers that are dropped or missing; Python shows equal warnings of many layers once.
     """
-    loaded, told = dict(state_dict), []
-    there = {x: [prefix + y for y in x[1:] if prefix + y in loaded] for x in SITES.values()}
-    ours = [key for keys in there.values() for key in keys]
-    if not ours:
+    loaded, notes = dict(state_dict), []
+    keys_of = {x: [prefix + y for y in x[1:] if prefix + y in loaded] for x in SITES.values()}
+    if not (ours := [key for keys in keys_of.values() for key in keys]):
         return loaded
     device = loaded[ours[0]].device
-    for site, keys in sorted(there.items()):
+    for site, keys in sorted(keys_of.items()):
         delayed = site in layer._float8_stateful
         if keys and not delayed:
-            told.append(f"dropped the state of {site.name}, which is not delayed here")
+            notes.append(f"dropped the state of {site.name}, which is not delayed here")
             for key in keys:
                 del loaded[key]
         elif delayed and not keys:
-            told.append(f"found no state of {site.name}, which starts anew")
+            notes.append(f"found no state of {site.name}, which starts anew")
             # Beside what is loaded: the layer may be on the meta device, and take it as it is.
             for name, value in layer._float8_fresh_state(site, device).items():
                 loaded[prefix + name] = value
@@ -363,10 +355,10 @@ def _as_loadable(
                 continue
             steps, found = layer._float8_config.delayed_scaling_config.history_len, len(history)
             if found > steps:
-                told.append(f"dropped all but the last {steps} of {found} steps of {site.name}")
+                notes.append(f"dropped all but the last {steps} of {found} steps of {site.name}")
             missing = history.new_zeros(max(steps - found, 0))
             loaded[prefix + site.history] = torch.cat([history[:steps], missing])
-    if told:
+    if notes:
         got = "float8: the checkpoint has delayed scaling of another configuration"
-        warn(f"{got}: {'; '.join(told)}")
+        warn(f"{got}: {'; '.join(notes)}")
     return loaded

@@ -33,7 +33,7 @@ def sync_float8_amax_and_scale_history(
     without a graph break. Layers that train on without a sync raise a `RuntimeError` where that can
     be noticed: see "A missing sync" in docs/scaling.md.
 
-    Once `torch.distributed` is initialised, one all-reduce combines the amaxes of all layers, so
+    Once `torch.distributed` is initialized, one all-reduce combines the amaxes of all layers, so
     every rank must call it. At the first call ranks also compare their layers.
 
     Args:
@@ -87,8 +87,9 @@ def sync_float8_amax_and_scale_history(
         like: Any = {"dtype": torch.float64, "device": device}
         maxima = [torch.full((len(x),), largest, **like) for largest, x in formats.items()]
         amax, history, scale = map(torch.stack, (amaxes, histories, scales))
-        rule = torch.cat(maxima), config, power_of_2
-        history, scale = next_history_and_scale(amax, history, scale, *rule)
+        history, scale = next_history_and_scale(
+            amax, history, scale, torch.cat(maxima), config, power_of_2
+        )
         torch._foreach_copy_(histories, history.unbind())
         torch._foreach_copy_(scales, scale.unbind())
         torch._foreach_zero_(amaxes)
@@ -167,8 +168,8 @@ def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> 
     if not ranks:
         return
     _require_no_join(model)
-    there = mesh_device_type(weights)
-    _require_same_layers(model, layers, ranks, there)
+    device_type = mesh_device_type(weights)
+    _require_same_layers(model, layers, ranks, device_type)
     amaxes, shards = [], []
     for layer in layers:
         for site in layer._float8_stateful:
@@ -177,7 +178,9 @@ def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> 
             unused = site == WEIGHT and not layer._float8_has_unsynced_amax()
             shard = _shard_amax(layer.weight) if unused else None
             shards.append(amaxes[-1].new_zeros(()) if shard is None else shard)
-    both = amax_over(ranks, there)(torch.stack([x.to(amaxes[0].device) for x in amaxes + shards]))
+    both = amax_over(ranks, device_type)(
+        torch.stack([x.to(amaxes[0].device) for x in amaxes + shards])
+    )
     recorded, unrecorded = both.chunk(2)
     together = torch.where(recorded != 0, torch.maximum(recorded, unrecorded), recorded)
     torch._foreach_copy_(amaxes, together.unbind())
@@ -208,20 +211,20 @@ def _shard_amax(weight: Tensor) -> Tensor | None:
 
 @untraced
 def _require_same_layers(
-    model: nn.Module, layers: list[Float8Linear], ranks: tuple[Any, ...], there: str | None
+    model: nn.Module, layers: list[Float8Linear], ranks: tuple[Any, ...], device_type: str | None
 ) -> None:
     """Compare the layers of all ranks once, else they would reduce unlike amaxes."""
-    done = (len(layers), *(group.group_name for group in ranks))
-    if done in layers[0]._float8_compared:
+    key = (len(layers), *(group.group_name for group in ranks))
+    if key in layers[0]._float8_compared:
         return
     names = {id(module): name for name, module in model.named_modules()}
     lines = [f"{names.get(id(x))!r} {x} {x._float8_config.delayed_scaling_config}" for x in layers]
     device = layers[0].get_buffer(layers[0]._float8_stateful[0].amax).device
-    device = device if there in (None, device.type) else torch.device(there)
+    device = device if device_type in (None, device.type) else torch.device(device_type)
     if (differ := unlike(lines, ranks, device)) is not None:
         raise ValueError(
             f"model: got different layers with delayed scaling on the ranks, expected the same; "
             f"convert alike, or give a `group=` that trains the same model. This rank has "
             f"{len(lines)}, and others lack or reorder {'; '.join(differ[:4]) or 'none of them'}"
         )
-    layers[0]._float8_compared |= {done}
+    layers[0]._float8_compared |= {key}

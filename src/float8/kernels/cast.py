@@ -28,17 +28,14 @@ from float8.scales import Operand, amax_to_exponent, amax_to_scale, inverse_of_e
 class CastArguments(NamedTuple):
     """The arguments of the op `cast` between `scale` and `after`, in its order."""
 
-    height: int | None
-    """The number of rows of a block that shares a scale; None for the whole dim."""
+    height: int | None  # rows and columns of a block that shares a scale; None for a whole dim
     width: int | None
-    """The number of its columns."""
     dtype: torch.dtype
     row: bool
     col: bool
     pad_rows: bool = False
     power_of_2: bool = False
     via: torch.dtype | None = None
-    """See `cast` for these."""
 
 
 def cast(
@@ -94,7 +91,7 @@ def cast(
     if traced and not granularity.one_scale and surely(x.numel() != 0):
         out = cast_reference(x.detach(), scale, *arguments)
     elif x.is_cuda and takes_triton_directly(x, scale):
-        out = _cast_triton(x, scale, *arguments)
+        out = _cast_triton(x, scale, arguments)
     else:
         out = torch.ops.float8.cast.default(x, scale, *arguments, after)
     if granularity.one_scale:
@@ -104,7 +101,7 @@ def cast(
 
 
 def refusal(x: Tensor) -> Exception:
-    """Return the error for a cast of ``x`` of an unsupported dtype or shape, or to no layout."""
+    """Return the error for an ``x`` of unsupported dtype or shape, or a cast to no layout."""
     if x.dtype not in HIGH_PRECISION_DTYPES:
         return TypeError(f"cast: x is {describe(x)}; expected a {HIGH_PRECISION}")
     if x.dim() != 2:
@@ -250,7 +247,7 @@ SCALAR: Spec = ((), (), torch.float32)
 
 
 def _cast_fake(x: Tensor, scale: Tensor | None, *flat: Any) -> list[Tensor]:
-    arguments = CastArguments(*flat[:_COUNT])
+    arguments = CastArguments(*flat[:8])  # without `after`
     found_scale = SCALAR if arguments.height is None and scale is None else None
     specs = (found_scale, *specs_of(x.shape, arguments))
     return [x.new_empty_strided(*spec[:2], dtype=spec[2]) for spec in specs if spec is not None]
@@ -258,19 +255,14 @@ def _cast_fake(x: Tensor, scale: Tensor | None, *flat: Any) -> list[Tensor]:
 
 # ---------------------------------------------------------------- Triton
 
-_COUNT = len(CastArguments._fields)
-_KERNEL_ROUNDS = torch.float32, torch.bfloat16
-"""The dtypes of a tensor and of `CastArguments.via` for which the kernel rounds by itself."""
-
 WIDEST_ROW = 32768
 """The longest row, in elements, that a program holds in registers; longer ones are read twice."""
 
 
-def _cast_triton(x: Tensor, scale: Tensor | None, *flat: Any) -> list[Tensor]:
-    arguments = CastArguments(*flat[:_COUNT])
-    kernel_rounds = scale is not None and (x.dtype, arguments.via) == _KERNEL_ROUNDS
-    if arguments.via is not None and not kernel_rounds:
-        x, arguments = x.to(arguments.via), arguments._replace(via=None)
+def _cast_triton(x: Tensor, scale: Tensor | None, arguments: CastArguments) -> list[Tensor]:
+    rounding = x.dtype, arguments.via
+    if arguments.via and (scale is None or rounding != (torch.float32, torch.bfloat16)):
+        x, arguments = x.to(arguments.via), arguments._replace(via=None)  # else the kernel rounds
     if x.numel() == 0:
         return cast_reference(x, scale, *arguments)
     source = "measured" if scale is None and arguments.height is None else "given"
@@ -422,4 +414,8 @@ def _tiled(
     return tiles.tiled(cast_kernels.cast_kernel, tile_shapes, matrix.device, sizes, constants)
 
 
-register("cast", cast_reference, triton=_cast_triton, fake=_cast_fake)
+def _cast_op(x: Tensor, scale: Tensor | None, *flat: Any) -> list[Tensor]:
+    return _cast_triton(x, scale, CastArguments(*flat[:8]))  # without `after`
+
+
+register("cast", cast_reference, triton=_cast_op, fake=_cast_fake)

@@ -111,9 +111,8 @@ def scale_and_inverse(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untype
     8-bit exponents and their reciprocals equal `amax_to_exponent` and `inverse_of_exponent`.
     """
     if ARITHMETIC[SCALE_ROUNDING] == 2:
-        BIAS: tl.constexpr = (
-            8 if ARITHMETIC[MANTISSA_BITS] == 3 else 15
-        )  # the largest value is 1.75 * 2**BIAS
+        # The largest value of a format is 1.75 * 2**BIAS.
+        BIAS: tl.constexpr = 8 if ARITHMETIC[MANTISSA_BITS] == 3 else 15
         exponent = ((bits + 0x1FFFFF) & 0x7F800000) - (BIAS << 23)
         tiny, infinite, nan = exponent <= 0, bits >= 0x7F800000, bits > 0x7F800000
         scale = tl.where(tiny, 0x00400000, exponent)

@@ -178,16 +178,9 @@ def store_row_scales(ptr, quad, scales, rows):  # type: ignore[no-untyped-def]
 
 @jit
 def store_row_data(  # type: ignore[no-untyped-def]
-    ptr,
-    v,
-    quad,
-    c,
-    rows,
-    Cp,
-    ARITHMETIC: tl.constexpr,
-    EVEN: tl.constexpr,
+    ptr, v, quad, c, rows, Cp, ARITHMETIC: tl.constexpr, EVEN: tl.constexpr,
     EVEN_C: tl.constexpr = False,
-):
+):  # fmt: skip
     """Store four tensors as float8 [rows, Cp]; ``EVEN_C``: tiles fill the columns, not the rows."""
     ptr = ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + c
     r = quad_rows(quad)
