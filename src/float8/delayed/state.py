@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from float8.config import CAST_SITES, CastConfig, CastSite, Float8LinearConfig
 from float8.delayed.cast import UNKNOWN_SCALE, DelayedScale
 from float8.kernels.runtime.ops import NO_ONNX, register
-from float8.kernels.runtime.private import compiled_autograd_is_on, in_reentrant_checkpoint, warn
+from float8.kernels.runtime.private import in_reentrant_checkpoint, warn
 from float8.linear.base import Float8Module
 from float8.linear.plan import Casts
 from float8.quantize import Cast
@@ -236,14 +236,6 @@ class StatefulLayer(Float8Module):
             got = "got torch.jit.trace with delayed scaling, expected no gradients"
             no_trace = f"Float8Linear: {got}; trace it under torch.no_grad()"
             raise RuntimeError(NO_ONNX if torch.onnx.is_in_onnx_export() else no_trace)
-        if compiling and GRAD_OUTPUT in self._float8_stateful and compiled_autograd_is_on():
-            # torch loses amaxes that a compiled forward hands to the backward that writes them. At
-            # this error it runs the layer in eager mode, but for fullgraph, and nothing is lost.
-            raise RuntimeError(
-                "Float8Linear: got a compiled forward with delayed scaling of grad_output within "
-                "compiled autograd, expected one of the two: leave the forward in eager mode, or "
-                "compile without compiled autograd, or scale grad_output dynamically"
-            )
         delayed = {}
         for site in self._float8_stateful:
             cast: Cast = getattr(casts, site.name)

@@ -9,7 +9,7 @@ from float8.autograd import computed_before, new_alias, once_differentiable
 from float8.config import ConfigOrRecipe, as_config
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.kernels.runtime.ops import NO_ONNX
-from float8.kernels.runtime.private import functorch_levels, surely
+from float8.kernels.runtime.private import compiled_autograd_is_on, functorch_levels, surely
 from float8.linear.plan import Casts, LinearPlan, plan_linear
 from float8.linear.weight import InFloat8, OnTheFly, Weight
 from float8.products import Dense
@@ -84,6 +84,15 @@ def apply_linear(
     compiling = torch.compiler.is_compiling()
     if not compiling and functorch_levels is not None and functorch_levels() is not None:
         raise RuntimeError(f"Float8Linear: got a call within torch.func{_NO_TRANSFORM}")
+    # Asked here: after a graph break in an earlier call, a compiler would trace the rest.
+    if compiling and casts.grad_output.source is not None and compiled_autograd_is_on():
+        # torch loses what a compiled forward hands to a backward that writes it, as amaxes are. At
+        # this error it runs the layer in eager mode, where nothing is lost; not with fullgraph.
+        raise RuntimeError(
+            "Float8Linear: got a compiled forward with ScalingType.DELAYED for grad_output within "
+            "compiled autograd, expected one of the two: leave the forward in eager mode, or "
+            "compile without compiled autograd, or scale grad_output dynamically"
+        )
     if hasattr(input, "device_mesh") or hasattr(weight, "device_mesh"):
         which = "weight" if hasattr(weight, "device_mesh") else "input and none as weight"
         raise TypeError(
