@@ -157,11 +157,11 @@ register(
     flops=lambda a, *rest, **_: 2 * rest[3] * rest[4] * a[1],
 )
 
-GEMM_OPS = (
+GEMM_OPS: set[Any] = {
     torch.ops.aten._scaled_mm.default,
     torch.ops.aten._scaled_mm_v2.default,
     torch.ops.float8.matmul.default,
-)
+}
 """The ops that `matmul` calls without `emulate`."""
 
 

@@ -10,12 +10,10 @@ from torch import Tensor, nn
 
 from float8.autograd import new_alias
 from float8.config import require_module
-from float8.experts import Float8Experts, weights_of
-from float8.experts.grouped import Grouped
 from float8.formats import FLOAT8_MAX
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.private import past_compiled_code
-from float8.linear import Float8Linear
+from float8.linear import Float8Module
 from float8.linear.functional import autocast_dtype
 from float8.linear.plan import Casts
 from float8.names import plain_name, unwrapped
@@ -115,7 +113,7 @@ def measure(x: Any, cast: Cast | None, col: bool = False, offs: Tensor | None = 
     if cast.source is not None:  # recording is left to the layer
         cast = cast._replace(source=cast.source.apart())
     if x.dim() == 2 and offs is not None:
-        quantized = Grouped.quantize_rows(x, cast, offs, row=not col, col=col)
+        quantized = PRODUCTS[3].quantize_rows(x, cast, offs, row=not col, col=col)
     else:
         quantized = PRODUCTS[x.dim()].quantize_weight(x, cast, row=not col, col=col)
     (data, scale, *_), x = (quantized.col, x.mT) if col else (quantized.row, x)
@@ -163,7 +161,7 @@ class _Observer:
         device = next((p.device for p in layer.parameters(False) if not p.is_meta), "cpu")
         self.weights = set[str]()  # names of those that were measured
         self.totals = dict[tuple[str, str], tuple[Tensor, Tensor]]()  # and the calls: see `tally`
-        for name in ("", *(weight.name for weight in weights_of(layer))):
+        for name in ("", *layer._float8_names()):
             for role, calls in zip(ROLES, (forwards, forwards, backwards), strict=True):
                 totals = torch.zeros(8, dtype=torch.float64, device=device)
                 self.totals[name, role] = totals, calls
@@ -291,7 +289,7 @@ class Watch(contextlib.ExitStack):
         self._observers = dict[str, _Observer]()
         forwards, backwards = (torch.zeros((), dtype=torch.int64, device="cpu") for _ in range(2))
         for fqn, layer in unwrapped(self._model).named_modules():
-            if isinstance(layer, Float8Linear | Float8Experts):
+            if isinstance(layer, Float8Module):
                 observer = _Observer(layer, forwards, backwards)
                 layer._float8_observers += (observer,)
                 self.callback(_remove, layer, observer)

@@ -10,11 +10,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from float8.config import require_module
-from float8.delayed.sync import sync_float8_amax_and_scale_history
-from float8.fsdp.weights import precompute_float8_dynamic_scale_for_fsdp
+from float8.convert.conversion import FEATURES
 from float8.kernels.runtime.private import untraced
 from float8.linear import Float8Module
-from float8.weights.update import update_float8_weights
 
 
 @dataclass(eq=False)
@@ -62,12 +60,13 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     def hook(is_after: bool, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0]: optimizer
         if is_after == (closure is not None):
-            sync_float8_amax_and_scale_history(model, group=group)
-        if is_after:
-            precompute_float8_dynamic_scale_for_fsdp(model)
-            update_float8_weights(model)
+            for feature in FEATURES:
+                feature.before_step(model, group)
+        for feature in FEATURES if is_after else ():
+            feature.after_step(model)
 
-    update_float8_weights(model)  # so that a lack of memory shows now
+    for feature in FEATURES:
+        feature.attach(model)
     mods = [x for x in model.modules() if isinstance(x, Float8Module)]
     before, after = (untraced(functools.partial(hook, is_after)) for is_after in (False, True))
     handles = [inner.register_step_pre_hook(before), inner.register_step_post_hook(after)]

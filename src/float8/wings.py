@@ -7,6 +7,7 @@ delete its folder, its lines here, and its names in `float8/__init__.py`.
 from float8.checkpoints.loaded import LoadedInFloat8, Quantizers
 from float8.convert.conversion import CONVERSIONS, FEATURES
 from float8.convert.linears import Linears
+from float8.delayed.sync import DelayedScaling
 from float8.experts.conversion import Experts
 from float8.fsdp.weights import Float8Gathers, refuse_shards
 from float8.linear import Float8Module
@@ -14,6 +15,7 @@ from float8.linear.source import REFUSALS
 from float8.parallel.ddp import DataParallel
 from float8.parallel.sharded import Shards
 from float8.weights.only import refuse_only
+from float8.weights.update import HeldWeights
 
 Float8Module._float8_shards = Shards()
 
@@ -23,4 +25,10 @@ CONVERSIONS[:] = [
     LoadedInFloat8(),
     Linears(),
 ]
-FEATURES[:] = [Float8Gathers(), Quantizers(), DataParallel()]
+FEATURES[:] = [
+    DelayedScaling(),
+    Float8Gathers(),
+    HeldWeights(),
+    Quantizers(),
+    DataParallel(),
+]

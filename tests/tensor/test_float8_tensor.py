@@ -19,7 +19,7 @@ from float8.linear.plan import plan_linear
 from float8.quantize import Cast
 from float8.scales import Operand
 from float8.tensor.float8_tensor import to_float8
-from float8.weights.only import in_float8_only
+from float8.tensor.weights import in_float8_only
 from sqnr import same_bits, sqnr
 from support.copies import through_file
 from support.devices import DTYPES, E4M3, E5M2, on_devices

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from float8.experts import kind_of
-from float8.experts.module import RegisteredExperts, lies_transposed
+from float8.convert.conversion import conversion_of
 from float8.linear import Float8Linear
 from float8.names import plain_name, unwrapped
 from float8.tensor import Float8Tensor, dequantise
@@ -94,7 +93,7 @@ def published_parts(model: nn.Module) -> dict[str, Parts]:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange, WeightRenaming
     except ImportError:
-        if any(_are_experts(module, x) for _, module, _, x in saved):
+        if any(_are_experts(module, attr) for _, module, attr, _ in saved):
             raise  # early versions of 5 join experts, but have no table of how
         return published  # versions before 5 rename and join nothing
     # Changes of prefixes are for files of other classes.
@@ -119,7 +118,7 @@ def published_parts(model: nn.Module) -> dict[str, Parts]:
             # Loading must turn the new name, and those of scales, into this name again.
             if all(rename(new + suffix, loading) == name + suffix for suffix in suffixes):
                 published[name] = {new: WHOLE}
-        elif _are_experts(module, x) and len(converter.source_patterns) == 1:
+        elif _are_experts(module, attr) and len(converter.source_patterns) == 1:
             parts = _split(copy.deepcopy(converter), name, key, pattern, x.shape, root)
             renamed = {rename(new, saving): part for new, part in parts.items()}
             if parts and len(renamed) == len(parts):
@@ -152,9 +151,11 @@ def _is_of_transformers(root: nn.Module) -> bool:
     return any(cls.__module__ == "transformers.modeling_utils" for cls in type(root).__mro__)
 
 
-def _are_experts(module: nn.Module, x: Tensor) -> bool:
-    """Return whether `x` is a weight [E, N, K] of experts as transformers joins them."""
-    return kind_of(module) is RegisteredExperts and x.dim() == 3 and not lies_transposed(module)
+def _are_experts(module: nn.Module, attr: str) -> bool:
+    """Return whether `attr` names a weight [E, N, K] of experts as transformers joins them."""
+    kind, weight = conversion_of(module), module._parameters.get(attr)
+    is_stack = weight is not None and weight.dim() == 3
+    return is_stack and kind is not None and attr in kind.stored_by_rows(module)
 
 
 def _split(converter: Any, name: str, key: str, pattern: str, shape: Any, root: Any) -> Parts:

@@ -18,7 +18,6 @@ from float8.kernels.runtime.private import warn
 from float8.linear import Float8Module
 from float8.names import unwrapped
 from float8.tensor import Float8Tensor, high_precision, is_dtensor, local_tensor
-from float8.weights.only import in_float8_only
 
 
 def read_float8_checkpoint(
@@ -200,7 +199,7 @@ def _load(target: _Target, read: Callable[..., Tensor], device: Any) -> None:
     saved, old, only_layers = target.saved, target.saved.tensor, target.only_layers
     if len(only_layers) == len(saved.uses) and target.part == WHOLE:
         new = read(old.dtype).to(device if old.is_meta else old.device, old.dtype)
-        new = in_float8_only(new, only_layers[0]._float8_plan.casts.weight)
+        new = only_layers[0]._float8_quantize_only(new)
         # Clone a shard, which is a view of the whole.
         saved.replace(_distribute(new, old).clone() if is_dtensor(old) else new)
         return
@@ -218,8 +217,7 @@ def _load(target: _Target, read: Callable[..., Tensor], device: Any) -> None:
         if not isinstance(part, Float8Tensor):
             _copy(part, read())
             continue
-        weight = read(old.dtype).to(part.device)
-        weight = in_float8_only(weight, only_layers[0]._float8_plan.casts.weight)
+        weight = only_layers[0]._float8_quantize_only(read(old.dtype).to(part.device))
         part._data.copy_(weight._data)
         part._scale.copy_(weight._scale)
 

@@ -29,7 +29,7 @@ from float8.linear import Float8Linear, Float8Module
 from float8.names import plain_name, unwrapped
 from float8.quantize import Cast
 from float8.tensor import Float8Tensor, high_precision, local_tensor, reshard
-from float8.weights.only import in_float8_only
+from float8.tensor.weights import in_float8_only
 
 
 @dataclass(frozen=True)

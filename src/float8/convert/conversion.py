@@ -75,7 +75,7 @@ class Conversion:
 
 
 class Feature:
-    """What goes with all conversions, such as weights that FSDP2 gathers in float8."""
+    """What goes with all conversions and steps, such as weights that FSDP2 gathers in float8."""
 
     def sharing_ranks(self, config: Float8LinearConfig) -> int:
         """Return how many ranks cast a share of each weight."""
@@ -94,6 +94,15 @@ class Feature:
 
     def after(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
         """Finish a conversion of `model`; `config` is None if it went back to high precision."""
+
+    def attach(self, model: nn.Module) -> None:
+        """Prepare a training of `model`, which was just attached to an optimizer."""
+
+    def before_step(self, model: nn.Module, group: Any) -> None:
+        """Run right before the optimizer steps; with a closure right after the step."""
+
+    def after_step(self, model: nn.Module) -> None:
+        """Run after the optimizer has stepped."""
 
 
 CONVERSIONS: list[Conversion] = []

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from float8 import kernels
 from float8.config import DelayedScalingConfig, require_module
+from float8.convert.conversion import Feature
 from float8.delayed.cast import UNKNOWN_SCALE
 from float8.delayed.state import WEIGHT
 from float8.formats import FLOAT8_MAX
@@ -228,3 +229,11 @@ def _require_same_layers(
             f"{len(lines)}, and others lack or reorder {'; '.join(differ[:4]) or 'none of them'}"
         )
     layers[0]._float8_compared |= {key}
+
+
+class DelayedScaling(Feature):
+    """Syncs amaxes and scales once per step."""
+
+    def before_step(self, model: nn.Module, group: Any) -> None:
+        """Turn the amaxes of all forwards and backwards of the step into scales."""
+        sync_float8_amax_and_scale_history(model, group=group)

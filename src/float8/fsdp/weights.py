@@ -127,6 +127,10 @@ class Float8Gathers(Feature):
         if config is not None and config.enable_fsdp_float8_all_gather:
             enable_float8_all_gather(model)
 
+    def after_step(self, model: nn.Module) -> None:
+        """Compute the scales of the next gathers."""
+        precompute_float8_dynamic_scale_for_fsdp(model)
+
 
 def _gathered_names(mod: nn.Module) -> Sequence[str]:
     """Return the names of weights of `mod` that FSDP2 can gather in float8."""

@@ -246,8 +246,13 @@ def _round_up(n: int, multiple: int) -> int:
 SCALAR: Spec = ((), (), torch.float32)
 
 
-def _cast_fake(x: Tensor, scale: Tensor | None, *flat: Any) -> list[Tensor]:
-    arguments = CastArguments(*flat[:8])  # without `after`
+def _arguments(*flat: Any, after: Tensor | None = None, **named: Any) -> CastArguments:
+    """Return the arguments of the op but `after`; Inductor passes some by name."""
+    return CastArguments(*flat[: len(CastArguments._fields)], **named)
+
+
+def _cast_fake(x: Tensor, scale: Tensor | None, *flat: Any, **named: Any) -> list[Tensor]:
+    arguments = _arguments(*flat, **named)
     found_scale = SCALAR if arguments.height is None and scale is None else None
     specs = (found_scale, *specs_of(x.shape, arguments))
     return [x.new_empty_strided(*spec[:2], dtype=spec[2]) for spec in specs if spec is not None]
@@ -414,8 +419,8 @@ def _tiled(
     return tiles.tiled(cast_kernels.cast_kernel, tile_shapes, matrix.device, sizes, constants)
 
 
-def _cast_op(x: Tensor, scale: Tensor | None, *flat: Any) -> list[Tensor]:
-    return _cast_triton(x, scale, CastArguments(*flat[:8]))  # without `after`
+def _cast_op(x: Tensor, scale: Tensor | None, *flat: Any, **named: Any) -> list[Tensor]:
+    return _cast_triton(x, scale, _arguments(*flat, **named))
 
 
 register("cast", cast_reference, triton=_cast_op, fake=_cast_fake)

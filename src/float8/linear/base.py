@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from float8.config import Float8LinearConfig
 from float8.linear.plan import Casts, LinearPlan, plan_linear
 from float8.tensor import Float8Tensor, dequantise
-from float8.tensor.plain import high_precision, wrapped_like
 from float8.tensor.ranks import sharding_groups
+from float8.tensor.weights import high_precision, wrapped_like
 from float8.weights.held import HoldsWeights
 from float8.weights.only import OnlyWeights
 

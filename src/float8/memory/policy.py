@@ -5,12 +5,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from float8.experts.kernels.grouped_matmul import GROUPED_GEMM
 from float8.formats import E4M3, FLOAT8_MAX
 from float8.gemm import GEMM_OPS
-from float8.weights.held import TIMES_HELD
-
-_SAVED_OPS = {*GEMM_OPS, GROUPED_GEMM, TIMES_HELD}
 
 
 def activations_in_float8(*, min_mib: float = 1.0, dtype: torch.dtype = E4M3) -> dict[str, Any]:
@@ -79,4 +75,4 @@ def save_gemm_outputs(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
         `MUST_SAVE` if `op`, the `OpOverload` about to run, is a float8 GEMM, else
         `PREFER_RECOMPUTE`. The other arguments are ignored.
     """
-    return CheckpointPolicy.MUST_SAVE if op in _SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if op in GEMM_OPS else CheckpointPolicy.PREFER_RECOMPUTE

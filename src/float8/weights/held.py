@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from float8.config import CastConfig, Float8Weights, ScalingGranularity
-from float8.gemm import Gemm, matmul_of_any_size
+from float8.gemm import GEMM_OPS, Gemm, matmul_of_any_size
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.private import dispatch_modes, make_fx_is_on, pre_dispatch_modes
 from float8.products import PRODUCTS, Shape
@@ -126,6 +126,7 @@ register(
 )
 
 TIMES_HELD = torch.ops.float8.times_held.default
+GEMM_OPS.add(TIMES_HELD)
 
 
 @torch.inference_mode(False)  # else it could not be saved for a backward

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from float8.config import Float8LinearConfig, Float8Weights, ScalingGranularity
+from float8.config import Float8LinearConfig, Float8Weights
 from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
-from float8.products import PRODUCTS
-from float8.quantize import Cast
 from float8.tensor import Float8Tensor, dequantise, is_dtensor
+from float8.tensor.weights import in_float8_only
 from float8.tensor.wrapper import PLAIN
 
 if TYPE_CHECKING:
@@ -107,25 +106,6 @@ def refuse_only(layer: Any, config: Float8LinearConfig) -> ValueError | None:
             f"call weight.requires_grad_(False) first, or convert it with another config"
         )
     return None
-
-
-@torch.inference_mode(False)  # else it could not be saved for a backward
-@torch.no_grad()
-def in_float8_only(weight: Tensor, cast: Cast) -> Float8Tensor:
-    """Quantize `weight`, [N, K] or [E, N, K] of experts, to an unpadded `Float8Tensor`."""
-    if isinstance(weight, Float8Tensor):
-        return weight
-    padded, scale = PRODUCTS[weight.dim()].quantize_weight(weight, cast, row=True).row
-    *_, N, K = weight.shape
-    granularity, data = cast.config.scaling_granularity, padded[..., :N, :K]
-    if weight.dim() == 3 and granularity.width is None:  # experts' scales [E, N], one per row
-        scale, granularity = scale.unsqueeze(-1), ScalingGranularity.AXISWISE
-    if not granularity.one_scale:  # drop scales of padding
-        *_, rows, columns = granularity.scales(tuple(weight.shape))
-        scale = scale[..., :rows, :columns].contiguous()
-    if data.shape != padded.shape:  # a view would keep the padding alive
-        data = data.clone(memory_format=torch.contiguous_format)
-    return Float8Tensor(data, scale, weight.dtype, granularity)
 
 
 def moved(weight: Float8Tensor, fn: Callable[[Tensor], Tensor]) -> Float8Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from float8.config import Float8Weights, ScalingType, require_module
+from float8.convert.conversion import Feature
 from float8.kernels.runtime.private import untraced, warn
 from float8.linear import Float8Linear
 from float8.linear.base import Float8Module
@@ -108,3 +109,15 @@ def _why_on_the_fly(layer: Float8Linear, weight: Any, under_fsdp: bool) -> str |
     if under_fsdp or weight.is_meta or can_be_held(weight):
         return layer._float8_why_never_held
     return "under tensor parallel" if is_dtensor(weight) else f"a {type(weight).__name__}"
+
+
+class HeldWeights(Feature):
+    """Casts held weights once per step."""
+
+    def attach(self, model: nn.Module) -> None:
+        """Cast now, so that a lack of memory shows."""
+        update_float8_weights(model)
+
+    def after_step(self, model: nn.Module) -> None:
+        """Cast the new weights."""
+        update_float8_weights(model)

@@ -24,7 +24,7 @@ from float8.experts.kernels.cast_groups import (
 from float8.experts.kernels.grouped_blocks import multiply_blocks
 from float8.experts.kernels.torch_gemms import multiply_in_bfloat16, multiply_mx
 from float8.formats import GROUP_ALIGNMENT
-from float8.gemm import exact_dtype
+from float8.gemm import GEMM_OPS, exact_dtype
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import TensorDescriptor, jit, sm_count, tl
 from float8.scales import Operand, dequantised
@@ -243,3 +243,4 @@ register(
 )  # fmt: skip
 
 GROUPED_GEMM = torch.ops.float8.grouped_matmul.default
+GEMM_OPS.add(GROUPED_GEMM)

@@ -1,0 +1,60 @@
+"""Weights in wrappers: with a high-precision tensor inside, or in float8 only."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from float8.config import ScalingGranularity
+from float8.products import PRODUCTS
+from float8.quantize import Cast
+from float8.tensor.float8_tensor import Float8Tensor
+from float8.tensor.ranks import dtensor_like, local_tensor
+
+
+# Tensors that are made in inference mode have no version counters.
+@torch.inference_mode(False)
+def high_precision(x: Tensor) -> Tensor:
+    """Return the plain tensor that a wrapper, or a DTensor of it, holds; other tensors unchanged.
+
+    It shares memory and version counter with the wrapper.
+    """
+    local = local_tensor(x)
+    if (plain := getattr(local, "high_precision", None)) is None:
+        return x
+    if local is x:
+        return plain.detach()  # type: ignore[no-any-return]
+    new: Any = x.detach()
+    new._local_tensor = plain.detach()
+    return new  # type: ignore[no-any-return]
+
+
+def wrapped_like(new: Any, old: Tensor | None) -> nn.Parameter:
+    """Return `new` as a Parameter in a wrapper as that of `old`; unchanged if `old` has none."""
+    template, values = local_tensor(old), local_tensor(new)
+    if not hasattr(template, "high_precision") or hasattr(values, "high_precision"):
+        return new  # type: ignore[no-any-return]
+    tensor = template.wrap(values.detach())
+    if values is not new:
+        with torch.no_grad():
+            tensor = dtensor_like(tensor, new)
+    return nn.Parameter(tensor, requires_grad=new.requires_grad)
+
+
+@torch.inference_mode(False)  # else it could not be saved for a backward
+@torch.no_grad()
+def in_float8_only(weight: Tensor, cast: Cast) -> Float8Tensor:
+    """Quantize `weight`, [N, K] or [E, N, K] of experts, to an unpadded `Float8Tensor`."""
+    if isinstance(weight, Float8Tensor):
+        return weight
+    padded, scale = PRODUCTS[weight.dim()].quantize_weight(weight, cast, row=True).row
+    *_, N, K = weight.shape
+    granularity, data = cast.config.scaling_granularity, padded[..., :N, :K]
+    if weight.dim() == 3 and granularity.width is None:  # experts' scales [E, N], one per row
+        scale, granularity = scale.unsqueeze(-1), ScalingGranularity.AXISWISE
+    if not granularity.one_scale:  # drop scales of padding
+        *_, rows, columns = granularity.scales(tuple(weight.shape))
+        scale = scale[..., :rows, :columns].contiguous()
+    if data.shape != padded.shape:  # a view would keep the padding alive
+        data = data.clone(memory_format=torch.contiguous_format)
+    return Float8Tensor(data, scale, weight.dtype, granularity)
