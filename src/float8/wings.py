@@ -19,7 +19,10 @@ from float8.weights.update import HeldWeights
 
 Float8Module._float8_shards = Shards()
 
-REFUSALS[:] = [refuse_shards, refuse_only]
+REFUSALS[:] = [
+    refuse_shards,
+    refuse_only,
+]
 CONVERSIONS[:] = [
     Experts(),
     LoadedInFloat8(),

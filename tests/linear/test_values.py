@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import float8
 import tolerances
 from float8 import (
     CastConfig,
@@ -21,7 +22,6 @@ from float8 import (
     ScalingGranularity,
     convert_to_float8_training,
     linear,
-    sync_float8_amax_and_scale_history,
 )
 from sqnr import assert_same_bits, same_bits, sqnr
 from support.configs import (
@@ -131,7 +131,7 @@ def test_each_role_takes_its_own_kind_of_scale(device: str, mix) -> None:
         with torch.no_grad():
             layer.weight.copy_(w)
         got = forward_backward(layer, x, g)
-        sync_float8_amax_and_scale_history(layer)
+        float8.sync_float8_amax_and_scale_history(layer)
     x8, w8, g8 = (
         (TENSOR, format, False, source if cast is DELAYED else None)
         for cast, format, source in zip(mix, (E4M3, E4M3, E5M2), first, strict=True)
@@ -148,7 +148,7 @@ def test_large_layers(recipe: str) -> None:
     x, g = (seeded(i, 16, n, **how) for i, n in enumerate((K, N)))
     for _ in range(2) if recipe == "delayed" else ():
         forward_backward(layer, x, g)
-        sync_float8_amax_and_scale_history(layer)
+        float8.sync_float8_amax_and_scale_history(layer)
     wanted, got = forward_backward(linear, x, g), forward_backward(layer, x, g)
     assert got.keys() == wanted.keys()
     assert sqnr(wanted["output"], got["output"]) >= tolerances.LINEAR_OUTPUT
@@ -202,7 +202,7 @@ def test_a_second_use_with_delayed_scaling_keeps_its_own_history(device: str) ->
     assert {n for n, _ in layer.named_buffers()} == {f"fp8_{kind}_{site}" for kind in kinds}
     for g in (g1, g1, g2):
         got = forward_backward(layer, x, g)
-        sync_float8_amax_and_scale_history(layer)
+        float8.sync_float8_amax_and_scale_history(layer)
     late = (TENSOR, E4M3, False, g1)
     assert_products(got, x, w, g2, ((X8, W8), (G8, W8), (late, X8)))
 

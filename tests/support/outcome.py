@@ -14,7 +14,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.torch_version import TorchVersion
 
-from float8 import Float8Weights, attach_to_optimizer, sync_float8_amax_and_scale_history
+import float8
+from float8 import Float8Weights, attach_to_optimizer
 from sqnr import same_bits
 from support.models import fp8_state
 from support.sharded import batch, convert, here, model_of, part, shard
@@ -77,7 +78,7 @@ def train(
             torch._foreach_div_([p.grad for p in model.parameters()], world)
         before_step(model)
         if not attach:
-            sync_float8_amax_and_scale_history(model)
+            float8.sync_float8_amax_and_scale_history(model)
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 found[f"grad {step} of {plain_name(name)}"] = take(parameter.grad)

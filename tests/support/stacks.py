@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from float8 import all_linears, convert_to_float8_training, sync_float8_amax_and_scale_history
+import float8
+from float8 import all_linears, convert_to_float8_training
 from support.configs import delayed
 from support.models import forward_backward, seeded
 
@@ -34,5 +35,5 @@ def step(model: nn.Sequential, seed: int, *, sync: bool = True) -> dict[str, Ten
     g = seeded(seed + 50, 8, last.shape[0], dtype=weight.dtype, device=weight.device)
     results = forward_backward(model, x, g)
     if sync:
-        sync_float8_amax_and_scale_history(model)
+        float8.sync_float8_amax_and_scale_history(model)
     return results

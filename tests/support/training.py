@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+import float8
 from float8 import (
     Float8LinearConfig,
     convert_to_float8_training,
     save_gemm_outputs,
-    sync_float8_amax_and_scale_history,
 )
 from sqnr import assert_close
 from support.models import seeded
@@ -88,7 +88,7 @@ class SideBySide:
         with nullcontext() if autocast is None else torch.autocast(device, autocast):
             y = call(x)
         y.backward(seeded(seed + 100, *y.shape, dtype=y.dtype, device=device))
-        sync_float8_amax_and_scale_history(call)
+        float8.sync_float8_amax_and_scale_history(call)
         results = {"output": y.detach().clone(), "input": x.grad}
         results |= {name: p.grad for name, p in module.named_parameters()}
         return results | {name: buffer.clone() for name, buffer in module.named_buffers()}

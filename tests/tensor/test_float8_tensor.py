@@ -13,7 +13,6 @@ from torch import Tensor
 import tolerances
 from float8 import Float8LinearConfig, Float8Tensor, linear
 from float8.config import CastConfig, ScalingGranularity
-from float8.experts.plan import plan_experts
 from float8.kernels.dequantize import is_taken
 from float8.linear.plan import plan_linear
 from float8.quantize import Cast
@@ -237,8 +236,7 @@ def test_products_with_finer_scales(device: str, recipe: str, mode) -> None:
 
 
 def in_float8(recipe: str, w: Tensor) -> Float8Tensor:
-    of_weight = plan_experts if w.dim() == 3 else plan_linear
-    plan = of_weight(Float8LinearConfig.from_recipe_name(recipe))
+    plan = plan_linear(Float8LinearConfig.from_recipe_name(recipe))
     return in_float8_only(w, plan.casts.weight)
 
 

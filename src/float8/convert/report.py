@@ -46,7 +46,7 @@ class ConversionReport:
     `fqn`, `shape`, `module` (a class). No vectors, embeddings, norms, convolutions, biases."""
     chosen_for: tuple[str, ...] = ()
     """For each GPU, or for a CPU, a sentence on how layers were chosen. Empty with filters."""
-    experts: tuple[LayerReport, ...] = ()
+    experts: tuple[Any, ...] = ()
     """The weights of known experts, converted or not: the fields of `layers`, and `experts`."""
 
     @property

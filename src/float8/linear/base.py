@@ -59,6 +59,8 @@ class PlainFloat8Module(nn.Module):
     """The names of Parameters and buffers that data parallel must neither send nor reduce."""
     _float8_stateful: tuple[Any, ...] = ()
     """The cast sites whose scales have a state, which the layer keeps in buffers."""
+    _float8_held: tuple[Any, ...] = ()
+    """Weights that are quantized already; others are in each forward."""
     _float8_never_trains = False
     """Whether a weight that requires a gradient is refused."""
 
