@@ -158,7 +158,8 @@ def test_any_gemms_in_float8_and_two_casts_of_a_gradient() -> None:
     again = CastConfig(target_dtype=torch.float8_e4m3fn)
     two_casts = Float8LinearConfig(cast_config_grad_output_for_grad_weight=again)
     configs = [*map(of_gemms, itertools.chain(*subsets)), two_casts]
-    for config, shape in itertools.product(configs, ((2, 64), (2, 8, 64))):
+    for n, config in enumerate(configs):
+        shape = (2, 64) if n % 2 else (2, 8, 64)
         dim = len(shape) - 2
         x, g = (seeded(seed, *shape) for seed in (1, 2))
         single, model = (

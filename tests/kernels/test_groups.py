@@ -132,10 +132,7 @@ def test_each_group_is_cast_by_itself_by_runs(
 
 @pytest.mark.parametrize(
     "sizes",
-    [
-        pytest.param(sizes, marks=[] if n in (3, 4) else SLOW)
-        for n, sizes in enumerate(SIZES_OF_RUNS)
-    ],
+    [pytest.param(sizes, marks=[] if n == 3 else SLOW) for n, sizes in enumerate(SIZES_OF_RUNS)],
     ids=str,
 )
 def test_the_kernel_of_runs_is_its_twin(triton_device: torch.device, sizes: list[int]) -> None:
@@ -171,7 +168,9 @@ def test_each_weight_is_cast_by_itself_by_blocks(
 
 
 @pytest.mark.parametrize("C", [128, pytest.param(256, marks=SLOW)])
-@pytest.mark.parametrize("of", GRANULARITIES, ids=str)
+@pytest.mark.parametrize(
+    "of", [pytest.param(GRANULARITIES[0], marks=SLOW), GRANULARITIES[1]], ids=str
+)
 def test_programs_of_several_tiles_without_masks(
     triton_device: torch.device,
     of: ScalingGranularity,

@@ -187,7 +187,7 @@ def test_a_teacher_beside_what_takes_gradients_scales_by_the_data(mode: str) -> 
     [
         ("eager", True),
         ("eager", False),
-        ("aot_eager", True),
+        pytest.param("aot_eager", True, marks=EXHAUSTIVE),
         pytest.param("aot_eager", False, marks=EXHAUSTIVE),
     ],
 )
