@@ -40,6 +40,7 @@ def test_dynamic_shapes_from_the_start_and_columns_that_were_padded(config) -> N
             torch.relu_(output).sum().backward()
 
 
+@pytest.mark.exhaustive
 @NO_GIVING_UP
 def test_twelve_blocks_compiled_one_by_one_share_one_graph_per_configuration() -> None:
     kinds = 6 * (DYNAMIC, DELAYED)

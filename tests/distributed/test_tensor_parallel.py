@@ -346,7 +346,7 @@ TWICE: dict[str, Any] = {"microbatches": 2, "checkpointed": True}
     ("recipe", "how"),
     [
         ("delayed", {"checkpointed": True}),
-        ("tensorwise", {"kind": "torch", "sequence": False}),
+        pytest.param("tensorwise", {"kind": "torch", "sequence": False}, marks=EXHAUSTIVE),
         pytest.param("delayed", {"kind": "torch", **TWICE}, marks=EXHAUSTIVE),
         pytest.param("delayed", TWICE, marks=EXHAUSTIVE),
         pytest.param("delayed recipe", {"sequence": False, **TWICE}, marks=EXHAUSTIVE),
