@@ -231,8 +231,7 @@ def test_experts_are_within_their_error(
 @pytest.mark.parametrize(
     ("file", "kind", "gpu", "layers"),
     short(
-        {},
-        [("h100-train-mixtral", "Mixtral", "H100", 4), ("h200-train-olmoe", "Olmoe", "H200", 8)],
+        {}, [("h100-train-mixtral", "Mixtral", "H100", 4), ("h200-train-olmoe", "Olmoe", "H200", 8)]
     ),
 )
 def test_whole_models_with_experts_are_within_their_error(

@@ -12,12 +12,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.compile_fx import compile_fx
 
 import tolerances
-from float8 import (
-    Float8Weights,
-    all_linears,
-    attach_to_optimizer,
-    convert_to_float8_training,
-)
+from float8 import Float8Weights, all_linears, attach_to_optimizer, convert_to_float8_training
 from float8.config import CastConfig
 from float8.quantize import recast
 from sqnr import assert_close, same_bits
@@ -109,9 +104,7 @@ def test_the_policy_keeps_the_outputs_of_gemms(device: str) -> None:
         kept.append(kept_bytes(run_block, x))
         results.append(forward_backward(run_block, few, g))
         model.zero_grad()  # what was found stays as it is
-    outputs = (
-        2 * tokens * (4 * dim * gpu + 2 * hidden)
-    )  # backward does not read w2's
+    outputs = 2 * tokens * (4 * dim * gpu + 2 * hidden)  # backward does not read w2's
     assert kept[1] - kept[0] == pytest.approx(outputs, rel=0.01)
     assert_close(*results, bound=tolerances.COMPILED)
 

@@ -406,8 +406,7 @@ def test_half_the_bytes_of_16_bits_are_gathered(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "of_weights"),
-    [("delayed", 0), pytest.param("delayed recipe", 7, marks=EXHAUSTIVE)],
+    ("recipe", "of_weights"), [("delayed", 0), pytest.param("delayed recipe", 7, marks=EXHAUSTIVE)]
 )
 @on("either")
 def test_delayed_scaling_asks_no_other_rank_once_scales_are_known(

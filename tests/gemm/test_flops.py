@@ -10,12 +10,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.flop_counter import FlopCounterMode
 
-from float8 import (
-    all_linears,
-    convert_to_float8_training,
-    grouped_linear,
-    update_float8_weights,
-)
+from float8 import all_linears, convert_to_float8_training, grouped_linear, update_float8_weights
 from float8.experts.plan import plan_experts
 from float8.kernels.cast_groups import cast_groups
 from float8.weights.held import TIMES_HELD, hold

@@ -24,16 +24,7 @@ from float8.kernels.dequantise import dequantised
 from float8.quantize import quantize
 from float8.tensor import dequantise
 from sqnr import assert_close
-from support.float8_files import (
-    INDEX,
-    LAYOUTS,
-    Layout,
-    Unchanged,
-    bits,
-    in_files,
-    only,
-    same_bytes,
-)
+from support.float8_files import INDEX, LAYOUTS, Layout, Unchanged, bits, in_files, only, same_bytes
 from support.lazily import Lazily
 from support.ranks import on
 from support.sharded import convert, here, mesh_of, whole
