@@ -104,7 +104,6 @@ LONGER = pytest.mark.exhaustive
     ],
 )
 def test_inductor(device: str, build: Callable[..., nn.Module], variant: str) -> None:
-    """One mix: all delayed and all dynamic run under Inductor in other tests, too."""
     if device == "cpu" and variant != "plain" and torch.__version__ < "2.13":
         pytest.skip("Inductor for CPUs ignores emulate_precision_casts before torch 2.13")
     how = {"bound": tolerances.COMPILED, "build": build}

@@ -261,7 +261,6 @@ def test_the_grouped_gemm_of_blocks_is_its_twin(
 
 
 def test_no_tokens_at_all(triton_device: torch.device) -> None:
-    """One expert without tokens has column data without columns, which no descriptor takes."""
     x = torch.empty(0, 32, device=triton_device, dtype=torch.bfloat16)
     offs = torch.zeros(1, device=triton_device, dtype=torch.int32)
     for of in (*GRANULARITIES, RUNS):

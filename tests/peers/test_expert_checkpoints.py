@@ -191,7 +191,6 @@ def test_experts_in_float8_alone_take_no_scale_of_two_projections(tmp_path: Path
 
 
 def test_plain_experts_beside_blockwise_layers(tmp_path: Path) -> None:
-    """They are cast as they are written."""
     left = lambda mod, fqn: fqn != "lm_head" and not fqn.endswith("experts")  # noqa: E731
     model = convert_to_float8_training(built(), config="blockwise", module_filter_fn=left)
     notes = save_float8_checkpoint(model, tmp_path)
