@@ -109,7 +109,6 @@ def test_example_runs(example: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_pages_read_well_and_lead_somewhere(page: Path) -> None:
-    """Every fence names a language, lines fit an editor, relative links lead to files."""
     text = page.read_text()
     assert {language for language, _ in fences(page)} <= LANGUAGES
     assert text.count("```") == 2 * len(list(fences(page)))
@@ -138,7 +137,6 @@ def test_pages_name_files_that_exist() -> None:
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 @pytest.mark.exhaustive
 def test_notebook_runs(notebook: Path) -> None:
-    """Its cells as one program, which shows a figure."""
     text = notebook.read_text()
     assert len(text) < 60_000, "its outputs are large: leave only those that matter"
     assert "steps: int = 200" in text

@@ -90,11 +90,7 @@ def one() -> Iterator[Ranks]:
     rank.stop()
 
 
-@pytest.mark.parametrize(
-    "more",
-    [[], ["--lora"], ["--lora", "--transformers"]],
-    ids=str,
-)
+@pytest.mark.parametrize("more", [[], ["--lora"], ["--lora", "--transformers"]], ids=str)
 @pytest.mark.exhaustive
 def test_training_on_one_rank(one: Ranks, tmp_path: Path, more: list[str]) -> None:
     for library in ("peft", "transformers")[: len(more)]:

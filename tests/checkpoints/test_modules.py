@@ -60,8 +60,8 @@ def in_float8(model: nn.Module) -> dict[str, Float8Tensor]:
 
 @pytest.mark.parametrize(
     "layout",
-    [LAYOUTS[i] for i in (0, 2, 3, 6)]
-    + [pytest.param(LAYOUTS[i], marks=pytest.mark.exhaustive) for i in (1, 4, 5)],
+    [LAYOUTS[i] for i in (0, 3, 6)]
+    + [pytest.param(LAYOUTS[i], marks=pytest.mark.exhaustive) for i in (1, 2, 4, 5)],
     ids=lambda x: f"{x.format}-{x.strategy}",
 )
 def test_bytes_stay_and_come_out_again(layout: Layout, tmp_path: Path) -> None:

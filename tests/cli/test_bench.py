@@ -57,7 +57,6 @@ def test_each_benchmark_prints_its_rows_and_writes_what_it_takes_to_repeat_it(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What is in them is checked in `tests/bench`, and that processes share the work."""
     monkeypatch.setattr(one_start, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))
     Path("text.txt").write_text("\n".join(f"{i} and {i * i % 97} pears" for i in range(900)))
     assert main(["bench", *words.split(), "--device", "cpu", "-o", "x.json"]) == 0

@@ -229,9 +229,8 @@ def test_compare_prints_the_table_and_where_the_files_are(
         "from float8 import Float8LinearConfig\ndef mine(): return Float8LinearConfig(emulate=True)"
     )
     Path("my_recipes.py").write_text(mine)
-    words = ["compare", "tensorwise", "my_recipes:mine", "--data", "text.txt"]
-    words += ["--output", "cmp", "--steps", "3"]
-    assert main([*words, *QUICK]) == 0
+    words = ["--data", "text.txt", "--output", "cmp", "--steps", "3", *QUICK]
+    assert main(["compare", "tensorwise", "my_recipes:mine", *words]) == 0
     out = capsys.readouterr().out
     runs, names = json.loads(Path("cmp/report.json").read_text())["runs"], []
     for run in runs:
@@ -244,9 +243,9 @@ def test_compare_prints_the_table_and_where_the_files_are(
     assert "report: cmp/report.json, cmp/report.txt" in out
     assert all(run["recipe"] in Path("cmp/report.txt").read_text() for run in runs)
     assert not list(Path("cmp").glob("*/checkpoints"))
-    assert main([*words, *QUICK]) == 2
+    assert main(["compare", "tensorwise", *words]) == 2
     assert "--overwrite" in capsys.readouterr().err
-    assert main([*words, *QUICK, "--overwrite"]) == 0
+    assert main(["compare", "tensorwise", *words, "--overwrite"]) == 0
 
 
 @pytest.mark.parametrize("words", short({2}, [[], ["train"], ["compare"]]))

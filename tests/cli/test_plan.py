@@ -264,7 +264,6 @@ def test_layers_that_wait_for_the_cpu_stay_but_in_cuda_graphs(planned: Callable[
 
 
 def test_the_head_is_planned_as_it_was_measured(planned: Callable[..., str]) -> None:
-    """Within 2 %: what a step gains by a head in float8."""
     gains = []
     for more in ([], ["--head"]):
         out = planned("--model", "llama3-1b", "--gpu", "H100", *more, "-o", "x.json")
@@ -278,7 +277,6 @@ def test_the_head_is_planned_as_it_was_measured(planned: Callable[..., str]) -> 
 
 
 def test_the_limit_of_the_cpu_is_the_same_modelled_and_measured() -> None:
-    """Below 34e9 tokens * K * N, of sizes that were measured."""
     for row in json.loads((RESULTS / "h200-smallest-layers.json").read_text())["rows"]:
         if row["recipe"] == "bf16" and row["mode"] == "eager":
             M, K, N = row["M"], row["K"], row["N"]
@@ -290,7 +288,6 @@ def test_the_limit_of_the_cpu_is_the_same_modelled_and_measured() -> None:
 
 @pytest.mark.parametrize("word", ["in", "not in"])
 def test_a_filter_is_given_out_as_code(word: str) -> None:
-    """Of what has 1,024 features out, but for the head."""
     with torch.device("meta"):
         block = nn.ModuleDict({"wide": nn.Linear(512, 1024), "narrow": nn.Linear(512, 256)})
         other = nn.ModuleDict({"wide": nn.Linear(512, 256), "lm_head": nn.Linear(512, 1024)})

@@ -44,7 +44,6 @@ def test_as_graph_input(
     monkeypatch: pytest.MonkeyPatch,
     recwarn: pytest.WarningsRecorder,
 ) -> None:
-    """Inductor finds its cache key without a warning."""
     monkeypatch.setattr("torch._dynamo.utils.warn_once_cache", set(), raising=False)
     counters.clear()
     a, b = map(from_high_precision, a_b(device))

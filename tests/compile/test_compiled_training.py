@@ -11,7 +11,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 import tolerances
-from float8 import all_linears, convert_to_float8_training, update_float8_weights
+from float8 import update_float8_weights
 from float8.config import Float8LinearConfig, Float8LinearRecipeName
 from float8.kernels.runtime import private
 from float8_lab.bench.model import Size, model_step
@@ -20,9 +20,9 @@ from sqnr import sqnr
 from support.configs import DELAYED, DYNAMIC, MIXES, delayed, mixed, tensorwise
 from support.devices import on_devices
 from support.microbatches import with_weights
-from support.models import FeedForward, fp8_state, seeded
+from support.models import fp8_state, seeded
 from support.rings import short
-from support.training import SideBySide, Wrapped, one_layer, two_layers
+from support.training import SideBySide, one_layer, two_layers
 
 VARIANTS = ["plain", "autocast", "checkpoint"]
 
@@ -54,7 +54,7 @@ POWERS_OF_2 = {"round_scales_to_power_of_2": True}
 @pytest.mark.parametrize(
     ("backend", "variant", "config"),
     short(
-        {0, 4, 7, 8},
+        {7, 8},
         [
             # Any two roles meet in all ways.
             ("eager", "plain", mixed(DYNAMIC, DYNAMIC, DYNAMIC)),
@@ -79,9 +79,7 @@ def test_bits_are_those_of_eager_mode(backend: str, variant: str, config) -> Non
 
 def test_backward_casts_again_without_what_forward_wrote() -> None:
     """This backend writes amaxes after forward: nothing that is kept for backward may be one."""
-    model = FeedForward(32, 64)
-    convert_to_float8_training(model, config=delayed(), module_filter_fn=all_linears)
-    both = SideBySide(Wrapped(model, "checkpoint"), "aot_eager_decomp_partition")
+    both = SideBySide(one_layer(delayed(), how="checkpoint"), "aot_eager_decomp_partition")
     for seed in range(3):
         both.step(seed, tolerances.COMPILED)
         torch.testing.assert_close(fp8_state(both.copy), fp8_state(both.model))
@@ -99,14 +97,13 @@ LONGER = pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("build", "variant"),
     [
-        (one_layer, "autocast selective-checkpoint"),
+        (one_layer, "plain"),
+        pytest.param(one_layer, "autocast selective-checkpoint", marks=LONGER),
         pytest.param(one_layer, "autocast checkpoint", marks=LONGER),
-        pytest.param(one_layer, "plain", marks=LONGER),
         pytest.param(two_layers, "plain", marks=LONGER),
     ],
 )
 def test_inductor(device: str, build: Callable[..., nn.Module], variant: str) -> None:
-    """One mix: all delayed and all dynamic run under Inductor in other tests, too."""
     if device == "cpu" and variant != "plain" and torch.__version__ < "2.13":
         pytest.skip("Inductor for CPUs ignores emulate_precision_casts before torch 2.13")
     how = {"bound": tolerances.COMPILED, "build": build}
@@ -209,7 +206,9 @@ def test_a_block_loses_nothing_by_being_compiled(recipe: str) -> None:
         assert sqnr(expected, other[name]) > sqnr(expected, one[name]) - LOST, name
 
 
-@DYNAMIC_AND_DELAYED
+@pytest.mark.parametrize(
+    "config", short({1}, [tensorwise(), delayed()]), ids=["dynamic", "delayed"]
+)
 def test_compiled_autograd_has_the_gradients_of_eager_mode(config: Float8LinearConfig) -> None:
     if config.delayed_sites and private.PLAIN_LAUNCH:
         pytest.skip("FLOAT8_PLAIN_LAUNCH=1: nothing asks whether compiled autograd is on")

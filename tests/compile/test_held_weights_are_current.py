@@ -24,7 +24,7 @@ from float8 import (
 from float8.products import Dense
 from sqnr import assert_close
 from support.configs import of_recipe, tensorwise
-from support.devices import on_devices
+from support.devices import DEVICES, on_devices
 from support.microbatches import HELD, ON_THE_FLY, layers_of, with_weights
 from support.models import Block, FeedForward, forward_backward, gradients, seeded
 from support.rings import short
@@ -199,7 +199,7 @@ def test_a_write_in_the_compiled_code_itself(backend: str) -> None:
     assert_close(*found, bound=tolerances.COMPILED)
 
 
-@on_devices
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.exhaustive), DEVICES[1]])
 @pytest.mark.parametrize(
     "kind", ["parallel", pytest.param("feed-forward", marks=pytest.mark.exhaustive)]
 )

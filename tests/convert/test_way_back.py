@@ -15,8 +15,9 @@ from float8 import (
     convert_to_float8_training,
     convert_to_high_precision,
 )
-from support.configs import BOTH, delayed
+from support.configs import delayed, tensorwise
 from support.models import seeded
+from support.rings import short
 
 ONLY = Float8LinearConfig(float8_weights=Float8Weights.ONLY)
 
@@ -38,7 +39,9 @@ class Own(nn.Linear):
         return input @ self.weight.t() + self.bias
 
 
-@BOTH
+@pytest.mark.parametrize(
+    "config", short({1}, [tensorwise(), delayed()]), ids=["dynamic", "delayed"]
+)
 def test_it_becomes_what_it_was(config: Float8LinearConfig) -> None:
     model = nn.Sequential(Scaled(32, 16), Own(16, 16), nn.Linear(16, 16).eval())
     model[0].register_forward_hook(lambda mod, args, out: out + 1)

@@ -192,7 +192,6 @@ def test_more_ranks_than_experts_and_replicas() -> None:
 
 @on("two")
 def test_a_gather_in_16_bits() -> None:
-    """Two ranks compute what one does."""
     more: dict[str, Any] = {"make": partial(blocks, 3), "steps": 1, "take": whole}
     assert_same(*(outcome("rowwise", False, wrap, **more) for wrap in (shard, None)))
 
@@ -291,8 +290,6 @@ def test_shards_that_cut_squares_are_gathered_in_16_bits() -> None:
 
 @on("either")
 def test_uses() -> None:
-    """Evaluate, then accumulate gradients of two microbatches with weights that stay gathered."""
-
     def evaluate_then_compile(model: Any) -> None:
         evaluate(model)
         if compiles():
@@ -371,7 +368,6 @@ def test_state_dicts_are_plain_and_load() -> None:
 
 @on("two")
 def test_changes() -> None:
-    """Before fully_shard it is undone, or done otherwise; afterwards that is refused."""
     model = convert(blocks(2), "rowwise")
     experts, weight, before = model[0].experts, model[0].experts.up, model[0].experts.up.clone()
     assert isinstance(weight, GatherExperts)
@@ -464,7 +460,6 @@ def test_expert_parallel(recipe: str) -> None:
 @pytest.mark.exhaustive
 @on("four")
 def test_expert_parallel_with_a_gather() -> None:
-    """Two of four experts on each pair of ranks, which share them."""
     mesh, made = mesh_of(2, 2), []
     for all_gather in (False, True):
         torch.manual_seed(0)

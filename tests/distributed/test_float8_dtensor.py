@@ -200,7 +200,6 @@ def test_weights_in_float8_only_are_shared(kind: str) -> None:
 
 @on("two")
 def test_products_that_dtensor_shards_by_itself() -> None:
-    """With bias, of three dims, with high precision."""
     x, w, bias = one_scale(1, 16, 32), one_scale(2, 48, 32), seeded(3, 48)
     wide = w.to_original_precision()
     for of_x, of_w, of_y in (

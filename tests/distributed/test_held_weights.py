@@ -128,7 +128,6 @@ def test_models_that_are_wrapped_afterwards() -> None:
 
 @on("two")
 def test_adapters_of_a_base_in_float8_only() -> None:
-    """Under DDP; beside FSDP2: `test_published_checkpoints`."""
     found = []
     for weights in (ON_THE_FLY, ONLY):
         torch.manual_seed(0)

@@ -108,7 +108,6 @@ def parallel(model: nn.Module, kind: str, mesh: Any = None) -> nn.Module:
 @short_formats
 @on("either")
 def test_tensor_parallel(of: Any, tmp_path: Path) -> None:
-    """Rows of one weight, columns of the other; written and read."""
     for kind, dtype in (("float8", torch.float32), ("torch", torch.bfloat16)):
         models = (convert(plain(128, 256, 128, dtype=dtype), of[2], False) for _ in "ab")
         wanted, model = written(next(models), of), parallel(next(models), kind)
@@ -154,7 +153,6 @@ def test_bytes_alone_under_tensor_parallel(tmp_path: Path) -> None:
 @short_formats
 @on("either")
 def test_masters_of_fsdp_come_from_a_file(of: Any, tmp_path: Path) -> None:
-    """From the meta device, through memory that holds nothing."""
     save_float8_checkpoint(convert(plain(*SIZES), of[2]), tmp_path, of[0], strategy=of[1])
     dist.barrier()
     for dtype in (torch.bfloat16, torch.float32):
@@ -323,7 +321,6 @@ def test_adapters_of_fsdp_beside_a_whole_base(of: Any, tmp_path: Path) -> None:
 
 @on("two_or_four")
 def test_two_dims() -> None:
-    """FSDP2 over one, tensor parallel over the other: the rows of a weight are cut twice."""
     mesh = data_and_tensor(dist.get_world_size() // 2, 2)
     for of in FORMATS:
         for sizes in ((128, 512, 256), (128, 256, 128)):

@@ -250,7 +250,8 @@ def assert_no_cast_of_weights(kept: list[Tensor]) -> None:
     assert all(t.numel() <= 3 * N * K for t in kept if t.dim() == 3)  # as large as the weights
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=EXHAUSTIVE)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_compiled_code_takes_all_dtypes(dtype: torch.dtype) -> None:
     """torch's own grouped GEMM, which the gradient of the weight is here, takes bfloat16 there."""
     given = inputs([5, 27]).to(dtype)

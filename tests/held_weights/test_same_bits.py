@@ -112,7 +112,7 @@ ROWS += [pytest.param("cpu", *row, SHAPE, {}) for row in itertools.product(WAYS,
 COMPILED: dict[str, Any] = {"compile": MODES["aot_eager"]}
 AUTOCAST = COMPILED | {"autocast": torch.bfloat16, "steps": 2}
 ROWS += [
-    pytest.param("cpu", plain, "delayed", TOKENS, AUTOCAST),
+    pytest.param("cpu", plain, "delayed", TOKENS, AUTOCAST, marks=LONGER),
     pytest.param("cpu", odd, "blockwise", ODD, COMPILED),
     pytest.param("cpu", plain, "tensorwise", TOKENS, AUTOCAST, marks=LONGER),
     pytest.param("cpu", checkpointed, "delayed", SHAPE, COMPILED, marks=LONGER),

@@ -171,7 +171,7 @@ def test_changes_between_microbatches() -> None:
 
 def test_changes_under_compiled_code() -> None:
     steps = [Step(True, fused=True), Step(False, foreach=True)]
-    assert_used_as_it_is([*IN_PLACE, *steps], "aot_eager")
+    assert_used_as_it_is([by_hand, new_data, new_strides, *steps], "aot_eager")
 
 
 @MODE

@@ -90,7 +90,7 @@ ROWS_OF_FINER = 200, 384, 1000, 129  # up to 128 are one block: compiled once mo
     ("spec", "C", "ours"),
     [
         (TENSOR, None, ["cast"]),
-        (ROWS, 160, ["transpose"]),
+        pytest.param(ROWS, 160, ["transpose"], marks=pytest.mark.exhaustive),
         (RUNS, 256, ["transpose"]),
         pytest.param(SQUARES, 256, ["transpose"], marks=pytest.mark.exhaustive),
         (SQUARES, 160, ["cast"]),

@@ -61,7 +61,6 @@ def usual() -> str:
 
 @pytest.mark.skipif(private.PLAIN_LAUNCH, reason="FLOAT8_PLAIN_LAUNCH=1: none is looked for")
 def test_the_names_of_this_torch_are_found() -> None:
-    """Else eager mode is slower than it could be, and nobody notices."""
     assert len(NAMES) >= 5
     for name, path in NAMES:
         if "cuda" not in path.lower() or torch.backends.cuda.is_built():

@@ -201,7 +201,8 @@ def test_configurations_that_cannot_work() -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("experts", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("experts", [False, True])
 def test_compiled_code_computes_the_same(experts: bool, device: str) -> None:
     x, w = (seeded(i, *n, device=device).bfloat16() for i, n in enumerate(((96, 64), (2, 48, 64))))
     offs = torch.tensor([40, 96], device=device, dtype=torch.int32)

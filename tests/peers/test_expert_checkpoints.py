@@ -26,16 +26,7 @@ from float8.kernels.dequantize import dequantised
 from float8.quantize import quantize
 from float8.tensor import dequantise
 from sqnr import assert_close
-from support.float8_files import (
-    INDEX,
-    LAYOUTS,
-    Layout,
-    Unchanged,
-    bits,
-    in_files,
-    only,
-    same_bytes,
-)
+from support.float8_files import INDEX, LAYOUTS, Layout, Unchanged, bits, in_files, only, same_bytes
 from support.lazily import Lazily
 from support.ranks import on
 from support.sharded import convert, here, mesh_of, whole
@@ -202,7 +193,6 @@ def test_experts_in_float8_alone_take_no_scale_of_two_projections(tmp_path: Path
 
 
 def test_plain_experts_beside_blockwise_layers(tmp_path: Path) -> None:
-    """They are cast as they are written."""
     left = lambda mod, fqn: fqn != "lm_head" and not fqn.endswith("experts")  # noqa: E731
     model = convert_to_float8_training(built(), config="blockwise", module_filter_fn=left)
     notes = save_float8_checkpoint(model, tmp_path)

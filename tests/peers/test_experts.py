@@ -88,7 +88,6 @@ def routed(experts: Any, seed: int = 0, tokens: int = 40) -> tuple[Tensor, Tenso
 
 @pytest.mark.parametrize(("name", "recipe"), PAIRS)
 def test_experts_compute_what_they_did(name: str, recipe: str) -> None:
-    """Output and all gradients, with the same experts for each token."""
     plain = built(name)
     model = convert_to_float8_training(copy.deepcopy(plain), config=recipe)
     mine = experts_of(model)[0]
@@ -170,8 +169,6 @@ def test_no_tokens(name: str) -> None:
 
 
 def test_nothing_is_made_on_the_cpu_for_another_device() -> None:
-    """A copy from there would wait for the GPU, and CUDA graphs refuse it."""
-
     class OnDevice(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
             made = func(*args, **(kwargs or {}))

@@ -61,7 +61,6 @@ def test_each_step_is_synced_once_and_nothing_stays_attached(name: str, trained:
     "where", ["here", pytest.param("a fresh process", marks=pytest.mark.exhaustive)]
 )
 def test_a_run_is_resumed_bit_by_bit(name: str, where: str, trained: Callable) -> None:
-    """By other objects, which begin with other weights."""
     folder, model, _ = trained(name)
     resume = libraries.resumed if where == "here" else libraries.resumed_in_a_fresh_process
     rest = resume(name, folder)

@@ -36,7 +36,6 @@ def test_each_step_is_synced_once(by_hand: bool, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_tested_in_a_module_that_is_not_converted_yet(tmp_path: Path) -> None:
-    """And it loads without Lightning's trainer."""
     state = libraries.by_lightning(libraries.feed_forwards(), tmp_path, False).state_dict()
     path = str(tmp_path / "epoch=1.ckpt")
     results = [

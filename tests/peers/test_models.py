@@ -182,7 +182,6 @@ MORE["GptOss"] = EXPERTS | {"head_dim": 16, "layer_types": ["full_attention"]}
     ],
 )
 def test_what_changes_no_bit(name: str, recipe: str, how: str) -> None:
-    """Compiled in one graph."""
     plain = hf.llama(name=name, num_hidden_layers=1, **MORE.get(name, {}))
     model, other = (converted(plain, recipe).train() for _ in range(2))
     if how == "compiled":
@@ -199,7 +198,6 @@ def test_what_changes_no_bit(name: str, recipe: str, how: str) -> None:
     "recipe", ["rowwise", "delayed", pytest.param("tensorwise", marks=pytest.mark.exhaustive)]
 )
 def test_generation_after_training(recipe: str) -> None:
-    """With and without a cache, also in training mode, whose state it leaves alone."""
     model = hf.converted(recipe)
     hf.step(model)
     before = {name: x.clone() for name, x in fp8_state(model).items()}

@@ -29,7 +29,6 @@ def many_amaxes() -> torch.Tensor:
 def test_the_float64_quotient_is_rounded_once(
     device: str, dtype: torch.dtype, power_of_2: bool
 ) -> None:
-    """To the next power of two it goes up, so that nothing saturates."""
     amax = many_amaxes()
     scale = amax_to_scale(amax.to(device), dtype, power_of_2)
     assert same_bits(scale, expected_scale(amax.double(), dtype, power_of_2))

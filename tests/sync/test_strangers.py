@@ -187,7 +187,7 @@ def test_a_teacher_beside_what_takes_gradients_scales_by_the_data(mode: str) -> 
     [
         ("eager", True),
         ("eager", False),
-        ("aot_eager", True),
+        pytest.param("aot_eager", True, marks=EXHAUSTIVE),
         pytest.param("aot_eager", False, marks=EXHAUSTIVE),
     ],
 )
@@ -301,7 +301,6 @@ def test_sync_updates_the_layers_own_buffers_after_moving() -> None:
 
 
 def test_syncing_a_part_between_syncs_of_the_whole() -> None:
-    """Layers that are shared are synced once."""
     model = stack(3)
     model.append(model[0])
     synced_right(model)

@@ -37,7 +37,6 @@ MakeConfig = Callable[..., TrainConfig]
 def test_weights_are_held_in_float8_while_microbatches_accumulate(
     make_config: MakeConfig, recipe: str
 ) -> None:
-    """Or if the recipe says so. Which changes no bit: `tests/held_weights`."""
     held, on_the_fly = Float8Weights.HELD, Float8Weights.ON_THE_FLY
     for how, accumulate, wanted in (("", 2, held), ("", 1, on_the_fly), ("+held", 1, held)):
         config = make_config(recipe=recipe + how, accumulate=accumulate)
@@ -52,7 +51,6 @@ def nats_per_byte(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def test_losses_and_steps_match_plain_torch(make_config: MakeConfig, corpus: Corpus) -> None:
-    """Which takes both microbatches of a step as one batch."""
     config = make_config(steps=2, accumulate=2, warmup_steps=0, grad_clip=0.05)
     result = train(config)
     model, _ = build.build_model(config, torch.device("cpu"))
