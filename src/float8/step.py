@@ -56,14 +56,16 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     """
     require_module(model, "model")
     inner = _unwrapped(optimizer)
+    before_step: Any = [x.before_step for x in FEATURES if "before_step" in vars(type(x))]
+    after_step: Any = [x.after_step for x in FEATURES if "after_step" in vars(type(x))]
 
     def hook(is_after: bool, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0]: optimizer
         if is_after == (closure is not None):
-            for feature in FEATURES:
-                feature.before_step(model, group)
-        for feature in FEATURES if is_after else ():
-            feature.after_step(model)
+            for run in before_step:
+                run(model, group)
+        for run in after_step if is_after else ():
+            run(model)
 
     for feature in FEATURES:
         feature.attach(model)
