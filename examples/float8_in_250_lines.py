@@ -230,15 +230,15 @@ def main() -> None:
 
 LIBRARY = {
     "kernels": "two kernels cast to both layouts; this page needs about eight passes over a tensor",
-    "scales.py": "delayed scaling: the scale comes from earlier steps, so a cast reads once",
+    "delayed": "delayed scaling: the scale comes from earlier steps, so a cast reads once",
     "config.py": "recipes: a scale for each row, or for each block of 1x128 or 128x128",
     "gemm.py": "GEMMs under these scales, for the tokens of each expert, or emulated",
     "linear": "autocast, empty inputs, torch.compile, state that survives copies and checkpoints",
     "weights": "weights that are cast once per step, or that exist in float8 only",
     "convert": "which layers gain on your GPU, why the others stay, and the way back",
-    "step.py": "all that happens once per optimizer step, with one all-reduce for all layers",
     "experts": "mixture-of-experts models, with one GEMM for all experts",
-    "tensor": "weights that FSDP2 gathers in float8: half of the bytes of bfloat16",
+    "tensor": "float8 data with a scale as one tensor, also as a Parameter or within a DTensor",
+    "fsdp": "weights that FSDP2 gathers in float8: half of the bytes of bfloat16",
     "parallel": "tensor, sequence and expert parallel, with tokens sent in float8; DDP",
     "checkpoints": "models published in float8: read, trained on, written",
     "memory": "activations that are kept in float8, or recomputed except for outputs of GEMMs",
