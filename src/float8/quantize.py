@@ -104,7 +104,7 @@ def quantize(
 
 
 def scale_of(x: Tensor, cast: Cast, via: torch.dtype | None = None) -> Tensor:
-    """Return the one scale under which `quantize` casts `x`, rounded to `via`, without casting."""
+    """Return the scale under which `quantize` would cast `x` after rounding it to `via`."""
     amax = kernels.amax(x)
     if via is not None:  # rounding keeps the order of numbers
         amax = amax.to(via).to(torch.float32)

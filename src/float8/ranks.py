@@ -11,7 +11,7 @@ from float8.tensor import Float8Tensor, is_dtensor, local_tensor
 
 
 def mesh_device_type(weights: Iterable[Any]) -> str | None:
-    """Return the device type of a mesh that shards `weights`, which may be offloaded, or None."""
+    """Return the device type of the mesh of sharded `weights`, or None; shards may be offloaded."""
     return next((mesh.device_type for mesh in _meshes(weights)), None)
 
 

@@ -77,7 +77,7 @@ class Operand(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """A tensor [R, C] in float8: row data, column data or both; the other is None."""
+    """A tensor [R, C] in float8: row data, column data or both; absent ones are None."""
 
     row: Operand | Any = None
     """The row data [R, C], which GEMMs contract over C."""

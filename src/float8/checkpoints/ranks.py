@@ -29,9 +29,10 @@ class ModelRanks:
         self.number = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
     def agree(self, value: Any = None, error: BaseException | None = None) -> list[Any]:
-        """Wait for all ranks, and return the `value` of each; collective.
+        """All-gather `value` over each process group of the model; collective.
 
-        A rank that failed passes its `error`, and raises it itself; the others raise a copy here.
+        If a rank passes an `error`, all others raise a copy of it; this method returns on the rank
+        itself, which then raises the error.
         """
         cls = next((cls for cls in _ERRORS if isinstance(error, cls)), RuntimeError)
         text = str(error) if cls is not RuntimeError else f"{type(error).__name__}: {error}"

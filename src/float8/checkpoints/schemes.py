@@ -27,7 +27,7 @@ def to_exponents(scale: Tensor) -> Tensor:
 
 
 class Scheme(NamedTuple):
-    """The names, scales and dtypes of float8 weights in a checkpoint."""
+    """Describes how a checkpoint stores float8 weights: dtype, granularity and names of scales."""
 
     format: str
     strategy: str
@@ -242,7 +242,7 @@ def strategy_of(mod: Any) -> Scheme | str | None:
 
 
 def config_for(mod: Any, config: Float8LinearConfig | None) -> Float8LinearConfig:
-    """Return `config`, or if it is None the one under which a float8 layer keeps its bytes."""
+    """Return `config`, or if it is None the one that keeps the float8 bytes of `mod` (`ONLY`)."""
     if config is not None:
         return config
     if not isinstance(scheme := strategy_of(mod), Scheme):  # the layer stays as it is

@@ -92,7 +92,7 @@ def quantization_config(
 ) -> dict[str, Any]:
     """Return the `quantization_config` that describes what `float8_weights` yields.
 
-    Takes the arguments of `float8_weights`, and raises the same errors.
+    Takes `model`, `format` and `strategy` as `float8_weights` does, and raises the same errors.
     """
     require_module(model, "model")
     reshard(model)

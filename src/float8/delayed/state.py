@@ -58,7 +58,7 @@ class StatefulLayer(Float8Module):
 
     @classmethod
     def _float8_buffer_names(cls, config: Float8LinearConfig) -> set[str]:
-        """Return the names of the buffers of a layer with `config`."""
+        """Return the names of the buffers of delayed scaling that a layer with `config` has."""
         return {name for site in config.delayed_sites for name in SITES[site][1:]}
 
     def _float8_start_state(self) -> None:
@@ -141,7 +141,10 @@ class StatefulLayer(Float8Module):
         return Cast(cast_config, DelayedScale(scale, amax, True), reduce)
 
     def _float8_trains(self) -> bool:
-        """Return whether the layer is in training mode, and not all of its Parameters frozen."""
+        """Return whether the layer is in training mode and has a Parameter that is not frozen.
+
+        True without Parameters, which FSDP1 takes away.
+        """
         if not self.training or getattr(self._parameters.get("weight"), "requires_grad", False):
             return self.training  # as most layers
         needed = [parameter.requires_grad for parameter in self.parameters()]
@@ -299,7 +302,10 @@ class StatefulLayer(Float8Module):
 
 
 def _scale_without_gradients(scale: Tensor) -> Tensor:
-    """Return `scale` in a reentrant checkpoint's forward, else `UNKNOWN_SCALE`; an opaque op."""
+    """Return `scale` in the first forward of a reentrant checkpoint, else `UNKNOWN_SCALE`.
+
+    Casts scale dynamically under the latter. As an op, compiled code decides when it runs.
+    """
     return scale.clone() if in_reentrant_checkpoint() else torch.full_like(scale, UNKNOWN_SCALE)
 
 

@@ -111,7 +111,7 @@ def why_experts_slower(
 
 
 def ranks_that_cast(module: Any, name: str, experts: int, ranks: int) -> int:
-    """Return how many of `ranks` share the casts of a weight of experts: all, if it is gathered."""
+    """Return how many ranks cast a share of the weight `name`; 1 unless FSDP2 gathers it."""
     return min(ranks, experts) if name in names_to_gather(module) else 1
 
 

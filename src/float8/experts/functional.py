@@ -69,7 +69,7 @@ def apply_grouped(
     emulated: bool,
     held: Weight | None = None,
 ) -> Tensor:
-    """Compute what `grouped_linear` does; `emulated`: N and K may have any size."""
+    """Compute `grouped_linear` by a plan; `emulated`: N and K need be no multiples of 16."""
     autocast, compiling = autocast_dtype(input.device), torch.compiler.is_compiling()
     if autocast is not None:
         input = input.to(autocast)

@@ -46,8 +46,8 @@ class GatheredExperts(Float8Tensor):
 class GatherExperts(Float8GatherWeight):
     """High-precision weights [E, N, K] with the `CastConfig` in which they are gathered.
 
-    Scales of shards along the first dim, all of one size, are sent with the bytes. For others torch
-    takes the bytes alone: the scales are gathered by themselves then. Where a scale would cover
+    Scales of shards along the first dim, all of one size, are sent with the bytes. For other shards
+    FSDP2 gathers only the bytes, and an all-gather of its own the scales. Where a scale would cover
     what two ranks hold, the weights are gathered in high precision, with a warning.
     """
 

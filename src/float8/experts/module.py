@@ -183,7 +183,7 @@ def lies_transposed(module: Any) -> bool:
 
 
 def weights_of(module: nn.Module) -> list[ExpertsWeight]:
-    """Return the weights of a module of a known kind, those of all ranks."""
+    """Return the names, and the sizes on all ranks, of the weights of a module of experts."""
     weights = []
     for name, parameter in module._parameters.items():
         if name.endswith("_scale_inv"):  # of experts in transformers' own float8

@@ -255,7 +255,7 @@ class Float8GatherWeight(Wrapper):
         return None
 
     def _gathered(self, data: Tensor, scale: Tensor, dtype: torch.dtype, amax: Any) -> Float8Tensor:
-        """Return the gathered data and scales as one tensor that reports `dtype`."""
+        """Return a `Float8Tensor` of the gathered data; `amax`: see `GatherInfo`."""
         return Float8Tensor(data, scale, dtype, self.how.scaling_granularity, amax)
 
 

@@ -30,7 +30,7 @@ class Float8Callback(Callback):
             convert_to_float8_training(pl_module, **self._conversion)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach `pl_module` to each of its optimizers."""
+        """Call `attach_to_optimizer` for each optimizer of `trainer`."""
         for optimizer in trainer.optimizers:
             attached = attach_to_optimizer(pl_module, optimizer, group=self._group)
             self._attachments.append(attached)

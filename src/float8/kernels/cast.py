@@ -354,7 +354,10 @@ def cast_plan(
 
 
 def _tensor_kernels(matrix: _Matrix, source: str) -> _Kernels:
-    """Return the launches of a cast under one scale; one measures the amax unless it is given."""
+    """Return the launches that cast a matrix under one scale; see `cast_kernel` for `source`.
+
+    Unless the scale is given, another launch before the cast measures the amax.
+    """
     tile_shapes = tiles.COL_TILES if matrix.col else tiles.ROW_TILES
     if source == "given":
         return _tiled(matrix, tile_shapes, "tensor"), None, None

@@ -21,9 +21,10 @@ def dequantised_by_kernel(operand: Operand, granularity: Granularity, dtype: tor
 
 
 def is_taken(operand: Operand, granularity: Granularity) -> bool:
-    """Return whether the kernel supports `operand`: rows contiguous, scales of rows or of blocks.
+    """Return whether the kernel supports `operand`: not empty, 2-D or 3-D, last dim contiguous.
 
-    It does not support transposed row data with a scale per row, whose scales are of columns.
+    It supports one scale, a scale per row or per block, but no transposed view of data with a scale
+    per row, whose scales run along the last dim.
     """
     data, scale = operand
     per_row = scale.shape == (*data.shape[:-1], 1)

@@ -65,9 +65,9 @@ def rounded_to_bfloat16(v, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-d
 def scale_of_amax(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the decode scale of an amax given as float32 bits, bitwise that of `amax_to_scale`.
 
-    The division is correctly rounded to float32, as that of the twin, which goes through float64.
-    With ``HARDWARE`` it is done by FMAs: the slow path of a division is a call, around which
-    compilers need twice the registers where a thread has many scales.
+    The quotient is correctly rounded to float32, and then up to a power of two if asked for. With
+    the cast instructions of a GPU, FMAs compute it: a division needs twice the registers where a
+    thread has many scales.
     """
     FLOAT8_MAX: tl.constexpr = 448.0 if ARITHMETIC[MANTISSA_BITS] == 3 else 57344.0
     floor: tl.constexpr = (127 - 100) << 23  # SMALLEST_AMAX; NaN and Inf lie above it

@@ -106,7 +106,10 @@ def store(ptrs, values, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-
 
 @jit
 def tile_quads(tile_r, tile_c, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return ``quad`` and ``c`` of the tile at row ``tile_r`` and column ``tile_c`` of tiles."""
+    """Return indices of groups of four rows [BLOCK_R / 4, 1], and of columns [1, BLOCK_C].
+
+    They are those of tile ``tile_c`` in the ``tile_r``-th row of tiles.
+    """
     quad = (tile_r * (BLOCK_R // 4) + tl.arange(0, BLOCK_R // 4)).to(tl.int64)[:, None]
     c = (tile_c * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
     return quad, c

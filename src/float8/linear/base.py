@@ -33,10 +33,10 @@ def not_copied(cls: type) -> frozenset[str]:
 
 
 class PlainFloat8Module(nn.Module):
-    """What linear layers and experts in float8 have in common.
+    """Base class of float8 modules without features: configuration, copies, state dicts, way back.
 
-    Features that a module carries itself are mixins that extend these methods: `Float8Module` has
-    those of all modules, `Float8Linear` delayed scaling.
+    Mixins extend its methods: `Float8Module` adds weights that are held or in float8 only,
+    `StatefulLayer`, a base of `Float8Linear`, adds delayed scaling.
     """
 
     _float8_config: Float8LinearConfig
@@ -66,7 +66,10 @@ class PlainFloat8Module(nn.Module):
 
     @torch.inference_mode(False)  # else its tensors could not be saved for a backward
     def _float8_set_up(self, config: Float8LinearConfig, finish: bool = True) -> None:
-        """Set the configuration, and reset all state; `finish`: call `_float8_finish`, too."""
+        """Set the configuration, and reset all state.
+
+        `finish`: call `_float8_finish` now; else the caller does, one module after another.
+        """
         plan = self._float8_make_plan(config)  # which may raise
         self._float8_drop_state()
         self._float8_config, self._float8_plan, self._float8_of_this_rank = config, plan, ()
@@ -82,7 +85,7 @@ class PlainFloat8Module(nn.Module):
 
     @torch.inference_mode(False)
     def _float8_finish(self) -> None:
-        """Replace what a copy of this module may share until then."""
+        """Replace weights of which the configuration keeps only float8 data; a no-op here."""
 
     def _float8_drop_state(self) -> None:
         """Remove what `_float8_set_up` added to the Parameters and buffers."""

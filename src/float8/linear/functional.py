@@ -75,11 +75,11 @@ def apply_linear(
     kept: Weight | None = None,
     products: Any = None,
 ) -> Tensor:
-    """Compute for `linear` and `Float8Linear` what they have in common; raises as `linear`.
+    """Compute `input @ weight.T + bias` for `linear` and `Float8Linear`; raises as `linear`.
 
     `input` may be a `Float8Tensor`, cast as planned. `casts` are those of the plan, bound to this
-    call. `kept`: `weight` with its float8 data, instead of a cast in this call. `products`: None
-    for `Dense`; with others the result is [M, N].
+    call. `kept`: `weight` with its float8 data, instead of a cast in this call. `products`: how
+    rows are quantized and multiplied; None for `Dense`. If given, the result is [M, N].
     """
     compiling = torch.compiler.is_compiling()
     if not compiling and functorch_levels is not None and functorch_levels() is not None:
@@ -325,5 +325,5 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def symbolic(*_: Any) -> Any:
-        """Refuse `torch.onnx.export` of what TorchScript traced, which calls this."""
+        """Raise a `RuntimeError`; `torch.onnx.export` based on TorchScript calls this."""
         raise RuntimeError(NO_ONNX)

@@ -143,7 +143,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
         return output
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a Parameter; refuse torchao's."""
+        """Register a Parameter; raise a `TypeError` for a tensor subclass of torchao."""
         compiling = torch.compiler.is_compiling()  # as FSDP1 is, which registers views
         if not compiling and type(param).__module__.startswith("torchao."):
             raise TypeError(

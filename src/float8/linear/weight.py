@@ -55,10 +55,10 @@ class OnTheFly(NamedTuple):
         return y, (self.values, scale)
 
     def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", to: dtype) -> Any:
-        """Quantize the weight to column data, and multiply by them.
+        """Quantize the weight to column data, and return `g @ weight`.
 
-        The cast depends on `g.scale`, so that a compiler cannot move it into forward and keep the
-        column data until backward, under FSDP those of every gathered weight.
+        The cast depends on `g.scale`, so that a compiler cannot move it into forward: the column
+        data, under FSDP of every gathered weight, would be kept until backward.
         """
         cast, gemm, products = call.casts.weight_for_grad_input, call.plan.grad_input, call.products
         if self.scale is not None:
@@ -82,7 +82,7 @@ class InFloat8(NamedTuple):
         return call.products.output(a, b, shape, *index, gemm=gemm, out_dtype=to), self
 
     def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", to: dtype) -> Any:
-        """Make column data of the row data, and multiply by them; see `OnTheFly.grad_input`."""
+        """Transpose the row data to column data, and return `g @ weight`; see `OnTheFly`."""
         how, gemm = call.casts.weight_for_grad_input.config, call.plan.grad_input
         b = call.products.transposed(Operand(*self), how, g.scale)
         return call.products.grad_input(g, b, shape, *index, gemm=gemm, out_dtype=to)

@@ -77,7 +77,7 @@ class Float8Partitioner(CustomPartitionerFn):
     def __call__(
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
-        """Return the graphs of forward and backward."""
+        """Partition a joint graph, with activations in float8; return forward and backward."""
         _save_sums_that_patterns_read(gm.graph)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         results: Any = (each.graph.output_node().args[0] for each in (forward, backward))
@@ -119,7 +119,7 @@ class Float8Partitioner(CustomPartitionerFn):
         return size > 0 and size >= self.min_bytes
 
     def _keep_in_float8(self, node: Node, taken: Node, forward: Graph, backward: Graph) -> Any:
-        """Cast `node` in `forward`, and restore its values for `taken`, the input of `backward`.
+        """Cast `node` in `forward`; dequantize it in `backward` in place of the input `taken`.
 
         Returns the nodes of the float8 data and their scale in `forward`.
         """

@@ -438,7 +438,7 @@ def _run_dequantized(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _multiply(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run a product, or what prepares one, on dequantized tensors, and warn."""
+    """Run a matrix product, or `expand` before a batched one, on dequantized tensors; warn."""
     sizes = [tuple(x.shape) for x in args if isinstance(x, Float8Tensor)]
     warn(
         f"float8: {func} outside of float8 layers takes values of {sizes} that are rounded to "

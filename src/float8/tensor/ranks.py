@@ -16,7 +16,10 @@ from float8.scales import Operand
 
 
 class SharedTokens(NamedTuple):
-    """The layout of rows [R, C], R = all leading dims flattened, one of which is sharded evenly."""
+    """Gathers and reduce-scatters activations [R, C] of which ranks share one leading dim evenly.
+
+    R are all leading dims, flattened.
+    """
 
     group: str  # name of the process group
     ranks: int  # number of ranks in it

@@ -163,7 +163,10 @@ def can_be_held(weight: Any) -> bool:
 
 
 def goes_into_graph(weight: Tensor) -> bool:
-    """Return whether export, tracing or CUDA graph capture would record held data as a constant."""
+    """Return whether held data would become a constant of a graph.
+
+    True under export, `torch.jit.trace`, `make_fx` and CUDA graph capture, not under compilation.
+    """
     exporting = torch.compiler.is_exporting()
     if torch.compiler.is_compiling():
         return exporting and (_DYNAMO_TELLS or not torch.compiler.is_dynamo_compiling())

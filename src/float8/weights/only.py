@@ -76,9 +76,9 @@ class OnlyWeights(nn.Module):
         return [f"{self._float8_noun} {Float8Weights.ONLY.value} in float8", *words]
 
     def _float8_loadable(self, old: Any, values: Any, local_metadata: dict[str, Any]) -> Any:
-        """Return `values` of a checkpoint, converted for loading into the Parameter `old`.
+        """Return `values` of a checkpoint, quantized if the Parameter `old` is in float8 only.
 
-        Quantizes `values` if `old` is in float8 only; dequantizes them if the layer has masters.
+        Other values, such as biases, stay. `local_metadata` tells about `assign=True`.
         """
         if not self._float8_never_trains:
             return super()._float8_loadable(old, values, local_metadata)  # type: ignore[misc]

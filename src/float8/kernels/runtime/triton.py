@@ -25,7 +25,7 @@ except ImportError:
     HAS_TRITON, tl, TensorDescriptor = False, types.SimpleNamespace(constexpr=int), None
 
     def jit(fn: Callable[..., Any] | None = None, **_: Any) -> Any:
-        """Return `fn` unchanged."""
+        """Stand in for `triton.jit`, a decorator with or without arguments: keep the function."""
         return fn if fn is not None else lambda fn: fn
 
 
