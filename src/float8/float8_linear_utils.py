@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from float8.config import ConfigOrRecipe, as_config
+from float8.config import ConfigOrRecipe
 from float8.config import linear_requires_sync as linear_requires_sync
 from float8.convert.choice import Chooser, all_linears
 from float8.convert.convert import convert_to_float8_training as convert_to_float8_training
@@ -22,12 +22,12 @@ def _auto_filter_for_recipe(recipe: ConfigOrRecipe, filter_fqns: Collection[str]
 
     The filter returns False for all objects but linear layers, also for those that are no modules.
     """
-    config = as_config(recipe)
+    chooser = Chooser(nn.Identity(), recipe)
 
     def module_filter_fn(mod: nn.Module, fqn: str) -> bool:
         if any(name in fqn for name in filter_fqns) or not isinstance(mod, nn.Linear):
             return False
-        choice = Chooser(mod, config).choose(mod, fqn)
+        choice = chooser.choose(mod, fqn)
         return isinstance(mod, Float8Linear) or (choice is not None and choice.reason is None)
 
     return module_filter_fn

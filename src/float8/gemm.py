@@ -73,9 +73,8 @@ def matmul(
     granularity_a, granularity_b = gemm.granularities
     one_scale_each = granularity_a.one_scale and granularity_b.one_scale
     (M, N), compiling = shape, torch.compiler.is_compiling()
-    if (
-        not granularity_a.by_blocks and a.data.shape[0] != M
-    ):  # only scales of blocks need the rows of padding
+    # Only scales of blocks need the rows of padding.
+    if not granularity_a.by_blocks and a.data.shape[0] != M:
         a = Operand(a.data[:M], a.scale if granularity_a.one_scale else a.scale[:M])
     # Inductor would drop a copy of the rows without padding, and return a view.
     if compiling and not (surely(a.data.numel() != 0) and surely(a.data.shape[0] == M)):

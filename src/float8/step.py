@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from float8.config import require_module
-from float8.convert.conversion import FEATURES
+from float8.convert.conversion import FEATURES, Feature
 from float8.kernels.runtime.private import untraced
 from float8.linear import Float8Module
 
@@ -56,8 +56,8 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     """
     require_module(model, "model")
     inner = _unwrapped(optimizer)
-    before_step: Any = [x.before_step for x in FEATURES if "before_step" in vars(type(x))]
-    after_step: Any = [x.after_step for x in FEATURES if "after_step" in vars(type(x))]
+    before_step: Any = [x.before_step for x in FEATURES if _has(x, Feature.before_step)]
+    after_step: Any = [x.after_step for x in FEATURES if _has(x, Feature.after_step)]
 
     def hook(is_after: bool, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0]: optimizer
@@ -78,6 +78,11 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     # A training that ends in an error removes nothing.
     weakref.finalize(inner, attachment.remove).atexit = False
     return attachment
+
+
+def _has(feature: Feature, method: Any) -> bool:
+    """Return whether the class of `feature` overrides a method of `Feature`."""
+    return getattr(type(feature), method.__name__) is not method
 
 
 def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:

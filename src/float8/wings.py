@@ -1,7 +1,8 @@
 """The features beside the core, in tables that the core reads.
 
-Each is a folder that imports the core, and which no file of the core imports. To take one off,
-delete its folder, its lines here, and its names in `float8/__init__.py`.
+Each is a folder that imports the core. The core imports none but the mixins of its modules, in
+`linear/base.py` and `linear/module.py`. To take one off, delete its folder, its lines here, its
+names in `float8/__init__.py`, and its mixin: `tests/test_wings.py` does so.
 """
 
 from float8.checkpoints.loaded import LoadedInFloat8, Quantizers

@@ -460,6 +460,11 @@ def test_what_cannot_be_kept() -> None:
         ("TypeError: names: got .'down': 1., expected a list", by(names={"down": 1}), []),
         ("ValueError: names: got an empty one in .'0', ''., expected", by(names=["0", ""]), []),
         (
+            "ValueError: keep_high.*no module is called .'weight'.; pr",  # only of experts
+            keeping(names=["weight"]),
+            [plain],
+        ),
+        (
             "ValueError: keep_high.*no module is called .' ', '.'",
             keeping(names=[".", " "]),
             [plain],

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from float8 import (
@@ -22,6 +22,7 @@ from float8 import (
     precompute_float8_dynamic_scale_for_fsdp,
 )
 from float8.fsdp.gather import Float8GatherWeight
+from float8.tensor import local_tensor
 from support.configs import tensorwise
 from support.errors import require_errors
 from support.models import gradients, seeded
@@ -113,6 +114,16 @@ def test_a_first_forward_in_inference_mode_does_what_torch_alone_does() -> None:
         assert all(torch.equal(output, outputs[0]) for output in outputs)
         with pytest.raises(RuntimeError, match=r"[Ii]nference tensor"):
             models[0](x).sum().backward()
+
+
+@on("two")
+def test_buffers_of_delayed_scaling_that_are_dtensors_begin_anew() -> None:
+    model = distribute_module(convert(model_of(), "delayed"), mesh_of())
+    layer = next(x for x in model.modules() if isinstance(x, Float8Linear))
+    layer.get_buffer("fp8_amax_input").fill_(3)
+    model.load_state_dict({k: v for k, v in model.state_dict().items() if "fp8" not in k})
+    assert float(local_tensor(layer.get_buffer("fp8_amax_input"))) == 0
+    layer.reset_parameters()
 
 
 @on("two")

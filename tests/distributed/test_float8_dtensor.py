@@ -185,6 +185,7 @@ def test_weights_in_float8_only_are_shared(kind: str) -> None:
     for dim, layer in enumerate(model):
         assert isinstance(layer.weight.to_local(), Float8Tensor)
         assert same(layer.weight.to_local(), part(single[dim].weight, dim))
+        assert "weight only in float8" in repr(layer)
     x, own = (seeded(1, 8, 32, device=here()).requires_grad_() for _ in "ab")
     y, own_y = single(x), model(own)
     most = 2e-2 if y.is_cuda else 1e-5  # tensor cores keep few bits of sums, and casts follow

@@ -57,6 +57,17 @@ class OwnSeam(SeamExperts):
         return super()._grouped_mm(A=A, B_t=B_t, offs=offs) / 2
 
 
+def test_other_modules_may_have_a_list_as_out_features() -> None:
+    """As backbones of transformers; only linear layers route."""
+    model, backbone = Model(), nn.Module()
+    backbone.out_features = ["stage1"]  # type: ignore[assignment]
+    model.backbone = backbone
+    convert_to_float8_training(model, config=of_recipe("rowwise"))
+    (gate,) = conversion_report(model).layers
+    assert "a router" in str(gate.skip_reason)
+    assert isinstance(model.experts, Float8Experts)
+
+
 def run(experts: nn.Module) -> dict[str, Tensor]:
     """Return output and gradients, and drop these."""
     x = seeded(7, int(SIZES.sum()), DIM).requires_grad_()

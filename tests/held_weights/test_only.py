@@ -17,6 +17,7 @@ from torch.nn.utils import prune
 
 from float8 import (
     CastConfig,
+    Float8Linear,
     Float8LinearConfig,
     Float8Tensor,
     Float8Weights,
@@ -186,6 +187,16 @@ def test_trainable_weights_are_skipped_and_told() -> None:
         ValueError, match=r"layer 'w2'.*requires_grad=True with float8_weights=ONLY"
     ):
         convert_to_float8_training(model, config=with_weights(None, ONLY))
+
+
+def test_other_reasons_come_before_those_of_weights_in_float8_only() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).requires_grad_(False)
+    model[0].weight = None
+    convert_to_float8_training(model, config=with_weights(None, ONLY))
+    assert "weight of dtype None" in str(conversion_report(model).skipped[0].skip_reason)
+    assert isinstance(model[1].weight, Float8Tensor)
+    with pytest.raises(TypeError, match=r"weight of dtype torch\.float64"):
+        Float8Linear.from_float(nn.Linear(32, 32).double(), with_weights(None, ONLY))
 
 
 def test_computed_weights_are_skipped() -> None:

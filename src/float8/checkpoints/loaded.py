@@ -42,7 +42,7 @@ class LoadedInFloat8(Linears):
 class Quantizers(Feature):
     """Quantizers of other libraries, which stay attached to a model that they loaded."""
 
-    def after(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
+    def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
         """Have `save_pretrained` treat layers that were converted as in high precision."""
         if config is not None:
             schemes.leave_quantizers(model)

@@ -65,7 +65,7 @@ class Chooser:
         found = ((mod, conversion_of(mod)) for mod in model.modules())
         self.conversions = {mod: conversion for mod, conversion in found if conversion}
         self.other_modules: dict[nn.Module, str] = {}
-        for conversion in {*self.conversions.values()}:
+        for conversion in {*self.conversions.values()} if self.filter is None else ():
             self.other_modules |= conversion.other_modules_to_keep(model)
         self._check(gpu, cuda_graphs, linear_classes, head)
 
@@ -99,7 +99,7 @@ class Chooser:
 
     def choose(self, mod: nn.Module, fqn: str) -> Choice | None:
         """Return the decision for `mod`, called `fqn`, or None if it has no weight to convert."""
-        if (conversion := self.conversions.get(mod)) is None:
+        if (conversion := self.conversions.get(mod) or conversion_of(mod)) is None:
             return None
         is_converted, name_reason = isinstance(mod, Float8Module), None
         if is_converted:

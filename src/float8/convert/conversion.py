@@ -40,8 +40,8 @@ class Conversion:
         raise NotImplementedError
 
     def parameters(self, mod: nn.Module) -> Sequence[str]:
-        """Return the names of the weights of `mod`, of this kind."""
-        return ["weight"]
+        """Return the names of weights that are chosen by name, beside `mod` itself."""
+        return ()
 
     def stored_by_rows(self, mod: nn.Module) -> Sequence[str]:
         """Return the names of those weights that are stored as [N, K], or [E, N, K] of experts."""
@@ -89,10 +89,10 @@ class Feature:
         """Return what keeps the weights of `mod` from `config`, or None."""
         return None
 
-    def before(self, converted: Sequence[nn.Module]) -> None:
+    def before_conversion(self, converted: Sequence[nn.Module]) -> None:
         """Undo what this feature did to modules that were converted before, and now change."""
 
-    def after(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
+    def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
         """Finish a conversion of `model`; `config` is None if it went back to high precision."""
 
     def attach(self, model: nn.Module) -> None:

@@ -133,11 +133,11 @@ def _change(
 ) -> None:
     """Run `changes` of modules, and what features do before and after."""
     for feature in FEATURES:
-        feature.before([mod for mod in changes if isinstance(mod, Float8Module)])
+        feature.before_conversion([mod for mod in changes if isinstance(mod, Float8Module)])
     for change in changes.values():
         change()
     for feature in FEATURES:
-        feature.after(model, config)
+        feature.after_conversion(model, config)
 
 
 def convert_to_high_precision(module: nn.Module) -> nn.Module:

@@ -84,7 +84,7 @@ class StatefulLayer(Float8Module):
 
     def _float8_fresh_state(self, site: Site, device: torch.device) -> dict[str, Tensor]:
         """Return new buffers for a cast site, by name."""
-        first = UNKNOWN_SCALE if self._float8_config.enable_amax_init else 1.0
+        first = _first_scale(self._float8_config)
         scale = torch.full((), first, dtype=torch.float32, device=device)
         history = scale.new_zeros(self._float8_config.delayed_scaling_config.history_len)
         return {site.amax: torch.zeros_like(scale), site.history: history, site.scale: scale}
@@ -106,9 +106,9 @@ class StatefulLayer(Float8Module):
     def _float8_reset_state(self) -> None:
         """Set the buffers to their initial state, in place."""
         for site in self._float8_stateful:
-            device = self.get_buffer(site.scale).device
-            for name, value in self._float8_fresh_state(site, device).items():
-                self.get_buffer(name).copy_(value)
+            self.get_buffer(site.amax).zero_()
+            self.get_buffer(site.history).zero_()
+            self.get_buffer(site.scale).fill_(_first_scale(self._float8_config))
         self._float8_state_was_written()
 
     def _float8_state_was_written(self) -> None:
@@ -299,6 +299,11 @@ class StatefulLayer(Float8Module):
             if not parameters.isdisjoint(state_dict):
                 self._float8_reset_state()  # their scales were of other weights
         self._float8_state_was_written()  # but no amax was recorded
+
+
+def _first_scale(config: Float8LinearConfig) -> float:
+    """Return the value of a scale before the first sync."""
+    return UNKNOWN_SCALE if config.enable_amax_init else 1.0
 
 
 def _scale_without_gradients(scale: Tensor) -> Tensor:

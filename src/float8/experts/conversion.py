@@ -88,7 +88,7 @@ class Experts(Conversion):
         return {
             mod: reason
             for fqn, mod in modules
-            if getattr(mod, "out_features", None) in counts
+            if isinstance(mod, nn.Linear) and mod.out_features in counts
             if any("router" in word or "gate" in word for word in fqn.split(".")[-2:])
         }
 

@@ -118,11 +118,11 @@ class Float8Gathers(Feature):
                 return got, "register them on the weight after the conversion"
         return None
 
-    def before(self, converted: Sequence[nn.Module]) -> None:
+    def before_conversion(self, converted: Sequence[nn.Module]) -> None:
         """Make the weights plain Parameters again."""
         disable_float8_all_gather(converted)
 
-    def after(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
+    def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
         """Prepare the weights for the gather."""
         if config is not None and config.enable_fsdp_float8_all_gather:
             enable_float8_all_gather(model)
@@ -157,9 +157,8 @@ def enable_float8_all_gather(module: nn.Module) -> None:
         gathers = config and config.enable_fsdp_float8_all_gather and not others
         if gathers and not isinstance(local_tensor(weight), Float8GatherWeight):
             wrapper, cast = WRAPPERS[weight.dim()], layer._float8_plan.casts.weight
-            new_tensors[weight] = wrapper(
-                weight.data, cast.config
-            )  # a view would refer to the weight
+            # `.data`, since a view would refer to the weight.
+            new_tensors[weight] = wrapper(weight.data, cast.config)
     _replace_contents(new_tensors, users)
 
 

@@ -77,9 +77,6 @@ def problem(
     path = f"{type(mod).__module__}.{type(mod).__qualname__}"
     if reason := _computes_something_else(mod, linear_classes):
         return TypeError(f"got a {path}, {reason}")
-    for refuse in REFUSALS:
-        if refusal := refuse(mod, config):
-            return refusal
     if reason := _cannot_be_both(mod, base, config):
         return ValueError(f"got a {path} {reason}")
     weight = mod.weight
@@ -94,6 +91,9 @@ def problem(
             do = ": DeepSpeed's zero.Init has taken it apart; convert each layer by itself, within "
             do += "deepspeed.zero.GatheredParameters([layer.weight])"
         return ValueError(f"got weight of shape {shape}, expected no empty dim{do}")
+    for refuse in REFUSALS:
+        if refusal := refuse(mod, config):
+            return refusal
     reason = lacks_float8_gemm(weight.device, only=config.only_on)
     if reason is not None and not config.emulate:
         return ValueError(f"{reason}; set emulate=True to compute in high precision instead")

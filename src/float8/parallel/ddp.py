@@ -14,7 +14,7 @@ _OURS = "_float8_names_that_ddp_ignores"
 class DataParallel(Feature):
     """Settings of models that `DistributedDataParallel` may wrap."""
 
-    def after(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
+    def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
         """Exclude amaxes and weights in float8 from broadcasts."""
         tell_ddp_what_to_ignore(model)
 

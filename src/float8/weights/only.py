@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from float8.config import Float8LinearConfig, Float8Weights
 from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
-from float8.tensor import Float8Tensor, dequantise, is_dtensor
+from float8.tensor import Float8Tensor, dequantise, is_dtensor, local_tensor
 from float8.tensor.weights import in_float8_only
 from float8.tensor.wrapper import PLAIN
 
@@ -71,7 +71,7 @@ class OnlyWeights(nn.Module):
         words: list[str] = super()._float8_words()  # type: ignore[misc]
         if not self._float8_never_trains:
             return words
-        if not self._float8_without_masters():
+        if not any(isinstance(local_tensor(x), Float8Tensor) for x in self._parameters.values()):
             return ["weight in high precision", *words]  # which somebody has set
         return [f"{self._float8_noun} {Float8Weights.ONLY.value} in float8", *words]
 
