@@ -62,11 +62,10 @@ class Chooser:
         self.gpu: str | None = short_name(gpu)
         self.cuda_graphs, self.head = cuda_graphs, head
         self.classes = tuple(linear_classes) if isinstance(linear_classes, Iterable) else (None,)
-        found = ((mod, conversion_of(mod)) for mod in model.modules())
-        self.conversions = {mod: conversion for mod, conversion in found if conversion}
+        self.conversions = {mod: conversion_of(mod) for mod in model.modules()}
         self.other_modules: dict[nn.Module, str] = {}
         for conversion in {*self.conversions.values()} if self.filter is None else ():
-            self.other_modules |= conversion.other_modules_to_keep(model)
+            self.other_modules |= conversion.other_modules_to_keep(model) if conversion else {}
         self._check(gpu, cuda_graphs, linear_classes, head)
 
     def _check(self, gpu: Any, cuda_graphs: Any, linear_classes: Any, head: Any) -> None:
@@ -99,7 +98,9 @@ class Chooser:
 
     def choose(self, mod: nn.Module, fqn: str) -> Choice | None:
         """Return the decision for `mod`, called `fqn`, or None if it has no weight to convert."""
-        if (conversion := self.conversions.get(mod) or conversion_of(mod)) is None:
+        of_model = mod in self.conversions  # else it is asked about by itself
+        conversion = self.conversions[mod] if of_model else conversion_of(mod)
+        if conversion is None:
             return None
         is_converted, name_reason = isinstance(mod, Float8Module), None
         if is_converted:

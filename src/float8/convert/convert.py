@@ -111,7 +111,7 @@ swap_linear_with_float8_linear = convert_to_float8_training
 
 def _prepare(mod: Any, fqn: str, chooser: Chooser) -> Callable[[], None]:
     """Return a function that converts `mod`, or raise a `ValueError` if a check fails."""
-    conversion = chooser.conversions[mod]
+    conversion: Any = chooser.conversions[mod]
     is_converted = isinstance(mod, Float8Module)
     if is_converted:
         _require_changeable(mod, fqn)
@@ -123,7 +123,7 @@ def _prepare(mod: Any, fqn: str, chooser: Chooser) -> Callable[[], None]:
             raise _refusal(fqn, *refused)
     if is_converted:
         return functools.partial(mod._float8_set_up, chooser.config)
-    return conversion.prepare(mod, chooser)
+    return conversion.prepare(mod, chooser)  # type: ignore[no-any-return]
 
 
 def _change(
