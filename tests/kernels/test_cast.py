@@ -12,6 +12,7 @@ from torch.torch_version import TorchVersion
 from float8 import kernels
 from float8.config import CastConfig, ScalingGranularity
 from float8.delayed.cast import DelayedScale
+from float8.kernels.cast import _cast_op
 from float8.quantize import Cast, quantize
 from float8.scales import Operand, Quantized, amax_to_scale, dequantised
 from kernels.float8_codes import assert_same
@@ -134,6 +135,14 @@ def test_one_graph_for_all_sizes(
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """[R, C] bf16; Inductor goes on with the float32 of before the rounding."""
     return (x.float() * weight.float()).to(torch.bfloat16)
+
+
+def test_the_op_of_a_gpu_takes_arguments_by_name() -> None:
+    """As Inductor passes those that have defaults."""
+    x, layout = torch.empty(0, 24), (None, 16, E4M3, True, False)
+    by_name = _cast_op(x, None, *layout, pad_rows=True, power_of_2=True, via=None, after=None)
+    by_place = _cast_op(x, None, *layout, True, True, None, None)
+    assert [y.shape for y in by_name] == [y.shape for y in by_place]
 
 
 @pytest.mark.parametrize(

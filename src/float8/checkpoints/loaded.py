@@ -7,30 +7,21 @@ from torch import nn
 from float8.checkpoints import schemes
 from float8.config import Float8LinearConfig
 from float8.convert.choice import Chooser
-from float8.convert.conversion import Feature
-from float8.convert.linears import Linears
+from float8.convert.conversion import Conversion, Feature
 from float8.linear import Float8Linear
 from float8.linear.source import become
 
 
-class LoadedInFloat8(Linears):
-    """Converts linear layers with weights in float8: by name and size all of them."""
+class LoadedInFloat8(Conversion):
+    """Converts linear layers with weights in float8, all of them: others have chosen these."""
 
     def matches(self, mod: nn.Module) -> bool:
         """Return True if `mod` has a weight in float8 with a scale, in a format that is known."""
         return schemes.strategy_of(mod) is not None
 
-    def why_left_out(self, mod: nn.Module, fqn: str, chooser: Chooser) -> str | None:
-        """Return None: whoever stored the layer in float8 has chosen it."""
-        return None
-
     def problem(self, mod: nn.Module, chooser: Chooser) -> str | None:
         """Return why the bytes do not fit the configuration."""
         return schemes.why_not_taken(mod, schemes.config_for(mod, chooser.config_or_none))
-
-    def why_slower(self, mod: nn.Module, fqn: str, chooser: Chooser) -> str | None:
-        """Return None: see `why_left_out`."""
-        return None
 
     def prepare(self, mod: nn.Module, chooser: Chooser) -> Callable[[], None]:
         """Return a function that makes a layer of the bytes, one layer at a time."""

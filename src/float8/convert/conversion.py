@@ -48,10 +48,11 @@ class Conversion:
         return ["weight"]
 
     def report(
-        self, fqn: str, mod: nn.Module, scaling: str | None, reason: str | None
+        self, fqn: str, mod: Any, scaling: str | None, reason: str | None
     ) -> list[LayerReport]:
         """Return the rows of a report about `mod`, called `fqn`; for the rest see `LayerReport`."""
-        raise NotImplementedError
+        sizes = mod.in_features, mod.out_features
+        return [LayerReport(fqn or "(root)", *sizes, scaling, reason)]
 
     def why_left_out(self, mod: nn.Module, fqn: str, chooser: "Chooser") -> str | None:
         """Return the reason in the name of `mod` to keep it without a filter, or None."""

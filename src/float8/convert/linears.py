@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from float8.convert.choice import Chooser, left_out
-from float8.convert.conversion import Conversion, LayerReport
+from float8.convert.conversion import Conversion
 from float8.convert.speed import why_slower
 from float8.linear import Float8Linear, unsupported
 from float8.linear.source import become
@@ -22,13 +22,6 @@ class Linears(Conversion):
     def matches(self, mod: nn.Module) -> bool:
         """Return True for any `nn.Linear`."""
         return isinstance(mod, nn.Linear)
-
-    def report(
-        self, fqn: str, mod: Any, scaling: str | None, reason: str | None
-    ) -> list[LayerReport]:
-        """Return one row."""
-        sizes = mod.in_features, mod.out_features
-        return [LayerReport(fqn or "(root)", *sizes, scaling, reason)]
 
     def why_left_out(self, mod: nn.Module, fqn: str, chooser: Chooser) -> str | None:
         """Return a reason for the head, adapters and routers."""

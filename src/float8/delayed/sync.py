@@ -55,12 +55,12 @@ def sync_float8_amax_and_scale_history(
     """
     require_module(model, "model")
     if fp8_layers is not None:
-        given = [*fp8_layers] if isinstance(fp8_layers, Iterable) else [None]
-        if not all(isinstance(x, Float8Linear) for x in given):
-            kinds = f"{type(fp8_layers).__name__} of {[type(x).__name__ for x in given]}"
+        listed = [*fp8_layers] if isinstance(fp8_layers, Iterable) else [None]
+        if not all(isinstance(x, Float8Linear) for x in listed):
+            kinds = f"{type(fp8_layers).__name__} of {[type(x).__name__ for x in listed]}"
             expected = "a list of Float8Linear; None syncs all of the model"
             raise TypeError(f"fp8_layers: got a {kinds}, expected {expected}")
-    layers = _delayed_layers(model.modules() if fp8_layers is None else given)
+    layers = _delayed_layers(model.modules() if fp8_layers is None else listed)
     if not layers:
         return
     if dist.is_available() and dist.is_initialized():

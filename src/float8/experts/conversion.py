@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from float8.config import Float8LinearConfig
 from float8.convert.choice import Chooser, left_out
 from float8.convert.conversion import Conversion, LayerReport
 from float8.convert.speed import EXPERTS_ERROR, MEMORY, both_ms, no_gain
@@ -68,12 +67,22 @@ class Experts(Conversion):
         return unsupported_experts(mod, chooser.config)
 
     def why_slower(self, mod: nn.Module, fqn: str, chooser: Chooser) -> str | None:
-        """Return a reason for experts that lose on the GPU."""
+        """Return a reason for experts that lose on the GPU, if tokens are spread evenly."""
         if (gpu := chooser.gpu_of(mod)) is None:
             return None
+        gpu = gpu if gpu in MEMORY else "H100"  # another Hopper GPU: others have no such GEMM
         parent = chooser.model.get_submodule(fqn.rpartition(".")[0])
-        step = chooser.tokens, chooser.ranks[3]
-        return why_experts_slower(mod, parent, chooser.config, *step, gpu)
+        config, tokens, weights = chooser.config, chooser.tokens, weights_of(mod)
+        top_k = experts_per_token(mod, parent)
+        experts = local_tensor(mod._parameters[weights[0].name]).shape[0]
+        rows, bf16_ms, float8_ms = tokens * top_k, 0.0, 0.0
+        for name, _, N, K in weights:
+            ranks = ranks_that_cast(mod, name, experts, chooser.ranks[3])
+            ms = both_ms(gpu, config, rows, K, N, ranks, experts=experts)
+            bf16_ms, float8_ms = bf16_ms + ms[0], float8_ms + ms[1]
+        where = f"{gpu}, {rows / experts:.0f} tokens for each of {experts} experts"
+        where += f" ({tokens} tokens go to {top_k} each)"
+        return no_gain(config, bf16_ms / float8_ms, EXPERTS_ERROR, where)
 
     def prepare(self, mod: nn.Module, chooser: Chooser) -> Callable[[], None]:
         """Return a function that changes the class of `mod`."""
@@ -91,23 +100,6 @@ class Experts(Conversion):
             if isinstance(mod, nn.Linear) and mod.out_features in counts
             if any("router" in word or "gate" in word for word in fqn.split(".")[-2:])
         }
-
-
-def why_experts_slower(
-    module: Any, parent: Any, config: Float8LinearConfig, tokens: int, ranks: int, gpu: str
-) -> str | None:
-    """Return the reason why experts lose in float8 if tokens are spread evenly, or None."""
-    known_gpu = gpu if gpu in MEMORY else "H100"  # another Hopper GPU: others have no such GEMM
-    weights, top_k = weights_of(module), experts_per_token(module, parent)
-    experts = local_tensor(module._parameters[weights[0].name]).shape[0]
-    rows, bf16_ms, float8_ms = tokens * top_k, 0.0, 0.0
-    for name, _, N, K in weights:
-        casting = ranks_that_cast(module, name, experts, ranks)
-        ms = both_ms(known_gpu, config, rows, K, N, casting, experts=experts)
-        bf16_ms, float8_ms = bf16_ms + ms[0], float8_ms + ms[1]
-    where = f"{known_gpu}, {rows / experts:.0f} tokens for each of {experts} experts"
-    where += f" ({tokens} tokens go to {top_k} each)"
-    return no_gain(config, bf16_ms / float8_ms, EXPERTS_ERROR, where)
 
 
 def ranks_that_cast(module: Any, name: str, experts: int, ranks: int) -> int:

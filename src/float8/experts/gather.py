@@ -70,15 +70,15 @@ class GatherExperts(Float8GatherWeight):
         """Cast the shard, padded to `rows` experts, to what is sent; HELD keeps the cast."""
         ranks, self.param_dtype = mesh.size(), dtype
         weight = next((x for x in module._parameters.values() if local_tensor(x) is self), None)
-        made = None if weight is None else self.kept(weight)
-        if made is None:
+        quantized = None if weight is None else self.kept(weight)
+        if quantized is None:
             shard = padded_shard(self._inner.to(dtype), rows)
             data, scale = quantize_experts(shard, Cast(self.how), row=True).row
             scale = scale if self.how.scaling_granularity.by_blocks else scale.unsqueeze(-1)
-            made = CastAhead(scale, data[..., : shard.shape[2]].contiguous())
+            quantized = CastAhead(scale, data[..., : shard.shape[2]].contiguous())
             if weight is not None:
-                self.keep_if_held(made, weight, module)
-        scale, bytes_ = made.scale, made.data.view(torch.uint8)
+                self.keep_if_held(quantized, weight, module)
+        scale, bytes_ = quantized.scale, quantized.data.view(torch.uint8)
         dim = 1 if self.shape[1] != size[1] else 0
         if ranks > 1 and dim == 0 and rows * ranks == size[0]:
             return (bytes_, scale.view(torch.uint8)), GatherInfo(size)
@@ -91,9 +91,9 @@ class GatherExperts(Float8GatherWeight):
     def _gathered(
         self, data: Tensor, scale: Tensor, dtype: torch.dtype, amax: Any
     ) -> GatheredExperts:
-        covers = self.how.scaling_granularity
-        covers = covers if covers.by_blocks else ScalingGranularity.AXISWISE
-        return GatheredExperts(data.view(E4M3), scale, dtype, covers)
+        granularity = self.how.scaling_granularity
+        granularity = granularity if granularity.by_blocks else ScalingGranularity.AXISWISE
+        return GatheredExperts(data.view(E4M3), scale, dtype, granularity)
 
 
 WRAPPERS[3] = GatherExperts

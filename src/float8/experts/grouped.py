@@ -73,17 +73,19 @@ def _quantize_under_blocks(
     weights: Tensor, cast: Cast, after: Tensor | None, row: bool, col: bool
 ) -> Quantized:
     """Quantize [E, R, C] as one matrix [E * R, C], or per expert if blocks would cross experts."""
-    (E, R, C), how = weights.shape, cast.config
-    width: Any = how.scaling_granularity.width
+    (E, R, C), cast_config = weights.shape, cast.config
+    width: Any = cast_config.scaling_granularity.width
     layouts: Any = {"row": row, "col": col, "after": after}
     row_data = col_data = None
     if R % width:  # of one matrix a compiler would keep a padded copy
-        each: Any = [kernels.cast(x, how, **layouts) for x in weights]
+        each: Any = [kernels.cast(x, cast_config, **layouts) for x in weights]
         row_data, col_data = (_stacked(x) if x[0] else None for x in zip(*each, strict=True))
         if row_data is not None:  # under squares there are fewer rows of scales than R
             row_data = Operand(row_data.data[:, :R], row_data.scale[:, :R])
     else:
-        row_data, col_data = kernels.cast(weights.contiguous().view(E * R, C), how, **layouts)
+        row_data, col_data = kernels.cast(
+            weights.contiguous().view(E * R, C), cast_config, **layouts
+        )
         if row_data is not None:
             row_data = Operand(*(x.view(E, x.shape[0] // E, -1) for x in row_data))
         if col_data is not None:  # the columns of one expert beside those of the next
@@ -175,11 +177,13 @@ class Grouped(Dense):
         return Operand(data, scale if granularity.by_blocks else scale.squeeze(-1))  # [E, N]
 
     @staticmethod
-    def transposed(row: Operand, how: CastConfig, after: Tensor | None = None) -> Operand:
+    def transposed(row: Operand, cast_config: CastConfig, after: Tensor | None = None) -> Operand:
         """Transpose row data [E, N, K] to [E, K, N], or quantize again; see `quantize.to_col`."""
-        granularity = how.scaling_granularity
+        granularity = cast_config.scaling_granularity
         if not granularity.square:
-            return quantize_experts(dequantized(row, how), Cast(how), col=True, after=after).col
+            return quantize_experts(
+                dequantized(row, cast_config), Cast(cast_config), col=True, after=after
+            ).col
         E, N, K = row.data.shape
         below = -N % (granularity.height or GEMM_ALIGNMENT)
         matrix = F.pad(row.data.view(torch.uint8), (0, 0, 0, below)).flatten(0, 1)

@@ -251,8 +251,8 @@ def _arguments(*flat: Any, after: Tensor | None = None, **named: Any) -> CastArg
     return CastArguments(*flat[: len(CastArguments._fields)], **named)
 
 
-def _cast_fake(x: Tensor, scale: Tensor | None, *flat: Any, **named: Any) -> list[Tensor]:
-    arguments = _arguments(*flat, **named)
+def _cast_fake(x: Tensor, scale: Tensor | None, *flat: Any) -> list[Tensor]:
+    arguments = _arguments(*flat)
     found_scale = SCALAR if arguments.height is None and scale is None else None
     specs = (found_scale, *specs_of(x.shape, arguments))
     return [x.new_empty_strided(*spec[:2], dtype=spec[2]) for spec in specs if spec is not None]

@@ -157,11 +157,11 @@ class PlainFloat8Module(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
-        before, given = {**self._parameters}, {}
+        before, loadable = {**self._parameters}, {}
         for name, old in before.items():
             if (values := state_dict.get(prefix + name)) is not None:
-                given[prefix + name] = self._float8_loadable(old, values, local_metadata)
-        super()._load_from_state_dict(state_dict | given, prefix, local_metadata, *rest)
+                loadable[prefix + name] = self._float8_loadable(old, values, local_metadata)
+        super()._load_from_state_dict(state_dict | loadable, prefix, local_metadata, *rest)
         for name, old in before.items():
             new: Any = self._parameters.get(name)
             if new is not None and new is not old:  # by assign=True

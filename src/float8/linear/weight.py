@@ -83,6 +83,6 @@ class InFloat8(NamedTuple):
 
     def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", to: dtype) -> Any:
         """Transpose the row data to column data, and return `g @ weight`; see `OnTheFly`."""
-        how, gemm = call.casts.weight_for_grad_input.config, call.plan.grad_input
-        b = call.products.transposed(Operand(*self), how, g.scale)
+        cast_config, gemm = call.casts.weight_for_grad_input.config, call.plan.grad_input
+        b = call.products.transposed(Operand(*self), cast_config, g.scale)
         return call.products.grad_input(g, b, shape, *index, gemm=gemm, out_dtype=to)

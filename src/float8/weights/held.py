@@ -102,9 +102,11 @@ def times_held(
     products = PRODUCTS[weight.dim()]
     if _is_capturing(weight) or not is_current(b, weight):
         scaling: Any = {"scaling_granularity": granularity, "power_of_2": power_of_2}
-        how = CastConfig(target_dtype=b.dtype, **scaling)
+        cast_config = CastConfig(target_dtype=b.dtype, **scaling)
         values = weight.transpose(1, 2) if stored_transposed else weight
-        quantized = products.quantize_weight(values, Cast(how), row=not col, col=col, pad_rows=True)
+        quantized = products.quantize_weight(
+            values, Cast(cast_config), row=not col, col=col, pad_rows=True
+        )
         operand = quantized.col if col else quantized.row
     if offs is None:
         return matmul_of_any_size(
@@ -251,9 +253,10 @@ class HoldsWeights(nn.Module):
         self._float8_held = ()
 
     def _float8_words(self) -> list[str]:
-        kept = [f"{self._float8_noun} {Float8Weights.HELD.value} in float8"]
-        kept = kept if self._float8_held else []
-        return kept + super()._float8_words()  # type: ignore[misc, no-any-return]
+        words: list[str] = super()._float8_words()  # type: ignore[misc]
+        if not self._float8_held:
+            return words
+        return [f"{self._float8_noun} {Float8Weights.HELD.value} in float8", *words]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a Parameter, and free the held float8 data of the old one."""

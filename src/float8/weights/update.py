@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from float8.config import Float8Weights, ScalingType, require_module
 from float8.convert.conversion import Feature
 from float8.kernels.runtime.private import untraced, warn
-from float8.linear import Float8Linear
-from float8.linear.base import Float8Module
+from float8.linear import Float8Linear, Float8Module
 from float8.quantize import scales_of
 from float8.tensor import Float8Tensor, is_dtensor, is_fsdp_module, local_tensor
 from float8.weights.held import can_be_held, hold
