@@ -124,7 +124,8 @@ def scales_of(
     """Return the dynamic scale of each tensor, 0-dim float32, computed by a few kernels for all.
 
     The tensors are not empty, and share dtype and device. They are rounded to `dtype` before they
-    are cast. `reduce` makes all amaxes, float32 [len(tensors)], those of all ranks.
+    are cast. `reduce` makes all amaxes, float32 [len(tensors)], those of all ranks. Results are
+    views of one tensor, 16 bytes apart.
     """
     amaxes = torch.stack(torch._foreach_norm(list(tensors), float("inf")))
     # As in `scale_of`: the amax of rounded values is the rounded amax.
@@ -132,8 +133,8 @@ def scales_of(
     if reduce is not None:
         amaxes = reduce(amaxes)
     scales = amax_to_scale(amaxes, cast_config.dtype, cast_config.power_of_2)
-    # Copies, in one kernel: cuBLASLt takes scales at multiples of 16 bytes only.
-    return list(torch._foreach_abs(scales.unbind()))
+    # cuBLASLt takes scales at multiples of 16 bytes only.
+    return list(F.pad(scales.unsqueeze(1), (0, 3))[:, 0].unbind())
 
 
 def recast(x: Tensor, cast_config: CastConfig, scale: Tensor) -> Operand:

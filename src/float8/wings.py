@@ -31,8 +31,8 @@ CONVERSIONS[:] = [
 ]
 FEATURES[:] = [
     DelayedScaling(),
-    Float8Gathers(),
     HeldWeights(),
+    Float8Gathers(),
     Quantizers(),
     DataParallel(),
 ]

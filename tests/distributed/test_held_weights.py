@@ -36,19 +36,25 @@ HELD, ONLY, ON_THE_FLY = Float8Weights.HELD, Float8Weights.ONLY, Float8Weights.O
     ["tensorwise", "rowwise", pytest.param("delayed recipe", marks=pytest.mark.exhaustive)],
 )
 @on("either")
-def test_held_equals_on_the_fly(recipe: str) -> None:
-    """Of three weights in two steps, each is gathered four times and cast once."""
+def test_shards_are_cast_once_per_step(recipe: str) -> None:
+    """Each of three weights is gathered four times in the second step.
+
+    Under one scale all are cast by a kernel that is no op; else each is, after both steps.
+    """
     wrap = partial(shard, param_dtype=torch.bfloat16)
-    assert casts_saved(recipe, wrap, make=one_block) == 3 * 2 * (4 - 1)
+    saved = 4 - 2 * (recipe == "rowwise")
+    assert casts_saved(recipe, wrap, make=one_block) == 3 * saved
 
 
 @pytest.mark.parametrize(
-    ("wrap", "gathers"), [(keep, 2), pytest.param(offload, 4, marks=pytest.mark.exhaustive)]
+    ("wrap", "saved"), [(keep, 2), pytest.param(offload, 4, marks=pytest.mark.exhaustive)]
 )
 @on("two")
-def test_weights_that_stay_gathered_or_are_offloaded(wrap: Any, gathers: int) -> None:
+def test_weights_that_stay_gathered_or_are_offloaded(wrap: Any, saved: int) -> None:
     on_cpu = partial(one_block, device="cpu")
-    assert casts_saved("tensorwise", wrap, make=on_cpu) == 3 * 2 * (gathers - 1)
+    if wrap is offload and here().type == "cuda":
+        saved = 0  # FSDP2 copies shards to the GPU before they are cast
+    assert casts_saved("tensorwise", wrap, make=on_cpu) == 3 * saved
 
 
 @on("two")

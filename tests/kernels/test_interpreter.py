@@ -12,7 +12,7 @@ from support.forks import run_program
 @pytest.mark.xdist_group("programs")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs the Triton kernels itself")
 def test_kernels_in_interpreter(pytestconfig: pytest.Config) -> None:
-    names = "test_groups.py", "test_triton.py"
+    names = "test_groups.py", "test_triton.py", "test_foreach_cast.py"
     paths = [str(Path(__file__).with_name(name)) for name in names]
     chosen = pytestconfig.getoption("markexpr")
     marks = f"not gpu and ({chosen})" if chosen else "not gpu"

@@ -118,13 +118,14 @@ def outcome(
 
 
 def casts_saved(recipe: str, wrap: Change, **more: Any) -> int:
-    """How many casts HELD saves in two steps of two microbatches; all that comes of it is the same.
+    """How many casts hooks of the optimizer save in two steps of two microbatches.
 
-    Nothing says that weights are not held.
+    All that comes of it is the same. Nothing says that held weights are cast on the fly.
     """
     found, casts = [], []
     for weights in (Float8Weights.ON_THE_FLY, Float8Weights.HELD):
         how = {"config": {"float8_weights": weights}, "microbatches": 2, "steps": 2}
+        how["attach"] = weights is Float8Weights.HELD
         with OpCounter() as counter, warnings.catch_warnings():
             warnings.filterwarnings("error", ".*on the fly.*")
             found.append(outcome(recipe, True, wrap, **how, **more))
@@ -134,14 +135,14 @@ def casts_saved(recipe: str, wrap: Change, **more: Any) -> int:
 
 
 def after_a_write(write: Change, recipe: str, make: Callable[[], nn.Module]) -> list[Tensor]:
-    """The outputs of one model with weights cast on the fly, and of one that holds them.
+    """The outputs of one model whose gathers cast, and of one whose shards are cast ahead.
 
     They are trained, run, written, and run again.
     """
     found = []
     for weights in (Float8Weights.ON_THE_FLY, Float8Weights.HELD):
         model = shard(convert(make(), recipe, float8_weights=weights))
-        train(model, 1)
+        train(model, 1, attach=weights is Float8Weights.HELD)
         with torch.no_grad():
             model(batch(0, 0))
             write(model)

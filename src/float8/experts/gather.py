@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8.config import ScalingGranularity
+from float8.config import CastConfig, ScalingGranularity
 from float8.experts.grouped import quantize_experts
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
 from float8.fsdp.gather import (
@@ -60,25 +60,29 @@ class GatherExperts(Float8GatherWeight):
             return f"shards of {self.shape[1]} rows would cut squares of {side} x {side}"
         return None
 
-    def can_keep_casts(self, weight: Any) -> bool:
-        """Whether this shard is where it is gathered: else the hooks have a copy of it."""
-        return weight.is_meta or bool(weight.device.type == weight.device_mesh.device_type)
+    @staticmethod
+    def has_one_scale(cast_config: CastConfig) -> bool:
+        """Return False: scales are those of experts, or finer."""
+        return False
+
+    def quantized(self, shard: Tensor, cast: Cast, dtype: torch.dtype) -> CastAhead:
+        """Quantize values [E, N, K] of a shard, rounded to `dtype` first; E is not 0."""
+        data, scale = quantize_experts(shard.to(dtype), cast, row=True).row
+        scale = scale if self.how.scaling_granularity.by_blocks else scale.unsqueeze(-1)
+        return CastAhead(scale, data[..., : shard.shape[2]].contiguous())
 
     def _to_send(
         self, size: torch.Size, rows: int, mesh: Any, module: Any, dtype: torch.dtype
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
-        """Cast the shard, padded to `rows` experts, to what is sent; HELD keeps the cast."""
+        """Return the bytes and scales of the shard, padded to `rows` experts."""
         ranks, self.param_dtype = mesh.size(), dtype
         weight = next((x for x in module._parameters.values() if local_tensor(x) is self), None)
         quantized = None if weight is None else self.kept(weight)
         if quantized is None:
-            shard = padded_shard(self._inner.to(dtype), rows)
-            data, scale = quantize_experts(shard, Cast(self.how), row=True).row
-            scale = scale if self.how.scaling_granularity.by_blocks else scale.unsqueeze(-1)
-            quantized = CastAhead(scale, data[..., : shard.shape[2]].contiguous())
-            if weight is not None:
-                self.keep_if_held(quantized, weight, module)
-        scale, bytes_ = quantized.scale, quantized.data.view(torch.uint8)
+            shard = padded_shard(self._inner, rows)
+            quantized = self.quantized(shard, Cast(self.how), dtype)
+        scale = padded_shard(quantized.scale, rows)
+        bytes_ = padded_shard(quantized.data.view(torch.uint8), rows)
         dim = 1 if self.shape[1] != size[1] else 0
         if ranks > 1 and dim == 0 and rows * ranks == size[0]:
             return (bytes_, scale.view(torch.uint8)), GatherInfo(size)

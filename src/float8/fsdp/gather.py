@@ -3,13 +3,15 @@
 Each rank quantizes its shard under the scale of the whole weight, and sends the bytes.
 """
 
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from float8.config import CastConfig, Float8Weights, ScalingGranularity, ScalingType
+from float8.config import CastConfig, ScalingGranularity, ScalingType
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.kernels.runtime.private import warn
 from float8.quantize import Cast, quantize
@@ -38,7 +40,7 @@ class CastAhead(NamedTuple):
     """The scale of a shard, or its cast, computed before the gather that uses it."""
 
     scale: Tensor
-    data: Tensor | Any = None  # float8, kept with Float8Weights.HELD; None: only the scale is known
+    data: Tensor | Any = None  # float8, contiguous, in the shape of the shard; None: only the scale
 
 
 class Float8GatherWeight(Wrapper):
@@ -101,14 +103,15 @@ class Float8GatherWeight(Wrapper):
                     return weight._like(func, result)
                 return [weight._like(func, x) for x in result]
         result = func(*plain[0], **plain[1])
-        written: dict[int, Any] = {}
+        written: dict[int, Float8GatherWeight] = {}
         for place, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
             if argument.is_write:
                 value = args[place] if place < len(args) else kwargs.get(argument.name)
                 for x in value if isinstance(value, list | tuple) else (value,):
                     if isinstance(x, Float8GatherWeight):
-                        torch.autograd.graph.increment_version(x.counted)
                         written[id(x._inner)] = x
+        if written:
+            torch.autograd.graph.increment_version([x.counted for x in written.values()])
         return written.get(id(result), result)
 
     def _like(self, func: Any, result: Tensor) -> Tensor:
@@ -132,19 +135,18 @@ class Float8GatherWeight(Wrapper):
             self._ahead = self._versions(weight), ahead
 
     def can_keep_casts(self, weight: Any) -> bool:
-        """Return whether all ranks detect writes; a rank that does not would skip an all-reduce."""
-        return no_shard_is_empty(weight)
-
-    def keep_if_held(self, quantized: CastAhead, weight: Any, module: Any) -> None:
-        """Keep the cast if `module` is a float8 layer with `Float8Weights.HELD`."""
-        config = getattr(module, "_float8_config", None)
-        if config and config.float8_weights is Float8Weights.HELD and self.can_keep_casts(weight):
-            self.keep(quantized, weight)
+        """Return whether the shards of all ranks have elements and lie where they are gathered."""
+        on_device = weight.is_meta or weight.device.type == weight.device_mesh.device_type
+        return bool(on_device and no_shard_is_empty(weight))
 
     def forget_cast(self) -> None:
-        """Free a cast that was kept; a scale that was computed ahead stays."""
-        if (ahead := self._ahead[1]) is not None and ahead.data is not None:
-            self._ahead = None, None
+        """Free what was kept."""
+        self._ahead = None, None
+
+    @staticmethod
+    def has_one_scale(cast_config: CastConfig) -> bool:
+        """Return whether one scale covers all shards, whose amaxes ranks therefore reduce."""
+        return cast_config.scaling_granularity.one_scale
 
     def kept(self, weight: Any) -> CastAhead | None:
         """Return the scale or cast that was kept, or None if `weight` was written since."""
@@ -161,7 +163,17 @@ class Float8GatherWeight(Wrapper):
         own = inner._version, inner.data_ptr(), inner.stride()
         return weight._version, self.param_dtype, raw._version, raw.data_ptr(), raw.stride(), *own
 
-    def fsdp_pre_all_gather(
+    @property
+    def fsdp_pre_all_gather(self) -> Callable[..., tuple[tuple[Tensor, ...], GatherInfo]]:
+        """The hook that FSDP2 calls before each all-gather: `_pre_all_gather`.
+
+        FSDP2 inspects its signature each time, which for a method takes as long as a launch.
+        """
+        hook: Any = functools.partial(self._pre_all_gather)
+        hook.__signature__ = _SIGNATURE
+        return hook  # type: ignore[no-any-return]
+
+    def _pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
         """Return the shard as float8 bytes, padded to the rows of the largest shard, and metadata.
@@ -196,6 +208,13 @@ class Float8GatherWeight(Wrapper):
             return f"shards of {rows} rows would cut {granularity}"
         return None
 
+    def quantized(self, shard: Tensor, cast: Cast, dtype: torch.dtype) -> CastAhead:
+        """Quantize values [R, K] of a shard, rounded to `dtype` first; R may be 0."""
+        data, scale = quantize(shard, cast, row=True, via=dtype).row
+        if data.shape != shard.shape:  # padded for a GEMM
+            data = data[: shard.shape[0], : shard.shape[1]]
+        return CastAhead(scale, data.contiguous())
+
     def _to_send(
         self, size: torch.Size, rows: int, mesh: Any, module: Any, dtype: torch.dtype
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
@@ -206,7 +225,7 @@ class Float8GatherWeight(Wrapper):
         """
         weight, config, shard = module.weight, self.how, self._inner
         owner = local_tensor(weight)  # keeps casts; with CPU offload `self` is a copy of it
-        owner.param_dtype = dtype  # from now on scales can be computed ahead
+        owner.param_dtype = dtype  # from now on the shard can be cast ahead
         delayed = config.scaling_type is ScalingType.DELAYED
         kept = None if delayed else owner.kept(weight)
         one_scale, quantized, amax = config.scaling_granularity.one_scale, kept, None
@@ -219,18 +238,12 @@ class Float8GatherWeight(Wrapper):
             else:
                 reduce = amax_over(sharding_groups(weight)) if one_scale else None
                 cast = Cast(config, reduce=reduce)
-            data, scale = quantize(shard, cast, row=True, via=dtype).row
-            if data.shape != shard.shape:  # padded for a GEMM
-                data = data[: shard.shape[0], : shard.shape[1]]
-            quantized = CastAhead(scale, data)
-            if not delayed:
-                owner.keep_if_held(quantized, weight, module)
+            quantized = self.quantized(shard, cast, dtype)
         scale = quantized.scale
-        sent = padded_shard(quantized.data.contiguous().view(torch.uint8), rows)
+        sent = padded_shard(quantized.data.view(torch.uint8), rows)
         if not one_scale and mesh.size() > 1:
             return (sent, scale.contiguous().view(torch.uint8)), GatherInfo(size)
-        before = kept is not None and kept.data is None and kept.scale is scale
-        return (sent,), GatherInfo(size, scale, amax, on_gather_stream=not before)
+        return (sent,), GatherInfo(size, scale, amax, on_gather_stream=kept is None)
 
     def fsdp_post_all_gather(
         self, received: tuple[Tensor, ...], info: GatherInfo, dtype: torch.dtype, *, out: Any = None
@@ -244,12 +257,13 @@ class Float8GatherWeight(Wrapper):
             if x is not None and x.is_cuda:  # the current stream reads it
                 x.record_stream(torch.cuda.current_stream(x.device))
         with as_inference_as(self):
-            data = received[0].view(-1)[: size.numel()].view(size)
+            data = received[0]
             if data.dtype != torch.uint8:
-                return None if out is not None else (data, ())
+                return None if out is not None else (data.view(-1)[: size.numel()].view(size), ())
             scale = received[1].view(torch.float32) if scale is None else scale
             if out is None:
-                return self._gathered(data.view(self.how.dtype), scale, dtype, amax), ()
+                data = data.view(-1)[: size.numel()].view(size).view(self.how.dtype)
+                return self._gathered(data, scale, dtype, amax), ()
         gathered = local_tensor(out)
         gathered._scale, gathered._amax = scale, amax
         return None
@@ -258,6 +272,9 @@ class Float8GatherWeight(Wrapper):
         """Return a `Float8Tensor` of the gathered data; `amax`: see `GatherInfo`."""
         return Float8Tensor(data, scale, dtype, self.how.scaling_granularity, amax)
 
+
+_hook: Any = Float8GatherWeight._pre_all_gather
+_SIGNATURE = inspect.signature(functools.partial(_hook, None))
 
 WRAPPERS: dict[int, type[Float8GatherWeight]] = {2: Float8GatherWeight}
 """The wrapper of a weight by its dims; `float8.experts.gather` adds that of [E, N, K]."""
@@ -272,9 +289,6 @@ _KEEP = (
 )
 """Ops besides views whose results are `Float8GatherWeight`s: sharding and `to_empty` use them."""
 
-# FSDP2 inspects the signature of the hook at every gather, which would take as long as the cast.
-_hook: Any = Float8GatherWeight.fsdp_pre_all_gather
-_hook.__signature__ = inspect.signature(_hook)
 torch.serialization.add_safe_globals(
     [Float8GatherWeight, CastConfig, ScalingGranularity, ScalingType]
 )

@@ -1,18 +1,19 @@
-"""Float8 all-gather under FSDP2: conversion of weights, and scales computed before the gathers."""
+"""Float8 all-gather under FSDP2: conversion of weights, and casts before the gathers."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from float8.config import Float8LinearConfig, ScalingType, require_module
+from float8.config import CastConfig, Float8LinearConfig, ScalingType, require_module
 from float8.convert.conversion import Feature, Refusal, conversion_of
+from float8.fsdp.foreach_cast import foreach_cast
 from float8.fsdp.gather import WRAPPERS, CastAhead, Float8GatherWeight
 from float8.kernels.runtime.private import untraced, warn
-from float8.linear import Float8Linear, Float8Module
-from float8.quantize import scales_of
+from float8.linear import Float8Module
+from float8.quantize import Cast, scales_of
 from float8.tensor import Float8Tensor, is_dtensor, is_fsdp_module, local_tensor
 from float8.tensor.ranks import amax_over, no_shard_is_empty, sharding_groups
 
@@ -21,14 +22,16 @@ from float8.tensor.ranks import amax_over, no_shard_is_empty, sharding_groups
 @torch.inference_mode(False)
 @torch.no_grad()
 def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
-    """Compute the scales of all weights with dynamic scaling and float8 all-gather together.
+    """Cast the shards of all weights with dynamic scaling and float8 all-gather together.
 
-    Call it on all ranks after `optimizer.step()`, or let `attach_to_optimizer` do so. It needs one
-    all-reduce for all weights of a dtype, and for each mesh dim that shards them. Without it each
-    gather runs its own all-reduce, with the same result, as the first forward and weights with
-    empty shards always do. Other models are left unchanged.
+    Call it on all ranks after `optimizer.step()`, or let `attach_to_optimizer` do so. Scales need
+    one all-reduce for all weights of a dtype, and for each mesh dim that shards them; one kernel
+    casts them. Both gathers of a weight, and those of further microbatches, then send these bytes,
+    which take one byte for each element of the shard. Without it each gather casts, with the same
+    result, as the first forward and weights with empty shards always do. Of shards that are
+    offloaded only scales are computed. Other models are left unchanged.
 
-    A scale is used until the weight is written: by an optimizer's step, an op on the Parameter or
+    A cast is used until the weight is written: by an optimizer's step, an op on the Parameter or
     on a view of it, loading, or a write into a tensor of a state dict. Call it again after writes
     that go unnoticed: through NumPy or a raw pointer, `.data` of tensors in state dicts,
     `torch._foreach_*` of DTensors in them, fused optimizers and `torch.distributed` on both kinds.
@@ -38,34 +41,85 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
         ValueError: a weight is gathered at the moment, so that its shard cannot be reached.
     """
     require_module(model, "model")
-    batches: dict[Any, dict[Any, Tensor]] = {}  # what one reduction needs alike -> weight -> shard
-    for name, layer in model.named_modules():
-        if not isinstance(layer, Float8Linear):
+    batches = _shards_to_cast(model)
+    for shards in batches.values():
+        for shard in shards.values():
+            shard.forget_cast()  # frees the old casts before there are new ones
+    for alike, shards in batches.items():
+        for (weight, shard), ahead in zip(shards.items(), _cast(alike, shards), strict=False):
+            shard.keep(ahead, weight)
+
+
+class _Alike(NamedTuple):
+    """What shards have in common that are cast together."""
+
+    wrapper: type[Float8GatherWeight]
+    groups: tuple[Any, ...]
+    """The process groups of ranks that share a weight."""
+    device_type: str
+    """The type of the device where weights are gathered; shards may be offloaded."""
+    device: torch.device
+    dtype: torch.dtype
+    param_dtype: torch.dtype
+    cast_config: CastConfig
+
+
+def _cast(alike: _Alike, shards: dict[Any, Float8GatherWeight]) -> list[CastAhead]:
+    """Cast shards on a GPU; of offloaded ones return the scales, or nothing if they have many.
+
+    FSDP2 copies offloaded shards to the GPU before they are cast.
+    """
+    config, dtype = alike.cast_config, alike.param_dtype
+    on_device, values = alike.device.type == alike.device_type, [x._inner for x in shards.values()]
+    if alike.wrapper.has_one_scale(config):
+        scales = scales_of(values, config, dtype, amax_over(alike.groups, alike.device_type))
+        if not on_device:
+            return [CastAhead(scale) for scale in scales]
+        return [*map(CastAhead, scales, foreach_cast(values, scales, config, dtype))]
+    if not on_device:
+        return []
+    return [x.quantized(x._inner, Cast(config), dtype) for x in shards.values()]
+
+
+def _shards_to_cast(model: nn.Module) -> dict[_Alike, dict[Any, Float8GatherWeight]]:
+    """Return the shards of weights by weight, together those that are cast together."""
+    batches: dict[_Alike, dict[Any, Float8GatherWeight]] = {}
+    sharing: dict[Any, tuple[Any, ...] | None] = {}  # groups of a sharding; None: a rank has none
+    for module in model.modules():
+        if not (isinstance(module, Float8Module) and _casts_ahead(module)):
             continue
-        weight: Any = layer.weight
-        cast = layer._float8_plan.casts.weight.config
-        dynamic = cast.scaling_type is ScalingType.DYNAMIC and cast.scaling_granularity.one_scale
-        if not (dynamic and layer._float8_config.enable_fsdp_float8_all_gather):
-            continue
-        shard = local_tensor(weight)
-        if isinstance(shard, Float8Tensor):
-            raise ValueError(
-                f"layer {name!r}: got a weight that is gathered at the moment, expected its shard; "
-                f"before optimizer.step(), call reshard() on the modules that keep their weights"
-            )
-        # Before the first gather FSDP2 may still move the shard, on some ranks only, and the dtype
-        # to which it will be rounded is unknown.
-        ready = isinstance(shard, Float8GatherWeight) and is_dtensor(weight)
-        ready = ready and shard.param_dtype is not None and not shard.counted.is_inference()
-        if ready and no_shard_is_empty(weight):
-            where = sharding_groups(weight), weight.device_mesh.device_type, shard.device
-            batch = batches.setdefault((*where, shard.dtype, shard.param_dtype, shard.how), {})
-            batch[weight] = shard.high_precision
-    for (groups, device_type, _, _, param_dtype, config), shards in batches.items():
-        reduce = amax_over(groups, device_type)
-        scales = scales_of(list(shards.values()), config, param_dtype, reduce)
-        for weight, scale in zip(shards, scales, strict=True):
-            weight._local_tensor.keep(CastAhead(scale), weight)
+        weight: Any
+        for weight in module._parameters.values():
+            shard = local_tensor(weight)
+            if isinstance(shard, Float8Tensor) and shard._granularity.one_scale:
+                name = next(name for name, mod in model.named_modules() if mod is module)
+                raise ValueError(
+                    f"layer {name!r}: got a weight that is gathered at the moment, expected its "
+                    f"shard; before optimizer.step(), call reshard() on the modules that keep "
+                    f"their weights"
+                )
+            # Before the first gather FSDP2 may still move the shard, on some ranks only, and the
+            # dtype to which it will be rounded is unknown.
+            ready = isinstance(shard, Float8GatherWeight) and is_dtensor(weight)
+            if not ready or shard.param_dtype is None or shard.counted.is_inference():
+                continue
+            mesh = weight.device_mesh
+            sharding = mesh, weight.placements, weight.shape
+            if sharding not in sharing:
+                groups = sharding_groups(weight) if no_shard_is_empty(weight) else None
+                sharing[sharding] = groups
+            if (groups := sharing[sharding]) is not None:
+                where = groups, mesh.device_type, shard.device
+                alike = _Alike(type(shard), *where, shard.dtype, shard.param_dtype, shard.how)
+                batches.setdefault(alike, {})[weight] = shard
+    return batches
+
+
+def _casts_ahead(module: Float8Module) -> bool:
+    """Return whether the weights of `module` are gathered in float8, under dynamic scaling."""
+    dynamic = module._float8_plan.casts.weight.config.scaling_type is ScalingType.DYNAMIC
+    trains = not module._float8_never_trains
+    return module._float8_config.enable_fsdp_float8_all_gather and dynamic and trains
 
 
 def refuse_shards(layer: Any, config: Float8LinearConfig) -> TypeError | ValueError | None:
@@ -128,7 +182,7 @@ class Float8Gathers(Feature):
             enable_float8_all_gather(model)
 
     def after_step(self, model: nn.Module) -> None:
-        """Compute the scales of the next gathers."""
+        """Cast the shards for the next gathers."""
         precompute_float8_dynamic_scale_for_fsdp(model)
 
 

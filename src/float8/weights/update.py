@@ -24,8 +24,8 @@ def update_float8_weights(model: nn.Module) -> None:
     in evaluation, weights are cast on the fly. If the version counter of a weight changed, its next
     use casts it again and keeps the result; compiled code casts it at every use. Fused optimizers
     and writes into `weight.data` or through a raw pointer do not raise the version counter: call
-    this after those. `.to()` and assigning a new Parameter drop held data. Under FSDP2 the next
-    gather casts the shard, and keeps it; this call drops what was kept.
+    this after those. `.to()` and assigning a new Parameter drop held data. Under FSDP2
+    `precompute_float8_dynamic_scale_for_fsdp` casts the shards; this call drops those casts.
 
     A warning names the layers whose weights are cast on the fly all the same, and says why: those
     under tensor parallel, with delayed scaling, or without rows on a rank; experts of torchtitan
@@ -51,7 +51,7 @@ def update_float8_weights(model: nn.Module) -> None:
     under_fsdp = set(itertools.chain(*wraps))
     for mod, name in mods.items():
         for shard in map(local_tensor, mod._parameters.values()):
-            if hasattr(shard, "forget_cast"):
+            if hasattr(shard, "forget_cast"):  # FSDP2 gathers it in float8
                 shard.forget_cast()
         if not isinstance(mod, Float8Linear):
             gathered = "gathered by FSDP, in high precision or offloaded"
@@ -69,7 +69,7 @@ def update_float8_weights(model: nn.Module) -> None:
             )
         if reason := _why_on_the_fly(mod, weight, mod in under_fsdp):
             on_the_fly.append(f"{name} ({reason})")
-        elif mod not in under_fsdp and not weight.is_meta:  # FSDP2's gather keeps the shard
+        elif mod not in under_fsdp and not weight.is_meta:  # FSDP2 gathers casts of the shards
             kind = weight.device, weight.dtype, mod._float8_plan.casts.weight
             alike.setdefault(kind, {}).setdefault(weight, []).append(mod)
     for (_, dtype, cast), readers in alike.items():
@@ -89,7 +89,7 @@ def update_float8_weights(model: nn.Module) -> None:
 
 
 def _held_by_gathers(weight: Any) -> bool:
-    """Return whether FSDP2's gathers can keep the float8 cast of the shard of `weight`."""
+    """Return whether the shard of `weight` can be cast before it is gathered."""
     local = local_tensor(weight)
     if local is not weight and hasattr(local, "can_keep_casts"):
         return bool(local.can_keep_casts(weight))
@@ -99,12 +99,12 @@ def _held_by_gathers(weight: Any) -> bool:
 def _why_on_the_fly(layer: Float8Linear, weight: Any, under_fsdp: bool) -> str | None:
     """Say why a layer with `HELD` cannot hold its weight, or return None."""
     if under_fsdp and not _held_by_gathers(weight):
-        return "gathered in high precision, or without rows on a rank"
+        return "gathered in high precision, offloaded, or without rows on a rank"
     if weight is None:
         return "computed at each use"
     if layer._float8_plan.casts.weight.config.scaling_type is ScalingType.DELAYED:
         return "with delayed scaling"
-    # The hooks of a weight that is gathered in float8 hold it.
+    # Shards that are gathered in float8 are cast once per step.
     if under_fsdp or weight.is_meta or can_be_held(weight):
         return layer._float8_why_never_held
     return "under tensor parallel" if is_dtensor(weight) else f"a {type(weight).__name__}"

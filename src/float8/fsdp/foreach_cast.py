@@ -1,0 +1,124 @@
+"""Cast many tensors to float8 with one kernel, each under a scale of its own."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8 import kernels
+from float8.config import CastConfig
+from float8.formats import E4M3
+from float8.kernels import numeric
+from float8.kernels.runtime.launch import Launch, takes_triton_directly
+from float8.kernels.runtime.triton import has_float8_conversion, jit, tl
+
+BLOCK = 4096
+"""The number of elements that a program casts; results begin at multiples of it."""
+MOST = 1024
+"""The largest number of tensors of one launch, whose programs read an entry of each."""
+
+
+def foreach_cast(
+    tensors: Sequence[Tensor], scales: Sequence[Tensor], cast_config: CastConfig, via: torch.dtype
+) -> list[Tensor]:
+    """Return each tensor in float8, contiguous; on a GPU in slices of one allocation.
+
+    Tensors are contiguous, of any shapes, and share dtype and device. They are rounded to `via`,
+    then cast as `kernels.cast` does. `scales` are the result of `quantize.scales_of`.
+    """
+    first, dtype = tensors[0], cast_config.dtype
+    rounded = first.dtype == torch.float32 and via == torch.bfloat16
+    one_launch = first.is_cuda and (rounded or via == first.dtype)
+    if not (one_launch and takes_triton_directly(*tensors)):
+        pairs = zip(tensors, scales, strict=True)
+        return [kernels.to_float8(x.to(via), scale, dtype) for x, scale in pairs]
+    results: list[Tensor] = []
+    for i in range(0, len(tensors), MOST):
+        results += _cast_triton(tensors[i : i + MOST], scales[i], dtype, rounded)
+    return results
+
+
+def _cast_triton(
+    tensors: Sequence[Tensor], scales: Tensor, dtype: torch.dtype, rounded: bool
+) -> list[Tensor]:
+    """Cast up to `MOST` tensors; `scales` is the first of their scales, 16 bytes apart."""
+    first, device, count = tensors[0], tensors[0].device, len(tensors)
+    addresses = tuple([x.data_ptr() for x in tensors])
+    table, starts = _table(addresses, tuple([x.numel() for x in tensors]), device)
+    out = torch.empty(starts[-1] * BLOCK, dtype=dtype, device=device)
+    arithmetic = 3 if dtype == E4M3 else 2, 0, has_float8_conversion(device)
+    aligned = not any(address & 15 for address in addresses)
+    launch = _launch(first.dtype, device, starts[-1], count, (rounded, aligned, *arithmetic))
+    if starts[-1]:
+        launch(first, table, scales, out)
+    return [
+        out.as_strided(x.shape, x.stride(), start * BLOCK)
+        for x, start in zip(tensors, starts, strict=False)
+    ]
+
+
+@functools.lru_cache(maxsize=64)
+def _table(
+    addresses: tuple[int, ...], sizes: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, list[int]]:
+    """Return addresses, sizes and first programs of tensors, int64 [3, n], on a GPU and as a list.
+
+    The list ends with the number of programs. Addresses rarely change from one step to the next.
+    """
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + -(-size // BLOCK))
+    table = torch.tensor([addresses, sizes, starts[:-1]], pin_memory=device.type == "cuda")
+    return table.to(device, non_blocking=True), starts
+
+
+@functools.lru_cache(maxsize=64)
+def _launch(
+    dtype: torch.dtype,
+    device: torch.device,
+    programs: int,
+    count: int,
+    constants: tuple[Any, ...],
+) -> Launch:
+    """Return the launch for tensors of `dtype`, for which the first launch compiles the kernel."""
+    entries = 1 << max(count - 1, 0).bit_length()
+    constants = (*constants, entries, BLOCK)
+    return Launch(_cast_kernel, device, programs, (count,), constants, num_warps=8)
+
+
+@jit(do_not_specialize_on_alignment=["scales_ptr"])  # type: ignore[untyped-decorator]
+def _cast_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,  # the first tensor, whose dtype all have
+    table_ptr,  # [3, count] int64: address, number of elements and first program of each tensor
+    scales_ptr,  # [count, 4] float32: the scale of each tensor, and three values that are not read
+    out_ptr,  # [programs, BLOCK]
+    count,
+    ROUNDED: tl.constexpr,  # whether values are rounded to bfloat16 first
+    ALIGNED: tl.constexpr,  # whether all addresses are multiples of 16
+    MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr,
+    COUNT: tl.constexpr,  # a power of two, not below count
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Cast BLOCK elements of one tensor."""
+    program = tl.program_id(0)
+    entry = tl.arange(0, COUNT)
+    starts = tl.load(table_ptr + 2 * count + entry, entry < count, 1 << 62)
+    # An empty tensor begins where the next one does.
+    which = tl.sum((starts <= program).to(tl.int32)) - 1
+    start = tl.load(table_ptr + 2 * count + which)
+    size = tl.load(table_ptr + count + which)
+    address = tl.load(table_ptr + which)
+    if ALIGNED:
+        address = tl.multiple_of(address, 16)
+    at = (program - start) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(address.to(x_ptr.dtype) + at, at < size, 0.0)
+    v = numeric.to_float32(x, HARDWARE)
+    if ROUNDED:
+        v = numeric.rounded_to_bfloat16(v, HARDWARE)
+    # An Inf becomes NaN without further code, since the scale of its amax is Inf or NaN.
+    v = v * tl.div_rn(1.0, tl.load(scales_ptr + 4 * which))
+    codes = numeric.to_float8_bits(v, (MANTISSA, POWER_OF_2, HARDWARE))
+    out_ptr = out_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
+    tl.store(out_ptr + program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK), codes)
