@@ -63,10 +63,10 @@ class Chooser:
         self.cuda_graphs, self.head = cuda_graphs, head
         self.classes = tuple(linear_classes) if isinstance(linear_classes, Iterable) else (None,)
         self.conversions = {mod: conversion_of(mod) for mod in model.modules()}
-        self.other_modules: dict[nn.Module, str] = {}
-        for conversion in {*self.conversions.values()} if self.filter is None else ():
-            self.other_modules |= conversion.other_modules_to_keep(model) if conversion else {}
         self._check(gpu, cuda_graphs, linear_classes, head)
+        self.kept_by_model: dict[nn.Module, str] = {}
+        for conversion in {*self.conversions.values()} if self.filter is None else ():
+            self.kept_by_model |= conversion.modules_to_keep(self) if conversion else {}
 
     def _check(self, gpu: Any, cuda_graphs: Any, linear_classes: Any, head: Any) -> None:
         """Raise a `TypeError` or `ValueError` for arguments that cannot be honored."""

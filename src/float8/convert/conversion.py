@@ -70,8 +70,8 @@ class Conversion:
         """Return a function that converts `mod`, whose checks have passed."""
         raise NotImplementedError
 
-    def other_modules_to_keep(self, model: nn.Module) -> dict[nn.Module, str]:
-        """Return modules of other kinds that stay without a filter, such as routers; and why."""
+    def modules_to_keep(self, chooser: "Chooser") -> dict[nn.Module, str]:
+        """Return what stays without a filter because of the rest of the model, and why."""
         return {}
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from float8.convert.choice import Chooser, left_out
 from float8.convert.conversion import Conversion
-from float8.convert.speed import why_slower
+from float8.convert.speed import why_fsdp_waits, why_slower
 from float8.linear import Float8Linear, unsupported
 from float8.linear.source import become
 
@@ -25,7 +25,19 @@ class Linears(Conversion):
 
     def why_left_out(self, mod: nn.Module, fqn: str, chooser: Chooser) -> str | None:
         """Return a reason for the head, adapters and routers."""
-        return chooser.other_modules.get(mod) or left_out(fqn, chooser.head)
+        return chooser.kept_by_model.get(mod) or left_out(fqn, chooser.head)
+
+    def modules_to_keep(self, chooser: Chooser) -> dict[nn.Module, str]:
+        """Return all linear layers, if FSDP2 would wait for the CPU; not beside experts."""
+        config, layers = chooser.config, dict[Any, str]()
+        for fqn, mod in chooser.model.named_modules():
+            if chooser.conversions[mod] is self and left_out(fqn, chooser.head) is None:
+                layers[mod] = chooser.gpu_of(mod) or ""
+        gather = config.enable_fsdp_float8_all_gather and not chooser.cuda_graphs
+        if not (gather and layers and {*chooser.conversions.values()} <= {self, None}):
+            return {}
+        reason = why_fsdp_waits(layers, chooser.tokens)
+        return dict.fromkeys(layers, reason) if reason else {}
 
     def problem(self, mod: nn.Module, chooser: Chooser) -> str | None:
         """Return what `from_float` would raise."""
@@ -39,7 +51,8 @@ class Linears(Conversion):
             few = f"N={mod.out_features} is less than {ROUTER}, as a router's"
             return f"{few}: converted only if a module_filter_fn takes it"
         gpu, step = chooser.gpu_of(mod), (chooser.tokens, chooser.ranks[2])
-        return gpu and why_slower(mod, chooser.config, *step, gpu, chooser.cuda_graphs)
+        alone = not (chooser.cuda_graphs or chooser.config.enable_fsdp_float8_all_gather)
+        return gpu and why_slower(mod, chooser.config, *step, gpu, waits=alone)
 
     def prepare(self, mod: nn.Module, chooser: Chooser) -> Callable[[], None]:
         """Return a function that gives `mod` the class of a layer made here."""

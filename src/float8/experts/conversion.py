@@ -88,9 +88,9 @@ class Experts(Conversion):
         """Return a function that changes the class of `mod`."""
         return functools.partial(convert_experts, mod, chooser.config)
 
-    def other_modules_to_keep(self, model: nn.Module) -> dict[nn.Module, str]:
+    def modules_to_keep(self, chooser: Chooser) -> dict[nn.Module, str]:
         """Return the linear layers that seem to route tokens: by name, one output per expert."""
-        modules = [*model.named_modules()]
+        modules = [*chooser.model.named_modules()]
         weights = [weights_of(mod)[:1] for _, mod in modules if kind_of(mod) is not None]
         counts = {first.experts for found in weights for first in found}
         reason = "a router: converted only if a module_filter_fn takes it"

@@ -32,7 +32,7 @@ _GIB = {"H100": 79, "H200": 139}  # that CUDA has of a card's 80 and 141 GB
 _LINK = 300e6  # bytes per ms that a GPU gets from others: NVLink, or eight network cards of a host
 # Of the CPU, to start the kernels of a layer in bf16 and in float8, compiled: of one GPU, and under
 # FSDP2 with all that it does for a weight. Hosts differ by `HOST_ERROR`.
-_HOST_MS, _FSDP_HOST_MS = (0.1, 0.4), (0.92, 1.41)
+_HOST_MS, _FSDP_HOST_MS = (0.1, 0.4), (0.92, 1.31)
 HOST_ERROR = 0.3
 _CLASSIFIER = r"(\w+\.)?(heads?|classifier|fc|pooler)(\.\w+)?"  # of whole sequences
 _LINEAR, _EXPERTS, _COPIED = "linear layers", "experts", "copies of weights"
