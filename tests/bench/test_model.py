@@ -295,9 +295,9 @@ def test_runs_of_each_seed_go_on_from_one_start() -> None:
         assert len({first, delayed, tensorwise}) == 3  # so delayed scaling was synced
         gaps = [row["gap_percent"] for row in rows]
         assert gaps == [0, 100 * (delayed / first - 1), 100 * (tensorwise / first - 1)]
-        whole = Trainer(config.replace(seed=seed), data.load_corpus(config.data))
-        whole.run(Event())
-        assert whole.validate() == first  # as if it had not stopped
+    whole = Trainer(config.replace(seed=1), data.load_corpus(config.data))
+    whole.run(Event())
+    assert whole.validate() == first  # as if it had not stopped
 
 
 def test_the_mean_of_seeds_has_the_standard_error_of_its_gap() -> None:

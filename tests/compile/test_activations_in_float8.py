@@ -25,7 +25,7 @@ from float8 import (
 )
 from sqnr import same_bits, sqnr
 from support.configs import of_recipe, tensorwise
-from support.devices import on_devices
+from support.devices import GPU
 from support.errors import require_errors
 from support.graphs import make_no_code, op_by_op
 from support.models import LlamaBlock, forward_backward, seeded
@@ -50,14 +50,12 @@ def in_float8(saved: list[Tensor]) -> list[tuple[int, ...]]:
     return sorted(tuple(x.shape) for x in saved if x.dtype in FLOAT8)
 
 
-RECIPES: Any = [
-    (None, {}),
-    ("tensorwise", {}),
-    ("tensorwise", {"float8_weights": Float8Weights.HELD}),
-]
-RECIPES += [("delayed", {}), ("rowwise", {}), ("blockwise", {})]
-SHORT = [
-    pytest.param(*each, marks=[pytest.mark.exhaustive] * (n != 1)) for n, each in enumerate(RECIPES)
+ON_CPUS = ["tensorwise", "delayed", "rowwise", "blockwise"]
+RECIPES: Any = [pytest.param("cuda", of, {}, marks=GPU) for of in (None, *ON_CPUS)]
+RECIPES += [pytest.param("cuda", "tensorwise", {"float8_weights": Float8Weights.HELD}, marks=GPU)]
+RECIPES += [
+    pytest.param("cpu", *each.values, marks=each.marks)
+    for each in short({0}, [(of, {}) for of in ON_CPUS])
 ]
 
 
@@ -71,8 +69,7 @@ def steps(model: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
     return found
 
 
-@on_devices
-@pytest.mark.parametrize(("recipe", "more"), SHORT)
+@pytest.mark.parametrize(("device", "recipe", "more"), RECIPES)
 def test_a_block_keeps_less_and_has_nearly_the_same_gradients(
     device: str, recipe: str | None, more: Any
 ) -> None:
@@ -81,7 +78,7 @@ def test_a_block_keeps_less_and_has_nearly_the_same_gradients(
     model: nn.Module = LlamaBlock(dim, hidden, heads=4, kv=2, head_dim=dim // 4)
     model = model.to(device, torch.bfloat16)
     if recipe is not None:
-        chosen = all_linears if device == "cuda" else lambda mod, fqn: fqn.startswith("ffn.")
+        chosen = all_linears if device == "cuda" else lambda mod, fqn: fqn == "ffn.w2"
         convert_to_float8_training(model, config=of_recipe(recipe, **more), module_filter_fn=chosen)
     x = seeded(0, 1, tokens, dim, device=device, dtype=torch.bfloat16)
     g = seeded(1, 1, tokens, dim, device=device, dtype=torch.bfloat16)
@@ -571,7 +568,7 @@ def test_it_goes_with_checkpointing(selective: bool, inside: bool) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     block = LlamaBlock(64, 192, heads=2, kv=1, head_dim=32).bfloat16()
-    convert_to_float8_training(block, module_filter_fn=lambda mod, fqn: fqn.startswith("ffn."))
+    convert_to_float8_training(block, module_filter_fn=lambda mod, fqn: fqn == "ffn.w2")
     x, g = (seeded(i, 1, 96, 64, dtype=torch.bfloat16) for i in (0, 1))
     model = Checkpointed(block, selective)
     results = [forward_backward(copy.deepcopy(model), x, g)]

@@ -114,7 +114,6 @@ AUTOCAST = COMPILED | {"autocast": torch.bfloat16, "steps": 2}
 ROWS += [
     pytest.param("cpu", plain, "delayed", TOKENS, AUTOCAST, marks=LONGER),
     pytest.param("cpu", odd, "blockwise", ODD, COMPILED),
-    pytest.param("cpu", plain, "tensorwise", TOKENS, AUTOCAST, marks=LONGER),
     pytest.param("cpu", checkpointed, "delayed", SHAPE, COMPILED, marks=LONGER),
 ]
 
