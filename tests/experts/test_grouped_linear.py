@@ -246,10 +246,9 @@ def assert_no_cast_of_weights(kept: list[Tensor]) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_compiled_code_takes_all_dtypes(dtype: torch.dtype) -> None:
+def test_compiled_code_takes_other_dtypes() -> None:
     """torch's own grouped GEMM, which the gradient of the weight is here, takes bfloat16 there."""
-    given = inputs([5, 27]).to(dtype)
+    given = inputs([5, 27]).to(torch.float16)
     assert_same(*(given.run("rowwise_with_gw_hp", call) for call in (compiled(), grouped_linear)))
 
 
