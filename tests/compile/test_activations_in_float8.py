@@ -553,9 +553,11 @@ def contexts() -> Any:
     return create_selective_checkpoint_contexts(save_gemm_outputs)
 
 
-@pytest.mark.parametrize("selective", short({0}, [False, True]))
-@pytest.mark.parametrize("inside", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-def test_it_goes_with_checkpointing(selective: bool, inside: bool) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("inside", "selective"), [(False, False), (False, True), (True, False), (True, True)]
+)
+def test_it_goes_with_checkpointing(inside: bool, selective: bool) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     block = LlamaBlock(64, 192, heads=2, kv=1, head_dim=32).bfloat16()

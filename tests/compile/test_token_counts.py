@@ -21,6 +21,7 @@ from support.configs import of_recipe
 from support.devices import GPU, on_devices
 from support.graphs import make_no_code
 from support.models import fp8_state, gradients, seeded
+from support.rings import short
 from support.training import WRAPPINGS
 
 COUNTS = (40, 0, 1, 129)
@@ -109,7 +110,9 @@ def test_under_inductor(recipe: str, device: str, monkeypatch: pytest.MonkeyPatc
 
 
 @on_devices
-@pytest.mark.parametrize(("recipe", "strict"), [("tensorwise", True), ("blockwise", False)])
+@pytest.mark.parametrize(
+    ("recipe", "strict"), short({1}, [("tensorwise", True), ("blockwise", False)])
+)
 def test_an_exported_model_takes_any_count(recipe: str, strict: bool, device: str) -> None:
     model = Masked(device, config=recipe).eval()
     with torch.no_grad():
