@@ -353,11 +353,10 @@ def test_a_large_layer_gains_on_a_gpu() -> None:
     assert low < high
 
 
-@on_devices
-@pytest.mark.exhaustive
-def test_layers_of_experts(device: str) -> None:
+@pytest.mark.gpu  # tests/cli has them on a CPU
+def test_layers_of_experts() -> None:
     shape = Experts(4, 199, 32, 48)  # groups of 49 and 50 rows
-    (layers,) = bench_experts([shape], experts.RECIPES, torch.device(device), 1, 2)
+    (layers,) = bench_experts([shape], experts.RECIPES, torch.device("cuda"), 1, 2)
     assert [row["recipe"] for row in layers] == ["bf16", *experts.RECIPES]
     for row in layers[1:]:
         assert row["sqnr_db"] > 20

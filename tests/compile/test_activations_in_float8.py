@@ -50,12 +50,11 @@ def in_float8(saved: list[Tensor]) -> list[tuple[int, ...]]:
     return sorted(tuple(x.shape) for x in saved if x.dtype in FLOAT8)
 
 
-ON_CPUS = ["tensorwise", "delayed", "rowwise", "blockwise"]
-RECIPES: Any = [pytest.param("cuda", of, {}, marks=GPU) for of in (None, *ON_CPUS)]
-RECIPES += [pytest.param("cuda", "tensorwise", {"float8_weights": Float8Weights.HELD}, marks=GPU)]
-RECIPES += [
-    pytest.param("cpu", *each.values, marks=each.marks)
-    for each in short({0}, [(of, {}) for of in ON_CPUS])
+RECIPES = ["tensorwise", "delayed", "rowwise", "blockwise"]
+ON_GPUS: Any = [(None, {}), ("tensorwise", {"float8_weights": Float8Weights.HELD})]
+CASES = short({0}, [("cpu", recipe, {}) for recipe in RECIPES])
+CASES += [
+    pytest.param("cuda", *each, marks=GPU) for each in (*ON_GPUS, *((x, {}) for x in RECIPES))
 ]
 
 
@@ -69,7 +68,7 @@ def steps(model: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("device", "recipe", "more"), RECIPES)
+@pytest.mark.parametrize(("device", "recipe", "more"), CASES)
 def test_a_block_keeps_less_and_has_nearly_the_same_gradients(
     device: str, recipe: str | None, more: Any
 ) -> None:

@@ -37,7 +37,7 @@ CELLS = [  # any two of what they vary meet
     ("delayed", False, "blocks with hooks"),
     ("tensorwise", True, "blocks with hooks"),
     ("tensorwise", True, "whole model"),
-    ("delayed", True, "whole model"),
+    ("delayed", False, "whole model"),
     ("tensorwise", False, "blocks"),
 ]
 

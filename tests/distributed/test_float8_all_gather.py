@@ -194,28 +194,24 @@ WRITES: dict[str, Callable[[nn.Module, dict[str, Tensor]], object]] = {
 
 
 def stale(hidden: int) -> None:
-    wanted: dict[bool, list[Tensor]] = {}  # by whether first rows alone are written
-    cases = [(name, precompute) for precompute in (False, True) for name in WRITES]
-    for name, precompute in cases:
-        first_rows = name in ("views", "state")
-        if not precompute and first_rows in wanted:
-            continue
-        model = shard(convert(model_of(hidden, blocks=1), "tensorwise"))
-        step(model)  # FSDP2 may move shards
-        early = model.state_dict()
-        if precompute:
-            precompute_scales(model)
-        with torch.no_grad():
-            WRITES[name](model, early)
-        model.zero_grad()
-        with Traffic() as seen:
-            found = [step(model), *(whole(p.grad) for p in weights(model))]
-        assert torch.uint8 in seen.gather_dtypes, name
-        if precompute:  # a write moves the shards of some ranks, maybe, and all must agree
-            precompute_scales(model)
-        found.append(step(model))
-        same = wanted.setdefault(first_rows, found)
-        assert all(torch.equal(*pair) for pair in zip(found, same, strict=True)), name
+    for name, write in WRITES.items():
+        results = []
+        for precompute in (True, False):
+            model = shard(convert(model_of(hidden, blocks=1), "tensorwise"))
+            step(model)  # FSDP2 may move shards
+            early = model.state_dict()
+            if precompute:
+                precompute_scales(model)
+            with torch.no_grad():
+                write(model, early)
+            model.zero_grad()
+            with Traffic() as seen:
+                results.append([step(model), *(whole(p.grad) for p in weights(model))])
+            assert torch.uint8 in seen.gather_dtypes, name
+            if precompute:  # a write moves the shards of some ranks, maybe, and all must agree
+                precompute_scales(model)
+            results[-1].append(step(model))
+        assert all(torch.equal(*pair) for pair in zip(*results, strict=True)), name
 
 
 @pytest.mark.parametrize(
