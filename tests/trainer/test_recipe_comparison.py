@@ -72,6 +72,7 @@ def test_a_run_that_diverges_leaves_the_others(
     assert (Path(config.output) / "loss.png").exists()
 
 
+@pytest.mark.exhaustive
 def test_an_interrupted_comparison_goes_on_where_it_was(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
