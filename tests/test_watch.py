@@ -289,7 +289,9 @@ class Calls:
         return run
 
 
-@pytest.mark.parametrize("compiled", short({0}, [*EAGER, *STAY_COMPILED]))
+@pytest.mark.parametrize(
+    "compiled", short({0}, [compile_whole, compile_around_blocks, compile_function])
+)
 def test_two_models_and_their_watches(compiled: Any, calls: Calls) -> None:
     """Steps that nobody watches run compiled code, all the time, and compile nothing."""
     # Dynamo compiles one code at most eight times.

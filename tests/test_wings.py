@@ -1,10 +1,7 @@
 """A wing comes off: delete its files and its lines in two lists, and the core trains."""
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +9,7 @@ from typing import NamedTuple
 import pytest
 
 import float8
+from support.forks import run_program
 
 LIBRARY = Path(float8.__file__).parent
 
@@ -74,6 +72,7 @@ def without_lines(path: Path, words: Sequence[str]) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.xdist_group("programs")
 @pytest.mark.parametrize("name", WINGS)
 def test_the_core_trains_without(name: str, tmp_path: Path) -> None:
     wing, library = WINGS[name], tmp_path / "float8"
@@ -90,13 +89,14 @@ def test_the_core_trains_without(name: str, tmp_path: Path) -> None:
         file = library / name
         assert file.read_text().count(old) == 1
         file.write_text(file.read_text().replace(old, new))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += [str(Path(__file__).parent / each) for each in TESTS]
-    chosen = ["-k", f"not ({wing.without})"] if wing.without else []
-    marks = ["-m", "not exhaustive", *chosen, "--rootdir", str(Path(__file__).parents[1])]
-    path = {"PYTHONPATH": str(tmp_path), "PYTEST_ADDOPTS": ""}
-    done = subprocess.run(
-        [*command, *marks], env=os.environ | path, capture_output=True, text=True, timeout=600
-    )
+    tests = Path(__file__).parent
+    command = ["-q", "-p", "no:cacheprovider", "-m", "not exhaustive"]
+    command += ["-k", f"not ({wing.without})"] if wing.without else []
+    command += ["-c", str(tests.parent / "pyproject.toml"), "--rootdir", str(tests.parent)]
+    command += [str(tests / each) for each in TESTS]
+    program = f"import sys, pytest; sys.path.insert(0, {str(tmp_path)!r}); "
+    program += f"code = pytest.main({command}); import float8; "
+    program += f"assert float8.__file__ == {str(library / '__init__.py')!r}; sys.exit(code)"
+    done = run_program(program, PYTEST_ADDOPTS="")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"[1-9]\d+ passed", done.stdout), done.stdout

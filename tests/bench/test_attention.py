@@ -127,36 +127,3 @@ def test_a_step_costs_as_much_whatever_layers_are_called() -> None:
         ms.append(step.ms["attention"][0])
     flop = 14 * 4096 * 8192 * D
     assert ms == pytest.approx([flop / 470e9, flop / 470e9, flop / 470e9, flop / 940e9])
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes", "count", "width"),
-    [
-        ("GPT2LMHeadModel", {"n_layer": 2}, 2, 768),
-        ("BertForMaskedLM", {"num_hidden_layers": 2}, 2, 768),
-        ("ViTForImageClassification", {"num_hidden_layers": 2}, 2, 768),
-        ("T5ForConditionalGeneration", {"num_layers": 1}, 3, 512),
-        ("FalconForCausalLM", {"num_hidden_layers": 2}, 2, 4544),
-        ("DeepseekV3ForCausalLM", {"num_hidden_layers": 1}, 1, 20480),
-        ("Qwen3NextForCausalLM", {"num_hidden_layers": 4}, 1, 4096),  # the others are linear
-        ("Mamba2ForCausalLM", {"num_hidden_layers": 2}, 0, 0),
-    ],
-)
-@pytest.mark.exhaustive
-def test_models_of_transformers(name: str, sizes: dict[str, int], count: int, width: int) -> None:
-    transformers = pytest.importorskip("transformers")
-    cls = getattr(transformers, name)
-    with torch.device("meta"):
-        model = cls(cls.config_class(**sizes))
-    assert [each for _, each, _ in find_attention(model)] == [width] * count
-
-
-@pytest.mark.exhaustive
-def test_peft_changes_nothing() -> None:
-    peft, transformers = (pytest.importorskip(name) for name in ("peft", "transformers"))
-    sizes = {"num_hidden_layers": 2, "hidden_size": D, "intermediate_size": 512}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, vocab_size=64)
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
-    assert [width for _, width, _ in find_attention(model)] == [D, D]

@@ -230,7 +230,7 @@ def test_compare_prints_the_table_and_where_the_files_are(
     )
     Path("my_recipes.py").write_text(mine)
     words = ["--data", "text.txt", "--output", "cmp", "--steps", "3", *QUICK]
-    assert main(["compare", "tensorwise", "my_recipes:mine", *words]) == 0
+    assert main(["compare", "my_recipes:mine", *words]) == 0
     out = capsys.readouterr().out
     runs, names = json.loads(Path("cmp/report.json").read_text())["runs"], []
     for run in runs:
@@ -238,7 +238,7 @@ def test_compare_prints_the_table_and_where_the_files_are(
         names.append(run["recipe"])
         assert f"{run['val_loss']:.4f}" in row
         assert f"{run['val_gap_percent']:+.2f}" in row
-    assert names == ["high_precision", "tensorwise", "my_recipes:mine"]
+    assert names == ["high_precision", "my_recipes:mine"]
     assert "CPUs are for trying float8, not for speed" in out
     assert "report: cmp/report.json, cmp/report.txt" in out
     assert all(run["recipe"] in Path("cmp/report.txt").read_text() for run in runs)

@@ -25,7 +25,7 @@ from float8 import (
 )
 from sqnr import same_bits, sqnr
 from support.configs import of_recipe, tensorwise
-from support.devices import on_devices
+from support.devices import GPU
 from support.errors import require_errors
 from support.graphs import make_no_code, op_by_op
 from support.models import LlamaBlock, forward_backward, seeded
@@ -50,14 +50,11 @@ def in_float8(saved: list[Tensor]) -> list[tuple[int, ...]]:
     return sorted(tuple(x.shape) for x in saved if x.dtype in FLOAT8)
 
 
-RECIPES: Any = [
-    (None, {}),
-    ("tensorwise", {}),
-    ("tensorwise", {"float8_weights": Float8Weights.HELD}),
-]
-RECIPES += [("delayed", {}), ("rowwise", {}), ("blockwise", {})]
-SHORT = [
-    pytest.param(*each, marks=[pytest.mark.exhaustive] * (n != 1)) for n, each in enumerate(RECIPES)
+RECIPES = ["tensorwise", "delayed", "rowwise", "blockwise"]
+ON_GPUS: Any = [(None, {}), ("tensorwise", {"float8_weights": Float8Weights.HELD})]
+CASES = short({0}, [("cpu", recipe, {}) for recipe in RECIPES])
+CASES += [
+    pytest.param("cuda", *each, marks=GPU) for each in (*ON_GPUS, *((x, {}) for x in RECIPES))
 ]
 
 
@@ -71,8 +68,7 @@ def steps(model: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
     return found
 
 
-@on_devices
-@pytest.mark.parametrize(("recipe", "more"), SHORT)
+@pytest.mark.parametrize(("device", "recipe", "more"), CASES)
 def test_a_block_keeps_less_and_has_nearly_the_same_gradients(
     device: str, recipe: str | None, more: Any
 ) -> None:
@@ -81,7 +77,7 @@ def test_a_block_keeps_less_and_has_nearly_the_same_gradients(
     model: nn.Module = LlamaBlock(dim, hidden, heads=4, kv=2, head_dim=dim // 4)
     model = model.to(device, torch.bfloat16)
     if recipe is not None:
-        chosen = all_linears if device == "cuda" else lambda mod, fqn: fqn.startswith("ffn.")
+        chosen = all_linears if device == "cuda" else lambda mod, fqn: fqn == "ffn.w2"
         convert_to_float8_training(model, config=of_recipe(recipe, **more), module_filter_fn=chosen)
     x = seeded(0, 1, tokens, dim, device=device, dtype=torch.bfloat16)
     g = seeded(1, 1, tokens, dim, device=device, dtype=torch.bfloat16)
@@ -197,10 +193,6 @@ def normed_queries(y: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v)
 
 
-def shifted(s: Tensor) -> Tensor:
-    return s - s.amax(-1, keepdim=True).detach()
-
-
 def unrolled(y: Tensor) -> Tensor:
     """Two steps of a recurrent layer whose gate is nearly open."""
     state = torch.zeros_like(y)
@@ -240,21 +232,17 @@ AMPLIFY: dict[str, Callable[[Tensor], Tensor]] = {
     "batch norm": lambda y: F.batch_norm(y + 10, None, None, training=True),
     "a probability per token": routed,
     "hardswish": F.hardswish,
-    "hardshrink": F.hardshrink,
     "clamped": lambda y: F.silu(y.clamp(max=0.5)) * y.clamp(-0.5, 0.5),
     "a function of a softmax": lambda y: F.softmax(F.silu(y) + 10, -1),
     "absmax": lambda y: y / y.abs().amax(-1, keepdim=True).clamp(min=1e-5),
     "max over tokens": lambda y: y.square().sum() + y.amax(0).sum(),
     "mse": lambda y: F.mse_loss(y, near(y)),
-    "smooth_l1": lambda y: F.smooth_l1_loss(y, near(y), beta=0.01),
-    "exp2": lambda y: torch.exp2(shifted(y) * 1.44) / torch.exp2(shifted(y) * 1.44).sum(-1, True),
     "exp": lambda y: y.exp() / y.exp().sum(-1, keepdim=True),
     "exp of a sum": lambda y: (y + -y.amax(-1, keepdim=True).detach()).exp(),
     "chunks": lambda y: sum(F.cross_entropy(each, torch.arange(len(each))) for each in y.chunk(4)),
     "softmax": lambda y: F.softmax(y, -1).square(),
     "normed queries": normed_queries,
     "custom op": wave,
-    "sin": lambda y: (30 * y).sin(),
     "prod": lambda y: y[:, :8].prod(-1),
     "threshold": lambda y: torch.where(y >= y.topk(8).values[:, -1:], y, 0).square(),
     "tanh of an action": lambda y: (1 - y.tanh().square() + 1e-6).log(),
@@ -286,8 +274,7 @@ def gradients(model: nn.Module, x: Tensor, g: Tensor) -> list[Tensor]:
     return [x.grad, *(p.grad for p in model.parameters())]
 
 
-FIRST = {"attention", "layer norm", "a probability per token", "clamped"}
-FIRST |= {"mse", "custom op", "threshold"}
+FIRST = {"layer norm", "a probability per token", "mse", "custom op"}
 
 
 @pytest.mark.parametrize("name", short(FIRST, AMPLIFY))
@@ -390,7 +377,7 @@ VALUES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", short({*PATTERNS} - {"operand", "gelu", "norm"}, PATTERNS))
+@pytest.mark.parametrize("name", short({"norm written out", "swiglu"}, PATTERNS))
 def test_patterns_are_exact_to_the_mantissa_against_float64(name: str) -> None:
     torch.manual_seed(0)
     make, count = PATTERNS[name]
@@ -565,13 +552,15 @@ def contexts() -> Any:
     return create_selective_checkpoint_contexts(save_gemm_outputs)
 
 
-@pytest.mark.parametrize("selective", short({0}, [False, True]))
-@pytest.mark.parametrize("inside", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-def test_it_goes_with_checkpointing(selective: bool, inside: bool) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("inside", "selective"), [(False, False), (False, True), (True, False), (True, True)]
+)
+def test_it_goes_with_checkpointing(inside: bool, selective: bool) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     block = LlamaBlock(64, 192, heads=2, kv=1, head_dim=32).bfloat16()
-    convert_to_float8_training(block, module_filter_fn=lambda mod, fqn: fqn.startswith("ffn."))
+    convert_to_float8_training(block, module_filter_fn=lambda mod, fqn: fqn == "ffn.w2")
     x, g = (seeded(i, 1, 96, 64, dtype=torch.bfloat16) for i in (0, 1))
     model = Checkpointed(block, selective)
     results = [forward_backward(copy.deepcopy(model), x, g)]

@@ -24,12 +24,12 @@ from float8 import (
 from float8.products import Dense
 from sqnr import assert_close
 from support.configs import of_recipe, tensorwise
-from support.devices import DEVICES, on_devices
+from support.devices import GPU, on_devices
 from support.microbatches import HELD, ON_THE_FLY, layers_of, with_weights
 from support.models import Block, FeedForward, forward_backward, gradients, seeded
 from support.rings import short
 from support.spies import saved_tensors
-from support.training import Wrapped, two_layers
+from support.training import Wrapped, one_layer, two_layers
 
 
 class Parallel(nn.Module):
@@ -45,9 +45,9 @@ class Parallel(nn.Module):
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "feed-forward": lambda: FeedForward(64, 192),
-    "parallel": lambda: Parallel(3),
+    "parallel": lambda: Parallel(2),
     "block": lambda: Block(64, 192),
-    "checkpointed": lambda: Wrapped(FeedForward(64, 192), "checkpoint"),
+    "checkpointed": lambda: Wrapped(Parallel(2), "checkpoint"),
 }
 CONFIGS = {
     "tensorwise": of_recipe("tensorwise"),
@@ -143,7 +143,7 @@ def ours_last(module: torch.fx.GraphModule, _) -> Callable:
 
 
 CASES = [
-    ("emulated", "feed-forward"),
+    ("emulated", "parallel"),
     ("tensorwise", "parallel"),
     ("blockwise", "block"),
     ("rowwise", "checkpointed"),
@@ -165,11 +165,16 @@ def test_in_whatever_order_ops_run(device: str, config: str, model: str) -> None
         assert_close(one, other, what=n)
 
 
-@pytest.mark.exhaustive
-@on_devices
-@pytest.mark.parametrize(
-    ("config", "model"), [("rowwise", "parallel"), ("rowwise", "feed-forward"), *CASES]
-)
+# A CPU has few: C++ of one layer takes as long as a second to compile, and GPUs have all.
+INDUCTOR = [("cpu", config, "parallel") for config in ("tensorwise", "rowwise", "emulated")]
+INDUCTOR = [pytest.param(*each, marks=pytest.mark.exhaustive) for each in INDUCTOR]
+INDUCTOR += [
+    pytest.param("cuda", *each, marks=GPU)
+    for each in (("rowwise", "parallel"), ("rowwise", "feed-forward"), *CASES)
+]
+
+
+@pytest.mark.parametrize(("device", "config", "model"), INDUCTOR)
 def test_inductor(device: str, config: str, model: str) -> None:
     # Where nothing lies between two layers, eager mode rounds as Inductor does.
     how = {} if (model, device) == ("parallel", "cpu") else {"backend": "inductor"}
@@ -199,9 +204,12 @@ def test_a_write_in_the_compiled_code_itself(backend: str) -> None:
     assert_close(*found, bound=tolerances.COMPILED)
 
 
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.exhaustive), DEVICES[1]])
 @pytest.mark.parametrize(
-    "kind", ["parallel", pytest.param("feed-forward", marks=pytest.mark.exhaustive)]
+    ("device", "kind"),
+    [
+        pytest.param("cpu", "parallel", marks=pytest.mark.exhaustive),
+        *(pytest.param("cuda", kind, marks=GPU) for kind in ("parallel", "feed-forward")),
+    ],
 )
 def test_what_is_held_is_handed_on_itself(device: str, kind: str) -> None:
     """Saved where it lies; Inductor makes no copy of it, which would be cast again at each use.
@@ -237,22 +245,27 @@ def test_what_is_held_is_handed_on_itself(device: str, kind: str) -> None:
     ("config", "how"), short({1}, [(tensorwise(), "checkpoint"), (of_recipe("delayed"), "plain")])
 )
 def test_one_graph_for_all_layers_and_steps(config, how: str) -> None:
-    model = nn.Sequential(*(two_layers(with_weights(config), how=how) for _ in range(3)))
+    block = two_layers if how == "checkpoint" else one_layer
+    model = nn.ModuleList(block(with_weights(config), how=how) for _ in range(3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     attach_to_optimizer(model, optimizer)
     counter = CompileCounterWithBackend("aot_eager")
     for block in model:
         block.compile(backend=counter, fullgraph=True)
+
+    def run(x: Tensor) -> Tensor:
+        return sum(block(x.requires_grad_()).sum() for block in model)
+
     kept = []
     for seed in range(4):
         # What stays allocated makes sure that the next operands lie elsewhere.
         kept.append(torch.empty(32 * 64 * 2 * 12, dtype=torch.uint8))
         for microbatch in range(2):
-            model(seeded(2 * seed + microbatch, 8, 32).requires_grad_()).sum().backward()
+            run(seeded(2 * seed + microbatch, 8, 32)).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     assert counter.frame_count == 1
     if how == "plain":
         for tokens in (16, 24, 7):
-            model(seeded(0, tokens, 32).requires_grad_()).sum().backward()
+            run(seeded(0, tokens, 32)).backward()
         assert counter.frame_count == 2

@@ -15,13 +15,10 @@ from float8 import (
 )
 from float8.kernels.runtime.private import untraced
 from sqnr import assert_close
-from support.configs import DELAYED, DYNAMIC, delayed, mixed, tensorwise
-from support.models import fp8_state, gradients, seeded
+from support.configs import delayed, tensorwise
+from support.models import fp8_state, seeded
 from support.rings import short
 from support.training import one_layer, two_layers
-
-# At its recompile limit Dynamo would run the rest in eager mode, without an error.
-NO_GIVING_UP = torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
 
 
 @pytest.mark.parametrize(
@@ -38,23 +35,6 @@ def test_dynamic_shapes_from_the_start_and_columns_that_were_padded(config) -> N
             assert output.is_contiguous()
             assert output.view(-1).shape == (10 * tokens,)
             torch.relu_(output).sum().backward()
-
-
-@pytest.mark.exhaustive
-@NO_GIVING_UP
-def test_twelve_blocks_compiled_one_by_one_share_one_graph_per_configuration() -> None:
-    kinds = 6 * (DYNAMIC, DELAYED)
-    model = nn.Sequential(*(two_layers(mixed(kind, DYNAMIC, kind)) for kind in kinds))
-    eager = copy.deepcopy(model)
-    counter = CompileCounterWithBackend("aot_eager")
-    for block in model:
-        block.compile(backend=counter, fullgraph=True)
-    for step in range(2):
-        for each in (model, eager):
-            each(seeded(step, 8, 32).requires_grad_()).sum().backward()
-            sync_float8_amax_and_scale_history(each)
-    assert counter.frame_count == 2
-    assert_close(gradients(eager), gradients(model))
 
 
 @pytest.mark.parametrize(

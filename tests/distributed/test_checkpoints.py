@@ -22,10 +22,8 @@ from support.outcome import assert_same, train
 from support.parallel import DIM as LLAMA_DIM
 from support.parallel import block_of, plan_of
 from support.ranks import Ranks
+from support.rings import short
 from support.sharded import DIM, convert, data_and_tensor, model_of, shard, whole
-
-TENSORWISE = pytest.param("tensorwise", marks=pytest.mark.exhaustive)
-recipes = pytest.mark.parametrize("recipe", [TENSORWISE, "delayed"])
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Tensor]:
@@ -108,34 +106,33 @@ def load_plain(path: str, expected: dict[str, Tensor]) -> None:
         assert torch.equal(whole(parameter), expected[f"/model/{name}"]), name
 
 
-@recipes
+CASES = [("two", "delayed"), ("two", "tensorwise"), ("four", "delayed")]
+
+
+@pytest.mark.parametrize(("ranks", "recipe"), short({0}, CASES))
 def test_from_ranks_to_one_and_to_two(
-    two: Ranks, two_or_four: Ranks, recipe: str, tmp_path: Path
+    request: pytest.FixtureRequest, two: Ranks, ranks: str, recipe: str, tmp_path: Path
 ) -> None:
     path, again = str(tmp_path / "ranks"), str(tmp_path / "one")
-    saved = two_or_four.run(save, path, recipe, "fsdp")[0]
+    saved = request.getfixturevalue(ranks).run(save, path, recipe, "fsdp")[0]
     assert ("/model/0.ffn.w1.fp8_scale_weight" in saved) == (recipe == "delayed")
     load(path, recipe, "alone", saved, again)
     two.run(load, again, recipe, "fsdp", saved)
     two.run(load_plain, path, saved)
 
 
-@recipes
-def test_of_tensor_parallel(two: Ranks, recipe: str, tmp_path: Path) -> None:
-    saved = two.run(save, str(tmp_path), recipe, "llama, tensor parallel")[0]
-    load(str(tmp_path), recipe, "llama, alone", saved)
+def test_of_tensor_parallel(two: Ranks, tmp_path: Path) -> None:
+    saved = two.run(save, str(tmp_path), "delayed", "llama, tensor parallel")[0]
+    load(str(tmp_path), "delayed", "llama, alone", saved)
 
 
 @pytest.mark.exhaustive
-@recipes
-def test_from_a_mesh_of_two_dims_to_others(
-    two: Ranks, four: Ranks, recipe: str, tmp_path: Path
-) -> None:
+def test_from_a_mesh_of_two_dims_to_others(two: Ranks, four: Ranks, tmp_path: Path) -> None:
     path = str(tmp_path)
-    saved = four.run(save, path, recipe, "llama, two dims")[0]
-    four.run(load, path, recipe, "llama, two dims", saved)
-    two.run(load, path, recipe, "llama, tensor parallel", saved)
-    load(path, recipe, "llama, alone", saved)
+    saved = four.run(save, path, "delayed", "llama, two dims")[0]
+    four.run(load, path, "delayed", "llama, two dims", saved)
+    two.run(load, path, "delayed", "llama, tensor parallel", saved)
+    load(path, "delayed", "llama, alone", saved)
 
 
 def load_in_place(path: str) -> None:

@@ -331,9 +331,7 @@ def test_histories_of_a_pipeline_are_of_its_microbatches_alone(two: Ranks) -> No
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [
-        pytest.param("ScheduleGPipe", "delayed recipe", marks=pytest.mark.exhaustive),
         pytest.param("Schedule1F1B", "rowwise", marks=pytest.mark.exhaustive),
-        pytest.param("ScheduleInterleaved1F1B", "tensorwise", marks=pytest.mark.exhaustive),
         ("ScheduleInterleaved1F1B", "delayed recipe"),
     ],
 )

@@ -195,11 +195,23 @@ SHORT = {
     "dequantise": (EVEN, 90),
 }
 """Each kernel once: what `make test` compiles."""
+LAUNCHES = ((EVEN, 90), (UNEVEN, 100)), ((UNEVEN, 90), (EVEN, 100))
+
+
+def ways(n: int, case: str) -> list[tuple[tuple[int, int], int]]:
+    """Return in which of four ways to compile a case: two, or of products of flags one."""
+    first = [SHORT[case]] if case in SHORT else []
+    if "of blocks" in case:  # whose instructions are of Hopper alone
+        return first or [(EVEN if n % 2 else UNEVEN, 90)]
+    if case in BY_TRITON:
+        return first or [LAUNCHES[n // 2 % 2][n % 2]]
+    return [*dict.fromkeys((*first, *LAUNCHES[n % 2]))]
+
+
 COMPILED = [
     pytest.param(case, *how, marks=[] if SHORT.get(case) == how else pytest.mark.exhaustive)
     for n, case in enumerate(CASES | BY_TRITON)
-    for how in ((EVEN, 90), (UNEVEN, 90), (EVEN if n % 2 else UNEVEN, 100))
-    if how[1] == 90 or "of blocks" not in case  # whose instructions are of Hopper alone
+    for how in ways(n, case)
 ]
 assert sum(not each.marks for each in COMPILED) == len(SHORT)
 

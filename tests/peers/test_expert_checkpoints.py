@@ -70,11 +70,12 @@ def rewrite(folder: Path, **tensors: Tensor | None) -> None:
 
 
 def cases() -> Iterator[Any]:
-    """All layouts with one model, all models with one, and all else as `exhaustive`."""
+    """All layouts with one model; of the others each with some, mostly as `exhaustive`."""
     for name, (number, layout) in itertools.product(MODELS, enumerate(LAYOUTS)):
-        if number == 6 and name != "Llama":
-            continue  # transformers multiplies experts by the exponents themselves, and fails
-        first = name == "Mixtral" or number == 6 or (name, number) == ("DeepseekV3", 0)
+        # Of the last transformers multiplies experts by the exponents themselves, and fails.
+        first = (name == "Mixtral") != (number == 6) or (name, number) == ("DeepseekV3", 0)
+        if (number == 6 and name != "Llama") or not (first or (number + len(name)) % 3 == 0):
+            continue
         how = f"{name}-{layout.format}-{layout.strategy}"
         yield pytest.param(name, layout, id=how, marks=[] if first else pytest.mark.exhaustive)
 

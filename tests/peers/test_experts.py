@@ -225,6 +225,7 @@ def test_a_weight_that_is_computed_by_now(name: str) -> None:
 # ---------------------------------------------------------------- held
 
 
+@pytest.mark.exhaustive
 def test_compiled_code_reads_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """In forward and backward; in the first step uses cast, as it may follow a checkpoint."""
     model = converted(config=with_weights(ROWWISE))

@@ -12,12 +12,11 @@ from sqnr import same_bits
 from support import libraries
 from support.libraries import ROWS
 from support.models import fp8_state
+from support.rings import short
 
 pytestmark = pytest.mark.xdist_group("fresh")  # so that each row trains once
 FIRST = ["accelerate", "lightning", "transformers", "transformers, sgd, callbacks anew", "trl"]
 FIRST += ["peft", "torch, EMA", "torchao, AdamW8bit"]
-rest = [pytest.param(x, marks=pytest.mark.exhaustive) for x in ROWS if x not in FIRST]
-names = pytest.mark.parametrize("name", [*FIRST, *rest])
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,7 @@ def test_losses_are_those_of_a_plain_loop(name: str, trained: Callable) -> None:
     assert [x.loss for x in calls] == wanted
 
 
-@names
+@pytest.mark.parametrize("name", short(FIRST, ROWS))
 def test_each_step_is_synced_once_and_nothing_stays_attached(name: str, trained: Callable) -> None:
     _, model, calls = trained(name)
     model = model["model"] if isinstance(model, nn.ModuleDict) else model  # beside averages
@@ -56,9 +55,13 @@ def test_each_step_is_synced_once_and_nothing_stays_attached(name: str, trained:
         assert calls[-1].loss < calls[0].loss
 
 
-@names
+IN_A_FRESH_PROCESS = ["accelerate", "transformers", "torch, EMA"]
+RESUMED = [*((name, "here") for name in ROWS)]
+RESUMED += [(name, "a fresh process") for name in IN_A_FRESH_PROCESS]
+
+
 @pytest.mark.parametrize(
-    "where", ["here", pytest.param("a fresh process", marks=pytest.mark.exhaustive)]
+    ("name", "where"), short({n for n, name in enumerate(ROWS) if name in FIRST}, RESUMED)
 )
 def test_a_run_is_resumed_bit_by_bit(name: str, where: str, trained: Callable) -> None:
     folder, model, _ = trained(name)

@@ -78,7 +78,6 @@ def two_ranks_train(folder: Path, recipe: Any, sizes: dict[str, int]) -> None:
         ("Llama", "delayed"),
         # Gathers what its layers return.
         pytest.param("Phi3", "tensorwise", marks=pytest.mark.exhaustive),
-        pytest.param("Llama", "tensorwise", marks=pytest.mark.exhaustive),
         pytest.param("Llama", "rowwise", marks=pytest.mark.exhaustive),
     ],
 )
@@ -96,7 +95,6 @@ HELD = Float8LinearConfig(float8_weights=Float8Weights.HELD)
     [
         pytest.param("rowwise", BOTH, id="rowwise", marks=pytest.mark.exhaustive),
         pytest.param("rowwise", {"tp_size": 2}, id="rowwise, parts of each expert"),
-        pytest.param("tensorwise", BOTH, id="tensorwise", marks=pytest.mark.exhaustive),
         pytest.param(HELD, BOTH, id="held", marks=pytest.mark.exhaustive),
     ],
 )

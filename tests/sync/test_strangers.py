@@ -21,6 +21,7 @@ from support.configs import DELAYED, DYNAMIC, delayed, mixed, tensorwise
 from support.devices import on_devices
 from support.models import copied, fp8_state, gradients, seeded
 from support.modes import running
+from support.rings import short
 from support.stacks import optimizer_of, stack, train
 
 X = 100 * seeded(7, 8, 16)
@@ -143,11 +144,7 @@ def test_without_gradients_scaling_is_dynamic(change, context, training: bool) -
     assert_same_bits(fp8_state(model), before)
 
 
-EXHAUSTIVE = pytest.mark.exhaustive
-COMPILED = pytest.param("aot_eager", marks=EXHAUSTIVE)
-
-
-@pytest.mark.parametrize("mode", ["eager", COMPILED])
+@pytest.mark.parametrize("mode", short({"eager"}, ["eager", "aot_eager"]))
 def test_the_history_is_taken_in_training_with_gradients_alone(mode: str) -> None:
     model = trained(stack(1))
     call = running(model, mode)
@@ -184,12 +181,7 @@ def test_a_teacher_beside_what_takes_gradients_scales_by_the_data(mode: str) -> 
 
 @pytest.mark.parametrize(
     ("mode", "behind"),
-    [
-        ("eager", True),
-        ("eager", False),
-        pytest.param("aot_eager", True, marks=EXHAUSTIVE),
-        pytest.param("aot_eager", False, marks=EXHAUSTIVE),
-    ],
+    short({0, 1}, [("eager", True), ("eager", False), ("aot_eager", True)]),
 )
 def test_frozen_layers_scale_by_the_data_and_record(mode: str, behind: bool) -> None:
     """Nobody may sync them, as a critic or teacher."""
@@ -221,8 +213,12 @@ def computed(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("mode", ["eager", COMPILED])
-@pytest.mark.parametrize("change", [lambda model: model, first_frozen, computed])
+REENTRANT = [(each, "eager") for each in (lambda model: model, first_frozen, computed)]
+
+
+@pytest.mark.parametrize(
+    ("change", "mode"), short(range(3), [*REENTRANT, (first_frozen, "aot_eager")])
+)
 def test_reentrant_checkpointing_has_the_scales_of_its_recomputation(change, mode: str) -> None:
     """Its first forward has no gradients, and values here that the history cuts."""
     model = change(trained(stack(2)))
