@@ -16,6 +16,7 @@ from float8 import (
     Float8Weights,
     attach_to_optimizer,
     convert_to_float8_training,
+    precompute_float8_dynamic_scale_for_fsdp,
     update_float8_weights,
 )
 from float8.tensor import local_tensor
@@ -57,13 +58,6 @@ def test_weights_that_stay_gathered_or_are_offloaded(wrap: Any, saved: int) -> N
     assert casts_saved("tensorwise", wrap, make=on_cpu) == 3 * saved
 
 
-@on("two")
-def test_weights_with_delayed_scaling_are_cast_on_the_fly() -> None:
-    model = shard(convert(one_block(), "delayed", float8_weights=HELD))
-    with pytest.warns(UserWarning, match=r"3 layer\(s\) cast .*w1 \(with delayed scaling\)"):
-        update_float8_weights(model)
-
-
 def average(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.data.copy_(3 * parameter.data)
@@ -84,9 +78,9 @@ def test_ranks_without_rows() -> None:
     """Only the first rank has rows to write, yet both take part in the next all-reduce."""
     model = nn.Sequential(nn.Sequential(nn.Linear(32, 1, bias=False)))
     model = shard(convert(model, "tensorwise", float8_weights=HELD))
-    with pytest.warns(UserWarning, match=r"1 layer\(s\) .*without rows on a rank"):
-        update_float8_weights(model)
     x = seeded(0, 4, 32)
+    model(x)
+    precompute_float8_dynamic_scale_for_fsdp(model)
     before = model(x)
     with torch.no_grad():
         local: Tensor = model[0][0].weight.to_local()

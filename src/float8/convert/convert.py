@@ -171,7 +171,6 @@ def _require_changeable(mod: Float8Module, fqn: str) -> None:
     if replaced_forward(mod):
         got = "a layer with a `forward` of its own as attribute, which calls that of float8"
         do = "remove it first: accelerate's, by accelerate.hooks.remove_hook_from_submodules(model)"
-        do += ", or transformers' own, by forwards_taken_off(model) of this library"
         refused = got, do
     elif is_parametrized(mod):
         refused = "a layer that is parametrized", "remove the parametrization first"

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from float8 import kernels
 from float8.config import DelayedScalingConfig, require_module
@@ -15,7 +14,7 @@ from float8.convert.conversion import Feature
 from float8.delayed.cast import UNKNOWN_SCALE
 from float8.delayed.state import WEIGHT
 from float8.formats import FLOAT8_MAX
-from float8.kernels.runtime.private import goes_on_without_inputs, untraced
+from float8.kernels.runtime.private import untraced
 from float8.linear import Float8Linear
 from float8.ranks import mesh_device_type, sync_groups, unlike
 from float8.scales import amax_to_scale
@@ -168,7 +167,6 @@ def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> 
     ranks = sync_groups(weights, group, beside, shard_groups)
     if not ranks:
         return
-    _require_no_join(model)
     device_type = mesh_device_type(weights)
     _require_same_layers(model, layers, ranks, device_type)
     amaxes, shards = [], []
@@ -185,21 +183,6 @@ def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> 
     recorded, unrecorded = both.chunk(2)
     together = torch.where(recorded != 0, torch.maximum(recorded, unrecorded), recorded)
     torch._foreach_copy_(amaxes, together.unbind())
-
-
-def _require_no_join(model: nn.Module) -> None:
-    """Raise `RuntimeError` if a `DistributedDataParallel` in `model` is within its `join()`.
-
-    In `join()` a rank without inputs only shadows the collectives of DDP, and would crash in the
-    all-reduce of a sync. `join(throw_on_early_termination=True)` stops all ranks and is allowed.
-    """
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel) and goes_on_without_inputs(module):
-            raise RuntimeError(
-                "float8: got a sync of delayed scaling within DDP's join(), expected as many steps "
-                "on each rank: a rank without inputs cannot take part in it; use "
-                "join(throw_on_early_termination=True), or a recipe without delayed scaling"
-            )
 
 
 def _shard_amax(weight: Tensor) -> Tensor | None:

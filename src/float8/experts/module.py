@@ -23,7 +23,7 @@ from float8.linear.base import Float8Module
 from float8.linear.functional import autocast_dtype
 from float8.linear.plan import LinearPlan
 from float8.linear.source import (
-    about_forward,
+    ABOUT_FORWARD,
     new_class,
     not_in_high_precision,
     replaced_forward,
@@ -211,7 +211,7 @@ def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | 
         return f"got a config with {reason}; expected {EXPECTED}"
     if replaced_forward(module):
         got = "got a `forward` of its own as attribute, expected that of the class"
-        return f"{got}; {about_forward(module)}"
+        return f"{got}; {ABOUT_FORWARD}"
     if kind_of(module) is SeamExperts and (reason := _replaced_seam(module)):
         return reason
     if is_parametrized(module):

@@ -19,7 +19,6 @@ from float8.tensor.float8_tensor import Float8Tensor
 from float8.tensor.ranks import (
     amax_over,
     local_tensor,
-    no_shard_is_empty,
     sharding_groups,
 )
 from float8.tensor.wrapper import Wrapper, as_inference_as
@@ -133,11 +132,6 @@ class Float8GatherWeight(Wrapper):
         """Keep `ahead` until `weight`, which is `self` or the DTensor around it, is written."""
         if not (self.counted.is_inference() or weight.is_inference()):  # these count no writes
             self._ahead = self._versions(weight), ahead
-
-    def can_keep_casts(self, weight: Any) -> bool:
-        """Return whether the shards of all ranks have elements and lie where they are gathered."""
-        on_device = weight.is_meta or weight.device.type == weight.device_mesh.device_type
-        return bool(on_device and no_shard_is_empty(weight))
 
     def forget_cast(self) -> None:
         """Free what was kept."""

@@ -15,7 +15,6 @@ from torch.nn.utils.parametrize import is_parametrized
 from float8.config import Float8LinearConfig
 from float8.formats import HIGH_PRECISION_DTYPES, lacks_float8_gemm
 from float8.linear.base import Float8Module, our_names
-from float8.tensor import is_dtensor
 
 _PICKLING = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__slots__")
 REFUSALS: list[Callable[[Any, Float8LinearConfig], TypeError | ValueError | None]] = []
@@ -60,14 +59,8 @@ def replaced_forward(mod: nn.Module) -> bool:
     return forward is not None and forward != types.MethodType(type(mod).forward, mod)
 
 
-def about_forward(mod: nn.Module) -> str:
-    """Say what to do about a forward that hides that of the class."""
-    if any(is_dtensor(parameter) for parameter in mod.parameters(recurse=False)):
-        return (
-            "under tensor and expert parallel of transformers, convert within "
-            "forwards_taken_off(model) of float8.integrations.transformers_parallel"
-        )
-    return "convert before accelerate, or whoever else gives it one, dispatches the model"
+ABOUT_FORWARD = "convert before accelerate, or whoever else gives it one; load without a tp_plan"
+"""What to do about a forward that hides that of the class."""
 
 
 def problem(
@@ -82,7 +75,7 @@ def problem(
     weight = mod.weight
     if replaced_forward(mod):  # it would win over ours
         got = "got a layer with a `forward` of its own as attribute, expected nn.Linear's"
-        return ValueError(f"{got}; {about_forward(mod)}")
+        return ValueError(f"{got}; {ABOUT_FORWARD}")
     if reason := not_in_high_precision(weight):
         return TypeError(f"got a {reason}")
     shape, do = tuple(weight.shape), ""

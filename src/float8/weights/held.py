@@ -201,16 +201,13 @@ class HoldsWeights(nn.Module):
         super()._float8_start_state()  # type: ignore[misc]
         self._float8_held = ()
 
-    def _float8_hold(self, why_not: str | None = None) -> dict[str, str]:
-        """Hold all weights in float8; return, by name, the reasons why some are not held.
-
-        `why_not`: a reason against holding any of them, or None.
-        """
+    def _float8_hold(self) -> dict[str, str]:
+        """Hold all weights in float8; return, by name, the reasons why some are not held."""
         self._float8_held = ()  # frees the old data before casting
         held, others = [], {}
         for name in self._float8_names():  # type: ignore[operator]
             parameter: Any = self._parameters[name]
-            reason = why_not or self._float8_why_never_held
+            reason = self._float8_why_never_held
             if reason or not (parameter.is_meta or can_be_held(parameter)):
                 others[name] = reason or f"a {type(parameter).__name__}"
             elif not parameter.is_meta:

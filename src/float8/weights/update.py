@@ -28,8 +28,8 @@ def update_float8_weights(model: nn.Module) -> None:
     `precompute_float8_dynamic_scale_for_fsdp` casts the shards; this call drops those casts.
 
     A warning names the layers whose weights are cast on the fly all the same, and says why: those
-    under tensor parallel, with delayed scaling, or without rows on a rank; experts of torchtitan
-    without FSDP2, and under FSDP in high precision or offloaded.
+    under tensor parallel or with delayed scaling; experts of torchtitan without FSDP2, and those
+    that FSDP gathers in high precision.
 
     Raises:
         TypeError: `model` is no `nn.Module`.
@@ -50,26 +50,32 @@ def update_float8_weights(model: nn.Module) -> None:
     wraps = (x.modules() for x in model.modules() if is_fsdp_module(x) or hasattr(type(x), fsdp1))
     under_fsdp = set(itertools.chain(*wraps))
     for mod, name in mods.items():
-        for shard in map(local_tensor, mod._parameters.values()):
-            if hasattr(shard, "forget_cast"):  # FSDP2 gathers it in float8
-                shard.forget_cast()
-        if not isinstance(mod, Float8Linear):
-            gathered = "gathered by FSDP, in high precision or offloaded"
-            for attr, why in mod._float8_hold(gathered if mod in under_fsdp else None).items():
-                if why != gathered or not _held_by_gathers(mod._parameters[attr]):
-                    on_the_fly.append(f"{name}.{attr} ({why})")
-            continue
         mod._float8_set_held()  # frees the old data before casting
+        if mod in under_fsdp:
+            if (
+                isinstance(mod, Float8Linear)
+                and not mod._float8_config.enable_fsdp_float8_all_gather
+            ):
+                raise ValueError(
+                    f"layer {name!r}: got float8_weights=HELD for a weight that FSDP gathers in "
+                    f"high precision, expected in float8; convert with "
+                    f"enable_fsdp_float8_all_gather=True and fully_shard, or with "
+                    f"Float8Weights.ON_THE_FLY"
+                )
+            for attr in mod._float8_names():
+                shard = local_tensor(mod._parameters.get(attr))
+                if hasattr(shard, "forget_cast"):  # FSDP2 gathers it in float8
+                    shard.forget_cast()
+                elif not isinstance(shard, Float8Tensor):  # which is gathered at the moment
+                    on_the_fly.append(f"{name}.{attr} (gathered by FSDP in high precision)")
+            continue
+        if not isinstance(mod, Float8Linear):
+            on_the_fly += [f"{name}.{attr} ({why})" for attr, why in mod._float8_hold().items()]
+            continue
         weight: Any = mod._parameters.get("weight")
-        if mod in under_fsdp and not mod._float8_config.enable_fsdp_float8_all_gather:
-            raise ValueError(
-                f"layer {name!r}: got float8_weights=HELD for a weight that FSDP gathers in high "
-                f"precision, expected in float8; convert with enable_fsdp_float8_all_gather=True "
-                f"and fully_shard, or with Float8Weights.ON_THE_FLY"
-            )
-        if reason := _why_on_the_fly(mod, weight, mod in under_fsdp):
+        if reason := _why_on_the_fly(mod, weight):
             on_the_fly.append(f"{name} ({reason})")
-        elif mod not in under_fsdp and not weight.is_meta:  # FSDP2 gathers casts of the shards
+        elif not weight.is_meta:
             kind = weight.device, weight.dtype, mod._float8_plan.casts.weight
             alike.setdefault(kind, {}).setdefault(weight, []).append(mod)
     for (_, dtype, cast), readers in alike.items():
@@ -88,24 +94,13 @@ def update_float8_weights(model: nn.Module) -> None:
         )
 
 
-def _held_by_gathers(weight: Any) -> bool:
-    """Return whether the shard of `weight` can be cast before it is gathered."""
-    local = local_tensor(weight)
-    if local is not weight and hasattr(local, "can_keep_casts"):
-        return bool(local.can_keep_casts(weight))
-    return isinstance(local, Float8Tensor)
-
-
-def _why_on_the_fly(layer: Float8Linear, weight: Any, under_fsdp: bool) -> str | None:
+def _why_on_the_fly(layer: Float8Linear, weight: Any) -> str | None:
     """Say why a layer with `HELD` cannot hold its weight, or return None."""
-    if under_fsdp and not _held_by_gathers(weight):
-        return "gathered in high precision, offloaded, or without rows on a rank"
     if weight is None:
         return "computed at each use"
     if layer._float8_plan.casts.weight.config.scaling_type is ScalingType.DELAYED:
         return "with delayed scaling"
-    # Shards that are gathered in float8 are cast once per step.
-    if under_fsdp or weight.is_meta or can_be_held(weight):
+    if weight.is_meta or can_be_held(weight):
         return layer._float8_why_never_held
     return "under tensor parallel" if is_dtensor(weight) else f"a {type(weight).__name__}"
 

@@ -93,15 +93,6 @@ def make_fx_is_on() -> bool:
     return mode() is not None
 
 
-def goes_on_without_inputs(ddp: Any) -> bool:
-    """Return whether `ddp` is within a `join()` that lets ranks run out of inputs.
-
-    Fallback in a torch without `_join_config`: False.
-    """
-    join = None if PLAIN_LAUNCH else getattr(ddp, "_join_config", None)
-    return join is not None and join.enable and not join.throw_on_early_termination
-
-
 def compiled_autograd_is_on() -> bool:
     """Return whether compiled autograd is enabled; False in a torch without the private name."""
     state = getattr(getattr(torch, "_dynamo", None), "compiled_autograd", None)
