@@ -290,9 +290,9 @@ torch.serialization.add_safe_globals(
 
 def _plain(x: Any) -> Any:
     """Return `x` with each `Float8GatherWeight` in it replaced by its inner tensor."""
-    if isinstance(x, Float8GatherWeight):
-        return x._inner
-    return [*map(_plain, x)] if isinstance(x, list | tuple) else x
+    if isinstance(x, list | tuple):  # without a call for each, since optimizers pass all weights
+        return [y._inner if isinstance(y, Float8GatherWeight) else y for y in x]
+    return x._inner if isinstance(x, Float8GatherWeight) else x
 
 
 def padded_shard(x: Tensor, rows: int) -> Tensor:

@@ -100,7 +100,7 @@ def _shards_to_cast(model: nn.Module) -> dict[_Alike, dict[Any, Float8GatherWeig
                 )
             # Before the first gather FSDP2 may still move the shard, on some ranks only, and the
             # dtype to which it will be rounded is unknown.
-            ready = isinstance(shard, Float8GatherWeight) and is_dtensor(weight)
+            ready = isinstance(shard, Float8GatherWeight) and shard is not weight
             if not ready or shard.param_dtype is None or shard.counted.is_inference():
                 continue
             mesh = weight.device_mesh

@@ -49,6 +49,7 @@ def update_float8_weights(model: nn.Module) -> None:
     fsdp1 = "summon_full_params"  # a method of its modules; FSDP writes past version counters
     wraps = (x.modules() for x in model.modules() if is_fsdp_module(x) or hasattr(type(x), fsdp1))
     under_fsdp = set(itertools.chain(*wraps))
+    weight: Any
     for mod, name in mods.items():
         mod._float8_set_held()  # frees the old data before casting
         if mod in under_fsdp:
@@ -63,8 +64,9 @@ def update_float8_weights(model: nn.Module) -> None:
                     f"Float8Weights.ON_THE_FLY"
                 )
             for attr in mod._float8_names():
-                shard = local_tensor(mod._parameters.get(attr))
-                if hasattr(shard, "forget_cast"):  # FSDP2 gathers it in float8
+                weight = mod._parameters.get(attr)
+                shard = local_tensor(weight)
+                if shard is not weight and hasattr(shard, "forget_cast"):  # gathered in float8
                     shard.forget_cast()
                 elif not isinstance(shard, Float8Tensor):  # which is gathered at the moment
                     on_the_fly.append(f"{name}.{attr} (gathered by FSDP in high precision)")
@@ -72,7 +74,7 @@ def update_float8_weights(model: nn.Module) -> None:
         if not isinstance(mod, Float8Linear):
             on_the_fly += [f"{name}.{attr} ({why})" for attr, why in mod._float8_hold().items()]
             continue
-        weight: Any = mod._parameters.get("weight")
+        weight = mod._parameters.get("weight")
         if reason := _why_on_the_fly(mod, weight):
             on_the_fly.append(f"{name} ({reason})")
         elif not weight.is_meta:
