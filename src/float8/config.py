@@ -258,7 +258,8 @@ class Float8Weights(enum.Enum):
     HELD = "held"
     """Weights are cast once per optimizer step (`attach_to_optimizer`, `update_float8_weights`) for
     training; evaluation casts on the fly. Row and column data are kept beside the weight, two bytes
-    per element, and scales; under FSDP2 row data of the shard. Same results as `ON_THE_FLY`."""
+    per element, and scales. FSDP2 gathers casts of shards in any case. Same results as
+    `ON_THE_FLY`."""
     ONLY = "only"
     """Frozen weights are cast in the conversion, and replaced: one byte per element is left, and
     the scales, which take an eighth of a byte per element under `BLOCK_1x32`."""

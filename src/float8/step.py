@@ -37,7 +37,7 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
 
     Registers hooks on the optimizer. `sync_float8_amax_and_scale_history(model)` runs right before
     the step; with a closure right after it, so that all forwards in the closure count.
-    `precompute_float8_dynamic_scale_for_fsdp(model)` and `update_float8_weights(model)` follow.
+    `update_float8_weights(model)` and `precompute_float8_dynamic_scale_for_fsdp(model)` follow.
     Attaching casts held weights now, and again at their first use, because a checkpoint may be
     loaded in between. With several optimizers, attach the model to each. Harmless for other models.
 

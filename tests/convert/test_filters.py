@@ -218,6 +218,11 @@ def test_under_fsdp2_all_layers_stay_that_wait_for_the_cpu_together(
     reasons = [x.skip_reason for x in conversion_report(layers).skipped if "lm_" not in x.fqn]
     expected = "loses" if converted else "waits for the CPU: 0.30 ms a layer in bf16, on "
     assert all(expected in reason for reason in reasons), reasons
+    layers["computed"] = nn.Linear(64, 64, device="meta")
+    layers["computed"].weight = None
+    layers["gates"] = nn.Sequential(*(nn.Linear(64, 1, device="meta") for _ in range(99)))
+    convert_to_float8_training(layers, config=config, **how)  # what cannot be converted counts not
+    assert all("waits" not in str(x.skip_reason) for x in conversion_report(layers["gates"]).layers)
     convert_to_float8_training(alone, **how)  # without the gather layers wait each by itself
     assert is_float8(alone) == [
         f"block.{i}" for i in range(7) if i >= 4 or (converted and i in (0, 3))

@@ -74,6 +74,18 @@ def test_a_shard_that_was_written_is_cast_again() -> None:
 
 
 @on("two")
+def test_a_load_of_some_weights_drops_casts_on_all_ranks() -> None:
+    """After any load FSDP2 pads uneven shards anew; ranks with even ones must not wait for it."""
+    model = shard(convert(nn.Sequential(nn.Sequential(nn.Linear(32, 97))), "tensorwise"))
+    x = seeded(0, 16, 32, device=here())
+    before = model(x)
+    precompute_float8_dynamic_scale_for_fsdp(model)
+    name = "0.0.bias"
+    model.load_state_dict({name: 1 * model.state_dict()[name]}, strict=False)
+    assert torch.equal(model(x), before)
+
+
+@on("two")
 def test_ranks_without_rows() -> None:
     """Only the first rank has rows to write, yet both take part in the next all-reduce."""
     model = nn.Sequential(nn.Sequential(nn.Linear(32, 1, bias=False)))

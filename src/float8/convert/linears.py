@@ -28,16 +28,19 @@ class Linears(Conversion):
         return chooser.kept_by_model.get(mod) or left_out(fqn, chooser.head)
 
     def modules_to_keep(self, chooser: Chooser) -> dict[nn.Module, str]:
-        """Return all linear layers, if FSDP2 would wait for the CPU; not beside experts."""
-        config, layers = chooser.config, dict[Any, str]()
-        for fqn, mod in chooser.model.named_modules():
-            if chooser.conversions[mod] is self and left_out(fqn, chooser.head) is None:
+        """Return all linear layers, if FSDP2 would wait for the CPU."""
+        layers = dict[Any, str]()
+        for fqn, mod in chooser.model.named_modules() if self._waits_as_a_whole(chooser) else ():
+            is_candidate = chooser.conversions[mod] is self and not left_out(fqn, chooser.head)
+            if is_candidate and mod.out_features >= ROUTER and not self.problem(mod, chooser):
                 layers[mod] = chooser.gpu_of(mod) or ""
-        gather = config.enable_fsdp_float8_all_gather and not chooser.cuda_graphs
-        if not (gather and layers and {*chooser.conversions.values()} <= {self, None}):
-            return {}
         reason = why_fsdp_waits(layers, chooser.tokens)
         return dict.fromkeys(layers, reason) if reason else {}
+
+    def _waits_as_a_whole(self, chooser: Chooser) -> bool:
+        """Return whether the mean time of layers decides, as under FSDP2; not beside experts."""
+        gather = chooser.config.enable_fsdp_float8_all_gather and not chooser.cuda_graphs
+        return gather and chooser.kinds == {self}
 
     def problem(self, mod: nn.Module, chooser: Chooser) -> str | None:
         """Return what `from_float` would raise."""
@@ -51,8 +54,8 @@ class Linears(Conversion):
             few = f"N={mod.out_features} is less than {ROUTER}, as a router's"
             return f"{few}: converted only if a module_filter_fn takes it"
         gpu, step = chooser.gpu_of(mod), (chooser.tokens, chooser.ranks[2])
-        alone = not (chooser.cuda_graphs or chooser.config.enable_fsdp_float8_all_gather)
-        return gpu and why_slower(mod, chooser.config, *step, gpu, waits=alone)
+        waits = not chooser.cuda_graphs and not self._waits_as_a_whole(chooser)
+        return gpu and why_slower(mod, chooser.config, *step, gpu, waits=waits)
 
     def prepare(self, mod: nn.Module, chooser: Chooser) -> Callable[[], None]:
         """Return a function that gives `mod` the class of a layer made here."""

@@ -17,7 +17,7 @@ from float8.kernels.runtime.triton import has_float8_conversion, jit, tl
 BLOCK = 4096
 """The number of elements that a program casts; results begin at multiples of it."""
 MOST = 1024
-"""The largest number of tensors of one launch, whose programs read an entry of each."""
+"""The largest number of tensors of one launch; each program reads the start of every one."""
 
 
 def foreach_cast(
@@ -26,7 +26,8 @@ def foreach_cast(
     """Return each tensor in float8, contiguous; on a GPU in slices of one allocation.
 
     Tensors are contiguous, of any shapes, and share dtype and device. They are rounded to `via`,
-    then cast as `kernels.cast` does. `scales` are the result of `quantize.scales_of`.
+    then cast as `kernels.cast` does. `scales` are the result of `quantize.scales_of`, of which the
+    kernel knows where they lie. One result keeps the memory of all.
     """
     first, dtype = tensors[0], cast_config.dtype
     rounded = first.dtype == torch.float32 and via == torch.bfloat16

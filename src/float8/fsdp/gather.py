@@ -134,7 +134,7 @@ class Float8GatherWeight(Wrapper):
             self._ahead = self._versions(weight), ahead
 
     def forget_cast(self) -> None:
-        """Free what was kept."""
+        """Free the scale or cast that was kept."""
         self._ahead = None, None
 
     @staticmethod
@@ -145,7 +145,9 @@ class Float8GatherWeight(Wrapper):
     def kept(self, weight: Any) -> CastAhead | None:
         """Return the scale or cast that was kept, or None if `weight` was written since."""
         versions, ahead = self._ahead
-        return ahead if ahead is not None and versions == self._versions(weight) else None
+        if ahead is not None and versions != self._versions(weight):
+            self.forget_cast()
+        return self._ahead[1]
 
     def _versions(self, weight: Any) -> tuple[Any, ...]:
         """Return a tuple that differs after `weight` is written or gets another `param_dtype`.
@@ -237,7 +239,7 @@ class Float8GatherWeight(Wrapper):
         sent = padded_shard(quantized.data.view(torch.uint8), rows)
         if not one_scale and mesh.size() > 1:
             return (sent, scale.contiguous().view(torch.uint8)), GatherInfo(size)
-        return (sent,), GatherInfo(size, scale, amax, on_gather_stream=kept is None)
+        return (sent,), GatherInfo(size, scale, amax, kept is None or kept.scale is not scale)
 
     def fsdp_post_all_gather(
         self, received: tuple[Tensor, ...], info: GatherInfo, dtype: torch.dtype, *, out: Any = None
@@ -267,8 +269,8 @@ class Float8GatherWeight(Wrapper):
         return Float8Tensor(data, scale, dtype, self.how.scaling_granularity, amax)
 
 
-_hook: Any = Float8GatherWeight._pre_all_gather
-_SIGNATURE = inspect.signature(functools.partial(_hook, None))
+_HOOK: Any = Float8GatherWeight._pre_all_gather
+_SIGNATURE = inspect.signature(functools.partial(_HOOK, None))
 
 WRAPPERS: dict[int, type[Float8GatherWeight]] = {2: Float8GatherWeight}
 """The wrapper of a weight by its dims; `float8.experts.gather` adds that of [E, N, K]."""
@@ -290,9 +292,9 @@ torch.serialization.add_safe_globals(
 
 def _plain(x: Any) -> Any:
     """Return `x` with each `Float8GatherWeight` in it replaced by its inner tensor."""
-    if isinstance(x, list | tuple):  # without a call for each, since optimizers pass all weights
-        return [y._inner if isinstance(y, Float8GatherWeight) else y for y in x]
-    return x._inner if isinstance(x, Float8GatherWeight) else x
+    if isinstance(x, Float8GatherWeight):
+        return x._inner
+    return [*map(_plain, x)] if isinstance(x, list | tuple) else x
 
 
 def padded_shard(x: Tensor, rows: int) -> Tensor:

@@ -34,7 +34,7 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     A cast is used until the weight is written: by an optimizer's step, an op on the Parameter or
     on a view of it, loading, or a write into a tensor of a state dict. Call it again after writes
     that go unnoticed: through NumPy or a raw pointer, `.data` of tensors in state dicts,
-    `torch._foreach_*` of DTensors in them, fused optimizers and `torch.distributed` on both kinds.
+    `torch._foreach_*` of DTensors in them, `torch.distributed`, kernels of other libraries.
 
     Raises:
         TypeError: `model` is no `nn.Module`.
@@ -46,7 +46,7 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
         for shard in shards.values():
             shard.forget_cast()  # frees the old casts before there are new ones
     for alike, shards in batches.items():
-        for (weight, shard), ahead in zip(shards.items(), _cast(alike, shards), strict=False):
+        for (weight, shard), ahead in zip(shards.items(), _cast(alike, shards), strict=True):
             shard.keep(ahead, weight)
 
 
@@ -65,10 +65,7 @@ class _Alike(NamedTuple):
 
 
 def _cast(alike: _Alike, shards: dict[Any, Float8GatherWeight]) -> list[CastAhead]:
-    """Cast shards on a GPU; of offloaded ones return the scales, or nothing if they have many.
-
-    FSDP2 copies offloaded shards to the GPU before they are cast.
-    """
+    """Cast shards; return only the scales of offloaded ones, which FSDP2 copies before a cast."""
     config, dtype = alike.cast_config, alike.param_dtype
     on_device, values = alike.device.type == alike.device_type, [x._inner for x in shards.values()]
     if alike.wrapper.has_one_scale(config):
@@ -76,8 +73,6 @@ def _cast(alike: _Alike, shards: dict[Any, Float8GatherWeight]) -> list[CastAhea
         if not on_device:
             return [CastAhead(scale) for scale in scales]
         return [*map(CastAhead, scales, foreach_cast(values, scales, config, dtype))]
-    if not on_device:
-        return []
     return [x.quantized(x._inner, Cast(config), dtype) for x in shards.values()]
 
 
@@ -103,7 +98,9 @@ def _shards_to_cast(model: nn.Module) -> dict[_Alike, dict[Any, Float8GatherWeig
             ready = isinstance(shard, Float8GatherWeight) and shard is not weight
             if not ready or shard.param_dtype is None or shard.counted.is_inference():
                 continue
-            mesh = weight.device_mesh
+            mesh, one_scale = weight.device_mesh, shard.has_one_scale(shard.how)
+            if shard.device.type != mesh.device_type and not one_scale:
+                continue
             sharding = mesh, weight.placements, weight.shape
             if sharding not in sharing:
                 groups = sharding_groups(weight) if no_shard_is_empty(weight) else None

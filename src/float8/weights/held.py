@@ -23,6 +23,7 @@ from float8.kernels.runtime.private import dispatch_modes, make_fx_is_on, pre_di
 from float8.products import PRODUCTS, Shape
 from float8.quantize import Cast
 from float8.scales import Operand
+from float8.tensor.ranks import local_tensor
 
 if TYPE_CHECKING:
     from float8.linear.functional import Call
@@ -259,6 +260,16 @@ class HoldsWeights(nn.Module):
         """Register a Parameter, and free the held float8 data of the old one."""
         super().register_parameter(name, param)
         self._float8_held = ()
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """Load, and free casts of shards on all ranks.
+
+        FSDP2 pads shards again after a load, on the ranks where they are uneven only.
+        """
+        super()._load_from_state_dict(*args)
+        for shard in map(local_tensor, self._parameters.values()):
+            if hasattr(shard, "forget_cast"):
+                shard.forget_cast()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self._float8_held = ()

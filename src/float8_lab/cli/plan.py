@@ -181,7 +181,7 @@ def answer(
     flags = ", cuda_graphs=True" * how.cuda_graphs + ", head=True" * how.head
     call = f'tokens_per_step={how.tokens}, gpu="{gpu}"{flags}'
     if (gains := every.speedup / step.speedup - 1) > step.error:
-        other = f"by the default filter, which knows of no gathers: a step {step.speedup:.2f}x"
+        other = f"by the default filter: a step {step.speedup:.2f}x"
         step, of_all, call = every, ", with all layers in float8", f"module_filter_fn={code}"
     (high, low), (bf16, ours), error = step.host_ms, step.gpu_ms, f"±{step.error:.0%}"
     level, converted = abs(step.speedup - 1) < step.error, step.report.share > 0
@@ -192,9 +192,13 @@ def answer(
     said = f"modelled ({error})" + ": may as well lose, so time it" * level
     lines = [f"{word}: {step}{of_all}", said]
     if not converted:
-        slow = any("modelled" in (x.skip_reason or "") for x in step.report.layers)
-        hint = "more --tokens, or --cuda-graphs, may change that" if slow else "the report says why"
+        reasons = " ".join(x.skip_reason or "" for x in step.report.layers)
+        hint = "the report says why"
+        if "modelled" in reasons:
+            hint = "more --tokens, or --cuda-graphs, may change that"
         lines = [f"no gain: no layer is faster in float8; {hint}"]
+        if "under FSDP2" in reasons:
+            lines = ["no gain: the host decides; more --tokens may change that"]
     fits = "activations come on top"
     if step.gib > step.gib_of_gpu:
         lines[0], fits = f"does not fit: if it did, {lines[0]}", "they do not fit"
