@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from float8.config import ScalingGranularity
 from float8.formats import ceil16
+from float8.fsdp import foreach_cast
 from float8.kernels.dequantize import dequantised_triton
 from float8.kernels.runtime import ops, private
 from float8.kernels.runtime.launch import Launch
@@ -84,7 +85,7 @@ def binaries(
     for name in [
         name
         for name in sys.modules
-        if name.startswith(("float8.kernels.", "float8.experts.kernels."))
+        if name.startswith(("float8.kernels.", "float8.experts.kernels.", "float8.fsdp.foreach"))
     ]:
         for asked, answer in (("sm_count", 132), ("has_float8_conversion", True)):
             if hasattr(sys.modules[name], asked):
@@ -172,6 +173,9 @@ for flag, of in itertools.product(BOOLS, (BF16, FP32)):
     BY_TRITON[f"groups by runs of 128 {of} {flag}"] = partial(by_runs, of, flag, 128)
     BY_TRITON[f"groups by runs of 32 {of} {flag}"] = partial(by_runs, of, flag, 32)
     BY_TRITON[f"grouped_matmul of blocks {of} {flag}"] = partial(of_blocks, flag, of)
+BY_TRITON["foreach_cast"] = lambda x: foreach_cast._cast_triton(
+    [x.to(FP32), x.to(FP32)], empty(2, 4)[0, 0], E4M3, rounded=True
+)
 BY_TRITON["dequantise"] = lambda x: dequantised_triton(
     Operand(empty(*x.shape, dtype=E4M3), empty(x.shape[0], -(-x.shape[1] // 32))),
     ScalingGranularity.BLOCK_1x32,
@@ -192,6 +196,7 @@ SHORT = {
     f"groups by runs of 32 {FP32} True": (UNEVEN, 100),
     f"grouped_matmul False True {FP32}": (EVEN, 90),
     f"grouped_matmul of blocks {BF16} False": (EVEN, 90),
+    "foreach_cast": (EVEN, 90),
     "dequantise": (EVEN, 90),
 }
 """Each kernel once: what `make test` compiles."""

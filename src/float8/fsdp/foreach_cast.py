@@ -23,16 +23,17 @@ MOST = 1024
 def foreach_cast(
     tensors: Sequence[Tensor], scales: Sequence[Tensor], cast_config: CastConfig, via: torch.dtype
 ) -> list[Tensor]:
-    """Return each tensor in float8, contiguous; on a GPU in slices of one allocation.
+    """Return each tensor in float8; on a GPU contiguous ones in slices of one allocation.
 
-    Tensors are contiguous, of any shapes, and share dtype and device. They are rounded to `via`,
-    then cast as `kernels.cast` does. `scales` are the result of `quantize.scales_of`, of which the
-    kernel knows where they lie. One result keeps the memory of all.
+    Tensors have any shapes, and share dtype and device. They are rounded to `via`, then cast as
+    `kernels.cast` does. `scales` are the result of `quantize.scales_of`, of which the kernel knows
+    where they lie. One result keeps the memory of all.
     """
     first, dtype = tensors[0], cast_config.dtype
     rounded = first.dtype == torch.float32 and via == torch.bfloat16
     one_launch = first.is_cuda and (rounded or via == first.dtype)
-    if not (one_launch and takes_triton_directly(*tensors)):
+    contiguous = one_launch and all(x.is_contiguous() for x in tensors)
+    if not (contiguous and takes_triton_directly(*tensors)):
         pairs = zip(tensors, scales, strict=True)
         return [kernels.to_float8(x.to(via), scale, dtype) for x, scale in pairs]
     results: list[Tensor] = []
