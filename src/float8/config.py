@@ -15,7 +15,7 @@ e4m3_dtype, e5m2_dtype = E4M3, E5M2  # the names of torchao
 
 
 def torchao_hint(value: object) -> str:
-    """Return the end of an error about an object of torchao or float8_experimental, else ""."""
+    """Return an import hint if `value` is of torchao or float8_experimental, else ""."""
     library, name = type(value).__module__.partition(".")[0], type(value).__name__
     is_theirs = library in ("torchao", "float8_experimental")
     return f"; this one is of {library}: `from float8 import {name}`" if is_theirs else ""

@@ -45,10 +45,10 @@ class Cast(NamedTuple):
     config: CastConfig
     """Format, granularity and scaling."""
     source: ScaleSource | None = None
-    """Chooses the one scale; None: it follows from the amax of the tensor."""
+    """Chooses the one scale; if None, the amax of the tensor gives the scale."""
     reduce: Reduction | None = None
-    """Makes the amax behind the one scale that of all ranks. With a `source` it always runs, since
-    all ranks must take part. Finer scales are those of this rank's part."""
+    """Reduces the amax of one scale over all ranks. Also called under a `source`, since all ranks
+    must take part. Finer scales are computed from this rank's part alone."""
     scale: Tensor | None = None
     """The one scale, if it is known; no amax is computed then."""
 
@@ -124,8 +124,8 @@ def scales_of(
     """Return the dynamic scale of each tensor, 0-dim float32, computed by a few kernels for all.
 
     The tensors are not empty, and share dtype and device. They are rounded to `dtype` before they
-    are cast. `reduce` makes all amaxes, float32 [len(tensors)], those of all ranks. Results are
-    views of one tensor, 16 bytes apart.
+    are cast. `reduce` takes all amaxes, float32 [len(tensors)], and returns those over all ranks.
+    Results are views of one tensor, 16 bytes apart.
     """
     amaxes = torch.stack(torch._foreach_norm(list(tensors), float("inf")))
     # As in `scale_of`: the amax of rounded values is the rounded amax.
@@ -173,9 +173,9 @@ def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Ope
 def to_col(row: Operand, cast_config: CastConfig, after: Tensor | None = None) -> Operand:
     """Return column data of row data [R, C] that were quantized by `cast_config`.
 
-    Under one scale and under squares, bytes are transposed. Under a scale per row or run, the
-    values are dequantized and quantized again. With powers of two as scales that rounds only values
-    that are tiny beside others of their column. `after`: see `kernels.cast`.
+    Under one scale and under square blocks, the bytes are transposed. Else the values are quantized
+    again; if scales are powers of two, this rounds only values that are subnormal under the scale
+    of their column. `after`: a tensor that compiled code must compute first; see `kernels.cast`.
     """
     granularity = cast_config.scaling_granularity
     if granularity.one_scale:
@@ -189,7 +189,7 @@ def to_col(row: Operand, cast_config: CastConfig, after: Tensor | None = None) -
 
 
 def dequantized(row: Operand, cast_config: CastConfig) -> Tensor:
-    """Return the exact `data * scale` of row data that were quantized by `cast_config`."""
+    """Dequantize row data, to bfloat16 if its scales are powers of two, else to float32."""
     # A float8 value times a power of two is exact in bfloat16.
     dtype = torch.bfloat16 if cast_config.power_of_2 else torch.float32
     return dequantised_by_kernel(row, cast_config.scaling_granularity, dtype)

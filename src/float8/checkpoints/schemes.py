@@ -220,7 +220,7 @@ _SCHEME = "quantization_scheme"  # attribute that compressed-tensors sets beside
 
 
 def strategy_of(mod: Any) -> Scheme | str | None:
-    """Return the scheme of a layer loaded in float8, or a text on scales that no scheme has.
+    """Return the scheme of a layer loaded in float8, or name its scales if no scheme has them.
 
     Returns None for any other layer.
     """
@@ -242,7 +242,7 @@ def strategy_of(mod: Any) -> Scheme | str | None:
 
 
 def config_for(mod: Any, config: Float8LinearConfig | None) -> Float8LinearConfig:
-    """Return `config`, or if it is None the one that keeps the float8 bytes of `mod` (`ONLY`)."""
+    """Return `config`; if None, one with `ONLY` and the recipe for the float8 scales of `mod`."""
     if config is not None:
         return config
     if not isinstance(scheme := strategy_of(mod), Scheme):  # the layer stays as it is

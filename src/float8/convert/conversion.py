@@ -1,4 +1,4 @@
-"""What a conversion asks: `Conversion` of each kind of module, `Feature` of what goes with it."""
+"""Interfaces of a conversion: `Conversion` for a kind of module, `Feature` for extensions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class Conversion:
         return [LayerReport(fqn or "(root)", *sizes, scaling, reason)]
 
     def why_left_out(self, mod: nn.Module, fqn: str, chooser: "Chooser") -> str | None:
-        """Return the reason in the name of `mod` to keep it without a filter, or None."""
+        """Return why `mod` stays by its name `fqn` if no filter is given, or None."""
         return None
 
     def problem(self, mod: nn.Module, chooser: "Chooser") -> str | None:
@@ -63,7 +63,7 @@ class Conversion:
         raise NotImplementedError
 
     def why_slower(self, mod: nn.Module, fqn: str, chooser: "Chooser") -> str | None:
-        """Return why `mod` is not worth converting without a filter, or None."""
+        """Return why `mod` is not worth converting if no filter is given, or None."""
         return None
 
     def prepare(self, mod: nn.Module, chooser: "Chooser") -> Callable[[], None]:
@@ -71,12 +71,12 @@ class Conversion:
         raise NotImplementedError
 
     def modules_to_keep(self, chooser: "Chooser") -> dict[nn.Module, str]:
-        """Return what stays without a filter because of the rest of the model, and why."""
+        """Return modules that the rest of the model keeps if no filter is given, and why."""
         return {}
 
 
 class Feature:
-    """What goes with all conversions and steps, such as weights that FSDP2 gathers in float8."""
+    """An extension with hooks around conversions and steps, such as FSDP2's gathers in float8."""
 
     def sharing_ranks(self, config: Float8LinearConfig) -> int:
         """Return how many ranks cast a share of each weight."""

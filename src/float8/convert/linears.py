@@ -24,11 +24,11 @@ class Linears(Conversion):
         return isinstance(mod, nn.Linear)
 
     def why_left_out(self, mod: nn.Module, fqn: str, chooser: Chooser) -> str | None:
-        """Return a reason for the head, adapters and routers."""
+        """Return a reason if `mod` is the head, an adapter or a router, else None."""
         return chooser.kept_by_model.get(mod) or left_out(fqn, chooser.head)
 
     def modules_to_keep(self, chooser: Chooser) -> dict[nn.Module, str]:
-        """Return all linear layers, if FSDP2 would wait for the CPU."""
+        """Return all convertible layers and why they stay, if FSDP2 would wait for the CPU."""
         layers = dict[Any, str]()
         for fqn, mod in chooser.model.named_modules() if self._waits_as_a_whole(chooser) else ():
             is_candidate = chooser.conversions[mod] is self and not left_out(fqn, chooser.head)
@@ -38,16 +38,16 @@ class Linears(Conversion):
         return dict.fromkeys(layers, reason) if reason else {}
 
     def _waits_as_a_whole(self, chooser: Chooser) -> bool:
-        """Return whether the mean time of layers decides, as under FSDP2; not beside experts."""
+        """Return whether one mean time decides on all layers: under FSDP2, with no experts."""
         gather = chooser.config.enable_fsdp_float8_all_gather and not chooser.cuda_graphs
         return gather and chooser.kinds == {self}
 
     def problem(self, mod: nn.Module, chooser: Chooser) -> str | None:
-        """Return what `from_float` would raise."""
+        """Return the message of the error that `from_float` would raise, or None."""
         return unsupported(mod, chooser.config, chooser.classes)
 
     def why_slower(self, mod: Any, fqn: str, chooser: Chooser) -> str | None:
-        """Return a reason for layers that are narrow as routers, or lose on the GPU."""
+        """Return a reason if `mod` is as narrow as a router, or slower in float8, else None."""
         if not chooser.config.float8_gemms:
             return None
         if mod.out_features < ROUTER:
@@ -58,7 +58,7 @@ class Linears(Conversion):
         return gpu and why_slower(mod, chooser.config, *step, gpu, waits=waits)
 
     def prepare(self, mod: nn.Module, chooser: Chooser) -> Callable[[], None]:
-        """Return a function that gives `mod` the class of a layer made here."""
+        """Return a function that turns `mod` into the `Float8Linear` built here."""
         new = Float8Linear._float8_made_of(mod, chooser.config, finish=False)
 
         def convert() -> None:

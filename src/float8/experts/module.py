@@ -246,13 +246,13 @@ def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | 
 def _replaced_seam(module: Any) -> str | None:
     """Return an error message if a subclass or attribute overrides `_grouped_mm`, or None.
 
-    torchtitan's MXFP8 replaces it, for example: it does more than multiply, which would be lost.
+    The override of torchtitan's MXFP8, for example, does more, which a conversion would drop.
     """
     cls = module._float8_source_class if isinstance(module, Float8Experts) else type(module)
-    last, *others = (each.__name__ for each in cls.__mro__ if "_grouped_mm" in vars(each))
-    if "_grouped_mm" not in vars(module) and not others:
+    override, *bases = (each.__name__ for each in cls.__mro__ if "_grouped_mm" in vars(each))
+    if "_grouped_mm" not in vars(module) and not bases:
         return None
-    got, expected = ("an attribute", last) if not others else (last, others[-1])
+    got, expected = ("an attribute", override) if not bases else (override, bases[-1])
     return (
         f"got a `_grouped_mm` of {got}, expected that of {expected}: do without what replaced it, "
         f"or leave these experts to it"

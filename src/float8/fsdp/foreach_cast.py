@@ -23,11 +23,11 @@ MOST = 1024
 def foreach_cast(
     tensors: Sequence[Tensor], scales: Sequence[Tensor], cast_config: CastConfig, via: torch.dtype
 ) -> list[Tensor]:
-    """Return each tensor in float8; on a GPU contiguous ones in slices of one allocation.
+    """Cast each tensor to float8; on a GPU, by one kernel if all are contiguous.
 
     Tensors have any shapes, and share dtype and device. They are rounded to `via`, then cast as
-    `kernels.cast` does. `scales` are the result of `quantize.scales_of`, of which the kernel knows
-    where they lie. One result keeps the memory of all.
+    `kernels.cast` does. `scales` are the result of `quantize.scales_of`, which the kernel reads 16
+    bytes apart. Results of one launch are views of one tensor, which lives as long as any of them.
     """
     first, dtype = tensors[0], cast_config.dtype
     rounded = first.dtype == torch.float32 and via == torch.bfloat16

@@ -2,8 +2,8 @@
 
 On a GPU one Triton kernel casts tiles of the tensor. Row data alone with a scale per row have a
 kernel that holds whole rows in registers. Scales that cover more than one tile need a second read
-of the tensor, which measures amaxes first: the kernel of `amax` that of the tensor,
-`measure_kernel` those of rows and columns.
+of the tensor, which measures amaxes first: that of the tensor by the kernel of `amax`, those of
+rows and columns by `measure_kernel`.
 """
 
 import functools
@@ -26,7 +26,7 @@ from float8.scales import Operand, amax_to_exponent, amax_to_scale, inverse_of_e
 
 
 class CastArguments(NamedTuple):
-    """The arguments of the op `cast` between `scale` and `after`, in its order."""
+    """The arguments of `torch.ops.float8.cast` after `scale` and before `after`, in order."""
 
     height: int | None  # rows and columns of a block that shares a scale; None for a whole dim
     width: int | None
@@ -276,7 +276,7 @@ def _cast_triton(x: Tensor, scale: Tensor | None, arguments: CastArguments) -> l
 
 
 class _Matrix(NamedTuple):
-    """What the kernels of a cast read, `x` or `x.t()`, and the layouts of it that they write."""
+    """The matrix that the kernels of a cast read, `x` or `x.t()`, and the layouts they write."""
 
     dtype: torch.dtype
     device: torch.device

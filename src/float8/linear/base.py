@@ -1,4 +1,4 @@
-"""The base class of linear layers and experts in float8: copies, state dicts, the way back."""
+"""The base class of linear layers and experts in float8: copies, state dicts, conversion back."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ def not_copied(cls: type) -> frozenset[str]:
 
 
 class PlainFloat8Module(nn.Module):
-    """Base class of float8 modules without features: configuration, copies, state dicts, way back.
+    """Base class of float8 modules: configuration, copies, state dicts, conversion back.
 
     Mixins extend its methods: `Float8Module` adds weights that are held or in float8 only,
     `StatefulLayer`, a base of `Float8Linear`, adds delayed scaling.
@@ -44,7 +44,7 @@ class PlainFloat8Module(nn.Module):
     _float8_source_class: ClassVar[type[nn.Module]]
     """The class of the module before conversion and after `convert_to_high_precision`."""
     _float8_observers: tuple[Callable[..., Any], ...] = ()
-    """Functions that see what is multiplied and return the output, as those of a `Watch`."""
+    """Functions of the operands and output of a forward that return the output; see `Watch`."""
     _float8_not_copied: ClassVar[frozenset[str]] = frozenset(
         {"_float8_attached", "_float8_observers"}
     )
@@ -52,15 +52,15 @@ class PlainFloat8Module(nn.Module):
     _float8_attached = 0
     """The number of optimizers that the module is attached to."""
     _float8_shards: Any = None
-    """How a layer computes of which ranks hold parts; `float8.wings` sets the default."""
+    """The `Shards` object that computes with a DTensor weight; `float8.wings` sets the default."""
     _float8_noun = "weight"
-    """What the module has, for `_float8_words`."""
+    """The word for the weights in `_float8_words`."""
     _float8_of_this_rank: tuple[str, ...] = ()
     """The names of Parameters and buffers that data parallel must neither send nor reduce."""
     _float8_stateful: tuple[Any, ...] = ()
     """The cast sites whose scales have a state, which the layer keeps in buffers."""
     _float8_held: tuple[Any, ...] = ()
-    """Weights that are quantized already; others are in each forward."""
+    """Weights that are quantized already; other weights are quantized in each forward."""
     _float8_never_trains = False
     """Whether a weight that requires a gradient is refused."""
 
@@ -85,7 +85,7 @@ class PlainFloat8Module(nn.Module):
 
     @torch.inference_mode(False)
     def _float8_finish(self) -> None:
-        """Replace weights of which the configuration keeps only float8 data; a no-op here."""
+        """Replace weights by float8 Parameters under `ONLY`; a no-op in this class."""
 
     def _float8_drop_state(self) -> None:
         """Remove what `_float8_set_up` added to the Parameters and buffers."""
@@ -129,7 +129,7 @@ class PlainFloat8Module(nn.Module):
         self._float8_attached = max(self._float8_attached - 1, 0)
 
     def _float8_loadable(self, old: Any, values: Any, local_metadata: dict[str, Any]) -> Any:
-        """Return `values` of a checkpoint, converted for loading into the Parameter `old`."""
+        """Return checkpoint `values` to load into `old`; here, a `Float8Tensor` is dequantized."""
         return dequantise(values) if isinstance(values, Float8Tensor) else values
 
     def _float8_words(self) -> list[str]:

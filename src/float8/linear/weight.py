@@ -22,7 +22,7 @@ class Weight(Protocol):
 
     Each kind is a NamedTuple of tensors or None. Forward passes the tuple that `output` returns to
     `save_for_backward`, since a tensor kept on `ctx` would live as long as the loss. Backward makes
-    a new instance of the same class from it.
+    a new instance of the same class from it. `index`: see `float8.products.Dense`.
     """
 
     def output(
@@ -39,14 +39,14 @@ class OnTheFly(NamedTuple):
 
     values: Tensor | Any = None
     scale: Tensor | None = None
-    """The scale that forward used, if backward quantizes under it, too; else None."""
+    """The scale of forward if backward quantizes under the same scale, else None."""
 
     def output(
         self, a: Operand, shape: Shape, index: Any, call: "Call", to: dtype
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """Quantize the weight to row data, and multiply by them."""
+        """Quantize the weight to row data; return `a @ weight.T` and the fields to save."""
         cast, gemm, products = call.casts.weight, call.plan.output, call.products
-        traced = cast.source is not None  # records its amax outside of a cast that may be repeated
+        traced = cast.source is not None  # record the amax once: backward may repeat the cast
         b = products.quantize_weight(self.values, cast, row=True, pad_rows=True, traced=traced).row
         y = products.output(a, b, shape, *index, gemm=gemm, out_dtype=to)
         scale = None
@@ -76,7 +76,7 @@ class InFloat8(NamedTuple):
     def output(
         self, a: Operand, shape: Shape, index: Any, call: "Call", to: dtype
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """Pad the row data, and multiply by them."""
+        """Pad the row data; return `a @ weight.T` and the fields to save."""
         b = call.products.padded(Operand(*self), call.casts.weight.config.scaling_granularity)
         gemm = call.plan.output
         return call.products.output(a, b, shape, *index, gemm=gemm, out_dtype=to), self

@@ -56,7 +56,7 @@ _PATTERNS = {
                         "factor of value": "weight gradient", "sum of rows": "weight gradient"},
 }  # fmt: skip
 """What `_may_be_rounded` allows: for each kind of node that backward computes from a rounded value,
-how another node may use it, and the kind of that one."""
+the uses by other nodes and the kind of each user; kind "any" may be used in any way."""
 
 
 @dataclass(frozen=True)
@@ -204,16 +204,16 @@ def _may_be_rounded(
     kinds = {start: "value"}
     for node in graph.nodes:
         rounded = [each for each in node.all_input_nodes if kinds.get(each, "any") != "any"]
-        read = {kinds[each] for each in rounded}
+        kinds_read = {kinds[each] for each in rounded}
         if rounded and node.op == "output":
-            return read == {"weight gradient"} and weight_gradients.issuperset(rounded)
+            return kinds_read == {"weight gradient"} and weight_gradients.issuperset(rounded)
         if rounded:
             use = _use(node, rounded)
-            if use == "factor" and len(read) == 2:
-                use, read = "factor of value", read - {"value"}
+            if use == "factor" and len(kinds_read) == 2:  # the value times a node of another kind
+                use, kinds_read = "factor of value", kinds_read - {"value"}
             elif node in of_gradients and (use == "function" or of_gradients.isdisjoint(rounded)):
                 use += " of gradient"
-            results = {_PATTERNS[kind].get(use) for kind in read}
+            results = {_PATTERNS[kind].get(use) for kind in kinds_read}
             kind = results.pop()
             if kind is None or results:
                 return False

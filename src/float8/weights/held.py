@@ -62,7 +62,7 @@ class Held(NamedTuple):
 
     def _times_held(self, a: Operand, b: Operand, shape: Shape, index: Any, call: "Call", col: bool,
         gemm: Any, to: torch.dtype) -> Any:  # fmt: skip
-        """Multiply by an op that checks at run time whether the held data are current."""
+        """Multiply `a` by held data `b`, column data if `col`; the op casts again after a write."""
         return TIMES_HELD(
             *a, *b, self.values.detach(), index[0] if index else None,
             call.products.stored_transposed, *shape, col, call.casts.weight.config.power_of_2,
@@ -91,13 +91,13 @@ def times_held(
 ) -> Tensor:
     """Multiply row data by the held data of a weight, cast here again if the weight was written.
 
-    It writes nothing, so a compiler may order calls as it likes. A CUDA graph, which is replayed
-    without this code, captures the cast.
+    The op writes nothing, so a compiler may reorder calls. A CUDA graph, which is replayed without
+    this code, captures the cast.
 
     `b` and `b_scale` are row data, or column data if `col`. `weight` is the Parameter: [N, K],
-    [E, N, K], or [E, K, N] if `stored_transposed`. It is not a view: a compiler may rebuild a view,
-    and the new one misses the version counter. The result is [M, N], for column data [M, K].
-    `power_of_2`: whether the cast of the weight rounds its scales. `offs`: of the experts' rows.
+    [E, N, K], or [E, K, N] if `stored_transposed`; never a view, since a compiler may rebuild views
+    without their version counter. The result is [M, N], for column data [M, K].
+    `power_of_2`: whether the cast of the weight rounds its scales. `offs`: ends of experts' rows.
     """
     operand, granularity = Operand(b, b_scale), ScalingGranularity(granularity_of_b)
     products = PRODUCTS[weight.dim()]
@@ -138,7 +138,7 @@ def hold(parameter: Tensor, cast: Cast, values: Tensor | None = None) -> Held:
     """Cast a Parameter, or `values` that are a view of it, to row and column data."""
     values, products = parameter if values is None else values, PRODUCTS[parameter.dim()]
     quantized = products.quantize_weight(values, cast, row=True, col=True, pad_rows=True)
-    # `.data`: no views, as experts' may be.
+    # `.data` is no view, also where the data of experts is one.
     row: Any = quantized.row.data.data
     col: Any = quantized.col.data.data
     # Keep the storage alive, so that no new tensor gets its address.
@@ -193,7 +193,7 @@ class HoldsWeights(nn.Module):
     _float8_held: tuple[Held, ...] = ()
     """The weights that are kept in float8 until they are written; others are cast on the fly."""
     _float8_why_never_held: ClassVar[str | None] = None
-    """The reason why its weights are cast at each use."""
+    """The reason why a subclass casts its weights at each use, or None."""
 
     def _float8_set_held(self, *held: Held) -> None:
         self._float8_held = held
@@ -220,8 +220,8 @@ class HoldsWeights(nn.Module):
     def _float8_held_of(self, parameter: Any, values: Tensor | None = None) -> Held | None:
         """Return the held data of a Parameter, cast again if it was written, or None.
 
-        In compiled code the GEMMs check whether the data are current. None in evaluation: averages
-        are written into `weight.data`, which version counters miss. `values`: see `hold`.
+        In compiled code the GEMMs check whether data are current. Returns None in evaluation, where
+        averages are written into `weight.data`, which version counters miss. `values`: see `hold`.
         """
         for held in self._float8_held:
             if held.values is parameter:
