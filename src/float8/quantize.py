@@ -47,7 +47,7 @@ class Cast(NamedTuple):
     source: ScaleSource | None = None
     """Chooses the one scale; None: it follows from the amax of the tensor."""
     reduce: Reduction | None = None
-    """Makes the amax behind the one scale that of all ranks. With a `source` it always runs, since
+    """Reduces the amax behind the one scale over all ranks. With a `source` it always runs, since
     all ranks must take part. Finer scales are those of this rank's part."""
     scale: Tensor | None = None
     """The one scale, if it is known; no amax is computed then."""
@@ -104,7 +104,7 @@ def quantize(
 
 
 def scale_of(x: Tensor, cast: Cast, via: torch.dtype | None = None) -> Tensor:
-    """Return the scale under which `quantize` would cast `x` after rounding it to `via`."""
+    """Return the scale of `quantize` for `x` rounded to `via`; observe and reduce its amax."""
     amax = kernels.amax(x)
     if via is not None:  # rounding keeps the order of numbers
         amax = amax.to(via).to(torch.float32)
@@ -124,7 +124,7 @@ def scales_of(
     """Return the dynamic scale of each tensor, 0-dim float32, computed by a few kernels for all.
 
     The tensors are not empty, and share dtype and device. They are rounded to `dtype` before they
-    are cast. `reduce` makes all amaxes, float32 [len(tensors)], those of all ranks. Results are
+    are cast. `reduce` reduces all amaxes, float32 [len(tensors)], over ranks. Results are
     views of one tensor, 16 bytes apart.
     """
     amaxes = torch.stack(torch._foreach_norm(list(tensors), float("inf")))
@@ -157,7 +157,7 @@ def recast(x: Tensor, cast_config: CastConfig, scale: Tensor) -> Operand:
 
 
 def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Operand:
-    """Zero-pad row data [R, C] or [E, R, C] as a cast does; return `row` if no padding is due."""
+    """Zero-pad row data along C, and [R, C] along R if `pad_rows`; a no-op if they are aligned."""
     data, scale = row
     to = granularity.width or GEMM_ALIGNMENT
     bottom = -data.shape[0] % to if pad_rows and data.dim() == 2 else 0

@@ -1,4 +1,4 @@
-"""What a conversion asks: `Conversion` of each kind of module, `Feature` of what goes with it."""
+"""Interfaces of a conversion: `Conversion` of a kind of module, `Feature` of what runs with it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -71,12 +71,12 @@ class Conversion:
         raise NotImplementedError
 
     def modules_to_keep(self, chooser: "Chooser") -> dict[nn.Module, str]:
-        """Return what stays without a filter because of the rest of the model, and why."""
+        """Return modules that stay without a filter because of the rest of the model, and why."""
         return {}
 
 
 class Feature:
-    """What goes with all conversions and steps, such as weights that FSDP2 gathers in float8."""
+    """Callbacks for conversions and steps; one feature is the float8 all-gather of FSDP2."""
 
     def sharing_ranks(self, config: Float8LinearConfig) -> int:
         """Return how many ranks cast a share of each weight."""
@@ -100,10 +100,10 @@ class Feature:
         """Prepare a training of `model`, which was just attached to an optimizer."""
 
     def before_step(self, model: nn.Module, group: Any) -> None:
-        """Run right before the optimizer steps; with a closure right after the step."""
+        """Sync state over `group` before the optimizer steps, or after a step with a closure."""
 
     def after_step(self, model: nn.Module) -> None:
-        """Run after the optimizer has stepped."""
+        """Update what is computed from the weights, after the optimizer has stepped."""
 
 
 CONVERSIONS: list[Conversion] = []
