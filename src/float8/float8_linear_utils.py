@@ -18,11 +18,11 @@ from float8.linear import Float8Linear
 
 
 def _auto_filter_for_recipe(recipe: ConfigOrRecipe, filter_fqns: Collection[str]) -> ModuleFilter:
-    """Return a filter with the default rules for `recipe`, except names that contain a filter fqn.
+    """Return the default filter for `recipe`, which also rejects names that contain a filter fqn.
 
-    The filter returns False for all objects but linear layers, also for those that are no modules.
+    The filter accepts converted layers, and returns False for all objects that are no `nn.Linear`.
     """
-    chooser = Chooser(nn.Identity(), recipe)
+    chooser = Chooser(nn.Identity(), recipe)  # decides per layer: the model is unknown
 
     def module_filter_fn(mod: nn.Module, fqn: str) -> bool:
         if any(name in fqn for name in filter_fqns) or not isinstance(mod, nn.Linear):

@@ -104,7 +104,7 @@ def quantize(
 
 
 def scale_of(x: Tensor, cast: Cast, via: torch.dtype | None = None) -> Tensor:
-    """Return the scale under which `quantize` would cast `x` after rounding it to `via`."""
+    """Return the scale of `quantize` for `x` rounded to `via`; observe and reduce its amax."""
     amax = kernels.amax(x)
     if via is not None:  # rounding keeps the order of numbers
         amax = amax.to(via).to(torch.float32)
@@ -157,7 +157,7 @@ def recast(x: Tensor, cast_config: CastConfig, scale: Tensor) -> Operand:
 
 
 def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Operand:
-    """Zero-pad row data [R, C] or [E, R, C] as a cast does; return `row` if no padding is due."""
+    """Zero-pad row data along C, and [R, C] along R if `pad_rows`; a no-op if they are aligned."""
     data, scale = row
     to = granularity.width or GEMM_ALIGNMENT
     bottom = -data.shape[0] % to if pad_rows and data.dim() == 2 else 0

@@ -100,10 +100,10 @@ class Feature:
         """Prepare a training of `model`, which was just attached to an optimizer."""
 
     def before_step(self, model: nn.Module, group: Any) -> None:
-        """Run right before the optimizer steps; with a closure right after the step."""
+        """Sync state over `group` before the optimizer steps, or after a step with a closure."""
 
     def after_step(self, model: nn.Module) -> None:
-        """Run after the optimizer has stepped."""
+        """Update what is computed from the weights, after the optimizer has stepped."""
 
 
 CONVERSIONS: list[Conversion] = []

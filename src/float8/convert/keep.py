@@ -12,7 +12,7 @@ ModuleFilter = Callable[[nn.Module, str], bool]
 
 
 class Keep(NamedTuple):
-    """The arguments of `keep_high_precision`, passed to a conversion as a `module_filter_fn`."""
+    """Arguments of `keep_high_precision`; accepted as a `module_filter_fn`, but not callable."""
 
     first: int
     last: int
@@ -20,7 +20,7 @@ class Keep(NamedTuple):
     module_filter_fn: ModuleFilter | None
 
     def reasons(self, model: nn.Module) -> dict[nn.Module, str]:
-        """Return the modules that stay, with reasons; `ValueError` if an argument fits none."""
+        """Return modules that stay, with reasons; raise `ValueError` if an argument fits none."""
         reasons: dict[nn.Module, str] = {}
         in_blocks, unused = set[nn.Module](), {*self.names}
         for fqn, mod in model.named_modules(remove_duplicate=False):

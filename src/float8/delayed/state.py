@@ -143,12 +143,12 @@ class StatefulLayer(Float8Module):
     def _float8_trains(self) -> bool:
         """Return whether the layer is in training mode and has a Parameter that is not frozen.
 
-        True without Parameters, which FSDP1 takes away.
+        In training mode also True without Parameters, which FSDP1 takes away.
         """
         if not self.training or getattr(self._parameters.get("weight"), "requires_grad", False):
-            return self.training  # as most layers
-        needed = [parameter.requires_grad for parameter in self.parameters()]
-        return any(needed) or not needed  # FSDP1 takes Parameters away
+            return self.training  # the common case
+        requires_grad = [parameter.requires_grad for parameter in self.parameters()]
+        return any(requires_grad) or not requires_grad  # FSDP1 takes Parameters away
 
     def _float8_note_known(self, site: Site, scale: float) -> None:
         """Record that the scale of `site` is set, unless `scale` is `UNKNOWN_SCALE`."""

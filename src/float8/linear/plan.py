@@ -74,12 +74,12 @@ def resolve_plan(
             return None
         a, b = (casts[site] for site in GEMM_OPERANDS[name])
         granularities = a.scaling_granularity, b.scaling_granularity
-        # Weights that others published in float8 may have any scales, but for exponents; so may a
-        # history that was loaded.
-        ours = config.float8_weights is not Float8Weights.ONLY or b.scaling_granularity.exponents
-        ours = ours and a.scaling_type is b.scaling_type is ScalingType.DYNAMIC
-        rounded = a.power_of_2 and b.power_of_2 and ours
-        return Gemm(fast_accum[name], config.emulate, rounded, granularities)
+        # Published float8 weights may have any float32 scales, and a loaded state any delayed
+        # scale. Scales stored as 8-bit exponents are powers of two.
+        trusted = config.float8_weights is not Float8Weights.ONLY or b.scaling_granularity.exponents
+        trusted = trusted and a.scaling_type is b.scaling_type is ScalingType.DYNAMIC
+        powers_of_2 = a.power_of_2 and b.power_of_2 and trusted
+        return Gemm(fast_accum[name], config.emulate, powers_of_2, granularities)
 
     def rows_suffice(cast: Cast, *gemms: Gemm | None) -> bool:
         granularity, rounded = cast.config.scaling_granularity, cast.config.power_of_2

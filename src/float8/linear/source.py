@@ -28,7 +28,7 @@ PUBLIC = ("config", "from_float")
 
 
 def shallow_copy(mod: nn.Module, cls: Any) -> Any:
-    """Return a `cls` with all that `mod` has, in registries of its own, but for `.compile()`."""
+    """Return a `cls` with the attributes of `mod`, its registries copied, and no `.compile()`."""
     new = cls.__new__(cls)
     for name, value in vars(mod).items():
         new.__dict__[name] = copy.copy(value) if name in _REGISTRIES else value
@@ -38,7 +38,7 @@ def shallow_copy(mod: nn.Module, cls: Any) -> Any:
 
 
 def become(mod: nn.Module, new: nn.Module) -> None:
-    """Turn `mod` into what `new`, a copy of it, is; it stays the same object with its hooks."""
+    """Give `mod` the class and attributes of its copy `new`; keep its identity and its hooks."""
     for name in vars(mod).keys() - vars(new).keys() - {"_compiled_call_impl"}:
         del mod.__dict__[name]  # a forward, and what others know a layer in float8 by
     mod.__dict__.update({name: x for name, x in vars(new).items() if "_hooks" not in name})
@@ -54,7 +54,7 @@ def class_with_forward(cls: type) -> type:
 
 
 def replaced_forward(mod: nn.Module) -> bool:
-    """Whether an attribute hides the forward of the class; accelerate leaves it as one behind."""
+    """Return whether an attribute hides the class's forward; accelerate leaves an equal one."""
     forward: Any = vars(mod).get("forward")
     return forward is not None and forward != types.MethodType(type(mod).forward, mod)
 
@@ -127,7 +127,7 @@ def not_in_high_precision(weight: Any) -> str | None:
 
 
 def _cannot_be_both(mod: Any, base: Any, config: Float8LinearConfig) -> str | None:
-    """Say why a layer cannot be what `mod` is and a `base`, too, or return None."""
+    """Return why the class of `mod` cannot be combined with `base`, or None."""
     cls: Any = type(mod)
     is_ours = isinstance(mod, Float8Module)
     names, there = base._float8_buffer_names(config), {*dir(mod)}
@@ -187,10 +187,10 @@ def _init(layer: Any, *args: Any, **more: Any) -> None:
 def new_class(
     name: str, bases: tuple[type, type], make: Any, made_of: tuple[Any, ...], **members: Any
 ) -> Any:
-    """Return a class that instances of the second of `bases` can be given.
+    """Return a subclass of `bases` that can be set as `__class__` of instances of `bases[1]`.
 
-    Its own are pickled as those of `make(*made_of)`, which returns it: it cannot be imported. A
-    `TypeError` says that there is none: instances may lie otherwise in memory.
+    Instances are pickled by the call `make(*made_of)`, which returns the class, since it cannot be
+    imported. Raises `TypeError` if instances of `bases` differ in memory layout.
     """
 
     def reduce(module: Any, protocol: int) -> Any:

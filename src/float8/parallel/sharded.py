@@ -43,8 +43,8 @@ class Shards(NamedTuple):
     def linear(self, input: Any, weight: Any, bias: Any, plan: LinearPlan, casts: Casts) -> Any:
         """Compute `apply_linear` of DTensors on a mesh of one dim; `casts` reduce over its ranks.
 
-        A layer that gathers its input takes it placed in any way, and gathers it in float8 if one
-        cast is all that the plan makes of it; a `Float8Tensor` inside is not cast again. The bias
+        A layer that gathers its input takes it placed in any way, and gathers it in float8 if its
+        row data suffice for all GEMMs; a `Float8Tensor` as local tensor is not cast again. The bias
         is Shard(0) with the weight, else Replicate.
         """
         if not hasattr(input, "placements"):
@@ -146,26 +146,26 @@ def _column_parallel(
 ) -> Any:
     """Multiply all tokens by the local rows of the weight; the output is Shard(-1)."""
     dtensors, mesh, local = torch.distributed.tensor, weight.device_mesh, weight.to_local()
-    (placement,), enter = input.placements, None
+    (placement,), tokens = input.placements, None
     if gathers and not placement.is_replicate():
         in_float8 = isinstance(input._local_tensor, Float8Tensor)
         if placement.is_shard() and plan.input_rows_suffice and not in_float8:
-            enter = _shared_tokens(input, placement.dim)
-        if enter is None:  # torch gathers, which knows of summands and of odd sizes
+            tokens = _shared_tokens(input, placement.dim)
+        if tokens is None:  # torch gathers, which handles Partial and uneven sizes
             input = in_compute_dtype(input, weight)
             input = dtensor_in_float8(input, weight, plan, casts.input)
             input = input.redistribute(placements=[dtensors.Replicate()])
-    if enter is None:
+    if tokens is None:
         _require_placed(input, weight, dtensors.Replicate())
         casts = _without_reduce(casts, "input", "input_for_grad_weight")
     # `GathersInput` reduce-scatters the gradient in backward.
-    x = input.to_local(grad_placements=(dtensors.Partial(),) if enter is None else None)
+    x = input.to_local(grad_placements=(dtensors.Partial(),) if tokens is None else None)
     bias = None if bias is None else bias.to_local()
-    products = None if enter is None else GathersInput(enter)
+    products = None if tokens is None else GathersInput(tokens)
     y = apply_linear(x, local, bias, plan, casts, None, products)
-    if enter is not None and x.dim() != 2:
+    if tokens is not None and x.dim() != 2:
         shape = [*x.shape[:-1], y.shape[-1]]
-        shape[enter.dim] *= enter.ranks
+        shape[tokens.dim] *= tokens.ranks
         y = torch.ops.aten._unsafe_view.default(y, shape)
     placed = (dtensors.Shard(y.dim() - 1),)
     whole = torch.empty([*y.shape[:-1], weight.shape[0]], device="meta")  # for its stride
@@ -179,7 +179,7 @@ def _row_parallel(
 ) -> Any:
     """Multiply local features and weight columns; the output is Partial or Shard(`tokens_dim`)."""
     dtensors: Any = torch.distributed.tensor
-    dims, to, leave = input.dim(), None, None
+    dims, to, tokens = input.dim(), None, None
     if tokens_dim is not None:
         if not -dims <= tokens_dim < dims:
             raise ValueError(
@@ -188,19 +188,19 @@ def _row_parallel(
             )
         to = dtensors.Shard(tokens_dim % dims)
         if plan.grad_output_rows_suffice:
-            leave = _shared_tokens(input, to.dim)
+            tokens = _shared_tokens(input, to.dim)
     _require_placed(input, weight, dtensors.Shard(dims - 1))
-    if leave is None:  # grad_output is whole here, with an amax that all ranks find alike
+    if tokens is None:  # grad_output is replicated, so all ranks compute the same amax
         casts = _without_reduce(casts, "grad_output", "grad_output_for_grad_weight")
-    products, x = None if leave is None else ScattersOutput(leave), input.to_local()
+    products, x = None if tokens is None else ScattersOutput(tokens), input.to_local()
     y = apply_linear(x, weight.to_local(), None, plan, casts, None, products)
-    if leave is not None and x.dim() != 2:
+    if tokens is not None and x.dim() != 2:
         shape = [*x.shape[:-1], y.shape[-1]]
-        shape[leave.dim] //= leave.ranks
+        shape[tokens.dim] //= tokens.ranks
         y = torch.ops.aten._unsafe_view.default(y, shape)
-    placed = (dtensors.Partial() if leave is None else to,)
+    placed = (dtensors.Partial() if tokens is None else to,)
     output = dtensors.DTensor.from_local(y, weight.device_mesh, placed, run_check=False)
-    if to is not None and leave is None:  # torch sums up, and gathers the gradient
+    if to is not None and tokens is None:  # torch sums up, and gathers the gradient
         output = output.redistribute(placements=(to,))
     if bias is None:
         return output
@@ -219,7 +219,7 @@ def _require_placed(input: Any, weight: Any, expected: Any) -> None:
 
 
 def _without_reduce(casts: Casts, *roles: str) -> Casts:
-    """Return casts that reduce nothing for tensors whose amax all ranks find alike."""
+    """Return `casts` without amax reduction for `roles`, whose tensors all ranks have whole."""
     return casts._replace(**{role: getattr(casts, role)._replace(reduce=None) for role in roles})
 
 

@@ -412,7 +412,7 @@ def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _is_whole(x: Float8Tensor) -> bool:
-    """Return whether `x` has all data of its storage, so that no other part uses its scale."""
+    """Return whether `x` covers its whole storage; a view of a part shares the scale."""
     return x._data.nbytes == x._data.untyped_storage().nbytes()
 
 

@@ -135,7 +135,7 @@ GEMM_OPS.add(TIMES_HELD)
 @torch.inference_mode(False)  # else it could not be saved for a backward
 @torch.no_grad()
 def hold(parameter: Tensor, cast: Cast, values: Tensor | None = None) -> Held:
-    """Cast a Parameter, or `values` that are a view of it, to row and column data."""
+    """Cast a Parameter, or its view `values`, to row and column data marked with its version."""
     values, products = parameter if values is None else values, PRODUCTS[parameter.dim()]
     quantized = products.quantize_weight(values, cast, row=True, col=True, pad_rows=True)
     # `.data` is no view, also where the data of experts is one.

@@ -138,10 +138,10 @@ def _place(  # type: ignore[no-untyped-def]
     tile, tile_ends, tiles, begins, ends, R, C, tiles_n, E, ROW_GROUPS: tl.constexpr,
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Return where tile number ``tile`` lies, and what is contracted.
+    """Locate tile number ``tile``; ``tile_ends`` has one past the last tile of each group.
 
-    That is its group, first row, end of the group's rows and first column; begin and number of
-    steps along C; and whether the group is not empty.
+    Returns the group, the tile's first row, the end of valid rows, the tile's first column, the
+    first index and the number of steps along C, and whether it is a group with tokens.
     """
     g = tl.arange(0, GROUPS)
     group = tl.sum((tile_ends <= tile).to(tl.int32), 0)
