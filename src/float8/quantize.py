@@ -22,7 +22,7 @@ class ScaleSource(Protocol):
 
     @property
     def amax(self) -> Tensor:
-        """The largest amax that was observed, 0-dim float32."""
+        """The largest amax recorded by `cast` and `observe` since the last sync, 0-dim float32."""
 
     def cast(
         self, x: Tensor, cast_config: CastConfig, *, row: bool, col: bool, pad_rows: bool
@@ -30,7 +30,7 @@ class ScaleSource(Protocol):
         """Choose the scale of `x`, cast as `kernels.cast` does, and observe the amax."""
 
     def observe(self, amax: Tensor) -> None:
-        """Raise `amax` to that of a tensor which is cast by other means."""
+        """Raise `self.amax` to `amax`, that of a tensor which other code casts."""
 
     def choose(self, dynamic: Tensor) -> Tensor:
         """Return the scale of a tensor whose own amax gives the scale `dynamic`."""
@@ -47,8 +47,8 @@ class Cast(NamedTuple):
     source: ScaleSource | None = None
     """Chooses the one scale; None: it follows from the amax of the tensor."""
     reduce: Reduction | None = None
-    """Makes the amax behind the one scale that of all ranks. With a `source` it always runs, since
-    all ranks must take part. Finer scales are those of this rank's part."""
+    """All-reduces the amax behind the one scale. With a `source` it always runs, since all ranks
+    must take part. Finer scales are those of this rank's part."""
     scale: Tensor | None = None
     """The one scale, if it is known; no amax is computed then."""
 

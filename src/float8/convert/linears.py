@@ -24,11 +24,11 @@ class Linears(Conversion):
         return isinstance(mod, nn.Linear)
 
     def why_left_out(self, mod: nn.Module, fqn: str, chooser: Chooser) -> str | None:
-        """Return a reason for the head, adapters and routers."""
+        """Return why to keep a head, an adapter, or a layer of `modules_to_keep`; or None."""
         return chooser.kept_by_model.get(mod) or left_out(fqn, chooser.head)
 
     def modules_to_keep(self, chooser: Chooser) -> dict[nn.Module, str]:
-        """Return all linear layers, if FSDP2 would wait for the CPU."""
+        """Return all linear layers, with the reason to keep them, if FSDP2 waits for the CPU."""
         layers = dict[Any, str]()
         for fqn, mod in chooser.model.named_modules() if self._waits_as_a_whole(chooser) else ():
             is_candidate = chooser.conversions[mod] is self and not left_out(fqn, chooser.head)
@@ -43,11 +43,11 @@ class Linears(Conversion):
         return gather and chooser.kinds == {self}
 
     def problem(self, mod: nn.Module, chooser: Chooser) -> str | None:
-        """Return what `from_float` would raise."""
+        """Return the error message of `from_float` for `mod`, or None."""
         return unsupported(mod, chooser.config, chooser.classes)
 
     def why_slower(self, mod: Any, fqn: str, chooser: Chooser) -> str | None:
-        """Return a reason for layers that are narrow as routers, or lose on the GPU."""
+        """Return why to keep a layer as narrow as a router, or slower in float8; or None."""
         if not chooser.config.float8_gemms:
             return None
         if mod.out_features < ROUTER:
@@ -58,7 +58,7 @@ class Linears(Conversion):
         return gpu and why_slower(mod, chooser.config, *step, gpu, waits=waits)
 
     def prepare(self, mod: nn.Module, chooser: Chooser) -> Callable[[], None]:
-        """Return a function that gives `mod` the class of a layer made here."""
+        """Return a function that turns `mod` into a `Float8Linear` in place."""
         new = Float8Linear._float8_made_of(mod, chooser.config, finish=False)
 
         def convert() -> None:

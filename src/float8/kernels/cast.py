@@ -276,7 +276,7 @@ def _cast_triton(x: Tensor, scale: Tensor | None, arguments: CastArguments) -> l
 
 
 class _Matrix(NamedTuple):
-    """What the kernels of a cast read, `x` or `x.t()`, and the layouts of it that they write."""
+    """The matrix that kernels of a cast read, `x` or `x.t()`, and the layouts that they write."""
 
     dtype: torch.dtype
     device: torch.device
@@ -395,7 +395,7 @@ def _row_kernels(matrix: _Matrix) -> _Kernels:
 
 
 def _block_kernels(matrix: _Matrix, height: int, width: int, col: bool) -> _Kernels:
-    """Return the launch that measures and casts blocks; ``col``: whether ``x`` gets column data."""
+    """Return the launch that casts blocks in one read; ``col``: ``x`` itself gets column data."""
     R, C, *_ = matrix.sizes
     if height == width:
         return _tiled(matrix, ((128, 128, 8),), "square", width), None, None

@@ -52,7 +52,7 @@ class PlainFloat8Module(nn.Module):
     _float8_attached = 0
     """The number of optimizers that the module is attached to."""
     _float8_shards: Any = None
-    """How a layer computes of which ranks hold parts; `float8.wings` sets the default."""
+    """The tensor-parallel options of a layer; `float8.wings` sets the default."""
     _float8_noun = "weight"
     """What the module has, for `_float8_words`."""
     _float8_of_this_rank: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class PlainFloat8Module(nn.Module):
     _float8_stateful: tuple[Any, ...] = ()
     """The cast sites whose scales have a state, which the layer keeps in buffers."""
     _float8_held: tuple[Any, ...] = ()
-    """Weights that are quantized already; others are in each forward."""
+    """The weights whose float8 data are held; others are quantized in each forward."""
     _float8_never_trains = False
     """Whether a weight that requires a gradient is refused."""
 
@@ -112,7 +112,7 @@ class PlainFloat8Module(nn.Module):
         return getattr(self, name)
 
     def _float8_matrices(self) -> Sequence[str]:
-        """Return the names of the weights that are stored as [N, K] or [E, N, K]."""
+        """Return the names of weights that can be in float8 only, stored as [N, K] or [E, N, K]."""
         return ("weight",)
 
     def _float8_groups(self) -> tuple[Any, ...]:
@@ -121,11 +121,11 @@ class PlainFloat8Module(nn.Module):
         return sharding_groups(weight) if hasattr(weight, "device_mesh") else ()
 
     def _float8_attach(self) -> None:
-        """Attach one more optimizer."""
+        """Count one more optimizer that the module is attached to."""
         self._float8_attached += 1
 
     def _float8_detach(self) -> None:
-        """Detach one optimizer."""
+        """Count one optimizer fewer that the module is attached to."""
         self._float8_attached = max(self._float8_attached - 1, 0)
 
     def _float8_loadable(self, old: Any, values: Any, local_metadata: dict[str, Any]) -> Any:
