@@ -92,10 +92,10 @@ COUNT, TALLY = torch.ops.float8.count.default, torch.ops.float8.tally.default
 
 @torch.no_grad()
 def measure(x: Any, cast: Cast | None, col: bool = False, offs: Tensor | None = None) -> Tensor:
-    """Return statistics of a cast of `x` [..., C] or [E, N, K], [6] float64: see `count`.
+    """Quantize `x` [..., C] or [E, N, K] by `cast`, and return the result of `count`, [6] float64.
 
-    They are of column data if `col`. `offs` are the ends of groups of rows. Zeros of an `x` that is
-    in float8 count as values that became zero. Without a cast only non-finite values are counted.
+    Column data are counted if `col`. `offs` are the ends of groups of rows. Zeros of a float8 `x`
+    count as values that became zero. If `cast` is None, only non-finite values are counted.
     """
     in_float8 = isinstance(local_tensor(x), Float8Tensor)
     x, cast = of_this_rank(x, cast)
@@ -154,7 +154,7 @@ def device_of(model: nn.Module) -> torch.device:
 class _Observer:
     """A hook of a layer that adds up statistics of its casts in one watched step.
 
-    Counters are tensors: compiled code runs it, too, and would be recompiled for each new number.
+    Counters are tensors: compiled code with this hook would recompile for each new number.
     """
 
     def __init__(self, layer: Any, forwards: Tensor, backwards: Tensor) -> None:

@@ -22,7 +22,7 @@ class ScaleSource(Protocol):
 
     @property
     def amax(self) -> Tensor:
-        """The largest amax that was observed, 0-dim float32."""
+        """The largest amax recorded by `cast` and `observe` since the last sync, 0-dim float32."""
 
     def cast(
         self, x: Tensor, cast_config: CastConfig, *, row: bool, col: bool, pad_rows: bool
@@ -30,7 +30,7 @@ class ScaleSource(Protocol):
         """Choose the scale of `x`, cast as `kernels.cast` does, and observe the amax."""
 
     def observe(self, amax: Tensor) -> None:
-        """Raise `amax` to that of a tensor which is cast by other means."""
+        """Raise `self.amax` to `amax`, that of a tensor which other code casts."""
 
     def choose(self, dynamic: Tensor) -> Tensor:
         """Return the scale of a tensor whose own amax gives the scale `dynamic`."""

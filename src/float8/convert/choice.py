@@ -157,11 +157,11 @@ def all_linears(mod: nn.Module, fqn: str) -> bool:
 
 
 def left_out(fqn: str, head: bool = False) -> str | None:
-    """Return the reason why a layer called `fqn` stays without a filter, or None.
+    """Return why a layer called `fqn` stays in high precision if there is no filter, or None.
 
     The head stays unless `head` is True: the loss depends on its logits directly, and it is a small
-    part of a large model. So does what PEFT trains: low-rank adapters, too small to gain, and
-    copies of layers, in whose checkpoints no state of delayed scaling shall be.
+    part of a large model. What PEFT trains stays, too: low-rank adapters, too small to gain, and
+    copies of layers, whose checkpoints must not contain the state of delayed scaling.
     """
     wrappers = "module", "model", "base_model"  # attributes in which wrappers keep a model
     words = [word for word in plain_name(fqn).split(".") if word not in wrappers]

@@ -52,7 +52,7 @@ class Float8Experts(Float8Module):
         return names_to_gather(self)
 
     def _float8_product(self, x: Tensor, weight: Any, offs: Tensor, name: str = "") -> Tensor:
-        """Multiply groups of rows [T, K] by weights [E, N, K]; `name` is their Parameter's."""
+        """Multiply groups of rows [T, K] by `weight` [E, N, K]; `name`: its Parameter, if known."""
         weight = _on_this_rank(weight)
         x = x.to(autocast_dtype(x.device) or weight.dtype)
         plan, held = self._float8_plan, None
@@ -137,7 +137,7 @@ class RegisteredExperts(Float8Experts):
 
 
 def _on_this_rank(x: Any) -> Any:
-    """Return the local shard of a DTensor of experts, differentiably; a plain tensor as it is."""
+    """Return the local shard of a DTensor of experts, differentiably; return others unchanged."""
     if not is_dtensor(x):
         return x
     if not all(each.is_replicate() or each.is_shard(0) for each in x.placements):
@@ -154,7 +154,7 @@ class SeamExperts(Float8Experts):
     _float8_why_never_held = "given to a method, perhaps a copy"
 
     def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
-        """Multiply groups of rows `A` [T, K] by `B_t` [E, K, N]."""
+        """Multiply groups of rows `A` [T, K] by `B_t` [E, K, N]; return [T, N]."""
         return self._float8_product(A, B_t.transpose(-2, -1), offs)
 
 
@@ -269,7 +269,7 @@ def convert_experts(module: Any, config: Float8LinearConfig) -> None:
 
 @functools.cache
 def class_of_experts(kind: Any, source: Any) -> Any:
-    """Return a subclass of `kind` and `source`; libraries find it by the name of `source`."""
+    """Return a subclass of `kind` and `source`, named as `source`: libraries look it up by name."""
     members = {name: getattr(source, name) for name in ("__module__", "__qualname__", "__doc__")}
     members["_float8_source_class"] = source
     bases = kind, source

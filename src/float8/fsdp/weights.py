@@ -51,7 +51,7 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
 
 
 class _Alike(NamedTuple):
-    """What shards have in common that are cast together."""
+    """The key of shards that one call of `_cast` casts together."""
 
     wrapper: type[Float8GatherWeight]
     groups: tuple[Any, ...]
@@ -65,7 +65,7 @@ class _Alike(NamedTuple):
 
 
 def _cast(alike: _Alike, shards: dict[Any, Float8GatherWeight]) -> list[CastAhead]:
-    """Cast shards; return only the scales of offloaded ones, which FSDP2 copies before a cast."""
+    """Return the casts of shards; only scales if offloaded: FSDP2 copies shards before a cast."""
     config, dtype = alike.cast_config, alike.param_dtype
     on_device, values = alike.device.type == alike.device_type, [x._inner for x in shards.values()]
     if alike.wrapper.has_one_scale(config):
@@ -77,7 +77,7 @@ def _cast(alike: _Alike, shards: dict[Any, Float8GatherWeight]) -> list[CastAhea
 
 
 def _shards_to_cast(model: nn.Module) -> dict[_Alike, dict[Any, Float8GatherWeight]]:
-    """Return the shards of weights by weight, together those that are cast together."""
+    """Return the shards to cast, by weight; each batch is one call of `_cast`."""
     batches: dict[_Alike, dict[Any, Float8GatherWeight]] = {}
     sharing: dict[Any, tuple[Any, ...] | None] = {}  # groups of a sharding; None: a rank has none
     for module in model.modules():
@@ -138,7 +138,7 @@ class Float8Gathers(Feature):
     """Has FSDP2 gather weights in float8, where the configuration says so."""
 
     def sharing_ranks(self, config: Float8LinearConfig) -> int:
-        """Return the world size: each rank casts its shard."""
+        """Return the world size if ranks gather weights in float8, else 1."""
         gathers = config.enable_fsdp_float8_all_gather and dist.is_available()
         return dist.get_world_size() if gathers and dist.is_initialized() else 1
 

@@ -75,7 +75,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         state.stateful_callbacks[name] = self.state()
 
     def state(self) -> dict[str, Any]:
-        """Return scaling state and sampled weights, for `trainer_state.json`."""
+        """Return the state of delayed scaling and samples of weights, to save and to compare."""
         saved = {
             plain_name(name): {key: x.tolist() for key, x in layer._float8_state().items()}
             for name, layer in self._delayed().items()
@@ -132,5 +132,5 @@ class Float8Callback(TrainerCallback, ExportableState):
 
 
 def _last(entry: Any) -> Any:
-    """Return the last entry: a callback that was added twice has a list of them."""
+    """Return `entry`, or the last one of a list, which a callback that was added twice has."""
     return entry[-1] if isinstance(entry, list) else entry

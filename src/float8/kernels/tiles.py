@@ -76,7 +76,7 @@ def tile_at(  # type: ignore[no-untyped-def]
 
 @jit
 def load(ptrs, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load where ``inside``, zero elsewhere; if ``EVEN`` everywhere, without a mask."""
+    """Load where ``inside``, and return zero elsewhere; if ``EVEN``, load all without a mask."""
     if EVEN:
         values = tl.load(ptrs)
     else:
@@ -94,7 +94,7 @@ def or_zero(v, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def store(ptrs, values, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store where ``inside``; if ``EVEN`` everywhere, without a mask."""
+    """Store where ``inside``; if ``EVEN``, store all without a mask."""
     if EVEN:
         tl.store(ptrs, values)
     else:
@@ -108,7 +108,7 @@ def store(ptrs, values, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-
 def tile_quads(tile_r, tile_c, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return indices of groups of four rows [BLOCK_R / 4, 1], and of columns [1, BLOCK_C].
 
-    They are those of tile ``tile_c`` in the ``tile_r``-th row of tiles.
+    The indices are those of tile ``tile_c`` in the ``tile_r``-th row of tiles.
     """
     quad = (tile_r * (BLOCK_R // 4) + tl.arange(0, BLOCK_R // 4)).to(tl.int64)[:, None]
     c = (tile_c * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
@@ -123,7 +123,7 @@ def quad_rows(quad):  # type: ignore[no-untyped-def]
 
 @jit
 def load_rows(ptr, rows, stride, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load the four tensors with these row numbers; ``ptr`` addresses the columns of row 0."""
+    """Load a tile as four tensors with row numbers ``rows``; ``ptr`` is at columns of row 0."""
     return [load(ptr + rows[i] * stride, inside[i], EVEN) for i in (0, 1, 2, 3)]
 
 
@@ -173,7 +173,7 @@ def times(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-de
 
 @jit
 def store_row_scales(ptr, quad, scales, rows):  # type: ignore[no-untyped-def]
-    """Store the scales of the rows of four tensors, [BLOCK_R / 4, 1] each, to a vector [rows]."""
+    """Store the scales of a tile's rows, four tensors [BLOCK_R / 4, 1], to a vector [rows]."""
     r = quad_rows(quad)
     for i in tl.static_range(4):
         tl.store(ptr + r[i], scales[i], mask=r[i] < rows)

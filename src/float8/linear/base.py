@@ -112,7 +112,7 @@ class PlainFloat8Module(nn.Module):
         return getattr(self, name)
 
     def _float8_matrices(self) -> Sequence[str]:
-        """Return the names of the weights that are stored as [N, K] or [E, N, K]."""
+        """Return the names of weights that can be in float8 only, stored as [N, K] or [E, N, K]."""
         return ("weight",)
 
     def _float8_groups(self) -> tuple[Any, ...]:
@@ -121,11 +121,11 @@ class PlainFloat8Module(nn.Module):
         return sharding_groups(weight) if hasattr(weight, "device_mesh") else ()
 
     def _float8_attach(self) -> None:
-        """Attach one more optimizer."""
+        """Count one more optimizer that the module is attached to."""
         self._float8_attached += 1
 
     def _float8_detach(self) -> None:
-        """Detach one optimizer."""
+        """Count one optimizer fewer that the module is attached to."""
         self._float8_attached = max(self._float8_attached - 1, 0)
 
     def _float8_loadable(self, old: Any, values: Any, local_metadata: dict[str, Any]) -> Any:

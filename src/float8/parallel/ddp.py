@@ -24,7 +24,7 @@ def tell_ddp_what_to_ignore(module: nn.Module) -> None:
 
     Marks `module` and its submodules, any of which DDP may wrap. DDP broadcasts rank 0's buffers in
     each forward, which would lose other ranks' amaxes. Histories and scales are still broadcast: a
-    sync leaves them equal, and rank 0 may load a checkpoint alone. Each rank loads float8 weights.
+    sync leaves them equal, and rank 0 may load a checkpoint alone, except for float8 weights.
     """
     for root in module.modules():
         names = [

@@ -1,4 +1,4 @@
-"""A layer of which each rank holds a part: DTensors outside, local tensors in casts and GEMMs.
+"""Compute tensor-parallel layers: DTensors outside, local tensors in casts and GEMMs.
 
     weight Shard(0): input Replicate  -> output Shard(-1)    torch's ColwiseParallel
     weight Shard(1): input Shard(-1)  -> output Partial      torch's RowwiseParallel
@@ -113,7 +113,7 @@ class GathersInput(Dense):
         return Quantized(self.tokens.gathered(x, cast, traced))
 
     def output(self, a: Operand, b: Operand, shape: Shape, **gemm: Any) -> Tensor:
-        """Multiply the rows of all ranks."""
+        """Return the output of all ranks' rows, [M, N]; `shape` is that of this rank's rows."""
         return matmul(a, b, (shape[0] * self.tokens.ranks, shape[1]), **gemm)
 
     def start(self, dx: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ class ScattersOutput(Dense):
         return finished(self.tokens.start_reduce_scatter(y))
 
     def grad_input(self, a: Operand, b: Operand, shape: Shape, **gemm: Any) -> Tensor:
-        """Multiply the gradients of all tokens."""
+        """Return grad_input of all tokens, [M, K]; `shape` is that of this rank's tokens."""
         return matmul(a, b, (shape[0] * self.tokens.ranks, shape[1]), **gemm)
 
 

@@ -464,7 +464,7 @@ def _gather_or_exchange(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _broadcast_or_scatter(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run `c10d::broadcast_` or `c10d::scatter_` on data as bytes, then on scales, then amaxes."""
+    """Run `c10d::broadcast_` or `c10d::scatter_` on bytes, scale and amax; return the last work."""
     (written,), sources = args[:2]  # of a broadcast the second argument is the process group
     sent = sources[0] if isinstance(sources, list) and sources else []
     _require_same_kind(str(func), written, *sent)

@@ -16,9 +16,9 @@ from float8.scales import Operand
 
 
 class SharedTokens(NamedTuple):
-    """Gathers and reduce-scatters activations [R, C] of which ranks share one leading dim evenly.
+    """All-gathers and reduce-scatters activations [R, C], sharded evenly along one leading dim.
 
-    R are all leading dims, flattened.
+    R is the product of all leading dims.
     """
 
     group: str  # name of the process group
@@ -93,9 +93,9 @@ def reshard(model: Any) -> None:
 
 
 def sharding_groups(x: Any) -> tuple[Any, ...]:
-    """Return the process groups of the mesh dims over which the DTensor `x` is not replicated.
+    """Return the process groups of the mesh dims along which the DTensor `x` is sharded or partial.
 
-    FSDP2 with tensor parallel has two; the amax of the whole tensor is the maximum over both.
+    Mesh dims of size 1 are left out. FSDP2 with tensor parallel has two; amaxes reduce over both.
     """
     mesh, placed = x.device_mesh, enumerate(x.placements)
     dims = [dim for dim, placement in placed if not placement.is_replicate() and mesh.size(dim) > 1]
@@ -119,7 +119,7 @@ def no_shard_is_empty(x: Any) -> bool:
 def amax_over(groups: Iterable[Any], device_type: str | None = None) -> Callable[[Tensor], Tensor]:
     """Return a function that all-reduces float32 amaxes of any shape to maxima over `groups`.
 
-    The groups reduce on `device_type`, as amaxes may be offloaded; None: where the amaxes are.
+    All-reduces run on `device_type`, as amaxes may be offloaded; None: on the device of the amaxes.
     """
     names = tuple([group.group_name for group in groups])
     return functools.partial(_amax_over, names, device_type)

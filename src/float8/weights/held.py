@@ -149,7 +149,7 @@ def hold(parameter: Tensor, cast: Cast, values: Tensor | None = None) -> Held:
 def _version_of(weight: Tensor) -> tuple[Any, ...]:
     """Return values that change when ops write `weight`.
 
-    They miss writes by fused optimizers and through `weight.data` or a raw pointer.
+    The values miss writes by fused optimizers and through `weight.data` or a raw pointer.
     """
     return weight._version, weight.data_ptr(), weight.stride()
 
@@ -166,9 +166,9 @@ def can_be_held(weight: Any) -> bool:
 
 
 def goes_into_graph(weight: Tensor) -> bool:
-    """Return whether held data would become a constant of a graph.
+    """Return whether code that runs now is recorded in a graph, with held data as constants.
 
-    True under export, `torch.jit.trace`, `make_fx` and CUDA graph capture, not under compilation.
+    True under export, `torch.jit.trace`, `make_fx` and CUDA graph capture; not `torch.compile`.
     """
     exporting = torch.compiler.is_exporting()
     if torch.compiler.is_compiling():
@@ -180,7 +180,7 @@ def goes_into_graph(weight: Tensor) -> bool:
 
 
 def _is_capturing(weight: Tensor) -> bool:
-    """Return whether a CUDA graph is captured, whose replays would not compare marks."""
+    """Return whether a CUDA graph is being captured; its replays compare no marks."""
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -238,7 +238,7 @@ class HoldsWeights(nn.Module):
         return fresh
 
     def _float8_attach(self) -> None:
-        """Attach one more optimizer; the next use casts held weights again."""
+        """Count one more optimizer; the next use casts held weights again."""
         super()._float8_attach()  # type: ignore[misc]
         for held in self._float8_held:
             row: Any = held.row_data
@@ -246,7 +246,7 @@ class HoldsWeights(nn.Module):
             row._float8_version = col._float8_version = None
 
     def _float8_detach(self) -> None:
-        """Detach one optimizer, and free the held data."""
+        """Count one optimizer fewer, and free the held data."""
         super()._float8_detach()  # type: ignore[misc]
         self._float8_held = ()
 
@@ -262,7 +262,7 @@ class HoldsWeights(nn.Module):
         self._float8_held = ()
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """Load, and free casts of shards on all ranks.
+        """Load, and free the casts that shards keep, on all ranks.
 
         FSDP2 pads shards again after a load, on the ranks where they are uneven only.
         """

@@ -53,11 +53,11 @@ def multiply_blocks(
 
 @gluon_jit
 def _next_tile(tile, state, ends_ptr, sizes, OF_ROWS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Find the group that contains ``tile``, from ``state`` of an earlier tile on.
+    """Find the group that contains ``tile``, searching from ``state``, that of an earlier tile.
 
-    Returns the new state (index, number of tiles before it and in it, begin, end of the group), the
-    tile's first row, end of rows and first column, its begin along C, and its number of steps. With
-    ``OF_ROWS`` groups split R, and group E has the rows outside all others; else they split C.
+    Returns the new state (group, number of tiles before it and in it, its begin and end), the
+    tile's first row, end of rows, first column, and begin and steps along C, which is contracted.
+    ``OF_ROWS``: groups split R, and group E has the rows after all others; else they split C.
     """
     group, before, count, begin, end = state
     R, N, C, E = sizes
@@ -124,7 +124,7 @@ def _add(  # type: ignore[no-untyped-def]
     sums, a, a_scale, b_shared, b_scale, scale_shared, stage, zeros, SIDE: gl.constexpr,
     OF_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Add to ``sums`` the scaled product of ``a`` and one half (``SIDE``) of the columns."""
+    """Return ``sums`` plus the scaled product of ``a`` and one half (``SIDE``) of the columns."""
     HALF: gl.constexpr = zeros.shape[1]
     b = b_shared.index(stage).reshape([2 * HALF, a.shape[1]]).slice(SIDE * HALF, HALF, 0)
     p = hopper.warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)

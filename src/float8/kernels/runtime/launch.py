@@ -25,9 +25,9 @@ _DIRECT = HAS_TRITON and None not in _ASKED
 
 
 class Launch:
-    """A Triton kernel with its integers and constants, to be called with its tensors.
+    """Launches a Triton kernel with fixed grid, integers and constexprs on the tensors of a call.
 
-    The tensors are on `device`, which must be the current one; `ops.register` sets it.
+    The tensors are on `device`, which must be current: ops of `ops.register` make it so.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ _LETTERS = {"i32": "i", "i64": "l"}
 def _for_pytorch(compiled: Any, programs: int, integers: tuple[int, ...]) -> Any:
     """Return the arguments of PyTorch's launcher besides addresses, and the kernel to keep alive.
 
-    None if that cannot launch the kernel, or Triton's metadata has unknown fields or values.
+    Returns None if that launcher cannot run it, or Triton's metadata has unknown fields or values.
     """
     try:
         about, function, signature = compiled.metadata, compiled.function, compiled.src.signature
