@@ -122,7 +122,7 @@ def refused_scale(scale: Tensor, x: Tensor, granularity: Granularity) -> ValueEr
 
 
 def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype, exponents: bool = False) -> Tensor:
-    """Cast elementwise by the arithmetic of :func:`cast`; ``scale`` broadcasts against ``x``."""
+    """Cast ``x`` like `cast`; ``scale`` broadcasts, from `amax_to_exponent` if ``exponents``."""
     # Literals: with dynamic=True, Dynamo makes floats of a module symbolic and then fails on them.
     limit = 448.0 if dtype == torch.float8_e4m3fn else 57344.0
     # Through float64, so that the quotient is correctly rounded in compiled code too.
@@ -153,7 +153,7 @@ def cast_reference(
 ) -> list[Tensor]:
     """Plain-torch twin of :func:`cast` for blocks of ``height`` x ``width``; None: the whole dim.
 
-    Under one scale, returns that (unless given) and the layouts; else each layout and its scales.
+    With one scale, returns the scale unless given, then layouts; else each layout and its scales.
     """
     x, (R, C) = x.to(via or x.dtype), x.shape
     if height is None:
@@ -220,7 +220,7 @@ def cast_reference(
 def specs_of(shape: tuple[int, ...], arguments: CastArguments) -> list[Spec | None]:
     """Return the specs of row data, row scales, column data and column scales; None if not written.
 
-    Those of scales are None under one scale per tensor, too. Sizes may be symbolic.
+    Specs of scales are also None under one scale per tensor. Sizes may be symbolic.
     """
     height, width, dtype, row, col, pad_rows, *_ = arguments
     (R, C), specs = shape, list[Spec | None]()
@@ -276,7 +276,7 @@ def _cast_triton(x: Tensor, scale: Tensor | None, arguments: CastArguments) -> l
 
 
 class _Matrix(NamedTuple):
-    """What the kernels of a cast read, `x` or `x.t()`, and the layouts of it that they write."""
+    """The matrix that the kernels of a cast read, `x` or `x.t()`, and the layouts they write."""
 
     dtype: torch.dtype
     device: torch.device

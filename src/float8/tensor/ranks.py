@@ -1,6 +1,6 @@
 """Helpers for tensors that ranks share: DTensors, amaxes of whole tensors, tokens of all ranks.
 
-DTensors and FSDP2 are known by their attributes: they import slowly. Compilers trace this code.
+Attributes identify DTensors and FSDP2, which import slowly. Compilers trace this code.
 """
 
 import functools
@@ -16,7 +16,7 @@ from float8.scales import Operand
 
 
 class SharedTokens(NamedTuple):
-    """Gathers and reduce-scatters activations [R, C] of which ranks share one leading dim evenly.
+    """Gathers and reduce-scatters activations [R, C] that are sharded evenly along a leading dim.
 
     R are all leading dims, flattened.
     """
