@@ -454,7 +454,7 @@ class Float8LinearConfig:
 
     @functools.cached_property
     def only_on(self) -> tuple[int, ...]:
-        """Major compute capabilities of the GPUs with all these GEMMs; (): all with float8."""
+        """Major compute capabilities of the GPUs with all these GEMMs; () for all with float8."""
         # Only with `emulate` are there several: BLACKWELL > HOPPER > ().
         return max(cast.scaling_granularity.only_on for cast in self.own_casts.values())
 
@@ -465,7 +465,7 @@ class Float8LinearConfig:
         return tuple(gemm for gemm, (site, _) in operands if self.cast_config(site).is_float8)
 
     def short_str(self) -> str:
-        """Return a summary for `repr`: a recipe or the scaling of each tensor, then switches."""
+        """Return a summary for `repr`: the recipe or each cast's scaling, and non-default flags."""
         recipe = _BY_CASTS.get((self.round_scales_to_power_of_2, *self._casts.values()))
         defaults = RECIPES[recipe or "tensorwise"]
         own = self.own_casts.items()
@@ -480,7 +480,7 @@ class Float8LinearConfig:
     def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> "Float8LinearConfig":
         """Return the configuration of a `Float8LinearRecipeName` or its value, as `"delayed"`.
 
-        A new object at each call. Raises a `ValueError` that lists the known names for any other.
+        Each call makes a new object. An unknown name raises a `ValueError` that lists all names.
         """
         return copy.deepcopy(_recipe(recipe_name))
 

@@ -49,7 +49,7 @@ def parameter_name(experts: nn.Module, weight: Any) -> str:
 
 
 def count(x: Tensor, data: Tensor, bound: Tensor | None, all_count: bool) -> Tensor:
-    """Count the values of `x` that a cast to `data`, float8 of the same shape, changed most.
+    """Count values of `x` that are zero or saturated in `data`, its cast to float8, or not finite.
 
     Values above `bound`, one float32 element, saturate. Zeros are values if `all_count`.
 
@@ -169,7 +169,7 @@ class _Observer:
     def __call__(
         self, layer: Any, casts: Casts, x: Any, weight: Any, y: Any, offs: Any = None, own: str = ""
     ) -> Any:
-        """Measure the tensors of a call; return `y`. `own` is the name of an experts' weight."""
+        """Add statistics of a call's casts; return `y`. `own` is the name of an experts' weight."""
         compiling, grad = torch.compiler.is_compiling(), torch.is_grad_enabled()
         if offs is not None and not compiling:
             own = own or parameter_name(layer, weight)
@@ -188,7 +188,7 @@ class _Observer:
 
 
 class _MeasureGradient(torch.autograd.Function):
-    """Return `y`, and measure its gradient in backward. Dynamo does not trace hooks of tensors."""
+    """Identity whose backward adds `measure(gradient)` to totals; Dynamo traces no tensor hooks."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, *cast_and_totals: Any) -> Tensor:
@@ -237,13 +237,13 @@ class Watch(contextlib.ExitStack):
     def step(self) -> dict[str, float]:
         """Finish a step after its last backward; return its statistics over all ranks.
 
-        `{}` if it was not watched. Else four numbers for each layer, or weight of experts, and
-        role: `input` and `weight` as cast for the GEMM `output`, `grad_output` as for `grad_input`.
+        Returns `{}` if the step was not watched, else four numbers for each layer (or weight of
+        experts) and role: `input`, `weight` as cast for `output`, `grad_output` for `grad_input`.
         Zeros of tensors that arrive in float8, as gathered weights do, count as underflow.
 
         - `"layers.0.attention.query/input/amax"`: the largest absolute value, NaN if one is NaN.
         - `.../underflow`: the share of nonzero values that become 0.
-        - `.../saturation`: the share of them that saturate: with delayed scaling only.
+        - `.../saturation`: the share of nonzero values that saturate, with delayed scaling only.
         - `.../nonfinite`: the share of all values that are NaN or Inf.
 
         The dict is in the order of execution: `input` and `weight` of each layer in the order of

@@ -115,7 +115,7 @@ class _Target(NamedTuple):
 
 
 def _targets(model: nn.Module) -> dict[str, _Target]:
-    """Return where to load each name that a checkpoint may use: the model's own or published."""
+    """Return the target of each name, the model's own or published, that a checkpoint may use."""
     targets = {name: _Target(saved) for saved in saved_tensors(model) for name, *_ in saved.uses}
     for name, parts in published_parts(model).items():
         targets |= {new: _Target(targets[name].saved, part) for new, part in parts.items()}
@@ -195,7 +195,7 @@ def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None
 
 
 def _load(target: _Target, read: Callable[..., Tensor], device: Any) -> None:
-    """Load the tensor `read(dtype)` into `target`; replace one on the meta device on `device`."""
+    """Load the tensor `read(dtype)` into `target`, first allocated on `device` if it is meta."""
     saved, old, only_layers = target.saved, target.saved.tensor, target.only_layers
     if len(only_layers) == len(saved.uses) and target.part == WHOLE:
         new = read(old.dtype).to(device if old.is_meta else old.device, old.dtype)
@@ -223,7 +223,7 @@ def _load(target: _Target, read: Callable[..., Tensor], device: Any) -> None:
 
 
 def _copy(destination: Any, tensor: Tensor) -> None:
-    """Copy `tensor`, dequantized, into `destination`; of a DTensor only the shard of this rank."""
+    """Copy `tensor`, dequantized, into `destination`; a DTensor takes this rank's shard of it."""
     values = values_of(tensor.to(destination.device)).to(destination.dtype)
     destination.copy_(_distribute(values, destination) if is_dtensor(destination) else values)
 

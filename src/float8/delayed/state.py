@@ -50,7 +50,7 @@ class StatefulLayer(Float8Module):
     _float8_versions: dict[int, int] | None = None
     """The versions of the Parameters when the first amax since the last sync was recorded."""
     _float8_sample: tuple[Any, int, Tensor] | None = None
-    """At the last check: the weight's identity and diagonal, and grad_output's amax version."""
+    """Identity and diagonal of the weight, and version of grad_output's amax, at the last check."""
     _float8_synced_version = -1
     _float8_not_copied = frozenset({"_float8_compared", "_float8_versions", "_float8_sample"})
 
@@ -90,7 +90,7 @@ class StatefulLayer(Float8Module):
         return {site.amax: torch.zeros_like(scale), site.history: history, site.scale: scale}
 
     def register_forward_pre_hook(self, *args: Any, **more: Any) -> Any:
-        """Register a hook; unwrap buffers that torch's tensor parallel made DTensors before."""
+        """Register a hook; replace buffers that tensor parallel made DTensors by local tensors."""
         for name, buffer in self._float8_state().items():
             self._buffers[name] = local_tensor(buffer)
         return super().register_forward_pre_hook(*args, **more)
@@ -126,8 +126,8 @@ class StatefulLayer(Float8Module):
         """Return the cast of a shard of the weight that FSDP2 gathers; it records a new amax.
 
         Each forward in training records that amax in the layer, and the sync reduces it over ranks.
-        The scale is that of the last sync, or of the data in eval mode, for a frozen layer, and
-        while the host reads that none is set. FSDP2 gathers under `no_grad`: it says nothing here.
+        The scale is that of the last sync. It is computed from the data in eval mode, for a frozen
+        layer and while no scale is set. Grad mode is not checked: FSDP2 gathers under `no_grad`.
         """
         amax, reduce = shard.new_zeros((), dtype=torch.float32), None
         scale, trains = self.get_buffer(WEIGHT.scale), self._float8_trains()
@@ -179,12 +179,12 @@ class StatefulLayer(Float8Module):
         return -1 if amax is None or amax.is_inference() else amax._version
 
     def _float8_check_synced(self) -> None:
-        """Raise a `RuntimeError` if a trained Parameter was written between two forwards, unsynced.
+        """Raise `RuntimeError` if trained Parameters were written between forwards without a sync.
 
-        Skipped without gradients, while attached to an optimizer, and in compiled code. It compares
-        version counters. Fused optimizers and writes through `.data` do not raise them, so the
-        weight's diagonal is compared, too, after each backward whose gradient is None by now; that
-        waits for the device. Such writes are missed after `zero_grad(set_to_none=False)`, where
+        Skipped without gradients, while attached to an optimizer, and in compiled code. Compares
+        version counters, which fused optimizers and writes through `.data` do not increment. So it
+        also compares the weight's diagonal after a backward, once `weight.grad` is None, and syncs
+        with the device. Such writes are missed after `zero_grad(set_to_none=False)`, if
         `torch.distributed` is initialized, grad_output is dynamic or only the bias trains.
         """
         checks = self._float8_config.enable_pre_and_post_forward and not self._float8_attached
@@ -226,10 +226,10 @@ class StatefulLayer(Float8Module):
     def _float8_with_state(self, casts: Casts) -> Casts:
         """Return `casts` with the buffers of this layer as scale sources.
 
-        Scales come from the history in training mode with gradients, unless the layer is frozen; so
-        they do in the first forward of reentrant checkpointing, which is recomputed with gradients.
-        Else they come from the data: a sync may never follow. Amaxes are recorded wherever
-        gradients are taken. A scale that the last sync made equal on all ranks needs no reduction.
+        Scales come from the history in training mode with gradients, unless the layer is frozen,
+        and in the first forward of reentrant checkpointing, which is recomputed with gradients.
+        Otherwise they come from the data, since a sync may never follow. Amaxes are recorded while
+        grad mode is on. A scale that the last sync made equal on all ranks needs no reduction.
         """
         record, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
         trains = self._float8_trains()
@@ -307,9 +307,9 @@ def _first_scale(config: Float8LinearConfig) -> float:
 
 
 def _scale_without_gradients(scale: Tensor) -> Tensor:
-    """Return `scale` in the first forward of a reentrant checkpoint, else `UNKNOWN_SCALE`.
+    """Return `scale` in the no_grad forward of reentrant checkpointing, else `UNKNOWN_SCALE`.
 
-    Casts scale dynamically under the latter. As an op, compiled code decides when it runs.
+    A cast computes an unknown scale from the data. Compiled code calls this op at run time.
     """
     return scale.clone() if in_reentrant_checkpoint() else torch.full_like(scale, UNKNOWN_SCALE)
 

@@ -178,7 +178,7 @@ class Grouped(Dense):
 
     @staticmethod
     def transposed(row: Operand, cast_config: CastConfig, after: Tensor | None = None) -> Operand:
-        """Transpose row data [E, N, K] to [E, K, N], or quantize again; see `quantize.to_col`."""
+        """Return column data [E, K, N] of row data [E, N, K], as `quantize.to_col` does for 2-D."""
         granularity = cast_config.scaling_granularity
         if not granularity.square:
             return quantize_experts(

@@ -22,14 +22,14 @@ from float8.tensor.ranks import amax_over, no_shard_is_empty, sharding_groups
 @torch.inference_mode(False)
 @torch.no_grad()
 def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
-    """Cast the shards of all weights with dynamic scaling and float8 all-gather together.
+    """Cast the shards of all dynamically scaled weights together, before float8 all-gathers.
 
     Call it on all ranks after `optimizer.step()`, or let `attach_to_optimizer` do so. Scales need
     one all-reduce for all weights of a dtype, and for each mesh dim that shards them; one kernel
-    casts them. Both gathers of a weight, and those of further microbatches, then send these bytes,
-    which take one byte for each element of the shard. Without it each gather casts, with the same
-    result, as the first forward and weights with empty shards always do. Of shards that are
-    offloaded only scales are computed. Other models are left unchanged.
+    casts the shards. All gathers of a weight, in forward and backward of each microbatch, then send
+    that cast, which takes one byte per element of the shard. Without this call each gather casts,
+    with the same result, as it always does in the first forward and for weights with empty shards.
+    For offloaded shards only scales are computed. Weights without float8 all-gather are skipped.
 
     A cast is used until the weight is written: by an optimizer's step, an op on the Parameter or
     on a view of it, loading, or a write into a tensor of a state dict. Call it again after writes
@@ -79,7 +79,7 @@ def _cast(alike: _Alike, shards: dict[Any, Float8GatherWeight]) -> list[CastAhea
 def _shards_to_cast(model: nn.Module) -> dict[_Alike, dict[Any, Float8GatherWeight]]:
     """Return the shards to cast, by weight; each batch is one call of `_cast`."""
     batches: dict[_Alike, dict[Any, Float8GatherWeight]] = {}
-    sharing: dict[Any, tuple[Any, ...] | None] = {}  # groups of a sharding; None: a rank has none
+    groups_of: dict[Any, tuple[Any, ...] | None] = {}  # by sharding; None if a shard is empty
     for module in model.modules():
         if not (isinstance(module, Float8Module) and _casts_ahead(module)):
             continue
@@ -102,10 +102,10 @@ def _shards_to_cast(model: nn.Module) -> dict[_Alike, dict[Any, Float8GatherWeig
             if shard.device.type != mesh.device_type and not one_scale:
                 continue
             sharding = mesh, weight.placements, weight.shape
-            if sharding not in sharing:
+            if sharding not in groups_of:
                 groups = sharding_groups(weight) if no_shard_is_empty(weight) else None
-                sharing[sharding] = groups
-            if (groups := sharing[sharding]) is not None:
+                groups_of[sharding] = groups
+            if (groups := groups_of[sharding]) is not None:
                 where = groups, mesh.device_type, shard.device
                 alike = _Alike(type(shard), *where, shard.dtype, shard.param_dtype, shard.how)
                 batches.setdefault(alike, {})[weight] = shard
@@ -135,7 +135,7 @@ def refuse_shards(layer: Any, config: Float8LinearConfig) -> TypeError | ValueEr
 
 
 class Float8Gathers(Feature):
-    """Has FSDP2 gather weights in float8, where the configuration says so."""
+    """The feature by which FSDP2 gathers weights in float8 if the configuration asks for it."""
 
     def sharing_ranks(self, config: Float8LinearConfig) -> int:
         """Return the world size if ranks gather weights in float8, else 1."""

@@ -72,7 +72,7 @@ class Float8ParallelLinear(Float8Linear):
         return (self._float8_mesh.get_group(),)
 
     def _float8_on_mesh(self, x: Tensor, placement: Placement) -> DTensor:
-        """Return the DTensor of which `x` is this rank's part."""
+        """Return a DTensor with `x`, unchanged, as this rank's part."""
         return DTensor.from_local(x, self._float8_mesh, [placement], run_check=False)
 
 

@@ -153,7 +153,7 @@ def cast_reference(
 ) -> list[Tensor]:
     """Plain-torch twin of :func:`cast` for blocks of ``height`` x ``width``; None: the whole dim.
 
-    Under one scale, returns that (unless given) and the layouts; else each layout and its scales.
+    With one scale, returns the scale unless given, then layouts; else each layout and its scales.
     """
     x, (R, C) = x.to(via or x.dtype), x.shape
     if height is None:
@@ -220,7 +220,7 @@ def cast_reference(
 def specs_of(shape: tuple[int, ...], arguments: CastArguments) -> list[Spec | None]:
     """Return the specs of row data, row scales, column data and column scales; None if not written.
 
-    Those of scales are None under one scale per tensor, too. Sizes may be symbolic.
+    Specs of scales are also None under one scale per tensor. Sizes may be symbolic.
     """
     height, width, dtype, row, col, pad_rows, *_ = arguments
     (R, C), specs = shape, list[Spec | None]()

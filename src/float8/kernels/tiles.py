@@ -25,7 +25,7 @@ ROW_TILES: tuple[Tile, ...] = ((16, 256, 4), (16, 128, 2))
 """Tiles of kernels that write no transposed copy."""
 
 COL_TILES: tuple[Tile, ...] = ((128, 128, 8), (64, 64, 4), (32, 64, 4))
-"""Tiles of kernels that write one; 128 x 128 writes whole 128-byte lines of both layouts."""
+"""Tiles of kernels that write a transposed copy; 128 x 128 fills 128-byte lines of both layouts."""
 
 GROUP = 8
 """The number of tiles down R after which the order of tiles moves on along C."""
@@ -184,7 +184,7 @@ def store_row_data(  # type: ignore[no-untyped-def]
     ptr, v, quad, c, rows, Cp, ARITHMETIC: tl.constexpr, EVEN: tl.constexpr,
     EVEN_C: tl.constexpr = False,
 ):  # fmt: skip
-    """Store four tensors as float8 [rows, Cp]; ``EVEN_C``: tiles fill the columns, not the rows."""
+    """Store tile ``v`` as float8 [rows, Cp]; masks nothing if ``EVEN``, only rows if ``EVEN_C``."""
     ptr = ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + c
     r = quad_rows(quad)
     for i in tl.static_range(4):
@@ -232,7 +232,7 @@ def measure_strip(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,  # strips fill the columns exactly
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Measure amaxes of the rows from ``begin`` to ``end`` in the columns of this strip."""
+    """Raise amaxes in memory to those of rows ``begin`` to ``end`` in the columns of ``strip``."""
     element: tl.constexpr = x_ptr.dtype.element_ty
     # 64-bit, since offsets may exceed 32 bits.
     c = (strip * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)

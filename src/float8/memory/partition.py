@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from float8 import scales
 
 RUN = 128
-"""Elements along the last dim per scale, if it is a multiple of this; else one scale per row."""
+"""Elements per scale if the last dim is a multiple of this number; else each row has a scale."""
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _FUNCTIONS = {"silu", "silu_backward", "gelu", "gelu_backward"}
@@ -119,7 +119,7 @@ class Float8Partitioner(CustomPartitionerFn):
         return size > 0 and size >= self.min_bytes
 
     def _keep_in_float8(self, node: Node, taken: Node, forward: Graph, backward: Graph) -> Any:
-        """Cast `node` in `forward`; dequantize it in `backward` in place of the input `taken`.
+        """Cast `node` in `forward`; in `backward` dequantize it in place of placeholder `taken`.
 
         Returns the nodes of the float8 data and their scale in `forward`.
         """
@@ -134,18 +134,18 @@ class Float8Partitioner(CustomPartitionerFn):
 
         def unpack(data: Tensor, scale: Tensor) -> tuple[Tensor]:
             x, largest = _in_runs(data.to(torch.float32)) * scale, torch.finfo(dtype).max
-            x = x.clamp(-largest, largest) if dtype == torch.float16 else x  # rounded to above
+            x = x.clamp(-largest, largest) if dtype == torch.float16 else x  # may be rounded up
             return (x.to(dtype).reshape(data.shape),)
 
-        inputs, unchecked = forward.find_nodes(op="placeholder"), "saved_tensor_with_no_vc_check"
+        inputs, mark = forward.find_nodes(op="placeholder"), "saved_tensor_with_no_vc_check"
         with forward.inserting_before((inputs[-1] if node in inputs else node).next):
             packed = _graft(forward, pack, [node])
         first = next(each for each in backward.nodes if each in taken.users)
         with backward.inserting_before(taken):
-            new = [backward.placeholder(f"{each.name}_kept") for each in packed]  # of no other node
-        for each, of in zip(new, packed, strict=True):
-            of.meta |= {unchecked: node.meta[unchecked]} if unchecked in node.meta else {}
-            each.meta = dict(of.meta)
+            new = [backward.placeholder(f"{each.name}_kept") for each in packed]  # unique names
+        for placeholder, result in zip(new, packed, strict=True):
+            result.meta |= {mark: node.meta[mark]} if mark in node.meta else {}
+            placeholder.meta = dict(result.meta)
         with backward.inserting_before(first):
             taken.replace_all_uses_with(*_graft(backward, unpack, new))
         backward.erase_node(taken)
@@ -155,7 +155,7 @@ class Float8Partitioner(CustomPartitionerFn):
 def _activations(
     graph: Graph, inputs: Sequence[Node], gradients: Sequence[Node | None], static: set[int]
 ) -> tuple[set[Node], set[Node | None]]:
-    """Return nodes that require grad and depend on an input, and the Parameters' gradients."""
+    """Return nodes that require grad and depend on an input, and the gradients of Parameters."""
     traits, weight_gradients = {}, set[Node | None]()
     for index, (node, gradient) in enumerate(zip(inputs, gradients, strict=False)):
         what: Any = node.meta.get("desc")  # an inner graph has none: all counts as Parameters there

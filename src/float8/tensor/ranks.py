@@ -1,6 +1,6 @@
 """Helpers for tensors that ranks share: DTensors, amaxes of whole tensors, tokens of all ranks.
 
-DTensors and FSDP2 are known by their attributes: they import slowly. Compilers trace this code.
+Attributes identify DTensors and FSDP2, which import slowly. Compilers trace this code.
 """
 
 import functools

@@ -53,15 +53,15 @@ def cast_groups(
     """Cast ``x`` [R, C], whose rows lie in E groups, under separate scales per group.
 
     The arithmetic is that of :func:`float8.kernels.cast`; a non-finite element affects its group
-    only. Row data are [R, C to 16] with scales [R], undefined for rows outside all groups. Column
-    data are `Columns` [C to 16, width] with scales [E, C to 16], zero between groups. Under (1, k)
-    scales row data are [R, C to k], also of rows outside all groups, with scales
-    [R, C to k / k]; those of column data are [C to 16, width / k].
+    only. Row data are [R, ceil16(C)] with scales [R], undefined for rows outside all groups. Column
+    data are `Columns` [ceil16(C), width] with scales [E, ceil16(C)], zero between groups. Under
+    (1, k) scales row data are [R, ceil_k(C)] with scales [R, ceil(C / k)], also defined for rows
+    outside all groups; scales of column data are [ceil16(C), width / k].
 
     ``offs`` [E] int32, on the device of ``x``, are the ends of groups, which may be empty; later
-    rows are in no group. ``width`` is at least the sum of the padded group sizes; by default as
-    much as groups of any sizes need. ``cast.scale`` [E] are the scales of the groups, if they are
-    known. ``after`` as in `kernels.cast`, which also lists the errors.
+    rows are in no group. ``width`` is at least the sum of the padded group sizes; the default
+    suffices for groups of any sizes. ``cast.scale`` [E] are scales to use instead of computed ones,
+    or None. `kernels.cast` explains ``after`` and lists the errors.
     """
     assert (cast.source, cast.reduce) == (None, None)  # each group has its own scale
     if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
@@ -292,7 +292,7 @@ def _measure_groups_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def _scale_of(bits, GIVEN: tl.constexpr, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the scale whose bits these are if GIVEN, else the scale of the amax."""
+    """Return the scale that ``bits`` encode if GIVEN, else that of the amax that they encode."""
     if GIVEN:
         scale = bits.to(tl.float32, bitcast=True)
     else:
