@@ -21,8 +21,8 @@ class Weight(Protocol):
     """The weight [N, K] of a layer, or [E, N, K] of experts, as an operand of two GEMMs.
 
     Each kind is a NamedTuple of tensors or None. Forward passes the tuple that `output` returns to
-    `save_for_backward`, since a tensor kept on `ctx` would live as long as the loss. Backward makes
-    a new instance of the same class from it. `index`: see `float8.products.Dense`.
+    `save_for_backward`, since a tensor kept on `ctx` would live as long as the loss; backward makes
+    a new instance from it. `shape`: (M, N), or (M, K) for grad_input; `index`: (offs,), or ().
     """
 
     def output(
