@@ -22,7 +22,7 @@ MOST = {  # of a forward, its backward and, where something follows it, an optim
     "rowwise": [23, 23],
     "blockwise": [27, 27],
     "held": [19, 11, 20],
-    "gather": [31, 14, 48],
+    "gather": [31, 14, 49],
     "tensor parallel": [77, 51],  # two layers
 }
 
