@@ -78,10 +78,12 @@ def test_a_load_of_some_weights_drops_casts_on_all_ranks() -> None:
     """After any load FSDP2 pads uneven shards anew; ranks with even ones must not wait for it."""
     model = shard(convert(nn.Sequential(nn.Sequential(nn.Linear(32, 97))), "tensorwise"))
     x = seeded(0, 16, 32, device=here())
-    before = model(x)
+    before, name = model(x), "0.0.bias"
     precompute_float8_dynamic_scale_for_fsdp(model)
-    name = "0.0.bias"
+    weight = model[0][0].weight
+    assert local_tensor(weight).kept(weight) is not None
     model.load_state_dict({name: 1 * model.state_dict()[name]}, strict=False)
+    assert local_tensor(weight).kept(weight) is None
     assert torch.equal(model(x), before)
 
 

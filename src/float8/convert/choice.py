@@ -64,10 +64,10 @@ class Chooser:
         self.classes = tuple(linear_classes) if isinstance(linear_classes, Iterable) else (None,)
         self.conversions = {mod: conversion_of(mod) for mod in model.modules()}
         self._check(gpu, cuda_graphs, linear_classes, head)
-        self.kinds = {*self.conversions.values()} - {None}
+        self.kinds = {each for each in self.conversions.values() if each}
         self.kept_by_model: dict[nn.Module, str] = {}
         for conversion in self.kinds if self.filter is None else ():
-            self.kept_by_model |= conversion.modules_to_keep(self) if conversion else {}
+            self.kept_by_model |= conversion.modules_to_keep(self)
 
     def _check(self, gpu: Any, cuda_graphs: Any, linear_classes: Any, head: Any) -> None:
         """Raise a `TypeError` or `ValueError` for arguments that cannot be honored."""

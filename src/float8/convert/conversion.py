@@ -71,7 +71,7 @@ class Conversion:
         raise NotImplementedError
 
     def modules_to_keep(self, chooser: "Chooser") -> dict[nn.Module, str]:
-        """Return modules that the rest of the model keeps if no filter is given, and why."""
+        """Return modules that stay because of the whole model if no filter is given, and why."""
         return {}
 
 

@@ -38,7 +38,7 @@ class Linears(Conversion):
         return dict.fromkeys(layers, reason) if reason else {}
 
     def _waits_as_a_whole(self, chooser: Chooser) -> bool:
-        """Return whether one mean time decides on all layers: under FSDP2, with no experts."""
+        """Return whether the mean time of layers decides on all: under FSDP2, with no experts."""
         gather = chooser.config.enable_fsdp_float8_all_gather and not chooser.cuda_graphs
         return gather and chooser.kinds == {self}
 

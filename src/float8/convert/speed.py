@@ -150,7 +150,7 @@ def why_slower(
 def why_fsdp_waits(layers: Mapping[Any, str], tokens: int) -> str | None:
     """Return the reason why FSDP2 waits for the CPU with these linear layers, or None.
 
-    `layers`: the GPU of each.
+    `layers` maps each layer to the name of its GPU.
     """
     ms = [
         layer_ms(gpu, "bf16", tokens, x.in_features, x.out_features, trains=x.weight.requires_grad)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8.config import CastConfig, ScalingGranularity
+from float8.config import ScalingGranularity
 from float8.experts.grouped import quantize_experts
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
 from float8.fsdp.gather import (
@@ -60,9 +60,9 @@ class GatherExperts(Float8GatherWeight):
             return f"shards of {self.shape[1]} rows would cut squares of {side} x {side}"
         return None
 
-    @staticmethod
-    def has_one_scale(cast_config: CastConfig) -> bool:
-        """Return False: scales are those of experts, or finer."""
+    @property
+    def has_one_scale(self) -> bool:
+        """False: scales are those of experts, or finer."""
         return False
 
     def quantized(self, shard: Tensor, cast: Cast, dtype: torch.dtype) -> CastAhead:
@@ -92,9 +92,7 @@ class GatherExperts(Float8GatherWeight):
             scale = torch.cat(every.chunk(ranks), dim)[: size[0]]
         return (bytes_,), GatherInfo(size, scale)
 
-    def _gathered(
-        self, data: Tensor, scale: Tensor, dtype: torch.dtype, amax: Any
-    ) -> GatheredExperts:
+    def _gathered(self, data: Tensor, scale: Any, dtype: torch.dtype, amax: Any) -> GatheredExperts:
         granularity = self.how.scaling_granularity
         granularity = granularity if granularity.by_blocks else ScalingGranularity.AXISWISE
         return GatheredExperts(data.view(E4M3), scale, dtype, granularity)

@@ -16,7 +16,7 @@ from float8.kernels.runtime.triton import has_float8_conversion, jit, tl
 
 BLOCK = 4096
 """The number of elements that a program casts; results begin at multiples of it."""
-MOST = 1024
+MAX_TENSORS = 1024
 """The largest number of tensors of one launch; each program reads the start of every one."""
 
 
@@ -37,15 +37,15 @@ def foreach_cast(
         pairs = zip(tensors, scales, strict=True)
         return [kernels.to_float8(x.to(via), scale, dtype) for x, scale in pairs]
     results: list[Tensor] = []
-    for i in range(0, len(tensors), MOST):
-        results += _cast_triton(tensors[i : i + MOST], scales[i], dtype, rounded)
+    for i in range(0, len(tensors), MAX_TENSORS):
+        results += _cast_triton(tensors[i : i + MAX_TENSORS], scales[i], dtype, rounded)
     return results
 
 
 def _cast_triton(
     tensors: Sequence[Tensor], scales: Tensor, dtype: torch.dtype, rounded: bool
 ) -> list[Tensor]:
-    """Cast up to `MOST` tensors; `scales` is the first of their scales, 16 bytes apart."""
+    """Cast up to `MAX_TENSORS` tensors; `scales` is the first of their scales, 16 bytes apart."""
     first, device, count = tensors[0], tensors[0].device, len(tensors)
     addresses = tuple([x.data_ptr() for x in tensors])
     table, starts = _table(addresses, tuple([x.numel() for x in tensors]), device)
@@ -65,7 +65,7 @@ def _cast_triton(
 def _table(
     addresses: tuple[int, ...], sizes: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, list[int]]:
-    """Return addresses, sizes and first programs of tensors, int64 [3, n], on a GPU and as a list.
+    """Return the table of `_cast_kernel`, and the first programs of tensors as a list.
 
     The list ends with the number of programs. Addresses rarely change from one step to the next.
     """

@@ -16,11 +16,7 @@ from float8.formats import HIGH_PRECISION_DTYPES
 from float8.kernels.runtime.private import warn
 from float8.quantize import Cast, quantize
 from float8.tensor.float8_tensor import Float8Tensor
-from float8.tensor.ranks import (
-    amax_over,
-    local_tensor,
-    sharding_groups,
-)
+from float8.tensor.ranks import amax_over, local_tensor, sharding_groups
 from float8.tensor.wrapper import Wrapper, as_inference_as
 
 aten = torch.ops.aten
@@ -49,7 +45,7 @@ class Float8GatherWeight(Wrapper):
     copies of it, `empty_like`, `new_zeros` and `new_empty` are of its class; the results of all
     other ops are plain. Writes through any view, and through the plain tensors that
     `high_precision` returns, raise the version of `counted`, a plain tensor over the same memory.
-    While that is unchanged, a scale that was computed ahead is valid.
+    While that is unchanged, a scale or cast that was computed ahead is valid.
 
     Scales finer than one per tensor are sent with the data, which FSDP2 allows for even shards
     only. Uneven shards, and those that would cut what a scale covers, are sent in high precision.
@@ -137,10 +133,10 @@ class Float8GatherWeight(Wrapper):
         """Free the scale or cast that was kept."""
         self._ahead = None, None
 
-    @staticmethod
-    def has_one_scale(cast_config: CastConfig) -> bool:
-        """Return whether one scale covers all shards, whose amaxes ranks therefore reduce."""
-        return cast_config.scaling_granularity.one_scale
+    @property
+    def has_one_scale(self) -> bool:
+        """Whether one scale covers the shards of all ranks, which therefore reduce their amaxes."""
+        return self.how.scaling_granularity.one_scale
 
     def kept(self, weight: Any) -> CastAhead | None:
         """Return the scale or cast that was kept, or None if `weight` was written since."""
@@ -253,18 +249,20 @@ class Float8GatherWeight(Wrapper):
             if x is not None and x.is_cuda:  # the current stream reads it
                 x.record_stream(torch.cuda.current_stream(x.device))
         with as_inference_as(self):
-            data = received[0]
-            if data.dtype != torch.uint8:
-                return None if out is not None else (data.view(-1)[: size.numel()].view(size), ())
-            scale = received[1].view(torch.float32) if scale is None else scale
+            in_float8 = received[0].dtype == torch.uint8
+            if in_float8 and scale is None:
+                scale = received[1].view(torch.float32)
             if out is None:
-                data = data.view(-1)[: size.numel()].view(size).view(self.how.dtype)
-                return self._gathered(data, scale, dtype, amax), ()
-        gathered = local_tensor(out)
-        gathered._scale, gathered._amax = scale, amax
+                data: Any = received[0].view(-1)[: size.numel()].view(size)
+                if in_float8:
+                    data = self._gathered(data.view(self.how.dtype), scale, dtype, amax)
+                return data, ()
+        if in_float8:
+            gathered = local_tensor(out)
+            gathered._scale, gathered._amax = scale, amax
         return None
 
-    def _gathered(self, data: Tensor, scale: Tensor, dtype: torch.dtype, amax: Any) -> Float8Tensor:
+    def _gathered(self, data: Tensor, scale: Any, dtype: torch.dtype, amax: Any) -> Float8Tensor:
         """Return a `Float8Tensor` of the gathered data; `amax`: see `GatherInfo`."""
         return Float8Tensor(data, scale, dtype, self.how.scaling_granularity, amax)
 

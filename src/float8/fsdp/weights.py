@@ -25,11 +25,12 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     """Cast the shards of all dynamically scaled weights together, before float8 all-gathers.
 
     Call it on all ranks after `optimizer.step()`, or let `attach_to_optimizer` do so. Scales need
-    one all-reduce for all weights of a dtype, and for each mesh dim that shards them; one kernel
-    casts the shards. All gathers of a weight, in forward and backward of each microbatch, then send
-    that cast, which takes one byte per element of the shard. Without this call each gather casts,
-    with the same result, as it always does in the first forward and for weights with empty shards.
-    For offloaded shards only scales are computed. Weights without float8 all-gather are skipped.
+    one all-reduce for all weights of a dtype, and for each mesh dim that shards them. Under one
+    scale a single kernel casts all shards. All gathers of a weight, in forward and backward of each
+    microbatch, then send that cast, which takes one byte per element of the shard. Without this
+    call each gather casts, with the same result, as it always does in the first forward and for
+    weights with empty shards. For offloaded shards only scales are computed, if there is one for
+    the whole weight. Weights without float8 all-gather are skipped.
 
     A cast is used until the weight is written: by an optimizer's step, an op on the Parameter or
     on a view of it, loading, or a write into a tensor of a state dict. Call it again after writes
@@ -53,7 +54,8 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
 class _Alike(NamedTuple):
     """The key of shards that one call of `_cast` casts together."""
 
-    wrapper: type[Float8GatherWeight]
+    one_scale: bool
+    """See `Float8GatherWeight.has_one_scale`."""
     groups: tuple[Any, ...]
     """The process groups of ranks that share a weight."""
     device_type: str
@@ -68,7 +70,7 @@ def _cast(alike: _Alike, shards: dict[Any, Float8GatherWeight]) -> list[CastAhea
     """Return the casts of shards; only scales if offloaded: FSDP2 copies shards before a cast."""
     config, dtype = alike.cast_config, alike.param_dtype
     on_device, values = alike.device.type == alike.device_type, [x._inner for x in shards.values()]
-    if alike.wrapper.has_one_scale(config):
+    if alike.one_scale:
         scales = scales_of(values, config, dtype, amax_over(alike.groups, alike.device_type))
         if not on_device:
             return [CastAhead(scale) for scale in scales]
@@ -77,7 +79,7 @@ def _cast(alike: _Alike, shards: dict[Any, Float8GatherWeight]) -> list[CastAhea
 
 
 def _shards_to_cast(model: nn.Module) -> dict[_Alike, dict[Any, Float8GatherWeight]]:
-    """Return the shards to cast, by weight; each batch is one call of `_cast`."""
+    """Return the shards to cast in batches, each a dict by weight for one call of `_cast`."""
     batches: dict[_Alike, dict[Any, Float8GatherWeight]] = {}
     groups_of: dict[Any, tuple[Any, ...] | None] = {}  # by sharding; None if a shard is empty
     for module in model.modules():
@@ -98,7 +100,7 @@ def _shards_to_cast(model: nn.Module) -> dict[_Alike, dict[Any, Float8GatherWeig
             ready = isinstance(shard, Float8GatherWeight) and shard is not weight
             if not ready or shard.param_dtype is None or shard.counted.is_inference():
                 continue
-            mesh, one_scale = weight.device_mesh, shard.has_one_scale(shard.how)
+            mesh, one_scale = weight.device_mesh, shard.has_one_scale
             if shard.device.type != mesh.device_type and not one_scale:
                 continue
             sharding = mesh, weight.placements, weight.shape
@@ -107,7 +109,7 @@ def _shards_to_cast(model: nn.Module) -> dict[_Alike, dict[Any, Float8GatherWeig
                 groups_of[sharding] = groups
             if (groups := groups_of[sharding]) is not None:
                 where = groups, mesh.device_type, shard.device
-                alike = _Alike(type(shard), *where, shard.dtype, shard.param_dtype, shard.how)
+                alike = _Alike(one_scale, *where, shard.dtype, shard.param_dtype, shard.how)
                 batches.setdefault(alike, {})[weight] = shard
     return batches
 

@@ -53,10 +53,8 @@ def update_float8_weights(model: nn.Module) -> None:
     for mod, name in mods.items():
         mod._float8_set_held()  # frees the old data before casting
         if mod in under_fsdp:
-            if (
-                isinstance(mod, Float8Linear)
-                and not mod._float8_config.enable_fsdp_float8_all_gather
-            ):
+            gathers = mod._float8_config.enable_fsdp_float8_all_gather
+            if isinstance(mod, Float8Linear) and not gathers:
                 raise ValueError(
                     f"layer {name!r}: got float8_weights=HELD for a weight that FSDP gathers in "
                     f"high precision, expected in float8; convert with "
