@@ -1,12 +1,18 @@
-"""The page that explains float8 computes what the library computes."""
+"""The page that explains float8 computes what the library computes; a real run goes on."""
 
+import contextlib
+import itertools
 import re
 import runpy
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import float8
@@ -14,10 +20,13 @@ from float8 import kernels
 from kernels.float8_codes import around_every_tie
 from sqnr import same_bits
 from support.devices import E4M3, E5M2, on_devices
+from support.graphs import make_no_code
 from support.models import seeded
+from support.ranks import Ranks
 from support.samples import ROOT
 
 FILE = ROOT / "examples" / "float8_in_250_lines.py"
+PRETRAIN = ROOT / "examples" / "pretrain_fsdp2.py"
 PAGE = SimpleNamespace(**runpy.run_path(str(FILE)))
 INF, NAN, TINY = float("inf"), float("nan"), 2.0**-120
 
@@ -86,3 +95,44 @@ def test_the_page_keeps_its_promises() -> None:
     assert not re.search(r"^\s*(import|from) float8", text, re.MULTILINE)
     assert all((library / name).exists() for name in PAGE.LIBRARY)
     assert {file.parent.name for file in library.glob("*/__init__.py")} <= PAGE.LIBRARY.keys()
+
+
+def pretrain(folder: Path, stop_at: int, *arguments: str) -> list[float]:
+    """Run the script of a real run on this rank; its losses, or [] if it dies in a step."""
+    make_no_code()
+    compiled = "--replicate" in arguments  # the others take half of the time without
+    script, clip = runpy.run_path(str(PRETRAIN)), nn.utils.clip_grad_norm_
+    count = itertools.count(1)
+
+    def dying(*args: Any) -> None:
+        if next(count) == stop_at:
+            raise KeyboardInterrupt
+        clip(*args)
+
+    small = {"seq-len": 16, "warmup": 2, "log-every": 1, "watch-every": 2, "save-every": 2}
+    sizes = [f"--{name}={value}" for name, value in small.items()]
+    with (
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+        mock.patch.object(torch.cuda, "is_available", return_value=False),
+        mock.patch.object(nn.utils, "clip_grad_norm_", dying),
+        torch._dynamo.config.patch(disable=not compiled),
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        return script["main"]([str(FILE), "--folder", str(folder), *sizes, *arguments])
+    return []
+
+
+@pytest.mark.xdist_group("ranks")
+def test_the_script_of_a_real_run_resumes_with_the_same_losses(two: Ranks, tmp_path: Path) -> None:
+    assert len(PRETRAIN.read_text().splitlines()) <= 150
+    wanted, same = two.run(pretrain, tmp_path / "whole", 0, "--steps", "5")
+    assert len(wanted) == 5
+    assert wanted == same
+    assert two.run(pretrain, tmp_path / "cut", 4, "--steps", "5") == [[], []]
+    shutil.copytree(tmp_path / "cut/step-00000002", tmp_path / "cut/step-00000003")
+    (tmp_path / "cut/step-00000003/.metadata").unlink()  # a save that was killed
+    assert two.run(pretrain, tmp_path / "cut", 0, "--steps", "5") == [wanted[2:]] * 2
+    for other in ("--replicate 2", "--tensor-parallel 2 --batch-size 2"):  # the same samples
+        losses, _ = two.run(pretrain, tmp_path / other, 0, "--steps", "3", *other.split())
+        assert losses == pytest.approx(wanted[:3], rel=2e-3), other

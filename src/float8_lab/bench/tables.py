@@ -57,12 +57,7 @@ SECTIONS = (
     Section(PERFORMANCE, "LoRA", "h200-train-lora", _ADAPTED, _TRAIN),
     Section(PERFORMANCE, "8B blocks", "h200-kernels-8b", _BLOCKS, _STEP),
     Section(PERFORMANCE, "70B block", "h200-block-70b", _BLOCKS, _STEP),
-    Section(PERFORMANCE, "8B on H100s", "h100-train-8b-24", _WHOLE, _TRAIN),
     Section(PERFORMANCE, "8B checkpointed", "h100-train-8b-full", _WHOLE, _TRAIN),
-    Section(PERFORMANCE, "8B per op", "h100-train-8b-per-op", _WHOLE, _TRAIN),
-    Section(PERFORMANCE, "8B blocks on an H100", "h100-kernels-8b", _BLOCKS, _STEP),
-    Section(PERFORMANCE, "70B block on an H100", "h100-block-70b", _BLOCKS, _STEP),
-    Section(PERFORMANCE, "time", "h200-profile-8b", _BLOCKS, _TIME),
     Section(PERFORMANCE, "TP", "h200-tp-llama3-70b", _SHARED, _STEP),
     Section(TRAINER, "one start", "h200-one-start-seeds", _LOSSES, _GAPS, across=_SEEDS),
 )
