@@ -2,20 +2,14 @@
 
 import io
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
-from float8_lab.bench import one_start
 from float8_lab.bench.step import Step
 from float8_lab.cli.main import main
 from float8_lab.cli.table import print_table
@@ -24,7 +18,6 @@ from support.rings import short
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 CPU = ["--device", "cpu", "--rounds", "1"]
 BLOCK = "--model tiny --blocks 1 --seq-len 32 --mode eager"
-START = "one-start --data text.txt --model tiny --seq-len 16 --steps 3 --start 2 --recipe rowwise"
 EACH = [
     (
         f"model {BLOCK} --recipe tensorwise,delayed+held --checkpointing full --rounds 1",
@@ -36,12 +29,6 @@ EACH = [
         "experts --shape 2,1024,32,32 --recipe tensorwise+held --rounds 1",
         2,
         r"tensorwise\+held( +[-\d.,]+){3} +\d\d\.\d",
-    ),
-    (
-        f"{START} --seeds 2",
-        6,
-        r"4/4\s+validation losses[\s\S]+mean of 2 seeds[\s\S]+rowwise( +[-\d.]+){3}"
-        r"[\s\S]+seed 0[\s\S]+seed 1[\s\S]+rowwise( +[-\d.]+){2}\n",
     ),
 ]
 
@@ -56,8 +43,6 @@ def test_each_benchmark_prints_its_rows_and_writes_what_it_takes_to_repeat_it(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(one_start, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))
-    Path("text.txt").write_text("\n".join(f"{i} and {i * i % 97} pears" for i in range(900)))
     assert main(["bench", *words.split(), "--device", "cpu", "-o", "x.json"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -92,28 +77,6 @@ def test_a_wrong_result_is_one_line_and_not_in_the_file(
     assert refused("bench", "model", *words, code=1).startswith("too large for the memory: ")
 
 
-@pytest.mark.exhaustive
-def test_runs_of_one_start_end_with_it() -> None:
-    words = "bench one-start --data text.txt --model tiny --device cpu --seq-len 16 --steps 100000 "
-    words += "--start 1 --seeds 2 --at-once 2"
-    Path("text.txt").write_text("some words of a text " * 2000)
-    Path("kept").mkdir()
-    with subprocess.Popen(
-        [sys.executable, "-um", "float8_lab.cli.main", *words.split()],
-        env={**os.environ, "TMPDIR": str(Path("kept").absolute())},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        assert process.stdout is not None
-        told = [next(process.stdout) for _ in range(3)]  # the device, both starts
-        os.kill(process.pid, signal.SIGTERM)  # a job in the background ignores SIGINT
-        rest = process.stdout.read()  # until none of its processes is left, which have it open
-    assert (process.returncode, rest) == (130, ""), told
-    assert not [*Path("kept").rglob("*.pt")], "starts may be large"
-
-
 @pytest.mark.parametrize("width", [80, 120])
 def test_numbers_of_a_table_are_whole(width: int) -> None:
     results = json.loads((RESULTS / "h200-train-8b.json").read_text())
@@ -143,8 +106,6 @@ def test_numbers_of_a_table_are_whole(width: int) -> None:
         ("tp --peers te", "peers: got 'te', expected torchao"),
         ("tp --device cuda:1", "device: got 'cuda:1', expected cuda or cpu"),
         ("experts --recipe delayed", "recipe: got 'delayed' with delayed scaling"),
-        ("one-start --steps 3 --start 3", "start: got 3, expected less than the 3 steps"),
-        ("one-start --recipe high_precision", "recipe: got 'high_prec"),
     ],
 )
 def test_user_errors_are_one_line(words: str, message: str, refused: Callable[..., str]) -> None:

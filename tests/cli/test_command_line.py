@@ -40,8 +40,8 @@ def test_train_says_what_it_does_in_plain_lines(capsys: pytest.CaptureFixture[st
     assert train("--steps", "4", "--log-interval", "1") == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert "tensorwise: Llama tiny, 0.7M parameters, float32 on cpu with 1 thread(s)" in out
-    assert "21 of 22 linear layers run in float8" in out
+    assert "tensorwise: Llama tiny, 0.3M parameters, float32 on cpu with 1 thread(s)" in out
+    assert "14 of 15 linear layers run in float8" in out
     assert re.search(r"step 4/4  loss \d\.\d{4}  [\d,]+ tok/s  \d+ ms", out)
     assert re.search(r"finished after step 4 of 4\nvalidation loss \d\.\d{4} nats per byte", out)
     assert "\x1b" not in out  # No bar where there is no terminal.
@@ -232,12 +232,13 @@ def test_compare_prints_the_table_and_where_the_files_are(
     words = ["--data", "text.txt", "--output", "cmp", "--steps", "3", *QUICK]
     assert main(["compare", "my_recipes:mine", *words]) == 0
     out = capsys.readouterr().out
-    runs, names = json.loads(Path("cmp/report.json").read_text())["runs"], []
+    runs, names = json.loads(Path("cmp/report.json").read_text())["recipes"], []
     for run in runs:
         row = next(line for line in out.splitlines() if line.startswith(f"{run['recipe']} "))
         names.append(run["recipe"])
         assert f"{run['val_loss']:.4f}" in row
         assert f"{run['val_gap_percent']:+.2f}" in row
+        assert row.endswith(f" {run['noise_percent']:.2f}")
     assert names == ["high_precision", "my_recipes:mine"]
     assert "CPUs are for trying float8, not for speed" in out
     assert "report: cmp/report.json, cmp/report.txt" in out

@@ -8,7 +8,7 @@ from torch import Tensor
 from float8_lab.models.llama import Llama
 from float8_lab.models.presets import PRESETS, ModelConfig
 
-SMALL = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, init_std=0.15)
+SMALL = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48)
 
 
 def build_llama(config: ModelConfig, max_seq_len: int, *, seed: int) -> Llama:
@@ -36,7 +36,7 @@ def naive_logits(model: Llama, tokens: Tensor) -> Tensor:
         turned = torch.complex(x[..., :half], x[..., half:]) * turn
         return torch.cat((turned.real, turned.imag), dim=-1)
 
-    x = weights["embedding.weight"][tokens]
+    x = weights["embedding.weight"][tokens] * (config.dim**0.5 if config.tied_head else 1.0)
     future = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
     for i in range(config.n_layers):
         here = f"layers.{i}."
@@ -100,15 +100,23 @@ def test_initial_weights_come_from_the_seed_alone_with_the_documented_spread() -
     assert first.output.weight is not first.embedding.weight
     assert not torch.equal(first.output.weight, first.embedding.weight)
     model = build_llama(PRESETS["tiny"].model, 16, seed=0)
-    std, attention = model.config.init_std, model.layers[0].attention
-    assert attention.query.weight.std().item() == pytest.approx(std, rel=0.03)
-    residual = std / math.sqrt(2 * model.config.n_layers)
-    assert attention.out.weight.std().item() == pytest.approx(residual, rel=0.03)
+    attention, down = model.layers[0].attention, model.layers[1].feed_forward.down
+    cut = 0.9866  # the standard deviation of a normal distribution cut off at three times its own
+    residual = cut / math.sqrt(2 * model.config.n_layers)
+    for weight, std in (
+        (model.embedding.weight, cut),
+        (model.output.weight, cut / 96**0.5),
+        (attention.query.weight, cut / 96**0.5),
+        (attention.out.weight, residual / 96**0.5),
+        (down.weight, residual / 288**0.5),
+    ):
+        assert weight.std().item() == pytest.approx(std, rel=0.03)
+        assert weight.abs().max() <= 3 * std / cut
     assert torch.equal(model.norm.weight, torch.ones(model.config.dim))
 
 
 def test_presets_have_the_size_of_their_name() -> None:
-    sizes = {"tiny": 656_256, "1b": 973_670_400, "llama3-8b": 8_030_261_248}
+    sizes = {"tiny": 270_816, "1b": 973_670_400, "llama3-8b": 8_030_261_248}
     for name, count in (sizes | {"llama3-70b": 70_553_706_496}).items():
         with torch.device("meta"):
             model = Llama(PRESETS[name].model, 16)

@@ -19,7 +19,7 @@ from float8_lab.models.presets import PRESETS, ModelConfig, Preset
 from float8_lab.trainer.metrics import StepRecord
 
 NANO = Preset(
-    ModelConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=64, init_std=0.1),
+    ModelConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=64),
     seq_len=16,
     batch_size=4,
     learning_rate=5e-3,

@@ -73,13 +73,12 @@ class Whole(nn.Module):
                 for block in inner.layers:  # as this project's
                     for last in (block.self_attn.o_proj, block.mlp.down_proj):
                         last.weight.data /= (2 * shape.n_layers) ** 0.5
+                if not shape.tied_head:
+                    nn.init.normal_(first.weight)
             else:
                 inner = self.model = Llama(shape, size.seq_len)
                 inner.init_weights(0)
                 first, head = inner.embedding, inner.output
-        if not shape.tied_head:
-            # As in torchtitan: rounding noise of all blocks would hide the gradient of less.
-            nn.init.normal_(first.weight)
         for parameter in self.parameters():  # tables of positions stay float32
             parameter.data = parameter.data.to(dtype)
         self.layers, self.loss = inner.layers, NextTokens()

@@ -11,7 +11,6 @@ import typer
 
 from float8_lab.bench import experts, tables
 from float8_lab.bench.model import Size, model_step
-from float8_lab.bench.one_start import bench_one_start, mean_of_seeds
 from float8_lab.bench.profile import STEPS, ProfiledStep
 from float8_lab.bench.ranks import ParallelStep, TrainStep
 from float8_lab.bench.results import check_output
@@ -22,17 +21,15 @@ from float8_lab.cli.measure import (
     Bench,
     Checkpointing,
     Compared,
-    Output,
     Place,
     RanksRun,
     Recipes,
     Run,
 )
-from float8_lab.cli.options import App, Words, given, one_of, settings, takes
+from float8_lab.cli.options import App, Words, one_of, takes
 from float8_lab.device import use_device
 from float8_lab.errors import ConfigError, FailedError
 from float8_lab.ranks import join_ranks, start_ranks
-from float8_lab.trainer.config import HIGH_PRECISION, RECIPES, TrainConfig
 
 SHAPES = f"{', '.join(experts.EXPERTS)}; or E,rows,hidden,ff."
 app = App(help=COMMANDS["bench"], no_args_is_help=True)
@@ -198,44 +195,6 @@ def experts_command(
     bench = Bench("experts", where, shapes=names, recipes=recipes, microbatches=microbatches)
     groups = experts.bench_experts(shapes, recipes, bench.device, where.rounds, microbatches)
     bench.finish("experts", bench.collect(groups, len(shapes)))
-
-
-_FILES = ("output", "tensorboard", "keep_checkpoints", "final_checkpoint", "checkpoint_interval")
-
-
-@app.command("one-start")
-@takes(chosen=settings(but=("recipe", "stop_after", "eval_interval", *_FILES)))
-def one_start_command(
-    chosen: Any,
-    recipe: Recipes = None,
-    start: Annotated[int, "Steps in high precision that all have in common."] = 300,
-    seeds: Annotated[int, "Starts, of --seed and those that follow it."] = 1,
-    at_once: Annotated[int, "Runs at the same time, each in a process; they share the GPU."] = 1,
-    output: Output = None,
-) -> None:
-    """Train all recipes on from one start in high precision, and compare losses.
-
-    With one seed high precision goes on twice: what its two runs differ by is noise. With several,
-    the first table has means, and standard errors of gaps. Rows of a seed are written when all its
-    runs are done.
-    """
-    config = TrainConfig.create(**given(chosen))
-    # A GPU of today's has no GEMM for the others.
-    recipes = list(dict.fromkeys(recipe or [name for name in RECIPES if "mxfp8" not in name]))
-    if HIGH_PRECISION in recipes:
-        raise ConfigError(f"recipe: got {HIGH_PRECISION!r}, expected others: it is trained anyway")
-    if not start < config.steps:
-        raise ConfigError(f"start: got {start}, expected less than the {config.steps} steps")
-    place = Place(config.device, output)
-    shown = {**given(chosen), "data": Path(config.data or "").name}
-    many: Any = {"seeds": seeds, "at_once": at_once}
-    bench = Bench("one-start", place, recipes=recipes, start=start, **many, **shown)
-    rows = bench.collect(bench_one_start(config, recipes, start, **many), 2 * seeds)
-    title = f"validation losses in nats per byte after step {config.steps}"
-    if seeds > 1:
-        bench.console.print(f"\n{title}")  # tables are headed by their part
-        rows = [*mean_of_seeds(rows), *rows]
-    bench.finish(title, rows)
 
 
 @app.command("tables")

@@ -14,14 +14,14 @@ from float8_lab.cli.table import print_table
 from float8_lab.trainer.config import HIGH_PRECISION, OUTPUT, TrainConfig, check_alone
 from float8_lab.trainer.metrics import FAILED, FINISHED, MEAN
 
-_NOT_OURS = ("recipe", "output", "keep_checkpoints", "final_checkpoint", "stop_after")
+_FIXED = ("recipe", "rounded_start", "output", "keep_checkpoints", "final_checkpoint", "stop_after")
 _option = functools.partial(typer.Option, rich_help_panel=OUTPUT)
 
 app = App()
 
 
 @app.command()
-@takes(chosen=settings(but=_NOT_OURS, eval_interval="a fifth of the steps"))
+@takes(chosen=settings(but=_FIXED, eval_interval="a fifth of the steps"))
 def compare_command(
     recipes: Annotated[
         list[str],
@@ -31,6 +31,13 @@ def compare_command(
         ),
     ],
     chosen: Any,
+    repeats: Annotated[int, _option(help="Seeds to train with, from --seed on.", min=1)] = 1,
+    noise: Annotated[
+        bool, _option(help="Train high precision twice: the difference is the noise of gaps.")
+    ] = True,
+    at_once: Annotated[
+        int, _option(help="Runs at the same time, each in a process; they share all GPUs.", min=1)
+    ] = 1,
     output: Annotated[str, _option(help="Folder of the comparison.")] = "runs/compare",
     resume: Annotated[
         bool, _option("--resume", help="Go on with an interrupted one; finished runs are kept.")
@@ -39,10 +46,13 @@ def compare_command(
         bool, _option("--overwrite", help="Replace an earlier one in the same folder.")
     ] = False,
 ) -> None:
-    """Train high precision and each RECIPE from the same seed on the same data, and compare.
+    """Train high precision and each RECIPE from the same seeds on the same data, and compare.
 
-    Writes report.json, report.txt and loss.png, besides a folder per run. Ctrl-C leaves a
-    checkpoint of the run under way; the same command with --resume goes on from it.
+    High precision is trained twice, the second time from weights that are rounded to bfloat16 once.
+    By how much both end apart is the noise: a gap that is not larger says nothing of a recipe.
+    Writes report.json, report.txt and loss.png, besides a folder per run. Ctrl-C leaves
+    checkpoints of the runs under way; the same command with --resume goes on from them, also with
+    more --repeats.
     """
     check_alone()
     console = make_console()
@@ -55,15 +65,19 @@ def compare_command(
         config = config.replace(eval_interval=max(config.steps // 5, 1))
     with stop_on_signals() as stop:
         how = {"resume": resume, "overwrite": overwrite, "stop": stop}
-        rows = compare(config, recipes, [ConsoleProgress(console)], **how)
+        how |= {"repeats": repeats, "noise": noise, "at_once": at_once}
+        progress = ConsoleProgress(console if at_once == 1 else None)
+        report = compare(config, recipes, [progress], **how)
+    rows = report.get("recipes", [])
     if config.device.startswith("cpu"):
         console.print("CPUs are for trying float8, not for speed: it is slower there.")
+    title = f"means of {repeats} seeds; " * (repeats > 1)
     for row in rows:
         row["recipe"] += f" ({row['status']})" * (row["status"] != FINISHED)
         row["peak_gib"] = row["peak_memory_bytes"] and row["peak_memory_bytes"] / 2**30
     with Path(output, "report.txt").open("w", encoding="utf-8") as file:
         for where in (console, Console(file=file, width=120)):
-            print_table(where, f"nats per byte; train loss: {MEAN}", rows)
+            print_table(where, f"{title}nats per byte; train loss: {MEAN}", rows)
     console.print(f"report: {output}/report.json, {output}/report.txt")
     if Path(output, "loss.png").exists():
         console.print(f"loss curves: {output}/loss.png")

@@ -26,15 +26,24 @@ def make_console() -> Console:
 
 
 class ConsoleProgress:
-    """Shows loss, speed, step time and memory in lines."""
+    """Shows loss, speed, step time and memory in lines.
 
-    def __init__(self, console: Console) -> None:
-        self._console, self._steps = console, 0
+    Without a console lines go to standard output and begin with the name of the run's folder: for
+    several runs at once, to whose processes such a one can be pickled.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console, self._steps, self._name = console, 0, ""
+
+    def _print(self, text: str) -> None:
+        (self._console or make_console()).print(self._name + text)
 
     def on_start(self, config: TrainConfig, step: int, about: str) -> None:
         """Say what is trained on what."""
         self._steps = config.steps
-        self._console.print(about + f"\n  resumed after step {step}" * bool(step))
+        if self._console is None:
+            self._name = f"{Path(config.output).name}: "
+        self._print(about + f"\n  resumed after step {step}" * bool(step))
 
     def on_records(self, records: Sequence[StepRecord]) -> None:
         """Print the mean of these steps."""
@@ -45,16 +54,16 @@ class ConsoleProgress:
         parts = [f"loss {loss:.4f}", speed, f"{1e3 * seconds:.0f} ms"]
         if last.memory_bytes is not None:
             parts.append(f"{last.memory_bytes / 2**30:.2f} GiB")
-        self._console.print(f"  step {last.step}/{self._steps}  {'  '.join(parts)}")
+        self._print(f"  step {last.step}/{self._steps}  {'  '.join(parts)}")
 
     def on_validation(self, record: ValidationRecord) -> None:
         """Print the validation loss."""
         at = f"  step {record.step}/{self._steps}"
-        self._console.print(f"{at}  validation loss {record.loss:.4f}")
+        self._print(f"{at}  validation loss {record.loss:.4f}")
 
     def on_checkpoint(self, path: Path) -> None:
         """Print where the checkpoint is."""
-        self._console.print(f"  checkpoint: {path}")
+        self._print(f"  checkpoint: {path}")
 
 
 @contextlib.contextmanager

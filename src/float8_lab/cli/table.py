@@ -16,14 +16,14 @@ _TEXT = "what layers recipe mode gather checkpointing fate"
 _NUMBERS = (
     "train_loss gemms_ms attention_ms casts_ms else_ms launches ms bf16_ms float8_ms "
     "tokens_per_s tokens_per_s_per_gpu speedup peak_gib first_step_s drift_percent sqnr_db loss "
-    "val_loss val_gap_nats val_gap_percent gap_percent gap_error_percent fate"
+    "val_loss val_gap_nats val_gap_percent gap_error_percent noise_percent fate"
 )
 _WORDS = {"sqnr": "SQNR", "db": "dB", "gemms": "GEMMs", "gib": "GiB"}
 _HEADINGS = {"tokens_per_s": "tokens/s", "tokens_per_s_per_gpu": "tokens/s\nper GPU", "fate": ""}
 _HEADINGS |= {"drift_percent": "drift\n%", "what": "", "checkpointing": "check-\npointing"}
 _FORMATS = {"speedup": ".2f", "sqnr_db": ".1f", "first_step_s": ".1f", "drift_percent": ".1f"}
 _FORMATS |= {"train_loss": ".4f", "val_loss": ".4f", "val_gap_nats": "+.4f"}
-_FORMATS |= {"val_gap_percent": "+.2f"}
+_FORMATS |= {"val_gap_percent": "+.2f", "gap_error_percent": ".2f", "noise_percent": ".2f"}
 
 
 def print_table(console: Console, title: str, rows: Rows) -> None:

@@ -121,21 +121,21 @@ class Llama(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Fill parameters and buffers from `seed`, tie the head; equal on every run of a device.
 
-        Normal with standard deviation `init_std`; of projections that write to the residual stream
-        over sqrt(2 * n_layers).
+        Normal, cut off at three standard deviations: 1 for the embedding, 1 / sqrt(inputs) for all
+        other matrices. Divided by sqrt(2 * n_layers) for those that write to the residual stream.
         """
         device = self.embedding.weight.device
         generator = torch.Generator(device).manual_seed(seed)
-        weight_std = self.config.init_std
-        residual_std = weight_std / (2 * self.config.n_layers) ** 0.5
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 # One whole parameter at a time, no more.
                 whole = torch.ones(parameter.shape, device=device)
                 if parameter.dim() > 1:
-                    residual = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
-                    std = residual_std if residual else weight_std
-                    whole.normal_(0.0, std, generator=generator)
+                    lookup = name == "embedding.weight" and not self.config.tied_head
+                    std = 1.0 if lookup else parameter.shape[1] ** -0.5
+                    if name.endswith(("attention.out.weight", "feed_forward.down.weight")):
+                        std /= (2 * self.config.n_layers) ** 0.5
+                    nn.init.trunc_normal_(whole, 0.0, std, -3 * std, 3 * std, generator=generator)
                 parameter.copy_(whole)
             cos, sin = rope_table(self.config.head_dim, self.max_seq_len, self.config.rope_theta)
             self.cos.copy_(cos)
@@ -153,6 +153,8 @@ class Llama(nn.Module):
         Logits [batch, seq, vocab_size] are in the autocast dtype if autocast is on, else float32.
         """
         x = self.embedding(tokens)
+        if self.config.tied_head:
+            x = x * self.config.dim**0.5  # as Gemma does: weights begin as those of a head
         device_type = tokens.device.type
         if torch.is_autocast_enabled(device_type):
             # autocast leaves embeddings alone; without this the residual stream would be float32.

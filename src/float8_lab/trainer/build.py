@@ -1,12 +1,17 @@
 """From settings to a model, its optimizer and its learning rates."""
 
 import dataclasses
-import math
+from typing import Any
 
 import torch
 from torch import nn
 
-from float8 import Float8Weights, conversion_report, convert_to_float8_training
+from float8 import (
+    Float8Weights,
+    activations_in_float8,
+    conversion_report,
+    convert_to_float8_training,
+)
 from float8.config import CastSite
 from float8.formats import lacks_float8_gemm
 from float8_lab.errors import ConfigError
@@ -27,10 +32,14 @@ def build_model(config: TrainConfig, device: torch.device) -> tuple[Llama, str]:
     if config.compile:
         # Blocks are alike, so one compilation serves all; the names of parameters stay.
         for block in (*model.layers, model.norm):
-            mode = "reduce-overhead" if config.cuda_graphs else None
-            block.compile(fullgraph=True, dynamic=False, mode=mode)
+            how: Any = {"mode": "reduce-overhead" if config.cuda_graphs else None}
+            if "+activations" in config.recipe:
+                how = {"options": activations_in_float8()}
+            block.compile(fullgraph=True, dynamic=False, **how)
     model.to_empty(device=device)
     model.init_weights(config.seed)
+    for parameter in model.parameters() if config.rounded_start else ():
+        parameter.detach().copy_(parameter.bfloat16())
     return model, conversion
 
 
@@ -50,8 +59,8 @@ def _convert(model: Llama, config: TrainConfig, device: torch.device) -> str:
         # As CUDA graphs, casts are made each time: nothing held is read.
         if config.accumulate > 1 and one_cast and not config.cuda_graphs:
             settings = dataclasses.replace(settings, float8_weights=Float8Weights.HELD)
-        but_head = lambda _, name: name != "output"  # noqa: E731
-        convert_to_float8_training(model, config=settings, module_filter_fn=but_head)
+        chosen = lambda _, name: name != "output" or "+head" in recipe  # noqa: E731
+        convert_to_float8_training(model, config=settings, module_filter_fn=chosen)
     except ValueError as error:
         raise ConfigError(f"recipe {recipe!r}: {error}") from error
     report = conversion_report(model)
@@ -71,10 +80,12 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """Return the rate of step `step`, counted from 1: a linear rise, then half a cosine."""
+    """Return the rate of step `step`, counted from 1: a linear rise, then a linear fall.
+
+    The step after the last one would have the lowest rate, which may be 0.
+    """
     peak, floor = config.learning_rate, config.learning_rate * config.min_lr_ratio
     if step <= config.warmup_steps:
         return peak * step / config.warmup_steps
-    decay_steps = config.steps - config.warmup_steps
-    progress = min((step - config.warmup_steps) / decay_steps, 1.0)
-    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+    progress = (step - config.warmup_steps) / (config.steps + 1 - config.warmup_steps)
+    return peak + (floor - peak) * progress

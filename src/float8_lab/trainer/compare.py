@@ -1,9 +1,21 @@
-"""The same training under several recipes: same seed, same data in the same order; a report."""
+"""The same training under several recipes: same seeds, same data in the same order; a report.
 
+High precision is trained twice for each seed. The second run starts from the same weights, rounded
+to bfloat16 once (`rounded_start`): what it ends apart by is the noise that gaps are to be held
+against.
+"""
+
+import functools
 import gc
+import itertools
 import json
+import math
+import multiprocessing
 import shutil
-from collections.abc import Sequence
+import signal
+import statistics
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -16,25 +28,64 @@ from float8_lab.trainer.config import HIGH_PRECISION, TrainConfig
 from float8_lab.trainer.data import Corpus, check_length, load_corpus
 from float8_lab.trainer.environment import describe_environment, public_path
 from float8_lab.trainer.loop import Trainer, train
-from float8_lab.trainer.metrics import FAILED, FINISHED, read_metrics, summarize
+from float8_lab.trainer.metrics import FAILED, FINISHED, Metrics, read_metrics, summarize
 from float8_lab.trainer.plot import plot_comparison
 from float8_lab.trainer.run_folder import RunFolder, check_same_run
 
 Row = dict[str, Any]
-"""One run: what `summarize` gives, its recipe, how it ended, and gaps to high precision.
+"""One run, or the runs of one recipe: what `summarize` gives, and gaps to high precision.
 
 None stands for what is not known.
 """
 
+_corpus = functools.cache(load_corpus)  # once in each process
 
-def add_gaps(row: Row, base: Row) -> None:
-    """Add to `row` what it differs by from `base`, of high precision, if both runs finished."""
-    row |= dict.fromkeys(("val_gap_nats", "val_gap_percent", "speedup"))
-    loss, other = row["val_loss"], base["val_loss"]
-    if row["status"] == base["status"] == FINISHED and loss is not None and other is not None:
-        row |= {"val_gap_nats": loss - other, "val_gap_percent": 100 * (loss - other) / other}
-    if row["tokens_per_s"] and base["tokens_per_s"]:
-        row["speedup"] = row["tokens_per_s"] / base["tokens_per_s"]
+
+def add_gaps(runs: Sequence[Row]) -> None:
+    """Add to each finished run its gap to the mean of the runs in high precision with its seed."""
+    for row in runs:
+        row |= dict.fromkeys(("val_gap_nats", "val_gap_percent"))
+        alike = [x for x in _in_high_precision(runs) if x["seed"] == row["seed"]]
+        if row["status"] == FINISHED and row["val_loss"] is not None and alike:
+            base = statistics.fmean(x["val_loss"] for x in alike)
+            gap = row["val_loss"] - base
+            row |= {"val_gap_nats": gap, "val_gap_percent": 100 * gap / base}
+
+
+def _in_high_precision(runs: Sequence[Row]) -> list[Row]:
+    finished = [row for row in runs if row["status"] == FINISHED and row["val_loss"] is not None]
+    return [row for row in finished if row["recipe"] == HIGH_PRECISION]
+
+
+def by_recipe(runs: Sequence[Row]) -> list[Row]:
+    """Return a row for each recipe: means over its runs, the gap's standard error, and the noise.
+
+    The noise is the same in all rows: by how many percent the two runs in high precision with one
+    seed end apart; over several seeds, the root mean square.
+    """
+    pairs = [[x for x in runs if x["recipe"] == HIGH_PRECISION and x["seed"] == seed]
+             for seed in dict.fromkeys(row["seed"] for row in runs)]  # fmt: skip
+    apart = [pair[0]["val_gap_percent"] - pair[1]["val_gap_percent"]
+             for pair in pairs if len(pair) == len(_in_high_precision(pair)) == 2]  # fmt: skip
+    noise = math.hypot(*apart) / math.sqrt(len(apart)) if apart else None
+    rows: list[Row] = []
+    for recipe in dict.fromkeys(row["recipe"] for row in runs):
+        of_recipe = [row for row in runs if row["recipe"] == recipe]
+        failures = [row for row in of_recipe if row["status"] != FINISHED]
+        row = {"recipe": recipe, "status": failures[0]["status"] if failures else FINISHED}
+        row |= {"runs": len(of_recipe), "error": failures[0]["error"] if failures else None}
+        for name in ("steps", "train_loss", "val_loss", "val_gap_nats", "val_gap_percent",
+                     "tokens_per_s", "step_ms", "peak_memory_bytes"):  # fmt: skip
+            known = [x[name] for x in of_recipe if x[name] is not None]
+            row[name] = statistics.fmean(known) if known else None
+        gaps = [x["val_gap_percent"] for x in of_recipe if x["val_gap_percent"] is not None]
+        several = len(gaps) > 1 and recipe != HIGH_PRECISION
+        row["gap_error_percent"] = statistics.stdev(gaps) / len(gaps) ** 0.5 if several else None
+        row["noise_percent"] = noise
+        base = (rows or [row])[0]["tokens_per_s"]
+        row["speedup"] = row["tokens_per_s"] / base if row["tokens_per_s"] and base else None
+        rows.append(row)
+    return rows
 
 
 def compare(
@@ -42,49 +93,124 @@ def compare(
     recipes: Sequence[str],
     observers: Sequence[Any] = (),
     *,
+    repeats: int = 1,
+    noise: bool = True,
+    at_once: int = 1,
     resume: bool = False,
     overwrite: bool = False,
     stop: Event | None = None,
-) -> list[Row]:
-    """Train high precision and then each recipe, and report the gaps; returns a row for each run.
+) -> Row:
+    """Train high precision and each recipe; return the report, which is in `report.json`, too.
 
-    Each has the settings of `base` and a folder below its `output`. One that diverges or does not
-    fit is reported as failed. A comparison that is there already is a `ConfigError`, unless it is
-    to `resume`, which keeps finished runs, or to `overwrite`. `stop` ends it with a checkpoint.
+    Its `runs` are a row for each run, its `recipes` a row for each recipe (`by_recipe`). Each run
+    has the settings of `base` and a folder below its `output`. There are `repeats` seeds, from that
+    of `base` on. Without `noise` high precision is trained once. One that diverges or does not fit
+    is reported as failed. `at_once` processes have one run each, spread over all GPUs; observers
+    are pickled for them. A comparison that is there already is a `ConfigError`, unless it is to
+    `resume`, which keeps finished runs, or to `overwrite`. `stop` ends it with checkpoints.
     """
     order = [HIGH_PRECISION, *(recipe for recipe in recipes if recipe != HIGH_PRECISION)]
     if len(set(order)) < len(order):
         raise ConfigError(f"a recipe is named twice in: {' '.join(recipes)}")
     output = Path(base.output)
-    configs = [base.replace(recipe=name, output=str(output / name)) for name in order]
-    corpus = load_corpus(base.data)
+    configs = []
+    for seed, recipe in itertools.product(range(base.seed, base.seed + repeats), order):
+        for rounded in (False, True) if noise and recipe == HIGH_PRECISION else (False,):
+            name = f"{recipe}{'-rounded' * rounded}{f'-seed{seed}' * (seed != base.seed)}"
+            how: Any = {"recipe": recipe, "seed": seed, "rounded_start": rounded}
+            configs.append(base.replace(**how, output=str(output / name)))
+    corpus = _corpus(base.data)
     check_length(corpus, base.seq_len)
-    for config in configs:
+    for recipe in order:
         # A step of a very small model: what does not work on this device says so at once.
-        small = {"model": "tiny", "seq_len": min(config.seq_len, 16), "batch_size": 1}
-        plain = config.replace(compile=False, cuda_graphs=False, **small)
-        Trainer(plain, corpus).train_step()
+        small: Any = {"model": "tiny", "seq_len": min(base.seq_len, 16), "batch_size": 1}
+        small |= {"recipe": recipe.replace("+activations", ""), "compile": False}
+        Trainer(base.replace(**small, cuda_graphs=False), corpus).train_step()
     _prepare(output, configs, corpus, resume=resume, overwrite=overwrite)
 
-    stop = stop or Event()
     settings = {k: public_path(v) if isinstance(v, str) else v for k, v in vars(base).items()}
     about: Row = {"environment": describe_environment(check_device(base.device))}
     about |= {"settings": settings, "corpus": corpus.describe()}
     about["corpus"]["name"] = public_path(corpus.name)
-    rows: list[Row] = []
-    for config in configs:
-        rows.append(_run(config, corpus, observers, stop))
-        add_gaps(rows[-1], base=rows[0])
-        report = json.dumps({"runs": rows, **about}, indent=1, allow_nan=False)
-        (output / "report.json").write_text(report + "\n")
-        if stop.is_set():
-            break
-    runs = {row["recipe"]: read_metrics(output / row["metrics"]) for row in rows}
-    if runs[HIGH_PRECISION].train:
+    runs: list[Row] = []
+    report: Row = {}
+    for row in _each(configs, observers, at_once, stop or Event()):
+        runs.append(row)
+        add_gaps(runs)
+        report = {"recipes": by_recipe(runs), "runs": runs, **about}
+        text = json.dumps(report, indent=1, allow_nan=False)
+        (output / "report.json").write_text(text + "\n")
+    curves: dict[str, list[Metrics]] = {}
+    for row in runs:
+        curves.setdefault(row["recipe"], []).append(read_metrics(output / row["metrics"]))
+    first = curves.get(HIGH_PRECISION, [])
+    pairs = list(zip(first[::2], first[1::2], strict=False)) if noise else []
+    if first and first[0].train:
         title = f"Llama {base.model} on {public_path(corpus.name)}, {base.dtype}"
         title += f", {base.tokens_per_step:,} tokens per step"
-        plot_comparison(runs, title, output / "loss.png")
-    return rows
+        plot_comparison(curves, pairs, title, output / "loss.png")
+    return report
+
+
+def _each(
+    configs: Sequence[TrainConfig], observers: Sequence[Any], at_once: int, stop: Event
+) -> Iterator[Row]:
+    """Yield the rows of all runs in order, until `stop` is set."""
+    if at_once == 1:
+        for config in configs:
+            if not stop.is_set():
+                yield _run(config, observers, stop)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    stopped, number = spawn.Event(), spawn.Value("i", 0)
+    with ProcessPoolExecutor(at_once, spawn, _begin, (stopped, number)) as pool:
+        waiting = [pool.submit(_run, config, observers) for config in configs]
+        try:
+            for each in waiting:
+                while not wait([each], 0.2).done:
+                    if stop.is_set() and not stopped.is_set():
+                        stopped.set()
+                        pool.shutdown(wait=False, cancel_futures=True)
+                if each.cancelled():
+                    return
+                yield each.result()
+        except BaseException:  # of this process: none trains on
+            for child in multiprocessing.active_children():
+                child.terminate()
+            raise
+
+
+_stopped: Any = None  # of a process that trains for another one: the event that ends its run
+
+
+def _begin(stopped: Any, number: Any) -> None:
+    """Begin a process that trains for another one, which Ctrl-C is for."""
+    global _stopped
+    _stopped = stopped
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with number:
+        if gpus := torch.cuda.device_count():
+            torch.cuda.set_device(number.value % gpus)
+        number.value += 1
+
+
+def _run(config: TrainConfig, observers: Sequence[Any], stop: Event | None = None) -> Row:
+    """Train one recipe, or take what an earlier attempt left of it."""
+    folder = RunFolder(config.output)
+    status, error = FINISHED, None
+    if folder.status != FINISHED:
+        # Each run starts with its whole budget of recompilations, and without former tensors.
+        torch.compiler.reset()
+        gc.collect()
+        unfinished = folder.saved[-1] if folder.saved else None
+        how: Any = {"resume": unfinished, "corpus": _corpus(config.data), "stop": stop or _stopped}
+        try:
+            status = train(config, observers=observers, **how).status
+        except LabError as problem:
+            status, error = FAILED, str(problem)
+    row = {"recipe": config.recipe, "seed": config.seed, "rounded_start": config.rounded_start}
+    row |= {"status": status, **summarize(read_metrics(folder.metrics))}
+    return {**row, "metrics": f"{folder.path.name}/{folder.metrics.name}", "error": error}
 
 
 def _prepare(
@@ -92,13 +218,13 @@ def _prepare(
 ) -> None:
     """Make the folder ready: to `resume` runs without a checkpoint go, to `overwrite` all."""
     folders = [RunFolder(config.output) for config in configs]
+    runs = {x.parent.name for x in output.glob("*/config.json")}
     taken = (output / "report.json").exists() or any(folder.used for folder in folders)
     if taken and not (resume or overwrite):
         do = "go on with it with --resume, replace it with --overwrite, or choose another folder"
         raise ConfigError(f"{output} already holds a comparison: {do} with --output")
-    runs = {x.parent.name for x in output.glob("*/config.json")}
     if resume and (others := sorted(runs - {folder.path.name for folder in folders})):
-        do = "name these recipes, too, or choose another folder with --output"
+        do = "name these recipes (and seeds), too, or choose another folder with --output"
         raise ConfigError(f"{output} holds runs of {', '.join(others)}: {do}")
     for name in () if resume else ("report.json", "report.md", "report.txt", "loss.png"):
         (output / name).unlink(missing_ok=True)
@@ -111,21 +237,3 @@ def _prepare(
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot write to {output}: {error}") from error
-
-
-def _run(config: TrainConfig, corpus: Corpus, observers: Sequence[Any], stop: Event) -> Row:
-    """Train one recipe, or take what an earlier attempt left of it."""
-    folder = RunFolder(config.output)
-    status, error = FINISHED, None
-    if folder.status != FINISHED:
-        # Each run starts with its whole budget of recompilations, and without former tensors.
-        torch.compiler.reset()
-        gc.collect()
-        unfinished = folder.saved[-1] if folder.saved else None
-        try:
-            run = train(config, observers=observers, resume=unfinished, corpus=corpus, stop=stop)
-            status = run.status
-        except LabError as problem:
-            status, error = FAILED, str(problem)
-    row = {"recipe": config.recipe, "status": status, **summarize(read_metrics(folder.metrics))}
-    return {**row, "metrics": f"{folder.path.name}/{folder.metrics.name}", "error": error}

@@ -76,20 +76,28 @@ class TrainConfig:
     """
 
     recipe: str = _model(
-        f"{', '.join(RECIPES)}, with switches as in {RECIPES[0]}+held; MODULE:NAME, a "
-        f"Float8LinearConfig of yours; or {HIGH_PRECISION}: no float8.",
+        f"{', '.join(RECIPES)}, with switches as in {RECIPES[0]}+held, +head (the output layer, "
+        f"too) or +activations (kept in float8, with --compile); MODULE:NAME, a Float8LinearConfig "
+        f"of yours; or {HIGH_PRECISION}: no float8.",
         RECIPES[0],
     )
     model: str = _model(f"One of {', '.join(PRESETS)}.", shown="tiny")
     data: str | None = _model(_DATA, None, shown="the Python standard library")
     seq_len: int = _model("Tokens per sequence.", min=2)
     seed: int = _model("Decides initial weights and order of the data.", 0, min=0, max=_LARGEST)
+    rounded_start: bool = _model(
+        "Round the initial weights to bfloat16: another run of the same training, whose loss "
+        "differs by noise alone.",
+        False,
+    )
     steps: int = _optimizer("Optimizer steps of the whole run; the schedule ends there.", min=1)
     batch_size: int = _optimizer("Sequences per forward pass.", min=1)
     accumulate: int = _optimizer("Forward passes per optimizer step.", 1, min=1)
     learning_rate: float = _optimizer("Peak of the schedule.", min=0)
-    min_lr_ratio: float = _optimizer("The cosine ends at this part of the peak.", 0.1, min=0, max=1)
-    warmup_steps: int = _optimizer("Of linear warm-up.", shown="a twentieth of the steps", min=0)
+    min_lr_ratio: float = _optimizer("Where the schedule ends, over the peak.", 0.0, min=0, max=1)
+    warmup_steps: int = _optimizer(
+        "Of linear warm-up.", shown="100; of long runs a twentieth, of short two fifths", min=0
+    )
     weight_decay: float = _optimizer("AdamW's, for matrices only.", 0.1, min=0)
     grad_clip: float = _optimizer("Largest gradient norm; 0 for no limit.", 1.0, min=0)
     device: str = _device("cpu, cuda or cuda:N.", shown="cuda if there is one")
@@ -129,6 +137,9 @@ class TrainConfig:
             raise ConfigError(f"unknown dtype {self.dtype!r}: choose one of {', '.join(DTYPES)}")
         check_device(self.device)
         held = recipe is not None and recipe.float8_weights is Float8Weights.HELD
+        if "+activations" in self.recipe and not (self.compile and not self.cuda_graphs):
+            expected = "expected --compile without --cuda-graphs: the compiler keeps them"
+            raise ConfigError(f"recipe: got {self.recipe!r}, {expected}")
         in_the_way = {f"--device {self.device}": not self.device.startswith("cuda")}
         in_the_way |= {"no --compile": not self.compile, "+held": held}
         if self.cuda_graphs and any(in_the_way.values()):
@@ -148,7 +159,9 @@ class TrainConfig:
         values |= {name: value for name, value in settings.items() if value is not None}
         values["model"] = model
         output = str(Path("runs") / f"{model}-{values['recipe']}")
-        derived = {"warmup_steps": values["steps"] // 20, "output": output}
+        steps = values["steps"]
+        warmup_steps = min(max(100, steps // 20), 2 * steps // 5)
+        derived = {"warmup_steps": warmup_steps, "output": output}
         # bfloat16 matrix multiplies are slower than float32 ones on most CPUs.
         derived["dtype"] = "bfloat16" if values["device"].startswith("cuda") else "float32"
         return cls(**(derived | values))
@@ -182,7 +195,7 @@ def float8_config(recipe: str) -> Any:
     if recipe == HIGH_PRECISION:
         return None
     try:
-        config = recipe_config(recipe)
+        config = recipe_config(recipe.replace("+head", "").replace("+activations", ""))
     except ValueError as error:
         raise ConfigError(f"{error} (or {HIGH_PRECISION!r} to train without float8)") from error
     if config.float8_weights is Float8Weights.ONLY:

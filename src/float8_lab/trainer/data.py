@@ -4,6 +4,7 @@ A token is a byte. Files are joined with a NUL byte, which no text contains. Not
 downloaded: the default corpus is the source code of the Python standard library.
 """
 
+import functools
 import hashlib
 import os
 import sysconfig
@@ -21,7 +22,7 @@ SEPARATOR = b"\0"
 VALIDATION_FRACTION = 0.1
 _SPLITS = ("train", "validation")
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
-_MASK = (1 << 64) - 1
+_PRIME = 0x9E3779B97F4A7C15  # between the seeds of epochs
 
 
 @dataclass(frozen=True)
@@ -114,14 +115,24 @@ def check_length(corpus: Corpus, seq_len: int, batch_size: int = 1) -> None:
 def train_batch(text: Tensor, *, seed: int, first: int, batch_size: int, seq_len: int) -> Tensor:
     """Cut sequences number `first` to `first + batch_size - 1` of an endless, seeded order.
 
-    Sequence i depends on (seed, i) alone, not on batches nor on what was read before: that makes
-    resuming exact. Returns each with its next token, [batch_size, seq_len + 1] uint8.
+    No byte is read twice before all of the text is read; then comes another order of the same
+    sequences. Sequence i depends on (seed, i) alone, not on batches nor on what was read before:
+    that makes resuming exact. Returns each with its next token, [batch_size, seq_len + 1] uint8.
     """
     batch = torch.empty(batch_size, seq_len + 1, dtype=torch.uint8)  # fails at once if too large
+    sequences = (len(text) - 1) // seq_len
     for row in range(batch_size):
-        start = _mix(_mix(seed) + first + row) % (len(text) - seq_len)
+        epoch, place = divmod(first + row, sequences)
+        start = seq_len * int(_order(sequences, seed, epoch)[place])
         batch[row] = text[start : start + seq_len + 1]
     return batch
+
+
+@functools.lru_cache(4)
+def _order(count: int, seed: int, epoch: int) -> Tensor:
+    """Return the numbers below `count` in an order that depends on seed and epoch."""
+    generator = torch.Generator().manual_seed((seed + epoch * _PRIME) % 2**63)
+    return torch.randperm(count, generator=generator)
 
 
 def validation_batches(
@@ -135,11 +146,3 @@ def validation_batches(
     starts = [last * i // max(count - 1, 1) for i in range(count)]
     rows = torch.stack([text[start : start + seq_len + 1] for start in starts])
     yield from torch.split(rows, batch_size)
-
-
-def _mix(value: int) -> int:
-    """Scramble 64 bits so that neighbouring numbers land far apart (a bijection)."""
-    value = (value * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03) & _MASK
-    for _ in range(2):
-        value = ((value ^ (value >> 32)) * 0xD6E8FEB86659FD93) & _MASK
-    return value ^ (value >> 32)

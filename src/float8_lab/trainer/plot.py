@@ -1,4 +1,4 @@
-"""Loss curves of several runs, and how far each is from high precision."""
+"""Loss curves of several recipes, how far each is from high precision, and the noise."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,40 +7,42 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from float8_lab.trainer.metrics import Metrics, StepRecord, ValidationRecord
-
-Record = StepRecord | ValidationRecord
+from float8_lab.trainer.metrics import Metrics
 
 _COLORS = ("#999999", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
 
-def plot_comparison(runs: dict[str, Metrics], title: str, path: Path) -> None:
-    """Draw the loss of every run above its difference to the first one, the reference.
+def plot_comparison(
+    recipes: dict[str, list[Metrics]], pairs: Sequence[Sequence[Metrics]], title: str, path: Path
+) -> None:
+    """Draw the mean loss of every recipe's runs above its difference to the first, the reference.
 
-    Lines are training, dots validation. Each curve is thinner than the one below it.
+    Lines are training, dots validation. Each curve is thinner than the one below it. A band shows
+    how far apart the two runs of `pairs` are, which differ by noise alone.
     """
     figure = Figure(figsize=(9, 7.5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    reference = next(iter(runs.values()))
-    window = max(len(reference.train) // 40, 1)
-    for index, (name, run) in enumerate(runs.items()):
-        width = 1.2 + 1.6 * (len(runs) - 1 - index)
+    reference = next(iter(recipes.values()))
+    window = max(len(reference[0].train) // 40, 1)
+    for index, (name, runs) in enumerate(recipes.items()):
+        width = 1.2 + 1.6 * (len(recipes) - 1 - index)
         how: dict[str, Any] = {"color": _COLORS[index % len(_COLORS)], "linewidth": width}
-        for axes, base in ((above, Metrics()), (below, reference)):
+        for axes, base in ((above, []), (below, reference)):
             if axes is above or index:
-                steps, losses = _curve(run.train, base.train)
-                count = min(window, len(steps))
-                if steps:
-                    means = np.convolve(losses, np.full(count, 1 / count), "valid")
-                    axes.plot(steps[count - 1 :], means, label=name, **how)
-                dots = _curve(run.validation, base.validation)
-                axes.plot(*dots, "o", markersize=3 + width, **how)
+                axes.plot(*_smooth(*_mean(runs, base, "train"), window), label=name, **how)
+                axes.plot(*_mean(runs, base, "validation"), "o", markersize=3 + width, **how)
+    apart = [_smooth(*_mean([run], [again], "train"), window) for run, again in pairs]
+    if apart:
+        steps = min((steps for steps, _ in apart), key=len)
+        noise = np.sqrt(np.mean([gaps[: len(steps)] ** 2 for _, gaps in apart], axis=0))
+        below.fill_between(steps, -noise, noise, color=_COLORS[0], alpha=0.3, linewidth=0)
     line = "training" if window == 1 else f"training, mean of {window} steps"
-    figure.suptitle(f"{title}\nlines: {line}; dots: validation", fontsize=11)
+    band = "; band: two runs in high precision" if apart else ""
+    figure.suptitle(f"{title}\nlines: {line}; dots: validation{band}", fontsize=11)
     above.legend(frameon=False, ncols=2)
     above.set_ylabel("loss (nats per byte)")
     below.axhline(0.0, color=_COLORS[0], linewidth=1, zorder=0)
-    below.set_ylabel(f"loss minus {next(iter(runs)).replace('_', ' ')}\n(nats per byte)")
+    below.set_ylabel(f"loss minus {next(iter(recipes)).replace('_', ' ')}\n(nats per byte)")
     below.set_xlabel("optimizer step")
     for axes in (above, below):
         axes.grid(color="#e5e5e5", linewidth=0.8)
@@ -48,8 +50,19 @@ def plot_comparison(runs: dict[str, Metrics], title: str, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _curve(records: Sequence[Record], base: Sequence[Record]) -> tuple[list[int], list[float]]:
-    """Steps and losses; where there is a `base`, losses minus its own at the same steps."""
-    known = {record.step: record.loss for record in base}
-    shared = [record for record in records if not base or record.step in known]
-    return [r.step for r in shared], [r.loss - known.get(r.step, 0.0) for r in shared]
+def _mean(
+    runs: Sequence[Metrics], base: Sequence[Metrics], kind: str
+) -> tuple[list[int], np.ndarray]:
+    """Return steps that all runs have, and the mean loss, minus that of `base` if there is one."""
+    curves = [{x.step: x.loss for x in getattr(run, kind)} for run in (*runs, *base)]
+    steps = [step for step in curves[0] if all(step in curve for curve in curves)]
+    losses = np.array([[curve[step] for step in steps] for curve in curves])  # [runs, steps]
+    mean = losses[: len(runs)].mean(0)
+    return steps, mean - losses[len(runs) :].mean(0) if base else mean
+
+
+def _smooth(steps: list[int], losses: np.ndarray, window: int) -> tuple[list[int], np.ndarray]:
+    """Return means of `window` steps, or of all if there are fewer."""
+    count = max(min(window, len(steps)), 1)
+    means = np.convolve(losses, np.full(count, 1 / count), "valid") if steps else losses
+    return steps[count - 1 :], means
