@@ -18,7 +18,7 @@ def test_the_pages_are_up_to_date(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pages = {section.page for section in tables.SECTIONS}
-    assert pages == {tables.PERFORMANCE, tables.TRAINER}
+    assert pages == {tables.PERFORMANCE}
     assert main(["bench", "tables", "--check"]) == 0, "run float8 bench tables"
     before = tables.PERFORMANCE.read_text()
     # So what a section may have is in one.
@@ -54,17 +54,16 @@ def test_what_failed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert ", commit 0123456-dirty. Results" in written
 
 
-def test_columns_may_be_values_of_any_key() -> None:
-    page = tables.PERFORMANCE
-    section = tables.Section(page, "x", "x", "x", {"": ("ms", 2)}, across=("K", (8, 16, 32)))
-    rows = [{"recipe": "a", "K": 16, "ms": -0.001}, {"recipe": "b", "K": 8, "ms": 2}]
-    rows += [{"recipe": "b", "K": 64, "ms": 1}, {"recipe": "b", "K": None, "ms": 3}]
+def test_columns_are_modes_in_order() -> None:
+    section = tables.Section(tables.PERFORMANCE, "x", "x", "x", {"ms": ("ms", 2)})
+    rows: list[dict[str, Any]] = [{"recipe": "a", "mode": "eager", "ms": -0.001}]
+    rows += [{"recipe": "b", "mode": "compiled", "ms": 2}]
     assert tables.pivot(section, {"environment": {}, "rows": rows})[::2] == [
-        "| recipe |    8 |   16 |",
-        "| a      |      | 0.00 |",
+        "| recipe | compiled ms | eager ms |",
+        "| a      |             |     0.00 |",
     ]
     wrong = section._replace(columns={"us": ("us", 1)})
-    with pytest.raises(ValueError, match=r"x\.json: expected rows with 'us', got recipe, K, ms"):
+    with pytest.raises(ValueError, match=r"x\.json: expected rows with 'us', got recipe, mode, ms"):
         tables.pivot(wrong, {"environment": {}, "rows": rows})
     with pytest.raises(ValueError, match="page: expected the lines"):
         tables.updated("no markers", "begin", "end", "table")

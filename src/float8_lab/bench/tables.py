@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +18,9 @@ from float8_lab.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
 PERFORMANCE = ROOT / "docs" / "performance.md"
-TRAINER = ROOT / "docs" / "trainer.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
+_MODES = "compiled", "graphed", "eager"
 WIDTH = 96  # of a command, which goes on in the next line
 
 Row = dict[str, Any]
@@ -35,21 +35,15 @@ class Section(NamedTuple):
     name: str  # of the markers
     file: str  # in `RESULTS`, without .json; a picture of that name, if there is one, comes first
     title: str  # with settings in braces; `size` is model and tokens
-    columns: Columns  # of each value in `across`; rows without the first one are left out
-    across: tuple[str, Sequence[Any]] = ("mode", ("compiled", "graphed", "eager"))  # a key, values
+    columns: Columns  # of each mode; rows without the first one are left out
 
 
 _STEP: Columns = {"ms": ("ms", 1), "speedup": ("speedup", 2), "peak GiB": ("peak_gib", 2)}
 _TRAIN = {**_STEP, "tokens/s of a GPU": ("tokens_per_s_per_gpu", 0)}
-_TIME = {"GPU ms": ("sum_ms", 1), "GEMMs": ("gemms_ms", 1), "attention": ("attention_ms", 1)}
-_TIME |= {"casts and all else": ("casts_ms else_ms", 1)}
 _WHOLE = "{size} per GPU: training with AdamW; GPUs: {ranks}"
 _ADAPTED = _WHOLE + ", LoRA with PEFT"
 _BLOCKS = "{size}: forward + backward"
 _SHARED = "{size}, tensor and sequence parallel on {ranks} GPUs: forward + backward"
-_LOSSES = "Gap of the validation loss to high precision after {steps} steps, in percent"
-_GAPS: Columns = {"": ("gap_percent", 2), "standard error": ("gap_error_percent", 2)}
-_SEEDS = ("part", ("mean of 3 seeds", "seed 0", "seed 1", "seed 2"))
 
 SECTIONS = (
     Section(PERFORMANCE, "8B model", "h200-train-8b", _WHOLE, _TRAIN),
@@ -59,7 +53,6 @@ SECTIONS = (
     Section(PERFORMANCE, "70B block", "h200-block-70b", _BLOCKS, _STEP),
     Section(PERFORMANCE, "8B checkpointed", "h100-train-8b-full", _WHOLE, _TRAIN),
     Section(PERFORMANCE, "TP", "h200-tp-llama3-70b", _SHARED, _STEP),
-    Section(TRAINER, "one start", "h200-one-start-seeds", _LOSSES, _GAPS, across=_SEEDS),
 )
 
 
@@ -112,27 +105,25 @@ def written(section: Section) -> str:
 
 
 def pivot(section: Section, results: Results) -> list[str]:
-    """Return a table: a line for each recipe, columns `across`; peers with versions."""
+    """Return a table: a line for each recipe, columns for each mode; peers with versions."""
     (first, (needed, _)), *_ = section.columns.items()
     rows = [row for row in results["rows"] if row.get(needed) is not None]
     if not rows:
         has = ", ".join(results["rows"][0])
         raise ValueError(f"{section.file}.json: expected rows with {needed!r}, got {has}")
-    key, values = section.across
-    values = [value for value in values if any(row.get(key) == value for row in rows)]
+    modes = [mode for mode in _MODES if any(row["mode"] == mode for row in rows)]
     heads = ["recipe"]
-    for value in values:
-        heads += [f"{value} {head}".strip() if head == first else head for head in section.columns]
+    for mode in modes:
+        heads += [f"{mode} {head}" if head == first else head for head in section.columns]
     found: dict[str, dict[str, Row]] = {}
     for row in rows:
         peer, _, recipe = row["recipe"].partition(" ")
         version = results["environment"].get(peer)
         name = f"{peer} {version} {recipe}" if version else row["recipe"]
-        if row[key] in values:
-            found.setdefault(name, {})[row[key]] = row
+        found.setdefault(name, {})[row["mode"]] = row
     lines = []
     for name, of in found.items():
-        cells = [_number(of.get(x, {}), *c) for x in values for c in section.columns.values()]
+        cells = [_number(of.get(x, {}), *c) for x in modes for c in section.columns.values()]
         lines.append([name, *cells])
     return table(heads, lines)
 

@@ -64,26 +64,18 @@ def _crc(path: Path) -> int:
 
 
 def check_checkpoint(path: Path) -> None:
-    """Raise a `CheckpointError`, which names an intact checkpoint, if a file is damaged or missing.
-
-    Of a run of 0.2.0, which has no checksums, it checks nothing, and warns.
-    """
+    """Raise a `CheckpointError` that names an intact one if a file is damaged or missing."""
     if damage := _damage(path):
         do = "no other checkpoint of the run is intact: begin it anew with another --output"
         for other in list_checkpoints(path.parent):
             if other.name != path.name and _damage(other) is None:
                 do = f"go on from the last good one with float8 train --resume {other}"
         raise CheckpointError(f"the checkpoint {path} is damaged: {damage}; {do}")
-    if not (path / _CHECKSUMS).exists():
-        warnings.warn(f"float8: {path} has no {_CHECKSUMS}, as those of 0.2.0", stacklevel=3)
 
 
 def _damage(path: Path) -> str | None:
     """Say which of the files is not as it was written; None if all are."""
     name = _CHECKSUMS
-    if not (path / name).exists() and path.exists():
-        others = [x for x in list_checkpoints(path.parent) if (x / name).exists()]
-        return f"{name} is not there, but other checkpoints have theirs" if others else None
     try:
         listed = {_METADATA: None, **json.loads((path / name).read_text())}
         if unlisted := {x.name for x in path.glob("*.distcp")}.difference(listed):

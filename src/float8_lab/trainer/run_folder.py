@@ -22,10 +22,6 @@ from float8_lab.trainer.metrics import FAILED, read_metrics
 _FREE = ("data", "threads", "cuda_graphs")
 """Settings that change no numbers, besides those of `OUTPUT`."""
 
-_GONE = ["fsdp", "fsdp_float8_all_gather", "hsdp", "tp", "sequence_parallel"]
-_GONE += ["activation_checkpointing"]
-"""Settings of 0.2.0 that a run could go on without."""
-
 
 class RunFolder:
     """Paths of what lies in the run's folder `path`, as the module says; none need exist."""
@@ -106,8 +102,9 @@ def _read_config(folder: Path) -> tuple[TrainConfig, str]:
     """The settings of a run, and the fingerprint of its data."""
     try:
         saved = json.loads((folder / "config.json").read_text())
-        settings = {k: v for k, v in dict(saved["config"]).items() if k not in _GONE}
-        return TrainConfig(**settings), saved["corpus"]["fingerprint"]
+        settings, fingerprint = dict(saved["config"]), saved["corpus"]["fingerprint"]
+        if "rounded_start" in settings:
+            return TrainConfig(**settings), fingerprint
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         do = "delete that folder, which holds no checkpoint, to have the run done again"
         if RunFolder(folder).saved:
@@ -115,6 +112,10 @@ def _read_config(folder: Path) -> tuple[TrainConfig, str]:
             do += "and --stop-after 1 --output elsewhere, and copy its config.json there"
         got = f"cannot read the settings of the run in {folder} from config.json ({error})"
         raise ConfigError(f"{got}; {do}") from error
+    got = (
+        f"the run in {folder} is of an older version, whose schedule and order of data were others"
+    )
+    raise ConfigError(f"{got}: train it anew with another --output")
 
 
 def check_same_run(
