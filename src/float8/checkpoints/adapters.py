@@ -9,19 +9,18 @@ from torch import Tensor, nn
 
 from float8.tensor import Float8Tensor, dequantise, high_precision
 
-AdapterLayers = dict[nn.Module, Any]
-"""The layers of PEFT that are to be merged, by their base layers."""
 
+def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]:
+    """Return `model` with the names it has once merged, and PEFT's layers to merge by base layer.
 
-def without_adapters(model: nn.Module) -> tuple[nn.Module, AdapterLayers]:
-    """Return `model` as its names are once merged, and the adapter layers that are to be merged.
-
-    The result shares all base layers and Parameters with `model`, which stays as it is. Modules
-    that PEFT trains in the place of others (`modules_to_save`) are at the place of these. Adapters
-    that are disabled, inactive or merged already are left out.
+    The result shares all Parameters with `model`, which stays as it is. It has the modules that
+    PEFT trains (`modules_to_save`) in the place of the original ones. Adapters that are disabled,
+    inactive or merged already are not to be merged.
     """
-    adapters: AdapterLayers = {}
-    seen: dict[nn.Module, nn.Module] = {}
+    adapters, seen = dict[nn.Module, Any](), dict[nn.Module, nn.Module]()
+
+    def active_of(module: Any) -> set[str]:
+        return set() if module.disable_adapters else {*module.active_adapters}
 
     def base_of(module: Any) -> Any:
         """Return what is in the place of `module` in a model without adapters."""
@@ -36,7 +35,6 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, AdapterLayers]:
             return base_of(module.get_base_model())
         if "BaseTuner" in names:
             return base_of(module.model)
-        is_on = bool(names) and module.active_adapters and not module.disable_adapters
         if "BaseTunerLayer" in names:
             base = module.get_base_layer()
             if any(not x.is_floating_point() for x in base.parameters()):
@@ -45,17 +43,18 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, AdapterLayers]:
                     f"quantized, expected one in high precision or converted by this library; load "
                     f"the base model dequantized"
                 )
-            if is_on and {*module.active_adapters} - {*module.merged_adapters}:
+            base = base_of(base)  # a copy, if other adapters are in it
+            if active_of(module) - {*module.merged_adapters}:
                 adapters[base] = module
-            return base_of(base)
+            return base
         if "TrainableTokensWrapper" in names:
             return base_of(module.token_adapter)
         if "ModulesToSaveWrapper" in names:
             saved = module.modules_to_save
-            chosen = [saved[name] for name in module.active_adapters if is_on and name in saved]
+            chosen = [saved[name] for name in active_of(module) if name in saved]
             return base_of(chosen[0] if chosen else module.original_module)
         if module not in seen:
-            children = {name: x and base_of(x) for name, x in module._modules.items()}
+            children = {name: x if x is None else base_of(x) for name, x in module._modules.items()}
             seen[module] = module
             if any(x is not module._modules[name] for name, x in children.items()):
                 seen[module] = new = object.__new__(type(module))  # FSDP2's has a `__new__`
@@ -65,39 +64,45 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, AdapterLayers]:
     return base_of(model), adapters
 
 
+def _merged(layer: Any) -> nn.Module:
+    layer.merge()
+    return layer.get_base_layer()  # type: ignore[no-any-return]
+
+
 @torch.no_grad()
-def merged_base_layer(layer: Any, gather: Callable[[Tensor], Tensor] = lambda x: x) -> nn.Module:
+def merged_base_layer(*layers: Any, gather: Callable[[Tensor], Tensor] = lambda x: x) -> nn.Module:
     """Return a float32 copy of the base layer of a PEFT adapter layer, with its adapters merged.
 
-    PEFT itself merges the active adapters, of any kind, into the copy; `layer` stays as it is. So
-    the values are those of merging the model in float32, and casting the copy is the one rounding.
-    Memory is needed for one layer in float32, and for what PEFT adds to it.
+    PEFT itself merges the active adapters, of any kind, into the copy; the model stays as it is. So
+    the values are those of merging in float32, and a cast of the copy is the only rounding. Memory
+    is needed for one layer in float32, and for what PEFT adds to it.
 
     Args:
-        layer: a module of PEFT around a layer that may be in float8 only, such as
-            `model.layers[0].self_attn.q_proj`.
+        layers: a module of PEFT around a layer that may be in float8 only, such as
+            `model.layers[0].self_attn.q_proj`; or several, around layers that share a weight.
         gather: returns the whole of a tensor that ranks share; collective.
 
     Raises:
         ValueError: PEFT cannot merge adapters of this kind.
     """
-    tensors: dict[int, Any] = {}
-    for x in layer.parameters():
+    copies: dict[int, Any] = {}
+    for x in (x for layer in layers for x in layer.parameters() if id(x) not in copies):
         whole: Any = gather(high_precision(x.detach()))
         if isinstance(whole, Float8Tensor):
             whole = dequantise(whole, torch.float32)
         else:
             whole = whole.to(torch.promote_types(whole.dtype, torch.float32), copy=True)
-        tensors[id(x)] = nn.Parameter(whole, requires_grad=False)
-    new = copy.deepcopy(layer, tensors)  # which takes these for its copies of the Parameters
+        copies[id(x)] = nn.Parameter(whole, requires_grad=False)
+    bases = list[nn.Module]()
     with torch.autocast(whole.device.type, enabled=False):
-        try:
-            if hasattr(new, "unload_and_optionally_merge_module"):  # layers in each other
-                return new.unload_and_optionally_merge_module(True, False, None)  # type: ignore[no-any-return]
-            new.merge()
-        except (NotImplementedError, RuntimeError) as error:
-            raise ValueError(
-                f"model: got an adapter that PEFT cannot merge ({error}), expected LoRA or the "
-                f"like; call model.unload() for the base, and save adapters by PEFT"
-            ) from error
-    return new.get_base_layer()  # type: ignore[no-any-return]
+        for layer in layers:
+            new = copy.deepcopy(layer, copies)  # which takes these for copies of the Parameters
+            unload = getattr(new, "unload_and_optionally_merge_module", None)  # of nested layers
+            try:
+                bases.append(unload(True, False, None) if unload else _merged(new))
+            except (NotImplementedError, RuntimeError) as error:
+                raise ValueError(
+                    f"model: got an adapter that PEFT cannot merge ({error}), expected LoRA or "
+                    f"the like; call model.unload() for the base, and save adapters by PEFT"
+                ) from error
+    return bases[0]

@@ -167,7 +167,8 @@ def scheme_of(config: Any) -> Scheme:
     """
     config = _object(config)
     method = config.get("quant_method")
-    _require("['quant_method']", method, [*_METHODS, COMPRESSED])
+    cures = (cure for name, cure in _CURES.items() if str(method).startswith(name))
+    _require("['quant_method']", method, [*_METHODS, COMPRESSED], next(cures, None))
     schemes = [x for x in _ALL if (x.format == COMPRESSED) is (method == COMPRESSED)]
     for field, got in _fields(config).items():
         values = [_fields(scheme.config([]))[field] for scheme in schemes]
@@ -204,14 +205,21 @@ def _object(x: Any) -> dict[str, Any]:
     return x if isinstance(x, dict) else {}
 
 
-def _require(field: str, got: Any, supported: list[Any]) -> None:
+_CURES = {
+    "mxfp4": "load it with transformers and Mxfp4Config(dequantize=True)",
+    "modelopt": "if its quant_algo is 'FP8', write {'quant_method': 'fp8'} there, which reads the "
+    "same tensors; else take the model in 16 bits",
+    "comfy": "take the model in 16 bits, or multiply its weights by their scales",
+}
+"""What to do with files of formats that are not read, by the begin of their `quant_method`."""
+
+
+def _require(field: str, got: Any, supported: list[Any], cure: str | None = None) -> None:
     """Raise `ValueError` unless a field of `quantization_config` has a supported value."""
     if got not in supported:
         expected = " or ".join(dict.fromkeys(repr(x) for x in supported if x is not None))
-        raise ValueError(
-            f"quantization_config{field}: got {got!r}, expected {expected}; load it with "
-            f"transformers, dequantized, instead"
-        )
+        cure = cure or "load it with transformers, dequantized, instead"
+        raise ValueError(f"quantization_config{field}: got {got!r}, expected {expected}; {cure}")
 
 
 def values_of(x: Tensor) -> Tensor:

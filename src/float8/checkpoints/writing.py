@@ -205,7 +205,7 @@ class _Plan(NamedTuple):
     entries: list[_Entry]
     config: dict[str, Any]  # the `quantization_config` of `config.json`
     model: nn.Module  # without wrappers and adapters
-    adapters: dict[Tensor, tuple[Any, str]]  # of PEFT, to merge; the name of a tensor in its layer
+    adapters: dict[Tensor, tuple[Any, str]]  # layers of PEFT to merge, name in the base layer
 
 
 def _plan(
@@ -248,15 +248,8 @@ def _plan(
     for tensor in saved:
         x, (name, module, _) = tensor.tensor, tensor.uses[0]
         parts = published[name]
-        if adapted := {
-            use[1]: (layers_of[use[1]], use[2]) for use in tensor.uses if use[1] in layers_of
-        }:
-            adapters[x], *others = adapted.values()
-            if others:
-                raise ValueError(
-                    f"{name}: got adapters on two layers that share this weight, expected them on "
-                    f"one: merged, the weight has room for one sum; untie them, or unload one"
-                )
+        if layers := [layers_of[module] for _, module, _ in tensor.uses if module in layers_of]:
+            adapters[x] = (*dict.fromkeys(layers),), tensor.uses[0][2]
         if tensor in in_float8:
             pieces = max(part.pieces for part in parts.values())
             cast, as_trained = _cast_of(module, scheme, x.shape[-2], pieces)
@@ -370,9 +363,10 @@ def _cast_tensors(
     plan: _Plan, ranks: ModelRanks
 ) -> Iterator[tuple[dict[str, Tensor], WrittenWeight | None]]:
     """Yield each tensor by name; a float8 weight with its scale and its `WrittenWeight`."""
-    layer_of = lambda entry: plan.adapters.get(entry.tensor, (None, ""))[0]  # noqa: E731
-    for layer, entries in groupby(plan.entries, layer_of):  # a bias follows its weight
-        merged = None if layer is None else merged_base_layer(layer, ranks.gather)
+    no_layers: tuple[Any, str] = (), ""
+    layers_of = lambda entry: plan.adapters.get(entry.tensor, no_layers)[0]  # noqa: E731
+    for layers, entries in groupby(plan.entries, layers_of):  # a bias follows its weight
+        merged = merged_base_layer(*layers, gather=ranks.gather) if layers else None
         for entry in entries:
             old: Any = entry.tensor.detach()
             x: Any = high_precision(old)

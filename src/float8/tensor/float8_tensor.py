@@ -246,10 +246,12 @@ class Float8Tensor(Wrapper):
             return result
         if func.is_view:
             return _view(func, args, kwargs)
-        raise NotImplementedError(
-            f"Float8Tensor: got {func}, expected an op that is defined on float8 data "
-            f"(views, copies, cat, mm); {_REMEDY}"
-        )
+        raise _undefined(func)
+
+
+def _undefined(func: Any) -> NotImplementedError:
+    expected = "an op that is defined on float8 data (views, copies, cat, mm)"
+    return NotImplementedError(f"Float8Tensor: got {func}, expected {expected}; {_REMEDY}")
 
 
 def _require_dtype(got: str, dtype: Any, allowed: Iterable[torch.dtype]) -> None:
@@ -483,10 +485,7 @@ def _add_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     x, other = args
     fits = isinstance(x, Float8Tensor) and type(other) in PLAIN and other.shape == x.shape
     if not fits or x._power_of_2 is None or not (_is_whole(x) and x._data.is_contiguous()):
-        raise NotImplementedError(
-            f"Float8Tensor: got {func} for {type(x).__name__} and {type(other).__name__}, expected "
-            f"a whole weight in float8 only, and a plain tensor of its shape; {_REMEDY}"
-        )
+        raise _undefined(func)
     if func is aten.sub_.Tensor:
         warn(
             "float8: a tensor was subtracted from a weight in float8 only, and the result rounded "
@@ -504,6 +503,13 @@ def _add_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _run_dequantized(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an op on dequantized tensors, and return its plain result."""
     return func(*[dequantise(x) if isinstance(x, Float8Tensor) else x for x in args], **kwargs)
+
+
+def _test_weight(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an op of `isfinite` on a weight in float8 only, as PEFT does after it has merged."""
+    if any(getattr(x, "_power_of_2", None) is None for x in args):
+        raise _undefined(func)
+    return _run_dequantized(func, args, kwargs)
 
 
 def _multiply(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -560,10 +566,8 @@ _OPS: dict[Any, str] = {
     _cat: "aten::cat",
     _copy_: "aten::copy_",
     _add_in_place: "aten::add_.Tensor aten::sub_.Tensor",
-    _run_dequantized: (
-        "aten::equal aten::is_same_size aten::zeros_like aten::ones_like "
-        "aten::abs aten::eq.Tensor aten::ne.Scalar"  # of isfinite
-    ),
+    _run_dequantized: "aten::equal aten::is_same_size aten::zeros_like aten::ones_like",
+    _test_weight: "aten::abs aten::eq.Tensor",
     _multiply: "".join(f"aten::{name} " for name in _PRODUCTS.split()),
     # torch.distributed.checkpoint calls it.
     lambda func, args, kwargs: func(args[0]._data, *args[1:]): "aten::is_pinned",
