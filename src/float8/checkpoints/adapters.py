@@ -19,39 +19,31 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]
     """
     adapters, seen = dict[nn.Module, Any](), dict[nn.Module, nn.Module]()
 
-    def active_of(module: Any) -> set[str]:
+    def active(module: Any) -> set[str]:
         return set() if module.disable_adapters else {*module.active_adapters}
 
     def base_of(module: Any) -> Any:
         """Return what is in the place of `module` in a model without adapters."""
         names = {cls.__name__ for cls in type(module).__mro__ if cls.__module__[:5] == "peft."}
-        if "PeftModel" in names or "PeftMixedModel" in names:
+        if names & {"PeftModel", "PeftMixedModel"}:
             tuner = type(module.base_model)
             if not hasattr(tuner, "merge_and_unload") or tuner.__name__ == "XLoraModel":
-                raise ValueError(
-                    f"model: got a {type(module).__name__} with adapters that PEFT cannot merge, "
-                    f"expected LoRA or the like; give the base model, and save adapters by PEFT"
-                )
+                raise _refusal(f"a {type(module).__name__} of {tuner.__name__}")
             return base_of(module.get_base_model())
         if "BaseTuner" in names:
             return base_of(module.model)
         if "BaseTunerLayer" in names:
             base = module.get_base_layer()
             if any(not x.is_floating_point() for x in base.parameters()):
-                raise ValueError(
-                    f"model: got an adapter on a {type(base).__name__} that another library has "
-                    f"quantized, expected one in high precision or converted by this library; load "
-                    f"the base model dequantized"
-                )
+                raise _refusal(f"a {type(base).__name__} that another library has quantized")
             base = base_of(base)  # a copy, if other adapters are in it
-            if active_of(module) - {*module.merged_adapters}:
+            if active(module) - {*module.merged_adapters}:
                 adapters[base] = module
             return base
         if "TrainableTokensWrapper" in names:
             return base_of(module.token_adapter)
         if "ModulesToSaveWrapper" in names:
-            saved = module.modules_to_save
-            chosen = [saved[name] for name in active_of(module) if name in saved]
+            chosen = [x for name, x in module.modules_to_save.items() if name in active(module)]
             return base_of(chosen[0] if chosen else module.original_module)
         if module not in seen:
             children = {name: x if x is None else base_of(x) for name, x in module._modules.items()}
@@ -64,26 +56,25 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]
     return base_of(model), adapters
 
 
-def _merged(layer: Any) -> nn.Module:
-    layer.merge()
-    return layer.get_base_layer()  # type: ignore[no-any-return]
+def _refusal(got: str) -> ValueError:
+    return ValueError(
+        f"model: got {got}, expected adapters, such as LoRA, that PEFT can merge, on layers in "
+        f"high precision or of this library; load the base dequantized, or without adapters"
+    )
 
 
 @torch.no_grad()
-def merged_base_layer(*layers: Any, gather: Callable[[Tensor], Tensor] = lambda x: x) -> nn.Module:
-    """Return a float32 copy of the base layer of a PEFT adapter layer, with its adapters merged.
+def merged_base_layer(*layers: Any, gather: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
+    """Return a float32 copy of the base layer of a PEFT layer, with the active adapters merged.
 
-    PEFT itself merges the active adapters, of any kind, into the copy; the model stays as it is. So
-    the values are those of merging in float32, and a cast of the copy is the only rounding. Memory
-    is needed for one layer in float32, and for what PEFT adds to it.
+    PEFT itself merges them, of any kind, in the copy: values are those of merging in float32, and a
+    cast of the copy is the only rounding. Memory is needed for one layer in float32, and for what
+    PEFT adds to it. Raises `ValueError` if PEFT cannot merge.
 
     Args:
         layers: a module of PEFT around a layer that may be in float8 only, such as
             `model.layers[0].self_attn.q_proj`; or several, around layers that share a weight.
         gather: returns the whole of a tensor that ranks share; collective.
-
-    Raises:
-        ValueError: PEFT cannot merge adapters of this kind.
     """
     copies: dict[int, Any] = {}
     for x in (x for layer in layers for x in layer.parameters() if id(x) not in copies):
@@ -93,16 +84,16 @@ def merged_base_layer(*layers: Any, gather: Callable[[Tensor], Tensor] = lambda 
         else:
             whole = whole.to(torch.promote_types(whole.dtype, torch.float32), copy=True)
         copies[id(x)] = nn.Parameter(whole, requires_grad=False)
-    bases = list[nn.Module]()
+    # `deepcopy` takes these for its copies of the Parameters.
+    merged = [copy.deepcopy(layer, copies) for layer in layers]
     with torch.autocast(whole.device.type, enabled=False):
-        for layer in layers:
-            new = copy.deepcopy(layer, copies)  # which takes these for copies of the Parameters
-            unload = getattr(new, "unload_and_optionally_merge_module", None)  # of nested layers
+        for i, new in enumerate(merged):
             try:
-                bases.append(unload(True, False, None) if unload else _merged(new))
+                if hasattr(new, "unload_and_optionally_merge_module"):  # layers in each other
+                    merged[i] = new.unload_and_optionally_merge_module(True, False, None)
+                    continue
+                new.merge()
             except (NotImplementedError, RuntimeError) as error:
-                raise ValueError(
-                    f"model: got an adapter that PEFT cannot merge ({error}), expected LoRA or "
-                    f"the like; call model.unload() for the base, and save adapters by PEFT"
-                ) from error
-    return bases[0]
+                raise _refusal(f"an adapter that cannot be merged ({error})") from error
+            merged[i] = new.get_base_layer()
+    return merged[0]

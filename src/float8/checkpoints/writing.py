@@ -205,7 +205,7 @@ class _Plan(NamedTuple):
     entries: list[_Entry]
     config: dict[str, Any]  # the `quantization_config` of `config.json`
     model: nn.Module  # without wrappers and adapters
-    adapters: dict[Tensor, tuple[Any, str]]  # layers of PEFT to merge, name in the base layer
+    adapters: dict[Tensor, tuple[Any, str]]  # PEFT's layers to merge; the name in their base layer
 
 
 def _plan(
@@ -248,13 +248,12 @@ def _plan(
     for tensor in saved:
         x, (name, module, _) = tensor.tensor, tensor.uses[0]
         parts = published[name]
-        if layers := [layers_of[module] for _, module, _ in tensor.uses if module in layers_of]:
-            adapters[x] = (*dict.fromkeys(layers),), tensor.uses[0][2]
+        attrs = {layers_of[module]: attr for _, module, attr in tensor.uses if module in layers_of}
+        adapters[x] = (*attrs,), next(iter(attrs.values()), "")
         if tensor in in_float8:
             pieces = max(part.pieces for part in parts.values())
             cast, as_trained = _cast_of(module, scheme, x.shape[-2], pieces)
-            as_trained &= x not in adapters
-            entries.append(_Entry(x, parts, param_dtype, cast, as_trained))
+            entries.append(_Entry(x, parts, param_dtype, cast, as_trained and not attrs))
         else:
             parts = parts if WHOLE in parts.values() else {name: WHOLE}
             stays = dtype is None and stays_float32(name)
@@ -363,14 +362,13 @@ def _cast_tensors(
     plan: _Plan, ranks: ModelRanks
 ) -> Iterator[tuple[dict[str, Tensor], WrittenWeight | None]]:
     """Yield each tensor by name; a float8 weight with its scale and its `WrittenWeight`."""
-    no_layers: tuple[Any, str] = (), ""
-    layers_of = lambda entry: plan.adapters.get(entry.tensor, no_layers)[0]  # noqa: E731
-    for layers, entries in groupby(plan.entries, layers_of):  # a bias follows its weight
+    # A bias follows its weight.
+    for layers, entries in groupby(plan.entries, lambda entry: plan.adapters[entry.tensor][0]):
         merged = merged_base_layer(*layers, gather=ranks.gather) if layers else None
         for entry in entries:
             old: Any = entry.tensor.detach()
             x: Any = high_precision(old)
-            if merged is not None:
+            if layers:
                 x = getattr(merged, plan.adapters[entry.tensor][1])
                 x = x if entry.cast_config else x.to(old.dtype)
             is_float8 = isinstance(local_tensor(x), Float8Tensor)

@@ -170,16 +170,13 @@ class Float8Tensor(Wrapper):
 
     @Wrapper.data.setter  # type: ignore[attr-defined, untyped-decorator]
     def data(self, new: Tensor) -> None:
-        """Take data and scale of a `Float8Tensor` of the same kind; see `Wrapper.data`."""
-
-        def kind(x: Any) -> Any:
-            layout = x._data.shape, x._data.stride(), x._data.dtype, x.device, x._scale.shape
-            return layout, x.__tensor_flatten__()
-
-        if not isinstance(new, Float8Tensor) or kind(new) != kind(self):
-            return Wrapper.data.fset(self, new)  # type: ignore[attr-defined, no-any-return]
-        self._data, self._scale, self._amax = new._data, new._scale, new._amax
-        return None
+        """Take the data and scale of another weight in float8 only; see `Wrapper.data`."""
+        x: Any = new
+        fits = isinstance(x, Float8Tensor) and x.__tensor_flatten__() == self.__tensor_flatten__()
+        layouts = [(each.shape, each.stride(), each.device) for each in (self, x)]
+        if self._power_of_2 is None or not fits or layouts[0] != layouts[1]:
+            Wrapper.data.fset(self, x)  # type: ignore[attr-defined]
+        self._data, self._scale = x._data, x._scale
 
     def storage(self, **_: Any) -> Any:
         """Raise `RuntimeError`: safetensors and accelerate want one array, without a scale."""
@@ -488,9 +485,8 @@ def _add_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         raise _undefined(func)
     if func is aten.sub_.Tensor:
         warn(
-            "float8: a tensor was subtracted from a weight in float8 only, and the result rounded "
-            "to float8: an adapter that is taken out does not leave exactly the bytes there were; "
-            "load these again, or merge by save_float8_checkpoint, which leaves the model as it is"
+            "float8: taking an adapter out of a weight in float8 only does not leave exactly the "
+            "bytes there were; load these again, or merge by save_float8_checkpoint alone"
         )
     values = func(dequantise(x, torch.float32), other, **kwargs)
     scaling: Any = {"scaling_granularity": x._granularity, "power_of_2": x._power_of_2}
