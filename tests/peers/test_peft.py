@@ -267,9 +267,12 @@ def test_adapters_that_cannot_be_merged_are_refused(tmp_path: Path) -> None:
     layer = next(x.base_layer for x in quantized.modules() if hasattr(x, "base_layer"))
     layer.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.int8), requires_grad=False)
     for model, match in (
-        (peft.get_peft_model(hf.converted("blockwise"), prompt), "with adapters that PEFT cannot"),
+        (
+            peft.get_peft_model(hf.converted("blockwise"), prompt),
+            "a PeftModelForCausalLM that cannot be merged",
+        ),
         (peft.get_peft_model(hf.converted("blockwise"), activated), "aLoRA does not support merg"),
-        (quantized, "that another library has quantized.*; load the base model dequantized"),
+        (quantized, "that another library has quantized.*; load the base dequantized"),
     ):
         with pytest.raises(ValueError, match=match):
             save_float8_checkpoint(model, tmp_path / "a")

@@ -28,7 +28,7 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]
         if names & {"PeftModel", "PeftMixedModel"}:
             tuner = type(module.base_model)
             if not hasattr(tuner, "merge_and_unload") or tuner.__name__ == "XLoraModel":
-                raise _refusal(f"a {type(module).__name__} of {tuner.__name__}")
+                raise _refusal(f"a {type(module).__name__} that cannot be merged")
             return base_of(module.get_base_model())
         if "BaseTuner" in names:
             return base_of(module.model)

@@ -66,7 +66,8 @@ class Checkpoint:
                 )
             self._file_of |= dict.fromkeys(names, file)
         if not self._file_of:
-            raise FileNotFoundError(f"{folder}: got no tensors, expected safetensors files")
+            expected = "safetensors files beside config.json"
+            raise FileNotFoundError(f"{folder}: got no tensors, expected {expected}")
         self.scheme = scheme_of(self._quantization_config(folder))
         if self.scheme.block is None and any(x.endswith(".weight_scale") for x in self._file_of):
             self.scheme = scheme_named(COMPRESSED, self.scheme.strategy)  # AutoFP8's names
