@@ -117,9 +117,12 @@ def test_a_model_is_quantised_until_all_are_masters(layout: Layout, tmp_path: Pa
 
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[6]], ids=lambda x: x.strategy)
 def test_adapters_train_on_a_base_in_float8(layout: Layout, tmp_path: Path) -> None:
-    """LoRA by PEFT: gradients as on the dequantised base, which itself stays as it is."""
+    """LoRA by PEFT: gradients as on the dequantised base, which itself stays as it is.
+
+    What is exported has the tensors of the checkpoint that was loaded.
+    """
     pytest.importorskip("peft")
-    saved(tmp_path, layout)
+    written = saved(tmp_path, layout)
     base, made = loaded(tmp_path), []
     for model in (load_float8_checkpoint(llama(1), tmp_path), base):
         how = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
@@ -131,6 +134,10 @@ def test_adapters_train_on_a_base_in_float8(layout: Layout, tmp_path: Path) -> N
     for name, want in wanted.items():
         assert sqnr(want, got[name]) > 12, name
     assert len(in_float8(base)) == 7
+    again = dict(float8_weights(model, **layout.how))
+    assert [(n, x.shape, x.dtype) for n, x in again.items()] == [
+        (n, x.shape, x.dtype) for n, x in written.items()
+    ]
 
 
 def test_scales_do_not_say_the_dtype_of_a_model() -> None:
