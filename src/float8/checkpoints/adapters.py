@@ -67,9 +67,9 @@ def _refusal(got: str) -> ValueError:
 def merged_base_layer(*layers: Any, gather: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
     """Return a float32 copy of the base layer of a PEFT layer, with the active adapters merged.
 
-    PEFT itself merges them, of any kind, in the copy: values are those of merging in float32, and a
-    cast of the copy is the only rounding. Memory is needed for one layer in float32, and for what
-    PEFT adds to it. Raises `ValueError` if PEFT cannot merge.
+    PEFT itself merges them in the copy. So its values are those of merging the model in float32,
+    and its cast is the only rounding. Memory is needed for one layer in float32, and for what PEFT
+    adds to it. Raises `ValueError` if PEFT cannot merge.
 
     Args:
         layers: a module of PEFT around a layer that may be in float8 only, such as
@@ -93,7 +93,9 @@ def merged_base_layer(*layers: Any, gather: Callable[[Tensor], Tensor] = lambda 
                     merged[i] = new.unload_and_optionally_merge_module(True, False, None)
                     continue
                 new.merge()
-            except (NotImplementedError, RuntimeError) as error:
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
                 raise _refusal(f"an adapter that cannot be merged ({error})") from error
             merged[i] = new.get_base_layer()
     return merged[0]
