@@ -312,8 +312,17 @@ def test_other_files_are_read_all_the_same(change: Any, tmp_path: Path) -> None:
     assert "ffn.k_scale" not in dict(read_float8_checkpoint(tmp_path))
 
 
-@pytest.mark.parametrize("shape", [(), (1,)])
-def test_files_of_auto_fp8_are_read(shape: tuple[int, ...], tmp_path: Path) -> None:
+AUTO_FP8: list[dict[str, Any]] = [
+    {"activation_scheme": "static", "ignored_layers": ["lm_head"], "kv_cache_scheme": "static"},
+    {"activation_scheme": "dynamic"},
+    {"producer": "what the error about modelopt says to write"},
+]
+
+
+@pytest.mark.parametrize(("shape", "says"), [*zip([(), (1,), ()], AUTO_FP8, strict=True)])
+def test_files_of_auto_fp8_are_read(
+    shape: tuple[int, ...], says: dict[str, Any], tmp_path: Path
+) -> None:
     """`quant_method` "fp8" without blocks, beside `weight_scale` and static scales."""
     save_float8_checkpoint(built("tensorwise"), tmp_path, strategy="tensor")
     wanted = dict(read_float8_checkpoint(tmp_path))
@@ -322,16 +331,12 @@ def test_files_of_auto_fp8_are_read(shape: tuple[int, ...], tmp_path: Path) -> N
         for name in [name for name in tensors if name.endswith("_scale_inv")]:
             layer = name.removesuffix(".weight_scale_inv")
             tensors[f"{layer}.weight_scale"] = tensors.pop(name).reshape(shape)
-            for of in ("input", "act", "kv"):
+            for of in ("input", "act", "kv") if says.get("activation_scheme") == "static" else ():
                 tensors[f"{layer}.{of}_scale"] = torch.ones(())
 
     def config(said: dict[str, Any]) -> None:
         said.clear()
-        said |= {
-            "quant_method": "fp8",
-            "activation_scheme": "static",
-            "ignored_layers": ["lm_head"],
-        }
+        said |= {"quant_method": "fp8"} | says
 
     rewrite(tmp_path, config, as_auto_fp8)
     for how in (None, only("tensorwise")):
@@ -342,6 +347,43 @@ def test_files_of_auto_fp8_are_read(shape: tuple[int, ...], tmp_path: Path) -> N
             assert torch.equal(
                 values_of(weight).bfloat16(), values_of(wanted[f"{layer}.weight"]).bfloat16()
             )
+
+
+@pytest.mark.parametrize("structure", [[128, 128], "128x128"], ids=str)
+def test_blocks_of_compressed_tensors(structure: Any, tmp_path: Path) -> None:
+    """Scales in bfloat16 stay exact, and values are those of compressed-tensors itself.
+
+    In blocks that overhang, too.
+    """
+    base = pytest.importorskip("compressed_tensors.compressors")
+    schemes = pytest.importorskip("compressed_tensors.quantization")
+    how = {"format": "compressed-tensors", "strategy": "block"}
+    save_float8_checkpoint(built("blockwise"), tmp_path / "a", **how)
+    said = json.loads((tmp_path / "a/config.json").read_text())["quantization_config"]
+    args = said["config_groups"]["group_0"]["weights"]
+    assert schemes.QuantizationConfig.model_validate(said).format == "float-quantized"
+
+    def rounded(tensors: dict[str, Tensor]) -> None:
+        tensors |= {n: x.bfloat16() for n, x in tensors.items() if n.endswith("_scale")}
+
+    change = lambda c: c["config_groups"]["group_0"]["weights"].update(block_structure=structure)  # noqa: E731
+    rewrite(tmp_path / "a", change, rounded)
+    frozen = load_float8_checkpoint(built(only("blockwise"), seed=1), tmp_path / "a")
+    save_float8_checkpoint(frozen, tmp_path / "b", **how)
+    first, second = in_files(tmp_path / "a"), in_files(tmp_path / "b")
+    assert first.keys() == second.keys()
+    scheme = schemes.QuantizationScheme(targets=["Linear"], weights=args)
+    decompress = base.BaseCompressor.get_value_from_registry("float-quantized").decompress
+    for i in (1, 2, 3):
+        name = f"ffn.w{i}.weight"
+        assert torch.equal(bits(first[name]), bits(second[name]))
+        scale = first[name + "_scale"]
+        assert scale.dtype == torch.bfloat16
+        assert torch.equal(scale.float(), second[name + "_scale"])
+        state = {"weight": first[name], "weight_scale": scale.float()}
+        theirs = decompress(state, scheme)["weight"]
+        mine: Any = frozen.get_submodule(f"ffn.w{i}").weight
+        assert torch.equal(values_of(mine.detach()), theirs)
 
 
 def test_channel_scales_may_have_one_dim(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def in_float8(model: nn.Module) -> dict[str, Float8Tensor]:
 
 @pytest.mark.parametrize(
     "layout",
-    [LAYOUTS[i] for i in (0, 3, 6)]
+    [LAYOUTS[i] for i in (0, 3, 6, 7)]
     + [pytest.param(LAYOUTS[i], marks=pytest.mark.exhaustive) for i in (1, 2, 4, 5)],
     ids=lambda x: f"{x.format}-{x.strategy}",
 )
@@ -83,7 +83,7 @@ def test_bytes_stay_and_come_out_again(layout: Layout, tmp_path: Path) -> None:
     for name, x in again.items():
         stored, held = (y.view(E8M0) if y.dtype == torch.uint8 else y for y in (x, theirs[name]))
         assert torch.equal(stored.float(), held.float().view(x.shape)), name
-    if layout != LAYOUTS[3]:  # compressed-tensors rounds scales to bfloat16
+    if layout not in (LAYOUTS[3], LAYOUTS[7]):  # compressed-tensors rounds scales to bfloat16
         assert same_bytes(again.items(), written.items())
     masters = loaded(tmp_path, config=layout.recipe)
     assert in_float8(masters) == {}
@@ -117,9 +117,12 @@ def test_a_model_is_quantised_until_all_are_masters(layout: Layout, tmp_path: Pa
 
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[6]], ids=lambda x: x.strategy)
 def test_adapters_train_on_a_base_in_float8(layout: Layout, tmp_path: Path) -> None:
-    """LoRA by PEFT: gradients as on the dequantised base, which itself stays as it is."""
+    """LoRA by PEFT: gradients as on the dequantised base, which itself stays as it is.
+
+    What is exported has the tensors of the checkpoint that was loaded.
+    """
     pytest.importorskip("peft")
-    saved(tmp_path, layout)
+    written = saved(tmp_path, layout)
     base, made = loaded(tmp_path), []
     for model in (load_float8_checkpoint(llama(1), tmp_path), base):
         how = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
@@ -131,8 +134,10 @@ def test_adapters_train_on_a_base_in_float8(layout: Layout, tmp_path: Path) -> N
     for name, want in wanted.items():
         assert sqnr(want, got[name]) > 12, name
     assert len(in_float8(base)) == 7
-    with pytest.raises(ValueError, match="with adapters of PEFT"):
-        save_float8_checkpoint(model, tmp_path / "adapted")
+    again = dict(float8_weights(model, **layout.how))
+    assert [(n, x.shape, x.dtype) for n, x in again.items()] == [
+        (n, x.shape, x.dtype) for n, x in written.items()
+    ]
 
 
 def test_scales_do_not_say_the_dtype_of_a_model() -> None:

@@ -21,7 +21,7 @@ from float8.checkpoints import (
 )
 from support.float8_files import INDEX, Unchanged, built, only, rewrite
 
-pytest.importorskip("safetensors")
+safetensors: Any = pytest.importorskip("safetensors.torch")
 
 # ---------------------------------------------------------------- reading
 
@@ -74,6 +74,22 @@ def copied(folder: Path) -> None:
     (folder / INDEX).unlink()
 
 
+def elsewhere(folder: Path, name: str) -> None:
+    """As modelopt has it, also beside a `config.json`."""
+    (folder / name).write_text('{"quantization": {"quant_algo": "FP8"}}')
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+
+
+def of_comfy(folder: Path, name: str) -> None:
+    """A file alone; its metadata, or the name of a tensor, say what it is."""
+    (path,) = folder.glob("*.safetensors")
+    tensors = safetensors.load_file(path) | ({name: torch.zeros(2)} if name else {})
+    metadata = {} if name else {"_quantization_metadata": '{"format_version": "1.0"}'}
+    safetensors.save_file(tensors, path, metadata)
+    (folder / INDEX).unlink()
+    (folder / "config.json").unlink()
+
+
 UNREADABLE: dict[str, tuple[str, Damage]] = {
     "no scale": ("expected a scale for it", drop(SCALE)),
     "block size": ("weight_block_size", config(weight_block_size=[64, 64])),
@@ -105,8 +121,28 @@ UNREADABLE: dict[str, tuple[str, Damage]] = {
     ),
     "a group of lists": (r"weights\['type'\]", config(**GROUPS)),
     "float scales of 1x32": ("got 'float', expected 'ue8m0'", config(weight_block_size=[1, 32])),
-    "mxfp4": ("'mxfp4', expected 'fp8' or 'mxfp8' or 'comp", config(quant_method="mxfp4")),
-    "nvfp4": (r"\['num_bits'\]: got 4, expected 8", group(num_bits=4, group_size=16)),
+    "mxfp4": (
+        r"'mxfp4', expected 'fp8' or 'mxfp8' or 'comp.*; load it with .* and Mxfp4Config",
+        config(quant_method="mxfp4"),
+    ),
+    "nvfp4": (
+        r"\['num_bits'\]: got 4, expected 8; load it with transformers, dequantized",
+        group(num_bits=4, group_size=16, strategy="tensor_group"),
+    ),
+    "modelopt": (
+        r"'modelopt_fp4', .*; if its quant_algo is 'FP8', write .*; else take the model in 16 bits",
+        config(quant_method="modelopt_fp4", quant_algo="NVFP4"),
+    ),
+    "modelopt by its own file": (
+        r"got 'modelopt', .*; else take the model in 16 bits",
+        lambda folder: elsewhere(folder, "hf_quant_config.json"),
+    ),
+    "comfy": (r"got 'comfy', .*; take the model in 16 bits", lambda folder: of_comfy(folder, "")),
+    "older comfy": ("got 'comfy'", lambda folder: of_comfy(folder, "scaled_fp8")),
+    "small blocks": (
+        r"\['block_structure'\]: got \[64, 64\], expected \[128, 128\]",
+        group(strategy="block", block_structure=[64, 64]),
+    ),
     "long groups": (r"\['group_size'\]: got 128, expected 32", group(**MX | {"group_size": 128})),
     "integers": (
         "expected numbers like torch.bfloat16",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from float8 import Float8Weights
 from float8.checkpoints import float8_weights, load_float8_checkpoint, save_float8_checkpoint
@@ -315,6 +315,50 @@ def test_adapters_of_fsdp_beside_a_whole_base(of: Any, tmp_path: Path) -> None:
         del written_again["lora_a.weight"], written_again["lora_b.weight"]
         assert_same(written_again, written(convert(plain(256, 256), of[2]), of))
     assert all(map(torch.equal, *made))
+
+
+@pytest.mark.parametrize(
+    "kind", ["fsdp", "a whole base", pytest.param("tensor parallel", marks=EXHAUSTIVE)]
+)
+@on("either")
+def test_adapters_of_peft_are_merged(kind: str, tmp_path: Path) -> None:
+    """All ranks write the bytes that one rank does, and keep their shards."""
+    peft: Any = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["0", "1"], init_lora_weights=False)
+
+    def adapted(model: nn.Module) -> Any:
+        torch.manual_seed(0)
+        return peft.get_peft_model(model, config)
+
+    def converted() -> nn.Module:
+        model = plain(128, 256, 128).requires_grad_(False)
+        return convert(
+            model, "blockwise", False, **({"float8_weights": ONLY} if whole_base else {})
+        )
+
+    whole_base = kind == "a whole base"
+    alone = adapted(converted())
+    wanted = written(alone, BLOCKS)
+    assert_same(wanted, written(alone.merge_and_unload(), BLOCKS))
+    model = adapted(converted())
+    if kind == "tensor parallel":  # the adapters, too
+        colwise, rowwise, _ = STYLES["float8"]
+        plan = {"0.base_layer": colwise(), "0.lora_B.default": ColwiseParallel()}
+        plan |= {"1.base_layer": rowwise(), "1.lora_A.default": RowwiseParallel()}
+        parallelize_module(model.get_base_model(), mesh_of(), plan)
+        assert sum(isinstance(x, DTensor) for x in model.parameters()) == 4
+    else:
+        base = {x for x in model.parameters() if isinstance(x, Float8Tensor)}
+        assert len(base) == 2 * whole_base
+        fully_shard(model, mesh=mesh_of(), ignored_params=base)
+    before = {name: local_tensor(x).clone() for name, x in model.named_parameters()}
+    assert_same(written(model, BLOCKS), wanted)
+    save_float8_checkpoint(model, tmp_path)
+    dist.barrier()
+    assert {*load_float8_checkpoint(plain(128, 256, 128), tmp_path).state_dict()} == {
+        name for name in wanted if not name.endswith("scale_inv")
+    }
+    assert all(torch.equal(local_tensor(x), before[name]) for name, x in model.named_parameters())
 
 
 @on("two_or_four")

@@ -1,14 +1,20 @@
 """LoRA of PEFT on a converted model, and a model with LoRA converted: trained, saved, merged."""
 
 import copy
+import itertools
+import json
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from float8 import (
-    Float8Weights,
+    all_linears,
     attach_to_optimizer,
     conversion_report,
     convert_to_float8_training,
@@ -16,10 +22,14 @@ from float8 import (
     high_precision_state_dict,
 )
 from float8 import sync_float8_amax_and_scale_history as sync
+from float8.checkpoints import float8_weights, quantization_config, save_float8_checkpoint
 from float8.linear import Float8Linear
+from float8.tensor import Float8Tensor
 from sqnr import same_bits, sqnr
-from support.configs import BOTH, delayed, tensorwise
+from support.configs import BOTH, delayed
+from support.float8_files import bits, in_files, only, same_bytes
 from support.lazily import Lazily
+from support.models import seeded
 
 peft, hf = Lazily("peft"), Lazily("support.hugging_face")
 safetensors = Lazily("safetensors.torch")
@@ -28,8 +38,8 @@ pytestmark = pytest.mark.xdist_group("transformers")  # one worker imports it
 ORDERS = ("convert first", "LoRA first")
 
 
-def adapted(order: str, config, **more) -> nn.Module:
-    plain = hf.llama()
+def adapted(order: str, config, plain: Any = None, **more) -> Any:
+    plain = hf.llama() if plain is None else plain
     if order == "convert first":
         convert_to_float8_training(plain, config=config)
     lora = hf.with_lora(plain, **more).eval()  # no dropout
@@ -102,15 +112,196 @@ def test_an_adapter_is_saved_without_float8_and_loads_into_the_plain_model(
     assert torch.equal(logits(plain), logits(lora))
 
 
-def test_weights_in_float8_only_say_what_to_do_before_merging_and_saving(tmp_path: Path) -> None:
-    lora = adapted("LoRA first", tensorwise(float8_weights=Float8Weights.ONLY))
-    lora.save_pretrained(tmp_path / "adapter")  # has none of them
-    cure = r"weight in float8 only, call convert_to_high_precision\(model\) first.*FSDP2"
-    with pytest.raises(NotImplementedError, match=cure):
-        lora.merge_and_unload()
-    base = lora.unload()
+# ---------------------------------------------------------------- weights in float8 only, and files
+
+HOW: dict[str, dict[str, Any]] = {
+    "blockwise": {},
+    "tensorwise": {"format": "compressed-tensors", "strategy": "tensor"},
+    "rowwise": {"format": "compressed-tensors"},
+    "mxfp8": {"strategy": "mxfp8"},
+}
+"""The formats with the scales of each recipe."""
+
+
+def frozen() -> nn.Module:
+    return hf.llama().bfloat16().requires_grad_(False)
+
+
+def merged_in_float32(model: nn.Module, recipe: str) -> nn.Module:
+    """The plain model with the exact values of the base, merged by PEFT, converted again."""
+    plain = convert_to_high_precision(copy.deepcopy(model).float()).merge_and_unload()
+    return convert_to_float8_training(plain, config=recipe)
+
+
+@pytest.mark.parametrize("recipe", HOW)
+@pytest.mark.parametrize("order", ORDERS)
+def test_adapters_are_merged_into_weights_in_float8_only(order: str, recipe: str) -> None:
+    """By PEFT: the sum in float32 is cast once, so that files have the bytes of a float32 merge."""
+    model = adapted(order, only(recipe), frozen())
+    before = logits(model)
+    wanted = dict(float8_weights(merged_in_float32(model, recipe), **HOW[recipe]))
+    for merge in (
+        lambda x: x.merge_and_unload(),
+        lambda x: x.merge_adapter() or x,
+        lambda x: x,  # on the way to the file
+    ):
+        merged = merge(copy.deepcopy(model))
+        assert same_bytes(float8_weights(merged, **HOW[recipe]), wanted.items())
+        assert sum(isinstance(x, Float8Tensor) for x in merged.parameters()) == 14
+        assert sqnr(before, logits(merged)) > 20
+    checked = copy.deepcopy(model).merge_and_unload(safe_merge=True)  # PEFT rounds the delta then
+    assert sqnr(before, logits(checked)) > 20
+    model.merge_adapter()
+    with pytest.warns(UserWarning, match="does not leave exactly the bytes there were"):
+        model.unmerge_adapter()
+    assert sqnr(before, logits(model)) > 20
+
+
+def test_merging_and_unmerging_that_cannot_be() -> None:
+    """NaN, weights of experts, and sums of other shapes: an error, and nothing is written."""
+    model = adapted("LoRA first", only("tensorwise"))
+    layer = model.base_model.model.model.layers[0].mlp.up_proj
+    weight, bits = layer.base_layer.weight, layer.base_layer.weight._data.view(torch.uint8).clone()
+    for other in (1.0, torch.ones(64), weight.detach(), torch.ones(1)):
+        with pytest.raises(NotImplementedError, match="convert_to_high_precision"):
+            weight.data.add_(other)
+    with pytest.raises(NotImplementedError, match="convert_to_high_precision"):
+        weight.data[:2] += torch.ones(2, 64)
+    torch.nn.init.constant_(layer.lora_B["default"].weight, torch.nan)
+    with pytest.raises(ValueError, match="NaNs detected"):
+        layer.merge(safe_merge=True)
+    assert torch.equal(weight._data.view(torch.uint8), bits)
+    saved = adapted("LoRA first", only("tensorwise")).unload()
     with pytest.raises(RuntimeError, match=r"state_dict=high_precision_state_dict\(model\)"):
-        base.save_pretrained(tmp_path / "base")
+        saved.save_pretrained("never")
+
+
+def test_weights_in_float8_only_are_saved_and_come_back(tmp_path: Path) -> None:
+    model = adapted("LoRA first", only("tensorwise"))
+    model.save_pretrained(tmp_path / "adapter")  # has none of them
+    base = model.unload()
     base.save_pretrained(tmp_path / "base", state_dict=high_precision_state_dict(base))
     saved = type(base).from_pretrained(tmp_path / "base")
     assert torch.equal(logits(saved), logits(convert_to_high_precision(base)))
+
+
+EXPORTED: dict[str, Any] = {
+    "rslora": {"use_rslora": True, "r": 4},
+    "DoRA": {"use_dora": True},
+    "biases": {"lora_bias": True, "target_modules": ["q_proj", "o_proj"]},
+    "modules_to_save": {"modules_to_save": ["lm_head", "embed_tokens"]},
+    "embedding and head": {"target_modules": ["embed_tokens", "lm_head", "up_proj"]},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [3, 5]}},
+}
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+def test_what_is_exported_is_the_merged_model(name: str, tied: bool, tmp_path: Path) -> None:
+    """Names, bytes and `config.json`; the model itself stays as it is."""
+    plain = hf.llama(attention_bias=True, tie_word_embeddings=tied).bfloat16()
+    model = adapted("convert first", "blockwise", plain=plain, **EXPORTED[name])
+    with torch.no_grad():
+        for key, x in model.named_parameters():
+            if x.requires_grad:
+                x += seeded(len(key), *x.shape) * 0.05
+    before = {key: x.clone() for key, x in model.state_dict().items()}
+    merged = merged_in_float32(model, "blockwise")
+    wanted = dict(float8_weights(merged, dtype=torch.bfloat16))
+    notes = save_float8_checkpoint(model, tmp_path)
+    assert same_bytes(in_files(tmp_path).items(), wanted.items())
+    assert [*dict(float8_weights(model))] == [*wanted]
+    assert quantization_config(model) == quantization_config(merged)
+    changed = {note.name for note in notes if not note.as_trained}
+    assert changed == {n.removesuffix("_scale_inv") for n in wanted if "_scale" in n} & {
+        f"{key.partition('base_model.model.')[2].partition('.lora_A')[0]}.weight" for key in before
+    }
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["tie_word_embeddings"] == ("lm_head.weight" not in wanted)
+    state = model.state_dict()
+    assert all(torch.equal(x, state[key]) for key, x in before.items())
+
+
+@pytest.mark.parametrize("base", ["blockwise", only("blockwise")], ids=["masters", "bytes"])
+def test_the_adapters_that_are_merged_are_the_active_ones(base: Any) -> None:
+    """All of several, none that are disabled or merged already; within wrappers, too."""
+    model = adapted("convert first", base, frozen())
+    alone = dict(float8_weights(copy.deepcopy(model).unload()))
+    model.add_adapter("b", peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    for names in ("b", ["default", "b"]):
+        model.base_model.set_adapter(names)
+        wanted = dict(float8_weights(merged_in_float32(model, "blockwise"), dtype=torch.bfloat16))
+        assert same_bytes(float8_weights(model), wanted.items())
+    with model.disable_adapter():
+        assert same_bytes(float8_weights(model), alone.items())
+    blocks = model.base_model.model.model.layers
+    blocks[0], blocks[1] = torch.compile(blocks[0]), checkpoint_wrapper(blocks[1])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert same_bytes(float8_weights(torch.compile(model)), wanted.items())
+    in_another = nn.ModuleDict({"policy": model})
+    assert [*dict(float8_weights(in_another))] == [f"policy.{name}" for name in wanted]
+
+
+def test_adapters_of_experts_are_merged_on_export() -> None:
+    """`target_parameters`: layers of PEFT in each other."""
+    model = hf.llama(0, "Mixtral", num_local_experts=2).bfloat16()
+    convert_to_float8_training(model, config="rowwise")
+    names = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    more = {"target_modules": ["q_proj"], "target_parameters": names, "init_lora_weights": False}
+    model = hf.with_lora(model, **more)
+    wanted = dict(float8_weights(merged_in_float32(model, "rowwise"), **HOW["rowwise"]))
+    got = dict(float8_weights(model, dtype=torch.float32, **HOW["rowwise"]))
+    assert got.keys() == wanted.keys()
+    of_experts = [name for name in got if ".experts." in name]
+    assert len(of_experts) == 2 * 2 * 3 * 2
+    assert all(torch.equal(bits(got[name]), bits(wanted[name])) for name in of_experts)
+
+
+def test_adapters_that_cannot_be_merged_are_refused(tmp_path: Path) -> None:
+    prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    activated = peft.LoraConfig(
+        target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[1]
+    )
+    quantized = hf.with_lora(hf.converted("blockwise"))
+    layer = next(x.base_layer for x in quantized.modules() if hasattr(x, "base_layer"))
+    layer.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.int8), requires_grad=False)
+    for model, match in (
+        (
+            peft.get_peft_model(hf.converted("blockwise"), prompt),
+            "a PeftModelForCausalLM that cannot be merged",
+        ),
+        (peft.get_peft_model(hf.converted("blockwise"), activated), "aLoRA does not support merg"),
+        (quantized, "that another library has quantized.*; load the base dequantized"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            save_float8_checkpoint(model, tmp_path / "a")
+        assert not [*tmp_path.glob("a/*")]
+
+
+def peak(run: Callable[[], object]) -> int:
+    """The most bytes that live at a time, beyond those that lived before."""
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        run()
+    events = [x for x in profile.kineto_results.events() if x.name() == "[memory]"]
+    sizes = [x.nbytes() for x in sorted(events, key=lambda x: x.start_ns())]
+    return max(itertools.accumulate(sizes))
+
+
+def test_the_peak_of_merging_is_one_layer() -> None:
+    """However many layers there are: on export, and into weights in float8 only."""
+
+    def run(blocks: int, export: bool) -> int:
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(blocks)))
+        model.bfloat16().requires_grad_(False)
+        convert_to_float8_training(model, config=only("blockwise"), module_filter_fn=all_linears)
+        config = peft.LoraConfig(r=4, target_modules=r"\d+", init_lora_weights=False)
+        model = peft.get_peft_model(model, config)
+        if export:
+            return peak(lambda: deque(float8_weights(model), maxlen=0))
+        return peak(model.merge_and_unload)
+
+    for export in (True, False):
+        few, many = run(2, export), run(8, export)
+        assert many - few < 256 * 256  # less than the float8 data of one layer more
+        assert few < 5 * 256 * 256 * 4  # one layer in float32, what PEFT adds, and the cast

@@ -39,6 +39,7 @@ LAYOUTS = [
     Layout("fine-grained-fp8", "block_ue8m0", ROUNDED),
     Layout("fine-grained-fp8", "mxfp8", "mxfp8"),
     Layout("compressed-tensors", "mxfp8", "mxfp8"),
+    Layout("compressed-tensors", "block", "blockwise"),
 ]
 layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: f"{x.format}-{x.strategy}")
 INDEX = "model.safetensors.index.json"

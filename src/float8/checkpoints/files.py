@@ -51,7 +51,6 @@ class Checkpoint:
         listed: dict[str, set[str]] = {}
         with contextlib.suppress(FileNotFoundError):
             listed = _read(folder, INDEX, _read_index)
-        self.scheme = scheme_of(_read(folder, CONFIG, _read_json).get("quantization_config"))
         self._file_of: dict[str, Any] = {}
         self.files = sorted(listed or (path.name for path in folder.glob("*.safetensors")))
         for path in self.files:
@@ -67,7 +66,9 @@ class Checkpoint:
                 )
             self._file_of |= dict.fromkeys(names, file)
         if not self._file_of:
-            raise FileNotFoundError(f"{folder}: got no tensors, expected safetensors files")
+            expected = "safetensors files beside config.json"
+            raise FileNotFoundError(f"{folder}: got no tensors, expected {expected}")
+        self.scheme = scheme_of(self._quantization_config(folder))
         if self.scheme.block is None and any(x.endswith(".weight_scale") for x in self._file_of):
             self.scheme = scheme_named(COMPRESSED, self.scheme.strategy)  # AutoFP8's names
         self.headers = {name: _dtype_and_shape(file, name) for name, file in self._file_of.items()}
@@ -79,6 +80,18 @@ class Checkpoint:
                 self.in_float8.add(name)
         others = self.headers.keys() - {name + suffix for name in self.in_float8}
         self.names = sorted(name for name in others if not name.endswith(_OF_ACTIVATIONS))
+
+    def _quantization_config(self, folder: Path) -> Any:
+        """Return that of `config.json`, or one for formats that do not write there."""
+        with contextlib.suppress(FileNotFoundError):
+            if config := _read(folder, CONFIG, _read_json).get("quantization_config"):
+                return config
+        metadata = next(iter(self._file_of.values())).metadata() or {}
+        if any(map(_OF_COMFY.search, [*self._file_of, *metadata])):
+            return {"quant_method": "comfy"}
+        if (folder / "hf_quant_config.json").exists():
+            return {"quant_method": "modelopt"}
+        return _read(folder, CONFIG, _read_json).get("quantization_config")
 
     def read(self, name: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Return a tensor; a weight in float8 as a `Float8Tensor` that stands for `dtype`."""
@@ -93,6 +106,8 @@ class Checkpoint:
 # Ends of names of scales of activations and caches, which are of no use here.
 _OF_ACTIVATIONS: tuple[str, ...] = (".input_scale", ".output_scale", ".activation_scale")
 _OF_ACTIVATIONS += (".act_scale", ".k_scale", ".v_scale", ".kv_scale")
+
+_OF_COMFY = re.compile(r"^(scaled_fp8|_quantization_metadata)$|\.(scale_weight|comfy_quant)$")
 
 # Names that safetensors gives to dtypes of numbers with a point, and of scales; others stay names.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}

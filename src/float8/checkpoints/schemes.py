@@ -42,7 +42,7 @@ class Scheme(NamedTuple):
 
     @property
     def block(self) -> list[int | None] | None:
-        """The `weight_block_size` of `fine-grained-fp8`."""
+        """The `weight_block_size` of `fine-grained-fp8`, the `block_structure` of the other."""
         granularity = self.granularity
         return None if granularity.one_scale else [granularity.height, granularity.width]
 
@@ -129,6 +129,9 @@ class Scheme(NamedTuple):
             common |= {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
         weights, inputs = common | {"dynamic": False}, common | {"dynamic": True}
         inputs |= {"strategy": "token"} if self.strategy == "channel" else {}
+        if self.strategy == "block":
+            weights |= {"block_structure": self.block}
+            inputs |= {"strategy": "group", "group_size": 128}
         group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
         format = "mxfp8-quantized" if self.exponents else "float-quantized"
         config = {"quant_method": COMPRESSED, "format": format, "quantization_status": "compressed"}
@@ -142,6 +145,7 @@ _ALL = (
     Scheme(FINE_GRAINED, "mxfp8", ScalingGranularity.BLOCK_1x32, "mxfp8", torch.uint8),
     Scheme(COMPRESSED, "channel", ScalingGranularity.AXISWISE, "rowwise"),
     Scheme(COMPRESSED, "tensor", ScalingGranularity.TENSORWISE, "tensorwise"),
+    Scheme(COMPRESSED, "block", ScalingGranularity.BLOCK_128x128, "blockwise"),
     Scheme(COMPRESSED, "mxfp8", ScalingGranularity.BLOCK_1x32, "mxfp8", torch.uint8),
 )
 _NAMES = ", ".join(f"{x.format!r} with strategy {x.strategy!r}" for x in _ALL)
@@ -163,7 +167,8 @@ def scheme_of(config: Any) -> Scheme:
     """
     config = _object(config)
     method = config.get("quant_method")
-    _require("['quant_method']", method, [*_METHODS, COMPRESSED])
+    cures = (cure for name, cure in _CURES.items() if str(method).startswith(name))
+    _require("['quant_method']", method, [*_METHODS, COMPRESSED], next(cures, None))
     schemes = [x for x in _ALL if (x.format == COMPRESSED) is (method == COMPRESSED)]
     for field, got in _fields(config).items():
         values = [_fields(scheme.config([]))[field] for scheme in schemes]
@@ -187,6 +192,9 @@ def _fields(config: dict[str, Any]) -> dict[str, Any]:
     weights = {"symmetric": True} | _object(group.get("weights"))
     names = ["type", "num_bits", "symmetric", "strategy"]
     names += ["group_size", "scale_dtype"] if weights.get("strategy") == "group" else []
+    names += ["block_structure"] if weights.get("strategy") == "block" else []
+    if weights.get("block_structure") == "128x128":  # as older files have it
+        weights["block_structure"] = [128, 128]
     fields = {"['config_groups']: number of groups": len(groups)}
     fields |= {f": weights[{name!r}]": weights.get(name) for name in names}
     return fields | {": targets": group.get("targets")}
@@ -197,14 +205,21 @@ def _object(x: Any) -> dict[str, Any]:
     return x if isinstance(x, dict) else {}
 
 
-def _require(field: str, got: Any, supported: list[Any]) -> None:
+_CURES = {
+    "mxfp4": "load it with transformers and Mxfp4Config(dequantize=True)",
+    "modelopt": "if its quant_algo is 'FP8', write {'quant_method': 'fp8'} there, which reads the "
+    "same tensors; else take the model in 16 bits",
+    "comfy": "take the model in 16 bits, or multiply its weights by their scales",
+}
+"""What to do with files of formats that are not read, by the begin of their `quant_method`."""
+
+
+def _require(field: str, got: Any, supported: list[Any], cure: str | None = None) -> None:
     """Raise `ValueError` unless a field of `quantization_config` has a supported value."""
     if got not in supported:
         expected = " or ".join(dict.fromkeys(repr(x) for x in supported if x is not None))
-        raise ValueError(
-            f"quantization_config{field}: got {got!r}, expected {expected}; load it with "
-            f"transformers, dequantized, instead"
-        )
+        cure = cure or "load it with transformers, dequantized, instead"
+        raise ValueError(f"quantization_config{field}: got {got!r}, expected {expected}; {cure}")
 
 
 def values_of(x: Tensor) -> Tensor:
@@ -237,8 +252,11 @@ def strategy_of(mod: Any) -> Scheme | str | None:
         return next(fits, f"{block} blocks ({FINE_GRAINED})")
     if (scale := mod._parameters.get("weight_scale")) is None:
         return None
-    strategy = "tensor" if scale.numel() == 1 else "channel"
-    return scheme_named(COMPRESSED, "mxfp8" if scale.itemsize == 1 else strategy)
+    said = getattr(getattr(mod, _SCHEME, None), "weights", None)
+    strategy = getattr(said, "strategy", "tensor" if scale.numel() == 1 else "channel")
+    strategy = "mxfp8" if scale.itemsize == 1 else strategy
+    fits = (x for x in _ALL if (x.format, x.strategy) == (COMPRESSED, strategy))
+    return next(fits, f"strategy {strategy!r} ({COMPRESSED})")
 
 
 def config_for(mod: Any, config: Float8LinearConfig | None) -> Float8LinearConfig:

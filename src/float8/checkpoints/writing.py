@@ -5,6 +5,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from float8.checkpoints.adapters import merged_base_layer, without_adapters
 from float8.checkpoints.files import import_safetensors, write_files
 from float8.checkpoints.names import (
     WHOLE,
@@ -58,6 +60,9 @@ def float8_weights(
     in float8 even if not converted. One tensor is cast at a time. Tensors that are not cast may
     share the memory of the model: copy them before the next step.
 
+    Active adapters of PEFT are merged on the way, one layer at a time in float32, and each sum is
+    cast once; the model stays as it is. Names are those after `model.merge_and_unload()`.
+
     Ranks that share a model (FSDP2, tensor parallel) all-gather one weight at a time, need memory
     for it, and must all iterate to the end. FSDP2's weights are resharded.
 
@@ -78,8 +83,8 @@ def float8_weights(
     Raises:
         TypeError: `model` is not an `nn.Module`, or a dtype is not a high-precision one.
         ValueError: format or strategy is unknown; no layer is converted; a tensor is on the meta
-            device or in another library's float8; transformers could not load the experts; or two
-            tensors, or a tensor and a scale, have the same name.
+            device or in another library's float8; transformers could not load the experts; two
+            tensors, or a tensor and a scale, have the same name; or adapters cannot be merged.
     """
     with ModelRanks(model) as ranks:
         plan = _plan(model, format, strategy, dtype, param_dtype)
@@ -139,7 +144,7 @@ def save_float8_checkpoint(
         if type(max_shard_size) is not int or max_shard_size < 1:
             raise ValueError(f"max_shard_size: got {max_shard_size!r}, expected bytes, 1 or more")
         plan = _plan(model, format, strategy, dtype, param_dtype)
-        config = _model_config(unwrapped(model), plan.dtype) | {"quantization_config": plan.config}
+        config = _model_config(plan.model, plan.dtype) | {"quantization_config": plan.config}
         config_text = json.dumps(config, indent=2)
         import_safetensors()
         if ranks.number != 0 and not ranks.meshes:
@@ -174,6 +179,11 @@ def _model_config(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
         return {}
     cls = type(model).__name__.removeprefix("FSDP")  # which fully_shard adds
     values: dict[str, Any] = config.to_dict()
+    if values.get("tie_word_embeddings") and hasattr(model, "get_output_embeddings"):
+        both = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+        first, last = (getattr(x, "weight", None) for x in both)
+        if last is not None and last is not first:  # one of them was trained by PEFT
+            values["tie_word_embeddings"] = False
     return values | {"architectures": [cls], "dtype": str(dtype).removeprefix("torch.")}
 
 
@@ -194,6 +204,8 @@ class _Plan(NamedTuple):
     dtype: torch.dtype  # of most tensors that are not in float8
     entries: list[_Entry]
     config: dict[str, Any]  # the `quantization_config` of `config.json`
+    model: nn.Module  # without wrappers and adapters
+    adapters: dict[Tensor, tuple[Any, str]]  # PEFT's layers to merge; the name in their base layer
 
 
 def _plan(
@@ -208,11 +220,7 @@ def _plan(
         if got not in (None, *HIGH_PRECISION_DTYPES):
             raise TypeError(f"{name}: got {got!r}, expected None or one of {HIGH_PRECISION_DTYPES}")
     scheme = scheme_named(format, strategy)
-    if hasattr(model, "peft_config"):
-        raise ValueError(
-            "model: got one with adapters of PEFT, whose names no server knows, expected one "
-            "without; call model.unload() for the base, and save adapters by PEFT"
-        )
+    model, layers_of = without_adapters(unwrapped(model))
     saved, published = saved_tensors(model), published_parts(model)
     stays_float32 = _float32_names(model)
     in_float8 = _select_float8(saved, published, stays_float32)
@@ -236,20 +244,22 @@ def _plan(
     ((model_dtype, _),) = sizes.most_common(1)
     # Without `dtype` only float32 models are rounded.
     rounds_to = dtype or (torch.bfloat16 if model_dtype == torch.float32 else None)
-    entries = []
+    entries, adapters = [], {}
     for tensor in saved:
         x, (name, module, _) = tensor.tensor, tensor.uses[0]
         parts = published[name]
+        attrs = {layers_of[module]: attr for _, module, attr in tensor.uses if module in layers_of}
+        adapters[x] = (*attrs,), next(iter(attrs.values()), "")
         if tensor in in_float8:
             pieces = max(part.pieces for part in parts.values())
-            cast = _cast_of(module, scheme, x.shape[-2], pieces)
-            entries.append(_Entry(x, parts, param_dtype, *cast))
+            cast, as_trained = _cast_of(module, scheme, x.shape[-2], pieces)
+            entries.append(_Entry(x, parts, param_dtype, cast, as_trained and not attrs))
         else:
             parts = parts if WHOLE in parts.values() else {name: WHOLE}
             stays = dtype is None and stays_float32(name)
             entries.append(_Entry(x, parts, None if stays else rounds_to))
     _require_unique_names(entries, scheme.scale_suffix)
-    return _Plan(scheme, rounds_to or model_dtype, entries, config)
+    return _Plan(scheme, rounds_to or model_dtype, entries, config, model, adapters)
 
 
 def _require_storable(saved: SavedTensor, in_float8: bool) -> None:
@@ -352,21 +362,29 @@ def _cast_tensors(
     plan: _Plan, ranks: ModelRanks
 ) -> Iterator[tuple[dict[str, Tensor], WrittenWeight | None]]:
     """Yield each tensor by name; a float8 weight with its scale and its `WrittenWeight`."""
-    for entry in plan.entries:
-        x: Any = high_precision(entry.tensor.detach())
-        is_float8 = isinstance(local_tensor(x), Float8Tensor)
-        if entry.dtype and x.dtype in HIGH_PRECISION_DTYPES and not is_float8:
-            x = x.to(entry.dtype)
-        x = ranks.gather(x)
-        if entry.cast_config is None:
-            yield dict.fromkeys(entry.parts, x), None
-            continue
-        for name, part in entry.parts.items():
-            data, scale, as_trained = _quantize(part.of(x), entry, plan.scheme)
-            if part is not WHOLE and scale.dim() == 0:
-                scale = scale.reshape(1, 1)  # transformers concatenates those of experts
-            tensors = {name: data, name + plan.scheme.scale_suffix: scale}
-            yield tensors, WrittenWeight(name, as_trained)
+    # A bias follows its weight.
+    for layers, entries in groupby(plan.entries, lambda entry: plan.adapters[entry.tensor][0]):
+        merged = merged_base_layer(*layers, gather=ranks.gather) if layers else None
+        for entry in entries:
+            old: Any = entry.tensor.detach()
+            x: Any = high_precision(old)
+            if layers:
+                x = getattr(merged, plan.adapters[entry.tensor][1])
+                x = x if entry.cast_config else x.to(old.dtype)
+            is_float8 = isinstance(local_tensor(x), Float8Tensor)
+            if entry.dtype and x.dtype in HIGH_PRECISION_DTYPES and not is_float8:
+                x = x.to(entry.dtype)
+            x = ranks.gather(x)
+            if entry.cast_config is None:
+                yield dict.fromkeys(entry.parts, x), None
+                continue
+            for name, part in entry.parts.items():
+                data, scale, as_trained = _quantize(part.of(x), entry, plan.scheme)
+                if part is not WHOLE and scale.dim() == 0:
+                    scale = scale.reshape(1, 1)  # transformers concatenates those of experts
+                tensors = {name: data, name + plan.scheme.scale_suffix: scale}
+                yield tensors, WrittenWeight(name, as_trained)
+        merged = x = None  # before the next layer is merged
 
 
 def _quantize(weight: Any, entry: _Entry, scheme: Scheme) -> tuple[Tensor, Tensor, bool]:
