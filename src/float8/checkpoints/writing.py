@@ -99,6 +99,43 @@ def quantization_config(
     return _plan(model, format, strategy).config
 
 
+class TensorMetadata(NamedTuple):
+    """The description of a tensor that `float8_weights` yields."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def float8_metadata(
+    model: nn.Module,
+    format: str = FINE_GRAINED,
+    *,
+    strategy: str | None = None,
+    dtype: torch.dtype | None = None,
+    param_dtype: torch.dtype | None = None,
+) -> list[TensorMetadata]:
+    """Return name, dtype and shape of each tensor of `float8_weights`, in its order.
+
+    Takes the arguments of `float8_weights`, and raises its errors. Casts and sends nothing.
+    """
+    require_module(model, "model")
+    reshard(model)
+    plan, found = _plan(model, format, strategy, dtype, param_dtype), list[TensorMetadata]()
+    for x, parts, rounds_to, cast_config, _ in plan.entries:
+        for name, part in parts.items():
+            shape = (x.shape[1] // part.pieces, x.shape[2]) if part.expert is not None else x.shape
+            if cast_config is None:
+                rounds = rounds_to is not None and x.dtype in HIGH_PRECISION_DTYPES
+                found.append(TensorMetadata(name, rounds_to if rounds else x.dtype, (*shape,)))
+                continue
+            scale = plan.scheme.scale_shape((*shape,)) or ((1, 1) if part is not WHOLE else ())
+            found.append(TensorMetadata(name, E4M3, (*shape,)))
+            scale_dtype = plan.scheme.exponents or torch.float32
+            found.append(TensorMetadata(name + plan.scheme.scale_suffix, scale_dtype, scale))
+    return found
+
+
 def save_float8_checkpoint(
     model: nn.Module,
     folder: str | Path,
