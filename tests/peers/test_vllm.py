@@ -100,7 +100,9 @@ def test_tensor_parallel_ranks_have_the_bytes_of_one_rank(tmp_path: Path) -> Non
         model = model_of(name, layout)
         alone = hashes(float8_weights(model, **layout.how))
         linears = [n for n, x in model.named_modules() if isinstance(x, Float8Linear)]
-        styles = {n: rowwise() if n.endswith(("o_proj", "down_proj")) else colwise() for n in linears}
+        styles = {
+            n: rowwise() if n.endswith(("o_proj", "down_proj")) else colwise() for n in linears
+        }
         parallelize_module(model, mesh_of(), styles)
         assert sum(isinstance(x, DTensor) for x in model.parameters()) >= len(linears)
         source = source_class()(model, **layout.how)
@@ -116,7 +118,9 @@ def test_weights_in_float8_alone(tmp_path: Path) -> None:
             save_float8_checkpoint(model_of(name, layout), folder, **layout.how)
             frozen = built(name, 1, **FAMILIES[name], num_hidden_layers=1).requires_grad_(False)
             convert_to_float8_training(
-                frozen, config=only(layout.recipe), module_filter_fn=lambda mod, fqn: fqn != "lm_head"
+                frozen,
+                config=only(layout.recipe),
+                module_filter_fn=lambda mod, fqn: fqn != "lm_head",
             )
             load_float8_checkpoint(frozen, folder)
             source = source_class()(frozen, **layout.how)
@@ -125,7 +129,9 @@ def test_weights_in_float8_alone(tmp_path: Path) -> None:
 
 def test_what_vllm_does_not_read_is_refused_at_once() -> None:
     model = model_of("Llama", LAYOUTS[1])
-    with pytest.raises(ValueError, match=r"another name in vLLM; expected 'tensor' of 'compressed-"):
+    with pytest.raises(
+        ValueError, match=r"another name in vLLM; expected 'tensor' of 'compressed-"
+    ):
         source_class()(model, strategy="tensor")
     with pytest.raises(ValueError, match="format: got 'gguf'"):
         source_class()(model, "gguf")
