@@ -19,16 +19,16 @@ pytestmark = pytest.mark.xdist_group("transformers")  # one worker imports it
 TENTH = 0.1
 # The configurations that docs/float8_checkpoints.md names: activations have the server's bytes.
 AS_SERVERS = {
-    ("rowwise, not rounded", "SGLang"),
+    ("rowwise, for tokens", "SGLang"),
     ("blockwise", "vLLM without DeepGEMM"),
     ("blockwise, rounded", "DeepGEMM with exponents"),
 }
 # The same scales, but these divide, or multiply by 448 / amax.
-OTHER_QUOTIENT = {("rowwise, not rounded", "vLLM"), ("blockwise", "SGLang on Hopper")}
+OTHER_QUOTIENT = {("rowwise, for tokens", "vLLM"), ("blockwise", "SGLang on Hopper")}
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mixtral"])
-@pytest.mark.parametrize("config", ["tensorwise", "rowwise", "rowwise, not rounded"])
+@pytest.mark.parametrize("config", ["tensorwise", "rowwise", "rowwise, for tokens"])
 def test_rows_and_tensors(config: str, name: str) -> None:
     check(config, name)
 
@@ -50,7 +50,7 @@ def check(config: str, name: str) -> None:
             assert part < TENTH, which
         elif which in OTHER_QUOTIENT:
             assert 0 < row.bytes_off < 1.5e-3
-            assert TENTH < part < 0.4, which
+            assert 0.02 < part < 0.4, which
         else:  # other scales; under one per tensor, those of weights
             assert (row.bytes_off == 0) if config == "tensorwise" else (row.bytes_off > 0.9)
             assert part > 0.5, which
