@@ -20,11 +20,12 @@ TENTH = 0.1
 # The configurations that docs/float8_checkpoints.md names: activations have the server's bytes.
 AS_SERVERS = {
     ("rowwise, for tokens", "SGLang"),
+    ("rowwise, for tokens", "vLLM compiled"),
     ("blockwise", "vLLM without DeepGEMM"),
     ("blockwise, rounded", "DeepGEMM with exponents"),
 }
 # The same scales, but these divide, or multiply by 448 / amax.
-OTHER_QUOTIENT = {("rowwise, for tokens", "vLLM"), ("blockwise", "SGLang on Hopper")}
+OTHER_QUOTIENT = {("rowwise, for tokens", "vLLM eager"), ("blockwise", "SGLang on Hopper")}
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mixtral"])
@@ -74,6 +75,7 @@ def cast_of(granularity: str, **more: Any) -> CastConfig:
     [
         (cast_of("TENSORWISE"), "tensor", 0),
         (cast_of("AXISWISE"), "tokens_of_sglang", 0),
+        (cast_of("AXISWISE"), "tokens_compiled", 0),
         (cast_of("AXISWISE"), "tokens_of_vllm", 1),
         (cast_of("BLOCK_1x128"), "groups_of_vllm", 0),
         (cast_of("BLOCK_1x128"), "groups_of_sglang", 1),

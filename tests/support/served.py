@@ -49,8 +49,15 @@ def tensor(x: Tensor) -> Quantized:
 
 
 def tokens_of_vllm(x: Tensor) -> Quantized:
+    """Its kernel: in eager mode, and in experts."""
     scale = (amax(x, 1) / LARGEST).clamp(min=1 / (LARGEST * 512))
     return to_float8(x.float() / scale), scale
+
+
+def tokens_compiled(x: Tensor) -> Quantized:
+    """vLLM's linear layers compiled, its default; but Inductor's quotients may be rounded twice."""
+    scale = (amax(x, 1) / LARGEST).clamp(min=1 / (LARGEST * 512))
+    return to_float8(x.float() * (1 / scale)), scale
 
 
 def tokens_of_sglang(x: Tensor) -> Quantized:
@@ -137,6 +144,8 @@ class Server(NamedTuple):
     multiply: Callable[[Quantized, Quantized], Tensor]
     prepare: Callable[[list[Quantized]], list[Quantized]] = unchanged
     """Takes the weights of one input together."""
+    of_experts: Callable[[Tensor], Quantized] | None = None
+    """Instead of `quantize`, for experts."""
 
     def linear(self, x: Tensor, weight: Quantized) -> Tensor:
         """Return [M, N] in the dtype of `x`."""
@@ -145,7 +154,8 @@ class Server(NamedTuple):
 
 SERVERS = {
     ("tensor", "vLLM, SGLang"): Server(tensor, scaled_sum, joined),
-    ("channel", "vLLM"): Server(tokens_of_vllm, scaled_sum),
+    ("channel", "vLLM compiled"): Server(tokens_compiled, scaled_sum, of_experts=tokens_of_vllm),
+    ("channel", "vLLM eager"): Server(tokens_of_vllm, scaled_sum),
     ("channel", "SGLang"): Server(tokens_of_sglang, scaled_sum),
     ("block", "DeepGEMM with exponents"): Server(groups_rounded, sum_of_scaled, rounded),
     ("block", "vLLM without DeepGEMM"): Server(groups_of_vllm, sum_of_scaled),
@@ -180,9 +190,10 @@ class ServedExperts(nn.Module):
         order = chosen[token, place].argsort(stable=True)
         token, place = token[order], place[order]
         counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
-        rows = [y[token] if y.dim() and len(y) == len(x) else y for y in self.server.quantize(x)]
+        quantize = self.server.of_experts or self.server.quantize
+        rows = [y[token] if y.dim() and len(y) == len(x) else y for y in quantize(x)]
         gate, up = (self._product(rows, counts, name).to(x.dtype) for name in ("w1", "w3"))
-        hidden = self.server.quantize(F.silu(gate) * up)
+        hidden = quantize(F.silu(gate) * up)
         y = self._product(hidden, counts, "w2").to(x.dtype) * shares[token, place, None]
         return torch.zeros(x.shape, dtype=y.dtype).index_add_(0, token, y).to(x.dtype)
 

@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -65,11 +64,15 @@ def source_class(version: str = VERSIONS[0]) -> Any:
     """Return `Float8WeightSource` above vLLM's base class, or the stand-in of a version."""
     if find_spec("vllm"):
         return importlib.import_module("float8.integrations.vllm").Float8WeightSource
-    parts = BASE.split(".")
-    above = {".".join(parts[:end]): ModuleType("") for end in (1, 2, 3)}
-    with mock.patch.dict(sys.modules, above | {BASE: stand_in(version)}):
-        sys.modules.pop("float8.integrations.vllm", None)
-        return importlib.import_module("float8.integrations.vllm").Float8WeightSource
+    ours, parts = "float8.integrations.vllm", BASE.split(".")
+    modules = {".".join(parts[:end]): ModuleType("") for end in (1, 2, 3)}
+    modules[BASE] = stand_in(version)
+    sys.modules |= modules
+    try:
+        return importlib.import_module(ours).Float8WeightSource
+    finally:
+        for name in (*modules, ours):
+            sys.modules.pop(name, None)
 
 
 def told(source: Any) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:

@@ -122,17 +122,16 @@ def float8_metadata(
     require_module(model, "model")
     reshard(model)
     plan, found = _plan(model, format, strategy, dtype, param_dtype), list[TensorMetadata]()
+    scheme = plan.scheme
     for x, parts, rounds_to, cast_config, _ in plan.entries:
+        new_dtype = rounds_to if rounds_to and x.dtype in HIGH_PRECISION_DTYPES else x.dtype
         for name, part in parts.items():
-            shape = (x.shape[1] // part.pieces, x.shape[2]) if part.expert is not None else x.shape
-            if cast_config is None:
-                rounds = rounds_to is not None and x.dtype in HIGH_PRECISION_DTYPES
-                found.append(TensorMetadata(name, rounds_to if rounds else x.dtype, (*shape,)))
-                continue
-            scale = plan.scheme.scale_shape((*shape,)) or ((1, 1) if part is not WHOLE else ())
-            found.append(TensorMetadata(name, E4M3, (*shape,)))
-            scale_dtype = plan.scheme.exponents or torch.float32
-            found.append(TensorMetadata(name + plan.scheme.scale_suffix, scale_dtype, scale))
+            shape = (*(x.shape if part is WHOLE else (x.shape[1] // part.pieces, x.shape[2])),)
+            found.append(TensorMetadata(name, E4M3 if cast_config else new_dtype, shape))
+            if cast_config:
+                scales = scheme.scale_shape(shape) or (() if part is WHOLE else (1, 1))
+                scale_name, scale_dtype = name + scheme.scale_suffix, scheme.exponents
+                found.append(TensorMetadata(scale_name, scale_dtype or torch.float32, scales))
     return found
 
 
