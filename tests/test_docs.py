@@ -104,7 +104,11 @@ def test_sample_runs(sample: Sample) -> None:
     ids=lambda path: path.stem,
 )
 def test_example_runs(example: Path) -> None:
-    done = run_program(NO_CODE + example.read_text(), TORCH)
+    text = example.read_text()
+    extras = {name for name in EXTRAS if f"from {name} " in text}
+    for library in extras:
+        pytest.importorskip(library)
+    done = run_program(NO_CODE + text, COMPILER if extras else TORCH)
     assert done.returncode == 0, done.stderr
 
 

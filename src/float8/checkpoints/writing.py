@@ -104,6 +104,42 @@ def quantization_config(
     return _plan(model, format, strategy).config
 
 
+class TensorMetadata(NamedTuple):
+    """The description of a tensor that `float8_weights` yields."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def float8_metadata(
+    model: nn.Module,
+    format: str = FINE_GRAINED,
+    *,
+    strategy: str | None = None,
+    dtype: torch.dtype | None = None,
+    param_dtype: torch.dtype | None = None,
+) -> list[TensorMetadata]:
+    """Return name, dtype and shape of each tensor of `float8_weights`, in its order.
+
+    Takes the arguments of `float8_weights`, and raises its errors. Casts and sends nothing.
+    """
+    require_module(model, "model")
+    reshard(model)
+    plan, found = _plan(model, format, strategy, dtype, param_dtype), list[TensorMetadata]()
+    scheme = plan.scheme
+    for x, parts, rounds_to, cast_config, _ in plan.entries:
+        new_dtype = rounds_to if rounds_to and x.dtype in HIGH_PRECISION_DTYPES else x.dtype
+        for name, part in parts.items():
+            shape = (*(x.shape if part is WHOLE else (x.shape[1] // part.pieces, x.shape[2])),)
+            found.append(TensorMetadata(name, E4M3 if cast_config else new_dtype, shape))
+            if cast_config:
+                scales = scheme.scale_shape(shape) or (() if part is WHOLE else (1, 1))
+                scale_name, scale_dtype = name + scheme.scale_suffix, scheme.exponents
+                found.append(TensorMetadata(scale_name, scale_dtype or torch.float32, scales))
+    return found
+
+
 def save_float8_checkpoint(
     model: nn.Module,
     folder: str | Path,
