@@ -38,23 +38,23 @@ Row = dict[str, Any]
 None stands for what is not known.
 """
 
+_MEANS = ["train_loss", "val_loss", "val_gap_nats", "val_gap_percent"]
+_MEANS += ["tokens_per_s", "step_ms", "peak_memory_bytes"]
+
 _corpus = functools.cache(load_corpus)  # once in each process
 
 
 def add_gaps(runs: Sequence[Row]) -> None:
     """Add to each finished run its gap to the mean of the runs in high precision with its seed."""
+    finished = [row for row in runs if row["status"] == FINISHED and row["val_loss"] is not None]
     for row in runs:
         row |= dict.fromkeys(("val_gap_nats", "val_gap_percent"))
-        alike = [x for x in _in_high_precision(runs) if x["seed"] == row["seed"]]
-        if row["status"] == FINISHED and row["val_loss"] is not None and alike:
-            base = statistics.fmean(x["val_loss"] for x in alike)
-            gap = row["val_loss"] - base
-            row |= {"val_gap_nats": gap, "val_gap_percent": 100 * gap / base}
-
-
-def _in_high_precision(runs: Sequence[Row]) -> list[Row]:
-    finished = [row for row in runs if row["status"] == FINISHED and row["val_loss"] is not None]
-    return [row for row in finished if row["recipe"] == HIGH_PRECISION]
+    for row in finished:
+        base = HIGH_PRECISION, row["seed"]
+        losses = [x["val_loss"] for x in finished if (x["recipe"], x["seed"]) == base]
+        if losses:
+            gap = row["val_loss"] - (mean := statistics.fmean(losses))
+            row |= {"val_gap_nats": gap, "val_gap_percent": 100 * gap / mean}
 
 
 def by_recipe(runs: Sequence[Row]) -> list[Row]:
@@ -63,28 +63,26 @@ def by_recipe(runs: Sequence[Row]) -> list[Row]:
     The noise is the same in all rows: by how many percent the two runs in high precision with one
     seed end apart; over several seeds, the root mean square.
     """
-    pairs = [[x for x in runs if x["recipe"] == HIGH_PRECISION and x["seed"] == seed]
-             for seed in dict.fromkeys(row["seed"] for row in runs)]  # fmt: skip
-    apart = [pair[0]["val_gap_percent"] - pair[1]["val_gap_percent"]
-             for pair in pairs if len(pair) == len(_in_high_precision(pair)) == 2]  # fmt: skip
-    noise = math.hypot(*apart) / math.sqrt(len(apart)) if apart else None
+    found = [row for row in runs if row["val_gap_percent"] is not None]
+    gaps: dict[tuple[str, int], list[float]] = {}  # by recipe and seed
+    for row in found:
+        gaps.setdefault((row["recipe"], row["seed"]), []).append(row["val_gap_percent"])
+    pairs = [each for (name, _), each in gaps.items() if name == HIGH_PRECISION and len(each) == 2]
+    noise = math.hypot(*(a - b for a, b in pairs)) / len(pairs) ** 0.5 if pairs else None
     rows: list[Row] = []
     for recipe in dict.fromkeys(row["recipe"] for row in runs):
         of_recipe = [row for row in runs if row["recipe"] == recipe]
-        failures = [row for row in of_recipe if row["status"] != FINISHED]
-        row = {"recipe": recipe, "status": failures[0]["status"] if failures else FINISHED}
-        row |= {"runs": len(of_recipe), "error": failures[0]["error"] if failures else None}
-        for name in ("steps", "train_loss", "val_loss", "val_gap_nats", "val_gap_percent",
-                     "tokens_per_s", "step_ms", "peak_memory_bytes"):  # fmt: skip
+        failed = next((row for row in of_recipe if row["status"] != FINISHED), of_recipe[0])
+        row = {"recipe": recipe, "runs": len(of_recipe), "noise_percent": noise}
+        row |= {"status": failed["status"], "error": failed["error"]}
+        for name in _MEANS:
             known = [x[name] for x in of_recipe if x[name] is not None]
             row[name] = statistics.fmean(known) if known else None
-        gaps = [x["val_gap_percent"] for x in of_recipe if x["val_gap_percent"] is not None]
-        several = len(gaps) > 1 and recipe != HIGH_PRECISION
-        row["gap_error_percent"] = statistics.stdev(gaps) / len(gaps) ** 0.5 if several else None
-        row["noise_percent"] = noise
-        base = (rows or [row])[0]["tokens_per_s"]
-        row["speedup"] = row["tokens_per_s"] / base if row["tokens_per_s"] and base else None
+        each = [x["val_gap_percent"] for x in found if x["recipe"] == recipe != HIGH_PRECISION]
+        row["gap_error_percent"] = statistics.stdev(each) / len(each) ** 0.5 if each[1:] else None
         rows.append(row)
+        base = rows[0]["tokens_per_s"]
+        row["speedup"] = row["tokens_per_s"] / base if row["tokens_per_s"] and base else None
     return rows
 
 
