@@ -8,22 +8,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from float8.config import ConfigOrRecipe, as_config
+from float8.convert.convert import convert_to_float8_training
+from float8.convert.report import conversion_report
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.kernels.runtime.private import warn
-from float8.linear import Float8Linear
+from float8.linear import Float8Linear, Float8Module
 from float8.names import plain_name
 from float8.step import Attachment, attach_to_optimizer
 
 
 class Float8Callback(TrainerCallback, ExportableState):
-    """Attaches a converted model to the optimizer of a `Trainer`, and saves its scaling state.
+    """Converts the model of a `Trainer`, attaches it to the optimizer, saves its scaling state.
 
-    `Trainer(model, ..., callbacks=[Float8Callback()])` is needed for delayed scaling and
-    `Float8Weights.HELD`, and makes training with a float8 all-gather of FSDP2 faster.
+    `Trainer(model, ..., callbacks=[Float8Callback("tensorwise")])` converts `model` before there is
+    an optimizer and before DDP, FSDP or DeepSpeed wrap it, and prints `conversion_report(model)` on
+    the first rank. `Float8Callback()` leaves the conversion to you. A model from `model_init` is
+    converted when its training begins; on several ranks, convert it in `model_init`.
 
     Once training has begun, the model saves weights only. The state of delayed scaling is in
     `trainer_state.json`, which `train(resume_from_checkpoint=...)` reads, with a few values of each
@@ -31,20 +37,72 @@ class Float8Callback(TrainerCallback, ExportableState):
     Resuming without them raises `ValueError`; `load_best_model_at_end` warns.
 
     Args:
+        config: a `Float8LinearConfig`, or the name of a recipe; None: do not convert.
         group: the process group that syncs scales, as in `attach_to_optimizer`. A callback that
             `restore_callback_states_from_checkpoint` creates has none.
+        **conversion: other arguments of `convert_to_float8_training`. `tokens_per_step` is by
+            default that of trl's arguments, if these have a `max_length`.
+
+    Raises:
+        ValueError: as `convert_to_float8_training`; or the model or accelerate
+            (`mixed_precision="fp8"`) has float8 of another library.
     """
 
-    def __init__(self, *, group: Any = None) -> None:
-        self._group = group
+    def __init__(
+        self, config: ConfigOrRecipe | None = None, *, group: Any = None, **conversion: Any
+    ) -> None:
+        if conversion and config is None:
+            got = f"got {', '.join(conversion)} without config, which converts nothing"
+            raise ValueError(f'Float8Callback: {got}; expected a config or recipe: "tensorwise"')
+        self._config = None if config is None else as_config(config)
+        self._group, self._conversion = group, conversion
         self._attachment: Attachment | None = None
         self._model: Callable[[], nn.Module | None] = nn.Module  # an empty one
+        self._converted: int | None = None  # the number of modules in float8
+
+    def on_init_end(
+        self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any
+    ) -> None:
+        """Convert `model`, unless there is no `config`, and print what was converted."""
+        if AcceleratorState().mixed_precision == "fp8":
+            raise ValueError(
+                "Float8Callback: got mixed_precision='fp8', with which accelerate converts the "
+                "model by another library, expected 'bf16': set bf16=True, and unset "
+                "ACCELERATE_MIXED_PRECISION, or mixed_precision in the file of `accelerate config`"
+            )
+        if self._config is not None:
+            self._convert(model, args, optimizer)
+            if state.is_world_process_zero:
+                print(conversion_report(model))  # noqa: T201
+
+    def _convert(self, model: nn.Module, args: Any, optimizer: Any) -> None:
+        others = [type(x) for x in model.modules() if type(x).__module__.startswith(_OTHERS)]
+        if others:
+            got = f"got a {others[0].__module__}.{others[0].__qualname__} in the model"
+            raise ValueError(f"Float8Callback: {got}, expected none of another float8 library")
+        if self._config.enable_fsdp_float8_all_gather and optimizer is not None:  # type: ignore[union-attr]
+            raise ValueError(
+                "Float8Callback: got enable_fsdp_float8_all_gather=True, which replaces Parameters,"
+                " and an optimizer that has them already; let the Trainer make the optimizer, and "
+                "the model without model_init"
+            )
+        if "module_filter_fn" not in self._conversion and getattr(args, "max_length", None):
+            tokens = args.per_device_train_batch_size * args.max_length
+            self._conversion.setdefault("tokens_per_step", tokens)
+        convert_to_float8_training(model, config=self._config, **self._conversion)
+        self._converted = _count(model)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any
     ) -> None:
         """Attach `model` to `optimizer`, and load the scaling state of a training that resumes."""
         self._detach()  # a training that ended in an error is still attached
+        if self._config is not None and self._converted != _count(model):  # or none by on_init_end
+            if args.world_size > 1:
+                got = "got a model that was made or changed after the Trainer, on several ranks"
+                do = "hand the callback to Trainer(callbacks=[...]); convert in a `model_init`, and"
+                raise ValueError(f"Float8Callback: {got}; {do} use Float8Callback() then")
+            self._convert(model, args, optimizer)
         self._model = weakref.ref(model)
         # A checkpoint that was written without this callback has no entry.
         entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
@@ -134,3 +192,10 @@ class Float8Callback(TrainerCallback, ExportableState):
 def _last(entry: Any) -> Any:
     """Return `entry`, or the last one of a list, which a callback that was added twice has."""
     return entry[-1] if isinstance(entry, list) else entry
+
+
+_OTHERS = ("torchao.float8", "transformer_engine")
+
+
+def _count(model: nn.Module) -> int:
+    return sum(isinstance(module, Float8Module) for module in model.modules())
