@@ -86,7 +86,7 @@ class Float8Callback(TrainerCallback, ExportableState):
                 " and an optimizer that has them already; let the Trainer make the optimizer, and "
                 "the model without model_init"
             )
-        if "module_filter_fn" not in self._conversion and getattr(args, "max_length", None):
+        if getattr(args, "max_length", None):
             tokens = args.per_device_train_batch_size * args.max_length
             self._conversion.setdefault("tokens_per_step", tokens)
         convert_to_float8_training(model, config=self._config, **self._conversion)
