@@ -17,6 +17,7 @@ from float8 import Float8Linear, conversion_report
 from support import libraries
 from support.lazily import Lazily, needs_installed
 
+pytest.importorskip("pydantic")
 needs_installed("accelerate")
 hf = Lazily("support.hugging_face")
 pytestmark = pytest.mark.xdist_group("transformers")  # one worker imports it
@@ -45,7 +46,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
         base = importlib.import_module("axolotl.integrations.base")
     except ImportError:
         base = types.ModuleType("axolotl.integrations.base")
-        base.BasePlugin = BasePlugin
+        vars(base)["BasePlugin"] = BasePlugin
         monkeypatch.setitem(sys.modules, base.__name__, base)
         monkeypatch.delitem(sys.modules, PATH.rpartition(".")[0], raising=False)
     module, _, name = PATH.rpartition(".")

@@ -64,7 +64,8 @@ class Linear(nn.Linear, Module):
         super().__init__(config.in_features, config.num_linears * config.out_features, config.bias)
         self.num_linears = config.num_linears
         if self.num_linears > 1:
-            self.weight = nn.Parameter(self.weight.detach().unflatten(0, (self.num_linears, -1)))
+            stack: Tensor = self.weight.detach().unflatten(0, (self.num_linears, -1))
+            self.register_parameter("weight", nn.Parameter(stack))
 
     def forward(self, input: Tensor) -> Tensor:
         output = self._linear(input, self.weight.flatten(0, -2), self.bias)

@@ -1,9 +1,4 @@
-"""Float8 training with axolotl: a plugin, with keys of its own in the YAML file.
-
-plugins: [float8.integrations.axolotl.Float8Plugin]
-float8_recipe: rowwise
-float8_high_precision: [layers.0, down_proj]
-"""
+"""Float8 training with axolotl: `plugins: [float8.integrations.axolotl.Float8Plugin]` in YAML."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,11 +1,9 @@
-"""Float8 training with torchtitan 0.3.0 and after: a converter of model configs, and hooks.
+"""Float8 training with torchtitan: a converter of model configs, and a hook for its optimizers.
 
-In a function of a `config_registry`, or wherever a `Trainer.Config` is made, with 0.3.0:
+In a function of a `config_registry`, or wherever a `Trainer.Config` is made; 0.3.0, then later:
 
     spec = model_registry("8B", converters=[Float8Converter.Config(recipe_name="delayed")])
     spec.post_optimizer_build_fn = attach_to_optimizers
-
-After 0.3.0 a `Trainer.Config` has the model's and the optimizers' configs:
 
     config.model = build_model_config("8B", converters=[Float8Converter.Config()])
     config.optim = attached(config.optim)
@@ -21,14 +19,12 @@ import torchtitan.models.common.moe as titan_moe
 from torch import Tensor
 from torchtitan.models.common.linear import Linear
 
-try:  # after 0.3.0; its README has transforms replace converters
-    from torchtitan.config.transform import ModelConfigTransform
+try:  # after 0.3.0, where transforms will replace converters
+    from torchtitan.config.transform import ModelConfigConverter, ModelConfigTransform
 except ImportError:
-    ModelConfigTransform = object
-try:
     from torchtitan.protocols.model import ModelConfigConverter
-except ImportError:
-    from torchtitan.config.transform import ModelConfigConverter
+
+    ModelConfigTransform = object
 
 from float8.config import Float8LinearConfig
 from float8.convert.choice import left_out
@@ -40,16 +36,10 @@ from float8.linear.functional import apply_linear
 from float8.step import attach_to_optimizer
 
 logger = logging.getLogger(__name__)
-# The first exists in 0.3.0, the others after it.
-_LINEARS = [
-    getattr(titan_linear, name)
-    for name in ("Linear", "ColumnParallelLinear", "RowParallelLinear")
-    if hasattr(titan_linear, name)
-]
 GroupedLinear: Any = getattr(titan_linear, "GroupedLinear", None)
 """What experts are made of after 0.3.0, instead of `GroupedExperts`."""
 GroupedExperts: Any = getattr(titan_moe, "GroupedExperts", None)
-_Experts: Any = GroupedLinear or GroupedExperts
+_PLAIN = {"Linear", "ColumnParallelLinear", "RowParallelLinear"}
 
 
 class ConvertedLinear(Float8Linear, Linear):
@@ -60,9 +50,8 @@ class ConvertedLinear(Float8Linear, Linear):
     if hasattr(Linear, "_linear"):  # forwards call it, between collectives of tensor parallel
 
         def forward(self, input: Tensor) -> Tensor:
-            """Compute as the layer before conversion, whose `_linear` runs in float8."""
-            output: Tensor = self._float8_source_class.forward(self, input)
-            return output
+            """Compute as the class of the layer before conversion, with `_linear` in float8."""
+            return self._float8_source_class.forward(self, input)  # type: ignore[no-any-return]
 
         def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             if self.weight.dim() == 2:
@@ -79,28 +68,18 @@ class ConvertedLinear(Float8Linear, Linear):
 
     def parallelize(self, parallel_dims: Any) -> None:
         """Parallelize the Parameters; buffers stay plain tensors, the same on all ranks."""
-        self._float8_parallelize(super().parallelize, parallel_dims)
-
-    def _parallelize(self, parallelism_context: Any) -> None:  # its name after 0.3.0
-        self._float8_parallelize(super()._parallelize, parallelism_context)
-
-    def _float8_parallelize(self, parallelize: Any, dims: Any) -> None:
-        # After 0.3.0 it is the only one.
-        if dims.tp_enabled and getattr(dims, "spmd_backend", "spmd_types") == "spmd_types":
-            _refuse_parts()
+        backend = getattr(parallel_dims, "spmd_backend", "spmd_types")
+        if parallel_dims.tp_enabled and backend == "spmd_types":
+            got = "got tensor parallel with spmd_backend='spmd_types', expected 'partial_dtensor'"
+            why = "parts of weights would have scales of their own"
+            raise ValueError(f"Float8Converter: {got}, which torchtitan 0.3.0 has: {why}")
         buffers, self._buffers = self._buffers, {}
         try:
-            parallelize(dims)
+            (getattr(super(), "_parallelize", None) or super().parallelize)(parallel_dims)
         finally:
             self._buffers = buffers
 
-
-def _refuse_parts() -> None:
-    raise ValueError(
-        "Float8Converter: got tensor parallel with spmd_backend='spmd_types', expected "
-        "'partial_dtensor', which torchtitan 0.3.0 has, or tensor_parallel_degree=1: parts of "
-        "weights would have scales of their own"
-    )
+    _parallelize = parallelize  # its name after 0.3.0
 
 
 class _ConvertedGroupedLinear:
@@ -118,26 +97,31 @@ def _grouped_class(cls: Any) -> Any:
 
 @functools.cache
 def converted_config(source: Any) -> Any:
-    """Return a subclass of `source`, a config class of a layer or experts, that builds float8.
+    """Return a subclass of `source`, a config class, that builds float8, or attaches optimizers.
 
     The `parallelize` of experts is right: they have no buffers, and multiply plain tensors.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(source):
-        """The config of a module with its float8 configuration."""
+        """The config of a module with its float8 configuration, or of optimizers."""
 
-        float8: Float8LinearConfig
+        float8: Float8LinearConfig | None
 
         def build(self, **kwargs: Any) -> Any:
             """Build the module and convert it; raise `ValueError` if it cannot be."""
             mod = source.build(self, **kwargs)
-            if isinstance(mod, Linear):
+            if self.float8 is None:
+                if self.enable_cuda_graph:
+                    raise ValueError("attached: got enable_cuda_graph=True, expected False")
+                attach_to_optimizers(mod.optimizers, kwargs["model_parts"], None)
+            elif isinstance(mod, Linear):
                 mod = ConvertedLinear.from_float(mod, self.float8, linear_classes=[type(mod)])
                 if mod.weight.dim() == 2:
                     enable_float8_all_gather(mod)
             elif GroupedLinear is not None:
-                mod.__class__ = _grouped_class(type(mod))
+                cls: Any = type(mod)
+                mod.__class__ = _grouped_class(cls)
                 mod._float8_grouped = self.float8
             elif reason := unsupported_experts(mod, self.float8):
                 do = "leave it out with filter_fqns"
@@ -152,10 +136,9 @@ def converted_config(source: Any) -> Any:
 class Float8Converter(ModelConfigConverter, ModelConfigTransform):
     """Converts the linear layers of a model config to `Float8Linear`, experts to `Float8Experts`.
 
-    Subclasses of torchtitan's `Linear.Config`, which may have another forward, and the gates of
-    routers stay; column- and row-parallel ones are converted. Tensor parallel needs
-    `parallelism.spmd_backend="partial_dtensor"`, which torchtitan has no more after 0.3.0: it is
-    refused there. Built, it can be given to `apply_transforms`, too.
+    Subclasses of torchtitan's `Linear.Config`, but for column- and row-parallel layers, and the
+    gates of routers stay. Tensor parallel needs `parallelism.spmd_backend="partial_dtensor"`, which
+    torchtitan 0.3.0 has, but no later one. `Config(...).build()` is a transform, too.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -190,55 +173,52 @@ class Float8Converter(ModelConfigConverter, ModelConfigTransform):
         Raises `ValueError` if a converter of torchtitan has quantized some of them, or if there is
         nothing to convert.
         """
-        every = [*model_config.traverse(Linear.Config), *model_config.traverse(_Experts.Config)]
+        experts = (GroupedLinear or GroupedExperts).Config
+        every = [*model_config.traverse(Linear.Config), *model_config.traverse(experts)]
         if any(".quantization" in type(config).__module__ for _, config, *_ in every):
             got = "got a model that another converter quantized, expected one in high precision"
             raise ValueError(f"Float8Converter: {got}; have one of the two alone")
-        plain = {linear.Config for linear in _LINEARS}
-        router = getattr(titan_moe, "TokenChoiceTopKRouter", None)
-        stay, converted = [], 0
+        gates = "TokenChoiceTopKRouter.Config"  # in 0.3.0, they are ordinary linear layers
+        plain = [getattr(titan_linear, x).Config for x in _PLAIN if hasattr(titan_linear, x)]
+        stay, changes = [], []
         for fqn, config, parent, name in every:
             cls: Any = type(config)
             if self._filtered(fqn) or hasattr(config, "float8"):
                 continue
-            if isinstance(config, _Experts.Config):
+            if isinstance(config, experts):
                 if self._why_no_experts:
                     stay.append(fqn)
-                    continue
-                float8 = self._experts
-            elif cls not in plain or left_out(fqn) or (router and type(parent) is router.Config):
-                continue
-            else:
-                float8 = self._linear
-            _replace(parent, name, config, converted_config(cls), float8)
-            converted += 1
+                else:
+                    changes.append((parent, name, config, self._experts))
+            elif cls in plain and not left_out(fqn) and type(parent).__qualname__ != gates:
+                changes.append((parent, name, config, self._linear))
         if stay:
             logger.warning(
                 f"Float8Converter: got {self._why_no_experts}: {len(stay)} modules of experts, the "
                 f"first being {stay[0]}, stay in high precision; set experts_recipe_name for them"
             )
-        if not converted and not any(hasattr(config, "float8") for _, config, *_ in every):
+        if not changes:
             got = f"got {len(every)} linear layers and experts, none of which can be converted"
             raise ValueError(f"Float8Converter: {got}; apply it before LoRA and other transforms")
+        for parent, name, config, float8 in changes:
+            if isinstance(parent, list):
+                parent[name] = _converted(config, float8)
+            else:
+                setattr(parent, name, _converted(config, float8))
         return model_config
 
     def transform(self, model: Any, *, context: Any = None) -> Any:
         """Convert the model's config, as `convert` does; for `apply_transforms`."""
-        if context is not None and context.parallelism.tensor_parallel_degree > 1:
-            _refuse_parts()
         return self.convert(model)
 
     def _filtered(self, fqn: str) -> bool:
         return any(name in fqn for name in self._filter_fqns)
 
 
-def _replace(parent: Any, name: Any, config: Any, cls: Any, float8: Float8LinearConfig) -> None:
-    """Replace `config`, the item or attribute `name` of `parent`, by a `cls` with its fields."""
-    new = cls(**{x.name: getattr(config, x.name) for x in fields(config)}, float8=float8)
-    if isinstance(parent, list):
-        parent[name] = new
-    else:
-        setattr(parent, name, new)
+def _converted(config: Any, float8: Float8LinearConfig | None) -> Any:
+    values = {x.name: getattr(config, x.name) for x in fields(config)}
+    source: Any = type(config)
+    return converted_config(source)(**values, float8=float8)
 
 
 def attach_to_optimizers(optimizers: Any, model_parts: Any, parallel_dims: Any) -> None:
@@ -256,21 +236,7 @@ def attach_to_optimizers(optimizers: Any, model_parts: Any, parallel_dims: Any) 
 def attached(optim: Any) -> Any:
     """Return `optim`, an `Optim.Config`, as one that attaches the model to its optimizers.
 
-    For torchtitan after 0.3.0, which has no `post_optimizer_build_fn`. The optimizers that it
-    builds raise `ValueError` with `enable_cuda_graph`: no hook runs when a graph is replayed.
+    For torchtitan after 0.3.0, which has no `post_optimizer_build_fn`. Its `build` raises
+    `ValueError` for `enable_cuda_graph`: no hook runs when a graph is replayed.
     """
-    source: Any = type(optim)
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(source):
-        """The config of optimizers to which the model is attached."""
-
-        def build(self, **kwargs: Any) -> Any:
-            """Build the optimizers, and attach each part of the model."""
-            if self.enable_cuda_graph:
-                raise ValueError("attached: got enable_cuda_graph=True, expected False")
-            built = source.build(self, **kwargs)
-            attach_to_optimizers(built.optimizers, kwargs["model_parts"], None)
-            return built
-
-    return Config(**{x.name: getattr(optim, x.name) for x in fields(optim)})
+    return _converted(optim, None)

@@ -26,10 +26,10 @@ from float8.step import Attachment, attach_to_optimizer
 class Float8Callback(TrainerCallback, ExportableState):
     """Converts the model of a `Trainer`, attaches it to the optimizer, saves its scaling state.
 
-    `Trainer(model, ..., callbacks=[Float8Callback("tensorwise")])` converts `model` before there is
-    an optimizer and before DDP, FSDP or DeepSpeed wrap it, and prints `conversion_report(model)` on
-    the first rank. `Float8Callback()` leaves the conversion to you. A model from `model_init` is
-    converted when its training begins; on several ranks, convert it in `model_init`.
+    `Trainer(model, ..., callbacks=[Float8Callback("tensorwise")])` converts `model` before an
+    optimizer is made and before DDP, FSDP or DeepSpeed wrap it, and prints the report on rank 0.
+    A model from `model_init` is converted when training begins; with several ranks, convert it in
+    `model_init`, and use `Float8Callback()`.
 
     Once training has begun, the model saves weights only. The state of delayed scaling is in
     `trainer_state.json`, which `train(resume_from_checkpoint=...)` reads, with a few values of each
@@ -44,8 +44,8 @@ class Float8Callback(TrainerCallback, ExportableState):
             default that of trl's arguments, if these have a `max_length`.
 
     Raises:
-        ValueError: as `convert_to_float8_training`; or the model or accelerate
-            (`mixed_precision="fp8"`) has float8 of another library.
+        ValueError: as `convert_to_float8_training`; or there is float8 of another library, in the
+            model or by accelerate's `mixed_precision="fp8"`.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     ) -> None:
         if conversion and config is None:
             got = f"got {', '.join(conversion)} without config, which converts nothing"
-            raise ValueError(f'Float8Callback: {got}; expected a config or recipe: "tensorwise"')
+            raise ValueError(f"Float8Callback: {got}; name a recipe, such as 'tensorwise'")
         self._config = None if config is None else as_config(config)
         self._group, self._conversion = group, conversion
         self._attachment: Attachment | None = None
@@ -65,31 +65,24 @@ class Float8Callback(TrainerCallback, ExportableState):
     ) -> None:
         """Convert `model`, unless there is no `config`, and print what was converted."""
         if AcceleratorState().mixed_precision == "fp8":
-            raise ValueError(
-                "Float8Callback: got mixed_precision='fp8', with which accelerate converts the "
-                "model by another library, expected 'bf16': set bf16=True, and unset "
-                "ACCELERATE_MIXED_PRECISION, or mixed_precision in the file of `accelerate config`"
-            )
+            got = "got mixed_precision='fp8', by which accelerate converts the model, too"
+            do = "set it to 'bf16' in `accelerate config` or ACCELERATE_MIXED_PRECISION"
+            raise ValueError(f"Float8Callback: {got}; {do}")
         if self._config is not None:
             self._convert(model, args, optimizer)
             if state.is_world_process_zero:
                 print(conversion_report(model))  # noqa: T201
 
     def _convert(self, model: nn.Module, args: Any, optimizer: Any) -> None:
-        others = [type(x) for x in model.modules() if type(x).__module__.startswith(_OTHERS)]
-        if others:
-            got = f"got a {others[0].__module__}.{others[0].__qualname__} in the model"
-            raise ValueError(f"Float8Callback: {got}, expected none of another float8 library")
-        if self._config.enable_fsdp_float8_all_gather and optimizer is not None:  # type: ignore[union-attr]
-            raise ValueError(
-                "Float8Callback: got enable_fsdp_float8_all_gather=True, which replaces Parameters,"
-                " and an optimizer that has them already; let the Trainer make the optimizer, and "
-                "the model without model_init"
-            )
-        if getattr(args, "max_length", None):
-            tokens = args.per_device_train_batch_size * args.max_length
-            self._conversion.setdefault("tokens_per_step", tokens)
-        convert_to_float8_training(model, config=self._config, **self._conversion)
+        others = "torchao.float8", "transformer_engine"
+        if found := [x for x in map(type, model.modules()) if x.__module__.startswith(others)]:
+            raise ValueError(f"Float8Callback: got a layer {found[0]}, expected none in float8 yet")
+        if as_config(self._config).enable_fsdp_float8_all_gather and optimizer is not None:
+            got = "got enable_fsdp_float8_all_gather=True, and an optimizer made before the weights"
+            raise ValueError(f"Float8Callback: {got}; let the Trainer make it, and no model_init")
+        tokens = args.per_device_train_batch_size * (getattr(args, "max_length", None) or 0)
+        known = {"tokens_per_step": tokens} if tokens else {}
+        convert_to_float8_training(model, config=self._config, **known | self._conversion)
         self._converted = _count(model)
 
     def on_train_begin(
@@ -99,9 +92,9 @@ class Float8Callback(TrainerCallback, ExportableState):
         self._detach()  # a training that ended in an error is still attached
         if self._config is not None and self._converted != _count(model):  # or none by on_init_end
             if args.world_size > 1:
-                got = "got a model that was made or changed after the Trainer, on several ranks"
-                do = "hand the callback to Trainer(callbacks=[...]); convert in a `model_init`, and"
-                raise ValueError(f"Float8Callback: {got}; {do} use Float8Callback() then")
+                got = "got a model made after the Trainer, on several ranks; hand the callback to"
+                do = "Trainer(callbacks=[...]), or convert in model_init and use Float8Callback()"
+                raise ValueError(f"Float8Callback: {got} {do}")
             self._convert(model, args, optimizer)
         self._model = weakref.ref(model)
         # A checkpoint that was written without this callback has no entry.
@@ -192,9 +185,6 @@ class Float8Callback(TrainerCallback, ExportableState):
 def _last(entry: Any) -> Any:
     """Return `entry`, or the last one of a list, which a callback that was added twice has."""
     return entry[-1] if isinstance(entry, list) else entry
-
-
-_OTHERS = ("torchao.float8", "transformer_engine")
 
 
 def _count(model: nn.Module) -> int:
