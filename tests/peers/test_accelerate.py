@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from float8 import (
     Float8Tensor,
     Float8Weights,
     all_linears,
+    attach_to_optimizer,
     convert_to_float8_training,
     convert_to_high_precision,
 )
@@ -18,7 +20,9 @@ from float8 import sync_float8_amax_and_scale_history as sync
 from sqnr import same_bits
 from support.configs import of_recipe
 from support.lazily import Lazily
-from support.libraries import by_accelerate, converted, feed_forwards
+from support.libraries import AdamW, by_accelerate, converted, feed_forwards
+from support.models import seeded
+from support.ranks import Ranks
 
 accelerate, safetensors = Lazily("accelerate"), Lazily("safetensors.torch")
 pytestmark = pytest.mark.xdist_group("transformers")  # one worker imports it
@@ -77,6 +81,47 @@ def test_hooks_of_accelerate(recipe: str, tmp_path: Path) -> None:
     assert torch.equal(offloaded(x), alone(x))
     accelerate.hooks.remove_hook_from_submodules(offloaded)
     assert torch.equal(convert_to_high_precision(offloaded)(x), model()(x))
+
+
+def losses_under_fsdp2(gather: bool, efficient: bool) -> list[float]:
+    """Of three steps; the optimizer is made before the model is sharded, as by the `Trainer`."""
+    state = accelerate.state.AcceleratorState
+    state._reset_state(reset_partial_state=True)
+    utils, accelerator = accelerate.utils, accelerate.Accelerator(cpu=True)
+    accelerator.state.distributed_type = utils.DistributedType.FSDP  # which it refuses on CPUs
+    accelerator.state.fsdp_plugin = utils.FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["FeedForward"],
+        cpu_ram_efficient_loading=efficient,
+    )
+    model, losses = feed_forwards(), []
+    config = of_recipe("tensorwise", enable_fsdp_float8_all_gather=gather)
+    convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
+    model, optimizer = accelerator.prepare(model, AdamW(model.parameters()))
+    assert isinstance(model[0], FSDPModule)
+    kinds = {type(p._local_tensor).__name__ for p in model.parameters()}
+    assert ("Float8GatherWeight" in kinds) == gather
+    attach_to_optimizer(model, optimizer)
+    for seed in range(3):
+        x = seeded(seed, 16, 32)
+        losses.append(loss := (model(x) - x).square().mean())
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    state._reset_state(reset_partial_state=True)
+    return [loss.item() for loss in losses]
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("efficient", [False, True])
+def test_an_optimizer_finds_the_weights_that_are_gathered_in_float8(
+    two: Ranks, efficient: bool
+) -> None:
+    """accelerate puts sharded weights into an optimizer that was made before, by `data_ptr`."""
+    wanted, _ = two.run(losses_under_fsdp2, False, efficient)
+    assert wanted[2] < wanted[0]
+    assert two.run(losses_under_fsdp2, True, efficient) == [wanted, wanted]
 
 
 ONLY = ["tensorwise", "rowwise", "blockwise", "mxfp8"]

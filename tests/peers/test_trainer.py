@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import importlib
 import json
 import weakref
 from pathlib import Path
@@ -16,9 +17,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
 
-from float8 import convert_to_float8_training
+from float8 import Float8Linear, convert_to_float8_training
 from sqnr import same_bits
 from support import libraries
+from support.configs import tensorwise
 from support.lazily import Lazily, needs_installed
 from support.models import fp8_state
 from support.ranks import Ranks
@@ -197,3 +199,84 @@ def test_a_training_that_fails_leaves_nothing_attached(tmp_path: Path) -> None:
     del trainer
     gc.collect()
     assert not any(layer._float8_attached for layer in layers)
+
+
+# ---------------------------------------------------------------- conversion by the callback
+
+
+def converting(recipe: Any = "delayed") -> Any:
+    return ours.Float8Callback(recipe, module_filter_fn=lambda mod, fqn: fqn != "lm_head")
+
+
+def test_one_line_converts_and_reports_once(
+    whole: Any, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """As the model that was converted by hand, also after an evaluation, and when resumed."""
+    trainer = hf.trainer(libraries.llama(), tmp_path, callback=converting())
+    assert trainer.optimizer is None
+    assert len(fp8_state(trainer.model)) > 0
+    trainer.evaluate()
+    trainer.train()
+    assert capsys.readouterr().out.count("7 of 8 linear layers run in float8") == 1
+    assert different(trainer.model, whole[0]) == []
+    rest = hf.trainer(libraries.llama(1), tmp_path / "rest", callback=converting())
+    rest.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert different(rest.model, whole[0]) == []
+
+
+def test_models_made_later_are_converted_on_one_rank(
+    whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = hf.trainer(None, tmp_path, callback=converting(), init=lambda: libraries.llama())
+    by_hand = hf.trainer(None, tmp_path, init=lambda: hf.converted("delayed"))
+    for trainer in (first, by_hand):
+        trainer.train()
+    assert different(first.model, by_hand.model) == []
+    late = hf.trainer(libraries.llama(), tmp_path)
+    late.remove_callback(ours.Float8Callback)
+    late.add_callback(converting())
+    monkeypatch.setattr(type(late.args), "world_size", 2)
+    with pytest.raises(ValueError, match=r"after the Trainer, on several ranks; hand the callback"):
+        late.callback_handler.on_train_begin(late.args, late.state, late.control)
+    monkeypatch.undo()
+    late.train()
+    assert different(late.model, whole[0]) == []
+
+
+def test_lora_is_converted_but_for_its_adapters(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    model = hf.with_lora(libraries.llama())
+    base = ours.Float8Callback("delayed", module_filter_fn=lambda mod, fqn: "base_layer" in fqn)
+    hf.trainer(model, tmp_path, callback=base).train()
+    by_hand = hf.with_lora(hf.converted("delayed"))
+    hf.trainer(by_hand, tmp_path).train()
+    assert different(by_hand, model) == []
+
+
+@pytest.mark.parametrize(("length", "gains"), [(64, False), (4096, True)])
+def test_the_default_filter_counts_the_tokens_of_trl(length: int, gains: bool) -> None:
+    model = nn.Sequential(nn.Linear(4096, 4096, device="meta"))
+    args = SimpleNamespace(per_device_train_batch_size=2, max_length=length)
+    ours.Float8Callback("tensorwise", gpu="H100")._convert(model, args, None)
+    assert isinstance(model[0], Float8Linear) == gains
+
+
+def test_what_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="got head without config"):
+        ours.Float8Callback(head=True)
+    with pytest.raises(ValueError, match="tensorwize"):
+        ours.Float8Callback("tensorwize")
+    model = libraries.llama()
+    optimizer = torch.optim.SGD(model.parameters())
+    callback = converting(tensorwise(enable_fsdp_float8_all_gather=True))
+    init, needs = ours.Float8Callback.on_init_end, (callback, SimpleNamespace(), None, None)
+    with pytest.raises(ValueError, match="an optimizer made before the weights"):
+        init(*needs, model=model, optimizer=optimizer)
+    model.theirs = type("Linear", (nn.Linear,), {"__module__": "transformer_engine.pytorch"})(8, 8)
+    with pytest.raises(ValueError, match=r"got a layer .*transformer_engine.pytorch.Linear"):
+        init(*needs, model=model, optimizer=None)
+    assert not any(isinstance(x, Float8Linear) for x in model.modules())
+    state = importlib.import_module("accelerate.state").AcceleratorState
+    monkeypatch.setattr(state, "mixed_precision", "fp8")
+    with pytest.raises(ValueError, match=r"got mixed_precision='fp8', .* set it to 'bf16'"):
+        hf.trainer(libraries.llama(), tmp_path, callback=converting())

@@ -85,14 +85,16 @@ ARGUMENTS = {"max_steps": 4, "save_steps": 2, "gradient_accumulation_steps": 2, 
 ARGUMENTS |= {"per_device_train_batch_size": 4, "report_to": [], "disable_tqdm": True}
 
 
-def trainer(model: nn.Module, folder: Path, **more: Any) -> transformers.Trainer:
-    """Of 64 sequences of random tokens."""
+def trainer(
+    model: nn.Module | None, folder: Path, *, callback: Any = None, init: Any = None, **more: Any
+) -> transformers.Trainer:
+    """Of 64 sequences of random tokens; with this callback, or one that only attaches."""
     settings = transformers.TrainingArguments(str(folder), **ARGUMENTS | more)
     rows = [tokens(index, 1)[0] for index in range(64)]
     data = [{"input_ids": row, "labels": row} for row in rows]
-    return transformers.Trainer(
-        model, settings, train_dataset=data, eval_dataset=data, callbacks=[ours.Float8Callback()]
-    )
+    callbacks = [callback or ours.Float8Callback()]
+    sets = {"train_dataset": data, "eval_dataset": data}
+    return transformers.Trainer(model, settings, model_init=init, callbacks=callbacks, **sets)
 
 
 def train(trainer: transformers.Trainer, folder: Path, resume: bool) -> None:

@@ -79,6 +79,10 @@ class Float8GatherWeight(Wrapper):
         with torch.inference_mode(self.counted.is_inference()):
             return self.counted.as_strided(self.shape, self.stride(), self.storage_offset())
 
+    def data_ptr(self) -> int:
+        """Return the address of the weight, by which accelerate finds it in an optimizer."""
+        return self._inner.data_ptr()
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -1,90 +1,144 @@
-"""Float8 training with torchtitan 0.3: a converter of model configs, and an optimizer hook.
+"""Float8 training with torchtitan: a converter of model configs, and a hook for its optimizers.
 
-In a function of a `config_registry`, or wherever a `Trainer.Config` is made:
+In a function of a `config_registry`, or wherever a `Trainer.Config` is made; 0.3.0, then later:
 
     spec = model_registry("8B", converters=[Float8Converter.Config(recipe_name="delayed")])
     spec.post_optimizer_build_fn = attach_to_optimizers
+
+    config.model = build_model_config("8B", converters=[Float8Converter.Config()])
+    config.optim = attached(config.optim)
 """
 
 import functools
+import logging
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from torchtitan.components.quantization.utils import has_quantization
+import torchtitan.models.common.linear as titan_linear
+import torchtitan.models.common.moe as titan_moe
+from torch import Tensor
 from torchtitan.models.common.linear import Linear
-from torchtitan.models.common.moe import GroupedExperts, TokenChoiceTopKRouter
-from torchtitan.protocols.model import ModelConfigConverter
-from torchtitan.tools.logging import logger
+
+try:  # after 0.3.0, where transforms will replace converters
+    from torchtitan.config.transform import ModelConfigConverter, ModelConfigTransform
+except ImportError:
+    from torchtitan.protocols.model import ModelConfigConverter
+
+    ModelConfigTransform = object
 
 from float8.config import Float8LinearConfig
 from float8.convert.choice import left_out
-from float8.experts import convert_experts, unsupported_experts
+from float8.experts import convert_experts, grouped_linear, unsupported_experts
 from float8.experts.plan import EXPECTED, no_grouped_gemm
 from float8.fsdp.weights import enable_float8_all_gather
 from float8.linear import Float8Linear
+from float8.linear.functional import apply_linear
 from float8.step import attach_to_optimizer
+
+logger = logging.getLogger(__name__)
+GroupedLinear: Any = getattr(titan_linear, "GroupedLinear", None)
+"""What experts are made of after 0.3.0, instead of `GroupedExperts`."""
+GroupedExperts: Any = getattr(titan_moe, "GroupedExperts", None)
+_PLAIN = {"Linear", "ColumnParallelLinear", "RowParallelLinear"}
 
 
 class ConvertedLinear(Float8Linear, Linear):
-    """A `Float8Linear` that torchtitan builds from a config, as its own `Linear`."""
+    """A `Float8Linear` that torchtitan built from a config, as one of its own linear layers."""
 
     _float8_source_class = Linear
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Linear.Config):
-        """The config of a `Linear` with its float8 configuration."""
+    if hasattr(Linear, "_linear"):  # forwards call it, between collectives of tensor parallel
 
-        float8: Float8LinearConfig
+        def forward(self, input: Tensor) -> Tensor:
+            """Compute as the class of the layer before conversion, with `_linear` in float8."""
+            return self._float8_source_class.forward(self, input)  # type: ignore[no-any-return]
 
-    def __init__(self, config: Config) -> None:
-        Linear.__init__(self, config)
-        self._float8_begin(config.float8)
-        enable_float8_all_gather(self)
+        def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            if self.weight.dim() == 2:
+                return super().forward(input)
+            # A stack of weights [L, N, K], which `weight` is as [L * N, K].
+            plan = self._float8_plan
+            if self._float8_stateful:
+                self._float8_check_synced()
+            casts = self._float8_with_state(plan.casts) if self._float8_stateful else plan.casts
+            output: Tensor = apply_linear(input, weight, bias, plan, casts)
+            for observer in self._float8_observers:
+                output = observer(self, casts, input, weight, output)
+            return output
 
     def parallelize(self, parallel_dims: Any) -> None:
         """Parallelize the Parameters; buffers stay plain tensors, the same on all ranks."""
-        if parallel_dims.tp_enabled and parallel_dims.spmd_backend == "spmd_types":
-            raise ValueError(
-                "Float8Converter: got tensor parallel with spmd_backend='spmd_types', expected "
-                "'partial_dtensor': parts of weights would have scales of their own"
-            )
+        backend = getattr(parallel_dims, "spmd_backend", "spmd_types")
+        if parallel_dims.tp_enabled and backend == "spmd_types":
+            got = "got tensor parallel with spmd_backend='spmd_types', expected 'partial_dtensor'"
+            why = "parts of weights would have scales of their own"
+            raise ValueError(f"Float8Converter: {got}, which torchtitan 0.3.0 has: {why}")
         buffers, self._buffers = self._buffers, {}
         try:
-            super().parallelize(parallel_dims)
+            (getattr(super(), "_parallelize", None) or super().parallelize)(parallel_dims)
         finally:
             self._buffers = buffers
+
+    _parallelize = parallelize  # its name after 0.3.0
+
+
+class _ConvertedGroupedLinear:
+    _float8_grouped: Float8LinearConfig
+
+    def _grouped_mm(self, *, input_RI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
+        weight = weight_EOI.to(input_RI.dtype)
+        return grouped_linear(input_RI, weight, offsets_E, config=self._float8_grouped)
+
+
+@functools.cache
+def _grouped_class(cls: Any) -> Any:
+    return type(f"Float8{cls.__name__}", (_ConvertedGroupedLinear, cls), {})
 
 
 @functools.cache
 def converted_config(source: Any) -> Any:
-    """Return a subclass of `source`, a config class of experts, that builds them in float8.
+    """Return a subclass of `source`, a config class, that builds float8, or attaches optimizers.
 
-    Their own `parallelize` is right: they have no buffers, and multiply plain tensors.
+    The `parallelize` of experts is right: they have no buffers, and multiply plain tensors.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(source):
-        """The config of experts with their float8 configuration."""
+        """The config of a module with its float8 configuration, or of optimizers."""
 
-        float8: Float8LinearConfig
+        float8: Float8LinearConfig | None
 
         def build(self, **kwargs: Any) -> Any:
-            """Build the experts and convert them; raise `ValueError` if they cannot be."""
-            experts = source.build(self, **kwargs)
-            if reason := unsupported_experts(experts, self.float8):
+            """Build the module and convert it; raise `ValueError` if it cannot be."""
+            mod = source.build(self, **kwargs)
+            if self.float8 is None:
+                if self.enable_cuda_graph:
+                    raise ValueError("attached: got enable_cuda_graph=True, expected False")
+                attach_to_optimizers(mod.optimizers, kwargs["model_parts"], None)
+            elif isinstance(mod, Linear):
+                mod = ConvertedLinear.from_float(mod, self.float8, linear_classes=[type(mod)])
+                if mod.weight.dim() == 2:
+                    enable_float8_all_gather(mod)
+            elif GroupedLinear is not None:
+                cls: Any = type(mod)
+                mod.__class__ = _grouped_class(cls)
+                mod._float8_grouped = self.float8
+            elif reason := unsupported_experts(mod, self.float8):
                 do = "leave it out with filter_fqns"
-                raise ValueError(f"Float8Converter: {type(experts).__name__}: {reason}; {do}")
-            convert_experts(experts, self.float8)
-            return experts
+                raise ValueError(f"Float8Converter: {type(mod).__name__}: {reason}; {do}")
+            else:
+                convert_experts(mod, self.float8)
+            return mod
 
     return Config
 
 
-class Float8Converter(ModelConfigConverter):
+class Float8Converter(ModelConfigConverter, ModelConfigTransform):
     """Converts the linear layers of a model config to `Float8Linear`, experts to `Float8Experts`.
 
-    Subclasses of torchtitan's `Linear.Config`, which may have another forward, and the gates of
-    routers stay. Tensor parallel needs `parallelism.spmd_backend="partial_dtensor"`.
+    Subclasses of torchtitan's `Linear.Config`, but for column- and row-parallel layers, and the
+    gates of routers stay. Tensor parallel needs `parallelism.spmd_backend="partial_dtensor"`, which
+    torchtitan 0.3.0 has, but no later one. `Config(...).build()` is a transform, too.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -116,42 +170,55 @@ class Float8Converter(ModelConfigConverter):
     def convert(self, model_config: Any) -> Any:
         """Replace configs of linear layers and experts in `model_config`, in place, and return it.
 
-        Raises `ValueError` if a converter of torchtitan has quantized some of them.
+        Raises `ValueError` if a converter of torchtitan has quantized some of them, or if there is
+        nothing to convert.
         """
-        if has_quantization(model_config):
+        experts = (GroupedLinear or GroupedExperts).Config
+        every = [*model_config.traverse(Linear.Config), *model_config.traverse(experts)]
+        if any(".quantization" in type(config).__module__ for _, config, *_ in every):
             got = "got a model that another converter quantized, expected one in high precision"
             raise ValueError(f"Float8Converter: {got}; have one of the two alone")
-        for fqn, linear, parent, name in list(model_config.traverse(Linear.Config)):
-            stays = left_out(fqn) or isinstance(parent, TokenChoiceTopKRouter.Config)
-            if not stays and type(linear) is Linear.Config and not self._filtered(fqn):
-                _replace(parent, name, linear, ConvertedLinear.Config, self._linear)
-        stay = []
-        for fqn, experts, parent, name in list(model_config.traverse(GroupedExperts.Config)):
-            if self._filtered(fqn) or hasattr(experts, "float8"):
+        gates = "TokenChoiceTopKRouter.Config"  # in 0.3.0, they are ordinary linear layers
+        plain = [getattr(titan_linear, x).Config for x in _PLAIN if hasattr(titan_linear, x)]
+        stay, changes = [], []
+        for fqn, config, parent, name in every:
+            cls: Any = type(config)
+            if self._filtered(fqn) or hasattr(config, "float8"):
                 continue
-            if self._why_no_experts:
-                stay.append(fqn)
-            else:
-                cls: Any = type(experts)
-                _replace(parent, name, experts, converted_config(cls), self._experts)
+            if isinstance(config, experts):
+                if self._why_no_experts:
+                    stay.append(fqn)
+                else:
+                    changes.append((parent, name, config, self._experts))
+            elif cls in plain and not left_out(fqn) and type(parent).__qualname__ != gates:
+                changes.append((parent, name, config, self._linear))
         if stay:
             logger.warning(
                 f"Float8Converter: got {self._why_no_experts}: {len(stay)} modules of experts, the "
                 f"first being {stay[0]}, stay in high precision; set experts_recipe_name for them"
             )
+        if not changes:
+            got = f"got {len(every)} linear layers and experts, none of which can be converted"
+            raise ValueError(f"Float8Converter: {got}; apply it before LoRA and other transforms")
+        for parent, name, config, float8 in changes:
+            if isinstance(parent, list):
+                parent[name] = _converted(config, float8)
+            else:
+                setattr(parent, name, _converted(config, float8))
         return model_config
+
+    def transform(self, model: Any, *, context: Any = None) -> Any:
+        """Convert the model's config, as `convert` does; for `apply_transforms`."""
+        return self.convert(model)
 
     def _filtered(self, fqn: str) -> bool:
         return any(name in fqn for name in self._filter_fqns)
 
 
-def _replace(parent: Any, name: Any, config: Any, cls: Any, float8: Float8LinearConfig) -> None:
-    """Replace `config`, the item or attribute `name` of `parent`, by a `cls` with its fields."""
-    new = cls(**{x.name: getattr(config, x.name) for x in fields(config)}, float8=float8)
-    if isinstance(parent, list):
-        parent[name] = new
-    else:
-        setattr(parent, name, new)
+def _converted(config: Any, float8: Float8LinearConfig | None) -> Any:
+    values = {x.name: getattr(config, x.name) for x in fields(config)}
+    source: Any = type(config)
+    return converted_config(source)(**values, float8=float8)
 
 
 def attach_to_optimizers(optimizers: Any, model_parts: Any, parallel_dims: Any) -> None:
@@ -164,3 +231,12 @@ def attach_to_optimizers(optimizers: Any, model_parts: Any, parallel_dims: Any) 
         for optimizer in optimizers:
             if any(id(x) in ids for group in optimizer.param_groups for x in group["params"]):
                 attach_to_optimizer(mod, optimizer)
+
+
+def attached(optim: Any) -> Any:
+    """Return `optim`, an `Optim.Config`, as one that attaches the model to its optimizers.
+
+    For torchtitan after 0.3.0, which has no `post_optimizer_build_fn`. Its `build` raises
+    `ValueError` for `enable_cuda_graph`: no hook runs when a graph is replayed.
+    """
+    return _converted(optim, None)

@@ -8,22 +8,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from float8.config import ConfigOrRecipe, as_config
+from float8.convert.convert import convert_to_float8_training
+from float8.convert.report import conversion_report
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.kernels.runtime.private import warn
-from float8.linear import Float8Linear
+from float8.linear import Float8Linear, Float8Module
 from float8.names import plain_name
 from float8.step import Attachment, attach_to_optimizer
 
 
 class Float8Callback(TrainerCallback, ExportableState):
-    """Attaches a converted model to the optimizer of a `Trainer`, and saves its scaling state.
+    """Converts the model of a `Trainer`, attaches it to the optimizer, saves its scaling state.
 
-    `Trainer(model, ..., callbacks=[Float8Callback()])` is needed for delayed scaling and
-    `Float8Weights.HELD`, and makes training with a float8 all-gather of FSDP2 faster.
+    `Trainer(model, ..., callbacks=[Float8Callback("tensorwise")])` converts `model` before an
+    optimizer is made and before DDP, FSDP or DeepSpeed wrap it, and prints the report on rank 0.
+    A model from `model_init` is converted when training begins; with several ranks, convert it in
+    `model_init`, and use `Float8Callback()`.
 
     Once training has begun, the model saves weights only. The state of delayed scaling is in
     `trainer_state.json`, which `train(resume_from_checkpoint=...)` reads, with a few values of each
@@ -31,20 +37,65 @@ class Float8Callback(TrainerCallback, ExportableState):
     Resuming without them raises `ValueError`; `load_best_model_at_end` warns.
 
     Args:
+        config: a `Float8LinearConfig`, or the name of a recipe; None: do not convert.
         group: the process group that syncs scales, as in `attach_to_optimizer`. A callback that
             `restore_callback_states_from_checkpoint` creates has none.
+        **conversion: other arguments of `convert_to_float8_training`. `tokens_per_step` is by
+            default that of trl's arguments, if these have a `max_length`.
+
+    Raises:
+        ValueError: as `convert_to_float8_training`; or there is float8 of another library, in the
+            model or by accelerate's `mixed_precision="fp8"`.
     """
 
-    def __init__(self, *, group: Any = None) -> None:
-        self._group = group
+    def __init__(
+        self, config: ConfigOrRecipe | None = None, *, group: Any = None, **conversion: Any
+    ) -> None:
+        if conversion and config is None:
+            got = f"got {', '.join(conversion)} without config, which converts nothing"
+            raise ValueError(f"Float8Callback: {got}; name a recipe, such as 'tensorwise'")
+        self._config = None if config is None else as_config(config)
+        self._group, self._conversion = group, conversion
         self._attachment: Attachment | None = None
         self._model: Callable[[], nn.Module | None] = nn.Module  # an empty one
+        self._converted: int | None = None  # the number of modules in float8
+
+    def on_init_end(
+        self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any
+    ) -> None:
+        """Convert `model`, unless there is no `config`, and print what was converted."""
+        if AcceleratorState().mixed_precision == "fp8":
+            got = "got mixed_precision='fp8', by which accelerate converts the model, too"
+            do = "set it to 'bf16' in `accelerate config` or ACCELERATE_MIXED_PRECISION"
+            raise ValueError(f"Float8Callback: {got}; {do}")
+        if self._config is not None:
+            self._convert(model, args, optimizer)
+            if state.is_world_process_zero:
+                print(conversion_report(model))  # noqa: T201
+
+    def _convert(self, model: nn.Module, args: Any, optimizer: Any) -> None:
+        others = "torchao.float8", "transformer_engine"
+        if found := [x for x in map(type, model.modules()) if x.__module__.startswith(others)]:
+            raise ValueError(f"Float8Callback: got a layer {found[0]}, expected none in float8 yet")
+        if as_config(self._config).enable_fsdp_float8_all_gather and optimizer is not None:
+            got = "got enable_fsdp_float8_all_gather=True, and an optimizer made before the weights"
+            raise ValueError(f"Float8Callback: {got}; let the Trainer make it, and no model_init")
+        tokens = args.per_device_train_batch_size * (getattr(args, "max_length", None) or 0)
+        known = {"tokens_per_step": tokens} if tokens else {}
+        convert_to_float8_training(model, config=self._config, **known | self._conversion)
+        self._converted = _count(model)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any
     ) -> None:
         """Attach `model` to `optimizer`, and load the scaling state of a training that resumes."""
         self._detach()  # a training that ended in an error is still attached
+        if self._config is not None and self._converted != _count(model):  # or none by on_init_end
+            if args.world_size > 1:
+                got = "got a model made after the Trainer, on several ranks; hand the callback to"
+                do = "Trainer(callbacks=[...]), or convert in model_init and use Float8Callback()"
+                raise ValueError(f"Float8Callback: {got} {do}")
+            self._convert(model, args, optimizer)
         self._model = weakref.ref(model)
         # A checkpoint that was written without this callback has no entry.
         entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
@@ -134,3 +185,7 @@ class Float8Callback(TrainerCallback, ExportableState):
 def _last(entry: Any) -> Any:
     """Return `entry`, or the last one of a list, which a callback that was added twice has."""
     return entry[-1] if isinstance(entry, list) else entry
+
+
+def _count(model: nn.Module) -> int:
+    return sum(isinstance(module, Float8Module) for module in model.modules())

@@ -1,0 +1,39 @@
+"""Float8 training with axolotl: `plugins: [float8.integrations.axolotl.Float8Plugin]` in YAML."""
+
+from dataclasses import replace
+from typing import Any
+
+from axolotl.integrations.base import BasePlugin
+from pydantic import BaseModel
+
+from float8.config import Float8LinearConfig
+from float8.convert.keep import keep_high_precision
+from float8.integrations.transformers import Float8Callback
+
+
+class Float8Args(BaseModel):
+    """Keys that the plugin adds to axolotl's configuration."""
+
+    float8_recipe: str = "tensorwise"
+    float8_high_precision: list[str] = []
+    """The `names` of `keep_high_precision`."""
+    float8_all_gather: bool = False
+    """Whether FSDP2 all-gathers weights in float8."""
+
+
+class Float8Plugin(BasePlugin):
+    """Converts the model of axolotl's trainer, with adapters or without, by `Float8Callback`."""
+
+    def get_input_args(self) -> str:
+        """Return the path of `Float8Args`."""
+        return f"{__name__}.{Float8Args.__name__}"
+
+    def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
+        """Return the callback; raise `ValueError` for `fp8: true` or a key that does not fit."""
+        if cfg.fp8:
+            raise ValueError("Float8Plugin: got fp8: true, which converts by torchao; leave it out")
+        config = Float8LinearConfig.from_recipe_name(cfg.float8_recipe)
+        config = replace(config, enable_fsdp_float8_all_gather=bool(cfg.float8_all_gather))
+        stay = keep_high_precision(names=cfg.float8_high_precision or ())
+        tokens = cfg.micro_batch_size * cfg.sequence_len
+        return [Float8Callback(config, module_filter_fn=stay, tokens_per_step=tokens)]
