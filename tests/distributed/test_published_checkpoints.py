@@ -339,7 +339,8 @@ def test_adapters_of_peft_are_merged(kind: str, tmp_path: Path) -> None:
     whole_base = kind == "a whole base"
     alone = adapted(converted())
     wanted = written(alone, BLOCKS)
-    assert_same(wanted, written(alone.merge_and_unload(), BLOCKS))
+    if not whole_base:
+        assert_same(wanted, written(alone.merge_and_unload(), BLOCKS))
     model = adapted(converted())
     if kind == "tensor parallel":  # the adapters, too
         colwise, rowwise, _ = STYLES["float8"]

@@ -13,17 +13,17 @@ from float8.config import CastConfig, Granularity, ScalingGranularity
 from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.kernels.dequantize import dequantised_by_kernel
 from float8.kernels.runtime.private import warn
-from float8.products import PRODUCTS
 from float8.quantize import Cast, quantize
 from float8.scales import Operand
 from float8.tensor.ranks import amax_over, dtensor_like, is_dtensor, sharding_groups
-from float8.tensor.wrapper import PLAIN, Wrapper, as_inference_as
+from float8.tensor.wrapper import Wrapper, as_inference_as
 
 aten = torch.ops.aten
 
 _REMEDY = (  # ends the errors of ops that are not defined on float8 data
     "call .to_original_precision(); if it is a weight in float8 only, call "
-    "convert_to_high_precision(model) first, as before DoRA, or leave it out of "
+    "convert_to_high_precision(model) first, as before merge_and_unload() (save_float8_checkpoint "
+    "merges adapters of PEFT itself, one layer at a time), or leave it out of "
     "fully_shard, by ignored_params; if FSDP2 gathers it, convert its layer again before "
     "fully_shard, by a module_filter_fn, with enable_fsdp_float8_all_gather=False"
 )
@@ -46,9 +46,6 @@ class Float8Tensor(Wrapper):
         granularity: what one scale covers. All allow copying, dequantizing and transposing;
             `AXISWISE` also slicing the dim that has scales; `TENSORWISE` all views.
         amax: 0-dim float32, which delayed scaling records at each use in training, or None.
-        power_of_2: for a whole weight [N, K] in float8 only, whether its scales are rounded to
-            powers of two. A tensor that is added in place, as when adapters are merged, is added to
-            the dequantized values; the sum is quantized in the same way. None: such ops raise.
         requires_grad: if given with a `Float8Tensor` as `data`, as accelerate does to move weights,
             the result is `nn.Parameter(data, requires_grad)`; other arguments are ignored.
 
@@ -62,10 +59,9 @@ class Float8Tensor(Wrapper):
     _amax: Tensor | None
     _orig_dtype: torch.dtype
     _granularity: Granularity
-    _power_of_2: bool | None
     _has_column_scales: bool  # scale [..., 1, C], only under `AXISWISE`
     _tensor_names = "_data", "_scale", "_amax"
-    _context = "_orig_dtype", "_granularity", "_power_of_2"
+    _context = "_orig_dtype", "_granularity"
 
     @staticmethod
     def __new__(
@@ -76,7 +72,6 @@ class Float8Tensor(Wrapper):
         granularity: Granularity = ScalingGranularity.TENSORWISE,
         amax: Tensor | None = None,
         requires_grad: bool | None = None,
-        power_of_2: bool | None = None,
     ) -> "Float8Tensor":
         """Check the arguments, and make a tensor of them."""
         if requires_grad is not None and isinstance(data, Float8Tensor):
@@ -94,7 +89,7 @@ class Float8Tensor(Wrapper):
                 f"data: got shape {tuple(data.shape)} with strides {data.stride()}, expected a "
                 f"contiguous matrix under {granularity}"
             )
-        self = cls._unchecked(data, scale, orig_dtype, granularity, amax, power_of_2)
+        self = cls._unchecked(data, scale, orig_dtype, granularity, amax)
         if self._has_column_scales:
             data, scale = data.mT, scale.mT
         if granularity.one_scale:
@@ -110,13 +105,12 @@ class Float8Tensor(Wrapper):
 
     @classmethod
     def _unchecked(
-        cls, data: Tensor, scale: Tensor, dtype: torch.dtype, granularity: Granularity, amax: Any,
-        power_of_2: bool | None = None,
-    ) -> "Float8Tensor":  # fmt: skip
+        cls, data: Tensor, scale: Tensor, dtype: torch.dtype, granularity: Granularity, amax: Any
+    ) -> "Float8Tensor":
         """Make a `Float8Tensor` from the arguments of the constructor without checking them."""
         self: Float8Tensor = cls._wrap(data, dtype)
         self._data, self._scale, self._amax = data, scale, amax
-        self._orig_dtype, self._granularity, self._power_of_2 = dtype, granularity, power_of_2
+        self._orig_dtype, self._granularity = dtype, granularity
         # Compilers guard on these sizes, in this order: on features before tokens, whose number
         # changes. A single element has the scale of a row.
         by_columns = granularity.by_rows and data.dim() == scale.dim() > 1
@@ -127,8 +121,7 @@ class Float8Tensor(Wrapper):
     def _like(self, data: Tensor, scale: Tensor, amax: Tensor | None = None) -> "Float8Tensor":
         """Return a `Float8Tensor` of `data` and `scale` with the other fields of this one."""
         amax = self._amax if amax is None else amax
-        fields = data, scale, self._orig_dtype, self._granularity, amax
-        return self._unchecked(*fields, self._power_of_2 if data.shape == self.shape else None)
+        return self._unchecked(data, scale, self._orig_dtype, self._granularity, amax)
 
     @staticmethod
     def from_high_precision(
@@ -167,16 +160,6 @@ class Float8Tensor(Wrapper):
     def to_original_precision(self) -> Tensor:
         """Return `data * scale` in the original dtype; the gradient passes through unchanged."""
         return _StraightThrough.apply(self, dequantise)  # type: ignore[no-any-return, no-untyped-call]
-
-    @Wrapper.data.setter  # type: ignore[attr-defined, untyped-decorator]
-    def data(self, new: Tensor) -> None:
-        """Take the data and scale of another weight in float8 only; see `Wrapper.data`."""
-        x: Any = new
-        fits = isinstance(x, Float8Tensor) and x.__tensor_flatten__() == self.__tensor_flatten__()
-        layouts = [(each.shape, each.stride(), each.device) for each in (self, x)]
-        if self._power_of_2 is None or not fits or layouts[0] != layouts[1]:
-            Wrapper.data.fset(self, x)  # type: ignore[attr-defined]
-        self._data, self._scale = x._data, x._scale
 
     def storage(self, **_: Any) -> Any:
         """Raise `RuntimeError`: safetensors and accelerate want one array, without a scale."""
@@ -243,12 +226,10 @@ class Float8Tensor(Wrapper):
             return result
         if func.is_view:
             return _view(func, args, kwargs)
-        raise _undefined(func)
-
-
-def _undefined(func: Any) -> NotImplementedError:
-    expected = "an op that is defined on float8 data (views, copies, cat, mm)"
-    return NotImplementedError(f"Float8Tensor: got {func}, expected {expected}; {_REMEDY}")
+        raise NotImplementedError(
+            f"Float8Tensor: got {func}, expected an op that is defined on float8 data "
+            f"(views, copies, cat, mm); {_REMEDY}"
+        )
 
 
 def _require_dtype(got: str, dtype: Any, allowed: Iterable[torch.dtype]) -> None:
@@ -276,28 +257,6 @@ def to_float8(x: Tensor, cast: Cast) -> Float8Tensor:
         scale = scale.reshape(*x.shape[:-1], 1) if granularity.by_rows else scale
     fields = data.reshape(x.shape), scale, x.dtype, granularity, amax
     return _StraightThrough.apply(x, Float8Tensor, *fields)  # type: ignore[no-any-return, no-untyped-call]
-
-
-@torch.inference_mode(False)  # else it could not be saved for a backward
-@torch.no_grad()
-def in_float8_only(weight: Tensor, cast: Cast) -> Float8Tensor:
-    """Quantize `weight`, [N, K] or [E, N, K] of experts, to an unpadded `Float8Tensor`."""
-    power_of_2 = cast.config.power_of_2 if weight.dim() == 2 else None
-    if isinstance(weight, Float8Tensor):
-        return Float8Tensor._unchecked(
-            weight._data, weight._scale, weight.dtype, weight._granularity, weight._amax, power_of_2
-        )
-    padded, scale = PRODUCTS[weight.dim()].quantize_weight(weight, cast, row=True).row
-    *_, N, K = weight.shape
-    granularity, data = cast.config.scaling_granularity, padded[..., :N, :K]
-    if weight.dim() == 3 and granularity.width is None:  # experts' scales [E, N], one per row
-        scale, granularity = scale.unsqueeze(-1), ScalingGranularity.AXISWISE
-    if not granularity.one_scale:  # drop scales of padding
-        *_, rows, columns = granularity.scales(tuple(weight.shape))
-        scale = scale[..., :rows, :columns].contiguous()
-    if data.shape != padded.shape:  # a view would keep the padding alive
-        data = data.clone(memory_format=torch.contiguous_format)
-    return Float8Tensor(data, scale, weight.dtype, granularity, power_of_2=power_of_2)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -474,38 +433,9 @@ def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return target
 
 
-def _add_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Add to, or subtract from, a weight in float8 only in float32, and quantize the result again.
-
-    PEFT merges adapters, and takes them out again, by these ops.
-    """
-    x, other = args
-    fits = isinstance(x, Float8Tensor) and type(other) in PLAIN and other.shape == x.shape
-    if not fits or x._power_of_2 is None or not (_is_whole(x) and x._data.is_contiguous()):
-        raise _undefined(func)
-    if func is aten.sub_.Tensor:
-        warn(
-            "float8: taking an adapter out of a weight in float8 only does not leave exactly the "
-            "bytes there were; load these again, or merge by save_float8_checkpoint alone"
-        )
-    values = func(dequantise(x, torch.float32), other, **kwargs)
-    scaling: Any = {"scaling_granularity": x._granularity, "power_of_2": x._power_of_2}
-    new = in_float8_only(values, Cast(CastConfig(target_dtype=x._data.dtype, **scaling)))
-    x._data.copy_(new._data)
-    x._scale.copy_(new._scale)
-    return x
-
-
 def _run_dequantized(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an op on dequantized tensors, and return its plain result."""
     return func(*[dequantise(x) if isinstance(x, Float8Tensor) else x for x in args], **kwargs)
-
-
-def _test_weight(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an op of `isfinite` on a weight in float8 only, as PEFT does after it has merged."""
-    if any(getattr(x, "_power_of_2", None) is None for x in args):
-        raise _undefined(func)
-    return _run_dequantized(func, args, kwargs)
 
 
 def _multiply(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -561,9 +491,7 @@ _OPS: dict[Any, str] = {
     _copy: "aten::clone aten::empty_like aten::_to_copy",
     _cat: "aten::cat",
     _copy_: "aten::copy_",
-    _add_in_place: "aten::add_.Tensor aten::sub_.Tensor",
     _run_dequantized: "aten::equal aten::is_same_size aten::zeros_like aten::ones_like",
-    _test_weight: "aten::abs aten::eq.Tensor",
     _multiply: "".join(f"aten::{name} " for name in _PRODUCTS.split()),
     # torch.distributed.checkpoint calls it.
     lambda func, args, kwargs: func(args[0]._data, *args[1:]): "aten::is_pinned",

@@ -5,7 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from float8.tensor.float8_tensor import in_float8_only as in_float8_only
+from float8.config import ScalingGranularity
+from float8.products import PRODUCTS
+from float8.quantize import Cast
+from float8.tensor.float8_tensor import Float8Tensor
 from float8.tensor.ranks import dtensor_like, local_tensor
 
 
@@ -36,3 +39,22 @@ def wrapped_like(new: Any, old: Tensor | None) -> nn.Parameter:
         with torch.no_grad():
             tensor = dtensor_like(tensor, new)
     return nn.Parameter(tensor, requires_grad=new.requires_grad)
+
+
+@torch.inference_mode(False)  # else it could not be saved for a backward
+@torch.no_grad()
+def in_float8_only(weight: Tensor, cast: Cast) -> Float8Tensor:
+    """Quantize `weight`, [N, K] or [E, N, K] of experts, to an unpadded `Float8Tensor`."""
+    if isinstance(weight, Float8Tensor):
+        return weight
+    padded, scale = PRODUCTS[weight.dim()].quantize_weight(weight, cast, row=True).row
+    *_, N, K = weight.shape
+    granularity, data = cast.config.scaling_granularity, padded[..., :N, :K]
+    if weight.dim() == 3 and granularity.width is None:  # experts' scales [E, N], one per row
+        scale, granularity = scale.unsqueeze(-1), ScalingGranularity.AXISWISE
+    if not granularity.one_scale:  # drop scales of padding
+        *_, rows, columns = granularity.scales(tuple(weight.shape))
+        scale = scale[..., :rows, :columns].contiguous()
+    if data.shape != padded.shape:  # a view would keep the padding alive
+        data = data.clone(memory_format=torch.contiguous_format)
+    return Float8Tensor(data, scale, weight.dtype, granularity)

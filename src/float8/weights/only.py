@@ -119,5 +119,4 @@ def moved(weight: Float8Tensor, fn: Callable[[Tensor], Tensor]) -> Float8Tensor:
         return result.view(x.dtype) if result.dtype == bits else x.to(like.device)
 
     data, scale = move(weight._data), move(weight._scale)
-    granularity, power_of_2 = weight._granularity, weight._power_of_2
-    return Float8Tensor(data, scale, like.dtype, granularity, power_of_2=power_of_2)
+    return Float8Tensor(data, scale, like.dtype, weight._granularity)
