@@ -23,7 +23,7 @@ def test_the_pages_are_up_to_date(
     before = tables.PERFORMANCE.read_text()
     # So what a section may have is in one.
     assert "](../benchmarks/results/h200-train-8b.png)\n" in before
-    assert re.search(r"timed twice, but for \d+ .*by up to [\d.]+ %\.", before)
+    assert re.search(r"Timed twice, but for \d+ .*up to [\d.]+ % apart\.", before)
     with monkeypatch.context() as patch:
         patch.setitem(tables._STEP, "ms", ("ms", 3))
         assert main(["bench", "tables", "--check"]) == 1
@@ -51,7 +51,7 @@ def test_what_failed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "x.json").write_text(json.dumps(results))
     written = tables.written(tables.Section(tmp_path / "page.md", "x", "x", "x", {"ms": ("ms", 1)}))
     assert written.endswith("\nFailed, and so not measured: b.\n\n")
-    assert ", commit 0123456-dirty. Results" in written
+    assert ", commit 0123456-dirty. Results and" in written
 
 
 def test_columns_are_modes_in_order() -> None:

@@ -6,8 +6,6 @@ of their rows and columns go where; a page has the markers between which they ar
 
 import json
 import os
-import re
-import shlex
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +19,6 @@ PERFORMANCE = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 _MODES = "compiled", "graphed", "eager"
-WIDTH = 96  # of a command, which goes on in the next line
 
 Row = dict[str, Any]
 Results = dict[str, Any]
@@ -90,14 +87,14 @@ def written(section: Section) -> str:
     size = {"size": size_of(about)} if "blocks" in about else {}
     title = section.title.format(**about, **size)
     title = title[0].upper() + title[1:]
-    parts = [[f"**{title}**"], pivot(section, results), *source(results, path, beside)]
+    parts = [[f"**{title}**"], pivot(section, results), source(results, path, beside)]
     if (picture := path.with_suffix(".png")).exists():
         parts.insert(0, [f"![Speed and peak memory]({os.path.relpath(picture, beside)})"])
     drifts = [row.get("drift_percent") for row in rows if "ms" in row]
     if known := [abs(each) for each in drifts if each is not None]:
         once = len(drifts) - len(known)
-        text = "Each was timed twice" + f", but for {once} that a time limit cut off" * (once > 0)
-        parts.append([f"{text}; the two times differ by up to {max(known):.1f} %."])
+        text = "Timed twice" + f", but for {once} that a time limit cut off" * (once > 0)
+        parts.append([f"{text}: up to {max(known):.1f} % apart."])
     if failed := [row for row in rows if row.get("left_out")]:
         names = (", ".join(filter(None, (row["recipe"], row.get("mode")))) for row in failed)
         parts.append(textwrap.wrap(f"Failed, and so not measured: {'; '.join(names)}.", 116))
@@ -150,20 +147,11 @@ def table(heads: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in zip(*padded, strict=True)]
 
 
-def source(results: Results, path: Path, beside: Path) -> list[list[str]]:
-    """Return where it was measured, and the command without the files that it wrote."""
+def source(results: Results, path: Path, beside: Path) -> list[str]:
+    """Return where it was measured, and a link to the file, which has the command."""
     environment = results["environment"]
-    words = shlex.split(environment["command"])
-    for option in {"-o", "--output", "--plot"}.intersection(words):
-        at = words.index(option)
-        del words[at : at + 2]
     commit = environment.get("commit") or environment.get("git_commit") or "unknown"
     where = f"{environment['device']}, torch {environment['torch']}"
     # Where sources were changed, the commit ends in -dirty.
-    where += f", commit {commit[:7]}{'-dirty' * commit.endswith('-dirty')}. Results in"
-    link = f"[{path.name}]({os.path.relpath(path, beside)}), by"
-    # In lines that are broken before options.
-    whole = re.sub(r" (?!-)", "\0", shlex.join(words))
-    how: Any = {"break_on_hyphens": False, "break_long_words": False}
-    lines = textwrap.wrap(whole, WIDTH - 2, subsequent_indent="    ", **how)
-    return [[where, link], ["```bash", " \\\n".join(lines).replace("\0", " "), "```"]]
+    where += f", commit {commit[:7]}{'-dirty' * commit.endswith('-dirty')}. Results and command:"
+    return [where, f"[{path.name}]({os.path.relpath(path, beside)})."]
