@@ -3,9 +3,12 @@
 import copy
 import itertools
 import json
+import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -214,6 +217,50 @@ def test_the_adapters_that_are_merged_are_the_active_ones(base: Any) -> None:
         assert same_bytes(float8_weights(torch.compile(model)), wanted.items())
     in_another = nn.ModuleDict({"policy": model})
     assert [*dict(float8_weights(in_another))] == [f"policy.{name}" for name in wanted]
+
+
+@pytest.mark.parametrize("outer", ["LoHa", "IA3", "mixed"])
+def test_adapters_in_adapters_and_of_two_kinds_are_all_merged(outer: str) -> None:
+    """Hooks of layers, whatever they hold, are not copied with them."""
+    lora = peft.LoraConfig(target_modules=["up_proj"], init_lora_weights=False)
+    loha = peft.LoHaConfig(target_modules=["up_proj"], init_weights=False)
+    torch.manual_seed(0)
+    if outer == "mixed":
+        model = peft.get_peft_model(hf.llama(), lora, mixed=True)
+        model.add_adapter("b", loha)
+        model.set_adapter(["default", "b"])
+    else:
+        ia3 = peft.IA3Config(target_modules=["up_proj"], feedforward_modules=[])
+        model = peft.get_peft_model(peft.get_peft_model(hf.llama(), lora), ia3)
+        if outer == "LoHa":
+            model = peft.get_peft_model(peft.get_peft_model(hf.llama(), lora), loha)
+        for name, x in model.named_parameters():
+            if "ia3_l" in name:
+                torch.nn.init.uniform_(x, 0.5, 2)
+    before = logits(model)
+    convert_to_float8_training(model, config="blockwise")
+    layers = [x for x in model.modules() if isinstance(x, Float8Linear)]
+    layers[0].register_forward_hook(partial(lambda lock, *_: None, threading.Lock()))
+    plain = hf.llama()
+    convert_to_float8_training(plain, config="blockwise")
+    state = dict(float8_weights(model))
+    for name, x in plain.named_parameters():
+        data = state[name].float()
+        if (scale := state.get(f"{name}_scale_inv")) is not None:
+            N, K = data.shape
+            data *= scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:N, :K]
+        x.data.copy_(data)
+    assert sqnr(before, logits(convert_to_high_precision(plain))) > 15
+    assert sqnr(before, logits(hf.llama())) < 12  # without them
+
+
+def test_a_tied_config_without_embeddings_is_kept(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64)).bfloat16()
+    model.config = SimpleNamespace(to_dict=lambda: {"tie_word_embeddings": True})
+    model.get_output_embeddings = lambda: None
+    convert_to_float8_training(model, config="blockwise", module_filter_fn=all_linears)
+    save_float8_checkpoint(model, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is True
 
 
 def test_adapters_of_experts_are_merged_on_export() -> None:

@@ -1,6 +1,7 @@
 """Models with adapters of PEFT as they are once merged; weights are merged one layer at a time."""
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from float8.tensor import Float8Tensor, dequantise, high_precision
+from float8.tensor.ranks import is_fsdp_module
 
 
 def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]:
@@ -29,15 +31,20 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]
             tuner = type(module.base_model)
             if not hasattr(tuner, "merge_and_unload") or tuner.__name__ == "XLoraModel":
                 raise _refusal(f"a {type(module).__name__} that cannot be merged")
-            return base_of(module.get_base_model())
+            return base_of(module.base_model)
         if "BaseTuner" in names:
             return base_of(module.model)
+        if "MultiheadAttention" in names:
+            raise _refusal("a MultiheadAttention, to whose output PEFT adds the adapter twice")
         if "BaseTunerLayer" in names:
             base = module.get_base_layer()
             if any(not x.is_floating_point() for x in base.parameters()):
                 raise _refusal(f"a {type(base).__name__} that another library has quantized")
             base = base_of(base)  # a copy, if other adapters are in it
-            if active(module) - {*module.merged_adapters}:
+            nested = _layers_of_peft(module)
+            if any(x.disable_adapters and x.merged for x in nested):
+                raise _refusal("adapters that are disabled, but merged: call unmerge_adapter()")
+            if any(active(x) - {*x.merged_adapters} for x in nested):
                 adapters[base] = module
             return base
         if "TrainableTokensWrapper" in names:
@@ -56,11 +63,20 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]
     return base_of(model), adapters
 
 
+def _layers_of_peft(layer: nn.Module) -> list[Any]:
+    """Return `layer`, and layers in it: adapters of another kind, or of another Parameter."""
+    return [x for x in layer.modules() if hasattr(x, "merged_adapters")]
+
+
 def _refusal(got: str) -> ValueError:
     return ValueError(
         f"model: got {got}, expected adapters, such as LoRA, that PEFT can merge, on layers in "
         f"high precision or of this library; load the base dequantized, or without adapters"
     )
+
+
+_LEFT_OUT = re.compile("_hooks$|^kwargs$|^__composable")
+"""Fields that copies of layers do without: hooks, FSDP2, and tensors of a tied layer in PEFT's."""
 
 
 @torch.no_grad()
@@ -84,18 +100,24 @@ def merged_base_layer(*layers: Any, gather: Callable[[Tensor], Tensor] = lambda 
         else:
             whole = whole.to(torch.promote_types(whole.dtype, torch.float32), copy=True)
         copies[id(x)] = nn.Parameter(whole, requires_grad=False)
-    # `deepcopy` takes these for its copies of the Parameters.
-    merged = [copy.deepcopy(layer, copies) for layer in layers]
+    # `deepcopy` takes these for its copies of Parameters. Hooks, and FSDP2, are left out.
+    for x in (x for layer in layers for x in reversed([*layer.modules()])):
+        if id(x) not in copies:
+            cls = type(x).__bases__[1] if is_fsdp_module(x) else type(x)
+            new: Any = object.__new__(cls)
+            copies[id(x)] = new
+            fields = vars(x).items()
+            empty = {name: type(value)() for name, value in fields if _LEFT_OUT.search(name)}
+            vars(new).update(copy.deepcopy(vars(x) | empty, copies))
+    merged = [copies[id(layer)] for layer in layers]
     with torch.autocast(whole.device.type, enabled=False):
-        for i, new in enumerate(merged):
+        for layer in merged:
             try:
-                if hasattr(new, "unload_and_optionally_merge_module"):  # layers in each other
-                    merged[i] = new.unload_and_optionally_merge_module(True, False, None)
-                    continue
-                new.merge()
+                for x in reversed(_layers_of_peft(layer)):
+                    x.merge()
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError as error:
-                raise _refusal(f"an adapter that cannot be merged ({error})") from error
-            merged[i] = new.get_base_layer()
-    return merged[0]
+            except (RuntimeError, ValueError) as error:
+                why = str(error) or type(error).__name__
+                raise _refusal(f"an adapter that cannot be merged ({why})") from error
+    return merged[0].get_base_layer()

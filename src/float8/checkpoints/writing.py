@@ -185,8 +185,10 @@ def save_float8_checkpoint(
         import_safetensors()
         if ranks.number != 0 and not ranks.meshes:
             return ()
-        entries = [(entry.tensor.dtype, entry.tensor.shape, *entry[1:]) for entry in plan.entries]
-        if len({*ranks.agree(repr((plan.scheme, plan.dtype, max_shard_size, entries)))}) > 1:
+        entries = [(x.tensor.dtype, x.tensor.shape, *x[1:]) for x in plan.entries]
+        merged = [len(layers) for layers, _ in plan.adapters.values()]
+        described = repr((plan.scheme, plan.dtype, max_shard_size, entries, merged))
+        if len({*ranks.agree(described)}) > 1:
             raise ValueError(
                 "model: got ranks with other models or arguments, expected the same on all: "
                 "together they write one checkpoint"
@@ -216,10 +218,9 @@ def _model_config(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
     cls = type(model).__name__.removeprefix("FSDP")  # which fully_shard adds
     values: dict[str, Any] = config.to_dict()
     if values.get("tie_word_embeddings") and hasattr(model, "get_output_embeddings"):
-        both = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-        first, last = (getattr(x, "weight", None) for x in both)
-        if last is not None and last is not first:  # one of them was trained by PEFT
-            values["tie_word_embeddings"] = False
+        last: Any = model.get_output_embeddings()  # type: ignore[operator]
+        if last is not None and last.weight is not model.get_input_embeddings().weight:  # type: ignore[operator]
+            values["tie_word_embeddings"] = False  # one of them was trained by PEFT
     return values | {"architectures": [cls], "dtype": str(dtype).removeprefix("torch.")}
 
 
@@ -257,6 +258,7 @@ def _plan(
             raise TypeError(f"{name}: got {got!r}, expected None or one of {HIGH_PRECISION_DTYPES}")
     scheme = scheme_named(format, strategy)
     model, layers_of = without_adapters(unwrapped(model))
+    model = unwrapped(model)  # what adapters were put around
     saved, published = saved_tensors(model), published_parts(model)
     stays_float32 = _float32_names(model)
     in_float8 = _select_float8(saved, published, stays_float32)
@@ -406,7 +408,7 @@ def _cast_tensors(
             x: Any = high_precision(old)
             if layers:
                 x = getattr(merged, plan.adapters[entry.tensor][1])
-                x = x if entry.cast_config else x.to(old.dtype)
+                x = x if entry.cast_config or entry.dtype else x.to(old.dtype)
             is_float8 = isinstance(local_tensor(x), Float8Tensor)
             if entry.dtype and x.dtype in HIGH_PRECISION_DTYPES and not is_float8:
                 x = x.to(entry.dtype)

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
@@ -33,39 +32,20 @@ class Float8WeightSource(WeightSource):
             of `float8_weights` are raised when metadata or weights are read.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        format: str = FINE_GRAINED,
-        *,
-        strategy: str | None = None,
-        dtype: torch.dtype | None = None,
-        param_dtype: torch.dtype | None = None,
-    ) -> None:
-        scheme = scheme_named(format, strategy)
+    def __init__(self, model: nn.Module, format: str = FINE_GRAINED, **more: Any) -> None:
+        scheme = scheme_named(format, more.get("strategy"))
         if scheme.format == FINE_GRAINED and scheme.granularity.one_scale:
-            got = f"got {strategy!r} of {format!r}, whose scales have another name in vLLM"
-            raise ValueError(f"strategy: {got}; expected {strategy!r} of {COMPRESSED!r}")
-        self._model, self._format = model, format
-        self._more: Any = {"strategy": strategy, "dtype": dtype, "param_dtype": param_dtype}
+            got = f"got 'tensor' of {format!r}, whose scales have another name in vLLM"
+            raise ValueError(f"strategy: {got}; expected 'tensor' of {COMPRESSED!r}")
+        self._model, self._format, self._more = model, format, more
 
-    @cached_property
-    def _metadata(self) -> list[ParamMeta]:
+    def metadata(self) -> Any:
+        """Return name, dtype and shape of each tensor, in the order in which they are sent."""
         found = float8_metadata(self._model, self._format, **self._more)
         return [ParamMeta(*each) for each in found]
 
-    if hasattr(WeightSource, "iter_full"):
-
-        @cached_property
-        def metadata(self) -> list[ParamMeta]:
-            """Name, dtype and shape of each tensor, in the order in which they are sent."""
-            return self._metadata
-
-    else:
-
-        def metadata(self) -> list[ParamMeta]:
-            """Return name, dtype and shape of each tensor, in the order in which they are sent."""
-            return self._metadata
+    if hasattr(WeightSource, "iter_full"):  # from 0.33 it is read often, and must not change
+        metadata = cached_property(metadata)  # type: ignore[assignment]
 
     def iter_full(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and full tensor of each; a new pass over the model as it is now."""
