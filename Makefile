@@ -57,7 +57,7 @@ $(VENV)/dev.done: $(VENV)/cli.done
 	touch $@
 
 demo: $(VENV)/cli.done
-	$(BIN)/float8 compare tensorwise --steps 130 --output runs/demo --overwrite
+	$(BIN)/float8 compare tensorwise --output runs/demo --overwrite
 
 PYTEST = $(BIN)/python .ci/cpu_seconds $(BIN)/python -m pytest -n 2 --dist loadgroup
 

@@ -129,7 +129,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = args.learning_rate * min(1, step / args.warmup)
+            group["lr"] = args.learning_rate * min(1, step / max(1, args.warmup))
         optimizer.step()
         optimizer.zero_grad()
         if numbers := watch.step():

@@ -240,7 +240,7 @@ def test_compare_prints_the_table_and_where_the_files_are(
         assert f"{run['val_gap_percent']:+.2f}" in row
         assert row.endswith(f" {run['noise_percent']:.2f}")
     assert names == ["high_precision", "my_recipes:mine"]
-    assert "CPUs are for trying float8, not for speed" in out
+    assert "On CPUs float8 is slower" in out
     assert "report: cmp/report.json, cmp/report.txt" in out
     assert all(run["recipe"] in Path("cmp/report.txt").read_text() for run in runs)
     assert not list(Path("cmp").glob("*/checkpoints"))

@@ -96,6 +96,8 @@ class Float8Callback(TrainerCallback, ExportableState):
                 do = "Trainer(callbacks=[...]), or convert in model_init and use Float8Callback()"
                 raise ValueError(f"Float8Callback: {got} {do}")
             self._convert(model, args, optimizer)
+        if not _count(model):
+            warn("float8: Float8Callback: no layer of the model is in float8; name a recipe")
         self._model = weakref.ref(model)
         # A checkpoint that was written without this callback has no entry.
         entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())

@@ -15,20 +15,19 @@ from float8_lab.bench.results import size_of
 from float8_lab.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
-PERFORMANCE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 _MODES = "compiled", "graphed", "eager"
 
 Row = dict[str, Any]
 Results = dict[str, Any]
-Columns = Mapping[str, tuple[str, int]]  # key, or keys of a sum, and digits of each heading
+Columns = Mapping[str, tuple[str, int]]  # key and digits of each heading
 
 
 class Section(NamedTuple):
     """One place of a page, between two markers: a picture, a table, and where they come from."""
 
-    page: Path
     name: str  # of the markers
     file: str  # in `RESULTS`, without .json; a picture of that name, if there is one, comes first
     title: str  # with settings in braces; `size` is model and tokens
@@ -43,31 +42,28 @@ _BLOCKS = "{size}: forward + backward"
 _SHARED = "{size}, tensor and sequence parallel on {ranks} GPUs: forward + backward"
 
 SECTIONS = (
-    Section(PERFORMANCE, "8B model", "h200-train-8b", _WHOLE, _TRAIN),
-    Section(PERFORMANCE, "1B model", "h200-train-1b", _WHOLE, _TRAIN),
-    Section(PERFORMANCE, "LoRA", "h200-train-lora", _ADAPTED, _TRAIN),
-    Section(PERFORMANCE, "8B blocks", "h200-kernels-8b", _BLOCKS, _STEP),
-    Section(PERFORMANCE, "70B block", "h200-block-70b", _BLOCKS, _STEP),
-    Section(PERFORMANCE, "8B checkpointed", "h100-train-8b-full", _WHOLE, _TRAIN),
-    Section(PERFORMANCE, "TP", "h200-tp-llama3-70b", _SHARED, _STEP),
+    Section("8B model", "h200-train-8b", _WHOLE, _TRAIN),
+    Section("1B model", "h200-train-1b", _WHOLE, _TRAIN),
+    Section("LoRA", "h200-train-lora", _ADAPTED, _TRAIN),
+    Section("8B blocks", "h200-kernels-8b", _BLOCKS, _STEP),
+    Section("70B block", "h200-block-70b", _BLOCKS, _STEP),
+    Section("8B checkpointed", "h100-train-8b-full", _WHOLE, _TRAIN),
+    Section("TP", "h200-tp-llama3-70b", _SHARED, _STEP),
 )
 
 
-def write_tables(only_check: bool) -> list[Path]:
-    """Write all pages, unless that is only to be checked; returns those that change."""
+def write_tables(only_check: bool) -> bool:
+    """Write the tables of `PAGE`, unless that is only to be checked; return whether it changes."""
     if not RESULTS.is_dir():
         got = f"bench tables: got no folder {RESULTS}, expected that of a checkout"
         raise ConfigError(f"{got}: run it in one, installed there by pip install -e .")
-    old = {section.page: section.page.read_text() for section in SECTIONS}
-    new = dict(old)
+    old = new = PAGE.read_text()
     for section in SECTIONS:
-        page, name = section.page, section.name
-        begin = f"<!-- {name}: written by float8 bench tables -->"
-        new[page] = updated(new[page], begin, f"<!-- end of {name} -->", written(section))
-    changed = [page for page in old if new[page] != old[page]]
-    for page in changed if not only_check else []:
-        page.write_text(new[page])
-    return changed
+        begin = f"<!-- {section.name}: written by float8 bench tables -->"
+        new = updated(new, begin, f"<!-- end of {section.name} -->", written(section))
+    if new != old and not only_check:
+        PAGE.write_text(new)
+    return new != old
 
 
 def updated(text: str, begin: str, end: str, content: str) -> str:
@@ -83,7 +79,7 @@ def written(section: Section) -> str:
     """Return the content of a section."""
     path = RESULTS / f"{section.file}.json"
     results = json.loads(path.read_text())
-    about, rows, beside = results["settings"], results["rows"], section.page.parent
+    about, rows, beside = results["settings"], results["rows"], PAGE.parent
     size = {"size": size_of(about)} if "blocks" in about else {}
     title = section.title.format(**about, **size)
     title = title[0].upper() + title[1:]
@@ -125,11 +121,9 @@ def pivot(section: Section, results: Results) -> list[str]:
     return table(heads, lines)
 
 
-def _number(row: Row, keys: str, digits: int) -> str:
-    """Return a number, or a sum, with so many digits behind the point; "" if there is none."""
-    found = [row.get(key) for key in keys.split()]
-    text = "" if None in found else f"{sum(found):,.{digits}f}"  # type: ignore[arg-type]
-    return text.removeprefix("-") if not text.strip("-0.") else text
+def _number(row: Row, key: str, digits: int) -> str:
+    """Return a number with so many digits behind the point; "" if there is none."""
+    return "" if row.get(key) is None else f"{row[key]:,.{digits}f}"
 
 
 def table(heads: list[str], rows: list[list[str]]) -> list[str]:

@@ -49,7 +49,7 @@ def compare_command(
     """Train high precision and each RECIPE from the same seeds on the same data, and compare.
 
     High precision is trained twice, the second time from weights that are rounded to bfloat16 once.
-    By how much both end apart is the noise: a gap that is not larger says nothing of a recipe.
+    By how much both end apart is the noise. With one seed a gap says little, even if it is larger.
     Writes report.json, report.txt and loss.png, besides a folder per run. Ctrl-C leaves
     checkpoints of the runs under way; the same command with --resume goes on from them, also with
     more --repeats.
@@ -70,7 +70,9 @@ def compare_command(
         report = compare(config, recipes, [progress], **how)
     rows = report.get("recipes", [])
     if config.device.startswith("cpu"):
-        console.print("CPUs are for trying float8, not for speed: it is slower there.")
+        console.print(
+            "On CPUs float8 is slower. What gains on a GPU: float8 plan --gpu H100 MODULE:FUNCTION"
+        )
     title = f"means of {repeats} seeds; " * (repeats > 1)
     for row in rows:
         row["recipe"] += f" ({row['status']})" * (row["status"] != FINISHED)
@@ -84,8 +86,6 @@ def compare_command(
     if stop.is_set():
         console.print("interrupted: go on with the same command and --resume")
         raise typer.Exit(INTERRUPTED_EXIT)
-    if config.device.startswith("cpu"):
-        console.print("which layers gain on a GPU: float8 plan --gpu H100 MODULE:FUNCTION")
     failed = [row for row in rows if row["status"] == FAILED]
     for row in failed:
         sys.stderr.write(f"error: {row['recipe']}: {row['error']}\n")

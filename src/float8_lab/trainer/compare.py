@@ -11,14 +11,16 @@ import itertools
 import json
 import math
 import multiprocessing
+import os
 import shutil
 import signal
 import statistics
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -32,11 +34,7 @@ from float8_lab.trainer.metrics import FAILED, FINISHED, Metrics, read_metrics, 
 from float8_lab.trainer.plot import plot_comparison
 from float8_lab.trainer.run_folder import RunFolder, check_same_run
 
-Row = dict[str, Any]
-"""One run, or the runs of one recipe: what `summarize` gives, and gaps to high precision.
-
-None stands for what is not known.
-"""
+Row = dict[str, Any]  # what `summarize` gives of a run, or means of a recipe's; None: not known
 
 _MEANS = ["train_loss", "val_loss", "val_gap_nats", "val_gap_percent"]
 _MEANS += ["tokens_per_s", "step_ms", "peak_memory_bytes"]
@@ -72,11 +70,13 @@ def by_recipe(runs: Sequence[Row]) -> list[Row]:
     rows: list[Row] = []
     for recipe in dict.fromkeys(row["recipe"] for row in runs):
         of_recipe = [row for row in runs if row["recipe"] == recipe]
-        failed = next((row for row in of_recipe if row["status"] != FINISHED), of_recipe[0])
+        failed = [x for x in of_recipe if x["status"] != FINISHED]
+        worst = max(failed or of_recipe, key=lambda x: x["status"] == FAILED)
         row = {"recipe": recipe, "runs": len(of_recipe), "noise_percent": noise}
-        row |= {"status": failed["status"], "error": failed["error"]}
+        row |= {"status": worst["status"], "error": worst["error"]}
+        whole = [x for x in of_recipe if x["status"] == FINISHED] or of_recipe
         for name in _MEANS:
-            known = [x[name] for x in of_recipe if x[name] is not None]
+            known = [x[name] for x in whole if x[name] is not None]
             row[name] = statistics.fmean(known) if known else None
         each = [x["val_gap_percent"] for x in found if x["recipe"] == recipe != HIGH_PRECISION]
         row["gap_error_percent"] = statistics.stdev(each) / len(each) ** 0.5 if each[1:] else None
@@ -118,7 +118,7 @@ def compare(
             how: Any = {"recipe": recipe, "seed": seed, "rounded_start": rounded}
             configs.append(base.replace(**how, output=str(output / name)))
     corpus = _corpus(base.data)
-    check_length(corpus, base.seq_len)
+    check_length(corpus, base.seq_len, base.batch_size)
     for recipe in order:
         # A step of a very small model: what does not work on this device says so at once.
         small: Any = {"model": "tiny", "seq_len": min(base.seq_len, 16), "batch_size": 1}
@@ -153,27 +153,26 @@ def compare(
 def _each(
     configs: Sequence[TrainConfig], observers: Sequence[Any], at_once: int, stop: Event
 ) -> Iterator[Row]:
-    """Yield the rows of all runs in order, until `stop` is set."""
+    """Yield the rows of all runs in order; once `stop` is set, of those that had begun."""
     if at_once == 1:
-        for config in configs:
-            if not stop.is_set():
-                yield _run(config, observers, stop)
+        yield from filter(None, (_run(config, observers, stop) for config in configs))
         return
-    spawn = multiprocessing.get_context("spawn")
+    spawn, others = multiprocessing.get_context("spawn"), multiprocessing.active_children()
     stopped, number = spawn.Event(), spawn.Value("i", 0)
     with ProcessPoolExecutor(at_once, spawn, _begin, (stopped, number)) as pool:
-        waiting = [pool.submit(_run, config, observers) for config in configs]
         try:
+            # The processes inherit that Ctrl-C, which is for this one, is blocked.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            waiting = [pool.submit(_run, config, observers) for config in configs]
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             for each in waiting:
                 while not wait([each], 0.2).done:
-                    if stop.is_set() and not stopped.is_set():
+                    if stop.is_set():
                         stopped.set()
-                        pool.shutdown(wait=False, cancel_futures=True)
-                if each.cancelled():
-                    return
-                yield each.result()
+                if row := each.result():
+                    yield row
         except BaseException:  # of this process: none trains on
-            for child in multiprocessing.active_children():
+            for child in set(multiprocessing.active_children()).difference(others):
                 child.terminate()
             raise
 
@@ -182,18 +181,21 @@ _stopped: Any = None  # of a process that trains for another one: the event that
 
 
 def _begin(stopped: Any, number: Any) -> None:
-    """Begin a process that trains for another one, which Ctrl-C is for."""
+    """Begin a process that trains for another one, and ends with it."""
     global _stopped
-    _stopped = stopped
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _stopped, parent = stopped, cast("Any", multiprocessing.parent_process())
+    threading.Thread(target=lambda: os._exit(parent.join() or 1), daemon=True).start()
     with number:
         if gpus := torch.cuda.device_count():
             torch.cuda.set_device(number.value % gpus)
         number.value += 1
 
 
-def _run(config: TrainConfig, observers: Sequence[Any], stop: Event | None = None) -> Row:
-    """Train one recipe, or take what an earlier attempt left of it."""
+def _run(config: TrainConfig, observers: Sequence[Any], stop: Any = None) -> Row | None:
+    """Train one recipe, or take what an earlier attempt left of it; None if it is to stop."""
+    stop = stop or _stopped
+    if stop.is_set():
+        return None
     folder = RunFolder(config.output)
     status, error = FINISHED, None
     if folder.status != FINISHED:
@@ -201,7 +203,7 @@ def _run(config: TrainConfig, observers: Sequence[Any], stop: Event | None = Non
         torch.compiler.reset()
         gc.collect()
         unfinished = folder.saved[-1] if folder.saved else None
-        how: Any = {"resume": unfinished, "corpus": _corpus(config.data), "stop": stop or _stopped}
+        how: Any = {"resume": unfinished, "corpus": _corpus(config.data), "stop": stop}
         try:
             status = train(config, observers=observers, **how).status
         except LabError as problem:
@@ -215,22 +217,23 @@ def _prepare(
     output: Path, configs: list[TrainConfig], corpus: Corpus, *, resume: bool, overwrite: bool
 ) -> None:
     """Make the folder ready: to `resume` runs without a checkpoint go, to `overwrite` all."""
-    folders = [RunFolder(config.output) for config in configs]
-    runs = {x.parent.name for x in output.glob("*/config.json")}
-    taken = (output / "report.json").exists() or any(folder.used for folder in folders)
-    if taken and not (resume or overwrite):
+    there = [x for file in output.glob("*/metrics.jsonl") if (x := RunFolder(file.parent)).used]
+    if ((output / "report.json").exists() or there) and not (resume or overwrite):
         do = "go on with it with --resume, replace it with --overwrite, or choose another folder"
         raise ConfigError(f"{output} already holds a comparison: {do} with --output")
-    if resume and (others := sorted(runs - {folder.path.name for folder in folders})):
+    names = {x.path.name for x in there if "-rounded" not in x.path.name}
+    if resume and (others := sorted(names.difference(Path(x.output).name for x in configs))):
         do = "name these recipes (and seeds), too, or choose another folder with --output"
         raise ConfigError(f"{output} holds runs of {', '.join(others)}: {do}")
+    gone = [x for x in there if not (resume and (x.status == FINISHED or x.saved))]
+    kept = {x.path for x in there}.difference(x.path for x in gone)
+    for config in configs:
+        if (path := Path(config.output)) in kept:
+            check_same_run(config, corpus, path)
     for name in () if resume else ("report.json", "report.md", "report.txt", "loss.png"):
         (output / name).unlink(missing_ok=True)
-    for config, folder in zip(configs, folders, strict=True):
-        if resume and (folder.status == FINISHED or folder.saved):
-            check_same_run(config, corpus, folder.path)
-        elif folder.used:
-            shutil.rmtree(folder.path)
+    for folder in gone:
+        shutil.rmtree(folder.path)
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -195,7 +195,10 @@ def float8_config(recipe: str) -> Any:
     if recipe == HIGH_PRECISION:
         return None
     try:
-        config = recipe_config(recipe.replace("+head", "").replace("+activations", ""))
+        name, *switches = recipe.split("+")
+        for own in {"head", "activations"}.intersection(switches):  # of the trainer
+            switches.remove(own)  # one of two stays, and is refused
+        config = recipe_config("+".join([name, *switches]))
     except ValueError as error:
         raise ConfigError(f"{error} (or {HIGH_PRECISION!r} to train without float8)") from error
     if config.float8_weights is Float8Weights.ONLY:

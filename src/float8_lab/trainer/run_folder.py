@@ -102,20 +102,12 @@ def _read_config(folder: Path) -> tuple[TrainConfig, str]:
     """The settings of a run, and the fingerprint of its data."""
     try:
         saved = json.loads((folder / "config.json").read_text())
-        settings, fingerprint = dict(saved["config"]), saved["corpus"]["fingerprint"]
-        if "rounded_start" in settings:
-            return TrainConfig(**settings), fingerprint
+        if "rounded_start" not in saved["config"]:
+            raise ValueError("of an older version, with another schedule and order of data")
+        return TrainConfig(**saved["config"]), saved["corpus"]["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        do = "delete that folder, which holds no checkpoint, to have the run done again"
-        if RunFolder(folder).saved:
-            do = "its checkpoints and metrics are not touched: start a run with the same settings "
-            do += "and --stop-after 1 --output elsewhere, and copy its config.json there"
         got = f"cannot read the settings of the run in {folder} from config.json ({error})"
-        raise ConfigError(f"{got}; {do}") from error
-    got = (
-        f"the run in {folder} is of an older version, whose schedule and order of data were others"
-    )
-    raise ConfigError(f"{got}: train it anew with another --output")
+        raise ConfigError(f"{got}; train it anew with another --output") from error
 
 
 def check_same_run(
