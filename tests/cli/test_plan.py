@@ -162,7 +162,7 @@ def test_layers_are_measured_where_a_device_is_named_and_a_filter_is_given_out(
     out = planned(*words)
     assert "tiny, tensorwise, 32 tokens: measured for " in out
     assert re.search(
-        r"32 +128 +384 +6 +gate up +[\d.]+ +[\d.]+ +\d\.\d\d (convert|leave: slower)", out
+        r"32 +96 +288 +4 +gate up +[\d.]+ +[\d.]+ +\d\.\d\d (convert|leave: slower)", out
     )
     assert re.search(r"measured: \d\.\d\dx of all linear layers", out)
     assert "modelled" not in out

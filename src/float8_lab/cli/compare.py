@@ -48,7 +48,7 @@ def compare_command(
 ) -> None:
     """Train high precision and each RECIPE from the same seeds on the same data, and compare.
 
-    High precision is trained twice, the second time from weights that are rounded to bfloat16 once.
+    High precision is trained twice, the second time from weights that are rounded to float8 once.
     By how much both end apart is the noise. With one seed a gap says little, even if it is larger.
     Writes report.json, report.txt and loss.png, besides a folder per run. Ctrl-C leaves
     checkpoints of the runs under way; the same command with --resume goes on from them, also with

@@ -39,7 +39,7 @@ def build_model(config: TrainConfig, device: torch.device) -> tuple[Llama, str]:
     model.to_empty(device=device)
     model.init_weights(config.seed)
     for parameter in model.parameters() if config.rounded_start else ():
-        parameter.detach().copy_(parameter.bfloat16())
+        parameter.detach().copy_(parameter.to(torch.float8_e5m2))
     return model, conversion
 
 

@@ -1,7 +1,7 @@
 """The same training under several recipes: same seeds, same data in the same order; a report.
 
 High precision is trained twice for each seed. The second run starts from the same weights, rounded
-to bfloat16 once (`rounded_start`): what it ends apart by is the noise that gaps are to be held
+to float8 (e5m2) once (`rounded_start`): what it ends apart by is the noise that gaps are to be held
 against.
 """
 

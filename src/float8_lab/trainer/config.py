@@ -86,7 +86,7 @@ class TrainConfig:
     seq_len: int = _model("Tokens per sequence.", min=2)
     seed: int = _model("Decides initial weights and order of the data.", 0, min=0, max=_LARGEST)
     rounded_start: bool = _model(
-        "Round the initial weights to bfloat16: another run of the same training, whose loss "
+        "Round the initial weights to e5m2: another run of the same training, whose loss "
         "differs by noise alone.",
         False,
     )
