@@ -69,7 +69,8 @@ def test_training_on_two_ranks(two: Ranks, tmp_path: Path) -> None:
         assert row["tokens_per_s_per_gpu"] == pytest.approx(32 / row["ms"] * 1e3, rel=1e-3)
         assert row["speedup"] == pytest.approx(rows[0]["ms"] / row["ms"], rel=1e-3)
         assert row["first_step_s"] > 0
-        assert row["loss"] == pytest.approx(math.log(256), abs=0.1)  # few steps of a tiny model
+        # Few steps of a tiny model, whose first logits have a variance of 1.
+        assert math.log(256) - 0.1 < row["loss"] < math.log(256) + 0.6
         assert row["sqnr_db"] is None or row["sqnr_db"] > 10
 
 
