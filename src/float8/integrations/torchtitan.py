@@ -11,6 +11,7 @@ In a function of a `config_registry`, or wherever a `Trainer.Config` is made; 0.
 
 import functools
 import logging
+import operator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -97,25 +98,21 @@ def _grouped_class(cls: Any) -> Any:
 
 @functools.cache
 def converted_config(source: Any) -> Any:
-    """Return a subclass of `source`, a config class, that builds float8, or attaches optimizers.
+    """Return a subclass of `source`, the config class of a module, that builds it in float8.
 
     The `parallelize` of experts is right: they have no buffers, and multiply plain tensors.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(source):
-        """The config of a module with its float8 configuration, or of optimizers."""
+        """The config of a module with its float8 configuration."""
 
-        float8: Float8LinearConfig | None
+        float8: Float8LinearConfig
 
         def build(self, **kwargs: Any) -> Any:
             """Build the module and convert it; raise `ValueError` if it cannot be."""
             mod = source.build(self, **kwargs)
-            if self.float8 is None:
-                if self.enable_cuda_graph:
-                    raise ValueError("attached: got enable_cuda_graph=True, expected False")
-                attach_to_optimizers(mod.optimizers, kwargs["model_parts"], None)
-            elif isinstance(mod, Linear):
+            if isinstance(mod, Linear):
                 mod = ConvertedLinear.from_float(mod, self.float8, linear_classes=[type(mod)])
                 if mod.weight.dim() == 2:
                     enable_float8_all_gather(mod)
@@ -136,8 +133,8 @@ def converted_config(source: Any) -> Any:
 class Float8Converter(ModelConfigConverter, ModelConfigTransform):
     """Converts the linear layers of a model config to `Float8Linear`, experts to `Float8Experts`.
 
-    Subclasses of torchtitan's `Linear.Config`, but for column- and row-parallel layers, and the
-    gates of routers stay. Tensor parallel needs `parallelism.spmd_backend="partial_dtensor"`, which
+    Gates of routers stay, as do subclasses of torchtitan's `Linear.Config` other than those of
+    column- and row-parallel layers. Tensor parallel needs `spmd_backend="partial_dtensor"`, which
     torchtitan 0.3.0 has, but no later one. `Config(...).build()` is a transform, too.
     """
 
@@ -182,15 +179,13 @@ class Float8Converter(ModelConfigConverter, ModelConfigTransform):
         plain = [getattr(titan_linear, x).Config for x in _PLAIN if hasattr(titan_linear, x)]
         stay, changes = [], []
         for fqn, config, parent, name in every:
-            cls: Any = type(config)
-            if self._filtered(fqn) or hasattr(config, "float8"):
+            if any(x in fqn for x in self._filter_fqns) or hasattr(config, "float8"):
                 continue
-            if isinstance(config, experts):
-                if self._why_no_experts:
-                    stay.append(fqn)
-                else:
-                    changes.append((parent, name, config, self._experts))
-            elif cls in plain and not left_out(fqn) and type(parent).__qualname__ != gates:
+            if isinstance(config, experts) and self._why_no_experts:
+                stay.append(fqn)
+            elif isinstance(config, experts):
+                changes.append((parent, name, config, self._experts))
+            elif type(config) in plain and not left_out(fqn) and type(parent).__qualname__ != gates:
                 changes.append((parent, name, config, self._linear))
         if stay:
             logger.warning(
@@ -201,24 +196,18 @@ class Float8Converter(ModelConfigConverter, ModelConfigTransform):
             got = f"got {len(every)} linear layers and experts, none of which can be converted"
             raise ValueError(f"Float8Converter: {got}; apply it before LoRA and other transforms")
         for parent, name, config, float8 in changes:
-            if isinstance(parent, list):
-                parent[name] = _converted(config, float8)
-            else:
-                setattr(parent, name, _converted(config, float8))
+            converted = _as(converted_config(config.__class__), config, float8=float8)
+            assign = operator.setitem if isinstance(parent, list) else setattr
+            assign(parent, name, converted)
         return model_config
 
     def transform(self, model: Any, *, context: Any = None) -> Any:
         """Convert the model's config, as `convert` does; for `apply_transforms`."""
         return self.convert(model)
 
-    def _filtered(self, fqn: str) -> bool:
-        return any(name in fqn for name in self._filter_fqns)
 
-
-def _converted(config: Any, float8: Float8LinearConfig | None) -> Any:
-    values = {x.name: getattr(config, x.name) for x in fields(config)}
-    source: Any = type(config)
-    return converted_config(source)(**values, float8=float8)
+def _as(cls: Any, config: Any, **more: Any) -> Any:
+    return cls(**{x.name: getattr(config, x.name) for x in fields(config)}, **more)
 
 
 def attach_to_optimizers(optimizers: Any, model_parts: Any, parallel_dims: Any) -> None:
@@ -239,4 +228,15 @@ def attached(optim: Any) -> Any:
     For torchtitan after 0.3.0, which has no `post_optimizer_build_fn`. Its `build` raises
     `ValueError` for `enable_cuda_graph`: no hook runs when a graph is replayed.
     """
-    return _converted(optim, None)
+    source: Any = type(optim)
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(source):
+        def build(self, **kwargs: Any) -> Any:
+            if self.enable_cuda_graph:
+                raise ValueError("attached: got enable_cuda_graph=True, expected False")
+            container = source.build(self, **kwargs)
+            attach_to_optimizers(container.optimizers, kwargs["model_parts"], None)
+            return container
+
+    return _as(Config, optim)

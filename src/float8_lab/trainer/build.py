@@ -32,10 +32,10 @@ def build_model(config: TrainConfig, device: torch.device) -> tuple[Llama, str]:
     if config.compile:
         # Blocks are alike, so one compilation serves all; the names of parameters stay.
         for block in (*model.layers, model.norm):
-            how: Any = {"mode": "reduce-overhead" if config.cuda_graphs else None}
+            more: Any = {"mode": "reduce-overhead" if config.cuda_graphs else None}
             if "+activations" in config.recipe:
-                how = {"options": activations_in_float8()}
-            block.compile(fullgraph=True, dynamic=False, **how)
+                more = {"options": activations_in_float8()}
+            block.compile(fullgraph=True, dynamic=False, **more)
     model.to_empty(device=device)
     model.init_weights(config.seed)
     for parameter in model.parameters() if config.rounded_start else ():

@@ -115,8 +115,8 @@ def compare(
     for seed, recipe in itertools.product(range(base.seed, base.seed + repeats), order):
         for rounded in (False, True) if noise and recipe == HIGH_PRECISION else (False,):
             name = f"{recipe}{'-rounded' * rounded}{f'-seed{seed}' * (seed != base.seed)}"
-            how: Any = {"recipe": recipe, "seed": seed, "rounded_start": rounded}
-            configs.append(base.replace(**how, output=str(output / name)))
+            own: Any = {"recipe": recipe, "seed": seed, "rounded_start": rounded}
+            configs.append(base.replace(**own, output=str(output / name)))
     corpus = _corpus(base.data)
     check_length(corpus, base.seq_len, base.batch_size)
     for recipe in order:
@@ -203,9 +203,9 @@ def _run(config: TrainConfig, observers: Sequence[Any], stop: Any = None) -> Row
         torch.compiler.reset()
         gc.collect()
         unfinished = folder.saved[-1] if folder.saved else None
-        how: Any = {"resume": unfinished, "corpus": _corpus(config.data), "stop": stop}
+        more: Any = {"resume": unfinished, "corpus": _corpus(config.data), "stop": stop}
         try:
-            status = train(config, observers=observers, **how).status
+            status = train(config, observers=observers, **more).status
         except LabError as problem:
             status, error = FAILED, str(problem)
     row = {"recipe": config.recipe, "seed": config.seed, "rounded_start": config.rounded_start}
