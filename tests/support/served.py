@@ -212,7 +212,11 @@ def served(plain: nn.Module, stream: dict[str, Tensor], server: Server) -> nn.Mo
     """Return a copy of a Llama or Mixtral as a server has it that gets `stream`."""
     model, weights = copy.deepcopy(plain).eval(), dict[str, Quantized]()
     rest = {name: x for name, x in stream.items() if "_scale" not in name and x.dtype != E4M3}
-    model.load_state_dict(rest, strict=False)
+    with torch.no_grad():
+        for x in model.parameters():
+            x.fill_(torch.nan)  # what is not in the stream
+    rest = {name.replace("block_sparse_moe.gate", "mlp.gate"): x for name, x in rest.items()}
+    assert not model.load_state_dict(rest, strict=False).unexpected_keys
     for name, x in stream.items():
         if x.dtype == E4M3:
             scale = stream[name + ("_scale" if f"{name}_scale" in stream else "_scale_inv")]
