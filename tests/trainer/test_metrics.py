@@ -35,7 +35,6 @@ def test_lines_come_back_as_written(tmp_path: Path) -> None:
     back = read_metrics(path)
     assert back.train[0] == records[0]
     assert back.train[1].loss != back.train[1].loss
-    assert not back.train[1].finite
     assert back.validation == [ValidationRecord(2, float("inf"))]
     assert back.status == "finished"
 

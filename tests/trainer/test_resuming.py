@@ -267,7 +267,7 @@ def test_weights_that_are_not_finite_are_never_a_finished_run(
     folder = RunFolder(config.output)
     assert (folder.status, folder.saved) == ("failed", [])
     (step,) = read_metrics(folder.metrics).train
-    assert step.finite
+    assert step.loss + step.grad_norm < float("inf")
 
 
 @pytest.mark.parametrize(

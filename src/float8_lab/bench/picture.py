@@ -23,8 +23,7 @@ def plot_results(results: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(8, 4.6), layout="constrained")
     axes = figure.subplots()
     about = results["settings"]
-    named = [name for name in ("lora", "transformers") if about[name]]
-    title = [f"{size_of(about)} per GPU", *named]
+    title = [f"{size_of(about)} per GPU", *(x for x in ("lora", "transformers") if about[x])]
     axes.set_title(", ".join([*title, f"{about['ranks']} x {results['environment']['device']}"]))
     axes.set_xlabel("peak memory, GiB (left is better)")
     axes.set_ylabel("thousand tokens/s of a GPU (up is better)")

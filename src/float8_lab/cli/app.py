@@ -10,8 +10,7 @@ from float8_lab.cli.options import App, Command
 
 COMMANDS = {
     "train": "Train a Llama on bytes of text with a float8 recipe, or in high precision.",
-    "compare": "Train high precision and each RECIPE from the same seeds on the same data, and "
-    "compare.",
+    "compare": "Train high precision and each RECIPE from the same seeds, on the same data.",
     "plan": "Show for each linear layer of a model whether float8 makes it faster.",
     "bench": "Time models, layers and training, each checked first; write tables of pages.",
 }

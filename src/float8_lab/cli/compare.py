@@ -46,7 +46,7 @@ def compare_command(
         bool, _option("--overwrite", help="Replace an earlier one in the same folder.")
     ] = False,
 ) -> None:
-    """Train high precision and each RECIPE from the same seeds on the same data, and compare.
+    """Train high precision and each RECIPE from the same seeds, on the same data.
 
     High precision is trained twice, the second time from weights that are rounded to float8 once.
     By how much both end apart is the noise. With one seed a gap says little, even if it is larger.
@@ -86,8 +86,6 @@ def compare_command(
     if stop.is_set():
         console.print("interrupted: go on with the same command and --resume")
         raise typer.Exit(INTERRUPTED_EXIT)
-    failed = [row for row in rows if row["status"] == FAILED]
-    for row in failed:
-        sys.stderr.write(f"error: {row['recipe']}: {row['error']}\n")
-    if failed:
+    if failed := [row for row in rows if row["status"] == FAILED]:
+        sys.stderr.writelines(f"error: {row['recipe']}: {row['error']}\n" for row in failed)
         raise typer.Exit(1)

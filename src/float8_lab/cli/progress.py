@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from threading import Event
 from types import FrameType
 
@@ -14,14 +15,13 @@ from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.metrics import StepRecord, ValidationRecord
 
 _NOTICE = b"\nstopping after this step, with a checkpoint (again: stop at once)\n"
-_PLAIN_WIDTH = 120  # A log has no width; this one holds the widest table.
 
 
 def make_console() -> Console:
     """The console on standard output."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = max(console.width, _PLAIN_WIDTH)
+    if not console.is_terminal:  # a log has no width; this one holds the widest table
+        console.width = max(console.width, 120)
     return console
 
 
@@ -41,25 +41,21 @@ class ConsoleProgress:
     def on_start(self, config: TrainConfig, step: int, about: str) -> None:
         """Say what is trained on what."""
         self._steps = config.steps
-        if self._console is None:
-            self._name = f"{Path(config.output).name}: "
+        self._name = f"{Path(config.output).name}: " * (self._console is None)
         self._print(about + f"\n  resumed after step {step}" * bool(step))
 
     def on_records(self, records: Sequence[StepRecord]) -> None:
         """Print the mean of these steps."""
         last = records[-1]
-        loss = sum(record.loss for record in records) / len(records)
-        seconds = sum(record.seconds for record in records) / len(records)
-        speed = f"{last.tokens / seconds:,.0f} tok/s"
-        parts = [f"loss {loss:.4f}", speed, f"{1e3 * seconds:.0f} ms"]
+        loss, seconds = (fmean(getattr(x, name) for x in records) for name in ("loss", "seconds"))
+        text = f"loss {loss:.4f}  {last.tokens / seconds:,.0f} tok/s  {1e3 * seconds:.0f} ms"
         if last.memory_bytes is not None:
-            parts.append(f"{last.memory_bytes / 2**30:.2f} GiB")
-        self._print(f"  step {last.step}/{self._steps}  {'  '.join(parts)}")
+            text += f"  {last.memory_bytes / 2**30:.2f} GiB"
+        self._print(f"  step {last.step}/{self._steps}  {text}")
 
     def on_validation(self, record: ValidationRecord) -> None:
         """Print the validation loss."""
-        at = f"  step {record.step}/{self._steps}"
-        self._print(f"{at}  validation loss {record.loss:.4f}")
+        self._print(f"  step {record.step}/{self._steps}  validation loss {record.loss:.4f}")
 
     def on_checkpoint(self, path: Path) -> None:
         """Print where the checkpoint is."""

@@ -159,8 +159,7 @@ class TrainConfig:
         values |= {name: value for name, value in settings.items() if value is not None}
         values["model"] = model
         output = str(Path("runs") / f"{model}-{values['recipe']}")
-        steps = values["steps"]
-        warmup_steps = min(max(100, steps // 20), 2 * steps // 5)
+        warmup_steps = min(max(100, (n := values["steps"]) // 20), 2 * n // 5)
         derived = {"warmup_steps": warmup_steps, "output": output}
         # bfloat16 matrix multiplies are slower than float32 ones on most CPUs.
         derived["dtype"] = "bfloat16" if values["device"].startswith("cuda") else "float32"

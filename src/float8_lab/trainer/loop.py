@@ -112,8 +112,7 @@ class Trainer:
         about += f"{', graphed' * config.cuda_graphs} on {config.device}"
         if self.device.type == "cpu":
             about += f" with {torch.get_num_threads()} thread(s)"
-            slow = "\n  the first step takes a minute or two: Inductor's C++ is compiled"
-            about += slow * config.compile
+            about += "\n  the first step compiles C++ for a minute or two" * config.compile
         data = f"data: {corpus.name}, {len(corpus.train) / 1e6:.1f} MB in "
         data += f"{corpus.train_files} file(s), {config.tokens_per_step:,} tokens per step"
         return "\n  ".join([about, data, *self.conversion.splitlines()[:1]])
@@ -190,10 +189,11 @@ class Trainer:
             rate, timed = build.learning_rate(step, config), step - self._first_step > untimed
             rest = duration, config.tokens_per_step, timed, memory
             records.append(StepRecord(step, loss, norm, rate, *rest))
-        self._pending = []
+        self._pending.clear()
         self._tell("on_records", records)
         for x in records:
-            self._require_finite(x.finite, x.step, f"loss {x.loss}, gradient norm {x.grad_norm}")
+            finite = math.isfinite(x.loss) and math.isfinite(x.grad_norm)
+            self._require_finite(finite, x.step, f"loss {x.loss}, gradient norm {x.grad_norm}")
 
     def _require_finite(self, finite: bool, step: int, what: str) -> None:
         """Raise a `FailedError` if the run cannot go on from there."""

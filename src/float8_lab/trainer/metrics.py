@@ -37,11 +37,6 @@ class StepRecord:
     timed: bool  # whether it counts for throughput, being past compilation and warm-up
     memory_bytes: int | None  # highest of tensors until now; of GPUs
 
-    @property
-    def finite(self) -> bool:
-        """Return whether training can go on from here."""
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
-
 
 @dataclass(frozen=True)
 class ValidationRecord:

@@ -25,7 +25,7 @@ def plot_comparison(
     reference = next(iter(recipes.values()))
     window = max(len(reference[0].train) // 40, 1)
     for index, (name, runs) in enumerate(recipes.items()):
-        width = 1.2 + 1.6 * (len(recipes) - 1 - index)
+        width = 1.2 + 6 * (1 - (index + 1) / len(recipes))
         how: dict[str, Any] = {"color": _COLORS[index % len(_COLORS)], "linewidth": width}
         for axes, base in ((above, []), (below, reference)):
             if axes is above or index:
@@ -36,9 +36,9 @@ def plot_comparison(
         steps = min((steps for steps, _ in apart), key=len)
         noise = np.sqrt(np.mean([gaps[: len(steps)] ** 2 for _, gaps in apart], axis=0))
         below.fill_between(steps, -noise, noise, color=_COLORS[0], alpha=0.3, linewidth=0)
-    line = "training" if window == 1 else f"training, mean of {window} steps"
-    band = "; band: two runs in high precision" if apart else ""
-    figure.suptitle(f"{title}\nlines: {line}; dots: validation{band}", fontsize=11)
+    about = f"lines: training, mean of {window} steps; dots: validation"
+    about += "; band: two runs in high precision" * bool(apart)
+    figure.suptitle(f"{title}\n{about}", fontsize=11)
     above.legend(frameon=False, ncols=2)
     above.set_ylabel("loss (nats per byte)")
     below.axhline(0.0, color=_COLORS[0], linewidth=1, zorder=0)
