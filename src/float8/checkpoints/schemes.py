@@ -247,13 +247,13 @@ def strategy_of(mod: Any) -> Scheme | str | None:
         return None
     if (scale := mod._parameters.get("weight_scale_inv")) is not None:
         block: Any = getattr(mod, "block_size", None)
-        wanted = FINE_GRAINED, block and [*block], scale.itemsize == 1
-        fits = (x for x in _ALL if (x.format, x.block, x.exponents is not None) == wanted)
+        layout = FINE_GRAINED, block and [*block], scale.itemsize == 1
+        fits = (x for x in _ALL if (x.format, x.block, x.exponents is not None) == layout)
         return next(fits, f"{block} blocks ({FINE_GRAINED})")
     if (scale := mod._parameters.get("weight_scale")) is None:
         return None
-    said = getattr(getattr(mod, _SCHEME, None), "weights", None)
-    strategy = getattr(said, "strategy", "tensor" if scale.numel() == 1 else "channel")
+    weight_arguments = getattr(getattr(mod, _SCHEME, None), "weights", None)
+    strategy = getattr(weight_arguments, "strategy", "tensor" if scale.numel() == 1 else "channel")
     strategy = "mxfp8" if scale.itemsize == 1 else strategy
     fits = (x for x in _ALL if (x.format, x.strategy) == (COMPRESSED, strategy))
     return next(fits, f"strategy {strategy!r} ({COMPRESSED})")

@@ -100,8 +100,8 @@ def convert_chosen(chooser: Chooser) -> nn.Module:
     if not any(isinstance(mod, Float8Module) for mod in choices):
         reasons = [*dict.fromkeys(str(choice.reason) for choice in choices.values())][:3]
         why = f"was converted: {'; '.join(reasons) or 'it has no nn.Linear'}"
-        do = "print(conversion_report(model)) shows each"
-        warn(f"float8: no layer of {type(module).__name__} {why}. {do}")
+        fix = "print(conversion_report(model)) shows each"
+        warn(f"float8: no layer of {type(module).__name__} {why}. {fix}")
     return module
 
 
@@ -170,8 +170,10 @@ def _require_changeable(mod: Float8Module, fqn: str) -> None:
     refused: Refusal | None = None
     if replaced_forward(mod):
         got = "a layer with a `forward` of its own as attribute, which calls that of float8"
-        do = "remove it first: accelerate's, by accelerate.hooks.remove_hook_from_submodules(model)"
-        refused = got, do
+        fix = (
+            "remove it first: accelerate's, by accelerate.hooks.remove_hook_from_submodules(model)"
+        )
+        refused = got, fix
     elif is_parametrized(mod):
         refused = "a layer that is parametrized", "remove the parametrization first"
     for feature in FEATURES:
@@ -180,6 +182,6 @@ def _require_changeable(mod: Float8Module, fqn: str) -> None:
         raise _refusal(fqn, *refused)
 
 
-def _refusal(fqn: str, got: str, do: str) -> ValueError:
+def _refusal(fqn: str, got: str, fix: str) -> ValueError:
     """Return an error about the layer called `fqn`: what was got, and what to do."""
-    return ValueError(f"layer {fqn or '(root)'!r}: got {got}, expected one that can change; {do}")
+    return ValueError(f"layer {fqn or '(root)'!r}: got {got}, expected one that can change; {fix}")

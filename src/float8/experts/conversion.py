@@ -92,7 +92,7 @@ class Experts(Conversion):
         """Return the linear layers that seem to route tokens: by name, one output per expert."""
         modules = [*chooser.model.named_modules()]
         weights = [weights_of(mod)[:1] for _, mod in modules if kind_of(mod) is not None]
-        counts = {first.experts for found in weights for first in found}
+        counts = {first.experts for stacks in weights for first in stacks}
         reason = "a router: converted only if a module_filter_fn takes it"
         return {
             mod: reason

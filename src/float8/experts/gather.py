@@ -88,8 +88,8 @@ class GatherExperts(Float8GatherWeight):
             return (bytes_, scale.view(torch.uint8)), GatherInfo(size)
         if ranks > 1:
             group = mesh.get_group().group_name
-            every = SharedTokens(group, ranks, dim=0, before=1).gather(scale)
-            scale = torch.cat(every.chunk(ranks), dim)[: size[0]]
+            scales_of_ranks = SharedTokens(group, ranks, dim=0, before=1).gather(scale)
+            scale = torch.cat(scales_of_ranks.chunk(ranks), dim)[: size[0]]
         return (bytes_,), GatherInfo(size, scale)
 
     def _gathered(self, data: Tensor, scale: Any, dtype: torch.dtype, amax: Any) -> GatheredExperts:

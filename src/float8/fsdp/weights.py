@@ -46,12 +46,12 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     for shards in batches.values():
         for shard in shards.values():
             shard.forget_cast()  # frees the old casts before there are new ones
-    for alike, shards in batches.items():
-        for (weight, shard), ahead in zip(shards.items(), _cast(alike, shards), strict=True):
+    for key, shards in batches.items():
+        for (weight, shard), ahead in zip(shards.items(), _cast(key, shards), strict=True):
             shard.keep(ahead, weight)
 
 
-class _Alike(NamedTuple):
+class _BatchKey(NamedTuple):
     """The key of shards that one call of `_cast` casts together."""
 
     one_scale: bool
@@ -66,21 +66,21 @@ class _Alike(NamedTuple):
     cast_config: CastConfig
 
 
-def _cast(alike: _Alike, shards: dict[Any, Float8GatherWeight]) -> list[CastAhead]:
+def _cast(key: _BatchKey, shards: dict[Any, Float8GatherWeight]) -> list[CastAhead]:
     """Return the casts of shards; only scales if offloaded: FSDP2 copies shards before a cast."""
-    config, dtype = alike.cast_config, alike.param_dtype
-    on_device, values = alike.device.type == alike.device_type, [x._inner for x in shards.values()]
-    if alike.one_scale:
-        scales = scales_of(values, config, dtype, amax_over(alike.groups, alike.device_type))
+    config, dtype = key.cast_config, key.param_dtype
+    on_device, values = key.device.type == key.device_type, [x._inner for x in shards.values()]
+    if key.one_scale:
+        scales = scales_of(values, config, dtype, amax_over(key.groups, key.device_type))
         if not on_device:
             return [CastAhead(scale) for scale in scales]
         return [*map(CastAhead, scales, foreach_cast(values, scales, config, dtype))]
     return [x.quantized(x._inner, Cast(config), dtype) for x in shards.values()]
 
 
-def _shards_to_cast(model: nn.Module) -> dict[_Alike, dict[Any, Float8GatherWeight]]:
+def _shards_to_cast(model: nn.Module) -> dict[_BatchKey, dict[Any, Float8GatherWeight]]:
     """Return the shards to cast in batches, each a dict by weight for one call of `_cast`."""
-    batches: dict[_Alike, dict[Any, Float8GatherWeight]] = {}
+    batches: dict[_BatchKey, dict[Any, Float8GatherWeight]] = {}
     groups_of: dict[Any, tuple[Any, ...] | None] = {}  # by sharding; None if a shard is empty
     for module in model.modules():
         if not (isinstance(module, Float8Module) and _casts_ahead(module)):
@@ -109,8 +109,8 @@ def _shards_to_cast(model: nn.Module) -> dict[_Alike, dict[Any, Float8GatherWeig
                 groups_of[sharding] = groups
             if (groups := groups_of[sharding]) is not None:
                 where = groups, mesh.device_type, shard.device
-                alike = _Alike(one_scale, *where, shard.dtype, shard.param_dtype, shard.how)
-                batches.setdefault(alike, {})[weight] = shard
+                key = _BatchKey(one_scale, *where, shard.dtype, shard.param_dtype, shard.how)
+                batches.setdefault(key, {})[weight] = shard
     return batches
 
 
@@ -154,8 +154,8 @@ class Float8Gathers(Feature):
             sharded = isinstance(local, Float8GatherWeight) and local is not weight
             gathered = isinstance(local, Float8Tensor) and not mod._float8_never_trains
             if sharded or gathered:
-                do = "make the change before fully_shard, or load a state dict of it into a new"
-                return "a weight that FSDP2 gathers in float8", f"{do} model"
+                fix = "make the change before fully_shard, or load its state dict into a new model"
+                return "a weight that FSDP2 gathers in float8", fix
         return None
 
     def why_not_taken(self, mod: Any, config: Float8LinearConfig) -> Refusal | None:

@@ -50,7 +50,7 @@ def become(mod: nn.Module, new: nn.Module) -> None:
 
 def class_with_forward(cls: type) -> type:
     """Return the class that gives instances of `cls` their forward."""
-    return next(each for each in cls.__mro__ if {"forward", "__call__"} & vars(each).keys())
+    return next(base for base in cls.__mro__ if {"forward", "__call__"} & vars(base).keys())
 
 
 def replaced_forward(mod: nn.Module) -> bool:
@@ -78,12 +78,14 @@ def problem(
         return ValueError(f"{got}; {ABOUT_FORWARD}")
     if reason := not_in_high_precision(weight):
         return TypeError(f"got a {reason}")
-    shape, do = tuple(weight.shape), ""
+    shape, fix = tuple(weight.shape), ""
     if 0 in shape:
         if hasattr(weight, "ds_shape"):
-            do = ": DeepSpeed's zero.Init has taken it apart; convert each layer by itself, within "
-            do += "deepspeed.zero.GatheredParameters([layer.weight])"
-        return ValueError(f"got weight of shape {shape}, expected no empty dim{do}")
+            fix = (
+                ": DeepSpeed's zero.Init has taken it apart; convert each layer by itself, within "
+            )
+            fix += "deepspeed.zero.GatheredParameters([layer.weight])"
+        return ValueError(f"got weight of shape {shape}, expected no empty dim{fix}")
     for refuse in REFUSALS:
         if refusal := refuse(mod, config):
             return refusal
@@ -130,23 +132,26 @@ def _cannot_be_both(mod: Any, base: Any, config: Float8LinearConfig) -> str | No
     """Return why the class of `mod` cannot be combined with `base`, or None."""
     cls: Any = type(mod)
     is_ours = isinstance(mod, Float8Module)
-    names, there = base._float8_buffer_names(config), {*dir(mod)}
+    names, attributes = base._float8_buffer_names(config), {*dir(mod)}
     if is_ours:
         names -= mod._float8_state().keys()
     else:
         names |= our_names(base)
         # The class would hide what is registered under this name.
         names |= {"from_float"} & {*mod._parameters, *mod._buffers, *mod._modules}
-    if taken := names & there:
-        name = min(taken)
+    if conflicts := names & attributes:
+        name = min(conflicts)
         return f"with an attribute {name!r}, expected one without: {base.__name__} has one"
     if is_ours:
         return None
-    for each in (each for each in cls.__mro__ if each not in (nn.Linear, nn.Module, object)):
-        if has := [name for name in _PICKLING if vars(each).get(name)]:  # `__slots__` may be empty
+    for parent in cls.__mro__:
+        pickling = [
+            name for name in _PICKLING if vars(parent).get(name)
+        ]  # `__slots__` may be empty
+        if pickling and parent not in (nn.Linear, nn.Module, object):
             return (
-                f"with {has[0]!r}, expected one without: {base.__name__} has a way of its own to "
-                f"copy and pickle layers"
+                f"with {pickling[0]!r}, expected one without: {base.__name__} has a way of its own "
+                f"to copy and pickle layers"
             )
     try:
         class_of(base, cls)
@@ -176,11 +181,11 @@ def class_of(base: Any, source: Any) -> Any:
     return new_class(name, (base, source), class_of, (base, source), **members)
 
 
-def _init(layer: Any, *args: Any, **more: Any) -> None:
-    make = layer._float8_source_class.__init__
+def _init(layer: Any, *args: Any, **kwargs: Any) -> None:
+    init = layer._float8_source_class.__init__
     # A `config` that the user's class takes is the user's.
-    config = None if "config" in signature(make).parameters else more.pop("config", None)
-    make(layer, *args, **more)
+    config = None if "config" in signature(init).parameters else kwargs.pop("config", None)
+    init(layer, *args, **kwargs)
     layer._float8_begin(config)
 
 

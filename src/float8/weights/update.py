@@ -44,7 +44,7 @@ def update_float8_weights(model: nn.Module) -> None:
     }
     if not mods:
         return
-    alike: dict[Any, dict[Tensor, list[Float8Linear]]] = {}  # kind -> weight -> its layers
+    batches: dict[Any, dict[Tensor, list[Float8Linear]]] = {}  # kind -> weight -> its layers
     on_the_fly: list[str] = []
     fsdp1 = "summon_full_params"  # a method of its modules; FSDP writes past version counters
     wraps = (x.modules() for x in model.modules() if is_fsdp_module(x) or hasattr(type(x), fsdp1))
@@ -77,8 +77,8 @@ def update_float8_weights(model: nn.Module) -> None:
             on_the_fly.append(f"{name} ({reason})")
         elif not weight.is_meta:
             kind = weight.device, weight.dtype, mod._float8_plan.casts.weight
-            alike.setdefault(kind, {}).setdefault(weight, []).append(mod)
-    for (_, dtype, cast), readers in alike.items():
+            batches.setdefault(kind, {}).setdefault(weight, []).append(mod)
+    for (_, dtype, cast), readers in batches.items():
         scales: list[Tensor] | list[None] = [None] * len(readers)
         if cast.config.scaling_granularity.one_scale:
             scales = scales_of(list(readers), cast.config, dtype)

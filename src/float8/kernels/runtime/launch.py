@@ -98,7 +98,8 @@ def allocator(device: torch.device) -> Callable[..., Tensor]:
     """Return `empty_strided(shape, strides, dtype)` for `device`, which must be the current one."""
     if device.type == "cuda" and private.empty_strided_cuda is not None:
         return private.empty_strided_cuda  # type: ignore[no-any-return]
-    return lambda shape, strides, of: torch.empty_strided(shape, strides, dtype=of, device=device)
+    allocate = torch.empty_strided
+    return lambda shape, strides, dtype: allocate(shape, strides, dtype=dtype, device=device)
 
 
 def takes_triton_directly(*tensors: Tensor | None) -> bool:
