@@ -134,7 +134,7 @@ def grouped_matmul(
         if reason := lacks_float8_gemm(a.data.device, only=only):
             raise refused_gemm(reason)
     ends, tokens = (a.ends, a.tokens) if isinstance(a, Columns) else (ends, None)
-    y = GROUPED_GEMM(a.data, a.scale, *b, ends, tokens, *gemm.packed(), out_dtype)
+    y = GROUPED_GEMM(a.data, a.scale, *b, ends, tokens, gemm.packed(), out_dtype)
     return y if y.shape[-2:] == shape else without_padding(y, *shape)
 
 

@@ -145,14 +145,11 @@ def _cannot_be_both(mod: Any, base: Any, config: Float8LinearConfig) -> str | No
     if is_ours:
         return None
     for parent in cls.__mro__:
-        pickling = [
-            name for name in _PICKLING if vars(parent).get(name)
-        ]  # `__slots__` may be empty
-        if pickling and parent not in (nn.Linear, nn.Module, object):
-            return (
-                f"with {pickling[0]!r}, expected one without: {base.__name__} has a way of its own "
-                f"to copy and pickle layers"
-            )
+        if parent in (nn.Linear, nn.Module, object):
+            continue
+        if name := next((x for x in _PICKLING if vars(parent).get(x)), ""):  # `__slots__` may be ()
+            got = f"with {name!r}, expected one without"
+            return f"{got}: {base.__name__} has a way of its own to copy and pickle layers"
     try:
         class_of(base, cls)
     except Exception as error:

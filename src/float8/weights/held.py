@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from float8.config import CastConfig, Float8Weights, ScalingGranularity
+from float8.config import CastConfig, Float8Weights
 from float8.gemm import GEMM_OPS, Gemm, matmul_of_any_size
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.private import dispatch_modes, make_fx_is_on, pre_dispatch_modes
@@ -66,7 +66,7 @@ class Held(NamedTuple):
         return TIMES_HELD(
             *a, *b, self.values.detach(), index[0] if index else None,
             call.products.stored_transposed, *shape, col, call.casts.weight.config.power_of_2,
-            *gemm.packed(), out_dtype,
+            gemm.packed(), out_dtype,
         )  # fmt: skip
 
 
@@ -82,11 +82,7 @@ def times_held(
     N: int,
     col: bool,
     power_of_2: bool,
-    granularity_of_a: str,
-    granularity_of_b: str,
-    use_fast_accum: bool,
-    emulate: bool,
-    powers_of_2: bool,
+    gemm: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Multiply row data by the held data of a weight, cast here again if the weight was written.
@@ -98,11 +94,11 @@ def times_held(
     [E, N, K], or [E, K, N] if `stored_transposed`; never a view, since a compiler may rebuild views
     without their version counter. The result is [M, N], for column data [M, K].
     `power_of_2`: whether the cast of the weight rounds its scales. `offs`: ends of experts' rows.
+    `gemm`: see `Gemm.packed`.
     """
-    operand, granularity = Operand(b, b_scale), ScalingGranularity(granularity_of_b)
-    products = PRODUCTS[weight.dim()]
+    operand, products, settings = Operand(b, b_scale), PRODUCTS[weight.dim()], Gemm.unpacked(gemm)
     if _is_capturing(weight) or not is_current(b, weight):
-        scaling: Any = {"scaling_granularity": granularity, "power_of_2": power_of_2}
+        scaling: Any = {"scaling_granularity": settings.granularities[1], "power_of_2": power_of_2}
         cast_config = CastConfig(target_dtype=b.dtype, **scaling)
         values = weight.transpose(1, 2) if stored_transposed else weight
         quantized = products.quantize_weight(
@@ -110,14 +106,9 @@ def times_held(
         )
         operand = quantized.col if col else quantized.row
     if offs is None:
-        return matmul_of_any_size(
-            a, a_scale, *operand, M, N, granularity_of_a, granularity_of_b, use_fast_accum, emulate,
-            powers_of_2, out_dtype,
-        )  # fmt: skip
-    settings = granularity_of_a, granularity_of_b, use_fast_accum, emulate, powers_of_2
-    gemm = Gemm.unpacked(*settings)
+        return matmul_of_any_size(a, a_scale, *operand, M, N, gemm, out_dtype)
     return products.output(  # type: ignore[no-any-return]
-        Operand(a, a_scale), operand, (M, N), offs, gemm=gemm, out_dtype=out_dtype
+        Operand(a, a_scale), operand, (M, N), offs, gemm=settings, out_dtype=out_dtype
     )
 
 
