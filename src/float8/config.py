@@ -3,6 +3,7 @@
 import copy
 import enum
 import functools
+from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -277,6 +278,11 @@ class Float8GemmConfig:
         require_types(self)
 
 
+CONFIG_CHECKS: list[Callable[["Float8LinearConfig"], None]] = []
+"""Functions that raise a `ValueError` for fields of a feature that do not fit the other fields;
+filled by `float8.wings`."""
+
+
 @dataclass(frozen=True)
 class Float8LinearConfig:
     """The immutable configuration of `Float8Linear`.
@@ -343,9 +349,9 @@ class Float8LinearConfig:
         object.__setattr__(self, "_casts", self._resolve_casts())
         for gemm in GEMM_OPERANDS:
             self._check_gemm(gemm)
-        self._check_combinations()
-        for name in ("enable_fsdp_float8_all_gather", "float8_weights"):
-            self._check_casts_of_weight(name)
+        self._check_widths()
+        for check in CONFIG_CHECKS:
+            check(self)
 
     def _resolve_casts(self) -> dict[CastSite, CastConfig]:
         """Fill in default dtypes in the fields, and return the effective cast of each site."""
@@ -387,52 +393,13 @@ class Float8LinearConfig:
                 f"target_dtype or set emulate=True"
             )
 
-    def _check_casts_of_weight(self, name: str) -> None:
-        """Raise a `ValueError` if the casts of the weight do not fit the value of field `name`."""
-        value, default = getattr(self, name), getattr(type(self), name)
-        if value == default:
-            return
-        weight, again = map(self.cast_config, (CastSite.WEIGHT, CastSite.WEIGHT_FOR_GRAD_INPUT))
-        if again != weight or not weight.is_float8:
-            raise ValueError(
-                f"{name}: got {value} with a weight that is {weight.short_str()} for output and "
-                f"{again.short_str()} for grad_input, expected one cast in float8 for both; set it "
-                f"to {default}, or configure both alike"
-            )
-        granularity = weight.scaling_granularity
-        # Squares are transposed; others are cast again, which powers of two as scales keep exact.
-        exponents = granularity.exponents and not self.enable_fsdp_float8_all_gather
-        exact = granularity.square or (weight.power_of_2 and (granularity.by_rows or exponents))
-        if value is not Float8Weights.HELD and not exact:
-            raise ValueError(
-                f"{name}: got {value} with a weight under {granularity}, expected TENSORWISE, a "
-                f"square BLOCK, or AXISWISE with round_scales_to_power_of_2, as column data for "
-                f"grad_input are made from its float8 data; set it to {default}, or change these"
-            )
-
-    def _check_combinations(self) -> None:
-        """Raise a `ValueError` for fields that exclude each other."""
+    def _check_widths(self) -> None:
+        """Raise a `ValueError` for blocks of 32 and of 128 in one configuration."""
         widths = {cast.scaling_granularity.width or 0 for cast in self._casts.values()} - {0}
         if len(widths) > 1 and not self.emulate:
             raise ValueError(
                 f"scaling_granularity: got blocks of {' and '.join(map(str, sorted(widths)))}, "
                 f"expected one of them: no GPU multiplies both; or set emulate=True"
-            )
-        only = self.float8_weights is Float8Weights.ONLY
-        if only and self.enable_fsdp_float8_all_gather:
-            raise ValueError(
-                "float8_weights: got ONLY with enable_fsdp_float8_all_gather=True, expected False: "
-                "weights in float8 only are not sharded; give them to fully_shard's ignored_params"
-            )
-        if only and self.cast_config_weight.scaling_type is ScalingType.DELAYED:
-            raise ValueError(
-                "float8_weights: got ONLY with a cast_config_weight that is DELAYED, expected "
-                "DYNAMIC, as the weight is cast once; set cast_config_weight=CastConfig()"
-            )
-        if not self.delayed_sites and self.delayed_scaling_config != DelayedScalingConfig():
-            raise ValueError(
-                f"delayed_scaling_config: got {self.delayed_scaling_config!r}, expected the "
-                f"default, as no scaling_type is DELAYED; leave it out, or set one to DELAYED"
             )
 
     def cast_config(self, site: CastSite) -> CastConfig:

@@ -50,8 +50,8 @@ class Gemm(NamedTuple):
     def unpacked(settings: str) -> "Gemm":
         """Return the `Gemm` whose `packed` returned `settings`."""
         a, b, *switches = settings.split()
-        granularities = ScalingGranularity(a), ScalingGranularity(b)
-        return Gemm(*[switch == "1" for switch in switches], granularities=granularities)
+        fast, emulate, powers_of_2 = (switch == "1" for switch in switches)
+        return Gemm(fast, emulate, powers_of_2, (ScalingGranularity(a), ScalingGranularity(b)))
 
 
 def matmul(

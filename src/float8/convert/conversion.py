@@ -78,6 +78,9 @@ class Conversion:
 class Feature:
     """An extension with hooks around conversions and steps, such as FSDP2's gathers in float8."""
 
+    def check_config(self, config: Float8LinearConfig) -> None:
+        """Raise a `ValueError` if fields of this feature do not fit the others of `config`."""
+
     def sharing_ranks(self, config: Float8LinearConfig) -> int:
         """Return how many ranks cast a share of each weight."""
         return 1

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from float8 import kernels
-from float8.config import DelayedScalingConfig, require_module
+from float8.config import DelayedScalingConfig, Float8LinearConfig, require_module
 from float8.convert.conversion import Feature
 from float8.delayed.cast import UNKNOWN_SCALE
 from float8.delayed.state import WEIGHT
@@ -216,6 +216,15 @@ def _require_same_layers(
 
 class DelayedScaling(Feature):
     """Syncs amaxes and scales once per step."""
+
+    def check_config(self, config: Float8LinearConfig) -> None:
+        """Raise a `ValueError` for settings of delayed scaling that no cast would use."""
+        settings = config.delayed_scaling_config
+        if not config.delayed_sites and settings != DelayedScalingConfig():
+            raise ValueError(
+                f"delayed_scaling_config: got {settings!r}, expected the default, as no "
+                f"scaling_type is DELAYED; leave it out, or set one to DELAYED"
+            )
 
     def before_step(self, model: nn.Module, group: Any) -> None:
         """Turn the amaxes of all forwards and backwards of the step into scales."""

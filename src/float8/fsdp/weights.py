@@ -16,6 +16,7 @@ from float8.linear import Float8Module
 from float8.quantize import Cast, scales_of
 from float8.tensor import Float8Tensor, is_dtensor, is_fsdp_module, local_tensor
 from float8.tensor.ranks import amax_over, no_shard_is_empty, sharding_groups
+from float8.tensor.weights import require_one_cast
 
 
 @untraced
@@ -138,6 +139,10 @@ def refuse_shards(layer: Any, config: Float8LinearConfig) -> TypeError | ValueEr
 
 class Float8Gathers(Feature):
     """The feature by which FSDP2 gathers weights in float8 if the configuration asks for it."""
+
+    def check_config(self, config: Float8LinearConfig) -> None:
+        """Raise a `ValueError` unless the gathered data serve both GEMMs that read the weight."""
+        require_one_cast(config, "enable_fsdp_float8_all_gather")
 
     def sharing_ranks(self, config: Float8LinearConfig) -> int:
         """Return the world size if ranks gather weights in float8, else 1."""
