@@ -172,7 +172,7 @@ class CastConfig:
 
 @dataclass(frozen=True)
 class DelayedScalingConfig:
-    """How delayed scaling computes a scale from recent amaxes; unknown values raise."""
+    """Settings of delayed scaling; raises a `TypeError` or `ValueError` for invalid ones."""
 
     history_len: int = 16
     """The number of steps whose amaxes are kept, at least 1."""
@@ -403,12 +403,12 @@ class Float8LinearConfig:
             )
 
     def cast_config(self, site: CastSite) -> CastConfig:
-        """Return the effective configuration of a cast, with a dtype unless it is `DISABLED`."""
+        """Return the effective cast at `site`, with a `target_dtype` unless it is `DISABLED`."""
         return self._casts[site]
 
     @functools.cached_property
     def own_casts(self) -> dict[CastSite, CastConfig]:
-        """The sites that do not reuse the cast of their base site, in the order of `CAST_SITES`."""
+        """Site -> cast, for sites that do not reuse the cast of their base site, in order."""
         casts = self._casts
         own = [x for x in CAST_SITES if x not in BASE_SITE or casts[x] != casts[BASE_SITE[x]]]
         return {site: casts[site] for site in own}

@@ -122,7 +122,7 @@ def without_padding(y: Tensor, M: int, N: int) -> Tensor:
 
 
 def refused_gemm(reason: str) -> RuntimeError:
-    """Return the error for a device without the GEMM that was asked for."""
+    """Return the error for a device that lacks a float8 GEMM for the given `reason`."""
     return RuntimeError(
         f"float8 GEMM: {reason}; set emulate=True in Float8LinearConfig to compute in high "
         f"precision on the dequantised values"

@@ -38,7 +38,7 @@ def sync_groups(
     """Return the process groups over which a sync reduces the amaxes of layers with `weights`.
 
     `group` None stands for the mesh of the weights, else that of `others`, else all ranks. The
-    ranks of each of `shard_groups` hold parts of one weight. Raises if `group` cannot be used.
+    ranks of each of `shard_groups` hold parts of one weight. A `group` of other ranks raises.
     """
     if group is not None:
         if not isinstance(group, dist.ProcessGroup):

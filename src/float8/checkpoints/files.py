@@ -94,7 +94,7 @@ class Checkpoint:
         return _read(folder, CONFIG, _read_json).get("quantization_config")
 
     def read(self, name: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Return a tensor; a weight in float8 as a `Float8Tensor` that stands for `dtype`."""
+        """Return the tensor `name`; a float8 weight as a `Float8Tensor` that reports `dtype`."""
         data: Tensor = self._file_of[name].get_tensor(name)
         if name not in self.in_float8:
             return data
@@ -190,7 +190,7 @@ _SHARDS = re.compile(r"model(-\d{5}(-of-\d{5})?)?\.safetensors")
 def write_files(
     folder: Path, tensors: Iterable[dict[str, Tensor]], config: str, max_shard_size: int
 ) -> None:
-    """Write a checkpoint, and put it in the place of an older one; after an error that stays.
+    """Write a checkpoint; replace an older one in `folder`, which stays if there is an error.
 
     Files are complete in a folder of their own before that is renamed to `_COMPLETE`, where readers
     look first. From there they are moved to their places; the next save ends what a crash has left.

@@ -75,8 +75,8 @@ def load_float8_checkpoint(
     Raises:
         TypeError: `model` is not an `nn.Module`.
         ValueError: names or shapes of the checkpoint are not those of the model, a layer cannot
-            take its weight, or one is there twice: joined and one by one, or with two values for a
-            tied Parameter. Nothing is changed then.
+            take its weight, or the checkpoint has a weight twice: joined and one by one, or with
+            two values for a tied Parameter. Nothing is changed then.
         ImportError, FileNotFoundError, RuntimeError, AssertionError: as `read_float8_checkpoint`.
     """
     with ModelRanks(model) as ranks:

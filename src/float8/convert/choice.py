@@ -129,7 +129,7 @@ class Chooser:
         return None if decision else f"module_filter_fn returned {decision!r}"
 
     def gpu_of(self, mod: nn.Module) -> str | None:
-        """Return the GPU for which `mod` is judged; None if there is none, or with `emulate`."""
+        """Return the name of the GPU whose times decide about `mod`; None without one."""
         if self.gpu is None and not self.config.emulate:
             return gpu_for(next((x.device for x in mod.parameters()), torch.device("cpu")))
         return self.gpu
@@ -184,6 +184,6 @@ def gpu_for(device: torch.device) -> str | None:
 
 
 def short_name(gpu: Any) -> Any:
-    """Return the only key of `MEMORY` that the name `gpu` contains, or `gpu` itself."""
+    """Return the key of `MEMORY`, as "H100", that the name `gpu` contains, else `gpu` itself."""
     names = re.findall(rf"({'|'.join(MEMORY)})(?!\w)", gpu.upper() if isinstance(gpu, str) else "")
     return names[0] if len({*names}) == 1 else gpu

@@ -29,7 +29,7 @@ aten = torch.ops.aten
 class GatheredExperts(Float8Tensor):
     """Weights of experts [E, N, K] as FSDP2 gathered them, with scales [E, N, 1] or of squares.
 
-    In another dtype they are the same bytes: modules cast their weights before they multiply.
+    Modules convert their weights before they multiply; `.to(dtype)` then keeps the float8 bytes.
     """
 
     @classmethod
@@ -46,9 +46,9 @@ class GatheredExperts(Float8Tensor):
 class GatherExperts(Float8GatherWeight):
     """High-precision weights [E, N, K] with the `CastConfig` in which they are gathered.
 
-    Scales of shards along the first dim, all of one size, are sent with the bytes. For other shards
-    FSDP2 gathers only the bytes, and an all-gather of its own the scales. Where a scale would cover
-    what two ranks hold, the weights are gathered in high precision, with a warning.
+    If shards split the first dim evenly, FSDP2 gathers bytes and scales together. Else it gathers
+    the bytes, and a second all-gather the scales. Where the shards would cut what one scale covers,
+    the weights are gathered in high precision, with a warning.
     """
 
     def _why_not_in_float8(self, size: torch.Size, rows: int, mesh: Any) -> str | None:

@@ -149,7 +149,7 @@ def _on_this_rank(x: Any) -> Any:
 
 
 class SeamExperts(Float8Experts):
-    """Experts whose `_grouped_mm(A=, B_t=, offs=)` is overridden, and no other method."""
+    """Experts that multiply by a method `_grouped_mm(A=, B_t=, offs=)`, which is replaced."""
 
     _float8_why_never_held = "given to a method, perhaps a copy"
 
@@ -183,7 +183,7 @@ def lies_transposed(module: Any) -> bool:
 
 
 def weights_of(module: nn.Module) -> list[ExpertsWeight]:
-    """Return the names, and the sizes on all ranks, of the weights of a module of experts."""
+    """Return name and global sizes of each Parameter of `module` that has experts' weights."""
     weights = []
     for name, parameter in module._parameters.items():
         if name.endswith("_scale_inv"):  # of experts in transformers' own float8

@@ -150,7 +150,7 @@ class Float8Gathers(Feature):
         return dist.get_world_size() if gathers and dist.is_initialized() else 1
 
     def why_not_changed(self, mod: Any) -> Refusal | None:
-        """Refuse layers that `fully_shard` was applied to, and weights gathered in float8."""
+        """Refuse a layer that `fully_shard` was applied to, or whose weight is gathered."""
         if is_fsdp_module(mod):
             return "a layer that fully_shard was applied to", "apply it to the block around it"
         for name in _gathered_names(mod):
@@ -164,7 +164,7 @@ class Float8Gathers(Feature):
         return None
 
     def why_not_taken(self, mod: Any, config: Float8LinearConfig) -> Refusal | None:
-        """Refuse weights that are DTensors already, or would lose hooks."""
+        """Refuse a layer with a weight that is a DTensor, or whose hooks would be lost."""
         names = _gathered_names(mod) if config.enable_fsdp_float8_all_gather else ()
         hooks = "_backward_hooks", "_post_accumulate_grad_hooks"
         for weight in map(mod._parameters.get, names):

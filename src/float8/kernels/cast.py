@@ -218,9 +218,9 @@ def cast_reference(
 
 
 def specs_of(shape: tuple[int, ...], arguments: CastArguments) -> list[Spec | None]:
-    """Return the specs of row data, row scales, column data and column scales; None if not written.
+    """Return (shape, strides, dtype) of row data, row scales, column data and column scales.
 
-    Specs of scales are also None under one scale per tensor. Sizes may be symbolic.
+    Each is None if it is not written, as scales under one scale. Sizes may be symbolic.
     """
     height, width, dtype, row, col, pad_rows, *_ = arguments
     (R, C), specs = shape, list[Spec | None]()

@@ -28,7 +28,7 @@ def our_names(base: type) -> frozenset[str]:
 
 @functools.cache
 def not_copied(cls: type) -> frozenset[str]:
-    """Return the `_float8_not_copied` of a float8 class and all of its bases."""
+    """Return the names of attributes that copies and pickles of `cls` leave out."""
     return frozenset().union(*(vars(x).get("_float8_not_copied", ()) for x in cls.__mro__))
 
 

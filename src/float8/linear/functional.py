@@ -133,9 +133,9 @@ def apply_linear(
 
 
 def in_compute_dtype(input: Tensor, weight: Tensor) -> Tensor:
-    """Return `input` in the dtype that autocast asks for, or as it is if it is float8 already.
+    """Return `input` in the dtype of autocast; unchanged without autocast, or in float8.
 
-    Raises what `linear` does for the dtypes, and the features, of both; they may be DTensors.
+    Raises as `linear` for dtypes and features of `input` and `weight`, which may be DTensors.
     """
     autocast = autocast_dtype(input.device)
     same_dtype = autocast is not None or input.dtype == weight.dtype
@@ -161,16 +161,16 @@ def in_compute_dtype(input: Tensor, weight: Tensor) -> Tensor:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype in which autocast has GEMMs compute on a device; None: it is off."""
+    """Return the dtype of GEMMs under autocast on `device`, or None if autocast is off."""
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # meta knows none
         return None
     return torch.get_autocast_dtype(device.type)
 
 
 def operand_of(role: str, x: Float8Tensor, cast: Cast, other_gemm: str | None) -> Operand:
-    """Return what a GEMM reads of `x`, which was cast elsewhere; its amax is recorded.
+    """Return data and scale of `x`, which was cast elsewhere, for a GEMM; record its amax.
 
-    `other_gemm`: the GEMM that needs another cast of `x`, so that this raises; None: there is none.
+    Raises a `ValueError` if `cast` differs, or if another GEMM, `other_gemm`, needs another cast.
     """
     config = cast.config
     fits = x._data.dtype == config.dtype and x._granularity is config.scaling_granularity
@@ -190,7 +190,7 @@ def operand_of(role: str, x: Float8Tensor, cast: Cast, other_gemm: str | None) -
 
 
 class Call(NamedTuple):
-    """A layer in one call: all that its autograd function takes, and keeps, besides tensors."""
+    """The arguments besides tensors of `Linear` in one call of a layer, kept for backward."""
 
     plan: LinearPlan
     casts: Casts
@@ -221,8 +221,8 @@ class Linear(torch.autograd.Function):
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Return the output [M, N], in the dtype of the input [M, K], and the tensors to save.
 
-        These are column data of the input, or `rows`, of which backward makes column data: its row
-        data or its values, and forward's scale. Then what `w.output` returns of the weight.
+        Saved are column data of the input with scale, or `rows` (row data or values) with scale, of
+        which backward makes column data; then the fields that `w.output` returns, and `index`.
         """
         plan, casts, products = call.plan, call.casts, call.products
         compiling = torch.compiler.is_compiling()
@@ -269,7 +269,7 @@ class Linear(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, w: Any, call: Call, computed: Any, *index: Any
     ) -> Tensor:
-        """Return the output; `computed` if a compiler has traced that by now."""
+        """Return the output; `computed`: the result of `compute`, or None to call it here."""
         if computed is None:
             y, saved = Linear.compute(input, weight, w, call, *index)
         else:

@@ -118,7 +118,7 @@ def _computes_something_else(mod: nn.Module, linear_classes: Collection[type]) -
 
 
 def not_in_high_precision(weight: Any) -> str | None:
-    """Say which weight it is and what was expected, or return None for one in high precision."""
+    """Return what `weight` is and what was expected, or None if it is in high precision."""
     cls, dtype = type(weight), getattr(weight, "dtype", None)
     if cls.__module__.split(".")[0] in ("bitsandbytes", "torchao"):
         return f"weight of class {cls.__name__}, which is quantised, expected one in high precision"
@@ -162,12 +162,12 @@ def _cannot_be_both(mod: Any, base: Any, config: Float8LinearConfig) -> str | No
 
 @functools.cache
 def class_of(base: Any, source: Any) -> Any:
-    """Return the class of layers that were a `source`; `base` is `Float8Linear` or a subclass.
+    """Return the class for a layer of class `source` once converted; `base`: a float8 class.
 
-    Where `source` is a subclass of `nn.Linear`, a subclass of both: `isinstance` holds and the
-    methods, properties and class attributes of `source` stay; forward is that of `base`. Its layers
-    are pickled as long as `source` can be. It is called as `source`, and with a `config`; where
-    `source` takes a `config` of its own, a new layer has dynamic tensorwise scaling.
+    For `nn.Linear` that is `base`; for a subclass a subclass of both: `isinstance` holds and the
+    methods, properties and class attributes of `source` stay; forward is that of `base`. Layers can
+    be pickled if `source` can be. The constructor takes the arguments of `source`, and a `config`;
+    where `source` takes its own `config`, a new layer has dynamic tensorwise scaling.
     """
     if issubclass(base, source):
         return base

@@ -30,7 +30,7 @@ def high_precision(x: Tensor) -> Tensor:
 
 
 def wrapped_like(new: Any, old: Tensor | None) -> nn.Parameter:
-    """Return `new` as a Parameter in a wrapper as that of `old`; unchanged if `old` has none."""
+    """Return `new` as a Parameter, wrapped like `old`; unchanged if `old` has no wrapper."""
     template, values = local_tensor(old), local_tensor(new)
     if not hasattr(template, "high_precision") or hasattr(values, "high_precision"):
         return new  # type: ignore[no-any-return]

@@ -302,7 +302,7 @@ def _scale_of(bits, GIVEN: tl.constexpr, ARITHMETIC: tl.constexpr):  # type: ign
 
 @jit
 def group_byte_mask(r, size):  # type: ignore[no-untyped-def]
-    """Return masks of words whose bytes are four rows; bytes past the end of the group are zero."""
+    """Return uint32 masks that zero the bytes of rows past the end of a group; 4 rows a word."""
     low = tl.where(r[0] < size, 0xFF, 0) | tl.where(r[1] < size, 0xFF00, 0)
     high = tl.where(r[2] < size, 0xFF0000, 0) | tl.where(r[3] < size, -0x1000000, 0)
     return (low | high).to(tl.uint32, bitcast=True)
