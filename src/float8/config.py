@@ -372,8 +372,7 @@ class Float8LinearConfig:
         """Raise a `ValueError` if tensor cores cannot multiply the two operands of `gemm`."""
         sites = GEMM_OPERANDS[gemm]
         a, b = map(self.cast_config, sites)
-        names = " and ".join(f"cast_config_{site.value}" for site in sites)
-        got = f"GEMM '{gemm}': got {names}"
+        got = f"GEMM '{gemm}': got {' and '.join(f'cast_config_{x.value}' for x in sites)}"
         if a.is_float8 != b.is_float8:
             raise ValueError(
                 f"{got} of scaling types {a.scaling_type.value} and {b.scaling_type.value}, "
@@ -461,6 +460,10 @@ _rowwise = Float8LinearConfig(
     cast_config_grad_output=_by_rows,
     round_scales_to_power_of_2=True,
 )
+_grad_weight_in_high_precision: dict[str, Any] = {
+    "cast_config_input_for_grad_weight": _high,
+    "cast_config_grad_output_for_grad_weight": _high,
+}
 _mxfp8 = Float8LinearConfig(
     cast_config_input=_1x32, cast_config_weight=_1x32, cast_config_grad_output=_1x32
 )
@@ -472,10 +475,7 @@ RECIPES: dict[str, Float8LinearConfig] = {
     "delayed": Float8LinearConfig(cast_config_input=_delayed, cast_config_grad_output=_delayed),
     "rowwise": _rowwise,
     "rowwise_with_gw_hp": replace(
-        _rowwise,
-        cast_config_input_for_grad_weight=_high,
-        cast_config_weight_for_grad_input=CastConfig(),
-        cast_config_grad_output_for_grad_weight=_high,
+        _rowwise, cast_config_weight_for_grad_input=CastConfig(), **_grad_weight_in_high_precision
     ),
     "blockwise": Float8LinearConfig(
         cast_config_input=_1x128,
@@ -484,11 +484,7 @@ RECIPES: dict[str, Float8LinearConfig] = {
         cast_config_grad_output=_1x128,
     ),
     "mxfp8": _mxfp8,
-    "mxfp8_with_gw_hp": replace(
-        _mxfp8,
-        cast_config_input_for_grad_weight=_high,
-        cast_config_grad_output_for_grad_weight=_high,
-    ),
+    "mxfp8_with_gw_hp": replace(_mxfp8, **_grad_weight_in_high_precision),
 }
 """The recipes by the values of `Float8LinearRecipeName`. Layers share these objects."""
 

@@ -78,8 +78,7 @@ def unlike(texts: Sequence[str], groups: Sequence[Any], device: torch.device) ->
 
     (count,) = maxima([len(texts)])
     digests = [hashlib.sha256(text.encode()).digest() for text in texts]
-    numbers = [int.from_bytes(digest[:7], "big") for digest in digests]
-    numbers += [0] * (count - len(texts))
+    numbers = [int.from_bytes(digest[:7], "big") for digest in digests] + [0] * (count - len(texts))
     largest = maxima(numbers + [-x for x in numbers])
     equal = [most == -least for most, least in zip(largest[:count], largest[count:], strict=True)]
     return None if all(equal) else [x for x, same in zip(texts, equal, strict=False) if not same]

@@ -170,9 +170,7 @@ def _require_changeable(mod: Float8Module, fqn: str) -> None:
     refused: Refusal | None = None
     if replaced_forward(mod):
         got = "a layer with a `forward` of its own as attribute, which calls that of float8"
-        fix = (
-            "remove it first: accelerate's, by accelerate.hooks.remove_hook_from_submodules(model)"
-        )
+        fix = "remove it first: accelerate's by accelerate.hooks.remove_hook_from_submodules(model)"
         refused = got, fix
     elif is_parametrized(mod):
         refused = "a layer that is parametrized", "remove the parametrization first"

@@ -12,13 +12,7 @@ from torch import Tensor
 from float8.config import ScalingGranularity
 from float8.experts.grouped import quantize_experts
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
-from float8.fsdp.gather import (
-    WRAPPERS,
-    CastAhead,
-    Float8GatherWeight,
-    GatherInfo,
-    padded_shard,
-)
+from float8.fsdp.gather import WRAPPERS, CastAhead, Float8GatherWeight, GatherInfo, padded_shard
 from float8.quantize import Cast
 from float8.tensor import Float8Tensor
 from float8.tensor.ranks import SharedTokens, local_tensor

@@ -22,12 +22,7 @@ from float8.formats import E5M2, FLOAT8_MAX, GEMM_ALIGNMENT, HOPPER, lacks_float
 from float8.linear.base import Float8Module
 from float8.linear.functional import autocast_dtype
 from float8.linear.plan import LinearPlan
-from float8.linear.source import (
-    ABOUT_FORWARD,
-    new_class,
-    not_in_high_precision,
-    replaced_forward,
-)
+from float8.linear.source import ABOUT_FORWARD, new_class, not_in_high_precision, replaced_forward
 from float8.tensor import is_dtensor, is_fsdp_module, local_tensor
 
 

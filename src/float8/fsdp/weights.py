@@ -106,8 +106,7 @@ def _shards_to_cast(model: nn.Module) -> dict[_BatchKey, dict[Any, Float8GatherW
                 continue
             sharding = mesh, weight.placements, weight.shape
             if sharding not in groups_of:
-                groups = sharding_groups(weight) if no_shard_is_empty(weight) else None
-                groups_of[sharding] = groups
+                groups_of[sharding] = sharding_groups(weight) if no_shard_is_empty(weight) else None
             if (groups := groups_of[sharding]) is not None:
                 where = groups, mesh.device_type, shard.device
                 key = _BatchKey(one_scale, *where, shard.dtype, shard.param_dtype, shard.how)

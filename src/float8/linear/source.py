@@ -81,9 +81,7 @@ def problem(
     shape, fix = tuple(weight.shape), ""
     if 0 in shape:
         if hasattr(weight, "ds_shape"):
-            fix = (
-                ": DeepSpeed's zero.Init has taken it apart; convert each layer by itself, within "
-            )
+            fix = ": DeepSpeed's zero.Init has taken it apart; convert layers one by one, within "
             fix += "deepspeed.zero.GatheredParameters([layer.weight])"
         return ValueError(f"got weight of shape {shape}, expected no empty dim{fix}")
     for refuse in REFUSALS:

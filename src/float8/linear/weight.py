@@ -56,9 +56,7 @@ class OnTheFly(NamedTuple):
             scale = b.scale[:, 0].contiguous() if products.repeats_scales else b.scale
         return y, (self.values, scale)
 
-    def grad_input(
-        self, g: Operand, shape: Shape, index: Any, call: "Call", out_dtype: dtype
-    ) -> Any:
+    def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", out_dtype: Any) -> Any:
         """Quantize the weight to column data, and return `g @ weight`.
 
         The cast depends on `g.scale`, so that a compiler cannot move it into forward: the column
@@ -85,9 +83,7 @@ class InFloat8(NamedTuple):
         gemm = call.plan.output
         return call.products.output(a, b, shape, *index, gemm=gemm, out_dtype=out_dtype), self
 
-    def grad_input(
-        self, g: Operand, shape: Shape, index: Any, call: "Call", out_dtype: dtype
-    ) -> Any:
+    def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", out_dtype: Any) -> Any:
         """Transpose the row data to column data, and return `g @ weight`; see `OnTheFly`."""
         cast_config, gemm = call.casts.weight_for_grad_input.config, call.plan.grad_input
         b = call.products.transposed(Operand(*self), cast_config, g.scale)

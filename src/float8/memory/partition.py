@@ -85,9 +85,9 @@ class Float8Partitioner(CustomPartitionerFn):
         inputs, static = gm.graph.find_nodes(op="placeholder"), set[int]()
         static.update(kwargs.get("static_lifetime_input_indices") or ())
         activations, weight_gradients = _activations(forward.graph, inputs, gradients, static)
-        placeholders = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+        saved = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
         kept = {node.name for node in outputs if isinstance(node, Node)}
-        gradient_nodes = {node for node in placeholders.values() if node.name not in kept}
+        gradient_nodes = {node for node in saved.values() if node.name not in kept}
         for node in backward.graph.nodes:
             if not gradient_nodes.isdisjoint(node.all_input_nodes):
                 gradient_nodes.add(node)
@@ -97,9 +97,7 @@ class Float8Partitioner(CustomPartitionerFn):
             for node in outputs[count:]
             if node in activations
             and self._pays(node)
-            and _may_be_rounded(
-                backward.graph, placeholders[node.name], gradient_nodes, weight_gradients
-            )
+            and _may_be_rounded(backward.graph, saved[node.name], gradient_nodes, weight_gradients)
         ]
         # No memory is freed if an output, or an activation kept unchanged, shares the storage.
         others = [node for i, node in enumerate(outputs) if i < count or node not in chosen]
@@ -107,8 +105,7 @@ class Float8Partitioner(CustomPartitionerFn):
         for node in chosen:
             if get_node_storage(node) not in stays:
                 index, graphs = outputs.index(node), (forward.graph, backward.graph)
-                packed = self._keep_in_float8(node, placeholders[node.name], *graphs)
-                outputs[index : index + 1] = packed
+                outputs[index : index + 1] = self._keep_in_float8(node, saved[node.name], *graphs)
         forward.graph.output_node().args = (tuple(outputs),)
         for graph in (forward, backward):
             graph.recompile()
