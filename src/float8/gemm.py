@@ -41,16 +41,16 @@ class Gemm(NamedTuple):
     """The granularities of the scales of both operands."""
 
     def packed(self) -> str:
-        """Return the settings as one argument of an op, such as "axiswise axiswise 0 0 1"."""
+        """Return the settings as one argument of an op, as "axiswise axiswise False False True"."""
         fast, emulate, powers_of_2, (a, b) = self
-        return f"{a.value} {b.value} {fast:d} {emulate:d} {powers_of_2:d}"
+        return f"{a.value} {b.value} {fast} {emulate} {powers_of_2}"
 
     @staticmethod
     @functools.cache
     def unpacked(settings: str) -> "Gemm":
         """Return the `Gemm` whose `packed` returned `settings`."""
         a, b, *switches = settings.split()
-        fast, emulate, powers_of_2 = (switch == "1" for switch in switches)
+        fast, emulate, powers_of_2 = (switch == "True" for switch in switches)
         return Gemm(fast, emulate, powers_of_2, (ScalingGranularity(a), ScalingGranularity(b)))
 
 

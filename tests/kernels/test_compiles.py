@@ -118,7 +118,7 @@ def of_blocks(of_rows: bool, dtype: torch.dtype, x: Tensor) -> None:
     scales = empty(of_a[1] // 128, R).t(), empty(5, 1, 16) if of_rows else empty(10, C).t()
     given = empty(*of_a, dtype=E4M3), scales[0], empty(*of_b, dtype=E4M3), scales[1]
     covers = f"block_1x128 {'block_128x128' if of_rows else 'block_1x128'}"
-    ops.cuda.grouped_matmul(*given, ends, None, f"{covers} 1 0 0", dtype)
+    ops.cuda.grouped_matmul(*given, ends, None, f"{covers} True False False", dtype)
 
 
 def grouped_matmul(of_rows: bool, fast: bool, dtype: torch.dtype, x: Tensor) -> None:
@@ -127,7 +127,7 @@ def grouped_matmul(of_rows: bool, fast: bool, dtype: torch.dtype, x: Tensor) -> 
         given = empty(R, C, dtype=E4M3), empty(R), empty(5, 80, C, dtype=E4M3), empty(5, 80)
     else:
         given = empty(R, 1280, dtype=E4M3), empty(5, R), empty(C, 1280, dtype=E4M3), empty(5, C)
-    ops.cuda.grouped_matmul(*given, ends, None, f"axiswise axiswise {fast:d} 0 0", dtype)
+    ops.cuda.grouped_matmul(*given, ends, None, f"axiswise axiswise {fast} False False", dtype)
 
 
 def cast(*how: Any, scaled: bool = False, source: torch.dtype = BF16) -> Callable[[Tensor], Any]:
@@ -281,5 +281,5 @@ def test_groups_are_launched_where_their_tensors_are(monkeypatch: pytest.MonkeyP
     with FakeTensorMode(), torch.device("cuda:1"):
         x, ends = torch.empty(64, 32, dtype=BF16), torch.empty(2, dtype=torch.int32)
         *col, ends = ops.cuda.cast_groups(x, ends, None, E4M3, True, True, 256, 0, 0)[2:]
-        ops.cuda.grouped_matmul(*col, *col, ends, None, "axiswise axiswise 1 0 0", BF16)
+        ops.cuda.grouped_matmul(*col, *col, ends, None, "axiswise axiswise True False False", BF16)
     assert launched == [1, 1, 1]

@@ -222,7 +222,7 @@ def test_the_grouped_gemm_is_its_twin(
         multiprocessors(2)  # each of whose programs takes its time
     for n, case in enumerate(operands(sizes, sum(sizes) + 5, 150, 176, triton_device)):
         fast = (n + len(sizes)) % 2 == 0
-        how = None, f"{BY_ROWS} {fast:d} 0 0", torch.bfloat16 if fast else torch.float32
+        how = None, f"{BY_ROWS} {fast} False False", torch.bfloat16 if fast else torch.float32
         got, want = ops.cuda.grouped_matmul(*case, *how), ops.cpu.grouped_matmul(*case, *how)
         assert got.dtype == want.dtype
         empty = [(x == 0).all(-1) for x in (got, want)]  # rows in no group, and all of empty groups
@@ -254,7 +254,7 @@ def test_the_grouped_gemm_of_blocks_is_its_twin(
     of = (RUNS.value, SQUARES.value), (RUNS.value, SQUARES.value), (RUNS.value, RUNS.value)
     for n, (case, covers) in enumerate(zip(cases, of, strict=True)):
         dtype = torch.float32 if n == len(sizes) % 3 else torch.bfloat16
-        how = None, f"{' '.join(covers)} 1 0 0", dtype
+        how = None, f"{' '.join(covers)} True False False", dtype
         got, want = ops.cuda.grouped_matmul(*case, *how), ops.cpu.grouped_matmul(*case, *how)
         assert torch.equal((got == 0).all(-1), (want == 0).all(-1))
         assert got.isfinite().all()
@@ -268,7 +268,7 @@ def test_no_tokens_at_all(triton_device: torch.device) -> None:
     for of in (*GRANULARITIES, RUNS):
         spec = CastConfig(target_dtype=E4M3, scaling_granularity=of)
         *col, ends, _ = cast_groups(x, Cast(spec), offs, col=True).col
-        how = None, f"{of.value} {of.value} 1 0 0", torch.bfloat16
+        how = None, f"{of.value} {of.value} True False False", torch.bfloat16
         assert not ops.cuda.grouped_matmul(*col, *col, ends, *how).any()
 
 
@@ -346,7 +346,7 @@ def test_no_offs_lead_out_of_the_tensors(
         cases.append(((*by_runs[:2], *squares), wild, T, f"{RUNS.value} {SQUARES.value}"))
         cases.append(((*by_runs[2:4], *by_runs[2:4]), padded, width, of_runs))
     for case, offs, most, covers in cases:
-        how = None, f"{covers} 0 0 0", torch.float32
+        how = None, f"{covers} False False False", torch.float32
         got, want = (
             ops.cuda.grouped_matmul(*case, ends(numbers), *how)
             for numbers in (offs, clean(offs, most))
