@@ -56,9 +56,9 @@ def float8_weights(
     A weight [N, K] of a `Float8Linear` comes as e4m3 bytes, followed by its scales. With the
     granularity of the recipe these are the bytes that training multiplies. Names are those under
     which transformers publishes the model; for other models those of `model.state_dict()` without
-    the prefixes of torch.compile and DDP. Experts that transformers publishes one by one come so,
-    in float8 even if not converted. One tensor is cast at a time. Tensors that are not cast may
-    share the memory of the model: copy them before the next step.
+    the prefixes of torch.compile and DDP. Experts that transformers publishes one by one
+    are yielded so, in float8 even if not converted. One tensor is cast at a time. Tensors that are
+    not cast may share the memory of the model: copy them before the next step.
 
     Active adapters of PEFT are merged on the way, one layer at a time in float32, and each sum is
     cast once; the model stays as it is. Names are those after `model.merge_and_unload()`.

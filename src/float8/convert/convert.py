@@ -55,13 +55,13 @@ def convert_to_float8_training(
         module_filter_fn: called as `module_filter_fn(mod, fqn)` for each `nn.Linear` and module of
             experts that can be converted, or was. Return True to convert it; `all_linears` takes
             all. Experts have no `in_features`: a filter that reads it leaves them out, as the
-            report says. None: the rules above. `keep_high_precision(...)`: except some blocks.
+            report says. None: the rules above. `keep_high_precision(...)` keeps some blocks.
         config: a `Float8LinearConfig`, or the name of a recipe, for example `"delayed"`. None
             means dynamic tensorwise scaling.
         tokens_per_step: rows of a layer's input: tokens per forward on one device. Used only
             without a `module_filter_fn`.
         gpu: `"H100"` or `"H200"`, or the name of one as torch gives it: convert layers that gain on
-            that GPU, wherever the weights are now. None: those that gain on the GPU here.
+            that GPU, wherever the weights are now. None: on the current GPU.
         cuda_graphs: set True if you run CUDA graphs (`mode="reduce-overhead"`): launch cost is then
             ignored when layers are chosen, as it always is for experts.
         linear_classes: subclasses of `nn.Linear` with a forward of their own that computes the
