@@ -158,10 +158,8 @@ def _activations(
     """Return nodes that require grad and depend on an input, and the gradients of Parameters."""
     traits, weight_gradients = {}, set[Node | None]()
     for index, (node, gradient) in enumerate(zip(inputs, gradients, strict=False)):
-        # An inner graph has no descriptions: all its inputs count as Parameters. An input may be an
-        # attribute of a tensor subclass; `static` has indices of the subclasses.
-        origin: Any = node.meta.get("desc")
-        while hasattr(origin, "base"):
+        origin: Any = node.meta.get("desc")  # None in inner graphs: all count as Parameters there
+        while hasattr(origin, "base"):  # an attribute of a tensor subclass; `static` has subclasses
             origin = origin.base
         argument = origin is not None and not (origin.is_param() or origin.is_buffer())
         argument = argument and static.isdisjoint((index, getattr(origin, "idx", index)))
