@@ -3,6 +3,7 @@
 import copy
 import enum
 import functools
+from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -171,7 +172,7 @@ class CastConfig:
 
 @dataclass(frozen=True)
 class DelayedScalingConfig:
-    """How delayed scaling computes a scale from recent amaxes; unknown values raise."""
+    """Settings of delayed scaling; raises a `TypeError` or `ValueError` for invalid ones."""
 
     history_len: int = 16
     """The number of steps whose amaxes are kept, at least 1."""
@@ -277,6 +278,11 @@ class Float8GemmConfig:
         require_types(self)
 
 
+CONFIG_CHECKS: list[Callable[["Float8LinearConfig"], None]] = []
+"""Functions that raise a `ValueError` for fields of a feature that do not fit the other fields;
+filled by `float8.wings`."""
+
+
 @dataclass(frozen=True)
 class Float8LinearConfig:
     """The immutable configuration of `Float8Linear`.
@@ -343,9 +349,9 @@ class Float8LinearConfig:
         object.__setattr__(self, "_casts", self._resolve_casts())
         for gemm in GEMM_OPERANDS:
             self._check_gemm(gemm)
-        self._check_combinations()
-        for name in ("enable_fsdp_float8_all_gather", "float8_weights"):
-            self._check_casts_of_weight(name)
+        self._check_widths()
+        for check in CONFIG_CHECKS:
+            check(self)
 
     def _resolve_casts(self) -> dict[CastSite, CastConfig]:
         """Fill in default dtypes in the fields, and return the effective cast of each site."""
@@ -366,8 +372,7 @@ class Float8LinearConfig:
         """Raise a `ValueError` if tensor cores cannot multiply the two operands of `gemm`."""
         sites = GEMM_OPERANDS[gemm]
         a, b = map(self.cast_config, sites)
-        names = " and ".join(f"cast_config_{site.value}" for site in sites)
-        got = f"GEMM '{gemm}': got {names}"
+        got = f"GEMM '{gemm}': got {' and '.join(f'cast_config_{x.value}' for x in sites)}"
         if a.is_float8 != b.is_float8:
             raise ValueError(
                 f"{got} of scaling types {a.scaling_type.value} and {b.scaling_type.value}, "
@@ -387,61 +392,22 @@ class Float8LinearConfig:
                 f"target_dtype or set emulate=True"
             )
 
-    def _check_casts_of_weight(self, name: str) -> None:
-        """Raise a `ValueError` if the casts of the weight do not fit the value of field `name`."""
-        value, default = getattr(self, name), getattr(type(self), name)
-        if value == default:
-            return
-        weight, again = map(self.cast_config, (CastSite.WEIGHT, CastSite.WEIGHT_FOR_GRAD_INPUT))
-        if again != weight or not weight.is_float8:
-            raise ValueError(
-                f"{name}: got {value} with a weight that is {weight.short_str()} for output and "
-                f"{again.short_str()} for grad_input, expected one cast in float8 for both; set it "
-                f"to {default}, or configure both alike"
-            )
-        granularity = weight.scaling_granularity
-        # Squares are transposed; others are cast again, which powers of two as scales keep exact.
-        exponents = granularity.exponents and not self.enable_fsdp_float8_all_gather
-        exact = granularity.square or (weight.power_of_2 and (granularity.by_rows or exponents))
-        if value is not Float8Weights.HELD and not exact:
-            raise ValueError(
-                f"{name}: got {value} with a weight under {granularity}, expected TENSORWISE, a "
-                f"square BLOCK, or AXISWISE with round_scales_to_power_of_2, as column data for "
-                f"grad_input are made from its float8 data; set it to {default}, or change these"
-            )
-
-    def _check_combinations(self) -> None:
-        """Raise a `ValueError` for fields that exclude each other."""
+    def _check_widths(self) -> None:
+        """Raise a `ValueError` for blocks of 32 and of 128 in one configuration."""
         widths = {cast.scaling_granularity.width or 0 for cast in self._casts.values()} - {0}
         if len(widths) > 1 and not self.emulate:
             raise ValueError(
                 f"scaling_granularity: got blocks of {' and '.join(map(str, sorted(widths)))}, "
                 f"expected one of them: no GPU multiplies both; or set emulate=True"
             )
-        only = self.float8_weights is Float8Weights.ONLY
-        if only and self.enable_fsdp_float8_all_gather:
-            raise ValueError(
-                "float8_weights: got ONLY with enable_fsdp_float8_all_gather=True, expected False: "
-                "weights in float8 only are not sharded; give them to fully_shard's ignored_params"
-            )
-        if only and self.cast_config_weight.scaling_type is ScalingType.DELAYED:
-            raise ValueError(
-                "float8_weights: got ONLY with a cast_config_weight that is DELAYED, expected "
-                "DYNAMIC, as the weight is cast once; set cast_config_weight=CastConfig()"
-            )
-        if not self.delayed_sites and self.delayed_scaling_config != DelayedScalingConfig():
-            raise ValueError(
-                f"delayed_scaling_config: got {self.delayed_scaling_config!r}, expected the "
-                f"default, as no scaling_type is DELAYED; leave it out, or set one to DELAYED"
-            )
 
     def cast_config(self, site: CastSite) -> CastConfig:
-        """Return the effective configuration of a cast, with a dtype unless it is `DISABLED`."""
+        """Return the effective cast at `site`, with a `target_dtype` unless it is `DISABLED`."""
         return self._casts[site]
 
     @functools.cached_property
     def own_casts(self) -> dict[CastSite, CastConfig]:
-        """The sites that do not reuse the cast of their base site, in the order of `CAST_SITES`."""
+        """Site -> cast, for sites that do not reuse the cast of their base site, in order."""
         casts = self._casts
         own = [x for x in CAST_SITES if x not in BASE_SITE or casts[x] != casts[BASE_SITE[x]]]
         return {site: casts[site] for site in own}
@@ -494,6 +460,10 @@ _rowwise = Float8LinearConfig(
     cast_config_grad_output=_by_rows,
     round_scales_to_power_of_2=True,
 )
+_grad_weight_in_high_precision: dict[str, Any] = {
+    "cast_config_input_for_grad_weight": _high,
+    "cast_config_grad_output_for_grad_weight": _high,
+}
 _mxfp8 = Float8LinearConfig(
     cast_config_input=_1x32, cast_config_weight=_1x32, cast_config_grad_output=_1x32
 )
@@ -505,10 +475,7 @@ RECIPES: dict[str, Float8LinearConfig] = {
     "delayed": Float8LinearConfig(cast_config_input=_delayed, cast_config_grad_output=_delayed),
     "rowwise": _rowwise,
     "rowwise_with_gw_hp": replace(
-        _rowwise,
-        cast_config_input_for_grad_weight=_high,
-        cast_config_weight_for_grad_input=CastConfig(),
-        cast_config_grad_output_for_grad_weight=_high,
+        _rowwise, cast_config_weight_for_grad_input=CastConfig(), **_grad_weight_in_high_precision
     ),
     "blockwise": Float8LinearConfig(
         cast_config_input=_1x128,
@@ -517,11 +484,7 @@ RECIPES: dict[str, Float8LinearConfig] = {
         cast_config_grad_output=_1x128,
     ),
     "mxfp8": _mxfp8,
-    "mxfp8_with_gw_hp": replace(
-        _mxfp8,
-        cast_config_input_for_grad_weight=_high,
-        cast_config_grad_output_for_grad_weight=_high,
-    ),
+    "mxfp8_with_gw_hp": replace(_mxfp8, **_grad_weight_in_high_precision),
 }
 """The recipes by the values of `Float8LinearRecipeName`. Layers share these objects."""
 

@@ -48,9 +48,9 @@ def swap_linear_layers(
 
     Returns `module`, or its replacement if it is itself such a layer.
     """
-    takes = module_filter_fn or all_linears
+    filter_fn = module_filter_fn or all_linears
     linears = {fqn: mod for fqn, mod in module.named_modules() if isinstance(mod, nn.Linear)}
-    new: Any = {mod: from_float_func(mod) for fqn, mod in linears.items() if takes(mod, fqn)}
+    new: Any = {mod: from_float_func(mod) for fqn, mod in linears.items() if filter_fn(mod, fqn)}
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
             if child in new:  # a shared layer has several parents

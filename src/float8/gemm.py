@@ -1,6 +1,7 @@
 """`matmul` multiplies two float8 operands, on every device, under scales of any granularity."""
 
 import contextlib
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -39,17 +40,18 @@ class Gemm(NamedTuple):
     granularities: tuple[Granularity, Granularity] = (_TENSORWISE, _TENSORWISE)
     """The granularities of the scales of both operands."""
 
-    def packed(self) -> tuple[str, str, bool, bool, bool]:
-        """Return the settings as arguments of an op, in the order that `unpacked` takes."""
-        a, b = self.granularities
-        return a.value, b.value, self.use_fast_accum, self.emulate, self.powers_of_2
+    def packed(self) -> str:
+        """Return the settings as one argument of an op, as "axiswise axiswise False False True"."""
+        fast, emulate, powers_of_2, (a, b) = self
+        return f"{a.value} {b.value} {fast} {emulate} {powers_of_2}"
 
-    @classmethod
-    def unpacked(cls, a: str, b: str, *switches: bool) -> "Gemm":
-        """Make a `Gemm` of the arguments of an op, which `packed` returned."""
-        use_fast_accum, emulate, powers_of_2 = switches
-        granularities = ScalingGranularity(a), ScalingGranularity(b)
-        return cls(use_fast_accum, emulate, powers_of_2, granularities)
+    @staticmethod
+    @functools.cache
+    def unpacked(settings: str) -> "Gemm":
+        """Return the `Gemm` whose `packed` returned `settings`."""
+        a, b, *switches = settings.split()
+        fast, emulate, powers_of_2 = (switch == "True" for switch in switches)
+        return Gemm(fast, emulate, powers_of_2, (ScalingGranularity(a), ScalingGranularity(b)))
 
 
 def matmul(
@@ -79,7 +81,7 @@ def matmul(
     # Inductor would drop a copy of the rows without padding, and return a view.
     if compiling and not (surely(a.data.numel() != 0) and surely(a.data.shape[0] == M)):
         return torch.ops.float8.matmul.default(  # type: ignore[no-any-return]
-            *a, *b, M, N, *gemm.packed(), out_dtype
+            *a, *b, M, N, gemm.packed(), out_dtype
         )
     if gemm.emulate or (a.data.is_cpu and not one_scale_each):
         y = _emulated(a, b, gemm, out_dtype)
@@ -120,7 +122,7 @@ def without_padding(y: Tensor, M: int, N: int) -> Tensor:
 
 
 def refused_gemm(reason: str) -> RuntimeError:
-    """Return the error for a device without the GEMM that was asked for."""
+    """Return the error for a device that lacks a float8 GEMM for the given `reason`."""
     return RuntimeError(
         f"float8 GEMM: {reason}; set emulate=True in Float8LinearConfig to compute in high "
         f"precision on the dequantised values"
@@ -134,19 +136,14 @@ def matmul_of_any_size(
     b_scale: Tensor,
     M: int,
     N: int,
-    granularity_of_a: str,
-    granularity_of_b: str,
-    use_fast_accum: bool,
-    emulate: bool,
-    powers_of_2: bool,
+    gemm: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Multiply as `matmul`; the op of compiled code whose rows are padded or may be none."""
     if a.numel() == 0:
         return a.new_zeros((M, N), dtype=out_dtype)
-    gemm = Gemm.unpacked(granularity_of_a, granularity_of_b, use_fast_accum, emulate, powers_of_2)
     operands = Operand(a, a_scale), Operand(b, b_scale)
-    return matmul(*operands, (M, N), gemm=gemm, out_dtype=out_dtype)
+    return matmul(*operands, (M, N), gemm=Gemm.unpacked(gemm), out_dtype=out_dtype)
 
 
 register(

@@ -64,7 +64,7 @@ def count(x: Tensor, data: Tensor, bound: Tensor | None, all_count: bool) -> Ten
     # `reshape(1)`: a 0-dim bound would be rounded to the dtype of `x`.
     saturated = finite[:0] if bound is None else finite & (size > bound.reshape(1))
     counts = values.sum(), (values & zero).sum(), saturated.sum(), elements - finite.sum()
-    return torch.stack([each.double() for each in (amax, elements, *counts)])
+    return torch.stack([x.double() for x in (amax, elements, *counts)])
 
 
 def tally(numbers: Tensor, totals: Tensor, calls: Tensor, counted: bool) -> None:
@@ -256,15 +256,15 @@ class Watch(contextlib.ExitStack):
         self.close()
         numbers: dict[str, float] = {}
         if self._steps % self._every == 0:
-            found = {
+            totals_by_role = {
                 (".".join(filter(None, (name, own))), role): totals
                 for name, observer in self._observers.items()
                 for (own, role), (totals, _) in observer.totals.items()
             }
             none = torch.zeros(8, dtype=torch.float64, device=device_of(self._model))
-            rows = torch.stack([none, *(x.to(none.device) for x in found.values())])
-            reduced = over_ranks(rows, ["", *found], 3, self._group)
-            table = dict(zip(found, reduced[1:], strict=True))
+            rows = torch.stack([none, *(x.to(none.device) for x in totals_by_role.values())])
+            reduced = over_ranks(rows, ["", *totals_by_role], 3, self._group)
+            table = dict(zip(totals_by_role, reduced[1:], strict=True))
 
             def order(key: tuple[str, str]) -> tuple[bool, float]:
                 backward = key[1] == ROLES[2]

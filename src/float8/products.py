@@ -17,9 +17,9 @@ def _outer(grad_output: Tensor, x: Tensor) -> Tensor:
 class Dense:
     """The products of a plain layer: all rows meet one weight [N, K].
 
-    `Linear` asks `call.products` and never knows which kind it is; experts and layers whose tokens
-    ranks share have others with these attributes. `index` below are tensors of one call that the
-    products read, saved for backward: none here, the ends of the groups of rows of experts.
+    `Linear` calls these attributes of `call.products`. Experts, and layers whose tokens ranks
+    share, have a class of the same attributes. `index` below are tensors that these functions take
+    besides, saved for backward: none for `Dense`, the ends of the groups of rows for experts.
     """
 
     columns_from_values = True

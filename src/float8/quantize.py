@@ -159,9 +159,9 @@ def recast(x: Tensor, cast_config: CastConfig, scale: Tensor) -> Operand:
 def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Operand:
     """Zero-pad row data along C, and [R, C] along R if `pad_rows`; a no-op if they are aligned."""
     data, scale = row
-    to = granularity.width or GEMM_ALIGNMENT
-    bottom = -data.shape[0] % to if pad_rows and data.dim() == 2 else 0
-    right = -data.shape[-1] % to
+    multiple = granularity.width or GEMM_ALIGNMENT
+    bottom = -data.shape[0] % multiple if pad_rows and data.dim() == 2 else 0
+    right = -data.shape[-1] % multiple
     if not bottom and not right:
         return row
     if bottom and granularity.height == 1:

@@ -22,12 +22,12 @@ def _meshes(tensors: Iterable[Any]) -> set[Any]:
     return {x.device_mesh for x in sharded if not isinstance(local_tensor(x), Float8Tensor)}
 
 
-def _require_whole_weights(shard_groups: Iterable[Any], synced: list[int], what: str) -> None:
+def _require_whole_weights(shard_groups: Iterable[Any], synced: list[int], got: str) -> None:
     """Raise `ValueError` if ranks that hold parts of one weight are not all in `synced`."""
     for ranks in map(dist.get_process_group_ranks, shard_groups):
         if not set(ranks) <= set(synced):
             raise ValueError(
-                f"group: got {what} {synced}, but parts of a weight are on ranks {ranks}, which "
+                f"group: got {got} {synced}, but parts of a weight are on ranks {ranks}, which "
                 f"share its scales; give a group of all ranks that train on parts of the same batch"
             )
 
@@ -38,7 +38,7 @@ def sync_groups(
     """Return the process groups over which a sync reduces the amaxes of layers with `weights`.
 
     `group` None stands for the mesh of the weights, else that of `others`, else all ranks. The
-    ranks of each of `shard_groups` hold parts of one weight. Raises if `group` cannot be used.
+    ranks of each of `shard_groups` hold parts of one weight. A `group` of other ranks raises.
     """
     if group is not None:
         if not isinstance(group, dist.ProcessGroup):
@@ -51,8 +51,8 @@ def sync_groups(
         raise ValueError(f"model: {got}; say which ranks share their amaxes with `group=`")
     for mesh in meshes:
         if mesh.size() < dist.get_world_size():
-            here = mesh.mesh.flatten().tolist()
-            _require_whole_weights(shard_groups, here, "None and weights on a mesh of ranks")
+            mesh_ranks = mesh.mesh.flatten().tolist()
+            _require_whole_weights(shard_groups, mesh_ranks, "None and weights on a mesh of ranks")
             return tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
     if dist.get_world_size() == 1:
         return ()
@@ -78,7 +78,7 @@ def unlike(texts: Sequence[str], groups: Sequence[Any], device: torch.device) ->
 
     (count,) = maxima([len(texts)])
     digests = [hashlib.sha256(text.encode()).digest() for text in texts]
-    mine = [int.from_bytes(digest[:7], "big") for digest in digests] + [0] * (count - len(texts))
-    largest = maxima(mine + [-x for x in mine])
+    numbers = [int.from_bytes(digest[:7], "big") for digest in digests] + [0] * (count - len(texts))
+    largest = maxima(numbers + [-x for x in numbers])
     equal = [most == -least for most, least in zip(largest[:count], largest[count:], strict=True)]
     return None if all(equal) else [x for x, same in zip(texts, equal, strict=False) if not same]

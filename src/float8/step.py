@@ -23,7 +23,7 @@ class Attachment:
     handles: list[RemovableHandle]
 
     def remove(self) -> None:
-        """Remove hooks and held weights, but no shards; also runs when the optimizer is freed."""
+        """Remove the hooks and free held weights; also called when the optimizer is collected."""
         for handle in self.handles:
             handle.remove()
         for mod in self.mods:

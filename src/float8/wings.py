@@ -6,6 +6,7 @@ names in `float8/__init__.py`, and its mixin: `tests/test_wings.py` does so.
 """
 
 from float8.checkpoints.loaded import LoadedInFloat8, Quantizers
+from float8.config import CONFIG_CHECKS
 from float8.convert.conversion import CONVERSIONS, FEATURES
 from float8.convert.linears import Linears
 from float8.delayed.sync import DelayedScaling
@@ -36,3 +37,4 @@ FEATURES[:] = [
     Quantizers(),
     DataParallel(),
 ]
+CONFIG_CHECKS[:] = [feature.check_config for feature in FEATURES]

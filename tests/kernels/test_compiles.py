@@ -117,8 +117,8 @@ def of_blocks(of_rows: bool, dtype: torch.dtype, x: Tensor) -> None:
     of_a, of_b = ((R, 2048), (5, 80, 2048)) if of_rows else ((R, 1280), (C, 1280))
     scales = empty(of_a[1] // 128, R).t(), empty(5, 1, 16) if of_rows else empty(10, C).t()
     given = empty(*of_a, dtype=E4M3), scales[0], empty(*of_b, dtype=E4M3), scales[1]
-    covers = "block_1x128", "block_128x128" if of_rows else "block_1x128"
-    ops.cuda.grouped_matmul(*given, ends, None, *covers, True, False, False, dtype)
+    covers = f"block_1x128 {'block_128x128' if of_rows else 'block_1x128'}"
+    ops.cuda.grouped_matmul(*given, ends, None, f"{covers} True False False", dtype)
 
 
 def grouped_matmul(of_rows: bool, fast: bool, dtype: torch.dtype, x: Tensor) -> None:
@@ -127,8 +127,7 @@ def grouped_matmul(of_rows: bool, fast: bool, dtype: torch.dtype, x: Tensor) -> 
         given = empty(R, C, dtype=E4M3), empty(R), empty(5, 80, C, dtype=E4M3), empty(5, 80)
     else:
         given = empty(R, 1280, dtype=E4M3), empty(5, R), empty(C, 1280, dtype=E4M3), empty(5, C)
-    by_rows = None, "axiswise", "axiswise"
-    ops.cuda.grouped_matmul(*given, ends, *by_rows, fast, False, False, dtype)
+    ops.cuda.grouped_matmul(*given, ends, None, f"axiswise axiswise {fast} False False", dtype)
 
 
 def cast(*how: Any, scaled: bool = False, source: torch.dtype = BF16) -> Callable[[Tensor], Any]:
@@ -282,6 +281,5 @@ def test_groups_are_launched_where_their_tensors_are(monkeypatch: pytest.MonkeyP
     with FakeTensorMode(), torch.device("cuda:1"):
         x, ends = torch.empty(64, 32, dtype=BF16), torch.empty(2, dtype=torch.int32)
         *col, ends = ops.cuda.cast_groups(x, ends, None, E4M3, True, True, 256, 0, 0)[2:]
-        by_rows = None, "axiswise", "axiswise"
-        ops.cuda.grouped_matmul(*col, *col, ends, *by_rows, True, False, False, BF16)
+        ops.cuda.grouped_matmul(*col, *col, ends, None, "axiswise axiswise True False False", BF16)
     assert launched == [1, 1, 1]

@@ -30,7 +30,7 @@ def ceil128(n: int) -> int:
 MANY = 16  # groups, for which kernels want vectors of 32
 SIZES = [[0, 1, 15, 16, 17], [70, 0, 0, 65], [0, 0, 33], [1] * MANY]
 GRANULARITIES = [ScalingGranularity.TENSORWISE, ScalingGranularity.AXISWISE]
-BY_ROWS = None, "axiswise", "axiswise"  # tokens, granularities
+BY_ROWS = "axiswise axiswise"  # the granularities, as `Gemm.packed` gives them
 SHORT = (1, True), (2, False), (2, True)
 cases = pytest.mark.parametrize(
     ("sizes", "of", "power_of_2"),
@@ -222,7 +222,7 @@ def test_the_grouped_gemm_is_its_twin(
         multiprocessors(2)  # each of whose programs takes its time
     for n, case in enumerate(operands(sizes, sum(sizes) + 5, 150, 176, triton_device)):
         fast = (n + len(sizes)) % 2 == 0
-        how = *BY_ROWS, fast, False, False, torch.bfloat16 if fast else torch.float32
+        how = None, f"{BY_ROWS} {fast} False False", torch.bfloat16 if fast else torch.float32
         got, want = ops.cuda.grouped_matmul(*case, *how), ops.cpu.grouped_matmul(*case, *how)
         assert got.dtype == want.dtype
         empty = [(x == 0).all(-1) for x in (got, want)]  # rows in no group, and all of empty groups
@@ -254,7 +254,7 @@ def test_the_grouped_gemm_of_blocks_is_its_twin(
     of = (RUNS.value, SQUARES.value), (RUNS.value, SQUARES.value), (RUNS.value, RUNS.value)
     for n, (case, covers) in enumerate(zip(cases, of, strict=True)):
         dtype = torch.float32 if n == len(sizes) % 3 else torch.bfloat16
-        how = None, *covers, True, False, False, dtype
+        how = None, f"{' '.join(covers)} True False False", dtype
         got, want = ops.cuda.grouped_matmul(*case, *how), ops.cpu.grouped_matmul(*case, *how)
         assert torch.equal((got == 0).all(-1), (want == 0).all(-1))
         assert got.isfinite().all()
@@ -268,7 +268,7 @@ def test_no_tokens_at_all(triton_device: torch.device) -> None:
     for of in (*GRANULARITIES, RUNS):
         spec = CastConfig(target_dtype=E4M3, scaling_granularity=of)
         *col, ends, _ = cast_groups(x, Cast(spec), offs, col=True).col
-        how = None, of.value, of.value, True, False, False, torch.bfloat16
+        how = None, f"{of.value} {of.value} True False False", torch.bfloat16
         assert not ops.cuda.grouped_matmul(*col, *col, ends, *how).any()
 
 
@@ -340,18 +340,18 @@ def test_no_offs_lead_out_of_the_tensors(
         b.float(), Cast(CastConfig(scaling_granularity=SQUARES)), row=True
     ).row
     squares = [*map(guarded, (squares.data.contiguous(), squares.scale.contiguous()))]
-    width, how = made[2].shape[1], (False, False, False, torch.float32)
-    of_runs = None, RUNS.value, RUNS.value
+    width, of_runs = made[2].shape[1], f"{RUNS.value} {RUNS.value}"
     cases = [(rows, wild, T, BY_ROWS), (columns, padded, width, BY_ROWS)]
     if triton_device.type == "cuda":  # Gluon has no interpreter
-        cases.append(((*by_runs[:2], *squares), wild, T, (None, RUNS.value, SQUARES.value)))
+        cases.append(((*by_runs[:2], *squares), wild, T, f"{RUNS.value} {SQUARES.value}"))
         cases.append(((*by_runs[2:4], *by_runs[2:4]), padded, width, of_runs))
     for case, offs, most, covers in cases:
+        how = None, f"{covers} False False False", torch.float32
         got, want = (
-            ops.cuda.grouped_matmul(*case, ends(numbers), *covers, *how)
+            ops.cuda.grouped_matmul(*case, ends(numbers), *how)
             for numbers in (offs, clean(offs, most))
         )
-        twin = reference(*case, ends(clean(offs, most)), *covers, *how)
+        twin = reference(*case, ends(clean(offs, most)), *how)
         assert torch.equal(got, want)
         assert torch.equal((got == 0).all(-1), (twin == 0).all(-1))
         assert not twin.any() or sqnr(twin, got) > 45

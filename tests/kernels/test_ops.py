@@ -82,12 +82,12 @@ def of_times_held(device: str) -> Args:
             a = torch.randn(40, data.shape[-1], device=device).to(E4M3)
             of_a = torch.ones(40 if experts else (), device=device)
             of_a = torch.ones(1, 40, device=device).t() if of else of_a
-            covers = ("block_1x128", of.value) if of else ("tensorwise", "tensorwise")
+            covers = f"block_1x128 {of.value}" if of else "tensorwise tensorwise"
             # opcheck copies the weight, which has another address then.
             with mock.patch.object(held_weights, "is_current", return_value=current):
                 yield (
                     a, of_a, data, scale, weight.detach(), offs, False, 40, data.shape[-2], columns,
-                    False, *covers, False, bool(experts), False, torch.bfloat16,
+                    False, f"{covers} False {bool(experts)} False", torch.bfloat16,
                 )  # fmt: skip
 
 
@@ -95,8 +95,16 @@ def of_matmul(device: str) -> Args:
     b, one = torch.randn(32, 48, device=device).to(E4M3), torch.ones((), device=device)
     for rows in (16, 0):
         a = torch.randn(rows, 48, device=device).to(E4M3)
-        how = "tensorwise", "tensorwise", False, False, False, torch.bfloat16
-        yield a, one, b, one.clone(), rows, 32, *how
+        yield (
+            a,
+            one,
+            b,
+            one.clone(),
+            rows,
+            32,
+            "tensorwise tensorwise False False False",
+            torch.bfloat16,
+        )
 
 
 def of_groups(device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,15 +131,15 @@ def of_grouped_matmul(device: str) -> Args:
     rows = *a.row, w, torch.ones(3, 32, device=device), offs
     columns = *a.col[:2], *b.col[:2], a.col.ends
     for powers_of_2 in (False, True):
-        how = None, "axiswise", "axiswise", False, True, powers_of_2, torch.bfloat16
+        how = None, f"axiswise axiswise False True {powers_of_2}", torch.bfloat16
         yield *rows, *how
         yield *columns, *how
     runs = Cast(CastConfig(target_dtype=E4M3, scaling_granularity=ScalingGranularity.BLOCK_1x128))
     a, b = (cast_groups(each, runs, offs, row=True, col=True) for each in (x, other))
     squares = torch.randn(3, 32, 128, device=device).to(E4M3), torch.ones(3, 1, 4, device=device)
-    how = False, True, False, torch.bfloat16
-    yield *a.row, *squares, offs, None, "block_1x128", "block_128x128", *how
-    yield *a.col[:2], *b.col[:2], a.col.ends, 40, "block_1x128", "block_1x128", *how
+    yield *a.row, *squares, offs, None, "block_1x128 block_128x128 False True False", torch.bfloat16
+    how = "block_1x128 block_1x128 False True False", torch.bfloat16
+    yield *a.col[:2], *b.col[:2], a.col.ends, 40, *how
 
 
 ARGUMENTS: dict[str, Callable[[str], Args]] = {

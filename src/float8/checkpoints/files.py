@@ -94,7 +94,7 @@ class Checkpoint:
         return _read(folder, CONFIG, _read_json).get("quantization_config")
 
     def read(self, name: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Return a tensor; a weight in float8 as a `Float8Tensor` that stands for `dtype`."""
+        """Return the tensor `name`; a float8 weight as a `Float8Tensor` that reports `dtype`."""
         data: Tensor = self._file_of[name].get_tensor(name)
         if name not in self.in_float8:
             return data
@@ -134,26 +134,26 @@ def _read_json(path: Path) -> dict[str, Any]:
     """Return the object in a file, in which no name is twice: the last would win."""
 
     def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(found := dict(pairs)) < len(pairs):
-            raise ValueError(f"a name twice among {[*found][:4]}")
-        return found
+        if len(content := dict(pairs)) < len(pairs):
+            raise ValueError(f"a name twice among {[*content][:4]}")
+        return content
 
     try:
-        found = json.loads(path.read_bytes(), object_pairs_hook=each_once)
-        if isinstance(found, dict):
-            return found
-        raise ValueError(f"a {type(found).__name__}")
+        content = json.loads(path.read_bytes(), object_pairs_hook=each_once)
+        if isinstance(content, dict):
+            return content
+        raise ValueError(f"a {type(content).__name__}")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: got {error}, expected a JSON object; fetch it again") from error
 
 
 def _read_index(index: Path) -> dict[str, set[str]]:
     """Return the names of the tensors in each file, all of them in the folder of the index."""
-    found = _read_json(index).get("weight_map")
-    if not isinstance(found, dict) or not found:
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index}: got no weight_map of names and files; fetch it again")
     names: dict[str, set[str]] = {}
-    for name, file in found.items():
+    for name, file in weight_map.items():
         path = PurePath(file if isinstance(file, str) else "")
         if not path.parts or path.is_absolute() or ".." in path.parts:
             raise ValueError(
@@ -174,8 +174,8 @@ def _read(folder: Path, name: str, read: Callable[[Path], Any]) -> Any:
 def _index_version(folder: Path) -> tuple[int, int] | None:
     """Return inode and time of the index, which another index does not have; None without one."""
     with contextlib.suppress(FileNotFoundError):
-        found = _read(folder, INDEX, Path.stat)
-        return found.st_ino, found.st_mtime_ns
+        status = _read(folder, INDEX, Path.stat)
+        return status.st_ino, status.st_mtime_ns
     return None
 
 
@@ -190,7 +190,7 @@ _SHARDS = re.compile(r"model(-\d{5}(-of-\d{5})?)?\.safetensors")
 def write_files(
     folder: Path, tensors: Iterable[dict[str, Tensor]], config: str, max_shard_size: int
 ) -> None:
-    """Write a checkpoint, and put it in the place of an older one; after an error that stays.
+    """Write a checkpoint; replace an older one in `folder`, which stays if there is an error.
 
     Files are complete in a folder of their own before that is renamed to `_COMPLETE`, where readers
     look first. From there they are moved to their places; the next save ends what a crash has left.
@@ -254,12 +254,12 @@ def _shards(tensors: Iterable[dict[str, Tensor]], max_size: int) -> Iterator[dic
     """Yield the tensors of one file after the other, in one dict: one file is in memory."""
     shard, storages, size = dict[str, Tensor](), set[int](), 0
     for group in tensors:
-        more = sum(x.nbytes for x in group.values())
-        if shard and size + more > max_size:
+        group_size = sum(x.nbytes for x in group.values())
+        if shard and size + group_size > max_size:
             yield shard
             shard.clear()
             storages, size = set(), 0
-        size += more
+        size += group_size
         for name, x in group.items():
             x = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
             if (storage := x.untyped_storage().data_ptr()) in storages:

@@ -13,18 +13,18 @@ from float8.linear.source import become
 
 
 class LoadedInFloat8(Conversion):
-    """Converts linear layers with weights in float8, all of them: others have chosen these."""
+    """Converts every linear layer that another library has loaded with a float8 weight."""
 
     def matches(self, mod: nn.Module) -> bool:
-        """Return True if `mod` has a weight in float8 with a scale, in a format that is known."""
+        """Return True if `mod` has a float8 weight and its scale, in a known format."""
         return schemes.strategy_of(mod) is not None
 
     def problem(self, mod: nn.Module, chooser: Chooser) -> str | None:
-        """Return why the bytes do not fit the configuration."""
+        """Return why the float8 weight of `mod` does not fit the configuration, or None."""
         return schemes.why_not_taken(mod, schemes.config_for(mod, chooser.config_or_none))
 
     def prepare(self, mod: nn.Module, chooser: Chooser) -> Callable[[], None]:
-        """Return a function that makes a layer of the bytes, one layer at a time."""
+        """Return a function that turns `mod` into a `Float8Linear` with its float8 weight."""
         config = schemes.config_for(mod, chooser.config_or_none)
         dtype, make = schemes.values_dtype(chooser.model), Float8Linear._float8_made_of
         return lambda: become(mod, make(schemes.as_linear(mod, config, dtype), config))
@@ -34,6 +34,6 @@ class Quantizers(Feature):
     """Quantizers of other libraries, which stay attached to a model that they loaded."""
 
     def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
-        """Have `save_pretrained` treat layers that were converted as in high precision."""
+        """Make `save_pretrained` save the converted layers in high precision."""
         if config is not None:
             schemes.leave_quantizers(model)

@@ -48,7 +48,7 @@ def saved_tensors(model: nn.Module) -> list[SavedTensor]:
 
 
 class Part(NamedTuple):
-    """What a tensor of a file is of a tensor of the model: all of it, or [N, K] of one expert."""
+    """The part of a tensor of the model that a file stores: all, or [N, K] of one expert."""
 
     expert: int | None = None  # None: all of it
     piece: int = 0
@@ -79,10 +79,10 @@ Parts = dict[str, Part]
 
 
 def published_parts(model: nn.Module) -> dict[str, Parts]:
-    """Return by its name in `model` the parts in which transformers publishes each tensor.
+    """Map the name of each tensor of `model` to the parts in which transformers saves it.
 
-    Tensors that it would not find again under the names of these, and those of other models, are
-    whole under their own names.
+    Tensors that transformers could not load from these parts, and all tensors of other models, are
+    one part with their own name.
     """
     saved = [(*use, x.tensor) for x in saved_tensors(model) for use in x.uses]
     published = {name: {name: WHOLE} for name, *_ in saved}

@@ -29,7 +29,7 @@ class ModelRanks:
         self.number = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
     def agree(self, value: Any = None, error: BaseException | None = None) -> list[Any]:
-        """All-gather `value` over each process group of the model; collective.
+        """All-gather `value` over the process groups of the model, and return all values.
 
         If a rank passes an `error`, all others raise a copy of it; this method returns on the rank
         itself, which then raises the error.

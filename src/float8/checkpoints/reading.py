@@ -75,8 +75,8 @@ def load_float8_checkpoint(
     Raises:
         TypeError: `model` is not an `nn.Module`.
         ValueError: names or shapes of the checkpoint are not those of the model, a layer cannot
-            take its weight, or one is there twice: joined and one by one, or with two values for a
-            tied Parameter. Nothing is changed then.
+            take its weight, or the checkpoint has a weight twice: joined and one by one, or with
+            two values for a tied Parameter. Nothing is changed then.
         ImportError, FileNotFoundError, RuntimeError, AssertionError: as `read_float8_checkpoint`.
     """
     with ModelRanks(model) as ranks:
@@ -164,19 +164,19 @@ def _match(model: nn.Module, checkpoint: Checkpoint, targets: dict[str, _Target]
 def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None:
     """Raise `ValueError` if dtype, shape or scales of the tensor `name` do not fit `target`."""
     (dtype, shape), tensor = checkpoint.headers[name], target.saved.tensor
-    wanted = tuple(tensor.shape)
+    model_shape = tuple(tensor.shape)
     if target.part != WHOLE:
-        wanted = wanted[1] // target.part.pieces, wanted[2]
+        model_shape = model_shape[1] // target.part.pieces, model_shape[2]
     only_layers, granularity = target.only_layers, checkpoint.scheme.granularity
     granularities = {x._float8_plan.casts.weight.config.scaling_granularity for x in only_layers}
-    shares_scales = any(not x.height or wanted[0] % x.height for x in granularities)
+    shares_scales = any(not x.height or model_shape[0] % x.height for x in granularities)
     in_float8 = name in checkpoint.in_float8
     takes_data = in_float8 and len(only_layers) == len(target.saved.uses)
     placements = tensor.placements if is_dtensor(tensor) else ()
     if getattr(dtype, "is_floating_point", False) != tensor.dtype.is_floating_point:
         got, expected = f"dtype {dtype}", f"numbers like {tensor.dtype}"
-    elif shape != wanted:
-        got, expected = f"shape {shape}", f"{wanted} of the model"
+    elif shape != model_shape:
+        got, expected = f"shape {shape}", f"{model_shape} of the model"
     elif in_float8 and only_layers and granularities != {granularity}:
         got = f"scales of {granularity} for a layer with float8_weights=ONLY"
         expected = f"those of {granularities}; convert it by the recipe for this checkpoint"
@@ -228,8 +228,8 @@ def _copy(destination: Any, tensor: Tensor) -> None:
     destination.copy_(_distribute(values, destination) if is_dtensor(destination) else values)
 
 
-def _distribute(whole: Tensor, like: Any) -> Any:
-    """Return `whole`, which all ranks have read, as a DTensor placed as `like`; sends nothing."""
+def _distribute(whole: Tensor, template: Any) -> Any:
+    """Return `whole`, which all ranks have read, as a DTensor placed as `template`, unsent."""
     from torch.distributed.tensor import distribute_tensor  # slow to import
 
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return distribute_tensor(whole, template.device_mesh, template.placements, src_data_rank=None)

@@ -42,7 +42,7 @@ class Scheme(NamedTuple):
 
     @property
     def block(self) -> list[int | None] | None:
-        """The `weight_block_size` of `fine-grained-fp8`, the `block_structure` of the other."""
+        """Rows and columns of a block, as configurations give them, or None for one scale."""
         granularity = self.granularity
         return None if granularity.one_scale else [granularity.height, granularity.width]
 
@@ -163,7 +163,7 @@ def scheme_named(format: str, strategy: str | None) -> Scheme:
 def scheme_of(config: Any) -> Scheme:
     """Return the scheme whose own `quantization_config` has the values of `config`.
 
-    Raises `ValueError` for the first field whose value no scheme has beside the fields before it.
+    Raises a `ValueError` that names the first field by which no scheme is left.
     """
     config = _object(config)
     method = config.get("quant_method")
@@ -235,9 +235,9 @@ _SCHEME = "quantization_scheme"  # attribute that compressed-tensors sets beside
 
 
 def strategy_of(mod: Any) -> Scheme | str | None:
-    """Return the scheme of a layer loaded in float8, or name its scales if no scheme has them.
+    """Return the scheme of a layer loaded in float8, or None for any other layer.
 
-    Returns None for any other layer.
+    If no scheme has its scales, return a text that names them.
     """
     weight = mod._parameters.get("weight") if isinstance(mod, nn.Linear) else None
     if weight is None or weight.dtype not in FLOAT8_MAX:
@@ -247,13 +247,13 @@ def strategy_of(mod: Any) -> Scheme | str | None:
         return None
     if (scale := mod._parameters.get("weight_scale_inv")) is not None:
         block: Any = getattr(mod, "block_size", None)
-        wanted = FINE_GRAINED, block and [*block], scale.itemsize == 1
-        fits = (x for x in _ALL if (x.format, x.block, x.exponents is not None) == wanted)
+        layout = FINE_GRAINED, block and [*block], scale.itemsize == 1
+        fits = (x for x in _ALL if (x.format, x.block, x.exponents is not None) == layout)
         return next(fits, f"{block} blocks ({FINE_GRAINED})")
     if (scale := mod._parameters.get("weight_scale")) is None:
         return None
-    said = getattr(getattr(mod, _SCHEME, None), "weights", None)
-    strategy = getattr(said, "strategy", "tensor" if scale.numel() == 1 else "channel")
+    weight_arguments = getattr(getattr(mod, _SCHEME, None), "weights", None)
+    strategy = getattr(weight_arguments, "strategy", "tensor" if scale.numel() == 1 else "channel")
     strategy = "mxfp8" if scale.itemsize == 1 else strategy
     fits = (x for x in _ALL if (x.format, x.strategy) == (COMPRESSED, strategy))
     return next(fits, f"strategy {strategy!r} ({COMPRESSED})")

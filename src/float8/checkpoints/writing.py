@@ -56,9 +56,9 @@ def float8_weights(
     A weight [N, K] of a `Float8Linear` comes as e4m3 bytes, followed by its scales. With the
     granularity of the recipe these are the bytes that training multiplies. Names are those under
     which transformers publishes the model; for other models those of `model.state_dict()` without
-    the prefixes of torch.compile and DDP. Experts that transformers publishes one by one come so,
-    in float8 even if not converted. One tensor is cast at a time. Tensors that are not cast may
-    share the memory of the model: copy them before the next step.
+    the prefixes of torch.compile and DDP. Experts that transformers publishes one by one
+    are yielded so, in float8 even if not converted. One tensor is cast at a time. Tensors that are
+    not cast may share the memory of the model: copy them before the next step.
 
     Active adapters of PEFT are merged on the way, one layer at a time in float32, and each sum is
     cast once; the model stays as it is. Names are those after `model.merge_and_unload()`.
@@ -126,18 +126,18 @@ def float8_metadata(
     """
     require_module(model, "model")
     reshard(model)
-    plan, found = _plan(model, format, strategy, dtype, param_dtype), list[TensorMetadata]()
+    plan, metadata = _plan(model, format, strategy, dtype, param_dtype), list[TensorMetadata]()
     scheme = plan.scheme
     for x, parts, rounds_to, cast_config, _ in plan.entries:
         new_dtype = rounds_to if rounds_to and x.dtype in HIGH_PRECISION_DTYPES else x.dtype
         for name, part in parts.items():
             shape = (*(x.shape if part is WHOLE else (x.shape[1] // part.pieces, x.shape[2])),)
-            found.append(TensorMetadata(name, E4M3 if cast_config else new_dtype, shape))
+            metadata.append(TensorMetadata(name, E4M3 if cast_config else new_dtype, shape))
             if cast_config:
                 scales = scheme.scale_shape(shape) or (() if part is WHOLE else (1, 1))
                 scale_name, scale_dtype = name + scheme.scale_suffix, scheme.exponents
-                found.append(TensorMetadata(scale_name, scale_dtype or torch.float32, scales))
-    return found
+                metadata.append(TensorMetadata(scale_name, scale_dtype or torch.float32, scales))
+    return metadata
 
 
 def save_float8_checkpoint(
@@ -306,15 +306,15 @@ def _require_storable(saved: SavedTensor, in_float8: bool) -> None:
     inner = local_tensor(high_precision(x))
     is_8_bit = x.dtype.is_floating_point and x.dtype.itemsize == 1
     if is_lazy(x) or x.is_meta:
-        got, do = f"a tensor without values, on {x.device}", "run the model once, or load it"
+        got, fix = f"a tensor without values, on {x.device}", "run the model once, or load it"
     elif not in_float8 and (hasattr(inner, "__tensor_flatten__") or is_8_bit):
         got = f"a {type(inner).__name__} of {inner.dtype}, in a {type(module).__name__}"
-        do = "load the model dequantized, or call convert_to_high_precision(model)"
+        fix = "load the model dequantized, or call convert_to_high_precision(model)"
     elif x.layout != torch.strided or x.is_nested or x.is_quantized or x.dtype == torch.complex128:
-        got, do = f"a tensor of {x.dtype} and {x.layout}", "make it a buffer with persistent=False"
+        got, fix = f"a tensor of {x.dtype} and {x.layout}", "make it a buffer with persistent=False"
     else:
         return
-    raise ValueError(f"{name}: got {got}, expected a plain tensor with values; {do}")
+    raise ValueError(f"{name}: got {got}, expected a plain tensor with values; {fix}")
 
 
 def _float32_names(model: nn.Module) -> Callable[[str], Any]:
@@ -388,9 +388,9 @@ def _require_unique_names(entries: list[_Entry], suffix: str) -> None:
     """Raise `ValueError` if two tensors, or a tensor and a scale, have the same name in files."""
     names = Counter(name for entry in entries for name in entry.parts)
     scales = {name + suffix for name in names}  # readers take any tensor of such a name for one
-    if taken := [name for name, count in names.items() if count > 1 or name in scales]:
+    if ambiguous := [name for name, count in names.items() if count > 1 or name in scales]:
         raise ValueError(
-            f"{taken[0]}: got a tensor that has in files the name of another, or of its scale "
+            f"{ambiguous[0]}: got a tensor that has in files the name of another, or of its scale "
             f"({suffix!r} is added), expected one of its own; rename it, or leave it out"
         )
 

@@ -64,7 +64,7 @@ class Chooser:
         self.classes = tuple(linear_classes) if isinstance(linear_classes, Iterable) else (None,)
         self.conversions = {mod: conversion_of(mod) for mod in model.modules()}
         self._check(gpu, cuda_graphs, linear_classes, head)
-        self.kinds = {each for each in self.conversions.values() if each}
+        self.kinds = {conversion for conversion in self.conversions.values() if conversion}
         self.kept_by_model: dict[nn.Module, str] = {}
         for conversion in self.kinds if self.filter is None else ():
             self.kept_by_model |= conversion.modules_to_keep(self)
@@ -85,11 +85,11 @@ class Chooser:
             names = f"{', '.join(map(repr, MEMORY))}; leave it out for the GPU here"
             raise ValueError(f"gpu: got {gpu!r}, expected one that is modelled, of {names}")
         if self.config.only_on == BLACKWELL and not self.config.emulate:
-            lacks = [lacks_float8_gemm(x.device, only=BLACKWELL) for x in self.model.parameters()]
-            lacks += [gpu and f"{self.gpu} multiplies no 8-bit exponents"]
-            if reason := next(filter(None, lacks), None):
-                do = "set emulate=True to compute in high precision on the same values"
-                raise ValueError(f"config: got {self.config.short_str()}, but {reason}; {do}")
+            reasons = [lacks_float8_gemm(x.device, only=BLACKWELL) for x in self.model.parameters()]
+            reasons += [gpu and f"{self.gpu} multiplies no 8-bit exponents"]
+            if reason := next(filter(None, reasons), None):
+                fix = "set emulate=True to compute in high precision on the same values"
+                raise ValueError(f"config: got {self.config.short_str()}, but {reason}; {fix}")
         if self.filter is not None and (gpu is not None or cuda_graphs or head):
             got = f"a module_filter_fn, which decides alone, with {gpu=}, {cuda_graphs=}, {head=}"
             raise ValueError(f"got {got}; expected none of these beside it")
@@ -121,15 +121,15 @@ class Chooser:
     def _why_filtered(self, mod: nn.Module, fqn: str) -> str | None:
         """Return the reason why the user's filter leaves `mod` out, or None if it takes it."""
         try:
-            answer = self.filter(mod, fqn)
+            decision = self.filter(mod, fqn)
         except AttributeError as error:  # experts have no `in_features`
             if isinstance(mod, nn.Linear):
                 raise
             return f"module_filter_fn raised an AttributeError: {error}"
-        return None if answer else f"module_filter_fn returned {answer!r}"
+        return None if decision else f"module_filter_fn returned {decision!r}"
 
     def gpu_of(self, mod: nn.Module) -> str | None:
-        """Return the GPU for which `mod` is judged; None if there is none, or with `emulate`."""
+        """Return the name of the GPU whose times decide about `mod`; None without one."""
         if self.gpu is None and not self.config.emulate:
             return gpu_for(next((x.device for x in mod.parameters()), torch.device("cpu")))
         return self.gpu
@@ -141,9 +141,9 @@ class Chooser:
         gpu = self.gpu_of(mod)
         if gpu in MEMORY:
             source = f'gpu="{gpu}"' if self.gpu else "the GPU here"
-            at = f"modelled as {judged_as(self.config)} at {self.tokens} tokens per forward"
-            at += f", casts shared by {self.ranks[2]} ranks" * (self.ranks[2] > 1)
-            return f"chosen for {gpu} ({source}): {at}{', as CUDA graphs' * self.cuda_graphs}"
+            model = f"modelled as {judged_as(self.config)} at {self.tokens} tokens per forward"
+            model += f", casts shared by {self.ranks[2]} ranks" * (self.ranks[2] > 1)
+            return f"chosen for {gpu} ({source}): {model}{', as CUDA graphs' * self.cuda_graphs}"
         if gpu is None:
             names = " or ".join(f'gpu="{name}"' for name in MEMORY)
             return f"no GPU here: layers of any size are converted; {names} leaves those that lose"
@@ -184,6 +184,6 @@ def gpu_for(device: torch.device) -> str | None:
 
 
 def short_name(gpu: Any) -> Any:
-    """Return the only key of `MEMORY` that the name `gpu` contains, or `gpu` itself."""
+    """Return the key of `MEMORY`, as "H100", that the name `gpu` contains, else `gpu` itself."""
     names = re.findall(rf"({'|'.join(MEMORY)})(?!\w)", gpu.upper() if isinstance(gpu, str) else "")
     return names[0] if len({*names}) == 1 else gpu

@@ -40,22 +40,22 @@ class Conversion:
         raise NotImplementedError
 
     def parameters(self, mod: nn.Module) -> Sequence[str]:
-        """Return the names of weights that are chosen by name, beside `mod` itself."""
+        """Return names of weights by which `keep_high_precision(names=...)` finds `mod`, too."""
         return ()
 
     def stored_by_rows(self, mod: nn.Module) -> Sequence[str]:
-        """Return the names of those weights that are stored as [N, K], or [E, N, K] of experts."""
+        """Return the names of weights that are stored as [N, K], or as [E, N, K] of experts."""
         return ["weight"]
 
     def report(
         self, fqn: str, mod: Any, scaling: str | None, reason: str | None
     ) -> list[LayerReport]:
-        """Return the rows of a report about `mod`, called `fqn`; for the rest see `LayerReport`."""
+        """Return the rows of a report about `mod`; `reason`: why it is not in float8, or None."""
         sizes = mod.in_features, mod.out_features
         return [LayerReport(fqn or "(root)", *sizes, scaling, reason)]
 
     def why_left_out(self, mod: nn.Module, fqn: str, chooser: "Chooser") -> str | None:
-        """Return why `mod` stays by its name `fqn` if no filter is given, or None."""
+        """Return why `mod` is not converted without a filter, for its name `fqn`, or None."""
         return None
 
     def problem(self, mod: nn.Module, chooser: "Chooser") -> str | None:
@@ -71,27 +71,30 @@ class Conversion:
         raise NotImplementedError
 
     def modules_to_keep(self, chooser: "Chooser") -> dict[nn.Module, str]:
-        """Return modules that stay because of the whole model if no filter is given, and why."""
+        """Return modules, with reasons, that the whole model keeps from conversion by default."""
         return {}
 
 
 class Feature:
     """An extension with hooks around conversions and steps, such as FSDP2's gathers in float8."""
 
+    def check_config(self, config: Float8LinearConfig) -> None:
+        """Raise a `ValueError` if fields of this feature do not fit the others of `config`."""
+
     def sharing_ranks(self, config: Float8LinearConfig) -> int:
         """Return how many ranks cast a share of each weight."""
         return 1
 
     def why_not_changed(self, mod: Any) -> Refusal | None:
-        """Return what keeps `mod`, which was converted before, from another class or config."""
+        """Return why a converted `mod` cannot get another class or configuration, or None."""
         return None
 
     def why_not_taken(self, mod: Any, config: Float8LinearConfig) -> Refusal | None:
-        """Return what keeps the weights of `mod` from `config`, or None."""
+        """Return why the weights of `mod` cannot be converted with `config`, or None."""
         return None
 
     def before_conversion(self, converted: Sequence[nn.Module]) -> None:
-        """Undo what this feature did to modules that were converted before, and now change."""
+        """Undo what this feature did to `converted` modules, before their conversion changes."""
 
     def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
         """Finish a conversion of `model`; `config` is None if it went back to high precision."""

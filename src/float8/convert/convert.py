@@ -55,13 +55,13 @@ def convert_to_float8_training(
         module_filter_fn: called as `module_filter_fn(mod, fqn)` for each `nn.Linear` and module of
             experts that can be converted, or was. Return True to convert it; `all_linears` takes
             all. Experts have no `in_features`: a filter that reads it leaves them out, as the
-            report says. None: the rules above. `keep_high_precision(...)`: except some blocks.
+            report says. None: the rules above. `keep_high_precision(...)` keeps some blocks.
         config: a `Float8LinearConfig`, or the name of a recipe, for example `"delayed"`. None
             means dynamic tensorwise scaling.
         tokens_per_step: rows of a layer's input: tokens per forward on one device. Used only
             without a `module_filter_fn`.
         gpu: `"H100"` or `"H200"`, or the name of one as torch gives it: convert layers that gain on
-            that GPU, wherever the weights are now. None: those that gain on the GPU here.
+            that GPU, wherever the weights are now. None: on the current GPU.
         cuda_graphs: set True if you run CUDA graphs (`mode="reduce-overhead"`): launch cost is then
             ignored when layers are chosen, as it always is for experts.
         linear_classes: subclasses of `nn.Linear` with a forward of their own that computes the
@@ -100,8 +100,8 @@ def convert_chosen(chooser: Chooser) -> nn.Module:
     if not any(isinstance(mod, Float8Module) for mod in choices):
         reasons = [*dict.fromkeys(str(choice.reason) for choice in choices.values())][:3]
         why = f"was converted: {'; '.join(reasons) or 'it has no nn.Linear'}"
-        do = "print(conversion_report(model)) shows each"
-        warn(f"float8: no layer of {type(module).__name__} {why}. {do}")
+        fix = "print(conversion_report(model)) shows each"
+        warn(f"float8: no layer of {type(module).__name__} {why}. {fix}")
     return module
 
 
@@ -170,8 +170,8 @@ def _require_changeable(mod: Float8Module, fqn: str) -> None:
     refused: Refusal | None = None
     if replaced_forward(mod):
         got = "a layer with a `forward` of its own as attribute, which calls that of float8"
-        do = "remove it first: accelerate's, by accelerate.hooks.remove_hook_from_submodules(model)"
-        refused = got, do
+        fix = "remove it first: accelerate's by accelerate.hooks.remove_hook_from_submodules(model)"
+        refused = got, fix
     elif is_parametrized(mod):
         refused = "a layer that is parametrized", "remove the parametrization first"
     for feature in FEATURES:
@@ -180,6 +180,6 @@ def _require_changeable(mod: Float8Module, fqn: str) -> None:
         raise _refusal(fqn, *refused)
 
 
-def _refusal(fqn: str, got: str, do: str) -> ValueError:
+def _refusal(fqn: str, got: str, fix: str) -> ValueError:
     """Return an error about the layer called `fqn`: what was got, and what to do."""
-    return ValueError(f"layer {fqn or '(root)'!r}: got {got}, expected one that can change; {do}")
+    return ValueError(f"layer {fqn or '(root)'!r}: got {got}, expected one that can change; {fix}")

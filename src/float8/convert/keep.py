@@ -20,7 +20,7 @@ class Keep(NamedTuple):
     module_filter_fn: ModuleFilter | None
 
     def reasons(self, model: nn.Module) -> dict[nn.Module, str]:
-        """Return modules that stay, with reasons; raise `ValueError` if an argument fits none."""
+        """Return the modules to keep, with reasons; raise `ValueError` if a name has no module."""
         reasons: dict[nn.Module, str] = {}
         in_blocks, unused = set[nn.Module](), {*self.names}
         for fqn, mod in model.named_modules(remove_duplicate=False):

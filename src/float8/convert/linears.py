@@ -28,7 +28,7 @@ class Linears(Conversion):
         return chooser.kept_by_model.get(mod) or left_out(fqn, chooser.head)
 
     def modules_to_keep(self, chooser: Chooser) -> dict[nn.Module, str]:
-        """Return all convertible layers and why they stay, if FSDP2 would wait for the CPU."""
+        """Return all layers, with a reason, if FSDP2 would wait for the CPU in float8, else {}."""
         layers = dict[Any, str]()
         for fqn, mod in chooser.model.named_modules() if self._waits_as_a_whole(chooser) else ():
             is_candidate = chooser.conversions[mod] is self and not left_out(fqn, chooser.head)

@@ -87,11 +87,11 @@ class ConversionReport:
             count[1] += 1
             fate = layer.scaling or f"skipped: {layer.skip_reason}"
             rows.append((layer.fqn, str([*layer.shape]), fate))
-        for other in self.others:
-            fate = f"not converted: a weight of {other.module}, which is no nn.Linear"
-            if len(other.shape) > 2:
-                fate = f"not seen: of {other.module}; in float8 if that calls grouped_linear"
-            rows.append((other.fqn, str([*other.shape]), fate))
+        for weight in self.others:
+            fate = f"not converted: a weight of {weight.module}, which is no nn.Linear"
+            if len(weight.shape) > 2:
+                fate = f"not seen: of {weight.module}; in float8 if that calls grouped_linear"
+            rows.append((weight.fqn, str([*weight.shape]), fate))
         if rows:
             rows = [("layer", "[out, in]", "what runs how"), *_merged(rows)]
         width = max((len(fqn) for fqn, _, _ in rows), default=0)
@@ -157,8 +157,8 @@ def conversion_report(model: nn.Module) -> ConversionReport:
         else:
             others += _other_weights(f"{fqn}." if fqn else "", module)
     layers = tuple(row for row in rows if type(row) is LayerReport)
-    more = tuple(row for row in rows if type(row) is not LayerReport)
-    return ConversionReport(layers, tuple(others), tuple(filter(None, chosen_for)), more)
+    other_rows = tuple(row for row in rows if type(row) is not LayerReport)
+    return ConversionReport(layers, tuple(others), tuple(filter(None, chosen_for)), other_rows)
 
 
 def _scaling(module: Float8Module) -> str:

@@ -53,7 +53,7 @@ NARROW = 256  # fewer features, K or N, keep a layer in bf16 on a GPU that is no
 
 
 def gemm_kinds(recipe: str | Float8LinearConfig) -> dict[str, str]:
-    """Return for each GEMM the key of `COSTS` that models it, by the scaling of its operands."""
+    """Return for each GEMM the recipe, a key of `COSTS`, that models its time."""
     kinds = dict.fromkeys(GEMM_OPERANDS, "bf16")
     for gemm in () if recipe == "bf16" else as_config(recipe).float8_gemms:
         casts = [as_config(recipe).cast_config(site) for site in GEMM_OPERANDS[gemm]]
@@ -65,7 +65,7 @@ def gemm_kinds(recipe: str | Float8LinearConfig) -> dict[str, str]:
 
 
 def judged_as(config: Float8LinearConfig) -> str:
-    """Return the `COSTS` key of all GEMMs; if keys differ, a text with the key of each GEMM."""
+    """Return the recipe that models the time of all GEMMs, or a text with one for each."""
     kinds = gemm_kinds(config)
     listed = ", ".join(f"{gemm} {kind}" for gemm, kind in kinds.items())
     return kinds["output"] if len({*kinds.values()}) == 1 else listed
@@ -133,7 +133,7 @@ def no_gain(config: Float8LinearConfig, speedup: float, error: float, where: str
 def why_slower(
     layer: Any, config: Float8LinearConfig, tokens: int, ranks: int, gpu: str, *, waits: bool
 ) -> str | None:
-    """Return the reason why a linear layer loses in float8 or, if it may, waits for the CPU."""
+    """Return why `layer` is no faster in float8 on `gpu`, or, if `waits`, waits for the CPU."""
     K, N = layer.in_features, layer.out_features
     if gpu not in MEMORY:
         narrow = f"{min(K, N)} features are less than {NARROW}, and {gpu} is not modelled"

@@ -27,7 +27,7 @@ value and not a flag, so that compiled graphs and checkpoints carry it."""
 
 
 class DelayedScale(NamedTuple):
-    """The `ScaleSource` of delayed scaling: two 0-dim float32 tensors that a cast reads, writes."""
+    """The `ScaleSource` of delayed scaling: a scale that casts read, an amax that they write."""
 
     scale: Tensor
     """Decode scale for this step, or `UNKNOWN_SCALE`."""
@@ -39,7 +39,7 @@ class DelayedScale(NamedTuple):
     def cast(
         self, x: Tensor, cast_config: CastConfig, *, row: bool, col: bool, pad_rows: bool = False
     ) -> tuple[Operand | None, Operand | None]:
-        """Cast as `kernels.cast` under this scale, or one from the data; record the amax."""
+        """Cast `x` as `kernels.cast` does, under this scale or that of `x`; record the amax."""
         if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
             raise refusal(x)
         granularity = cast_config.scaling_granularity
@@ -54,7 +54,7 @@ class DelayedScale(NamedTuple):
         return Operand(row_data, used) if row else None, Operand(col_data, used) if col else None
 
     def choose(self, dynamic: Tensor) -> Tensor:
-        """Return the scale of this step, or `dynamic`, that of the data, if it is unknown."""
+        """Return the scale of this step, or if it is unknown `dynamic`, the scale of the data."""
         return torch.where(self.scale == UNKNOWN_SCALE, dynamic, self.scale)
 
     def observe(self, amax: Tensor) -> None:

@@ -89,11 +89,11 @@ class StatefulLayer(Float8Module):
         history = scale.new_zeros(self._float8_config.delayed_scaling_config.history_len)
         return {site.amax: torch.zeros_like(scale), site.history: history, site.scale: scale}
 
-    def register_forward_pre_hook(self, *args: Any, **more: Any) -> Any:
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
         """Register a hook; replace buffers that tensor parallel made DTensors by local tensors."""
         for name, buffer in self._float8_state().items():
             self._buffers[name] = local_tensor(buffer)
-        return super().register_forward_pre_hook(*args, **more)
+        return super().register_forward_pre_hook(*args, **kwargs)
 
     def _float8_leave_meta(self) -> bool:
         """Replace buffers left on the meta device if the weight is not; return whether it did."""
@@ -208,8 +208,8 @@ class StatefulLayer(Float8Module):
             # Of what ranks share, gradients are None between microbatches, too.
             ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
             if not (ranks or (amax.is_cuda and torch.cuda.is_current_stream_capturing())):
-                which = id(weight), weight.dtype, weight.device, weight.shape
-                now = which, amax._version, weight.detach().diagonal().clone()
+                identity = id(weight), weight.dtype, weight.device, weight.shape
+                now = identity, amax._version, weight.detach().diagonal().clone()
             if first is not None and now is not None and before is not None and now[0] == before[0]:
                 written |= not torch.equal(now[2].nan_to_num(), before[2].nan_to_num())
         if compares or first is None:
@@ -356,10 +356,10 @@ def _as_loadable(
             history = loaded.get(prefix + site.history)
             if not isinstance(history, Tensor) or history.dim() != 1:
                 continue
-            steps, found = layer._float8_config.delayed_scaling_config.history_len, len(history)
-            if found > steps:
-                notes.append(f"dropped all but the last {steps} of {found} steps of {site.name}")
-            missing = history.new_zeros(max(steps - found, 0))
+            steps, length = layer._float8_config.delayed_scaling_config.history_len, len(history)
+            if length > steps:
+                notes.append(f"dropped all but the last {steps} of {length} steps of {site.name}")
+            missing = history.new_zeros(max(steps - length, 0))
             loaded[prefix + site.history] = torch.cat([history[:steps], missing])
     if notes:
         got = "float8: the checkpoint has delayed scaling of another configuration"

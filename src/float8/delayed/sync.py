@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from float8 import kernels
-from float8.config import DelayedScalingConfig, require_module
+from float8.config import DelayedScalingConfig, Float8LinearConfig, require_module
 from float8.convert.conversion import Feature
 from float8.delayed.cast import UNKNOWN_SCALE
 from float8.delayed.state import WEIGHT
@@ -73,19 +73,19 @@ def sync_float8_amax_and_scale_history(
         if len(amaxes) > 1:
             torch._foreach_copy_(amaxes, [torch.stack(amaxes).amax()] * len(amaxes))
     # Updated as one tensor: (config, power of 2, device) -> largest value of a format -> buffers.
-    alike: dict[Any, dict[float, list[list[Any]]]] = {}
+    batches: dict[Any, dict[float, list[list[Any]]]] = {}
     for layer in layers:
         for site in layer._float8_stateful:
             buffers: list[Any] = [layer._buffers[name] for name in site[1:]]
             cast = getattr(layer._float8_plan.casts, site.name).config
             key = layer._float8_config.delayed_scaling_config, cast.power_of_2, buffers[0].device
-            alike.setdefault(key, {}).setdefault(FLOAT8_MAX[cast.dtype], []).append(buffers)
-    for (config, power_of_2, device), formats in alike.items():
-        every = itertools.chain(*formats.values())
-        amaxes, histories, scales = (list(kind) for kind in zip(*every, strict=True))
+            batches.setdefault(key, {}).setdefault(FLOAT8_MAX[cast.dtype], []).append(buffers)
+    for (config, power_of_2, device), formats in batches.items():
+        buffers_of_all = itertools.chain(*formats.values())
+        amaxes, histories, scales = (list(kind) for kind in zip(*buffers_of_all, strict=True))
         # Filled on the device: a copy from the host would wait for it.
-        like: Any = {"dtype": torch.float64, "device": device}
-        maxima = [torch.full((len(x),), largest, **like) for largest, x in formats.items()]
+        options: Any = {"dtype": torch.float64, "device": device}
+        maxima = [torch.full((len(x),), largest, **options) for largest, x in formats.items()]
         amax, history, scale = map(torch.stack, (amaxes, histories, scales))
         history, scale = next_history_and_scale(
             amax, history, scale, torch.cat(maxima), config, power_of_2
@@ -143,14 +143,14 @@ def next_history_and_scale(
     twice the largest before it: gradients grow by orders of magnitude in the first step where
     weights begin near zero.
     """
-    latest, before = amax.nan_to_num(0.0, 0.0, 0.0), history.amax(dim=1)
-    settled = (latest - before).abs() < before  # 0 < latest < 2 * before
-    known = settled | (scale != UNKNOWN_SCALE)
+    latest, previous_peak = amax.nan_to_num(0.0, 0.0, 0.0), history.amax(dim=1)
+    settled = (latest - previous_peak).abs() < previous_peak  # 0 < latest < 2 * previous_peak
+    has_scale = settled | (scale != UNKNOWN_SCALE)
     pushed = torch.cat([latest.unsqueeze(1), history[:, :-1]], dim=1)
     history = torch.where((amax != 0).unsqueeze(1), pushed, history)
     peak = history.amax(dim=1) if config.scale_fn_name == "max" else history[:, 0]
     fresh = amax_to_scale(peak, float8_max, power_of_2)
-    return history, torch.where(known & (peak > 0), fresh, scale)
+    return history, torch.where(has_scale & (peak > 0), fresh, scale)
 
 
 # ---------------------------------------------------------------- ranks
@@ -159,12 +159,12 @@ def next_history_and_scale(
 def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> None:
     """Make the amaxes of this rank those of all, with one all-reduce."""
     weights: list[Any] = [layer.weight for layer in layers]
-    shard_groups = {each for layer in layers for each in layer._float8_groups()}
+    shard_groups = {shard_group for layer in layers for shard_group in layer._float8_groups()}
     # Parameters of FSDP2's modules around layers tell, too: not all are gathered at once.
-    inside, fsdp = {*layers}, filter(is_fsdp_module, model.modules())
-    around = (module for module in fsdp if not inside.isdisjoint(module.modules()))
-    beside = (parameter for module in around for parameter in module.parameters())
-    ranks = sync_groups(weights, group, beside, shard_groups)
+    layer_set, fsdp = {*layers}, filter(is_fsdp_module, model.modules())
+    fsdp_parents = (module for module in fsdp if not layer_set.isdisjoint(module.modules()))
+    sharded_parameters = (parameter for module in fsdp_parents for parameter in module.parameters())
+    ranks = sync_groups(weights, group, sharded_parameters, shard_groups)
     if not ranks:
         return
     device_type = mesh_device_type(weights)
@@ -177,12 +177,12 @@ def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> 
             unused = site == WEIGHT and not layer._float8_has_unsynced_amax()
             shard = _shard_amax(layer.weight) if unused else None
             shards.append(amaxes[-1].new_zeros(()) if shard is None else shard)
-    both = amax_over(ranks, device_type)(
+    reduced = amax_over(ranks, device_type)(
         torch.stack([x.to(amaxes[0].device) for x in amaxes + shards])
     )
-    recorded, unrecorded = both.chunk(2)
-    together = torch.where(recorded != 0, torch.maximum(recorded, unrecorded), recorded)
-    torch._foreach_copy_(amaxes, together.unbind())
+    recorded, unrecorded = reduced.chunk(2)
+    merged = torch.where(recorded != 0, torch.maximum(recorded, unrecorded), recorded)
+    torch._foreach_copy_(amaxes, merged.unbind())
 
 
 def _shard_amax(weight: Tensor) -> Tensor | None:
@@ -216,6 +216,15 @@ def _require_same_layers(
 
 class DelayedScaling(Feature):
     """Syncs amaxes and scales once per step."""
+
+    def check_config(self, config: Float8LinearConfig) -> None:
+        """Raise a `ValueError` for settings of delayed scaling that no cast would use."""
+        settings = config.delayed_scaling_config
+        if not config.delayed_sites and settings != DelayedScalingConfig():
+            raise ValueError(
+                f"delayed_scaling_config: got {settings!r}, expected the default, as no "
+                f"scaling_type is DELAYED; leave it out, or set one to DELAYED"
+            )
 
     def before_step(self, model: nn.Module, group: Any) -> None:
         """Turn the amaxes of all forwards and backwards of the step into scales."""

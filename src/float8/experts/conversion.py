@@ -59,15 +59,15 @@ class Experts(Conversion):
         ]
 
     def why_left_out(self, mod: nn.Module, fqn: str, chooser: Chooser) -> str | None:
-        """Return a reason for adapters."""
+        """Return a reason if `fqn` is the name of an adapter or a head, else None."""
         return left_out(fqn)
 
     def problem(self, mod: nn.Module, chooser: Chooser) -> str | None:
-        """Return why `mod` cannot be converted, or not to the configuration."""
+        """Return why `mod` cannot be converted with the configuration, or None."""
         return unsupported_experts(mod, chooser.config)
 
     def why_slower(self, mod: nn.Module, fqn: str, chooser: Chooser) -> str | None:
-        """Return a reason for experts that lose on the GPU, if tokens are spread evenly."""
+        """Return why experts are slower in float8 if tokens are spread evenly, or None."""
         if (gpu := chooser.gpu_of(mod)) is None:
             return None
         gpu = gpu if gpu in MEMORY else "H100"  # another Hopper GPU: others have no such GEMM
@@ -89,10 +89,10 @@ class Experts(Conversion):
         return functools.partial(convert_experts, mod, chooser.config)
 
     def modules_to_keep(self, chooser: Chooser) -> dict[nn.Module, str]:
-        """Return the linear layers that seem to route tokens: by name, one output per expert."""
+        """Return routers: layers with a name like "gate" and as many outputs as experts."""
         modules = [*chooser.model.named_modules()]
         weights = [weights_of(mod)[:1] for _, mod in modules if kind_of(mod) is not None]
-        counts = {first.experts for found in weights for first in found}
+        counts = {first.experts for stacks in weights for first in stacks}
         reason = "a router: converted only if a module_filter_fn takes it"
         return {
             mod: reason

@@ -67,7 +67,7 @@ def apply_grouped(
     offs: Tensor,
     plan: LinearPlan,
     emulated: bool,
-    held: Weight | None = None,
+    held_weight: Weight | None = None,
 ) -> Tensor:
     """Compute `grouped_linear` by a plan; `emulated`: N and K need be no multiples of 16."""
     autocast, compiling = autocast_dtype(input.device), torch.compiler.is_compiling()
@@ -77,12 +77,12 @@ def apply_grouped(
     # Nothing to measure, nothing to multiply. Compiled code may not know how many rows there will
     # be, as under expert parallel: there the ops find none, as on a CPU, where they check offs.
     if not compiling and input.shape[0] == 0 and not input.is_cpu:
-        one = weight[0]
-        one = one.to_original_precision() if isinstance(one, Float8Tensor) else one
-        return input @ one.to(input.dtype).t()
+        matrix = weight[0]
+        matrix = matrix.to_original_precision() if isinstance(matrix, Float8Tensor) else matrix
+        return input @ matrix.to(input.dtype).t()
     grad = torch.is_grad_enabled()
-    needs = grad and input.requires_grad, grad and weight.requires_grad
-    w: Any = held or OnTheFly(weight)
+    need_grads = grad and input.requires_grad, grad and weight.requires_grad
+    w: Any = held_weight or OnTheFly(weight)
     if isinstance(weight, Float8Tensor):
         planned = plan.casts.weight.config.scaling_granularity
         stored = planned if planned.by_blocks else ScalingGranularity.AXISWISE
@@ -90,9 +90,9 @@ def apply_grouped(
             got, expected = f"weight in float8 under {weight._scaling}", f"scales of {planned}"
             raise ValueError(f"grouped_linear: got a {got}, expected {expected}")
         w = InFloat8(weight._data, weight._scale)
-    transposed = held is not None and weight.stride() != w.values.stride()
+    transposed = held_weight is not None and weight.stride() != w.values.stride()
     products = GroupedTransposed if transposed else Grouped
-    call = Call(plan, plan.casts, products, type(w), weight.shape[2], weight.dtype, *needs)
+    call = Call(plan, plan.casts, products, type(w), weight.shape[2], weight.dtype, *need_grads)
     args = input.contiguous(), weight, w, call
     computed = computed_before(Linear, *args, offs) if compiling else None
     return Linear.apply(*args, computed, offs)  # type: ignore[no-any-return, no-untyped-call]
@@ -102,33 +102,33 @@ def _require(
     input: Tensor, weight: Tensor, offs: Tensor, *, same_dtype: bool, emulated: bool
 ) -> None:
     """Raise what `grouped_linear` does for its tensors."""
-    this = "grouped_linear: got"
+    got = "grouped_linear: got"
     for name, x in (("input", input), ("weight", weight)):
         if hasattr(x, "device_mesh"):
-            raise TypeError(f"{this} a DTensor as {name}, expected a plain one; call .to_local()")
+            raise TypeError(f"{got} a DTensor as {name}, expected a plain one; call .to_local()")
         if x.dtype not in HIGH_PRECISION_DTYPES:
             expected = ", ".join(map(str, HIGH_PRECISION_DTYPES))
-            raise TypeError(f"{this} {name} of dtype {x.dtype}, expected one of {expected}")
+            raise TypeError(f"{got} {name} of dtype {x.dtype}, expected one of {expected}")
     if same_dtype and input.dtype != weight.dtype:
         raise TypeError(
-            f"{this} input of dtype {input.dtype} and weight of dtype {weight.dtype}, expected "
+            f"{got} input of dtype {input.dtype} and weight of dtype {weight.dtype}, expected "
             f"the same; convert one of them or use torch.autocast"
         )
     if offs.dtype != torch.int32:
-        raise TypeError(f"{this} offs of dtype {offs.dtype}, expected torch.int32")
+        raise TypeError(f"{got} offs of dtype {offs.dtype}, expected torch.int32")
     shapes = tuple(map(tuple, (input.shape, weight.shape, offs.shape)))
     fits = input.dim() == 2 and weight.dim() == 3 and 0 not in weight.shape
     if not fits or input.shape[1] != weight.shape[2] or offs.shape != weight.shape[:1]:
         raise ValueError(
-            f"{this} input, weight and offs of shapes {shapes}, expected [T, K], [E, N, K] and "
+            f"{got} input, weight and offs of shapes {shapes}, expected [T, K], [E, N, K] and "
             f"[E], none of E, N and K being 0; give those of [E, K, N] as weight.transpose(1, 2)"
         )
     devices = input.device, weight.device, offs.device
     if len({*devices}) > 1:
-        on = ", ".join(map(str, devices))
-        raise ValueError(f"{this} input, weight and offs on {on}, expected one device")
+        names = ", ".join(map(str, devices))
+        raise ValueError(f"{got} input, weight and offs on {names}, expected one device")
     if not emulated and (weight.shape[1] % GEMM_ALIGNMENT or weight.shape[2] % GEMM_ALIGNMENT):
         raise ValueError(
-            f"{this} weight of shape {tuple(weight.shape)}, expected N and K that are multiples of "
+            f"{got} weight of shape {tuple(weight.shape)}, expected N and K that are multiples of "
             f"{GEMM_ALIGNMENT}; leave these experts in high precision, or set emulate=True"
         )

@@ -12,13 +12,7 @@ from torch import Tensor
 from float8.config import ScalingGranularity
 from float8.experts.grouped import quantize_experts
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
-from float8.fsdp.gather import (
-    WRAPPERS,
-    CastAhead,
-    Float8GatherWeight,
-    GatherInfo,
-    padded_shard,
-)
+from float8.fsdp.gather import WRAPPERS, CastAhead, Float8GatherWeight, GatherInfo, padded_shard
 from float8.quantize import Cast
 from float8.tensor import Float8Tensor
 from float8.tensor.ranks import SharedTokens, local_tensor
@@ -29,7 +23,7 @@ aten = torch.ops.aten
 class GatheredExperts(Float8Tensor):
     """Weights of experts [E, N, K] as FSDP2 gathered them, with scales [E, N, 1] or of squares.
 
-    In another dtype they are the same bytes: modules cast their weights before they multiply.
+    Modules convert their weights before they multiply; `.to(dtype)` then keeps the float8 bytes.
     """
 
     @classmethod
@@ -46,9 +40,9 @@ class GatheredExperts(Float8Tensor):
 class GatherExperts(Float8GatherWeight):
     """High-precision weights [E, N, K] with the `CastConfig` in which they are gathered.
 
-    Scales of shards along the first dim, all of one size, are sent with the bytes. For other shards
-    FSDP2 gathers only the bytes, and an all-gather of its own the scales. Where a scale would cover
-    what two ranks hold, the weights are gathered in high precision, with a warning.
+    If shards split the first dim evenly, FSDP2 gathers bytes and scales together. Else it gathers
+    the bytes, and a second all-gather the scales. Where the shards would cut what one scale covers,
+    the weights are gathered in high precision, with a warning.
     """
 
     def _why_not_in_float8(self, size: torch.Size, rows: int, mesh: Any) -> str | None:
@@ -88,8 +82,8 @@ class GatherExperts(Float8GatherWeight):
             return (bytes_, scale.view(torch.uint8)), GatherInfo(size)
         if ranks > 1:
             group = mesh.get_group().group_name
-            every = SharedTokens(group, ranks, dim=0, before=1).gather(scale)
-            scale = torch.cat(every.chunk(ranks), dim)[: size[0]]
+            scales_of_ranks = SharedTokens(group, ranks, dim=0, before=1).gather(scale)
+            scale = torch.cat(scales_of_ranks.chunk(ranks), dim)[: size[0]]
         return (bytes_,), GatherInfo(size, scale)
 
     def _gathered(self, data: Tensor, scale: Any, dtype: torch.dtype, amax: Any) -> GatheredExperts:

@@ -78,8 +78,8 @@ def _quantize_under_blocks(
     layouts: Any = {"row": row, "col": col, "after": after}
     row_data = col_data = None
     if R % width:  # of one matrix a compiler would keep a padded copy
-        each: Any = [kernels.cast(x, cast_config, **layouts) for x in weights]
-        row_data, col_data = (_stacked(x) if x[0] else None for x in zip(*each, strict=True))
+        per_expert: Any = [kernels.cast(x, cast_config, **layouts) for x in weights]
+        row_data, col_data = (_stacked(x) if x[0] else None for x in zip(*per_expert, strict=True))
         if row_data is not None:  # under squares there are fewer rows of scales than R
             row_data = Operand(row_data.data[:, :R], row_data.scale[:, :R])
     else:
@@ -134,7 +134,7 @@ def grouped_matmul(
         if reason := lacks_float8_gemm(a.data.device, only=only):
             raise refused_gemm(reason)
     ends, tokens = (a.ends, a.tokens) if isinstance(a, Columns) else (ends, None)
-    y = GROUPED_GEMM(a.data, a.scale, *b, ends, tokens, *gemm.packed(), out_dtype)
+    y = GROUPED_GEMM(a.data, a.scale, *b, ends, tokens, gemm.packed(), out_dtype)
     return y if y.shape[-2:] == shape else without_padding(y, *shape)
 
 

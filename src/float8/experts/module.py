@@ -22,12 +22,7 @@ from float8.formats import E5M2, FLOAT8_MAX, GEMM_ALIGNMENT, HOPPER, lacks_float
 from float8.linear.base import Float8Module
 from float8.linear.functional import autocast_dtype
 from float8.linear.plan import LinearPlan
-from float8.linear.source import (
-    ABOUT_FORWARD,
-    new_class,
-    not_in_high_precision,
-    replaced_forward,
-)
+from float8.linear.source import ABOUT_FORWARD, new_class, not_in_high_precision, replaced_forward
 from float8.tensor import is_dtensor, is_fsdp_module, local_tensor
 
 
@@ -55,10 +50,10 @@ class Float8Experts(Float8Module):
         """Multiply groups of rows [T, K] by `weight` [E, N, K]; `name`: its Parameter, if known."""
         weight = _on_this_rank(weight)
         x = x.to(autocast_dtype(x.device) or weight.dtype)
-        plan, held = self._float8_plan, None
+        plan, held_weight = self._float8_plan, None
         if self._float8_held:
-            held = self._float8_held_of(self._parameters.get(name), weight)
-        y = apply_grouped(x, weight, offs, plan, self._float8_config.emulate, held)
+            held_weight = self._float8_held_of(self._parameters.get(name), weight)
+        y = apply_grouped(x, weight, offs, plan, self._float8_config.emulate, held_weight)
         for observer in self._float8_observers:
             y = observer(self, plan.casts, x, weight, y, offs, name)
         return y
@@ -140,7 +135,7 @@ def _on_this_rank(x: Any) -> Any:
     """Return the local shard of a DTensor of experts, differentiably; return others unchanged."""
     if not is_dtensor(x):
         return x
-    if not all(each.is_replicate() or each.is_shard(0) for each in x.placements):
+    if not all(placement.is_replicate() or placement.is_shard(0) for placement in x.placements):
         raise ValueError(
             f"Float8Experts: got a DTensor placed {tuple(x.placements)}, expected Shard(0) or "
             f"Replicate(): each rank multiplies by whole experts"
@@ -149,7 +144,7 @@ def _on_this_rank(x: Any) -> Any:
 
 
 class SeamExperts(Float8Experts):
-    """Experts whose `_grouped_mm(A=, B_t=, offs=)` is overridden, and no other method."""
+    """Experts that multiply by a method `_grouped_mm(A=, B_t=, offs=)`, which is replaced."""
 
     _float8_why_never_held = "given to a method, perhaps a copy"
 
@@ -183,7 +178,7 @@ def lies_transposed(module: Any) -> bool:
 
 
 def weights_of(module: nn.Module) -> list[ExpertsWeight]:
-    """Return the names, and the sizes on all ranks, of the weights of a module of experts."""
+    """Return name and global sizes of each Parameter of `module` that has experts' weights."""
     weights = []
     for name, parameter in module._parameters.items():
         if name.endswith("_scale_inv"):  # of experts in transformers' own float8
@@ -221,17 +216,17 @@ def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | 
     weights = weights_of(module)
     if not weights:
         return "got no weights [experts, N, K]"
-    alone = config.float8_weights is Float8Weights.ONLY
+    without_master = config.float8_weights is Float8Weights.ONLY
     for name, _, N, K in weights:
         parameter: Any = module._parameters[name]
         fits = name in names_to_gather(module) and not is_dtensor(parameter)
         fits = fits and kind_of(module) is RegisteredExperts and not parameter.requires_grad
-        if alone and not fits:
+        if without_master and not fits:
             expected = "a whole frozen weight [E, N, K] in experts of transformers"
             return f"got {name} with float8_weights=ONLY, expected {expected}"
         if parameter.dtype in FLOAT8_MAX:
-            do = "load the model with dequantize=True, or its files with load_float8_checkpoint"
-            return f"got {name} in float8 as transformers loads it, expected high precision: {do}"
+            fix = "load the model with dequantize=True, or its files with load_float8_checkpoint"
+            return f"got {name} in float8 as transformers loads it, expected high precision: {fix}"
         if reason := not_in_high_precision(local_tensor(parameter)):
             return f"got {name}, a {reason}"
         if not config.emulate and (N % GEMM_ALIGNMENT or K % GEMM_ALIGNMENT):
@@ -249,7 +244,7 @@ def _replaced_seam(module: Any) -> str | None:
     The override of torchtitan's MXFP8, for example, does more, which a conversion would drop.
     """
     cls = module._float8_source_class if isinstance(module, Float8Experts) else type(module)
-    override, *bases = (each.__name__ for each in cls.__mro__ if "_grouped_mm" in vars(each))
+    override, *bases = (base.__name__ for base in cls.__mro__ if "_grouped_mm" in vars(base))
     if "_grouped_mm" not in vars(module) and not bases:
         return None
     got, expected = ("an attribute", override) if not bases else (override, bases[-1])

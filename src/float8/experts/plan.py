@@ -20,7 +20,7 @@ _RUNS, _RUNS_OF_MX = ScalingGranularity.BLOCK_1x128, ScalingGranularity.BLOCK_1x
 
 @shared
 def plan_experts(config: Float8LinearConfig) -> LinearPlan:
-    """Return the plan of experts with `config`; raise a `ValueError` for what no grouped GEMM does.
+    """Return the plan of experts with `config`; raise `ValueError` if no grouped GEMM supports it.
 
     All casts are to e4m3. All GEMMs take `use_fast_accum` from that of `output`: exact sums take
     1.1 to 1.6 times as long and gain 0.07 dB. Tokens with squares get runs, which are finer: a
@@ -34,7 +34,7 @@ def plan_experts(config: Float8LinearConfig) -> LinearPlan:
 
 
 def no_grouped_gemm(config: Float8LinearConfig) -> str | None:
-    """Return what `config` asks for and no grouped GEMM does, or None."""
+    """Return the setting of `config` that no grouped GEMM supports, or None."""
     if config.delayed_sites:
         return "delayed scaling, whose histories are of one tensor"
     if _RUNS in [config.cast_config(site).scaling_granularity for site in _WEIGHTS]:

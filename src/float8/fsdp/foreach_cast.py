@@ -108,19 +108,19 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     entry = tl.arange(0, COUNT)
     starts = tl.load(table_ptr + 2 * count + entry, entry < count, 1 << 62)
     # An empty tensor begins where the next one does.
-    which = tl.sum((starts <= program).to(tl.int32)) - 1
-    start = tl.load(table_ptr + 2 * count + which)
-    size = tl.load(table_ptr + count + which)
-    address = tl.load(table_ptr + which)
+    index = tl.sum((starts <= program).to(tl.int32)) - 1
+    start = tl.load(table_ptr + 2 * count + index)
+    size = tl.load(table_ptr + count + index)
+    address = tl.load(table_ptr + index)
     if ALIGNED:
         address = tl.multiple_of(address, 16)
-    at = (program - start) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(address.to(x_ptr.dtype) + at, at < size, 0.0)
+    offset = (program - start) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(address.to(x_ptr.dtype) + offset, offset < size, 0.0)
     v = numeric.to_float32(x, HARDWARE)
     if ROUNDED:
         v = numeric.rounded_to_bfloat16(v, HARDWARE)
     # An Inf becomes NaN without further code, since the scale of its amax is Inf or NaN.
-    v = v * tl.div_rn(1.0, tl.load(scales_ptr + 4 * which))
+    v = v * tl.div_rn(1.0, tl.load(scales_ptr + 4 * index))
     codes = numeric.to_float8_bits(v, (MANTISSA, POWER_OF_2, HARDWARE))
     out_ptr = out_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
     tl.store(out_ptr + program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK), codes)

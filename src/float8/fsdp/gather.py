@@ -39,7 +39,7 @@ class CastAhead(NamedTuple):
 
 
 class Float8GatherWeight(Wrapper):
-    """A high-precision tensor with the `CastConfig` by which FSDP2 gathers it in float8.
+    """A high-precision tensor with a `CastConfig`, `how`, by which FSDP2 gathers it in float8.
 
     All ops but the gather run on the tensor that it holds, `inner`, which is not copied. Views and
     copies of it, `empty_like`, `new_zeros` and `new_empty` are of its class; the results of all

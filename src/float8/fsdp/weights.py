@@ -16,6 +16,7 @@ from float8.linear import Float8Module
 from float8.quantize import Cast, scales_of
 from float8.tensor import Float8Tensor, is_dtensor, is_fsdp_module, local_tensor
 from float8.tensor.ranks import amax_over, no_shard_is_empty, sharding_groups
+from float8.tensor.weights import require_one_cast
 
 
 @untraced
@@ -46,12 +47,12 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     for shards in batches.values():
         for shard in shards.values():
             shard.forget_cast()  # frees the old casts before there are new ones
-    for alike, shards in batches.items():
-        for (weight, shard), ahead in zip(shards.items(), _cast(alike, shards), strict=True):
+    for key, shards in batches.items():
+        for (weight, shard), ahead in zip(shards.items(), _cast(key, shards), strict=True):
             shard.keep(ahead, weight)
 
 
-class _Alike(NamedTuple):
+class _BatchKey(NamedTuple):
     """The key of shards that one call of `_cast` casts together."""
 
     one_scale: bool
@@ -66,21 +67,21 @@ class _Alike(NamedTuple):
     cast_config: CastConfig
 
 
-def _cast(alike: _Alike, shards: dict[Any, Float8GatherWeight]) -> list[CastAhead]:
+def _cast(key: _BatchKey, shards: dict[Any, Float8GatherWeight]) -> list[CastAhead]:
     """Return the casts of shards; only scales if offloaded: FSDP2 copies shards before a cast."""
-    config, dtype = alike.cast_config, alike.param_dtype
-    on_device, values = alike.device.type == alike.device_type, [x._inner for x in shards.values()]
-    if alike.one_scale:
-        scales = scales_of(values, config, dtype, amax_over(alike.groups, alike.device_type))
+    config, dtype = key.cast_config, key.param_dtype
+    on_device, values = key.device.type == key.device_type, [x._inner for x in shards.values()]
+    if key.one_scale:
+        scales = scales_of(values, config, dtype, amax_over(key.groups, key.device_type))
         if not on_device:
             return [CastAhead(scale) for scale in scales]
         return [*map(CastAhead, scales, foreach_cast(values, scales, config, dtype))]
     return [x.quantized(x._inner, Cast(config), dtype) for x in shards.values()]
 
 
-def _shards_to_cast(model: nn.Module) -> dict[_Alike, dict[Any, Float8GatherWeight]]:
+def _shards_to_cast(model: nn.Module) -> dict[_BatchKey, dict[Any, Float8GatherWeight]]:
     """Return the shards to cast in batches, each a dict by weight for one call of `_cast`."""
-    batches: dict[_Alike, dict[Any, Float8GatherWeight]] = {}
+    batches: dict[_BatchKey, dict[Any, Float8GatherWeight]] = {}
     groups_of: dict[Any, tuple[Any, ...] | None] = {}  # by sharding; None if a shard is empty
     for module in model.modules():
         if not (isinstance(module, Float8Module) and _casts_ahead(module)):
@@ -105,12 +106,11 @@ def _shards_to_cast(model: nn.Module) -> dict[_Alike, dict[Any, Float8GatherWeig
                 continue
             sharding = mesh, weight.placements, weight.shape
             if sharding not in groups_of:
-                groups = sharding_groups(weight) if no_shard_is_empty(weight) else None
-                groups_of[sharding] = groups
+                groups_of[sharding] = sharding_groups(weight) if no_shard_is_empty(weight) else None
             if (groups := groups_of[sharding]) is not None:
                 where = groups, mesh.device_type, shard.device
-                alike = _Alike(one_scale, *where, shard.dtype, shard.param_dtype, shard.how)
-                batches.setdefault(alike, {})[weight] = shard
+                key = _BatchKey(one_scale, *where, shard.dtype, shard.param_dtype, shard.how)
+                batches.setdefault(key, {})[weight] = shard
     return batches
 
 
@@ -139,13 +139,17 @@ def refuse_shards(layer: Any, config: Float8LinearConfig) -> TypeError | ValueEr
 class Float8Gathers(Feature):
     """The feature by which FSDP2 gathers weights in float8 if the configuration asks for it."""
 
+    def check_config(self, config: Float8LinearConfig) -> None:
+        """Raise a `ValueError` unless the gathered data serve both GEMMs that read the weight."""
+        require_one_cast(config, "enable_fsdp_float8_all_gather")
+
     def sharing_ranks(self, config: Float8LinearConfig) -> int:
         """Return the world size if ranks gather weights in float8, else 1."""
         gathers = config.enable_fsdp_float8_all_gather and dist.is_available()
         return dist.get_world_size() if gathers and dist.is_initialized() else 1
 
     def why_not_changed(self, mod: Any) -> Refusal | None:
-        """Refuse layers that `fully_shard` was applied to, and weights gathered in float8."""
+        """Refuse a layer that `fully_shard` was applied to, or whose weight is gathered."""
         if is_fsdp_module(mod):
             return "a layer that fully_shard was applied to", "apply it to the block around it"
         for name in _gathered_names(mod):
@@ -154,12 +158,12 @@ class Float8Gathers(Feature):
             sharded = isinstance(local, Float8GatherWeight) and local is not weight
             gathered = isinstance(local, Float8Tensor) and not mod._float8_never_trains
             if sharded or gathered:
-                do = "make the change before fully_shard, or load a state dict of it into a new"
-                return "a weight that FSDP2 gathers in float8", f"{do} model"
+                fix = "make the change before fully_shard, or load its state dict into a new model"
+                return "a weight that FSDP2 gathers in float8", fix
         return None
 
     def why_not_taken(self, mod: Any, config: Float8LinearConfig) -> Refusal | None:
-        """Refuse weights that are DTensors already, or would lose hooks."""
+        """Refuse a layer with a weight that is a DTensor, or whose hooks would be lost."""
         names = _gathered_names(mod) if config.enable_fsdp_float8_all_gather else ()
         hooks = "_backward_hooks", "_post_accumulate_grad_hooks"
         for weight in map(mod._parameters.get, names):

@@ -118,8 +118,8 @@ def _amax_kernel(  # type: ignore[no-untyped-def]
                 largest = tl.maximum(largest, bits)
         else:
             for step in tl.static_range(STEPS):
-                at = step * BLOCK + offsets
-                x = tl.load(x_ptr + first + at, mask=at < left, other=0.0)
+                offset = step * BLOCK + offsets
+                x = tl.load(x_ptr + first + offset, mask=offset < left, other=0.0)
                 largest = tl.maximum(largest, magnitude_bits(x))
         turn += 1
     amaxes_ptr = amaxes_ptr.to(tl.pointer_type(tl.int32), bitcast=True)

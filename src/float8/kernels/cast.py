@@ -171,8 +171,8 @@ def cast_reference(
     # Column data are the row data of x.t(), quantized in the memory order of x. Squares are equal
     # in both layouts and quantized once.
     square, exponents, quantized, out = height == width, width == 32, [], []
-    for wanted, transposed in ((row or square, False), (col and not square, True)):
-        if not wanted:
+    for layout, transposed in ((row or square, False), (col and not square, True)):
+        if not layout:
             continue
         pads_rows = pad_rows or transposed or width is not None
         row_multiple = 1 if not pads_rows else height if square else 16
@@ -201,8 +201,8 @@ def cast_reference(
         if pads:  # again, since a zero in a block with a NaN has become NaN
             data = F.pad(data.view(torch.uint8)[:R, :C], padding).view(dtype)
         quantized.append((data.contiguous(), s.squeeze((1, 3))))
-    for wanted, transposed, (data, s) in ((row, False, quantized[0]), (col, True, quantized[-1])):
-        if not wanted:
+    for layout, transposed, (data, s) in ((row, False, quantized[0]), (col, True, quantized[-1])):
+        if not layout:
             continue
         if transposed:
             data = torch.ops.float8.transpose.default(data, None)
@@ -218,13 +218,13 @@ def cast_reference(
 
 
 def specs_of(shape: tuple[int, ...], arguments: CastArguments) -> list[Spec | None]:
-    """Return the specs of row data, row scales, column data and column scales; None if not written.
+    """Return (shape, strides, dtype) of row data, row scales, column data and column scales.
 
-    Specs of scales are also None under one scale per tensor. Sizes may be symbolic.
+    Each is None if it is not written, as scales under one scale. Sizes may be symbolic.
     """
     height, width, dtype, row, col, pad_rows, *_ = arguments
     (R, C), specs = shape, list[Spec | None]()
-    for wanted, rows, columns, pad in ((row, R, C, pad_rows), (col, C, R, True)):
+    for requested, rows, columns, pad in ((row, R, C, pad_rows), (col, C, R, True)):
         if pad or width is not None:
             rows = _round_up(rows, (height == width and width) or 16)
         columns = _round_up(columns, width or 16)
@@ -234,8 +234,8 @@ def specs_of(shape: tuple[int, ...], arguments: CastArguments) -> list[Spec | No
             scales, strides = (rows // width, pitch), (pitch, 1)
         elif width is not None:  # strides of a transpose
             scales, strides = (rows, columns // width), (1, rows)
-        specs.append(((rows, columns), (columns, 1), dtype) if wanted else None)
-        specs.append((scales, strides, torch.float32) if wanted and height is not None else None)
+        specs.append(((rows, columns), (columns, 1), dtype) if requested else None)
+        specs.append((scales, strides, torch.float32) if requested and height is not None else None)
     return specs
 
 
@@ -253,8 +253,8 @@ def _arguments(*flat: Any, after: Tensor | None = None, **named: Any) -> CastArg
 
 def _cast_fake(x: Tensor, scale: Tensor | None, *flat: Any) -> list[Tensor]:
     arguments = _arguments(*flat)
-    found_scale = SCALAR if arguments.height is None and scale is None else None
-    specs = (found_scale, *specs_of(x.shape, arguments))
+    scale_spec = SCALAR if arguments.height is None and scale is None else None
+    specs = (scale_spec, *specs_of(x.shape, arguments))
     return [x.new_empty_strided(*spec[:2], dtype=spec[2]) for spec in specs if spec is not None]
 
 

@@ -61,9 +61,9 @@ def cast_kernel(  # type: ignore[no-untyped-def]
             scale = tl.load(scale_ptr)
         if SOURCE != "given":
             if scale == 0.0:
-                at = tl.arange(0, COUNT)
-                amaxes = amaxes_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + at
-                largest = tl.max(tl.load(amaxes, at < count, 0))
+                index = tl.arange(0, COUNT)
+                amaxes = amaxes_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + index
+                largest = tl.max(tl.load(amaxes, index < count, 0))
                 scale = numeric.scale_of_amax(largest, (MANTISSA, POWER_OF_2, False))
             if tl.program_id(0) == 0:
                 tl.store(used_ptr, scale)

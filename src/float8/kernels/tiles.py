@@ -57,7 +57,7 @@ def tiled(
 
 @jit
 def reversed_tile():  # type: ignore[no-untyped-def]
-    """Return the tile of this program, in reverse order: the L2 cache still holds the end of x."""
+    """Return the number of this program's tile, from the end of x, which is still in the cache."""
     return tl.num_programs(0) - 1 - tl.program_id(0)
 
 
@@ -65,7 +65,7 @@ def reversed_tile():  # type: ignore[no-untyped-def]
 def tile_at(  # type: ignore[no-untyped-def]
     tile, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr
 ):
-    """Return row and column of a tile; concurrent programs write long runs of both layouts."""
+    """Return row and column, in tiles, of tile number ``tile``; neighbors write long runs."""
     tiles_r = tl.cdiv(R, BLOCK_R)
     tiles_c = tl.cdiv(C, BLOCK_C)
     group = tile // (GROUP * tiles_c)
@@ -212,7 +212,7 @@ STRIP_WARPS, STRIP_R, STRIP_BYTES, MOST_TILES = 4, 64, 256, 8
 
 
 def strips_of(R: int, C: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int]:
-    """Split a matrix [R, C] into strips; return rows of a program, columns of a strip, and strips.
+    """Split [R, C] into strips; return rows per program, columns per strip, number of strips.
 
     Programs get few enough rows that each multiprocessor has eight, but one tile at least.
     """

@@ -22,13 +22,13 @@ PREFIX = "_float8_"
 @functools.cache
 def our_names(base: type) -> frozenset[str]:
     """Return the attribute names with `PREFIX` of the float8 class `base` and its instances."""
-    every = {"_float8_config", "_float8_plan", *dir(base)}
-    return frozenset(name for name in every if name.startswith(PREFIX))
+    names = {"_float8_config", "_float8_plan", *dir(base)}
+    return frozenset(name for name in names if name.startswith(PREFIX))
 
 
 @functools.cache
 def not_copied(cls: type) -> frozenset[str]:
-    """Return the `_float8_not_copied` of a float8 class and all of its bases."""
+    """Return the names of attributes that copies and pickles of `cls` leave out."""
     return frozenset().union(*(vars(x).get("_float8_not_copied", ()) for x in cls.__mro__))
 
 
@@ -168,8 +168,8 @@ class PlainFloat8Module(nn.Module):
                 self._parameters[name] = wrapped_like(new, old)
 
     def __getstate__(self) -> Any:
-        theirs = getattr(super(), "__getstate__", None)  # Python 3.10 has none for all objects
-        state = self.__dict__ if theirs is None else theirs()
+        getstate = getattr(super(), "__getstate__", None)  # Python 3.10 has none for all objects
+        state = self.__dict__ if getstate is None else getstate()
         if not isinstance(state, dict):
             return state
         left_out = not_copied(type(self))  # type: ignore[arg-type]

@@ -94,9 +94,9 @@ def apply_linear(
             "compile without compiled autograd, or scale grad_output dynamically"
         )
     if hasattr(input, "device_mesh") or hasattr(weight, "device_mesh"):
-        which = "weight" if hasattr(weight, "device_mesh") else "input and none as weight"
+        roles = "weight" if hasattr(weight, "device_mesh") else "input and none as weight"
         raise TypeError(
-            f"Float8Linear: got a DTensor as {which}, expected plain tensors, or a Float8Linear "
+            f"Float8Linear: got a DTensor as {roles}, expected plain tensors, or a Float8Linear "
             f"whose weight and input both are DTensors; use Float8ColwiseParallel or "
             f"Float8RowwiseParallel, or .to_local() for parts that may have scales of their own"
         )
@@ -111,23 +111,21 @@ def apply_linear(
     empty = input.numel() == 0
     if surely(empty) if compiling else empty:  # nothing to measure, nothing to multiply
         x = input.to_original_precision() if isinstance(input, Float8Tensor) else input
-        y = weight.to_original_precision() if isinstance(weight, Float8Tensor) else weight
-        output = x @ y.to(x.dtype).t()
+        matrix = weight.to_original_precision() if isinstance(weight, Float8Tensor) else weight
+        output = x @ matrix.to(x.dtype).t()
     else:
         rows = input if input.dim() == 2 else input.reshape(-1, K)
-        needs = grad and input.requires_grad, grad and weight.requires_grad
+        need_grads = grad and input.requires_grad, grad and weight.requires_grad
         if isinstance(weight, Float8Tensor):
-            other = None if plan.reuse_weight else "grad_input"
-            w: Any = InFloat8(*operand_of("weight", weight, casts.weight, other))
+            other_gemm = None if plan.reuse_weight else "grad_input"
+            w: Any = InFloat8(*operand_of("weight", weight, casts.weight, other_gemm))
         else:
             w = kept or OnTheFly(weight)
-        call = Call(plan, casts, products or Dense, type(w), K, weight.dtype, *needs)
+        call = Call(plan, casts, products or Dense, type(w), K, weight.dtype, *need_grads)
         args = rows, weight, w, call
         computed = computed_before(Linear, *args) if compiling else None
         output = Linear.apply(*args, computed)  # type: ignore[no-untyped-call]
-    if (
-        input.dim() != 2 and products is None
-    ):  # an op that changes nothing is still a node of the graph to issue
+    if input.dim() != 2 and products is None:  # else a no-op, which costs a call all the same
         shape = [*input.shape[:-1], output.shape[-1]]
         # No view: FSDP2 warns of modules that return views, and restricts writes into them.
         output = torch.ops.aten._unsafe_view.default(output, shape)
@@ -135,13 +133,13 @@ def apply_linear(
 
 
 def in_compute_dtype(input: Tensor, weight: Tensor) -> Tensor:
-    """Return `input` in the dtype that autocast asks for, or as it is if it is float8 already.
+    """Return `input` in the dtype of autocast; unchanged without autocast, or in float8.
 
-    Raises what `linear` does for the dtypes, and the features, of both; they may be DTensors.
+    Raises as `linear` for dtypes and features of `input` and `weight`, which may be DTensors.
     """
     autocast = autocast_dtype(input.device)
-    same = autocast is not None or input.dtype == weight.dtype
-    if not same and not isinstance(local_tensor(input), Float8Tensor):
+    same_dtype = autocast is not None or input.dtype == weight.dtype
+    if not same_dtype and not isinstance(local_tensor(input), Float8Tensor):
         raise TypeError(
             f"Float8Linear: got input of dtype {input.dtype} and weight of dtype "
             f"{weight.dtype}, expected the same; convert one of them or use torch.autocast"
@@ -163,24 +161,24 @@ def in_compute_dtype(input: Tensor, weight: Tensor) -> Tensor:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype in which autocast has GEMMs compute on a device; None: it is off."""
+    """Return the dtype of GEMMs under autocast on `device`, or None if autocast is off."""
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # meta knows none
         return None
     return torch.get_autocast_dtype(device.type)
 
 
-def operand_of(role: str, x: Float8Tensor, cast: Cast, other: str | None) -> Operand:
-    """Return what a GEMM reads of `x`, which was cast elsewhere; its amax is recorded.
+def operand_of(role: str, x: Float8Tensor, cast: Cast, other_gemm: str | None) -> Operand:
+    """Return data and scale of `x`, which was cast elsewhere, for a GEMM; record its amax.
 
-    `other`: the GEMM that needs another cast of `x`, so that this raises; None: there is none.
+    Raises a `ValueError` if `cast` differs, or if another GEMM, `other_gemm`, needs another cast.
     """
     config = cast.config
-    same = x._data.dtype == config.dtype and x._granularity is config.scaling_granularity
-    if not same or x._is_transposed or other is not None:
+    fits = x._data.dtype == config.dtype and x._granularity is config.scaling_granularity
+    if not fits or x._is_transposed or other_gemm is not None:
         raise ValueError(
             f"Float8Linear: got {role} in {x._data.dtype} under {x._scaling}, expected one in high "
             f"precision: it is to be cast to {config.dtype} under {config.scaling_granularity}"
-            f"{'' if other is None else f', and in another way for {other}'}; call "
+            f"{'' if other_gemm is None else f', and in another way for {other_gemm}'}; call "
             f"{role}.to_original_precision(), or configure its casts alike"
         )
     if cast.source is not None and x._amax is not None:
@@ -192,7 +190,7 @@ def operand_of(role: str, x: Float8Tensor, cast: Cast, other: str | None) -> Ope
 
 
 class Call(NamedTuple):
-    """A layer in one call: all that its autograd function takes, and keeps, besides tensors."""
+    """The arguments besides tensors of `Linear` in one call of a layer, kept for backward."""
 
     plan: LinearPlan
     casts: Casts
@@ -223,8 +221,8 @@ class Linear(torch.autograd.Function):
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Return the output [M, N], in the dtype of the input [M, K], and the tensors to save.
 
-        These are column data of the input, or `rows`, of which backward makes column data: its row
-        data or its values, and forward's scale. Then what `w.output` returns of the weight.
+        Saved are column data of the input with scale, or `rows` (row data or values) with scale, of
+        which backward makes column data; then the fields that `w.output` returns, and `index`.
         """
         plan, casts, products = call.plan, call.casts, call.products
         compiling = torch.compiler.is_compiling()
@@ -236,8 +234,8 @@ class Linear(torch.autograd.Function):
             y = input @ weight.to(input.dtype).t()
         else:
             if isinstance(input, Float8Tensor):
-                other = None if plan.input_rows_suffice else "grad_weight"
-                row = operand_of("input", input, casts.input, other)
+                other_gemm = None if plan.input_rows_suffice else "grad_weight"
+                row = operand_of("input", input, casts.input, other_gemm)
                 row = padded(row, casts.input.config.scaling_granularity, pad_rows=False)
             else:
                 # A compiler chooses what to keep: see `recast`.
@@ -271,7 +269,7 @@ class Linear(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, w: Any, call: Call, computed: Any, *index: Any
     ) -> Tensor:
-        """Return the output; `computed` if a compiler has traced that by now."""
+        """Return the output; `computed`: the result of `compute`, or None to call it here."""
         if computed is None:
             y, saved = Linear.compute(input, weight, w, call, *index)
         else:
@@ -315,8 +313,8 @@ class Linear(torch.autograd.Function):
             x = Operand(col_data, col_scale)
             if col_data is None:
                 x = recast(rows, casts.input.config, rows_scale)
-            to = call.weight_dtype
-            dw = products.grad_weight(col, x, (N, K), *index, gemm=plan.grad_weight, out_dtype=to)
+            gemm, weight_dtype = plan.grad_weight, call.weight_dtype
+            dw = products.grad_weight(col, x, (N, K), *index, gemm=gemm, out_dtype=weight_dtype)
         elif call.need_grad_weight:
             dw = products.outer(grad_output, rows, *index).to(call.weight_dtype)
         if dx is not None and products.finished is not None:

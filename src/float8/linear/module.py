@@ -19,9 +19,9 @@ class _Config:
     def __get__(self, layer: Any, cls: Any = None) -> Any:
         if layer is None:
             return self
-        for each in (layer._parameters, layer._buffers, layer._modules):
-            if "config" in each:
-                return each["config"]
+        for registry in (layer._parameters, layer._buffers, layer._modules):
+            if "config" in registry:
+                return registry["config"]
         return layer._float8_config
 
 
@@ -172,8 +172,8 @@ def unsupported(
 
     `linear_classes`: subclasses of `nn.Linear` whose forward may be replaced.
     """
-    found = problem(mod, Float8Linear, config, linear_classes)
-    return None if found is None else str(found)
+    error = problem(mod, Float8Linear, config, linear_classes)
+    return None if error is None else str(error)
 
 
 def require_supported(
@@ -182,5 +182,5 @@ def require_supported(
     """Raise the error that `unsupported` returns for `mod`, if any."""
     if not isinstance(mod, nn.Linear):
         raise TypeError(f"Float8Linear: got a {type(mod).__name__}, expected an nn.Linear")
-    if found := problem(mod, Float8Linear, config, linear_classes):
-        raise type(found)(f"Float8Linear: {found}")
+    if error := problem(mod, Float8Linear, config, linear_classes):
+        raise type(error)(f"Float8Linear: {error}")

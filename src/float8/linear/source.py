@@ -50,7 +50,7 @@ def become(mod: nn.Module, new: nn.Module) -> None:
 
 def class_with_forward(cls: type) -> type:
     """Return the class that gives instances of `cls` their forward."""
-    return next(each for each in cls.__mro__ if {"forward", "__call__"} & vars(each).keys())
+    return next(base for base in cls.__mro__ if {"forward", "__call__"} & vars(base).keys())
 
 
 def replaced_forward(mod: nn.Module) -> bool:
@@ -78,12 +78,12 @@ def problem(
         return ValueError(f"{got}; {ABOUT_FORWARD}")
     if reason := not_in_high_precision(weight):
         return TypeError(f"got a {reason}")
-    shape, do = tuple(weight.shape), ""
+    shape, fix = tuple(weight.shape), ""
     if 0 in shape:
         if hasattr(weight, "ds_shape"):
-            do = ": DeepSpeed's zero.Init has taken it apart; convert each layer by itself, within "
-            do += "deepspeed.zero.GatheredParameters([layer.weight])"
-        return ValueError(f"got weight of shape {shape}, expected no empty dim{do}")
+            fix = ": DeepSpeed's zero.Init has taken it apart; convert layers one by one, within "
+            fix += "deepspeed.zero.GatheredParameters([layer.weight])"
+        return ValueError(f"got weight of shape {shape}, expected no empty dim{fix}")
     for refuse in REFUSALS:
         if refusal := refuse(mod, config):
             return refusal
@@ -116,7 +116,7 @@ def _computes_something_else(mod: nn.Module, linear_classes: Collection[type]) -
 
 
 def not_in_high_precision(weight: Any) -> str | None:
-    """Say which weight it is and what was expected, or return None for one in high precision."""
+    """Return what `weight` is and what was expected, or None if it is in high precision."""
     cls, dtype = type(weight), getattr(weight, "dtype", None)
     if cls.__module__.split(".")[0] in ("bitsandbytes", "torchao"):
         return f"weight of class {cls.__name__}, which is quantised, expected one in high precision"
@@ -130,24 +130,24 @@ def _cannot_be_both(mod: Any, base: Any, config: Float8LinearConfig) -> str | No
     """Return why the class of `mod` cannot be combined with `base`, or None."""
     cls: Any = type(mod)
     is_ours = isinstance(mod, Float8Module)
-    names, there = base._float8_buffer_names(config), {*dir(mod)}
+    names, attributes = base._float8_buffer_names(config), {*dir(mod)}
     if is_ours:
         names -= mod._float8_state().keys()
     else:
         names |= our_names(base)
         # The class would hide what is registered under this name.
         names |= {"from_float"} & {*mod._parameters, *mod._buffers, *mod._modules}
-    if taken := names & there:
-        name = min(taken)
+    if conflicts := names & attributes:
+        name = min(conflicts)
         return f"with an attribute {name!r}, expected one without: {base.__name__} has one"
     if is_ours:
         return None
-    for each in (each for each in cls.__mro__ if each not in (nn.Linear, nn.Module, object)):
-        if has := [name for name in _PICKLING if vars(each).get(name)]:  # `__slots__` may be empty
-            return (
-                f"with {has[0]!r}, expected one without: {base.__name__} has a way of its own to "
-                f"copy and pickle layers"
-            )
+    for parent in cls.__mro__:
+        if parent in (nn.Linear, nn.Module, object):
+            continue
+        if name := next((x for x in _PICKLING if vars(parent).get(x)), ""):  # `__slots__` may be ()
+            got = f"with {name!r}, expected one without"
+            return f"{got}: {base.__name__} has a way of its own to copy and pickle layers"
     try:
         class_of(base, cls)
     except Exception as error:
@@ -160,12 +160,12 @@ def _cannot_be_both(mod: Any, base: Any, config: Float8LinearConfig) -> str | No
 
 @functools.cache
 def class_of(base: Any, source: Any) -> Any:
-    """Return the class of layers that were a `source`; `base` is `Float8Linear` or a subclass.
+    """Return the class for a layer of class `source` once converted; `base`: a float8 class.
 
-    Where `source` is a subclass of `nn.Linear`, a subclass of both: `isinstance` holds and the
-    methods, properties and class attributes of `source` stay; forward is that of `base`. Its layers
-    are pickled as long as `source` can be. It is called as `source`, and with a `config`; where
-    `source` takes a `config` of its own, a new layer has dynamic tensorwise scaling.
+    For `nn.Linear` that is `base`; for a subclass a subclass of both: `isinstance` holds and the
+    methods, properties and class attributes of `source` stay; forward is that of `base`. Layers can
+    be pickled if `source` can be. The constructor takes the arguments of `source`, and a `config`;
+    where `source` takes its own `config`, a new layer has dynamic tensorwise scaling.
     """
     if issubclass(base, source):
         return base
@@ -176,11 +176,11 @@ def class_of(base: Any, source: Any) -> Any:
     return new_class(name, (base, source), class_of, (base, source), **members)
 
 
-def _init(layer: Any, *args: Any, **more: Any) -> None:
-    make = layer._float8_source_class.__init__
+def _init(layer: Any, *args: Any, **kwargs: Any) -> None:
+    init = layer._float8_source_class.__init__
     # A `config` that the user's class takes is the user's.
-    config = None if "config" in signature(make).parameters else more.pop("config", None)
-    make(layer, *args, **more)
+    config = None if "config" in signature(init).parameters else kwargs.pop("config", None)
+    init(layer, *args, **kwargs)
     layer._float8_begin(config)
 
 

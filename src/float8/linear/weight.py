@@ -26,12 +26,14 @@ class Weight(Protocol):
     """
 
     def output(
-        self, a: Operand, shape: Shape, index: Any, call: "Call", to: dtype
+        self, a: Operand, shape: Shape, index: Any, call: "Call", out_dtype: dtype
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """Return `a @ weight.T`, [M, N] of dtype `to`, and the fields to save for backward."""
+        """Return `a @ weight.T`, [M, N] of `out_dtype`, and the fields to save for backward."""
 
-    def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", to: dtype) -> Tensor:
-        """Return `g @ weight`, [M, K] of dtype `to`; `g` is row data [M, N] of grad_output."""
+    def grad_input(
+        self, g: Operand, shape: Shape, index: Any, call: "Call", out_dtype: dtype
+    ) -> Tensor:
+        """Return `g @ weight`, [M, K] of `out_dtype`; `g` is row data [M, N] of grad_output."""
 
 
 class OnTheFly(NamedTuple):
@@ -42,19 +44,19 @@ class OnTheFly(NamedTuple):
     """The scale of forward if backward quantizes under the same scale, else None."""
 
     def output(
-        self, a: Operand, shape: Shape, index: Any, call: "Call", to: dtype
+        self, a: Operand, shape: Shape, index: Any, call: "Call", out_dtype: dtype
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """Quantize the weight to row data; return `a @ weight.T` and the fields to save."""
         cast, gemm, products = call.casts.weight, call.plan.output, call.products
         traced = cast.source is not None  # record the amax once: backward may repeat the cast
         b = products.quantize_weight(self.values, cast, row=True, pad_rows=True, traced=traced).row
-        y = products.output(a, b, shape, *index, gemm=gemm, out_dtype=to)
+        y = products.output(a, b, shape, *index, gemm=gemm, out_dtype=out_dtype)
         scale = None
         if call.plan.reuse_weight and cast.config.scaling_granularity.one_scale:
             scale = b.scale[:, 0].contiguous() if products.repeats_scales else b.scale
         return y, (self.values, scale)
 
-    def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", to: dtype) -> Any:
+    def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", out_dtype: Any) -> Any:
         """Quantize the weight to column data, and return `g @ weight`.
 
         The cast depends on `g.scale`, so that a compiler cannot move it into forward: the column
@@ -64,7 +66,7 @@ class OnTheFly(NamedTuple):
         if self.scale is not None:
             cast = Cast(cast.config, scale=self.scale)
         b = products.quantize_weight(self.values, cast, col=True, after=g.scale).col
-        return products.grad_input(g, b, shape, *index, gemm=gemm, out_dtype=to)
+        return products.grad_input(g, b, shape, *index, gemm=gemm, out_dtype=out_dtype)
 
 
 class InFloat8(NamedTuple):
@@ -74,15 +76,15 @@ class InFloat8(NamedTuple):
     scale: Tensor | Any = None
 
     def output(
-        self, a: Operand, shape: Shape, index: Any, call: "Call", to: dtype
+        self, a: Operand, shape: Shape, index: Any, call: "Call", out_dtype: dtype
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """Pad the row data; return `a @ weight.T` and the fields to save."""
         b = call.products.padded(Operand(*self), call.casts.weight.config.scaling_granularity)
         gemm = call.plan.output
-        return call.products.output(a, b, shape, *index, gemm=gemm, out_dtype=to), self
+        return call.products.output(a, b, shape, *index, gemm=gemm, out_dtype=out_dtype), self
 
-    def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", to: dtype) -> Any:
+    def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", out_dtype: Any) -> Any:
         """Transpose the row data to column data, and return `g @ weight`; see `OnTheFly`."""
         cast_config, gemm = call.casts.weight_for_grad_input.config, call.plan.grad_input
         b = call.products.transposed(Operand(*self), cast_config, g.scale)
-        return call.products.grad_input(g, b, shape, *index, gemm=gemm, out_dtype=to)
+        return call.products.grad_input(g, b, shape, *index, gemm=gemm, out_dtype=out_dtype)

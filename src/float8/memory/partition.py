@@ -80,32 +80,32 @@ class Float8Partitioner(CustomPartitionerFn):
         """Partition a joint graph, with activations in float8; return forward and backward."""
         _save_sums_that_patterns_read(gm.graph)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        results: Any = (each.graph.output_node().args[0] for each in (forward, backward))
+        results: Any = (module.graph.output_node().args[0] for module in (forward, backward))
         outputs, gradients = map(list, results)
         inputs, static = gm.graph.find_nodes(op="placeholder"), set[int]()
         static.update(kwargs.get("static_lifetime_input_indices") or ())
         activations, weight_gradients = _activations(forward.graph, inputs, gradients, static)
-        taken = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+        saved = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
         kept = {node.name for node in outputs if isinstance(node, Node)}
-        of_gradients = {node for node in taken.values() if node.name not in kept}
+        gradient_nodes = {node for node in saved.values() if node.name not in kept}
         for node in backward.graph.nodes:
-            if not of_gradients.isdisjoint(node.all_input_nodes):
-                of_gradients.add(node)
+            if not gradient_nodes.isdisjoint(node.all_input_nodes):
+                gradient_nodes.add(node)
         count = kwargs["num_fwd_outputs"]
         chosen = [
             node
             for node in outputs[count:]
             if node in activations
             and self._pays(node)
-            and _may_be_rounded(backward.graph, taken[node.name], of_gradients, weight_gradients)
+            and _may_be_rounded(backward.graph, saved[node.name], gradient_nodes, weight_gradients)
         ]
         # No memory is freed if an output, or an activation kept unchanged, shares the storage.
         others = [node for i, node in enumerate(outputs) if i < count or node not in chosen]
         stays = {get_node_storage(node) for node in others if isinstance(node, Node)}
         for node in chosen:
             if get_node_storage(node) not in stays:
-                at, graphs = outputs.index(node), (forward.graph, backward.graph)
-                outputs[at : at + 1] = self._keep_in_float8(node, taken[node.name], *graphs)
+                index, graphs = outputs.index(node), (forward.graph, backward.graph)
+                outputs[index : index + 1] = self._keep_in_float8(node, saved[node.name], *graphs)
         forward.graph.output_node().args = (tuple(outputs),)
         for graph in (forward, backward):
             graph.recompile()
@@ -118,8 +118,8 @@ class Float8Partitioner(CustomPartitionerFn):
         size: int = _hint(x.numel()) * x.element_size()
         return size > 0 and size >= self.min_bytes
 
-    def _keep_in_float8(self, node: Node, taken: Node, forward: Graph, backward: Graph) -> Any:
-        """Cast `node` in `forward`; in `backward` dequantize it in place of placeholder `taken`.
+    def _keep_in_float8(self, node: Node, activation: Node, forward: Graph, backward: Graph) -> Any:
+        """Cast `node` in `forward`; in `backward` dequantize it in place of `activation`.
 
         Returns the nodes of the float8 data and their scale in `forward`.
         """
@@ -140,15 +140,15 @@ class Float8Partitioner(CustomPartitionerFn):
         inputs, mark = forward.find_nodes(op="placeholder"), "saved_tensor_with_no_vc_check"
         with forward.inserting_before((inputs[-1] if node in inputs else node).next):
             packed = _graft(forward, pack, [node])
-        first = next(each for each in backward.nodes if each in taken.users)
-        with backward.inserting_before(taken):
-            new = [backward.placeholder(f"{each.name}_kept") for each in packed]  # unique names
-        for placeholder, result in zip(new, packed, strict=True):
+        first = next(x for x in backward.nodes if x in activation.users)
+        with backward.inserting_before(activation):
+            new_inputs = [backward.placeholder(f"{x.name}_kept") for x in packed]  # unique names
+        for new_input, result in zip(new_inputs, packed, strict=True):
             result.meta |= {mark: node.meta[mark]} if mark in node.meta else {}
-            placeholder.meta = dict(result.meta)
+            new_input.meta = dict(result.meta)
         with backward.inserting_before(first):
-            taken.replace_all_uses_with(*_graft(backward, unpack, new))
-        backward.erase_node(taken)
+            activation.replace_all_uses_with(*_graft(backward, unpack, new_inputs))
+        backward.erase_node(activation)
         return packed
 
 
@@ -158,18 +158,18 @@ def _activations(
     """Return nodes that require grad and depend on an input, and the gradients of Parameters."""
     traits, weight_gradients = {}, set[Node | None]()
     for index, (node, gradient) in enumerate(zip(inputs, gradients, strict=False)):
-        what: Any = node.meta.get("desc")  # an inner graph has none: all counts as Parameters there
-        while hasattr(what, "base"):  # an attribute of a tensor subclass; static are the subclasses
-            what = what.base
-        argument = what is not None and not (what.is_param() or what.is_buffer())
-        argument = argument and static.isdisjoint((index, getattr(what, "idx", index)))
+        origin: Any = node.meta.get("desc")  # None in inner graphs: all count as Parameters there
+        while hasattr(origin, "base"):  # an attribute of a tensor subclass; `static` has subclasses
+            origin = origin.base
+        argument = origin is not None and not (origin.is_param() or origin.is_buffer())
+        argument = argument and static.isdisjoint((index, getattr(origin, "idx", index)))
         traits[node.name] = gradient is not None, argument
         if not argument:
             weight_gradients.add(gradient)
     for node in graph.nodes:
         if node.op == "call_function":
-            of = [traits.get(each.name, (False, False)) for each in node.all_input_nodes]
-            traits[node.name] = any(a for a, _ in of), any(b for _, b in of)
+            traits_read = [traits.get(x.name, (False, False)) for x in node.all_input_nodes]
+            traits[node.name] = any(a for a, _ in traits_read), any(b for _, b in traits_read)
     return {node for node in graph.nodes if traits.get(node.name) == (True, True)}, weight_gradients
 
 
@@ -187,7 +187,7 @@ def _save_sums_that_patterns_read(graph: Graph) -> None:
 
 
 def _may_be_rounded(
-    graph: Graph, start: Node, of_gradients: set[Node], weight_gradients: set[Node | None]
+    graph: Graph, start: Node, gradients: set[Node], weight_gradients: set[Node | None]
 ) -> bool:
     """Return whether all uses of a saved value in backward match one of four patterns.
 
@@ -203,15 +203,15 @@ def _may_be_rounded(
     """
     kinds = {start: "value"}
     for node in graph.nodes:
-        rounded = [each for each in node.all_input_nodes if kinds.get(each, "any") != "any"]
-        kinds_read = {kinds[each] for each in rounded}
+        rounded = [x for x in node.all_input_nodes if kinds.get(x, "any") != "any"]
+        kinds_read = {kinds[x] for x in rounded}
         if rounded and node.op == "output":
             return kinds_read == {"weight gradient"} and weight_gradients.issuperset(rounded)
         if rounded:
             use = _use(node, rounded)
             if use == "factor" and len(kinds_read) == 2:  # the value times a node of another kind
                 use, kinds_read = "factor of value", kinds_read - {"value"}
-            elif node in of_gradients and (use == "function" or of_gradients.isdisjoint(rounded)):
+            elif node in gradients and (use == "function" or gradients.isdisjoint(rounded)):
                 use += " of gradient"
             results = {_PATTERNS[kind].get(use) for kind in kinds_read}
             kind = results.pop()
@@ -230,8 +230,8 @@ def _use(node: Node, rounded: list[Node]) -> str:
         return "factor"
     if name == "sum" and len(args) > 1:
         dim, dims = rounded[0].meta["val"].dim(), cast("list[int]", args[1])
-        last = [each for each in dims if each % dim == dim - 1]
-        return "sum of rows" if not last else "sum of columns" if last == dims else ""
+        last_dims = [x for x in dims if x % dim == dim - 1]
+        return "sum of rows" if not last_dims else "sum of columns" if last_dims == dims else ""
     is_view = isinstance(node.target, OpOverload) and node.target._schema._is_view_op()
     if is_view or (name == "pow" and args[1] == 1):
         return "copy"

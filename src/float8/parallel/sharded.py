@@ -83,12 +83,12 @@ class Shards(NamedTuple):
     def words(self, layer: Any) -> list[str]:
         """Return a text for the `extra_repr` of `layer` on what ranks gather."""
         if self.tokens_dim is not None:
-            gathered, once = "grad_output", layer._float8_plan.grad_output_rows_suffice
+            gathered, in_float8 = "grad_output", layer._float8_plan.grad_output_rows_suffice
         elif self.gathers_input and not sums_over_ranks(layer.weight):
-            gathered, once = "input", layer._float8_plan.input_rows_suffice
+            gathered, in_float8 = "input", layer._float8_plan.input_rows_suffice
         else:
             return []
-        return [f"{gathered} gathered in {'float8' if once else 'high precision'}"]
+        return [f"{gathered} gathered in {'float8' if in_float8 else 'high precision'}"]
 
 
 def sums_over_ranks(weight: Any) -> bool:
@@ -179,16 +179,16 @@ def _row_parallel(
 ) -> Any:
     """Multiply local features and weight columns; the output is Partial or Shard(`tokens_dim`)."""
     dtensors: Any = torch.distributed.tensor
-    dims, to, tokens = input.dim(), None, None
+    dims, tokens_placement, tokens = input.dim(), None, None
     if tokens_dim is not None:
         if not -dims <= tokens_dim < dims:
             raise ValueError(
                 f"Float8Linear: got an input of {dims} dims and an output to be sharded along dim "
                 f"{tokens_dim}, expected one of them; give the style another output_layouts"
             )
-        to = dtensors.Shard(tokens_dim % dims)
+        tokens_placement = dtensors.Shard(tokens_dim % dims)
         if plan.grad_output_rows_suffice:
-            tokens = _shared_tokens(input, to.dim)
+            tokens = _shared_tokens(input, tokens_placement.dim)
     _require_placed(input, weight, dtensors.Shard(dims - 1))
     if tokens is None:  # grad_output is replicated, so all ranks compute the same amax
         casts = _without_reduce(casts, "grad_output", "grad_output_for_grad_weight")
@@ -198,10 +198,10 @@ def _row_parallel(
         shape = [*x.shape[:-1], y.shape[-1]]
         shape[tokens.dim] //= tokens.ranks
         y = torch.ops.aten._unsafe_view.default(y, shape)
-    placed = (dtensors.Partial() if tokens is None else to,)
+    placed = (dtensors.Partial() if tokens is None else tokens_placement,)
     output = dtensors.DTensor.from_local(y, weight.device_mesh, placed, run_check=False)
-    if to is not None and tokens is None:  # torch sums up, and gathers the gradient
-        output = output.redistribute(placements=(to,))
+    if tokens_placement is not None and tokens is None:  # torch sums up, and gathers the gradient
+        output = output.redistribute(placements=(tokens_placement,))
     if bias is None:
         return output
     if torch.is_grad_enabled():  # torch 2.11 refuses it in inference mode

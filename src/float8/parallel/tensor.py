@@ -54,9 +54,9 @@ class Float8RowwiseParallel(RowwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        layer, (to,) = _require_layer(self, module, 1, device_mesh), self.output_layouts
-        if isinstance(to, Shard) and to.dim != -1:
-            layer._float8_shards = layer._float8_shards._replace(tokens_dim=to.dim)
+        layer, (layout,) = _require_layer(self, module, 1, device_mesh), self.output_layouts
+        if isinstance(layout, Shard) and layout.dim != -1:
+            layer._float8_shards = layer._float8_shards._replace(tokens_dim=layout.dim)
         return super()._apply(layer, device_mesh)
 
 
@@ -115,11 +115,11 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     def _find_layers(self, module: nn.Module) -> list[str]:
         """Return the names of the layers that cast the input; raise if none do or casts differ."""
         fqn = self.fwd_config_submodule_fqn
-        found = dict(module.named_modules()) if fqn is None else {fqn: module.get_submodule(fqn)}
-        layers = {name: x for name, x in found.items() if isinstance(x, Float8Linear)}
+        modules = dict(module.named_modules()) if fqn is None else {fqn: module.get_submodule(fqn)}
+        layers = {name: x for name, x in modules.items() if isinstance(x, Float8Linear)}
         style = type(self).__name__
         if not layers:
-            got = type(next(iter(found.values()))).__name__
+            got = type(next(iter(modules.values()))).__name__
             expected = "a Float8Linear or a module that holds some; convert the model first"
             raise TypeError(f"{style}: got a {got}, expected {expected}")
         config, *others = {layer._float8_plan.casts.input.config for layer in layers.values()}

@@ -74,10 +74,10 @@ def local_tensor(x: Any) -> Any:
     return getattr(x, "_local_tensor", x)
 
 
-def dtensor_like(local: Any, like: Any) -> Any:
-    """Return a DTensor of the shape and placements of `like`; `local` is this rank's part."""
-    whole = {"shape": like.shape, "stride": like.stride(), "run_check": False}
-    return type(like).from_local(local, like.device_mesh, like.placements, **whole)
+def dtensor_like(local: Any, template: Any) -> Any:
+    """Return a DTensor of the shape and placements of `template`; `local` is this rank's part."""
+    options = {"shape": template.shape, "stride": template.stride(), "run_check": False}
+    return type(template).from_local(local, template.device_mesh, template.placements, **options)
 
 
 def is_fsdp_module(module: Any) -> bool:

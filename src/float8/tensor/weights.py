@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from float8.config import ScalingGranularity
+from float8.config import CastSite, Float8LinearConfig, Float8Weights, ScalingGranularity
 from float8.products import PRODUCTS
 from float8.quantize import Cast
 from float8.tensor.float8_tensor import Float8Tensor
@@ -30,7 +30,7 @@ def high_precision(x: Tensor) -> Tensor:
 
 
 def wrapped_like(new: Any, old: Tensor | None) -> nn.Parameter:
-    """Return `new` as a Parameter in a wrapper as that of `old`; unchanged if `old` has none."""
+    """Return `new` as a Parameter, wrapped like `old`; unchanged if `old` has no wrapper."""
     template, values = local_tensor(old), local_tensor(new)
     if not hasattr(template, "high_precision") or hasattr(values, "high_precision"):
         return new  # type: ignore[no-any-return]
@@ -39,6 +39,30 @@ def wrapped_like(new: Any, old: Tensor | None) -> nn.Parameter:
         with torch.no_grad():
             tensor = dtensor_like(tensor, new)
     return nn.Parameter(tensor, requires_grad=new.requires_grad)
+
+
+def require_one_cast(config: Float8LinearConfig, name: str) -> None:
+    """Raise a `ValueError` if field `name` is set and the GEMMs need two casts of the weight."""
+    value, default = getattr(config, name), getattr(Float8LinearConfig, name)
+    if value == default:
+        return
+    weight, again = map(config.cast_config, (CastSite.WEIGHT, CastSite.WEIGHT_FOR_GRAD_INPUT))
+    if again != weight or not weight.is_float8:
+        raise ValueError(
+            f"{name}: got {value} with a weight that is {weight.short_str()} for output and "
+            f"{again.short_str()} for grad_input, expected one cast in float8 for both; set it "
+            f"to {default}, or configure both alike"
+        )
+    granularity = weight.scaling_granularity
+    # Squares are transposed; others are cast again, which powers of two as scales keep exact.
+    exponents = granularity.exponents and not config.enable_fsdp_float8_all_gather
+    exact = granularity.square or (weight.power_of_2 and (granularity.by_rows or exponents))
+    if value is not Float8Weights.HELD and not exact:
+        raise ValueError(
+            f"{name}: got {value} with a weight under {granularity}, expected TENSORWISE, a "
+            f"square BLOCK, or AXISWISE with round_scales_to_power_of_2, as column data for "
+            f"grad_input are made from its float8 data; set it to {default}, or change these"
+        )
 
 
 @torch.inference_mode(False)  # else it could not be saved for a backward

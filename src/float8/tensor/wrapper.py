@@ -20,8 +20,8 @@ class Wrapper(torch.Tensor):
     """A tensor subclass that holds plain tensors and other fields.
 
     Copies, pickles and compilers keep only the attributes that a subclass names in `_tensor_names`
-    and `_context`. Its constructor takes them by these names without leading underscores. The first
-    tensor has its shape; the others may be None.
+    and `_context`. Its constructor takes them by these names without leading underscores. The shape
+    is that of the first tensor; the others may be None.
     """
 
     _tensor_names: ClassVar[tuple[str, ...]]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from float8.config import CastConfig, Float8Weights, ScalingGranularity
+from float8.config import CastConfig, Float8Weights
 from float8.gemm import GEMM_OPS, Gemm, matmul_of_any_size
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.private import dispatch_modes, make_fx_is_on, pre_dispatch_modes
@@ -43,30 +43,30 @@ class Held(NamedTuple):
     col_scale: Tensor | Any = None
 
     def output(
-        self, a: Operand, shape: Shape, index: Any, call: "Call", to: torch.dtype
+        self, a: Operand, shape: Shape, index: Any, call: "Call", out_dtype: torch.dtype
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """Multiply `a` by the row data; return the result and what to save for backward."""
         b, gemm = Operand(self.row_data, self.row_scale), call.plan.output
         if torch.compiler.is_compiling():
-            y = self._times_held(a, b, shape, index, call, False, gemm, to)
+            y = self._times_held(a, b, shape, index, call, False, gemm, out_dtype)
         else:
-            y = call.products.output(a, b, shape, *index, gemm=gemm, out_dtype=to)
+            y = call.products.output(a, b, shape, *index, gemm=gemm, out_dtype=out_dtype)
         return y, (self.values, None, None, self.col_data, self.col_scale)
 
-    def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", to: Any) -> Any:
+    def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", out_dtype: Any) -> Any:
         """Multiply `g`, quantized grad_output, by the column data."""
         b, gemm = Operand(self.col_data, self.col_scale), call.plan.grad_input
         if torch.compiler.is_compiling():
-            return self._times_held(g, b, shape, index, call, True, gemm, to)
-        return call.products.grad_input(g, b, shape, *index, gemm=gemm, out_dtype=to)
+            return self._times_held(g, b, shape, index, call, True, gemm, out_dtype)
+        return call.products.grad_input(g, b, shape, *index, gemm=gemm, out_dtype=out_dtype)
 
     def _times_held(self, a: Operand, b: Operand, shape: Shape, index: Any, call: "Call", col: bool,
-        gemm: Any, to: torch.dtype) -> Any:  # fmt: skip
+        gemm: Any, out_dtype: torch.dtype) -> Any:  # fmt: skip
         """Multiply `a` by held data `b`, column data if `col`; the op casts again after a write."""
         return TIMES_HELD(
             *a, *b, self.values.detach(), index[0] if index else None,
             call.products.stored_transposed, *shape, col, call.casts.weight.config.power_of_2,
-            *gemm.packed(), to,
+            gemm.packed(), out_dtype,
         )  # fmt: skip
 
 
@@ -82,11 +82,7 @@ def times_held(
     N: int,
     col: bool,
     power_of_2: bool,
-    granularity_of_a: str,
-    granularity_of_b: str,
-    use_fast_accum: bool,
-    emulate: bool,
-    powers_of_2: bool,
+    gemm: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Multiply row data by the held data of a weight, cast here again if the weight was written.
@@ -98,11 +94,11 @@ def times_held(
     [E, N, K], or [E, K, N] if `stored_transposed`; never a view, since a compiler may rebuild views
     without their version counter. The result is [M, N], for column data [M, K].
     `power_of_2`: whether the cast of the weight rounds its scales. `offs`: ends of experts' rows.
+    `gemm`: see `Gemm.packed`.
     """
-    operand, granularity = Operand(b, b_scale), ScalingGranularity(granularity_of_b)
-    products = PRODUCTS[weight.dim()]
+    operand, products, settings = Operand(b, b_scale), PRODUCTS[weight.dim()], Gemm.unpacked(gemm)
     if _is_capturing(weight) or not is_current(b, weight):
-        scaling: Any = {"scaling_granularity": granularity, "power_of_2": power_of_2}
+        scaling: Any = {"scaling_granularity": settings.granularities[1], "power_of_2": power_of_2}
         cast_config = CastConfig(target_dtype=b.dtype, **scaling)
         values = weight.transpose(1, 2) if stored_transposed else weight
         quantized = products.quantize_weight(
@@ -110,14 +106,9 @@ def times_held(
         )
         operand = quantized.col if col else quantized.row
     if offs is None:
-        return matmul_of_any_size(
-            a, a_scale, *operand, M, N, granularity_of_a, granularity_of_b, use_fast_accum, emulate,
-            powers_of_2, out_dtype,
-        )  # fmt: skip
-    settings = granularity_of_a, granularity_of_b, use_fast_accum, emulate, powers_of_2
-    gemm = Gemm.unpacked(*settings)
+        return matmul_of_any_size(a, a_scale, *operand, M, N, gemm, out_dtype)
     return products.output(  # type: ignore[no-any-return]
-        Operand(a, a_scale), operand, (M, N), offs, gemm=gemm, out_dtype=out_dtype
+        Operand(a, a_scale), operand, (M, N), offs, gemm=settings, out_dtype=out_dtype
     )
 
 
@@ -174,8 +165,8 @@ def goes_into_graph(weight: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return exporting and (_DYNAMO_TELLS or not torch.compiler.is_dynamo_compiling())
     tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-    tells = dispatch_modes is not None and pre_dispatch_modes is not None  # both counters exist
-    no_mode = tells and not dispatch_modes() and not pre_dispatch_modes()  # so no make_fx
+    can_count = dispatch_modes is not None and pre_dispatch_modes is not None
+    no_mode = can_count and not dispatch_modes() and not pre_dispatch_modes()  # so no make_fx
     return exporting or tracing or (not no_mode and make_fx_is_on()) or _is_capturing(weight)
 
 
@@ -195,8 +186,8 @@ class HoldsWeights(nn.Module):
     _float8_why_never_held: ClassVar[str | None] = None
     """The reason why a subclass casts its weights at each use, or None."""
 
-    def _float8_set_held(self, *held: Held) -> None:
-        self._float8_held = held
+    def _float8_set_held(self, *held_weights: Held) -> None:
+        self._float8_held = held_weights
 
     def _float8_start_state(self) -> None:
         super()._float8_start_state()  # type: ignore[misc]
@@ -205,7 +196,7 @@ class HoldsWeights(nn.Module):
     def _float8_hold(self) -> dict[str, str]:
         """Hold all weights in float8; return, by name, the reasons why some are not held."""
         self._float8_held = ()  # frees the old data before casting
-        held, others = [], {}
+        held_weights, others = [], {}
         for name in self._float8_names():  # type: ignore[operator]
             parameter: Any = self._parameters[name]
             reason = self._float8_why_never_held
@@ -213,8 +204,8 @@ class HoldsWeights(nn.Module):
                 others[name] = reason or f"a {type(parameter).__name__}"
             elif not parameter.is_meta:
                 values: Any = self._float8_weight(name)  # type: ignore[operator]
-                held.append(hold(parameter, self._float8_plan.casts.weight, values))
-        self._float8_held = tuple(held)
+                held_weights.append(hold(parameter, self._float8_plan.casts.weight, values))
+        self._float8_held = tuple(held_weights)
         return others
 
     def _float8_held_of(self, parameter: Any, values: Tensor | None = None) -> Held | None:
@@ -234,7 +225,7 @@ class HoldsWeights(nn.Module):
             return held
         # Into new memory: a backward still to come may read the old data.
         fresh = hold(parameter, self._float8_plan.casts.weight, values)
-        self._float8_held = tuple(fresh if each is held else each for each in self._float8_held)
+        self._float8_held = tuple(fresh if x is held else x for x in self._float8_held)
         return fresh
 
     def _float8_attach(self) -> None:

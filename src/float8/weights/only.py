@@ -100,23 +100,23 @@ def refuse_only(layer: Any, config: Float8LinearConfig) -> ValueError | None:
         return ValueError(f"{got}; call prune.remove or the like of torch.nn.utils first")
     shared = is_dtensor(layer.weight) or (isinstance(layer, OnlyWeights) and layer._float8_groups())  # type: ignore[operator]
     if shared or layer.weight.requires_grad:
-        what = "that ranks share" if shared else "with requires_grad=True"
+        state = "that ranks share" if shared else "with requires_grad=True"
         return ValueError(
-            f"got a weight {what} with float8_weights=ONLY, expected one that is whole and frozen; "
-            f"call weight.requires_grad_(False) first, or convert it with another config"
+            f"got a weight {state} with float8_weights=ONLY, expected one that is whole and "
+            f"frozen; call weight.requires_grad_(False) first, or convert it with another config"
         )
     return None
 
 
 def moved(weight: Float8Tensor, fn: Callable[[Tensor], Tensor]) -> Float8Tensor:
     """Apply `fn` of `nn.Module._apply` to the bytes; a new dtype changes only the reported one."""
-    like = fn(torch.empty((), dtype=weight.dtype, device=weight.device))
+    template = fn(torch.empty((), dtype=weight.dtype, device=weight.device))
 
     def move(x: Tensor) -> Tensor:
         bits = torch.uint8 if x.dtype in FLOAT8_MAX else torch.int32
         result = fn(x.view(bits))
         # Some functions change the dtype of integers, too.
-        return result.view(x.dtype) if result.dtype == bits else x.to(like.device)
+        return result.view(x.dtype) if result.dtype == bits else x.to(template.device)
 
     data, scale = move(weight._data), move(weight._scale)
-    return Float8Tensor(data, scale, like.dtype, weight._granularity)
+    return Float8Tensor(data, scale, template.dtype, weight._granularity)

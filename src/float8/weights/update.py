@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from float8.config import Float8Weights, ScalingType, require_module
+from float8.config import Float8LinearConfig, Float8Weights, ScalingType, require_module
 from float8.convert.conversion import Feature
 from float8.kernels.runtime.private import untraced, warn
 from float8.linear import Float8Linear, Float8Module
 from float8.quantize import scales_of
 from float8.tensor import Float8Tensor, is_dtensor, is_fsdp_module, local_tensor
+from float8.tensor.weights import require_one_cast
 from float8.weights.held import can_be_held, hold
 
 
@@ -44,7 +45,7 @@ def update_float8_weights(model: nn.Module) -> None:
     }
     if not mods:
         return
-    alike: dict[Any, dict[Tensor, list[Float8Linear]]] = {}  # kind -> weight -> its layers
+    batches: dict[Any, dict[Tensor, list[Float8Linear]]] = {}  # kind -> weight -> its layers
     on_the_fly: list[str] = []
     fsdp1 = "summon_full_params"  # a method of its modules; FSDP writes past version counters
     wraps = (x.modules() for x in model.modules() if is_fsdp_module(x) or hasattr(type(x), fsdp1))
@@ -77,8 +78,8 @@ def update_float8_weights(model: nn.Module) -> None:
             on_the_fly.append(f"{name} ({reason})")
         elif not weight.is_meta:
             kind = weight.device, weight.dtype, mod._float8_plan.casts.weight
-            alike.setdefault(kind, {}).setdefault(weight, []).append(mod)
-    for (_, dtype, cast), readers in alike.items():
+            batches.setdefault(kind, {}).setdefault(weight, []).append(mod)
+    for (_, dtype, cast), readers in batches.items():
         scales: list[Tensor] | list[None] = [None] * len(readers)
         if cast.config.scaling_granularity.one_scale:
             scales = scales_of(list(readers), cast.config, dtype)
@@ -107,6 +108,21 @@ def _why_on_the_fly(layer: Float8Linear, weight: Any) -> str | None:
 
 class HeldWeights(Feature):
     """Casts held weights once per step."""
+
+    def check_config(self, config: Float8LinearConfig) -> None:
+        """Raise a `ValueError` if `float8_weights` does not fit the casts or FSDP2's gather."""
+        only = config.float8_weights is Float8Weights.ONLY
+        if only and config.enable_fsdp_float8_all_gather:
+            raise ValueError(
+                "float8_weights: got ONLY with enable_fsdp_float8_all_gather=True, expected False: "
+                "weights in float8 only are not sharded; give them to fully_shard's ignored_params"
+            )
+        if only and config.cast_config_weight.scaling_type is ScalingType.DELAYED:
+            raise ValueError(
+                "float8_weights: got ONLY with a cast_config_weight that is DELAYED, expected "
+                "DYNAMIC, as the weight is cast once; set cast_config_weight=CastConfig()"
+            )
+        require_one_cast(config, "float8_weights")
 
     def attach(self, model: nn.Module) -> None:
         """Cast now, so that a lack of memory shows."""

@@ -177,8 +177,8 @@ def cast_groups_fake(x: Tensor, offs: Tensor, *layout: Any) -> list[Tensor]:
     (R, C), E, k, out = x.shape, offs.shape[0], run or 16, list[Tensor]()
     Cp = (C + 15) // 16 * 16
     layouts = (row, R, (C + k - 1) // k * k, (R,)), (col, Cp, width, (E, Cp))
-    for wanted, rows, columns, shape in layouts:
-        if wanted:
+    for requested, rows, columns, shape in layouts:
+        if requested:
             scale_shape = shape if run is None else (columns // run, rows)
             scales = x.new_empty(scale_shape, dtype=torch.float32)
             scales = scales if run is None else scales.t()
@@ -259,10 +259,10 @@ def _place(tile, offs_ptr, R, E, rows, GROUPS: tl.constexpr):  # type: ignore[no
     group = tl.sum(((tile_ends <= tile) & (g <= E)).to(tl.int32), 0)
     is_group = g == group
     first = tl.sum(tl.where(is_group, tile_ends - count, 0), 0)
-    at = tl.sum(tl.where(g < group, padded, 0), 0)
+    col_begin = tl.sum(tl.where(g < group, padded, 0), 0)
     begin = tl.sum(tl.where(is_group, begin, 0), 0)
     size = tl.sum(tl.where(is_group, size, 0), 0)  # 0 where there are fewer tiles than programs
-    return group, begin, size, (tile - first) * rows, at
+    return group, begin, size, (tile - first) * rows, col_begin
 
 
 @jit
@@ -302,7 +302,7 @@ def _scale_of(bits, GIVEN: tl.constexpr, ARITHMETIC: tl.constexpr):  # type: ign
 
 @jit
 def group_byte_mask(r, size):  # type: ignore[no-untyped-def]
-    """Return masks of words whose bytes are four rows; bytes past the end of the group are zero."""
+    """Return uint32 masks that zero the bytes of rows past the end of a group; 4 rows a word."""
     low = tl.where(r[0] < size, 0xFF, 0) | tl.where(r[1] < size, 0xFF00, 0)
     high = tl.where(r[2] < size, 0xFF0000, 0) | tl.where(r[3] < size, -0x1000000, 0)
     return (low | high).to(tl.uint32, bitcast=True)
@@ -331,7 +331,7 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
     K: tl.constexpr = WIDTH if RUNS else 16
     Cp, Ck, across = tl.cdiv(C, 16) * 16, tl.cdiv(C, K) * K, tl.cdiv(C, BLOCK_C)
     tile, tile_c = tl.program_id(0) // across, tl.program_id(0) % across
-    group, begin, size, first, at = _place(tile, offs_ptr, R, E, BLOCK_R, GROUPS)
+    group, begin, size, first, col_begin = _place(tile, offs_ptr, R, E, BLOCK_R, GROUPS)
     quad, c = tiles.tile_quads(first // BLOCK_R, tile_c, BLOCK_R, BLOCK_C)
     r = tiles.quad_rows(quad)
     row_ptr += begin.to(tl.int64) * Ck
@@ -372,7 +372,7 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
         if COL:
             padded = tl.where(group < E, tl.cdiv(size, ALIGN) * ALIGN, 0)
             if (first + tile_c == 0) & (group < E):
-                tl.store(ends_ptr + group, at + padded)
+                tl.store(ends_ptr + group, col_begin + padded)
             if not RUNS:
                 if GRANULARITY == "group":
                     col_bits = tl.load(amax_ptr + group) + tl.zeros(c.shape, tl.int32)
@@ -386,15 +386,15 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
                 if RUNS:
                     largest = tl.maximum(tl.maximum(m[0], m[1]), tl.maximum(m[2], m[3]))
                     col_inverse = store_run_scales(
-                        col_scale_ptr, largest, c, (at + first) // WIDTH, Cp, Cp,
-                        (at + padded) // WIDTH, WIDTH // 4, 1, element, ARITHMETIC,
+                        col_scale_ptr, largest, c, (col_begin + first) // WIDTH, Cp, Cp,
+                        (col_begin + padded) // WIDTH, WIDTH // 4, 1, element, ARITHMETIC,
                     )  # fmt: skip
                 else:
                     col_inverse = numeric.reciprocal(col_scale, HARDWARE)
                 # Separate names, since none may change its type in a branch on a runtime value.
                 q = tiles.times(v, [col_inverse for _ in v], inside, EVEN)
                 words = numeric.to_float8_words(q, ARITHMETIC) & group_byte_mask(r, size)
-                tiles.store_col_data(col_ptr + at, words, quad, c, Cp, width // 4, EVEN)
+                tiles.store_col_data(col_ptr + col_begin, words, quad, c, Cp, width // 4, EVEN)
     elif ROW and not RUNS:  # rows in no group are zero
         zero, none = tl.zeros((BLOCK_R // 4, BLOCK_C), tl.float32), tl.zeros(quad.shape, tl.int32)
         zeros = zero, zero, zero, zero

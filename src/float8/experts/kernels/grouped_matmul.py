@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8.config import ScalingGranularity
 from float8.experts.kernels.cast_groups import (
     check_offs,
     ends_of_groups,
@@ -24,7 +23,7 @@ from float8.experts.kernels.cast_groups import (
 from float8.experts.kernels.grouped_blocks import multiply_blocks
 from float8.experts.kernels.torch_gemms import multiply_in_bfloat16, multiply_mx
 from float8.formats import GROUP_ALIGNMENT
-from float8.gemm import GEMM_OPS, exact_dtype
+from float8.gemm import GEMM_OPS, Gemm, exact_dtype
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import TensorDescriptor, jit, sm_count, tl
 from float8.scales import Operand, dequantised
@@ -37,22 +36,19 @@ def grouped_matmul_reference(
     b_scale: Tensor,
     ends: Tensor,
     tokens: int | None,
-    granularity_of_a: str,
-    granularity_of_b: str,
-    use_fast_accum: bool,
-    emulate: bool,
-    powers_of_2: bool,
+    gemm: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Multiply each group in a loop; plain-torch twin, see `experts.grouped.grouped_matmul`.
 
     Where a bfloat16 GEMM is exact and faster, torch's grouped GEMM replaces the loop, without a
-    sync. Arguments from ``granularity_of_a`` to ``powers_of_2`` are those of `Gemm.packed`.
+    sync. ``gemm`` is that of `Gemm.packed`.
     """
     if ends.is_cpu and b.dim() == 3:  # a check on a GPU would sync
         check_offs(ends, len(a))
-    of_a, of_b = ScalingGranularity(granularity_of_a), ScalingGranularity(granularity_of_b)
-    exact = powers_of_2 and exact_dtype(a.device, out_dtype) == out_dtype == torch.bfloat16
+    settings = Gemm.unpacked(gemm)
+    of_a, of_b = settings.granularities
+    exact = settings.powers_of_2 and exact_dtype(a.device, out_dtype) == out_dtype == torch.bfloat16
     if exact and a.numel():
         return multiply_in_bfloat16(Operand(a, a_scale), Operand(b, b_scale), ends, (of_a, of_b))
     out = grouped_matmul_fake(a, a_scale, b, b_scale, ends, out_dtype).zero_()
@@ -102,17 +98,17 @@ PANEL = tl.constexpr(16)  # tiles of rows that share loads of `b`
 
 
 def _grouped_matmul_triton(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, *settings: Any
-) -> Tensor:
-    operands = a, a_scale, b, b_scale, ends
-    _, *granularities, fast, emulate, _, out_dtype = settings
-    if emulate or a.numel() == 0:  # no rows, or no tokens
-        return grouped_matmul_reference(*operands, *settings)
-    of_a, of_b = map(ScalingGranularity, granularities)
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, tokens: int | None,
+    gemm: str, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    operands, settings = (a, a_scale, b, b_scale, ends), Gemm.unpacked(gemm)
+    (of_a, of_b), fast = settings.granularities, settings.use_fast_accum
+    if settings.emulate or a.numel() == 0:  # no rows, or no tokens
+        return grouped_matmul_reference(*operands, tokens, gemm, out_dtype)
     if of_a.exponents:
         mx = Operand(a, a_scale), Operand(b, b_scale), ends, (of_a, of_b)
         return multiply_mx(*mx).to(out_dtype)
-    out = grouped_matmul_fake(*operands, *settings)
+    out = grouped_matmul_fake(*operands, out_dtype)
     row_groups = b.dim() == 3
     b = b if row_groups else b.unsqueeze(0)
     if of_a.by_blocks:

@@ -95,10 +95,10 @@ def _for_pytorch(compiled: Any, programs: int, integers: tuple[int, ...]) -> Any
 
 
 def allocator(device: torch.device) -> Callable[..., Tensor]:
-    """Return `empty_strided(shape, strides, dtype)` for `device`, which must be the current one."""
+    """Return `empty_strided(size, stride, dtype)` for `device`, which must be the current one."""
     if device.type == "cuda" and private.empty_strided_cuda is not None:
         return private.empty_strided_cuda  # type: ignore[no-any-return]
-    return lambda shape, strides, of: torch.empty_strided(shape, strides, dtype=of, device=device)
+    return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 def takes_triton_directly(*tensors: Tensor | None) -> bool:

@@ -22,10 +22,10 @@ def find(path: str) -> Any:
     """Return the attribute of torch at a dotted path, or None if there is none."""
     if PLAIN_LAUNCH:
         return None
-    found: Any = torch
+    value: Any = torch
     for name in path.split("."):
-        found = getattr(found, name, None)
-    return found
+        value = getattr(value, name, None)
+    return value
 
 
 current_device = find("_C._cuda_getDevice")
