@@ -230,7 +230,9 @@ class StatefulLayer(Float8Module):
         and in the first forward of reentrant checkpointing, which is recomputed with gradients.
         Otherwise they come from the data, since a sync may never follow. Amaxes are recorded while
         grad mode is on. A scale that the last sync made equal on all ranks needs no reduction.
+        Raises `RuntimeError` if a sync is missing.
         """
+        self._float8_check_synced()
         record, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
         trains = self._float8_trains()
         if not record and not (trains and (compiling or in_reentrant_checkpoint())):
