@@ -63,8 +63,7 @@ class Float8ParallelLinear(Float8Linear):
             x = x.redistribute(placements=[Shard(x.dim() - 1)])
         casts = self._float8_shards.casts(self, self._float8_mesh)
         y = self._float8_shards.linear(x, weight, bias, self._float8_plan, casts)
-        local: Tensor = y.redistribute(placements=[output_at]).to_local()
-        return local
+        return y.redistribute(placements=[output_at]).to_local()  # type: ignore[no-any-return]
 
     def _float8_groups(self) -> tuple[Any, ...]:
         return (self._float8_mesh.get_group(),)

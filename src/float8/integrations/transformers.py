@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -105,12 +104,14 @@ class Float8Callback(TrainerCallback, ExportableState):
             if args.world_size > 1 and dist.is_initialized():
                 dist.broadcast_object_list(changed)  # from rank 0: either all ranks raise or none
             if changed[0]:
-                raise ValueError(
-                    f"Float8Callback: {len(changed[0])} weights are not those of the checkpoint, "
-                    f"as {changed[0][0]!r}: the Trainer loads none that have another name there, "
-                    f"such as those of experts. Make the model from that checkpoint by its "
-                    f"`from_pretrained`, convert it, and resume with it"
+                got = (
+                    f"{len(changed[0])} weights are not those of the checkpoint: {changed[0][0]!r}"
                 )
+                why = (
+                    "the Trainer loads none that have another name there, such as those of experts"
+                )
+                do = "Make the model from it by `from_pretrained`, convert it, and resume with it"
+                raise ValueError(f"Float8Callback: {got}, for one; {why}. {do}")
             self._load(entry["attributes"]["delayed"])
         keys = [f"{name}.{key}" for name, x in self._delayed().items() for key in x._float8_state()]
         ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
@@ -151,9 +152,9 @@ class Float8Callback(TrainerCallback, ExportableState):
             got = "got delayed scaling in different layers of the checkpoint and the model"
             example = f"{len(saved)} and {len(layers)}, and {differ[0]!r} in one of them only"
             warn(f"float8: {got}: {example}; its state is lost: convert the model as it was")
+        like: Any = {"dtype": torch.float32, "device": "cpu"}
         for name in layers.keys() & saved.keys():
-            exact = partial(torch.tensor, dtype=torch.float32, device="cpu")
-            values = {key: exact(x) for key, x in saved[name].items()}
+            values = {key: torch.tensor(x, **like) for key, x in saved[name].items()}
             layers[name].load_state_dict(values, strict=False)
 
     def _changed(self, entry: dict[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ from float8.checkpoints import float8_metadata, float8_weights
 from float8.checkpoints.schemes import COMPRESSED, FINE_GRAINED, scheme_named
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Float8WeightSource(WeightSource):
     """A `WeightSource` over a converted model: float8 data and scales, as a checkpoint has them.
 
