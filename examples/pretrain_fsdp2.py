@@ -88,6 +88,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()  # before the conversion, which counts ranks
+    say = print if dist.get_rank() == 0 else lambda *_, **__: None
     groups = dist.get_world_size() // args.tensor_parallel  # of ranks that share layers
     sizes, dims = (args.replicate, groups // args.replicate), ("replicate", "shard", "tensor")
     mesh = dist.init_device_mesh(device, (*sizes, args.tensor_parallel), mesh_dim_names=dims)
@@ -98,8 +99,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     config = float8.Float8LinearConfig.from_recipe_name(args.recipe)
     config = replace(config, enable_fsdp_float8_all_gather=True)
     float8.convert_to_float8_training(model, config=config, tokens_per_step=tokens)  # 1. convert
-    if dist.get_rank() == 0:
-        print(float8.conversion_report(model))
+    say(float8.conversion_report(model))
     if args.tensor_parallel > 1:
         share_layers(model, mesh["tensor"])  # 2. tensor parallel
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
@@ -119,6 +119,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
         dcp.load(loaded := state(), checkpoint_id=saved[-1].parent)
         set_state_dict(model, optimizer, **{f"{k}_state_dict": x for k, x in loaded.items()})
         done = int(saved[-1].parent.name.removeprefix("step-"))
+        say(f"resumed from {saved[-1].parent}, after step {done} of {args.steps}")
     first, end = (n * args.batch_size * groups for n in (done, args.steps))
     samples = range(first + dist.get_rank() // args.tensor_parallel, end, groups)
     loader = DataLoader(Tokens(args.files, args.seq_len), args.batch_size, sampler=samples)
@@ -138,8 +139,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
         if step % args.log_every == 0:
             dist.all_reduce(loss := loss.detach() / dist.get_world_size())
             losses.append(loss.item())
-            if dist.get_rank() == 0:
-                print(f"step {step}: loss {losses[-1]:.4f}{underflow}", flush=True)
+            say(f"step {step}: loss {losses[-1]:.4f}{underflow}", flush=True)
         if step % args.save_every == 0 or step == args.steps:
             dcp.save(state(), checkpoint_id=args.folder / f"step-{step:08d}")
     dist.destroy_process_group()

@@ -10,6 +10,7 @@ import pytest
 
 import float8
 from support.forks import COMPILER, TORCH, run_program
+from support.lazily import needs_installed
 from support.rings import short
 from support.samples import PAGES, ROOT, Sample, fences, page_name, samples
 
@@ -22,6 +23,7 @@ EXTRAS = {"accelerate", "lightning", "peft", "torchao", "torchtitan", "transform
 # Examples run without Inductor's code, which takes most of their time to make; a sample of
 # docs/memory.md has it made.
 NO_CODE = "__import__('graphs').make_no_code()\n"
+NO_DATASETS = "__import__('titan_datasets').take_its_place()\n"  # to import torchtitan without
 TO_A_FILE = """
 import matplotlib.pyplot as plt
 plt.switch_backend("agg")
@@ -89,8 +91,9 @@ def test_programs_end_with_the_process_that_ran_them() -> None:
 def test_sample_runs(sample: Sample) -> None:
     extras = EXTRAS & sample.needs
     for library in extras | ({"accelerate"} if "transformers" in extras else set()):
-        pytest.importorskip(library)
-    done = run_program(sample.code, COMPILER if extras else TORCH)
+        needs_installed(library)
+    begin = NO_DATASETS if "torchtitan" in extras else ""
+    done = run_program(begin + sample.code, COMPILER if extras else TORCH)
     assert done.returncode == 0, done.stderr
     # Others warn of what they like.
     found = warnings_of_ours(done.stderr) if extras else "Warning" in done.stderr
@@ -107,7 +110,7 @@ def test_example_runs(example: Path) -> None:
     text = example.read_text()
     extras = {name for name in EXTRAS if f"from {name} " in text}
     for library in extras:
-        pytest.importorskip(library)
+        needs_installed(library)
     done = run_program(NO_CODE + text, COMPILER if extras else TORCH)
     assert done.returncode == 0, done.stderr
 

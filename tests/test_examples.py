@@ -1,6 +1,7 @@
 """The page that explains float8 computes what the library computes; a real run goes on."""
 
 import contextlib
+import io
 import itertools
 import re
 import runpy
@@ -109,6 +110,7 @@ def pretrain(folder: Path, stop_at: int, *arguments: str) -> list[float]:
             raise KeyboardInterrupt
         clip(*args)
 
+    resumes = dist.get_rank() == 0 and any(folder.glob("step-*/.metadata"))
     small = {"seq-len": 16, "warmup": 2, "log-every": 1, "watch-every": 2, "save-every": 2}
     sizes = [f"--{name}={value}" for name, value in small.items()]
     with (
@@ -117,9 +119,12 @@ def pretrain(folder: Path, stop_at: int, *arguments: str) -> list[float]:
         mock.patch.object(torch.cuda, "is_available", return_value=False),
         mock.patch.object(nn.utils, "clip_grad_norm_", dying),
         torch._dynamo.config.patch(disable=not compiled),
+        contextlib.redirect_stdout(io.StringIO()) as shown,
         contextlib.suppress(KeyboardInterrupt),
     ):
-        return script["main"]([str(FILE), "--folder", str(folder), *sizes, *arguments])
+        losses = script["main"]([str(FILE), "--folder", str(folder), *sizes, *arguments])
+        assert ("step-00000002, after step 2 of 5\n" in shown.getvalue()) == resumes
+        return losses
     return []
 
 

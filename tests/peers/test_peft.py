@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from float8 import (
 )
 from float8 import sync_float8_amax_and_scale_history as sync
 from float8.checkpoints import float8_weights, quantization_config, save_float8_checkpoint
+from float8.checkpoints.adapters import merged_base_layer
 from float8.linear import Float8Linear
 from sqnr import same_bits, sqnr
 from support.configs import BOTH, delayed
@@ -201,12 +203,16 @@ def test_what_is_exported_is_the_merged_model(name: str, tied: bool, tmp_path: P
 
 @pytest.mark.parametrize("base", ["blockwise", only("blockwise")], ids=["masters", "bytes"])
 def test_the_adapters_that_are_merged_are_the_active_ones(base: Any) -> None:
-    """All of several, none that are disabled or merged already; within wrappers, too."""
+    """All of several, none that are disabled or merged already; within wrappers, too. Ranks gather
+    no others."""
     model = adapted("convert first", base, frozen())
     alone = dict(float8_weights(copy.deepcopy(model).unload()))
     model.add_adapter("b", peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
-    for names in ("b", ["default", "b"]):
+    for names, count in (("b", 3), (["default", "b"], 5)):
         model.base_model.set_adapter(names)
+        q_proj = model.base_model.model.model.layers[0].self_attn.q_proj
+        merged_base_layer(q_proj, gather=(gather := mock.Mock(side_effect=lambda x: x)))
+        assert gather.call_count == count  # the weight, and two of each adapter
         wanted = dict(float8_weights(merged_in_float32(model, "blockwise"), dtype=torch.bfloat16))
         assert same_bytes(float8_weights(model), wanted.items())
     with model.disable_adapter():

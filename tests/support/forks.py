@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 PEERS = ("lightning", "peft", "transformers.trainer", "transformers.models.llama.modeling_llama")
-TORCH = ("float8", "torch._inductor.compile_fx", "graphs")
-"""What samples and examples import, and `graphs`, which does without Inductor's code."""
+TORCH = ("float8", "torch._inductor.compile_fx", "graphs", "titan_datasets")
+"""What samples and examples import; and `graphs`, which does without Inductor's code, and
+`titan_datasets`, without `datasets`."""
 COMPILER = (*TORCH, *PEERS)
 """And what those of other libraries import."""
 

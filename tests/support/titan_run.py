@@ -15,6 +15,14 @@ from torchtitan.models.common.attention import FlexAttention
 
 from float8.integrations import torchtitan as titan
 from support.models import fp8_state, gradients, seeded
+from support.outcome import compiles
+from support.titan_datasets import in_its_place
+
+with in_its_place():
+    REGISTRIES = {
+        name: importlib.import_module(f"torchtitan.models.{name}.config_registry")
+        for name in ("llama3", "deepseek_v3")
+    }
 
 
 def attention(
@@ -46,23 +54,22 @@ def built(
 ) -> tuple[nn.Module, Any]:
     """The model, and its optimizers; as the `Trainer` makes them, on the CPU.
 
-    Under FSDP2, and tensor parallel on `tp` of them, if there are several ranks; the experts of
-    `deepseek_v3`, of which this is two blocks, on `ep` of them.
+    Two blocks of it, under FSDP2, and tensor parallel on `tp` ranks, if there are several; the
+    experts of `deepseek_v3` on `ep` of them.
     """
     module = f"torchtitan.models.{name}"
     converters = [titan.Float8Converter.Config(**converter)] if converter else None
     spec = importlib.import_module(module).model_registry("debugmodel", converters=converters)
-    registry = importlib.import_module(f"{module}.config_registry")
-    config = getattr(registry, f"{name}_debugmodel")()
+    config = getattr(REGISTRIES[name], f"{name}_debugmodel")()
     config.model_spec = spec
-    if name != "llama3":
-        spec.model.layers = spec.model.layers[:2]  # one without experts, one with
+    spec.model.layers = spec.model.layers[:2]  # of DeepSeek one without experts, one with
     config.optimizer.implementation = "foreach"
     config.parallelism.spmd_backend = backend
     config.parallelism.tensor_parallel_degree = tp
     config.parallelism.expert_parallel_degree = ep
     config.training.mixed_precision_param = "float32"
-    config.compile.enable, config.compile.backend = compiled, "aot_eager"
+    config.compile.enable = compiled and compiles()
+    config.compile.backend = "aot_eager"
     config.compile.components = ["model"]
     set_spmd_backend(backend)
     spec.model.update_from_config(config=config)

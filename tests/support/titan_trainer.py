@@ -1,14 +1,13 @@
 """torchtitan's own training program on the CPU: a debug model, by a config as users write it.
 
-    python titan_trainer.py FOLDER --module titan_trainer --config delayed ...
-
-FOLDER has a tokenizer, and documents in `data`.
+`main` takes its arguments, and a folder that has a tokenizer, and documents in `data`.
 
 What torchtitan lacks on a CPU it is given here: the name and the memory of the device, an attention
 whose backward runs there (its own, without masks), and sums that Gloo has. `set_timeout` is missing
 in torch 2.13.
 """
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +32,10 @@ torch._utils._get_device_module = lambda device: CPU
 if not hasattr(dist, "set_timeout"):
     dist.set_timeout = lambda *_: None
 
+import titan_datasets
+
+titan_datasets.take_its_place()
+
 # ruff: isort: split
 # ruff: noqa: E402
 from torchtitan import train
@@ -45,10 +48,11 @@ from float8.integrations.torchtitan import Float8Converter, attach_to_optimizers
 
 
 def delayed() -> Trainer.Config:
-    """Its debug Llama 3 with our converter."""
+    """Two blocks of its debug Llama 3 with our converter."""
     config = llama3_debugmodel()
     converter = Float8Converter.Config(recipe_name="delayed", enable_fsdp_float8_all_gather=True)
     spec = config.model_spec = model_registry("debugmodel", converters=[converter])
+    spec.model.layers = spec.model.layers[:2]
     for _, _, parent, name in list(spec.model.traverse(attention.FlexAttention.Config)):
         setattr(parent, name, attention.ScaledDotProductAttention.Config())
     parallelize = spec.parallelize_fn
@@ -72,7 +76,9 @@ def delayed() -> Trainer.Config:
     return config
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv.pop(1))
+def main(folder: Path, *arguments: str) -> None:
+    own = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+    os.environ |= own | {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    sys.argv += ["--module", __name__, "--config", delayed.__name__, *arguments]
     sys.argv += ["--hf_assets_path", str(folder), "--dataloader.dataset_path", str(folder / "data")]
     train.main()

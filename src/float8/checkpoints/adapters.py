@@ -2,13 +2,14 @@
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from float8.tensor import Float8Tensor, dequantise, high_precision
+from float8.checkpoints.schemes import values_of
+from float8.tensor import high_precision
 from float8.tensor.ranks import is_fsdp_module
 
 
@@ -28,12 +29,14 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]
         """Return what is in the place of `module` in a model without adapters."""
         names = {cls.__name__ for cls in type(module).__mro__ if cls.__module__[:5] == "peft."}
         if names & {"PeftModel", "PeftMixedModel"}:
-            tuner = type(module.base_model)
-            if not hasattr(tuner, "merge_and_unload") or tuner.__name__ == "XLoraModel":
+            tuner = module.base_model
+            if not hasattr(tuner, "merge_and_unload") or type(tuner).__name__ == "XLoraModel":
                 raise _refusal(f"a {type(module).__name__} that cannot be merged")
-            return base_of(module.base_model)
+            return base_of(tuner)
         if "BaseTuner" in names:
             return base_of(module.model)
+        if "TrainableTokensWrapper" in names:
+            return base_of(module.token_adapter)
         if "MultiheadAttention" in names:
             raise _refusal("a MultiheadAttention, to whose output PEFT adds the adapter twice")
         if "BaseTunerLayer" in names:
@@ -41,17 +44,14 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]
             if any(not x.is_floating_point() for x in base.parameters()):
                 raise _refusal(f"a {type(base).__name__} that another library has quantized")
             base = base_of(base)  # a copy, if other adapters are in it
-            nested = _layers_of_peft(module)
-            if any(x.disable_adapters and x.merged for x in nested):
+            if any(x.disable_adapters and x.merged for x in _layers_of_peft(module)):
                 raise _refusal("adapters that are disabled, but merged: call unmerge_adapter()")
-            if any(active(x) - {*x.merged_adapters} for x in nested):
+            if any(active(x) - {*x.merged_adapters} for x in _layers_of_peft(module)):
                 adapters[base] = module
             return base
-        if "TrainableTokensWrapper" in names:
-            return base_of(module.token_adapter)
         if "ModulesToSaveWrapper" in names:
-            chosen = [x for name, x in module.modules_to_save.items() if name in active(module)]
-            return base_of(chosen[0] if chosen else module.original_module)
+            chosen = (x for name, x in module.modules_to_save.items() if name in active(module))
+            return base_of(next(chosen, module.original_module))
         if module not in seen:
             children = {name: x if x is None else base_of(x) for name, x in module._modules.items()}
             seen[module] = module
@@ -66,6 +66,15 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]
 def _layers_of_peft(layer: nn.Module) -> list[Any]:
     """Return `layer`, and layers in it: adapters of another kind, or of another Parameter."""
     return [x for x in layer.modules() if hasattr(x, "merged_adapters")]
+
+
+def _inactive(layer: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the Parameters of adapters in `layer` that are not active."""
+    for x in _layers_of_peft(layer):
+        for parts in x.children():  # one for each adapter, by its name
+            if isinstance(parts, nn.ModuleDict | nn.ParameterDict):
+                named = parts.named_parameters()
+                yield from (p for name, p in named if name.split(".")[0] not in x.active_adapters)
 
 
 def _refusal(got: str) -> ValueError:
@@ -83,22 +92,15 @@ _LEFT_OUT = re.compile("_hooks$|^kwargs$|^__composable")
 def merged_base_layer(*layers: Any, gather: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
     """Return a float32 copy of the base layer of a PEFT layer, with the active adapters merged.
 
-    PEFT itself merges them in the copy. So its values are those of merging the model in float32,
-    and its cast is the only rounding. Memory is needed for one layer in float32, and for what PEFT
-    adds to it. Raises `ValueError` if PEFT cannot merge.
-
-    Args:
-        layers: a module of PEFT around a layer that may be in float8 only, such as
-            `model.layers[0].self_attn.q_proj`; or several, around layers that share a weight.
-        gather: returns the whole of a tensor that ranks share; collective.
+    `layers` are several around base layers that share a weight. PEFT itself merges, in memory for
+    one layer in float32 and what PEFT adds to it; raises `ValueError` if it cannot. `gather`
+    returns the whole of a tensor that ranks share; collective.
     """
-    copies: dict[int, Any] = {}
+    copies: dict[int, Any] = {id(x): x for layer in layers for x in _inactive(layer)}  # not copied
     for x in (x for layer in layers for x in layer.parameters() if id(x) not in copies):
-        whole: Any = gather(high_precision(x.detach()))
-        if isinstance(whole, Float8Tensor):
-            whole = dequantise(whole, torch.float32)
-        else:
-            whole = whole.to(torch.promote_types(whole.dtype, torch.float32), copy=True)
+        whole: Any = values_of(gathered := gather(high_precision(x.detach())))
+        dtype = torch.promote_types(whole.dtype, torch.float32)
+        whole = whole.to(dtype, copy=whole is gathered)
         copies[id(x)] = nn.Parameter(whole, requires_grad=False)
     # `deepcopy` takes these for its copies of Parameters. Hooks, and FSDP2, are left out.
     for x in (x for layer in layers for x in reversed([*layer.modules()])):

@@ -54,6 +54,10 @@ class Part(NamedTuple):
     piece: int = 0
     pieces: int = 1  # of the weights [E, pieces * N, K]: 2 where gate and up are joined
 
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of this part of a tensor of shape `whole`."""
+        return whole if self.expert is None else (whole[1] // self.pieces, whole[2])
+
     def of(self, x: Tensor) -> Tensor:
         """Return this part of `x`, a view.
 
@@ -61,7 +65,7 @@ class Part(NamedTuple):
         """
         if self.expert is None:
             return x
-        N = x.shape[1] // self.pieces
+        N, _ = self.shape(x.shape)
         begin, end = N * self.piece, N * self.piece + N
         if not isinstance(x, Float8Tensor):
             return x[self.expert, begin:end]

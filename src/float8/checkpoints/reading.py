@@ -51,26 +51,21 @@ def read_float8_checkpoint(
 def load_float8_checkpoint(
     model: nn.Module, folder: str | Path, *, device: Any = None
 ) -> nn.Module:
-    """Load a float8 checkpoint into a model, in place, one tensor at a time.
+    """Load a float8 checkpoint into `model`, one tensor at a time, and return it.
 
     Layers and experts with `Float8Weights.ONLY` take the data and scales of the file, and need the
     recipe of its granularity: `blockwise` for `fine-grained-fp8`, `rowwise` for channels,
     `tensorwise` for tensors, `mxfp8` for MXFP8. Other Parameters take the dequantized values,
     rounded to their dtype; DTensors take the part of each rank.
 
-    Names are those of the model, or those under which transformers publishes it: experts that a
-    file has one by one go into the Parameter that a model has for all of them. All ranks that share
-    a model must call; an error on one rank is raised on all.
+    Names are those of the model, or those under which transformers publishes it, experts one by
+    one. All ranks that share a model must call; an error on one rank is raised on all.
 
     Args:
-        model: in high precision or converted; may be on the meta device, or sharded by FSDP2 or
-            tensor parallel (then in high precision, not on the meta device, and each rank with
-            whole experts).
+        model: in high precision or converted; may be on the meta device; or sharded by FSDP2 or
+            tensor parallel, then in high precision, off that device, each rank with whole experts.
         folder: see `read_float8_checkpoint`.
         device: the device of Parameters that replace those on the meta device; None: the CPU.
-
-    Returns:
-        `model`.
 
     Raises:
         TypeError: `model` is not an `nn.Module`.
@@ -164,9 +159,7 @@ def _match(model: nn.Module, checkpoint: Checkpoint, targets: dict[str, _Target]
 def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None:
     """Raise `ValueError` if dtype, shape or scales of the tensor `name` do not fit `target`."""
     (dtype, shape), tensor = checkpoint.headers[name], target.saved.tensor
-    model_shape = tuple(tensor.shape)
-    if target.part != WHOLE:
-        model_shape = model_shape[1] // target.part.pieces, model_shape[2]
+    model_shape = target.part.shape(tuple(tensor.shape))
     only_layers, granularity = target.only_layers, checkpoint.scheme.granularity
     granularities = {x._float8_plan.casts.weight.config.scaling_granularity for x in only_layers}
     shares_scales = any(not x.height or model_shape[0] % x.height for x in granularities)

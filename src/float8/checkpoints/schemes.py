@@ -51,10 +51,12 @@ class Scheme(NamedTuple):
         by_rows = ScalingGranularity.BLOCK_32x32, ScalingGranularity.BLOCK_1x32
         return granularity is self.granularity or (granularity, self.granularity) == by_rows
 
-    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def scale_shape(self, shape: tuple[int, ...], expert: bool = False) -> tuple[int, ...]:
         """Return the shape in files of the scales of a weight of `shape` [N, K]."""
+        if self.granularity.one_scale and self.format == FINE_GRAINED:
+            return (1, 1) if expert else ()  # transformers concatenates those of experts
         if self.granularity.one_scale:
-            return () if self.format == FINE_GRAINED else (1,)
+            return (1,)
         width = self.granularity.width  # unlike in memory, columns of scales are not padded
         return self.granularity.scales(shape)[0], 1 if width is None else -(-shape[1] // width)
 
@@ -97,11 +99,11 @@ class Scheme(NamedTuple):
             scale = F.pad(scale, (0, columns - scale.shape[1]))
         return Float8Tensor(data.detach().contiguous(), scale.contiguous(), dtype, self.granularity)
 
-    def published(self, weight: Float8Tensor) -> tuple[Tensor, Tensor] | None:
+    def published(self, weight: Any, expert: bool) -> tuple[Tensor, Tensor] | None:
         """Return data and scales as files store them; None if the scheme cannot store them."""
         if not self.accepts(weight._granularity) or weight._data.dtype != E4M3:
             return None
-        shape, height = self.scale_shape(tuple(weight.shape)), weight._granularity.height
+        shape, height = self.scale_shape((*weight.shape,), expert), weight._granularity.height
         if height is None:
             scale = weight._scale.reshape(shape).clone()
         else:

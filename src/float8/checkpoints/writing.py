@@ -17,6 +17,7 @@ from float8.checkpoints.adapters import merged_base_layer, without_adapters
 from float8.checkpoints.files import import_safetensors, write_files
 from float8.checkpoints.names import (
     WHOLE,
+    Part,
     Parts,
     SavedTensor,
     published_parts,
@@ -56,15 +57,15 @@ def float8_weights(
     A weight [N, K] of a `Float8Linear` comes as e4m3 bytes, followed by its scales. With the
     granularity of the recipe these are the bytes that training multiplies. Names are those under
     which transformers publishes the model; for other models those of `model.state_dict()` without
-    the prefixes of torch.compile and DDP. Experts that transformers publishes one by one
-    are yielded so, in float8 even if not converted. One tensor is cast at a time. Tensors that are
-    not cast may share the memory of the model: copy them before the next step.
+    the prefixes of torch.compile and DDP. Experts that transformers publishes one by one are
+    yielded so, in float8 even if not converted. Tensors that are not cast may share memory with the
+    model: copy them before the next step.
 
-    Active adapters of PEFT are merged on the way, one layer at a time in float32, and each sum is
-    cast once; the model stays as it is. Names are those after `model.merge_and_unload()`.
+    Active adapters of PEFT are merged one layer at a time in float32, and each sum is cast once;
+    the model stays as it is. Names are those after `model.merge_and_unload()`.
 
-    Ranks that share a model (FSDP2, tensor parallel) all-gather one weight at a time, need memory
-    for it, and must all iterate to the end. FSDP2's weights are resharded.
+    Ranks that share a model (FSDP2, tensor parallel) all-gather one weight at a time, and must all
+    iterate to the end. FSDP2's weights are resharded.
 
     Args:
         model: a converted model, whole or sharded.
@@ -73,18 +74,18 @@ def float8_weights(
         strategy: the granularity of the scales. `"fine-grained-fp8"`: `"block"`, 128x128 (default),
             `"block_ue8m0"`, the same with 8-bit exponents as scales, `"mxfp8"`, 1x32 with 8-bit
             exponents, or `"tensor"`. `"compressed-tensors"`: `"channel"`, one scale per row
-            (default), `"mxfp8"` or `"tensor"`. Weights whose scales are not powers of two are
-            quantized again for a strategy with exponents.
+            (default), `"block"`, `"mxfp8"` or `"tensor"`. For exponents, weights whose scales are
+            not powers of two are quantized again.
         dtype: dtype of the tensors that are not in float8. None: their own, but bfloat16 if most
             weights are float32; tensors that transformers keeps in float32 stay.
-        param_dtype: `param_dtype` of FSDP2's `MixedPrecisionPolicy`, to which training rounds
-            weights before it casts them. None: weights are cast as they are.
+        param_dtype: that of FSDP2's `MixedPrecisionPolicy`, to which training rounds weights before
+            it casts them.
 
     Raises:
         TypeError: `model` is not an `nn.Module`, or a dtype is not a high-precision one.
         ValueError: format or strategy is unknown; no layer is converted; a tensor is on the meta
             device or in another library's float8; transformers could not load the experts; two
-            tensors, or a tensor and a scale, have the same name; or adapters cannot be merged.
+            tensors or scales have one name; or adapters cannot be merged.
     """
     with ModelRanks(model) as ranks:
         plan = _plan(model, format, strategy, dtype, param_dtype)
@@ -95,12 +96,7 @@ def float8_weights(
 def quantization_config(
     model: nn.Module, format: str = FINE_GRAINED, *, strategy: str | None = None
 ) -> dict[str, Any]:
-    """Return the `quantization_config` that describes what `float8_weights` yields.
-
-    Takes `model`, `format` and `strategy` as `float8_weights` does, and raises the same errors.
-    """
-    require_module(model, "model")
-    reshard(model)
+    """Return the `quantization_config` of what `float8_weights` yields; raises its errors."""
     return _plan(model, format, strategy).config
 
 
@@ -120,23 +116,18 @@ def float8_metadata(
     dtype: torch.dtype | None = None,
     param_dtype: torch.dtype | None = None,
 ) -> list[TensorMetadata]:
-    """Return name, dtype and shape of each tensor of `float8_weights`, in its order.
-
-    Takes the arguments of `float8_weights`, and raises its errors. Casts and sends nothing.
-    """
-    require_module(model, "model")
-    reshard(model)
+    """Return name, dtype and shape of each tensor of `float8_weights`, with its errors."""
     plan, metadata = _plan(model, format, strategy, dtype, param_dtype), list[TensorMetadata]()
-    scheme = plan.scheme
     for x, parts, rounds_to, cast_config, _ in plan.entries:
         new_dtype = rounds_to if rounds_to and x.dtype in HIGH_PRECISION_DTYPES else x.dtype
         for name, part in parts.items():
-            shape = (*(x.shape if part is WHOLE else (x.shape[1] // part.pieces, x.shape[2])),)
+            shape = part.shape((*x.shape,))
             metadata.append(TensorMetadata(name, E4M3 if cast_config else new_dtype, shape))
             if cast_config:
-                scales = scheme.scale_shape(shape) or (() if part is WHOLE else (1, 1))
-                scale_name, scale_dtype = name + scheme.scale_suffix, scheme.exponents
-                metadata.append(TensorMetadata(scale_name, scale_dtype or torch.float32, scales))
+                scales = plan.scheme.scale_shape(shape, part is not WHOLE)
+                scale_dtype = plan.scheme.exponents or torch.float32
+                name += plan.scheme.scale_suffix
+                metadata.append(TensorMetadata(name, scale_dtype, scales))
     return metadata
 
 
@@ -157,17 +148,14 @@ def save_float8_checkpoint(
     `config.json` is that of `model.config`, if there is one (as in transformers), with the
     `quantization_config`. Tied weights are written once. One shard is in memory at a time.
 
-    Rank 0 writes. All ranks that share a sharded model must call; an error on one rank is raised on
-    all. If the model is not sharded, ranks do not wait for each other: the others only check their
-    model. Join the stages of a pipeline first.
+    Rank 0 writes. All ranks that share a sharded model must call; an error on one is raised on all.
+    Ranks of a model that is not sharded do not wait for each other: the others only check it.
 
     Files are written to a folder within `folder`, and moved when all are complete: the disk needs
-    room for both. Until then, and after an error, the older checkpoint is in place. Files that are
-    not part of a checkpoint stay. The next save tidies up after a killed process.
+    room for both. After an error, the older checkpoint is in place. Other files stay.
 
     Returns:
-        For each float8 weight whether its bytes are those of training. Empty on ranks > 0 of a
-        model that is not sharded.
+        A description of each float8 weight; () on ranks > 0 of a model that is not sharded.
 
     Raises:
         ImportError: the package safetensors is not installed.
@@ -253,6 +241,8 @@ def _plan(
     param_dtype: torch.dtype | None = None,
 ) -> _Plan:
     """Check everything and plan the checkpoint of `model`; raises as `float8_weights`."""
+    require_module(model, "model")
+    reshard(model)
     for name, got in (("dtype", dtype), ("param_dtype", param_dtype)):
         if got not in (None, *HIGH_PRECISION_DTYPES):
             raise TypeError(f"{name}: got {got!r}, expected None or one of {HIGH_PRECISION_DTYPES}")
@@ -334,8 +324,8 @@ def _select_float8(
     """Return the tensors to write in float8.
 
     These are weights of layers whose output GEMM is in float8, and of experts, converted or not,
-    that are published one by one, if all weights of their module qualify. A tensor does not qualify
-    if it is float64, kept in float32 by transformers, or used by a module in high precision, too.
+    that are published one by one, if all weights of their module qualify: none is float64, kept in
+    float32 by transformers, or used by a module in high precision, too.
     """
 
     def is_float8(name: str, module: Any, attr: str, x: Tensor) -> bool:
@@ -417,21 +407,19 @@ def _cast_tensors(
                 yield dict.fromkeys(entry.parts, x), None
                 continue
             for name, part in entry.parts.items():
-                data, scale, as_trained = _quantize(part.of(x), entry, plan.scheme)
-                if part is not WHOLE and scale.dim() == 0:
-                    scale = scale.reshape(1, 1)  # transformers concatenates those of experts
+                data, scale, as_trained = _quantize(part, x, entry, plan.scheme)
                 tensors = {name: data, name + plan.scheme.scale_suffix: scale}
                 yield tensors, WrittenWeight(name, as_trained)
         merged = x = None  # before the next layer is merged
 
 
-def _quantize(weight: Any, entry: _Entry, scheme: Scheme) -> tuple[Tensor, Tensor, bool]:
-    """Return data and scale to write for a weight [N, K], and whether training uses the same."""
-    as_trained = entry.as_trained
+def _quantize(part: Part, x: Any, entry: _Entry, scheme: Scheme) -> tuple[Tensor, Tensor, bool]:
+    """Return data and scale to write for a part of `x`, and whether training uses the same."""
+    weight, as_trained, is_expert = part.of(x), entry.as_trained, part is not WHOLE
     if isinstance(weight, Float8Tensor):
-        if published := scheme.published(weight):
+        if published := scheme.published(weight, is_expert):
             return *published, True
         weight, as_trained = weight.to_original_precision(), False
     cast: Any = entry.cast_config
-    quantized: Any = scheme.published(in_float8_only(weight, Cast(cast)))
+    quantized: Any = scheme.published(in_float8_only(weight, Cast(cast)), is_expert)
     return *quantized, as_trained

@@ -224,13 +224,14 @@ class StatefulLayer(Float8Module):
             )
 
     def _float8_with_state(self, casts: Casts) -> Casts:
-        """Return `casts` with the buffers of this layer as scale sources.
+        """Return `casts` with the buffers of this layer as scale sources; require a sync.
 
         Scales come from the history in training mode with gradients, unless the layer is frozen,
         and in the first forward of reentrant checkpointing, which is recomputed with gradients.
         Otherwise they come from the data, since a sync may never follow. Amaxes are recorded while
         grad mode is on. A scale that the last sync made equal on all ranks needs no reduction.
         """
+        self._float8_check_synced()
         record, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
         trains = self._float8_trains()
         if not record and not (trains and (compiling or in_reentrant_checkpoint())):
@@ -248,8 +249,7 @@ class StatefulLayer(Float8Module):
             elif compiling and not record:
                 scale = torch.ops.float8.scale_without_gradients.default(scale)
                 amax = torch.empty_like(amax)  # a compiled op writes it
-            shared = cast.reduce is not None and trains and record
-            if shared and site.name in self._float8_known:
+            if cast.reduce is not None and trains and record and site.name in self._float8_known:
                 cast = cast._replace(reduce=None)
             delayed[site.name] = cast._replace(source=DelayedScale(scale, amax, record))
         return casts._replace(**delayed)

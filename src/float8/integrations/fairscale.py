@@ -12,7 +12,6 @@ from fairscale.nn.model_parallel.layers import ColumnParallelLinear, RowParallel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from float8.config import ConfigOrRecipe, Float8LinearConfig, as_config, require_module
 from float8.linear import Float8Linear, unsupported
@@ -55,25 +54,19 @@ class Float8ParallelLinear(Float8Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return this rank's part of the output, given its part of the input."""
-        if self._float8_stateful:
-            self._float8_check_synced()
-        input_at, weight_at, bias_at, output_at = self._float8_placements
-        x = self._float8_on_mesh(input, input_at)
-        weight = self._float8_on_mesh(self.weight, weight_at)
-        bias = None if self.bias is None else self._float8_on_mesh(self.bias, bias_at)
-        if weight_at.is_shard(1) and input_at.is_replicate():
+        *placements, output_at = self._float8_placements
+        x, weight, bias = (
+            t if t is None else DTensor.from_local(t, self._float8_mesh, [at], run_check=False)
+            for t, at in zip((input, self.weight, self.bias), placements, strict=True)
+        )
+        if weight.placements[0].is_shard(1) and x.placements[0].is_replicate():
             x = x.redistribute(placements=[Shard(x.dim() - 1)])
         casts = self._float8_shards.casts(self, self._float8_mesh)
         y = self._float8_shards.linear(x, weight, bias, self._float8_plan, casts)
-        local: Tensor = y.redistribute(placements=[output_at]).to_local()
-        return local
+        return y.redistribute(placements=[output_at]).to_local()  # type: ignore[no-any-return]
 
     def _float8_groups(self) -> tuple[Any, ...]:
         return (self._float8_mesh.get_group(),)
-
-    def _float8_on_mesh(self, x: Tensor, placement: Placement) -> DTensor:
-        """Return a DTensor with `x`, unchanged, as this rank's part."""
-        return DTensor.from_local(x, self._float8_mesh, [placement], run_check=False)
 
 
 class Float8ColumnParallelLinear(Float8ParallelLinear):
@@ -114,11 +107,9 @@ def swap_tp_linear_with_float8_linear(
         sequence_parallel: shard tokens among the ranks between layers.
         sequence_dim: the dim of the tokens: 0 for [seq, batch, dim].
 
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: `config` names no recipe, or a layer does not support it (none supports
-            `enable_fsdp_float8_all_gather` and `ONLY`); nothing is changed then.
-        RuntimeError: fairscale's model parallel is not initialized.
+    Raises `TypeError` for an argument of the wrong type; `RuntimeError` before fairscale's model
+    parallel is initialized; and `ValueError` for a config that a layer does not support, as none
+    does `enable_fsdp_float8_all_gather` and `ONLY`; nothing is changed then.
     """
     require_module(model, "model")
     config = as_config(config)

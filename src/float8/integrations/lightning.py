@@ -1,5 +1,6 @@
 """Float8 training with the `Trainer` of Lightning."""
 
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -31,16 +32,12 @@ class Float8Callback(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Call `attach_to_optimizer` for each optimizer of `trainer`."""
-        for optimizer in trainer.optimizers:
-            attached = attach_to_optimizer(pl_module, optimizer, group=self._group)
-            self._attachments.append(attached)
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Remove the attachments, since Lightning calls no `teardown` after an exception."""
-        self.teardown(trainer, pl_module, "fit")
+        attach = partial(attach_to_optimizer, pl_module, group=self._group)
+        self._attachments += map(attach, trainer.optimizers)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Remove the attachments."""
-        for attachment in self._attachments:
-            attachment.remove()
-        self._attachments = []
+        while self._attachments:
+            self._attachments.pop().remove()
+
+    on_exception = teardown  # after one Lightning calls no `teardown`

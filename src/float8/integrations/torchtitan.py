@@ -57,12 +57,9 @@ class ConvertedLinear(Float8Linear, Linear):
         def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             if self.weight.dim() == 2:
                 return super().forward(input)
-            # A stack of weights [L, N, K], which `weight` is as [L * N, K].
-            plan = self._float8_plan
-            if self._float8_stateful:
-                self._float8_check_synced()
-            casts = self._float8_with_state(plan.casts) if self._float8_stateful else plan.casts
-            output: Tensor = apply_linear(input, weight, bias, plan, casts)
+            casts = self._float8_plan.casts  # of a stack [L, N, K], which `weight` is as [L * N, K]
+            casts = self._float8_with_state(casts) if self._float8_stateful else casts
+            output: Tensor = apply_linear(input, weight, bias, self._float8_plan, casts)
             for observer in self._float8_observers:
                 output = observer(self, casts, input, weight, output)
             return output
@@ -83,17 +80,15 @@ class ConvertedLinear(Float8Linear, Linear):
     _parallelize = parallelize  # its name after 0.3.0
 
 
-class _ConvertedGroupedLinear:
-    _float8_grouped: Float8LinearConfig
-
-    def _grouped_mm(self, *, input_RI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
+@functools.cache
+def _grouped_class(cls: Any) -> Any:
+    def _grouped_mm(
+        self: Any, *, input_RI: Tensor, weight_EOI: Tensor, offsets_E: Tensor
+    ) -> Tensor:
         weight = weight_EOI.to(input_RI.dtype)
         return grouped_linear(input_RI, weight, offsets_E, config=self._float8_grouped)
 
-
-@functools.cache
-def _grouped_class(cls: Any) -> Any:
-    return type(f"Float8{cls.__name__}", (_ConvertedGroupedLinear, cls), {})
+    return type(f"Float8{cls.__name__}", (cls,), {"_grouped_mm": _grouped_mm})
 
 
 @functools.cache
@@ -117,8 +112,7 @@ def converted_config(source: Any) -> Any:
                 if mod.weight.dim() == 2:
                     enable_float8_all_gather(mod)
             elif GroupedLinear is not None:
-                cls: Any = type(mod)
-                mod.__class__ = _grouped_class(cls)
+                mod.__class__ = _grouped_class(mod.__class__)
                 mod._float8_grouped = self.float8
             elif reason := unsupported_experts(mod, self.float8):
                 do = "leave it out with filter_fqns"
@@ -133,9 +127,9 @@ def converted_config(source: Any) -> Any:
 class Float8Converter(ModelConfigConverter, ModelConfigTransform):
     """Converts the linear layers of a model config to `Float8Linear`, experts to `Float8Experts`.
 
-    Gates of routers stay, as do subclasses of torchtitan's `Linear.Config` other than those of
-    column- and row-parallel layers. Tensor parallel needs `spmd_backend="partial_dtensor"`, which
-    torchtitan 0.3.0 has, but no later one. `Config(...).build()` is a transform, too.
+    Gates of routers stay, as do subclasses of torchtitan's `Linear.Config` but those of column- and
+    row-parallel layers. Tensor parallel needs `spmd_backend="partial_dtensor"` of torchtitan 0.3.0.
+    `Config(...).build()` is a transform, too.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -160,15 +154,14 @@ class Float8Converter(ModelConfigConverter, ModelConfigTransform):
         if self._why_no_experts and experts_recipe is not None:
             got = f"got experts_recipe_name={experts_recipe!r}: {self._why_no_experts}"
             raise ValueError(f"Float8Converter: {got}; expected {EXPECTED}")
-        self._experts = replace(experts, emulate=config.emulate)
+        self._experts = None if self._why_no_experts else replace(experts, emulate=config.emulate)
         gathers: Any = {"enable_fsdp_float8_all_gather": config.enable_fsdp_float8_all_gather}
         self._linear = replace(make(recipe), emulate=config.emulate, **gathers)
 
     def convert(self, model_config: Any) -> Any:
-        """Replace configs of linear layers and experts in `model_config`, in place, and return it.
+        """Replace configs of linear layers and experts in `model_config`, and return it.
 
-        Raises `ValueError` if a converter of torchtitan has quantized some of them, or if there is
-        nothing to convert.
+        Raises `ValueError` if a converter of torchtitan has quantized some, or there are none.
         """
         experts = (GroupedLinear or GroupedExperts).Config
         every = [*model_config.traverse(Linear.Config), *model_config.traverse(experts)]
@@ -177,28 +170,25 @@ class Float8Converter(ModelConfigConverter, ModelConfigTransform):
             raise ValueError(f"Float8Converter: {got}; have one of the two alone")
         gates = "TokenChoiceTopKRouter.Config"  # in 0.3.0, they are ordinary linear layers
         plain = [getattr(titan_linear, x).Config for x in _PLAIN if hasattr(titan_linear, x)]
-        stay, changes = [], []
+        stay, changes = list[Any](), list[Any]()
         for fqn, config, parent, name in every:
             if any(x in fqn for x in self._filter_fqns) or hasattr(config, "float8"):
                 continue
-            if isinstance(config, experts) and self._why_no_experts:
-                stay.append(fqn)
-            elif isinstance(config, experts):
-                changes.append((parent, name, config, self._experts))
+            if isinstance(config, experts):
+                (changes if self._experts else stay).append((fqn, config, parent, name))
             elif type(config) in plain and not left_out(fqn) and type(parent).__qualname__ != gates:
-                changes.append((parent, name, config, self._linear))
+                changes.append((fqn, config, parent, name))
         if stay:
-            logger.warning(
-                f"Float8Converter: got {self._why_no_experts}: {len(stay)} modules of experts, the "
-                f"first being {stay[0]}, stay in high precision; set experts_recipe_name for them"
-            )
+            got = f"got {self._why_no_experts}: {len(stay)} modules of experts, the first being"
+            do = "set experts_recipe_name for them"
+            logger.warning(f"Float8Converter: {got} {stay[0][0]}, stay in high precision; {do}")
         if not changes:
             got = f"got {len(every)} linear layers and experts, none of which can be converted"
             raise ValueError(f"Float8Converter: {got}; apply it before LoRA and other transforms")
-        for parent, name, config, float8 in changes:
-            converted = _as(converted_config(config.__class__), config, float8=float8)
-            assign = operator.setitem if isinstance(parent, list) else setattr
-            assign(parent, name, converted)
+        for _, config, parent, name in changes:
+            float8 = self._experts if isinstance(config, experts) else self._linear
+            assign: Any = operator.setitem if isinstance(parent, list) else setattr
+            assign(parent, name, _as(converted_config(config.__class__), config, float8=float8))
         return model_config
 
     def transform(self, model: Any, *, context: Any = None) -> Any:
@@ -223,10 +213,9 @@ def attach_to_optimizers(optimizers: Any, model_parts: Any, parallel_dims: Any) 
 
 
 def attached(optim: Any) -> Any:
-    """Return `optim`, an `Optim.Config`, as one that attaches the model to its optimizers.
+    """Return `optim`, an `Optim.Config` after 0.3.0, as one that attaches the model to optimizers.
 
-    For torchtitan after 0.3.0, which has no `post_optimizer_build_fn`. Its `build` raises
-    `ValueError` for `enable_cuda_graph`: no hook runs when a graph is replayed.
+    Its `build` raises `ValueError` for `enable_cuda_graph`: a graph that is replayed runs no hook.
     """
     source: Any = type(optim)
 

@@ -1,9 +1,7 @@
 """Float8 training with the `Trainer` of Hugging Face's transformers."""
 
-import json
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,9 +30,8 @@ class Float8Callback(TrainerCallback, ExportableState):
     `model_init`, and use `Float8Callback()`.
 
     Once training has begun, the model saves weights only. The state of delayed scaling is in
-    `trainer_state.json`, which `train(resume_from_checkpoint=...)` reads, with a few values of each
-    weight: the `Trainer` does not load weights that have other names in a checkpoint (experts).
-    Resuming without them raises `ValueError`; `load_best_model_at_end` warns.
+    `trainer_state.json`, with a few values of each weight, for `train(resume_from_checkpoint=...)`:
+    it raises `ValueError` if weights have other names in a checkpoint (experts) and are not loaded.
 
     Args:
         config: a `Float8LinearConfig`, or the name of a recipe; None: do not convert.
@@ -102,13 +99,19 @@ class Float8Callback(TrainerCallback, ExportableState):
         # A checkpoint that was written without this callback has no entry.
         entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if state.global_step > 0:  # resumed
-            entry = _last(entry)
-            problem = [self._not_loaded(entry) if state.is_world_process_zero else None]
+            entry = entry[-1] if isinstance(entry, list) else entry  # of a callback added twice
+            changed = [self._changed(entry) if state.is_world_process_zero else None]
             if args.world_size > 1 and dist.is_initialized():
-                dist.broadcast_object_list(problem)  # from rank 0: either all ranks raise or none
-            if problem[0]:
-                do = "Make the model from that checkpoint by its `from_pretrained`, convert it, and"
-                raise ValueError(f"Float8Callback: {problem[0]}. {do} resume with it")
+                dist.broadcast_object_list(changed)  # from rank 0: either all ranks raise or none
+            if changed[0]:
+                got = (
+                    f"{len(changed[0])} weights are not those of the checkpoint: {changed[0][0]!r}"
+                )
+                why = (
+                    "the Trainer loads none that have another name there, such as those of experts"
+                )
+                do = "Make the model from it by `from_pretrained`, convert it, and resume with it"
+                raise ValueError(f"Float8Callback: {got}, for one; {why}. {do}")
             self._load(entry["attributes"]["delayed"])
         keys = [f"{name}.{key}" for name, x in self._delayed().items() for key in x._float8_state()]
         ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
@@ -118,14 +121,15 @@ class Float8Callback(TrainerCallback, ExportableState):
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Detach the model; `trainer.save_state()` writes the state at the end of the training."""
         self._detach()
-        name = type(self).__name__
-        best = state.best_model_checkpoint if args.load_best_model_at_end else None
-        if best and (file := Path(best, "trainer_state.json")).exists():
-            saved = json.loads(file.read_text())["stateful_callbacks"].get(name)
-            if state.is_world_process_zero and (problem := self._not_loaded(saved)):
-                do = f"load the best model from {best} by its `from_pretrained`"
-                warn(f"float8: load_best_model_at_end: {problem}; {do}")
-        state.stateful_callbacks[name] = self.state()
+        state.stateful_callbacks[type(self).__name__] = self.state()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Warn if the model is still to be converted, as this callback was added too late."""
+        if self._config is not None and self._converted is None:
+            got = "got an evaluation in high precision, before a callback that was added later"
+            warn(f"float8: Float8Callback: {got} converts; hand it to Trainer(callbacks=[...])")
+
+    on_predict = on_evaluate
 
     def state(self) -> dict[str, Any]:
         """Return the state of delayed scaling and samples of weights, to save and to compare."""
@@ -145,28 +149,19 @@ class Float8Callback(TrainerCallback, ExportableState):
         """Load the state of delayed scaling by layer names; warn if the layers differ."""
         layers = {plain_name(name): layer for name, layer in self._delayed().items()}
         if differ := sorted(layers.keys() ^ saved.keys()):
-            warn(
-                f"float8: the checkpoint and the model have delayed scaling in different layers: "
-                f"{len(saved)} and {len(layers)}; {differ[0]!r}, for one, is in one of them only. "
-                f"What has no counterpart is dropped, or begins anew; convert the model as it was"
-            )
+            got = "got delayed scaling in different layers of the checkpoint and the model"
+            example = f"{len(saved)} and {len(layers)}, and {differ[0]!r} in one of them only"
+            warn(f"float8: {got}: {example}; its state is lost: convert the model as it was")
+        like: Any = {"dtype": torch.float32, "device": "cpu"}
         for name in layers.keys() & saved.keys():
-            like: Any = {"dtype": torch.float32, "device": "cpu"}
-            values = {key: torch.tensor(value, **like) for key, value in saved[name].items()}
+            values = {key: torch.tensor(x, **like) for key, x in saved[name].items()}
             layers[name].load_state_dict(values, strict=False)
 
-    def _not_loaded(self, entry: Any) -> str | None:
-        """Return an error text if weights differ from the samples of them in `entry`, or None."""
-        saved = _last(entry)["attributes"].get("weights", {}) if entry else {}
-        changed = []
-        for name, values in self._samples().items():
-            sample = torch.tensor(saved.get(name, values.tolist()), dtype=torch.float64)
-            if not torch.equal(sample.to(values.dtype).nan_to_num(), values.nan_to_num()):
-                changed.append(name)
-        if not changed:
-            return None
-        why = "the Trainer loads none that have another name there, such as those of experts"
-        return f"{len(changed)} weights are not those of the checkpoint, as {changed[0]!r}: {why}"
+    def _changed(self, entry: dict[str, Any]) -> list[str]:
+        """Return the names of weights that differ from the samples of them in `entry`."""
+        saved = entry["attributes"].get("weights", {})
+        pairs = ((name, x, saved.get(name, x.tolist())) for name, x in self._samples().items())
+        return [n for n, x, old in pairs if not x.allclose(x.new_tensor(old), 0, 0, equal_nan=True)]
 
     def _samples(self) -> dict[str, Tensor]:
         """Return a few values of each plain Parameter, by name and shape."""
@@ -182,11 +177,6 @@ class Float8Callback(TrainerCallback, ExportableState):
         modules = (self._model() or nn.Module()).named_modules(remove_duplicate=False)
         linears = ((name, x) for name, x in modules if isinstance(x, Float8Linear))
         return {name: layer for name, layer in linears if layer._float8_stateful}
-
-
-def _last(entry: Any) -> Any:
-    """Return `entry`, or the last one of a list, which a callback that was added twice has."""
-    return entry[-1] if isinstance(entry, list) else entry
 
 
 def _count(model: nn.Module) -> int:

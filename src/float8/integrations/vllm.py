@@ -1,9 +1,11 @@
 """Weights of a training for vLLM's engines of weight transfer."""
 
 from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
@@ -11,6 +13,7 @@ from float8.checkpoints import float8_metadata, float8_weights
 from float8.checkpoints.schemes import COMPRESSED, FINE_GRAINED, scheme_named
 
 
+@dataclass(eq=False, repr=False)
 class Float8WeightSource(WeightSource):
     """A `WeightSource` over a converted model: float8 data and scales, as a checkpoint has them.
 
@@ -22,33 +25,39 @@ class Float8WeightSource(WeightSource):
         ...
         engine.send_weights()  # after each step, on all ranks
 
-    Names, order and bytes are those of `save_float8_checkpoint`, with the same arguments. Each pass
-    casts the weights of the model as they are then. Ranks that share a model iterate in lockstep,
-    each to the end, and each gets full tensors. Shard the model before the first use: `metadata`
-    does not change later. Of vLLM 0.26 to 0.32 it is a method, and engines call `iter`.
+    Arguments, names, order and bytes are those of `float8_weights`. Each pass casts the weights of
+    the model as they are then. Ranks that share a model iterate in lockstep, each to the end. Shard
+    it before the first use: `metadata` does not change later. Of vLLM 0.26 to 0.32 that is a
+    method, and engines call `iter`.
 
     Raises:
         ValueError: format or strategy is unknown, or one that vLLM does not read. The other errors
             of `float8_weights` are raised when metadata or weights are read.
     """
 
-    def __init__(self, model: nn.Module, format: str = FINE_GRAINED, **more: Any) -> None:
-        scheme = scheme_named(format, more.get("strategy"))
+    model: nn.Module
+    format: str = FINE_GRAINED
+    _: KW_ONLY
+    strategy: str | None = None
+    dtype: torch.dtype | None = None
+    param_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        scheme = scheme_named(self.format, self.strategy)
         if scheme.format == FINE_GRAINED and scheme.granularity.one_scale:
-            got = f"got 'tensor' of {format!r}, whose scales have another name in vLLM"
+            got = f"got 'tensor' of {self.format!r}, whose scales have another name in vLLM"
             raise ValueError(f"strategy: {got}; expected 'tensor' of {COMPRESSED!r}")
-        self._model, self._format, self._more = model, format, more
+        self._arguments = {**vars(self)}
 
     def metadata(self) -> Any:
         """Return name, dtype and shape of each tensor, in the order in which they are sent."""
-        found = float8_metadata(self._model, self._format, **self._more)
-        return [ParamMeta(*each) for each in found]
+        return [ParamMeta(*each) for each in float8_metadata(**self._arguments)]
 
     if hasattr(WeightSource, "iter_full"):  # from 0.33 it is read often, and must not change
         metadata = cached_property(metadata)  # type: ignore[assignment]
 
     def iter_full(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and full tensor of each; a new pass over the model as it is now."""
-        return float8_weights(self._model, self._format, **self._more)
+        return float8_weights(**self._arguments)
 
     __iter__ = iter_full

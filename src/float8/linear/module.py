@@ -123,8 +123,6 @@ class Float8Linear(StatefulLayer, nn.Linear):
                 f"torch.fx, use a Tracer whose is_leaf_module is true for Float8Linear"
             )
         plan, weight = self._float8_plan, self.weight  # once: each access may compute it
-        if self._float8_stateful:
-            self._float8_check_synced()
         if weight.requires_grad and self._float8_never_trains:
             raise RuntimeError(
                 "Float8Linear: got requires_grad=True for a weight that is in float8 only, "
