@@ -43,7 +43,7 @@ def as_multiplied(x: Any, weight: Any) -> Any:
 
 
 def parameter_name(experts: nn.Module, weight: Any) -> str:
-    """Return the name of the Parameter over the memory of `weight`, or ""; not in compiled code."""
+    """Return the name of the Parameter that shares memory with `weight`, or "". Eager code only."""
     address, named = local_tensor(weight).data_ptr(), experts.named_parameters(recurse=False)
     return next((name for name, p in named if local_tensor(p).data_ptr() == address), "")
 
@@ -128,7 +128,7 @@ def measure(x: Any, cast: Cast | None, col: bool = False, offs: Tensor | None = 
 
 
 def over_ranks(rows: Tensor, keys: Sequence[Any], largest: int, group: Any) -> list[list[float]]:
-    """All-reduce `rows` [keys, numbers] over `group`, None for all ranks.
+    """All-reduce `rows` [keys, numbers] over `group`; None means all ranks.
 
     The first `largest` numbers of each row become maxima, the others sums. Raises `ValueError` if
     ranks have different keys.
@@ -152,7 +152,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 class _Observer:
-    """A hook of a layer that adds up statistics of its casts in one watched step.
+    """Hook of a layer: add up statistics of the layer's casts in one watched step.
 
     Counters are tensors: compiled code with this hook would recompile for each new number.
     """
@@ -169,7 +169,7 @@ class _Observer:
     def __call__(
         self, layer: Any, casts: Casts, x: Any, weight: Any, y: Any, offs: Any = None, own: str = ""
     ) -> Any:
-        """Add statistics of a call's casts; return `y`. `own` is the name of an experts' weight."""
+        """Add statistics of the casts of a call; return `y`. `own` names a weight of experts."""
         compiling, grad = torch.compiler.is_compiling(), torch.is_grad_enabled()
         if offs is not None and not compiling:
             own = own or parameter_name(layer, weight)
@@ -210,20 +210,20 @@ def _remove(layer: Any, observer: _Observer) -> None:
 
 
 class Watch(contextlib.ExitStack):
-    """Statistics of the casts of a converted model, measured in every n-th step of its training.
+    """Measure statistics of the casts of a converted model in every n-th training step.
 
-    Call `step()` once per optimizer step. A watched step takes longer; others cost nothing. In it
-    a compiled model, and compiled modules, run eagerly. Compiled functions that call the model, and
-    an `OptimizedModule` of it, are compiled a second time for all watched steps. A watch ends with
-    `close()`, with a `with` statement, or when it is garbage-collected. A model may have several.
-    Copies of the model are not watched. See docs/nan_or_drift.md.
+    Call `step()` once per optimizer step. Only watched steps take longer: `model` and its modules
+    run in eager mode even if they are compiled. Compiled functions that call `model`, and an
+    `OptimizedModule` around it, are compiled a second time for all watched steps. A watch ends with
+    `close()`, at the end of a `with` block, or when it is garbage-collected. Several watches may
+    observe one model; copies of the model are not watched. See docs/nan_or_drift.md.
 
     Args:
-        model: may be compiled, under FSDP2, tensor parallel or DDP.
-        every: 100 watches the steps 100, 200, ...; 1 watches all.
-        group: the `ProcessGroup` of ranks with these layers, as of a pipeline stage; None: all.
+        model: the model to watch. It may be compiled, under FSDP2, tensor parallel or DDP.
+        every: the interval in steps; 100 watches the steps 100, 200, ..., 1 watches every step.
+        group: the `ProcessGroup` of ranks with these layers (a pipeline stage's); None means all.
 
-    Raises a `TypeError` if `model` is no `nn.Module`, or `every` no int >= 1.
+    Raises a `TypeError` if `model` is not an `nn.Module`, or `every` not an int >= 1.
     """
 
     def __init__(self, model: nn.Module, every: int = 100, *, group: Any = None) -> None:

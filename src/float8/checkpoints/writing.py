@@ -96,7 +96,7 @@ def float8_weights(
 def quantization_config(
     model: nn.Module, format: str = FINE_GRAINED, *, strategy: str | None = None
 ) -> dict[str, Any]:
-    """Return the `quantization_config` of what `float8_weights` yields; raises its errors."""
+    """Return the `quantization_config` of what `float8_weights` yields; raises the same errors."""
     return _plan(model, format, strategy).config
 
 
@@ -116,7 +116,7 @@ def float8_metadata(
     dtype: torch.dtype | None = None,
     param_dtype: torch.dtype | None = None,
 ) -> list[TensorMetadata]:
-    """Return name, dtype and shape of each tensor of `float8_weights`, with its errors."""
+    """Return name, dtype and shape of each tensor of `float8_weights`; raises the same errors."""
     plan, metadata = _plan(model, format, strategy, dtype, param_dtype), list[TensorMetadata]()
     for x, parts, rounds_to, cast_config, _ in plan.entries:
         new_dtype = rounds_to if rounds_to and x.dtype in HIGH_PRECISION_DTYPES else x.dtype
@@ -240,7 +240,7 @@ def _plan(
     dtype: torch.dtype | None = None,
     param_dtype: torch.dtype | None = None,
 ) -> _Plan:
-    """Check everything and plan the checkpoint of `model`; raises as `float8_weights`."""
+    """Check `model`, and plan its checkpoint; raises the errors of `float8_weights`."""
     require_module(model, "model")
     reshard(model)
     for name, got in (("dtype", dtype), ("param_dtype", param_dtype)):
@@ -343,7 +343,7 @@ def _select_float8(
 
 
 def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastConfig, bool]:
-    """Return the cast of a weight to `scheme`, and whether training casts it in the same way.
+    """Return the cast of a weight to `scheme`, and whether training casts the weight alike.
 
     The weight [rows, K], or that of each expert, is published as `pieces` weights of equal size.
     """
@@ -362,7 +362,7 @@ def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastC
 def _high_precision_modules(
     model: nn.Module, in_float8: set[nn.Module], published: dict[str, Parts], scheme: Scheme
 ) -> list[str]:
-    """Return the names of modules in high precision; each stands for all modules beneath it."""
+    """Return the names of modules in high precision; a name covers all submodules."""
     names = []
     for name, module in unwrapped(model).named_modules():
         name, has_experts = plain_name(name), any(x.dim() == 3 for x in module.parameters(False))
@@ -414,7 +414,7 @@ def _cast_tensors(
 
 
 def _quantize(part: Part, x: Any, entry: _Entry, scheme: Scheme) -> tuple[Tensor, Tensor, bool]:
-    """Return data and scale to write for a part of `x`, and whether training uses the same."""
+    """Quantize a part of `x`; return data, scale, and whether training uses the same bytes."""
     weight, as_trained, is_expert = part.of(x), entry.as_trained, part is not WHOLE
     if isinstance(weight, Float8Tensor):
         if published := scheme.published(weight, is_expert):

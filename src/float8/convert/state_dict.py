@@ -13,8 +13,8 @@ from float8.tensor import Float8Tensor, dequantise
 def high_precision_state_dict(model: nn.Module) -> dict[str, Any]:
     """Return `model.state_dict()` in high precision, without the state of delayed scaling.
 
-    It loads with `strict=True` into the model as it was before the conversion. Raises a
-    `TypeError` if `model` is no `nn.Module`.
+    The original model loads the state dict with `strict=True`. Raises a `TypeError` if `model` is
+    not an `nn.Module`.
     """
     require_module(model, "model")
     with contextlib.ExitStack() as stack:
@@ -40,7 +40,7 @@ def float8_state_dict(model: nn.Module) -> dict[str, Any]:
 def _to_high_precision(
     layer: Float8Linear, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
-    """Remove the state of delayed scaling, and dequantize the weight; a state dict's hook."""
+    """State dict hook: remove the state of delayed scaling, and dequantize the weight."""
     for name in layer._float8_state():
         state_dict.pop(prefix + name, None)
     if isinstance(weight := state_dict.get(prefix + "weight"), Float8Tensor):

@@ -1,4 +1,4 @@
-"""The cast of delayed scaling: under a scale that is kept, while the amax is recorded."""
+"""The cast of delayed scaling: quantize with the stored scale, and record the amax."""
 
 from typing import Any, NamedTuple
 
@@ -22,12 +22,12 @@ from float8.kernels.runtime.ops import register
 from float8.scales import Operand, amax_to_scale
 
 UNKNOWN_SCALE = 0.0
-"""The value of a scale that no sync has set; the cast then computes a scale from the data. It is a
-value and not a flag, so that compiled graphs and checkpoints carry it."""
+"""The value of a scale that no sync has set; casts then compute a scale from the data. Unlike a
+Python flag, this value is saved in checkpoints and read by compiled graphs."""
 
 
 class DelayedScale(NamedTuple):
-    """The `ScaleSource` of delayed scaling: a scale that casts read, an amax that they write."""
+    """The `ScaleSource` of delayed scaling: casts read its scale and write its amax."""
 
     scale: Tensor
     """Decode scale for this step, or `UNKNOWN_SCALE`."""
@@ -39,7 +39,7 @@ class DelayedScale(NamedTuple):
     def cast(
         self, x: Tensor, cast_config: CastConfig, *, row: bool, col: bool, pad_rows: bool = False
     ) -> tuple[Operand | None, Operand | None]:
-        """Cast `x` as `kernels.cast` does, under this scale or that of `x`; record the amax."""
+        """Cast `x` like `kernels.cast`, under this scale if it is set, and record the amax."""
         if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
             raise refusal(x)
         granularity = cast_config.scaling_granularity
@@ -54,11 +54,11 @@ class DelayedScale(NamedTuple):
         return Operand(row_data, used) if row else None, Operand(col_data, used) if col else None
 
     def choose(self, dynamic: Tensor) -> Tensor:
-        """Return the scale of this step, or if it is unknown `dynamic`, the scale of the data."""
+        """Return the scale of this step if it is set, else `dynamic`, the scale of the data."""
         return torch.where(self.scale == UNKNOWN_SCALE, dynamic, self.scale)
 
     def observe(self, amax: Tensor) -> None:
-        """If recording, raise the amax to `amax`, 0-dim float32; NaN propagates."""
+        """If recording, set the amax to its maximum with `amax`, 0-dim float32; NaN propagates."""
         if self.recording:
             self.amax.copy_(torch.maximum(self.amax, amax))
 
@@ -87,9 +87,9 @@ def cast_delayed_reference(
     power_of_2: bool,
     record: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Plain-torch twin of the kernel; return the used scale, row data and column data.
+    """Cast as the kernel does, in plain torch; return the used scale, row and column data.
 
-    A layout that is not asked for is an empty tensor: ops that write return no lists.
+    Unrequested layouts are empty tensors, as auto-functionalization supports no list returns.
     """
     current = amax_reference(x)
     used, scale = amax_to_scale(current, dtype, power_of_2), scale.reshape(())

@@ -143,7 +143,7 @@ class StatefulLayer(Float8Module):
     def _float8_trains(self) -> bool:
         """Return whether the layer is in training mode and has a Parameter that is not frozen.
 
-        In training mode also True without Parameters, which FSDP1 takes away.
+        Also True in training mode if the layer has no Parameters, which FSDP1 removes.
         """
         if not self.training or getattr(self._parameters.get("weight"), "requires_grad", False):
             return self.training  # the common case
@@ -160,19 +160,19 @@ class StatefulLayer(Float8Module):
         return self._float8_amax_version() != self._float8_synced_version
 
     def _float8_mark_synced(self) -> None:
-        """Remember that no amax recorded so far needs a sync."""
+        """Mark all amaxes recorded so far as synced."""
         if self._float8_versions is not None:  # setting an attribute of a module takes long
             self._float8_versions = None
         if not torch.compiler.is_compiling():
             self._float8_synced_version = self._float8_amax_version()
 
     def _float8_detach(self) -> None:
-        """Detach one optimizer; the check for a missing sync starts anew at the next forward."""
+        """Detach one optimizer, and restart the check for a missing sync at the next forward."""
         super()._float8_detach()
         self._float8_versions = None
 
     def _float8_amax_version(self) -> int:
-        """Return the version of the weight's amax, or else of the first site's; -1 without one."""
+        """Return the version of the amax of the weight, else of the first site, else -1."""
         amax = self._buffers.get(WEIGHT.amax)
         if amax is None and self._float8_stateful:
             amax = self._buffers[self._float8_stateful[0].amax]
@@ -261,7 +261,7 @@ class StatefulLayer(Float8Module):
         self._float8_state_was_written()  # new buffers count versions anew
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a Parameter; the check for a missing sync starts anew at the next forward."""
+        """Register a Parameter, and restart the check for a missing sync at the next forward."""
         super().register_parameter(name, param)
         self._float8_versions = None
 

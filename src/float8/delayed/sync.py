@@ -1,4 +1,4 @@
-"""Sync of delayed scaling: once per step, the amaxes of all layers become their next scales."""
+"""Sync of delayed scaling: once per step, compute the next scales of all layers from amaxes."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -106,12 +106,12 @@ def sync_float8_amax_and_scale_history(
 
 @torch.no_grad()
 def forget_float8_amax(model: nn.Module) -> None:
-    """Forget all amaxes recorded since the last sync: for forwards that were no training.
+    """Reset all amaxes recorded since the last sync; call it after forwards that are not training.
 
     `torch.distributed.pipelining` runs such forwards in the first `schedule.step()`, to find the
-    shapes of a stage: with gradients, on memory that nobody has written. Call this after that, and
-    before the optimizer's step. Until the next sync scales come from the data. Raises a `TypeError`
-    if `model` is no `nn.Module`.
+    shapes of a stage: with gradients, on uninitialized memory. Call this function after that step
+    and before `optimizer.step()`. Until the next sync casts compute scales from the data. Raises a
+    `TypeError` if `model` is not an `nn.Module`.
     """
     require_module(model, "model")
     for layer in _delayed_layers(model.modules()):
@@ -131,17 +131,17 @@ def next_history_and_scale(
     config: DelayedScalingConfig,
     power_of_2: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Push the amaxes of a step into their histories, and compute the next scales.
+    """Push the amaxes of a step into their histories, and return new histories and scales.
 
-    `amax` and `scale` are [S] float32, `history` [S, history_len], most recent first, `float8_max`
-    [S] float64, the largest value of each cast's format. History and scale are returned, new.
+    `amax` and `scale` are [S] float32 for S casts, `history` is [S, history_len], most recent
+    first, `float8_max` is [S] float64, the largest value of the format of each cast.
 
-    Where the amax is 0 (nothing was recorded since the last update, or only zeros) both stay as
-    they were, so an update too many forgets nothing. A non-finite amax is recorded as 0, so that
-    one overflowing step does not spoil the scales of the next `history_len` steps; where the
-    reduced history is 0 the scale stays as it was. `UNKNOWN_SCALE` stays until an amax is less than
-    twice the largest before it: gradients grow by orders of magnitude in the first step where
-    weights begin near zero.
+    If an amax is 0 (nothing was recorded since the last update, or only zeros), its history and
+    scale do not change, so a repeated update is a no-op. A non-finite amax is recorded as 0, so
+    that one overflow does not spoil the scales of the next `history_len` steps. If the
+    history reduced by `scale_fn_name` is 0, the scale does not change. `UNKNOWN_SCALE` stays until
+    an amax is less than twice the largest of its history: if weights are initialized near zero,
+    gradients grow by orders of magnitude in the first step.
     """
     latest, previous_peak = amax.nan_to_num(0.0, 0.0, 0.0), history.amax(dim=1)
     settled = (latest - previous_peak).abs() < previous_peak  # 0 < latest < 2 * previous_peak
@@ -157,7 +157,7 @@ def next_history_and_scale(
 
 
 def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> None:
-    """Make the amaxes of this rank those of all, with one all-reduce."""
+    """Replace the amaxes of this rank by their maxima over all ranks, with one all-reduce."""
     weights: list[Any] = [layer.weight for layer in layers]
     shard_groups = {shard_group for layer in layers for shard_group in layer._float8_groups()}
     # Parameters of FSDP2's modules around layers tell, too: not all are gathered at once.
@@ -197,7 +197,7 @@ def _shard_amax(weight: Tensor) -> Tensor | None:
 def _require_same_layers(
     model: nn.Module, layers: list[Float8Linear], ranks: tuple[Any, ...], device_type: str | None
 ) -> None:
-    """Compare the layers of all ranks once, else they would reduce unlike amaxes."""
+    """Raise `ValueError` if ranks have different layers; compare once per set of groups."""
     key = (len(layers), *(group.group_name for group in ranks))
     if key in layers[0]._float8_compared:
         return
@@ -215,7 +215,7 @@ def _require_same_layers(
 
 
 class DelayedScaling(Feature):
-    """Syncs amaxes and scales once per step."""
+    """The feature that syncs amaxes and scales once per step."""
 
     def check_config(self, config: Float8LinearConfig) -> None:
         """Raise a `ValueError` for settings of delayed scaling that no cast would use."""
@@ -227,5 +227,5 @@ class DelayedScaling(Feature):
             )
 
     def before_step(self, model: nn.Module, group: Any) -> None:
-        """Turn the amaxes of all forwards and backwards of the step into scales."""
+        """Compute the next scales from the amaxes of all forwards and backwards of the step."""
         sync_float8_amax_and_scale_history(model, group=group)

@@ -113,18 +113,18 @@ def grouped_matmul(
 ) -> Tensor:
     """Multiply each group of rows by its own matrix, or contract two tensors over each group.
 
-    With `a` [R, K] under scales [R] and `b` [E, N, K] under [E, N]: `a @ b[e].T` of each group,
-    [R, N]; rows outside of all groups are zero. With `Columns` `a` [N, R] and `b` [K, R] under
-    scales [E, N] and [E, K], where R is contracted: `a @ b.T` of each group, [E, N, K].
+    For an `Operand` `a` [R, K] with scales [R] and `b` [E, N, K] with scales [E, N], returns
+    `a @ b[e].T` of each group, [R, N]; rows outside all groups are zero. For `Columns` `a` [N, R]
+    and `b` [K, R] with scales [E, N] and [E, K], returns `a @ b.T` of each group, [E, N, K].
 
-    Operands are as `cast_groups` makes them, float8, contiguous along the contraction dim;
-    scales apply to float32 sums. A group is `ends[e - 1]:ends[e]`, int32, ascending, and may be
-    empty; `Columns` have their own ends. `shape` leaves out what padding added to N and K. CPUs
-    multiply as `emulate` does.
+    Operands are float8 from `cast_groups`, contiguous along the contraction dim. Scales multiply
+    float32 sums. Group e is `ends[e - 1]:ends[e]` (int32, ascending) and may be empty; for
+    `Columns`, `a.ends` are used instead of `ends`. `shape` is the last two dims of the result
+    without padding. On the CPU the GEMM is emulated.
 
-    Under blocks of k `a` [R, K] has scales of runs, [R, K / k], and `b` those of squares or runs,
-    see `Operand`; where R is contracted both have runs, [N, R / k] and [K, R / k]. Sums of k
-    products are scaled, and added in float32.
+    With 1 x k or k x k blocks `a` [R, K] has scales [R, K / k], and those of `b` are described at
+    `Operand`; `Columns` have [N, R / k] and [K, R / k]. Each sum of k products is scaled, and the
+    scaled sums are added in float32.
 
     Raises:
         RuntimeError: the device has no such GEMM and `gemm.emulate` is False.

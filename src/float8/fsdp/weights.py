@@ -68,12 +68,12 @@ class _BatchKey(NamedTuple):
 
 
 def _cast(key: _BatchKey, shards: dict[Any, Float8GatherWeight]) -> list[CastAhead]:
-    """Return the casts of shards; only scales if offloaded: FSDP2 copies shards before a cast."""
+    """Return the casts of shards, or only their scales if the shards are offloaded to the CPU."""
     config, dtype = key.cast_config, key.param_dtype
     on_device, values = key.device.type == key.device_type, [x._inner for x in shards.values()]
     if key.one_scale:
         scales = scales_of(values, config, dtype, amax_over(key.groups, key.device_type))
-        if not on_device:
+        if not on_device:  # FSDP2 copies the shards to the device before it casts them
             return [CastAhead(scale) for scale in scales]
         return [*map(CastAhead, scales, foreach_cast(values, scales, config, dtype))]
     return [x.quantized(x._inner, Cast(config), dtype) for x in shards.values()]
@@ -115,7 +115,7 @@ def _shards_to_cast(model: nn.Module) -> dict[_BatchKey, dict[Any, Float8GatherW
 
 
 def _casts_ahead(module: Float8Module) -> bool:
-    """Return whether the weights of `module` are gathered in float8, under dynamic scaling."""
+    """Return whether FSDP2 gathers the weights of `module` in float8 with dynamic scaling."""
     dynamic = module._float8_plan.casts.weight.config.scaling_type is ScalingType.DYNAMIC
     trains = not module._float8_never_trains
     return module._float8_config.enable_fsdp_float8_all_gather and dynamic and trains
@@ -137,7 +137,7 @@ def refuse_shards(layer: Any, config: Float8LinearConfig) -> TypeError | ValueEr
 
 
 class Float8Gathers(Feature):
-    """The feature by which FSDP2 gathers weights in float8 if the configuration asks for it."""
+    """The feature that has FSDP2 all-gather weights in float8, if the configuration asks for it."""
 
     def check_config(self, config: Float8LinearConfig) -> None:
         """Raise a `ValueError` unless the gathered data serve both GEMMs that read the weight."""
@@ -176,11 +176,11 @@ class Float8Gathers(Feature):
         return None
 
     def before_conversion(self, converted: Sequence[nn.Module]) -> None:
-        """Make the weights plain Parameters again."""
+        """Replace each `Float8GatherWeight` of `converted` modules by a plain Parameter."""
         disable_float8_all_gather(converted)
 
     def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
-        """Prepare the weights for the gather."""
+        """Replace weights by `Float8GatherWeight`s if the configuration asks for it."""
         if config is not None and config.enable_fsdp_float8_all_gather:
             enable_float8_all_gather(model)
 
@@ -220,7 +220,7 @@ def enable_float8_all_gather(module: nn.Module) -> None:
 
 
 def disable_float8_all_gather(layers: Iterable[nn.Module]) -> None:
-    """Replace the `Float8GatherWeight`s of `layers` by plain Parameters again."""
+    """Replace each `Float8GatherWeight` of `layers` by a plain Parameter."""
     users = _users(layers)
     plain = {x: x.high_precision for x in users if isinstance(x, Float8GatherWeight)}
     _replace_contents(plain, users)
@@ -239,9 +239,9 @@ def _users(modules: Iterable[nn.Module]) -> dict[Any, list[tuple[nn.Module, str]
 def _replace_contents(
     new_tensors: dict[Any, Tensor], users: dict[Any, list[tuple[nn.Module, str]]]
 ) -> None:
-    """Swap each weight with `new_tensors[weight]`; it stays the same object, with its gradient.
+    """Swap each weight with `new_tensors[weight]`; the object and its gradient stay the same.
 
-    Where torch cannot, as something refers to the weight, `users` get a new one, with a warning.
+    If `swap_tensors` raises since a weight is referenced, set new Parameters in `users`, and warn.
     """
     ours, new_objects = {*Float8GatherWeight.__annotations__, "_is_param"}, 0
     for old, tensor in new_tensors.items():

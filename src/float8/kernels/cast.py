@@ -265,8 +265,8 @@ WIDEST_ROW = 32768
 
 
 def _cast_triton(x: Tensor, scale: Tensor | None, arguments: CastArguments) -> list[Tensor]:
-    rounding = x.dtype, arguments.via
-    if arguments.via and (scale is None or rounding != (torch.float32, torch.bfloat16)):
+    from_and_via = x.dtype, arguments.via
+    if arguments.via and (scale is None or from_and_via != (torch.float32, torch.bfloat16)):
         x, arguments = x.to(arguments.via), arguments._replace(via=None)  # else the kernel rounds
     if x.numel() == 0:
         return cast_reference(x, scale, *arguments)

@@ -13,7 +13,7 @@ _BLOCK_R, _BLOCK_C = 16, 256
 
 
 def dequantised_by_kernel(operand: Operand, granularity: Granularity, dtype: torch.dtype) -> Tensor:
-    """Dequantize like `dequantised`, by the kernel in eager mode and by torch code if compiled."""
+    """Dequantize like `dequantised`, by Triton in eager mode if `is_taken`, else by torch code."""
     data = operand.data
     if data.is_cuda and takes_triton_directly(*operand) and is_taken(operand, granularity):
         return dequantised_triton(operand, granularity, dtype)
@@ -23,8 +23,8 @@ def dequantised_by_kernel(operand: Operand, granularity: Granularity, dtype: tor
 def is_taken(operand: Operand, granularity: Granularity) -> bool:
     """Return whether the kernel supports `operand`: not empty, 2-D or 3-D, last dim contiguous.
 
-    It supports one scale, a scale per row or per block, but no transposed view of data with a scale
-    per row, whose scales run along the last dim.
+    The kernel supports one scale, and a scale per row or per block. It does not support transposed
+    views of data with a scale per row, since their scales vary along the last dim.
     """
     data, scale = operand
     per_row = scale.shape == (*data.shape[:-1], 1)
@@ -33,7 +33,7 @@ def is_taken(operand: Operand, granularity: Granularity) -> bool:
 
 
 def dequantised_triton(operand: Operand, granularity: Granularity, dtype: torch.dtype) -> Tensor:
-    """Dequantize an operand that `is_taken` to `dtype`, contiguous, by the Triton kernel."""
+    """Dequantize `operand`, which `is_taken` accepts, into a contiguous tensor by Triton."""
     data, scale = operand
     out = torch.empty(data.shape, dtype=dtype, device=data.device)
     codes = data.view(torch.uint8).view(-1, *data.shape[-2:])

@@ -57,7 +57,7 @@ def tiled(
 
 @jit
 def reversed_tile():  # type: ignore[no-untyped-def]
-    """Return the number of this program's tile, from the end of x, which is still in the cache."""
+    """Return this program's tile index, counted from the end of x, which is still in the cache."""
     return tl.num_programs(0) - 1 - tl.program_id(0)
 
 
@@ -117,7 +117,7 @@ def tile_quads(tile_r, tile_c, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  #
 
 @jit
 def quad_rows(quad):  # type: ignore[no-untyped-def]
-    """Return the row numbers of the four tensors, [BLOCK_R / 4, 1] each."""
+    """Return the row indices of a tile's four tensors; tensor i has the rows ``4 * quad + i``."""
     return quad * 4, quad * 4 + 1, quad * 4 + 2, quad * 4 + 3
 
 
@@ -184,7 +184,7 @@ def store_row_data(  # type: ignore[no-untyped-def]
     ptr, v, quad, c, rows, Cp, ARITHMETIC: tl.constexpr, EVEN: tl.constexpr,
     EVEN_C: tl.constexpr = False,
 ):  # fmt: skip
-    """Store tile ``v`` as float8 [rows, Cp]; masks nothing if ``EVEN``, only rows if ``EVEN_C``."""
+    """Store four tensors as float8 [rows, Cp]; no mask if ``EVEN``, only of rows if ``EVEN_C``."""
     ptr = ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + c
     r = quad_rows(quad)
     for i in tl.static_range(4):
@@ -208,18 +208,18 @@ def store_col_data(ptr, words, quad, c, rows, pitch, EVEN: tl.constexpr):  # typ
 # by atomics, of which a GPU does few per second; those of columns occur once per strip.
 
 STRIP_WARPS, STRIP_R, STRIP_BYTES, MOST_TILES = 4, 64, 256, 8
-"""Warps, rows and bytes of a row of a tile; the largest number of tiles of a program."""
+"""Warps, rows, and bytes per row of a tile, and the largest number of tiles per program."""
 
 
 def strips_of(R: int, C: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int]:
     """Split [R, C] into strips; return rows per program, columns per strip, number of strips.
 
-    Programs get few enough rows that each multiprocessor has eight, but one tile at least.
+    Each program gets at least one tile, and few enough for eight programs per multiprocessor.
     """
     block_c = STRIP_BYTES // dtype.itemsize
     strips = -(-C // block_c)
-    tiles = -(-R // STRIP_R) * strips // (8 * sm_count(device))
-    return STRIP_R * min(max(tiles, 1), MOST_TILES), block_c, strips
+    tiles_per_program = -(-R // STRIP_R) * strips // (8 * sm_count(device))
+    return STRIP_R * min(max(tiles_per_program, 1), MOST_TILES), block_c, strips
 
 
 @jit
@@ -232,7 +232,7 @@ def measure_strip(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,  # strips fill the columns exactly
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Raise amaxes in memory to those of rows ``begin`` to ``end`` in the columns of ``strip``."""
+    """Update amaxes in memory, by atomic max, with those of rows ``begin:end`` of ``strip``."""
     element: tl.constexpr = x_ptr.dtype.element_ty
     # 64-bit, since offsets may exceed 32 bits.
     c = (strip * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)

@@ -24,11 +24,11 @@ _REGISTRIES = {name for name, x in vars(nn.Module()).items() if isinstance(x, di
 """The attributes in which `nn.Module` keeps Parameters, buffers, submodules and hooks."""
 
 PUBLIC = ("config", "from_float")
-"""The two names of ours without the prefix, where the user's class has nothing of that name."""
+"""Names without `_float8_` that float8 layers define unless the user's class defines them."""
 
 
 def shallow_copy(mod: nn.Module, cls: Any) -> Any:
-    """Return a `cls` with the attributes of `mod`, its registries copied, and no `.compile()`."""
+    """Return an instance of `cls` with the attributes of `mod`, registries copied, not compiled."""
     new = cls.__new__(cls)
     for name, value in vars(mod).items():
         new.__dict__[name] = copy.copy(value) if name in _REGISTRIES else value
@@ -49,18 +49,18 @@ def become(mod: nn.Module, new: nn.Module) -> None:
 
 
 def class_with_forward(cls: type) -> type:
-    """Return the class that gives instances of `cls` their forward."""
+    """Return the first class in the MRO of `cls` that defines `forward` or `__call__`."""
     return next(base for base in cls.__mro__ if {"forward", "__call__"} & vars(base).keys())
 
 
 def replaced_forward(mod: nn.Module) -> bool:
-    """Return whether an attribute hides the class's forward; accelerate leaves an equal one."""
+    """Return whether an instance attribute overrides forward; accelerate leaves an equal one."""
     forward: Any = vars(mod).get("forward")
     return forward is not None and forward != types.MethodType(type(mod).forward, mod)
 
 
 ABOUT_FORWARD = "convert before accelerate, or whoever else gives it one; load without a tp_plan"
-"""What to do about a forward that hides that of the class."""
+"""Advice in errors about a `forward` that is an attribute of the instance."""
 
 
 def problem(
@@ -160,12 +160,12 @@ def _cannot_be_both(mod: Any, base: Any, config: Float8LinearConfig) -> str | No
 
 @functools.cache
 def class_of(base: Any, source: Any) -> Any:
-    """Return the class for a layer of class `source` once converted; `base`: a float8 class.
+    """Return the class of a converted layer; `base` is a float8 class, `source` the user's class.
 
-    For `nn.Linear` that is `base`; for a subclass a subclass of both: `isinstance` holds and the
-    methods, properties and class attributes of `source` stay; forward is that of `base`. Layers can
-    be pickled if `source` can be. The constructor takes the arguments of `source`, and a `config`;
-    where `source` takes its own `config`, a new layer has dynamic tensorwise scaling.
+    For `nn.Linear` it is `base`. For a subclass it inherits from both: `isinstance` holds, methods,
+    properties and class attributes of `source` stay, and forward is that of `base`. Layers can be
+    pickled if `source` can be. The constructor takes the arguments of `source` and a `config`. If
+    `source` takes a `config` of its own, a new layer has dynamic tensorwise scaling.
     """
     if issubclass(base, source):
         return base

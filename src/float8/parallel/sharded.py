@@ -71,7 +71,7 @@ class Shards(NamedTuple):
         return _row_parallel(input, weight, bias, self.tokens_dim, plan, casts)
 
     def casts(self, layer: Any, mesh: Any) -> Casts:
-        """Return the casts of a call; amaxes become those of all ranks of a `mesh` of one dim."""
+        """Return the casts of a call, whose amaxes are reduced over the ranks of the 1-D `mesh`."""
         casts: Casts = layer._float8_plan.casts
         if mesh.size() > 1:
             reduce, reduced = amax_over([mesh.get_group(0)]), {}
@@ -109,11 +109,11 @@ class GathersInput(Dense):
     def quantize_rows(
         self, x: Tensor, cast: Cast, *, row: bool, col: bool, traced: bool
     ) -> Quantized:
-        """Quantize the input of this rank [M / ranks, K], and gather row data of all: [M, K]."""
+        """Quantize the input of this rank [M / ranks, K], and all-gather its row data: [M, K]."""
         return Quantized(self.tokens.gathered(x, cast, traced))
 
     def output(self, a: Operand, b: Operand, shape: Shape, **gemm: Any) -> Tensor:
-        """Return the output of all ranks' rows, [M, N]; `shape` is that of this rank's rows."""
+        """Multiply the gathered input by the weight: [M, N]; `shape` is [M / ranks, N]."""
         return matmul(a, b, (shape[0] * self.tokens.ranks, shape[1]), **gemm)
 
     def start(self, dx: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class ScattersOutput(Dense):
     tokens: SharedTokens
 
     def quantize_grad(self, g: Tensor, cast: Cast, *, row: bool, col: bool) -> Quantized:
-        """Quantize grad_output of this rank [M / ranks, N], and gather the bytes: [M, N]."""
+        """Quantize grad_output of this rank [M / ranks, N], and all-gather its bytes: [M, N]."""
         row_data = self.tokens.gathered(g, cast)
         return Quantized(row_data, to_col(row_data, cast.config) if col else None)
 
@@ -137,7 +137,7 @@ class ScattersOutput(Dense):
         return finished(self.tokens.start_reduce_scatter(y))
 
     def grad_input(self, a: Operand, b: Operand, shape: Shape, **gemm: Any) -> Tensor:
-        """Return grad_input of all tokens, [M, K]; `shape` is that of this rank's tokens."""
+        """Multiply the gathered grad_output by the weight: [M, K]; `shape` is [M / ranks, K]."""
         return matmul(a, b, (shape[0] * self.tokens.ranks, shape[1]), **gemm)
 
 
@@ -219,7 +219,7 @@ def _require_placed(input: Any, weight: Any, expected: Any) -> None:
 
 
 def _without_reduce(casts: Casts, *roles: str) -> Casts:
-    """Return `casts` without amax reduction for `roles`, whose tensors all ranks have whole."""
+    """Return `casts` without amax reduction for `roles`, whose tensors are replicated."""
     return casts._replace(**{role: getattr(casts, role)._replace(reduce=None) for role in roles})
 
 

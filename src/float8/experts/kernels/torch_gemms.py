@@ -63,7 +63,7 @@ def _ends(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 def _zero_outside(y: Tensor, ends: Tensor) -> Tensor:
-    """Zero the rows of `y` [R, N] outside all groups, or in `y` [E, R, N] those of empty groups."""
+    """Return `y` with zeros in rows [R, N] of no group, or matrices [E, R, N] of empty groups."""
     if y.dim() == 2:
         in_group = torch.arange(len(y), device=ends.device)[:, None] < ends[-1]
     else:
@@ -74,7 +74,7 @@ def _zero_outside(y: Tensor, ends: Tensor) -> Tensor:
 def swizzled_rows(scale: Tensor, ends: Tensor) -> Tensor:
     """Swizzle scales [R, runs] of grouped rows, each group padded to a multiple of 128 rows.
 
-    Returns [rows, runs to 4], with as many rows as groups of any sizes may need.
+    Returns [rows, ceil4(runs)]; `rows` is the most that E groups of any sizes may need.
     """
     R, runs = scale.shape
     _, places, padded_ends = places_of_rows(ends, R)
@@ -86,7 +86,7 @@ def swizzled_rows(scale: Tensor, ends: Tensor) -> Tensor:
 def swizzled_tokens(scale: Tensor, ends: Tensor) -> Tensor:
     """Swizzle scales [N, runs] of column data [N, T], one for each run of 32 tokens.
 
-    `ends` are multiples of 128 tokens. Returns [N to 128, runs], a group's tiles adjacent.
+    `ends` are multiples of 128. Returns [ceil128(N), runs]; the tiles of a group are adjacent.
     """
     tiles, tile_rows = swizzled(scale).view(torch.uint8), -(-scale.shape[0] // 128)
     tile_column = torch.arange(len(tiles) // tile_rows, device=scale.device)
