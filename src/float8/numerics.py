@@ -27,7 +27,7 @@ ROLES = "input", "weight", "grad_output"
 
 
 def of_this_rank(x: Any, cast: Cast | None) -> tuple[Tensor, Cast | None]:
-    """Return this rank's part of `x` in high precision, and `cast` with the scale of all parts."""
+    """Return this rank's part of `x` in high precision, and `cast` with the amax of all parts."""
     if is_dtensor(x):
         cast = cast and cast._replace(reduce=amax_over(sharding_groups(x)))
         x = x.full_tensor() if any(placement.is_partial() for placement in x.placements) else x
@@ -51,7 +51,7 @@ def parameter_name(experts: nn.Module, weight: Any) -> str:
 def count(x: Tensor, data: Tensor, bound: Tensor | None, all_count: bool) -> Tensor:
     """Count values of `x` that are zero or saturated in `data`, its cast to float8, or not finite.
 
-    Values above `bound`, one float32 element, saturate. Zeros are values if `all_count`.
+    Values above `bound`, one float32 element, saturate. Zeros are values only if `all_count`.
 
     Returns:
         [6] float64: the amax, and the numbers of elements, of values, of values that became zero,
@@ -159,7 +159,7 @@ class _Observer:
 
     def __init__(self, layer: Any, forwards: Tensor, backwards: Tensor) -> None:
         device = next((p.device for p in layer.parameters(False) if not p.is_meta), "cpu")
-        self.weights = set[str]()  # names of those that were measured
+        self.weights = set[str]()  # names of the weights that were measured
         self.totals = dict[tuple[str, str], tuple[Tensor, Tensor]]()  # and the calls: see `tally`
         for name in ("", *layer._float8_names()):
             for role, calls in zip(ROLES, (forwards, forwards, backwards), strict=True):
@@ -169,7 +169,7 @@ class _Observer:
     def __call__(
         self, layer: Any, casts: Casts, x: Any, weight: Any, y: Any, offs: Any = None, own: str = ""
     ) -> Any:
-        """Add statistics of the casts of a call; return `y`. `own` names a weight of experts."""
+        """Add statistics of a call's casts; return `y`. `own`: the weight's name in experts."""
         compiling, grad = torch.compiler.is_compiling(), torch.is_grad_enabled()
         if offs is not None and not compiling:
             own = own or parameter_name(layer, weight)

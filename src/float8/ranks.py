@@ -23,7 +23,7 @@ def _meshes(tensors: Iterable[Any]) -> set[Any]:
 
 
 def _require_whole_weights(shard_groups: Iterable[Any], synced: list[int], got: str) -> None:
-    """Raise `ValueError` if ranks that hold parts of one weight are not all in `synced`."""
+    """Raise `ValueError` unless the ranks `synced` include all ranks of each shard group."""
     for ranks in map(dist.get_process_group_ranks, shard_groups):
         if not set(ranks) <= set(synced):
             raise ValueError(
@@ -38,7 +38,7 @@ def sync_groups(
     """Return the process groups over which a sync reduces the amaxes of layers with `weights`.
 
     `group` None stands for the mesh of the weights, else that of `others`, else all ranks. The
-    ranks of each of `shard_groups` hold parts of one weight. A `group` of other ranks raises.
+    ranks of each of `shard_groups` hold parts of one weight. A `group` without all of them raises.
     """
     if group is not None:
         if not isinstance(group, dist.ProcessGroup):

@@ -1,7 +1,7 @@
 """Names of a model's tensors: its own, and those of the parts in which transformers publishes them.
 
 transformers 5 renames tensors when it loads them, and joins the weights [N, K] of experts to one
-Parameter [E, pieces * N, K]; when it saves, it undoes both. Its own tables are used for that.
+Parameter [E, pieces * N, K]; when it saves, it undoes both. This module uses its tables for that.
 """
 
 import copy
@@ -163,10 +163,10 @@ def _are_experts(module: nn.Module, attr: str) -> bool:
 
 
 def _split(converter: Any, name: str, key: str, pattern: str, shape: Any, root: Any) -> Parts:
-    """Return the parts into which transformers splits weights of `shape` [E, N, K], by piece.
+    """Return the parts, in order of `piece`, that transformers makes of weights [E, N, K].
 
-    The converter runs on a tensor of numbers, which tells expert and rows of each part. {} if the
-    parts are not whole rows of one expert, all together, but for example transposed.
+    Runs `converter` on a `torch.arange`, whose values show the expert and rows of each part.
+    Returns {} unless the parts are distinct and each is a run of rows of one expert, [N, K].
     """
     rows = 12  # of each expert; divisible by any number of pieces that models have
     numbers = torch.arange(shape[0] * rows * 2, device="cpu").view(-1, rows, 2)  # [E, N, K]

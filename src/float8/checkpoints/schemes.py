@@ -165,7 +165,7 @@ def scheme_named(format: str, strategy: str | None) -> Scheme:
 def scheme_of(config: Any) -> Scheme:
     """Return the scheme whose own `quantization_config` has the values of `config`.
 
-    Raises a `ValueError` that names the first field by which no scheme is left.
+    Raises a `ValueError` that names the first field whose value no remaining scheme has.
     """
     config = _object(config)
     method = config.get("quant_method")
@@ -180,7 +180,7 @@ def scheme_of(config: Any) -> Scheme:
 
 
 def _fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `quantization_config` by which schemes differ, with defaults."""
+    """Map the path of each field that tells schemes apart to its value in `config` or default."""
     fields: dict[str, Any]
     if config["quant_method"] != COMPRESSED:
         is_mxfp8 = config["quant_method"] == "mxfp8"
@@ -203,7 +203,7 @@ def _fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _object(x: Any) -> dict[str, Any]:
-    """Return `x` if it is a dict, else {}: some configs have the name of a preset instead."""
+    """Return `x` if it is a dict, else {}; some configs name a preset instead of a dict."""
     return x if isinstance(x, dict) else {}
 
 
@@ -213,7 +213,7 @@ _CURES = {
     "same tensors; else take the model in 16 bits",
     "comfy": "take the model in 16 bits, or multiply its weights by their scales",
 }
-"""What to do with files of formats that are not read, by the begin of their `quant_method`."""
+"""What to do with files of formats that are not read, by a prefix of their `quant_method`."""
 
 
 def _require(field: str, got: Any, supported: list[Any], cure: str | None = None) -> None:

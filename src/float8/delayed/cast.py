@@ -39,7 +39,7 @@ class DelayedScale(NamedTuple):
     def cast(
         self, x: Tensor, cast_config: CastConfig, *, row: bool, col: bool, pad_rows: bool = False
     ) -> tuple[Operand | None, Operand | None]:
-        """Cast `x` like `kernels.cast`, under this scale if it is set, and record the amax."""
+        """Cast `x` as `kernels.cast`; an unknown `scale` is computed from `x`. Records the amax."""
         if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
             raise refusal(x)
         granularity = cast_config.scaling_granularity
@@ -54,11 +54,11 @@ class DelayedScale(NamedTuple):
         return Operand(row_data, used) if row else None, Operand(col_data, used) if col else None
 
     def choose(self, dynamic: Tensor) -> Tensor:
-        """Return the scale of this step if it is set, else `dynamic`, the scale of the data."""
+        """Return `scale`, or if it is unknown `dynamic`, the scale computed from the data."""
         return torch.where(self.scale == UNKNOWN_SCALE, dynamic, self.scale)
 
     def observe(self, amax: Tensor) -> None:
-        """If recording, set the amax to its maximum with `amax`, 0-dim float32; NaN propagates."""
+        """If recording, set `self.amax` to its maximum with `amax`, 0-dim float32; keep NaN."""
         if self.recording:
             self.amax.copy_(torch.maximum(self.amax, amax))
 

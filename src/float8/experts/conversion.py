@@ -51,7 +51,7 @@ class Experts(Conversion):
     def report(
         self, fqn: str, mod: nn.Module, scaling: str | None, reason: str | None
     ) -> list[LayerReport]:
-        """Return one row for each weight."""
+        """Return one `ExpertsReport` for each weight."""
         path = f"{fqn}." if fqn else ""
         return [
             ExpertsReport(path + name, K, N, scaling, reason, count)
@@ -85,11 +85,11 @@ class Experts(Conversion):
         return no_gain(config, bf16_ms / float8_ms, EXPERTS_ERROR, where)
 
     def prepare(self, mod: nn.Module, chooser: Chooser) -> Callable[[], None]:
-        """Return a function that changes the class of `mod`."""
+        """Return a function that converts `mod` in place by changing its class."""
         return functools.partial(convert_experts, mod, chooser.config)
 
     def modules_to_keep(self, chooser: Chooser) -> dict[nn.Module, str]:
-        """Return routers: layers with a name like "gate" and as many outputs as experts."""
+        """Map routers, layers named like "gate" with one output per expert, to why they stay."""
         modules = [*chooser.model.named_modules()]
         weights = [weights_of(mod)[:1] for _, mod in modules if kind_of(mod) is not None]
         counts = {first.experts for stacks in weights for first in stacks}

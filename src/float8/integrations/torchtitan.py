@@ -44,20 +44,20 @@ _PLAIN = {"Linear", "ColumnParallelLinear", "RowParallelLinear"}
 
 
 class ConvertedLinear(Float8Linear, Linear):
-    """A `Float8Linear` that torchtitan built from a config, as one of its own linear layers."""
+    """A `Float8Linear` that is also a `Linear` of torchtitan, built from a config."""
 
     _float8_source_class = Linear
 
     if hasattr(Linear, "_linear"):  # forwards call it, between collectives of tensor parallel
 
         def forward(self, input: Tensor) -> Tensor:
-            """Compute as the class of the layer before conversion, with `_linear` in float8."""
+            """Call the forward of the class before conversion, which calls `_linear` in float8."""
             return self._float8_source_class.forward(self, input)  # type: ignore[no-any-return]
 
         def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             if self.weight.dim() == 2:
                 return super().forward(input)
-            casts = self._float8_plan.casts  # of a stack [L, N, K], which `weight` is as [L * N, K]
+            casts = self._float8_plan.casts  # of a stack [L, N, K]; `weight` is [L * N, K]
             casts = self._float8_with_state(casts) if self._float8_stateful else casts
             output: Tensor = apply_linear(input, weight, bias, self._float8_plan, casts)
             for observer in self._float8_observers:
@@ -93,9 +93,9 @@ def _grouped_class(cls: Any) -> Any:
 
 @functools.cache
 def converted_config(source: Any) -> Any:
-    """Return a subclass of `source`, the config class of a module, that builds it in float8.
+    """Return a subclass of the config class `source` whose `build` returns a module in float8.
 
-    The `parallelize` of experts is right: they have no buffers, and multiply plain tensors.
+    Experts keep the `parallelize` of torchtitan: they have no buffers, and multiply local tensors.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -127,7 +127,7 @@ def converted_config(source: Any) -> Any:
 class Float8Converter(ModelConfigConverter, ModelConfigTransform):
     """Converts the linear layers of a model config to `Float8Linear`, experts to `Float8Experts`.
 
-    Gates of routers stay, as do subclasses of torchtitan's `Linear.Config` but those of column- and
+    Gates of routers stay in high precision, as do subclasses of `Linear.Config` except column- and
     row-parallel layers. Tensor parallel needs `spmd_backend="partial_dtensor"` of torchtitan 0.3.0.
     `Config(...).build()` is a transform, too.
     """
@@ -161,7 +161,7 @@ class Float8Converter(ModelConfigConverter, ModelConfigTransform):
     def convert(self, model_config: Any) -> Any:
         """Replace configs of linear layers and experts in `model_config`, and return it.
 
-        Raises `ValueError` if a converter of torchtitan has quantized some, or there are none.
+        Raises `ValueError` if another converter has quantized some, or none can be converted.
         """
         experts = (GroupedLinear or GroupedExperts).Config
         every = [*model_config.traverse(Linear.Config), *model_config.traverse(experts)]
@@ -213,9 +213,9 @@ def attach_to_optimizers(optimizers: Any, model_parts: Any, parallel_dims: Any) 
 
 
 def attached(optim: Any) -> Any:
-    """Return `optim`, an `Optim.Config` after 0.3.0, as one that attaches the model to optimizers.
+    """Return `optim`, an `Optim.Config` after 0.3.0, with a `build` that attaches the model.
 
-    Its `build` raises `ValueError` for `enable_cuda_graph`: a graph that is replayed runs no hook.
+    Its `build` raises `ValueError` for `enable_cuda_graph`, since replaying a graph runs no hooks.
     """
     source: Any = type(optim)
 

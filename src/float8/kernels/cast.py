@@ -395,7 +395,7 @@ def _row_kernels(matrix: _Matrix) -> _Kernels:
 
 
 def _block_kernels(matrix: _Matrix, height: int, width: int, col: bool) -> _Kernels:
-    """Return the launch that casts blocks in one read; ``col``: ``x`` itself gets column data."""
+    """Return the launch that casts blocks in one read; ``col`` refers to ``x``, not ``x.t()``."""
     R, C, *_ = matrix.sizes
     if height == width:
         return _tiled(matrix, ((128, 128, 8),), "square", width), None, None

@@ -65,9 +65,9 @@ def rounded_to_bfloat16(v, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-d
 def scale_of_amax(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the decode scale of an amax given as float32 bits, bitwise that of `amax_to_scale`.
 
-    The quotient is correctly rounded to float32, and then up to a power of two if asked for. With
-    the cast instructions of a GPU, FMAs compute it: a division needs twice the registers where a
-    thread has many scales.
+    The quotient is correctly rounded to float32, and then up to a power of two if asked for. If
+    the GPU has float8 cast instructions, FMAs replace the division, which takes twice the registers
+    where a thread has many scales.
     """
     FLOAT8_MAX: tl.constexpr = 448.0 if ARITHMETIC[MANTISSA_BITS] == 3 else 57344.0
     floor: tl.constexpr = (127 - 100) << 23  # SMALLEST_AMAX; NaN and Inf lie above it
@@ -90,7 +90,7 @@ def scale_of_amax(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-de
 
 @jit
 def reciprocal(scale, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return 1 / scale of a result of `scale_of_amax`, correctly rounded; ``HARDWARE`` as there."""
+    """Return 1 / scale, correctly rounded, for a scale that `scale_of_amax` has returned."""
     if HARDWARE:
         # The steps of a division without its slow path, which these scales never take.
         guess = tl.inline_asm_elementwise(
@@ -108,7 +108,7 @@ def reciprocal(scale, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
 def scale_and_inverse(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the scale of an amax, given as float32 bits, and its reciprocal.
 
-    8-bit exponents and their reciprocals equal `amax_to_exponent` and `inverse_of_exponent`.
+    8-bit exponents equal `amax_to_exponent`, and their reciprocals `inverse_of_exponent`.
     """
     if ARITHMETIC[SCALE_ROUNDING] == 2:
         # The largest value of a format is 1.75 * 2**BIAS.

@@ -177,4 +177,4 @@ class PlainFloat8Module(nn.Module):
 
 
 class Float8Module(HoldsWeights, OnlyWeights, PlainFloat8Module):
-    """The base class of linear layers and experts in float8."""
+    """Base class of linear layers and experts; weights may be held or in float8 only."""

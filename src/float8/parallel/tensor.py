@@ -137,7 +137,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 def _quantize(
     module: nn.Module, names: list[str], mesh: DeviceMesh, input: Any, placement: Placement | None
 ) -> Any:
-    """Quantize `input` as the first layer that takes its features unsharded, or return `input`."""
+    """Quantize `input` as the first layer that contracts its whole last dim, or return `input`."""
     shape = getattr(input, "shape", ())
     if placement is None or not shape:
         return input
@@ -153,7 +153,7 @@ def _quantize(
 
 
 def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) -> Float8Linear:
-    """Return `module` if `style` can shard its weight along `dim`; else raise."""
+    """Return `module`; raise an error if `style` cannot shard its weight along `dim`."""
     name = type(style).__name__
     if not isinstance(module, Float8Linear):
         got = type(module).__name__

@@ -205,7 +205,7 @@ class Float8Tensor(Wrapper):
         return not (as_cast and self._data.is_contiguous())
 
     def _order_of_cast(self) -> tuple[int, ...] | None:
-        """Return the dims in the order in which blocks were cast; None if the data are a part."""
+        """Return the dims in the order in which blocks were cast; None for a view of a part."""
         if self.dim() < 2:
             return None
         for order in itertools.permutations(range(self.dim())):
@@ -260,7 +260,7 @@ def to_float8(x: Tensor, cast: Cast) -> Float8Tensor:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Return `function(x)`, or `function(*args)` if there are `args`, with the gradient of `x`."""
+    """Return `function(*args)`, or `function(x)` without `args`; backward passes grad to `x`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, function: Callable[..., Tensor], *args: Any) -> Tensor:

@@ -72,13 +72,13 @@ class OnlyWeights(nn.Module):
         if not self._float8_never_trains:
             return words
         if not any(isinstance(local_tensor(x), Float8Tensor) for x in self._parameters.values()):
-            return ["weight in high precision", *words]  # which somebody has set
+            return ["weight in high precision", *words]  # which the user has set
         return [f"{self._float8_noun} {Float8Weights.ONLY.value} in float8", *words]
 
     def _float8_loadable(self, old: Any, values: Any, local_metadata: dict[str, Any]) -> Any:
         """Return `values` of a checkpoint, quantized if the Parameter `old` is in float8 only.
 
-        Other values, such as biases, stay. `local_metadata` tells about `assign=True`.
+        Other values, such as biases, stay. `local_metadata` says whether `assign=True`.
         """
         if not self._float8_never_trains:
             return super()._float8_loadable(old, values, local_metadata)  # type: ignore[misc]
@@ -92,7 +92,7 @@ class OnlyWeights(nn.Module):
 
 
 def refuse_only(layer: Any, config: Float8LinearConfig) -> ValueError | None:
-    """Return an error if the weight of `layer` cannot be in float8 only as asked, or None."""
+    """Return an error if `config` has `ONLY` and the weight is not whole and frozen, or None."""
     if config.float8_weights is not Float8Weights.ONLY:
         return None
     if "weight" not in {**layer._parameters, **layer._buffers}:

@@ -21,11 +21,11 @@ try:
     HAS_TRITON = True
     jit = triton.jit
 except ImportError:
-    # All that the signatures of kernels need, which are never launched.
+    # The signatures of kernels need no more; without Triton none is launched.
     HAS_TRITON, tl, TensorDescriptor = False, types.SimpleNamespace(constexpr=int), None
 
     def jit(fn: Callable[..., Any] | None = None, **_: Any) -> Any:
-        """Stand in for `triton.jit`, a decorator with or without arguments: keep the function."""
+        """Replace `triton.jit`, with or without arguments; return the function unchanged."""
         return fn if fn is not None else lambda fn: fn
 
 
