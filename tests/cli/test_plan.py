@@ -72,6 +72,15 @@ def llama():
 def root():
     return nn.Linear(8192, 8192)
 
+def modulated():
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Module() for _ in range(2))
+    for block in model.blocks:
+        block.norm1 = nn.ModuleDict({"linear": nn.Linear(8192, 8192)})
+        block.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(8192, 8192))
+        block.norm_out = nn.Linear(8192, 8192)
+    return model
+
 def CONFIG():
     return Float8LinearConfig()
 
@@ -179,6 +188,15 @@ def test_unusual_models_have_an_answer(planned: Callable[..., str]) -> None:
     # All tokens, not one of each sequence as of a classifier.
     high = layer_ms("H100", "bf16", 8192, 8192, 8192)
     assert re.search(rf"linear layers +{high:.3f} ", planned("mine_to_plan:root"))
+
+
+def test_modulations_see_one_row_of_each_sequence(planned: Callable[..., str]) -> None:
+    out = planned("mine_to_plan:modulated", "--sequence", "1024")
+    few, all_tokens = (layer_ms("H100", "bf16", rows, 8192, 8192) for rows in (8, 8192))
+    assert re.search(rf"linear layers +{4 * few + 2 * all_tokens:.2f}", out)
+    for name in ("norm1.linear", "adaLN_modulation.N"):  # once for both blocks
+        assert out.count(f"\nblocks.N.{name}: judged at all tokens, timed at one of each") == 1
+    assert "norm_out: judged" not in out
 
 
 @pytest.mark.parametrize(

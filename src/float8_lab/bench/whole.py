@@ -34,7 +34,8 @@ _LINK = 300e6  # bytes per ms that a GPU gets from others: NVLink, or eight netw
 # FSDP2 with all that it does for a weight. Hosts differ by `HOST_ERROR`.
 _HOST_MS, _FSDP_HOST_MS = (0.1, 0.4), (0.92, 1.31)
 HOST_ERROR = 0.3
-_CLASSIFIER = r"(\w+\.)?(heads?|classifier|fc|pooler)(\.\w+)?"  # of whole sequences
+# Of whole sequences: classifiers, and modulations by adaptive norms.
+_POOLED = r"(\w+\.)?(heads?|classifier|fc|pooler)(\.\w+)?|(.*\.)?(adaLN_\w+|norm\w*)\.(linear|\d+)"
 _LINEAR, _EXPERTS, _COPIED = "linear layers", "experts", "copies of weights"
 
 
@@ -76,14 +77,13 @@ class Step:
     """Milliseconds of a step of a converted model on `gpu`, in bf16 and in float8, by part."""
 
     def __init__(self, model: nn.Module, gpu: str, config: Float8LinearConfig, how: Setup) -> None:
-        self.gpu, self.config, self.how, self.gib_of_gpu = gpu, config, how, _GIB[gpu]
-        self._model = model
+        self._model, self.gpu, self.config, self.how = model, gpu, config, how
         self._sent, self.host_ms, self.gpu_ms = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
-        self.gib = 0.0  # of Parameters, gradients and AdamW's state, on one GPU
+        self.gib, self.gib_of_gpu = 0.0, _GIB[gpu]  # Parameters, gradients, AdamW's state; of a GPU
         self.gains: dict[str, float] = {}  # of each layer, whether in float8 or not
         # Of modules of experts: ms in bf16 and in float8.
         self.of_experts = defaultdict[str, list[float]](lambda: [0.0, 0.0])
-        self.pooled: list[str] = []  # layers that see one row of each sequence
+        self.pooled = dict[str, None]()  # names of layers that see one row of each sequence
         each = model.named_modules()
         self._text = any(isinstance(mod, nn.Embedding) and "pos" not in name for name, mod in each)
         self.ms = {_LINEAR: [0.0, 0.0]}
@@ -167,9 +167,9 @@ class Step:
         weight = getattr(module, name if experts else "weight")  # also one that is computed
         if experts:
             tokens *= experts_per_token(module, model.get_submodule(path.rpartition(".")[0]))
-        elif not self._text and re.fullmatch(_CLASSIFIER, fqn):
+        elif not self._text and re.fullmatch(_POOLED, fqn):
             tokens //= how.sequence
-            self.pooled.append(fqn)
+            self.pooled[re.sub(r"\b\d+\b", "N", fqn)] = None
         ranks = self._ranks[id(weight)] if self.config.enable_fsdp_float8_all_gather else 1
         if experts:
             ranks = ranks_that_cast(module, name, experts, ranks)
