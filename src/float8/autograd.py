@@ -1,6 +1,6 @@
 """Helpers that the autograd functions of this library share.
 
-`compute` of each function runs the GEMMs, and lists what backward reads; `forward` saves that.
+Their `compute` runs the GEMMs and returns the output and what `forward` saves for backward.
 """
 
 import functools
@@ -12,11 +12,11 @@ from torch import Tensor
 
 
 def computed_before(function: Any, *args: Any) -> Any:
-    """Return `function.compute(*args)`, without gradients, to be handed to `function.apply`.
+    """Return `function.compute(*args)`, without gradients, to pass to `function.apply`.
 
-    Only for compiled code: what it computes is then traced before the autograd function, whose
-    forward just saves it. Inside of an autograd function torch 2.11 loses the recompute tags of
-    `torch.utils.checkpoint`: it kept the outputs of GEMMs.
+    Use this in compiled code only: GEMMs are then traced before the autograd function, whose
+    forward just saves the results. Inside an autograd function, torch 2.11 loses the recompute tags
+    of `torch.utils.checkpoint`, and so would keep the outputs of GEMMs.
     """
     with torch.no_grad():
         return function.compute(*args)
@@ -25,7 +25,7 @@ def computed_before(function: Any, *args: Any) -> Any:
 def new_alias(x: Tensor) -> Tensor:
     """Return a new tensor over the memory of `x`, which autograd does not treat as a view.
 
-    An autograd function must not return its input itself: Dynamo of torch 2.11 then traces
+    Autograd functions return aliases of inputs, never inputs: Dynamo of torch 2.11 would trace
     gradients of zero.
     """
     return torch.ops.aten._unsafe_view.default(x, x.shape)  # type: ignore[no-any-return]
@@ -35,7 +35,7 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 def once_differentiable(backward: Backward) -> Backward:
-    """Decorate `backward` as torch's `once_differentiable`, with an error that says what to do."""
+    """Decorator: as torch's `once_differentiable`, but second derivatives raise a clear error."""
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
@@ -51,7 +51,7 @@ def once_differentiable(backward: Backward) -> Backward:
 
 
 class _NotDifferentiable(torch.autograd.Function):
-    """Return `tensors[count:]` as functions of all other tensors; their derivative raises."""
+    """Return `tensors[count:]` detached, as functions of all `tensors`; backward raises."""
 
     @staticmethod
     def forward(ctx: Any, count: int, dummy: Tensor, *tensors: Any) -> tuple[Any, ...]:

@@ -18,9 +18,9 @@ from float8.linear import Float8Linear
 
 
 def _auto_filter_for_recipe(recipe: ConfigOrRecipe, filter_fqns: Collection[str]) -> ModuleFilter:
-    """Return the default filter for `recipe`, which also rejects names that contain a filter fqn.
+    """Return the default filter for `recipe`; names with one of `filter_fqns` are rejected, too.
 
-    The filter accepts converted layers, and returns False for all objects that are no `nn.Linear`.
+    The filter accepts converted layers, and returns False for all objects but `nn.Linear`.
     """
     chooser = Chooser(nn.Identity(), recipe)  # decides per layer: the model is unknown
 
@@ -44,9 +44,9 @@ def swap_linear_layers(
     *,
     module_filter_fn: ModuleFilter | None = None,
 ) -> nn.Module:
-    """Replace each `nn.Linear` that the filter takes by `from_float_func(layer)`, in place.
+    """Replace each `nn.Linear` that the filter accepts (None: all) by `from_float_func(layer)`.
 
-    Returns `module`, or its replacement if it is itself such a layer.
+    Modifies `module` in place and returns it, or its replacement if `module` is such a layer.
     """
     filter_fn = module_filter_fn or all_linears
     linears = {fqn: mod for fqn, mod in module.named_modules() if isinstance(mod, nn.Linear)}

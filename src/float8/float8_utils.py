@@ -1,7 +1,7 @@
-"""Helpers that mean the same in torchao, under its module name.
+"""Helpers that are the same as torchao's, under torchao's module name.
 
-Helpers for casts and scales are left out: torchao's scales are multiplied before the cast, those of
-this library after it.
+Helpers for casts and scales are left out: torchao multiplies by the scale before a cast, this
+library after a cast.
 """
 
 import torch
@@ -15,6 +15,6 @@ FP8_TYPES = {e4m3_dtype, e5m2_dtype}
 
 @torch.no_grad()
 def compute_error(x: Tensor, y: Tensor) -> Tensor:
-    """Return the SQNR of `y` as an approximation of `x`, of the same shape: 0-dim, in dB."""
+    """Return the SQNR in dB, 0-dim, of `y` as an approximation of `x` of the same shape."""
     norm = torch.linalg.vector_norm
     return 20 * torch.log10(norm(x) / norm(x - y))

@@ -19,7 +19,7 @@ HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that can be cast to float8 and that a float8 GEMM can return."""
 
 GEMM_ALIGNMENT = 16
-"""Feature and contraction dims are padded to multiples of this: GEMMs read 16 bytes at a time."""
+"""Feature and contraction dims are padded to multiples of 16: GEMMs read 16 bytes at a time."""
 
 
 def ceil16(n: int) -> int:
@@ -28,18 +28,18 @@ def ceil16(n: int) -> int:
 
 
 GROUP_ALIGNMENT = 128
-"""Tokens of a group are padded to multiples of this for a GEMM that contracts over tokens."""
+"""Tokens of each group are padded to multiples of 128 for GEMMs that contract over tokens."""
 
 HOPPER, BLACKWELL = (9,), (10, 12)
-"""Major compute capabilities of the GPUs with GEMMs for blocks of 128, and for 8-bit exponents as
-scales. Of each, only the first has GEMMs of groups."""
+"""Major compute capabilities of GPUs with GEMMs under scales of 128-element blocks (`HOPPER`), and
+under 8-bit exponents (`BLACKWELL`). Only the first of each has grouped GEMMs."""
 
 
 @functools.cache
 def lacks_float8_gemm(device: torch.device, *, only: tuple[int, ...] = ()) -> str | None:
     """Return the reason why `device` cannot run float8 GEMMs, or None if it can.
 
-    A CUDA GPU needs compute capability 8.9 (Ada, Hopper and newer), or a major one out of `only`.
+    GPUs need compute capability 8.9 or higher (Ada, Hopper), or a major one in `only` if given.
     """
     if device.type in ("cpu", "meta"):
         return None

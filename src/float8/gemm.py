@@ -38,10 +38,10 @@ class Gemm(NamedTuple):
     powers_of_2: bool = False
     """Whether all scales are powers of two; dequantized values are then exact in bfloat16."""
     granularities: tuple[Granularity, Granularity] = (_TENSORWISE, _TENSORWISE)
-    """The granularities of the scales of both operands."""
+    """The granularities of the scales of the operands `a` and `b` of `matmul`."""
 
     def packed(self) -> str:
-        """Return the settings as one argument of an op, as "axiswise axiswise False False True"."""
+        """Return the settings as one string for ops, e.g. "axiswise axiswise False False True"."""
         fast, emulate, powers_of_2, (a, b) = self
         return f"{a.value} {b.value} {fast} {emulate} {powers_of_2}"
 
@@ -57,20 +57,20 @@ class Gemm(NamedTuple):
 def matmul(
     a: Operand, b: Operand, shape: tuple[int, int], *, gemm: Gemm, out_dtype: torch.dtype
 ) -> Tensor:
-    """Multiply `(a.data * a.scale) @ (b.data * b.scale).T`, accumulated in float32.
+    """Return `(a.data * a.scale) @ (b.data * b.scale).T`, accumulated in float32.
 
     With `gemm.emulate` the dequantized values are multiplied: in bfloat16 where that is exact and
-    faster, else in float32. Results differ in the order of sums only.
+    faster, else in float32; the two differ only in the order of sums. CPUs always do so if scales
+    are finer than one per tensor.
 
-    `a` is [M, K] float8, `b` [N, K], both contiguous along the contraction dim, as Hopper's tensor
-    cores read them, with scales as `Granularity.scales` says, which is not checked here. K and N
-    are multiples of 16, unless `gemm.emulate`; on GPUs one scale lies at a multiple of 16 bytes.
-    CPUs multiply finer scales than one per tensor as `emulate` does.
+    `a.data` [M, K] and `b.data` [N, K] are float8, contiguous along K as Hopper's tensor cores read
+    them. Scales have the shapes of `Granularity.scales`, which is not checked. K and N are
+    multiples of 16, unless `gemm.emulate`; on GPUs a scale per tensor is aligned to 16 bytes.
 
-    Returns [M, N] of `out_dtype`, contiguous and no view; `shape` leaves out what padding added.
+    Returns a contiguous tensor of `out_dtype`, no view, and of `shape`: (M, N) without padding.
 
     Raises:
-        RuntimeError: the device has no such float8 GEMM and `gemm.emulate` is False.
+        RuntimeError: the device has no float8 GEMM for such scales, and `gemm.emulate` is False.
     """
     granularity_a, granularity_b = gemm.granularities
     one_scale_each = granularity_a.one_scale and granularity_b.one_scale
@@ -113,7 +113,7 @@ def matmul(
 
 
 def without_padding(y: Tensor, M: int, N: int) -> Tensor:
-    """Return a copy of the first M rows and N columns of `y`, [R, C] or [E, R, C].
+    """Return a contiguous copy of the first M rows and N columns of `y` [R, C] or [E, R, C].
 
     A view would keep the padding alive, and autograd forbids in-place writes into views that custom
     functions return.
@@ -139,7 +139,7 @@ def matmul_of_any_size(
     gemm: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply as `matmul`; the op of compiled code whose rows are padded or may be none."""
+    """Multiply as `matmul`: the op that compiled code calls if `a` is padded or may be empty."""
     if a.numel() == 0:
         return a.new_zeros((M, N), dtype=out_dtype)
     operands = Operand(a, a_scale), Operand(b, b_scale)
@@ -162,12 +162,12 @@ GEMM_OPS: set[Any] = {
 
 
 def _scale_per_row(operand: Operand) -> Tensor:
-    """Return scales [R, 1], one for each row of the data; one scale of all is repeated."""
+    """Return the scale of each row of the data, [R, 1]; a scale per tensor is repeated."""
     return operand.scale.reshape(-1, 1).expand(operand.data.shape[0], 1).contiguous()
 
 
 def _block_scales(operand: Operand, granularity: Granularity) -> tuple[Any, ...]:
-    """Return block scales in torch's layout, and lists of its `ScalingType` and `SwizzleType`."""
+    """Return block scales in torch's layout, a list of `ScalingType` and one of `SwizzleType`."""
     if granularity.exponents:
         return swizzled(scales_of_rows(operand, granularity)).flatten(), RECIPE, SWIZZLE
     return (operand.scale.t(), _SQUARES, []) if granularity.square else (operand.scale, _RUNS, [])
@@ -199,7 +199,7 @@ def _emulated(a: Operand, b: Operand, gemm: Gemm, out_dtype: torch.dtype) -> Ten
 def exact_dtype(device: torch.device, out_dtype: torch.dtype) -> torch.dtype:
     """Return bfloat16 where a bfloat16 GEMM is exact and faster, else float32.
 
-    On CPUs a bfloat16 GEMM rounds its result to bfloat16.
+    On CPUs a bfloat16 GEMM rounds its result to bfloat16, so `out_dtype` must be bfloat16 there.
     """
     cpu = CPU_MULTIPLIES_BFLOAT16 and out_dtype == torch.bfloat16
     faster = cpu if device.type == "cpu" else device.type == "cuda"

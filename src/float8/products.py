@@ -1,4 +1,4 @@
-"""How the rows of an input meet a weight: the quantization and the three GEMMs of a layer."""
+"""The functions with which a linear layer quantizes tensors and computes its three GEMMs."""
 
 from typing import Any
 
@@ -15,21 +15,21 @@ def _outer(grad_output: Tensor, x: Tensor) -> Tensor:
 
 
 class Dense:
-    """The products of a plain layer: all rows meet one weight [N, K].
+    """The functions of a layer that multiplies all rows of its input by one weight [N, K].
 
-    `Linear` calls these attributes of `call.products`. Experts, and layers whose tokens ranks
-    share, have a class of the same attributes. `index` below are tensors that these functions take
-    besides, saved for backward: none for `Dense`, the ends of the groups of rows for experts.
+    The autograd function `Linear` uses these attributes of `call.products`. Subclasses serve
+    experts, and layers whose tokens are sharded over ranks. `index` below are more tensors for the
+    functions, saved for backward: none for `Dense`, the ends of the groups of rows for experts.
     """
 
     columns_from_values = True
-    """Compiled code casts the input to column data in backward, from the values that are kept."""
+    """Whether compiled code casts the input to column data in backward, from high precision."""
     keeps_row_data = False
-    """Backward makes column data of the row data of the input, which are not of this rank alone."""
+    """Whether backward makes column data from row data of the input, gathered from all ranks."""
     repeats_scales = False
-    """The one scale of a weight is there for each of its rows, [E, N] of experts."""
+    """Whether a per-tensor scale is repeated for each row of the weights, as [E, N] for experts."""
     stored_transposed = False
-    """The Parameter of the weights [E, N, K] lies as [E, K, N]."""
+    """Whether the Parameter stores weights [E, N, K] as [E, K, N]."""
 
     quantize_rows: Any = staticmethod(quantize)
     """Quantize the input [M, K]: `(x, cast, *index, row, col, traced)` to a `Quantized`."""
@@ -40,22 +40,22 @@ class Dense:
     padded: Any = staticmethod(padded)
     """Pad row data of a weight for GEMMs: `(row_data, granularity)` to an `Operand`."""
     transposed: Any = staticmethod(to_col)
-    """Make column data of row data of a weight: `(row_data, cast_config, after)`."""
+    """Convert row data of a weight to column data: `(row_data, cast_config, after)`."""
     output: Any = staticmethod(matmul)
     """Multiply [M, K] by [N, K]: `(a, b, (M, N), *index, gemm, out_dtype)` to [M, N]."""
     grad_input: Any = staticmethod(matmul)
-    """Multiply [M, N] by [K, N], with the same arguments: [M, K]."""
+    """Multiply [M, N] by [K, N], with the arguments of `output` and shape (M, K), to [M, K]."""
     grad_weight: Any = staticmethod(matmul)
-    """Multiply [N, M] by [K, M], with the same arguments: [N, K]."""
+    """Multiply [N, M] by [K, M], with the arguments of `output` and shape (N, K), to [N, K]."""
     outer: Any = staticmethod(_outer)
     """Compute grad_weight in high precision: `(grad_output, input, *index)` to [N, K]."""
     scatter: Any = None
-    """None, or a function that sums the output up over ranks, and returns this rank's rows."""
+    """None, or a function that reduce-scatters the output [M, N] over ranks by rows."""
     start: Any = None
-    """None, or a function that starts to sum grad_input up over ranks."""
+    """None, or a function that starts to reduce-scatter grad_input [M, K] over ranks by rows."""
     finished: Any = None
-    """None, or a function that waits for what `start` returned, once grad_weight is under way."""
+    """None, or a function that waits for the result of `start`, after grad_weight is launched."""
 
 
 PRODUCTS: dict[int, Any] = {2: Dense}
-"""The products of a layer, by the dims of its weight; `float8.experts` adds those of [E, N, K]."""
+"""The class of a layer by the number of dims of its weight; `float8.experts` adds that for 3."""

@@ -18,7 +18,7 @@ Reduction = Callable[[Tensor], Tensor]
 
 
 class ScaleSource(Protocol):
-    """Chooses the one scale of tensors, and observes their amaxes; a NamedTuple of tensors."""
+    """A NamedTuple of tensors that chooses the scale of per-tensor casts and records amaxes."""
 
     @property
     def amax(self) -> Tensor:
@@ -27,16 +27,16 @@ class ScaleSource(Protocol):
     def cast(
         self, x: Tensor, cast_config: CastConfig, *, row: bool, col: bool, pad_rows: bool
     ) -> tuple[Operand | None, Operand | None]:
-        """Choose the scale of `x`, cast as `kernels.cast` does, and observe the amax."""
+        """Cast `x` as `kernels.cast` with a scale chosen by this source; record the amax of `x`."""
 
     def observe(self, amax: Tensor) -> None:
-        """Raise `self.amax` to `amax`, that of a tensor which other code casts."""
+        """Raise `self.amax` to `amax`, the amax of a tensor that is not cast by `self.cast`."""
 
     def choose(self, dynamic: Tensor) -> Tensor:
-        """Return the scale of a tensor whose own amax gives the scale `dynamic`."""
+        """Return the scale for a tensor; `dynamic` is the scale computed from its own amax."""
 
     def apart(self) -> "ScaleSource":
-        """Return a source with the same scale and a new `amax` of zero."""
+        """Return a copy of this source with the same scale and a new `amax` tensor of zero."""
 
 
 class Cast(NamedTuple):
@@ -45,12 +45,12 @@ class Cast(NamedTuple):
     config: CastConfig
     """Format, granularity and scaling."""
     source: ScaleSource | None = None
-    """Chooses the one scale; if None, the amax of the tensor gives the scale."""
+    """Chooses the per-tensor scale; if None, the scale is computed from the amax."""
     reduce: Reduction | None = None
-    """Reduces the amax of one scale over all ranks. Also called under a `source`, since all ranks
-    must take part. Finer scales are computed from this rank's part alone."""
+    """Reduces the amax over ranks before a per-tensor scale is computed. Also called if `source`
+    is set, since all ranks must take part. Finer scales use the amaxes of this rank alone."""
     scale: Tensor | None = None
-    """The one scale, if it is known; no amax is computed then."""
+    """The per-tensor scale to use, or None. If given, no amax is computed."""
 
 
 def quantize(
@@ -66,25 +66,25 @@ def quantize(
 ) -> Quantized:
     """Quantize `x` [R, C] to row data, column data or both, with their scales; see `kernels.cast`.
 
-    The scales are new tensors, which no later sync changes.
+    Returned scales are new tensors, which a later sync of delayed scaling does not change.
 
     Args:
         x: float32, bfloat16 or float16.
         cast: format, granularity and scaling.
         row: return row data.
         col: return column data.
-        pad_rows: pad the rows of row data to 16, as a GEMM whose output features they are needs.
+        pad_rows: zero-pad R of row data to a multiple of 16, as GEMMs need for output features.
         after: a tensor that compiled code must compute before this cast.
-        traced: in compiled code compute amaxes, and casts under finer scales, by plain torch, which
-            a compiler fuses into the producer of `x`. The amax is recorded outside the cast,
-            because backward may repeat the cast.
-        via: round `x` to this dtype first, as autocast and FSDP2 round weights. Under one dynamic
-            scale the kernel that casts does so.
+        traced: in compiled code compute amaxes by plain torch, and also casts if scales are finer
+            than one per tensor: a compiler fuses them into the producer of `x`. The amax is
+            recorded outside the cast, because backward may repeat the cast.
+        via: round `x` to this dtype first, as autocast and FSDP2 round weights; under one dynamic
+            scale the kernel that casts also rounds.
 
     Raises:
-        TypeError: `x` has another dtype.
+        TypeError: `x` is not float32, bfloat16 or float16.
         ValueError: `x` is not 2-D; `row` and `col` are False; a scale is not one float32 element on
-            the device of `x`; or a source or a scale is given under a finer granularity.
+            the device of `x`; or a source or a scale is given for more than one scale per tensor.
     """
     config, source, reduce, scale = cast
     one_scale = config.scaling_granularity.one_scale
@@ -104,7 +104,7 @@ def quantize(
 
 
 def scale_of(x: Tensor, cast: Cast, via: torch.dtype | None = None) -> Tensor:
-    """Return the scale of `quantize` for `x` rounded to `via`; observe and reduce its amax."""
+    """Return the per-tensor scale of `x` rounded to `via`; record and reduce the amax of `x`."""
     amax = kernels.amax(x)
     if via is not None:  # rounding keeps the order of numbers
         amax = amax.to(via).to(torch.float32)
@@ -121,11 +121,11 @@ def scales_of(
     dtype: torch.dtype,
     reduce: Reduction | None = None,
 ) -> list[Tensor]:
-    """Return the dynamic scale of each tensor, 0-dim float32, computed by a few kernels for all.
+    """Return the dynamic per-tensor scales of `tensors`, 0-dim float32, by a few kernels for all.
 
-    The tensors are not empty, and share dtype and device. They are rounded to `dtype` before they
-    are cast. `reduce` takes all amaxes, float32 [len(tensors)], and returns those over all ranks.
-    Results are views of one tensor, 16 bytes apart.
+    The tensors are not empty, and share dtype and device. Scales are those of the tensors rounded
+    to `dtype`. `reduce` takes all amaxes, float32 [len(tensors)], and returns their maxima over
+    ranks. Results are views of one tensor, 16 bytes apart.
     """
     amaxes = torch.stack(torch._foreach_norm(list(tensors), float("inf")))
     # As in `scale_of`: the amax of rounded values is the rounded amax.
@@ -138,15 +138,15 @@ def scales_of(
 
 
 def recast(x: Tensor, cast_config: CastConfig, scale: Tensor) -> Operand:
-    """Quantize `x` [R, C] a second time, in backward, to column data; `scale` is that of forward.
+    """Quantize the input `x` [R, C] to column data in backward; forward quantized it with `scale`.
 
-    `x` may be row data, which are transposed. A compiler then keeps the transposed copy instead,
-    one for all layers that read them. Else, in compiled code:
+    If `x` is row data, `to_col` converts it; compiled code keeps that result instead of `x`, once
+    for all layers that read `x`. If `x` is in high precision, then in compiled code:
 
-    - Under one scale plain torch casts `x`, so that a compiler may compute `x` again from what is
-      kept anyway, such as the input of an activation function.
-    - Under finer scales our kernel casts in forward: kernels of the compiler for the amaxes of
-      columns take longer than to write and read `x`.
+    - Under one scale plain torch casts `x`, so that backward may compute `x` again from tensors
+      that are kept anyway, such as the input of an activation function.
+    - Under finer scales an opaque op casts `x`, already in forward: amaxes of columns by kernels of
+      the compiler take longer than writing and reading `x`.
     """
     if x.dtype in FLOAT8_MAX:
         return to_col(Operand(x, scale), cast_config)
@@ -157,7 +157,7 @@ def recast(x: Tensor, cast_config: CastConfig, scale: Tensor) -> Operand:
 
 
 def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Operand:
-    """Zero-pad row data along C, and [R, C] along R if `pad_rows`; a no-op if they are aligned."""
+    """Zero-pad row data along C, and [R, C] along R if `pad_rows`; return aligned data as is."""
     data, scale = row
     multiple = granularity.width or GEMM_ALIGNMENT
     bottom = -data.shape[0] % multiple if pad_rows and data.dim() == 2 else 0
@@ -173,9 +173,9 @@ def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Ope
 def to_col(row: Operand, cast_config: CastConfig, after: Tensor | None = None) -> Operand:
     """Return column data of row data [R, C] that were quantized by `cast_config`.
 
-    Under one scale and under square blocks, the bytes are transposed. Else the values are quantized
-    again; if scales are powers of two, this rounds only values that are subnormal under the scale
-    of their column. `after`: a tensor that compiled code must compute first; see `kernels.cast`.
+    Under one scale and under square blocks the bytes are transposed. Otherwise dequantized values
+    are quantized; if scales are powers of two, this rounds only values that are subnormal under the
+    scale of their column. `after`: a tensor that compiled code computes first; see `kernels.cast`.
     """
     granularity = cast_config.scaling_granularity
     if granularity.one_scale:

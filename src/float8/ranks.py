@@ -1,4 +1,4 @@
-"""Process groups that share the amaxes of a sync, and a check that ranks hold the same layers."""
+"""Process groups over which a sync reduces amaxes, and a check that ranks have equal layers."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -11,12 +11,12 @@ from float8.tensor import Float8Tensor, is_dtensor, local_tensor
 
 
 def mesh_device_type(weights: Iterable[Any]) -> str | None:
-    """Return the device type of the mesh of sharded `weights`, or None; shards may be offloaded."""
+    """Return the device type of the mesh of `weights`, also if shards are offloaded, or None."""
     return next((mesh.device_type for mesh in _meshes(weights)), None)
 
 
 def _meshes(tensors: Iterable[Any]) -> set[Any]:
-    """Return the meshes of all DTensors in `tensors` that are not gathered at the moment."""
+    """Return the device meshes of all DTensors in `tensors`, except weights gathered in float8."""
     # A gathered weight under tensor parallel has the mesh of tensor parallel, without FSDP2's dims.
     sharded = [x for x in tensors if is_dtensor(x)]
     return {x.device_mesh for x in sharded if not isinstance(local_tensor(x), Float8Tensor)}
@@ -37,8 +37,8 @@ def sync_groups(
 ) -> tuple[Any, ...]:
     """Return the process groups over which a sync reduces the amaxes of layers with `weights`.
 
-    `group` None stands for the mesh of the weights, else that of `others`, else all ranks. The
-    ranks of each of `shard_groups` hold parts of one weight. A `group` without all of them raises.
+    These are `group`, or if None those of the mesh of `weights`, else of `others`, else all ranks.
+    Raises `ValueError` if they lack a rank of one of `shard_groups`, which each share a weight.
     """
     if group is not None:
         if not isinstance(group, dist.ProcessGroup):
@@ -65,9 +65,9 @@ def sync_groups(
 
 
 def unlike(texts: Sequence[str], groups: Sequence[Any], device: torch.device) -> list[str] | None:
-    """Return those of `texts` that differ from the text at the same place on other ranks.
+    """Return those of `texts` that differ from the text at the same index on other ranks.
 
-    None if all ranks of `groups` have the same texts. Only digests are reduced, on `device`.
+    Returns None if all ranks of `groups` have equal `texts`. Only digests are reduced, on `device`.
     """
 
     def maxima(numbers: list[int]) -> list[int]:

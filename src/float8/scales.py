@@ -1,4 +1,4 @@
-"""Scales: how they follow from an amax, and the float8 data that carry them."""
+"""Computation of scales from amaxes, and tuples of float8 data with their scales."""
 
 from typing import Any, NamedTuple
 
@@ -9,16 +9,16 @@ from float8.config import Granularity
 from float8.formats import E4M3
 
 SMALLEST_AMAX = 2.0**-100
-"""Floor of amax, so that neither the scale nor its reciprocal leaves float32's normal range."""
+"""Lower bound of amax that keeps the scale and its reciprocal in float32's normal range."""
 
 
 def amax_to_scale(amax: Tensor, dtype: torch.dtype | Tensor, round_to_power_of_2: bool) -> Tensor:
-    """Return the decode scale that maps `amax` to the largest value of a float8 format.
+    """Return the decode scale that maps `amax` to the largest value of the float8 format `dtype`.
 
     `scale = max(amax, 2**-100) / max(dtype)`, correctly rounded to float32: `x / scale` fills the
     format's range, `data * scale` gives `x` back. With `round_to_power_of_2` the scale is rounded
     up, so that nothing saturates. `amax` is float32 of any shape, >= 0; NaN gives NaN, Inf gives
-    Inf. Instead of a format `dtype` may be the largest values of formats, float64, shape of `amax`.
+    Inf. `dtype` may also be a float64 tensor, shaped as `amax`, of the largest values of formats.
     """
     # Literals, here and for SMALLEST_AMAX: with dynamic=True, Dynamo makes floats of a module
     # symbolic and then fails on them.
@@ -36,7 +36,7 @@ def amax_to_scale(amax: Tensor, dtype: torch.dtype | Tensor, round_to_power_of_2
 
 
 def amax_to_exponent(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the MXFP8 scale of a block, `amax / max(dtype)` rounded up to a power of two.
+    """Return the MXFP8 scale of blocks: `amax / max(dtype)` rounded up to a power of two.
 
     `amax` is float32 of any shape, >= 0. The scale is float32, from 2**-127 to 2**127, as 8-bit
     exponents (E8M0) hold it. Inf gives 2**127, NaN gives NaN.
@@ -50,9 +50,9 @@ def amax_to_exponent(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def inverse_of_exponent(scale: Tensor) -> Tensor:
-    """Return `1 / scale` of a scale from `amax_to_exponent`, and 1 for the scale 2**-127.
+    """Return `1 / scale` for a scale from `amax_to_exponent`, but 1 for the scale 2**-127.
 
-    Blocks with that scale, which is subnormal, become zero, as on GPUs and in TransformerEngine.
+    Blocks with the subnormal scale 2**-127 become zero, as on GPUs and in TransformerEngine.
     """
     # By integers: not every backend divides exactly, or gives 2**-127, which is subnormal.
     bits = scale.view(torch.int32)
@@ -68,22 +68,22 @@ class Operand(NamedTuple):
     """One operand of a GEMM: float8 data and their scale."""
 
     data: Tensor
-    """[R, C] float8, contiguous along C, the contraction dim. `quantize` pads C to 16, or the width
-    of blocks; gathered data are padded by `quantize.padded`."""
+    """[R, C] float8, contiguous along C, the contraction dim. `quantize` pads C to a multiple of 16
+    or of the block width; `quantize.padded` pads gathered data."""
     scale: Tensor
-    """float32 decode scales, in the shape of `Granularity.scales`. Of groups [R], and of columns
-    [E, N], where rows have scales; runs of k have [R, K / k], and columns [N, width / k]. Weights
+    """float32 decode scales in the shape of `Granularity.scales`. For experts, grouped rows have
+    [R] and their column data [E, N]; under 1 x k blocks [R, K / k] and [N, width / k]. Weights
     [E, N, K] have [E, N]; by squares [E, ceil(N / k), ceil(K / k) or more], of any strides."""
 
 
 class Quantized(NamedTuple):
-    """A tensor [R, C] in float8: row data, column data or both; absent ones are None."""
+    """A tensor [R, C] in float8: row data, column data or both; a layout not requested is None."""
 
     row: Operand | Any = None
     """The row data [R, C], which GEMMs contract over C."""
     col: Operand | Any = None
-    """The column data [C, R], which GEMMs contract over R: quantized from high precision, or made
-    of row data where only those exist (`to_col`, `recast`)."""
+    """The column data [C, R], which GEMMs contract over R: quantized from high precision, or from
+    row data where no values in high precision exist (`to_col`, `recast`)."""
 
 
 def dequantised(

@@ -1,4 +1,4 @@
-"""Hooks of optimizers, which run what the scaling of a model needs once per step."""
+"""Optimizer hooks that sync scales and update float8 weights of a model once per step."""
 
 import functools
 import weakref
@@ -23,36 +23,36 @@ class Attachment:
     handles: list[RemovableHandle]
 
     def remove(self) -> None:
-        """Remove the hooks and free held weights; also called when the optimizer is collected."""
+        """Remove the hooks and free held weights; also called when the optimizer is destroyed."""
         for handle in self.handles:
             handle.remove()
         for mod in self.mods:
-            if isinstance(mod, Float8Module):  # it may be in high precision by now
+            if isinstance(mod, Float8Module):  # the module may be in high precision by now
                 mod._float8_detach()
         self.mods.clear()
 
 
 def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) -> Attachment:
-    """Run at every `optimizer.step()` what the scaling of `model` needs once per step.
+    """Sync scales and update float8 weights of `model` at every `optimizer.step()`.
 
     Registers hooks on the optimizer. `sync_float8_amax_and_scale_history(model)` runs right before
-    the step; with a closure right after it, so that all forwards in the closure count.
-    `update_float8_weights(model)` and `precompute_float8_dynamic_scale_for_fsdp(model)` follow.
-    Attaching casts held weights now, and again at their first use, because a checkpoint may be
-    loaded in between. With several optimizers, attach the model to each. Harmless for other models.
+    the step, or with a closure right after it, so that all forwards in the closure count. After the
+    step `update_float8_weights(model)` and `precompute_float8_dynamic_scale_for_fsdp(model)` run.
+    This call casts held weights; their first use repeats it, as a checkpoint may be loaded before.
+    With several optimizers, attach the model to each. Models that need no hooks are unaffected.
 
     Args:
         model: the converted model, compiled or not.
         optimizer: the `torch.optim.Optimizer` that steps its parameters, or a wrapper that has it
             as `.optimizer` or `.base_optimizer`, as those of accelerate and Lightning.
-        group: the process group passed to the sync.
+        group: the process group for `sync_float8_amax_and_scale_history`, or None.
 
     Returns:
-        A handle whose `remove()` ends the attachment.
+        A handle whose `remove()` removes the hooks.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: as `update_float8_weights`.
+        ValueError: a weight cannot be held in float8; see `update_float8_weights`.
     """
     require_module(model, "model")
     inner = _unwrapped(optimizer)
@@ -86,9 +86,9 @@ def _has(feature: Feature, method: Any) -> bool:
 
 
 def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the torch optimizer inside; wrappers may be an `Optimizer` by name only."""
+    """Return the torch optimizer inside wrappers, which may subclass `Optimizer`, or raise."""
     inner = optimizer
-    for _ in range(9):  # one may be said to wrap itself
+    for _ in range(9):  # a wrapper may name itself as the optimizer inside
         wrapped = getattr(inner, "optimizer", None)
         if wrapped is None and isinstance(inner, torch.optim.Optimizer):
             return inner

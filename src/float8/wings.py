@@ -1,8 +1,8 @@
-"""The features beside the core, in tables that the core reads.
+"""Registration of optional features (wings) in tables that the core reads.
 
-Each is a folder that imports the core. The core imports none but the mixins of its modules, in
-`linear/base.py` and `linear/module.py`. To take one off, delete its folder, its lines here, its
-names in `float8/__init__.py`, and its mixin: `tests/test_wings.py` does so.
+Each feature is a folder that imports the core. The core imports no feature except mixins, in
+`linear/base.py` and `linear/module.py`. To remove a feature, delete its folder, its lines here, its
+names in `float8/__init__.py`, and its mixin, as `tests/test_wings.py` does.
 """
 
 from float8.checkpoints.loaded import LoadedInFloat8, Quantizers

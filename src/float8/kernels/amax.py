@@ -16,10 +16,10 @@ from float8.kernels.runtime.triton import jit, sm_count, tl
 def amax(x: Tensor) -> Tensor:
     """Return max(abs(x)), 0-dim float32 without a gradient; 0 for an empty tensor.
 
-    NaN if any element is NaN, else Inf if any is infinite. ``x`` is float32, bfloat16 or float16 of
-    any shape and strides; other dtypes raise `TypeError`. Under ``torch.compile`` plain torch code
-    runs, which Inductor fuses into the producer of ``x`` and which may read values before they are
-    rounded to ``x.dtype``. In eager mode, and where ``x`` may be empty, one kernel runs.
+    The result is NaN if an element is NaN, else Inf if one is infinite. ``x`` is float32, bfloat16
+    or float16 of any shape and strides; other dtypes raise `TypeError`. In compiled code plain
+    torch computes it, which Inductor fuses into the producer of ``x``, and which may read values
+    not yet rounded to ``x.dtype``. In eager mode, and if ``x`` may be empty, an opaque op runs.
     """
     if x.dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"amax: x is {describe(x)}; expected a {HIGH_PRECISION}")
@@ -39,11 +39,11 @@ def describe(x: Tensor) -> str:
 
 
 HIGH_PRECISION = "float32, bfloat16 or float16 tensor. Convert it first, e.g. x.to(torch.bfloat16)."
-"""The end of the error about a tensor of another dtype."""
+"""The end of the error message about a tensor of an unsupported dtype."""
 
 
 def amax_reference(x: Tensor) -> Tensor:
-    """Plain-torch twin of the kernel; see :func:`amax`."""
+    """Return the amax of ``x`` by plain torch, as the twin of the kernel; see :func:`amax`."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     return x.abs().amax().to(torch.float32)
@@ -53,7 +53,7 @@ def amax_reference(x: Tensor) -> Tensor:
 
 
 def amax_triton(x: Tensor) -> Tensor:
-    """Return the amax by the Triton kernel; see :func:`amax`."""
+    """Return the amax of ``x`` by the Triton kernel; see :func:`amax`."""
     if x.numel() == 0:
         return amax_reference(x)
     if not is_dense(x.shape, x.stride()):
@@ -67,12 +67,12 @@ def amax_triton(x: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def measuring(n: int, dtype: torch.dtype, device: torch.device, unless_set: bool = False) -> Launch:
-    """Return the launch that measures the amax of ``n`` elements, dense in any order of their dims.
+    """Return the launch of a kernel that measures the amax of a tensor of ``n`` elements.
 
-    A launch takes x and amaxes [programs] float32, and writes one amax per program. With
-    ``unless_set`` it also takes a scale, and returns at once if that is not 0. The next kernel
-    takes the maximum of the amaxes, which here would need another launch. Since each of its
-    programs reads all of them, there are at most a small multiple of those that run at once.
+    Call it with x, dense in any order of its dims; amaxes [programs] float32, which receives the
+    amax of each program; and a scale or None. With ``unless_set`` the kernel returns at once if the
+    scale is not 0. The kernel that casts x takes the maximum of amaxes, which saves a launch; each
+    of its programs reads all amaxes, so this launch has at most 8 programs per multiprocessor.
     """
     # 16 KiB per step and 16 warps: two loads of 16 bytes per thread and step.
     block, at_once = 16384 // dtype.itemsize, 8 * sm_count(device)
@@ -86,7 +86,7 @@ def measuring(n: int, dtype: torch.dtype, device: torch.device, unless_set: bool
 
 @functools.lru_cache(maxsize=4096)
 def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Return whether elements fill memory without gaps or overlaps, in any order of the dims."""
+    """Return whether a tensor fills memory without gaps or overlaps, in any order of its dims."""
     expected = 1
     strided = [(stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1]
     for stride, size in sorted(strided):

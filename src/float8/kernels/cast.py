@@ -1,9 +1,9 @@
 """Casts of high-precision tensors to float8 row and column data, under scales of any granularity.
 
-On a GPU one Triton kernel casts tiles of the tensor. Row data alone with a scale per row have a
-kernel that holds whole rows in registers. Scales that cover more than one tile need a second read
-of the tensor, which measures amaxes first: that of the tensor by the kernel of `amax`, those of
-rows and columns by `measure_kernel`.
+On GPUs the Triton kernel `cast_kernel` casts a tensor tile by tile. A cast to row data only, with
+one scale per row, runs `cast_rows_kernel` instead, which holds whole rows in registers. If a scale
+covers more than one tile, another kernel reads the tensor first and measures amaxes: the kernel of
+`amax` for one scale of the whole tensor, `measure_kernel` for scales of rows and columns.
 """
 
 import functools
@@ -53,26 +53,25 @@ def cast(
     """Cast ``x`` [R, C] to float8 and return row data [R, C] and column data [C, R] with scales.
 
     Elements become ``x.float() * (1 / scale)`` in float32, saturated to the largest finite value of
-    the format and rounded to nearest even. Non-finite elements, and 0 * Inf, become NaN, always the
-    byte 0x7f. Under 8-bit exponents Inf becomes the largest value under 2**127, and a NaN makes its
-    block NaN. Scales have the shapes of `Granularity.scales`, under (1, k) with strides (1, R).
+    the format and rounded to nearest even. Non-finite elements and products 0 * Inf become NaN, the
+    byte 0x7f. Under 8-bit exponents Inf becomes the format's largest value, of scale 2**127, and a
+    NaN makes its block NaN. Scales have the shape `Granularity.scales`, strided (1, R) for (1, k).
 
     Args:
-        x: float32, bfloat16 or float16, of any strides; gets no gradient.
+        x: float32, bfloat16 or float16, else raises `TypeError`; of any strides; no gradient.
         cast_config: the format, the granularity, and whether scales are powers of two.
         row: return row data, else None. Dims are zero-padded: the contraction dim to a multiple of
-            16 or of the block width, rows of column data and of blocks as well.
+            16 or of the block width; so is the other dim of column data and under block scales.
         col: return column data, else None.
-        pad_rows: zero-pad the rows of row data, too, under scales that are not of blocks.
+        pad_rows: zero-pad R of row data to a multiple of 16; block scales pad R in any case.
         scale: one float32 element to use instead of a scale computed from the amax of ``x``.
-        via: round ``x`` to this dtype first. From float32 to bfloat16 under a given ``scale`` this
-            takes no extra pass.
+        via: round ``x`` to this dtype first; under ``scale`` the kernel rounds float32 to bfloat16.
         after: a tensor that compiled code must compute before this cast. Backward passes its
             gradient, lest a compiler move the cast of a weight into forward and keep the result.
-        traced: use plain torch code under finer scales, which a compiler fuses into the producer of
-            ``x``, and which may read values before they are rounded to the dtype of ``x``. The op
-            runs all the same if ``x`` may be empty, and under blocks if C is not a multiple of the
-            block width or rows are not contiguous.
+        traced: if scales are finer than one per tensor, use plain torch code, which a compiler
+            fuses into the producer of ``x``, and which may read values not yet rounded to
+            ``x.dtype``. The op runs all the same if ``x`` may be empty, and under blocks if C is
+            not a multiple of the block width or rows are not contiguous.
     """
     if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
         raise refusal(x)
@@ -101,7 +100,7 @@ def cast(
 
 
 def refusal(x: Tensor) -> Exception:
-    """Return the error for an ``x`` of unsupported dtype or shape, or a cast to no layout."""
+    """Return a `TypeError` for the dtype of ``x``, or `ValueError` for its shape or no layout."""
     if x.dtype not in HIGH_PRECISION_DTYPES:
         return TypeError(f"cast: x is {describe(x)}; expected a {HIGH_PRECISION}")
     if x.dim() != 2:
@@ -111,7 +110,7 @@ def refusal(x: Tensor) -> Exception:
 
 
 def refused_scale(scale: Tensor, x: Tensor, granularity: Granularity) -> ValueError:
-    """Return the error for a ``scale`` under which ``x`` cannot be cast."""
+    """Return the error for a ``scale`` that `cast` cannot use for ``x`` under ``granularity``."""
     expected = f"one float32 element on {x.device}"
     if not granularity.one_scale:
         expected = f"none: scales of {granularity} are computed from x; leave the scale out"
@@ -122,7 +121,7 @@ def refused_scale(scale: Tensor, x: Tensor, granularity: Granularity) -> ValueEr
 
 
 def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype, exponents: bool = False) -> Tensor:
-    """Cast ``x / scale`` as :func:`cast` does; ``exponents``: scales are of `amax_to_exponent`."""
+    """Cast ``x / scale`` to ``dtype`` as `cast`; ``exponents``: scales are 8-bit exponents."""
     # Literals: with dynamic=True, Dynamo makes floats of a module symbolic and then fails on them.
     limit = 448.0 if dtype == torch.float8_e4m3fn else 57344.0
     # Through float64, so that the quotient is correctly rounded in compiled code too.
@@ -151,9 +150,10 @@ def cast_reference(
     via: torch.dtype | None = None,
     after: Tensor | None = None,
 ) -> list[Tensor]:
-    """Plain-torch twin of :func:`cast` for blocks of ``height`` x ``width``; None: the whole dim.
+    """Cast as :func:`cast` by plain torch; a block is ``height`` x ``width``, None for a whole dim.
 
-    With one scale, returns the scale unless given, then layouts; else each layout and its scales.
+    Returns the requested ones of: row data, row scales, column data, column scales. With one scale:
+    the scale unless it is given, row data, column data. ``after`` is not used.
     """
     x, (R, C) = x.to(via or x.dtype), x.shape
     if height is None:
@@ -187,7 +187,7 @@ def cast_reference(
         Rp, Cp = y.shape
         y = y.view(Rp // height, height, Cp // width if width else 1, width or Cp)
         amax = y
-        for dim in (3, 1) if square else (3,):  # of runs first: that fuses into the producer of x
+        for dim in (3, 1) if square else (3,):  # dim 3 first: that fuses into the producer of x
             if amax.shape[dim] == 0:
                 amax = amax.sum(dim, keepdim=True, dtype=torch.float32)
             else:
@@ -218,9 +218,9 @@ def cast_reference(
 
 
 def specs_of(shape: tuple[int, ...], arguments: CastArguments) -> list[Spec | None]:
-    """Return (shape, strides, dtype) of row data, row scales, column data and column scales.
+    """Return specs of row data, row scales, column data, column scales of an x of ``shape``.
 
-    Each is None if it is not written, as scales under one scale. Sizes may be symbolic.
+    Sizes may be symbolic. Specs of layouts not requested, and of scales under one scale, are None.
     """
     height, width, dtype, row, col, pad_rows, *_ = arguments
     (R, C), specs = shape, list[Spec | None]()
@@ -247,7 +247,7 @@ SCALAR: Spec = ((), (), torch.float32)
 
 
 def _arguments(*flat: Any, after: Tensor | None = None, **named: Any) -> CastArguments:
-    """Return the arguments of the op but `after`; Inductor passes some by name."""
+    """Return the arguments of the op without `after`; Inductor passes some of them by name."""
     return CastArguments(*flat[: len(CastArguments._fields)], **named)
 
 
@@ -261,7 +261,7 @@ def _cast_fake(x: Tensor, scale: Tensor | None, *flat: Any) -> list[Tensor]:
 # ---------------------------------------------------------------- Triton
 
 WIDEST_ROW = 32768
-"""The longest row, in elements, that a program holds in registers; longer ones are read twice."""
+"""The longest row, in elements, that a program holds in registers; longer rows are read twice."""
 
 
 def _cast_triton(x: Tensor, scale: Tensor | None, arguments: CastArguments) -> list[Tensor]:
@@ -276,7 +276,7 @@ def _cast_triton(x: Tensor, scale: Tensor | None, arguments: CastArguments) -> l
 
 
 class _Matrix(NamedTuple):
-    """The matrix that the kernels of a cast read, `x` or `x.t()`, and the layouts they write."""
+    """The matrix that kernels of a cast read (`x` or `x.t()`), and the layouts that they write."""
 
     dtype: torch.dtype
     device: torch.device
@@ -289,11 +289,11 @@ class _Matrix(NamedTuple):
     rounded: bool
     """Whether `x` is rounded to bfloat16 first."""
     arithmetic: tuple[int, int, bool]
-    """See `numeric`."""
+    """The constant `ARITHMETIC` of `kernels.numeric`."""
 
 
 _Kernels = tuple[Launch, Launch | None, Spec | None]
-"""The launch of a cast, and the launch that measures amaxes before it with their spec, or None."""
+"""The launch that casts; the one that measures amaxes before, or None; the spec of the amaxes."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -305,11 +305,11 @@ def cast_plan(
     source: str,
     arguments: CastArguments,
 ) -> Callable[..., tuple[Any, ...]]:
-    """Return a function of ``x``, its scale and an amax that allocates and launches a cast.
+    """Return a function (x, scale, amax) that allocates the results of a cast and launches it.
 
-    ``source`` is that of `cast_kernel`. The last two arguments of the function are None where the
-    kernels read no scale and write no amax. It returns the one scale if the kernels compute it,
-    else None, then the tensors of `specs_of`.
+    ``source`` is the constant SOURCE of `cast_kernel`. ``scale`` is None if the kernels read no
+    scale, ``amax`` is None unless ``source`` is "recorded". The function returns the one scale if
+    kernels write it, else None; then row data, row scales, column data, column scales, or None.
     """
     if source != "given" and not is_dense(shape, strides):
         dense = cast_plan(x_dtype, shape, (shape[1], 1), device, source, arguments)
@@ -354,9 +354,9 @@ def cast_plan(
 
 
 def _tensor_kernels(matrix: _Matrix, source: str) -> _Kernels:
-    """Return the launches that cast a matrix under one scale; see `cast_kernel` for `source`.
+    """Return the launch that casts under one scale, and the one that measures the amax before.
 
-    Unless the scale is given, another launch before the cast measures the amax.
+    The second is None if ``source``, the constant SOURCE of `cast_kernel`, is "given".
     """
     tile_shapes = tiles.COL_TILES if matrix.col else tiles.ROW_TILES
     if source == "given":
@@ -380,7 +380,7 @@ def _whole_row_kernels(matrix: _Matrix) -> _Kernels:
 
 
 def _row_kernels(matrix: _Matrix) -> _Kernels:
-    """Return the launches that measure amaxes of rows and columns, and cast under their scales."""
+    """Return the launch that casts with scales of rows and columns, and one to measure amaxes."""
     R, C, *_ = matrix.sizes
     rows, block_c, strips = tiles.strips_of(R, C, matrix.dtype, matrix.device)
     kernel, programs = cast_kernels.measure_kernel, -(-R // rows) * strips
@@ -395,7 +395,7 @@ def _row_kernels(matrix: _Matrix) -> _Kernels:
 
 
 def _block_kernels(matrix: _Matrix, height: int, width: int, col: bool) -> _Kernels:
-    """Return the launch that casts blocks in one read; ``col`` refers to ``x``, not ``x.t()``."""
+    """Return the launch that casts blocks in one read; ``col``: ``x`` itself gets column data."""
     R, C, *_ = matrix.sizes
     if height == width:
         return _tiled(matrix, ((128, 128, 8),), "square", width), None, None
@@ -414,7 +414,7 @@ def _tiled(
     source: str = "given",
     count: int = 0,
 ) -> Launch:
-    """Return the launch of `cast_kernel`; it reads ``count`` amaxes."""
+    """Return the launch of `cast_kernel` for one of ``tile_shapes``; it reads ``count`` amaxes."""
     count_power_of_2 = 1 << max(count - 1, 0).bit_length()
     *layouts, arithmetic = matrix[3:]
     constants = granularity, width, source, count_power_of_2, *layouts, *arithmetic

@@ -1,11 +1,11 @@
-"""The Triton kernels of `cast`: one casts tiles, one whole rows, one measures rows and columns.
+"""The Triton kernels of `cast`: one casts tiles, one casts whole rows, one measures amaxes.
 
 Row and column data are those of the matrix that a kernel reads, which may be ``x.t()``.
 
 The constant GRANULARITY says what one scale covers: the "tensor"; a "row" of row or column data; a
-"run" of WIDTH elements of either; a "square" of WIDTH rows and columns. SOURCE says where the scale
-of a "tensor" comes from: it is "given"; "measured", from amaxes whose maximum is still to be taken;
-"kept", and measured where that is 0; or "recorded": as kept, while an amax is raised to that of x.
+"run" of WIDTH elements in such a row; a "square" of WIDTH x WIDTH elements. SOURCE says how the
+scale of a "tensor" is found: "given" reads scale_ptr; "measured" takes the maximum of amaxes_ptr;
+"kept" reads scale_ptr, and if that is 0 measures; "recorded" also raises amax_ptr to the amax of x.
 """
 
 from float8.kernels import numeric, tiles
@@ -18,7 +18,7 @@ def cast_kernel(  # type: ignore[no-untyped-def]
     row_ptr,  # [rows, Ck]
     row_scale_ptr,  # "row": [rows]; "run": [runs, rows]; "square": [squares, squares to 4]
     col_ptr,  # [columns, Rk]
-    col_scale_ptr,  # likewise, of column data
+    col_scale_ptr,  # as row_scale_ptr, with columns for rows
     scale_ptr,  # "tensor": the scale, unless it is measured
     amaxes_ptr,  # "tensor": [count] float32; "row": [R + C] int32, bits of rows, then of columns
     used_ptr,  # "tensor": receives the scale that is used, unless it is given
@@ -33,7 +33,7 @@ def cast_kernel(  # type: ignore[no-untyped-def]
     MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Cast one tile of a matrix."""
+    """Cast one tile of a matrix [R, C] to row data, column data or both, and store the scales."""
     ARITHMETIC: tl.constexpr = (MANTISSA, POWER_OF_2, HARDWARE)
     BLOCKS: tl.constexpr = GRANULARITY == "run" or GRANULARITY == "square"
     K: tl.constexpr = WIDTH if BLOCKS else 16  # pads contraction dims
@@ -75,7 +75,7 @@ def cast_kernel(  # type: ignore[no-untyped-def]
             if bits > tl.load(amax_ptr, volatile=True):
                 tl.atomic_max(amax_ptr, bits, sem="relaxed")
         v = times_any(v, tl.div_rn(1.0, scale), inside, EVEN)
-    if GRANULARITY == "run":  # measured here, row after row, threads need the fewest registers
+    if GRANULARITY == "run":  # computed here, row after row, threads need the fewest registers
         magnitudes = [numeric.magnitude_bits(values) for values in x]
         largest = tiles.largest_magnitudes(x)
     if GRANULARITY == "square":
@@ -136,11 +136,11 @@ def store_run_scales(  # type: ignore[no-untyped-def]
     ptr, magnitudes, lines, first_run, end, pitch, runs, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     element: tl.constexpr, ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
-    """Store the scales [runs, pitch] of runs of magnitudes in a tile, and return 1 / scale.
+    """Compute the scale of each run of ``magnitudes``, store it at ``ptr``, and return 1 / scale.
 
-    Runs are HEIGHT x WIDTH parts of rows (HEIGHT 1) or columns (WIDTH 1), from ``first_run`` on.
-    ``lines`` numbers these rows or columns; those from ``end`` on are not stored. The reciprocals
-    have the shape of ``magnitudes``, or broadcast to it.
+    Runs are HEIGHT x WIDTH parts of rows (HEIGHT 1) or columns (WIDTH 1); ``first_run`` is the
+    index of the first. The scale of run i in row or column j, with j from ``lines``, is stored at
+    [i, j] of [runs, pitch] if j < ``end``. 1 / scale has or broadcasts to the shape of magnitudes.
     """
     bits = numeric.float32_bits(tiles.block_max(magnitudes, HEIGHT, WIDTH), element)
     scale, inverse = numeric.scale_and_inverse(bits, ARITHMETIC)
@@ -154,7 +154,7 @@ def store_run_scales(  # type: ignore[no-untyped-def]
 
 @jit
 def times_any(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Multiply four float32 tensors by the reciprocal of any scale; return 0 outside the matrix."""
+    """Multiply four float32 tensors by ``inverse``, of any scale; return 0 where not ``inside``."""
     # An Inf in v must become NaN, although a product that overflows saturates. Inf * 0 is NaN, and
     # adding a zero of the product's sign changes no other value, contracted to an FMA or not.
     zero = (inverse.to(tl.int32, bitcast=True) & -0x80000000).to(tl.float32, bitcast=True)
@@ -163,7 +163,7 @@ def times_any(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untype
 
 @jit
 def store_square_scales(ptr, scale, tile_r, tile_c, rows, columns):  # type: ignore[no-untyped-def]
-    """Store the scales of a tile's squares into [rows, columns to 4], zeros in the padding."""
+    """Store scales of a tile's squares into [rows, columns]; zero-pad columns to multiples of 4."""
     # A tile of one square stores three zeros behind the last scale of a row.
     wide: tl.constexpr = max(scale.shape[1], 4)
     row = tile_r * scale.shape[0] + tl.arange(0, scale.shape[0])[:, None]
@@ -190,7 +190,7 @@ def cast_rows_kernel(  # type: ignore[no-untyped-def]
     MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Cast BLOCK_R whole rows, which registers hold, under a scale for each row."""
+    """Cast BLOCK_R whole rows, held in registers, to row data, and store a scale for each row."""
     ARITHMETIC: tl.constexpr = (MANTISSA, POWER_OF_2, HARDWARE)
     rows, Cp = tl.cdiv(R, 16) * 16 if PAD else R, tl.cdiv(C, 16) * 16
     # 64-bit, since offsets may exceed 32 bits.
@@ -213,11 +213,11 @@ def measure_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, C]
     amax_ptr,  # [R + C] int32, zeros; raised to the bits of the amaxes of rows, then of columns
     R, C, stride_r, stride_c,
-    rows,  # of one program
+    rows,  # the number of rows that one program reads
     ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Measure the amaxes of rows, of columns, or of both, down a strip of columns."""
+    """Raise amaxes of rows, of columns or of both to those of ``rows`` rows in BLOCK_C columns."""
     strips = tl.cdiv(C, BLOCK_C)
     tile = tiles.reversed_tile()
     begin = tile // strips * rows

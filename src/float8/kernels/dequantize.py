@@ -13,7 +13,7 @@ _BLOCK_R, _BLOCK_C = 16, 256
 
 
 def dequantised_by_kernel(operand: Operand, granularity: Granularity, dtype: torch.dtype) -> Tensor:
-    """Dequantize like `dequantised`, by Triton in eager mode if `is_taken`, else by torch code."""
+    """Dequantize as `dequantised`, in eager mode by the Triton kernel if `is_taken` allows it."""
     data = operand.data
     if data.is_cuda and takes_triton_directly(*operand) and is_taken(operand, granularity):
         return dequantised_triton(operand, granularity, dtype)
@@ -21,10 +21,10 @@ def dequantised_by_kernel(operand: Operand, granularity: Granularity, dtype: tor
 
 
 def is_taken(operand: Operand, granularity: Granularity) -> bool:
-    """Return whether the kernel supports `operand`: not empty, 2-D or 3-D, last dim contiguous.
+    """Return whether the Triton kernel can dequantize `operand`.
 
-    The kernel supports one scale, and a scale per row or per block. It does not support transposed
-    views of data with a scale per row, since their scales vary along the last dim.
+    Its data must be 2-D or 3-D, not empty and contiguous along the last dim, with one scale for the
+    tensor, for each row or for each block. For scales of rows this excludes transposed views.
     """
     data, scale = operand
     per_row = scale.shape == (*data.shape[:-1], 1)
@@ -33,7 +33,7 @@ def is_taken(operand: Operand, granularity: Granularity) -> bool:
 
 
 def dequantised_triton(operand: Operand, granularity: Granularity, dtype: torch.dtype) -> Tensor:
-    """Dequantize `operand`, which `is_taken` accepts, into a contiguous tensor by Triton."""
+    """Dequantize `operand` by Triton to a contiguous tensor; `is_taken(operand)` must be True."""
     data, scale = operand
     out = torch.empty(data.shape, dtype=dtype, device=data.device)
     codes = data.view(torch.uint8).view(-1, *data.shape[-2:])
@@ -69,8 +69,8 @@ def _dequantise_kernel(  # type: ignore[no-untyped-def]
     offset = e * scale_e + r // height * scale_r + run * scale_c
     scale = tl.load(scale_ptr + offset, mask=(r < R) & (run * WIDTH < C), other=0)
     magnitude = code & 0x7F
-    # Shifted, they are the bits of a float32 up to the bias of the exponent, which a multiplication
-    # corrects, also for subnormal numbers.
+    # A shifted magnitude has the bits of a float32 up to the bias of the exponent, which a
+    # multiplication corrects, also for subnormal numbers.
     bits = magnitude << (20 if E4M3 else 21)
     v = bits.to(tl.float32, bitcast=True) * (2.0**120 if E4M3 else 2.0**112)
     if E4M3:

@@ -18,7 +18,7 @@ MANTISSA_BITS, SCALE_ROUNDING, HARDWARE_CAST = map(tl.constexpr, range(3))
 
 @jit
 def magnitude_bits(x):  # type: ignore[no-untyped-def]
-    """Return the bits of abs(x), as int16 of a 16-bit dtype and int32 of float32."""
+    """Return the bits of abs(x), as int16 if x has a 16-bit dtype and int32 if x is float32."""
     if x.dtype == tl.float32:
         bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     else:
@@ -28,7 +28,7 @@ def magnitude_bits(x):  # type: ignore[no-untyped-def]
 
 @jit
 def float32_bits(bits, element: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Convert bits of a magnitude of dtype ``element`` to the float32 bits of the same number."""
+    """Convert `magnitude_bits` of dtype ``element`` to the float32 bits (int32) of that number."""
     bits = bits.to(tl.int32)
     if element == tl.bfloat16:
         bits = bits << 16
@@ -65,9 +65,9 @@ def rounded_to_bfloat16(v, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-d
 def scale_of_amax(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the decode scale of an amax given as float32 bits, bitwise that of `amax_to_scale`.
 
-    The quotient is correctly rounded to float32, and then up to a power of two if asked for. If
-    the GPU has float8 cast instructions, FMAs replace the division, which takes twice the registers
-    where a thread has many scales.
+    The quotient is correctly rounded to float32, and then up to a power of two if ``ARITHMETIC``
+    says so. On GPUs that convert to float8, FMAs replace the division, which would take twice the
+    registers where a thread has many scales.
     """
     FLOAT8_MAX: tl.constexpr = 448.0 if ARITHMETIC[MANTISSA_BITS] == 3 else 57344.0
     floor: tl.constexpr = (127 - 100) << 23  # SMALLEST_AMAX; NaN and Inf lie above it
@@ -106,9 +106,9 @@ def reciprocal(scale, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def scale_and_inverse(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the scale of an amax, given as float32 bits, and its reciprocal.
+    """Return the scale of an amax, given as float32 bits, and the reciprocal of the scale.
 
-    8-bit exponents equal `amax_to_exponent`, and their reciprocals `inverse_of_exponent`.
+    Under 8-bit exponents these equal the results of `amax_to_exponent` and `inverse_of_exponent`.
     """
     if ARITHMETIC[SCALE_ROUNDING] == 2:
         # The largest value of a format is 1.75 * 2**BIAS.
@@ -131,7 +131,7 @@ def scale_and_inverse(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untype
 
 @jit
 def to_float8_bits(v, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Round float32 to float8 bits, uint8, to nearest even; saturate, also Inf; NaN is 0x7f."""
+    """Round float32 to float8 bits (uint8), to nearest even; Inf, too, saturates; NaN is 0x7f."""
     if ARITHMETIC[HARDWARE_CAST]:
         FORMAT: tl.constexpr = tl.float8e4nv if ARITHMETIC[MANTISSA_BITS] == 3 else tl.float8e5
         codes = v.to(FORMAT).to(tl.uint8, bitcast=True)
@@ -142,7 +142,7 @@ def to_float8_bits(v, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def pack_words(b0, b1, b2, b3):  # type: ignore[no-untyped-def]
-    """Pack four uint8 tensors into one of uint32, the first into the lowest byte."""
+    """Pack four uint8 tensors into one uint32 tensor, ``b0`` into the lowest byte."""
     low = b0.to(tl.uint32) | (b1.to(tl.uint32) << 8)
     high = (b2.to(tl.uint32) << 16) | (b3.to(tl.uint32) << 24)
     return low | high
@@ -152,8 +152,8 @@ def pack_words(b0, b1, b2, b3):  # type: ignore[no-untyped-def]
 def to_float8_words(v, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
     """Round four float32 tensors to float8 and pack their bytes as `pack_words` does.
 
-    Written in PTX: from bytes packed with shifts ptxas 12.8 makes words in which three of the four
-    bytes are garbage (seen on H100 with Triton 3.6, in unmasked kernels only).
+    Written in PTX, because ptxas 12.8 miscompiles bytes that are packed with shifts: three of the
+    four bytes are garbage (seen on H100 with Triton 3.6, in unmasked kernels only).
     """
     if ARITHMETIC[HARDWARE_CAST]:
         PAIR: tl.constexpr = "e4m3x2" if ARITHMETIC[MANTISSA_BITS] == 3 else "e5m2x2"
@@ -174,7 +174,7 @@ def to_float8_words(v, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def
 
 @jit
 def _round_to_float8_bits(v, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Round float32 to float8 bits without the hardware's conversion; see `to_float8_bits`."""
+    """Round float32 to float8 bits as `to_float8_bits`, without the GPU's float8 conversion."""
     BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
     LARGEST: tl.constexpr = 0x43E00000 if MANTISSA == 3 else 0x47600000  # 448, 57344
     SHIFT: tl.constexpr = 23 - MANTISSA
@@ -187,8 +187,8 @@ def _round_to_float8_bits(v, MANTISSA: tl.constexpr):  # type: ignore[no-untyped
     # out of the mantissa correctly increments the exponent.
     normal = (bits + ((1 << (SHIFT - 1)) - 1) + ((bits >> SHIFT) & 1)) >> SHIFT
     normal -= (127 - BIAS) << MANTISSA
-    # Subnormal results: added to a number whose last bit is worth the smallest subnormal, the
-    # hardware rounds to a multiple of it.
+    # Subnormal results: adding a number whose last bit is worth the smallest subnormal makes the
+    # hardware round to a multiple of that subnormal.
     ANCHOR: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
     anchor = tl.full(bits.shape, ANCHOR, tl.int32).to(tl.float32, bitcast=True)
     subnormal = (bits.to(tl.float32, bitcast=True) + anchor).to(tl.int32, bitcast=True) - ANCHOR

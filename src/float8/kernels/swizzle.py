@@ -1,6 +1,6 @@
 """MXFP8 scales in the layout that Blackwell's GEMMs read, in plain torch, which a compiler fuses.
 
-It has not run on a Blackwell GPU yet; tests compare the layout with those of torch and torchao.
+The code has not run on a Blackwell GPU yet; tests compare its layout with torch's and torchao's.
 """
 
 import torch
@@ -11,11 +11,11 @@ from float8.config import Granularity
 from float8.scales import Operand
 
 RECIPE, SWIZZLE = [F.ScalingType.BlockWise1x32.value], [F.SwizzleType.SWIZZLE_32_4_4.value]
-"""The numbers by which torch's GEMMs take 1x32 scales and their swizzled layout."""
+"""The values of torch's enums for 1x32 scales and for their swizzled layout."""
 
 
 def scales_of_rows(operand: Operand, granularity: Granularity) -> Tensor:
-    """Return scales [..., R, C / 32] of data [..., R, C], repeating scales of squares per row."""
+    """Return the scales of rows of `operand`, [..., R, C / 32]; those of squares are repeated."""
     R, C = operand.data.shape[-2:]
     if not granularity.square:
         return operand.scale
@@ -23,10 +23,10 @@ def scales_of_rows(operand: Operand, granularity: Granularity) -> Tensor:
 
 
 def swizzled(scale: Tensor) -> Tensor:
-    """Convert scales [R, runs], powers of two, to swizzled exponents [tiles, 512], float8_e8m0fnu.
+    """Convert `scale` [R, runs], powers of two, to swizzled float8_e8m0fnu exponents [tiles, 512].
 
     A tile holds 128 rows and 4 runs; tiles are in row-major order, the last ones zero-padded.
-    Within a tile come rows 0, 32, 64 and 96, four bytes each, then 1, 33, 65, 97, and so on
+    A tile stores rows 0, 32, 64 and 96, four bytes each, then rows 1, 33, 65, 97, and so on
     (cuBLAS, "1D block scaling factors layout"). The exponent of NaN is 255.
     """
     exponents = (scale.view(torch.int32) >> 23).to(torch.uint8)

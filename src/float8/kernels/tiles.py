@@ -4,9 +4,9 @@ Row and column data are those of the matrix that a kernel reads, which may be ``
 
 Kernels that write a transposed 1-byte copy hold a tile as four tensors [BLOCK_R / 4, BLOCK_C];
 tensor i has the rows i, i + 4, i + 8 and so on. Four neighboring bytes of the copy are then at one
-position of the four tensors. They are packed into a 32-bit word, so that four times fewer items go
-through shared memory. ``quad`` [BLOCK_R / 4, 1] numbers groups of four rows, ``c`` [1, BLOCK_C]
-columns; both are 64-bit, since offsets may exceed 32 bits.
+position of the four tensors, and are packed into a 32-bit word, so that four times fewer items go
+through shared memory. ``quad`` [BLOCK_R / 4, 1] has the indices of groups of four rows, ``c``
+[1, BLOCK_C] those of columns; they are 64-bit integers, since offsets may exceed 32 bits.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ COL_TILES: tuple[Tile, ...] = ((128, 128, 8), (64, 64, 4), (32, 64, 4))
 """Tiles of kernels that write a transposed copy; 128 x 128 fills 128-byte lines of both layouts."""
 
 GROUP = 8
-"""The number of tiles down R after which the order of tiles moves on along C."""
+"""The number of tiles down R before the next tiles along C: neighboring tiles write long runs."""
 
 
 def tiled(
@@ -40,9 +40,9 @@ def tiled(
 ) -> Launch:
     """Return the launch of a kernel whose programs each process one tile of a matrix [R, C].
 
-    ``tiles`` are sorted from large to small; the first with two programs per multiprocessor is
-    used, or the last. The constants EVEN (tiles fill the matrix exactly, so no masks are needed),
-    BLOCK_R, BLOCK_C and GROUP are appended to ``constants``.
+    ``tiles`` are sorted from large to small; the first that yields two programs per multiprocessor
+    is used, else the last. ``integers`` begin with R, C. The constants EVEN (tiles fill the matrix
+    exactly, so no masks are needed), BLOCK_R, BLOCK_C and GROUP are appended to ``constants``.
     """
     (R, C, *_), sms = integers, sm_count(device)
     for tile in tiles:
@@ -57,7 +57,7 @@ def tiled(
 
 @jit
 def reversed_tile():  # type: ignore[no-untyped-def]
-    """Return this program's tile index, counted from the end of x, which is still in the cache."""
+    """Return this program's tile index from the end of x, which is still in the L2 cache."""
     return tl.num_programs(0) - 1 - tl.program_id(0)
 
 
@@ -65,7 +65,7 @@ def reversed_tile():  # type: ignore[no-untyped-def]
 def tile_at(  # type: ignore[no-untyped-def]
     tile, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr
 ):
-    """Return row and column, in tiles, of tile number ``tile``; neighbors write long runs."""
+    """Return the row and column, counted in tiles, of tile number ``tile`` in order of GROUP."""
     tiles_r = tl.cdiv(R, BLOCK_R)
     tiles_c = tl.cdiv(C, BLOCK_C)
     group = tile // (GROUP * tiles_c)
@@ -76,7 +76,7 @@ def tile_at(  # type: ignore[no-untyped-def]
 
 @jit
 def load(ptrs, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load where ``inside``, and return zero elsewhere; if ``EVEN``, load all without a mask."""
+    """Load from ``ptrs``, with zero where not ``inside``; if ``EVEN``, load without a mask."""
     if EVEN:
         values = tl.load(ptrs)
     else:
@@ -86,7 +86,7 @@ def load(ptrs, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def or_zero(v, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return ``v`` where ``inside``, zero elsewhere; if ``EVEN`` return it unchanged."""
+    """Return ``v`` where ``inside`` and zero elsewhere; if ``EVEN``, return all of ``v``."""
     if not EVEN:
         v = tl.where(inside, v, 0.0)  # also where it is NaN
     return v
@@ -94,7 +94,7 @@ def or_zero(v, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def store(ptrs, values, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store where ``inside``; if ``EVEN``, store all without a mask."""
+    """Store ``values`` at ``ptrs`` where ``inside``; if ``EVEN``, store all without a mask."""
     if EVEN:
         tl.store(ptrs, values)
     else:
@@ -106,9 +106,9 @@ def store(ptrs, values, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-
 
 @jit
 def tile_quads(tile_r, tile_c, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return indices of groups of four rows [BLOCK_R / 4, 1], and of columns [1, BLOCK_C].
+    """Return the indices of groups of four rows [BLOCK_R / 4, 1], and of columns [1, BLOCK_C].
 
-    The indices are those of tile ``tile_c`` in the ``tile_r``-th row of tiles.
+    The tile is in row ``tile_r`` and column ``tile_c`` of all tiles of the matrix.
     """
     quad = (tile_r * (BLOCK_R // 4) + tl.arange(0, BLOCK_R // 4)).to(tl.int64)[:, None]
     c = (tile_c * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
@@ -117,19 +117,19 @@ def tile_quads(tile_r, tile_c, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  #
 
 @jit
 def quad_rows(quad):  # type: ignore[no-untyped-def]
-    """Return the row indices of a tile's four tensors; tensor i has the rows ``4 * quad + i``."""
+    """Return the row indices of a tile's four tensors: ``4 * quad + i`` for tensor i."""
     return quad * 4, quad * 4 + 1, quad * 4 + 2, quad * 4 + 3
 
 
 @jit
 def load_rows(ptr, rows, stride, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load a tile as four tensors with row numbers ``rows``; ``ptr`` is at columns of row 0."""
+    """Load four tensors, with ``rows[i]`` in tensor i; ``ptr`` points to columns of row 0."""
     return [load(ptr + rows[i] * stride, inside[i], EVEN) for i in (0, 1, 2, 3)]
 
 
 @jit
 def largest_magnitudes(x):  # type: ignore[no-untyped-def]
-    """Return the bits of the elementwise largest magnitude of four tensors."""
+    """Return the elementwise maximum of abs of four tensors, as bits of `magnitude_bits`."""
     bits = [magnitude_bits(values) for values in x]
     return tl.maximum(tl.maximum(bits[0], bits[1]), tl.maximum(bits[2], bits[3]))
 
@@ -152,7 +152,7 @@ def block_max(m, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-
 
 @jit
 def repeat_blocks(s, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Repeat each element over a block HEIGHT x WIDTH; a dim of size 1 is left to broadcasting."""
+    """Repeat each element of ``s`` to HEIGHT x WIDTH; dims of size 1 are left to broadcasting."""
     if HEIGHT != 1 and s.shape[0] != 1:
         s = tl.broadcast_to(s[:, None, :], (s.shape[0], HEIGHT, s.shape[1]))
         s = tl.reshape(s, (s.shape[0] * HEIGHT, s.shape[2]))
@@ -164,16 +164,16 @@ def repeat_blocks(s, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore
 
 @jit
 def times(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Multiply four float32 tensors by four reciprocals of scales; zero where not ``inside``.
+    """Multiply four float32 tensors ``v[i]`` by ``inverse[i]``; return zero where not ``inside``.
 
-    Inf becomes NaN without further code, since the scale of its amax is Inf or NaN.
+    An Inf becomes NaN, since the scale of its amax is Inf or NaN, but not under 8-bit exponents.
     """
     return [or_zero(v[i] * inverse[i], inside[i], EVEN) for i in (0, 1, 2, 3)]
 
 
 @jit
 def store_row_scales(ptr, quad, scales, rows):  # type: ignore[no-untyped-def]
-    """Store the scales of a tile's rows, four tensors [BLOCK_R / 4, 1], to a vector [rows]."""
+    """Store the scales of a tile's rows, four tensors [BLOCK_R / 4, 1], into a vector [rows]."""
     r = quad_rows(quad)
     for i in tl.static_range(4):
         tl.store(ptr + r[i], scales[i], mask=r[i] < rows)
@@ -184,7 +184,7 @@ def store_row_data(  # type: ignore[no-untyped-def]
     ptr, v, quad, c, rows, Cp, ARITHMETIC: tl.constexpr, EVEN: tl.constexpr,
     EVEN_C: tl.constexpr = False,
 ):  # fmt: skip
-    """Store four tensors as float8 [rows, Cp]; no mask if ``EVEN``, only of rows if ``EVEN_C``."""
+    """Store ``v`` as float8 [rows, Cp]; ``EVEN``: without a mask, ``EVEN_C``: mask rows only."""
     ptr = ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + c
     r = quad_rows(quad)
     for i in tl.static_range(4):
@@ -196,7 +196,7 @@ def store_row_data(  # type: ignore[no-untyped-def]
 
 @jit
 def store_col_data(ptr, words, quad, c, rows, pitch, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store words [BLOCK_R / 4, BLOCK_C] transposed into uint32 [rows, pitch]."""
+    """Store the transpose of ``words`` [BLOCK_R / 4, BLOCK_C] into uint32 [rows, pitch]."""
     c, quad = tl.trans(c), tl.trans(quad)
     ptr = ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + c * pitch + quad
     store(ptr, tl.trans(words), (c < rows) & (quad < pitch), EVEN)
@@ -204,17 +204,17 @@ def store_col_data(ptr, words, quad, c, rows, pitch, EVEN: tl.constexpr):  # typ
 
 # ---------------------------------------------------------------- strips of tiles
 
-# A program that measures goes down a strip, one tile after the other. Programs combine their amaxes
-# by atomics, of which a GPU does few per second; those of columns occur once per strip.
+# A program that measures amaxes goes down a strip of columns, tile by tile. Programs combine amaxes
+# by atomics, of which a GPU does few per second; amaxes of columns need one per program and column.
 
 STRIP_WARPS, STRIP_R, STRIP_BYTES, MOST_TILES = 4, 64, 256, 8
 """Warps, rows, and bytes per row of a tile, and the largest number of tiles per program."""
 
 
 def strips_of(R: int, C: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int]:
-    """Split [R, C] into strips; return rows per program, columns per strip, number of strips.
+    """Split [R, C] into strips of columns; return rows per program, strip width, strip count.
 
-    Each program gets at least one tile, and few enough for eight programs per multiprocessor.
+    A program gets 1 to MOST_TILES tiles, few enough for eight programs per multiprocessor.
     """
     block_c = STRIP_BYTES // dtype.itemsize
     strips = -(-C // block_c)
@@ -225,14 +225,14 @@ def strips_of(R: int, C: int, dtype: torch.dtype, device: torch.device) -> tuple
 @jit
 def measure_strip(  # type: ignore[no-untyped-def]
     x_ptr,  # row 0 of the matrix
-    row_amax_ptr,  # int32 of row 0, raised to the bits of the amaxes of rows; or the one of ALL
-    col_amax_ptr,  # int32 of column 0, the same of columns
+    row_amax_ptr,  # int32 [rows], raised to the bits of the amaxes of rows; if ALL, one element
+    col_amax_ptr,  # int32 [columns], raised to the bits of the amaxes of columns
     begin, end, strip, C, stride_r, stride_c, ROW: tl.constexpr, COL: tl.constexpr,
     ALL: tl.constexpr,  # measure the amax of all elements instead of rows and columns
     EVEN: tl.constexpr,  # strips fill the columns exactly
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Update amaxes in memory, by atomic max, with those of rows ``begin:end`` of ``strip``."""
+    """Raise amaxes in memory, by atomic max, to those of rows ``begin:end`` of column ``strip``."""
     element: tl.constexpr = x_ptr.dtype.element_ty
     # 64-bit, since offsets may exceed 32 bits.
     c = (strip * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
@@ -240,7 +240,7 @@ def measure_strip(  # type: ignore[no-untyped-def]
     largest = magnitude_bits(tl.zeros((BLOCK_R, BLOCK_C), element))
     row = begin
     while row < end:  # Triton's interpreter (3.6) takes no range of tensors
-        # Past the end the last row is read again, which changes no amax.
+        # Rows past the end are replaced by the last row, which changes no amax.
         r = tl.minimum(row + tl.arange(0, BLOCK_R), end - 1).to(tl.int64)
         bits = magnitude_bits(load(x_ptr + r[:, None] * stride_r, c[None, :] < C, EVEN))
         if COL or ALL:

@@ -17,10 +17,10 @@ BYTE_DTYPES = (*FLOAT8_MAX, torch.uint8, torch.int8)
 
 
 def transpose_bytes(data: Tensor, *, after: Tensor | None = None) -> Tensor:
-    """Return the transpose of ``data`` [R, C] as a contiguous, zero-padded copy [C to 16, R to 16].
+    """Return a contiguous copy [C, R] of ``data`` [R, C], zero-padded to multiples of 16.
 
-    ``data`` has a dtype of `BYTE_DTYPES`, else `TypeError` is raised, and any strides. The copy has
-    no gradient. ``after`` as in :func:`cast`.
+    Raises `TypeError` if ``data`` is not 2-D of `BYTE_DTYPES`; strides are free. The copy has no
+    gradient. ``after`` is a tensor that compiled code must compute before; see :func:`cast`.
     """
     if data.dtype not in BYTE_DTYPES or data.dim() != 2:
         raise TypeError(
@@ -33,7 +33,7 @@ def transpose_bytes(data: Tensor, *, after: Tensor | None = None) -> Tensor:
 
 
 def transpose_reference(data: Tensor, after: Tensor | None = None) -> Tensor:
-    """Transpose and zero-pad as :func:`transpose_bytes`, in plain torch; ``after`` is unused."""
+    """Transpose as :func:`transpose_bytes` does, by plain torch; ``after`` is unused."""
     # As uint8, because not every backend implements copies of float8.
     (R, C), codes = data.shape, data.view(torch.uint8)
     out = codes.new_zeros((C + -C % 16, R + -R % 16))

@@ -1,1 +1,1 @@
-"""All uses of private API of torch and Triton; `FLOAT8_PLAIN_LAUNCH=1` turns them off."""
+"""Uses of private API of torch and Triton; `FLOAT8_PLAIN_LAUNCH=1` selects public fallbacks."""

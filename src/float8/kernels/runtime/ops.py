@@ -1,6 +1,6 @@
 """Registration of kernels as PyTorch ops, ``torch.ops.float8.*``, without gradients.
 
-It uses the Library API; the ``custom_op`` decorator costs several times as much per eager call.
+`register` uses the Library API; ops of ``custom_op`` take several times as long per eager call.
 CPUs run the plain-torch twins; CUDA runs Triton, or the twins where Triton is not installed.
 Compilers see opaque ops, so equal casts (q, k and v read one tensor) are merged.
 """
@@ -29,8 +29,8 @@ NO_ONNX = (
 cpu, cuda = types.SimpleNamespace(), types.SimpleNamespace()
 """The functions of each op by name, per device, which generated code calls.
 
-Inductor keeps generated code on disk, past an upgrade of this library: the names of these two and
-of this file must stay, and what an op of a given name returns."""
+Inductor's cache on disk outlives an upgrade of this library. Keep the names `cpu` and `cuda` and
+that of this file, and do not change what an op of a given name returns."""
 
 
 def register(
@@ -44,9 +44,9 @@ def register(
 ) -> None:
     """Define the op `name` with the signature of its plain-torch twin `plain`.
 
-    `triton` has the same signature; None: GPUs run `plain`, too. `fake` allocates uninitialized
-    results; `writes` names the arguments that the op writes. `flops` is a formula for
-    `FlopCounterMode`, which passes shapes in place of tensors, and `out_shape`.
+    GPUs run `triton`, which has the same signature, or `plain` if it is None. `fake` allocates
+    results for tracing; `writes` names the arguments that the op writes. `flops` is a formula for
+    `FlopCounterMode`, called with shapes in place of tensors and with `out_shape`.
     """
     schema = torch.library.infer_schema(plain, mutates_args=writes)
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -72,7 +72,7 @@ def register(
 
 
 def _on_its_device(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `body` to run with the GPU of its first argument as the current one, for Triton."""
+    """Wrap `body` so that the GPU of its first argument is the current one, as Triton needs."""
 
     def op(x: Tensor, *args: Any, **named: Any) -> Any:
         current = private.current_device or torch.cuda.current_device
@@ -90,8 +90,8 @@ _REGISTRY = "torch._inductor.codegen.custom_extern_kernel_codegen"
 def _tell_inductor(name: str) -> None:
     """Make code that Inductor generates call the op `name` without the dispatcher's overhead.
 
-    Called when an op is traced, since importing Inductor takes seconds. If Inductor's interface is
-    not the known one, generated code calls the op through the dispatcher.
+    Called when an op is traced, not at import, since importing Inductor takes seconds. If torch
+    lacks the private interface, generated code calls the op through the dispatcher.
     """
     if _REGISTRY not in sys.modules or private.PLAIN_LAUNCH:
         return
@@ -120,7 +120,7 @@ def _warn_without_triton() -> None:
 
 
 def without_triton(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the twin `plain` to warn at its first call that Triton is missing."""
+    """Wrap the twin `plain` so that the first call of any wrapper warns that Triton is missing."""
 
     def op(*args: object, **named: object) -> Any:
         _warn_without_triton()

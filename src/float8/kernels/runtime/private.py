@@ -1,4 +1,4 @@
-"""Private names of torch; None in a torch without them, or with `FLOAT8_PLAIN_LAUNCH=1`."""
+"""Private attributes of torch: None if torch lacks one or with `FLOAT8_PLAIN_LAUNCH=1`."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ PLAIN_LAUNCH = os.environ.get("FLOAT8_PLAIN_LAUNCH") == "1"
 
 
 def find(path: str) -> Any:
-    """Return the attribute of torch at a dotted path, or None if there is none."""
+    """Return torch's attribute at a dotted `path`; None if absent or if `PLAIN_LAUNCH` is set."""
     if PLAIN_LAUNCH:
         return None
     value: Any = torch
@@ -60,8 +60,8 @@ CPU_MULTIPLIES_BFLOAT16: bool = _has_bfloat16 is not None and _has_bfloat16()
 def surely(condition: Any) -> bool:
     """Return True if `condition` is known to hold for all sizes under `torch.compile`.
 
-    Adds no guard; False for unbacked sizes, like that of `x[mask]`. In eager mode the condition
-    itself is returned. There is no fallback.
+    Adds no guard; False if that depends on an unbacked size, like that of `x[mask]`. In eager mode
+    returns `bool(condition)`. There is no fallback for a torch without the private function.
     """
     if not torch.compiler.is_compiling():
         return bool(condition)
@@ -71,10 +71,10 @@ def surely(condition: Any) -> bool:
 
 
 def in_reentrant_checkpoint() -> bool:
-    """Return whether the first forward of reentrant checkpointing runs, which is under no_grad.
+    """Return whether the first forward of reentrant checkpointing, under no_grad, is running.
 
-    False inside a compiled graph with gradients, which also runs under no_grad, in an
-    `autograd.Function` of torch.
+    False inside a compiled graph with gradients, which torch also runs under no_grad, namely in an
+    `autograd.Function`.
     """
     frame: Any = sys._getframe(1)
     while frame := frame.f_back:
@@ -87,14 +87,14 @@ def in_reentrant_checkpoint() -> bool:
 
 
 def make_fx_is_on() -> bool:
-    """Return whether `make_fx` is tracing; fallback: whether its module has been imported."""
+    """Return whether `make_fx` is tracing; fallback: whether `make_fx` has been imported."""
     tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
     mode: Any = getattr(tracing, "get_proxy_mode", lambda: tracing)
     return mode() is not None
 
 
 def compiled_autograd_is_on() -> bool:
-    """Return whether compiled autograd is enabled; False in a torch without the private name."""
+    """Return whether compiled autograd is on; False if `PLAIN_LAUNCH` or torch lacks the name."""
     state = getattr(getattr(torch, "_dynamo", None), "compiled_autograd", None)
     return not PLAIN_LAUNCH and bool(getattr(state, "compiled_autograd_enabled", False))
 
@@ -102,7 +102,7 @@ def compiled_autograd_is_on() -> bool:
 def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorator: exclude `function` from tracing, as `torch.compiler.disable` does.
 
-    That one imports Dynamo when it decorates, which takes a second.
+    `torch.compiler.disable` imports Dynamo, which takes a second; this decorator does not.
     """
     disabled: list[Callable[_P, _R]] = []  # at most one; Dynamo warns about `functools.cache`
 
@@ -120,7 +120,7 @@ def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
 def warn(message: str) -> None:
     """Issue a `UserWarning` at the line of the first caller outside of float8 and torch.
 
-    A `stacklevel` cannot name it: compiled code that calls eager code adds frames.
+    No fixed `stacklevel` finds that line: compiled code that calls eager code adds frames.
     """
     frame: Any = sys._getframe(1)
     inside = "float8", "torch", "contextlib", "threading", "concurrent"
@@ -133,7 +133,7 @@ def warn(message: str) -> None:
 
 
 class _Eager:
-    """Replaces the compiled code of a module by a call of the module in eager mode."""
+    """Stands in for `compiled` code of a module, and runs the module in eager mode by `call`."""
 
     def __init__(self, compiled: Any, call: Callable[..., Any]) -> None:
         self.compiled, self.call, self.users = compiled, call, 0
@@ -146,8 +146,8 @@ class _Eager:
 def past_compiled_code(model: Any) -> Iterator[None]:
     """Context manager: run `model` and its modules in eager mode even if they are compiled.
 
-    Compiled code stays valid. Contexts may overlap and end in any order. Compiled code that calls
-    the model is not replaced; in a torch without the private attributes nothing is.
+    Compiled code stays valid. Contexts may overlap and end in any order. Compiled functions that
+    call `model` are not replaced, and nothing is in a torch without the private attributes.
     """
     replaced = []
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""Triton, or a stand-in where it is not installed, and properties of devices that kernels need.
+"""Triton, or stand-ins if Triton is not installed, and properties of devices that kernels need.
 
 Triton has no builds for some platforms, and float8 on a CPU does not need it.
 """
@@ -21,11 +21,11 @@ try:
     HAS_TRITON = True
     jit = triton.jit
 except ImportError:
-    # The signatures of kernels need no more; without Triton none is launched.
+    # Signatures of kernels need these names; without Triton no kernel is launched.
     HAS_TRITON, tl, TensorDescriptor = False, types.SimpleNamespace(constexpr=int), None
 
     def jit(fn: Callable[..., Any] | None = None, **_: Any) -> Any:
-        """Replace `triton.jit`, with or without arguments; return the function unchanged."""
+        """Return `fn` unchanged, in place of `triton.jit`, used with or without arguments."""
         return fn if fn is not None else lambda fn: fn
 
 
@@ -56,8 +56,8 @@ def sm_count(device: torch.device) -> int:
 def has_float8_conversion(device: torch.device) -> bool:
     """Return whether kernels may convert float32 to float8 by an instruction of ``device``.
 
-    NVIDIA GPUs have it from compute capability 9.0 on; on 8.9 the assembler rounds twice, through
-    float16. Triton's interpreter (3.6) gets it wrong: it rounds halves up,
+    True for NVIDIA GPUs from compute capability 9.0 on; on 8.9 the assembler rounds twice, through
+    float16. False in Triton's interpreter (3.6), whose conversion is wrong: it rounds halves up,
     loses the carry into the exponent, misplaces subnormals and turns NaN into a finite number.
     """
     if device.type != "cuda" or torch.version.hip is not None:
