@@ -1,4 +1,4 @@
-"""The cast of delayed scaling: quantize with the stored scale, and record the amax."""
+"""Cast with delayed scaling: quantize with the stored scale, and record the amax."""
 
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ class DelayedScale(NamedTuple):
     def cast(
         self, x: Tensor, cast_config: CastConfig, *, row: bool, col: bool, pad_rows: bool = False
     ) -> tuple[Operand | None, Operand | None]:
-        """Cast `x` as `kernels.cast`; an unknown `scale` is computed from `x`. Records the amax."""
+        """Cast `x` as `kernels.cast`, by a scale of `x` if `self.scale` is unknown; record amax."""
         if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
             raise refusal(x)
         granularity = cast_config.scaling_granularity
@@ -54,19 +54,19 @@ class DelayedScale(NamedTuple):
         return Operand(row_data, used) if row else None, Operand(col_data, used) if col else None
 
     def choose(self, dynamic: Tensor) -> Tensor:
-        """Return `scale`, or if it is unknown `dynamic`, the scale computed from the data."""
+        """Return `self.scale`, or if that is unknown `dynamic`, a scale computed from the data."""
         return torch.where(self.scale == UNKNOWN_SCALE, dynamic, self.scale)
 
     def observe(self, amax: Tensor) -> None:
-        """If recording, set `self.amax` to its maximum with `amax`, 0-dim float32; keep NaN."""
+        """If `recording`, set `self.amax` to its maximum with `amax`, both 0-dim; NaN stays NaN."""
         if self.recording:
             self.amax.copy_(torch.maximum(self.amax, amax))
 
     def apart(self) -> "DelayedScale":
         """Return a recording `DelayedScale` with the same scale and a new amax of zero.
 
-        A cast that records into the new amax leaves this state unchanged, so compiled code may run
-        it again for activation checkpointing. The caller may `observe` that amax here afterwards.
+        Casts that record into the new amax do not change `self`, so compiled code may repeat them
+        for activation checkpointing. Later the caller may pass the new amax to `self.observe`.
         """
         # Not `zeros_like`, for which a compiler would keep the amax.
         fresh = torch.zeros((), dtype=torch.float32, device=self.amax.device)
@@ -87,9 +87,9 @@ def cast_delayed_reference(
     power_of_2: bool,
     record: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast as the kernel does, in plain torch; return the used scale, row and column data.
+    """Cast `x` and record `amax` as the kernel does, in plain torch; return scale, row, col data.
 
-    Unrequested layouts are empty tensors, as auto-functionalization supports no list returns.
+    Without `row` or `col` those data are empty: auto-functionalization supports no list returns.
     """
     current = amax_reference(x)
     used, scale = amax_to_scale(current, dtype, power_of_2), scale.reshape(())

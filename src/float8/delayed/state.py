@@ -39,7 +39,7 @@ WEIGHT, GRAD_OUTPUT = SITES[CastSite.WEIGHT], SITES[CastSite.GRAD_OUTPUT]
 
 
 class StatefulLayer(Float8Module):
-    """The base class of linear layers, with the buffers of delayed scaling."""
+    """The base class of `Float8Linear` that manages the buffers of delayed scaling."""
 
     weight: Tensor
     _float8_stateful: tuple[Site, ...]
@@ -83,20 +83,20 @@ class StatefulLayer(Float8Module):
         return {name: self.get_buffer(name) for site in self._float8_stateful for name in site[1:]}
 
     def _float8_fresh_state(self, site: Site, device: torch.device) -> dict[str, Tensor]:
-        """Return new buffers for a cast site, by name."""
+        """Return a dict of new buffers for cast site `site` on `device`, by buffer name."""
         first = _first_scale(self._float8_config)
         scale = torch.full((), first, dtype=torch.float32, device=device)
         history = scale.new_zeros(self._float8_config.delayed_scaling_config.history_len)
         return {site.amax: torch.zeros_like(scale), site.history: history, site.scale: scale}
 
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """Register a hook; replace buffers that tensor parallel made DTensors by local tensors."""
+        """Register a hook; make buffers local that tensor parallel has replaced by DTensors."""
         for name, buffer in self._float8_state().items():
             self._buffers[name] = local_tensor(buffer)
         return super().register_forward_pre_hook(*args, **kwargs)
 
     def _float8_leave_meta(self) -> bool:
-        """Replace buffers left on the meta device if the weight is not; return whether it did."""
+        """If a buffer but not the weight is on the meta device, replace buffers and return True."""
         left = not self.weight.is_meta and any(x.is_meta for x in self._float8_state().values())
         if left:
             self._float8_register_buffers()
@@ -120,14 +120,14 @@ class StatefulLayer(Float8Module):
         super().reset_parameters()  # type: ignore[misc]
         self._float8_reset_state()
 
-    # ---------------------------------------------------------------- which steps it is in
+    # ---------------------------------------------------------------- training and syncs
 
     def _float8_cast_of_shard(self, cast_config: CastConfig, shard: Tensor) -> Cast:
-        """Return the cast of a shard of the weight that FSDP2 gathers; it records a new amax.
+        """Return the cast of `shard`, a weight's part that FSDP2 gathers, with a new amax buffer.
 
-        Each forward in training records that amax in the layer, and the sync reduces it over ranks.
-        The scale is that of the last sync. It is computed from the data in eval mode, for a frozen
-        layer and while no scale is set. Grad mode is not checked: FSDP2 gathers under `no_grad`.
+        Each forward in training merges this amax into the layer's, which the sync reduces.
+        The scale is that of the last sync; in eval mode, for a frozen layer and while no scale is
+        set, it is computed from the data. Grad mode is ignored: FSDP2 gathers under `no_grad`.
         """
         amax, reduce = shard.new_zeros((), dtype=torch.float32), None
         scale, trains = self.get_buffer(WEIGHT.scale), self._float8_trains()
@@ -172,7 +172,7 @@ class StatefulLayer(Float8Module):
         self._float8_versions = None
 
     def _float8_amax_version(self) -> int:
-        """Return the version of the amax of the weight, else of the first site, else -1."""
+        """Return the version of the weight's amax buffer, else of the first site's, else -1."""
         amax = self._buffers.get(WEIGHT.amax)
         if amax is None and self._float8_stateful:
             amax = self._buffers[self._float8_stateful[0].amax]
@@ -181,10 +181,10 @@ class StatefulLayer(Float8Module):
     def _float8_check_synced(self) -> None:
         """Raise `RuntimeError` if trained Parameters were written between forwards without a sync.
 
-        Skipped without gradients, while attached to an optimizer, and in compiled code. Compares
-        version counters, which fused optimizers and writes through `.data` do not increment. So it
-        also compares the weight's diagonal after a backward, once `weight.grad` is None, and syncs
-        with the device. Such writes are missed after `zero_grad(set_to_none=False)`, if
+        Skipped under `no_grad`, while attached to an optimizer, and in compiled code. Compares
+        version counters, which fused optimizers and writes through `.data` do not increment. To
+        find such writes, it compares the weight's diagonal after a backward, once `weight.grad` is
+        None, which waits for the device. They are missed after `zero_grad(set_to_none=False)`, if
         `torch.distributed` is initialized, grad_output is dynamic or only the bias trains.
         """
         checks = self._float8_config.enable_pre_and_post_forward and not self._float8_attached
@@ -224,12 +224,12 @@ class StatefulLayer(Float8Module):
             )
 
     def _float8_with_state(self, casts: Casts) -> Casts:
-        """Return `casts` with the buffers of this layer as scale sources; require a sync.
+        """Return `casts` with this layer's buffers as scale sources; raise if a sync is missing.
 
         Scales come from the history in training mode with gradients, unless the layer is frozen,
         and in the first forward of reentrant checkpointing, which is recomputed with gradients.
-        Otherwise they come from the data, since a sync may never follow. Amaxes are recorded while
-        grad mode is on. A scale that the last sync made equal on all ranks needs no reduction.
+        Else scales come from the data, since a sync may never follow. Amaxes are recorded while
+        grad mode is on. Scales that the last sync made equal on all ranks are not reduced.
         """
         self._float8_check_synced()
         record, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
@@ -302,7 +302,7 @@ class StatefulLayer(Float8Module):
 
 
 def _first_scale(config: Float8LinearConfig) -> float:
-    """Return the value of a scale before the first sync."""
+    """Return the value that all scales have before the first sync."""
     return UNKNOWN_SCALE if config.enable_amax_init else 1.0
 
 
@@ -317,7 +317,7 @@ def _scale_without_gradients(scale: Tensor) -> Tensor:
 register("scale_without_gradients", _scale_without_gradients, fake=torch.empty_like)
 
 
-# ---------------------------------------------------------------- of other configurations
+# ---------------------------------------------------------------- other configurations
 
 
 def _as_loadable(
@@ -325,7 +325,7 @@ def _as_loadable(
 ) -> dict[str, Any]:
     """Return a copy of `state_dict` with buffers of delayed scaling that fit the config of `layer`.
 
-    Warns of buffers that are dropped or missing; Python shows equal warnings of many layers once.
+    Warns of dropped or missing buffers, shown once for equal layers; adds errors to `error_msgs`.
     """
     loaded, notes = dict(state_dict), []
     keys_of = {x: [prefix + y for y in x[1:] if prefix + y in loaded] for x in SITES.values()}

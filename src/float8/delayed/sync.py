@@ -25,32 +25,32 @@ from float8.tensor.ranks import amax_over, is_fsdp_module, local_tensor
 def sync_float8_amax_and_scale_history(
     model: nn.Module, fp8_layers: Sequence[Float8Linear] | None = None, *, group: Any = None
 ) -> None:
-    """Turn the amaxes of this step into the scales of the next, for all layers at once.
+    """Compute the scales of the next step from the amaxes of this step, for all layers at once.
 
-    Call it once per optimizer step, after the last `backward()` and before the next forward, or
-    let `attach_to_optimizer` do so. It uses all amaxes recorded since the last call: it may follow
-    several microbatches, and changes nothing where nothing was recorded. In one process it compiles
-    without a graph break. Layers that train on without a sync raise a `RuntimeError` where that can
-    be noticed: see "A missing sync" in docs/scaling.md.
+    Call this function once per optimizer step, after the last `backward()` and before the next
+    forward, or let `attach_to_optimizer` do so. The amaxes are all that were recorded since the
+    last call, by one or more microbatches; without an amax a scale does not change. In one process
+    the function compiles without a graph break. Layers that train on without a sync raise a
+    `RuntimeError` where this can be detected: see "A missing sync" in docs/scaling.md.
 
-    Once `torch.distributed` is initialized, one all-reduce combines the amaxes of all layers, so
-    every rank must call it. At the first call ranks also compare their layers.
+    If `torch.distributed` is initialized, one all-reduce per process group combines the amaxes of
+    all layers, so every rank must call this. The first call compares the layers of the ranks.
+    In `ddp.join()` set `throw_on_early_termination=True`: ranks without inputs do not sync.
 
     Args:
         model: the converted model, compiled or not.
-        fp8_layers: the layers to sync, to save the walk over the model; None: all of `model`.
-        group: the `ProcessGroup` of the ranks that train on parts of the same batch. None: the mesh
-            of the weights, in all of its dims; else the mesh of other parameters under the same
-            `fully_shard`; else all ranks. Pass a group for unsharded pipeline stages, for
-            independent models per rank, and for tensor parallel under DDP, where weights know the
-            mesh of one replica.
+        fp8_layers: the layers to sync, to save a walk over `model`. None: all layers of `model`.
+        group: the `ProcessGroup` of the ranks that train on parts of the same batch. None: all dims
+            of the weights' device mesh; if weights have none, the mesh of other parameters under
+            the same `fully_shard`; else all ranks. Pass a group for unsharded pipeline stages, for
+            independent models per rank, and for tensor parallel under DDP, where the mesh of the
+            weights has only one replica.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: no `group` is given, and weights are on different meshes, or gathered in float8
-            at the moment. Or ranks that hold parts of a weight would not share its amaxes. Or ranks
-            have different layers with delayed scaling.
-        RuntimeError: DDP in `model` is within a `join()` that goes on without inputs.
+        ValueError: `group` is None while weights are on different meshes or are gathered in float8;
+            the group lacks ranks that hold parts of a weight; or ranks have different layers with
+            delayed scaling.
     """
     require_module(model, "model")
     if fp8_layers is not None:
@@ -110,8 +110,8 @@ def forget_float8_amax(model: nn.Module) -> None:
 
     `torch.distributed.pipelining` runs such forwards in the first `schedule.step()`, to find the
     shapes of a stage: with gradients, on uninitialized memory. Call this function after that step
-    and before `optimizer.step()`. Until the next sync casts compute scales from the data. Raises a
-    `TypeError` if `model` is not an `nn.Module`.
+    and before `optimizer.step()`. Scales do not change: unset ones are computed from the data until
+    the next sync. Raises a `TypeError` if `model` is not an `nn.Module`.
     """
     require_module(model, "model")
     for layer in _delayed_layers(model.modules()):
@@ -131,17 +131,17 @@ def next_history_and_scale(
     config: DelayedScalingConfig,
     power_of_2: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Push the amaxes of a step into their histories, and return new histories and scales.
+    """Push the amaxes of a step into their histories; return the new histories and scales.
 
     `amax` and `scale` are [S] float32 for S casts, `history` is [S, history_len], most recent
     first, `float8_max` is [S] float64, the largest value of the format of each cast.
 
     If an amax is 0 (nothing was recorded since the last update, or only zeros), its history and
     scale do not change, so a repeated update is a no-op. A non-finite amax is recorded as 0, so
-    that one overflow does not spoil the scales of the next `history_len` steps. If the
-    history reduced by `scale_fn_name` is 0, the scale does not change. `UNKNOWN_SCALE` stays until
-    an amax is less than twice the largest of its history: if weights are initialized near zero,
-    gradients grow by orders of magnitude in the first step.
+    that one overflow does not spoil the scales of the next `history_len` steps. If the history
+    reduced by `config.scale_fn_name` is 0, the scale does not change. A scale stays `UNKNOWN_SCALE`
+    until an amax is less than twice the largest of its history: if weights are initialized near
+    zero, gradients grow by orders of magnitude in the first step.
     """
     latest, previous_peak = amax.nan_to_num(0.0, 0.0, 0.0), history.amax(dim=1)
     settled = (latest - previous_peak).abs() < previous_peak  # 0 < latest < 2 * previous_peak
@@ -157,10 +157,10 @@ def next_history_and_scale(
 
 
 def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> None:
-    """Replace the amaxes of this rank by their maxima over all ranks, with one all-reduce."""
+    """Replace the amaxes of `layers` by their maxima over ranks (of `group`, unless it is None)."""
     weights: list[Any] = [layer.weight for layer in layers]
     shard_groups = {shard_group for layer in layers for shard_group in layer._float8_groups()}
-    # Parameters of FSDP2's modules around layers tell, too: not all are gathered at once.
+    # Parameters of FSDP2's modules around layers have the mesh, too: not all are gathered at once.
     layer_set, fsdp = {*layers}, filter(is_fsdp_module, model.modules())
     fsdp_parents = (module for module in fsdp if not layer_set.isdisjoint(module.modules()))
     sharded_parameters = (parameter for module in fsdp_parents for parameter in module.parameters())
@@ -186,7 +186,7 @@ def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> 
 
 
 def _shard_amax(weight: Tensor) -> Tensor | None:
-    """Compute the 0-dim float32 amax of a shard; return None if it is not gathered in float8."""
+    """Return the amax [] of this rank's shard of `weight`; None if not gathered in float8."""
     local = local_tensor(weight)
     if local is weight or not hasattr(local, "param_dtype"):
         return None
@@ -197,7 +197,7 @@ def _shard_amax(weight: Tensor) -> Tensor | None:
 def _require_same_layers(
     model: nn.Module, layers: list[Float8Linear], ranks: tuple[Any, ...], device_type: str | None
 ) -> None:
-    """Raise `ValueError` if ranks have different layers; compare once per set of groups."""
+    """Raise `ValueError` if `layers` differ over the groups `ranks`; compare once per `ranks`."""
     key = (len(layers), *(group.group_name for group in ranks))
     if key in layers[0]._float8_compared:
         return
@@ -218,7 +218,7 @@ class DelayedScaling(Feature):
     """The feature that syncs amaxes and scales once per step."""
 
     def check_config(self, config: Float8LinearConfig) -> None:
-        """Raise a `ValueError` for settings of delayed scaling that no cast would use."""
+        """Raise a `ValueError` if `delayed_scaling_config` is set, but no cast is delayed."""
         settings = config.delayed_scaling_config
         if not config.delayed_sites and settings != DelayedScalingConfig():
             raise ValueError(
@@ -227,5 +227,5 @@ class DelayedScaling(Feature):
             )
 
     def before_step(self, model: nn.Module, group: Any) -> None:
-        """Compute the next scales from the amaxes of all forwards and backwards of the step."""
+        """Compute the next scales of `model` from the amaxes of this step; reduce over `group`."""
         sync_float8_amax_and_scale_history(model, group=group)

@@ -1,4 +1,4 @@
-"""`Float8Linear`: the module, its autograd function and its delayed-scaling state."""
+"""`Float8Linear`, its base class, and the function `linear`."""
 
 from float8.linear.base import Float8Module as Float8Module
 from float8.linear.functional import linear as linear

@@ -21,19 +21,19 @@ PREFIX = "_float8_"
 
 @functools.cache
 def our_names(base: type) -> frozenset[str]:
-    """Return the attribute names with `PREFIX` of the float8 class `base` and its instances."""
+    """Return the names with `PREFIX` of all attributes of float8 class `base` and its instances."""
     names = {"_float8_config", "_float8_plan", *dir(base)}
     return frozenset(name for name in names if name.startswith(PREFIX))
 
 
 @functools.cache
 def not_copied(cls: type) -> frozenset[str]:
-    """Return the names of attributes that copies and pickles of `cls` leave out."""
+    """Return the names of attributes that a copy or pickle of a `cls` instance leaves out."""
     return frozenset().union(*(vars(x).get("_float8_not_copied", ()) for x in cls.__mro__))
 
 
 class PlainFloat8Module(nn.Module):
-    """Base class of float8 modules: configuration, copies, state dicts, conversion back.
+    """Base class of float8 modules: holds the configuration; copies, saves, loads, converts back.
 
     Mixins extend its methods: `Float8Module` adds weights that are held or in float8 only,
     `StatefulLayer`, a base of `Float8Linear`, adds delayed scaling.
@@ -44,11 +44,11 @@ class PlainFloat8Module(nn.Module):
     _float8_source_class: ClassVar[type[nn.Module]]
     """The class of the module before conversion and after `convert_to_high_precision`."""
     _float8_observers: tuple[Callable[..., Any], ...] = ()
-    """Functions of the operands and output of a forward that return the output; see `Watch`."""
+    """Called in each forward with `(self, casts, input, weight, output)`; return the output."""
     _float8_not_copied: ClassVar[frozenset[str]] = frozenset(
         {"_float8_attached", "_float8_observers"}
     )
-    """Attributes that belong to this training and this optimizer: copies do not get them."""
+    """Attributes that copies leave out, since they belong to one training and its optimizers."""
     _float8_attached = 0
     """The number of optimizers that the module is attached to."""
     _float8_shards: Any = None
@@ -58,19 +58,19 @@ class PlainFloat8Module(nn.Module):
     _float8_of_this_rank: tuple[str, ...] = ()
     """The names of Parameters and buffers that data parallel must neither send nor reduce."""
     _float8_stateful: tuple[Any, ...] = ()
-    """The cast sites whose scales have a state, which the layer keeps in buffers."""
+    """The cast sites with delayed scaling, whose state the layer keeps in buffers."""
     _float8_held: tuple[Any, ...] = ()
-    """Weights that are quantized already; other weights are quantized in each forward."""
+    """`Held` weights, quantized in advance; other weights are quantized in each forward."""
     _float8_never_trains = False
-    """Whether a weight that requires a gradient is refused."""
+    """Whether forward raises a `RuntimeError` if the weight requires grad."""
 
     @torch.inference_mode(False)  # else its tensors could not be saved for a backward
     def _float8_set_up(self, config: Float8LinearConfig, finish: bool = True) -> None:
-        """Set the configuration, and reset all state.
+        """Set the configuration to `config`, and reset all state that depends on it.
 
-        `finish`: call `_float8_finish` now; else the caller does, one module after another.
+        If `finish` is False, the caller must call `_float8_finish` later, one module at a time.
         """
-        plan = self._float8_make_plan(config)  # which may raise
+        plan = self._float8_make_plan(config)  # first, since this may raise
         self._float8_drop_state()
         self._float8_config, self._float8_plan, self._float8_of_this_rank = config, plan, ()
         self._float8_start_state()
@@ -81,66 +81,66 @@ class PlainFloat8Module(nn.Module):
         return plan_linear(config)
 
     def _float8_start_state(self) -> None:
-        """Make the state that the new configuration needs."""
+        """Create the state that `self._float8_config` needs; mixins extend this."""
 
     @torch.inference_mode(False)
     def _float8_finish(self) -> None:
-        """Replace weights by float8 Parameters under `ONLY`; a no-op in this class."""
+        """Replace weights by float8 Parameters if configured with `ONLY`; a no-op in this class."""
 
     def _float8_drop_state(self) -> None:
-        """Remove what `_float8_set_up` added to the Parameters and buffers."""
+        """Undo the changes of `_float8_set_up` to Parameters and buffers; mixins extend this."""
 
     @classmethod
     def _float8_buffer_names(cls, config: Float8LinearConfig) -> set[str]:
-        """Return the names of the buffers that a module with `config` adds."""
+        """Return the names of the buffers that `config` adds to a module; an empty set here."""
         return set()
 
     def _float8_state(self) -> dict[str, Tensor]:
-        """Return the buffers of `_float8_buffer_names` by name."""
+        """Return the buffers that the configuration added, by name; an empty dict here."""
         return {}
 
     def _float8_with_state(self, casts: Casts) -> Casts:
-        """Return `casts` with scale sources that read and write the buffers."""
+        """Return `casts` with scale sources that use this module's buffers; unchanged here."""
         return casts
 
     def _float8_names(self) -> Sequence[str]:
-        """Return the names of all weights."""
+        """Return the attribute names of all weights of this module."""
         return ("weight",)
 
     def _float8_weight(self, name: str) -> Any:
-        """Return the attribute `name`, a Parameter or a tensor in its place, as [N, K]."""
+        """Return the weight [N, K] with the attribute name `name`, a Parameter or computed."""
         return getattr(self, name)
 
     def _float8_matrices(self) -> Sequence[str]:
-        """Return the names of weights that can be in float8 only, stored as [N, K] or [E, N, K]."""
+        """Return the names of the weights stored as [N, K] or [E, N, K], which `ONLY` quantizes."""
         return ("weight",)
 
     def _float8_groups(self) -> tuple[Any, ...]:
-        """Return the process groups over which the weight is sharded; empty for a plain tensor."""
+        """Return the process groups over which `self.weight` is sharded; () for a plain tensor."""
         weight: Any = getattr(self, "weight", None)
         return sharding_groups(weight) if hasattr(weight, "device_mesh") else ()
 
     def _float8_attach(self) -> None:
-        """Count one more optimizer that the module is attached to."""
+        """Increment the number of optimizers that this module is attached to."""
         self._float8_attached += 1
 
     def _float8_detach(self) -> None:
-        """Count one optimizer fewer that the module is attached to."""
+        """Decrement the number of optimizers that this module is attached to."""
         self._float8_attached = max(self._float8_attached - 1, 0)
 
     def _float8_loadable(self, old: Any, values: Any, local_metadata: dict[str, Any]) -> Any:
-        """Return checkpoint `values` to load into `old`; here, a `Float8Tensor` is dequantized."""
+        """Return `values`, a checkpoint's tensor for Parameter `old`, dequantized if in float8."""
         return dequantise(values) if isinstance(values, Float8Tensor) else values
 
     def _float8_words(self) -> list[str]:
-        """Return texts for `extra_repr` on how the weights are stored."""
+        """Return strings for `extra_repr` that say how the weights are stored."""
         return [] if self._float8_shards is None else self._float8_shards.words(self)
 
     def _float8_become_high_precision(self) -> None:
         """Convert this module back to `_float8_source_class`, in place."""
         self._float8_drop_state()
-        self.__dict__.pop("forward", None)  # that of its class, which accelerate leaves behind
-        source = self._float8_source_class  # may be its own attribute
+        self.__dict__.pop("forward", None)  # accelerate leaves the class's forward here
+        source = self._float8_source_class  # read before an attribute is deleted
         cls: Any = type(self)
         for name in our_names(cls) & vars(self).keys():
             del self.__dict__[name]
@@ -177,4 +177,4 @@ class PlainFloat8Module(nn.Module):
 
 
 class Float8Module(HoldsWeights, OnlyWeights, PlainFloat8Module):
-    """Base class of linear layers and experts; weights may be held or in float8 only."""
+    """Base class of float8 linear layers and experts, with `Float8Weights.HELD` and `ONLY`."""

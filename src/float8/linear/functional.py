@@ -1,4 +1,4 @@
-"""A linear layer in float8 as a function, and the autograd function of all layers."""
+"""`linear`, a float8 linear layer as a function, and `Linear`, the autograd function of layers."""
 
 from typing import Any, NamedTuple
 
@@ -34,22 +34,21 @@ def linear(
     """Compute `input @ weight.T + bias` as `torch.nn.functional.linear`, with three float8 GEMMs.
 
     Args:
-        input: [..., K] float32, bfloat16 or float16; converted to autocast's dtype under it.
-        weight: [N, K], dtype of `input` unless under autocast; or a `Float8Tensor`.
+        input: [..., K] float32, bfloat16 or float16; under autocast, converted to its dtype.
+        weight: [N, K]; has the dtype of `input` unless under autocast. May be a `Float8Tensor`.
         bias: [N] or None.
         config: a `Float8LinearConfig`, or the name of a recipe. None means dynamic tensorwise
             scaling. Delayed scaling has state, and so needs a `Float8Linear`.
 
     Returns:
-        [..., N], dtype of the (autocast) input.
+        [..., N], in the dtype of `input`, or of autocast if it is enabled.
 
     Raises:
-        TypeError: the dtype of `input` is not that of the weight, or no supported one; or one of
-            them is a DTensor; or `config` is neither a configuration nor a name.
-        ValueError: the last dim of `input` is not K, weight or bias has another shape, or `config`
-            has delayed scaling.
+        TypeError: the dtypes of `input` and `weight` differ without autocast or are not supported;
+            `input` or `weight` is a DTensor; or `config` is neither a configuration nor a name.
+        ValueError: a shape is not as above, or `config` has delayed scaling.
         RuntimeError: the device has no float8 GEMM and `config.emulate` is False; or the call is
-            within a transform of torch.func.
+            in a transform of torch.func, such as `grad` or `vmap`.
     """
     config = as_config(config)
     if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
@@ -77,14 +76,14 @@ def apply_linear(
 ) -> Tensor:
     """Compute `input @ weight.T + bias` for `linear` and `Float8Linear`; raises as `linear`.
 
-    `input` may be a `Float8Tensor`, cast as planned. `casts` are those of the plan, bound to this
-    call. `kept`: `weight` with its float8 data, instead of a cast in this call. `products`: how
-    rows are quantized and multiplied; None for `Dense`. If given, the result is [M, N].
+    `input` may be a `Float8Tensor` that was quantized as `plan` says. `casts` are `plan.casts` with
+    the scale sources of this call. `kept` has float8 data of `weight`; if None, `weight` is cast.
+    `products` is a class like `Dense`, then the result is [M, N]; None stands for `Dense`.
     """
     compiling = torch.compiler.is_compiling()
     if not compiling and functorch_levels is not None and functorch_levels() is not None:
         raise RuntimeError(f"Float8Linear: got a call within torch.func{_NO_TRANSFORM}")
-    # Asked here: after a graph break in an earlier call, a compiler would trace the rest.
+    # Checked here: after a graph break in an earlier call, a compiler would trace the rest.
     if compiling and casts.grad_output.source is not None and compiled_autograd_is_on():
         # torch loses what a compiled forward hands to a backward that writes it, as amaxes are. At
         # this error it runs the layer in eager mode, where nothing is lost; not with fullgraph.
@@ -109,7 +108,7 @@ def apply_linear(
             exact = [x and x._replace(powers_of_2=False) for x in (plan.output, plan.grad_weight)]
             plan = plan._replace(output=exact[0], grad_weight=exact[1])
     empty = input.numel() == 0
-    if surely(empty) if compiling else empty:  # nothing to measure, nothing to multiply
+    if surely(empty) if compiling else empty:  # no amax to compute, nothing to multiply
         x = input.to_original_precision() if isinstance(input, Float8Tensor) else input
         matrix = weight.to_original_precision() if isinstance(weight, Float8Tensor) else weight
         output = x @ matrix.to(x.dtype).t()
@@ -125,7 +124,7 @@ def apply_linear(
         args = rows, weight, w, call
         computed = computed_before(Linear, *args) if compiling else None
         output = Linear.apply(*args, computed)  # type: ignore[no-untyped-call]
-    if input.dim() != 2 and products is None:  # else a no-op, which costs a call all the same
+    if input.dim() != 2 and products is None:  # a no-op for 2-D input, but it costs a call
         shape = [*input.shape[:-1], output.shape[-1]]
         # No view: FSDP2 warns of modules that return views, and restricts writes into them.
         output = torch.ops.aten._unsafe_view.default(output, shape)
@@ -133,9 +132,9 @@ def apply_linear(
 
 
 def in_compute_dtype(input: Tensor, weight: Tensor) -> Tensor:
-    """Return `input` in the dtype of autocast; unchanged without autocast, or in float8.
+    """Convert `input` to the dtype of autocast; no-op without autocast or on a `Float8Tensor`.
 
-    Raises as `linear` for dtypes and features of `input` and `weight`, which may be DTensors.
+    Raises as `linear` if dtypes or the last dims do not match. Both arguments may be DTensors.
     """
     autocast = autocast_dtype(input.device)
     same_dtype = autocast is not None or input.dtype == weight.dtype
@@ -168,9 +167,10 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def operand_of(role: str, x: Float8Tensor, cast: Cast, other_gemm: str | None) -> Operand:
-    """Return data and scale of `x`, which was cast elsewhere, for a GEMM; record its amax.
+    """Return `x`, which was quantized elsewhere as tensor `role`, for a GEMM; record its amax.
 
-    Raises a `ValueError` if `cast` differs, or if another GEMM, `other_gemm`, needs another cast.
+    Raises a `ValueError` unless `x` is as `cast` makes it and `other_gemm`, a GEMM that needs
+    another cast of `x`, is None.
     """
     config = cast.config
     fits = x._data.dtype == config.dtype and x._granularity is config.scaling_granularity
@@ -190,14 +190,14 @@ def operand_of(role: str, x: Float8Tensor, cast: Cast, other_gemm: str | None) -
 
 
 class Call(NamedTuple):
-    """The arguments besides tensors of `Linear` in one call of a layer, kept for backward."""
+    """The non-tensor arguments of one call of `Linear`, which backward reads, too."""
 
     plan: LinearPlan
     casts: Casts
     products: Any
-    """What quantizes and multiplies: `Dense`, or another kind."""
+    """`Dense`, or a class with the same attributes, which quantizes and multiplies."""
     weight: Any
-    """The class of the `Weight`."""
+    """The class of the weight `w`: `OnTheFly` or another class with the methods of `Weight`."""
     in_features: int
     weight_dtype: torch.dtype
     need_grad_input: bool
@@ -205,24 +205,24 @@ class Call(NamedTuple):
 
 
 class Linear(torch.autograd.Function):
-    """`output = input @ weight.T` with each GEMM in float8 or high precision, as planned.
+    """`output = input @ weight.T` with each GEMM in float8 or high precision, see `call.plan`.
 
     output       [M, N] = input @ weight.T          row(input),         row(weight)
     grad_input   [M, K] = grad_output @ weight      row(grad_output),   col(weight)
     grad_weight  [N, K] = grad_output.T @ input     col(grad_output),   col(input)
 
-    `call.products` quantizes and multiplies, and may do so for each group of rows, or with the rows
-    of other ranks: see `float8.products.Dense`.
+    `call.products` quantizes and multiplies all rows, each group of rows, or rows that are gathered
+    from other ranks: see `float8.products.Dense`.
     """
 
     @staticmethod
     def compute(
         input: Tensor, weight: Tensor, w: Any, call: Call, *index: Tensor
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Return the output [M, N], in the dtype of the input [M, K], and the tensors to save.
+        """Return the output [M, N], in the dtype of `input` [M, K], and the tensors to save.
 
-        Saved are column data of the input with scale, or `rows` (row data or values) with scale, of
-        which backward makes column data; then the fields that `w.output` returns, and `index`.
+        Saved are `(rows, rows_scale, col_data, col_scale, *fields, *index)`: values or row data of
+        `input`, its column data (if None, backward makes them of `rows`), fields of weight `w`.
         """
         plan, casts, products = call.plan, call.casts, call.products
         compiling = torch.compiler.is_compiling()
@@ -269,7 +269,7 @@ class Linear(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, w: Any, call: Call, computed: Any, *index: Any
     ) -> Tensor:
-        """Return the output; `computed`: the result of `compute`, or None to call it here."""
+        """Return the output [M, N]; `computed`: what `compute` returned, or None to call it."""
         if computed is None:
             y, saved = Linear.compute(input, weight, w, call, *index)
         else:
@@ -282,7 +282,7 @@ class Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """Return `grad_input`, dtype of grad_output, and `grad_weight`, dtype of the weight."""
+        """Return grad_input in the dtype of `grad_output`, and grad_weight in the weight's."""
         compiling = torch.compiler.is_compiling()
         if not compiling and functorch_levels is not None and functorch_levels() is not None:
             raise RuntimeError(f"Float8Linear: got a backward within torch.func{_NO_TRANSFORM}")
@@ -323,5 +323,5 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def symbolic(*_: Any) -> Any:
-        """Raise a `RuntimeError`; `torch.onnx.export` based on TorchScript calls this."""
+        """Raise a `RuntimeError`; `torch.onnx.export` calls this if it is based on TorchScript."""
         raise RuntimeError(NO_ONNX)

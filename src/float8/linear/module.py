@@ -14,7 +14,7 @@ from float8.linear.source import class_of, problem, shallow_copy
 
 
 class _Config:
-    """The configuration as `layer.config`, where its user has nothing of that name."""
+    """Descriptor: `layer.config` is the configuration, unless the user registered that name."""
 
     def __get__(self, layer: Any, cls: Any = None) -> Any:
         if layer is None:
@@ -28,9 +28,9 @@ class _Config:
 class Float8Linear(StatefulLayer, nn.Linear):
     """A linear layer whose GEMMs run in float8: `output = input @ weight.T + bias`.
 
-    The weight [N, K] stays a high-precision `Parameter`. Made from an `nn.Linear` by
-    `from_float` or, for a whole model, by `convert_to_float8_training`. Layers with delayed
-    scaling carry the buffers `fp8_amax_*`, `fp8_amax_history_*` and `fp8_scale_*`, always float32.
+    The weight [N, K] is a high-precision `Parameter`, unless `config` has `Float8Weights.ONLY`. Use
+    `from_float` to convert an `nn.Linear`, `convert_to_float8_training` for a model. With delayed
+    scaling a layer has float32 buffers `fp8_amax_*`, `fp8_amax_history_*` and `fp8_scale_*`.
     """
 
     config: Any = _Config()
@@ -60,20 +60,20 @@ class Float8Linear(StatefulLayer, nn.Linear):
         """Make a `Float8Linear` with the Parameters, hooks and training mode of `mod`.
 
         `mod` stays unchanged. Hooks, Parameters and buffers that are registered or removed later in
-        one layer do not affect the other: `handle.remove()` of a hook of `mod` removes that only.
+        one layer do not affect the other: `handle.remove()` of a hook of `mod` keeps the new one.
         `enable_fsdp_float8_all_gather` takes effect in `convert_to_float8_training` only.
 
         Args:
-            mod: the layer; its Parameters are shared, not copied. If its class is a subclass of
-                `nn.Linear`, so is that of the new layer. A `Float8Linear` gets new state.
+            mod: the layer to convert. The new layer shares its Parameters, and is an instance of
+                its class, too. If `mod` is a `Float8Linear`, delayed scaling starts anew.
             config: a `Float8LinearConfig`, or the name of a recipe. None means dynamic tensorwise
                 scaling.
-            linear_classes: subclasses of `nn.Linear` whose own forward may be replaced.
+            linear_classes: subclasses of `nn.Linear` whose own forward `Float8Linear` may replace.
 
         Raises:
-            TypeError: `mod` is not a linear layer, its subclass may compute something else, or its
-                dtype cannot be cast to float8.
-            ValueError: `config` cannot be honoured for this layer.
+            TypeError: `mod` is not an `nn.Linear`, may compute something else, as subclasses with a
+                forward do, or its weight is not float32, bfloat16 or float16.
+            ValueError: `mod` cannot be converted with `config`; the message says why.
         """
         config = as_config(config)
         require_supported(mod, config, linear_classes)
@@ -83,7 +83,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
     def _float8_made_of(
         cls: Any, mod: nn.Module, config: Float8LinearConfig, finish: bool = True
     ) -> "Float8Linear":
-        """Make a layer of `mod`, unchecked; `finish`: see `_float8_set_up`."""
+        """Convert `mod` as `from_float`, without checks; `finish`: see `_float8_set_up`."""
         source: Any = mod._float8_source_class if isinstance(mod, Float8Linear) else type(mod)
         new: Float8Linear = shallow_copy(mod, class_of(cls, source))
         for name in not_copied(cls) & vars(new).keys():
@@ -92,7 +92,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
         return new
 
     def _float8_begin(self, config: ConfigOrRecipe | None) -> None:
-        """Set up a new layer whose Parameters are registered; raises as `from_float`."""
+        """Check and set `config` at the end of a constructor; raises as `from_float`."""
         config = as_config(config)
         require_supported(self, config)
         self._float8_set_up(config)
@@ -103,17 +103,17 @@ class Float8Linear(StatefulLayer, nn.Linear):
         """Compute `input @ weight.T + bias`.
 
         Args:
-            input: [..., K] float32, bfloat16 or float16; converted to autocast's dtype under it.
+            input: [..., K] float32, bfloat16 or float16; under autocast, converted to its dtype.
 
         Returns:
-            [..., N], dtype of the (autocast) input.
+            [..., N], in the dtype of `input`, or of autocast if it is enabled.
 
         Raises:
-            TypeError: the dtype of `input` is not that of the weight, or no supported one; or
-                `input` is no dense tensor.
+            TypeError: the dtypes of `input` and the weight differ without autocast or are not
+                supported, or `input` is sparse or nested.
             ValueError: the last dim of `input` is not `in_features`.
-            RuntimeError: a sync of delayed scaling is missing; or the call is to be exported to
-                ONNX, or within torch.func, or delayed scaling within torch.jit.trace.
+            RuntimeError: a sync of delayed scaling is missing; a weight in float8 only requires
+                grad; or the call is in ONNX export, torch.func or, if delayed, torch.jit.trace.
         """
         if getattr(input, "layout", None) is not torch.strided or input.is_nested:
             layout = f" of layout {input.layout}" if isinstance(input, Tensor) else ""
@@ -122,7 +122,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
                 f"tensor; call input.to_dense(), or input.values() of a jagged one; to trace by "
                 f"torch.fx, use a Tracer whose is_leaf_module is true for Float8Linear"
             )
-        plan, weight = self._float8_plan, self.weight  # once: each access may compute it
+        plan, weight = self._float8_plan, self.weight  # once: an access may compute the weight
         if weight.requires_grad and self._float8_never_trains:
             raise RuntimeError(
                 "Float8Linear: got requires_grad=True for a weight that is in float8 only, "
@@ -151,14 +151,14 @@ class Float8Linear(StatefulLayer, nn.Linear):
         super().register_parameter(name, param)
 
     def __prepare_scriptable__(self) -> None:
-        """Refuse `torch.jit.script`, which calls this."""
+        """Raise a `RuntimeError`: `torch.jit.script`, which calls this, is not supported."""
         raise RuntimeError(
             "Float8Linear: got torch.jit.script, expected a model in high precision; use "
             "torch.compile or torch.export, or call convert_to_high_precision(model) first"
         )
 
     def extra_repr(self) -> str:
-        """Return the class's own `extra_repr`, and the recipe or the scaling of each tensor."""
+        """Return `extra_repr` of the original class, with the recipe or scaling of each tensor."""
         words = [super().extra_repr(), self._float8_config.short_str(), *self._float8_words()]
         return ", ".join(filter(None, words))
 
@@ -166,9 +166,9 @@ class Float8Linear(StatefulLayer, nn.Linear):
 def unsupported(
     mod: nn.Module, config: Float8LinearConfig, linear_classes: Collection[type] = ()
 ) -> str | None:
-    """Say why `mod`, converted or not, cannot be in float8 with this configuration, or None.
+    """Return why `mod`, converted or not, cannot run in float8 with `config`, or None if it can.
 
-    `linear_classes`: subclasses of `nn.Linear` whose forward may be replaced.
+    `linear_classes`: subclasses of `nn.Linear` whose own forward `Float8Linear` may replace.
     """
     error = problem(mod, Float8Linear, config, linear_classes)
     return None if error is None else str(error)
@@ -177,7 +177,7 @@ def unsupported(
 def require_supported(
     mod: nn.Module, config: Float8LinearConfig, linear_classes: Collection[type] = ()
 ) -> None:
-    """Raise the error that `unsupported` returns for `mod`, if any."""
+    """Raise a `TypeError` or `ValueError` if `mod` cannot be converted; see `unsupported`."""
     if not isinstance(mod, nn.Linear):
         raise TypeError(f"Float8Linear: got a {type(mod).__name__}, expected an nn.Linear")
     if error := problem(mod, Float8Linear, config, linear_classes):

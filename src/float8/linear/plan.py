@@ -1,4 +1,4 @@
-"""The plan of a linear layer: its configuration, resolved once instead of at every call."""
+"""`LinearPlan`: the casts and GEMMs of a linear layer, computed once from its configuration."""
 
 import functools
 from collections.abc import Callable
@@ -34,7 +34,7 @@ class LinearPlan(NamedTuple):
     """The six casts and three GEMMs of a layer; a GEMM that is None runs in high precision."""
 
     casts: Casts
-    """The casts, without the scale sources and the ranks of a call."""
+    """The casts, without the scale sources and reductions over ranks that a call adds."""
     reuse_input: bool
     reuse_weight: bool
     reuse_grad_output: bool
@@ -51,14 +51,14 @@ Planner = Callable[[Float8LinearConfig], LinearPlan]
 
 
 def shared(plan: Planner) -> Planner:
-    """Decorator: return one plan for equal configurations; in compiled code make it again."""
+    """Decorator: cache the plan of each configuration, except in compiled code."""
     cached = functools.cache(plan)  # Dynamo looks through a cache, but warns of it
     return lambda config: (plan if torch.compiler.is_compiling() else cached)(config)
 
 
 @shared
 def plan_linear(config: Float8LinearConfig) -> LinearPlan:
-    """Return the plan of linear layers with `config`."""
+    """Return the `LinearPlan` of linear layers with `config`."""
     casts = {site: config.cast_config(site) for site in CAST_SITES}
     fast = {name: getattr(config, f"gemm_config_{name}").use_fast_accum for name in GEMM_OPERANDS}
     return resolve_plan(config, casts, fast)
@@ -67,7 +67,7 @@ def plan_linear(config: Float8LinearConfig) -> LinearPlan:
 def resolve_plan(
     config: Float8LinearConfig, casts: dict[CastSite, CastConfig], fast_accum: dict[str, bool]
 ) -> LinearPlan:
-    """Return the plan for the casts of all sites, and `use_fast_accum` of each GEMM, by name."""
+    """Return the plan of `config`, with `casts` by site and `use_fast_accum` by name of GEMM."""
 
     def gemm(name: str) -> Gemm | None:
         if name not in config.float8_gemms:

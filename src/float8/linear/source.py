@@ -1,4 +1,4 @@
-"""Tell which layers can become a `Float8Linear`, and give them its class."""
+"""Check whether a layer can become a `Float8Linear`, and create the class of converted layers."""
 
 import copy
 import functools
@@ -28,7 +28,7 @@ PUBLIC = ("config", "from_float")
 
 
 def shallow_copy(mod: nn.Module, cls: Any) -> Any:
-    """Return an instance of `cls` with the attributes of `mod`, registries copied, not compiled."""
+    """Return a new uncompiled `cls` with the attributes of `mod`; copy dicts like `_parameters`."""
     new = cls.__new__(cls)
     for name, value in vars(mod).items():
         new.__dict__[name] = copy.copy(value) if name in _REGISTRIES else value
@@ -38,7 +38,7 @@ def shallow_copy(mod: nn.Module, cls: Any) -> Any:
 
 
 def become(mod: nn.Module, new: nn.Module) -> None:
-    """Give `mod` the class and attributes of its copy `new`; keep its identity and its hooks."""
+    """Give `mod`, in place, the class and attributes of its copy `new`; keep the hooks of `mod`."""
     for name in vars(mod).keys() - vars(new).keys() - {"_compiled_call_impl"}:
         del mod.__dict__[name]  # a forward, and what others know a layer in float8 by
     mod.__dict__.update({name: x for name, x in vars(new).items() if "_hooks" not in name})
@@ -54,8 +54,8 @@ def class_with_forward(cls: type) -> type:
 
 
 def replaced_forward(mod: nn.Module) -> bool:
-    """Return whether an instance attribute overrides forward; accelerate leaves an equal one."""
-    forward: Any = vars(mod).get("forward")
+    """Return whether `mod` has an attribute `forward` other than the method of its class."""
+    forward: Any = vars(mod).get("forward")  # accelerate leaves the method itself
     return forward is not None and forward != types.MethodType(type(mod).forward, mod)
 
 
@@ -66,14 +66,14 @@ ABOUT_FORWARD = "convert before accelerate, or whoever else gives it one; load w
 def problem(
     mod: Any, base: Any, config: Float8LinearConfig, linear_classes: Collection[type]
 ) -> TypeError | ValueError | None:
-    """Return an error that says why `mod` cannot become a layer of class `base`, or None."""
+    """Return the error why `mod` cannot become a `base` with `config`, or None if it can."""
     path = f"{type(mod).__module__}.{type(mod).__qualname__}"
     if reason := _computes_something_else(mod, linear_classes):
         return TypeError(f"got a {path}, {reason}")
     if reason := _cannot_be_both(mod, base, config):
         return ValueError(f"got a {path} {reason}")
     weight = mod.weight
-    if replaced_forward(mod):  # it would win over ours
+    if replaced_forward(mod):  # it would override ours
         got = "got a layer with a `forward` of its own as attribute, expected nn.Linear's"
         return ValueError(f"{got}; {ABOUT_FORWARD}")
     if reason := not_in_high_precision(weight):
@@ -94,7 +94,7 @@ def problem(
 
 
 def _computes_something_else(mod: nn.Module, linear_classes: Collection[type]) -> str | None:
-    """Say why `mod` may not compute what `nn.Linear` does when it is called, or return None."""
+    """Return why calling `mod` might compute something other than `nn.Linear` does, or None."""
     forward_of = class_with_forward(type(mod))
     if is_parametrized(mod):
         return "whose weight is computed, expected an nn.Linear with a weight of its own"
@@ -116,7 +116,7 @@ def _computes_something_else(mod: nn.Module, linear_classes: Collection[type]) -
 
 
 def not_in_high_precision(weight: Any) -> str | None:
-    """Return what `weight` is and what was expected, or None if it is in high precision."""
+    """Return part of an error message if `weight` is not in high precision, else None."""
     cls, dtype = type(weight), getattr(weight, "dtype", None)
     if cls.__module__.split(".")[0] in ("bitsandbytes", "torchao"):
         return f"weight of class {cls.__name__}, which is quantised, expected one in high precision"
@@ -127,7 +127,7 @@ def not_in_high_precision(weight: Any) -> str | None:
 
 
 def _cannot_be_both(mod: Any, base: Any, config: Float8LinearConfig) -> str | None:
-    """Return why the class of `mod` cannot be combined with `base`, or None."""
+    """Return why no class can inherit from both `base` and the class of `mod`, or None."""
     cls: Any = type(mod)
     is_ours = isinstance(mod, Float8Module)
     names, attributes = base._float8_buffer_names(config), {*dir(mod)}
@@ -162,23 +162,23 @@ def _cannot_be_both(mod: Any, base: Any, config: Float8LinearConfig) -> str | No
 def class_of(base: Any, source: Any) -> Any:
     """Return the class of a converted layer; `base` is a float8 class, `source` the user's class.
 
-    For `nn.Linear` it is `base`. For a subclass it inherits from both: `isinstance` holds, methods,
-    properties and class attributes of `source` stay, and forward is that of `base`. Layers can be
-    pickled if `source` can be. The constructor takes the arguments of `source` and a `config`. If
-    `source` takes a `config` of its own, a new layer has dynamic tensorwise scaling.
+    For `nn.Linear` this is `base`; for a subclass, a class that inherits from `base` and `source`:
+    forward is that of `base`, other methods, properties and class attributes are those of `source`.
+    Layers can be pickled if `source` can be. The constructor takes the arguments of `source` and a
+    `config`. If `source` takes a `config` itself, new layers have dynamic tensorwise scaling.
     """
     if issubclass(base, source):
         return base
     name = f"{base.__name__}[{source.__qualname__}]"
     members = {"__init__": _init, "_float8_source_class": source}
-    # What the user's class calls so stays its own.
+    # Attributes of the user's class with these names stay.
     members |= {name: getattr_static(source, name) for name in PUBLIC if hasattr(source, name)}
     return new_class(name, (base, source), class_of, (base, source), **members)
 
 
 def _init(layer: Any, *args: Any, **kwargs: Any) -> None:
     init = layer._float8_source_class.__init__
-    # A `config` that the user's class takes is the user's.
+    # If the user's class takes a `config`, pass it to that class.
     config = None if "config" in signature(init).parameters else kwargs.pop("config", None)
     init(layer, *args, **kwargs)
     layer._float8_begin(config)
@@ -187,15 +187,15 @@ def _init(layer: Any, *args: Any, **kwargs: Any) -> None:
 def new_class(
     name: str, bases: tuple[type, type], make: Any, made_of: tuple[Any, ...], **members: Any
 ) -> Any:
-    """Return a subclass of `bases` that can be set as `__class__` of instances of `bases[1]`.
+    """Return a class `name` of `bases` and `members`, to set as `__class__` of a `bases[1]`.
 
-    Instances are pickled by the call `make(*made_of)`, which returns the class, since it cannot be
-    imported. Raises `TypeError` if instances of `bases` differ in memory layout.
+    Instances are pickled with `make(*made_of)`, a call that returns the class, as a class that is
+    made here cannot be imported. Raises `TypeError` if the memory layouts of `bases` differ.
     """
 
     def reduce(module: Any, protocol: int) -> Any:
         reduced = nn.Module.__reduce_ex__(module, protocol)
-        if type(module) is not cls:  # made of this one by somebody else
+        if type(module) is not cls:  # a subclass that other code made of `cls`
             return reduced
         return _instance, (make, *made_of), *reduced[2:]
 

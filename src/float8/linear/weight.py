@@ -1,8 +1,8 @@
-"""The kinds of weight of a layer, and how each takes part in the GEMMs of forward and backward.
+"""Classes that multiply by the weight of a layer, one class for each way to store the weight.
 
-`Linear` calls `output` and `grad_input` of a `Weight` without knowing its kind. `OnTheFly` casts
-the weight in both. `InFloat8` has data and scale of a `Float8Tensor`: one that FSDP2 gathered, or a
-Parameter in float8. `float8.weights.held` adds weights that are cast once per optimizer step.
+`Linear` calls the methods `output` and `grad_input` of a `Weight`. `OnTheFly` casts the weight in
+both methods. `InFloat8` has the data and scale of a `Float8Tensor`: a weight that FSDP2 gathered,
+or a Parameter in float8. `float8.weights.held` adds weights that are cast once per optimizer step.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 class Weight(Protocol):
     """The weight [N, K] of a layer, or [E, N, K] of experts, as an operand of two GEMMs.
 
-    Each kind is a NamedTuple of tensors or None. Forward passes the tuple that `output` returns to
+    Classes are NamedTuples of tensors or None. Forward passes the fields that `output` returns to
     `save_for_backward`, since a tensor kept on `ctx` would live as long as the loss; backward makes
-    a new instance from it. `shape`: (M, N), or (M, K) for grad_input; `index`: (offs,), or ().
+    a new instance of them. `shape` is that of the result; `index` is (offs,) for experts, else ().
     """
 
     def output(
         self, a: Operand, shape: Shape, index: Any, call: "Call", out_dtype: dtype
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """Return `a @ weight.T`, [M, N] of `out_dtype`, and the fields to save for backward."""
+        """Return `a @ weight.T`, [M, N] in `out_dtype`, and the fields to save; `a`: input rows."""
 
     def grad_input(
         self, g: Operand, shape: Shape, index: Any, call: "Call", out_dtype: dtype
     ) -> Tensor:
-        """Return `g @ weight`, [M, K] of `out_dtype`; `g` is row data [M, N] of grad_output."""
+        """Return `g @ weight`, [M, K] in `out_dtype`; `g` is row data [M, N] of grad_output."""
 
 
 class OnTheFly(NamedTuple):
@@ -59,8 +59,8 @@ class OnTheFly(NamedTuple):
     def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", out_dtype: Any) -> Any:
         """Quantize the weight to column data, and return `g @ weight`.
 
-        The cast depends on `g.scale`, so that a compiler cannot move it into forward: the column
-        data, under FSDP of every gathered weight, would be kept until backward.
+        The cast depends on `g.scale`, so that a compiler cannot move the cast into forward: the
+        column data, under FSDP of every gathered weight, would then be kept until backward.
         """
         cast, gemm, products = call.casts.weight_for_grad_input, call.plan.grad_input, call.products
         if self.scale is not None:
@@ -70,7 +70,7 @@ class OnTheFly(NamedTuple):
 
 
 class InFloat8(NamedTuple):
-    """An unpadded float8 weight; if it was gathered, FSDP2 refills its buffer before backward."""
+    """An unpadded float8 weight; if FSDP2 gathered it, FSDP2 refills the memory for backward."""
 
     data: Tensor | Any = None
     scale: Tensor | Any = None
@@ -84,7 +84,7 @@ class InFloat8(NamedTuple):
         return call.products.output(a, b, shape, *index, gemm=gemm, out_dtype=out_dtype), self
 
     def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", out_dtype: Any) -> Any:
-        """Transpose the row data to column data, and return `g @ weight`; see `OnTheFly`."""
+        """Transpose the row data after `g.scale`, as `OnTheFly` casts; return `g @ weight`."""
         cast_config, gemm = call.casts.weight_for_grad_input.config, call.plan.grad_input
         b = call.products.transposed(Operand(*self), cast_config, g.scale)
         return call.products.grad_input(g, b, shape, *index, gemm=gemm, out_dtype=out_dtype)

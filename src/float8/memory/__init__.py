@@ -1,1 +1,1 @@
-"""Memory of activations: what backward reads is kept in float8, or computed again."""
+"""Save memory of activations: store for backward in float8, or recompute in backward."""

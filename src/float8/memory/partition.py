@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from float8 import scales
 
 RUN = 128
-"""Elements per scale if the last dim is a multiple of this number; else each row has a scale."""
+"""Elements per scale if this number divides the last dim; else each row has one scale."""
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _FUNCTIONS = {"silu", "silu_backward", "gelu", "gelu_backward"}
@@ -63,8 +63,8 @@ the uses by other nodes and the kind of each user; kind "any" may be used in any
 class Float8Partitioner(CustomPartitionerFn):
     """Split a graph into forward and backward as Inductor does, then keep activations in float8.
 
-    For Inductor's option `custom_partitioner_fn`; see `float8.activations_in_float8`. Equal
-    partitioners share compiled code.
+    Set as Inductor's option `custom_partitioner_fn` by `float8.activations_in_float8`. Partitioners
+    with equal fields share compiled code.
     """
 
     min_bytes: float
@@ -77,7 +77,7 @@ class Float8Partitioner(CustomPartitionerFn):
     def __call__(
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
-        """Partition a joint graph, with activations in float8; return forward and backward."""
+        """Split joint graph `gm`; return its forward and backward with activations in float8."""
         _save_sums_that_patterns_read(gm.graph)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         results: Any = (module.graph.output_node().args[0] for module in (forward, backward))
@@ -119,9 +119,9 @@ class Float8Partitioner(CustomPartitionerFn):
         return size > 0 and size >= self.min_bytes
 
     def _keep_in_float8(self, node: Node, activation: Node, forward: Graph, backward: Graph) -> Any:
-        """Cast `node` in `forward`; in `backward` dequantize it in place of `activation`.
+        """Cast `node` in graph `forward`; in `backward`, dequantize instead of input `activation`.
 
-        Returns the nodes of the float8 data and their scale in `forward`.
+        Returns the new nodes in `forward`: the float8 data and their scale.
         """
         dtype = node.meta["val"].dtype
 
@@ -155,7 +155,7 @@ class Float8Partitioner(CustomPartitionerFn):
 def _activations(
     graph: Graph, inputs: Sequence[Node], gradients: Sequence[Node | None], static: set[int]
 ) -> tuple[set[Node], set[Node | None]]:
-    """Return nodes that require grad and depend on an input, and the gradients of Parameters."""
+    """Return nodes that require grad and depend on activations, and the gradients of Parameters."""
     traits, weight_gradients = {}, set[Node | None]()
     for index, (node, gradient) in enumerate(zip(inputs, gradients, strict=False)):
         origin: Any = node.meta.get("desc")  # None in inner graphs: all count as Parameters there
@@ -174,9 +174,9 @@ def _activations(
 
 
 def _save_sums_that_patterns_read(graph: Graph) -> None:
-    """Mark sums that an RMSNorm or an activation function reads to be saved, not their terms.
+    """Mark sums that RMSNorm or an activation function reads as `MUST_SAVE`.
 
-    Rounded terms may cancel each other, so the sum itself must be rounded.
+    Else the terms might be saved and rounded, and rounded terms may cancel each other.
     """
     for node in graph.nodes:
         if _name(node) == "rsqrt" or _is_function(node):
@@ -189,17 +189,17 @@ def _save_sums_that_patterns_read(graph: Graph) -> None:
 def _may_be_rounded(
     graph: Graph, start: Node, gradients: set[Node], weight_gradients: set[Node | None]
 ) -> bool:
-    """Return whether all uses of a saved value in backward match one of four patterns.
+    """Return whether all uses of the saved value `start` in backward match one of four patterns.
 
     - The operand of a weight gradient: the value, times exact factors or cast to float8, is
-      multiplied with a gradient, and the product is the gradient of a Parameter.
+      multiplied with one of `gradients`, and the product is one of `weight_gradients`.
     - The input of SiLU or GELU: backward computes the function again, as an operand and for the
       derivative; the gradient goes into the GEMMs, casts and the bias of a linear layer alone.
     - `up` in `silu(gate) * up`: a gradient times `up` goes into the derivative of `silu` alone.
     - The input of RMSNorm: `sum(gradient * x, -1)`, times exact factors and `x`, is a term of its
       gradient.
 
-    In all of them the value is a factor, so the relative error of each term is that of the value.
+    In all four the value is a factor, so the relative error of each term is that of the value.
     """
     kinds = {start: "value"}
     for node in graph.nodes:
@@ -222,7 +222,7 @@ def _may_be_rounded(
 
 
 def _use(node: Node, rounded: list[Node]) -> str:
-    """Return how a node uses its inputs `rounded`, in the words of `_PATTERNS`, or ""."""
+    """Return the use of `rounded`, inputs of `node`, by its name in `_PATTERNS`, or "" if other."""
     name, args = _name(node), node.args
     if _is_function(node):
         return "function"
@@ -241,7 +241,7 @@ def _use(node: Node, rounded: list[Node]) -> str:
 
 
 def _is_function(node: Node) -> bool:
-    """Return whether a node belongs to the decomposition of an activation function."""
+    """Return whether `node` is part of a decomposed SiLU or GELU or of its derivative."""
     op = node.meta.get("original_aten")
     return isinstance(op, OpOverload) and op._schema.name[6:] in _FUNCTIONS
 
@@ -249,14 +249,14 @@ def _is_function(node: Node) -> bool:
 def _name(node: Node) -> str:
     op: Any = node.target
     if not isinstance(op, OpOverload) and node.args and isinstance(node.args[0], OpOverload):
-        op = node.args[0]  # that writes into its arguments, made functional
+        op = node.args[0]  # an op that writes its arguments, functionalized
     if not isinstance(op, OpOverload):
         return getattr(op, "__name__", "")
     return op._schema.name.removeprefix("aten::").removeprefix("prims::")
 
 
 def _graft(graph: Graph, function: Callable[..., Any], nodes: list[Node]) -> list[Any]:
-    """Trace `function` on the values of `nodes` into `graph`; return the nodes of its results."""
+    """Trace `function` with inputs `nodes` into `graph`; return the nodes of its results."""
     values = [node.meta["val"] for node in nodes]
     with values[0].fake_mode:
         traced = make_fx(lambda *args: function(*args), select_decomp_table())(*values)

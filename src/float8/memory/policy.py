@@ -1,4 +1,4 @@
-"""Save memory of activations: keep them in float8, or recompute all but outputs of GEMMs."""
+"""Save memory of activations: store them in float8, or recompute all but outputs of GEMMs."""
 
 from typing import Any
 
@@ -13,30 +13,30 @@ def activations_in_float8(*, min_mib: float = 1.0, dtype: torch.dtype = E4M3) ->
     """Return options of `torch.compile` that store activations for backward in float8.
 
     A compiled block of Llama under `tensorwise` then stores 0.62 of the bytes. Forward computes
-    with the exact values. The model may be in bfloat16, without any conversion:
+    with the exact values. The model may be in bfloat16, and need not be converted to float8:
 
         block.compile(options=float8.activations_in_float8())
 
     A bfloat16 or float16 activation is rounded to `dtype` if backward uses it for nothing but
     these: the GEMM that computes the gradient of a Parameter, the derivative of SiLU or GELU (of
-    `torch.nn.functional`, also gated) at a linear layer's output, and that of RMSNorm. Activations
+    `torch.nn.functional`, also gated) at a linear layer's output, or that of RMSNorm. Activations
     of attention, softmax, losses, LayerNorm, other gates and comparisons keep their dtype. So do
-    tensors in inner graphs (`nested_compile_region`), and those that stay in memory anyway:
-    outputs, Parameters, inputs without gradients, and their views.
+    tensors in inner graphs (`nested_compile_region`), and tensors that stay in memory anyway:
+    outputs, Parameters, inputs without gradients, and views of these.
 
-    Each 128 elements along the last dim share a float32 scale, a power of two; if the dim is not a
-    multiple of 128, all its elements do. Backward reads the rounded values in their own dtype. An
-    infinite or NaN element turns those that share its scale into NaN.
+    Each 128 elements along the last dim share a float32 scale, a power of two; if the size of the
+    last dim is not a multiple of 128, each row has one scale. Backward dequantizes to the original
+    dtype. An infinite or NaN element turns all elements with the same scale into NaN.
 
     Args:
-        min_mib: smaller tensors, in MiB, are not rounded. Symbolic sizes count by their hints at
-            compile time.
+        min_mib: the size in MiB below which tensors are not rounded. A symbolic size counts by its
+            hint at compile time.
         dtype: `torch.float8_e4m3fn`, or `torch.float8_e5m2` with one mantissa bit less.
 
     Returns:
         A new dict, to which other options may be added, such as `{"triton.cudagraphs": True}` for
-        `mode="reduce-overhead"`: torch accepts either a mode or options. Only Inductor reads it;
-        other backends warn about it, or ignore it silently (`aot_eager`).
+        `mode="reduce-overhead"`: torch accepts either a mode or options. Only Inductor reads these
+        options; other backends warn about them, or ignore them silently (`aot_eager`).
 
     Raises:
         TypeError: `min_mib` is not a number, or `dtype` is not a dtype.
@@ -60,16 +60,16 @@ def activations_in_float8(*, min_mib: float = 1.0, dtype: torch.dtype = E4M3) ->
 def save_gemm_outputs(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Save the outputs of float8 GEMMs, and recompute everything else in backward.
 
-    Use it as policy of `torch.utils.checkpoint.create_selective_checkpoint_contexts`, in eager mode
-    and under `torch.compile`:
+    Pass this function to `torch.utils.checkpoint.create_selective_checkpoint_contexts`, in eager
+    mode or under `torch.compile`:
 
         contexts = functools.partial(create_selective_checkpoint_contexts, save_gemm_outputs)
         y = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 
     Saved are layer outputs [tokens, out_features] in the compute dtype; in compiled code only those
-    that backward reads. Their GEMMs would take most of the time of a recomputation. Casts, norms,
-    activation functions and attention run again, and so do GEMMs in high precision and emulated
-    GEMMs, except for those of experts, and of held weights in compiled code.
+    that backward reads. Recomputing the GEMMs would take most of the time. Casts, norms, activation
+    functions and attention are recomputed, as are GEMMs in high precision and emulated GEMMs, but
+    emulated GEMMs of experts, and of held weights in compiled code, are saved.
 
     Returns:
         `MUST_SAVE` if `op`, the `OpOverload` about to run, is a float8 GEMM, else

@@ -1,4 +1,4 @@
-"""`Float8Tensor`, and helpers for wrappers of tensors and for DTensors."""
+"""`Float8Tensor`, and helpers for weights in tensor subclasses and for DTensors."""
 
 from float8.tensor.float8_tensor import Float8Tensor as Float8Tensor
 from float8.tensor.float8_tensor import dequantise as dequantise

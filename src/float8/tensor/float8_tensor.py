@@ -32,26 +32,26 @@ _REMEDY = (  # ends the errors of ops that are not defined on float8 data
 class Float8Tensor(Wrapper):
     """A tensor stored as float8 data and a scale, which reports its original dtype.
 
-    `x ~= data.to(float32) * scale`. It carries float8 data where autograd, FSDP or DTensor must see
-    one tensor. Float8 layers pass data and scale to a float8 GEMM. Products outside of them (`@`,
-    `bmm`, `einsum`, `F.linear`) dequantize first, and warn. Ops that are not defined on float8 data
-    raise an error that names `.to_original_precision()`.
+    The values are `data.to(float32) * scale`. A `Float8Tensor` carries data and scale as one tensor
+    through autograd, FSDP and DTensor to the GEMMs of float8 layers, which read them. Products
+    outside of such layers (`@`, `bmm`, `einsum`, `F.linear`) dequantize first, and warn. Ops that
+    are not defined on float8 data raise an error that names `.to_original_precision()`.
 
     Args:
-        data: float8, any shape and strides. Under finer scales [..., R, C], contiguous, or with
+        data: float8, any shape and strides under `TENSORWISE`; else [..., R, C], contiguous or with
             the last two dims transposed.
-        scale: float32 decode scales: one element, [..., R, 1] by rows, or one for each block. Those
-            of transposed data are transposed: [..., 1, C] under `AXISWISE`.
+        scale: float32 decode scales: one element under `TENSORWISE`, [..., R, 1] under `AXISWISE`,
+            else one for each block. Those of transposed data are transposed: [..., 1, C].
         orig_dtype: the dtype that the tensor reports: float32, bfloat16 or float16.
-        granularity: what one scale covers. All allow copying, dequantizing and transposing;
-            `AXISWISE` also slicing the dim that has scales; `TENSORWISE` all views.
+        granularity: what one scale covers. Each granularity allows copying, dequantizing and
+            transposing, `AXISWISE` also selecting whole rows, `TENSORWISE` all views.
         amax: 0-dim float32, which delayed scaling records at each use in training, or None.
-        requires_grad: if given with a `Float8Tensor` as `data`, as accelerate does to move weights,
-            the result is `nn.Parameter(data, requires_grad)`; other arguments are ignored.
+        requires_grad: if given and `data` is a `Float8Tensor`, return `nn.Parameter(data,
+            requires_grad)` and ignore other arguments; accelerate moves weights by such a call.
 
     Raises:
         TypeError: a dtype is not one of those named above, or `scale` is missing.
-        ValueError: `data` or `scale` has another shape, or `data` has other strides.
+        ValueError: the shape of `scale`, or shape or strides of `data`, are not as described above.
     """
 
     _data: Tensor
@@ -73,7 +73,7 @@ class Float8Tensor(Wrapper):
         amax: Tensor | None = None,
         requires_grad: bool | None = None,
     ) -> "Float8Tensor":
-        """Check the arguments, and make a tensor of them."""
+        """Check the arguments, and return a new tensor; for the arguments see the class."""
         if requires_grad is not None and isinstance(data, Float8Tensor):
             return nn.Parameter(data, requires_grad)  # type: ignore[return-value]
         if scale is None:
@@ -107,7 +107,7 @@ class Float8Tensor(Wrapper):
     def _unchecked(
         cls, data: Tensor, scale: Tensor, dtype: torch.dtype, granularity: Granularity, amax: Any
     ) -> "Float8Tensor":
-        """Make a `Float8Tensor` from the arguments of the constructor without checking them."""
+        """Return a new `Float8Tensor` of these fields, without checking them."""
         self: Float8Tensor = cls._wrap(data, dtype)
         self._data, self._scale, self._amax = data, scale, amax
         self._orig_dtype, self._granularity = dtype, granularity
@@ -119,7 +119,7 @@ class Float8Tensor(Wrapper):
         return self
 
     def _like(self, data: Tensor, scale: Tensor, amax: Tensor | None = None) -> "Float8Tensor":
-        """Return a `Float8Tensor` of `data` and `scale` with the other fields of this one."""
+        """Return a new `Float8Tensor` with the fields of `self` except those that are given."""
         amax = self._amax if amax is None else amax
         return self._unchecked(data, scale, self._orig_dtype, self._granularity, amax)
 
@@ -134,8 +134,8 @@ class Float8Tensor(Wrapper):
         """Quantize `x` under one scale; the gradient of the result passes to `x` unchanged.
 
         Args:
-            x: float32, bfloat16 or float16, any shape; or a DTensor of them. The result is then a
-                DTensor of `Float8Tensor`s with the scale of the whole, and all ranks must call.
+            x: float32, bfloat16 or float16, any shape. If `x` is a DTensor, all ranks must call
+                this, and the result is a DTensor of `Float8Tensor`s with one scale for all ranks.
             dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
             scale: float32 with one element, or None to compute it from the amax of `x`.
             round_scales_to_power_of_2: round a computed scale up to a power of two.
@@ -162,7 +162,7 @@ class Float8Tensor(Wrapper):
         return _StraightThrough.apply(self, dequantise)  # type: ignore[no-any-return, no-untyped-call]
 
     def storage(self, **_: Any) -> Any:
-        """Raise `RuntimeError`: safetensors and accelerate want one array, without a scale."""
+        """Raise a `RuntimeError`: safetensors and accelerate, which call this, expect no scale."""
         raise RuntimeError(
             "Float8Tensor: got a request for its storage, as by safetensors or to offload it to "
             "the disk, expected tensors in high precision, from .to_original_precision(); give "
@@ -173,7 +173,7 @@ class Float8Tensor(Wrapper):
     numpy = storage
 
     def data_ptr(self) -> int:
-        """Return the address of the float8 data, by which accelerate finds tied weights."""
+        """Return the address of the float8 data, which accelerate compares to find tied weights."""
         return self._data.data_ptr()
 
     def element_size(self) -> int:
@@ -187,25 +187,25 @@ class Float8Tensor(Wrapper):
 
     @property
     def _has_row_scales(self) -> bool:
-        """Whether the scale is [..., R, 1], one for each row."""
+        """Whether the scales are [..., R, 1], one for each row of data [..., R, C]."""
         return self._granularity.by_rows and self._scale.shape == (*self.shape[:-1], 1)
 
     @property
     def _scaling(self) -> str:
-        """Granularity, for messages, with the order of the dims if that is another."""
+        """The granularity for error messages, followed by "transposed" or "by columns" if so."""
         layout = " by columns" if self._has_column_scales else " transposed"
         return f"{self._granularity}{layout * self._is_transposed}"
 
     @property
     def _is_transposed(self) -> bool:
-        """Whether the dims are in another order than when the data were cast under finer scales."""
+        """Whether dims were permuted since the cast; False under one scale for the tensor."""
         if not self._granularity.by_blocks:
             return self._has_column_scales
         as_cast = self._scale.shape == self._granularity.scales(tuple(self.shape))
         return not (as_cast and self._data.is_contiguous())
 
     def _order_of_cast(self) -> tuple[int, ...] | None:
-        """Return the dims in the order in which blocks were cast; None for a view of a part."""
+        """Return the permutation that restores the order of dims at the cast; None for a part."""
         if self.dim() < 2:
             return None
         for order in itertools.permutations(range(self.dim())):
@@ -241,9 +241,9 @@ def _require_dtype(got: str, dtype: Any, allowed: Iterable[torch.dtype]) -> None
 
 
 def to_float8(x: Tensor, cast: Cast) -> Float8Tensor:
-    """Quantize `x`, of any shape, under one scale or one for each row; differentiable.
+    """Quantize `x`, of any shape, under one scale or one per row; the gradient passes to `x`.
 
-    With delayed scaling the result carries the amax, which the layers that read it record.
+    With delayed scaling, the amax is a field of the result; layers that read the result record it.
     """
     granularity, amax = cast.config.scaling_granularity, None
     if cast.source is not None:
@@ -260,7 +260,7 @@ def to_float8(x: Tensor, cast: Cast) -> Float8Tensor:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Return `function(*args)`, or `function(x)` without `args`; backward passes grad to `x`."""
+    """Compute `function(*args)`, or `function(x)` if no `args`; backward passes the grad to `x`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, function: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -273,7 +273,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def dequantise(x: Float8Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return `data * scale` in float32, rounded to `dtype` or the original dtype; no autograd."""
+    """Return `data * scale` in float32, rounded to `dtype` (None: the original); no gradient."""
     operand, dtype = Operand(x._data, x._scale), dtype or x._orig_dtype
     if not (x._granularity.by_blocks and x._is_transposed):
         return dequantised_by_kernel(operand, x._granularity, dtype)
@@ -287,7 +287,7 @@ def dequantise(x: Float8Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run a view op, or a padding with zeros, on the data, and find the scales of the result."""
+    """Run the view op or zero padding `func` on data and scales; return new `Float8Tensor`s."""
     x, *rest = args
     expands = func is aten.expand.default and [*x.shape] != [*rest[0]]  # as `matmul` does
     if expands and not x._granularity.one_scale:
@@ -306,7 +306,7 @@ def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _scales_of_views(func: Any, x: Float8Tensor, views: Any, args: list[Any]) -> list[Tensor]:
-    """Return the scales of each of `views`, which `func` made of the data of `x`, or raise."""
+    """Return the scales of `views` of `x`'s data; raise if `func` splits what one scale covers."""
     if x._granularity.one_scale:
         return [x._scale] * len(views)
     op, scales = func.overloadpacket, list[Tensor]()
@@ -326,17 +326,17 @@ def _scales_of_views(func: Any, x: Float8Tensor, views: Any, args: list[Any]) ->
         return scales
     layout = x.shape, x.stride(), x.storage_offset()
     if all((view.shape, view.stride(), view.storage_offset()) == layout for view in views):
-        return [x._scale] * len(views)  # as of `detach`, `alias` and slices of all elements
+        return [x._scale] * len(views)  # such as `detach`, `alias` and slices of all elements
     raise _refusal(func, x, ": the result would cut what one scale covers")
 
 
 _RESHAPES = aten.view, aten._unsafe_view, aten._reshape_alias, aten.unsqueeze, aten.squeeze
 _TAKES = {aten.slice: 0, aten.select: 0, aten.unbind: 0, aten.split: 1, aten.split_with_sizes: 1}
-"""Ops that take parts of a tensor -> the place of their dim among the arguments after it."""
+"""Ops that return parts of a tensor -> index of their `dim` among the arguments after `self`."""
 
 
 def _reshaped_scale(x: Float8Tensor, view: Tensor) -> list[Tensor]:
-    """Reshape the scale as `view`; [] if `view` splits or joins a dim that shares scales."""
+    """Return [scale reshaped as `view`]; [] if `view` splits or joins a dim that shares scales."""
     before = [(n, math.prod(view.shape[:dim])) for dim, n in enumerate(view.shape)]
     sizes = [*view.shape]
     for dim, (size, scales) in enumerate(zip(x.shape, x._scale.shape, strict=True)):
@@ -357,7 +357,7 @@ def _refusal(op: Any, x: Float8Tensor, reason: str) -> ValueError:
 
 
 def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run `clone`, `empty_like` or `_to_copy` on all tensors inside; dequantize to other dtypes."""
+    """Run `clone`, `empty_like` or `_to_copy` on data, scale, amax; dequantize for a new dtype."""
     (x,) = args
     dtype = kwargs.pop("dtype", None)
     if dtype not in (None, x._orig_dtype):
@@ -371,7 +371,7 @@ def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _require_same_kind(op: str, *tensors: Any, same_scale: bool = False) -> None:
-    """Raise `ValueError` unless all are `Float8Tensor`s of one kind, and of one scale if asked."""
+    """Raise `ValueError` unless dtypes, granularities and, if `same_scale`, scales are equal."""
 
     def kind(x: Any) -> str:
         if not isinstance(x, Float8Tensor):
@@ -395,7 +395,7 @@ def _require_same_kind(op: str, *tensors: Any, same_scale: bool = False) -> None
 
 
 def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Concatenate whole rows with their scales, or data that share one scale."""
+    """Run `cat` on `Float8Tensor`s: on rows and their scales, or on data that share one scale."""
     pieces, *rest = args
     first, dim = pieces[0], (*rest, *kwargs.values(), 0)[0]
     rows = isinstance(first, Float8Tensor) and first._has_row_scales
@@ -413,12 +413,12 @@ def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _is_whole(x: Float8Tensor) -> bool:
-    """Return whether `x` covers its whole storage; a view of a part shares the scale."""
+    """Return whether `x` covers its whole storage; a view of a part shares the scale of all."""
     return x._data.nbytes == x._data.untyped_storage().nbytes()
 
 
 def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Copy in place: bytes and scale to a `Float8Tensor`, dequantized values to a plain tensor."""
+    """Run `aten.copy_`: copy data and scale to a `Float8Tensor`, values to a plain tensor."""
     target, source, *rest = args
     if not isinstance(target, Float8Tensor):
         return target.copy_(dequantise(source), *rest)
@@ -434,12 +434,12 @@ def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _run_dequantized(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an op on dequantized tensors, and return its plain result."""
+    """Run `func` on dequantized arguments, and return its result."""
     return func(*[dequantise(x) if isinstance(x, Float8Tensor) else x for x in args], **kwargs)
 
 
 def _multiply(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run a matrix product, or `expand` before a batched one, on dequantized tensors; warn."""
+    """Warn, and run a matrix product, or `expand` for a batched product, on dequantized tensors."""
     sizes = [tuple(x.shape) for x in args if isinstance(x, Float8Tensor)]
     warn(
         f"float8: {func} outside of float8 layers takes values of {sizes} that are rounded to "
@@ -453,7 +453,7 @@ def _multiply(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _gather_or_exchange(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run a functional all-gather or all-to-all on data as bytes, and on scales of rows; wait."""
+    """Run a functional all-gather or all-to-all on data, and on scales of rows; wait for both."""
     x, *rest = args
     rows = x._has_row_scales and func.name().endswith("into_tensor")
     if not rows and not x._granularity.one_scale:
@@ -465,7 +465,7 @@ def _gather_or_exchange(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _broadcast_or_scatter(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run `c10d::broadcast_` or `c10d::scatter_` on bytes, scale and amax; return the last work."""
+    """Run `c10d::broadcast_` or `scatter_` on data, scale, amax; return tensors and last Work."""
     (written,), sources = args[:2]  # of a broadcast the second argument is the process group
     sent = sources[0] if isinstance(sources, list) and sources else []
     _require_same_kind(str(func), written, *sent)

@@ -1,6 +1,6 @@
-"""Helpers for tensors that ranks share: DTensors, amaxes of whole tensors, tokens of all ranks.
+"""Helpers for distributed tensors: DTensors, amaxes over ranks, activations of all ranks.
 
-Attributes identify DTensors and FSDP2, which import slowly. Compilers trace this code.
+DTensors and FSDP2 are recognized by attributes, as imports are slow. Compilers trace this code.
 """
 
 import functools
@@ -16,9 +16,9 @@ from float8.scales import Operand
 
 
 class SharedTokens(NamedTuple):
-    """All-gathers and reduce-scatters activations [R, C], sharded evenly along one leading dim.
+    """All-gathers and reduce-scatters activations that are sharded evenly along a leading dim.
 
-    R is the product of all leading dims.
+    R below is the product of all leading dims of the whole activation, C its last dim.
     """
 
     group: str  # name of the process group
@@ -27,7 +27,7 @@ class SharedTokens(NamedTuple):
     before: int  # product of the sizes of the dims before it
 
     def gather(self, x: Tensor) -> Tensor:
-        """All-gather `x` [R / ranks, C], float8 or any dtype that the group can send, to [R, C]."""
+        """All-gather `x` [R / ranks, C] to [R, C]; any dtype that the group can send, or float8."""
         sent = x.contiguous()
         if sent.is_cpu and x.dtype in FLOAT8_MAX:
             sent = sent.view(torch.uint8)  # Gloo cannot send float8, nor asynchronous TP uint8
@@ -36,9 +36,9 @@ class SharedTokens(NamedTuple):
         return whole if self.before == 1 else self._swapped(whole, self.ranks, self.before)
 
     def gathered(self, x: Tensor, cast: Cast, traced: bool = False) -> Operand:
-        """Quantize `x` [R / ranks, C], and all-gather it to row data [R, ceil16(C)].
+        """Quantize `x` [R / ranks, C], and all-gather it to row data [R, C], padded for a GEMM.
 
-        Finer scales are gathered, too. `traced`: see `quantize`.
+        Scales of rows and blocks are gathered like the data. `traced`: see `quantize`.
         """
         data, scale = quantize(x, cast, row=True, traced=traced).row
         granularity = cast.config.scaling_granularity
@@ -47,14 +47,14 @@ class SharedTokens(NamedTuple):
         return padded(whole, granularity, pad_rows=False)
 
     def start_reduce_scatter(self, x: Tensor) -> Tensor:
-        """Start to reduce-scatter `x` [R, C]; `finished` waits for the result, [R / ranks, C]."""
+        """Start to reduce-scatter `x` [R, C] to [R / ranks, C]; pass the result to `finished`."""
         x = x if self.before == 1 else self._swapped(x, self.before, self.ranks)
         return torch.ops._c10d_functional.reduce_scatter_tensor(  # type: ignore[no-any-return]
             x.contiguous(), "sum", self.ranks, self.group
         )
 
     def _swapped(self, x: Tensor, first: int, second: int) -> Tensor:
-        """Return rows [first * second * n, C] in the order of [second, first, n, C]."""
+        """Reorder the rows of `x` from [first, second, n] to [second, first, n]; `x` stays 2-D."""
         return x.view(first, second, -1, x.shape[1]).transpose(0, 1).reshape(x.shape)
 
 
@@ -70,7 +70,7 @@ def is_dtensor(x: Any) -> bool:
 
 
 def local_tensor(x: Any) -> Any:
-    """Return this rank's part of a DTensor; return anything else unchanged."""
+    """Return this rank's part of the DTensor `x`; return any other `x` unchanged."""
     return getattr(x, "_local_tensor", x)
 
 
@@ -95,7 +95,7 @@ def reshard(model: Any) -> None:
 def sharding_groups(x: Any) -> tuple[Any, ...]:
     """Return the process groups of the mesh dims along which the DTensor `x` is sharded or partial.
 
-    Mesh dims of size 1 are left out. FSDP2 with tensor parallel has two; amaxes reduce over both.
+    Mesh dims of size 1 are left out. FSDP2 with tensor parallel has two; amaxes reduce over these.
     """
     mesh, placed = x.device_mesh, enumerate(x.placements)
     dims = [dim for dim, placement in placed if not placement.is_replicate() and mesh.size(dim) > 1]
@@ -103,7 +103,7 @@ def sharding_groups(x: Any) -> tuple[Any, ...]:
 
 
 def every_rank_gets_some(size: int, ranks: int) -> bool:
-    """Return whether every rank gets at least one of `size` rows that `torch.chunk` splits."""
+    """Return whether every rank gets a row when `torch.chunk` splits `size` rows over `ranks`."""
     return -(-size // ranks) * (ranks - 1) < size
 
 
@@ -119,7 +119,7 @@ def no_shard_is_empty(x: Any) -> bool:
 def amax_over(groups: Iterable[Any], device_type: str | None = None) -> Callable[[Tensor], Tensor]:
     """Return a function that all-reduces float32 amaxes of any shape to maxima over `groups`.
 
-    All-reduces run on `device_type`, as amaxes may be offloaded; None: on the device of the amaxes.
+    Offloaded amaxes are moved to `device_type` for the all-reduces, and back; None: not moved.
     """
     names = tuple([group.group_name for group in groups])
     return functools.partial(_amax_over, names, device_type)

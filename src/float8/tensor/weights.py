@@ -1,4 +1,4 @@
-"""Weights in wrappers: with a high-precision tensor inside, or in float8 only."""
+"""Put weights into tensor subclasses and take them out; quantize weights to `Float8Tensor`s."""
 
 from typing import Any
 
@@ -15,9 +15,9 @@ from float8.tensor.ranks import dtensor_like, local_tensor
 # Tensors that are made in inference mode have no version counters.
 @torch.inference_mode(False)
 def high_precision(x: Tensor) -> Tensor:
-    """Return the plain tensor that a wrapper, or a DTensor of it, holds; other tensors unchanged.
+    """Return `x` without the wrapper of a weight that FSDP2 gathers in float8; else unchanged.
 
-    It shares memory and version counter with the wrapper.
+    Unwraps the local tensor of a DTensor. The result shares memory and version counter with `x`.
     """
     local = local_tensor(x)
     if (plain := getattr(local, "high_precision", None)) is None:
@@ -30,7 +30,7 @@ def high_precision(x: Tensor) -> Tensor:
 
 
 def wrapped_like(new: Any, old: Tensor | None) -> nn.Parameter:
-    """Return `new` as a Parameter, wrapped like `old`; unchanged if `old` has no wrapper."""
+    """Return Parameter `new` in a wrapper like that of `old`; unchanged if `old` has no wrapper."""
     template, values = local_tensor(old), local_tensor(new)
     if not hasattr(template, "high_precision") or hasattr(values, "high_precision"):
         return new  # type: ignore[no-any-return]
@@ -42,7 +42,7 @@ def wrapped_like(new: Any, old: Tensor | None) -> nn.Parameter:
 
 
 def require_one_cast(config: Float8LinearConfig, name: str) -> None:
-    """Raise a `ValueError` if field `name` is set and the GEMMs need two casts of the weight."""
+    """Raise a `ValueError` if `config` sets field `name` and GEMMs need two casts of the weight."""
     value, default = getattr(config, name), getattr(Float8LinearConfig, name)
     if value == default:
         return
@@ -68,7 +68,7 @@ def require_one_cast(config: Float8LinearConfig, name: str) -> None:
 @torch.inference_mode(False)  # else it could not be saved for a backward
 @torch.no_grad()
 def in_float8_only(weight: Tensor, cast: Cast) -> Float8Tensor:
-    """Quantize `weight`, [N, K] or [E, N, K] of experts, to an unpadded `Float8Tensor`."""
+    """Quantize `weight`, [N, K] or [E, N, K], to an unpadded `Float8Tensor`; no-op if it is one."""
     if isinstance(weight, Float8Tensor):
         return weight
     padded, scale = PRODUCTS[weight.dim()].quantize_weight(weight, cast, row=True).row

@@ -1,4 +1,4 @@
-"""The base class of the tensor subclasses that hold plain tensors."""
+"""`Wrapper`, the base class of tensor subclasses that hold plain tensors."""
 
 import copy
 import hashlib
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from float8.formats import FLOAT8_MAX
 
 PLAIN: tuple[type, ...] = (Tensor, nn.Parameter)
-"""Types of tensors that are data in memory and nothing else: no DTensors, no wrappers."""
+"""Types of plain tensors, which are neither DTensors nor other tensor subclasses."""
 
 _tensor_data: Any = Tensor.data
 
@@ -19,9 +19,9 @@ _tensor_data: Any = Tensor.data
 class Wrapper(torch.Tensor):
     """A tensor subclass that holds plain tensors and other fields.
 
-    Copies, pickles and compilers keep only the attributes that a subclass names in `_tensor_names`
-    and `_context`. Its constructor takes them by these names without leading underscores. The shape
-    is that of the first tensor; the others may be None.
+    A subclass lists its tensors in `_tensor_names` and its other attributes in `_context`. Copies,
+    pickles and compilers keep only these, and pass them to the constructor by name without leading
+    underscore. The first tensor has the shape of the wrapper; other tensors may be None.
     """
 
     _tensor_names: ClassVar[tuple[str, ...]]
@@ -40,7 +40,7 @@ class Wrapper(torch.Tensor):
         )
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return the plain tensors that are not None, by the names of their attributes."""
+        """Return the inner tensors that are not None, by attribute name."""
         return {name: x for name in self._tensor_names if (x := getattr(self, name)) is not None}
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
@@ -59,7 +59,7 @@ class Wrapper(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """Detached view of the tensor; it cannot be set."""
+        """Detached alias of the tensor; setting `data` raises a `RuntimeError`."""
         return _tensor_data.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter
@@ -102,7 +102,7 @@ class Wrapper(torch.Tensor):
         return memo[id(self)]
 
     def _stable_hash_for_caching(self) -> str:
-        """Return the key of this tensor in the cache of AOTAutograd, alike in all processes."""
+        """Return the key of this tensor in the cache of AOTAutograd, equal in all processes."""
         described = [
             (name, x.dtype, x.device, tuple(x.shape), x.stride(), x.requires_grad)
             for name, x in self._tensors().items()
@@ -128,9 +128,9 @@ torch.serialization.add_safe_globals([_rebuild])
 
 
 def as_inference_as(source: Tensor) -> AbstractContextManager[object]:
-    """Return a context whose new tensors are inference tensors only if `source` is one.
+    """Return a context manager in which new tensors are inference tensors only if `source` is.
 
-    Else torch raises "Cannot set version_counter for inference tensor" for views of subclasses.
+    Otherwise views of subclasses raise "Cannot set version_counter for inference tensor".
     """
     if not torch.is_inference_mode_enabled() or source.is_inference():
         return nullcontext()

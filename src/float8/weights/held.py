@@ -3,10 +3,10 @@
 `update_float8_weights` casts each weight once; all GEMMs read the result. Held data have a mark:
 version counter, address and strides of the Parameter at the cast. Each use compares the mark with
 the Parameter and, after a write, casts again: eager code holds the result, compiled code casts in
-the op that multiplies. The mark is an attribute of the data. Alternatives do not reach that op:
-- a tensor on the CPU, which CUDA graphs refuse, or a number, which makes code compile anew;
-- the version counter of the data: it cannot say where the weight lies;
-- an attribute of the scale: Inductor may hand on a copy, as AOTAutograd does of a view.
+the op that multiplies. The mark is an attribute of the data. Other places for it would fail:
+- a tensor on the CPU, which CUDA graphs do not accept, or a number, which causes recompilation;
+- the version counter of the data, which does not contain the address of the weight;
+- an attribute of the scale: Inductor may pass a copy, as AOTAutograd does for a view.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from float8.linear.plan import LinearPlan
 
 _DYNAMO_TELLS = TorchVersion(torch.__version__) >= "2.13"
-"""Whether Dynamo tells export from compilation; that of torch 2.11 always reports an export."""
+"""Whether Dynamo distinguishes export from compilation; in torch 2.11 it always says export."""
 
 
 class Held(NamedTuple):
@@ -45,7 +45,7 @@ class Held(NamedTuple):
     def output(
         self, a: Operand, shape: Shape, index: Any, call: "Call", out_dtype: torch.dtype
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """Multiply `a` by the row data; return the result and what to save for backward."""
+        """Multiply `a` by the held row data; return the result and the fields for backward."""
         b, gemm = Operand(self.row_data, self.row_scale), call.plan.output
         if torch.compiler.is_compiling():
             y = self._times_held(a, b, shape, index, call, False, gemm, out_dtype)
@@ -54,7 +54,7 @@ class Held(NamedTuple):
         return y, (self.values, None, None, self.col_data, self.col_scale)
 
     def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", out_dtype: Any) -> Any:
-        """Multiply `g`, quantized grad_output, by the column data."""
+        """Multiply `g`, row data of grad_output, by the held column data."""
         b, gemm = Operand(self.col_data, self.col_scale), call.plan.grad_input
         if torch.compiler.is_compiling():
             return self._times_held(g, b, shape, index, call, True, gemm, out_dtype)
@@ -62,7 +62,7 @@ class Held(NamedTuple):
 
     def _times_held(self, a: Operand, b: Operand, shape: Shape, index: Any, call: "Call", col: bool,
         gemm: Any, out_dtype: torch.dtype) -> Any:  # fmt: skip
-        """Multiply `a` by held data `b`, column data if `col`; the op casts again after a write."""
+        """Multiply `a` by held data `b` (column data if `col`) with the op `times_held`."""
         return TIMES_HELD(
             *a, *b, self.values.detach(), index[0] if index else None,
             call.products.stored_transposed, *shape, col, call.casts.weight.config.power_of_2,
@@ -85,15 +85,15 @@ def times_held(
     gemm: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply row data by the held data of a weight, cast here again if the weight was written.
+    """Multiply row data `a` by `b`, the held data of `weight`; cast again if it was written.
 
-    The op writes nothing, so a compiler may reorder calls. A CUDA graph, which is replayed without
-    this code, captures the cast.
+    The op writes nothing, so a compiler may reorder calls. A CUDA graph, whose replays do not run
+    this code, always captures the cast.
 
     `b` and `b_scale` are row data, or column data if `col`. `weight` is the Parameter: [N, K],
     [E, N, K], or [E, K, N] if `stored_transposed`; never a view, since a compiler may rebuild views
-    without their version counter. The result is [M, N], for column data [M, K].
-    `power_of_2`: whether the cast of the weight rounds its scales. `offs`: ends of experts' rows.
+    without their version counter. The result is [M, N] of `out_dtype`; if `col`, `N` is the K of
+    the weight. `power_of_2`: the cast of the weight rounds scales. `offs`: ends of experts' rows.
     `gemm`: see `Gemm.packed`.
     """
     operand, products, settings = Operand(b, b_scale), PRODUCTS[weight.dim()], Gemm.unpacked(gemm)
@@ -126,7 +126,7 @@ GEMM_OPS.add(TIMES_HELD)
 @torch.inference_mode(False)  # else it could not be saved for a backward
 @torch.no_grad()
 def hold(parameter: Tensor, cast: Cast, values: Tensor | None = None) -> Held:
-    """Cast a Parameter, or its view `values`, to row and column data marked with its version."""
+    """Cast `parameter`, or its view `values`, to row and column data that have its mark."""
     values, products = parameter if values is None else values, PRODUCTS[parameter.dim()]
     quantized = products.quantize_weight(values, cast, row=True, col=True, pad_rows=True)
     # `.data` is no view, also where the data of experts is one.
@@ -138,15 +138,15 @@ def hold(parameter: Tensor, cast: Cast, values: Tensor | None = None) -> Held:
 
 
 def _version_of(weight: Tensor) -> tuple[Any, ...]:
-    """Return values that change when ops write `weight`.
+    """Return a mark that changes when ops write `weight`: version counter, address and strides.
 
-    The values miss writes by fused optimizers and through `weight.data` or a raw pointer.
+    The mark misses writes by fused optimizers and through `weight.data` or a raw pointer.
     """
     return weight._version, weight.data_ptr(), weight.stride()
 
 
 def is_current(data: Tensor, weight: Tensor) -> bool:
-    """Return whether `data` were cast from the values `weight` has now; copies have no mark."""
+    """Return whether `weight` is unchanged since `data` were cast; False for copies of `data`."""
     mark = getattr(data, "_float8_version", None)
     return mark is not None and mark[0] == _version_of(weight)
 
@@ -157,7 +157,7 @@ def can_be_held(weight: Any) -> bool:
 
 
 def goes_into_graph(weight: Tensor) -> bool:
-    """Return whether code that runs now is recorded in a graph, with held data as constants.
+    """Return whether code is being recorded in a graph that would keep held data as constants.
 
     True under export, `torch.jit.trace`, `make_fx` and CUDA graph capture; not `torch.compile`.
     """
@@ -171,7 +171,7 @@ def goes_into_graph(weight: Tensor) -> bool:
 
 
 def _is_capturing(weight: Tensor) -> bool:
-    """Return whether a CUDA graph is being captured; its replays compare no marks."""
+    """Return whether a CUDA graph is being captured, whose replays would not compare marks."""
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -194,7 +194,7 @@ class HoldsWeights(nn.Module):
         self._float8_held = ()
 
     def _float8_hold(self) -> dict[str, str]:
-        """Hold all weights in float8; return, by name, the reasons why some are not held."""
+        """Cast and hold all weights; return names of weights not held, with the reasons."""
         self._float8_held = ()  # frees the old data before casting
         held_weights, others = [], {}
         for name in self._float8_names():  # type: ignore[operator]
@@ -209,10 +209,10 @@ class HoldsWeights(nn.Module):
         return others
 
     def _float8_held_of(self, parameter: Any, values: Tensor | None = None) -> Held | None:
-        """Return the held data of a Parameter, cast again if it was written, or None.
+        """Return the held data of `parameter`, cast again if it was written; None if not held.
 
-        In compiled code the GEMMs check whether data are current. Returns None in evaluation, where
-        averages are written into `weight.data`, which version counters miss. `values`: see `hold`.
+        In compiled code the GEMMs check for writes. Returns None in evaluation, where averaged
+        weights are written by `weight.data`, which version counters miss. `values`: see `hold`.
         """
         for held in self._float8_held:
             if held.values is parameter:
@@ -229,7 +229,7 @@ class HoldsWeights(nn.Module):
         return fresh
 
     def _float8_attach(self) -> None:
-        """Count one more optimizer; the next use casts held weights again."""
+        """Attach one more optimizer; the next use casts held weights again."""
         super()._float8_attach()  # type: ignore[misc]
         for held in self._float8_held:
             row: Any = held.row_data
@@ -237,7 +237,7 @@ class HoldsWeights(nn.Module):
             row._float8_version = col._float8_version = None
 
     def _float8_detach(self) -> None:
-        """Count one optimizer fewer, and free the held data."""
+        """Detach one optimizer, and free the held data."""
         super()._float8_detach()  # type: ignore[misc]
         self._float8_held = ()
 
@@ -248,14 +248,14 @@ class HoldsWeights(nn.Module):
         return [f"{self._float8_noun} {Float8Weights.HELD.value} in float8", *words]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a Parameter, and free the held float8 data of the old one."""
+        """Register a Parameter, and free the held float8 data of all weights."""
         super().register_parameter(name, param)
         self._float8_held = ()
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """Load, and free the casts that shards keep, on all ranks.
+        """Load a checkpoint, and free the float8 casts that FSDP2's shards keep, on all ranks.
 
-        FSDP2 pads shards again after a load, on the ranks where they are uneven only.
+        FSDP2 itself replaces shards after a load, but only uneven ones, which it pads again.
         """
         super()._load_from_state_dict(*args)
         for shard in map(local_tensor, self._parameters.values()):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class OnlyWeights(nn.Module):
-    """Mixin of float8 modules for frozen weights without a master in high precision."""
+    """Mixin of float8 modules: `ONLY` keeps frozen weights in float8, with no other copy."""
 
     _float8_config: Float8LinearConfig
     _float8_plan: "LinearPlan"
@@ -28,7 +28,7 @@ class OnlyWeights(nn.Module):
     """Whether the configuration has `Float8Weights.ONLY`."""
 
     def _float8_without_masters(self) -> dict[str, Float8Tensor]:
-        """Return the Parameters that are in float8 only, by name; none without ONLY."""
+        """Return the Parameters that are in float8 only, by name; an empty dict without `ONLY`."""
         if not self._float8_never_trains:
             return {}
         parameters: Any = self._parameters.items()
@@ -40,7 +40,7 @@ class OnlyWeights(nn.Module):
 
     @torch.inference_mode(False)
     def _float8_finish(self) -> None:
-        """Replace the masters by frozen Parameters in float8."""
+        """If configured with `ONLY`, replace high-precision weights by frozen float8 Parameters."""
         super()._float8_finish()  # type: ignore[misc]
         if self._float8_never_trains:
             for name in self._float8_matrices():  # type: ignore[operator]
@@ -50,7 +50,7 @@ class OnlyWeights(nn.Module):
 
     @torch.inference_mode(False)
     def _float8_drop_state(self) -> None:
-        """Replace the weights that are in float8 only by dequantized Parameters."""
+        """Replace the weights that are in float8 only by frozen dequantized Parameters."""
         super()._float8_drop_state()  # type: ignore[misc]
         for name, weight in self._float8_without_masters().items():
             self._parameters[name] = nn.Parameter(dequantise(weight), requires_grad=False)
@@ -59,7 +59,7 @@ class OnlyWeights(nn.Module):
         return in_float8_only(weight, self._float8_plan.casts.weight)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # `nn.Module._apply` would dequantize them for another dtype.
+        # `nn.Module._apply` would dequantize weights for another dtype.
         weights = {name: moved(x, fn) for name, x in self._float8_without_masters().items()}
         self._parameters.update(dict.fromkeys(weights))
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -72,13 +72,13 @@ class OnlyWeights(nn.Module):
         if not self._float8_never_trains:
             return words
         if not any(isinstance(local_tensor(x), Float8Tensor) for x in self._parameters.values()):
-            return ["weight in high precision", *words]  # which the user has set
+            return ["weight in high precision", *words]  # set by the user
         return [f"{self._float8_noun} {Float8Weights.ONLY.value} in float8", *words]
 
     def _float8_loadable(self, old: Any, values: Any, local_metadata: dict[str, Any]) -> Any:
-        """Return `values` of a checkpoint, quantized if the Parameter `old` is in float8 only.
+        """Return a checkpoint's `values` for Parameter `old`, quantized if `old` is in float8 only.
 
-        Other values, such as biases, stay. `local_metadata` says whether `assign=True`.
+        For other Parameters, such as biases, `values` stay. `local_metadata` contains `assign`.
         """
         if not self._float8_never_trains:
             return super()._float8_loadable(old, values, local_metadata)  # type: ignore[misc]
@@ -92,7 +92,7 @@ class OnlyWeights(nn.Module):
 
 
 def refuse_only(layer: Any, config: Float8LinearConfig) -> ValueError | None:
-    """Return an error if `config` has `ONLY` and the weight is not whole and frozen, or None."""
+    """Return an error if `config` has `ONLY` but a weight is sharded or requires grad, or None."""
     if config.float8_weights is not Float8Weights.ONLY:
         return None
     if "weight" not in {**layer._parameters, **layer._buffers}:
@@ -109,7 +109,7 @@ def refuse_only(layer: Any, config: Float8LinearConfig) -> ValueError | None:
 
 
 def moved(weight: Float8Tensor, fn: Callable[[Tensor], Tensor]) -> Float8Tensor:
-    """Apply `fn` of `nn.Module._apply` to the bytes; a new dtype changes only the reported one."""
+    """Return `weight` moved by `fn` of `nn.Module._apply`; a new dtype is reported, not stored."""
     template = fn(torch.empty((), dtype=weight.dtype, device=weight.device))
 
     def move(x: Tensor) -> Tensor:

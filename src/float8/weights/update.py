@@ -19,22 +19,22 @@ from float8.weights.held import can_be_held, hold
 @untraced
 @torch.no_grad()
 def update_float8_weights(model: nn.Module) -> None:
-    """Cast the weights of all layers with `Float8Weights.HELD`, for every forward to come.
+    """Cast the weights of all layers of `model` with `Float8Weights.HELD` for the next forwards.
 
-    Call it after `optimizer.step()`, or let `attach_to_optimizer` do so. Before the first call, and
-    in evaluation, weights are cast on the fly. If the version counter of a weight changed, its next
-    use casts it again and keeps the result; compiled code casts it at every use. Fused optimizers
-    and writes into `weight.data` or through a raw pointer do not raise the version counter: call
-    this after those. `.to()` and assigning a new Parameter drop held data. Under FSDP2
-    `precompute_float8_dynamic_scale_for_fsdp` casts the shards; this call drops those casts.
+    Call this after `optimizer.step()`, or let `attach_to_optimizer` do so. Before the first call,
+    and in evaluation, each use casts the weight. If the version counter of a weight has changed,
+    the next use casts the weight and keeps the result; compiled code casts at every use. Fused
+    optimizers and writes into `weight.data` or through a raw pointer do not raise the counter: call
+    this after them. `.to()` and assigning a new Parameter drop held data. Under FSDP2
+    `precompute_float8_dynamic_scale_for_fsdp` casts the shards; this function drops those casts.
 
-    A warning names the layers whose weights are cast on the fly all the same, and says why: those
-    under tensor parallel or with delayed scaling; experts of torchtitan without FSDP2, and those
-    that FSDP gathers in high precision.
+    A warning names layers whose weights cannot be held and are cast at each use, and why: layers
+    under tensor parallel or with delayed scaling, experts of torchtitan without FSDP2, experts that
+    FSDP gathers in high precision.
 
     Raises:
-        TypeError: `model` is no `nn.Module`.
-        ValueError: a `HELD` layer is under FSDP1 or FSDP2, but gathers in high precision.
+        TypeError: `model` is not an `nn.Module`.
+        ValueError: FSDP1 or FSDP2 gathers the weight of a `HELD` linear layer in high precision.
     """
     require_module(model, "model")
     mods: dict[Any, str] = {
@@ -96,7 +96,7 @@ def update_float8_weights(model: nn.Module) -> None:
 
 
 def _why_on_the_fly(layer: Float8Linear, weight: Any) -> str | None:
-    """Say why a layer with `HELD` cannot hold its weight, or return None."""
+    """Return why `layer`, configured with `HELD`, cannot hold `weight` in float8, or None."""
     if weight is None:
         return "computed at each use"
     if layer._float8_plan.casts.weight.config.scaling_type is ScalingType.DELAYED:
@@ -107,7 +107,7 @@ def _why_on_the_fly(layer: Float8Linear, weight: Any) -> str | None:
 
 
 class HeldWeights(Feature):
-    """Casts held weights once per step."""
+    """The feature that casts held weights once per optimizer step."""
 
     def check_config(self, config: Float8LinearConfig) -> None:
         """Raise a `ValueError` if `float8_weights` does not fit the casts or FSDP2's gather."""
@@ -125,9 +125,9 @@ class HeldWeights(Feature):
         require_one_cast(config, "float8_weights")
 
     def attach(self, model: nn.Module) -> None:
-        """Cast now, so that a lack of memory shows."""
+        """Cast the weights of `model`, so that out-of-memory errors occur before training."""
         update_float8_weights(model)
 
     def after_step(self, model: nn.Module) -> None:
-        """Cast the new weights."""
+        """Cast the weights of `model` that the optimizer has updated."""
         update_float8_weights(model)
