@@ -1,4 +1,4 @@
-"""The conversion of experts of transformers and torchtitan to `Float8Experts`."""
+"""Convert modules of experts of transformers and torchtitan to `Float8Experts`."""
 
 import functools
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from float8.tensor import local_tensor
 
 @dataclass(frozen=True)
 class ExpertsReport(LayerReport):
-    """A Parameter with one weight for each expert."""
+    """The report about one Parameter, which has one weight for each expert."""
 
     kind = "weights of experts"
     experts: int  # on all ranks
@@ -34,24 +34,24 @@ class ExpertsReport(LayerReport):
 
 
 class Experts(Conversion):
-    """Converts modules of experts of the kinds that `kind_of` knows."""
+    """Converts the modules of experts for which `kind_of` returns a class."""
 
     def matches(self, mod: nn.Module) -> bool:
-        """Return True if `kind_of` knows `mod`."""
+        """Return True if `kind_of(mod)` is not None."""
         return kind_of(mod) is not None
 
     def parameters(self, mod: nn.Module) -> list[str]:
-        """Return the names of all weights."""
+        """Return the names of all weights of experts in `mod`."""
         return [weight.name for weight in weights_of(mod)]
 
     def stored_by_rows(self, mod: nn.Module) -> list[str]:
-        """Return the names of weights that are not stored as [E, K, N]."""
+        """Return the names of the weights of `mod` that are stored as [E, N, K]."""
         return names_to_gather(mod)
 
     def report(
         self, fqn: str, mod: nn.Module, scaling: str | None, reason: str | None
     ) -> list[LayerReport]:
-        """Return one `ExpertsReport` for each weight."""
+        """Return an `ExpertsReport` for each weight; `reason`: why not in float8, or None."""
         path = f"{fqn}." if fqn else ""
         return [
             ExpertsReport(path + name, K, N, scaling, reason, count)
@@ -67,10 +67,10 @@ class Experts(Conversion):
         return unsupported_experts(mod, chooser.config)
 
     def why_slower(self, mod: nn.Module, fqn: str, chooser: Chooser) -> str | None:
-        """Return why experts are slower in float8 if tokens are spread evenly, or None."""
+        """Return why float8 is modelled to be no faster for `mod` with equal groups, or None."""
         if (gpu := chooser.gpu_of(mod)) is None:
             return None
-        gpu = gpu if gpu in MEMORY else "H100"  # another Hopper GPU: others have no such GEMM
+        gpu = gpu if gpu in MEMORY else "H100"  # another Hopper GPU: no other has this GEMM
         parent = chooser.model.get_submodule(fqn.rpartition(".")[0])
         config, tokens, weights = chooser.config, chooser.tokens, weights_of(mod)
         top_k = experts_per_token(mod, parent)
@@ -89,7 +89,7 @@ class Experts(Conversion):
         return functools.partial(convert_experts, mod, chooser.config)
 
     def modules_to_keep(self, chooser: Chooser) -> dict[nn.Module, str]:
-        """Map routers, layers named like "gate" with one output per expert, to why they stay."""
+        """Map routers, "gate" or "router" layers with one output per expert, to a skip reason."""
         modules = [*chooser.model.named_modules()]
         weights = [weights_of(mod)[:1] for _, mod in modules if kind_of(mod) is not None]
         counts = {first.experts for stacks in weights for first in stacks}
@@ -103,7 +103,7 @@ class Experts(Conversion):
 
 
 def ranks_that_cast(module: Any, name: str, experts: int, ranks: int) -> int:
-    """Return how many ranks cast a share of the weight `name`; 1 unless FSDP2 gathers it."""
+    """Return how many of `ranks` share the cast of `name`, <= `experts`; 1 if not gathered."""
     return min(ranks, experts) if name in names_to_gather(module) else 1
 
 
@@ -111,7 +111,7 @@ _TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk")  # of most models,
 
 
 def experts_per_token(module: Any, parent: Any) -> int:
-    """Return how many experts a token goes to, as configs of transformers or `parent` say, or 1."""
+    """Return the top-k of `module.config` or of `parent.token_dispatcher`, 1 if neither has one."""
     config, dispatcher = getattr(module, "config", None), getattr(parent, "token_dispatcher", None)
     counts = [getattr(config, name, None) for name in _TOP_K]
     return next(filter(None, [*counts, getattr(dispatcher, "top_k", None)]), 1)

@@ -1,4 +1,4 @@
-"""The linear layers of experts as one function: the rows of each expert by a weight of its own."""
+"""Linear layers of experts as one function: rows of each expert times the weight of the expert."""
 
 from typing import Any
 
@@ -21,36 +21,34 @@ def grouped_linear(
 ) -> Tensor:
     """Multiply each group of rows by the weight of its expert, with three grouped float8 GEMMs.
 
-    For each expert e `input[offs[e - 1]:offs[e]] @ weight[e].T`, as `F.grouped_mm(input,
-    weight.transpose(-2, -1), offs=offs)` does in high precision. Group sizes stay on the device: no
-    sync, and no recompilation.
+    Computes `input[offs[e - 1]:offs[e]] @ weight[e].T` for each expert e, as `F.grouped_mm(input,
+    weight.mT, offs=offs)` does in high precision. Group sizes need no sync and no recompilation.
 
     Args:
-        input: [T, K] float32, bfloat16 or float16, the rows of each expert together; converted
-            to autocast's dtype under it. Rows from `offs[-1]` on belong to no expert.
-        weight: [E, N, K], one [N, K] for each expert, of the dtype of `input` unless under
-            autocast. N and K are multiples of 16, unless the config says `emulate`. Weights that
-            lie as [E, K, N] are given as `weight.transpose(1, 2)`, which is not copied.
+        input: [T, K] float32, bfloat16 or float16, rows sorted by expert; converted to the dtype
+            of autocast if that is enabled. Rows from `offs[-1]` on belong to no expert.
+        weight: [E, N, K], a matrix [N, K] for each expert, of the dtype of `input` unless autocast
+            is enabled. N and K are multiples of 16, unless the config has `emulate=True`. For
+            weights stored as [E, K, N] pass `weight.transpose(1, 2)`, which is not copied.
         offs: [E] int32, ascending, on the same device: `offs[e]` is one past the last row of expert
-            e. Groups may be empty. A GPU checks no values: each is clamped to 0..T and to no less
-            than the entry before it.
-        config: a `Float8LinearConfig`, or the name of a recipe; None means `"rowwise"`. Under
-            `"tensorwise"` there is one scale per expert. Under `"blockwise"` there is one for 1x128
-            elements of input and grad_output, along the dim that a GEMM contracts, within a group,
-            and for 128x128 of the weight of an expert; under `"mxfp8"` one for 1x32 of each. All
-            casts are to e4m3. All three GEMMs use `gemm_config_output.use_fast_accum`; blocks are
-            always added in float32.
+            e. Groups may be empty. On a GPU values are not checked, but clamped to 0..T and to
+            their running maximum.
+        config: a `Float8LinearConfig`, or the name of a recipe; None means `"rowwise"`. One scale
+            covers, under `"tensorwise"`, a group or a matrix [N, K]; under `"blockwise"`, 1x128
+            elements of input and grad_output, along the contraction dim and within a group, and
+            128x128 of a matrix; under `"mxfp8"`, 1x32 of each tensor. All casts are to e4m3. All
+            GEMMs use `gemm_config_output.use_fast_accum`; blocks are always added in float32.
 
     Returns:
         [T, N], dtype of the (autocast) input. Rows from `offs[-1]` on and their gradient are zero.
 
     Raises:
-        TypeError: a dtype is not one of those named above, or `config` is neither a configuration
-            nor a name.
-        ValueError: a shape is not one of those; on a CPU, offs descend, are negative or exceed T,
-            also in compiled code; or the config has delayed scaling, weights under 1x128, held or
-            in float8 only, or the GEMM of `output` or `grad_input` in high precision.
-        RuntimeError: the device has no such GEMM and `config.emulate` is False.
+        TypeError: a dtype is not one of those named above, `input` or `weight` is a DTensor, or
+            `config` is neither a configuration nor a name.
+        ValueError: shapes or devices do not fit; on a CPU, `offs` descend, are negative or exceed
+            T, also in compiled code; or the config has delayed scaling, weights with 1x128 scales,
+            held or in float8 only, or the GEMM of `output` or `grad_input` in high precision.
+        RuntimeError: the device has no grouped float8 GEMM and `config.emulate` is False.
     """
     config = as_config("rowwise" if config is None else config)
     if config.float8_weights is not Float8Weights.ON_THE_FLY:
@@ -69,13 +67,15 @@ def apply_grouped(
     emulated: bool,
     held_weight: Weight | None = None,
 ) -> Tensor:
-    """Compute `grouped_linear` by a plan; `emulated`: N and K need be no multiples of 16."""
+    """Compute `grouped_linear` by `plan`, for any N and K if `emulated`.
+
+    `held_weight`: float8 data of `weight` to use instead of a cast in this call, or None.
+    """
     autocast, compiling = autocast_dtype(input.device), torch.compiler.is_compiling()
     if autocast is not None:
         input = input.to(autocast)
     _require(input, weight, offs, same_dtype=autocast is None, emulated=emulated)
-    # Nothing to measure, nothing to multiply. Compiled code may not know how many rows there will
-    # be, as under expert parallel: there the ops find none, as on a CPU, where they check offs.
+    # No rows: skip the ops, except in compiled code (unbacked sizes) and on CPUs (check of offs).
     if not compiling and input.shape[0] == 0 and not input.is_cpu:
         matrix = weight[0]
         matrix = matrix.to_original_precision() if isinstance(matrix, Float8Tensor) else matrix
@@ -101,7 +101,7 @@ def apply_grouped(
 def _require(
     input: Tensor, weight: Tensor, offs: Tensor, *, same_dtype: bool, emulated: bool
 ) -> None:
-    """Raise what `grouped_linear` does for its tensors."""
+    """Check dtypes, shapes and devices for `grouped_linear`, and N, K % 16 unless `emulated`."""
     got = "grouped_linear: got"
     for name, x in (("input", input), ("weight", weight)):
         if hasattr(x, "device_mesh"):

@@ -1,7 +1,7 @@
 """Weights of experts that FSDP2 gathers in float8.
 
-A rank casts its shard by itself, of whole experts or of whole rows, and sends the bytes and scales:
-of squares; or one for each row, alike within an expert where the recipe has one for each.
+Each rank quantizes its shard, which has whole experts or whole rows, and sends bytes and scales.
+Scales are those of square blocks, or one per row; a scale per expert is repeated for its rows.
 """
 
 from typing import Any
@@ -21,9 +21,9 @@ aten = torch.ops.aten
 
 
 class GatheredExperts(Float8Tensor):
-    """Weights of experts [E, N, K] as FSDP2 gathered them, with scales [E, N, 1] or of squares.
+    """Float8 weights [E, N, K] gathered by FSDP2, with scales [E, N, 1] or of square blocks.
 
-    Modules convert their weights before they multiply; `.to(dtype)` then keeps the float8 bytes.
+    Modules may call `weight.to(dtype)` before a GEMM; it sets only the dtype and keeps the bytes.
     """
 
     @classmethod
@@ -38,15 +38,15 @@ class GatheredExperts(Float8Tensor):
 
 
 class GatherExperts(Float8GatherWeight):
-    """High-precision weights [E, N, K] with the `CastConfig` in which they are gathered.
+    """High-precision weights [E, N, K] that FSDP2 gathers in float8, cast as `how` says.
 
-    If shards split the first dim evenly, FSDP2 gathers bytes and scales together. Else it gathers
-    the bytes, and a second all-gather the scales. Where the shards would cut what one scale covers,
-    the weights are gathered in high precision, with a warning.
+    If dim 0 is sharded evenly, FSDP2 gathers bytes and scales together. Otherwise FSDP2 gathers the
+    bytes, and a second all-gather sends the scales. If shard boundaries would split elements that
+    share a scale, the weights are gathered in high precision, with a warning.
     """
 
     def _why_not_in_float8(self, size: torch.Size, rows: int, mesh: Any) -> str | None:
-        """Say which scale would cover what two ranks hold, or return None."""
+        """Return how shards of a weight of shape `size` would split a scale's elements, or None."""
         dim = next((dim for dim in range(3) if self.shape[dim] != size[dim]), 0)
         if dim == 2 or (dim == 1 and self.how.scaling_granularity.one_scale):
             return f"it is sharded along dim {dim}, which would cut what one scale covers"
@@ -56,11 +56,11 @@ class GatherExperts(Float8GatherWeight):
 
     @property
     def has_one_scale(self) -> bool:
-        """False: scales are those of experts, or finer."""
+        """False, since no scale covers two experts."""
         return False
 
     def quantized(self, shard: Tensor, cast: Cast, dtype: torch.dtype) -> CastAhead:
-        """Quantize values [E, N, K] of a shard, rounded to `dtype` first; E is not 0."""
+        """Round `shard` [E, N, K] to `dtype`, then quantize it to row data; E is not 0."""
         data, scale = quantize_experts(shard.to(dtype), cast, row=True).row
         scale = scale if self.how.scaling_granularity.by_blocks else scale.unsqueeze(-1)
         return CastAhead(scale, data[..., : shard.shape[2]].contiguous())
@@ -68,7 +68,7 @@ class GatherExperts(Float8GatherWeight):
     def _to_send(
         self, size: torch.Size, rows: int, mesh: Any, module: Any, dtype: torch.dtype
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
-        """Return the bytes and scales of the shard, padded to `rows` experts."""
+        """Return the tensors to all-gather, padded to `rows` experts, and the `GatherInfo`."""
         ranks, self.param_dtype = mesh.size(), dtype
         weight = next((x for x in module._parameters.values() if local_tensor(x) is self), None)
         quantized = None if weight is None else self.kept(weight)

@@ -1,7 +1,7 @@
 """The casts and grouped GEMMs of experts: each group of rows is multiplied by one expert's weight.
 
-`float8.linear.functional.Linear` calls `Grouped` in place of `Dense`. Rows [T, C] are sorted by
-expert: group e has the rows `offs[e - 1]:offs[e]`. Weights are [E, N, K].
+For experts `float8.linear.functional.Linear` calls `Grouped` instead of `Dense`. Rows [T, C] are
+sorted by expert: group e has the rows `offs[e - 1]:offs[e]`. Weights are [E, N, K].
 """
 
 from collections.abc import Sequence
@@ -34,15 +34,15 @@ def quantize_experts(
 ) -> Quantized:
     """Quantize the weights [E, N, K] of experts; no scale covers two experts.
 
-    Row data are [E, N, ceil16(K)] with scales [E, N], column data [E, K, ceil16(N)] with [E, K].
-    A transposed view of contiguous [E, K, N] is not copied: row data of the stored tensor are
-    column data of `weights`. `cast.scale` is None or [E]; `kernels.cast` explains `after`.
+    Row data are [E, N, ceil16(K)] with scales [E, N], column data [E, K, ceil16(N)] with scales
+    [E, K]. If `weights` is a transposed view of contiguous [E, K, N], the stored tensor is cast
+    without a copy. `cast.scale` is None or [E]; `row`, `col` and `after` are as in `kernels.cast`.
 
-    Under squares of k row data are [E, N, ceil_k(K)] with scales [E, ceil(N / k), ceil(K / k)],
-    column data [E, K, ceil_k(N)] with [E, ceil(K / k), ceil(N / k)], whose last dim may be padded
-    to a multiple of 4. Under runs of k the scales are [E, N, ceil(K / k)] and [E, K, ceil(N / k)].
+    With k x k blocks row data are [E, N, ceil_k(K)] with scales [E, ceil(N / k), ceil(K / k)], and
+    column data [E, K, ceil_k(N)] with scales [E, ceil(K / k), ceil(N / k)], last dim perhaps padded
+    to a multiple of 4. With 1 x k blocks scales are [E, N, ceil(K / k)] and [E, K, ceil(N / k)].
     """
-    assert (cast.source, cast.reduce) == (None, None)  # each expert has its own
+    assert (cast.source, cast.reduce) == (None, None)  # each expert has its own scale
     weights = weights.detach()
     if swapped := weights.transpose(1, 2).is_contiguous():
         weights, row, col = weights.transpose(1, 2), col, row
@@ -77,7 +77,7 @@ def _quantize_under_blocks(
     width: Any = cast_config.scaling_granularity.width
     layouts: Any = {"row": row, "col": col, "after": after}
     row_data = col_data = None
-    if R % width:  # of one matrix a compiler would keep a padded copy
+    if R % width:  # as one matrix, a compiler would keep a padded copy
         per_expert: Any = [kernels.cast(x, cast_config, **layouts) for x in weights]
         row_data, col_data = (_stacked(x) if x[0] else None for x in zip(*per_expert, strict=True))
         if row_data is not None:  # under squares there are fewer rows of scales than R
@@ -97,7 +97,7 @@ def _quantize_under_blocks(
 
 
 def _stacked(operands: Sequence[Operand]) -> Operand:
-    """Stack data and scales; data as uint8, since few backends can stack float8."""
+    """Stack `operands` along a new dim 0; data as uint8, since few backends can stack float8."""
     data = torch.stack([x.data.view(torch.uint8) for x in operands]).view(operands[0].data.dtype)
     return Operand(data, torch.stack([x.scale for x in operands]))
 
@@ -141,7 +141,7 @@ def grouped_matmul(
 def _outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     if len(a) == 0:  # torch's grouped GEMM takes no empty tensors
         return _outer_fake(a, b, ends).zero_()
-    # It takes rows of a multiple of 16 bytes only.
+    # It requires rows whose size in bytes is a multiple of 16.
     (N, K), offs = (a.shape[1], b.shape[1]), ends_of_groups(ends, len(a))
     a, b = (F.pad(x, (0, -x.shape[1] % 8)) if x.shape[1] % 8 else x for x in (a, b))
     y = F.grouped_mm(a.t(), b, offs=offs)
@@ -172,13 +172,13 @@ class Grouped(Dense):
 
     @staticmethod
     def padded(row: Operand, granularity: Granularity) -> Operand:
-        """Return row data [E, N, K] zero-padded along K, and scales in the shape GEMMs read."""
+        """Zero-pad row data [E, N, K] along K; return scales [E, N, 1] as [E, N], others as is."""
         data, scale = padded(row, granularity)
         return Operand(data, scale if granularity.by_blocks else scale.squeeze(-1))  # [E, N]
 
     @staticmethod
     def transposed(row: Operand, cast_config: CastConfig, after: Tensor | None = None) -> Operand:
-        """Return column data [E, K, N] of row data [E, N, K], as `quantize.to_col` does for 2-D."""
+        """Return column data [E, K, N] of `row` [E, N, K]; arguments as in `quantize.to_col`."""
         granularity = cast_config.scaling_granularity
         if not granularity.square:
             return quantize_experts(
@@ -197,12 +197,12 @@ class Grouped(Dense):
 
     @staticmethod
     def outer(g: Tensor, x: Tensor, offs: Tensor) -> Tensor:
-        """Return `g.T @ x` per group, [E, N, K], of `g` [T, N] and `x` [T, K], in their dtype."""
+        """Return `g.T @ x` [E, N, K] per group of `g` [T, N] and `x` [T, K], in their dtype."""
         return GROUPED_OUTER(g.contiguous(), x, offs)  # type: ignore[no-any-return]
 
 
 class GroupedTransposed(Grouped):
-    """The products of experts whose Parameter stores the weights as [E, K, N]."""
+    """`Grouped` for experts whose Parameter stores the weights as [E, K, N]."""
 
     stored_transposed = True
 

@@ -27,7 +27,7 @@ from float8.tensor import is_dtensor, is_fsdp_module, local_tensor
 
 
 class ExpertsWeight(NamedTuple):
-    """The name and sizes of a Parameter with weights [N, K] of experts, in any storage order."""
+    """The name of a Parameter of experts, and the sizes E, N and K; it may store [E, K, N]."""
 
     name: str
     experts: int
@@ -47,7 +47,7 @@ class Float8Experts(Float8Module):
         return names_to_gather(self)
 
     def _float8_product(self, x: Tensor, weight: Any, offs: Tensor, name: str = "") -> Tensor:
-        """Multiply groups of rows [T, K] by `weight` [E, N, K]; `name`: its Parameter, if known."""
+        """Compute `grouped_linear(x, weight, offs)`; `name`: of the Parameter, "" if unknown."""
         weight = _on_this_rank(weight)
         x = x.to(autocast_dtype(x.device) or weight.dtype)
         plan, held_weight = self._float8_plan, None
@@ -68,7 +68,7 @@ class Float8Experts(Float8Module):
         return weight.transpose(1, 2) if lies_transposed(self) else weight
 
     def extra_repr(self) -> str:
-        """Return the original text, the recipe, and settings that differ from `Float8Linear`."""
+        """Return the original class's text, the recipe, and settings that differ for experts."""
         config = self._float8_config
         words = [super().extra_repr(), config.short_str()]
         sites = CastSite.GRAD_OUTPUT, CastSite.GRAD_OUTPUT_FOR_GRAD_WEIGHT
@@ -91,19 +91,19 @@ class Float8Experts(Float8Module):
 class RegisteredExperts(Float8Experts):
     """Experts of transformers 5, with the weights `gate_up_proj` or `up_proj`, and `down_proj`.
 
-    Replaces the forward that transformers would take from its registry: sorts tokens by expert and
-    runs both grouped GEMMs in float8. The activation and gate stay methods of the module.
+    The forward replaces the one that transformers would take from its registry. It sorts tokens by
+    expert, runs both grouped GEMMs in float8, and calls the module's own activation and gate.
     """
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of each token's experts, [tokens, hidden].
 
-        `top_k_index` and `top_k_weights` are [tokens, top_k]. An index >= `num_experts` is that of
-        an expert on another rank, and adds nothing. The dtype is that of `hidden_states`.
+        `top_k_index` and `top_k_weights` are [tokens, top_k]. An index >= `num_experts` belongs to
+        an expert on another rank, and adds nothing. The result has the dtype of `hidden_states`.
         """
         mod: Any = self
         tokens, top_k = top_k_index.shape
-        # Sorted by expert: the rows of each lie together.
+        # Sort by expert, so that the rows of each expert are adjacent.
         expert, order = torch.sort(top_k_index.flatten(), stable=True)
         numbers = torch.arange(mod.num_experts, device=expert.device, dtype=expert.dtype)
         offs = torch.searchsorted(expert, numbers, right=True, out_int32=True)
@@ -117,22 +117,22 @@ class RegisteredExperts(Float8Experts):
 
         x = hidden_states[order // top_k]
         name, act = ("gate_up_proj", mod._apply_gate) if mod.has_gate else ("up_proj", mod.act_fn)
-        # Its inner values are computed again in backward: they are most of what else is kept.
+        # Backward recomputes the activation, whose inner values would take most of the memory.
         x = checkpoint(act, product(x, name), use_reentrant=False, preserve_rng_state=False)
         y = product(x, "down_proj")
         if getattr(mod, "has_post_expert_norm", False):
             y = mod.post_expert_norm(y)
-        # A bias makes outputs for other ranks' experts: dropped, so that no router learns of them.
+        # With a bias, rows of other ranks' experts are not zero: drop them, and their router grads.
         routing_weight = top_k_weights.flatten()[order].masked_fill(expert >= mod.num_experts, 0)
         y = y * routing_weight[:, None]
         rows = torch.arange(len(order), device=order.device)
         inverse_order = torch.empty_like(order).scatter_(0, order, rows)
-        # Added in one order, so that a second run has the same bits.
+        # Add in a fixed order, so that results are deterministic.
         return y[inverse_order].view(tokens, top_k, y.shape[1]).sum(1).to(hidden_states.dtype)
 
 
 def _on_this_rank(x: Any) -> Any:
-    """Return the local shard of a DTensor of experts, differentiably; return others unchanged."""
+    """Return `x.to_local()` of a DTensor, which must be Shard(0) or Replicate, else `x`."""
     if not is_dtensor(x):
         return x
     if not all(placement.is_replicate() or placement.is_shard(0) for placement in x.placements):
@@ -144,12 +144,12 @@ def _on_this_rank(x: Any) -> Any:
 
 
 class SeamExperts(Float8Experts):
-    """Experts that multiply by a method `_grouped_mm(A=, B_t=, offs=)`, which is replaced."""
+    """Experts whose forward calls `_grouped_mm(A=, B_t=, offs=)`, which this class overrides."""
 
     _float8_why_never_held = "given to a method, perhaps a copy"
 
     def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
-        """Multiply groups of rows `A` [T, K] by `B_t` [E, K, N]; return [T, N]."""
+        """Multiply each group `A[offs[e - 1]:offs[e]]` of `A` [T, K] by `B_t[e]` [K, N]: [T, N]."""
         return self._float8_product(A, B_t.transpose(-2, -1), offs)
 
 
@@ -178,14 +178,14 @@ def lies_transposed(module: Any) -> bool:
 
 
 def weights_of(module: nn.Module) -> list[ExpertsWeight]:
-    """Return name and global sizes of each Parameter of `module` that has experts' weights."""
+    """Return the name and unsharded sizes of each Parameter of `module` with experts' weights."""
     weights = []
     for name, parameter in module._parameters.items():
         if name.endswith("_scale_inv"):  # of experts in transformers' own float8
             continue
         if parameter is not None and parameter.dim() >= 3:
             experts, *outputs, K = parameter.shape
-            N = math.prod(outputs)  # two projections may lie in dims of their own
+            N = math.prod(outputs)  # an extra dim may tell two projections apart
             if lies_transposed(module):
                 N, K = K, N
             weights.append(ExpertsWeight(name, experts, N, K))
@@ -193,7 +193,7 @@ def weights_of(module: nn.Module) -> list[ExpertsWeight]:
 
 
 def names_to_gather(module: nn.Module) -> list[str]:
-    """Return names of weights that FSDP2 can gather in float8: stored as [E, N, K]."""
+    """Return names of weights of `module` stored as [E, N, K], which FSDP2 can send in float8."""
     if lies_transposed(module):
         return []
     parameters: Any = module._parameters
@@ -201,7 +201,7 @@ def names_to_gather(module: nn.Module) -> list[str]:
 
 
 def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | None:
-    """Return why `module`, for which `kind_of` is not None, cannot be converted, or None."""
+    """Return why `module`, of a known `kind_of`, cannot be converted with `config`, or None."""
     if reason := no_grouped_gemm(config):
         return f"got a config with {reason}; expected {EXPECTED}"
     if replaced_forward(module):
@@ -241,7 +241,7 @@ def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | 
 def _replaced_seam(module: Any) -> str | None:
     """Return an error message if a subclass or attribute overrides `_grouped_mm`, or None.
 
-    The override of torchtitan's MXFP8, for example, does more, which a conversion would drop.
+    A conversion would drop what the override does; torchtitan's MXFP8 has one, for example.
     """
     cls = module._float8_source_class if isinstance(module, Float8Experts) else type(module)
     override, *bases = (base.__name__ for base in cls.__mro__ if "_grouped_mm" in vars(base))
@@ -257,14 +257,14 @@ def _replaced_seam(module: Any) -> str | None:
 def convert_experts(module: Any, config: Float8LinearConfig) -> None:
     """Convert `module`, for which `kind_of` is not None, to float8 by changing its class."""
     kind: Any = kind_of(module)
-    module.__dict__.pop("forward", None)  # that of its class, which accelerate leaves behind
+    module.__dict__.pop("forward", None)  # accelerate leaves the forward of the class there
     module.__class__ = class_of_experts(kind, module.__class__)
     module._float8_set_up(config)
 
 
 @functools.cache
 def class_of_experts(kind: Any, source: Any) -> Any:
-    """Return a subclass of `kind` and `source`, named as `source`: libraries look it up by name."""
+    """Return a subclass of `kind` and `source`, with the name of `source` for look-ups by name."""
     members = {name: getattr(source, name) for name in ("__module__", "__qualname__", "__doc__")}
     members["_float8_source_class"] = source
     bases = kind, source

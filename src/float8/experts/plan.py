@@ -1,4 +1,4 @@
-"""The plan of experts: what grouped GEMMs make of a configuration."""
+"""Plan the casts and grouped GEMMs of experts from a `Float8LinearConfig`."""
 
 from dataclasses import replace
 
@@ -20,11 +20,11 @@ _RUNS, _RUNS_OF_MX = ScalingGranularity.BLOCK_1x128, ScalingGranularity.BLOCK_1x
 
 @shared
 def plan_experts(config: Float8LinearConfig) -> LinearPlan:
-    """Return the plan of experts with `config`; raise `ValueError` if no grouped GEMM supports it.
+    """Return the plan of experts; raise `ValueError` if no grouped GEMM supports `config`.
 
-    All casts are to e4m3. All GEMMs take `use_fast_accum` from that of `output`: exact sums take
-    1.1 to 1.6 times as long and gain 0.07 dB. Tokens with squares get runs, which are finer: a
-    square may hold the tokens of two experts.
+    All casts are to e4m3. All GEMMs use `config.gemm_config_output.use_fast_accum`: exact sums take
+    1.1 to 1.6 times as long and gain 0.07 dB. Inputs and grad_outputs configured with square blocks
+    get 1 x k blocks, since a square could have tokens of two experts.
     """
     if reason := no_grouped_gemm(config):
         raise ValueError(f"grouped_linear: got a config with {reason}, expected {EXPECTED}")

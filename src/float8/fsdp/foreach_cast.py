@@ -1,4 +1,4 @@
-"""Cast many tensors to float8 with one kernel, each under a scale of its own."""
+"""Cast many tensors to float8 with one kernel, each with a separate scale."""
 
 import functools
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from float8.kernels.runtime.launch import Launch, takes_triton_directly
 from float8.kernels.runtime.triton import has_float8_conversion, jit, tl
 
 BLOCK = 4096
-"""The number of elements that a program casts; results begin at multiples of it."""
+"""The number of elements that a program casts; each result begins at a multiple of `BLOCK`."""
 MAX_TENSORS = 1024
-"""The largest number of tensors of one launch; each program reads the start of every one."""
+"""The largest number of tensors of one launch; a program reads the first program of each."""
 
 
 def foreach_cast(
@@ -25,9 +25,9 @@ def foreach_cast(
 ) -> list[Tensor]:
     """Cast each tensor to float8; on a GPU, by one kernel if all are contiguous.
 
-    Tensors have any shapes, and share dtype and device. They are rounded to `via`, then cast as
-    `kernels.cast` does. `scales` are the result of `quantize.scales_of`, which the kernel reads 16
-    bytes apart. Results of one launch are views of one tensor, which lives as long as any of them.
+    `tensors` have any shapes, and share dtype and device. They are rounded to `via`, then cast as
+    in `kernels.cast`. `scales` are the result of `quantize.scales_of`, 16 bytes apart. Returns
+    tensors of the same shapes; those of one launch are views that keep one tensor alive.
     """
     first, dtype = tensors[0], cast_config.dtype
     rounded = first.dtype == torch.float32 and via == torch.bfloat16
@@ -45,7 +45,7 @@ def foreach_cast(
 def _cast_triton(
     tensors: Sequence[Tensor], scales: Tensor, dtype: torch.dtype, rounded: bool
 ) -> list[Tensor]:
-    """Cast up to `MAX_TENSORS` tensors; `scales` is the first of their scales, 16 bytes apart."""
+    """Cast `tensors` in one launch; `scales` is the first scale, others lie 16 bytes apart."""
     first, device, count = tensors[0], tensors[0].device, len(tensors)
     addresses = tuple([x.data_ptr() for x in tensors])
     table, starts = _table(addresses, tuple([x.numel() for x in tensors]), device)
@@ -65,9 +65,9 @@ def _cast_triton(
 def _table(
     addresses: tuple[int, ...], sizes: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, list[int]]:
-    """Return the table of `_cast_kernel`, and the first programs of tensors as a list.
+    """Return `table_ptr` of `_cast_kernel` as a tensor, and the first program of each tensor.
 
-    The list ends with the number of programs. Addresses rarely change from one step to the next.
+    The list of programs ends with their number. Cached, since addresses rarely change.
     """
     starts = [0]
     for size in sizes:
@@ -84,7 +84,7 @@ def _launch(
     count: int,
     constants: tuple[Any, ...],
 ) -> Launch:
-    """Return the launch for tensors of `dtype`, for which the first launch compiles the kernel."""
+    """Return the cached `Launch` of `programs` programs for `count` tensors of `dtype`."""
     entries = 1 << max(count - 1, 0).bit_length()
     constants = (*constants, entries, BLOCK)
     return Launch(_cast_kernel, device, programs, (count,), constants, num_warps=8)
@@ -107,7 +107,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     program = tl.program_id(0)
     entry = tl.arange(0, COUNT)
     starts = tl.load(table_ptr + 2 * count + entry, entry < count, 1 << 62)
-    # An empty tensor begins where the next one does.
+    # An empty tensor begins at the same program as the next tensor.
     index = tl.sum((starts <= program).to(tl.int32)) - 1
     start = tl.load(table_ptr + 2 * count + index)
     size = tl.load(table_ptr + count + index)

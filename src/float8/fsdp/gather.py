@@ -1,6 +1,6 @@
 """`Float8GatherWeight`: a high-precision weight that FSDP2 all-gathers in float8.
 
-Each rank quantizes its shard under the scale of the whole weight, and sends the bytes.
+Each rank quantizes its shard, under one scale of the whole weight or finer scales, and sends bytes.
 """
 
 import functools
@@ -26,29 +26,29 @@ class GatherInfo(NamedTuple):
     """The metadata that `fsdp_pre_all_gather` hands to `fsdp_post_all_gather` on the same rank."""
 
     size: torch.Size  # of the whole weight
-    scale: Tensor | None = None  # of the whole weight, equal on all ranks; None: scales are sent
+    scale: Tensor | None = None  # of the whole weight, equal on all ranks; None if sent with data
     amax: Tensor | None = None  # see `Float8Tensor`
     on_gather_stream: bool = True  # where `scale` and `amax` were computed
 
 
 class CastAhead(NamedTuple):
-    """The scale of a shard, or its cast, computed before the gather that uses it."""
+    """The scale of a shard and perhaps its float8 data, computed before the all-gather."""
 
     scale: Tensor
     data: Tensor | Any = None  # float8, contiguous, in the shape of the shard; None: only the scale
 
 
 class Float8GatherWeight(Wrapper):
-    """A high-precision tensor with a `CastConfig`, `how`, by which FSDP2 gathers it in float8.
+    """Wrapper of a high-precision tensor `inner` that FSDP2 all-gathers in float8, cast by `how`.
 
-    All ops but the gather run on the tensor that it holds, `inner`, which is not copied. Views and
-    copies of it, `empty_like`, `new_zeros` and `new_empty` are of its class; the results of all
-    other ops are plain. Writes through any view, and through the plain tensors that
-    `high_precision` returns, raise the version of `counted`, a plain tensor over the same memory.
-    While that is unchanged, a scale or cast that was computed ahead is valid.
+    All ops but the all-gather run on `inner`, which is not copied. Views, copies, `empty_like`,
+    `new_zeros` and `new_empty` of a wrapper are wrappers; the results of all other ops are plain
+    tensors. Writes to a wrapper, its views, and the plain tensors that `high_precision` returns
+    increment the version of `counted`, a plain tensor over the same memory. A kept scale or cast is
+    valid while that version is unchanged.
 
-    Scales finer than one per tensor are sent with the data, which FSDP2 allows for even shards
-    only. Uneven shards, and those that would cut what a scale covers, are sent in high precision.
+    Scales finer than one per tensor are gathered with the data, which FSDP2 allows for even shards
+    only. Under such scales, shards that are uneven or split a block are sent in high precision.
     """
 
     _inner: Tensor
@@ -58,13 +58,13 @@ class Float8GatherWeight(Wrapper):
     """Dtype of the `MixedPrecisionPolicy`, to which shards are rounded before the cast; None until
     the first gather. Views and copies inherit it: FSDP2 copies shards on some ranks only."""
     _ahead: tuple[Any, CastAhead | None] = None, None
-    """The result of `_versions`, and the scale or cast computed while the weight had it."""
+    """The kept scale or cast, preceded by the result of `_versions` when it was computed."""
     _tensor_names = ("_inner",)
     _context = ("how",)
 
     @staticmethod
     def __new__(cls, inner: Tensor, how: CastConfig, counted: Tensor | None = None) -> Any:
-        """Wrap `inner`, which lies in the memory of `counted` if that is given."""
+        """Wrap `inner`; `counted` is a tensor over the same memory to count writes, or None."""
         self: Any = cls._wrap(inner, inner.dtype)
         self._inner, self.how = inner, how
         self.counted = inner if counted is None else counted
@@ -72,10 +72,10 @@ class Float8GatherWeight(Wrapper):
 
     @property
     def high_precision(self) -> Tensor:
-        """Plain tensor over the same memory, with the version counter of `counted`."""
+        """Plain tensor over the memory of the weight, with the version counter of `counted`."""
         if self._inner is self.counted:
             return self._inner
-        # `_inner` of a view was made below autograd, and has a version counter of its own.
+        # `_inner` of a view was made below autograd, and has a separate version counter.
         with torch.inference_mode(self.counted.is_inference()):
             return self.counted.as_strided(self.shape, self.stride(), self.storage_offset())
 
@@ -94,8 +94,8 @@ class Float8GatherWeight(Wrapper):
             result: Any = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-            # FSDP2 shards and pads in its first forward. If that runs in inference mode, the shards
-            # must be usable in training all the same.
+            # FSDP2 shards and pads in its first forward. Even if that runs in inference mode, the
+            # shards must be usable in training.
             with as_inference_as(weight):
                 result = func(*plain[0], **plain[1])
                 if isinstance(result, Tensor):
@@ -114,7 +114,7 @@ class Float8GatherWeight(Wrapper):
         return written.get(id(result), result)
 
     def _like(self, func: Any, result: Tensor) -> Tensor:
-        """Wrap `result` of `func` on the inner tensor, unless its dtype has no cast to float8."""
+        """Wrap `result`, which `func` returned for `inner`, if its dtype can be cast to float8."""
         if result is self._inner:
             return self
         if result.dtype not in HIGH_PRECISION_DTYPES:
@@ -123,7 +123,7 @@ class Float8GatherWeight(Wrapper):
         return self.wrap(result, self.counted if view else None)
 
     def wrap(self, values: Tensor, counted: Tensor | None = None) -> "Float8GatherWeight":
-        """Return `values` in a wrapper with the settings of this one; `counted` as in `__new__`."""
+        """Wrap `values` with `how` and `param_dtype` of this wrapper; `counted` as in `__new__`."""
         new: Float8GatherWeight = type(self)(values, self.how, counted)
         new.param_dtype = self.param_dtype
         return new
@@ -143,7 +143,7 @@ class Float8GatherWeight(Wrapper):
         return self.how.scaling_granularity.one_scale
 
     def kept(self, weight: Any) -> CastAhead | None:
-        """Return the scale or cast that was kept, or None if `weight` was written since."""
+        """Return the kept scale or cast, or None if there is none or `weight` was written since."""
         versions, ahead = self._ahead
         if ahead is not None and versions != self._versions(weight):
             self.forget_cast()
@@ -161,9 +161,9 @@ class Float8GatherWeight(Wrapper):
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., tuple[tuple[Tensor, ...], GatherInfo]]:
-        """The hook that FSDP2 calls before each all-gather: `_pre_all_gather`.
+        """The hook that FSDP2 calls before each all-gather, `_pre_all_gather` with a signature.
 
-        FSDP2 inspects its signature each time, which for a method takes as long as a launch.
+        FSDP2 inspects the signature at each call; for a method that takes as long as a launch.
         """
         hook: Any = functools.partial(self._pre_all_gather)
         hook.__signature__ = _SIGNATURE
@@ -172,9 +172,9 @@ class Float8GatherWeight(Wrapper):
     def _pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
-        """Return the shard as float8 bytes, padded to the rows of the largest shard, and metadata.
+        """Return the tensors to all-gather, padded as the largest shard, and the `GatherInfo`.
 
-        If its scales cannot be sent, it is sent in `param_dtype`, and a warning says so.
+        If scales cannot be sent, warn, and return the shard in high precision instead of float8.
         """
         dtype, rows = mp_policy.param_dtype or self.dtype, self.shape[0]
         # Shards along dim 0 are the pieces of `torch.chunk`: the first is the largest.
@@ -205,7 +205,7 @@ class Float8GatherWeight(Wrapper):
         return None
 
     def quantized(self, shard: Tensor, cast: Cast, dtype: torch.dtype) -> CastAhead:
-        """Quantize values [R, K] of a shard, rounded to `dtype` first; R may be 0."""
+        """Round `shard` [R, K] to `dtype`, then quantize it to row data; R may be 0."""
         data, scale = quantize(shard, cast, row=True, via=dtype).row
         if data.shape != shard.shape:  # padded for a GEMM
             data = data[: shard.shape[0], : shard.shape[1]]
@@ -214,13 +214,13 @@ class Float8GatherWeight(Wrapper):
     def _to_send(
         self, size: torch.Size, rows: int, mesh: Any, module: Any, dtype: torch.dtype
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
-        """Return the tensors that are all-gathered for the shard [R, K], and the `GatherInfo`.
+        """Return the tensors to all-gather for the shard [R, K] of a weight, and the `GatherInfo`.
 
         The tensors are float8 bytes, padded to [rows, K], and scales finer than one per tensor. R
-        may be 0. A scale or cast that was kept is used if the weight was not written since.
+        may be 0. A kept scale or cast is used if the weight was not written since.
         """
         weight, config, shard = module.weight, self.how, self._inner
-        owner = local_tensor(weight)  # keeps casts; with CPU offload `self` is a copy of it
+        owner = local_tensor(weight)  # keeps casts; with CPU offload `self` is a copy
         owner.param_dtype = dtype  # from now on the shard can be cast ahead
         delayed = config.scaling_type is ScalingType.DELAYED
         kept = None if delayed else owner.kept(weight)
@@ -244,9 +244,9 @@ class Float8GatherWeight(Wrapper):
     def fsdp_post_all_gather(
         self, received: tuple[Tensor, ...], info: GatherInfo, dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Return the weight as a `Float8Tensor` [N, K] over the gathered bytes, without a copy.
+        """Return the weight, a `Float8Tensor` or plain view of `received` without a copy, and ().
 
-        `out` is the result of an earlier call, whose memory was filled again: it is updated.
+        `out`: the weight of an earlier call over the same memory; update it, and return None.
         """
         size, scale, amax, on_gather_stream = info
         for x in (scale, amax) if on_gather_stream else ():
@@ -275,7 +275,7 @@ _HOOK: Any = Float8GatherWeight._pre_all_gather
 _SIGNATURE = inspect.signature(functools.partial(_HOOK, None))
 
 WRAPPERS: dict[int, type[Float8GatherWeight]] = {2: Float8GatherWeight}
-"""The wrapper of a weight by its dims; `float8.experts.gather` adds that of [E, N, K]."""
+"""Wrapper classes by number of dims of a weight; `float8.experts.gather` adds 3, [E, N, K]."""
 
 _KEEP = (
     aten.clone.default,
@@ -293,7 +293,7 @@ torch.serialization.add_safe_globals(
 
 
 def _plain(x: Any) -> Any:
-    """Return `x` with each `Float8GatherWeight` in it replaced by its inner tensor."""
+    """Replace each `Float8GatherWeight` by its inner tensor: `x` itself, or items of a list `x`."""
     if isinstance(x, Float8GatherWeight):
         return x._inner
     return [*map(_plain, x)] if isinstance(x, list | tuple) else x

@@ -25,22 +25,22 @@ from float8.tensor.weights import require_one_cast
 def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     """Cast the shards of all dynamically scaled weights together, before float8 all-gathers.
 
-    Call it on all ranks after `optimizer.step()`, or let `attach_to_optimizer` do so. Scales need
-    one all-reduce for all weights of a dtype, and for each mesh dim that shards them. Under one
-    scale a single kernel casts all shards. All gathers of a weight, in forward and backward of each
-    microbatch, then send that cast, which takes one byte per element of the shard. Without this
-    call each gather casts, with the same result, as it always does in the first forward and for
-    weights with empty shards. For offloaded shards only scales are computed, if there is one for
-    the whole weight. Weights without float8 all-gather are skipped.
+    Call this function on all ranks after `optimizer.step()`, or use `attach_to_optimizer`, which
+    does. Scales need one all-reduce for all weights of a dtype, for each mesh dim that shards them.
+    A single kernel casts all weights with one scale. All gathers of a weight, in forward and
+    backward of each microbatch, then send that cast, which takes one byte per element of the shard.
+    Without this call each gather casts, with the same result; so do, in any case, the first forward
+    and weights with empty shards. Of shards offloaded to the CPU only the scale is computed, or
+    nothing if the weight has finer scales. Weights without float8 all-gather are skipped.
 
     A cast is used until the weight is written: by an optimizer's step, an op on the Parameter or
-    on a view of it, loading, or a write into a tensor of a state dict. Call it again after writes
+    a view, loading, or a write into a tensor of a state dict. Call this function again after writes
     that go unnoticed: through NumPy or a raw pointer, `.data` of tensors in state dicts,
     `torch._foreach_*` of DTensors in them, `torch.distributed`, kernels of other libraries.
 
     Raises:
         TypeError: `model` is no `nn.Module`.
-        ValueError: a weight is gathered at the moment, so that its shard cannot be reached.
+        ValueError: a weight with one scale is gathered now, so that its shard cannot be reached.
     """
     require_module(model, "model")
     batches = _shards_to_cast(model)
@@ -53,7 +53,7 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
 
 
 class _BatchKey(NamedTuple):
-    """The key of shards that one call of `_cast` casts together."""
+    """The properties shared by all shards that one call of `_cast` casts."""
 
     one_scale: bool
     """See `Float8GatherWeight.has_one_scale`."""
@@ -68,7 +68,7 @@ class _BatchKey(NamedTuple):
 
 
 def _cast(key: _BatchKey, shards: dict[Any, Float8GatherWeight]) -> list[CastAhead]:
-    """Return the casts of shards, or only their scales if the shards are offloaded to the CPU."""
+    """Return a `CastAhead` for each of `shards`, without data if they are offloaded to the CPU."""
     config, dtype = key.cast_config, key.param_dtype
     on_device, values = key.device.type == key.device_type, [x._inner for x in shards.values()]
     if key.one_scale:
@@ -80,7 +80,7 @@ def _cast(key: _BatchKey, shards: dict[Any, Float8GatherWeight]) -> list[CastAhe
 
 
 def _shards_to_cast(model: nn.Module) -> dict[_BatchKey, dict[Any, Float8GatherWeight]]:
-    """Return the shards to cast in batches, each a dict by weight for one call of `_cast`."""
+    """Return batches of shards to cast, one for each call of `_cast`: key -> weight -> shard."""
     batches: dict[_BatchKey, dict[Any, Float8GatherWeight]] = {}
     groups_of: dict[Any, tuple[Any, ...] | None] = {}  # by sharding; None if a shard is empty
     for module in model.modules():
@@ -122,7 +122,7 @@ def _casts_ahead(module: Float8Module) -> bool:
 
 
 def refuse_shards(layer: Any, config: Float8LinearConfig) -> TypeError | ValueError | None:
-    """Return an error for a linear layer that is sharded already, or None."""
+    """Return an error if `layer`, a linear layer, is sharded already, or None."""
     if is_fsdp_module(layer):
         cls = f"{type(layer).__module__}.{type(layer).__qualname__}"
         expected = "expected an nn.Linear: convert, then fully_shard"
@@ -149,7 +149,7 @@ class Float8Gathers(Feature):
         return dist.get_world_size() if gathers and dist.is_initialized() else 1
 
     def why_not_changed(self, mod: Any) -> Refusal | None:
-        """Refuse a layer that `fully_shard` was applied to, or whose weight is gathered."""
+        """Return a `Refusal` if FSDP2 shards `mod` or gathers its weight in float8, or None."""
         if is_fsdp_module(mod):
             return "a layer that fully_shard was applied to", "apply it to the block around it"
         for name in _gathered_names(mod):
@@ -163,7 +163,7 @@ class Float8Gathers(Feature):
         return None
 
     def why_not_taken(self, mod: Any, config: Float8LinearConfig) -> Refusal | None:
-        """Refuse a layer with a weight that is a DTensor, or whose hooks would be lost."""
+        """Return a `Refusal` if a weight to gather is a DTensor or has gradient hooks, or None."""
         names = _gathered_names(mod) if config.enable_fsdp_float8_all_gather else ()
         hooks = "_backward_hooks", "_post_accumulate_grad_hooks"
         for weight in map(mod._parameters.get, names):
@@ -185,7 +185,7 @@ class Float8Gathers(Feature):
             enable_float8_all_gather(model)
 
     def after_step(self, model: nn.Module) -> None:
-        """Cast the shards for the next gathers."""
+        """Cast the shards of `model` for the next float8 all-gathers."""
         precompute_float8_dynamic_scale_for_fsdp(model)
 
 
@@ -198,8 +198,8 @@ def _gathered_names(mod: nn.Module) -> Sequence[str]:
 def enable_float8_all_gather(module: nn.Module) -> None:
     """Replace weights by `Float8GatherWeight`s where the configuration of the layer asks for it.
 
-    Weights that are shared with a module that is not converted, such as an embedding, stay plain.
-    So do weights of experts stored as [E, K, N], whose rows are not what a scale covers.
+    Weights that are shared with a module that is not converted, such as an embedding, stay plain,
+    as do weights of experts stored as [E, K, N], since a row scale would cover a column there.
     """
     new_tensors: dict[Any, Tensor] = {}
     users = _users(module.modules())
@@ -227,7 +227,7 @@ def disable_float8_all_gather(layers: Iterable[nn.Module]) -> None:
 
 
 def _users(modules: Iterable[nn.Module]) -> dict[Any, list[tuple[nn.Module, str]]]:
-    """Return each Parameter with the modules that hold it and its name in each of them."""
+    """Map each Parameter of `modules` to the (module, name) pairs that it is registered under."""
     users: dict[Any, list[tuple[nn.Module, str]]] = {}
     for mod in modules:
         for name, parameter in mod._parameters.items():

@@ -12,10 +12,10 @@ _OURS = "_float8_names_that_ddp_ignores"
 
 
 class DataParallel(Feature):
-    """Settings of models that `DistributedDataParallel` may wrap."""
+    """The feature that sets which tensors `DistributedDataParallel` ignores."""
 
     def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
-        """Exclude amaxes and weights in float8 from broadcasts."""
+        """Exclude amax buffers, and weights in float8 only, of `model` from DDP's broadcasts."""
         tell_ddp_what_to_ignore(model)
 
 
@@ -23,8 +23,8 @@ def tell_ddp_what_to_ignore(module: nn.Module) -> None:
     """Exclude amax buffers, and weights in float8 only, from DDP's broadcasts and reductions.
 
     Marks `module` and its submodules, any of which DDP may wrap. DDP broadcasts rank 0's buffers in
-    each forward, which would lose other ranks' amaxes. Histories and scales are still broadcast: a
-    sync leaves them equal, and rank 0 may load a checkpoint alone, except for float8 weights.
+    each forward, which would lose other ranks' amaxes. Histories and scales are still broadcast:
+    they are equal after a sync, and rank 0 alone may load a checkpoint, if no weight is in float8.
     """
     for root in module.modules():
         names = [

@@ -1,11 +1,11 @@
-"""Compute tensor-parallel layers: DTensors outside, local tensors in casts and GEMMs.
+"""Compute tensor-parallel layers on DTensors; casts and GEMMs run on local tensors.
 
     weight Shard(0): input Replicate  -> output Shard(-1)    torch's ColwiseParallel
     weight Shard(1): input Shard(-1)  -> output Partial      torch's RowwiseParallel
                                       or output Shard(dim)   Float8RowwiseParallel
 
-One scale per tensor is that of the whole, over all ranks; finer scales are of this rank's part.
-All casts and GEMMs run layer by layer; weights are cast on the fly.
+One scale per tensor comes from the amax over all ranks; finer scales come from the local tensor.
+Each layer casts its high-precision weight separately, in each forward and backward.
 """
 
 import math
@@ -33,7 +33,7 @@ from float8.tensor.ranks import (
 
 
 class Shards(NamedTuple):
-    """Tensor-parallel options of a layer; its weight's placement selects colwise or rowwise."""
+    """Tensor-parallel options of a layer; the weight's placement selects colwise or rowwise."""
 
     gathers_input: bool = False
     """Whether ranks gather the tokens of the input; ignored if the weight is Shard(1)."""
@@ -41,11 +41,11 @@ class Shards(NamedTuple):
     """The dim along which a Shard(1) layer reduce-scatters its output; None leaves it Partial."""
 
     def linear(self, input: Any, weight: Any, bias: Any, plan: LinearPlan, casts: Casts) -> Any:
-        """Compute `apply_linear` of DTensors on a mesh of one dim; `casts` reduce over its ranks.
+        """Compute `apply_linear` of DTensors on a 1-D mesh; return a DTensor.
 
-        A layer that gathers its input takes it placed in any way, and gathers it in float8 if its
-        row data suffice for all GEMMs; a `Float8Tensor` as local tensor is not cast again. The bias
-        is Shard(0) with the weight, else Replicate.
+        `casts` reduce amaxes over the mesh. With `gathers_input` the input may have any placement,
+        and is gathered in float8 if `plan.input_rows_suffice`. A local `Float8Tensor` is not cast
+        again. `bias` is Shard(0) if the weight is, else Replicate.
         """
         if not hasattr(input, "placements"):
             raise TypeError(
@@ -81,7 +81,7 @@ class Shards(NamedTuple):
         return layer._float8_with_state(casts) if layer._float8_stateful else casts
 
     def words(self, layer: Any) -> list[str]:
-        """Return a text for the `extra_repr` of `layer` on what ranks gather."""
+        """Return texts for the `extra_repr` of `layer`: one on what ranks gather, or none."""
         if self.tokens_dim is not None:
             gathered, in_float8 = "grad_output", layer._float8_plan.grad_output_rows_suffice
         elif self.gathers_input and not sums_over_ranks(layer.weight):
@@ -92,14 +92,14 @@ class Shards(NamedTuple):
 
 
 def sums_over_ranks(weight: Any) -> bool:
-    """Return whether tensor parallel shards K of `weight`: ranks then sum outputs."""
+    """Return whether tensor parallel shards `weight` along K, so that ranks sum outputs."""
     placements: Any = getattr(weight, "placements", None)
     return placements is not None and placements[-1].is_shard(1)
 
 
 @dataclass(frozen=True)
 class GathersInput(Dense):
-    """The products of a layer whose input is sharded by tokens; ranks all-gather it in float8."""
+    """The casts and GEMMs of a layer that all-gathers its token-sharded input in float8."""
 
     tokens: SharedTokens
 
@@ -117,13 +117,13 @@ class GathersInput(Dense):
         return matmul(a, b, (shape[0] * self.tokens.ranks, shape[1]), **gemm)
 
     def start(self, dx: Tensor) -> Tensor:
-        """Start to reduce-scatter the gradient of all tokens, which overlaps with grad_weight."""
+        """Start to reduce-scatter grad_input `dx` [M, K]; overlaps with the grad_weight GEMM."""
         return self.tokens.start_reduce_scatter(dx)
 
 
 @dataclass(frozen=True)
 class ScattersOutput(Dense):
-    """The products of a layer whose output is Partial; ranks reduce-scatter it by tokens."""
+    """The casts and GEMMs of a layer that reduce-scatters its Partial output by tokens."""
 
     tokens: SharedTokens
 
@@ -133,7 +133,7 @@ class ScattersOutput(Dense):
         return Quantized(row_data, to_col(row_data, cast.config) if col else None)
 
     def scatter(self, y: Tensor) -> Tensor:
-        """Reduce-scatter the partial sums [M, N] of the output: [M / ranks, N]."""
+        """Reduce-scatter `y` [M, N], partial sums of the output: [M / ranks, N]."""
         return finished(self.tokens.start_reduce_scatter(y))
 
     def grad_input(self, a: Operand, b: Operand, shape: Shape, **gemm: Any) -> Tensor:
@@ -144,7 +144,7 @@ class ScattersOutput(Dense):
 def _column_parallel(
     input: Any, weight: Any, bias: Any, gathers: bool, plan: LinearPlan, casts: Casts
 ) -> Any:
-    """Multiply all tokens by the local rows of the weight; the output is Shard(-1)."""
+    """Multiply all tokens by local weight rows, to Shard(-1); gather tokens first if `gathers`."""
     dtensors, mesh, local = torch.distributed.tensor, weight.device_mesh, weight.to_local()
     (placement,), tokens = input.placements, None
     if gathers and not placement.is_replicate():
@@ -177,7 +177,7 @@ def _column_parallel(
 def _row_parallel(
     input: Any, weight: Any, bias: Any, tokens_dim: int | None, plan: LinearPlan, casts: Casts
 ) -> Any:
-    """Multiply local features and weight columns; the output is Partial or Shard(`tokens_dim`)."""
+    """Multiply local features by local weight columns, to Shard(`tokens_dim`); Partial if None."""
     dtensors: Any = torch.distributed.tensor
     dims, tokens_placement, tokens = input.dim(), None, None
     if tokens_dim is not None:
@@ -204,7 +204,7 @@ def _row_parallel(
         output = output.redistribute(placements=(tokens_placement,))
     if bias is None:
         return output
-    if torch.is_grad_enabled():  # torch 2.11 refuses it in inference mode
+    if torch.is_grad_enabled():  # torch 2.11 raises in inference mode
         # A no-op in forward; its backward sums up the gradients of the ranks' tokens.
         bias = bias.redistribute(placements=bias.placements)
     return output + bias.to(output.dtype)
@@ -219,12 +219,12 @@ def _require_placed(input: Any, weight: Any, expected: Any) -> None:
 
 
 def _without_reduce(casts: Casts, *roles: str) -> Casts:
-    """Return `casts` without amax reduction for `roles`, whose tensors are replicated."""
+    """Return `casts` without amax reduction for the cast sites `roles`, of replicated tensors."""
     return casts._replace(**{role: getattr(casts, role)._replace(reduce=None) for role in roles})
 
 
 def _shared_tokens(x: Any, dim: int) -> SharedTokens | None:
-    """Return the `SharedTokens` of `x` along `dim`, or None where torch must redistribute it."""
+    """Return `SharedTokens` of DTensor `x` along `dim`; None if last, uneven, or `x` is empty."""
     mesh = x.device_mesh
     if dim == x.dim() - 1 or x.shape[dim] % mesh.size() or 0 in x.shape:
         return None
@@ -233,10 +233,10 @@ def _shared_tokens(x: Any, dim: int) -> SharedTokens | None:
 
 
 def dtensor_in_float8(x: Any, weight: Any, plan: LinearPlan, cast: Cast) -> Any:
-    """Cast the DTensor `x` on a mesh of one dim, if its row data suffice for all GEMMs.
+    """Quantize the DTensor `x`, an input for `weight` on a 1-D mesh, to a DTensor in float8.
 
-    Else return `x` itself, also if it is Partial, or if each row has one scale and ranks hold parts
-    of rows. Raises as `in_compute_dtype`.
+    Returns `x` itself if it is Partial or in float8, if `plan.input_rows_suffice` is False, or if
+    `x` is sharded along its last dim and each row has one scale. Raises as `in_compute_dtype`.
     """
     (placement,) = x.placements
     cuts_rows = placement.is_shard() and placement.dim % x.dim() == x.dim() - 1
@@ -254,7 +254,7 @@ def dtensor_in_float8(x: Any, weight: Any, plan: LinearPlan, cast: Cast) -> Any:
 
 
 def require_parts(shape: torch.Size, dim: int, ranks: int) -> None:
-    """Raise `ValueError` unless each rank gets rows (`dim` 0) or equally many columns (`dim` 1)."""
+    """Raise `ValueError` unless each of `ranks` gets rows (`dim` 0) or equal columns (`dim` 1)."""
     size = shape[dim]
     if size % ranks and (dim == 1 or not every_rank_gets_some(size, ranks)):
         expected = "that dim divisible by" if dim else "rows on each of"

@@ -1,8 +1,8 @@
 """Tensor parallel: styles of `parallelize_module` that communicate in float8.
 
-Tokens that are sharded over ranks (sequence parallel) are quantized, then gathered as bytes, in
-forward and backward; in high precision if the plan of the layer does not allow it. A scale per
-tensor comes from the amax over all ranks. Sums over ranks are in high precision.
+Tokens that are sharded over ranks (sequence parallel) are quantized and then all-gathered as bytes,
+in forward and backward; or gathered in high precision if the plan of the layer requires it. One
+scale per tensor comes from the amax over all ranks. Sums over ranks are in high precision.
 """
 
 import types
@@ -25,7 +25,7 @@ class Float8ColwiseParallel(ColwiseParallel):
 
     Args:
         input_layouts, output_layouts, use_local_output: as for `ColwiseParallel`. An
-            input that `PrepareFloat8ModuleInput` has quantized is used as it is.
+            input that `PrepareFloat8ModuleInput` has quantized is not quantized again.
     """
 
     @staticmethod
@@ -61,14 +61,14 @@ class Float8RowwiseParallel(RowwiseParallel):
 
 
 class PrepareFloat8ModuleInput(PrepareModuleInput):
-    """`PrepareModuleInput` that quantizes inputs once for all layers, then gathers them.
+    """`PrepareModuleInput` that quantizes inputs once for all layers, then redistributes them.
 
     Args:
         **layouts: the arguments of `PrepareModuleInput`: `input_layouts`, `desired_input_layouts`,
             `input_kwarg_layouts`, `desired_input_kwarg_layouts`, `use_local_output`.
-        float8_dtype: the format to which the layers cast their input; None skips this check.
+        float8_dtype: the expected format of the layers' input casts; None skips this check.
         fwd_config_submodule_fqn: name, within the module, of the `Float8Linear` whose cast of the
-            input is used. With None all layers of the module must have the same.
+            input is used. With None, all layers of the module must cast their input alike.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 layer: Any = module.get_submodule(name)
                 layer._float8_shards = layer._float8_shards._replace(gathers_input=True)
         inner = vars(module).get("forward")
-        inner = getattr(inner, "__func__", inner)  # not bound: copies of the module pass themselves
+        inner = getattr(inner, "__func__", inner)  # unbound: copies of the module pass themselves
 
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             if self.input_layouts is not None:
@@ -113,7 +113,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         return module
 
     def _find_layers(self, module: nn.Module) -> list[str]:
-        """Return the names of the layers that cast the input; raise if none do or casts differ."""
+        """Return names of `Float8Linear`s that cast the input; raise if none or casts differ."""
         fqn = self.fwd_config_submodule_fqn
         modules = dict(module.named_modules()) if fqn is None else {fqn: module.get_submodule(fqn)}
         layers = {name: x for name, x in modules.items() if isinstance(x, Float8Linear)}
@@ -137,7 +137,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 def _quantize(
     module: nn.Module, names: list[str], mesh: DeviceMesh, input: Any, placement: Placement | None
 ) -> Any:
-    """Quantize `input` as the first layer that contracts its whole last dim, or return `input`."""
+    """Cast `input` as the first of layers `names` that contracts all its features, or return it."""
     shape = getattr(input, "shape", ())
     if placement is None or not shape:
         return input
@@ -153,7 +153,7 @@ def _quantize(
 
 
 def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) -> Float8Linear:
-    """Return `module`; raise an error if `style` cannot shard its weight along `dim`."""
+    """Return `module`; raise `TypeError` or `ValueError` if `style` cannot shard it along `dim`."""
     name = type(style).__name__
     if not isinstance(module, Float8Linear):
         got = type(module).__name__

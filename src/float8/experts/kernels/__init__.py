@@ -1,1 +1,1 @@
-"""The kernels of experts, over rows in groups: casts, and GEMMs; ops of ``torch.ops.float8``."""
+"""Kernels that cast and multiply grouped rows, for experts; ops of ``torch.ops.float8``."""

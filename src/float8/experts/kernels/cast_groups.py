@@ -1,10 +1,9 @@
-"""Casts to float8 of a tensor whose rows lie in groups, like tokens sorted by expert.
+"""Casts to float8 of a tensor whose rows form groups, such as tokens sorted by expert.
 
-One kernel measures all amaxes in one read, a second one casts. Under (1, k) scales the second one
-does both, since all runs of its tiles of 128 rows lie within a tile and a group. In column data
-each group begins at a multiple of `GROUP_ALIGNMENT`, 128, since grouped GEMMs contract over the
-rows of a group. Kernels read the sizes of groups on the device, so nothing syncs with the host or
-is compiled again.
+One kernel measures all amaxes in one read, and a second kernel casts. With 1 x k blocks the second
+kernel does both, since each block lies within one of its tiles of 128 rows and within a group. In
+column data each group begins at a multiple of `GROUP_ALIGNMENT`, 128, since grouped GEMMs contract
+over the rows of a group. Kernels read group sizes on the device: no sync, no recompilation.
 
 Group e has the rows ``ends[e - 1]:ends[e]``. ``ends`` are ``offs`` [E] int32, clamped to the number
 of rows and to their running maximum, so that each row is in one group at most and no kernel leaves
@@ -29,7 +28,7 @@ from float8.scales import Operand, Quantized, amax_to_scale
 
 
 class Columns(NamedTuple):
-    """Column data of grouped rows: the fields of an `Operand`, and the ends of the groups."""
+    """Column data of grouped rows, as `cast_groups` returns them, and the ends of the groups."""
 
     data: Tensor
     scale: Tensor
@@ -50,18 +49,18 @@ def cast_groups(
     after: Tensor | None = None,
     **_: Any,
 ) -> Quantized:
-    """Cast ``x`` [R, C], whose rows lie in E groups, under separate scales per group.
+    """Cast ``x`` [R, C], whose rows form E groups, to float8 under separate scales per group.
 
     The arithmetic is that of :func:`float8.kernels.cast`; a non-finite element affects its group
     only. Row data are [R, ceil16(C)] with scales [R], undefined for rows outside all groups. Column
-    data are `Columns` [ceil16(C), width] with scales [E, ceil16(C)], zero between groups. Under
-    (1, k) scales row data are [R, ceil_k(C)] with scales [R, ceil(C / k)], also defined for rows
-    outside all groups; scales of column data are [ceil16(C), width / k].
+    data are `Columns` [ceil16(C), width], zero between groups, with scales [E, ceil16(C)]. With
+    1 x k blocks row data are [R, ceil_k(C)] with scales [R, ceil(C / k)], also defined for rows
+    outside all groups, and column data have scales [ceil16(C), width / k].
 
-    ``offs`` [E] int32, on the device of ``x``, are the ends of groups, which may be empty; later
-    rows are in no group. ``width`` is at least the sum of the padded group sizes; the default
-    suffices for groups of any sizes. ``cast.scale`` [E] are scales to use instead of computed ones,
-    or None. `kernels.cast` explains ``after`` and lists the errors.
+    ``offs`` [E] int32, on the device of ``x``, has the end of each group; groups may be empty, and
+    rows from ``offs[-1]`` on are in no group. ``width`` is at least the sum of group sizes padded
+    to 128; None suffices for groups of any sizes. ``cast.scale`` is None or [E] scales to use
+    instead of computed ones. `row`, `col`, ``after`` and the errors are those of `kernels.cast`.
     """
     assert (cast.source, cast.reduce) == (None, None)  # each group has its own scale
     if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
@@ -82,20 +81,20 @@ def cast_groups(
 
 
 def most_padded(rows: int, groups: int) -> int:
-    """Return the most rows that ``groups`` with ``rows`` in all have once each is padded to 128."""
+    """Return the most rows that ``groups`` groups, of ``rows`` in total, have if padded to 128."""
     return (rows + (GROUP_ALIGNMENT - 1) * groups) // GROUP_ALIGNMENT * GROUP_ALIGNMENT
 
 
 def ends_of_groups(offs: Tensor, rows: int) -> Tensor:
-    """Return ``ends`` [E] int32 of ``offs`` without a sync; the plain-torch twin of `groups_of`."""
+    """Return ``offs`` [E] clamped to 0..``rows`` and to its running maximum; see `groups_of`."""
     return offs.clamp(0, rows).cummax(0).values
 
 
 def places_of_rows(ends: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return where rows lie in a layout in which each group begins at a multiple of 128.
+    """Return the place of each row in a layout in which each group begins at a multiple of 128.
 
-    That is the group of each row [rows], E outside all groups; the index of each row in the new
-    layout [rows]; and the ends of the padded groups [E + 1], group E included.
+    Returns the group of each row [rows], E for rows outside all groups; the index of each row in
+    that layout [rows]; and the ends of the padded groups [E + 1], group E included.
     """
     ends = torch.cat([ends, ends.new_full((1,), rows)])
     sizes = ends.diff(prepend=ends.new_zeros(1))
@@ -106,7 +105,7 @@ def places_of_rows(ends: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check_offs(offs: Tensor, rows: int) -> None:
-    """Raise ``ValueError`` unless ``offs`` ascend within 0 to ``rows``; syncs with the device."""
+    """Raise ``ValueError`` unless ``offs`` ascend within 0..``rows``; syncs with the device."""
     ends = [0, *offs.tolist(), rows]
     if ends != sorted(ends):
         raise ValueError(
@@ -128,7 +127,7 @@ def cast_groups_reference(
     scale: Tensor | None = None,
     after: Tensor | None = None,
 ) -> list[Tensor]:
-    """Plain-torch twin; return the requested row data, scales, column data, scales and ends."""
+    """Plain-torch cast; return row data, scales if ``row``; col data, scales, ends if ``col``."""
     (R, C), E = x.shape, offs.shape[0]
     out = cast_groups_fake(x, offs, run, dtype, row, col, width)
     group, places, padded_ends = places_of_rows(ends_of_groups(offs, R), R)
@@ -192,7 +191,7 @@ ALIGN = tl.constexpr(GROUP_ALIGNMENT)
 
 
 def lanes_of_groups(groups: int) -> int:
-    """Return the length of vectors of groups in kernels: a power of two above ``groups``."""
+    """Return the length of kernel vectors over all groups: a power of two above ``groups``."""
     return max(1 << groups.bit_length(), 16)
 
 
@@ -235,7 +234,7 @@ def _larger(a, b):  # type: ignore[no-untyped-def]
 
 @jit
 def groups_of(offs_ptr, R, E, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return begins and ends of groups, [GROUPS] each; group E has the rows outside all."""
+    """Return begins and ends of groups, [GROUPS] each; group E has the rows outside all groups."""
     g = tl.arange(0, GROUPS)
     before = tl.load(offs_ptr + g - 1, mask=(g > 0) & (g <= E), other=0)
     begins = tl.associative_scan(tl.minimum(tl.maximum(before, 0), R), 0, _larger)
@@ -245,16 +244,16 @@ def groups_of(offs_ptr, R, E, GROUPS: tl.constexpr):  # type: ignore[no-untyped-
 
 @jit
 def _place(tile, offs_ptr, R, E, rows, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return where tile number ``tile``, of ``rows`` rows, lies.
+    """Locate tile number ``tile`` in tiles of ``rows`` rows, each within one group.
 
-    That is its group, E outside all groups; begin and size of the group; the tile's first row in
-    the group; and the begin of the group in column data.
+    Returns the group, E for rows outside all groups; the group's first row and size; the tile's
+    first row, relative to the group's; and the first column of the group in column data.
     """
     g = tl.arange(0, GROUPS)
     begin, end = groups_of(offs_ptr, R, E, GROUPS)
     size = tl.where(g <= E, end - begin, 0)
     padded = tl.cdiv(size, ALIGN) * ALIGN  # in column data
-    count = tl.where(g <= E, tl.maximum(tl.cdiv(padded, rows), 1), 0)  # one stores the scale
+    count = tl.where(g <= E, tl.maximum(tl.cdiv(padded, rows), 1), 0)  # 1: stores scales
     tile_ends = tl.cumsum(count, 0)  # the end of each group's tiles
     group = tl.sum(((tile_ends <= tile) & (g <= E)).to(tl.int32), 0)
     is_group = g == group
@@ -271,7 +270,7 @@ def _measure_groups_kernel(  # type: ignore[no-untyped-def]
     offs_ptr,  # [E]
     amax_ptr,  # int32, zeros: [E] of groups; or [R + E * C] of rows, then of columns
     R, C, E,
-    rows,  # of a program
+    rows,  # per program
     ONE_SCALE: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,
     GROUPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -292,7 +291,7 @@ def _measure_groups_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def _scale_of(bits, GIVEN: tl.constexpr, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the scale that ``bits`` encode if GIVEN, else that of the amax that they encode."""
+    """Return ``bits`` as a float32 scale if GIVEN, else the scale of the amax that they encode."""
     if GIVEN:
         scale = bits.to(tl.float32, bitcast=True)
     else:
@@ -302,7 +301,7 @@ def _scale_of(bits, GIVEN: tl.constexpr, ARITHMETIC: tl.constexpr):  # type: ign
 
 @jit
 def group_byte_mask(r, size):  # type: ignore[no-untyped-def]
-    """Return uint32 masks that zero the bytes of rows past the end of a group; 4 rows a word."""
+    """Return uint32 masks with a byte per row of four: 0xFF where rows ``r`` < ``size``, else 0."""
     low = tl.where(r[0] < size, 0xFF, 0) | tl.where(r[1] < size, 0xFF00, 0)
     high = tl.where(r[2] < size, 0xFF0000, 0) | tl.where(r[3] < size, -0x1000000, 0)
     return (low | high).to(tl.uint32, bitcast=True)

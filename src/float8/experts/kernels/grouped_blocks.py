@@ -1,8 +1,8 @@
 """The grouped GEMM of a Hopper GPU under scales of blocks: adds scaled sums of 128 products.
 
-One warp loads tiles of 128 rows and 256 columns, some steps ahead. Two groups of four warps take 64
-of the rows each: while one scales and adds up in float32, tensor cores multiply for the other. In
-Gluon, which is Triton's language below its compiler's choices: Triton itself waits for each product
+One warp loads operands of tiles of 128 rows and 256 columns, up to `STAGES` steps early. Two groups
+of four warps compute 64 rows each: while one scales and adds in float32, tensor cores multiply for
+the other group. Written in Gluon, Triton's lower-level language, as Triton waits for each product
 and reaches three quarters of the rate (benchmarks/NOTES.md).
 """
 
@@ -18,12 +18,12 @@ from float8.kernels.runtime.triton import (
     sm_count,
 )
 
-_TILE = 128, 256, 128  # its rows and columns, and of what is contracted
+_TILE = 128, 256, 128  # rows, columns, and elements of the contraction dim per step
 ROWS, COLUMNS, BLOCK = map(gl.constexpr, _TILE)
-STAGES = gl.constexpr(3)  # of loads
-PANEL = gl.constexpr(16)  # tiles of rows that share what is read of `b`
-# Registers of a thread that multiplies, and of one that loads. With 224 both groups that multiply
-# rows hold their sums; where experts contract rows, 232 are 2 to 6 % faster (H200).
+STAGES = gl.constexpr(3)  # buffers for loads
+PANEL = gl.constexpr(16)  # tiles of rows that share loads of `b`
+# Registers of a thread that multiplies, and of a thread that loads. 224 suffice to hold the sums if
+# groups split the rows; if groups split the contraction dim, 232 are 2 to 6 % faster (H200).
 REGISTERS, OF_LOADS = map(gl.constexpr, (232, 24))
 REGISTERS_OF_ROWS, OF_LOADS_OF_ROWS = map(gl.constexpr, (224, 56))
 
@@ -31,7 +31,7 @@ REGISTERS_OF_ROWS, OF_LOADS_OF_ROWS = map(gl.constexpr, (224, 56))
 def multiply_blocks(
     out: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor
 ) -> None:
-    """Write `a @ b.T` of each group to `out`; `b` is [E, N, C], or [1, N, C] if groups split C."""
+    """Write the scaled `a @ b.T` of each group to `out`; `b` is [1, N, C] if groups split C."""
     if not HAS_GLUON:
         got = "float8 GEMM: got a Triton without Gluon for experts under blocks, expected"
         raise RuntimeError(f"{got} Triton >= 3.6; upgrade it, or take the recipe 'rowwise'")
@@ -40,7 +40,7 @@ def multiply_blocks(
     swizzled = [gl.NVMMASharedLayout(128, 8, rank) for rank in (2, 3)]
     a_tiles = GluonDescriptor(a, [*a.shape], [*a.stride()], [rows, block], swizzled[0])
     b_tiles = GluonDescriptor(b, [*b.shape], [*b.stride()], [1, columns, block], swizzled[1])
-    scale_tiles = b_tiles  # not read
+    scale_tiles = b_tiles  # a placeholder, not read
     if not of_rows:
         runs, plain = b_scale.t(), gl.NVMMASharedLayout(0, 32, 2)
         scale_tiles = GluonDescriptor(runs, [*runs.shape], [*runs.stride()], [1, columns], plain)
@@ -53,11 +53,11 @@ def multiply_blocks(
 
 @gluon_jit
 def _next_tile(tile, state, ends_ptr, sizes, OF_ROWS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Find the group that contains ``tile``, searching from ``state``, that of an earlier tile.
+    """Locate ``tile``, searching from the ``state`` of an earlier tile.
 
-    Returns the new state (group, number of tiles before it and in it, its begin and end), the
-    tile's first row, end of rows, first column, and begin and steps along C, which is contracted.
-    ``OF_ROWS``: groups split R, and group E has the rows after all others; else they split C.
+    Returns the new state (group, tiles before it, tiles in it, its begin, its end); the tile's
+    first row, end of rows, first column; first index and number of steps along the contraction dim
+    C. If ``OF_ROWS``, groups split R, and group E has the rows outside all; else groups split C.
     """
     group, before, count, begin, end = state
     R, N, C, E = sizes
@@ -94,7 +94,7 @@ def _next_tile(tile, state, ends_ptr, sizes, OF_ROWS: gl.constexpr):  # type: ig
 def _load(  # type: ignore[no-untyped-def]
     a_tiles, b_tiles, scale_tiles, shared, ends_ptr, sizes, OF_ROWS: gl.constexpr
 ):
-    """Load the operands of this program's tiles, each step as soon as a stage is empty."""
+    """Load operands of this program's tiles to shared memory, each step once its stage is empty."""
     a_shared, b_shared, scale_shared, full, empty = shared
     SCALES: gl.constexpr = 0 if OF_ROWS else scale_tiles.block_type.nbytes
     BYTES: gl.constexpr = a_tiles.block_type.nbytes + b_tiles.block_type.nbytes + SCALES
@@ -124,7 +124,7 @@ def _add(  # type: ignore[no-untyped-def]
     sums, a, a_scale, b_shared, b_scale, scale_shared, stage, zeros, SIDE: gl.constexpr,
     OF_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Return ``sums`` plus the scaled product of ``a`` and one half (``SIDE``) of the columns."""
+    """Return ``sums`` plus the scaled ``a @ b.T`` of the left (``SIDE`` 0) or right columns."""
     HALF: gl.constexpr = zeros.shape[1]
     b = b_shared.index(stage).reshape([2 * HALF, a.shape[1]]).slice(SIDE * HALF, HALF, 0)
     p = hopper.warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
@@ -149,7 +149,7 @@ def _store(sums, out_ptr, row, end_row, n, N):  # type: ignore[no-untyped-def]
 
 @gluon_jit
 def _multiply(arguments, PART: gl.constexpr, OF_ROWS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Compute the upper or lower half (``PART``) of the rows of this program's tiles."""
+    """Compute the upper (``PART`` 0) or lower half of the rows of this program's tiles."""
     shared, a_scale_ptr, b_scale_ptr, out_ptr, ends_ptr, sizes, strides = arguments
     a_shared, b_shared, scale_shared, full, empty = shared
     stride_a, step_a, stride_b, row_b, step_b = strides
@@ -172,7 +172,7 @@ def _multiply(arguments, PART: gl.constexpr, OF_ROWS: gl.constexpr):  # type: ig
             left_ptr += gl.minimum(state[0], E - 1) * stride_b
         right_ptr = left_ptr + gl.where(n + HALF_C < N, HALF_C // BLOCK, 0) * row_b
         left, right, next_left, next_right = zeros, zeros, 0.0, 0.0
-        # Scales are loaded a step ahead.
+        # Load the scales one step early.
         next_a = gl.load(a_ptr, mask=inside, other=0.0)
         if OF_ROWS:
             next_left, next_right = gl.load(left_ptr), gl.load(right_ptr)
@@ -206,7 +206,7 @@ def _grouped_blocks_kernel(  # type: ignore[no-untyped-def]
     scale_tiles,  # [C / 128, N], where `b` is not [E, N, C]
     a_scale_ptr,  # [R, C / 128]
     b_scale_ptr,  # [E, N / 128, C / 128]
-    ends_ptr,  # [E]: of rows, or of what is contracted
+    ends_ptr,  # [E]: ends of groups along R or, if groups split C, along C
     out_ptr,  # [R, N], or [E, R, N]
     R, N, C, E, stride_a, step_a, stride_b, row_b, step_b, OF_ROWS: gl.constexpr,
 ):  # fmt: skip
@@ -222,13 +222,13 @@ def _grouped_blocks_kernel(  # type: ignore[no-untyped-def]
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     for stage in gl.static_range(STAGES):
         hopper.mbarrier.init(full.index(stage), count=1)
-        hopper.mbarrier.init(empty.index(stage), count=2)  # of both that multiply
+        hopper.mbarrier.init(empty.index(stage), count=2)  # both `_multiply`
     shared, sizes = (a_shared, b_shared, scale_shared, full, empty), (R, N, C, E)
     strides = stride_a, step_a, stride_b, row_b, step_b
     arguments = shared, a_scale_ptr, b_scale_ptr, out_ptr, ends_ptr, sizes, strides
     gl.warp_specialize(
         [
-            (_multiply, (arguments, 0, OF_ROWS)),  # with the registers that the others leave
+            (_multiply, (arguments, 0, OF_ROWS)),  # gets the remaining registers
             (_multiply, (arguments, 1, OF_ROWS)),
             (_load, (a_tiles, b_tiles, scale_tiles, shared, ends_ptr, sizes, OF_ROWS)),
         ],

@@ -1,12 +1,12 @@
 """The grouped GEMM of a Hopper GPU, with groups of rows or groups along the contraction dim.
 
-`torch._scaled_grouped_mm` takes 1.04 to 1.2 times as long (benchmarks/NOTES.md). It also returns
-no float32, and writes no zeros into rows outside all groups. The kernel computes, by its names:
+`torch._scaled_grouped_mm` takes 1.04 to 1.2 times as long (benchmarks/NOTES.md), cannot return
+float32, and leaves rows outside all groups unwritten. In its own names, the kernel computes:
 
     groups of rows      out [R, N] = a [R, C] @ b[group of the row].T, b [E, N, C]    R are tokens
     groups of tokens    out[e] [R, N] = a[:, group e] @ b[:, group e].T, b [N, C]     C are tokens
 
-Under scales of blocks, sums of 128 products are scaled and then added in float32.
+With block scales, sums of 128 products are scaled and then added in float32.
 """
 
 from typing import Any
@@ -39,10 +39,10 @@ def grouped_matmul_reference(
     gemm: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply each group in a loop; plain-torch twin, see `experts.grouped.grouped_matmul`.
+    """Multiply as `experts.grouped.grouped_matmul`, in plain torch with a loop over groups.
 
     Where a bfloat16 GEMM is exact and faster, torch's grouped GEMM replaces the loop, without a
-    sync. ``gemm`` is that of `Gemm.packed`.
+    sync. ``gemm`` is the text that `Gemm.packed` returns.
     """
     if ends.is_cpu and b.dim() == 3:  # a check on a GPU would sync
         check_offs(ends, len(a))
@@ -76,7 +76,7 @@ def grouped_matmul_reference(
 def grouped_matmul_fake(
     a: Tensor, _: Tensor, b: Tensor, __: Tensor, ends: Tensor, *settings: Any
 ) -> Tensor:
-    """Allocate the result uninitialized; sizes may be symbolic."""
+    """Allocate the result of `grouped_matmul_reference` uninitialized; sizes may be symbolic."""
     shape = (a.shape[0], b.shape[1]) if b.dim() == 3 else (ends.shape[0], a.shape[0], b.shape[0])
     return a.new_empty(shape, dtype=settings[-1])
 
@@ -84,7 +84,7 @@ def grouped_matmul_fake(
 def _flops(
     a: Any, _: Any, b: Any, __: Any, ends: Any, tokens: Any, *rest: Any, **named: Any
 ) -> Any:
-    """Return the FLOPs of all tokens; only the device knows which of them are in no group."""
+    """Return the FLOPs for all tokens, even those in no group, which only the device knows."""
     if len(b) == 3:
         return 2 * a[0] * a[1] * b[1]
     # Groups of tokens are padded, so there are fewer tokens than columns.
@@ -137,7 +137,7 @@ def _place(  # type: ignore[no-untyped-def]
     """Locate tile number ``tile``; ``tile_ends`` has one past the last tile of each group.
 
     Returns the group, the tile's first row, the end of valid rows, the tile's first column, the
-    first index and the number of steps along C, and whether it is a group with tokens.
+    first index and the number of steps along C, and whether the group is one of E and not empty.
     """
     g = tl.arange(0, GROUPS)
     group = tl.sum((tile_ends <= tile).to(tl.int32), 0)
@@ -154,7 +154,7 @@ def _place(  # type: ignore[no-untyped-def]
     zero = 0 * m  # a tensor, where a specialized size would be a constant
     if ROW_GROUPS:
         row, end_row, k = begin + m, end, zero
-        steps = tl.where(group < E, tl.cdiv(C, BLOCK), 1)  # one at least, to write zeros
+        steps = tl.where(group < E, tl.cdiv(C, BLOCK), 1)  # at least one, to write zeros
     else:
         row, end_row, k = m, R + zero, begin
         steps = tl.maximum((end - begin) // BLOCK, 1)
@@ -163,7 +163,7 @@ def _place(  # type: ignore[no-untyped-def]
 
 @jit
 def _store(sums, out_ptr, a_scale_ptr, b_scale_ptr, r, end_row, c, N, nonempty):  # type: ignore[no-untyped-def]
-    """Multiply sums by both scales, and store them to rows `r` and columns `c`."""
+    """Scale ``sums`` by both scales; store them to rows ``r`` < ``end_row`` and columns ``c``."""
     inside = r < end_row
     a_scale = tl.load(a_scale_ptr + r, mask=inside, other=0)
     b_scale = tl.load(b_scale_ptr + c, mask=c < N, other=0)
@@ -185,7 +185,7 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     ROW_GROUPS: tl.constexpr, FAST: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
     WHOLE: tl.constexpr,  # store a tile at once
 ):  # fmt: skip
-    """Compute all tiles of this program in one loop, so that loads run ahead across tiles."""
+    """Compute this program's tiles in one loop, so that the next tile's loads start early."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     g = tl.arange(0, GROUPS)
     begins, ends = groups_of(ends_ptr, R if ROW_GROUPS else C, E, GROUPS)
@@ -226,7 +226,7 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
             c = n + tl.arange(0, COLUMNS if WHOLE else COLUMNS // 2)
             if WHOLE:
                 _store(sums, out, a_scales, b_scales, r, end_row, c, N, nonempty)
-            else:  # in halves, which fit into shared memory beside the loads ahead
+            else:  # in halves, which fit into shared memory beside the prefetched loads
                 left, right = tl.split(sums.reshape(BLOCK, 2, COLUMNS // 2).permute(0, 2, 1))
                 _store(left, out, a_scales, b_scales, r, end_row, c, N, nonempty)
                 _store(right, out, a_scales, b_scales, r, end_row, c + COLUMNS // 2, N, nonempty)

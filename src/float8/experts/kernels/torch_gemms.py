@@ -1,7 +1,7 @@
-"""Grouped GEMMs of torch: in bfloat16, and of MXFP8 on Blackwell, with its layouts of scales.
+"""Call torch's grouped GEMMs: in bfloat16, and MXFP8 on Blackwell, for which scales are swizzled.
 
-All of it is plain torch, which a compiler fuses. The GEMM of MXFP8 has not run on a Blackwell GPU
-yet; tests compare the layouts with those of torch and torchao.
+All of it is plain torch, which a compiler fuses. The MXFP8 GEMM has not run on a Blackwell GPU yet;
+tests compare the layouts of scales with those of torch and torchao.
 """
 
 import torch
@@ -21,10 +21,10 @@ Granularities = tuple[Granularity, Granularity]
 def multiply_in_bfloat16(
     a: Operand, b: Operand, ends: Tensor, granularities: Granularities
 ) -> Tensor:
-    """Multiply by torch's grouped GEMM in bfloat16, exact under scales that are powers of two."""
+    """Multiply as `grouped_matmul` by torch's bfloat16 GEMM; exact if scales are powers of 2."""
     scales, of_sums = (a.scale, b.scale), False
     if not granularities[0].by_blocks:
-        if of_sums := b.data.dim() == 2:  # the sums are scaled instead, which is exact
+        if of_sums := b.data.dim() == 2:  # scale the result instead, which is exact
             granularity = ScalingGranularity.TENSORWISE
             a, b = (Operand(x.data, x.scale.new_ones(())) for x in (a, b))
         else:
@@ -41,7 +41,7 @@ def multiply_in_bfloat16(
 
 
 def multiply_mx(a: Operand, b: Operand, ends: Tensor, granularities: Granularities) -> Tensor:
-    """Multiply MXFP8 operands by torch's grouped GEMM, which rounds to bfloat16."""
+    """Multiply MXFP8 operands as `grouped_matmul` with torch's grouped GEMM; returns bfloat16."""
     scale_a, scale_b = map(scales_of_rows, (a, b), granularities)
     ends = _ends(a.data, b.data, ends)
     if b.data.dim() == 3:
@@ -63,7 +63,7 @@ def _ends(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 def _zero_outside(y: Tensor, ends: Tensor) -> Tensor:
-    """Return `y` with zeros in rows [R, N] of no group, or matrices [E, R, N] of empty groups."""
+    """Return `y` with zeros in rows outside all groups ([R, N]) or in empty groups ([E, R, N])."""
     if y.dim() == 2:
         in_group = torch.arange(len(y), device=ends.device)[:, None] < ends[-1]
     else:
@@ -72,9 +72,9 @@ def _zero_outside(y: Tensor, ends: Tensor) -> Tensor:
 
 
 def swizzled_rows(scale: Tensor, ends: Tensor) -> Tensor:
-    """Swizzle scales [R, runs] of grouped rows, each group padded to a multiple of 128 rows.
+    """Swizzle `scale` [R, blocks] of grouped rows, each group padded to a multiple of 128 rows.
 
-    Returns [rows, ceil4(runs)]; `rows` is the most that E groups of any sizes may need.
+    Returns float8_e8m0fnu [rows, ceil4(blocks)]; `rows` suffices for E groups of any sizes.
     """
     R, runs = scale.shape
     _, places, padded_ends = places_of_rows(ends, R)
@@ -84,9 +84,9 @@ def swizzled_rows(scale: Tensor, ends: Tensor) -> Tensor:
 
 
 def swizzled_tokens(scale: Tensor, ends: Tensor) -> Tensor:
-    """Swizzle scales [N, runs] of column data [N, T], one for each run of 32 tokens.
+    """Swizzle `scale` [N, T / 32] of column data [N, T], with one scale for each 32 tokens.
 
-    `ends` are multiples of 128. Returns [ceil128(N), runs]; the tiles of a group are adjacent.
+    `ends` are multiples of 128. Returns e8m0 [ceil128(N), T / 32], the tiles of a group adjacent.
     """
     tiles, tile_rows = swizzled(scale).view(torch.uint8), -(-scale.shape[0] // 128)
     tile_column = torch.arange(len(tiles) // tile_rows, device=scale.device)
