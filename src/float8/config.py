@@ -16,7 +16,7 @@ e4m3_dtype, e5m2_dtype = E4M3, E5M2  # the names of torchao
 
 
 def torchao_hint(value: object) -> str:
-    """Return an import hint if `value` is of torchao or float8_experimental, else ""."""
+    """Return advice on what to import if `value` is of torchao or float8_experimental, else ""."""
     library, name = type(value).__module__.partition(".")[0], type(value).__name__
     is_theirs = library in ("torchao", "float8_experimental")
     return f"; this one is of {library}: `from float8 import {name}`" if is_theirs else ""
@@ -29,7 +29,7 @@ def require_module(value: object, name: str) -> None:
 
 
 def require_types(config: Any) -> None:
-    """Raise a `TypeError` if a field of a dataclass has another type than its annotation."""
+    """Raise a `TypeError` if a field of `config`, a dataclass, does not have its annotated type."""
     for item in fields(config):
         value, types = getattr(config, item.name), get_args(item.type) or (item.type,)
         if not isinstance(value, types):
@@ -51,10 +51,10 @@ class ScalingType(enum.Enum):
 
 
 class Granularity(enum.Enum):
-    """The part of a tensor that shares a scale: a block of `height` rows and `width` columns.
+    """The part of a tensor that shares one scale: a block of `height` rows and `width` columns.
 
-    None stands for all rows or columns. A row lies along the contraction dim of a GEMM: rows of
-    column data are those of the transposed copy. All flags follow from the block.
+    None means all rows or columns. A row lies along the contraction dim of a GEMM; rows of column
+    data are those of the transposed copy. Other attributes are computed from `height` and `width`.
     """
 
     height: int | None
@@ -62,12 +62,12 @@ class Granularity(enum.Enum):
     one_scale: bool  # for the whole tensor
     by_rows: bool  # one scale for each whole row
     by_blocks: bool  # scales for parts of rows
-    square: bool  # the transposed copy has the same scales, so that its bytes are a transpose
+    square: bool  # the transposed copy has the same scales: its bytes are a transpose
     exponents: bool  # scales are 8-bit exponents, 2**-127 to 2**127, as in MXFP8
     only_on: tuple[int, ...]  # major compute capabilities of GPUs with such a GEMM; (): no limit
 
     def __new__(cls, value: str, height: int | None = None, width: int | None = None) -> Any:
-        """Make a member with the string `value` from the sides of its block."""
+        """Make a member with the string `value`, for blocks of `height` rows, `width` columns."""
         self = object.__new__(cls)
         self._value_, self.height, self.width = value, height, width
         self.one_scale = height is None
@@ -79,10 +79,10 @@ class Granularity(enum.Enum):
         return self
 
     def scales(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the scales of data of `shape` [..., R, C].
+        """Return the shape of the scales for data of `shape` [..., R, C]. Adds no guard on sizes.
 
         `()`, [..., R, 1], [..., R, ceil(C / width)], or for squares [..., ceil(R / height),
-        ceil(C / width)], the last padded to a multiple of 4 for cuBLASLt. Adds no guard on sizes.
+        ceil(C / width)], whose last dim is padded to a multiple of 4 for cuBLASLt.
         """
         if self.height is None:
             return ()
@@ -97,7 +97,7 @@ class Granularity(enum.Enum):
 
 
 class ScalingGranularity(Granularity):
-    """The granularities that a `CastConfig` takes. A row lies along a GEMM's contraction dim."""
+    """What a scale of a `CastConfig` covers. A row lies along the contraction dim of a GEMM."""
 
     TENSORWISE = "tensorwise", None, None
     """One scale for the whole tensor."""
@@ -118,8 +118,8 @@ class ScalingGranularity(Granularity):
 class CastConfig:
     """The cast of one tensor to float8.
 
-    Raises a `TypeError` for a field of the wrong type. Raises a `ValueError` for a `target_dtype`
-    that is no supported float8 format, and for a finer granularity without dynamic scaling.
+    Raises a `TypeError` for a field of the wrong type, and a `ValueError` for an unsupported
+    `target_dtype` or a `scaling_granularity` other than `TENSORWISE` without dynamic scaling.
     """
 
     scaling_type: ScalingType = ScalingType.DYNAMIC
@@ -177,7 +177,7 @@ class DelayedScalingConfig:
     history_len: int = 16
     """The number of steps whose amaxes are kept, at least 1."""
     scale_fn_name: str = "max"
-    """`"max"`: the largest amax of the history. `"most_recent"`: that of the last step."""
+    """`"max"`: scale by the largest amax of the history. `"most_recent"`: that of the last step."""
 
     def __post_init__(self) -> None:
         steps = self.history_len
@@ -189,9 +189,9 @@ class DelayedScalingConfig:
 
 
 class CastSite(enum.Enum):
-    """A place where a linear layer may cast a tensor: each of its three GEMMs has two operands.
+    """An operand of one of the three GEMMs of a linear layer, which may be cast to float8.
 
-    A site whose configuration equals that of the same tensor's other site reuses its cast.
+    Each tensor has two sites. With equal configurations, the second reuses the cast of the first.
     """
 
     INPUT = "input"
@@ -238,21 +238,21 @@ class Float8LinearRecipeName(enum.Enum):
     ROWWISE = "rowwise"
     """Dynamic scaling with one scale per row of each operand, a power of two. All in e4m3."""
     ROWWISE_WITH_GW_HP = "rowwise_with_gw_hp"
-    """As `ROWWISE`, with grad_weight in high precision and one scale per weight for grad_input."""
+    """`ROWWISE`, but grad_weight in high precision, and one scale for the weight in grad_input."""
     BLOCKWISE = "blockwise"
-    """Dynamic scaling with one scale per 1x128 elements of input and grad_output, per 128x128 of
-    the weight, and of the input for grad_weight. All in e4m3. Experts, as DeepSeek-V3 (arXiv
-    2412.19437, section 3.3), have 1x128 for the input there, too. Linear layers do, with a slower
-    GEMM on Hopper, if `cast_config_input_for_grad_weight` is set to `cast_config_input`."""
+    """Dynamic scaling with one scale per 1x128 elements of input and grad_output, and per 128x128
+    of the weight, and of the input for grad_weight. All in e4m3. Experts use 1x128 for that input,
+    as DeepSeek-V3 (arXiv 2412.19437, section 3.3). Linear layers do, with a slower GEMM on Hopper,
+    if `cast_config_input_for_grad_weight` is set to `cast_config_input`."""
     MXFP8 = "mxfp8"
     """Dynamic scaling with one 8-bit exponent per 1x32 elements along the contraction dim of each
     GEMM. All in e4m3. Runs on Blackwell. Other GPUs require `emulate`; CPUs always emulate."""
     MXFP8_WITH_GW_HP = "mxfp8_with_gw_hp"
-    """As `MXFP8`, with grad_weight in high precision."""
+    """The same as `MXFP8`, but with grad_weight in high precision."""
 
 
 class Float8Weights(enum.Enum):
-    """When weights are cast, and which copies are kept."""
+    """When weights are cast to float8, and which copies are kept."""
 
     ON_THE_FLY = "on_the_fly"
     """Weights are cast in each forward, and again in backward."""
@@ -298,15 +298,15 @@ class Float8LinearConfig:
     cast_config_input: CastConfig = field(default_factory=CastConfig)
     """The cast of the input for `output`."""
     cast_config_input_for_grad_weight: CastConfig | None = None
-    """The cast of the input for `grad_weight`. None: as for `output`, in one cast."""
+    """The cast of the input for `grad_weight`. None: reuse the cast for `output`."""
     cast_config_weight: CastConfig = field(default_factory=CastConfig)
     """The cast of the weight for `output`."""
     cast_config_weight_for_grad_input: CastConfig | None = None
-    """The cast of the weight for `grad_input`. None: as for `output`."""
+    """The cast of the weight for `grad_input`. None: the same as for `output`."""
     cast_config_grad_output: CastConfig = field(default_factory=CastConfig)
     """The cast of grad_output for `grad_input`."""
     cast_config_grad_output_for_grad_weight: CastConfig | None = None
-    """The cast of grad_output for `grad_weight`. None: as for `grad_input`, in one cast."""
+    """The cast of grad_output for `grad_weight`. None: reuse the cast for `grad_input`."""
     gemm_config_output: Float8GemmConfig = Float8GemmConfig(use_fast_accum=True)
     gemm_config_grad_input: Float8GemmConfig = Float8GemmConfig()
     gemm_config_grad_weight: Float8GemmConfig = Float8GemmConfig()
@@ -322,7 +322,7 @@ class Float8LinearConfig:
     changes no result. Only True is accepted."""
     emulate: bool = False
     """Compute GEMMs in high precision on the dequantized values: the same numerics on any device,
-    slowly. In bfloat16 where it holds the values exactly, else in float32."""
+    slowly. In bfloat16 where bfloat16 holds the values exactly, else in float32."""
     round_scales_to_power_of_2: bool = False
     """Round all scales, dynamic and delayed, up to a power of two, so that scaling itself adds no
     rounding error."""
@@ -334,7 +334,7 @@ class Float8LinearConfig:
     """Under delayed scaling, have a forward with gradients raise a `RuntimeError` if the optimizer
     stepped without a sync. Layers attached to an optimizer, and compiled code, do not check."""
     force_recompute_fp8_weight_in_bwd: InitVar[bool] = False
-    """Accepted for torchao's sake, not stored, no effect: backward always casts weights again."""
+    """Accepted for compatibility with torchao, not stored, no effect: see `float8_weights`."""
 
     if TYPE_CHECKING:
         _casts: dict[CastSite, CastConfig] = field(init=False)
@@ -354,7 +354,7 @@ class Float8LinearConfig:
             check(self)
 
     def _resolve_casts(self) -> dict[CastSite, CastConfig]:
-        """Fill in default dtypes in the fields, and return the effective cast of each site."""
+        """Set the default `target_dtype` in fields, and return the effective cast of each site."""
         casts: dict[CastSite, CastConfig] = {}
         for site in CastSite:
             name = f"cast_config_{site.value}"
@@ -393,7 +393,7 @@ class Float8LinearConfig:
             )
 
     def _check_widths(self) -> None:
-        """Raise a `ValueError` for blocks of 32 and of 128 in one configuration."""
+        """Raise `ValueError` for blocks of 32 and of 128 in one configuration, unless emulated."""
         widths = {cast.scaling_granularity.width or 0 for cast in self._casts.values()} - {0}
         if len(widths) > 1 and not self.emulate:
             raise ValueError(
@@ -407,7 +407,7 @@ class Float8LinearConfig:
 
     @functools.cached_property
     def own_casts(self) -> dict[CastSite, CastConfig]:
-        """Site -> cast, for sites that do not reuse the cast of their base site, in order."""
+        """Site -> cast, in order, except sites that reuse the cast of the tensor's first site."""
         casts = self._casts
         own = [x for x in CAST_SITES if x not in BASE_SITE or casts[x] != casts[BASE_SITE[x]]]
         return {site: casts[site] for site in own}
@@ -420,8 +420,8 @@ class Float8LinearConfig:
 
     @functools.cached_property
     def only_on(self) -> tuple[int, ...]:
-        """Major compute capabilities of the GPUs with all these GEMMs; () for all with float8."""
-        # Only with `emulate` are there several: BLACKWELL > HOPPER > ().
+        """Major compute capabilities of GPUs that run all GEMMs; () if all with float8 do."""
+        # Casts differ in this only under `emulate`: BLACKWELL > HOPPER > ().
         return max(cast.scaling_granularity.only_on for cast in self.own_casts.values())
 
     @property
@@ -431,7 +431,7 @@ class Float8LinearConfig:
         return tuple(gemm for gemm, (site, _) in operands if self.cast_config(site).is_float8)
 
     def short_str(self) -> str:
-        """Return a summary for `repr`: the recipe or each cast's scaling, and non-default flags."""
+        """Return a text for `repr`: the recipe, or each cast's scaling, and non-default flags."""
         recipe = _BY_CASTS.get((self.round_scales_to_power_of_2, *self._casts.values()))
         defaults = RECIPES[recipe or "tensorwise"]
         own = self.own_casts.items()
@@ -444,7 +444,7 @@ class Float8LinearConfig:
 
     @staticmethod
     def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> "Float8LinearConfig":
-        """Return the configuration of a `Float8LinearRecipeName` or its value, as `"delayed"`.
+        """Return the configuration of a recipe, by enum member or by its value, as `"delayed"`.
 
         Each call makes a new object. An unknown name raises a `ValueError` that lists all names.
         """
@@ -493,14 +493,14 @@ _BY_CASTS = {
     for name, config in RECIPES.items()
     for rounded in (False, True)
 }
-"""The names of recipes by `round_scales_to_power_of_2` and the effective casts under it."""
+"""(`round_scales_to_power_of_2`, effective casts) -> the name of the recipe with these."""
 
 ConfigOrRecipe = Float8LinearConfig | Float8LinearRecipeName | str
 """A configuration, or the name of a recipe."""
 
 
 def _recipe(recipe_name: Any) -> Float8LinearConfig:
-    """Return the shared configuration of a recipe; raise a `ValueError` for an unknown name."""
+    """Return the `RECIPES` object called `recipe_name`; raise `ValueError` for an unknown name."""
     is_member = isinstance(recipe_name, Float8LinearRecipeName)
     name = recipe_name.value if is_member else recipe_name
     if not isinstance(name, str) or name not in RECIPES:
@@ -510,7 +510,7 @@ def _recipe(recipe_name: Any) -> Float8LinearConfig:
 
 
 def as_config(config: ConfigOrRecipe | None) -> Float8LinearConfig:
-    """Return `config`, or the configuration that it names; None stands for `"tensorwise"`.
+    """Return `config` itself, or the configuration of the recipe `config`; None: `"tensorwise"`.
 
     Raises a `ValueError` for an unknown name, and a `TypeError` for an object of another type.
     """

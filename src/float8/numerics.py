@@ -27,7 +27,7 @@ ROLES = "input", "weight", "grad_output"
 
 
 def of_this_rank(x: Any, cast: Cast | None) -> tuple[Tensor, Cast | None]:
-    """Return this rank's part of `x` in high precision, and `cast` with the amax of all parts."""
+    """Return this rank's shard of `x`, dequantized, and `cast` with an amax reduced over shards."""
     if is_dtensor(x):
         cast = cast and cast._replace(reduce=amax_over(sharding_groups(x)))
         x = x.full_tensor() if any(placement.is_partial() for placement in x.placements) else x
@@ -36,7 +36,7 @@ def of_this_rank(x: Any, cast: Cast | None) -> tuple[Tensor, Cast | None]:
 
 
 def as_multiplied(x: Any, weight: Any) -> Any:
-    """Return `x`, the input of a layer, in the dtype from which the layer quantizes it."""
+    """Return the input `x` in the dtype in which a layer with `weight` quantizes inputs."""
     if isinstance(local_tensor(x), Float8Tensor):
         return x
     return x.to(autocast_dtype(x.device) or getattr(weight, "dtype", x.dtype))
@@ -49,13 +49,13 @@ def parameter_name(experts: nn.Module, weight: Any) -> str:
 
 
 def count(x: Tensor, data: Tensor, bound: Tensor | None, all_count: bool) -> Tensor:
-    """Count values of `x` that are zero or saturated in `data`, its cast to float8, or not finite.
+    """Count elements of `x` that are 0 in `data` (`x` cast to float8), saturate or are not finite.
 
-    Values above `bound`, one float32 element, saturate. Zeros are values only if `all_count`.
+    `x` and `data` have one shape. Absolute values above `bound`, one float32 element, saturate.
 
     Returns:
-        [6] float64: the amax, and the numbers of elements, of values, of values that became zero,
-        of finite values that saturated, and of values that are not finite.
+        [6] float64: the amax, the number of elements, of nonzero ones (all if `all_count`),
+        of these that are 0 in `data`, of finite ones that saturate, and of non-finite ones.
     """
     size, zero = x.abs(), data.view(torch.uint8) & 127 == 0
     values, finite = (x != 0) | all_count, size < torch.inf
@@ -68,12 +68,12 @@ def count(x: Tensor, data: Tensor, bound: Tensor | None, all_count: bool) -> Ten
 
 
 def tally(numbers: Tensor, totals: Tensor, calls: Tensor, counted: bool) -> None:
-    """Add `numbers`, a result of `count`, to `totals`, and increment `calls`; both in place.
+    """Add `numbers`, a result of `count`, to `totals` in place, and increment `calls` in place.
 
-    `calls`, 0-dim int64 on the CPU, is the number of calls so far. `totals` [8] float64 holds 1 / n
-    of the first call and of the first one with a non-finite value (0 if there is none), n counted
-    from 1; then the largest amax and the five sums of counts. Unless `counted`, only the first two
-    change.
+    `calls`, 0-dim int64 on the CPU, is a counter that all layers share. `totals` [8] float64 holds
+    1 / n of the first call with these `totals` and of the first such call with a non-finite value
+    (0 if there is none), where n is the new value of `calls`; then the largest amax and the sums of
+    the five counts. If `counted` is False, only the first two elements change.
     """
     calls += 1
     numbers = numbers.to(totals.device)
@@ -94,8 +94,8 @@ COUNT, TALLY = torch.ops.float8.count.default, torch.ops.float8.tally.default
 def measure(x: Any, cast: Cast | None, col: bool = False, offs: Tensor | None = None) -> Tensor:
     """Quantize `x` [..., C] or [E, N, K] by `cast`, and return the result of `count`, [6] float64.
 
-    Column data are counted if `col`. `offs` are the ends of groups of rows. Zeros of a float8 `x`
-    count as values that became zero. If `cast` is None, only non-finite values are counted.
+    Counts row data, or column data if `col`. `offs` are the ends of groups of rows. Zeros count as
+    underflow if `x` is in float8. If `cast` is None, only non-finite values are counted.
     """
     in_float8 = isinstance(local_tensor(x), Float8Tensor)
     x, cast = of_this_rank(x, cast)
@@ -128,10 +128,10 @@ def measure(x: Any, cast: Cast | None, col: bool = False, offs: Tensor | None = 
 
 
 def over_ranks(rows: Tensor, keys: Sequence[Any], largest: int, group: Any) -> list[list[float]]:
-    """All-reduce `rows` [keys, numbers] over `group`; None means all ranks.
+    """All-reduce `rows` [len(keys), n] over `group` (None: all ranks), and return nested lists.
 
-    The first `largest` numbers of each row become maxima, the others sums. Raises `ValueError` if
-    ranks have different keys.
+    The first `largest` numbers of each row are reduced by max, the others by sum. Raises a
+    `ValueError` if ranks have different `keys`.
     """
     if dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD if group is None else group
@@ -145,7 +145,7 @@ def over_ranks(rows: Tensor, keys: Sequence[Any], largest: int, group: Any) -> l
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the mesh that shards `model`, or else of its first Parameter."""
+    """Return the device of the mesh that shards `model`; without one, of the first Parameter."""
     parameters = [*model.parameters()]
     device_type = mesh_device_type(parameters)
     return torch.device(device_type) if device_type else parameters[0].device
@@ -154,13 +154,13 @@ def device_of(model: nn.Module) -> torch.device:
 class _Observer:
     """Hook of a layer: add up statistics of the layer's casts in one watched step.
 
-    Counters are tensors: compiled code with this hook would recompile for each new number.
+    The counters are tensors, since compiled code would recompile for each new Python number.
     """
 
     def __init__(self, layer: Any, forwards: Tensor, backwards: Tensor) -> None:
         device = next((p.device for p in layer.parameters(False) if not p.is_meta), "cpu")
-        self.weights = set[str]()  # names of the weights that were measured
-        self.totals = dict[tuple[str, str], tuple[Tensor, Tensor]]()  # and the calls: see `tally`
+        self.weights = set[str]()  # names of weights that were measured
+        self.totals = dict[tuple[str, str], tuple[Tensor, Tensor]]()  # totals, calls: see `tally`
         for name in ("", *layer._float8_names()):
             for role, calls in zip(ROLES, (forwards, forwards, backwards), strict=True):
                 totals = torch.zeros(8, dtype=torch.float64, device=device)
@@ -169,7 +169,7 @@ class _Observer:
     def __call__(
         self, layer: Any, casts: Casts, x: Any, weight: Any, y: Any, offs: Any = None, own: str = ""
     ) -> Any:
-        """Add statistics of a call's casts; return `y`. `own`: the weight's name in experts."""
+        """Measure `x`, `weight` and `y`'s gradient; return `y`. `own` is the name of `weight`."""
         compiling, grad = torch.compiler.is_compiling(), torch.is_grad_enabled()
         if offs is not None and not compiling:
             own = own or parameter_name(layer, weight)
@@ -188,7 +188,7 @@ class _Observer:
 
 
 class _MeasureGradient(torch.autograd.Function):
-    """Identity whose backward adds `measure(gradient)` to totals; Dynamo traces no tensor hooks."""
+    """Identity whose backward measures grad_output; a tensor hook would not be traced by Dynamo."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, *cast_and_totals: Any) -> Tensor:
@@ -203,7 +203,7 @@ class _MeasureGradient(torch.autograd.Function):
 
 
 def _remove(layer: Any, observer: _Observer) -> None:
-    """Remove `observer` from `layer`."""
+    """Remove `observer` from the observers of `layer`."""
     others = tuple(x for x in vars(layer).pop("_float8_observers", ()) if x is not observer)
     if others:
         layer._float8_observers = others
@@ -212,16 +212,16 @@ def _remove(layer: Any, observer: _Observer) -> None:
 class Watch(contextlib.ExitStack):
     """Measure statistics of the casts of a converted model in every n-th training step.
 
-    Call `step()` once per optimizer step. Only watched steps take longer: `model` and its modules
-    run in eager mode even if they are compiled. Compiled functions that call `model`, and an
-    `OptimizedModule` around it, are compiled a second time for all watched steps. A watch ends with
+    Call `step()` once per optimizer step. Only watched steps take longer: in these, `model` and its
+    modules run in eager mode even if compiled. Compiled functions that call `model`, and an
+    `OptimizedModule` around `model`, are compiled once more, for all watched steps. A watch ends by
     `close()`, at the end of a `with` block, or when it is garbage-collected. Several watches may
     observe one model; copies of the model are not watched. See docs/nan_or_drift.md.
 
     Args:
-        model: the model to watch. It may be compiled, under FSDP2, tensor parallel or DDP.
+        model: the converted model to watch; may be compiled, under FSDP2, tensor parallel or DDP.
         every: the interval in steps; 100 watches the steps 100, 200, ..., 1 watches every step.
-        group: the `ProcessGroup` of ranks with these layers (a pipeline stage's); None means all.
+        group: `ProcessGroup` of the ranks with the same layers (a pipeline stage); None: all ranks.
 
     Raises a `TypeError` if `model` is not an `nn.Module`, or `every` not an int >= 1.
     """
@@ -235,11 +235,11 @@ class Watch(contextlib.ExitStack):
         self._begin()
 
     def step(self) -> dict[str, float]:
-        """Finish a step after its last backward; return its statistics over all ranks.
+        """End a training step, after its last backward; return statistics over all its ranks.
 
         Returns `{}` if the step was not watched, else four numbers for each layer (or weight of
-        experts) and role: `input`, `weight` as cast for `output`, `grad_output` for `grad_input`.
-        Zeros of tensors that arrive in float8, as gathered weights do, count as underflow.
+        experts) and role: `input`, `weight` (casts for `output`), `grad_output` (for `grad_input`).
+        If a tensor is in float8 already, as gathered weights are, its zeros count as underflow.
 
         - `"layers.0.attention.query/input/amax"`: the largest absolute value, NaN if one is NaN.
         - `.../underflow`: the share of nonzero values that become 0.
@@ -247,7 +247,7 @@ class Watch(contextlib.ExitStack):
         - `.../nonfinite`: the share of all values that are NaN or Inf.
 
         The dict is in the order of execution: `input` and `weight` of each layer in the order of
-        forward, then each `grad_output` in that of backward. A layer that is called several times
+        forward, then each `grad_output` in order of backward. A layer that is called several times
         has the place of its first call, or of the first call with a NaN or Inf.
 
         Raises a `ValueError` if the ranks of `group` have different layers.

@@ -1,4 +1,4 @@
-"""Models with adapters of PEFT as they are once merged; weights are merged one layer at a time."""
+"""Merge adapters of PEFT into copies of weights, layer by layer; the model is not changed."""
 
 import copy
 import re
@@ -14,11 +14,11 @@ from float8.tensor.ranks import is_fsdp_module
 
 
 def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]:
-    """Return `model` with the names it has once merged, and PEFT's layers to merge by base layer.
+    """Return a copy of `model` without PEFT's modules, and a dict: base layer -> layer of PEFT.
 
-    The result shares all Parameters with `model`, which stays as it is. It has the modules that
-    PEFT trains (`modules_to_save`) in the place of the original ones. Adapters that are disabled,
-    inactive or merged already are not to be merged.
+    The copy shares all Parameters with `model`, which is not changed. Modules that PEFT trains
+    (`modules_to_save`) replace the original ones. The dict has the base layers that an active
+    adapter is still to be merged into. Raises `ValueError` for adapters that cannot be merged.
     """
     adapters, seen = dict[nn.Module, Any](), dict[nn.Module, nn.Module]()
 
@@ -26,7 +26,7 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]
         return set() if module.disable_adapters else {*module.active_adapters}
 
     def base_of(module: Any) -> Any:
-        """Return what is in the place of `module` in a model without adapters."""
+        """Return the module that stands for `module` in a model without adapters."""
         names = {cls.__name__ for cls in type(module).__mro__ if cls.__module__[:5] == "peft."}
         if names & {"PeftModel", "PeftMixedModel"}:
             tuner = module.base_model
@@ -43,7 +43,7 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]
             base = module.get_base_layer()
             if any(not x.is_floating_point() for x in base.parameters()):
                 raise _refusal(f"a {type(base).__name__} that another library has quantized")
-            base = base_of(base)  # a copy, if other adapters are in it
+            base = base_of(base)  # a copy, if it contains other adapters
             if any(x.disable_adapters and x.merged for x in _layers_of_peft(module)):
                 raise _refusal("adapters that are disabled, but merged: call unmerge_adapter()")
             if any(active(x) - {*x.merged_adapters} for x in _layers_of_peft(module)):
@@ -56,7 +56,7 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]
             children = {name: x if x is None else base_of(x) for name, x in module._modules.items()}
             seen[module] = module
             if any(x is not module._modules[name] for name, x in children.items()):
-                seen[module] = new = object.__new__(type(module))  # FSDP2's has a `__new__`
+                seen[module] = new = object.__new__(type(module))  # FSDP2 overrides `__new__`
                 vars(new).update(vars(module), _modules=children)
         return seen[module]
 
@@ -64,7 +64,7 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]
 
 
 def _layers_of_peft(layer: nn.Module) -> list[Any]:
-    """Return `layer`, and layers in it: adapters of another kind, or of another Parameter."""
+    """Return PEFT's layers in `layer` and itself: other kinds or Parameters may be nested in it."""
     return [x for x in layer.modules() if hasattr(x, "merged_adapters")]
 
 
@@ -85,16 +85,16 @@ def _refusal(got: str) -> ValueError:
 
 
 _LEFT_OUT = re.compile("_hooks$|^kwargs$|^__composable")
-"""Fields that copies of layers do without: hooks, FSDP2, and tensors of a tied layer in PEFT's."""
+"""Attributes left empty in copies: hooks, FSDP2's state, and tensors of a tied layer in PEFT's."""
 
 
 @torch.no_grad()
 def merged_base_layer(*layers: Any, gather: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
     """Return a float32 copy of the base layer of a PEFT layer, with the active adapters merged.
 
-    `layers` are several around base layers that share a weight. PEFT itself merges, in memory for
-    one layer in float32 and what PEFT adds to it; raises `ValueError` if it cannot. `gather`
-    returns the whole of a tensor that ranks share; collective.
+    `layers` is one PEFT layer, or several whose base layers share a weight. PEFT does the merging,
+    in memory for one layer in float32 and PEFT's temporaries; raises `ValueError` if it cannot.
+    `gather`, a collective, returns the full tensor of a sharded one.
     """
     copies: dict[int, Any] = {id(x): x for layer in layers for x in _inactive(layer)}  # not copied
     for x in (x for layer in layers for x in layer.parameters() if id(x) not in copies):
@@ -102,7 +102,7 @@ def merged_base_layer(*layers: Any, gather: Callable[[Tensor], Tensor] = lambda 
         dtype = torch.promote_types(whole.dtype, torch.float32)
         whole = whole.to(dtype, copy=whole is gathered)
         copies[id(x)] = nn.Parameter(whole, requires_grad=False)
-    # `deepcopy` takes these for its copies of Parameters. Hooks, and FSDP2, are left out.
+    # `copies` is the memo of `deepcopy`, so it reuses the Parameters. Hooks and FSDP2 are left out.
     for x in (x for layer in layers for x in reversed([*layer.modules()])):
         if id(x) not in copies:
             cls = type(x).__bases__[1] if is_fsdp_module(x) else type(x)

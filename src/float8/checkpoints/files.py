@@ -1,4 +1,4 @@
-"""The files of a checkpoint: those that are read, and new ones that take their place."""
+"""Read the files of a checkpoint, and write new files that replace an older checkpoint."""
 
 import contextlib
 import errno
@@ -24,7 +24,7 @@ INDEX, CONFIG = "model.safetensors.index.json", "config.json"
 
 
 def import_safetensors() -> Any:
-    """Return the package safetensors, which only checkpoints need."""
+    """Import and return `safetensors`, which only checkpoints need, or raise an `ImportError`."""
     try:
         import safetensors.torch
     except ImportError as error:
@@ -33,11 +33,11 @@ def import_safetensors() -> Any:
 
 
 class Checkpoint:
-    """The safetensors files of a folder, each opened once; raises as `read_float8_checkpoint`."""
+    """The opened safetensors files of a folder; raises the errors of `read_float8_checkpoint`."""
 
     def __init__(self, folder: Path, device: Any = "cpu") -> None:
         index: Any = self
-        # Open all again if a save has put another checkpoint in the place of this one meanwhile.
+        # Open all files again if a save replaced the checkpoint while they were being opened.
         while index != (index := _index_version(folder)):
             error: Exception | None = None
             try:
@@ -82,7 +82,7 @@ class Checkpoint:
         self.names = sorted(name for name in others if not name.endswith(_OF_ACTIVATIONS))
 
     def _quantization_config(self, folder: Path) -> Any:
-        """Return that of `config.json`, or one for formats that do not write there."""
+        """Return `quantization_config` of config.json, or one for formats that do not write it."""
         with contextlib.suppress(FileNotFoundError):
             if config := _read(folder, CONFIG, _read_json).get("quantization_config"):
                 return config
@@ -94,7 +94,7 @@ class Checkpoint:
         return _read(folder, CONFIG, _read_json).get("quantization_config")
 
     def read(self, name: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Return the tensor `name`; a float8 weight as a `Float8Tensor` that reports `dtype`."""
+        """Read the tensor `name`; return float8 weights as `Float8Tensor` that reports `dtype`."""
         data: Tensor = self._file_of[name].get_tensor(name)
         if name not in self.in_float8:
             return data
@@ -103,13 +103,13 @@ class Checkpoint:
         return self.scheme.weight(data, scale, dtype)
 
 
-# Ends of names of scales of activations and caches, which are of no use here.
+# Suffixes of the names of scales of activations and KV caches, which are not read.
 _OF_ACTIVATIONS: tuple[str, ...] = (".input_scale", ".output_scale", ".activation_scale")
 _OF_ACTIVATIONS += (".act_scale", ".k_scale", ".v_scale", ".kv_scale")
 
 _OF_COMFY = re.compile(r"^(scaled_fp8|_quantization_metadata)$|\.(scale_weight|comfy_quant)$")
 
-# Names that safetensors gives to dtypes of numbers with a point, and of scales; others stay names.
+# Names in safetensors files of floating-point dtypes and dtypes of scales; others stay strings.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
 _DTYPES |= {"F16": torch.float16, "F8_E4M3": E4M3, "F8_E5M2": E5M2}
 _DTYPES |= {"F8_E8M0": EXPONENTS, "U8": torch.uint8}
@@ -131,7 +131,7 @@ def _open_safetensors(path: Path, device: Any) -> Any:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file, in which no name is twice: the last would win."""
+    """Return the JSON object in the file `path`; raise `ValueError` if a name is in it twice."""
 
     def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(content := dict(pairs)) < len(pairs):
@@ -148,7 +148,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_index(index: Path) -> dict[str, set[str]]:
-    """Return the names of the tensors in each file, all of them in the folder of the index."""
+    """Map each file in the JSON file `index` to names of tensors; refuse files of other folders."""
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index}: got no weight_map of names and files; fetch it again")
@@ -165,35 +165,35 @@ def _read_index(index: Path) -> dict[str, set[str]]:
 
 
 def _read(folder: Path, name: str, read: Callable[[Path], Any]) -> Any:
-    """Read a file of a checkpoint, which a save may be moving to its place just now."""
+    """Return `read(path)` of the file `name`, which a save may just be moving to `folder`."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, RuntimeError):
         return read(folder / _COMPLETE / name)
     return read(folder / name)
 
 
 def _index_version(folder: Path) -> tuple[int, int] | None:
-    """Return inode and time of the index, which another index does not have; None without one."""
+    """Return (inode, mtime in ns) of the index, which each save changes; None without an index."""
     with contextlib.suppress(FileNotFoundError):
         status = _read(folder, INDEX, Path.stat)
         return status.st_ino, status.st_mtime_ns
     return None
 
 
-_UNFINISHED = ".float8_unfinished"  # begins the name of a folder of files that are written
-_COMPLETE = ".float8_complete"  # a folder of files that are moved to their places
+_UNFINISHED = ".float8_unfinished"  # prefix of a folder with files that are being written
+_COMPLETE = ".float8_complete"  # folder with complete files, until they are moved out
 _LOCK = ".float8_lock"
 
-# Names that files with weights of an older model have, by this library or transformers.
+# Names of files of weights that this library or transformers may have written before.
 _SHARDS = re.compile(r"model(-\d{5}(-of-\d{5})?)?\.safetensors")
 
 
 def write_files(
     folder: Path, tensors: Iterable[dict[str, Tensor]], config: str, max_shard_size: int
 ) -> None:
-    """Write a checkpoint; replace an older one in `folder`, which stays if there is an error.
+    """Write a checkpoint to `folder`, replacing an older one, which is kept if an error occurs.
 
-    Files are complete in a folder of their own before that is renamed to `_COMPLETE`, where readers
-    look first. From there they are moved to their places; the next save ends what a crash has left.
+    Writes `tensors` and the text `config` to a folder in `folder`, renames it to `_COMPLETE`, where
+    readers look first, and moves its files to `folder`; the next save finishes this after a crash.
     """
     names = (f"model-{number:05d}.safetensors" for number in range(1, 100_000))
     free = (name for name in names if not os.path.lexists(folder / name))
@@ -224,7 +224,7 @@ def write_files(
         for path in (path for path in shards if path.name not in file_of.values()):
             try:
                 path.unlink()
-            except OSError as error:  # no reason to fail: the new model stands
+            except OSError as error:  # no reason to fail: the new model is written
                 warn(
                     f"float8: the new checkpoint is written, but {path} of the older one could not "
                     f"be removed ({error}); remove it: some readers prefer it to the index"
@@ -233,7 +233,7 @@ def write_files(
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Make a folder and lock it against other saves; the lock of a killed process is free."""
+    """Make and lock `folder`; raise `OSError` if it is locked. A killed process frees its lock."""
     folder.mkdir(parents=True, exist_ok=True)
     with (lock := folder / _LOCK).open("ab") as file:
         try:
@@ -251,8 +251,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _shards(tensors: Iterable[dict[str, Tensor]], max_size: int) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of one file after the other, in one dict: one file is in memory."""
-    shard, storages, size = dict[str, Tensor](), set[int](), 0
+    """Group `tensors` to files of up to `max_size` bytes; yield each as a dict, name -> tensor."""
+    shard, storages, size = dict[str, Tensor](), set[int](), 0  # one dict: one file is in memory
     for group in tensors:
         group_size = sum(x.nbytes for x in group.values())
         if shard and size + group_size > max_size:
@@ -270,7 +270,7 @@ def _shards(tensors: Iterable[dict[str, Tensor]], max_size: int) -> Iterator[dic
 
 
 def _move_to_places(folder: Path) -> None:
-    """Move the files of a complete checkpoint, if there is one, to their places, or back."""
+    """Move all files from `_COMPLETE`, if it exists, to `folder`; move all back if one fails."""
     complete = folder / _COMPLETE
     with contextlib.ExitStack() as undo:
         for name in (*sorted(x.name for x in complete.glob("*.safetensors")), INDEX, CONFIG):
@@ -287,13 +287,13 @@ def _move_to_places(folder: Path) -> None:
 
 
 def _to_disk(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file to the disk, or raise an `OSError` that names it."""
+    """Call `write(path)` and sync to disk; on failure raise an `OSError` that names `path`."""
     try:
         write(path)
         with path.open("rb+") as file:
             os.fsync(file.fileno())  # some file systems report a full disk only then
     except (OSError, import_safetensors().SafetensorError) as error:
-        code = re.search(r"(?:os error|code:) (\d+)", str(error))  # as safetensors tells it
+        code = re.search(r"(?:os error|code:) (\d+)", str(error))  # in texts of safetensors
         number = getattr(error, "errno", None) or (int(code[1]) if code else errno.EIO)
         text = f"{error}; free some space, or save to another folder"
         raise OSError(number, text, str(path)) from error

@@ -24,16 +24,16 @@ class LoadedInFloat8(Conversion):
         return schemes.why_not_taken(mod, schemes.config_for(mod, chooser.config_or_none))
 
     def prepare(self, mod: nn.Module, chooser: Chooser) -> Callable[[], None]:
-        """Return a function that turns `mod` into a `Float8Linear` with its float8 weight."""
+        """Return a function that turns `mod` into a `Float8Linear`, see `schemes.as_linear`."""
         config = schemes.config_for(mod, chooser.config_or_none)
         dtype, make = schemes.values_dtype(chooser.model), Float8Linear._float8_made_of
         return lambda: become(mod, make(schemes.as_linear(mod, config, dtype), config))
 
 
 class Quantizers(Feature):
-    """Quantizers of other libraries, which stay attached to a model that they loaded."""
+    """Detaches quantizers of other libraries from a model that they loaded."""
 
     def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
-        """Make `save_pretrained` save the converted layers in high precision."""
+        """Detach quantizers without layers left: `save_pretrained` then saves high precision."""
         if config is not None:
             schemes.leave_quantizers(model)

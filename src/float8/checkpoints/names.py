@@ -1,7 +1,7 @@
-"""Names of a model's tensors: its own, and those of the parts in which transformers publishes them.
+"""Map tensors of a model, by name, to the parts and names under which transformers saves them.
 
 transformers 5 renames tensors when it loads them, and joins the weights [N, K] of experts to one
-Parameter [E, pieces * N, K]; when it saves, it undoes both. This module uses its tables for that.
+Parameter [E, pieces * N, K]; when it saves, it undoes both. Uses the tables of transformers.
 """
 
 import copy
@@ -18,14 +18,14 @@ from float8.tensor import Float8Tensor, dequantise
 
 
 class SavedTensor:
-    """A Parameter or persistent buffer, with all names of it if it is tied."""
+    """A Parameter or persistent buffer, with all modules and names that it has in a model."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Any = tensor
         self.uses: list[tuple[str, nn.Module, str]] = []  # full name, module, name in that module
 
     def replace(self, new: Tensor) -> None:
-        """Put `new` in the place of this tensor in all modules that have it."""
+        """Replace this tensor by `new` in all modules that have it."""
         if isinstance(self.tensor, nn.Parameter):
             new = nn.Parameter(new, requires_grad=self.tensor.requires_grad)
         for _, module, attr in self.uses:
@@ -35,7 +35,7 @@ class SavedTensor:
 
 
 def saved_tensors(model: nn.Module) -> list[SavedTensor]:
-    """Return Parameters and persistent buffers, without the state of delayed scaling."""
+    """Return all Parameters and persistent buffers of `model` except delayed-scaling state."""
     saved: dict[int, SavedTensor] = {}
     for prefix, module in unwrapped(model).named_modules(remove_duplicate=False):
         not_saved = module._non_persistent_buffers_set
@@ -48,18 +48,18 @@ def saved_tensors(model: nn.Module) -> list[SavedTensor]:
 
 
 class Part(NamedTuple):
-    """The part of a tensor of the model that a file stores: all, or [N, K] of one expert."""
+    """The part of a model's tensor that files store by one name: all, or [N, K] of one expert."""
 
     expert: int | None = None  # None: all of it
     piece: int = 0
-    pieces: int = 1  # of the weights [E, pieces * N, K]: 2 where gate and up are joined
+    pieces: int = 1  # joined in [E, pieces * N, K]: 2 for gate and up
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of this part of a tensor of shape `whole`."""
         return whole if self.expert is None else (whole[1] // self.pieces, whole[2])
 
     def of(self, x: Tensor) -> Tensor:
-        """Return this part of `x`, a view.
+        """Return this part of `x`, as a view.
 
         A piece of a `Float8Tensor` that shares scales with another piece is dequantized.
         """
@@ -79,14 +79,14 @@ class Part(NamedTuple):
 
 WHOLE = Part()
 Parts = dict[str, Part]
-"""The parts of one tensor of the model by their names in files."""
+"""Name in files -> part, for one tensor of a model."""
 
 
 def published_parts(model: nn.Module) -> dict[str, Parts]:
     """Map the name of each tensor of `model` to the parts in which transformers saves it.
 
-    Tensors that transformers could not load from these parts, and all tensors of other models, are
-    one part with their own name.
+    A tensor that transformers could not load from these parts, and each tensor of a model that is
+    not of transformers, has one part: all of it, under its own name.
     """
     saved = [(*use, x.tensor) for x in saved_tensors(model) for use in x.uses]
     published = {name: {name: WHOLE} for name, *_ in saved}
@@ -98,9 +98,9 @@ def published_parts(model: nn.Module) -> dict[str, Parts]:
         from transformers.core_model_loading import PrefixChange, WeightRenaming
     except ImportError:
         if any(_are_experts(module, attr) for _, module, attr, _ in saved):
-            raise  # early versions of 5 join experts, but have no table of how
+            raise  # early versions of 5 join experts, but have no tables
         return published  # versions before 5 rename and join nothing
-    # Changes of prefixes are for files of other classes.
+    # A `PrefixChange` is for checkpoints of other model classes.
     mapping = get_model_conversion_mapping(root, add_legacy=False)
     loading = [step for step in mapping if not isinstance(step, PrefixChange)]
     saving = [step.reverse_transform() for step in reversed(loading)]
@@ -135,9 +135,9 @@ def published_parts(model: nn.Module) -> dict[str, Parts]:
 
 
 def replaced_by_transformers(model: nn.Module, method: str) -> str | None:
-    """Return a class in `model` that transformers replaces under this `quant_method`, or None.
+    """Return the name of a class in `model` that transformers replaces, or None.
 
-    The replacement has other Parameters, for which the weights of `model` are not found.
+    transformers does so if `quant_method` is `method`; the new class cannot load saved weights.
     """
     if not _is_of_transformers(unwrapped(model)):
         return None
@@ -156,16 +156,16 @@ def _is_of_transformers(root: nn.Module) -> bool:
 
 
 def _are_experts(module: nn.Module, attr: str) -> bool:
-    """Return whether `attr` names a weight [E, N, K] of experts as transformers joins them."""
+    """Return whether `module.attr` is a weight [E, N, K] of experts, which transformers joins."""
     kind, weight = conversion_of(module), module._parameters.get(attr)
     is_stack = weight is not None and weight.dim() == 3
     return is_stack and kind is not None and attr in kind.stored_by_rows(module)
 
 
 def _split(converter: Any, name: str, key: str, pattern: str, shape: Any, root: Any) -> Parts:
-    """Return the parts, in order of `piece`, that transformers makes of weights [E, N, K].
+    """Return the parts, sorted by piece and expert, of the weight `name` of `shape` [E, N, K].
 
-    Runs `converter` on a `torch.arange`, whose values show the expert and rows of each part.
+    Runs transformers' `converter` on a `torch.arange`, whose values show expert and rows of a part.
     Returns {} unless the parts are distinct and each is a run of rows of one expert, [N, K].
     """
     rows = 12  # of each expert; divisible by any number of pieces that models have
@@ -181,6 +181,6 @@ def _split(converter: Any, name: str, key: str, pattern: str, shape: Any, root: 
         parts[new] = part = Part(expert, row * pieces // rows, pieces)
         if not new.endswith(".weight") or not torch.equal(x, part.of(numbers)):
             return {}
-    if len({*parts.values()}) < len(parts):  # some part is there twice, another is not
+    if len({*parts.values()}) < len(parts):  # a part is missing, as another is there twice
         return {}
     return dict(sorted(parts.items(), key=lambda item: (item[1].piece, item[1].expert)))

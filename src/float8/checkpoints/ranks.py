@@ -12,10 +12,10 @@ _ERRORS = (FileNotFoundError, OSError, ImportError, TypeError, ValueError)
 
 
 class ModelRanks:
-    """Context manager: run a step on all ranks of the process groups of a model's DTensors.
+    """Context manager: run a block of code on all ranks of the process groups of model DTensors.
 
-    If one rank fails, all raise its error, at the end of the step or at the next `agree`. Ranks
-    call `agree` before collectives, so that none waits for one that failed. Without DTensors ranks
+    If one rank fails, all raise its error, at the end of the block or at the next `agree`. Ranks
+    call `agree` before collectives, so that no rank waits for a failed one. Without DTensors, ranks
     do not wait for each other. Weights that FSDP2 keeps gathered are resharded first.
     """
 
@@ -31,8 +31,8 @@ class ModelRanks:
     def agree(self, value: Any = None, error: BaseException | None = None) -> list[Any]:
         """All-gather `value` over the process groups of the model, and return all values.
 
-        If a rank passes an `error`, all others raise a copy of it; this method returns on the rank
-        itself, which then raises the error.
+        If a rank passes an `error`, this method raises a copy of it on all other ranks. On that
+        rank it returns, and the caller raises the error.
         """
         cls = next((cls for cls in _ERRORS if isinstance(error, cls)), RuntimeError)
         text = str(error) if cls is not RuntimeError else f"{type(error).__name__}: {error}"
@@ -42,10 +42,10 @@ class ModelRanks:
             gathered: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(gathered, (failure, value), group)
             values += [value for _, value in gathered]
-            # The next group hears of a failure in this one, too.
+            # Report a failure in this group to the next group, too.
             failure = next((failure for failure, _ in gathered if failure is not None), failure)
         if failure is not None and error is None:
-            self._groups = []  # the end of the step need not tell it again
+            self._groups = []  # `__exit__` need not report it again
             raise failure[0](failure[1])
         return values
 
@@ -57,7 +57,7 @@ class ModelRanks:
             self.agree(error=error)
 
     def gather(self, x: Any) -> Tensor:
-        """Return the whole of a DTensor (collective), or `x` itself."""
+        """Return the full tensor of a DTensor `x`, a collective; return any other `x` itself."""
         if is_dtensor(x):
             self.agree()
             x = x.full_tensor()

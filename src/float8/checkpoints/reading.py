@@ -29,8 +29,8 @@ def read_float8_checkpoint(
     as they are. The headers of all files are checked before this function returns.
 
     Args:
-        folder: has `config.json`, whose `quantization_config` names format and strategy, and
-            safetensors: one file, or shards with an index.
+        folder: contains `config.json`, whose `quantization_config` names format and strategy, and
+            one safetensors file, or shards with an index.
         dtype: the dtype that each `Float8Tensor` reports.
         device: the device that tensors are read to.
 
@@ -39,7 +39,7 @@ def read_float8_checkpoint(
         FileNotFoundError: a file is missing.
         TypeError: `dtype` is not a high-precision dtype.
         ValueError: format or strategy is unknown; a weight has no scale, or one that does not fit;
-            a file is cut, damaged, or outside of the folder.
+            a file is cut, damaged, or outside of `folder`.
         RuntimeError, AssertionError: torch's own, for a `device` that does not exist.
     """
     if dtype not in HIGH_PRECISION_DTYPES:
@@ -51,27 +51,27 @@ def read_float8_checkpoint(
 def load_float8_checkpoint(
     model: nn.Module, folder: str | Path, *, device: Any = None
 ) -> nn.Module:
-    """Load a float8 checkpoint into `model`, one tensor at a time, and return it.
+    """Load a float8 checkpoint into `model`, one tensor at a time, and return `model`.
 
     Layers and experts with `Float8Weights.ONLY` take the data and scales of the file, and need the
-    recipe of its granularity: `blockwise` for `fine-grained-fp8`, `rowwise` for channels,
+    recipe of that granularity: `blockwise` for `fine-grained-fp8`, `rowwise` for channels,
     `tensorwise` for tensors, `mxfp8` for MXFP8. Other Parameters take the dequantized values,
     rounded to their dtype; DTensors take the part of each rank.
 
-    Names are those of the model, or those under which transformers publishes it, experts one by
-    one. All ranks that share a model must call; an error on one rank is raised on all.
+    Names in files are those of `model`, or those under which transformers saves it, with experts
+    one by one. All ranks that share `model` must call this; an error on one is raised on all.
 
     Args:
-        model: in high precision or converted; may be on the meta device; or sharded by FSDP2 or
-            tensor parallel, then in high precision, off that device, each rank with whole experts.
+        model: in high precision or converted; may be on the meta device. A model sharded by FSDP2
+            or tensor parallel must be in high precision, not on meta, and not split an expert.
         folder: see `read_float8_checkpoint`.
         device: the device of Parameters that replace those on the meta device; None: the CPU.
 
     Raises:
         TypeError: `model` is not an `nn.Module`.
         ValueError: names or shapes of the checkpoint are not those of the model, a layer cannot
-            take its weight, or the checkpoint has a weight twice: joined and one by one, or with
-            two values for a tied Parameter. Nothing is changed then.
+            take its weight, or the checkpoint has a weight twice: experts joined and one by one, or
+            different values for a tied Parameter. `model` is unchanged then.
         ImportError, FileNotFoundError, RuntimeError, AssertionError: as `read_float8_checkpoint`.
     """
     with ModelRanks(model) as ranks:
@@ -97,20 +97,20 @@ def load_float8_checkpoint(
 
 
 class _Target(NamedTuple):
-    """Where to load a tensor: a Parameter or buffer, or a part of one."""
+    """The destination of a tensor of a checkpoint: a Parameter or buffer, or a part of one."""
 
     saved: SavedTensor
     part: Part = WHOLE
 
     @property
     def only_layers(self) -> list[Any]:
-        """The modules that have the Parameter as a weight with `Float8Weights.ONLY`."""
+        """The modules with `Float8Weights.ONLY` that have the tensor as a weight."""
         uses: Any = ((x, y) for _, x, y in self.saved.uses if isinstance(x, Float8Module))
         return [x for x, y in uses if x._float8_never_trains and y in x._float8_matrices()]
 
 
 def _targets(model: nn.Module) -> dict[str, _Target]:
-    """Return the target of each name, the model's own or published, that a checkpoint may use."""
+    """Map each name that a checkpoint may use, the model's or transformers', to its target."""
     targets = {name: _Target(saved) for saved in saved_tensors(model) for name, *_ in saved.uses}
     for name, parts in published_parts(model).items():
         targets |= {new: _Target(targets[name].saved, part) for new, part in parts.items()}
@@ -118,7 +118,7 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
 
 
 def _match(model: nn.Module, checkpoint: Checkpoint, targets: dict[str, _Target]) -> list[str]:
-    """Return a name of the checkpoint per target; raise `ValueError` if names or tensors misfit."""
+    """Return one name per target to read; raise `ValueError` if names, shapes or dtypes misfit."""
     cls, names_of = type(model).__name__, dict[_Target, list[str]]()
     # transformers ignores these names as well, for example of multi-token prediction layers.
     ignored = getattr(unwrapped(model), "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -188,7 +188,7 @@ def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None
 
 
 def _load(target: _Target, read: Callable[..., Tensor], device: Any) -> None:
-    """Load the tensor `read(dtype)` into `target`, first allocated on `device` if it is meta."""
+    """Load the tensor that `read(dtype)` returns into `target`; allocate on `device` if meta."""
     saved, old, only_layers = target.saved, target.saved.tensor, target.only_layers
     if len(only_layers) == len(saved.uses) and target.part == WHOLE:
         new = read(old.dtype).to(device if old.is_meta else old.device, old.dtype)
@@ -222,7 +222,7 @@ def _copy(destination: Any, tensor: Tensor) -> None:
 
 
 def _distribute(whole: Tensor, template: Any) -> Any:
-    """Return `whole`, which all ranks have read, as a DTensor placed as `template`, unsent."""
+    """Return `whole`, equal on all ranks, as a DTensor placed as `template`; sends nothing."""
     from torch.distributed.tensor import distribute_tensor  # slow to import
 
     return distribute_tensor(whole, template.device_mesh, template.placements, src_data_rank=None)

@@ -1,8 +1,8 @@
-"""Schemes in which float8 weights are published, and layers that other libraries loaded in them.
+"""Schemes that store float8 weights in files, and layers that other libraries loaded from these.
 
 Every scheme in `_ALL` stores a weight [N, K] as e4m3 data with decode scales, as this library does:
 `x ~= data * scale`. Scales are float32, except for the 8-bit exponents of `block_ue8m0` and `mxfp8`
-(a byte is 2^(byte - 127), 255 is NaN), which are read from float32, too, as in DeepSeek-V3.1.
+(a byte is 2^(byte - 127), 255 is NaN), which may also be stored as float32, as in DeepSeek-V3.1.
 """
 
 from dataclasses import replace
@@ -32,7 +32,7 @@ class Scheme(NamedTuple):
     format: str
     strategy: str
     granularity: ScalingGranularity
-    recipe: str  # whose GEMMs multiply the data with these scales
+    recipe: str  # the recipe whose GEMMs read data with these scales
     exponents: torch.dtype | None = None  # dtype of 8-bit exponents in files; None: float32 scales
 
     @property
@@ -42,17 +42,17 @@ class Scheme(NamedTuple):
 
     @property
     def block(self) -> list[int | None] | None:
-        """Rows and columns of a block, as configurations give them, or None for one scale."""
+        """[rows, columns] of a block, as in a `quantization_config`, or None for one scale."""
         granularity = self.granularity
         return None if granularity.one_scale else [granularity.height, granularity.width]
 
     def accepts(self, granularity: Any) -> bool:
-        """Return whether scales of `granularity` can be stored; 32x32 is repeated for each row."""
+        """Return whether files can have scales of `granularity`; those of 32x32 repeat per row."""
         by_rows = ScalingGranularity.BLOCK_32x32, ScalingGranularity.BLOCK_1x32
         return granularity is self.granularity or (granularity, self.granularity) == by_rows
 
     def scale_shape(self, shape: tuple[int, ...], expert: bool = False) -> tuple[int, ...]:
-        """Return the shape in files of the scales of a weight of `shape` [N, K]."""
+        """Return the shape in files of scales of a weight of `shape` [N, K], or of an `expert`."""
         if self.granularity.one_scale and self.format == FINE_GRAINED:
             return (1, 1) if expert else ()  # transformers concatenates those of experts
         if self.granularity.one_scale:
@@ -61,7 +61,7 @@ class Scheme(NamedTuple):
         return self.granularity.scales(shape)[0], 1 if width is None else -(-shape[1] // width)
 
     def require_pair(self, name: str, weight: Any, scale: Any) -> None:
-        """Raise `ValueError` unless a weight and its scale, as (dtype, shape), fit this scheme."""
+        """Raise `ValueError` unless `weight` and `scale`, each (dtype, shape), fit this scheme."""
         (dtype, shape), scale_name = weight, name + self.scale_suffix
         scale_dtype, scale_shape = scale or (None, None)
         shapes = [self.scale_shape(shape)] if len(shape) == 2 else []
@@ -88,7 +88,7 @@ class Scheme(NamedTuple):
         )
 
     def weight(self, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Float8Tensor:
-        """Return data [N, K] and scales of a file as a `Float8Tensor` that reports `dtype`."""
+        """Return `data` [N, K] and `scale` from a file as a `Float8Tensor` that reports `dtype`."""
         scale = scale.detach()
         scale = (scale.view(EXPONENTS) if scale.itemsize == 1 else scale).to(torch.float32)
         if self.granularity.one_scale:
@@ -100,7 +100,7 @@ class Scheme(NamedTuple):
         return Float8Tensor(data.detach().contiguous(), scale.contiguous(), dtype, self.granularity)
 
     def published(self, weight: Any, expert: bool) -> tuple[Tensor, Tensor] | None:
-        """Return data and scales as files store them; None if the scheme cannot store them."""
+        """Return (data, scales) of a `Float8Tensor` as files store them, or None if they cannot."""
         if not self.accepts(weight._granularity) or weight._data.dtype != E4M3:
             return None
         shape, height = self.scale_shape((*weight.shape,), expert), weight._granularity.height
@@ -118,7 +118,7 @@ class Scheme(NamedTuple):
         return weight._data, scale
 
     def config(self, left_out: list[str]) -> dict[str, Any]:
-        """Return the `quantization_config`; `left_out` names layers in high precision."""
+        """Return a `quantization_config`, in which `left_out` names layers in high precision."""
         config: dict[str, Any]
         if self.format == FINE_GRAINED:
             method = "mxfp8" if self.strategy == "mxfp8" else "fp8"
@@ -151,11 +151,11 @@ _ALL = (
     Scheme(COMPRESSED, "mxfp8", ScalingGranularity.BLOCK_1x32, "mxfp8", torch.uint8),
 )
 _NAMES = ", ".join(f"{x.format!r} with strategy {x.strategy!r}" for x in _ALL)
-_METHODS = "fp8", "mxfp8"  # each `quant_method` of `fine-grained-fp8`
+_METHODS = "fp8", "mxfp8"  # values of `quant_method` for `fine-grained-fp8`
 
 
 def scheme_named(format: str, strategy: str | None) -> Scheme:
-    """Return the scheme of a format and strategy; None takes the first strategy of the format."""
+    """Return the scheme of `format` and `strategy`; None means the format's first strategy."""
     for scheme in _ALL:
         if scheme.format == format and strategy in (None, scheme.strategy):
             return scheme
@@ -163,9 +163,9 @@ def scheme_named(format: str, strategy: str | None) -> Scheme:
 
 
 def scheme_of(config: Any) -> Scheme:
-    """Return the scheme whose own `quantization_config` has the values of `config`.
+    """Return the scheme for `config`, the `quantization_config` of a checkpoint.
 
-    Raises a `ValueError` that names the first field whose value no remaining scheme has.
+    Raises a `ValueError` that names the first field of `config` that fits none of the schemes left.
     """
     config = _object(config)
     method = config.get("quant_method")
@@ -180,7 +180,7 @@ def scheme_of(config: Any) -> Scheme:
 
 
 def _fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Map the path of each field that tells schemes apart to its value in `config` or default."""
+    """Map the path of each field in which schemes differ to its value in `config`, or default."""
     fields: dict[str, Any]
     if config["quant_method"] != COMPRESSED:
         is_mxfp8 = config["quant_method"] == "mxfp8"
@@ -225,7 +225,7 @@ def _require(field: str, got: Any, supported: list[Any], cure: str | None = None
 
 
 def values_of(x: Tensor) -> Tensor:
-    """Return a `Float8Tensor` dequantized to float32, and any other tensor as it is."""
+    """Return `x` dequantized to float32 if `x` is a `Float8Tensor`, else `x` itself."""
     return dequantise(x, torch.float32) if isinstance(x, Float8Tensor) else x
 
 
@@ -237,9 +237,9 @@ _SCHEME = "quantization_scheme"  # attribute that compressed-tensors sets beside
 
 
 def strategy_of(mod: Any) -> Scheme | str | None:
-    """Return the scheme of a layer loaded in float8, or None for any other layer.
+    """Return the scheme of `mod` if another library loaded it in float8, else None.
 
-    If no scheme has its scales, return a text that names them.
+    If the scales of `mod` fit no scheme, return a text that describes these scales.
     """
     weight = mod._parameters.get("weight") if isinstance(mod, nn.Linear) else None
     if weight is None or weight.dtype not in FLOAT8_MAX:
@@ -262,7 +262,7 @@ def strategy_of(mod: Any) -> Scheme | str | None:
 
 
 def config_for(mod: Any, config: Float8LinearConfig | None) -> Float8LinearConfig:
-    """Return `config`; if None, one with `ONLY` and the recipe for the float8 scales of `mod`."""
+    """Return `config`; if None, a config with `ONLY` and the recipe for the scales of `mod`."""
     if config is not None:
         return config
     if not isinstance(scheme := strategy_of(mod), Scheme):  # the layer stays as it is
@@ -275,7 +275,7 @@ def config_for(mod: Any, config: Float8LinearConfig | None) -> Float8LinearConfi
 
 
 def why_not_taken(mod: Any, config: Float8LinearConfig) -> str | None:
-    """Return why a layer loaded in float8 cannot become a `Float8Linear`, or None if it can."""
+    """Return why `mod`, loaded in float8, cannot become a `Float8Linear` with `config`, or None."""
     scheme = strategy_of(mod)
     if not isinstance(scheme, Scheme):
         got = f"got a weight in float8 with scales of {scheme}"
@@ -301,7 +301,7 @@ def why_not_taken(mod: Any, config: Float8LinearConfig) -> str | None:
 
 @torch.inference_mode(False)  # autograd does not save inference tensors for backward
 def as_linear(mod: Any, config: Float8LinearConfig, dtype: torch.dtype) -> nn.Linear:
-    """Return an `nn.Linear` that shares bias and hooks with a layer loaded in float8.
+    """Return an `nn.Linear` that shares bias and hooks with `mod`, a layer loaded in float8.
 
     Its weight is a `Float8Tensor` of the same bytes under `ONLY`, else dequantized to `dtype`.
     """
@@ -320,10 +320,10 @@ def as_linear(mod: Any, config: Float8LinearConfig, dtype: torch.dtype) -> nn.Li
 
 
 def leave_quantizers(model: nn.Module) -> None:
-    """Detach `model` from the quantizer that loaded it, if it has no layer of the quantizer left.
+    """Detach `model` from the quantizer that loaded it, if none of its float8 layers is left.
 
-    The hook of compressed-tensors would replace the Parameter dicts of all modules. transformers
-    would refuse to train masters, and would save its `quantization_config` with them.
+    Else the hook of compressed-tensors would replace the Parameter dicts of all modules, and
+    transformers would refuse to train, and would save its `quantization_config` with the weights.
     """
     left = any(_SCHEME in vars(mod) for mod in model.modules())
     if left or any(p.dtype in FLOAT8_MAX for p in model.parameters()):
@@ -338,7 +338,7 @@ def leave_quantizers(model: nn.Module) -> None:
 
 
 def values_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype of the Parameters that are not in float8; bfloat16 if there are none."""
+    """Return the dtype of the first high-precision Parameter that is no scale, else bfloat16."""
     for name, p in model.named_parameters():
         if p.dtype in HIGH_PRECISION_DTYPES and not name.endswith(("_scale", "_scale_inv")):
             return p.dtype

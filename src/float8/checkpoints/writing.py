@@ -37,7 +37,7 @@ from float8.tensor.weights import in_float8_only
 
 @dataclass(frozen=True)
 class WrittenWeight:
-    """The description of one weight that was written in float8."""
+    """A weight that `save_float8_checkpoint` wrote in float8."""
 
     name: str
     as_trained: bool
@@ -54,18 +54,18 @@ def float8_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and tensors of a converted model in a format that float8 servers read.
 
-    A weight [N, K] of a `Float8Linear` comes as e4m3 bytes, followed by its scales. With the
-    granularity of the recipe these are the bytes that training multiplies. Names are those under
-    which transformers publishes the model; for other models those of `model.state_dict()` without
-    the prefixes of torch.compile and DDP. Experts that transformers publishes one by one are
-    yielded so, in float8 even if not converted. Tensors that are not cast may share memory with the
+    A weight [N, K] of a `Float8Linear` is yielded as e4m3 data, followed by its scales. If scales
+    have the recipe's granularity, the data are the bytes that training multiplies. Names are those
+    under which transformers saves the model; for other models those of `model.state_dict()` without
+    the prefixes of torch.compile and DDP. Experts that transformers saves one by one are yielded
+    one by one, in float8 even if not converted. Tensors that are not cast may share memory with the
     model: copy them before the next step.
 
     Active adapters of PEFT are merged one layer at a time in float32, and each sum is cast once;
-    the model stays as it is. Names are those after `model.merge_and_unload()`.
+    `model` is not changed. Names are those after `model.merge_and_unload()`.
 
     Ranks that share a model (FSDP2, tensor parallel) all-gather one weight at a time, and must all
-    iterate to the end. FSDP2's weights are resharded.
+    iterate to the end. Weights that FSDP2 has gathered are resharded.
 
     Args:
         model: a converted model, whole or sharded.
@@ -76,10 +76,10 @@ def float8_weights(
             exponents, or `"tensor"`. `"compressed-tensors"`: `"channel"`, one scale per row
             (default), `"block"`, `"mxfp8"` or `"tensor"`. For exponents, weights whose scales are
             not powers of two are quantized again.
-        dtype: dtype of the tensors that are not in float8. None: their own, but bfloat16 if most
-            weights are float32; tensors that transformers keeps in float32 stay.
-        param_dtype: that of FSDP2's `MixedPrecisionPolicy`, to which training rounds weights before
-            it casts them.
+        dtype: the dtype of yielded tensors that are not in float8. None keeps dtypes, but rounds to
+            bfloat16 if most weights are float32, except tensors that transformers keeps in float32.
+        param_dtype: the `param_dtype` of FSDP2's `MixedPrecisionPolicy`, to which training rounds
+            weights before it casts them.
 
     Raises:
         TypeError: `model` is not an `nn.Module`, or a dtype is not a high-precision one.
@@ -96,12 +96,12 @@ def float8_weights(
 def quantization_config(
     model: nn.Module, format: str = FINE_GRAINED, *, strategy: str | None = None
 ) -> dict[str, Any]:
-    """Return the `quantization_config` of what `float8_weights` yields; raises the same errors."""
+    """Return the `quantization_config` for tensors of `float8_weights`; raises the same errors."""
     return _plan(model, format, strategy).config
 
 
 class TensorMetadata(NamedTuple):
-    """The description of a tensor that `float8_weights` yields."""
+    """Name, dtype and shape of a tensor that `float8_weights` yields."""
 
     name: str
     dtype: torch.dtype
@@ -116,7 +116,7 @@ def float8_metadata(
     dtype: torch.dtype | None = None,
     param_dtype: torch.dtype | None = None,
 ) -> list[TensorMetadata]:
-    """Return name, dtype and shape of each tensor of `float8_weights`; raises the same errors."""
+    """Return a `TensorMetadata` for each tensor of `float8_weights`; raises the same errors."""
     plan, metadata = _plan(model, format, strategy, dtype, param_dtype), list[TensorMetadata]()
     for x, parts, rounds_to, cast_config, _ in plan.entries:
         new_dtype = rounds_to if rounds_to and x.dtype in HIGH_PRECISION_DTYPES else x.dtype
@@ -144,18 +144,18 @@ def save_float8_checkpoint(
     """Write the tensors of `float8_weights(model)` as safetensors shards, with an index.
 
     Takes the arguments of `float8_weights`; `folder`, which is made if it does not exist; and
-    `max_shard_size`, the most bytes of a file: a single larger tensor has a file to itself.
-    `config.json` is that of `model.config`, if there is one (as in transformers), with the
+    `max_shard_size`, the most bytes of a file, except that a larger tensor gets its own file.
+    `config.json` has the values of `model.config`, if there is one (as in transformers), and the
     `quantization_config`. Tied weights are written once. One shard is in memory at a time.
 
-    Rank 0 writes. All ranks that share a sharded model must call; an error on one is raised on all.
-    Ranks of a model that is not sharded do not wait for each other: the others only check it.
+    Rank 0 writes. All ranks of a sharded model must call this; an error on one is raised on all. If
+    the model is not sharded, ranks do not wait for each other, and ranks > 0 only check the model.
 
     Files are written to a folder within `folder`, and moved when all are complete: the disk needs
-    room for both. After an error, the older checkpoint is in place. Other files stay.
+    room for the old and the new. After an error, the old checkpoint is in place. Other files stay.
 
     Returns:
-        A description of each float8 weight; () on ranks > 0 of a model that is not sharded.
+        A `WrittenWeight` per float8 weight; () on ranks > 0 of a model that is not sharded.
 
     Raises:
         ImportError: the package safetensors is not installed.
@@ -199,7 +199,7 @@ def save_float8_checkpoint(
 
 
 def _model_config(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
-    """Return `model.config` as transformers saves it with weights of `dtype`; {} without one."""
+    """Return `model.config` as a dict, as transformers saves it for `dtype`; {} without config."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         return {}
@@ -208,7 +208,7 @@ def _model_config(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
     if values.get("tie_word_embeddings") and hasattr(model, "get_output_embeddings"):
         last: Any = model.get_output_embeddings()  # type: ignore[operator]
         if last is not None and last.weight is not model.get_input_embeddings().weight:  # type: ignore[operator]
-            values["tie_word_embeddings"] = False  # one of them was trained by PEFT
+            values["tie_word_embeddings"] = False  # PEFT trained one of the two
     return values | {"architectures": [cls], "dtype": str(dtype).removeprefix("torch.")}
 
 
@@ -217,8 +217,8 @@ class _Entry(NamedTuple):
 
     tensor: Tensor
     parts: Parts  # with their names in files
-    dtype: torch.dtype | None  # to which values are rounded, before a cast to float8; None: none
-    cast_config: CastConfig | None = None  # of the cast to float8; None: high precision
+    dtype: torch.dtype | None  # values are rounded to it, before any cast; None: not rounded
+    cast_config: CastConfig | None = None  # the cast to float8; None: none
     as_trained: bool = False  # whether training casts it in the same way
 
 
@@ -248,7 +248,7 @@ def _plan(
             raise TypeError(f"{name}: got {got!r}, expected None or one of {HIGH_PRECISION_DTYPES}")
     scheme = scheme_named(format, strategy)
     model, layers_of = without_adapters(unwrapped(model))
-    model = unwrapped(model)  # what adapters were put around
+    model = unwrapped(model)  # wrappers inside the adapters
     saved, published = saved_tensors(model), published_parts(model)
     stays_float32 = _float32_names(model)
     in_float8 = _select_float8(saved, published, stays_float32)
@@ -270,7 +270,7 @@ def _plan(
             f"weights when it loads that format; expected {FINE_GRAINED!r}"
         )
     ((model_dtype, _),) = sizes.most_common(1)
-    # Without `dtype` only float32 models are rounded.
+    # Without `dtype`, only models that are mostly float32 are rounded.
     rounds_to = dtype or (torch.bfloat16 if model_dtype == torch.float32 else None)
     entries, adapters = [], {}
     for tensor in saved:
@@ -291,7 +291,7 @@ def _plan(
 
 
 def _require_storable(saved: SavedTensor, in_float8: bool) -> None:
-    """Raise `ValueError` if a tensor has no values, or safetensors cannot store it."""
+    """Raise `ValueError` if the tensor `saved` has no values, or safetensors cannot store it."""
     x, (name, module, _) = saved.tensor, saved.uses[0]
     inner = local_tensor(high_precision(x))
     is_8_bit = x.dtype.is_floating_point and x.dtype.itemsize == 1
@@ -308,24 +308,24 @@ def _require_storable(saved: SavedTensor, in_float8: bool) -> None:
 
 
 def _float32_names(model: nn.Module) -> Callable[[str], Any]:
-    """Return a function that matches names that transformers keeps in float32 in 16-bit models."""
+    """Return a function: does transformers keep a name in float32 in 16-bit models?"""
     patterns = {
         name.replace("*", ".*")
         for module in model.modules()
         for attr in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
         for name in getattr(module, attr, None) or ()
     }
-    return re.compile("|".join(patterns) or "(?!)").search  # transformers searches, too
+    return re.compile("|".join(patterns) or "(?!)").search  # transformers uses `search` as well
 
 
 def _select_float8(
     saved: list[SavedTensor], published: dict[str, Parts], stays_float32: Callable[[str], Any]
 ) -> set[SavedTensor]:
-    """Return the tensors to write in float8.
+    """Return the tensors in `saved` to write in float8.
 
     These are weights of layers whose output GEMM is in float8, and of experts, converted or not,
-    that are published one by one, if all weights of their module qualify: none is float64, kept in
-    float32 by transformers, or used by a module in high precision, too.
+    that transformers saves one by one. Excluded are modules with a weight that is float64, that
+    transformers keeps in float32, or that a module in high precision shares.
     """
 
     def is_float8(name: str, module: Any, attr: str, x: Tensor) -> bool:
@@ -343,9 +343,9 @@ def _select_float8(
 
 
 def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastConfig, bool]:
-    """Return the cast of a weight to `scheme`, and whether training casts the weight alike.
+    """Return the cast of a weight for `scheme`, and whether training casts it in the same way.
 
-    The weight [rows, K], or that of each expert, is published as `pieces` weights of equal size.
+    The weight [rows, K] (of one expert, or of a layer) is saved as `pieces` weights of equal size.
     """
     granularity, rounds, training = scheme.granularity, scheme.exponents is not None, None
     if isinstance(module, Float8Module):
@@ -354,7 +354,7 @@ def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastC
         if scheme.accepts(training.scaling_granularity):
             granularity = training.scaling_granularity
     cast = CastConfig(target_dtype=E4M3, scaling_granularity=granularity, power_of_2=rounds)
-    # Training casts all pieces together; published weights need scales of their own.
+    # Training casts all pieces together; each saved weight needs separate scales.
     separate = pieces == 1 or rows // pieces % (granularity.height or rows) == 0
     return cast, cast == training and separate
 
@@ -362,7 +362,7 @@ def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastC
 def _high_precision_modules(
     model: nn.Module, in_float8: set[nn.Module], published: dict[str, Parts], scheme: Scheme
 ) -> list[str]:
-    """Return the names of modules in high precision; a name covers all submodules."""
+    """Return names of linear layers and experts without a submodule in `in_float8`."""
     names = []
     for name, module in unwrapped(model).named_modules():
         name, has_experts = plain_name(name), any(x.dim() == 3 for x in module.parameters(False))
@@ -377,7 +377,7 @@ def _high_precision_modules(
 def _require_unique_names(entries: list[_Entry], suffix: str) -> None:
     """Raise `ValueError` if two tensors, or a tensor and a scale, have the same name in files."""
     names = Counter(name for entry in entries for name in entry.parts)
-    scales = {name + suffix for name in names}  # readers take any tensor of such a name for one
+    scales = {name + suffix for name in names}  # readers take any tensor with this name for a scale
     if ambiguous := [name for name, count in names.items() if count > 1 or name in scales]:
         raise ValueError(
             f"{ambiguous[0]}: got a tensor that has in files the name of another, or of its scale "
@@ -389,8 +389,8 @@ def _require_unique_names(entries: list[_Entry], suffix: str) -> None:
 def _cast_tensors(
     plan: _Plan, ranks: ModelRanks
 ) -> Iterator[tuple[dict[str, Tensor], WrittenWeight | None]]:
-    """Yield each tensor by name; a float8 weight with its scale and its `WrittenWeight`."""
-    # A bias follows its weight.
+    """Yield ({name: tensor}, None), or ({name: data, name + suffix: scale}, `WrittenWeight`)."""
+    # `groupby` works as the bias of a layer follows its weight.
     for layers, entries in groupby(plan.entries, lambda entry: plan.adapters[entry.tensor][0]):
         merged = merged_base_layer(*layers, gather=ranks.gather) if layers else None
         for entry in entries:
@@ -410,11 +410,11 @@ def _cast_tensors(
                 data, scale, as_trained = _quantize(part, x, entry, plan.scheme)
                 tensors = {name: data, name + plan.scheme.scale_suffix: scale}
                 yield tensors, WrittenWeight(name, as_trained)
-        merged = x = None  # before the next layer is merged
+        merged = x = None  # free memory before the next layer is merged
 
 
 def _quantize(part: Part, x: Any, entry: _Entry, scheme: Scheme) -> tuple[Tensor, Tensor, bool]:
-    """Quantize a part of `x`; return data, scale, and whether training uses the same bytes."""
+    """Quantize `part` of `x`; return (data, scale, whether training uses the same bytes)."""
     weight, as_trained, is_expert = part.of(x), entry.as_trained, part is not WHOLE
     if isinstance(weight, Float8Tensor):
         if published := scheme.published(weight, is_expert):

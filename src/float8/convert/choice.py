@@ -19,24 +19,24 @@ from float8.products import PRODUCTS
 DEFAULT_TOKENS = 8192
 
 CHOICE = "_float8_choice"
-"""The attribute of a module with its last `Choice`, for the report: a plain tuple, so that a model
-in which nothing was converted can be unpickled without this library."""
+"""The name of the attribute that keeps a module's last `Choice` for the report: a plain tuple, so
+that a model without converted layers can be unpickled without this library."""
 
 
 class Choice(NamedTuple):
     """The decision about one module that can be converted."""
 
-    reason: str | None = None  # why the module stays; None if it is converted, or not seen yet
-    chosen_for: str | None = None  # the GPU, and how it is modelled; None if speed did not count
+    reason: str | None = None  # why the conversion skips the module; None if it does not
+    chosen_for: str | None = None  # a text on the modelled GPU; None if speed did not count
 
     @property
     def by_filter(self) -> bool:
-        """Whether a `module_filter_fn` left the module out."""
+        """Whether a `module_filter_fn` excluded the module."""
         return (self.reason or "").startswith("module_filter_fn ")
 
 
 class Chooser:
-    """Checks the arguments of `convert_to_float8_training`, and decides what to convert."""
+    """Checks the arguments of `convert_to_float8_training`, and selects the modules to convert."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Chooser:
         self.config = as_config(config)
         self.config_or_none = None if config is None else self.config
         ranks = max(feature.sharing_ranks(self.config) for feature in FEATURES)
-        self.ranks = dict.fromkeys(PRODUCTS, ranks)  # that share the casts of a weight, by its dims
+        self.ranks = dict.fromkeys(PRODUCTS, ranks)  # dims of a weight: ranks that share casts
         self.gpu: str | None = short_name(gpu)
         self.cuda_graphs, self.head = cuda_graphs, head
         self.classes = tuple(linear_classes) if isinstance(linear_classes, Iterable) else (None,)
@@ -70,7 +70,7 @@ class Chooser:
             self.kept_by_model |= conversion.modules_to_keep(self)
 
     def _check(self, gpu: Any, cuda_graphs: Any, linear_classes: Any, head: Any) -> None:
-        """Raise a `TypeError` or `ValueError` for arguments that cannot be honored."""
+        """Raise a `TypeError` or `ValueError` for invalid arguments of the conversion."""
         if self.filter is not None and not callable(self.filter):
             got = f"module_filter_fn: got {type(self.filter).__name__}"
             raise TypeError(f"{got}, expected a function (module, name) -> bool, or None")
@@ -98,8 +98,8 @@ class Chooser:
             raise TypeError(f"linear_classes: got {linear_classes!r}, expected {expected}")
 
     def choose(self, mod: nn.Module, fqn: str) -> Choice | None:
-        """Return the decision for `mod`, called `fqn`, or None if it has no weight to convert."""
-        of_model = mod in self.conversions  # else it is asked about by itself
+        """Return the `Choice` for `mod`, called `fqn`, or None if no `Conversion` matches `mod`."""
+        of_model = mod in self.conversions  # else a caller asks about a module outside of the model
         conversion = self.conversions[mod] if of_model else conversion_of(mod)
         if conversion is None:
             return None
@@ -119,7 +119,7 @@ class Chooser:
         return Choice(reason or conversion.why_slower(mod, fqn, self), self._chosen_for(mod))
 
     def _why_filtered(self, mod: nn.Module, fqn: str) -> str | None:
-        """Return the reason why the user's filter leaves `mod` out, or None if it takes it."""
+        """Return why the user's filter excludes `mod`, called `fqn`, or None if it does not."""
         try:
             decision = self.filter(mod, fqn)
         except AttributeError as error:  # experts have no `in_features`
@@ -129,13 +129,13 @@ class Chooser:
         return None if decision else f"module_filter_fn returned {decision!r}"
 
     def gpu_of(self, mod: nn.Module) -> str | None:
-        """Return the name of the GPU whose times decide about `mod`; None without one."""
+        """Return the name of the GPU on which float8 must make `mod` faster, or None."""
         if self.gpu is None and not self.config.emulate:
             return gpu_for(next((x.device for x in mod.parameters()), torch.device("cpu")))
         return self.gpu
 
     def _chosen_for(self, mod: nn.Module) -> str | None:
-        """Return a sentence on the GPU for which `mod` is judged; None if speed does not count."""
+        """Return a sentence for the report on how speed decided about `mod`; None if it did not."""
         if not self.config.float8_gemms or (self.config.emulate and self.gpu is None):
             return None
         gpu = self.gpu_of(mod)
@@ -152,16 +152,16 @@ class Chooser:
 
 
 def all_linears(mod: nn.Module, fqn: str) -> bool:
-    """Return True: a `module_filter_fn` that takes all layers, however slow float8 makes them."""
+    """A `module_filter_fn` that returns True for all modules, even if float8 makes them slower."""
     return True
 
 
 def left_out(fqn: str, head: bool = False) -> str | None:
-    """Return why a layer called `fqn` stays in high precision if there is no filter, or None.
+    """Return why the layer named `fqn` stays in high precision without a filter, or None.
 
-    The head stays unless `head` is True: the loss depends on its logits directly, and it is a small
-    part of a large model. What PEFT trains stays, too: low-rank adapters, too small to gain, and
-    copies of layers, whose checkpoints must not contain the state of delayed scaling.
+    The output head stays unless `head` is True: the loss depends directly on its logits, and it is
+    a small part of a large model. Modules that PEFT trains stay: low-rank adapters, too small to
+    gain, and copies of layers, whose checkpoints must not contain the state of delayed scaling.
     """
     wrappers = "module", "model", "base_model"  # attributes in which wrappers keep a model
     words = [word for word in plain_name(fqn).split(".") if word not in wrappers]
@@ -173,7 +173,7 @@ def left_out(fqn: str, head: bool = False) -> str | None:
 
 
 def gpu_for(device: torch.device) -> str | None:
-    """Return the `short_name` of the GPU that runs weights on `device`, or None without a GPU.
+    """Return the `short_name` of the GPU for a layer with weights on `device`; None without CUDA.
 
     Weights on the CPU or the meta device are expected to move to the current GPU.
     """
@@ -184,6 +184,6 @@ def gpu_for(device: torch.device) -> str | None:
 
 
 def short_name(gpu: Any) -> Any:
-    """Return the key of `MEMORY`, as "H100", that the name `gpu` contains, else `gpu` itself."""
+    """Return the key of `MEMORY` in the name `gpu`, such as "H100"; `gpu` if none or two are."""
     names = re.findall(rf"({'|'.join(MEMORY)})(?!\w)", gpu.upper() if isinstance(gpu, str) else "")
     return names[0] if len({*names}) == 1 else gpu

@@ -29,51 +29,51 @@ def convert_to_float8_training(
 ) -> nn.Module:
     """Convert the linear layers of `module` to `Float8Linear`, in place, and return `module`.
 
-    Layers and their Parameters stay the same objects, except weights that `Float8Weights.ONLY`
-    replaces; layers get another class. So ties, optimizers, hooks, wrappers and
+    Layers stay the same objects, with another class. Parameters stay the same objects, except
+    weights that `Float8Weights.ONLY` replaces. So tied weights, optimizers, hooks, wrappers and
     `requires_grad=False` keep working. With `enable_fsdp_float8_all_gather`, weights become
     Parameters of a subclass: convert, then `fully_shard`, then make the optimizer.
-    `conversion_report(module)` lists which layers were converted, and why others were not; a
-    warning says if none was. `convert_to_high_precision(module)` is the way back.
+    `conversion_report(module)` lists which layers were converted, and why others were not. Warns if
+    no layer is converted. `convert_to_high_precision(module)` undoes the conversion.
 
-    Subclasses of `nn.Linear` that inherit its forward are converted, too, to instances of both
-    classes. GPT2's `Conv1D` is no `nn.Linear` and stays. Experts of transformers 5 and of
-    torchtitan become `Float8Experts`: the three GEMMs of all experts run as in `grouped_linear`.
+    A layer of a subclass of `nn.Linear` that inherits its forward becomes an instance of that
+    subclass and of `Float8Linear`. GPT2's `Conv1D` is no `nn.Linear` and stays. Experts of
+    transformers 5 and torchtitan become `Float8Experts`: all experts run as in `grouped_linear`.
 
     Layers that another library loaded in float8 (transformers' `FP8Linear`; compressed-tensors by
-    channel, tensor or as MXFP8) keep their bytes under `Float8Weights.ONLY`, the default for them.
-    Any other config dequantizes them to Parameters that train. A layer already converted gets the
-    new `config`, and new state of delayed scaling.
+    channel, tensor or as MXFP8) keep their bytes under `Float8Weights.ONLY`, their default if
+    `config` is None. Any other `config` dequantizes their weights to trainable Parameters. A layer
+    that was converted with another configuration gets `config`, and new state of delayed scaling.
 
     Without a `module_filter_fn`, the head (`lm_head`, or `output` of the model itself), low-rank
-    adapters, routers, and layers with fewer than 16 features out stay in high precision. So do
-    layers and experts that float8 would make slower on the GPU of the weights, or on the current
-    GPU if they are on CPU or meta. Without a GPU, speed does not count. The report names the GPU.
+    adapters, routers, and layers with fewer than 16 output features stay in high precision. So do
+    layers and experts that float8 would make slower on the GPU of their weights (the current GPU
+    for weights on CPU or meta). Without a GPU, speed is ignored. The report names the GPU.
 
     Args:
         module: the model, or a single linear layer.
-        module_filter_fn: called as `module_filter_fn(mod, fqn)` for each `nn.Linear` and module of
-            experts that can be converted, or was. Return True to convert it; `all_linears` takes
-            all. Experts have no `in_features`: a filter that reads it leaves them out, as the
-            report says. None: the rules above. `keep_high_precision(...)` keeps some blocks.
+        module_filter_fn: called as `module_filter_fn(mod, fqn)` for each linear layer and module of
+            experts that can be converted, or was; return True to convert `mod`, as `all_linears`
+            always does. `keep_high_precision(...)` keeps some blocks. A filter that reads
+            `in_features` excludes experts, which have none; the report says so. None: rules above.
         config: a `Float8LinearConfig`, or the name of a recipe, for example `"delayed"`. None
             means dynamic tensorwise scaling.
-        tokens_per_step: rows of a layer's input: tokens per forward on one device. Used only
-            without a `module_filter_fn`.
-        gpu: `"H100"` or `"H200"`, or the name of one as torch gives it: convert layers that gain on
-            that GPU, wherever the weights are now. None: on the current GPU.
+        tokens_per_step: the number of rows M of a layer's input [M, K], which are the tokens per
+            forward on one device. Used only without a `module_filter_fn`.
+        gpu: `"H100"` or `"H200"`, or a device name of torch with one of these: convert layers that
+            are faster in float8 on that GPU. None means the GPU described above.
         cuda_graphs: set True if you run CUDA graphs (`mode="reduce-overhead"`): launch cost is then
             ignored when layers are chosen, as it always is for experts.
-        linear_classes: subclasses of `nn.Linear` with a forward of their own that computes the
-            same, `input @ weight.T + bias`. Their forward is replaced.
-        head: convert the head, too, if it gains. The loss depends on its logits directly.
+        linear_classes: subclasses of `nn.Linear` that override forward, and still compute
+            `input @ weight.T + bias`. Their layers are converted, and their forward is replaced.
+        head: convert the head, too, if float8 is faster. The loss depends directly on its logits.
 
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: a recipe or `gpu` is unknown; `tokens_per_step` is less than 1; `gpu`,
             `cuda_graphs` or `head` comes with a `module_filter_fn`; the GPU has no GEMM for
             `mxfp8`; a weight to be gathered in float8 is a DTensor (convert, then `fully_shard`) or
-            has gradient hooks; or a converted layer cannot take `config`. Nothing is changed then.
+            has gradient hooks; a converted layer cannot get `config`. The model is unchanged then.
     """
     require_module(module, "module")
     arguments = config, module_filter_fn, tokens_per_step, gpu, cuda_graphs, linear_classes, head
@@ -81,7 +81,7 @@ def convert_to_float8_training(
 
 
 def convert_chosen(chooser: Chooser) -> nn.Module:
-    """Convert the layers of `chooser.model` that `chooser` chooses, and return the model."""
+    """Convert the modules of `chooser.model` that `chooser` selects, in place; return the model."""
     module = chooser.model
     choices: dict[nn.Module, Choice] = {}
     changes: dict[nn.Module, Callable[[], None]] = {}
@@ -95,7 +95,7 @@ def convert_chosen(chooser: Chooser) -> nn.Module:
     for mod, choice in choices.items():
         before = Choice(*mod.__dict__.get(CHOICE, ()))
         if choice.by_filter and before.reason and not before.by_filter:
-            choice = choice._replace(reason=before.reason)  # it says more
+            choice = choice._replace(reason=before.reason)  # the earlier one says more
         mod.__dict__[CHOICE] = tuple(choice)
     if not any(isinstance(mod, Float8Module) for mod in choices):
         reasons = [*dict.fromkeys(str(choice.reason) for choice in choices.values())][:3]
@@ -110,7 +110,7 @@ swap_linear_with_float8_linear = convert_to_float8_training
 
 
 def _prepare(mod: Any, fqn: str, chooser: Chooser) -> Callable[[], None]:
-    """Return a function that converts `mod`, or raise a `ValueError` if a check fails."""
+    """Return a function that converts `mod`, called `fqn`; raise `ValueError` if a check fails."""
     conversion: Any = chooser.conversions[mod]
     is_converted = isinstance(mod, Float8Module)
     if is_converted:
@@ -131,7 +131,7 @@ def _change(
     config: Float8LinearConfig | None,
     changes: dict[nn.Module, Callable[[], None]],
 ) -> None:
-    """Run `changes` of modules, and what features do before and after."""
+    """Call the function of each module in `changes`, between the hooks of all `FEATURES`."""
     for feature in FEATURES:
         feature.before_conversion([mod for mod in changes if isinstance(mod, Float8Module)])
     for change in changes.values():
@@ -144,14 +144,14 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     """Give converted layers and experts of `module` their former classes, and return `module`.
 
     Layers stay the same objects, as do their Parameters, hooks, training mode and attributes, so
-    optimizers and wrappers of the model keep working. A weight that was in float8 only becomes a
-    new Parameter, which stays frozen. The state of delayed scaling is dropped. A no-op for a model
-    in high precision. `module` is the model, or a single `Float8Linear`.
+    optimizers and wrappers of the model keep working. A weight that exists in float8 only is
+    dequantized to a new, frozen Parameter. The state of delayed scaling is removed. A no-op for a
+    model in high precision. `module` is the model, or a single `Float8Linear`.
 
     Raises:
         TypeError: `module` is no `nn.Module`.
         ValueError: a layer has a weight that FSDP2 gathers in float8, is itself sharded or
-            parametrized, or has a `forward` as attribute of the instance. Nothing is changed then.
+            parametrized, or has `forward` as an instance attribute. The model is unchanged then.
     """
     require_module(module, "module")
     changes: dict[nn.Module, Callable[[], None]] = {}
@@ -166,7 +166,7 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
 
 
 def _require_changeable(mod: Float8Module, fqn: str) -> None:
-    """Raise a `ValueError` if the class of `mod`, which was converted before, cannot be changed."""
+    """Raise a `ValueError` if the class of `mod`, a converted module, cannot be changed."""
     refused: Refusal | None = None
     if replaced_forward(mod):
         got = "a layer with a `forward` of its own as attribute, which calls that of float8"
@@ -181,5 +181,5 @@ def _require_changeable(mod: Float8Module, fqn: str) -> None:
 
 
 def _refusal(fqn: str, got: str, fix: str) -> ValueError:
-    """Return an error about the layer called `fqn`: what was got, and what to do."""
+    """Return an error for the layer `fqn`: `got` says why it cannot change, `fix` what to do."""
     return ValueError(f"layer {fqn or '(root)'!r}: got {got}, expected one that can change; {fix}")

@@ -20,7 +20,7 @@ class Keep(NamedTuple):
     module_filter_fn: ModuleFilter | None
 
     def reasons(self, model: nn.Module) -> dict[nn.Module, str]:
-        """Return the modules to keep, with reasons; raise `ValueError` if a name has no module."""
+        """Return {module to keep: reason}; raise `ValueError` if a name or a block is not found."""
         reasons: dict[nn.Module, str] = {}
         in_blocks, unused = set[nn.Module](), {*self.names}
         for fqn, mod in model.named_modules(remove_duplicate=False):
@@ -59,21 +59,21 @@ def keep_high_precision(
 ) -> Keep:
     """Return a `module_filter_fn` that keeps some layers and experts in high precision.
 
-    `module_filter_fn`, or without one the rules of `convert_to_float8_training`, decides about all
-    others.
+    The argument `module_filter_fn`, or if it is None the default rules of
+    `convert_to_float8_training`, decide about all other modules.
 
     Args:
-        first: how many blocks stay at the beginning of each `nn.ModuleList`, or `nn.ModuleDict`
-            with numbers as keys. Lists within a block, as of experts, do not count.
-        last: how many blocks stay at the end of each.
-        names: modules stay if consecutive parts of their name are one of these, as `"down_proj"`,
-            `"mlp.down_proj"` or `"layers.3"`; experts also if one of their weights has that name.
-        module_filter_fn: a filter for the others; None: the rules without a filter.
+        first: number of blocks to keep at the beginning of each `nn.ModuleList`, or `nn.ModuleDict`
+            with numbers as keys. Lists inside a block, for example of experts, are ignored.
+        last: number of blocks to keep at the end of each of these lists.
+        names: keep modules whose full name has one of these as whole parts, such as `"down_proj"`,
+            `"mlp.down_proj"` or `"layers.3"`, and experts with a weight of such a name.
+        module_filter_fn: a filter for all other modules; None means the default rules.
 
     Raises:
         TypeError: `first` or `last` is no int >= 0, or `names` is no list of strings.
-        ValueError: a name is empty. The conversion raises it for a model without blocks, and for a
-            name that no module has.
+        ValueError: a name is empty. `convert_to_float8_training` raises it for a name that no
+            module has, and if `first` or `last` is given for a model without blocks.
     """
     for name, value in (("first", first), ("last", last)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:

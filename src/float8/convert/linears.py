@@ -12,23 +12,23 @@ from float8.linear import Float8Linear, unsupported
 from float8.linear.source import become
 
 ROUTER = 16
-"""Without a filter, layers with fewer features out stay in high precision: each output decides
-much, as in a router, and a float8 GEMM computes 16 at least."""
+"""Without a filter, layers with fewer output features stay in high precision: the outputs may be
+decisions of a router, and a float8 GEMM computes at least 16 output features."""
 
 
 class Linears(Conversion):
-    """Converts instances of `nn.Linear`, and of subclasses that compute the same."""
+    """Converts `nn.Linear` layers, also of subclasses that compute the same, to `Float8Linear`."""
 
     def matches(self, mod: nn.Module) -> bool:
         """Return True for any `nn.Linear`."""
         return isinstance(mod, nn.Linear)
 
     def why_left_out(self, mod: nn.Module, fqn: str, chooser: Chooser) -> str | None:
-        """Return a reason if `mod` is the head, an adapter or a router, else None."""
+        """Return why `mod` stays without a filter (head, adapter, `modules_to_keep`), or None."""
         return chooser.kept_by_model.get(mod) or left_out(fqn, chooser.head)
 
     def modules_to_keep(self, chooser: Chooser) -> dict[nn.Module, str]:
-        """Return all layers, with a reason, if FSDP2 would wait for the CPU in float8, else {}."""
+        """Return {layer: reason} for all layers if FSDP2 in float8 waits for the CPU, else {}."""
         layers = dict[Any, str]()
         for fqn, mod in chooser.model.named_modules() if self._waits_as_a_whole(chooser) else ():
             is_candidate = chooser.conversions[mod] is self and not left_out(fqn, chooser.head)
@@ -38,16 +38,16 @@ class Linears(Conversion):
         return dict.fromkeys(layers, reason) if reason else {}
 
     def _waits_as_a_whole(self, chooser: Chooser) -> bool:
-        """Return whether the mean time of layers decides on all: under FSDP2, with no experts."""
+        """Return whether layers are kept all or none: if FSDP2 gathers float8, without experts."""
         gather = chooser.config.enable_fsdp_float8_all_gather and not chooser.cuda_graphs
         return gather and chooser.kinds == {self}
 
     def problem(self, mod: nn.Module, chooser: Chooser) -> str | None:
-        """Return the message of the error that `from_float` would raise, or None."""
+        """Return why `Float8Linear.from_float` would raise an error for `mod`, or None."""
         return unsupported(mod, chooser.config, chooser.classes)
 
     def why_slower(self, mod: Any, fqn: str, chooser: Chooser) -> str | None:
-        """Return a reason if `mod` is as narrow as a router, or slower in float8, else None."""
+        """Return why `mod` gains nothing: it is as narrow as a router, or no faster; else None."""
         if not chooser.config.float8_gemms:
             return None
         if mod.out_features < ROUTER:
@@ -58,11 +58,11 @@ class Linears(Conversion):
         return gpu and why_slower(mod, chooser.config, *step, gpu, waits=waits)
 
     def prepare(self, mod: nn.Module, chooser: Chooser) -> Callable[[], None]:
-        """Return a function that turns `mod` into the `Float8Linear` built here."""
+        """Build a `Float8Linear` from `mod`, and return a function that turns `mod` into it."""
         new = Float8Linear._float8_made_of(mod, chooser.config, finish=False)
 
         def convert() -> None:
-            new._float8_finish()  # one layer at a time: each may free its master
+            new._float8_finish()  # one layer at a time: this may free a high-precision weight
             become(mod, new)
 
         return convert

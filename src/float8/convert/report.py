@@ -17,7 +17,7 @@ from float8.convert.conversion import LayerReport, conversion_of
 from float8.linear import Float8Module
 
 _NO_MATMUL = (nn.Embedding, nn.EmbeddingBag, _ConvNd, _NormBase, nn.LayerNorm)
-"""Modules whose weights of two or more dims no GEMM reads as a matrix."""
+"""Classes of modules with weights of two or more dims that are no operands of GEMMs."""
 
 _Row = tuple[str, str, str]
 """A line of `str(report)`: the name and shape of a weight, and how it runs."""
@@ -25,7 +25,7 @@ _Row = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class OtherWeight:
-    """A weight that conversion does not know: of GPT2's `Conv1D`, `nn.MultiheadAttention`, ..."""
+    """A weight that no `Conversion` handles, of GPT2's `Conv1D`, `nn.MultiheadAttention`, ..."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -34,20 +34,20 @@ class OtherWeight:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """All linear layers of a model, converted or not. `str()` returns a readable table.
+    """All linear layers and experts of a model, converted or not. `str(report)` is a table.
 
-    Rows whose names differ only in a number, as those of equal blocks, are merged.
+    The table merges rows whose names differ only in a number, such as those of equal blocks.
     """
 
     layers: tuple[LayerReport, ...]
     """Each `nn.Linear`: `fqn`, `in_features`, `out_features`, `scaling`, `skip_reason`."""
     others: tuple[OtherWeight, ...] = ()
-    """Weights that conversion does not know, in high precision unless `grouped_linear` reads them:
-    `fqn`, `shape`, `module` (a class). No vectors, embeddings, norms, convolutions, biases."""
+    """Weights that no conversion handles, in high precision unless `grouped_linear` reads them:
+    `fqn`, `shape`, `module` (a class). Without vectors, embeddings, norms, convolutions, biases."""
     chosen_for: tuple[str, ...] = ()
-    """For each GPU, or for a CPU, a sentence on how layers were chosen. Empty with filters."""
+    """For each GPU, or for a CPU, a sentence on how layers were chosen. Empty with a filter."""
     experts: tuple[Any, ...] = ()
-    """The weights of known experts, converted or not: the fields of `layers`, and `experts`."""
+    """Weights of experts, converted or not: the fields of `layers`, and `experts`, their number."""
 
     @property
     def _all(self) -> tuple[LayerReport, ...]:
@@ -55,7 +55,7 @@ class ConversionReport:
 
     @property
     def share(self) -> float:
-        """The share in float8 of the elements of all weights that GEMMs read, 0 to 1."""
+        """The fraction, 0 to 1, of the elements of all weights of GEMMs that run in float8."""
         in_float8 = all_weights = 0
         for x in self._all:
             all_weights += math.prod(x.shape)
@@ -65,12 +65,12 @@ class ConversionReport:
 
     @property
     def converted(self) -> tuple[LayerReport, ...]:
-        """The layers that run in float8."""
+        """The linear layers, without experts, that run in float8."""
         return tuple(layer for layer in self.layers if layer.skip_reason is None)
 
     @property
     def skipped(self) -> tuple[LayerReport, ...]:
-        """The layers that stayed in high precision."""
+        """The linear layers, without experts, that run in high precision."""
         return tuple(layer for layer in self.layers if layer.skip_reason is not None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class ConversionReport:
 
 
 def percent(share: float) -> str:
-    """Return a share as text in percent: `0.0%` only for exactly 0, `100.0%` only for 1."""
+    """Format `share`, 0 to 1, in percent: `0.0%` only for exactly 0, `100.0%` only for 1."""
     if 0 < share < 5e-4:
         return "<0.1%"
     return ">99.9%" if 0.9995 <= share < 1 else f"{share:.1%}"
@@ -140,7 +140,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
     require_module(model, "model")
     rows: list[LayerReport] = []
     others: list[OtherWeight] = []
-    chosen_for: dict[str | None, None] = {}  # a set in order
+    chosen_for: dict[str | None, None] = {}  # an ordered set
     for fqn, module in model.named_modules():
         choice = Choice(*module.__dict__.get(CHOICE, ()))
         chosen_for[choice.chosen_for] = None
@@ -162,7 +162,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
 
 
 def _scaling(module: Float8Module) -> str:
-    """Return the casts of a converted module and the settings that change how it runs."""
+    """Return a text: the casts of a converted module, `HELD` or `ONLY` weights, and `emulate`."""
     casts, config = module._float8_plan.casts, module._float8_config
     sites = [site.value for site in config.own_casts]
     words = [f"{site} {getattr(casts, site).config.short_str()}" for site in sites]
@@ -172,7 +172,7 @@ def _scaling(module: Float8Module) -> str:
 
 
 def _other_weights(path: str, module: nn.Module) -> list[OtherWeight]:
-    """Return the Parameters of `module` that a GEMM may read, with `path` before their names."""
+    """Return an `OtherWeight`, called `path` + name, per Parameter that a GEMM may read."""
     if isinstance(module, _NO_MATMUL) or type(module).__module__ == parametrize.__name__:
         return []
     return [

@@ -10,7 +10,7 @@ from float8.config import GEMM_OPERANDS, Float8LinearConfig, Float8Weights, as_c
 
 
 class Cost(NamedTuple):
-    """Milliseconds on a GPU for the three GEMMs of a layer and their casts."""
+    """Coefficients, in ms, of the modelled GPU time of a layer's three GEMMs and their casts."""
 
     flop: float  # per 1e12 FLOP, to the power of `_POWER`
     start: float  # per layer, however small
@@ -34,7 +34,7 @@ _HOT = {"H100": 0.02, "H200": 0.0}  # added to `_POWER` for float8 GEMMs of more
 
 MEMORY = {"H100": 1.2, "H200": 1.0}  # time to move bytes, relative to an H200
 _GROUPED = {"H100": 1.02, "H200": 1.0}  # time of float8 GEMMs of experts, relative to an H200
-_GROUPED_BY_BLOCKS = 1.28  # time of these under blocks, relative to GEMMs of linear layers
+_GROUPED_BY_BLOCKS = 1.28  # time of blockwise GEMMs of experts, relative to linear layers
 _AT_LEAST = 1.01  # the modelled speed-up from which a layer is converted
 _HELD = 0.15  # the share of the casts of held weights of experts, with four microbatches
 _TRANSPOSED = 0.25  # the share of the casts of a weight that transposes it for grad_input
@@ -43,7 +43,7 @@ ERROR, EXPERTS_ERROR = 0.05, 0.1  # errors of modelled speed-ups, without and wi
 
 WAITS_BELOW_MS = 0.25
 """The bf16 time on a GPU below which a layer in float8 has the GPU wait for the CPU. Compiled under
-`tensorwise`, one took the CPU 0.36 ms with the code around it. CUDA graphs do not wait."""
+`tensorwise`, a layer took the CPU 0.36 ms with the code around it. CUDA graphs do not wait."""
 
 FSDP_WAITS_BELOW_MS = 0.57
 """The mean bf16 time of layers below which FSDP2 with a float8 gather has the GPU wait for the CPU.
@@ -53,7 +53,7 @@ NARROW = 256  # fewer features, K or N, keep a layer in bf16 on a GPU that is no
 
 
 def gemm_kinds(recipe: str | Float8LinearConfig) -> dict[str, str]:
-    """Return for each GEMM the recipe, a key of `COSTS`, that models its time."""
+    """Map each GEMM of a layer under `recipe` to the key of `COSTS` that models its time."""
     kinds = dict.fromkeys(GEMM_OPERANDS, "bf16")
     for gemm in () if recipe == "bf16" else as_config(recipe).float8_gemms:
         casts = [as_config(recipe).cast_config(site) for site in GEMM_OPERANDS[gemm]]
@@ -65,7 +65,7 @@ def gemm_kinds(recipe: str | Float8LinearConfig) -> dict[str, str]:
 
 
 def judged_as(config: Float8LinearConfig) -> str:
-    """Return the recipe that models the time of all GEMMs, or a text with one for each."""
+    """Return the key of `COSTS` for all GEMMs under `config`, or a text with one per GEMM."""
     kinds = gemm_kinds(config)
     listed = ", ".join(f"{gemm} {kind}" for gemm, kind in kinds.items())
     return kinds["output"] if len({*kinds.values()}) == 1 else listed
@@ -82,11 +82,11 @@ def layer_ms(
     experts: int = 0,
     casts: float = 1.0,
 ) -> float:
-    """Return the modelled milliseconds of forward and backward of a layer [N, K].
+    """Return the modelled GPU time, in ms, of forward and backward of a layer with weight [N, K].
 
-    `gpu` is a key of `MEMORY`. `recipe` is `"bf16"`, a recipe or a configuration. `tokens` are rows
-    of the input, of all `experts` together; 0 experts: a linear layer. A frozen layer (`trains` is
-    False) has two GEMMs. `casts` is this rank's share of the casts of the weight.
+    `gpu` is a key of `MEMORY`. `recipe` is `"bf16"`, a recipe or a configuration. `tokens` counts
+    the input's rows, of all `experts` together; `experts` is 0 for a linear layer. A frozen layer
+    (`trains` is False) has two GEMMs. `casts` is this rank's share, 0 to 1, of casts of the weight.
     """
     bf16, is_emulated = COSTS["bf16"], not isinstance(recipe, str) and recipe.emulate
     output, grad_input, grad_weight = (COSTS[kind] for kind in gemm_kinds(recipe).values())
@@ -114,7 +114,7 @@ def layer_ms(
 def both_ms(
     gpu: str, config: Float8LinearConfig, tokens: float, K: int, N: int, ranks: int, **layer: Any
 ) -> tuple[float, float]:
-    """Return `layer_ms` in bf16 and under `config`, if `ranks` share the casts of the weight."""
+    """Return `layer_ms(**layer)` in bf16, then under `config` with casts shared by `ranks`."""
     share = {Float8Weights.HELD: _HELD if layer.get("experts") else 1.0}
     share[Float8Weights.ONLY] = 1.0 if layer.get("trains", True) else _TRANSPOSED
     casts = share.get(config.float8_weights, 1.0) / ranks
@@ -123,7 +123,7 @@ def both_ms(
 
 
 def no_gain(config: Float8LinearConfig, speedup: float, error: float, where: str) -> str | None:
-    """Return the reason why a modelled `speedup` is too small to convert a layer, or None."""
+    """Return why a `speedup` modelled for `where`, with relative `error`, is too small, or None."""
     if config.emulate:
         return "loses: emulate=True computes GEMMs in high precision, and casts for them"
     word = "loses" if speedup < 1 - error else "about level"
@@ -133,7 +133,7 @@ def no_gain(config: Float8LinearConfig, speedup: float, error: float, where: str
 def why_slower(
     layer: Any, config: Float8LinearConfig, tokens: int, ranks: int, gpu: str, *, waits: bool
 ) -> str | None:
-    """Return why `layer` is no faster in float8 on `gpu`, or, if `waits`, waits for the CPU."""
+    """Return why `layer` is no faster on `gpu`, or (if `waits`) must wait for the CPU; or None."""
     K, N = layer.in_features, layer.out_features
     if gpu not in MEMORY:
         narrow = f"{min(K, N)} features are less than {NARROW}, and {gpu} is not modelled"
@@ -148,9 +148,9 @@ def why_slower(
 
 
 def why_fsdp_waits(layers: Mapping[Any, str], tokens: int) -> str | None:
-    """Return the reason why FSDP2 waits for the CPU with these linear layers, or None.
+    """Return why FSDP2 in float8 would have the GPU wait for the CPU with `layers`, or None.
 
-    `layers` maps each layer to the name of its GPU.
+    `layers` maps each linear layer to the name of its GPU; `tokens` counts the rows of its input.
     """
     ms = [
         layer_ms(gpu, "bf16", tokens, x.in_features, x.out_features, trains=x.weight.requires_grad)

@@ -11,9 +11,9 @@ from float8.tensor import Float8Tensor, dequantise
 
 
 def high_precision_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Return `model.state_dict()` in high precision, without the state of delayed scaling.
+    """Return `model.state_dict()` with dequantized weights, without the state of delayed scaling.
 
-    The original model loads the state dict with `strict=True`. Raises a `TypeError` if `model` is
+    A model that is not converted loads it with `strict=True`. Raises a `TypeError` if `model` is
     not an `nn.Module`.
     """
     require_module(model, "model")
@@ -30,8 +30,8 @@ def high_precision_state_dict(model: nn.Module) -> dict[str, Any]:
 def float8_state_dict(model: nn.Module) -> dict[str, Any]:
     """Return the state of delayed scaling, which `high_precision_state_dict(model)` leaves out.
 
-    Save it beside that checkpoint, and load it with `strict=False` into the converted model, after
-    the checkpoint. Raises a `TypeError` if `model` is no `nn.Module`.
+    Save this dict beside that checkpoint; load first the checkpoint, then this dict, with
+    `strict=False`, into the converted model. Raises a `TypeError` if `model` is no `nn.Module`.
     """
     high_precision = high_precision_state_dict(model)
     return {name: x for name, x in model.state_dict().items() if name not in high_precision}
@@ -40,7 +40,7 @@ def float8_state_dict(model: nn.Module) -> dict[str, Any]:
 def _to_high_precision(
     layer: Float8Linear, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
-    """State dict hook: remove the state of delayed scaling, and dequantize the weight."""
+    """State dict hook of `layer`: remove its delayed-scaling state, and dequantize its weight."""
     for name in layer._float8_state():
         state_dict.pop(prefix + name, None)
     if isinstance(weight := state_dict.get(prefix + "weight"), Float8Tensor):

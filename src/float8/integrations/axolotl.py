@@ -25,11 +25,11 @@ class Float8Plugin(BasePlugin):
     """Converts the model of axolotl's trainer, with adapters or without, by `Float8Callback`."""
 
     def get_input_args(self) -> str:
-        """Return the path of `Float8Args`."""
+        """Return the import path of `Float8Args`, whose keys axolotl then accepts."""
         return f"{__name__}.{Float8Args.__name__}"
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
-        """Return the callback; raise `ValueError` for `fp8: true` or a key that does not fit."""
+        """Return a list of one callback; raise `ValueError` for `fp8: true` or invalid keys."""
         if cfg.fp8:
             raise ValueError("Float8Plugin: got fp8: true, which converts by torchao; leave it out")
         config = Float8LinearConfig.from_recipe_name(cfg.float8_recipe)

@@ -24,7 +24,7 @@ class Float8ParallelLinear(Float8Linear):
     """A fairscale layer whose GEMMs are in float8; see `swap_tp_linear_with_float8_linear`."""
 
     _float8_mesh: Any = None  # a DeviceMesh of one dim: the model-parallel group
-    _float8_placements: Any = None  # those of input, weight, bias and output
+    _float8_placements: Any = None  # of input, weight, bias and output
     _float8_why_never_held = "a part of one, of model parallel"
 
     @classmethod
@@ -53,7 +53,7 @@ class Float8ParallelLinear(Float8Linear):
         return new
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return this rank's part of the output, given its part of the input."""
+        """Return this rank's part of the output, given its part `input` of the input."""
         *placements, output_at = self._float8_placements
         x, weight, bias = (
             t if t is None else DTensor.from_local(t, self._float8_mesh, [at], run_check=False)
@@ -70,13 +70,13 @@ class Float8ParallelLinear(Float8Linear):
 
 
 class Float8ColumnParallelLinear(Float8ParallelLinear):
-    """Shards output features among ranks; sequence parallel all-gathers the input in float8."""
+    """Shards output features over ranks. Sequence parallel all-gathers the input in float8."""
 
     _float8_source_class = ColumnParallelLinear
 
 
 class Float8RowParallelLinear(Float8ParallelLinear):
-    """Shards input features among ranks; sequence parallel all-gathers grad_output in float8."""
+    """Shards input features over ranks. Sequence parallel all-gathers grad_output in float8."""
 
     _float8_source_class = RowParallelLinear
 
@@ -97,19 +97,19 @@ def swap_tp_linear_with_float8_linear(
     """Convert fairscale's `ColumnParallelLinear` and `RowParallelLinear` to float8, in place.
 
     `convert_to_high_precision` undoes that. Scales are those of whole tensors, across the ranks of
-    the model-parallel group. With `sequence_parallel` (not in fairscale) column-parallel layers
-    take the tokens of this rank (`gather_output` should be False), row-parallel ones return them.
+    the model-parallel group. With `sequence_parallel` (not in fairscale), column-parallel layers
+    take the tokens of this rank (use `gather_output=False`), and row-parallel ones return them.
 
     Args:
-        model: the model, or a single such layer.
-        config: as for `convert_to_float8_training`. `HELD` weights are cast on the fly, and warn.
-        module_filter_fn: called as `module_filter_fn(layer, fqn)`; return True to convert.
+        model: the model, or a single layer of these classes.
+        config: as for `convert_to_float8_training`. `HELD` warns, and weights are cast on the fly.
+        module_filter_fn: called as `module_filter_fn(layer, fqn)`; return True to convert `layer`.
         sequence_parallel: shard tokens among the ranks between layers.
         sequence_dim: the dim of the tokens: 0 for [seq, batch, dim].
 
     Raises `TypeError` for an argument of the wrong type; `RuntimeError` before fairscale's model
-    parallel is initialized; and `ValueError` for a config that a layer does not support, as none
-    does `enable_fsdp_float8_all_gather` and `ONLY`; nothing is changed then.
+    parallel is initialized; and `ValueError` for a config that a layer does not support. No layer
+    supports `enable_fsdp_float8_all_gather` or `ONLY`. `model` is unchanged then.
     """
     require_module(model, "model")
     config = as_config(config)

@@ -10,13 +10,13 @@ from float8.step import Attachment, attach_to_optimizer
 
 
 class Float8Callback(Callback):
-    """Converts the module before its optimizers are made, and attaches it to them.
+    """Converts a `LightningModule` before its optimizers are made, and attaches it to these.
 
-    Use it as `Trainer(..., callbacks=[Float8Callback(config=...)])`. Checkpoints have the state of
-    delayed scaling: load them into a module that this callback converted, in any stage.
+    Pass it as `Trainer(..., callbacks=[Float8Callback(config=...)])`. Checkpoints contain the state
+    of delayed scaling: load them into a module that this callback has converted, in any stage.
 
     Args:
-        convert: False to convert the module yourself, for example in `configure_model`.
+        convert: set False if you convert the module yourself, for example in `configure_model`.
         group: the process group that syncs scales, as in `attach_to_optimizer`.
         **conversion: arguments of `convert_to_float8_training`, for example `config`.
     """
@@ -26,7 +26,7 @@ class Float8Callback(Callback):
         self._attachments: list[Attachment] = []
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Convert the layers of `pl_module`."""
+        """Convert the layers of `pl_module`, unless the argument `convert` was False."""
         if self._convert:
             convert_to_float8_training(pl_module, **self._conversion)
 
@@ -36,8 +36,8 @@ class Float8Callback(Callback):
         self._attachments += map(attach, trainer.optimizers)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Remove the attachments."""
+        """Remove the hooks that `on_train_start` registered on optimizers."""
         while self._attachments:
             self._attachments.pop().remove()
 
-    on_exception = teardown  # after one Lightning calls no `teardown`
+    on_exception = teardown  # after an exception, Lightning calls no `teardown`

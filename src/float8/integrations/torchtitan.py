@@ -1,6 +1,6 @@
 """Float8 training with torchtitan: a converter of model configs, and a hook for its optimizers.
 
-In a function of a `config_registry`, or wherever a `Trainer.Config` is made; 0.3.0, then later:
+In a function of a `config_registry`, or where a `Trainer.Config` is made; 0.3.0 first, then later:
 
     spec = model_registry("8B", converters=[Float8Converter.Config(recipe_name="delayed")])
     spec.post_optimizer_build_fn = attach_to_optimizers
@@ -38,7 +38,7 @@ from float8.step import attach_to_optimizer
 
 logger = logging.getLogger(__name__)
 GroupedLinear: Any = getattr(titan_linear, "GroupedLinear", None)
-"""What experts are made of after 0.3.0, instead of `GroupedExperts`."""
+"""The class of layers of experts after 0.3.0, which replaces `GroupedExperts`."""
 GroupedExperts: Any = getattr(titan_moe, "GroupedExperts", None)
 _PLAIN = {"Linear", "ColumnParallelLinear", "RowParallelLinear"}
 
@@ -51,7 +51,7 @@ class ConvertedLinear(Float8Linear, Linear):
     if hasattr(Linear, "_linear"):  # forwards call it, between collectives of tensor parallel
 
         def forward(self, input: Tensor) -> Tensor:
-            """Call the forward of the class before conversion, which calls `_linear` in float8."""
+            """Call the forward of the original class; `_linear`, which it calls, is in float8."""
             return self._float8_source_class.forward(self, input)  # type: ignore[no-any-return]
 
         def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -65,7 +65,7 @@ class ConvertedLinear(Float8Linear, Linear):
             return output
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Parallelize the Parameters; buffers stay plain tensors, the same on all ranks."""
+        """Parallelize the Parameters; keep buffers as plain tensors, the same on all ranks."""
         backend = getattr(parallel_dims, "spmd_backend", "spmd_types")
         if parallel_dims.tp_enabled and backend == "spmd_types":
             got = "got tensor parallel with spmd_backend='spmd_types', expected 'partial_dtensor'"
@@ -95,7 +95,7 @@ def _grouped_class(cls: Any) -> Any:
 def converted_config(source: Any) -> Any:
     """Return a subclass of the config class `source` whose `build` returns a module in float8.
 
-    Experts keep the `parallelize` of torchtitan: they have no buffers, and multiply local tensors.
+    Experts keep torchtitan's `parallelize`, since they have no buffers and multiply local tensors.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -105,7 +105,7 @@ def converted_config(source: Any) -> Any:
         float8: Float8LinearConfig
 
         def build(self, **kwargs: Any) -> Any:
-            """Build the module and convert it; raise `ValueError` if it cannot be."""
+            """Build the module and convert it; raise `ValueError` if it cannot be converted."""
             mod = source.build(self, **kwargs)
             if isinstance(mod, Linear):
                 mod = ConvertedLinear.from_float(mod, self.float8, linear_classes=[type(mod)])
@@ -129,12 +129,12 @@ class Float8Converter(ModelConfigConverter, ModelConfigTransform):
 
     Gates of routers stay in high precision, as do subclasses of `Linear.Config` except column- and
     row-parallel layers. Tensor parallel needs `spmd_backend="partial_dtensor"` of torchtitan 0.3.0.
-    `Config(...).build()` is a transform, too.
+    `Config(...).build()` also serves as a torchtitan transform.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):
-        """Recipes and filters; the other fields are those of `Float8LinearConfig`."""
+        """Recipes and filters. Other fields are as in `Float8LinearConfig`."""
 
         recipe_name: str = "tensorwise"
         experts_recipe_name: str | None = None
@@ -161,7 +161,7 @@ class Float8Converter(ModelConfigConverter, ModelConfigTransform):
     def convert(self, model_config: Any) -> Any:
         """Replace configs of linear layers and experts in `model_config`, and return it.
 
-        Raises `ValueError` if another converter has quantized some, or none can be converted.
+        Raises `ValueError` if another converter has quantized any, or if none can be converted.
         """
         experts = (GroupedLinear or GroupedExperts).Config
         every = [*model_config.traverse(Linear.Config), *model_config.traverse(experts)]
@@ -192,7 +192,7 @@ class Float8Converter(ModelConfigConverter, ModelConfigTransform):
         return model_config
 
     def transform(self, model: Any, *, context: Any = None) -> Any:
-        """Convert the model's config, as `convert` does; for `apply_transforms`."""
+        """Return `convert(model)`; `apply_transforms` calls this with the config of a model."""
         return self.convert(model)
 
 
@@ -203,7 +203,7 @@ def _as(cls: Any, config: Any, **more: Any) -> Any:
 def attach_to_optimizers(optimizers: Any, model_parts: Any, parallel_dims: Any) -> None:
     """Attach each part of the model to its optimizers; use it as `post_optimizer_build_fn`.
 
-    Models with experts have such a function, which balances their load: set one that calls both.
+    Models with experts already have such a function, which balances load: set one that calls both.
     """
     for mod in model_parts:
         ids = {id(parameter) for parameter in mod.parameters()}
@@ -213,9 +213,9 @@ def attach_to_optimizers(optimizers: Any, model_parts: Any, parallel_dims: Any) 
 
 
 def attached(optim: Any) -> Any:
-    """Return `optim`, an `Optim.Config` after 0.3.0, with a `build` that attaches the model.
+    """Return a copy of `optim`, an `Optim.Config` after 0.3.0, whose `build` attaches the model.
 
-    Its `build` raises `ValueError` for `enable_cuda_graph`, since replaying a graph runs no hooks.
+    `build` raises a `ValueError` for `enable_cuda_graph`, since replaying a graph runs no hooks.
     """
     source: Any = type(optim)
 

@@ -22,27 +22,27 @@ from float8.step import Attachment, attach_to_optimizer
 
 
 class Float8Callback(TrainerCallback, ExportableState):
-    """Converts the model of a `Trainer`, attaches it to the optimizer, saves its scaling state.
+    """Converts the model of a `Trainer`, attaches it to the optimizer, and saves scaling state.
 
     `Trainer(model, ..., callbacks=[Float8Callback("tensorwise")])` converts `model` before an
-    optimizer is made and before DDP, FSDP or DeepSpeed wrap it, and prints the report on rank 0.
+    optimizer is made and before DDP, FSDP or DeepSpeed wrap `model`, and prints a report on rank 0.
     A model from `model_init` is converted when training begins; with several ranks, convert it in
     `model_init`, and use `Float8Callback()`.
 
-    Once training has begun, the model saves weights only. The state of delayed scaling is in
-    `trainer_state.json`, with a few values of each weight, for `train(resume_from_checkpoint=...)`:
-    it raises `ValueError` if weights have other names in a checkpoint (experts) and are not loaded.
+    Once training has begun, the model saves weights only. `trainer_state.json` has the state of
+    delayed scaling, and a few values of each weight, by which `train(resume_from_checkpoint=...)`
+    raises a `ValueError` if the Trainer did not load weights with other names in files (experts).
 
     Args:
-        config: a `Float8LinearConfig`, or the name of a recipe; None: do not convert.
+        config: a `Float8LinearConfig`, or the name of a recipe; None means not to convert.
         group: the process group that syncs scales, as in `attach_to_optimizer`. A callback that
             `restore_callback_states_from_checkpoint` creates has none.
-        **conversion: other arguments of `convert_to_float8_training`. `tokens_per_step` is by
-            default that of trl's arguments, if these have a `max_length`.
+        **conversion: other arguments of `convert_to_float8_training`. The default `tokens_per_step`
+            is batch size times `max_length` if the `Trainer`'s arguments have it (those of trl).
 
     Raises:
-        ValueError: as `convert_to_float8_training`; or there is float8 of another library, in the
-            model or by accelerate's `mixed_precision="fp8"`.
+        ValueError: as `convert_to_float8_training`; or another library uses float8, in the model or
+            by accelerate's `mixed_precision="fp8"`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     def on_init_end(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any
     ) -> None:
-        """Convert `model`, unless there is no `config`, and print what was converted."""
+        """Convert `model` if there is a `config`, and print the conversion report on rank 0."""
         if AcceleratorState().mixed_precision == "fp8":
             got = "got mixed_precision='fp8', by which accelerate converts the model, too"
             do = "set it to 'bf16' in `accelerate config` or ACCELERATE_MIXED_PRECISION"
@@ -85,7 +85,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any
     ) -> None:
-        """Attach `model` to `optimizer`, and load the scaling state of a training that resumes."""
+        """Attach `model` to `optimizer`; if training resumes, load the state of delayed scaling."""
         self._detach()  # a training that ended in an error is still attached
         if self._config is not None and self._converted != _count(model):  # or none by on_init_end
             if args.world_size > 1:
@@ -119,12 +119,12 @@ class Float8Callback(TrainerCallback, ExportableState):
         self._attachment = attach_to_optimizer(model, optimizer, group=self._group)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Detach the model; `trainer.save_state()` writes the state at the end of the training."""
+        """Detach the model, and store its last state, which `trainer.save_state()` writes."""
         self._detach()
         state.stateful_callbacks[type(self).__name__] = self.state()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Warn if the model is still to be converted, as this callback was added too late."""
+        """Warn if the model is evaluated before this callback, added too late, converts it."""
         if self._config is not None and self._converted is None:
             got = "got an evaluation in high precision, before a callback that was added later"
             warn(f"float8: Float8Callback: {got} converts; hand it to Trainer(callbacks=[...])")
@@ -132,7 +132,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     on_predict = on_evaluate
 
     def state(self) -> dict[str, Any]:
-        """Return the state of delayed scaling and samples of weights, to save and to compare."""
+        """Return delayed-scaling state and samples of weights, as for `trainer_state.json`."""
         saved = {
             plain_name(name): {key: x.tolist() for key, x in layer._float8_state().items()}
             for name, layer in self._delayed().items()
@@ -146,7 +146,7 @@ class Float8Callback(TrainerCallback, ExportableState):
             self._attachment = None
 
     def _load(self, saved: dict[str, dict[str, Any]]) -> None:
-        """Load the state of delayed scaling by layer names; warn if the layers differ."""
+        """Load the state of delayed scaling: `saved[layer][buffer]`. Warn if the layers differ."""
         layers = {plain_name(name): layer for name, layer in self._delayed().items()}
         if differ := sorted(layers.keys() ^ saved.keys()):
             got = "got delayed scaling in different layers of the checkpoint and the model"
@@ -158,13 +158,13 @@ class Float8Callback(TrainerCallback, ExportableState):
             layers[name].load_state_dict(values, strict=False)
 
     def _changed(self, entry: dict[str, Any]) -> list[str]:
-        """Return the names of weights that differ from the samples of them in `entry`."""
+        """Return the names of weights whose values differ from the samples saved in `entry`."""
         saved = entry["attributes"].get("weights", {})
         pairs = ((name, x, saved.get(name, x.tolist())) for name, x in self._samples().items())
         return [n for n, x, old in pairs if not x.allclose(x.new_tensor(old), 0, 0, equal_nan=True)]
 
     def _samples(self) -> dict[str, Tensor]:
-        """Return a few values of each plain Parameter, by name and shape."""
+        """Map the name and shape of each plain Parameter to a few of its values."""
         model = self._model() or nn.Module()
         return {
             f"{plain_name(name)} {[*x.shape]}": x.detach().flatten()[:: x.numel() // 4 or 1].cpu()
@@ -173,7 +173,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         }
 
     def _delayed(self) -> dict[str, Float8Linear]:
-        """Return the layers with delayed scaling, by name; a shared layer has several."""
+        """Map names to layers with delayed scaling; a shared layer has several names."""
         modules = (self._model() or nn.Module()).named_modules(remove_duplicate=False)
         linears = ((name, x) for name, x in modules if isinstance(x, Float8Linear))
         return {name: layer for name, layer in linears if layer._float8_stateful}

@@ -1,4 +1,4 @@
-"""Weights of a training for vLLM's engines of weight transfer."""
+"""Send the weights of a model in training to vLLM, in float8, by its weight transfer."""
 
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
@@ -15,20 +15,20 @@ from float8.checkpoints.schemes import COMPRESSED, FINE_GRAINED, scheme_named
 
 @dataclass(eq=False, repr=False)
 class Float8WeightSource(WeightSource):
-    """A `WeightSource` over a converted model: float8 data and scales, as a checkpoint has them.
+    """A `WeightSource` of vLLM that yields float8 data and scales of a converted `model`.
 
-    Give it to a trainer engine of vLLM, whose server has loaded a checkpoint of the same format and
-    strategy:
+    Pass it to a trainer engine of vLLM. The server must have loaded a checkpoint with the same
+    format and strategy:
 
         source = Float8WeightSource(model, "compressed-tensors")
         engine = WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=source)
         ...
         engine.send_weights()  # after each step, on all ranks
 
-    Arguments, names, order and bytes are those of `float8_weights`. Each pass casts the weights of
-    the model as they are then. Ranks that share a model iterate in lockstep, each to the end. Shard
-    it before the first use: `metadata` does not change later. Of vLLM 0.26 to 0.32 that is a
-    method, and engines call `iter`.
+    Arguments, names, order and bytes are those of `float8_weights`. Each iteration casts weights as
+    they are then. Ranks that share a model iterate in lockstep, each to the end. Shard the model
+    before the first use: `metadata` does not change later. In vLLM 0.26 to 0.32, `metadata` is a
+    method, and engines call `iter(source)`.
 
     Raises:
         ValueError: format or strategy is unknown, or one that vLLM does not read. The other errors
@@ -53,11 +53,11 @@ class Float8WeightSource(WeightSource):
         """Return name, dtype and shape of each tensor, in the order in which they are sent."""
         return [ParamMeta(*each) for each in float8_metadata(**self._arguments)]
 
-    if hasattr(WeightSource, "iter_full"):  # from 0.33 it is read often, and must not change
+    if hasattr(WeightSource, "iter_full"):  # from 0.33, vLLM reads it often, and it must not change
         metadata = cached_property(metadata)  # type: ignore[assignment]
 
     def iter_full(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and full tensor of each; a new pass over the model as it is now."""
+        """Yield (name, full tensor) for each tensor; each call casts the current weights."""
         return float8_weights(**self._arguments)
 
     __iter__ = iter_full
