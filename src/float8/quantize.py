@@ -157,7 +157,7 @@ def recast(x: Tensor, cast_config: CastConfig, scale: Tensor) -> Operand:
 
 
 def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Operand:
-    """Zero-pad row data along C, and [R, C] along R if `pad_rows`; return aligned data as is."""
+    """Zero-pad C of row data, and R of [R, C] if `pad_rows`, to multiples of block width or 16."""
     data, scale = row
     multiple = granularity.width or GEMM_ALIGNMENT
     bottom = -data.shape[0] % multiple if pad_rows and data.dim() == 2 else 0

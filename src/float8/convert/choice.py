@@ -27,7 +27,7 @@ class Choice(NamedTuple):
     """The decision about one module that can be converted."""
 
     reason: str | None = None  # why the conversion skips the module; None if it does not
-    chosen_for: str | None = None  # a text on the modelled GPU; None if speed did not count
+    chosen_for: str | None = None  # report text on the modelled GPU; None if speed is ignored
 
     @property
     def by_filter(self) -> bool:
@@ -135,7 +135,7 @@ class Chooser:
         return self.gpu
 
     def _chosen_for(self, mod: nn.Module) -> str | None:
-        """Return a sentence for the report on how speed decided about `mod`; None if it did not."""
+        """Return report text on how modelled speed judged `mod`, or None if speed is ignored."""
         if not self.config.float8_gemms or (self.config.emulate and self.gpu is None):
             return None
         gpu = self.gpu_of(mod)

@@ -131,7 +131,7 @@ def _change(
     config: Float8LinearConfig | None,
     changes: dict[nn.Module, Callable[[], None]],
 ) -> None:
-    """Call the function of each module in `changes`, between the hooks of all `FEATURES`."""
+    """Call `before_conversion` of `FEATURES`, functions in `changes`, then `after_conversion`."""
     for feature in FEATURES:
         feature.before_conversion([mod for mod in changes if isinstance(mod, Float8Module)])
     for change in changes.values():

@@ -28,17 +28,17 @@ class Linears(Conversion):
         return chooser.kept_by_model.get(mod) or left_out(fqn, chooser.head)
 
     def modules_to_keep(self, chooser: Chooser) -> dict[nn.Module, str]:
-        """Return {layer: reason} for all layers if FSDP2 in float8 waits for the CPU, else {}."""
+        """Map all candidates to a skip reason if float8 gathers would be CPU-bound, else {}."""
         layers = dict[Any, str]()
-        for fqn, mod in chooser.model.named_modules() if self._waits_as_a_whole(chooser) else ():
+        for fqn, mod in chooser.model.named_modules() if self._all_or_none(chooser) else ():
             is_candidate = chooser.conversions[mod] is self and not left_out(fqn, chooser.head)
             if is_candidate and mod.out_features >= ROUTER and not self.problem(mod, chooser):
                 layers[mod] = chooser.gpu_of(mod) or ""
         reason = why_fsdp_waits(layers, chooser.tokens)
         return dict.fromkeys(layers, reason) if reason else {}
 
-    def _waits_as_a_whole(self, chooser: Chooser) -> bool:
-        """Return whether layers are kept all or none: if FSDP2 gathers float8, without experts."""
+    def _all_or_none(self, chooser: Chooser) -> bool:
+        """Return True if only linear layers are gathered in float8, and without CUDA graphs."""
         gather = chooser.config.enable_fsdp_float8_all_gather and not chooser.cuda_graphs
         return gather and chooser.kinds == {self}
 
@@ -47,14 +47,14 @@ class Linears(Conversion):
         return unsupported(mod, chooser.config, chooser.classes)
 
     def why_slower(self, mod: Any, fqn: str, chooser: Chooser) -> str | None:
-        """Return why `mod` gains nothing: it is as narrow as a router, or no faster; else None."""
+        """Return why `mod` stays: fewer outputs than `ROUTER`, or no modelled gain; else None."""
         if not chooser.config.float8_gemms:
             return None
         if mod.out_features < ROUTER:
             few = f"N={mod.out_features} is less than {ROUTER}, as a router's"
             return f"{few}: converted only if a module_filter_fn takes it"
         gpu, step = chooser.gpu_of(mod), (chooser.tokens, chooser.ranks[2])
-        waits = not chooser.cuda_graphs and not self._waits_as_a_whole(chooser)
+        waits = not chooser.cuda_graphs and not self._all_or_none(chooser)
         return gpu and why_slower(mod, chooser.config, *step, gpu, waits=waits)
 
     def prepare(self, mod: nn.Module, chooser: Chooser) -> Callable[[], None]:

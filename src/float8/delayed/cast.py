@@ -39,7 +39,7 @@ class DelayedScale(NamedTuple):
     def cast(
         self, x: Tensor, cast_config: CastConfig, *, row: bool, col: bool, pad_rows: bool = False
     ) -> tuple[Operand | None, Operand | None]:
-        """Cast `x` as `kernels.cast`, by a scale of `x` if `self.scale` is unknown; record amax."""
+        """Cast `x` by `self.scale`, or by a dynamic scale if it is unknown; `observe` the amax."""
         if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
             raise refusal(x)
         granularity = cast_config.scaling_granularity
@@ -87,9 +87,9 @@ def cast_delayed_reference(
     power_of_2: bool,
     record: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast `x` and record `amax` as the kernel does, in plain torch; return scale, row, col data.
+    """Cast `x` in plain torch as the kernel does; return the used scale, row data, column data.
 
-    Without `row` or `col` those data are empty: auto-functionalization supports no list returns.
+    If `record`, raise `amax` in place to that of `x`. Without `row` or `col`, those data are empty.
     """
     current = amax_reference(x)
     used, scale = amax_to_scale(current, dtype, power_of_2), scale.reshape(())
@@ -97,7 +97,7 @@ def cast_delayed_reference(
         amax.copy_(torch.maximum(amax, current))
     used = torch.where(scale == UNKNOWN_SCALE, used, scale)
     out = cast_reference(x, used, None, None, dtype, row, col, pad_rows)
-    absent = x.new_empty((0,))
+    absent = x.new_empty((0,))  # not a list: auto-functionalization supports no list returns
     return used, out[0] if row else absent, out[-1] if col else absent
 
 

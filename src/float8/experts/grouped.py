@@ -172,7 +172,7 @@ class Grouped(Dense):
 
     @staticmethod
     def padded(row: Operand, granularity: Granularity) -> Operand:
-        """Zero-pad row data [E, N, K] along K; return scales [E, N, 1] as [E, N], others as is."""
+        """Zero-pad K of row data [E, N, K] for GEMMs; squeeze scales [E, N, 1] except of blocks."""
         data, scale = padded(row, granularity)
         return Operand(data, scale if granularity.by_blocks else scale.squeeze(-1))  # [E, N]
 

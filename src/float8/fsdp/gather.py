@@ -150,10 +150,10 @@ class Float8GatherWeight(Wrapper):
         return self._ahead[1]
 
     def _versions(self, weight: Any) -> tuple[Any, ...]:
-        """Return a tuple that differs after `weight` is written or gets another `param_dtype`.
+        """Return a key that changes when `weight` is written or `self.param_dtype` changes.
 
-        The DTensor counts writes by ops on it and by compiled code. The shard counts writes through
-        `to_local()` and by foreach ops, such as those of an optimizer.
+        The version of a DTensor `weight` counts ops on it and in compiled code; that of `counted`,
+        writes through `to_local()` and by foreach ops, such as those of an optimizer.
         """
         raw, inner = self.counted, self._inner
         own = inner._version, inner.data_ptr(), inner.stride()
@@ -163,7 +163,7 @@ class Float8GatherWeight(Wrapper):
     def fsdp_pre_all_gather(self) -> Callable[..., tuple[tuple[Tensor, ...], GatherInfo]]:
         """The hook that FSDP2 calls before each all-gather, `_pre_all_gather` with a signature.
 
-        FSDP2 inspects the signature at each call; for a method that takes as long as a launch.
+        FSDP2 inspects the signature at each call; for a method this is as slow as a kernel launch.
         """
         hook: Any = functools.partial(self._pre_all_gather)
         hook.__signature__ = _SIGNATURE

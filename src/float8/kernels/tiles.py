@@ -57,7 +57,7 @@ def tiled(
 
 @jit
 def reversed_tile():  # type: ignore[no-untyped-def]
-    """Return this program's tile index from the end of x, which is still in the L2 cache."""
+    """Return the tile index in reverse order of programs: the end of x is still in the L2 cache."""
     return tl.num_programs(0) - 1 - tl.program_id(0)
 
 
@@ -65,7 +65,7 @@ def reversed_tile():  # type: ignore[no-untyped-def]
 def tile_at(  # type: ignore[no-untyped-def]
     tile, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr
 ):
-    """Return the row and column, counted in tiles, of tile number ``tile`` in order of GROUP."""
+    """Return the row and column, counted in tiles, of tile number ``tile``; GROUP orders tiles."""
     tiles_r = tl.cdiv(R, BLOCK_R)
     tiles_c = tl.cdiv(C, BLOCK_C)
     group = tile // (GROUP * tiles_c)
