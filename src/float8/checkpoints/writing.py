@@ -217,8 +217,8 @@ class _Entry(NamedTuple):
 
     tensor: Tensor
     parts: Parts  # with their names in files
-    dtype: torch.dtype | None  # values are rounded to it, before any cast; None: not rounded
-    cast_config: CastConfig | None = None  # the cast to float8; None: none
+    dtype: torch.dtype | None  # to which values are rounded, before any cast, unless None
+    cast_config: CastConfig | None = None  # the cast to float8, if there is one
     as_trained: bool = False  # whether training casts it in the same way
 
 
@@ -240,7 +240,7 @@ def _plan(
     dtype: torch.dtype | None = None,
     param_dtype: torch.dtype | None = None,
 ) -> _Plan:
-    """Check `model`, and plan its checkpoint; raises the errors of `float8_weights`."""
+    """Return the `_Plan` of a checkpoint of `model`; raises the errors of `float8_weights`."""
     require_module(model, "model")
     reshard(model)
     for name, got in (("dtype", dtype), ("param_dtype", param_dtype)):
@@ -308,7 +308,7 @@ def _require_storable(saved: SavedTensor, in_float8: bool) -> None:
 
 
 def _float32_names(model: nn.Module) -> Callable[[str], Any]:
-    """Return a function: does transformers keep a name in float32 in 16-bit models?"""
+    """Return a predicate of names that transformers keeps in float32 in 16-bit models."""
     patterns = {
         name.replace("*", ".*")
         for module in model.modules()
@@ -362,7 +362,7 @@ def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastC
 def _high_precision_modules(
     model: nn.Module, in_float8: set[nn.Module], published: dict[str, Parts], scheme: Scheme
 ) -> list[str]:
-    """Return names of linear layers and experts without a submodule in `in_float8`."""
+    """Return names of linear layers and experts that are not `in_float8`, nor their submodules."""
     names = []
     for name, module in unwrapped(model).named_modules():
         name, has_experts = plain_name(name), any(x.dim() == 3 for x in module.parameters(False))
@@ -414,7 +414,7 @@ def _cast_tensors(
 
 
 def _quantize(part: Part, x: Any, entry: _Entry, scheme: Scheme) -> tuple[Tensor, Tensor, bool]:
-    """Quantize `part` of `x`; return (data, scale, whether training uses the same bytes)."""
+    """Quantize `part` of `x`, the full tensor of `entry`; return (data, scale, `as_trained`)."""
     weight, as_trained, is_expert = part.of(x), entry.as_trained, part is not WHOLE
     if isinstance(weight, Float8Tensor):
         if published := scheme.published(weight, is_expert):

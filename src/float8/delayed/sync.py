@@ -110,8 +110,8 @@ def forget_float8_amax(model: nn.Module) -> None:
 
     `torch.distributed.pipelining` runs such forwards in the first `schedule.step()`, to find the
     shapes of a stage: with gradients, on uninitialized memory. Call this function after that step
-    and before `optimizer.step()`. Scales do not change: unset ones are computed from the data until
-    the next sync. Raises a `TypeError` if `model` is not an `nn.Module`.
+    and before `optimizer.step()`. Scales do not change: a cast without a scale computes one
+    from its data until the next sync. Raises a `TypeError` if `model` is not an `nn.Module`.
     """
     require_module(model, "model")
     for layer in _delayed_layers(model.modules()):
@@ -157,7 +157,7 @@ def next_history_and_scale(
 
 
 def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> None:
-    """Replace the amaxes of `layers` by their maxima over ranks (of `group`, unless it is None)."""
+    """Replace the amaxes of `layers` by their maxima over the groups of `sync_groups`."""
     weights: list[Any] = [layer.weight for layer in layers]
     shard_groups = {shard_group for layer in layers for shard_group in layer._float8_groups()}
     # Parameters of FSDP2's modules around layers have the mesh, too: not all are gathered at once.
@@ -186,7 +186,7 @@ def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> 
 
 
 def _shard_amax(weight: Tensor) -> Tensor | None:
-    """Return the amax [] of this rank's shard of `weight`; None if not gathered in float8."""
+    """Return the amax [] of this rank's shard of `weight`, or None if not gathered in float8."""
     local = local_tensor(weight)
     if local is weight or not hasattr(local, "param_dtype"):
         return None
@@ -195,17 +195,17 @@ def _shard_amax(weight: Tensor) -> Tensor | None:
 
 @untraced
 def _require_same_layers(
-    model: nn.Module, layers: list[Float8Linear], ranks: tuple[Any, ...], device_type: str | None
+    model: nn.Module, layers: list[Float8Linear], groups: tuple[Any, ...], device_type: str | None
 ) -> None:
-    """Raise `ValueError` if `layers` differ over the groups `ranks`; compare once per `ranks`."""
-    key = (len(layers), *(group.group_name for group in ranks))
+    """Raise `ValueError` if `layers` differ on the ranks of `groups`; compare once per `groups`."""
+    key = (len(layers), *(group.group_name for group in groups))
     if key in layers[0]._float8_compared:
         return
     names = {id(module): name for name, module in model.named_modules()}
     lines = [f"{names.get(id(x))!r} {x} {x._float8_config.delayed_scaling_config}" for x in layers]
     device = layers[0].get_buffer(layers[0]._float8_stateful[0].amax).device
     device = device if device_type in (None, device.type) else torch.device(device_type)
-    if (differ := unlike(lines, ranks, device)) is not None:
+    if (differ := unlike(lines, groups, device)) is not None:
         raise ValueError(
             f"model: got different layers with delayed scaling on the ranks, expected the same; "
             f"convert alike, or give a `group=` that trains the same model. This rank has "

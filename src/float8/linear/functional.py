@@ -205,7 +205,7 @@ class Call(NamedTuple):
 
 
 class Linear(torch.autograd.Function):
-    """`output = input @ weight.T` with each GEMM in float8 or high precision, see `call.plan`.
+    """Compute `input @ weight.T` with each GEMM in float8 or high precision, as in `call.plan`.
 
     output       [M, N] = input @ weight.T          row(input),         row(weight)
     grad_input   [M, K] = grad_output @ weight      row(grad_output),   col(weight)
@@ -219,10 +219,11 @@ class Linear(torch.autograd.Function):
     def compute(
         input: Tensor, weight: Tensor, w: Any, call: Call, *index: Tensor
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Return the output [M, N], in the dtype of `input` [M, K], and the tensors to save.
+        """Return the output [M, N], in the dtype of `input` [M, K], and the tensors for backward.
 
-        Saved are `(rows, rows_scale, col_data, col_scale, *fields, *index)`: values or row data of
-        `input`, its column data (if None, backward makes them of `rows`), fields of weight `w`.
+        `w` is the `Weight` that quantizes `weight` [N, K]; `index` is as in `Dense`. Backward reads
+        `(rows, rows_scale, col_data, col_scale, *fields of w, *index)`. For grad_weight, these have
+        column data of `input`, or else `rows`, which is `input` in high precision or its row data.
         """
         plan, casts, products = call.plan, call.casts, call.products
         compiling = torch.compiler.is_compiling()
@@ -269,7 +270,7 @@ class Linear(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, w: Any, call: Call, computed: Any, *index: Any
     ) -> Tensor:
-        """Return the output [M, N]; `computed`: what `compute` returned, or None to call it."""
+        """Return the output [M, N]; `computed` is the result of `compute`, or None to call it."""
         if computed is None:
             y, saved = Linear.compute(input, weight, w, call, *index)
         else:
@@ -282,7 +283,7 @@ class Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """Return grad_input in the dtype of `grad_output`, and grad_weight in the weight's."""
+        """Return grad_input in the dtype of `grad_output`, grad_weight in that of the weight."""
         compiling = torch.compiler.is_compiling()
         if not compiling and functorch_levels is not None and functorch_levels() is not None:
             raise RuntimeError(f"Float8Linear: got a backward within torch.func{_NO_TRANSFORM}")

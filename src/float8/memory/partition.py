@@ -77,7 +77,7 @@ class Float8Partitioner(CustomPartitionerFn):
     def __call__(
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
-        """Split joint graph `gm`; return its forward and backward with activations in float8."""
+        """Split joint graph `gm`; return forward and backward with saved activations in float8."""
         _save_sums_that_patterns_read(gm.graph)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         results: Any = (module.graph.output_node().args[0] for module in (forward, backward))
@@ -85,19 +85,19 @@ class Float8Partitioner(CustomPartitionerFn):
         inputs, static = gm.graph.find_nodes(op="placeholder"), set[int]()
         static.update(kwargs.get("static_lifetime_input_indices") or ())
         activations, weight_gradients = _activations(forward.graph, inputs, gradients, static)
-        saved = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
-        kept = {node.name for node in outputs if isinstance(node, Node)}
-        gradient_nodes = {node for node in saved.values() if node.name not in kept}
+        passed = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+        output_names = {node.name for node in outputs if isinstance(node, Node)}
+        grad_nodes = {node for node in passed.values() if node.name not in output_names}
         for node in backward.graph.nodes:
-            if not gradient_nodes.isdisjoint(node.all_input_nodes):
-                gradient_nodes.add(node)
+            if not grad_nodes.isdisjoint(node.all_input_nodes):
+                grad_nodes.add(node)
         count = kwargs["num_fwd_outputs"]
         chosen = [
             node
             for node in outputs[count:]
             if node in activations
             and self._pays(node)
-            and _may_be_rounded(backward.graph, saved[node.name], gradient_nodes, weight_gradients)
+            and _may_be_rounded(backward.graph, passed[node.name], grad_nodes, weight_gradients)
         ]
         # No memory is freed if an output, or an activation kept unchanged, shares the storage.
         others = [node for i, node in enumerate(outputs) if i < count or node not in chosen]
@@ -105,7 +105,7 @@ class Float8Partitioner(CustomPartitionerFn):
         for node in chosen:
             if get_node_storage(node) not in stays:
                 index, graphs = outputs.index(node), (forward.graph, backward.graph)
-                outputs[index : index + 1] = self._keep_in_float8(node, saved[node.name], *graphs)
+                outputs[index : index + 1] = self._keep_in_float8(node, passed[node.name], *graphs)
         forward.graph.output_node().args = (tuple(outputs),)
         for graph in (forward, backward):
             graph.recompile()
@@ -119,7 +119,7 @@ class Float8Partitioner(CustomPartitionerFn):
         return size > 0 and size >= self.min_bytes
 
     def _keep_in_float8(self, node: Node, activation: Node, forward: Graph, backward: Graph) -> Any:
-        """Cast `node` in graph `forward`; in `backward`, dequantize instead of input `activation`.
+        """Cast `node` to float8 in `forward`; dequantize it in `backward` to replace `activation`.
 
         Returns the new nodes in `forward`: the float8 data and their scale.
         """
@@ -174,9 +174,9 @@ def _activations(
 
 
 def _save_sums_that_patterns_read(graph: Graph) -> None:
-    """Mark sums that RMSNorm or an activation function reads as `MUST_SAVE`.
+    """Mark as `MUST_SAVE` the sums that RMSNorm or an activation function reads.
 
-    Else the terms might be saved and rounded, and rounded terms may cancel each other.
+    Otherwise the terms might be saved and rounded, and rounded terms may cancel each other.
     """
     for node in graph.nodes:
         if _name(node) == "rsqrt" or _is_function(node):
@@ -196,8 +196,7 @@ def _may_be_rounded(
     - The input of SiLU or GELU: backward computes the function again, as an operand and for the
       derivative; the gradient goes into the GEMMs, casts and the bias of a linear layer alone.
     - `up` in `silu(gate) * up`: a gradient times `up` goes into the derivative of `silu` alone.
-    - The input of RMSNorm: `sum(gradient * x, -1)`, times exact factors and `x`, is a term of its
-      gradient.
+    - The input `x` of RMSNorm: its gradient adds `sum(gradient * x, -1) * x` times exact factors.
 
     In all four the value is a factor, so the relative error of each term is that of the value.
     """
@@ -222,7 +221,7 @@ def _may_be_rounded(
 
 
 def _use(node: Node, rounded: list[Node]) -> str:
-    """Return the use of `rounded`, inputs of `node`, by its name in `_PATTERNS`, or "" if other."""
+    """Return the name in `_PATTERNS` of how `node` uses its inputs `rounded`; "" for other uses."""
     name, args = _name(node), node.args
     if _is_function(node):
         return "function"

@@ -144,7 +144,7 @@ class ScattersOutput(Dense):
 def _column_parallel(
     input: Any, weight: Any, bias: Any, gathers: bool, plan: LinearPlan, casts: Casts
 ) -> Any:
-    """Multiply all tokens by local weight rows, to Shard(-1); gather tokens first if `gathers`."""
+    """Multiply tokens, gathered if `gathers`, by local weight rows; return a Shard(-1) DTensor."""
     dtensors, mesh, local = torch.distributed.tensor, weight.device_mesh, weight.to_local()
     (placement,), tokens = input.placements, None
     if gathers and not placement.is_replicate():
@@ -177,7 +177,7 @@ def _column_parallel(
 def _row_parallel(
     input: Any, weight: Any, bias: Any, tokens_dim: int | None, plan: LinearPlan, casts: Casts
 ) -> Any:
-    """Multiply local features by local weight columns, to Shard(`tokens_dim`); Partial if None."""
+    """Multiply local features and weight columns; return Shard(`tokens_dim`) or Partial."""
     dtensors: Any = torch.distributed.tensor
     dims, tokens_placement, tokens = input.dim(), None, None
     if tokens_dim is not None:
@@ -254,7 +254,7 @@ def dtensor_in_float8(x: Any, weight: Any, plan: LinearPlan, cast: Cast) -> Any:
 
 
 def require_parts(shape: torch.Size, dim: int, ranks: int) -> None:
-    """Raise `ValueError` unless each of `ranks` gets rows (`dim` 0) or equal columns (`dim` 1)."""
+    """Raise `ValueError` unless all ranks get rows (`dim` 0) or equally many columns (`dim` 1)."""
     size = shape[dim]
     if size % ranks and (dim == 1 or not every_rank_gets_some(size, ranks)):
         expected = "that dim divisible by" if dim else "rows on each of"

@@ -27,7 +27,7 @@ class SharedTokens(NamedTuple):
     before: int  # product of the sizes of the dims before it
 
     def gather(self, x: Tensor) -> Tensor:
-        """All-gather `x` [R / ranks, C] to [R, C]; any dtype that the group can send, or float8."""
+        """All-gather `x` [R / ranks, C], also float8, to [R, C] in the order of the activation."""
         sent = x.contiguous()
         if sent.is_cpu and x.dtype in FLOAT8_MAX:
             sent = sent.view(torch.uint8)  # Gloo cannot send float8, nor asynchronous TP uint8
@@ -95,7 +95,7 @@ def reshard(model: Any) -> None:
 def sharding_groups(x: Any) -> tuple[Any, ...]:
     """Return the process groups of the mesh dims along which the DTensor `x` is sharded or partial.
 
-    Mesh dims of size 1 are left out. FSDP2 with tensor parallel has two; amaxes reduce over these.
+    Mesh dims of size 1 are left out. FSDP2 with tensor parallel has two, over which amaxes reduce.
     """
     mesh, placed = x.device_mesh, enumerate(x.placements)
     dims = [dim for dim, placement in placed if not placement.is_replicate() and mesh.size(dim) > 1]
@@ -119,7 +119,7 @@ def no_shard_is_empty(x: Any) -> bool:
 def amax_over(groups: Iterable[Any], device_type: str | None = None) -> Callable[[Tensor], Tensor]:
     """Return a function that all-reduces float32 amaxes of any shape to maxima over `groups`.
 
-    Offloaded amaxes are moved to `device_type` for the all-reduces, and back; None: not moved.
+    Offloaded amaxes move to `device_type`, unless it is None, for the all-reduces, and back.
     """
     names = tuple([group.group_name for group in groups])
     return functools.partial(_amax_over, names, device_type)
