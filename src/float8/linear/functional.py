@@ -211,8 +211,7 @@ class Linear(torch.autograd.Function):
     grad_input   [M, K] = grad_output @ weight      row(grad_output),   col(weight)
     grad_weight  [N, K] = grad_output.T @ input     col(grad_output),   col(input)
 
-    `call.products` quantizes and multiplies all rows, each group of rows, or rows that are gathered
-    from other ranks: see `float8.products.Dense`.
+    `call.products` quantizes and multiplies all rows, groups, or rows of all ranks: see `Dense`.
     """
 
     @staticmethod
