@@ -60,7 +60,7 @@ $(VENV)/dev.done: $(VENV)/cli.done tests/no_deps.txt
 demo: $(VENV)/cli.done
 	$(BIN)/float8 compare tensorwise --output runs/demo --overwrite
 
-# No test of a library that is installed above may be skipped.
+# With it `needs_installed` of the tests raises in place of skipping.
 PYTEST = FLOAT8_TESTS_MUST_RUN=1 $(BIN)/python .ci/cpu_seconds $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 test: $(VENV)/dev.done

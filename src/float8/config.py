@@ -280,7 +280,7 @@ class Float8GemmConfig:
 
 CONFIG_CHECKS: list[Callable[["Float8LinearConfig"], None]] = []
 """Functions that raise a `ValueError` for fields of a feature that do not fit the other fields;
-filled by `float8.wings`."""
+`float8.wings` fills it from `FEATURES` at import."""
 
 
 @dataclass(frozen=True)
@@ -350,6 +350,7 @@ class Float8LinearConfig:
         for gemm in GEMM_OPERANDS:
             self._check_gemm(gemm)
         self._check_widths()
+        _ = self.delayed_sites  # cached before Dynamo, which cannot trace the lock of Python < 3.12
         for check in CONFIG_CHECKS:
             check(self)
 

@@ -3,6 +3,7 @@
 import itertools
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -328,7 +329,9 @@ def test_adapters_of_peft_are_merged(kind: str, tmp_path: Path) -> None:
 
     def adapted(model: nn.Module) -> Any:
         torch.manual_seed(0)
-        return peft.get_peft_model(model, config)
+        model = peft.get_peft_model(model, config)
+        model.add_adapter("inactive", config)
+        return model
 
     def converted() -> nn.Module:
         model = plain(128, 256, 128).requires_grad_(False)
@@ -363,6 +366,14 @@ def test_adapters_of_peft_are_merged(kind: str, tmp_path: Path) -> None:
         name for name in wanted if not name.endswith("scale_inv")
     }
     assert all(torch.equal(local_tensor(x), before[name]) for name, x in model.named_parameters())
+    if dist.get_rank() == 0:  # what the others gather it would not
+        model.base_model.set_adapter("inactive")
+    for write in (
+        partial(written, model, BLOCKS),
+        partial(save_float8_checkpoint, model, tmp_path),
+    ):
+        with pytest.raises(ValueError, match="got ranks with other active adapters"):
+            write()
 
 
 @on("two_or_four")

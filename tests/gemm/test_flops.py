@@ -96,8 +96,7 @@ def test_held_weights_of_experts(columns: bool) -> None:
     b = (held.col_data, held.col_scale) if columns else (held.row_data, held.row_scale)
 
     def run() -> Tensor:
-        of = "axiswise", "axiswise", False, False, False
-        shape = 40, 64 if columns else 96
-        return TIMES_HELD(*a, *b, weight, OFFS, False, *shape, columns, True, *of, torch.float32)
+        of, shape = "axiswise axiswise False False False", (40, 64 if columns else 96)
+        return TIMES_HELD(*a, *b, weight, OFFS, False, *shape, columns, True, of, torch.float32)
 
     assert counted(run) == ONE

@@ -44,9 +44,9 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]
             if any(not x.is_floating_point() for x in base.parameters()):
                 raise _refusal(f"a {type(base).__name__} that another library has quantized")
             base = base_of(base)  # a copy, if it contains other adapters
-            if any(x.disable_adapters and x.merged for x in _layers_of_peft(module)):
+            if any(x.disable_adapters and x.merged for x in layers_of_peft(module)):
                 raise _refusal("adapters that are disabled, but merged: call unmerge_adapter()")
-            if any(active(x) - {*x.merged_adapters} for x in _layers_of_peft(module)):
+            if any(active(x) - {*x.merged_adapters} for x in layers_of_peft(module)):
                 adapters[base] = module
             return base
         if "ModulesToSaveWrapper" in names:
@@ -63,14 +63,14 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]
     return base_of(model), adapters
 
 
-def _layers_of_peft(layer: nn.Module) -> list[Any]:
+def layers_of_peft(layer: nn.Module) -> list[Any]:
     """Return PEFT's layers in `layer` and itself: other kinds or Parameters may be nested in it."""
     return [x for x in layer.modules() if hasattr(x, "merged_adapters")]
 
 
 def _inactive(layer: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the Parameters of adapters in `layer` that are not active."""
-    for x in _layers_of_peft(layer):
+    for x in layers_of_peft(layer):
         for parts in x.children():  # one for each adapter, by its name
             if isinstance(parts, nn.ModuleDict | nn.ParameterDict):
                 named = parts.named_parameters()
@@ -115,7 +115,7 @@ def merged_base_layer(*layers: Any, gather: Callable[[Tensor], Tensor] = lambda 
     with torch.autocast(whole.device.type, enabled=False):
         for layer in merged:
             try:
-                for x in reversed(_layers_of_peft(layer)):
+                for x in reversed(layers_of_peft(layer)):
                     x.merge()
             except torch.OutOfMemoryError:
                 raise

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from float8.checkpoints.adapters import merged_base_layer, without_adapters
+from float8.checkpoints.adapters import layers_of_peft, merged_base_layer, without_adapters
 from float8.checkpoints.files import import_safetensors, write_files
 from float8.checkpoints.names import (
     WHOLE,
@@ -174,8 +174,7 @@ def save_float8_checkpoint(
         if ranks.number != 0 and not ranks.meshes:
             return ()
         entries = [(x.tensor.dtype, x.tensor.shape, *x[1:]) for x in plan.entries]
-        merged = [len(layers) for layers, _ in plan.adapters.values()]
-        described = repr((plan.scheme, plan.dtype, max_shard_size, entries, merged))
+        described = repr((plan.scheme, plan.dtype, max_shard_size, entries))
         if len({*ranks.agree(described)}) > 1:
             raise ValueError(
                 "model: got ranks with other models or arguments, expected the same on all: "
@@ -390,6 +389,10 @@ def _cast_tensors(
     plan: _Plan, ranks: ModelRanks
 ) -> Iterator[tuple[dict[str, Tensor], WrittenWeight | None]]:
     """Yield ({name: tensor}, None), or ({name: data, name + suffix: scale}, `WrittenWeight`)."""
+    layers_of_plan = [layer for layers, _ in plan.adapters.values() for layer in layers]
+    active = [[*x.active_adapters] for layer in layers_of_plan for x in layers_of_peft(layer)]
+    if len({*ranks.agree(repr(active))}) > 1:
+        raise ValueError("model: got ranks with other active adapters, expected the same on all")
     # `groupby` works as the bias of a layer follows its weight.
     for layers, entries in groupby(plan.entries, lambda entry: plan.adapters[entry.tensor][0]):
         merged = merged_base_layer(*layers, gather=ranks.gather) if layers else None

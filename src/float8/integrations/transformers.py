@@ -104,12 +104,9 @@ class Float8Callback(TrainerCallback, ExportableState):
             if args.world_size > 1 and dist.is_initialized():
                 dist.broadcast_object_list(changed)  # from rank 0: either all ranks raise or none
             if changed[0]:
-                got = (
-                    f"{len(changed[0])} weights are not those of the checkpoint: {changed[0][0]!r}"
-                )
-                why = (
-                    "the Trainer loads none that have another name there, such as those of experts"
-                )
+                count, name = len(changed[0]), changed[0][0]
+                got = f"{count} weights are not those of the checkpoint: {name!r}"
+                why = "the Trainer loads none with another name there, such as those of experts"
                 do = "Make the model from it by `from_pretrained`, convert it, and resume with it"
                 raise ValueError(f"Float8Callback: {got}, for one; {why}. {do}")
             self._load(entry["attributes"]["delayed"])
@@ -123,11 +120,11 @@ class Float8Callback(TrainerCallback, ExportableState):
         self._detach()
         state.stateful_callbacks[type(self).__name__] = self.state()
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Warn if the model is evaluated before this callback, added too late, converts it."""
-        if self._config is not None and self._converted is None:
-            got = "got an evaluation in high precision, before a callback that was added later"
-            warn(f"float8: Float8Callback: {got} converts; hand it to Trainer(callbacks=[...])")
+    def on_evaluate(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+        """Warn if `model` is evaluated before this callback, added too late, converts it."""
+        if self._config is not None and self._converted is None and not _count(model):
+            got = "got an evaluation in high precision, as training has yet to convert the model"
+            warn(f"float8: Float8Callback: {got}; hand it to Trainer(callbacks=[...])")
 
     on_predict = on_evaluate
 
