@@ -37,7 +37,6 @@ from support.models import seeded
 
 peft, hf = Lazily("peft"), Lazily("support.hugging_face")
 safetensors = Lazily("safetensors.torch")
-pytestmark = pytest.mark.xdist_group("transformers")  # one worker imports it
 
 ORDERS = ("convert first", "LoRA first")
 

@@ -10,11 +10,10 @@ import torch
 
 from float8.config import CastConfig, ScalingGranularity
 from float8.quantize import Cast, quantize
-from support.lazily import Lazily
+from support.lazily import Lazily, needs_installed
 
-pytest.importorskip("transformers")
+needs_installed("transformers")
 served = Lazily("support.served")
-pytestmark = pytest.mark.xdist_group("transformers")  # one worker imports it
 
 TENTH = 0.1
 # The configurations that docs/float8_checkpoints.md names: activations have the server's bytes.

@@ -29,7 +29,6 @@ from support.ranks import Ranks
 needs_installed("accelerate")
 transformers, hf = Lazily("transformers"), Lazily("support.hugging_face")
 ours = Lazily("float8.integrations.transformers")
-pytestmark = pytest.mark.xdist_group("ranks")  # of which one test needs some
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +165,7 @@ def resume_with_other_weights(entry: dict[str, Any]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.xdist_group("ranks")
 def test_all_ranks_raise_what_the_first_finds(two: Ranks) -> None:
     callback, model = ours.Float8Callback(), hf.converted("tensorwise")
     callback._model = weakref.ref(model)
