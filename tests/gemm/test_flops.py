@@ -19,6 +19,8 @@ from support.microbatches import with_weights
 from support.models import seeded
 from support.rings import short
 
+pytestmark = pytest.mark.xdist_group("compilers")  # one worker makes them ready
+
 
 def counted(run: Callable[..., Tensor], *args: Any) -> int:
     with FlopCounterMode(display=False) as counter:
@@ -96,8 +98,7 @@ def test_held_weights_of_experts(columns: bool) -> None:
     b = (held.col_data, held.col_scale) if columns else (held.row_data, held.row_scale)
 
     def run() -> Tensor:
-        of = "axiswise", "axiswise", False, False, False
-        shape = 40, 64 if columns else 96
-        return TIMES_HELD(*a, *b, weight, OFFS, False, *shape, columns, True, *of, torch.float32)
+        how = columns, True, "axiswise axiswise False False False", torch.float32
+        return TIMES_HELD(*a, *b, weight, OFFS, False, 40, 64 if columns else 96, *how)
 
     assert counted(run) == ONE
