@@ -1,4 +1,4 @@
-"""Every test starts and ends with nothing compiled; one worker makes compilers ready."""
+"""Every test starts and ends with nothing compiled; in `make test` one worker compiles."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,10 @@ import torch
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
-        if here in item.path.parents and not item.get_closest_marker("xdist_group"):
+        # The exhaustive ones take so long that getting compilers ready on each worker is nothing.
+        if here in item.path.parents and not (
+            item.get_closest_marker("xdist_group") or item.get_closest_marker("exhaustive")
+        ):
             item.add_marker(pytest.mark.xdist_group("compilers"))
 
 
