@@ -272,6 +272,7 @@ def test_a_recipe_s_name_is_taken_wherever_a_config_is(taker: str) -> None:
         take({})
 
 
+@pytest.mark.xdist_group("compilers")
 def test_a_recipe_is_made_before_features_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of `RECIPES` are: Dynamo cannot fill a `cached_property` (Python 3.11)."""
     monkeypatch.setattr("float8.config.CONFIG_CHECKS", [])
@@ -280,6 +281,7 @@ def test_a_recipe_is_made_before_features_are_there(monkeypatch: pytest.MonkeyPa
     assert torch.equal(run(x, weight, config=config), linear(x, weight, config=config))
 
 
+@pytest.mark.xdist_group("compilers")
 def test_a_recipe_s_name_is_taken_by_compiled_code() -> None:
     x, weight, results = torch.randn(16, 32), torch.randn(48, 32), []
     for run in (linear, torch.compile(linear, backend="aot_eager", fullgraph=True)):

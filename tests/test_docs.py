@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import float8
-from support.forks import COMPILER, TORCH, run_program
+from support.forks import COMPILER, EAGER, TORCH, run_program
 from support.lazily import needs_installed
 from support.rings import short
 from support.samples import PAGES, ROOT, Sample, fences, page_name, samples
@@ -20,8 +20,8 @@ LANGUAGES = {"python", "py", "bash", "text"}
 
 # What samples may import and users need not have.
 EXTRAS = {"accelerate", "lightning", "peft", "torchao", "torchtitan", "transformers"}
-# Examples run without Inductor's code, which takes most of their time to make; a sample of
-# docs/memory.md has it made.
+# Examples that compile run without Inductor's code, which takes most of their time to make; a
+# sample of docs/memory.md has it made.
 NO_CODE = "__import__('graphs').make_no_code()\n"
 NO_DATASETS = "__import__('titan_datasets').take_its_place()\n"  # to import torchtitan without
 TO_A_FILE = """
@@ -32,6 +32,7 @@ plt.show = lambda: plt.savefig("shown.png")
 SAMPLES = samples("python")
 # What imports another library, or has Inductor make its code, takes seconds.
 HEAVY = {"README.md-2", "docs/memory.md-0"}
+QUICK = {"delayed_scaling", "float8_in_250_lines"}
 LIGHT = {n for n, x in enumerate(SAMPLES) if not (x.needs & EXTRAS or x.name in HEAVY)}
 EXAMPLES, NOTEBOOKS = (sorted((ROOT / "examples").glob(x)) for x in ("*.py", "*.ipynb"))
 EXAMPLES.remove(ROOT / "examples" / "pretrain_fsdp2.py")  # of ranks: see tests/test_examples.py
@@ -93,7 +94,8 @@ def test_sample_runs(sample: Sample) -> None:
     for library in extras | ({"accelerate"} if "transformers" in extras else set()):
         needs_installed(library)
     begin = NO_DATASETS if "torchtitan" in extras else ""
-    done = run_program(begin + sample.code, COMPILER if extras else TORCH)
+    imported = COMPILER if extras else TORCH if sample.name in HEAVY else EAGER
+    done = run_program(begin + sample.code, imported)
     assert done.returncode == 0, done.stderr
     # Others warn of what they like.
     found = warnings_of_ours(done.stderr) if extras else "Warning" in done.stderr
@@ -103,7 +105,7 @@ def test_sample_runs(sample: Sample) -> None:
 @pytest.mark.xdist_group("programs")
 @pytest.mark.parametrize(
     "example",
-    short({n for n, x in enumerate(EXAMPLES) if x.stem != "convert_and_compile"}, EXAMPLES),
+    short({n for n, x in enumerate(EXAMPLES) if x.stem in QUICK}, EXAMPLES),
     ids=lambda path: path.stem,
 )
 def test_example_runs(example: Path) -> None:
@@ -111,7 +113,8 @@ def test_example_runs(example: Path) -> None:
     extras = {name for name in EXTRAS if f"from {name} " in text}
     for library in extras:
         needs_installed(library)
-    done = run_program(NO_CODE + text, COMPILER if extras else TORCH)
+    imported = COMPILER if extras else EAGER if example.stem in QUICK else TORCH
+    done = run_program(text if imported is EAGER else NO_CODE + text, imported)
     assert done.returncode == 0, done.stderr
 
 

@@ -98,6 +98,9 @@ def test_the_page_keeps_its_promises() -> None:
     assert {file.parent.name for file in library.glob("*/__init__.py")} <= PAGE.LIBRARY.keys()
 
 
+IN_PARTS = "--tensor-parallel", "2", "--batch-size", "2"
+
+
 def pretrain(folder: Path, stop_at: int, *arguments: str) -> list[float]:
     """Run the script of a real run on this rank; its losses, or [] if it dies in a step."""
     make_no_code()
@@ -123,7 +126,7 @@ def pretrain(folder: Path, stop_at: int, *arguments: str) -> list[float]:
         contextlib.suppress(KeyboardInterrupt),
     ):
         losses = script["main"]([str(FILE), "--folder", str(folder), *sizes, *arguments])
-        assert ("step-00000002, after step 2 of 5\n" in shown.getvalue()) == resumes
+        assert ("step-00000002, after step 2 of 4\n" in shown.getvalue()) == resumes
         return losses
     return []
 
@@ -131,13 +134,23 @@ def pretrain(folder: Path, stop_at: int, *arguments: str) -> list[float]:
 @pytest.mark.xdist_group("ranks")
 def test_the_script_of_a_real_run_resumes_with_the_same_losses(two: Ranks, tmp_path: Path) -> None:
     assert len(PRETRAIN.read_text().splitlines()) <= 150
-    wanted, same = two.run(pretrain, tmp_path / "whole", 0, "--steps", "5")
-    assert len(wanted) == 5
+    wanted, same = two.run(pretrain, tmp_path / "whole", 0, "--steps", "4")
+    assert len(wanted) == 4
     assert wanted == same
-    assert two.run(pretrain, tmp_path / "cut", 4, "--steps", "5") == [[], []]
+    assert two.run(pretrain, tmp_path / "cut", 3, "--steps", "4") == [[], []]
     shutil.copytree(tmp_path / "cut/step-00000002", tmp_path / "cut/step-00000003")
     (tmp_path / "cut/step-00000003/.metadata").unlink()  # a save that was killed
-    assert two.run(pretrain, tmp_path / "cut", 0, "--steps", "5") == [wanted[2:]] * 2
-    for other in ("--replicate 2", "--tensor-parallel 2 --batch-size 2"):  # the same samples
-        losses, _ = two.run(pretrain, tmp_path / other, 0, "--steps", "3", *other.split())
-        assert losses == pytest.approx(wanted[:3], rel=2e-3), other
+    assert two.run(pretrain, tmp_path / "cut", 0, "--steps", "4") == [wanted[2:]] * 2
+    losses, _ = two.run(pretrain, tmp_path / "tensor parallel", 0, "--steps", "1", *IN_PARTS)
+    assert losses == pytest.approx(wanted[:1], rel=2e-3)  # of the same samples
+
+
+@pytest.mark.exhaustive
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("other", [("--replicate", "2"), IN_PARTS], ids=str)
+def test_the_script_of_a_real_run_shares_a_model_in_other_ways(
+    two: Ranks, tmp_path: Path, other: tuple[str, ...]
+) -> None:
+    wanted, _ = two.run(pretrain, tmp_path / "whole", 0, "--steps", "3")
+    losses, _ = two.run(pretrain, tmp_path / "other", 0, "--steps", "3", *other)
+    assert losses == pytest.approx(wanted, rel=2e-3)

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from float8_lab.bench import picture
 from float8_lab.bench.model import Size
 from float8_lab.bench.ranks import TrainStep
 from float8_lab.bench.step import PASSES, Row, bench_steps, free_memory
@@ -24,10 +23,12 @@ from float8_lab.bench.variants import Variant, make_variants
 from float8_lab.cli.main import main
 from float8_lab.errors import FailedError, RankFailedError
 from float8_lab.ranks import join_ranks, start_ranks
+from support.lazily import Lazily
 from support.ranks import Ranks, on
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
+picture = Lazily("float8_lab.bench.picture")
 CPU = torch.device("cpu")
 TINY = Size("tiny", 1, 32)
 SMALL = ["--model", "tiny", "--blocks", "1", "--mode", "eager", "--device", "cpu", "--rounds", "1"]

@@ -252,6 +252,7 @@ def test_compiled_code_takes_other_dtypes() -> None:
     assert_same(*(given.run("rowwise_with_gw_hp", call) for call in (compiled(), grouped_linear)))
 
 
+@pytest.mark.xdist_group("compilers")
 @pytest.mark.parametrize("recipe", short({"blockwise"}, ["tensorwise", "blockwise"]))
 @torch._dynamo.config.patch(capture_scalar_outputs=True)
 def test_compiled_code_need_not_know_how_many_rows_there_are(recipe: str) -> None:

@@ -19,6 +19,8 @@ from support.microbatches import with_weights
 from support.models import seeded
 from support.rings import short
 
+pytestmark = pytest.mark.xdist_group("compilers")  # one worker makes them ready
+
 
 def counted(run: Callable[..., Tensor], *args: Any) -> int:
     with FlopCounterMode(display=False) as counter:

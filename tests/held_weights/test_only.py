@@ -102,6 +102,7 @@ def test_mxfp8_is_cast_from_its_values() -> None:
         assert_same(only(plain, of_recipe("mxfp8"), ON_THE_FLY), alone, dtype)
 
 
+@pytest.mark.xdist_group("compilers")
 @pytest.mark.parametrize(
     "mode", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)]
 )

@@ -182,6 +182,7 @@ def test_changes_between_microbatches() -> None:
     assert_used_as_it_is([swap], at=0)
 
 
+@pytest.mark.xdist_group("compilers")
 def test_changes_under_compiled_code() -> None:
     steps = [Step(True, fused=True), Step(False, foreach=True)]
     assert_used_as_it_is([by_hand, new_data, new_strides, *steps], "aot_eager")

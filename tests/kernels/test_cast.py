@@ -19,6 +19,8 @@ from kernels.float8_codes import assert_same
 from support.devices import E4M3, on_devices
 from support.errors import require_errors
 
+pytestmark = pytest.mark.xdist_group("compilers")  # one worker makes them ready
+
 SPECS = [
     CastConfig(target_dtype=E4M3, scaling_granularity=of, power_of_2=of.one_scale)
     for of in ScalingGranularity

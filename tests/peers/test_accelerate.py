@@ -25,7 +25,6 @@ from support.models import seeded
 from support.ranks import Ranks
 
 accelerate, safetensors = Lazily("accelerate"), Lazily("safetensors.torch")
-pytestmark = pytest.mark.xdist_group("transformers")  # one worker imports it
 recipes = pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
 
 

@@ -20,7 +20,6 @@ from support.lazily import Lazily, needs_installed
 pytest.importorskip("pydantic")
 needs_installed("accelerate")
 hf = Lazily("support.hugging_face")
-pytestmark = pytest.mark.xdist_group("transformers")  # one worker imports it
 PATH = "float8.integrations.axolotl.Float8Plugin"
 
 

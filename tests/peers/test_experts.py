@@ -35,7 +35,6 @@ from support.models import seeded
 from support.saved import saved_bytes
 
 transformers, hf = Lazily("transformers"), Lazily("support.hugging_face")
-pytestmark = pytest.mark.xdist_group("transformers")  # one worker imports it
 
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"]
 FOUR: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}

@@ -14,7 +14,6 @@ from support.libraries import ROWS
 from support.models import fp8_state
 from support.rings import short
 
-pytestmark = pytest.mark.xdist_group("fresh")  # so that each row trains once
 FIRST = ["accelerate", "lightning", "transformers", "transformers, sgd, callbacks anew", "trl"]
 FIRST += ["peft", "torch, EMA", "torchao, AdamW8bit"]
 

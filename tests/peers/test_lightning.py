@@ -12,7 +12,6 @@ from support.models import fp8_state
 
 needs_installed("lightning")
 lightning_run = Lazily("support.lightning_run")
-pytestmark = pytest.mark.xdist_group("transformers")  # one worker imports it
 
 
 @pytest.mark.parametrize("by_hand", [False, True])

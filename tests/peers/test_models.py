@@ -27,7 +27,6 @@ from support.models import fp8_state, seeded
 from support.rings import short
 
 transformers, hf = Lazily("transformers"), Lazily("support.hugging_face")
-pytestmark = pytest.mark.xdist_group("transformers")  # one worker imports it
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4}

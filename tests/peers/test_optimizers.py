@@ -18,9 +18,9 @@ MUON = "torch.optim", "Muon"
 
 
 def losses(module: str, name: str, **settings: Any) -> list[float]:
-    """Of three steps; 128 x 256, as torchao keeps the state of smaller weights in float32."""
+    """Before and after two steps; torchao keeps the state of smaller weights in float32."""
     torch.manual_seed(0)
-    model = nn.Sequential(FeedForward(128, 256), FeedForward(128, 256))
+    model = nn.Sequential(FeedForward(128, 256))
     config = tensorwise(**settings)
     convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
     for block in (*model, model):
@@ -32,11 +32,13 @@ def losses(module: str, name: str, **settings: Any) -> list[float]:
     for seed in range(3):
         x = seeded(seed, 16, 128)
         loss = (model(x) - x).square().mean()
+        found.append(loss.item())
+        if seed == 2:
+            return found
         loss.backward()
         with torch.compiler.set_stance("default" if module == MUON[0] else "force_eager"):
             optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
     return found
 
 

@@ -11,7 +11,6 @@ from float8_lab.cli.main import main
 from support.lazily import needs_installed
 
 needs_installed("peft", "transformers")
-pytestmark = pytest.mark.xdist_group("transformers")  # one worker imports it
 
 MODELS = """
 import transformers

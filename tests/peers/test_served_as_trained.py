@@ -10,11 +10,11 @@ import torch
 
 from float8.config import CastConfig, ScalingGranularity
 from float8.quantize import Cast, quantize
-from support.lazily import Lazily
+from support.lazily import Lazily, needs_installed
+from support.rings import short
 
-pytest.importorskip("transformers")
+needs_installed("transformers")
 served = Lazily("support.served")
-pytestmark = pytest.mark.xdist_group("transformers")  # one worker imports it
 
 TENTH = 0.1
 # The configurations that docs/float8_checkpoints.md names: activations have the server's bytes.
@@ -28,19 +28,16 @@ AS_SERVERS = {
 OTHER_QUOTIENT = {("rowwise, for tokens", "vLLM eager"), ("blockwise", "SGLang on Hopper")}
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mixtral"])
-@pytest.mark.parametrize("config", ["tensorwise", "rowwise", "rowwise, for tokens"])
-def test_rows_and_tensors(config: str, name: str) -> None:
-    check(config, name)
+CASES = [
+    *(("Llama", x) for x in ("tensorwise", "rowwise", "rowwise, for tokens", "blockwise, rounded")),
+    *(("Mixtral", x) for x in ("rowwise, for tokens", "blockwise")),
+    ("Llama", "blockwise"),
+    *(("Mixtral", x) for x in ("tensorwise", "rowwise", "blockwise, rounded")),
+]
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mixtral"])
-@pytest.mark.parametrize("config", ["blockwise", "blockwise, rounded"])
-def test_blocks(config: str, name: str) -> None:
-    check(config, name)
-
-
-def check(config: str, name: str) -> None:
+@pytest.mark.parametrize(("name", "config"), short(range(6), CASES))
+def test_a_server_computes_as_the_trainer_did(name: str, config: str) -> None:
     """KL of logits, trainer against server, as a part of that against one in 16 bits."""
     for server, row in served.rows(name, config).items():
         part, which = row.served / row.in_16_bits, (config, server)

@@ -16,6 +16,7 @@ from float8 import Float8Linear, conversion_report, convert_to_high_precision
 from sqnr import sqnr
 from support import titan_after as theirs
 from support.models import fp8_state, gradients, seeded
+from support.rings import short
 
 FILE = Path(float8.__file__).parent / "integrations" / "torchtitan.py"
 
@@ -53,7 +54,10 @@ def step(call: Any, model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "compiled"), [("tensorwise", False), ("delayed", True), ("blockwise", False)]
+    ("recipe", "compiled"),
+    short(
+        range(3), [*((x, False) for x in ("tensorwise", "delayed", "blockwise")), ("delayed", True)]
+    ),
 )
 def test_stacked_and_parallel_layers_train(titan: Any, recipe: str, compiled: bool) -> None:
     experts = {"experts_recipe_name": "rowwise"} if recipe == "delayed" else {}

@@ -29,7 +29,6 @@ from support.ranks import Ranks
 needs_installed("accelerate")
 transformers, hf = Lazily("transformers"), Lazily("support.hugging_face")
 ours = Lazily("float8.integrations.transformers")
-pytestmark = pytest.mark.xdist_group("ranks")  # of which one test needs some
 
 
 @pytest.fixture(scope="module")
@@ -154,11 +153,13 @@ def test_the_state_that_is_saved_last_is_the_last(tmp_path: Path) -> None:
     assert found == {name: x.tolist() for name, x in fp8_state(model).items()}
 
 
-def resume_with_other_weights(entry: dict[str, Any]) -> str:
+def resume_with_other_weights() -> str:
     rank = torch.distributed.get_rank()
+    callback, saved = ours.Float8Callback(), hf.converted("tensorwise")
+    callback._model = weakref.ref(saved)
     args, control = SimpleNamespace(world_size=2), None
     state = SimpleNamespace(global_step=1, is_world_process_zero=rank == 0)
-    state.stateful_callbacks = {"Float8Callback": entry}
+    state.stateful_callbacks = {"Float8Callback": callback.state()}
     model = hf.converted("tensorwise", seed=1)
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(ValueError, match="weights are not those of the checkpoint") as caught:
@@ -166,10 +167,9 @@ def resume_with_other_weights(entry: dict[str, Any]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.xdist_group("ranks")
 def test_all_ranks_raise_what_the_first_finds(two: Ranks) -> None:
-    callback, model = ours.Float8Callback(), hf.converted("tensorwise")
-    callback._model = weakref.ref(model)
-    first, second = two.run(resume_with_other_weights, callback.state())
+    first, second = two.run(resume_with_other_weights)
     assert first == second
 
 

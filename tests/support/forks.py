@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 PEERS = ("lightning", "peft", "transformers.trainer", "transformers.models.llama.modeling_llama")
-TORCH = ("float8", "torch._inductor.compile_fx", "graphs", "titan_datasets")
-"""What samples and examples import; and `graphs`, which does without Inductor's code, and
-`titan_datasets`, without `datasets`."""
+EAGER = ("float8", "torch._dynamo")
+"""What samples and examples that compile nothing import: torch's optimizers ask for Dynamo."""
+TORCH = (*EAGER, "torch._inductor.compile_fx", "graphs", "titan_datasets")
+"""What others import; `graphs` makes no code of Inductor, `titan_datasets` needs no `datasets`."""
 COMPILER = (*TORCH, *PEERS)
 """And what those of other libraries import."""
 

@@ -321,6 +321,7 @@ def test_other_writes_are_no_missing_sync(when: str) -> None:
         train(model)
 
 
+@pytest.mark.xdist_group("compilers")
 def test_where_nothing_is_checked_nothing_raises() -> None:
     """Nor where functional calls bring weights of their own, nor in compiled code."""
     model = stack(1)

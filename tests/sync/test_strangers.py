@@ -132,9 +132,12 @@ def partly_delayed(model: nn.Module) -> nn.Module:
 CHANGES = [lambda model: model, copy.deepcopy, merged, averaged, never_synced, held, partly_delayed]
 
 
-@pytest.mark.parametrize("training", [False, True])
+CONTEXTS = [(torch.no_grad, False), (torch.inference_mode, True)]
+CONTEXTS += [(torch.no_grad, True), (torch.inference_mode, False)]
+
+
+@pytest.mark.parametrize(("context", "training"), short({0, 1}, CONTEXTS))
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_scaling_is_dynamic(change, context, training: bool) -> None:
     model = change(trained(stack(2))).train(training)
     twin, before = dynamic(model), copied(model)
