@@ -73,7 +73,7 @@ def compare_command(
         console.print(
             "On CPUs float8 is slower. What gains on a GPU: float8 plan --gpu H100 MODULE:FUNCTION"
         )
-    title = f"means of {repeats} seeds; " * (repeats > 1)
+    title = f"means of {repeats} seeds; " if repeats > 1 else "one seed, so gaps say little; "
     for row in rows:
         row["recipe"] += f" ({row['status']})" * (row["status"] != FINISHED)
         row["peak_gib"] = row["peak_memory_bytes"] and row["peak_memory_bytes"] / 2**30
