@@ -52,7 +52,7 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: a weight cannot be held in float8; see `update_float8_weights`.
+        ValueError: FSDP gathers a `HELD` weight in high precision; see `update_float8_weights`.
     """
     require_module(model, "model")
     inner = _unwrapped(optimizer)

@@ -117,10 +117,10 @@ def grouped_matmul(
     `a @ b[e].T` of each group, [R, N]; rows outside all groups are zero. For `Columns` `a` [N, R]
     and `b` [K, R] with scales [E, N] and [E, K], returns `a @ b.T` of each group, [E, N, K].
 
-    Operands are float8 from `cast_groups`, contiguous along the contraction dim. Scales multiply
-    float32 sums. Group e is `ends[e - 1]:ends[e]` (int32, ascending) and may be empty; for
-    `Columns`, `a.ends` are used instead of `ends`. `shape` is the last two dims of the result
-    without padding. On the CPU the GEMM is emulated.
+    Operands are float8 as `cast_groups` and `quantize_experts` return them, contiguous along the
+    contraction dim. Scales multiply float32 sums. Group e is `ends[e - 1]:ends[e]` (int32,
+    ascending) and may be empty; `Columns` use `a.ends` instead of `ends`. `shape` is the last two
+    dims of the result without padding. On the CPU the GEMM is emulated.
 
     With 1 x k or k x k blocks `a` [R, K] has scales [R, K / k], and those of `b` are described at
     `Operand`; `Columns` have [N, R / k] and [K, R / k]. Each sum of k products is scaled, and the

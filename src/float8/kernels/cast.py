@@ -54,14 +54,14 @@ def cast(
 
     Elements become ``x.float() * (1 / scale)`` in float32, saturated to the largest finite value of
     the format and rounded to nearest even. Non-finite elements and products 0 * Inf become NaN, the
-    byte 0x7f. Under 8-bit exponents Inf becomes the format's largest value, of scale 2**127, and a
-    NaN makes its block NaN. Scales have the shape `Granularity.scales`, strided (1, R) for (1, k).
+    byte 0x7f. Under 8-bit exponents Inf becomes the format's largest value with scale 2**127, and a
+    NaN makes its block NaN. Scales: shapes of `Granularity.scales`; for (1, k) strides (1, rows).
 
     Args:
         x: float32, bfloat16 or float16, else raises `TypeError`; of any strides; no gradient.
         cast_config: the format, the granularity, and whether scales are powers of two.
-        row: return row data, else None. Dims are zero-padded: the contraction dim to a multiple of
-            16 or of the block width; so is the other dim of column data and under block scales.
+        row: return row data, else None. Data are zero-padded: the contraction dim to a multiple of
+            16 or of the block width, rows of column data and of blocks to 16 or the square's side.
         col: return column data, else None.
         pad_rows: zero-pad R of row data to a multiple of 16; block scales pad R in any case.
         scale: one float32 element to use instead of a scale computed from the amax of ``x``.
@@ -121,7 +121,7 @@ def refused_scale(scale: Tensor, x: Tensor, granularity: Granularity) -> ValueEr
 
 
 def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype, exponents: bool = False) -> Tensor:
-    """Cast ``x / scale`` to ``dtype`` as `cast`; ``exponents``: scales are 8-bit exponents."""
+    """Cast ``x / scale`` to ``dtype`` as `cast`; ``exponents``: `amax_to_exponent` scales."""
     # Literals: with dynamic=True, Dynamo makes floats of a module symbolic and then fails on them.
     limit = 448.0 if dtype == torch.float8_e4m3fn else 57344.0
     # Through float64, so that the quotient is correctly rounded in compiled code too.
@@ -309,7 +309,7 @@ def cast_plan(
 
     ``source`` is the constant SOURCE of `cast_kernel`. ``scale`` is None if the kernels read no
     scale, ``amax`` is None unless ``source`` is "recorded". The function returns the one scale if
-    kernels write it, else None; then row data, row scales, column data, column scales, or None.
+    kernels write it, else None; then a tensor or None for each spec that `specs_of` returns.
     """
     if source != "given" and not is_dense(shape, strides):
         dense = cast_plan(x_dtype, shape, (shape[1], 1), device, source, arguments)

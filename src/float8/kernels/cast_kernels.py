@@ -5,7 +5,7 @@ Row and column data are those of the matrix that a kernel reads, which may be ``
 The constant GRANULARITY says what one scale covers: the "tensor"; a "row" of row or column data; a
 "run" of WIDTH elements in such a row; a "square" of WIDTH x WIDTH elements. SOURCE says how the
 scale of a "tensor" is found: "given" reads scale_ptr; "measured" takes the maximum of amaxes_ptr;
-"kept" reads scale_ptr, and if that is 0 measures; "recorded" also raises amax_ptr to the amax of x.
+"kept" reads scale_ptr, or amaxes_ptr if that is 0; "recorded" also raises amax_ptr to x's amax.
 """
 
 from float8.kernels import numeric, tiles

@@ -232,7 +232,7 @@ def measure_strip(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,  # strips fill the columns exactly
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Raise amaxes in memory, by atomic max, to those of rows ``begin:end`` of column ``strip``."""
+    """Raise amaxes in memory, by atomic max, to those of rows ``begin:end`` in strip ``strip``."""
     element: tl.constexpr = x_ptr.dtype.element_ty
     # 64-bit, since offsets may exceed 32 bits.
     c = (strip * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)

@@ -44,7 +44,7 @@ class PlainFloat8Module(nn.Module):
     _float8_source_class: ClassVar[type[nn.Module]]
     """The class of the module before conversion and after `convert_to_high_precision`."""
     _float8_observers: tuple[Callable[..., Any], ...] = ()
-    """Called in each forward with `(self, casts, input, weight, output)`; return the output."""
+    """Called with `(self, casts, input, weight, output[, offs, name])`; return the output."""
     _float8_not_copied: ClassVar[frozenset[str]] = frozenset(
         {"_float8_attached", "_float8_observers"}
     )
@@ -62,7 +62,7 @@ class PlainFloat8Module(nn.Module):
     _float8_held: tuple[Any, ...] = ()
     """`Held` weights, quantized in advance; other weights are quantized in each forward."""
     _float8_never_trains = False
-    """Whether forward raises a `RuntimeError` if the weight requires grad."""
+    """Whether weights that require grad are refused, as with `Float8Weights.ONLY`."""
 
     @torch.inference_mode(False)  # else its tensors could not be saved for a backward
     def _float8_set_up(self, config: Float8LinearConfig, finish: bool = True) -> None:

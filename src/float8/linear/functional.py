@@ -134,7 +134,7 @@ def apply_linear(
 def in_compute_dtype(input: Tensor, weight: Tensor) -> Tensor:
     """Convert `input` to the dtype of autocast; no-op without autocast or on a `Float8Tensor`.
 
-    Raises as `linear` if dtypes or the last dims do not match. Both arguments may be DTensors.
+    Raises as `linear` for dtypes and for the last dim of `input`. Both may be DTensors.
     """
     autocast = autocast_dtype(input.device)
     same_dtype = autocast is not None or input.dtype == weight.dtype

@@ -30,7 +30,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
 
     The weight [N, K] is a high-precision `Parameter`, unless `config` has `Float8Weights.ONLY`. Use
     `from_float` to convert an `nn.Linear`, `convert_to_float8_training` for a model. With delayed
-    scaling a layer has float32 buffers `fp8_amax_*`, `fp8_amax_history_*` and `fp8_scale_*`.
+    scaling it has buffers `fp8_amax_*`, `fp8_amax_history_*`, `fp8_scale_*`, which stay float32.
     """
 
     config: Any = _Config()
@@ -60,7 +60,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
         """Make a `Float8Linear` with the Parameters, hooks and training mode of `mod`.
 
         `mod` stays unchanged. Hooks, Parameters and buffers that are registered or removed later in
-        one layer do not affect the other: `handle.remove()` of a hook of `mod` keeps the new one.
+        one layer do not affect the other: `handle.remove()` of a hook of `mod` removes only that.
         `enable_fsdp_float8_all_gather` takes effect in `convert_to_float8_training` only.
 
         Args:
@@ -110,7 +110,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
 
         Raises:
             TypeError: the dtypes of `input` and the weight differ without autocast or are not
-                supported, or `input` is sparse or nested.
+                supported, or `input` is not a dense tensor.
             ValueError: the last dim of `input` is not `in_features`.
             RuntimeError: a sync of delayed scaling is missing; a weight in float8 only requires
                 grad; or the call is in ONNX export, torch.func or, if delayed, torch.jit.trace.

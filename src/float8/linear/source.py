@@ -24,7 +24,7 @@ _REGISTRIES = {name for name, x in vars(nn.Module()).items() if isinstance(x, di
 """The attributes in which `nn.Module` keeps Parameters, buffers, submodules and hooks."""
 
 PUBLIC = ("config", "from_float")
-"""Names without `_float8_` that float8 layers define unless the user's class defines them."""
+"""Public names that float8 layers add, unless the user's class has attributes of these names."""
 
 
 def shallow_copy(mod: nn.Module, cls: Any) -> Any:
@@ -127,7 +127,7 @@ def not_in_high_precision(weight: Any) -> str | None:
 
 
 def _cannot_be_both(mod: Any, base: Any, config: Float8LinearConfig) -> str | None:
-    """Return why no class can inherit from both `base` and the class of `mod`, or None."""
+    """Return why attributes or the class of `mod` conflict with those of `base`, or None."""
     cls: Any = type(mod)
     is_ours = isinstance(mod, Float8Module)
     names, attributes = base._float8_buffer_names(config), {*dir(mod)}
@@ -163,7 +163,7 @@ def class_of(base: Any, source: Any) -> Any:
     """Return the class of a converted layer; `base` is a float8 class, `source` the user's class.
 
     For `nn.Linear` this is `base`; for a subclass, a class that inherits from `base` and `source`:
-    forward is that of `base`, other methods, properties and class attributes are those of `source`.
+    forward is that of `base`; all else of `source` stays, and methods of `base` call it by `super`.
     Layers can be pickled if `source` can be. The constructor takes the arguments of `source` and a
     `config`. If `source` takes a `config` itself, new layers have dynamic tensorwise scaling.
     """

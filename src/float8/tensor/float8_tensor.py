@@ -41,7 +41,7 @@ class Float8Tensor(Wrapper):
         data: float8, any shape and strides under `TENSORWISE`; else [..., R, C], contiguous or with
             the last two dims transposed.
         scale: float32 decode scales: one element under `TENSORWISE`, [..., R, 1] under `AXISWISE`,
-            else one for each block. Those of transposed data are transposed: [..., 1, C].
+            else one for each block. Those of transposed data are transposed, as [..., 1, C].
         orig_dtype: the dtype that the tensor reports: float32, bfloat16 or float16.
         granularity: what one scale covers. Each granularity allows copying, dequantizing and
             transposing, `AXISWISE` also selecting whole rows, `TENSORWISE` all views.
@@ -371,7 +371,7 @@ def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _require_same_kind(op: str, *tensors: Any, same_scale: bool = False) -> None:
-    """Raise `ValueError` unless dtypes, granularities and, if `same_scale`, scales are equal."""
+    """Raise `ValueError` unless all are `Float8Tensor`s of one kind, and scale if `same_scale`."""
 
     def kind(x: Any) -> str:
         if not isinstance(x, Float8Tensor):

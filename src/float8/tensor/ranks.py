@@ -36,7 +36,7 @@ class SharedTokens(NamedTuple):
         return whole if self.before == 1 else self._swapped(whole, self.ranks, self.before)
 
     def gathered(self, x: Tensor, cast: Cast, traced: bool = False) -> Operand:
-        """Quantize `x` [R / ranks, C], and all-gather it to row data [R, C], padded for a GEMM.
+        """Quantize `x` [R / ranks, C], and all-gather it to row data [R, C], C padded for a GEMM.
 
         Scales of rows and blocks are gathered like the data. `traced`: see `quantize`.
         """

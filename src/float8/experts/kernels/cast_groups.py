@@ -58,8 +58,8 @@ def cast_groups(
     outside all groups, and column data have scales [ceil16(C), width / k].
 
     ``offs`` [E] int32, on the device of ``x``, has the end of each group; groups may be empty, and
-    rows from ``offs[-1]`` on are in no group. ``width`` is at least the sum of group sizes padded
-    to 128; None suffices for groups of any sizes. ``cast.scale`` is None or [E] scales to use
+    rows from ``offs[-1]`` on are in no group. ``width`` is at least the sum of group sizes, each
+    padded to 128; None suffices for all sizes. ``cast.scale`` is None or [E] scales to use
     instead of computed ones. `row`, `col`, ``after`` and the errors are those of `kernels.cast`.
     """
     assert (cast.source, cast.reduce) == (None, None)  # each group has its own scale

@@ -95,7 +95,7 @@ def _for_pytorch(compiled: Any, programs: int, integers: tuple[int, ...]) -> Any
 
 
 def allocator(device: torch.device) -> Callable[..., Tensor]:
-    """Return a function (size, stride, dtype) that allocates on `device`, the current device."""
+    """Return a function (size, stride, dtype): `empty_strided` on `device`, the current device."""
     if device.type == "cuda" and private.empty_strided_cuda is not None:
         return private.empty_strided_cuda  # type: ignore[no-any-return]
     return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)

@@ -87,7 +87,7 @@ def in_reentrant_checkpoint() -> bool:
 
 
 def make_fx_is_on() -> bool:
-    """Return whether `make_fx` is tracing; fallback: whether `make_fx` has been imported."""
+    """Return whether `make_fx` is tracing; fallback: whether its module is imported."""
     tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
     mode: Any = getattr(tracing, "get_proxy_mode", lambda: tracing)
     return mode() is not None
