@@ -131,7 +131,7 @@ def _open_safetensors(path: Path, device: Any) -> Any:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in the file `path`; raise `ValueError` if a name is in it twice."""
+    """Return the JSON object in `path`; raise `ValueError` if it is none or has a name twice."""
 
     def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(content := dict(pairs)) < len(pairs):

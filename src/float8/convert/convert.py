@@ -53,7 +53,7 @@ def convert_to_float8_training(
     Args:
         module: the model, or a single linear layer.
         module_filter_fn: called as `module_filter_fn(mod, fqn)` for each linear layer and module of
-            experts that can be converted, or was; return True to convert `mod`, as `all_linears`
+            experts that can be converted to `config`; return True to convert `mod`, as `all_linears`
             always does. `keep_high_precision(...)` keeps some blocks. A filter that reads
             `in_features` excludes experts, which have none; the report says so. None: rules above.
         config: a `Float8LinearConfig`, or the name of a recipe, for example `"delayed"`. None
