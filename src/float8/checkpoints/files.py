@@ -251,7 +251,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _shards(tensors: Iterable[dict[str, Tensor]], max_size: int) -> Iterator[dict[str, Tensor]]:
-    """Group `tensors` to files of up to `max_size` bytes; yield each as a dict, name -> tensor."""
+    """Group `tensors` to files of up to `max_size` bytes; yield each, in one reused dict."""
     shard, storages, size = dict[str, Tensor](), set[int](), 0  # one dict: one file is in memory
     for group in tensors:
         group_size = sum(x.nbytes for x in group.values())

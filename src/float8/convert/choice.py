@@ -135,7 +135,7 @@ class Chooser:
         return self.gpu
 
     def _chosen_for(self, mod: nn.Module) -> str | None:
-        """Return report text on the GPU; None without float8 GEMMs, or if `emulate` has no `gpu`."""
+        """Return report text on the GPU; None without float8 GEMMs, or emulated without `gpu`."""
         if not self.config.float8_gemms or (self.config.emulate and self.gpu is None):
             return None
         gpu = self.gpu_of(mod)
