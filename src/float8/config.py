@@ -422,7 +422,7 @@ class Float8LinearConfig:
     @functools.cached_property
     def only_on(self) -> tuple[int, ...]:
         """Major compute capabilities of GPUs that run all GEMMs; () if all with float8 do."""
-        # Casts differ in this only under `emulate`: BLACKWELL > HOPPER > ().
+        # () is the least. BLACKWELL and HOPPER are both in a config only under `emulate`.
         return max(cast.scaling_granularity.only_on for cast in self.own_casts.values())
 
     @property

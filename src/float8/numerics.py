@@ -27,7 +27,7 @@ ROLES = "input", "weight", "grad_output"
 
 
 def of_this_rank(x: Any, cast: Cast | None) -> tuple[Tensor, Cast | None]:
-    """Return this rank's shard of `x`, dequantized, and `cast` with an amax reduced over shards."""
+    """Return this rank's part of `x`, dequantized, and `cast`, which reduces for a DTensor."""
     if is_dtensor(x):
         cast = cast and cast._replace(reduce=amax_over(sharding_groups(x)))
         x = x.full_tensor() if any(placement.is_partial() for placement in x.placements) else x
@@ -70,7 +70,7 @@ def count(x: Tensor, data: Tensor, bound: Tensor | None, all_count: bool) -> Ten
 def tally(numbers: Tensor, totals: Tensor, calls: Tensor, counted: bool) -> None:
     """Add `numbers`, a result of `count`, to `totals` in place, and increment `calls` in place.
 
-    `calls`, 0-dim int64 on the CPU, is a counter that all layers share. `totals` [8] float64 holds
+    `calls`, 0-dim int64 on the CPU, is a counter that layers share. `totals` [8] float64 holds
     1 / n of the first call with these `totals` and of the first such call with a non-finite value
     (0 if there is none), where n is the new value of `calls`; then the largest amax and the sums of
     the five counts. If `counted` is False, only the first two elements change.
@@ -169,7 +169,7 @@ class _Observer:
     def __call__(
         self, layer: Any, casts: Casts, x: Any, weight: Any, y: Any, offs: Any = None, own: str = ""
     ) -> Any:
-        """Measure `x`, `weight` and `y`'s gradient; return `y`. `own` is the name of `weight`."""
+        """Measure `x`, `weight`, the gradient of `y`; return `y`. `own`: name, if of experts."""
         compiling, grad = torch.compiler.is_compiling(), torch.is_grad_enabled()
         if offs is not None and not compiling:
             own = own or parameter_name(layer, weight)

@@ -14,11 +14,11 @@ from float8.tensor.ranks import is_fsdp_module
 
 
 def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]:
-    """Return a copy of `model` without PEFT's modules, and a dict: base layer -> layer of PEFT.
+    """Return `model` without PEFT's modules, and a dict: base layer -> layer of PEFT.
 
-    The copy shares all Parameters with `model`, which is not changed. Modules that PEFT trains
-    (`modules_to_save`) replace the original ones. The dict has the base layers that an active
-    adapter is still to be merged into. Raises `ValueError` for adapters that cannot be merged.
+    `model` is not changed: modules that contain PEFT's are copied, others and all Parameters are
+    shared. Modules that PEFT trains (`modules_to_save`) replace the original ones. The dict has the
+    layers to merge active adapters into. Raises `ValueError` for adapters that cannot be merged.
     """
     adapters, seen = dict[nn.Module, Any](), dict[nn.Module, nn.Module]()
 

@@ -131,7 +131,7 @@ def _open_safetensors(path: Path, device: Any) -> Any:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in the file `path`; raise `ValueError` if a name is in it twice."""
+    """Return the JSON object in `path`; raise `ValueError` if it is none or has a name twice."""
 
     def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(content := dict(pairs)) < len(pairs):
@@ -251,7 +251,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _shards(tensors: Iterable[dict[str, Tensor]], max_size: int) -> Iterator[dict[str, Tensor]]:
-    """Group `tensors` to files of up to `max_size` bytes; yield each as a dict, name -> tensor."""
+    """Group `tensors` to files of up to `max_size` bytes; yield each, in one reused dict."""
     shard, storages, size = dict[str, Tensor](), set[int](), 0  # one dict: one file is in memory
     for group in tensors:
         group_size = sum(x.nbytes for x in group.values())

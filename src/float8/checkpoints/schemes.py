@@ -2,7 +2,7 @@
 
 Every scheme in `_ALL` stores a weight [N, K] as e4m3 data with decode scales, as this library does:
 `x ~= data * scale`. Scales are float32, except for the 8-bit exponents of `block_ue8m0` and `mxfp8`
-(a byte is 2^(byte - 127), 255 is NaN), which may also be stored as float32, as in DeepSeek-V3.1.
+(a byte is 2^(byte - 127), 255 is NaN). Those of `block_ue8m0` may be float32, as in DeepSeek-V3.1.
 """
 
 from dataclasses import replace

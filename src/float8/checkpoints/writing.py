@@ -116,7 +116,7 @@ def float8_metadata(
     dtype: torch.dtype | None = None,
     param_dtype: torch.dtype | None = None,
 ) -> list[TensorMetadata]:
-    """Return a `TensorMetadata` for each tensor of `float8_weights`; raises the same errors."""
+    """Return a `TensorMetadata` per tensor of `float8_weights`, in its order; raises its errors."""
     plan, metadata = _plan(model, format, strategy, dtype, param_dtype), list[TensorMetadata]()
     for x, parts, rounds_to, cast_config, _ in plan.entries:
         new_dtype = rounds_to if rounds_to and x.dtype in HIGH_PRECISION_DTYPES else x.dtype

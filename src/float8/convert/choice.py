@@ -27,7 +27,7 @@ class Choice(NamedTuple):
     """The decision about one module that can be converted."""
 
     reason: str | None = None  # why the conversion skips the module; None if it does not
-    chosen_for: str | None = None  # report text on the modelled GPU; None if speed is ignored
+    chosen_for: str | None = None  # report text: the GPU, or that there is none; None: no text
 
     @property
     def by_filter(self) -> bool:
@@ -135,7 +135,7 @@ class Chooser:
         return self.gpu
 
     def _chosen_for(self, mod: nn.Module) -> str | None:
-        """Return report text on how modelled speed judged `mod`, or None if speed is ignored."""
+        """Return report text on the GPU; None without float8 GEMMs, or emulated without `gpu`."""
         if not self.config.float8_gemms or (self.config.emulate and self.gpu is None):
             return None
         gpu = self.gpu_of(mod)

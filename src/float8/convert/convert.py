@@ -41,7 +41,7 @@ def convert_to_float8_training(
     transformers 5 and torchtitan become `Float8Experts`: all experts run as in `grouped_linear`.
 
     Layers that another library loaded in float8 (transformers' `FP8Linear`; compressed-tensors by
-    channel, tensor or as MXFP8) keep their bytes under `Float8Weights.ONLY`, their default if
+    channel, block, tensor or MXFP8) keep their bytes under `Float8Weights.ONLY`, their default if
     `config` is None. Any other `config` dequantizes their weights to trainable Parameters. A layer
     that was converted with another configuration gets `config`, and new state of delayed scaling.
 
@@ -53,7 +53,7 @@ def convert_to_float8_training(
     Args:
         module: the model, or a single linear layer.
         module_filter_fn: called as `module_filter_fn(mod, fqn)` for each linear layer and module of
-            experts that can be converted, or was; return True to convert `mod`, as `all_linears`
+            experts that `config` can convert; return True to convert `mod`, as `all_linears`
             always does. `keep_high_precision(...)` keeps some blocks. A filter that reads
             `in_features` excludes experts, which have none; the report says so. None: rules above.
         config: a `Float8LinearConfig`, or the name of a recipe, for example `"delayed"`. None

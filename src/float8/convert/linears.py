@@ -47,7 +47,7 @@ class Linears(Conversion):
         return unsupported(mod, chooser.config, chooser.classes)
 
     def why_slower(self, mod: Any, fqn: str, chooser: Chooser) -> str | None:
-        """Return why `mod` stays: fewer outputs than `ROUTER`, or no modelled gain; else None."""
+        """Return why `mod` stays: fewer outputs than `ROUTER`, or not faster; else None."""
         if not chooser.config.float8_gemms:
             return None
         if mod.out_features < ROUTER:

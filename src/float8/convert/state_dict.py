@@ -13,8 +13,8 @@ from float8.tensor import Float8Tensor, dequantise
 def high_precision_state_dict(model: nn.Module) -> dict[str, Any]:
     """Return `model.state_dict()` with dequantized weights, without the state of delayed scaling.
 
-    A model that is not converted loads it with `strict=True`. Raises a `TypeError` if `model` is
-    not an `nn.Module`.
+    A model that is not converted loads it with `strict=True`. Weights of experts with
+    `Float8Weights.ONLY` stay in float8. Raises a `TypeError` if `model` is no `nn.Module`.
     """
     require_module(model, "model")
     with contextlib.ExitStack() as stack:

@@ -325,7 +325,7 @@ def _as_loadable(
 ) -> dict[str, Any]:
     """Return a copy of `state_dict` with buffers of delayed scaling that fit the config of `layer`.
 
-    Warns of dropped or missing buffers, shown once for equal layers; adds errors to `error_msgs`.
+    Warns of dropped or missing buffers; adds errors on their shapes to `error_msgs`.
     """
     loaded, notes = dict(state_dict), []
     keys_of = {x: [prefix + y for y in x[1:] if prefix + y in loaded] for x in SITES.values()}

@@ -108,8 +108,8 @@ def swap_tp_linear_with_float8_linear(
         sequence_dim: the dim of the tokens: 0 for [seq, batch, dim].
 
     Raises `TypeError` for an argument of the wrong type; `RuntimeError` before fairscale's model
-    parallel is initialized; and `ValueError` for a config that a layer does not support. No layer
-    supports `enable_fsdp_float8_all_gather` or `ONLY`. `model` is unchanged then.
+    parallel is initialized; `ValueError` for an unknown recipe, or a config that a layer does not
+    support (none supports `enable_fsdp_float8_all_gather` or `ONLY`). `model` is unchanged then.
     """
     require_module(model, "model")
     config = as_config(config)

@@ -128,8 +128,8 @@ class Float8Converter(ModelConfigConverter, ModelConfigTransform):
     """Converts the linear layers of a model config to `Float8Linear`, experts to `Float8Experts`.
 
     Gates of routers stay in high precision, as do subclasses of `Linear.Config` except column- and
-    row-parallel layers. Tensor parallel needs `spmd_backend="partial_dtensor"` of torchtitan 0.3.0.
-    `Config(...).build()` also serves as a torchtitan transform.
+    row-parallel layers. Tensor parallel needs `spmd_backend="partial_dtensor"`, which only
+    torchtitan 0.3.0 has. `Config(...).build()` also serves as a torchtitan transform.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -155,7 +155,7 @@ class Float8Partitioner(CustomPartitionerFn):
 def _activations(
     graph: Graph, inputs: Sequence[Node], gradients: Sequence[Node | None], static: set[int]
 ) -> tuple[set[Node], set[Node | None]]:
-    """Return nodes that require grad and depend on activations, and the gradients of Parameters."""
+    """Return nodes that require grad and depend on data inputs, and the gradients of Parameters."""
     traits, weight_gradients = {}, set[Node | None]()
     for index, (node, gradient) in enumerate(zip(inputs, gradients, strict=False)):
         origin: Any = node.meta.get("desc")  # None in inner graphs: all count as Parameters there

@@ -43,9 +43,9 @@ class Shards(NamedTuple):
     def linear(self, input: Any, weight: Any, bias: Any, plan: LinearPlan, casts: Casts) -> Any:
         """Compute `apply_linear` of DTensors on a 1-D mesh; return a DTensor.
 
-        `casts` reduce amaxes over the mesh. With `gathers_input` the input may have any placement,
-        and is gathered in float8 if `plan.input_rows_suffice`. A local `Float8Tensor` is not cast
-        again. `bias` is Shard(0) if the weight is, else Replicate.
+        `casts` reduce amaxes over the mesh. With `gathers_input` the input may have any placement;
+        it is gathered in float8 if `dtensor_in_float8` can cast it. A local `Float8Tensor` is not
+        cast again. `bias` is Shard(0) if the weight is, else Replicate.
         """
         if not hasattr(input, "placements"):
             raise TypeError(

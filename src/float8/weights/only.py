@@ -92,7 +92,7 @@ class OnlyWeights(nn.Module):
 
 
 def refuse_only(layer: Any, config: Float8LinearConfig) -> ValueError | None:
-    """Return an error if `config` has `ONLY` but a weight is sharded or requires grad, or None."""
+    """Return an error if `ONLY` meets a weight that is sharded, trains or is computed, or None."""
     if config.float8_weights is not Float8Weights.ONLY:
         return None
     if "weight" not in {**layer._parameters, **layer._buffers}:
