@@ -23,6 +23,7 @@ from float8 import (
     convert_to_float8_training,
     convert_to_high_precision,
     grouped_linear,
+    high_precision_state_dict,
     update_float8_weights,
 )
 from float8.experts import Float8Experts
@@ -327,6 +328,10 @@ def test_weights_in_float8_alone(recipe: str) -> None:
     assert "weights only in float8" in repr(mine)
     values = convert_to_high_precision(copy.deepcopy(alone))
     assert type(next(values.parameters()).data) is Tensor
+    state = high_precision_state_dict(alone)
+    assert {type(x) for x in state.values()} == {Tensor}
+    assert all(same_bits(state.pop(name), x) for name, x in values.state_dict().items())
+    assert state == {}
     # Rows and runs have no columns: they are cast from the values.
     cast_from = base if recipe in ("tensorwise", "blockwise") else values
     made = []

@@ -6,21 +6,20 @@ from typing import Any
 from torch import nn
 
 from float8.config import require_module
-from float8.linear import Float8Linear
+from float8.linear import Float8Linear, Float8Module
 from float8.tensor import Float8Tensor, dequantise
 
 
 def high_precision_state_dict(model: nn.Module) -> dict[str, Any]:
     """Return `model.state_dict()` with dequantized weights, without the state of delayed scaling.
 
-    A model that is not converted loads it with `strict=True`. Weights of experts with
-    `Float8Weights.ONLY` stay in float8. Raises a `TypeError` if `model` is no `nn.Module`.
+    A model that is not converted loads it with `strict=True`. Raises `TypeError` if not a module.
     """
     require_module(model, "model")
     with contextlib.ExitStack() as stack:
         # Each layer removes its own keys, before a wrapper around it renames them.
         for layer in model.modules():
-            if isinstance(layer, Float8Linear):
+            if isinstance(layer, Float8Module):
                 hook = layer.register_state_dict_post_hook(_to_high_precision)  # type: ignore[no-untyped-call]
                 stack.enter_context(hook)
         state: dict[str, Any] = model.state_dict()
@@ -38,10 +37,11 @@ def float8_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def _to_high_precision(
-    layer: Float8Linear, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+    layer: Float8Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
-    """State dict hook of `layer`: remove its delayed-scaling state, and dequantize its weight."""
-    for name in layer._float8_state():
+    """State dict hook of `layer`: remove its delayed-scaling state, and dequantize its weights."""
+    for name in layer._float8_state() if isinstance(layer, Float8Linear) else ():
         state_dict.pop(prefix + name, None)
-    if isinstance(weight := state_dict.get(prefix + "weight"), Float8Tensor):
-        state_dict[prefix + "weight"] = dequantise(weight)
+    for name in layer._parameters:
+        if isinstance(weight := state_dict.get(prefix + name), Float8Tensor):
+            state_dict[prefix + name] = dequantise(weight)
