@@ -85,7 +85,7 @@ def explain_out_of_memory(message: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-        if not known and not any(sign in str(error) for sign in _SIGNS_OF_TOO_MUCH):
+        is_memory_error = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if not is_memory_error and not any(sign in str(error) for sign in _SIGNS_OF_TOO_MUCH):
             raise
         raise FailedError(message.replace("{error}", str(error))) from error

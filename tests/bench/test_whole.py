@@ -366,7 +366,7 @@ def test_the_host_decides_a_step_of_few_tokens_under_fsdp() -> None:
     assert few.speedup == pytest.approx(statistics.mean(speedups), rel=0.07)
     assert sum(few.gpu_ms) < 100  # as fast as the GPU is
     assert not many.host_decides
-    graphs = dataclasses.replace(few.how, cuda_graphs=True)
+    graphs = dataclasses.replace(few.run, cuda_graphs=True)
     assert not Step(model, "H200", config, graphs).host_decides
 
 

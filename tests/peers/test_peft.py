@@ -226,6 +226,10 @@ def test_the_adapters_that_are_merged_are_the_active_ones(base: Any) -> None:
         assert same_bytes(float8_weights(torch.compile(model)), wanted.items())
     in_another = nn.ModuleDict({"policy": model})
     assert [*dict(float8_weights(in_another))] == [f"policy.{name}" for name in wanted]
+    q_proj.lora_A["default"].weight = q_proj.lora_A["b"].weight  # of one that is not active, too
+    model.base_model.set_adapter("b")
+    merged_base_layer(q_proj, gather=(gather := mock.Mock(side_effect=lambda x: x)))
+    assert gather.call_count == 3
 
 
 @pytest.mark.parametrize("outer", ["LoHa", "IA3", "mixed"])

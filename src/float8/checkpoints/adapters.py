@@ -69,12 +69,13 @@ def layers_of_peft(layer: nn.Module) -> list[Any]:
 
 
 def _inactive(layer: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the Parameters of adapters in `layer` that are not active."""
+    """Yield the Parameters in `layer` that only adapters which are not active have."""
     for x in layers_of_peft(layer):
         for parts in x.children():  # one for each adapter, by its name
             if isinstance(parts, nn.ModuleDict | nn.ParameterDict):
-                named = parts.named_parameters()
-                yield from (p for name, p in named if name.split(".")[0] not in x.active_adapters)
+                named = [*parts.named_parameters(remove_duplicate=False)]
+                active = {p for name, p in named if name.split(".")[0] in x.active_adapters}
+                yield from {p for _, p in named} - active
 
 
 def _refusal(got: str) -> ValueError:
@@ -103,14 +104,12 @@ def merged_base_layer(*layers: Any, gather: Callable[[Tensor], Tensor] = lambda 
         whole = whole.to(dtype, copy=whole is gathered)
         copies[id(x)] = nn.Parameter(whole, requires_grad=False)
     # `copies` is the memo of `deepcopy`, so it reuses the Parameters. Hooks and FSDP2 are left out.
-    for x in (x for layer in layers for x in reversed([*layer.modules()])):
-        if id(x) not in copies:
-            cls = type(x).__bases__[1] if is_fsdp_module(x) else type(x)
-            new: Any = object.__new__(cls)
-            copies[id(x)] = new
-            fields = vars(x).items()
-            empty = {name: type(value)() for name, value in fields if _LEFT_OUT.search(name)}
-            vars(new).update(copy.deepcopy(vars(x) | empty, copies))
+    modules = (x for layer in layers for x in reversed([*layer.modules()]))
+    for x in (x for x in modules if id(x) not in copies):
+        cls = type(x).__bases__[1] if is_fsdp_module(x) else type(x)
+        copies[id(x)] = object.__new__(cls)
+        empty = {name: type(y)() for name, y in vars(x).items() if _LEFT_OUT.search(name)}
+        vars(copies[id(x)]).update(copy.deepcopy(vars(x) | empty, copies))
     merged = [copies[id(layer)] for layer in layers]
     with torch.autocast(whole.device.type, enabled=False):
         for layer in merged:

@@ -174,8 +174,7 @@ def save_float8_checkpoint(
         if ranks.number != 0 and not ranks.meshes:
             return ()
         entries = [(x.tensor.dtype, x.tensor.shape, *x[1:]) for x in plan.entries]
-        described = repr((plan.scheme, plan.dtype, max_shard_size, entries))
-        if len({*ranks.agree(described)}) > 1:
+        if len({*ranks.agree(repr((plan.scheme, plan.dtype, max_shard_size, entries)))}) > 1:
             raise ValueError(
                 "model: got ranks with other models or arguments, expected the same on all: "
                 "together they write one checkpoint"

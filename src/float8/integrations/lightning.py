@@ -40,4 +40,6 @@ class Float8Callback(Callback):
         while self._attachments:
             self._attachments.pop().remove()
 
-    on_exception = teardown  # after an exception, Lightning calls no `teardown`
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Call `teardown`, as Lightning does not after an exception."""
+        self.teardown(trainer, pl_module, "fit")

@@ -78,8 +78,8 @@ class Float8Callback(TrainerCallback, ExportableState):
             got = "got enable_fsdp_float8_all_gather=True, and an optimizer made before the weights"
             raise ValueError(f"Float8Callback: {got}; let the Trainer make it, and no model_init")
         tokens = args.per_device_train_batch_size * (getattr(args, "max_length", None) or 0)
-        known = {"tokens_per_step": tokens} if tokens else {}
-        convert_to_float8_training(model, config=self._config, **known | self._conversion)
+        defaults = {"tokens_per_step": tokens} if tokens else {}
+        convert_to_float8_training(model, config=self._config, **defaults | self._conversion)
         self._converted = _count(model)
 
     def on_train_begin(

@@ -1,7 +1,7 @@
 """Send the weights of a model in training to vLLM, in float8, by its weight transfer."""
 
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -47,7 +47,10 @@ class Float8WeightSource(WeightSource):
         if scheme.format == FINE_GRAINED and scheme.granularity.one_scale:
             got = f"got 'tensor' of {self.format!r}, whose scales have another name in vLLM"
             raise ValueError(f"strategy: {got}; expected 'tensor' of {COMPRESSED!r}")
-        self._arguments = {**vars(self)}
+
+    @property
+    def _arguments(self) -> dict[str, Any]:
+        return {x.name: getattr(self, x.name) for x in fields(self)}
 
     def metadata(self) -> Any:
         """Return name, dtype and shape of each tensor, in the order in which they are sent."""

@@ -142,9 +142,7 @@ def _cannot_be_both(mod: Any, base: Any, config: Float8LinearConfig) -> str | No
         return f"with an attribute {name!r}, expected one without: {base.__name__} has one"
     if is_ours:
         return None
-    for parent in cls.__mro__:
-        if parent in (nn.Linear, nn.Module, object):
-            continue
+    for parent in (x for x in cls.__mro__ if x not in (nn.Linear, nn.Module, object)):
         if name := next((x for x in _PICKLING if vars(parent).get(x)), ""):  # `__slots__` may be ()
             got = f"with {name!r}, expected one without"
             return f"{got}: {base.__name__} has a way of its own to copy and pickle layers"

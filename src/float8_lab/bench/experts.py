@@ -29,8 +29,8 @@ class Experts(NamedTuple):
     ff: int
 
     def __str__(self) -> str:
-        known = (name for name, each in EXPERTS.items() if each == self)
-        return next(known, ",".join(map(str, self)))
+        names = (name for name, each in EXPERTS.items() if each == self)
+        return next(names, ",".join(map(str, self)))
 
 
 EXPERTS = {

@@ -29,10 +29,10 @@ def plot_results(results: dict[str, Any], path: Path) -> None:
     axes.set_ylabel("thousand tokens/s of a GPU (up is better)")
     for row in sorted(rows, key=lambda row: row["ms"]):
         peer, _, recipe = row["recipe"].rpartition(" ")
-        how: Any = {"color": _COLORS.get(recipe, "#009e73"), "linestyle": "none", "markersize": 10}
-        how["label"] = f"{row['recipe']}  {row['speedup']:.2f}x"
+        dot: Any = {"color": _COLORS.get(recipe, "#009e73"), "linestyle": "none", "markersize": 10}
+        dot["label"] = f"{row['recipe']}  {row['speedup']:.2f}x"
         marker = "s" if peer == "torchao" else "D" if peer else "o"
-        axes.plot(row["peak_gib"], row["tokens_per_s_per_gpu"] / 1e3, marker, **how)
+        axes.plot(row["peak_gib"], row["tokens_per_s_per_gpu"] / 1e3, marker, **dot)
     axes.margins(0.12)
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
     # So that differences of a few percent do not look large.

@@ -117,9 +117,9 @@ class Step:
     ) -> None:
         self.model = variant.convert(model)
         parts: Any = getattr(self.model, "layers", [self.model])
-        if (how := CHECKPOINTING.get(variant.checkpointing)) is not None:
+        if (arguments := CHECKPOINTING.get(variant.checkpointing)) is not None:
             for i, part in enumerate(parts):
-                parts[i] = checkpoint_wrapper(part, preserve_rng_state=False, **how)
+                parts[i] = checkpoint_wrapper(part, preserve_rng_state=False, **arguments)
         self.parts: list[Any] = list(parts)
         loss = getattr(self.model, "loss", None)
         apart = self.parts if loss is None else [*self.parts, loss]
@@ -263,13 +263,13 @@ def bench_steps(
                 row = rows[variant.name] = dict(variant.columns)  # nothing of the pass before
                 row["left_out"] = f"{type(error).__name__}: {error}"[:500]
             free_memory(device)
-            known = [row for row in rows.values() if "ms" in row or "left_out" in row]
+            complete = [row for row in rows.values() if "ms" in row or "left_out" in row]
             bf16: dict[str, float] = {}
-            for row in known:
+            for row in complete:
                 if "ms" in row:
                     row["speedup"] = bf16.setdefault(row["mode"], row["ms"]) / row["ms"]
                     row |= {name: n / row["ms"] * 1e3 for name, n in (tokens or {}).items()}
-            yield known
+            yield complete
 
 
 def _allocated(device: torch.device, *, peak: bool = False) -> int:

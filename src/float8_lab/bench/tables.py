@@ -87,10 +87,10 @@ def written(section: Section) -> str:
     if (picture := path.with_suffix(".png")).exists():
         parts.insert(0, [f"![Speed and peak memory]({os.path.relpath(picture, beside)})"])
     drifts = [row.get("drift_percent") for row in rows if "ms" in row]
-    if known := [abs(each) for each in drifts if each is not None]:
-        once = len(drifts) - len(known)
+    if measured := [abs(each) for each in drifts if each is not None]:
+        once = len(drifts) - len(measured)
         text = "Timed twice" + f", but for {once} that a time limit cut off" * (once > 0)
-        parts.append([f"{text}: up to {max(known):.1f} % apart."])
+        parts.append([f"{text}: up to {max(measured):.1f} % apart."])
     if failed := [row for row in rows if row.get("left_out")]:
         names = (", ".join(filter(None, (row["recipe"], row.get("mode")))) for row in failed)
         parts.append(textwrap.wrap(f"Failed, and so not measured: {'; '.join(names)}.", 116))

@@ -76,8 +76,8 @@ def keep_experts_of_a_rank(model: nn.Module, ranks: int) -> None:
 class Step:
     """Milliseconds of a step of a converted model on `gpu`, in bf16 and in float8, by part."""
 
-    def __init__(self, model: nn.Module, gpu: str, config: Float8LinearConfig, how: Setup) -> None:
-        self._model, self.gpu, self.config, self.how = model, gpu, config, how
+    def __init__(self, model: nn.Module, gpu: str, config: Float8LinearConfig, run: Setup) -> None:
+        self._model, self.gpu, self.config, self.run = model, gpu, config, run
         self._sent, self.host_ms, self.gpu_ms = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
         self.gib, self.gib_of_gpu = 0.0, _GIB[gpu]  # Parameters, gradients, AdamW's state; of a GPU
         self.gains: dict[str, float] = {}  # of each layer, whether in float8 or not
@@ -87,23 +87,23 @@ class Step:
         each = model.named_modules()
         self._text = any(isinstance(mod, nn.Embedding) and "pos" not in name for name, mod in each)
         self.ms = {_LINEAR: [0.0, 0.0]}
-        own = how.data_parallel // how.expert_parallel
+        own = run.data_parallel // run.expert_parallel
         experts = [mod for mod in model.modules() if kind_of(mod) is not None]
-        self._ranks: dict[int, int] = defaultdict(lambda: how.data_parallel)
+        self._ranks: dict[int, int] = defaultdict(lambda: run.data_parallel)
         self._ranks |= {id(weight): own for mod in experts for weight in mod.parameters()}
         self.report = report = conversion_report(model)
         for row in (*report.layers, *report.experts):
             self._add_layer(model, row)
         for other in report.others:
             if len(other.shape) == 2:
-                self._add(_LINEAR, speed.layer_ms(gpu, "bf16", how.tokens, *other.shape))
+                self._add(_LINEAR, speed.layer_ms(gpu, "bf16", run.tokens, *other.shape))
         self.attention = find_attention(model)
         for module, width, head in self.attention:
-            flop = 14 * how.sequence * how.tokens * width
+            flop = 14 * run.sequence * run.tokens * width
             rate, causal = _WIDE_HEADS if head > 64 else _HEADS, getattr(module, "is_causal", None)
             halved = self._text if causal is None else bool(causal)
             self._add("attention", flop / rate / (2 if halved else 1))
-        if how.checkpointing:  # forward once more, of what makes two to two and a half backward
+        if run.checkpointing:  # forward once more, of what makes two to two and a half backward
             for part, sums in self.ms.items():
                 more = {"attention": 9 / 7, "head and loss": 1.0}.get(part, 4 / 3)
                 self.ms[part] = [more * ms for ms in sums]
@@ -113,7 +113,7 @@ class Step:
                 self._add_weight(weight)
         self._add_waits("waiting for gathers", [sent / _LINK for sent in self._sent])
         self.gpu_ms = self._sums()
-        if how.cuda_graphs:
+        if run.cuda_graphs:
             self.host_ms = [0.0, 0.0]
         self.host_decides = self.host_ms[1] > self.gpu_ms[1]
         self._add_waits("waiting for the CPU", self.host_ms)
@@ -124,13 +124,13 @@ class Step:
     def unmeasured(self) -> list[str]:
         """What was never measured, so that the error is not known."""
         weights = [x for x in self._model.parameters() if x.requires_grad and not is_lazy(x)]
-        known = (*speed.COSTS, "rowwise_with_gw_hp")
+        recipes = (*speed.COSTS, "rowwise_with_gw_hp")
         cases = {
-            "on more than 4 GPUs": self.how.data_parallel > 4,
-            "under expert parallel": self.how.expert_parallel > 1,
+            "on more than 4 GPUs": self.run.data_parallel > 4,
+            "under expert parallel": self.run.expert_parallel > 1,
             "of trained Parameters in 16 bits": any(x.element_size() == 2 for x in weights),
             "of models that read no tokens": not self._text,
-            "of such a configuration": self.config.short_str().split(",")[0] not in known,
+            "of such a configuration": self.config.short_str().split(",")[0] not in recipes,
             "where the host decides": self.host_decides,
         }
         return [case for case, there in cases.items() if there]
@@ -160,15 +160,15 @@ class Step:
         self._add(part, 1e-9 * count * ms * speed.MEMORY[self.gpu])
 
     def _add_layer(self, model: nn.Module, row: LayerReport) -> None:
-        how, K, N = self.how, row.in_features, row.out_features
-        experts, tokens, fqn = getattr(row, "experts", 0), how.tokens, row.fqn.replace("(root)", "")
+        run, K, N = self.run, row.in_features, row.out_features
+        experts, tokens, fqn = getattr(row, "experts", 0), run.tokens, row.fqn.replace("(root)", "")
         path, _, name = fqn.rpartition(".")
         module: Any = model.get_submodule(path if experts else fqn)
         weight = getattr(module, name if experts else "weight")  # also one that is computed
         if experts:
             tokens *= experts_per_token(module, model.get_submodule(path.rpartition(".")[0]))
         elif not self._text and re.fullmatch(_POOLED, fqn):
-            tokens //= how.sequence
+            tokens //= run.sequence
             self.pooled[re.sub(r"\b\d+\b", "N", fqn)] = None
         ranks = self._ranks[id(weight)] if self.config.enable_fsdp_float8_all_gather else 1
         if experts:
@@ -179,7 +179,7 @@ class Step:
         if experts:
             both = self.of_experts[path]
             both[:] = both[0] + high, both[1] + low
-        host = _FSDP_HOST_MS if how.data_parallel > 1 else _HOST_MS
+        host = _FSDP_HOST_MS if run.data_parallel > 1 else _HOST_MS
         self.host_ms = [ms + host[i and in_float8] for i, ms in enumerate(self.host_ms)]
         low, ranks = (low, ranks) if in_float8 else (high, 1)
         self._sent[1] -= 2 * K * N * (experts or 1) * (1 - 1 / ranks)
@@ -188,8 +188,8 @@ class Step:
             self._elements("head and loss", tokens * N, _LOSS)
         elif experts:
             self._add(_EXPERTS, high, low)
-            if how.expert_parallel > 1 and weights_of(module)[0].name == name:
-                sent = 8 * tokens * K * (1 - 1 / how.expert_parallel)  # there and back, twice
+            if run.expert_parallel > 1 and weights_of(module)[0].name == name:
+                sent = 8 * tokens * K * (1 - 1 / run.expert_parallel)  # there and back, twice
                 self._add("exchange of tokens", sent / _LINK)
         else:
             self._add(_LINEAR, high, low)

@@ -58,9 +58,9 @@ def train_command(
     where = replace(where, ranks=1) if lora else where
     chosen = compared.chosen(checkpointing, all_layers=False)
     title = "training" + ", LoRA" * lora + ", of transformers" * transformers
-    how: Any = {"lora": lora, "transformers": transformers}
+    args: Any = {"lora": lora, "transformers": transformers}
     gathers = [one_of("gather", x, {x: x for x in (BF16, FLOAT8)}) for x in gather or [FLOAT8]]
-    _measure_on_ranks("train", title, TrainStep, size, chosen, where, plot, gathers, **how)
+    _measure_on_ranks("train", title, TrainStep, size, chosen, where, plot, gathers, **args)
 
 
 @app.command("tp")
@@ -88,11 +88,11 @@ def _measure_on_ranks(
     where: RanksRun,
     plot: Path | None = None,
     gathers: Any = ("",),
-    **how: Any,
+    **args: Any,
 ) -> None:
     """Start the ranks, and on each of them time that step of all variants; the first one tells.
 
-    `how` are arguments of the step.
+    `args` are arguments of the step.
     """
     if where.device not in ("cuda", "cpu"):
         raise ConfigError(f"device: got {where.device!r}, expected cuda or cpu, and --ranks N")
@@ -106,10 +106,10 @@ def _measure_on_ranks(
         first, ranks = dist.get_rank() == 0, dist.get_world_size()
         output = where.output if first else None
         where = replace(where, device=str(use_device(where.device)), output=output)
-        about = {**how, "ranks": ranks, "passes": PASSES}
+        about = {**args, "ranks": ranks, "passes": PASSES}
         title = f"{title} on {ranks} rank(s)"
         gathers = gathers if ranks > 1 else ("",)
-        found = _measure(name, title, partial(step, **how), size, chosen, where, gathers, **about)
+        found = _measure(name, title, partial(step, **args), size, chosen, where, gathers, **about)
         if plot is not None and first:
             import_module("float8_lab.bench.picture").plot_results(found, plot)
             typer.echo(f"plot: {plot}")

@@ -59,15 +59,15 @@ def compare_command(
     console.print(f"training {HIGH_PRECISION}, then {', '.join(recipes)}")  # imports take seconds
     from float8_lab.trainer.compare import compare
 
-    how: Any = {"recipe": HIGH_PRECISION, "final_checkpoint": False, "output": output}
-    config = TrainConfig.create(**how, **given(chosen))
+    options: Any = {"recipe": HIGH_PRECISION, "final_checkpoint": False, "output": output}
+    config = TrainConfig.create(**options, **given(chosen))
     if chosen.eval_interval is None:
         config = config.replace(eval_interval=max(config.steps // 5, 1))
     with stop_on_signals() as stop:
-        how = {"resume": resume, "overwrite": overwrite, "stop": stop}
-        how |= {"repeats": repeats, "noise": noise, "at_once": at_once}
+        options = {"resume": resume, "overwrite": overwrite, "stop": stop}
+        options |= {"repeats": repeats, "noise": noise, "at_once": at_once}
         progress = ConsoleProgress(console if at_once == 1 else None)
-        report = compare(config, recipes, [progress], **how)
+        report = compare(config, recipes, [progress], **options)
     rows = report.get("recipes", [])
     if config.device.startswith("cpu"):
         console.print(

@@ -69,10 +69,10 @@ class Compared:
 
     def chosen(self, checkpointing: Words = None, *, all_layers: bool = True) -> dict[str, Any]:
         """Return the arguments of `make_variants`."""
-        how = {"off": "", **{name: name for name in (IN_FLOAT8, *CHECKPOINTING)}}
+        choices = {"off": "", **{name: name for name in (IN_FLOAT8, *CHECKPOINTING)}}
         chosen: dict[str, Any] = {"recipes": self.recipe or ["tensorwise", "delayed"]}
         chosen |= {"modes": one_of("mode", self.mode, MODES), "peers": self.peers or []}
-        blocks = [one_of("checkpointing", x, how) for x in checkpointing or ["off"]]
+        blocks = [one_of("checkpointing", x, choices) for x in checkpointing or ["off"]]
         return chosen | {"all_layers": all_layers, "checkpointing": blocks}
 
 

@@ -48,12 +48,12 @@ class Command(TyperCommand):
 class App(typer.Typer):
     """Commands with help in plain text: tables of rich cut long names of options."""
 
-    def __init__(self, **how: Any) -> None:
-        super().__init__(add_completion=False, rich_markup_mode=None, **how)
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(add_completion=False, rich_markup_mode=None, **kwargs)
 
-    def command(self, name: str | None = None, **how: Any) -> Callable[[Callback], Callback]:
+    def command(self, name: str | None = None, **kwargs: Any) -> Callable[[Callback], Callback]:
         """Return a decorator that adds a command."""
-        return super().command(name, cls=Command, **how)
+        return super().command(name, cls=Command, **kwargs)
 
 
 def split(values: Words) -> list[str]:
@@ -61,11 +61,11 @@ def split(values: Words) -> list[str]:
     return [word for value in values or [] for word in value.split(",")]
 
 
-def one_of(option: str, got: str, known: Mapping[str, T]) -> T:
+def one_of(option: str, got: str, choices: Mapping[str, T]) -> T:
     """Return the value that a word stands for; a `ConfigError` if it is not known."""
-    if got not in known:
-        raise ConfigError(f"{option}: got {got!r}, expected one of {', '.join(known)}")
-    return known[got]
+    if got not in choices:
+        raise ConfigError(f"{option}: got {got!r}, expected one of {', '.join(choices)}")
+    return choices[got]
 
 
 def takes(
@@ -102,9 +102,9 @@ def takes(
 
         parameters = []
         for name, (kind, default) in taken.items():
-            how: Any = {"default": (defaults or {}).get(name, default)}
-            how["annotation"] = _option(name, kind)
-            parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, **how))
+            options: Any = {"default": (defaults or {}).get(name, default)}
+            options["annotation"] = _option(name, kind)
+            parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, **options))
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {each.name: each.annotation for each in parameters}
         return run

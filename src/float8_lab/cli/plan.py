@@ -61,14 +61,14 @@ def load_model(name: str) -> nn.Module:
 
 
 def report_on(
-    model: nn.Module, config: Float8LinearConfig, how: Setup, gpu: str | None
+    model: nn.Module, config: Float8LinearConfig, run: Setup, gpu: str | None
 ) -> ConversionReport:
     """Convert a model on the meta device and report; `gpu` None: whatever the size of layers."""
     if gpu is None:
         config = replace(config, emulate=True)  # of which no speed is asked
-    chooser = Chooser(model, config, None, how.tokens, gpu, how.cuda_graphs, head=how.head)
+    chooser = Chooser(model, config, None, run.tokens, gpu, run.cuda_graphs, head=run.head)
     if config.enable_fsdp_float8_all_gather:
-        chooser.ranks = {2: how.data_parallel, 3: how.data_parallel // how.expert_parallel}
+        chooser.ranks = {2: run.data_parallel, 3: run.data_parallel // run.expert_parallel}
     return conversion_report(convert_chosen(chooser))
 
 
@@ -137,20 +137,20 @@ def conversion_code(config: Float8LinearConfig, recipe: str, arguments: str) -> 
 
 
 def judge(
-    model: nn.Module, config: Float8LinearConfig, how: Setup, gpu: str, recipe: str
+    model: nn.Module, config: Float8LinearConfig, run: Setup, gpu: str, recipe: str
 ) -> tuple[Step, ConversionReport, list[str]]:
     """Return a step, its report and lines on it, on as many GPUs as hold weights and their state.
 
     What the default filter takes, or all if that is clearly faster, is converted.
     """
-    if how.data_parallel > 1 and ":" not in recipe:  # a configuration of one's own says it itself
+    if run.data_parallel > 1 and ":" not in recipe:  # a configuration of one's own says it itself
         with contextlib.suppress(ValueError):  # not every recipe can
             config = replace(config, enable_fsdp_float8_all_gather=True)
-    report_on(model, config, how, gpu)
-    step, here, only = Step(model, gpu, config, how), how.data_parallel, Float8Weights.ONLY
+    report_on(model, config, run, gpu)
+    step, here, only = Step(model, gpu, config, run), run.data_parallel, Float8Weights.ONLY
     if (gib := step.gib) > step.gib_of_gpu and config.float8_weights is not only:  # is not shared
         gpus = here * 2 ** math.ceil(math.log2(gib / step.gib_of_gpu))
-        many = replace(how, data_parallel=gpus)
+        many = replace(run, data_parallel=gpus)
         step, report, lines = judge(convert_to_high_precision(model), config, many, gpu, recipe)
         short = f"does not fit on {here} GPU{'s' * (here > 1)}, {gib:.1f} of {step.gib_of_gpu} GiB"
         lines[0] = f"{short}; on {gpus} (FSDP2, without activations) {lines[0]}"
@@ -160,8 +160,8 @@ def judge(
     if frozen and here == 1 and config.float8_weights is Float8Weights.ON_THE_FLY:
         with contextlib.suppress(ValueError):  # not every recipe can
             config = replace(config, float8_weights=only)
-            report_on(convert_to_high_precision(model), config, how, gpu)
-            if (best := Step(model, gpu, config, how)).gib < gib:
+            report_on(convert_to_high_precision(model), config, run, gpu)
+            if (best := Step(model, gpu, config, run)).gib < gib:
                 saves = f"a step {best.speedup:.2f}x, {best.gib:.1f} GiB"
                 lines.append(f"frozen base in float8 alone, --recipe {recipe}+only: {saves}")
     return step, report, lines
@@ -171,15 +171,15 @@ def answer(
     model: nn.Module, config: Float8LinearConfig, step: Step, recipe: str
 ) -> tuple[Step, ConversionReport, list[str]]:
     """Return what `judge` does, of a model that the default filter converted as in `step`."""
-    how, gpu, of_all = step.how, step.gpu, ""
+    run, gpu, of_all = step.run, step.gpu, ""
     code = filter_code(step.report, lambda x: "filter_fn takes" in (x.skip_reason or ""), "not in")
     takes = eval(code, {"re": re, "all_linears": all_linears})  # so what is told is what is planned
     convert_to_high_precision(model)
     convert_to_float8_training(model, config=config, module_filter_fn=takes)
-    every = Step(model, gpu, config, how)
+    every = Step(model, gpu, config, run)
     other = f"all layers in float8, module_filter_fn={code}: a step {every.speedup:.2f}x"
-    flags = ", cuda_graphs=True" * how.cuda_graphs + ", head=True" * how.head
-    call = f'tokens_per_step={how.tokens}, gpu="{gpu}"{flags}'
+    flags = ", cuda_graphs=True" * run.cuda_graphs + ", head=True" * run.head
+    call = f'tokens_per_step={run.tokens}, gpu="{gpu}"{flags}'
     if (gains := every.speedup / step.speedup - 1) > step.error:
         other = f"by the default filter: a step {step.speedup:.2f}x"
         step, of_all, call = every, ", with all layers in float8", f"module_filter_fn={code}"
@@ -213,7 +213,7 @@ def answer(
         word += f" host decides (±{HOST_ERROR:.0%})"
         starts = f"it starts a step in {high:.0f} ms in bf16, {low:.0f} in float8"
         helps = "larger units of FSDP2; on one GPU, CUDA graphs"
-        helps = helps if how.data_parallel > 1 else "CUDA graphs (--cuda-graphs)"
+        helps = helps if run.data_parallel > 1 else "CUDA graphs (--cuda-graphs)"
         runs = f"the GPU runs it in {bf16:.0f} and {ours:.0f}; what helps: more --tokens, {helps}"
         lines.append(f"{word}: {starts}, {runs}")
     lines += [other] * (gains > 0.005)
@@ -293,25 +293,25 @@ def plan_command(
             whole = Llama(shape.model, longest)
         whole.tie_head()
     each = sequence or math.gcd(tokens, longest)
-    how = Setup(tokens, each, data_parallel, expert_parallel, checkpointing, cuda_graphs, head)
-    about = {"model": name, "recipe": recipe, "for": judged or place.device, **vars(how)}
+    run = Setup(tokens, each, data_parallel, expert_parallel, checkpointing, cuda_graphs, head)
+    about = {"model": name, "recipe": recipe, "for": judged or place.device, **vars(run)}
     bench = Bench("plan", place, tell=not judged, **about)
     title = f"{name}, {recipe}, {tokens} tokens" + f" in sequences of {each}" * bool(judged)
     title += ", as CUDA graphs" * cuda_graphs
     keep_experts_of_a_rank(whole, expert_parallel)
     if judged:
-        step, report, told = judge(whole, config, how, judged, recipe)
-        gpus = f"{step.how.data_parallel} " * (step.how.data_parallel > 1)
+        step, report, told = judge(whole, config, run, judged, recipe)
+        gpus = f"{step.run.data_parallel} " * (step.run.data_parallel > 1)
         title += f": modelled for {gpus}{judged}" + " (no --gpu names another)" * (not gpu)
         bench.console.print("\n".join([title, *told, "", f"{report}\n"]))
         table = "a step of training, modelled; docs/measuring.md explains the parts"
         names = "speedup", "error", "unmeasured", "gib", "gib_of_gpu", "host_ms", "gpu_ms", "gains"
-        numbers = {"gpus": step.how.data_parallel, **{x: getattr(step, x) for x in names}}
+        numbers = {"gpus": step.run.data_parallel, **{x: getattr(step, x) for x in names}}
         results: Any = {"report": step.report.to_dict(), "verdict": told, "modelled": numbers}
         bench.finish(table, step.rows, **results)
         bench.console.print(told[0])
     else:
-        report = report_on(whole, config, how, None)
+        report = report_on(whole, config, run, None)
         measure = partial(measure_linear, recipe=recipe, device=bench.device)
         waits = bench.device.type == "cuda" and not cuda_graphs
         rows = plan_layers(report, tokens, measure, waits)

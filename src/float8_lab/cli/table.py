@@ -28,8 +28,8 @@ _FORMATS |= {"val_gap_percent": "+.2f", "gap_error_percent": ".2f", "noise_perce
 
 def print_table(console: Console, title: str, rows: Rows) -> None:
     """Print what is known of `rows`; columns that no row has a value for are left out."""
-    known = {key for row in rows for key, value in row.items() if value is not None}
-    keys = [key for key in f"{_NAMES} {_NUMBERS}".split() if key in known]
+    filled = {key for row in rows for key, value in row.items() if value is not None}
+    keys = [key for key in f"{_NAMES} {_NUMBERS}".split() if key in filled]
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, header_style="", padding=0)
     for key in keys:
         default = "\n".join(_WORDS.get(word, word) for word in re.split("[_ ]", key))

@@ -76,8 +76,8 @@ def by_recipe(runs: Sequence[Row]) -> list[Row]:
         row |= {"status": worst["status"], "error": worst["error"]}
         whole = [x for x in of_recipe if x["status"] == FINISHED] or of_recipe
         for name in _MEANS:
-            known = [x[name] for x in whole if x[name] is not None]
-            row[name] = statistics.fmean(known) if known else None
+            values = [x[name] for x in whole if x[name] is not None]
+            row[name] = statistics.fmean(values) if values else None
         each = [x["val_gap_percent"] for x in found if x["recipe"] == recipe != HIGH_PRECISION]
         row["gap_error_percent"] = statistics.stdev(each) / len(each) ** 0.5 if each[1:] else None
         rows.append(row)

@@ -126,8 +126,8 @@ class Trainer:
             group["lr"] = build.learning_rate(step, config)
         loss = torch.zeros((), device=self.device)
         for index in range((step - 1) * config.accumulate, step * config.accumulate):
-            how = {"seed": config.seed, "first": index * config.batch_size, **self._sizes}
-            batch = data.train_batch(self.corpus.train, **how)
+            settings = {"seed": config.seed, "first": index * config.batch_size, **self._sizes}
+            batch = data.train_batch(self.corpus.train, **settings)
             part = self.loss(batch) / config.accumulate
             part.backward()  # type: ignore[no-untyped-call]
             loss += part.detach()
@@ -163,8 +163,8 @@ class Trainer:
         """Mean loss over the validation batches, nats per byte."""
         self.model.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        how = {"batches": self.config.eval_batches, **self._sizes}
-        for batch in data.validation_batches(self.corpus.validation, **how):
+        settings = {"batches": self.config.eval_batches, **self._sizes}
+        for batch in data.validation_batches(self.corpus.validation, **settings):
             self._begin_graphs()
             total += self.loss(batch)
         self.model.train()

@@ -148,8 +148,8 @@ def _add(metrics: Metrics, kind: str, step: int, **values: Any) -> None:
         metrics.validation = [record for record in metrics.validation if record.step <= step]
         metrics.status = ""
     elif kind == "train":
-        known = {name: x for name, x in values.items() if name in StepRecord.__annotations__}
-        metrics.train.append(check_types(StepRecord(step, **known)))
+        recorded = {name: x for name, x in values.items() if name in StepRecord.__annotations__}
+        metrics.train.append(check_types(StepRecord(step, **recorded)))
     elif kind == "validation":
         metrics.validation.append(check_types(ValidationRecord(step, **values)))
     elif kind == "end":

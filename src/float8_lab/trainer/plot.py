@@ -26,11 +26,11 @@ def plot_comparison(
     window = max(len(reference[0].train) // 40, 1)
     for index, (name, runs) in enumerate(recipes.items()):
         width = 1.2 + 6 * (1 - (index + 1) / len(recipes))
-        how: dict[str, Any] = {"color": _COLORS[index % len(_COLORS)], "linewidth": width}
+        style: dict[str, Any] = {"color": _COLORS[index % len(_COLORS)], "linewidth": width}
         for axes, base in ((above, []), (below, reference)):
             if axes is above or index:
-                axes.plot(*_smooth(*_mean(runs, base, "train"), window), label=name, **how)
-                axes.plot(*_mean(runs, base, "validation"), "o", markersize=3 + width, **how)
+                axes.plot(*_smooth(*_mean(runs, base, "train"), window), label=name, **style)
+                axes.plot(*_mean(runs, base, "validation"), "o", markersize=3 + width, **style)
     apart = [_smooth(*_mean([run], [again], "train"), window) for run, again in pairs]
     if apart:
         steps = min((steps for steps, _ in apart), key=len)

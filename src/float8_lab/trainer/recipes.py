@@ -51,16 +51,16 @@ def recipe_config(recipe: str) -> Float8LinearConfig:
     fast = Float8GemmConfig(use_fast_accum=True)
     for switch in switches:
         off = [each.name for each in fields(config) if getattr(config, each.name) is False]
-        known: dict[str, dict[str, Any]] = {name: {name: True} for name in off}
-        known.pop("enable_fsdp_float8_all_gather", None)  # `bench train` has variants for it
+        valid: dict[str, dict[str, Any]] = {name: {name: True} for name in off}
+        valid.pop("enable_fsdp_float8_all_gather", None)  # `bench train` has variants for it
         gemms = [f"gemm_config_{gemm}" for gemm in config.float8_gemms]
         if any(getattr(config, gemm) != fast for gemm in gemms):
-            known["fast_accum"] = dict.fromkeys(gemms, fast)
+            valid["fast_accum"] = dict.fromkeys(gemms, fast)
         if config.float8_weights is Float8Weights.ON_THE_FLY:
             kinds = Float8Weights.HELD, Float8Weights.ONLY
-            known |= {each.value: {"float8_weights": each} for each in kinds}
-        if switch not in known:
+            valid |= {each.value: {"float8_weights": each} for each in kinds}
+        if switch not in valid:
             got = f"recipe: got {recipe!r} with the switch {switch!r}"
-            raise ValueError(f"{got}, expected one of {', '.join(known)}; no other can be on here")
-        config = replace(config, **known[switch])
+            raise ValueError(f"{got}, expected one of {', '.join(valid)}; no other can be on here")
+        config = replace(config, **valid[switch])
     return config
