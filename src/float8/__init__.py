@@ -48,9 +48,9 @@ __version__ = "0.3.0.dev0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import the tensor-parallel styles at first use, since DTensor is slow to import.
+    """Return a tensor-parallel style, imported at first use, since DTensor is slow to import.
 
-    Also serves `_auto_filter_for_recipe`, which code for torchao imports.
+    Also returns `_auto_filter_for_recipe`, which code for torchao imports.
     """
     if name == "_auto_filter_for_recipe":
         return getattr(import_module("float8.float8_linear_utils"), name)

@@ -1,6 +1,6 @@
 """Helpers that the autograd functions of this library share.
 
-Their `compute` runs the GEMMs and returns the output and what `forward` saves for backward.
+`Linear.compute` runs the GEMMs and returns the output and the tensors that `forward` saves.
 """
 
 import functools
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def computed_before(function: Any, *args: Any) -> Any:
-    """Return `function.compute(*args)`, without gradients, to pass to `function.apply`.
+    """Return `function.compute(*args)`, without gradients; the caller gives it to `function.apply`.
 
     Use this in compiled code only: GEMMs are then traced before the autograd function, whose
     forward just saves the results. Inside an autograd function, torch 2.11 loses the recompute tags
@@ -42,8 +42,8 @@ def once_differentiable(backward: Backward) -> Backward:
         with torch.no_grad():
             results = backward(ctx, *grads)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return results
-        # A dummy that requires grad, so that the results are never constants, as `grads` may be.
+            return results  # without create_graph=True nothing differentiates them
+        # An input that requires grad, so that the results do, even if none of `grads` does.
         dummy = torch.zeros((), requires_grad=True)
         return _NotDifferentiable.apply(len(grads), dummy, *grads, *results)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -51,7 +51,7 @@ def once_differentiable(backward: Backward) -> Backward:
 
 
 class _NotDifferentiable(torch.autograd.Function):
-    """Return `tensors[count:]` detached, as functions of all `tensors`; backward raises."""
+    """Return `tensors[count:]` detached, but connected to all inputs by a backward that raises."""
 
     @staticmethod
     def forward(ctx: Any, count: int, dummy: Tensor, *tensors: Any) -> tuple[Any, ...]:

@@ -33,9 +33,9 @@ def require_types(config: Any) -> None:
     for item in fields(config):
         value, types = getattr(config, item.name), get_args(item.type) or (item.type,)
         if not isinstance(value, types):
-            kind = types[0]
-            example = f", for example {next(iter(kind))}" if issubclass(kind, enum.Enum) else ""
-            expected = f"a {kind.__name__}{example}{torchao_hint(value)}"
+            cls = types[0]  # X of a field that is annotated X or X | None
+            example = f", for example {next(iter(cls))}" if issubclass(cls, enum.Enum) else ""
+            expected = f"a {cls.__name__}{example}{torchao_hint(value)}"
             raise TypeError(f"{item.name}: got {value!r}, expected {expected}")
 
 
@@ -73,7 +73,7 @@ class Granularity(enum.Enum):
         self.one_scale = height is None
         self.by_rows = height == 1 and width is None
         self.by_blocks = width is not None
-        self.square = height == width
+        self.square = height == width  # also for one scale, where both are None
         self.exponents = width == 32
         self.only_on = BLACKWELL if self.exponents else HOPPER if self.by_blocks else ()
         return self
@@ -81,8 +81,8 @@ class Granularity(enum.Enum):
     def scales(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the scales for data of `shape` [..., R, C]. Adds no guard on sizes.
 
-        `()`, [..., R, 1], [..., R, ceil(C / width)], or for squares [..., ceil(R / height),
-        ceil(C / width)], whose last dim is padded to a multiple of 4 for cuBLASLt.
+        `()` for one scale, [..., R, 1] by rows, [..., R, ceil(C / width)] by parts of rows, and
+        [..., ceil(R / height), ceil(C / width) padded to a multiple of 4 for cuBLASLt] by squares.
         """
         if self.height is None:
             return ()
@@ -97,7 +97,7 @@ class Granularity(enum.Enum):
 
 
 class ScalingGranularity(Granularity):
-    """What a scale of a `CastConfig` covers. A row lies along the contraction dim of a GEMM."""
+    """What one scale of a `CastConfig` covers. Rows lie along the contraction dim of a GEMM."""
 
     TENSORWISE = "tensorwise", None, None
     """One scale for the whole tensor."""
@@ -119,7 +119,7 @@ class CastConfig:
     """The cast of one tensor to float8.
 
     Raises a `TypeError` for a field of the wrong type, and a `ValueError` for an unsupported
-    `target_dtype` or a `scaling_granularity` other than `TENSORWISE` without dynamic scaling.
+    `target_dtype`, or if `scaling_type` is not `DYNAMIC` and the granularity is not `TENSORWISE`.
     """
 
     scaling_type: ScalingType = ScalingType.DYNAMIC
@@ -166,7 +166,7 @@ class CastConfig:
         dtype = "default" if self.target_dtype is None else SHORT_NAME[self.target_dtype]
         granularity = self.scaling_granularity
         scaling = self.scaling_type if granularity.one_scale else granularity
-        rounded = self.power_of_2 and not granularity.exponents
+        rounded = self.power_of_2 and not granularity.exponents  # which always are powers of two
         return f"{scaling.value}/{dtype}{'/power_of_2' if rounded else ''}"
 
 
@@ -350,22 +350,22 @@ class Float8LinearConfig:
         for gemm in GEMM_OPERANDS:
             self._check_gemm(gemm)
         self._check_widths()
-        _ = self.delayed_sites  # cached before Dynamo, which cannot trace the lock of Python < 3.12
+        _ = self.delayed_sites  # cached here: Dynamo cannot trace the lock of Python < 3.12 in it
         for check in CONFIG_CHECKS:
             check(self)
 
     def _resolve_casts(self) -> dict[CastSite, CastConfig]:
         """Set the default `target_dtype` in fields, and return the effective cast of each site."""
-        casts: dict[CastSite, CastConfig] = {}
+        casts, rounded = dict[CastSite, CastConfig](), self.round_scales_to_power_of_2
         for site in CastSite:
             name = f"cast_config_{site.value}"
             cast = getattr(self, name)
             if cast is not None and cast.is_float8 and cast.target_dtype is None:
                 is_gradient = BASE_SITE.get(site, site) is CastSite.GRAD_OUTPUT
-                dtype = E5M2 if is_gradient and cast.scaling_granularity is _T else E4M3
+                dtype = E5M2 if is_gradient and cast.scaling_granularity.one_scale else E4M3
                 cast = replace(cast, target_dtype=dtype)  # a copy: the user's may serve other roles
                 object.__setattr__(self, name, cast)
-            cast, rounded = cast or casts[BASE_SITE[site]], self.round_scales_to_power_of_2
+            cast = cast or casts[BASE_SITE[site]]  # only second sites may have None
             casts[site] = replace(cast, power_of_2=True) if rounded else cast
         return casts
 
@@ -408,21 +408,21 @@ class Float8LinearConfig:
 
     @functools.cached_property
     def own_casts(self) -> dict[CastSite, CastConfig]:
-        """Site -> cast, in order, except sites that reuse the cast of the tensor's first site."""
+        """Site -> cast, in order, without second sites of a tensor that reuse the first cast."""
         casts = self._casts
         own = [x for x in CAST_SITES if x not in BASE_SITE or casts[x] != casts[BASE_SITE[x]]]
         return {site: casts[site] for site in own}
 
     @functools.cached_property
     def delayed_sites(self) -> tuple[CastSite, ...]:
-        """The sites with state of delayed scaling, in the order of `CAST_SITES`."""
+        """The sites that use delayed scaling and so have state, in the order of `CAST_SITES`."""
         own = self.own_casts.items()
         return tuple(site for site, x in own if x.scaling_type is ScalingType.DELAYED)
 
     @functools.cached_property
     def only_on(self) -> tuple[int, ...]:
-        """Major compute capabilities of GPUs that run all GEMMs; () if all with float8 do."""
-        # () is the least. BLACKWELL and HOPPER are both in a config only under `emulate`.
+        """Major compute capabilities of GPUs that run all these GEMMs; () means no limit."""
+        # () is the least tuple. BLACKWELL and HOPPER are both in a config only under `emulate`.
         return max(cast.scaling_granularity.only_on for cast in self.own_casts.values())
 
     @property
@@ -432,8 +432,8 @@ class Float8LinearConfig:
         return tuple(gemm for gemm, (site, _) in operands if self.cast_config(site).is_float8)
 
     def short_str(self) -> str:
-        """Return a text for `repr`: the recipe, or each cast's scaling, and non-default flags."""
-        recipe = _BY_CASTS.get((self.round_scales_to_power_of_2, *self._casts.values()))
+        """Return a text for `repr`: the recipe or the scaling of each cast, and changed flags."""
+        recipe = _RECIPE_BY_CASTS.get((self.round_scales_to_power_of_2, *self._casts.values()))
         defaults = RECIPES[recipe or "tensorwise"]
         own = self.own_casts.items()
         words = [recipe] if recipe else [f"{site.value}={x.short_str()}" for site, x in own]
@@ -445,7 +445,7 @@ class Float8LinearConfig:
 
     @staticmethod
     def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> "Float8LinearConfig":
-        """Return the configuration of a recipe, by enum member or by its value, as `"delayed"`.
+        """Return the configuration of a recipe, named by enum member or value (`"delayed"`).
 
         Each call makes a new object. An unknown name raises a `ValueError` that lists all names.
         """
@@ -489,7 +489,7 @@ RECIPES: dict[str, Float8LinearConfig] = {
 }
 """The recipes by the values of `Float8LinearRecipeName`. Layers share these objects."""
 
-_BY_CASTS = {
+_RECIPE_BY_CASTS = {
     (rounded, *replace(config, round_scales_to_power_of_2=rounded)._casts.values()): name
     for name, config in RECIPES.items()
     for rounded in (False, True)
@@ -501,7 +501,7 @@ ConfigOrRecipe = Float8LinearConfig | Float8LinearRecipeName | str
 
 
 def _recipe(recipe_name: Any) -> Float8LinearConfig:
-    """Return the `RECIPES` object called `recipe_name`; raise `ValueError` for an unknown name."""
+    """Return the object in `RECIPES` of this name or enum member; raise `ValueError` if none."""
     is_member = isinstance(recipe_name, Float8LinearRecipeName)
     name = recipe_name.value if is_member else recipe_name
     if not isinstance(name, str) or name not in RECIPES:
@@ -511,7 +511,7 @@ def _recipe(recipe_name: Any) -> Float8LinearConfig:
 
 
 def as_config(config: ConfigOrRecipe | None) -> Float8LinearConfig:
-    """Return `config` itself, or the configuration of the recipe `config`; None: `"tensorwise"`.
+    """Return `config` itself, or the configuration of the recipe of this name; None: tensorwise.
 
     Raises a `ValueError` for an unknown name, and a `TypeError` for an object of another type.
     """
@@ -526,5 +526,5 @@ def as_config(config: ConfigOrRecipe | None) -> Float8LinearConfig:
 
 
 def linear_requires_sync(config: ConfigOrRecipe) -> bool:
-    """Return True if layers of `config` need `sync_float8_amax_and_scale_history` each step."""
+    """Return True if layers with `config` need `sync_float8_amax_and_scale_history` each step."""
     return bool(as_config(config).delayed_sites)

@@ -18,16 +18,16 @@ from float8.linear import Float8Linear
 
 
 def _auto_filter_for_recipe(recipe: ConfigOrRecipe, filter_fqns: Collection[str]) -> ModuleFilter:
-    """Return the default filter for `recipe`; names with one of `filter_fqns` are rejected, too.
+    """Return the default filter for `recipe`, which also rejects names by their `filter_fqns`.
 
-    The filter accepts converted layers, and returns False for all objects but `nn.Linear`.
+    It rejects names that contain one of these, and accepts other layers already converted.
     """
     chooser = Chooser(nn.Identity(), recipe)  # decides per layer: the model is unknown
 
     def module_filter_fn(mod: nn.Module, fqn: str) -> bool:
         if any(name in fqn for name in filter_fqns) or not isinstance(mod, nn.Linear):
             return False
-        choice = chooser.choose(mod, fqn)
+        choice = chooser.choose(mod, fqn)  # `reason` says why not to convert
         return isinstance(mod, Float8Linear) or (choice is not None and choice.reason is None)
 
     return module_filter_fn

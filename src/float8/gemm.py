@@ -59,15 +59,14 @@ def matmul(
 ) -> Tensor:
     """Return `(a.data * a.scale) @ (b.data * b.scale).T`, accumulated in float32.
 
-    With `gemm.emulate` the dequantized values are multiplied: in bfloat16 where that is exact and
-    faster, else in float32; the two differ only in the order of sums. CPUs always do so if scales
-    are finer than one per tensor.
+    With `gemm.emulate`, and on CPUs under scales finer than one per tensor, operands are multiplied
+    in bfloat16 where that is exact and faster, else in float32; these differ in the order of sums.
 
     `a.data` [M, K] and `b.data` [N, K] are float8, contiguous along K as Hopper's tensor cores read
     them. Scales have the shapes of `Granularity.scales`, which is not checked. K and N are
     multiples of 16, unless `gemm.emulate`; on GPUs a scale per tensor is aligned to 16 bytes.
 
-    Returns a contiguous tensor of `out_dtype`, no view, and of `shape`: (M, N) without padding.
+    Returns a new contiguous tensor of `out_dtype` and `shape`, (M, N) without the data's padding.
 
     Raises:
         RuntimeError: the device has no float8 GEMM for such scales, and `gemm.emulate` is False.
@@ -75,10 +74,10 @@ def matmul(
     granularity_a, granularity_b = gemm.granularities
     one_scale_each = granularity_a.one_scale and granularity_b.one_scale
     (M, N), compiling = shape, torch.compiler.is_compiling()
-    # Only scales of blocks need the rows of padding.
+    # Cut rows of padding off, except under blocks, whose scales cover them.
     if not granularity_a.by_blocks and a.data.shape[0] != M:
         a = Operand(a.data[:M], a.scale if granularity_a.one_scale else a.scale[:M])
-    # Inductor would drop a copy of the rows without padding, and return a view.
+    # If `a` may be empty or padded, an op: Inductor would drop the copy of `without_padding`.
     if compiling and not (surely(a.data.numel() != 0) and surely(a.data.shape[0] == M)):
         return torch.ops.float8.matmul.default(  # type: ignore[no-any-return]
             *a, *b, M, N, gemm.packed(), out_dtype
@@ -99,11 +98,11 @@ def matmul(
             scale_b, *layout_b = _block_scales(b, granularity_b)
             y = torch.ops.aten._scaled_mm_v2.default(
                 a.data, b.data.t(), [scale_a], *layout_a, [scale_b], *layout_b, None, out_dtype, [],
-                False,
+                False,  # no bias, contraction dims by default, no fast accumulation
             )  # fmt: skip
         else:
             scale_a, scale_b = a.scale, b.scale
-            if not one_scale_each:
+            if not one_scale_each:  # torch takes one scale for both, or scales of rows for both
                 scale_a, scale_b = _scale_per_row(a), _scale_per_row(b).t()
             fast = gemm.use_fast_accum
             y = torch._scaled_mm(
@@ -122,7 +121,7 @@ def without_padding(y: Tensor, M: int, N: int) -> Tensor:
 
 
 def refused_gemm(reason: str) -> RuntimeError:
-    """Return the error for a device that lacks a float8 GEMM for the given `reason`."""
+    """Return the error of a GEMM on a device without it; `reason`: see `lacks_float8_gemm`."""
     return RuntimeError(
         f"float8 GEMM: {reason}; set emulate=True in Float8LinearConfig to compute in high "
         f"precision on the dequantised values"
@@ -139,7 +138,7 @@ def matmul_of_any_size(
     gemm: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply as `matmul`: the op that compiled code calls if `a` is padded or may be empty."""
+    """Compute `matmul`, zeros if `a` is empty: the op for `a` that may be padded or empty."""
     if a.numel() == 0:
         return a.new_zeros((M, N), dtype=out_dtype)
     operands = Operand(a, a_scale), Operand(b, b_scale)
@@ -167,7 +166,7 @@ def _scale_per_row(operand: Operand) -> Tensor:
 
 
 def _block_scales(operand: Operand, granularity: Granularity) -> tuple[Any, ...]:
-    """Return block scales in torch's layout, a list of `ScalingType` and one of `SwizzleType`."""
+    """Return arguments of `_scaled_mm_v2`: block scales, their `ScalingType`, `SwizzleType`."""
     if granularity.exponents:
         return swizzled(scales_of_rows(operand, granularity)).flatten(), RECIPE, SWIZZLE
     return (operand.scale.t(), _SQUARES, []) if granularity.square else (operand.scale, _RUNS, [])
@@ -175,18 +174,19 @@ def _block_scales(operand: Operand, granularity: Granularity) -> tuple[Any, ...]
 
 def _emulated(a: Operand, b: Operand, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
     granularity_a, granularity_b = gemm.granularities
-    exact = exact_dtype(a.data.device, out_dtype) if gemm.powers_of_2 else torch.float32
-    scaled_before = granularity_a.by_blocks or exact == torch.bfloat16
+    dtype = exact_dtype(a.data.device, out_dtype) if gemm.powers_of_2 else torch.float32
+    # Scales of blocks vary along the contraction dim, so they cannot multiply the product.
+    scaled_before = granularity_a.by_blocks or dtype == torch.bfloat16
     if scaled_before:
-        values = dequantised if a.data.is_cpu else dequantised_by_kernel
-        left, right = values(a, granularity_a, exact), values(b, granularity_b, exact)
+        dequantize = dequantised if a.data.is_cpu else dequantised_by_kernel
+        left, right = dequantize(a, granularity_a, dtype), dequantize(b, granularity_b, dtype)
     else:
-        left, right = a.data.to(exact), b.data.to(exact)
+        left, right = a.data.to(dtype), b.data.to(dtype)
     # Autocast would round the operands to its own dtype.
     with torch.autocast(a.data.device.type, enabled=False):
-        if exact != torch.bfloat16 or out_dtype == exact:
+        if dtype != torch.bfloat16 or out_dtype == dtype:
             product = left @ right.t()
-        else:
+        else:  # not rounded to bfloat16 on the way to `out_dtype`
             product = torch.mm(left, right.t(), out_dtype=torch.float32)
     if not scaled_before:
         # As the tensor cores do: scale the float32 accumulator, then round once.

@@ -27,7 +27,7 @@ ROLES = "input", "weight", "grad_output"
 
 
 def of_this_rank(x: Any, cast: Cast | None) -> tuple[Tensor, Cast | None]:
-    """Return this rank's part of `x`, dequantized, and `cast`, which reduces for a DTensor."""
+    """Return this rank's part of `x`, dequantized, and `cast`, reducing amaxes of DTensors."""
     if is_dtensor(x):
         cast = cast and cast._replace(reduce=amax_over(sharding_groups(x)))
         x = x.full_tensor() if any(placement.is_partial() for placement in x.placements) else x
@@ -36,7 +36,7 @@ def of_this_rank(x: Any, cast: Cast | None) -> tuple[Tensor, Cast | None]:
 
 
 def as_multiplied(x: Any, weight: Any) -> Any:
-    """Return the input `x` in the dtype in which a layer with `weight` quantizes inputs."""
+    """Return the input `x` in the dtype from which a layer with `weight` quantizes it."""
     if isinstance(local_tensor(x), Float8Tensor):
         return x
     return x.to(autocast_dtype(x.device) or getattr(weight, "dtype", x.dtype))
@@ -51,19 +51,19 @@ def parameter_name(experts: nn.Module, weight: Any) -> str:
 def count(x: Tensor, data: Tensor, bound: Tensor | None, all_count: bool) -> Tensor:
     """Count elements of `x` that are 0 in `data` (`x` cast to float8), saturate or are not finite.
 
-    `x` and `data` have one shape. Absolute values above `bound`, one float32 element, saturate.
+    `x` and `data` have equal shapes. Absolute values above `bound`, one element or None, saturate.
 
     Returns:
         [6] float64: the amax, the number of elements, of nonzero ones (all if `all_count`),
         of these that are 0 in `data`, of finite ones that saturate, and of non-finite ones.
     """
-    size, zero = x.abs(), data.view(torch.uint8) & 127 == 0
-    values, finite = (x != 0) | all_count, size < torch.inf
-    amax = size.amax() if x.numel() else size.new_zeros(())
+    magnitude, is_zero = x.abs(), data.view(torch.uint8) & 127 == 0  # +0 or -0
+    nonzero, finite = (x != 0) | all_count, magnitude < torch.inf
+    amax = magnitude.amax() if x.numel() else magnitude.new_zeros(())
     elements = torch.full_like(amax, x.numel(), dtype=torch.float64)
     # `reshape(1)`: a 0-dim bound would be rounded to the dtype of `x`.
-    saturated = finite[:0] if bound is None else finite & (size > bound.reshape(1))
-    counts = values.sum(), (values & zero).sum(), saturated.sum(), elements - finite.sum()
+    saturated = finite[:0] if bound is None else finite & (magnitude > bound.reshape(1))
+    counts = nonzero.sum(), (nonzero & is_zero).sum(), saturated.sum(), elements - finite.sum()
     return torch.stack([x.double() for x in (amax, elements, *counts)])
 
 
@@ -77,8 +77,8 @@ def tally(numbers: Tensor, totals: Tensor, calls: Tensor, counted: bool) -> None
     """
     calls += 1
     numbers = numbers.to(totals.device)
-    first_calls = totals.new_full((2,), 1 / int(calls))
-    first_calls[1] *= numbers[5] > 0
+    first_calls = totals.new_full((2,), 1 / int(calls))  # the largest 1 / n is of the first call
+    first_calls[1] *= numbers[5] > 0  # the count of non-finite values
     row = torch.cat([first_calls, numbers if counted else torch.zeros_like(numbers)])
     torch.maximum(totals[:3], row[:3], out=totals[:3])
     totals[3:] += row[3:]
@@ -92,10 +92,10 @@ COUNT, TALLY = torch.ops.float8.count.default, torch.ops.float8.tally.default
 
 @torch.no_grad()
 def measure(x: Any, cast: Cast | None, col: bool = False, offs: Tensor | None = None) -> Tensor:
-    """Quantize `x` [..., C] or [E, N, K] by `cast`, and return the result of `count`, [6] float64.
+    """Quantize `x` to row data by `cast`, or if `col` to column data; return [6] of `count`.
 
-    Counts row data, or column data if `col`. `offs` are the ends of groups of rows. Zeros count as
-    underflow if `x` is in float8. If `cast` is None, only non-finite values are counted.
+    `x` is [..., C]; with `offs`, the ends of groups, it is their rows [R, C] or weights [E, N, K].
+    If `x` is in float8, zeros count as underflow. Without a `cast`, only non-finite values count.
     """
     in_float8 = isinstance(local_tensor(x), Float8Tensor)
     x, cast = of_this_rank(x, cast)
@@ -105,15 +105,15 @@ def measure(x: Any, cast: Cast | None, col: bool = False, offs: Tensor | None = 
     elif x.dim() == 2:  # rows after the last group belong to no expert
         inside = torch.arange(x.shape[0], device=x.device)[:, None] < offs[-1]
         x = x.where(inside, 0)
-    if cast is None:
+    if cast is None:  # the sixth number is the count of non-finite values
         bad = x.isfinite().logical_not().sum().double()
         return torch.nn.functional.pad(bad[None], (5, 0))
     if offs is not None:  # each group and each expert has its own scales
         cast = cast._replace(reduce=None)
-    if cast.source is not None:  # recording is left to the layer
-        cast = cast._replace(source=cast.source.apart())
+    if cast.source is not None:  # the layer itself records the amax
+        cast = cast._replace(source=cast.source.with_new_amax())
     if x.dim() == 2 and offs is not None:
-        quantized = PRODUCTS[3].quantize_rows(x, cast, offs, row=not col, col=col)
+        quantized = PRODUCTS[3].quantize_rows(x, cast, offs, row=not col, col=col)  # as experts do
     else:
         quantized = PRODUCTS[x.dim()].quantize_weight(x, cast, row=not col, col=col)
     (data, scale, *_), x = (quantized.col, x.mT) if col else (quantized.row, x)
@@ -122,7 +122,7 @@ def measure(x: Any, cast: Cast | None, col: bool = False, offs: Tensor | None = 
         bound = scale * FLOAT8_MAX[cast.config.dtype] * (1 + 2.0**-20)  # tolerates their rounding
     data = data[..., : x.shape[-2], : x.shape[-1]]
     numbers: Tensor = COUNT(x, data, bound, in_float8)
-    if inside is not None:
+    if inside is not None:  # the number of elements
         numbers[1] = inside.sum() * x.shape[-1]
     return numbers
 
@@ -130,8 +130,8 @@ def measure(x: Any, cast: Cast | None, col: bool = False, offs: Tensor | None = 
 def over_ranks(rows: Tensor, keys: Sequence[Any], largest: int, group: Any) -> list[list[float]]:
     """All-reduce `rows` [len(keys), n] over `group` (None: all ranks), and return nested lists.
 
-    The first `largest` numbers of each row are reduced by max, the others by sum. Raises a
-    `ValueError` if ranks have different `keys`.
+    The first `largest` columns are reduced by max, the others by sum. Raises a `ValueError` if
+    ranks have different `keys`, one for each row.
     """
     if dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD if group is None else group
@@ -145,7 +145,7 @@ def over_ranks(rows: Tensor, keys: Sequence[Any], largest: int, group: Any) -> l
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the mesh that shards `model`; without one, of the first Parameter."""
+    """Return the device of the mesh that shards `model`; if none does, of the first Parameter."""
     parameters = [*model.parameters()]
     device_type = mesh_device_type(parameters)
     return torch.device(device_type) if device_type else parameters[0].device
@@ -159,31 +159,30 @@ class _Observer:
 
     def __init__(self, layer: Any, forwards: Tensor, backwards: Tensor) -> None:
         device = next((p.device for p in layer.parameters(False) if not p.is_meta), "cpu")
-        self.weights = set[str]()  # names of weights that were measured
+        self.weights = set[str]()  # names of weights that were measured, each once in a step
         self.totals = dict[tuple[str, str], tuple[Tensor, Tensor]]()  # totals, calls: see `tally`
-        for name in ("", *layer._float8_names()):
+        for name in ("", *layer._float8_names()):  # "" of a linear layer
             for role, calls in zip(ROLES, (forwards, forwards, backwards), strict=True):
                 totals = torch.zeros(8, dtype=torch.float64, device=device)
                 self.totals[name, role] = totals, calls
 
-    def __call__(
-        self, layer: Any, casts: Casts, x: Any, weight: Any, y: Any, offs: Any = None, own: str = ""
-    ) -> Any:
-        """Measure `x`, `weight`, the gradient of `y`; return `y`. `own`: name, if of experts."""
+    def __call__(self, layer: Any, casts: Casts, x: Any, weight: Any, y: Any, offs: Any = None,
+        name: str = "") -> Any:  # fmt: skip
+        """Measure `x`, `weight`, the gradient of `y`; return `y`. `name`: of an experts' weight."""
         compiling, grad = torch.compiler.is_compiling(), torch.is_grad_enabled()
         if offs is not None and not compiling:
-            own = own or parameter_name(layer, weight)
+            name = name or parameter_name(layer, weight)
         cast = casts.input if grad and casts.input.config.is_float8 else None
         x = as_multiplied(x, weight)
-        TALLY(measure(x, cast, offs=offs), *self.totals[own, "input"], grad)
-        if grad and casts.weight.config.is_float8 and (compiling or own not in self.weights):
+        TALLY(measure(x, cast, offs=offs), *self.totals[name, "input"], grad)
+        if grad and casts.weight.config.is_float8 and (compiling or name not in self.weights):
             numbers = measure(weight, casts.weight, offs=offs)
-            TALLY(numbers, *self.totals[own, "weight"], True)
+            TALLY(numbers, *self.totals[name, "weight"], True)
             if not compiling:
-                self.weights.add(own)
+                self.weights.add(name)
         if y.requires_grad and casts.grad_output.config.is_float8:
             function: Any = _MeasureGradient
-            y = function.apply(y, casts.grad_output, offs, *self.totals[own, "grad_output"])
+            y = function.apply(y, casts.grad_output, offs, *self.totals[name, "grad_output"])
         return y
 
 
@@ -212,11 +211,12 @@ def _remove(layer: Any, observer: _Observer) -> None:
 class Watch(contextlib.ExitStack):
     """Measure statistics of the casts of a converted model in every n-th training step.
 
-    Call `step()` once per optimizer step. Only watched steps take longer: in these, `model` and its
-    modules run in eager mode even if compiled. Compiled functions that call `model`, and an
-    `OptimizedModule` around `model`, are compiled once more, for all watched steps. A watch ends by
-    `close()`, at the end of a `with` block, or when it is garbage-collected. Several watches may
-    observe one model; copies of the model are not watched. See docs/nan_or_drift.md.
+    Call `step()` once per optimizer step, after the last backward: it returns the statistics of a
+    watched step. Only watched steps take longer: in these, `model` and its modules run in eager
+    mode even if compiled. Compiled functions that call `model`, and an `OptimizedModule` around
+    `model`, are compiled once more, for all watched steps. A watch ends by `close()`, at the end of
+    a `with` block, or when it is garbage-collected. Several watches may observe one model; copies
+    of the model are not watched. See docs/nan_or_drift.md.
 
     Args:
         model: the converted model to watch; may be compiled, under FSDP2, tensor parallel or DDP.
@@ -235,7 +235,7 @@ class Watch(contextlib.ExitStack):
         self._begin()
 
     def step(self) -> dict[str, float]:
-        """End a training step, after its last backward; return statistics over all its ranks.
+        """End a training step, after its last backward; return statistics over ranks of `group`.
 
         Returns `{}` if the step was not watched, else four numbers for each layer (or weight of
         experts) and role: `input`, `weight` (casts for `output`), `grad_output` (for `grad_input`).
@@ -257,9 +257,9 @@ class Watch(contextlib.ExitStack):
         numbers: dict[str, float] = {}
         if self._steps % self._every == 0:
             totals_by_role = {
-                (".".join(filter(None, (name, own))), role): totals
+                (".".join(filter(None, (name, weight_name))), role): totals
                 for name, observer in self._observers.items()
-                for (own, role), (totals, _) in observer.totals.items()
+                for (weight_name, role), (totals, _) in observer.totals.items()
             }
             none = torch.zeros(8, dtype=torch.float64, device=device_of(self._model))
             rows = torch.stack([none, *(x.to(none.device) for x in totals_by_role.values())])
@@ -267,13 +267,13 @@ class Watch(contextlib.ExitStack):
             table = dict(zip(totals_by_role, reduced[1:], strict=True))
 
             def order(key: tuple[str, str]) -> tuple[bool, float]:
-                backward = key[1] == ROLES[2]
-                first, first_bad, *_ = table[key if backward else (key[0], ROLES[0])]
-                return backward, -(first_bad or first)
+                backward = key[1] == "grad_output"
+                first, first_bad, *_ = table[key if backward else (key[0], "input")]
+                return backward, -(first_bad or first)  # 1 / n of the n-th call
 
             for name, role in sorted(table, key=order):
                 _, _, amax, elements, nonzero, lost, cut, bad = table[name, role]
-                if elements:
+                if elements:  # else no such tensor was cast in training
                     key = f"{name}/{role}"
                     numbers[f"{key}/amax"] = amax
                     numbers[f"{key}/underflow"] = lost / max(nonzero, 1)

@@ -17,9 +17,9 @@ def _outer(grad_output: Tensor, x: Tensor) -> Tensor:
 class Dense:
     """The functions of a layer that multiplies all rows of its input by one weight [N, K].
 
-    The autograd function `Linear` uses these attributes of `call.products`. Subclasses serve
-    experts, and layers whose tokens are sharded over ranks. `index` below are more tensors for the
-    functions, saved for backward: none for `Dense`, the ends of the groups of rows for experts.
+    The autograd function `Linear` reads these attributes of `call.products`. Subclasses serve
+    experts, and layers whose tokens are sharded over ranks. `*index` below are no arguments for
+    `Dense`, and one for experts: the ends of the groups of rows, which is saved for backward.
     """
 
     columns_from_values = True
@@ -58,4 +58,4 @@ class Dense:
 
 
 PRODUCTS: dict[int, Any] = {2: Dense}
-"""The class of a layer by the number of dims of its weight; `float8.experts` adds that for 3."""
+"""Number of dims of a weight -> the class that multiplies by it; `float8.experts` adds 3."""

@@ -30,12 +30,12 @@ class ScaleSource(Protocol):
         """Cast `x` as `kernels.cast` with a scale chosen by this source; record the amax of `x`."""
 
     def observe(self, amax: Tensor) -> None:
-        """Raise `self.amax` to `amax`, the amax of a tensor that is not cast by `self.cast`."""
+        """Set `self.amax` to its maximum with `amax`, for a tensor not cast by `self.cast`."""
 
     def choose(self, dynamic: Tensor) -> Tensor:
         """Return the scale for a tensor; `dynamic` is the scale computed from its own amax."""
 
-    def apart(self) -> "ScaleSource":
+    def with_new_amax(self) -> "ScaleSource":
         """Return a copy of this source with the same scale and a new `amax` tensor of zero."""
 
 
@@ -75,8 +75,8 @@ def quantize(
         col: return column data.
         pad_rows: zero-pad R of row data to a multiple of 16, as GEMMs need for output features.
         after: a tensor that compiled code must compute before this cast.
-        traced: in compiled code compute amaxes by plain torch, and also casts if scales are finer
-            than one per tensor: a compiler fuses them into the producer of `x`. The amax is
+        traced: in compiled code, compute the amax by plain torch, which a compiler fuses into the
+            producer of `x`; if scales are finer than one per tensor, the whole cast. The amax is
             recorded outside the cast, because backward may repeat the cast.
         via: round `x` to this dtype first, as autocast and FSDP2 round weights; under one dynamic
             scale the kernel that casts also rounds.
@@ -90,9 +90,9 @@ def quantize(
     one_scale = config.scaling_granularity.one_scale
     traced = traced and torch.compiler.is_compiling()
     if via is not None and (via is x.dtype or source is not None or not one_scale):
-        x, via = x.to(via), None
+        x, via = x.to(via), None  # else the kernel that casts rounds
     if one_scale and scale is None and (reduce is not None or traced or via is not None):
-        scale = scale_of(x, cast, via)
+        scale = scale_of(x, cast, via)  # records the amax, too
     if source is not None and scale is None:
         return Quantized(*source.cast(x, config, row=row, col=col, pad_rows=pad_rows))
     return Quantized(
@@ -104,9 +104,9 @@ def quantize(
 
 
 def scale_of(x: Tensor, cast: Cast, via: torch.dtype | None = None) -> Tensor:
-    """Return the per-tensor scale of `x` rounded to `via`; record and reduce the amax of `x`."""
+    """Return the scale of `x.to(via)` from its amax, which `cast` records and may reduce."""
     amax = kernels.amax(x)
-    if via is not None:  # rounding keeps the order of numbers
+    if via is not None:  # the amax of rounded values is the rounded amax
         amax = amax.to(via).to(torch.float32)
     if cast.source is not None:
         cast.source.observe(amax)
@@ -128,7 +128,7 @@ def scales_of(
     ranks. Results are views of one tensor, 16 bytes apart.
     """
     amaxes = torch.stack(torch._foreach_norm(list(tensors), float("inf")))
-    # As in `scale_of`: the amax of rounded values is the rounded amax.
+    # The amax of rounded values is the rounded amax.
     amaxes = amaxes.to(dtype).to(torch.float32)
     if reduce is not None:
         amaxes = reduce(amaxes)
@@ -145,8 +145,8 @@ def recast(x: Tensor, cast_config: CastConfig, scale: Tensor) -> Operand:
 
     - Under one scale plain torch casts `x`, so that backward may compute `x` again from tensors
       that are kept anyway, such as the input of an activation function.
-    - Under finer scales an opaque op casts `x`, already in forward: amaxes of columns by kernels of
-      the compiler take longer than writing and reading `x`.
+    - Under finer scales an opaque op casts `x`, and the compiler moves it into forward: amaxes of
+      columns by kernels of the compiler would take longer than writing and reading `x`.
     """
     if x.dtype in FLOAT8_MAX:
         return to_col(Operand(x, scale), cast_config)
@@ -157,14 +157,14 @@ def recast(x: Tensor, cast_config: CastConfig, scale: Tensor) -> Operand:
 
 
 def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Operand:
-    """Zero-pad C of row data, and R of [R, C] if `pad_rows`, to multiples of block width or 16."""
+    """Zero-pad C, and R of 2-D data if `pad_rows`, to multiples of the block width, else of 16."""
     data, scale = row
     multiple = granularity.width or GEMM_ALIGNMENT
     bottom = -data.shape[0] % multiple if pad_rows and data.dim() == 2 else 0
     right = -data.shape[-1] % multiple
     if not bottom and not right:
         return row
-    if bottom and granularity.height == 1:
+    if bottom and granularity.height == 1:  # scales of squares cover the padding
         scale = F.pad(scale, (0, 0, 0, bottom), value=1.0)
     padded = F.pad(data.view(torch.uint8), (0, right, 0, bottom))
     return Operand(padded.view(data.dtype), scale)
@@ -182,8 +182,8 @@ def to_col(row: Operand, cast_config: CastConfig, after: Tensor | None = None) -
         return Operand(kernels.transpose_bytes(row.data, after=after), row.scale)
     if granularity.square and granularity.width is not None:
         row = padded(row, granularity)
-        scale = row.scale[:, : row.data.shape[1] // granularity.width].t()
-        scale = F.pad(scale, (0, -scale.shape[1] % 4)).contiguous()
+        scale = row.scale[:, : row.data.shape[1] // granularity.width].t()  # without its padding
+        scale = F.pad(scale, (0, -scale.shape[1] % 4)).contiguous()  # as `Granularity.scales`
         return Operand(kernels.transpose_bytes(row.data, after=after), scale)
     return quantize(dequantized(row, cast_config), Cast(cast_config), col=True, after=after).col
 

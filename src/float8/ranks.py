@@ -11,7 +11,7 @@ from float8.tensor import Float8Tensor, is_dtensor, local_tensor
 
 
 def mesh_device_type(weights: Iterable[Any]) -> str | None:
-    """Return the device type of the mesh of `weights`, also if shards are offloaded, or None."""
+    """Return the device type of the mesh of `weights`, even if shards are on the CPU, or None."""
     return next((mesh.device_type for mesh in _meshes(weights)), None)
 
 
@@ -23,7 +23,7 @@ def _meshes(tensors: Iterable[Any]) -> set[Any]:
 
 
 def _require_whole_weights(shard_groups: Iterable[Any], synced: list[int], got: str) -> None:
-    """Raise `ValueError` unless the ranks `synced` include all ranks of each shard group."""
+    """Raise `ValueError` if ranks `synced`, which `got` describes, lack one of a shard group."""
     for ranks in map(dist.get_process_group_ranks, shard_groups):
         if not set(ranks) <= set(synced):
             raise ValueError(
@@ -37,27 +37,27 @@ def sync_groups(
 ) -> tuple[Any, ...]:
     """Return the process groups over which a sync reduces the amaxes of layers with `weights`.
 
-    These are `group`, or if None those of the mesh of `weights`, else of `others`, else all ranks.
-    Raises `ValueError` if they lack a rank of one of `shard_groups`, which each share a weight.
+    These are `group`, or if None those of the mesh of `weights`, else of `others`, else all ranks;
+    () for one rank. Raises `ValueError` if they lack a rank of `shard_groups`, which share weights.
     """
     if group is not None:
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"group: got {type(group).__name__}, expected a ProcessGroup or None")
         _require_whole_weights(shard_groups, dist.get_process_group_ranks(group), "ranks")
         return (group,)
-    meshes = _meshes(weights) or _meshes(others)
+    meshes = _meshes(weights) or _meshes(others)  # none or one, else an error
     if len(meshes) > 1:
         got = f"got layers on {len(meshes)} different meshes, expected one for all"
         raise ValueError(f"model: {got}; say which ranks share their amaxes with `group=`")
     for mesh in meshes:
-        if mesh.size() < dist.get_world_size():
+        if mesh.size() < dist.get_world_size():  # else one group of all ranks serves
             mesh_ranks = mesh.mesh.flatten().tolist()
             _require_whole_weights(shard_groups, mesh_ranks, "None and weights on a mesh of ranks")
             return tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
     if dist.get_world_size() == 1:
         return ()
     if not meshes and any(isinstance(local_tensor(w), Float8Tensor) for w in weights):
-        raise ValueError(
+        raise ValueError(  # by FSDP2's gather; weights in float8 only need a `group=`, too
             "model: got weights that are gathered at the moment, expected shards, which tell the "
             "ranks; call reshard() on the modules that keep their weights, or give a `group=`"
         )
@@ -71,14 +71,14 @@ def unlike(texts: Sequence[str], groups: Sequence[Any], device: torch.device) ->
     """
 
     def maxima(numbers: list[int]) -> list[int]:
-        reduced = torch.tensor(numbers, device=device)
+        largest = torch.tensor(numbers, device=device)
         for group in groups:
-            dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=group)
-        return reduced.tolist()
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        return largest.tolist()
 
-    (count,) = maxima([len(texts)])
+    (count,) = maxima([len(texts)])  # other ranks may have more
     digests = [hashlib.sha256(text.encode()).digest() for text in texts]
     numbers = [int.from_bytes(digest[:7], "big") for digest in digests] + [0] * (count - len(texts))
-    largest = maxima(numbers + [-x for x in numbers])
-    equal = [most == -least for most, least in zip(largest[:count], largest[count:], strict=True)]
+    reduced = maxima(numbers + [-x for x in numbers])  # maxima, then minima with the other sign
+    equal = [most == -least for most, least in zip(reduced[:count], reduced[count:], strict=True)]
     return None if all(equal) else [x for x, same in zip(texts, equal, strict=False) if not same]

@@ -44,9 +44,9 @@ def amax_to_exponent(amax: Tensor, dtype: torch.dtype) -> Tensor:
     # The largest values are 1.75 times a power of two, so a mantissa above 1.75 rounds up.
     bits, bias = amax.view(torch.int32), 8 if dtype == E4M3 else 15
     exponent = ((bits.clamp(max=0x7F800000) + 0x1FFFFF) >> 23) - bias
-    exponent = torch.where(bits >= 0x7F800000, 254, exponent).clamp(min=0)
-    scale = torch.where(exponent == 0, 0x00400000, exponent << 23)
-    return torch.where(amax.isnan(), 0x7FC00000, scale).view(torch.float32)
+    exponent = torch.where(bits >= 0x7F800000, 254, exponent).clamp(min=0)  # Inf: 2**127
+    scale = torch.where(exponent == 0, 0x00400000, exponent << 23)  # 2**-127 is subnormal
+    return torch.where(amax.isnan(), 0x7FC00000, scale).view(torch.float32)  # a NaN
 
 
 def inverse_of_exponent(scale: Tensor) -> Tensor:
@@ -56,8 +56,8 @@ def inverse_of_exponent(scale: Tensor) -> Tensor:
     """
     # By integers: not every backend divides exactly, or gives 2**-127, which is subnormal.
     bits = scale.view(torch.int32)
-    inverse = torch.where(bits == 0x7F000000, 0x00400000, 0x7F000000 - bits)
-    inverse = torch.where(bits == 0x00400000, 0x3F800000, inverse).view(torch.float32)
+    inverse = torch.where(bits == 0x7F000000, 0x00400000, 0x7F000000 - bits)  # 2**127: 2**-127
+    inverse = torch.where(bits == 0x00400000, 0x3F800000, inverse).view(torch.float32)  # 2**-127: 1
     return torch.where(scale.isnan(), scale, inverse)
 
 
@@ -97,7 +97,7 @@ def dequantised(
     if width is not None:  # an expanded view, which a compiler does not copy
         scale = scale.unsqueeze(-1).expand(*scale.shape, width).flatten(-2)
         scale = scale[..., : data.shape[-1]]
-    if height not in (None, 1):
+    if height not in (None, 1):  # squares
         scale = scale.repeat_interleave(height, dim=-2)[..., : data.shape[-2], :]
     values = values.mul_(scale)
     # No `.to()` that does nothing: see `gemm._emulated`.

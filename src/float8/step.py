@@ -17,7 +17,7 @@ from float8.linear import Float8Module
 
 @dataclass(eq=False)
 class Attachment:
-    """The hooks that `attach_to_optimizer` registered, and the modules that they serve."""
+    """The hooks that `attach_to_optimizer` registered, and the float8 modules of its model."""
 
     mods: list[Float8Module]
     handles: list[RemovableHandle]
@@ -27,7 +27,7 @@ class Attachment:
         for handle in self.handles:
             handle.remove()
         for mod in self.mods:
-            if isinstance(mod, Float8Module):  # the module may be in high precision by now
+            if isinstance(mod, Float8Module):  # not converted back in the meantime
                 mod._float8_detach()
         self.mods.clear()
 
@@ -38,7 +38,7 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     Registers hooks on the optimizer. `sync_float8_amax_and_scale_history(model)` runs right before
     the step, or with a closure right after it, so that all forwards in the closure count. After the
     step `update_float8_weights(model)` and `precompute_float8_dynamic_scale_for_fsdp(model)` run.
-    This call casts held weights; their first use repeats it, as a checkpoint may be loaded before.
+    This call casts held weights; the first use casts again, as a checkpoint may be loaded before.
     With several optimizers, attach the model to each. Models that need no hooks are unaffected.
 
     Args:
@@ -56,12 +56,12 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     """
     require_module(model, "model")
     inner = _unwrapped(optimizer)
-    before_step: Any = [x.before_step for x in FEATURES if _has(x, Feature.before_step)]
-    after_step: Any = [x.after_step for x in FEATURES if _has(x, Feature.after_step)]
+    before_step: Any = [x.before_step for x in FEATURES if _overrides(x, Feature.before_step)]
+    after_step: Any = [x.after_step for x in FEATURES if _overrides(x, Feature.after_step)]
 
     def hook(is_after: bool, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0]: optimizer
-        if is_after == (closure is not None):
+        if is_after == (closure is not None):  # before the step, or after it with a closure
             for run in before_step:
                 run(model, group)
         for run in after_step if is_after else ():
@@ -74,23 +74,23 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     handles = [inner.register_step_pre_hook(before), inner.register_step_post_hook(after)]
     attachment = Attachment(mods, handles)
     for mod in mods:
-        mod._float8_attach()  # a checkpoint may be loaded next
-    # A training that ends in an error removes nothing.
+        mod._float8_attach()  # marks held data as stale: a checkpoint may be loaded next
+    # Remove the hooks once the optimizer is collected, but not when the interpreter exits.
     weakref.finalize(inner, attachment.remove).atexit = False
     return attachment
 
 
-def _has(feature: Feature, method: Any) -> bool:
+def _overrides(feature: Feature, method: Any) -> bool:
     """Return whether the class of `feature` overrides a method of `Feature`."""
     return getattr(type(feature), method.__name__) is not method
 
 
 def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the torch optimizer inside wrappers, which may subclass `Optimizer`, or raise."""
+    """Return torch's optimizer in `optimizer`, itself or a wrapper; raise `TypeError` if none."""
     inner = optimizer
-    for _ in range(9):  # a wrapper may name itself as the optimizer inside
+    for _ in range(9):  # not `while True`: a wrapper may be its own `.optimizer`
         wrapped = getattr(inner, "optimizer", None)
-        if wrapped is None and isinstance(inner, torch.optim.Optimizer):
+        if wrapped is None and isinstance(inner, torch.optim.Optimizer):  # wrappers may be, too
             return inner
         inner = getattr(inner, "base_optimizer", None) if wrapped is None else wrapped
     expected = "a torch.optim.Optimizer, or what holds one as `.optimizer` or `.base_optimizer`"

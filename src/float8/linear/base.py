@@ -21,7 +21,7 @@ PREFIX = "_float8_"
 
 @functools.cache
 def our_names(base: type) -> frozenset[str]:
-    """Return the names with `PREFIX` of all attributes of float8 class `base` and its instances."""
+    """Return all names of attributes of class `base` and its instances that begin with `PREFIX`."""
     names = {"_float8_config", "_float8_plan", *dir(base)}
     return frozenset(name for name in names if name.startswith(PREFIX))
 
@@ -108,7 +108,7 @@ class PlainFloat8Module(nn.Module):
         return ("weight",)
 
     def _float8_weight(self, name: str) -> Any:
-        """Return the weight [N, K] with the attribute name `name`, a Parameter or computed."""
+        """Return the weight [N, K] called `name`: a Parameter, or a tensor computed from one."""
         return getattr(self, name)
 
     def _float8_matrices(self) -> Sequence[str]:
@@ -129,7 +129,7 @@ class PlainFloat8Module(nn.Module):
         self._float8_attached = max(self._float8_attached - 1, 0)
 
     def _float8_loadable(self, old: Any, values: Any, local_metadata: dict[str, Any]) -> Any:
-        """Return `values`, a checkpoint's tensor for Parameter `old`, dequantized if in float8."""
+        """Return `values` to load into Parameter `old`, dequantized if they are in float8."""
         return dequantise(values) if isinstance(values, Float8Tensor) else values
 
     def _float8_words(self) -> list[str]:
@@ -150,7 +150,7 @@ class PlainFloat8Module(nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for key in [] if keep_vars else map(prefix.__add__, self._parameters):
+        for key in [] if keep_vars else map(prefix.__add__, self._parameters):  # prefix + name
             if key in destination:
                 destination[key] = high_precision(destination[key])
 
@@ -164,7 +164,7 @@ class PlainFloat8Module(nn.Module):
         super()._load_from_state_dict(state_dict | loadable, prefix, local_metadata, *rest)
         for name, old in before.items():
             new: Any = self._parameters.get(name)
-            if new is not None and new is not old:  # by assign=True
+            if new is not None and new is not old:  # replaced, by load_state_dict(assign=True)
                 self._parameters[name] = wrapped_like(new, old)
 
     def __getstate__(self) -> Any:
@@ -177,4 +177,4 @@ class PlainFloat8Module(nn.Module):
 
 
 class Float8Module(HoldsWeights, OnlyWeights, PlainFloat8Module):
-    """Base class of float8 linear layers and experts, with `Float8Weights.HELD` and `ONLY`."""
+    """Base class of all float8 linear layers and experts; handles all modes of `Float8Weights`."""

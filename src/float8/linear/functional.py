@@ -77,8 +77,8 @@ def apply_linear(
     """Compute `input @ weight.T + bias` for `linear` and `Float8Linear`; raises as `linear`.
 
     `input` may be a `Float8Tensor` that was quantized as `plan` says. `casts` are `plan.casts` with
-    the scale sources of this call. `kept` has float8 data of `weight`; if None, `weight` is cast.
-    `products` is a class like `Dense`, then the result is [M, N]; None stands for `Dense`.
+    the scale sources of this call. `kept` has float8 data of `weight`; if None, `weight` is cast,
+    unless it is a `Float8Tensor`. With `products`, in place of `Dense`, the result is [M, N].
     """
     compiling = torch.compiler.is_compiling()
     if not compiling and functorch_levels is not None and functorch_levels() is not None:
@@ -102,11 +102,11 @@ def apply_linear(
     grad, K = torch.is_grad_enabled(), weight.shape[1]
     input = in_compute_dtype(input, weight)
     if isinstance(input, Float8Tensor):
-        if plan.output is None:
+        if plan.output is None:  # a GEMM in high precision
             input = input.to_original_precision()
         elif plan.output.powers_of_2 and not input._granularity.exponents:  # it may have any scale
-            exact = [x and x._replace(powers_of_2=False) for x in (plan.output, plan.grad_weight)]
-            plan = plan._replace(output=exact[0], grad_weight=exact[1])
+            gemms = [x and x._replace(powers_of_2=False) for x in (plan.output, plan.grad_weight)]
+            plan = plan._replace(output=gemms[0], grad_weight=gemms[1])
     empty = input.numel() == 0
     if surely(empty) if compiling else empty:  # no amax to compute, nothing to multiply
         x = input.to_original_precision() if isinstance(input, Float8Tensor) else input
@@ -134,7 +134,7 @@ def apply_linear(
 def in_compute_dtype(input: Tensor, weight: Tensor) -> Tensor:
     """Convert `input` to the dtype of autocast; no-op without autocast or on a `Float8Tensor`.
 
-    Raises as `linear` for dtypes and for the last dim of `input`. Both may be DTensors.
+    Raises as `linear` if a dtype or the last dim of `input` is wrong. Both may be DTensors.
     """
     autocast = autocast_dtype(input.device)
     same_dtype = autocast is not None or input.dtype == weight.dtype
@@ -167,7 +167,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def operand_of(role: str, x: Float8Tensor, cast: Cast, other_gemm: str | None) -> Operand:
-    """Return `x`, which was quantized elsewhere as tensor `role`, for a GEMM; record its amax.
+    """Return the data and scale of `x`, a layer's `role` quantized elsewhere; record its amax.
 
     Raises a `ValueError` unless `x` is as `cast` makes it and `other_gemm`, a GEMM that needs
     another cast of `x`, is None.
@@ -190,7 +190,7 @@ def operand_of(role: str, x: Float8Tensor, cast: Cast, other_gemm: str | None) -
 
 
 class Call(NamedTuple):
-    """The non-tensor arguments of one call of `Linear`, which backward reads, too."""
+    """The settings of one call of `Linear`, which forward and backward read."""
 
     plan: LinearPlan
     casts: Casts
@@ -220,7 +220,7 @@ class Linear(torch.autograd.Function):
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Return the output [M, N], in the dtype of `input` [M, K], and the tensors for backward.
 
-        `w` is the `Weight` that quantizes `weight` [N, K]; `index` is as in `Dense`. Backward reads
+        `w` multiplies by `weight` [N, K], see `Weight`; `index` is as in `Dense`. Backward reads
         `(rows, rows_scale, col_data, col_scale, *fields of w, *index)`. For grad_weight, these have
         column data of `input`, or else `rows`, which is `input` in high precision or its row data.
         """
@@ -238,7 +238,7 @@ class Linear(torch.autograd.Function):
                 row = operand_of("input", input, casts.input, other_gemm)
                 row = padded(row, casts.input.config.scaling_granularity, pad_rows=False)
             else:
-                # A compiler chooses what to keep: see `recast`.
+                # In compiled code `recast` makes column data: the compiler chooses what to keep.
                 later = compiling and products.columns_from_values
                 now = dw_in_float8 and plan.reuse_input and not later
                 row, col = products.quantize_rows(
@@ -261,7 +261,7 @@ class Linear(torch.autograd.Function):
                 rows = input.clone() if compiling else input
         rows_scale = None if rows is None or row is None else row.scale
         col_data, col_scale = (None, None) if col is None else col[:2]
-        if not call.need_grad_input:
+        if not call.need_grad_input:  # backward does not read the weight
             kept = (None,) * len(kept)
         return y, (rows, rows_scale, col_data, col_scale, *kept, *index)
 
@@ -289,8 +289,8 @@ class Linear(torch.autograd.Function):
         call: Call = ctx.call
         plan, casts, products, dtype = call.plan, call.casts, call.products, grad_output.dtype
         rows, rows_scale, col_data, col_scale, *rest = ctx.saved_tensors
-        fields = len(call.weight._fields)
-        w, index = call.weight(*rest[:fields]), rest[fields:]
+        count = len(call.weight._fields)
+        w, index = call.weight(*rest[:count]), rest[count:]
         dx_in_float8 = call.need_grad_input and plan.grad_input is not None
         dw_in_float8 = call.need_grad_weight and plan.grad_weight is not None
         reuse = dw_in_float8 and plan.reuse_grad_output
@@ -305,13 +305,13 @@ class Linear(torch.autograd.Function):
         elif call.need_grad_input:
             dx = grad_output @ w.values.to(dtype)
         if dx is not None and products.start is not None:
-            dx = products.start(dx)  # overlaps grad_weight
+            dx = products.start(dx)  # a reduce-scatter, which overlaps the GEMM of grad_weight
         if dw_in_float8:
             if not reuse:
                 cast = casts.grad_output_for_grad_weight
                 row, col = products.quantize_grad(grad_output, cast, *index, row=False, col=True)
             x = Operand(col_data, col_scale)
-            if col_data is None:
+            if col_data is None:  # forward kept `input`, or its row data
                 x = recast(rows, casts.input.config, rows_scale)
             gemm, weight_dtype = plan.grad_weight, call.weight_dtype
             dw = products.grad_weight(col, x, (N, K), *index, gemm=gemm, out_dtype=weight_dtype)

@@ -14,7 +14,7 @@ from float8.linear.source import class_of, problem, shallow_copy
 
 
 class _Config:
-    """Descriptor: `layer.config` is the configuration, unless the user registered that name."""
+    """Descriptor: `layer.config` is the configuration, or what the user registered as `config`."""
 
     def __get__(self, layer: Any, cls: Any = None) -> Any:
         if layer is None:
@@ -142,7 +142,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a Parameter; raise a `TypeError` for a tensor subclass of torchao."""
-        compiling = torch.compiler.is_compiling()  # as FSDP1 is, which registers views
+        compiling = torch.compiler.is_compiling()  # FSDP1 registers views: no graph break there
         if not compiling and type(param).__module__.startswith("torchao."):
             raise TypeError(
                 f"Float8Linear: got a {name} of class {type(param).__name__}, expected a tensor in "
@@ -158,7 +158,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
         )
 
     def extra_repr(self) -> str:
-        """Return `extra_repr` of the original class, with the recipe or scaling of each tensor."""
+        """Return `extra_repr` of the original class, then the recipe or each cast's scaling."""
         words = [super().extra_repr(), self._float8_config.short_str(), *self._float8_words()]
         return ", ".join(filter(None, words))
 

@@ -74,23 +74,23 @@ def resolve_plan(
             return None
         a, b = (casts[site] for site in GEMM_OPERANDS[name])
         granularities = a.scaling_granularity, b.scaling_granularity
-        # Published float8 weights may have any float32 scales, and a loaded state any delayed
-        # scale. Scales stored as 8-bit exponents are powers of two.
+        # `power_of_2` may not hold for scales that were computed elsewhere: those of published
+        # float8 weights (unless stored as 8-bit exponents), and delayed ones of a loaded state.
         trusted = config.float8_weights is not Float8Weights.ONLY or b.scaling_granularity.exponents
         trusted = trusted and a.scaling_type is b.scaling_type is ScalingType.DYNAMIC
         powers_of_2 = a.power_of_2 and b.power_of_2 and trusted
         return Gemm(fast_accum[name], config.emulate, powers_of_2, granularities)
 
-    def rows_suffice(cast: Cast, *gemms: Gemm | None) -> bool:
+    def rows_suffice(cast: Cast, *gemms: Gemm | None) -> bool:  # see `quantize.to_col`
         granularity, rounded = cast.config.scaling_granularity, cast.config.power_of_2
         return None not in gemms and (granularity.one_scale or (granularity.by_rows and rounded))
 
-    unbound = Casts(*(Cast(casts[site]) for site in CAST_SITES))
-    pairs = zip(unbound[:3], unbound[3:], strict=True)
+    all_casts = Casts(*(Cast(casts[site]) for site in CAST_SITES))
+    pairs = zip(all_casts[:3], all_casts[3:], strict=True)  # the two casts of each tensor
     reuse_input, reuse_weight, reuse_grad = [first == second for first, second in pairs]
     output, grad_input, grad_weight = [gemm(name) for name in GEMM_OPERANDS]
     return LinearPlan(
-        unbound, reuse_input, reuse_weight, reuse_grad, output, grad_input, grad_weight,
-        reuse_input and rows_suffice(unbound.input, output, grad_weight),
-        reuse_grad and rows_suffice(unbound.grad_output, grad_input, grad_weight),
+        all_casts, reuse_input, reuse_weight, reuse_grad, output, grad_input, grad_weight,
+        reuse_input and rows_suffice(all_casts.input, output, grad_weight),
+        reuse_grad and rows_suffice(all_casts.grad_output, grad_input, grad_weight),
     )  # fmt: skip

@@ -28,11 +28,11 @@ PUBLIC = ("config", "from_float")
 
 
 def shallow_copy(mod: nn.Module, cls: Any) -> Any:
-    """Return a new uncompiled `cls` with the attributes of `mod`; copy dicts like `_parameters`."""
+    """Return an uncompiled `cls` with `mod`'s attributes; dicts like `_parameters` are copies."""
     new = cls.__new__(cls)
     for name, value in vars(mod).items():
         new.__dict__[name] = copy.copy(value) if name in _REGISTRIES else value
-    for name in ("forward", "_compiled_call_impl"):  # which hold `mod`
+    for name in ("forward", "_compiled_call_impl"):  # which are bound to `mod`
         new.__dict__.pop(name, None)
     return new
 
@@ -40,7 +40,7 @@ def shallow_copy(mod: nn.Module, cls: Any) -> Any:
 def become(mod: nn.Module, new: nn.Module) -> None:
     """Give `mod`, in place, the class and attributes of its copy `new`; keep the hooks of `mod`."""
     for name in vars(mod).keys() - vars(new).keys() - {"_compiled_call_impl"}:
-        del mod.__dict__[name]  # a forward, and what others know a layer in float8 by
+        del mod.__dict__[name]  # such as a `forward`, or other libraries' marks of float8 layers
     mod.__dict__.update({name: x for name, x in vars(new).items() if "_hooks" not in name})
     mod.__class__ = type(new)
 
@@ -66,7 +66,7 @@ ABOUT_FORWARD = "convert before accelerate, or whoever else gives it one; load w
 def problem(
     mod: Any, base: Any, config: Float8LinearConfig, linear_classes: Collection[type]
 ) -> TypeError | ValueError | None:
-    """Return the error why `mod` cannot become a `base` with `config`, or None if it can."""
+    """Return why `mod` cannot become a `base`, or None; `linear_classes` compute as nn.Linear."""
     path = f"{type(mod).__module__}.{type(mod).__qualname__}"
     if reason := _computes_something_else(mod, linear_classes):
         return TypeError(f"got a {path}, {reason}")
@@ -106,7 +106,7 @@ def _computes_something_else(mod: nn.Module, linear_classes: Collection[type]) -
         return "which torchao converted already, expected an nn.Linear: convert the plain model"
     if forward_of is nn.Linear or isinstance(mod, (*linear_classes, Float8Module)):
         return None
-    if reason := not_in_high_precision(getattr(mod, "weight", None)):
+    if reason := not_in_high_precision(getattr(mod, "weight", None)):  # which tells more
         return f"with a {reason}"
     return (
         f"whose forward is not nn.Linear's, expected an nn.Linear or a subclass without a "
@@ -116,7 +116,7 @@ def _computes_something_else(mod: nn.Module, linear_classes: Collection[type]) -
 
 
 def not_in_high_precision(weight: Any) -> str | None:
-    """Return part of an error message if `weight` is not in high precision, else None."""
+    """Return what `weight` is ("weight of dtype ...") if not in high precision, else None."""
     cls, dtype = type(weight), getattr(weight, "dtype", None)
     if cls.__module__.split(".")[0] in ("bitsandbytes", "torchao"):
         return f"weight of class {cls.__name__}, which is quantised, expected one in high precision"
@@ -130,16 +130,16 @@ def _cannot_be_both(mod: Any, base: Any, config: Float8LinearConfig) -> str | No
     """Return why attributes or the class of `mod` conflict with those of `base`, or None."""
     cls: Any = type(mod)
     is_ours = isinstance(mod, Float8Module)
-    names, attributes = base._float8_buffer_names(config), {*dir(mod)}
+    needed = base._float8_buffer_names(config)  # names that the layer must not have yet
     if is_ours:
-        names -= mod._float8_state().keys()
+        needed -= mod._float8_state().keys()
     else:
-        names |= our_names(base)
-        # The class would hide what is registered under this name.
-        names |= {"from_float"} & {*mod._parameters, *mod._buffers, *mod._modules}
-    if conflicts := names & attributes:
-        name = min(conflicts)
-        return f"with an attribute {name!r}, expected one without: {base.__name__} has one"
+        needed |= our_names(base)
+        # The method of the class would hide what is registered under its name.
+        needed |= {"from_float"} & {*mod._parameters, *mod._buffers, *mod._modules}
+    if conflicts := needed & {*dir(mod)}:
+        got = f"with an attribute {min(conflicts)!r}, expected one without"
+        return f"{got}: {base.__name__} has one"
     if is_ours:
         return None
     for parent in (x for x in cls.__mro__ if x not in (nn.Linear, nn.Module, object)):
@@ -147,7 +147,7 @@ def _cannot_be_both(mod: Any, base: Any, config: Float8LinearConfig) -> str | No
             got = f"with {name!r}, expected one without"
             return f"{got}: {base.__name__} has a way of its own to copy and pickle layers"
     try:
-        class_of(base, cls)
+        class_of(base, cls)  # raises if no class can have both as bases
     except Exception as error:
         return f"which cannot be a {base.__name__}, too: {error}"
     return None
@@ -176,7 +176,7 @@ def class_of(base: Any, source: Any) -> Any:
 
 def _init(layer: Any, *args: Any, **kwargs: Any) -> None:
     init = layer._float8_source_class.__init__
-    # If the user's class takes a `config`, pass it to that class.
+    # If the user's class takes a `config`, pass that on; the layer has the default recipe then.
     config = None if "config" in signature(init).parameters else kwargs.pop("config", None)
     init(layer, *args, **kwargs)
     layer._float8_begin(config)
@@ -195,12 +195,12 @@ def new_class(
         reduced = nn.Module.__reduce_ex__(module, protocol)
         if type(module) is not cls:  # a subclass that other code made of `cls`
             return reduced
-        return _instance, (make, *made_of), *reduced[2:]
+        return _instance, (make, *made_of), *reduced[2:]  # from the state on
 
     members = {"__module__": bases[0].__module__, "__doc__": bases[0].__doc__} | members
     members["__reduce_ex__"] = reduce
     cls = types.new_class(name, bases, exec_body=lambda body: body.update(members))
-    object.__setattr__(object.__new__(bases[1]), "__class__", cls)
+    object.__setattr__(object.__new__(bases[1]), "__class__", cls)  # raises if layouts differ
     return cls
 
 

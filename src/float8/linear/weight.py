@@ -48,12 +48,12 @@ class OnTheFly(NamedTuple):
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """Quantize the weight to row data; return `a @ weight.T` and the fields to save."""
         cast, gemm, products = call.casts.weight, call.plan.output, call.products
-        traced = cast.source is not None  # record the amax once: backward may repeat the cast
+        traced = cast.source is not None  # record the amax outside: backward may repeat the cast
         b = products.quantize_weight(self.values, cast, row=True, pad_rows=True, traced=traced).row
         y = products.output(a, b, shape, *index, gemm=gemm, out_dtype=out_dtype)
         scale = None
         if call.plan.reuse_weight and cast.config.scaling_granularity.one_scale:
-            scale = b.scale[:, 0].contiguous() if products.repeats_scales else b.scale
+            scale = b.scale[:, 0].contiguous() if products.repeats_scales else b.scale  # [E] or []
         return y, (self.values, scale)
 
     def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", out_dtype: Any) -> Any:
