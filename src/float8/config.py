@@ -408,7 +408,7 @@ class Float8LinearConfig:
 
     @functools.cached_property
     def own_casts(self) -> dict[CastSite, CastConfig]:
-        """Site -> cast, in order, without second sites of a tensor that reuse the first cast."""
+        """Site -> cast, in order; without a tensor's second site if it reuses the first's cast."""
         casts = self._casts
         own = [x for x in CAST_SITES if x not in BASE_SITE or casts[x] != casts[BASE_SITE[x]]]
         return {site: casts[site] for site in own}
@@ -432,7 +432,7 @@ class Float8LinearConfig:
         return tuple(gemm for gemm, (site, _) in operands if self.cast_config(site).is_float8)
 
     def short_str(self) -> str:
-        """Return a text for `repr`: the recipe or the scaling of each cast, and changed flags."""
+        """Return a text for `repr`: the recipe, or each cast's scaling, and then changed flags."""
         recipe = _RECIPE_BY_CASTS.get((self.round_scales_to_power_of_2, *self._casts.values()))
         defaults = RECIPES[recipe or "tensorwise"]
         own = self.own_casts.items()

@@ -18,9 +18,9 @@ from float8.linear import Float8Linear
 
 
 def _auto_filter_for_recipe(recipe: ConfigOrRecipe, filter_fqns: Collection[str]) -> ModuleFilter:
-    """Return the default filter for `recipe`, which also rejects names by their `filter_fqns`.
+    """Return the default filter for `recipe`; it also rejects names with one of `filter_fqns`.
 
-    It rejects names that contain one of these, and accepts other layers already converted.
+    It accepts layers that are already converted, and rejects all modules but `nn.Linear`.
     """
     chooser = Chooser(nn.Identity(), recipe)  # decides per layer: the model is unknown
 

@@ -138,7 +138,7 @@ def matmul_of_any_size(
     gemm: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Compute `matmul`, zeros if `a` is empty: the op for `a` that may be padded or empty."""
+    """Run `matmul`, also for empty `a`; compiled code calls this if `a` may be empty or padded."""
     if a.numel() == 0:
         return a.new_zeros((M, N), dtype=out_dtype)
     operands = Operand(a, a_scale), Operand(b, b_scale)

@@ -18,8 +18,8 @@ class Dense:
     """The functions of a layer that multiplies all rows of its input by one weight [N, K].
 
     The autograd function `Linear` reads these attributes of `call.products`. Subclasses serve
-    experts, and layers whose tokens are sharded over ranks. `*index` below are no arguments for
-    `Dense`, and one for experts: the ends of the groups of rows, which is saved for backward.
+    experts, and layers whose tokens are sharded over ranks. `*index` below is empty for `Dense`;
+    for experts it is one tensor, saved for backward: the ends of the groups of rows.
     """
 
     columns_from_values = True

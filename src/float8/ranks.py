@@ -11,7 +11,7 @@ from float8.tensor import Float8Tensor, is_dtensor, local_tensor
 
 
 def mesh_device_type(weights: Iterable[Any]) -> str | None:
-    """Return the device type of the mesh of `weights`, even if shards are on the CPU, or None."""
+    """Return the device type of the mesh of `weights`, or None; shards may be on the CPU."""
     return next((mesh.device_type for mesh in _meshes(weights)), None)
 
 
@@ -23,7 +23,7 @@ def _meshes(tensors: Iterable[Any]) -> set[Any]:
 
 
 def _require_whole_weights(shard_groups: Iterable[Any], synced: list[int], got: str) -> None:
-    """Raise `ValueError` if ranks `synced`, which `got` describes, lack one of a shard group."""
+    """Raise `ValueError` if `synced`, ranks that `got` describes, lack a rank of a shard group."""
     for ranks in map(dist.get_process_group_ranks, shard_groups):
         if not set(ranks) <= set(synced):
             raise ValueError(

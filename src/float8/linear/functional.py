@@ -167,10 +167,10 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def operand_of(role: str, x: Float8Tensor, cast: Cast, other_gemm: str | None) -> Operand:
-    """Return the data and scale of `x`, a layer's `role` quantized elsewhere; record its amax.
+    """Return data and scale of `x`, an input or weight quantized elsewhere; record its amax.
 
-    Raises a `ValueError` unless `x` is as `cast` makes it and `other_gemm`, a GEMM that needs
-    another cast of `x`, is None.
+    Raises a `ValueError` about `role` unless `x` is as `cast` makes it and `other_gemm`, a GEMM
+    that needs another cast of `x`, is None.
     """
     config = cast.config
     fits = x._data.dtype == config.dtype and x._granularity is config.scaling_granularity

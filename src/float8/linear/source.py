@@ -185,7 +185,7 @@ def _init(layer: Any, *args: Any, **kwargs: Any) -> None:
 def new_class(
     name: str, bases: tuple[type, type], make: Any, made_of: tuple[Any, ...], **members: Any
 ) -> Any:
-    """Return a class `name` of `bases` and `members`, to set as `__class__` of a `bases[1]`.
+    """Make a class `name` of `bases` and `members`, to be set as `__class__` of `bases[1]` objects.
 
     Instances are pickled with `make(*made_of)`, a call that returns the class, as a class that is
     made here cannot be imported. Raises `TypeError` if the memory layouts of `bases` differ.
