@@ -74,7 +74,7 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     handles = [inner.register_step_pre_hook(before), inner.register_step_post_hook(after)]
     attachment = Attachment(mods, handles)
     for mod in mods:
-        mod._float8_attach()  # marks held data as stale: a checkpoint may be loaded next
+        mod._float8_attach()  # also marks held data as stale: a checkpoint may come next
     # Remove the hooks once the optimizer is collected, but not when the interpreter exits.
     weakref.finalize(inner, attachment.remove).atexit = False
     return attachment
