@@ -111,7 +111,7 @@ def measure(x: Any, cast: Cast | None, col: bool = False, offs: Tensor | None = 
     if offs is not None:  # each group and each expert has its own scales
         cast = cast._replace(reduce=None)
     if cast.source is not None:  # recording is left to the layer
-        cast = cast._replace(source=cast.source.apart())
+        cast = cast._replace(source=cast.source.with_new_amax())
     if x.dim() == 2 and offs is not None:
         quantized = PRODUCTS[3].quantize_rows(x, cast, offs, row=not col, col=col)
     else:

@@ -35,7 +35,7 @@ class ScaleSource(Protocol):
     def choose(self, dynamic: Tensor) -> Tensor:
         """Return the scale for a tensor; `dynamic` is the scale computed from its own amax."""
 
-    def apart(self) -> "ScaleSource":
+    def with_new_amax(self) -> "ScaleSource":
         """Return a copy of this source with the same scale and a new `amax` tensor of zero."""
 
 

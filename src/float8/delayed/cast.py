@@ -62,7 +62,7 @@ class DelayedScale(NamedTuple):
         if self.recording:
             self.amax.copy_(torch.maximum(self.amax, amax))
 
-    def apart(self) -> "DelayedScale":
+    def with_new_amax(self) -> "DelayedScale":
         """Return a recording `DelayedScale` with the same scale and a new amax of zero.
 
         Casts that record into the new amax do not change `self`, so compiled code may repeat them

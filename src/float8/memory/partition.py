@@ -78,7 +78,7 @@ class Float8Partitioner(CustomPartitionerFn):
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
         """Split joint graph `gm`; return forward and backward with saved activations in float8."""
-        _save_sums_that_patterns_read(gm.graph)
+        _mark_sums_as_must_save(gm.graph)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         results: Any = (module.graph.output_node().args[0] for module in (forward, backward))
         outputs, gradients = map(list, results)
@@ -173,7 +173,7 @@ def _activations(
     return {node for node in graph.nodes if traits.get(node.name) == (True, True)}, weight_gradients
 
 
-def _save_sums_that_patterns_read(graph: Graph) -> None:
+def _mark_sums_as_must_save(graph: Graph) -> None:
     """Mark as `MUST_SAVE` the sums that RMSNorm or an activation function reads.
 
     Otherwise the terms might be saved and rounded, and rounded terms may cancel each other.

@@ -247,7 +247,7 @@ def to_float8(x: Tensor, cast: Cast) -> Float8Tensor:
     """
     granularity, amax = cast.config.scaling_granularity, None
     if cast.source is not None:
-        source = cast.source.apart()
+        source = cast.source.with_new_amax()
         cast, amax = cast._replace(source=source), source.amax
     with torch.no_grad():  # before the autograd function: see `autograd.computed_before`
         rows = x.flatten(0, -2) if x.dim() > 1 else x.reshape(1, -1)
