@@ -65,7 +65,7 @@ def cast(
         col: return column data, else None.
         pad_rows: zero-pad R of row data to a multiple of 16; block scales pad R in any case.
         scale: one float32 element to use instead of a scale computed from the amax of ``x``.
-        via: round ``x`` to this dtype first; given ``scale``, float32 to bfloat16 needs no copy.
+        via: round ``x`` to this dtype first, as the kernel itself can from float32 to bfloat16.
         after: a tensor that compiled code must compute before this cast, as the scale of
             grad_output, lest a compiler cast the weight in forward already and keep the result.
         traced: if scales are finer than one per tensor, use plain torch code, which a compiler
