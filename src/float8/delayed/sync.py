@@ -186,7 +186,7 @@ def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> 
 
 
 def _shard_amax(weight: Tensor) -> Tensor | None:
-    """Return the amax [] of this rank's shard of `weight`, or None if not gathered in float8."""
+    """Return the amax [] of this rank's shard of `weight`, or None if it has no float8 gather."""
     local = local_tensor(weight)
     if local is weight or not hasattr(local, "param_dtype"):
         return None

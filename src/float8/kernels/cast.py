@@ -100,7 +100,7 @@ def cast(
 
 
 def refusal(x: Tensor) -> Exception:
-    """Return the error of `cast` for an ``x`` of wrong dtype, else not 2-D, else for no layout."""
+    """Return the error of `cast`: ``x`` has a wrong dtype or is not 2-D, or no layout is asked."""
     if x.dtype not in HIGH_PRECISION_DTYPES:
         return TypeError(f"cast: x is {describe(x)}; expected a {HIGH_PRECISION}")
     if x.dim() != 2:
@@ -121,7 +121,7 @@ def refused_scale(scale: Tensor, x: Tensor, granularity: Granularity) -> ValueEr
 
 
 def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype, exponents: bool = False) -> Tensor:
-    """Cast ``x / scale`` to ``dtype`` as `cast`; ``exponents``: `amax_to_exponent` made scales."""
+    """Cast ``x / scale`` to ``dtype`` as `cast`; ``exponents`` if `amax_to_exponent` made it."""
     # Literals: with dynamic=True, Dynamo makes floats of a module symbolic and then fails on them.
     limit = 448.0 if dtype == torch.float8_e4m3fn else 57344.0
     # Through float64, so that the quotient is correctly rounded in compiled code too.

@@ -34,7 +34,7 @@ _DYNAMO_KNOWS_EXPORT = TorchVersion(torch.__version__) >= "2.13"
 
 
 class Held(NamedTuple):
-    """A Parameter with its row and column data; row data are not saved for backward."""
+    """A Parameter with its float8 row and column data; row data are not saved for backward."""
 
     values: Tensor | Any = None
     row_data: Tensor | Any = None
@@ -126,7 +126,7 @@ GEMM_OPS.add(TIMES_HELD)
 @torch.inference_mode(False)  # else it could not be saved for a backward
 @torch.no_grad()
 def hold(parameter: Tensor, cast: Cast, values: Tensor | None = None) -> Held:
-    """Cast `parameter`, or its view `values`, to row and column data with the Parameter's mark."""
+    """Cast `parameter`, or its view `values`, to row and column data; mark them (`_version_of`)."""
     values, products = parameter if values is None else values, PRODUCTS[parameter.dim()]
     quantized = products.quantize_weight(values, cast, row=True, col=True, pad_rows=True)
     # `.data` is no view, as data of experts may be: AOTAutograd copies views, without the mark.
@@ -176,7 +176,7 @@ def _is_capturing(weight: Tensor) -> bool:
 
 
 class HoldsWeights(nn.Module):
-    """Mixin of float8 modules that keeps weights in float8 until they are written."""
+    """Mixin of float8 modules that keeps float8 data of weights until Parameters are written."""
 
     _float8_plan: "LinearPlan"
     _float8_not_copied: ClassVar[frozenset[str]] = frozenset({"_float8_held"})
@@ -229,7 +229,7 @@ class HoldsWeights(nn.Module):
         return fresh
 
     def _float8_attach(self) -> None:
-        """Attach one more optimizer, and void the marks: the next use casts weights again."""
+        """Attach one more optimizer, and void the marks of held data: the next use casts again."""
         super()._float8_attach()  # type: ignore[misc]
         for held in self._float8_held:
             row: Any = held.row_data
