@@ -73,7 +73,7 @@ class _Kernel:
 def test_what_is_handed_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensors that are None, no integers that are 1, no constants; and the scratch memory."""
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(launch, "_LAUNCHES", True)
+    monkeypatch.setattr(launch, "_BYPASSES_TRITON", True)
     monkeypatch.setattr(private, "current_stream", lambda index: 77 + index)
     monkeypatch.setattr(private, "launch_kernel", lambda *args: calls.append(args))
     kernel = _Kernel()
@@ -90,7 +90,7 @@ def test_what_is_handed_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_triton_launches_where_pytorch_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, x = _Kernel(), _Memory(4096)
     for launches, device in ((True, torch.device("cpu")), (False, torch.device("cuda", 0))):
-        monkeypatch.setattr(launch, "_LAUNCHES", launches)
+        monkeypatch.setattr(launch, "_BYPASSES_TRITON", launches)
         planned = launch.Launch(kernel, device, 5, (48,), (), 8)
         planned(x)
         planned(x)
@@ -107,7 +107,7 @@ def test_kernels_are_launched_by_pytorch_after_the_first_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else eager mode is slower than it could be, and nobody notices."""
-    if not launch._LAUNCHES:
+    if not launch._BYPASSES_TRITON:
         pytest.skip("FLOAT8_PLAIN_LAUNCH=1")
     x = torch.randn(96, 160, device="cuda")
     want = cast(x)

@@ -59,7 +59,7 @@ def usual() -> str:
     return run(TRAIN)
 
 
-@pytest.mark.skipif(private.PLAIN_LAUNCH, reason="FLOAT8_PLAIN_LAUNCH=1: none is looked for")
+@pytest.mark.skipif(private.PUBLIC_API_ONLY, reason="FLOAT8_PLAIN_LAUNCH=1: none is looked for")
 def test_the_names_of_this_torch_are_found() -> None:
     assert len(NAMES) >= 5
     for name, path in NAMES:
@@ -71,11 +71,11 @@ def test_one_variable_turns_all_of_it_off(usual: str) -> None:
     names = [name for name, _ in NAMES]
     check = f"""
 from float8.kernels.runtime import launch, private
-assert private.PLAIN_LAUNCH
+assert private.PUBLIC_API_ONLY
 assert [getattr(private, name) for name in {names}] == [None] * {len(names)}
 assert private.find("nn.Linear") is None
 assert not launch.takes_triton_directly()
-assert not launch._LAUNCHES
+assert not launch._BYPASSES_TRITON
 """
     assert run(TRAIN + check, FLOAT8_PLAIN_LAUNCH="1") == usual
 
@@ -84,7 +84,7 @@ assert not launch._LAUNCHES
 def test_other_values_turn_nothing_off(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOAT8_PLAIN_LAUNCH", value)
     fresh = runpy.run_path(private.__file__)
-    assert not fresh["PLAIN_LAUNCH"]
+    assert not fresh["PUBLIC_API_ONLY"]
     assert fresh["find"]("nn.Linear") is not None
 
 
@@ -153,7 +153,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 def test_another_inductor_calls_ops_through_the_dispatcher(
     registry: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(private, "PLAIN_LAUNCH", False)
+    monkeypatch.setattr(private, "PUBLIC_API_ONLY", False)
     monkeypatch.delattr(custom_extern_kernel_codegen, "CustomCodegen")
     code = generated()
     assert "float8_cpu" not in code
@@ -163,7 +163,7 @@ def test_another_inductor_calls_ops_through_the_dispatcher(
 def test_without_private_api_inductor_is_told_nothing(
     registry: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(private, "PLAIN_LAUNCH", True)
+    monkeypatch.setattr(private, "PUBLIC_API_ONLY", True)
     assert "float8_cpu" not in generated()
     assert not registry
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import tolerances
 from float8 import Float8LinearConfig, Float8Tensor, linear
 from float8.config import CastConfig, ScalingGranularity
-from float8.kernels.dequantize import is_taken
+from float8.kernels.dequantize import fits_kernel
 from float8.linear.plan import plan_linear
 from float8.quantize import Cast
 from float8.scales import Operand
@@ -76,10 +76,10 @@ def test_rows_with_scales_are_dequantised_the_other_way_round_too(
     x = seeded(0, *shape, device=device)
     of = ScalingGranularity.AXISWISE
     t = to_float8(x, Cast(CastConfig(scaling_granularity=of)))
-    assert is_taken(Operand(t._data, t._scale), of)
+    assert fits_kernel(Operand(t._data, t._scale), of)
     for turned in (t.t(), t.t().contiguous()):
         assert same_bits(turned.to_original_precision().t(), t.to_original_precision())
-        assert not is_taken(Operand(turned._data, turned._scale), of)
+        assert not fits_kernel(Operand(turned._data, turned._scale), of)
 
 
 @on_devices

@@ -32,14 +32,14 @@ class DelayedScale(NamedTuple):
     scale: Tensor
     """Decode scale for this step, or `UNKNOWN_SCALE`."""
     amax: Tensor
-    """Largest amax seen since the last sync: over microbatches, repeated calls, recomputation."""
+    """Largest amax recorded since the last sync by microbatches, repeated calls, recomputation."""
     recording: bool = False
     """Whether casts record the amax of their tensor."""
 
     def cast(
         self, x: Tensor, cast_config: CastConfig, *, row: bool, col: bool, pad_rows: bool = False
     ) -> tuple[Operand | None, Operand | None]:
-        """Cast `x` by `self.scale`, or by a dynamic scale if it is unknown; `observe` the amax."""
+        """Cast `x` by `self.scale`, or dynamically if that is unknown; `observe` the amax."""
         if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
             raise refusal(x)
         granularity = cast_config.scaling_granularity
@@ -68,9 +68,9 @@ class DelayedScale(NamedTuple):
         Casts that record into the new amax do not change `self`, so compiled code may repeat them
         for activation checkpointing. Later the caller may pass the new amax to `self.observe`.
         """
-        # Not `zeros_like`, for which a compiler would keep the amax.
-        fresh = torch.zeros((), dtype=torch.float32, device=self.amax.device)
-        return DelayedScale(self.scale, fresh, recording=True)
+        # Not `zeros_like`, for which compiled code would keep `self.amax` in memory.
+        new_amax = torch.zeros((), dtype=torch.float32, device=self.amax.device)
+        return DelayedScale(self.scale, new_amax, recording=True)
 
 
 # ---------------------------------------------------------------- the op
@@ -89,20 +89,20 @@ def cast_delayed_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cast `x` in plain torch as the kernel does; return the used scale, row data, column data.
 
-    If `record`, raise `amax` in place to that of `x`. Without `row` or `col`, those data are empty.
+    If `record`, raise `amax` in place to that of `x`. Row or column data not asked for are empty.
     """
     current = amax_reference(x)
-    used, scale = amax_to_scale(current, dtype, power_of_2), scale.reshape(())
+    dynamic, scale = amax_to_scale(current, dtype, power_of_2), scale.reshape(())
     if record:
         amax.copy_(torch.maximum(amax, current))
-    used = torch.where(scale == UNKNOWN_SCALE, used, scale)
+    used = torch.where(scale == UNKNOWN_SCALE, dynamic, scale)
     out = cast_reference(x, used, None, None, dtype, row, col, pad_rows)
     absent = x.new_empty((0,))  # not a list: auto-functionalization supports no list returns
     return used, out[0] if row else absent, out[-1] if col else absent
 
 
 def _cast_delayed_fake(x: Tensor, scale: Tensor, amax: Tensor, *flat: Any) -> tuple[Tensor, ...]:
-    row, _, col, _ = specs_of(x.shape, CastArguments(None, None, *flat[:-1]))
+    row, _, col, _ = specs_of(x.shape, CastArguments(None, None, *flat[:-1]))  # no `record`
     specs = (spec or ((0,), (1,), x.dtype) for spec in (SCALAR, row, col))
     return tuple(x.new_empty_strided(*spec[:2], dtype=spec[2]) for spec in specs)
 
@@ -110,8 +110,8 @@ def _cast_delayed_fake(x: Tensor, scale: Tensor, amax: Tensor, *flat: Any) -> tu
 def _cast_delayed_triton(x: Tensor, scale: Any, amax: Any, *flat: Any) -> tuple[Tensor, ...]:
     if x.numel() == 0:
         return cast_delayed_reference(x, scale, amax, *flat)
-    *layout, record = flat
-    source, arguments = "recorded" if record else "kept", CastArguments(None, None, *layout)
+    *settings, record = flat
+    source, arguments = "recorded" if record else "kept", CastArguments(None, None, *settings)
     launch = cast_plan(x.dtype, x.shape, x.stride(), x.device, source, arguments)
     used, row, _, col, _ = launch(x, scale, amax if record else None)
     if record:

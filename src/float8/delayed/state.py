@@ -23,7 +23,7 @@ from float8.tensor.ranks import amax_over, sharding_groups
 
 
 class Site(NamedTuple):
-    """The names of a cast site and of its buffers."""
+    """The names of a place where a layer casts a tensor, a `CastSite`, and of its buffers."""
 
     name: str
     amax: str
@@ -50,7 +50,7 @@ class StatefulLayer(Float8Module):
     _float8_versions: dict[int, int] | None = None
     """The versions of the Parameters when the first amax since the last sync was recorded."""
     _float8_sample: tuple[Any, int, Tensor] | None = None
-    """Identity and diagonal of the weight, and version of grad_output's amax, at the last check."""
+    """The identity of the weight, version of grad_output's amax, and diagonal compared last."""
     _float8_synced_version = -1
     _float8_not_copied = frozenset({"_float8_compared", "_float8_versions", "_float8_sample"})
 
@@ -90,7 +90,7 @@ class StatefulLayer(Float8Module):
         return {site.amax: torch.zeros_like(scale), site.history: history, site.scale: scale}
 
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """Register a hook; make buffers local that tensor parallel has replaced by DTensors."""
+        """Register a hook, as tensor parallel does last; its DTensor buffers become local again."""
         for name, buffer in self._float8_state().items():
             self._buffers[name] = local_tensor(buffer)
         return super().register_forward_pre_hook(*args, **kwargs)
@@ -137,16 +137,13 @@ class StatefulLayer(Float8Module):
             scale = scale.to(amax.device)
         else:
             scale = torch.full_like(amax, UNKNOWN_SCALE)
-            reduce = amax_over(sharding_groups(self.weight))
-        return Cast(cast_config, DelayedScale(scale, amax, True), reduce)
+            reduce = amax_over(sharding_groups(self.weight))  # all shards get one scale
+        return Cast(cast_config, DelayedScale(scale, amax, recording=True), reduce)
 
     def _float8_trains(self) -> bool:
-        """Return whether the layer is in training mode and has a Parameter that is not frozen.
-
-        Also True in training mode if the layer has no Parameters, which FSDP1 removes.
-        """
+        """Return True in training mode unless the layer has Parameters and all are frozen."""
         if not self.training or getattr(self._parameters.get("weight"), "requires_grad", False):
-            return self.training  # the common case
+            return self.training  # the common case, without a list of Parameters
         requires_grad = [parameter.requires_grad for parameter in self.parameters()]
         return any(requires_grad) or not requires_grad  # FSDP1 takes Parameters away
 
@@ -167,12 +164,12 @@ class StatefulLayer(Float8Module):
             self._float8_synced_version = self._float8_amax_version()
 
     def _float8_detach(self) -> None:
-        """Detach one optimizer, and restart the check for a missing sync at the next forward."""
+        """Detach one optimizer; drop the versions by which `_float8_check_synced` finds writes."""
         super()._float8_detach()
         self._float8_versions = None
 
     def _float8_amax_version(self) -> int:
-        """Return the version of the weight's amax buffer, else of the first site's, else -1."""
+        """Return the version counter of the weight's amax, else of the first site's, else -1."""
         amax = self._buffers.get(WEIGHT.amax)
         if amax is None and self._float8_stateful:
             amax = self._buffers[self._float8_stateful[0].amax]
@@ -198,23 +195,26 @@ class StatefulLayer(Float8Module):
         }
         weight: Any = self._parameters.get("weight")
         amax: Any = self._buffers.get(GRAD_OUTPUT.amax)
-        first, before, now = self._float8_versions, self._float8_sample, None
-        written = first is not None and any(first.get(key, v) != v for key, v in versions.items())
+        old_sample: Any = self._float8_sample or (None, None, None)
+        old, new_sample = self._float8_versions, None  # old: at the first forward since the sync
+        written = old is not None and any(old.get(key, v) != v for key, v in versions.items())
         trained = type(weight) is nn.Parameter and id(weight) in versions
         compares = trained and amax is not None and not (amax.is_meta or amax.is_inference())
-        if compares and first is not None:  # without a backward there was no step
-            compares = before is not None and weight.grad is None and amax._version != before[1]
+        old_identity, old_version, old_diagonal = old_sample
+        if compares and old is not None:  # without a backward there was no step
+            compares = bool(old_identity) and weight.grad is None and amax._version != old_version
         if compares:
-            # Of what ranks share, gradients are None between microbatches, too.
+            # With several ranks, `weight.grad` may be None between microbatches, too.
             ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
             if not (ranks or (amax.is_cuda and torch.cuda.is_current_stream_capturing())):
                 identity = id(weight), weight.dtype, weight.device, weight.shape
-                now = identity, amax._version, weight.detach().diagonal().clone()
-            if first is not None and now is not None and before is not None and now[0] == before[0]:
-                written |= not torch.equal(now[2].nan_to_num(), before[2].nan_to_num())
-        if compares or first is None:
-            self._float8_sample = now  # the next comparison is after another backward
-        if first is None:
+                diagonal = weight.detach().diagonal().clone()
+                new_sample = identity, amax._version, diagonal
+                if old is not None and identity == old_identity:
+                    written |= not torch.equal(diagonal.nan_to_num(), old_diagonal.nan_to_num())
+        if compares or old is None:
+            self._float8_sample = new_sample  # the next comparison is after another backward
+        if old is None:
             self._float8_versions = versions
         if written:
             raise RuntimeError(
@@ -246,9 +246,9 @@ class StatefulLayer(Float8Module):
             amax, scale = getattr(self, site.amax), getattr(self, site.scale)
             if not trains:
                 scale = torch.full_like(scale, UNKNOWN_SCALE)
-            elif compiling and not record:
+            elif compiling and not record:  # only at run time is it known whether a checkpoint runs
                 scale = torch.ops.float8.scale_without_gradients.default(scale)
-                amax = torch.empty_like(amax)  # a compiled op writes it
+                amax = torch.empty_like(amax)  # unused, but the op is declared to write it
             if cast.reduce is not None and trains and record and site.name in self._float8_known:
                 cast = cast._replace(reduce=None)
             delayed[site.name] = cast._replace(source=DelayedScale(scale, amax, record))
@@ -258,10 +258,10 @@ class StatefulLayer(Float8Module):
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
         super().__setstate__(pickled)  # type: ignore[no-untyped-call]
-        self._float8_state_was_written()  # new buffers count versions anew
+        self._float8_state_was_written()  # version counters of the new buffers start anew
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a Parameter, and restart the check for a missing sync at the next forward."""
+        """Register a Parameter; drop the versions by which `_float8_check_synced` finds writes."""
         super().register_parameter(name, param)
         self._float8_versions = None
 
@@ -272,7 +272,7 @@ class StatefulLayer(Float8Module):
         super()._apply(fn, recurse)
         for name, old in before.items():
             new = self.get_buffer(name)
-            if new.dtype != torch.float32:  # `.half()`: move, but never through fewer bits
+            if new.dtype != torch.float32:  # by `.half()`: move only, keep all bits
                 self._buffers[name] = old.to(new.device)
         if left_meta or any(old.is_meta for old in before.values()):
             self._float8_reset_state()  # after `to_empty()` they would be undefined
@@ -290,7 +290,7 @@ class StatefulLayer(Float8Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         if not self._float8_leave_meta():
             for name, new in self._float8_state().items():
-                if new is not before[name]:  # by assign=True; it may lie in another's storage
+                if new is not before[name]:  # by assign=True; copy, as its storage may be shared
                     self._buffers[name] = new.detach().to(torch.float32, copy=True)
         ours = {prefix + name for name in before}
         if ours.isdisjoint(state_dict):  # a checkpoint of the plain model, or a part of one
@@ -330,7 +330,7 @@ def _as_loadable(
     loaded, notes = dict(state_dict), []
     keys_of = {x: [prefix + y for y in x[1:] if prefix + y in loaded] for x in SITES.values()}
     if not (ours := [key for keys in keys_of.values() for key in keys]):
-        return loaded
+        return loaded  # from a model without delayed scaling
     device = loaded[ours[0]].device
     for site, keys in sorted(keys_of.items()):
         delayed = site in layer._float8_stateful
@@ -340,12 +340,12 @@ def _as_loadable(
                 del loaded[key]
         elif delayed and not keys:
             notes.append(f"found no state of {site.name}, which starts anew")
-            # Beside what is loaded: the layer may be on the meta device, and take it as it is.
+            # On the device of what is loaded, since a layer on meta takes tensors by assign=True.
             for name, value in layer._float8_fresh_state(site, device).items():
                 loaded[prefix + name] = value
         elif keys:
             for name in (site.amax, site.scale):
-                # Torch would load an element of any vector for a scalar.
+                # Torch would load the first element of a vector into a scalar buffer.
                 if shape := list(getattr(loaded.get(prefix + name), "shape", ())):
                     error_msgs.append(
                         f"size mismatch for {prefix + name}: got shape {shape} in the checkpoint, "

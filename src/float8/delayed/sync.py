@@ -64,7 +64,7 @@ def sync_float8_amax_and_scale_history(
         return
     if dist.is_available() and dist.is_initialized():
         _reduce_amaxes(model, layers, group)
-    tied: dict[int, list[Tensor]] = {}  # FSDP2's gather takes the scale of one of the layers
+    tied: dict[int, list[Tensor]] = {}  # layers of one weight: FSDP2 gathers it by one scale
     for layer in layers:
         gathers = layer._float8_config.enable_fsdp_float8_all_gather
         if gathers and WEIGHT in layer._float8_stateful:
@@ -98,7 +98,7 @@ def sync_float8_amax_and_scale_history(
     # Layers that share their work with other ranks learn which of their scales are known.
     shared = [x for x in layers if x._float8_groups()]
     unknown = [(x, s) for x in shared for s in x._float8_stateful if s.name not in x._float8_known]
-    if unknown:  # asks the device, until all amaxes have settled
+    if unknown:  # waits for the device, at each sync until all scales are set
         values = torch.stack([layer.get_buffer(site.scale) for layer, site in unknown]).tolist()
         for (layer, site), value in zip(unknown, values, strict=True):
             layer._float8_note_known(site, value)
@@ -160,33 +160,33 @@ def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> 
     """Replace the amaxes of `layers` by their maxima over the groups of `sync_groups`."""
     weights: list[Any] = [layer.weight for layer in layers]
     shard_groups = {shard_group for layer in layers for shard_group in layer._float8_groups()}
-    # Parameters of FSDP2's modules around layers have the mesh, too: not all are gathered at once.
+    # A gathered weight lacks the mesh; other Parameters of the same FSDP2 modules have it, too.
     layer_set, fsdp = {*layers}, filter(is_fsdp_module, model.modules())
     fsdp_parents = (module for module in fsdp if not layer_set.isdisjoint(module.modules()))
     sharded_parameters = (parameter for module in fsdp_parents for parameter in module.parameters())
-    ranks = sync_groups(weights, group, sharded_parameters, shard_groups)
-    if not ranks:
+    groups = sync_groups(weights, group, sharded_parameters, shard_groups)
+    if not groups:  # one process
         return
     device_type = mesh_device_type(weights)
-    _require_same_layers(model, layers, ranks, device_type)
+    _require_same_layers(model, layers, groups, device_type)
     amaxes, shards = [], []
     for layer in layers:
         for site in layer._float8_stateful:
             amaxes.append(layer.get_buffer(site.amax))
-            # Another rank may have run a layer that this one skipped: its gather read this shard.
+            # Another rank may have run a layer that this one skipped, with this rank's shard.
             unused = site == WEIGHT and not layer._float8_has_unsynced_amax()
             shard = _shard_amax(layer.weight) if unused else None
             shards.append(amaxes[-1].new_zeros(()) if shard is None else shard)
-    reduced = amax_over(ranks, device_type)(
+    reduced = amax_over(groups, device_type)(
         torch.stack([x.to(amaxes[0].device) for x in amaxes + shards])
     )
-    recorded, unrecorded = reduced.chunk(2)
+    recorded, unrecorded = reduced.chunk(2)  # a layer that no rank ran keeps 0
     merged = torch.where(recorded != 0, torch.maximum(recorded, unrecorded), recorded)
     torch._foreach_copy_(amaxes, merged.unbind())
 
 
 def _shard_amax(weight: Tensor) -> Tensor | None:
-    """Return the amax [] of this rank's shard of `weight`, or None if not gathered in float8."""
+    """Return the amax [] of this rank's shard of `weight`, or None if it has no float8 gather."""
     local = local_tensor(weight)
     if local is weight or not hasattr(local, "param_dtype"):
         return None

@@ -39,7 +39,7 @@ def describe(x: Tensor) -> str:
 
 
 HIGH_PRECISION = "float32, bfloat16 or float16 tensor. Convert it first, e.g. x.to(torch.bfloat16)."
-"""The end of the error message about a tensor of an unsupported dtype."""
+"""The dtypes that an error message says are expected, and how to get one."""
 
 
 def amax_reference(x: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def amax_triton(x: Tensor) -> Tensor:
     measure = measuring(x.numel(), x.dtype, x.device)
     amaxes = allocator(x.device)((measure.programs,), (1,), torch.float32)
     measure(x, amaxes, None)
-    # Compared as integers, magnitudes keep their order, and NaN lies above Inf.
+    # As integers: bits of magnitudes have the order of the numbers, and NaN lies above Inf.
     return amaxes.view(torch.int32).amax().view(torch.float32) if len(amaxes) > 1 else amaxes[0]
 
 
@@ -74,11 +74,11 @@ def measuring(n: int, dtype: torch.dtype, device: torch.device, unless_set: bool
     scale is not 0. The kernel that casts x takes the maximum of amaxes, which saves a launch; each
     of its programs reads all amaxes, so this launch has at most 8 programs per multiprocessor.
     """
-    # 16 KiB per step and 16 warps: two loads of 16 bytes per thread and step.
+    # A block is what one step reads: 16 KiB, which for 16 warps is two loads of 16 bytes a thread.
     block, at_once = 16384 // dtype.itemsize, 8 * sm_count(device)
     blocks = -(-n // block)
     steps = 1 if blocks < at_once else 2
-    rounds = -(-blocks // (steps * at_once))
+    rounds = -(-blocks // (steps * at_once))  # of a program, each of ``steps`` blocks
     programs = -(-blocks // (steps * rounds))
     constants = (block, steps, unless_set)
     return Launch(_amax_kernel, device, programs, (n, rounds), constants, num_warps=16)

@@ -65,9 +65,9 @@ def cast(
         col: return column data, else None.
         pad_rows: zero-pad R of row data to a multiple of 16; block scales pad R in any case.
         scale: one float32 element to use instead of a scale computed from the amax of ``x``.
-        via: round ``x`` to this dtype first; under ``scale`` the kernel rounds float32 to bfloat16.
-        after: a tensor that compiled code must compute before this cast. Backward passes its
-            gradient, lest a compiler move the cast of a weight into forward and keep the result.
+        via: round ``x`` to this dtype first, as the kernel itself can from float32 to bfloat16.
+        after: a tensor that compiled code must compute before this cast, as the scale of
+            grad_output, lest a compiler cast the weight in forward already and keep the result.
         traced: if scales are finer than one per tensor, use plain torch code, which a compiler
             fuses into the producer of ``x``, and which may read values not yet rounded to
             ``x.dtype``. The op runs all the same if ``x`` may be empty, and under blocks if C is
@@ -81,7 +81,7 @@ def cast(
         if not (fits and granularity.one_scale):
             raise refused_scale(scale, x, granularity)
     if granularity.width is not None:
-        # Fusion gains nothing here, and Inductor's C++ (torch 2.13) drops a last block that is cut.
+        # Else fusion gains nothing, and Inductor's C++ (torch 2.13) drops a last block that is cut.
         traced = traced and x.shape[1] % granularity.width == 0 and x.stride(1) == 1
     arguments = CastArguments(
         granularity.height, granularity.width, cast_config.dtype, row, col, pad_rows,
@@ -94,13 +94,13 @@ def cast(
     else:
         out = torch.ops.float8.cast.default(x, scale, *arguments, after)
     if granularity.one_scale:
-        used, *data = out if scale is None else (scale, *out)
+        used, *data = out if scale is None else (scale, *out)  # data: row, col or both
         return Operand(data[0], used) if row else None, Operand(data[-1], used) if col else None
     return Operand(*out[:2]) if row else None, Operand(*out[-2:]) if col else None
 
 
 def refusal(x: Tensor) -> Exception:
-    """Return a `TypeError` for the dtype of ``x``, or `ValueError` for its shape or no layout."""
+    """Return the error of `cast`: ``x`` has a wrong dtype or is not 2-D, or no layout is asked."""
     if x.dtype not in HIGH_PRECISION_DTYPES:
         return TypeError(f"cast: x is {describe(x)}; expected a {HIGH_PRECISION}")
     if x.dim() != 2:
@@ -121,7 +121,7 @@ def refused_scale(scale: Tensor, x: Tensor, granularity: Granularity) -> ValueEr
 
 
 def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype, exponents: bool = False) -> Tensor:
-    """Cast ``x / scale`` to ``dtype`` as `cast`; ``exponents``: `amax_to_exponent` scales."""
+    """Cast ``x / scale`` to ``dtype`` as `cast`; ``exponents`` if `amax_to_exponent` made it."""
     # Literals: with dynamic=True, Dynamo makes floats of a module symbolic and then fails on them.
     limit = 448.0 if dtype == torch.float8_e4m3fn else 57344.0
     # Through float64, so that the quotient is correctly rounded in compiled code too.
@@ -130,9 +130,9 @@ def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype, exponents: bool = Fa
     # Saturate here and not in the conversion: torch releases differ in how they convert Inf.
     data = v.clamp(-limit, limit).to(dtype).view(torch.uint8)
     if v.is_cpu and not torch.compiler.is_compiling() and v.sum().isfinite():
-        return data.view(dtype)
-    # One byte for all NaNs, whose sign bits differ between CPUs and GPUs. Bytes are compared, since
-    # a compiler does not recognize that two float8 expressions with a NaN in them are equal.
+        return data.view(dtype)  # without Inf and NaN, the common case
+    # One byte for all NaNs, whose signs differ between CPUs and GPUs; as uint8, since compilers do
+    # not merge equal float8 expressions with a NaN. Only under 8-bit exponents an Inf saturates.
     is_number = ~v.isnan() if exponents else x.isfinite() & ~v.isnan()
     return torch.where(is_number, data, 0x7F).view(dtype)
 
@@ -226,11 +226,11 @@ def specs_of(shape: tuple[int, ...], arguments: CastArguments) -> list[Spec | No
     (R, C), specs = shape, list[Spec | None]()
     for requested, rows, columns, pad in ((row, R, C, pad_rows), (col, C, R, True)):
         if pad or width is not None:
-            rows = _round_up(rows, (height == width and width) or 16)
+            rows = _round_up(rows, (height == width and width) or 16)  # whole squares, else 16
         columns = _round_up(columns, width or 16)
         scales, strides = (rows, 1), (1, 1)
         if width is not None and height == width:
-            pitch = _round_up(columns // width, 4)
+            pitch = _round_up(columns // width, 4)  # for cuBLASLt
             scales, strides = (rows // width, pitch), (pitch, 1)
         elif width is not None:  # strides of a transpose
             scales, strides = (rows, columns // width), (1, rows)
@@ -247,8 +247,8 @@ SCALAR: Spec = ((), (), torch.float32)
 
 
 def _arguments(*flat: Any, after: Tensor | None = None, **named: Any) -> CastArguments:
-    """Return the arguments of the op without `after`; Inductor passes some of them by name."""
-    return CastArguments(*flat[: len(CastArguments._fields)], **named)
+    """Return the arguments of the op, but not `after`; Inductor passes some of them by name."""
+    return CastArguments(*flat[: len(CastArguments._fields)], **named)  # cuts `after`
 
 
 def _cast_fake(x: Tensor, scale: Tensor | None, *flat: Any) -> list[Tensor]:
@@ -307,18 +307,18 @@ def cast_plan(
 ) -> Callable[..., tuple[Any, ...]]:
     """Return a function (x, scale, amax) that allocates the results of a cast and launches it.
 
-    ``source`` is the constant SOURCE of `cast_kernel`. ``scale`` is None if the kernels read no
-    scale, ``amax`` is None unless ``source`` is "recorded". The function returns the one scale if
-    kernels write it, else None; then a tensor or None for each spec that `specs_of` returns.
+    ``source`` is the constant SOURCE of `cast_kernel`, "given" if scales are finer. ``scale`` is
+    None if kernels read no scale, ``amax`` is None unless ``source`` is "recorded". The function
+    returns the one scale, if kernels write it, or None; then what `specs_of` describes, or None.
     """
     if source != "given" and not is_dense(shape, strides):
         dense = cast_plan(x_dtype, shape, (shape[1], 1), device, source, arguments)
-        return lambda x, *scalars: dense(x.contiguous(), *scalars)
+        return lambda x, *scalars: dense(x.contiguous(), *scalars)  # as `measuring` needs
     height, width, dtype, row, col, pad_rows, power_of_2, via = arguments
     (R, C), (stride_r, stride_c), specs = shape, strides, specs_of(shape, arguments)
     sizes, layouts = (R, C, stride_r, stride_c), (row, col, pad_rows or width is not None, True)
     if transposed := stride_c != 1 and stride_r == 1:  # the kernel reads x.t()
-        sizes, layouts = (C, R, stride_c, stride_r), (col, row, *layouts[:1:-1])
+        sizes, layouts = (C, R, stride_c, stride_r), (col, row, True, pad_rows or width is not None)
     scale_rounding = 2 if width == 32 else int(power_of_2)
     arithmetic = 3 if dtype == E4M3 else 2, scale_rounding, has_float8_conversion(device)
     matrix = _Matrix(x_dtype, device, sizes, *layouts, via is not None, arithmetic)
@@ -336,7 +336,7 @@ def cast_plan(
 
     def launch(x: Tensor, scale: Tensor | None, amax: Tensor | None) -> tuple[Any, ...]:
         results, used, amaxes = [spec and allocate(*spec) for spec in specs], None, None
-        written = results[2:] + results[:2] if transposed else results
+        written = results[2:] + results[:2] if transposed else results  # row is col of x.t()
         if whole_rows:
             cast(x, *written[:2])
             return None, *results
@@ -346,7 +346,7 @@ def cast_plan(
                 used = allocate(*SCALAR)
                 measure(x, amaxes, scale)
             else:
-                measure(x, amaxes.zero_())
+                measure(x, amaxes.zero_())  # raises them by atomics
         cast(x, *written, scale, amaxes, used, amax)
         return used, *results
 
@@ -371,7 +371,7 @@ def _whole_row_kernels(matrix: _Matrix) -> _Kernels:
     """Return the launch that casts to row data only, with a scale per row, in one read."""
     R, C, *_ = matrix.sizes
     block_c = max(1 << (C - 1).bit_length(), 16)
-    rows = max(4096 // block_c, 1)
+    rows = max(4096 // block_c, 1)  # of a program
     unmasked = R % max(rows, 16) == 0 and block_c == C
     num_warps = min(max(rows * block_c // 1024, 1), 16)  # 32 elements a thread
     kernel, programs = cast_kernels.cast_rows_kernel, -(-ceil16(R) // rows)
@@ -395,7 +395,7 @@ def _row_kernels(matrix: _Matrix) -> _Kernels:
 
 
 def _block_kernels(matrix: _Matrix, height: int, width: int, col: bool) -> _Kernels:
-    """Return the launch that casts blocks in one read; ``col``: ``x`` itself gets column data."""
+    """Return the launch that casts blocks in one read; ``col``: the caller asks for column data."""
     R, C, *_ = matrix.sizes
     if height == width:
         return _tiled(matrix, ((128, 128, 8),), "square", width), None, None
@@ -416,7 +416,7 @@ def _tiled(
 ) -> Launch:
     """Return the launch of `cast_kernel` for one of ``tile_shapes``; it reads ``count`` amaxes."""
     count_power_of_2 = 1 << max(count - 1, 0).bit_length()
-    *layouts, arithmetic = matrix[3:]
+    *layouts, arithmetic = matrix[3:]  # row, col, pad_rows, pad_cols, rounded
     constants = granularity, width, source, count_power_of_2, *layouts, *arithmetic
     sizes = (*matrix.sizes, count)
     return tiles.tiled(cast_kernels.cast_kernel, tile_shapes, matrix.device, sizes, constants)

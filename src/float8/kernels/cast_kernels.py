@@ -154,7 +154,7 @@ def store_run_scales(  # type: ignore[no-untyped-def]
 
 @jit
 def times_any(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Multiply four float32 tensors by ``inverse``, of any scale; return 0 where not ``inside``."""
+    """Multiply four float32 tensors by ``inverse``, 1 / any scale; return 0 if not ``inside``."""
     # An Inf in v must become NaN, although a product that overflows saturates. Inf * 0 is NaN, and
     # adding a zero of the product's sign changes no other value, contracted to an FMA or not.
     zero = (inverse.to(tl.int32, bitcast=True) & -0x80000000).to(tl.float32, bitcast=True)
@@ -164,7 +164,7 @@ def times_any(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untype
 @jit
 def store_square_scales(ptr, scale, tile_r, tile_c, rows, columns):  # type: ignore[no-untyped-def]
     """Store scales of a tile's squares into [rows, columns]; zero-pad columns to multiples of 4."""
-    # A tile of one square stores three zeros behind the last scale of a row.
+    # A tile has 4 x 4 squares of 32, or one of 128, which stores zeros behind a row's last scale.
     wide: tl.constexpr = max(scale.shape[1], 4)
     row = tile_r * scale.shape[0] + tl.arange(0, scale.shape[0])[:, None]
     step = tl.arange(0, wide)[None, :]
@@ -201,7 +201,7 @@ def cast_rows_kernel(  # type: ignore[no-untyped-def]
     magnitudes = numeric.magnitude_bits(x)
     inverse = store_run_scales(
         scale_ptr, magnitudes, r, 0, rows, rows, 1, 1, BLOCK_C, x.dtype, ARITHMETIC
-    )
+    )  # a run is a whole row
     # An Inf becomes NaN without further code, since the scale of its row is Inf or NaN.
     v = tiles.or_zero(numeric.to_float32(x, HARDWARE) * inverse, inside, EVEN)
     data_ptr = data_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + r * Cp + c
@@ -217,7 +217,7 @@ def measure_kernel(  # type: ignore[no-untyped-def]
     ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Raise amaxes of rows, of columns or of both to those of ``rows`` rows in BLOCK_C columns."""
+    """Raise amaxes of rows, columns or both to those of a program's part, ``rows`` x BLOCK_C."""
     strips = tl.cdiv(C, BLOCK_C)
     tile = tiles.reversed_tile()
     begin = tile // strips * rows

@@ -13,18 +13,18 @@ _BLOCK_R, _BLOCK_C = 16, 256
 
 
 def dequantised_by_kernel(operand: Operand, granularity: Granularity, dtype: torch.dtype) -> Tensor:
-    """Dequantize as `dequantised`, in eager mode by the Triton kernel if `is_taken` allows it."""
+    """Dequantize as `dequantised` does; in eager mode on GPUs use Triton if `fits_kernel`."""
     data = operand.data
-    if data.is_cuda and takes_triton_directly(*operand) and is_taken(operand, granularity):
+    if data.is_cuda and takes_triton_directly(*operand) and fits_kernel(operand, granularity):
         return dequantised_triton(operand, granularity, dtype)
     return dequantised(operand, granularity, dtype)
 
 
-def is_taken(operand: Operand, granularity: Granularity) -> bool:
+def fits_kernel(operand: Operand, granularity: Granularity) -> bool:
     """Return whether the Triton kernel can dequantize `operand`.
 
     Its data must be 2-D or 3-D, not empty and contiguous along the last dim, with one scale for the
-    tensor, for each row or for each block. For scales of rows this excludes transposed views.
+    tensor, for each row or for each block; scales per row must be [..., R, 1], not a transpose.
     """
     data, scale = operand
     per_row = scale.shape == (*data.shape[:-1], 1)
@@ -33,14 +33,14 @@ def is_taken(operand: Operand, granularity: Granularity) -> bool:
 
 
 def dequantised_triton(operand: Operand, granularity: Granularity, dtype: torch.dtype) -> Tensor:
-    """Dequantize `operand` by Triton to a contiguous tensor; `is_taken(operand)` must be True."""
+    """Dequantize `operand`, which `fits_kernel` accepts, by Triton to a new contiguous tensor."""
     data, scale = operand
     out = torch.empty(data.shape, dtype=dtype, device=data.device)
     codes = data.view(torch.uint8).view(-1, *data.shape[-2:])
     E, R, C = codes.shape
-    strides = [0, 0, 0] if granularity.one_scale else [0, 0, *scale.stride()][-3:]
+    strides = [0, 0, 0] if granularity.one_scale else [0, 0, *scale.stride()][-3:]  # of E, R, C
     if granularity.by_rows:
-        strides[2] = 0
+        strides[2] = 0  # one scale for all columns
     _dequantise_kernel[(E * -(-R // _BLOCK_R), -(-C // _BLOCK_C))](
         codes, scale, out, R, C, *codes.stride()[:2], *strides, granularity.height or R,
         granularity.width or _BLOCK_C, data.dtype == E4M3, _BLOCK_R, _BLOCK_C, num_warps=4,
@@ -54,8 +54,8 @@ def _dequantise_kernel(  # type: ignore[no-untyped-def]
     scale_ptr,  # one float32 per block of each matrix
     out_ptr,  # [E, R, C]
     R, C, stride_e, stride_r, scale_e, scale_r, scale_c,
-    height,  # of a block
-    WIDTH: tl.constexpr,
+    height,  # of a block; R if one scale serves all rows
+    WIDTH: tl.constexpr,  # of a block; BLOCK_C if one scale serves whole rows
     E4M3: tl.constexpr,  # else e5m2
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip

@@ -78,13 +78,13 @@ def scale_of_amax(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-de
         INVERSE: tl.constexpr = 1.0 / FLOAT8_MAX
         guess = amax * INVERSE
         scale = tl.fma(tl.fma(-guess, FLOAT8_MAX, amax), INVERSE, guess)
-        scale = tl.where(bits < 0x7F800000, scale, amax)
+        scale = tl.where(bits < 0x7F800000, scale, amax)  # Inf and NaN stay
     else:
         scale = tl.div_rn(amax, FLOAT8_MAX)
     if ARITHMETIC[SCALE_ROUNDING]:
         bits = scale.to(tl.int32, bitcast=True)
         rounded = ((bits + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-        scale = tl.where(scale == scale, rounded, scale)
+        scale = tl.where(scale == scale, rounded, scale)  # NaN stays
     return scale
 
 
@@ -92,7 +92,7 @@ def scale_of_amax(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-de
 def reciprocal(scale, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return 1 / scale, correctly rounded, for a scale that `scale_of_amax` has returned."""
     if HARDWARE:
-        # The steps of a division without its slow path, which these scales never take.
+        # The steps of a division, but for its slow path, which these scales never take.
         guess = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -115,11 +115,11 @@ def scale_and_inverse(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untype
         BIAS: tl.constexpr = 8 if ARITHMETIC[MANTISSA_BITS] == 3 else 15
         exponent = ((bits + 0x1FFFFF) & 0x7F800000) - (BIAS << 23)
         tiny, infinite, nan = exponent <= 0, bits >= 0x7F800000, bits > 0x7F800000
-        scale = tl.where(tiny, 0x00400000, exponent)
+        scale = tl.where(tiny, 0x00400000, exponent)  # 2**-127; 0x7F000000 is 2**127
         scale = tl.where(nan, 0x7FC00000, tl.where(infinite, 0x7F000000, scale))
         # Computed from the scale: threads with many scales then need fewer registers.
         inverse = tl.where(scale == 0x7F000000, 0x00400000, 0x7F000000 - scale)
-        inverse = tl.where(scale == 0x00400000, 0x3F800000, inverse)
+        inverse = tl.where(scale == 0x00400000, 0x3F800000, inverse)  # 1
         inverse = tl.where(nan, scale, inverse)
         scale = scale.to(tl.float32, bitcast=True)
         inverse = inverse.to(tl.float32, bitcast=True)

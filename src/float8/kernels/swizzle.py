@@ -15,11 +15,11 @@ RECIPE, SWIZZLE = [F.ScalingType.BlockWise1x32.value], [F.SwizzleType.SWIZZLE_32
 
 
 def scales_of_rows(operand: Operand, granularity: Granularity) -> Tensor:
-    """Return the scales of rows of `operand`, [..., R, C / 32]; those of squares are repeated."""
+    """Return a scale for each row and run of 32, [..., R, C / 32]; rows of a square share one."""
     R, C = operand.data.shape[-2:]
     if not granularity.square:
         return operand.scale
-    return operand.scale.repeat_interleave(32, -2)[..., :R, : C // 32]
+    return operand.scale.repeat_interleave(32, -2)[..., :R, : C // 32]  # cut padding
 
 
 def swizzled(scale: Tensor) -> Tensor:

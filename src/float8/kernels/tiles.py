@@ -28,7 +28,7 @@ COL_TILES: tuple[Tile, ...] = ((128, 128, 8), (64, 64, 4), (32, 64, 4))
 """Tiles of kernels that write a transposed copy; 128 x 128 fills 128-byte lines of both layouts."""
 
 GROUP = 8
-"""The number of tiles down R before the next tiles along C: neighboring tiles write long runs."""
+"""The number of tiles that go down R before the next go along C: neighbors write long runs."""
 
 
 def tiled(
@@ -40,7 +40,7 @@ def tiled(
 ) -> Launch:
     """Return the launch of a kernel whose programs each process one tile of a matrix [R, C].
 
-    ``tiles`` are sorted from large to small; the first that yields two programs per multiprocessor
+    ``tiles`` are sorted from large to small; the first with two or more programs per multiprocessor
     is used, else the last. ``integers`` begin with R, C. The constants EVEN (tiles fill the matrix
     exactly, so no masks are needed), BLOCK_R, BLOCK_C and GROUP are appended to ``constants``.
     """
@@ -57,7 +57,7 @@ def tiled(
 
 @jit
 def reversed_tile():  # type: ignore[no-untyped-def]
-    """Return the tile index in reverse order of programs: the end of x is still in the L2 cache."""
+    """Return this program's tile; the first programs get the last tiles, still in the L2 cache."""
     return tl.num_programs(0) - 1 - tl.program_id(0)
 
 
@@ -65,7 +65,7 @@ def reversed_tile():  # type: ignore[no-untyped-def]
 def tile_at(  # type: ignore[no-untyped-def]
     tile, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr
 ):
-    """Return the row and column, counted in tiles, of tile number ``tile``; GROUP orders tiles."""
+    """Return row and column of tile number ``tile``, in tiles: GROUP tiles down R, then along C."""
     tiles_r = tl.cdiv(R, BLOCK_R)
     tiles_c = tl.cdiv(C, BLOCK_C)
     group = tile // (GROUP * tiles_c)
@@ -88,7 +88,7 @@ def load(ptrs, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
 def or_zero(v, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return ``v`` where ``inside`` and zero elsewhere; if ``EVEN``, return all of ``v``."""
     if not EVEN:
-        v = tl.where(inside, v, 0.0)  # also where it is NaN
+        v = tl.where(inside, v, 0.0)  # no product with a mask, since v may be NaN
     return v
 
 
@@ -106,10 +106,7 @@ def store(ptrs, values, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-
 
 @jit
 def tile_quads(tile_r, tile_c, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the indices of groups of four rows [BLOCK_R / 4, 1], and of columns [1, BLOCK_C].
-
-    The tile is in row ``tile_r`` and column ``tile_c`` of all tiles of the matrix.
-    """
+    """Return a tile's indices of groups of 4 rows [BLOCK_R / 4, 1], and of columns [1, BLOCK_C]."""
     quad = (tile_r * (BLOCK_R // 4) + tl.arange(0, BLOCK_R // 4)).to(tl.int64)[:, None]
     c = (tile_c * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
     return quad, c
@@ -123,7 +120,7 @@ def quad_rows(quad):  # type: ignore[no-untyped-def]
 
 @jit
 def load_rows(ptr, rows, stride, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load four tensors, with ``rows[i]`` in tensor i; ``ptr`` points to columns of row 0."""
+    """Load four tensors, ``rows[i]`` into tensor i; ``ptr`` holds addresses of columns in row 0."""
     return [load(ptr + rows[i] * stride, inside[i], EVEN) for i in (0, 1, 2, 3)]
 
 
@@ -184,7 +181,10 @@ def store_row_data(  # type: ignore[no-untyped-def]
     ptr, v, quad, c, rows, Cp, ARITHMETIC: tl.constexpr, EVEN: tl.constexpr,
     EVEN_C: tl.constexpr = False,
 ):  # fmt: skip
-    """Store ``v`` as float8 [rows, Cp]; ``EVEN``: without a mask, ``EVEN_C``: mask rows only."""
+    """Round a tile ``v``, four tensors at ``quad`` and ``c``, to float8 and store it in ``ptr``.
+
+    ``ptr`` points to a whole matrix [rows, Cp]. EVEN: no mask is needed; EVEN_C: a mask of rows is.
+    """
     ptr = ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + c
     r = quad_rows(quad)
     for i in tl.static_range(4):
@@ -196,7 +196,7 @@ def store_row_data(  # type: ignore[no-untyped-def]
 
 @jit
 def store_col_data(ptr, words, quad, c, rows, pitch, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store the transpose of ``words`` [BLOCK_R / 4, BLOCK_C] into uint32 [rows, pitch]."""
+    """Store tile ``words`` into the transpose, uint32 [rows, pitch], at rows c, columns quad."""
     c, quad = tl.trans(c), tl.trans(quad)
     ptr = ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + c * pitch + quad
     store(ptr, tl.trans(words), (c < rows) & (quad < pitch), EVEN)

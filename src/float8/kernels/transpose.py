@@ -19,8 +19,8 @@ BYTE_DTYPES = (*FLOAT8_MAX, torch.uint8, torch.int8)
 def transpose_bytes(data: Tensor, *, after: Tensor | None = None) -> Tensor:
     """Return a contiguous copy [C, R] of ``data`` [R, C], zero-padded to multiples of 16.
 
-    Raises `TypeError` if ``data`` is not 2-D of `BYTE_DTYPES`; strides are free. The copy has no
-    gradient. ``after`` is a tensor that compiled code must compute before; see :func:`cast`.
+    Raises `TypeError` if ``data`` is not 2-D of `BYTE_DTYPES`; any strides do. The copy has no
+    gradient. ``after``: a tensor that compiled code must compute before the copy; see :func:`cast`.
     """
     if data.dtype not in BYTE_DTYPES or data.dim() != 2:
         raise TypeError(
@@ -28,7 +28,7 @@ def transpose_bytes(data: Tensor, *, after: Tensor | None = None) -> Tensor:
             f"{BYTE_DTYPES}: data.t().contiguous() does for wider elements"
         )
     if data.is_cuda and takes_triton_directly(data):
-        return _transpose_triton(data)
+        return _transpose_triton(data)  # eager code needs no `after`
     return torch.ops.float8.transpose.default(data, after)  # type: ignore[no-any-return]
 
 
@@ -70,10 +70,10 @@ def _transpose_kernel(  # type: ignore[no-untyped-def]
     in_ptr = in_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + c * stride_c
     r = tiles.quad_rows(quad)
     inside = [(row < R) & (c < C) for row in r]
-    codes = tiles.load_rows(in_ptr, r, stride_r, inside, EVEN)
+    codes = tiles.load_rows(in_ptr, r, stride_r, inside, EVEN)  # 0 outside, as padding
     words = pack_words(codes[0], codes[1], codes[2], codes[3])
     columns = tl.cdiv(C, 16) * 16
-    tiles.store_col_data(out_ptr, words, quad, c, columns, tl.cdiv(R, 16) * 4, EVEN)
+    tiles.store_col_data(out_ptr, words, quad, c, columns, tl.cdiv(R, 16) * 4, EVEN)  # Rp / 4 words
 
 
 register(

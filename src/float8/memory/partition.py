@@ -78,25 +78,25 @@ class Float8Partitioner(CustomPartitionerFn):
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
         """Split joint graph `gm`; return forward and backward with saved activations in float8."""
-        _save_sums_that_patterns_read(gm.graph)
+        _mark_sums_as_must_save(gm.graph)  # else their terms might be saved and rounded
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         results: Any = (module.graph.output_node().args[0] for module in (forward, backward))
         outputs, gradients = map(list, results)
-        inputs, static = gm.graph.find_nodes(op="placeholder"), set[int]()
-        static.update(kwargs.get("static_lifetime_input_indices") or ())
+        inputs = gm.graph.find_nodes(op="placeholder")
+        static = set[int](kwargs.get("static_lifetime_input_indices") or ())  # they stay in memory
         activations, weight_gradients = _activations(forward.graph, inputs, gradients, static)
         passed = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
         output_names = {node.name for node in outputs if isinstance(node, Node)}
         grad_nodes = {node for node in passed.values() if node.name not in output_names}
-        for node in backward.graph.nodes:
+        for node in backward.graph.nodes:  # adds all that is computed from gradients
             if not grad_nodes.isdisjoint(node.all_input_nodes):
                 grad_nodes.add(node)
-        count = kwargs["num_fwd_outputs"]
+        count = kwargs["num_fwd_outputs"]  # the other outputs are saved for backward
         chosen = [
             node
             for node in outputs[count:]
             if node in activations
-            and self._pays(node)
+            and self._is_worth_storing(node)
             and _may_be_rounded(backward.graph, passed[node.name], grad_nodes, weight_gradients)
         ]
         # No memory is freed if an output, or an activation kept unchanged, shares the storage.
@@ -111,7 +111,7 @@ class Float8Partitioner(CustomPartitionerFn):
             graph.recompile()
         return forward, backward
 
-    def _pays(self, node: Node) -> bool:
+    def _is_worth_storing(self, node: Node) -> bool:
         x = node.meta["val"]
         if getattr(x, "dtype", None) not in _DTYPES or x.dim() < 2 or _hint(x.shape[-1]) < 32:
             return False
@@ -140,13 +140,13 @@ class Float8Partitioner(CustomPartitionerFn):
         inputs, mark = forward.find_nodes(op="placeholder"), "saved_tensor_with_no_vc_check"
         with forward.inserting_before((inputs[-1] if node in inputs else node).next):
             packed = _graft(forward, pack, [node])
-        first = next(x for x in backward.nodes if x in activation.users)
+        first_user = next(x for x in backward.nodes if x in activation.users)
         with backward.inserting_before(activation):
             new_inputs = [backward.placeholder(f"{x.name}_kept") for x in packed]  # unique names
         for new_input, result in zip(new_inputs, packed, strict=True):
             result.meta |= {mark: node.meta[mark]} if mark in node.meta else {}
             new_input.meta = dict(result.meta)
-        with backward.inserting_before(first):
+        with backward.inserting_before(first_user):
             activation.replace_all_uses_with(*_graft(backward, unpack, new_inputs))
         backward.erase_node(activation)
         return packed
@@ -156,7 +156,7 @@ def _activations(
     graph: Graph, inputs: Sequence[Node], gradients: Sequence[Node | None], static: set[int]
 ) -> tuple[set[Node], set[Node | None]]:
     """Return nodes that require grad and depend on data inputs, and the gradients of Parameters."""
-    traits, weight_gradients = {}, set[Node | None]()
+    traits, weight_gradients = {}, set[Node | None]()  # traits: (requires grad, depends on data)
     for index, (node, gradient) in enumerate(zip(inputs, gradients, strict=False)):
         origin: Any = node.meta.get("desc")  # None in inner graphs: all count as Parameters there
         while hasattr(origin, "base"):  # an attribute of a tensor subclass; `static` has subclasses
@@ -173,14 +173,14 @@ def _activations(
     return {node for node in graph.nodes if traits.get(node.name) == (True, True)}, weight_gradients
 
 
-def _save_sums_that_patterns_read(graph: Graph) -> None:
+def _mark_sums_as_must_save(graph: Graph) -> None:
     """Mark as `MUST_SAVE` the sums that RMSNorm or an activation function reads.
 
     Otherwise the terms might be saved and rounded, and rounded terms may cancel each other.
     """
     for node in graph.nodes:
         if _name(node) == "rsqrt" or _is_function(node):
-            while len(node.all_input_nodes) == 1:
+            while len(node.all_input_nodes) == 1:  # up to the first node of several inputs
                 node = node.all_input_nodes[0]
             if _name(node) == "add" and node.meta["val"].dtype in _DTYPES:
                 node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
@@ -214,7 +214,7 @@ def _may_be_rounded(
                 use += " of gradient"
             results = {_PATTERNS[kind].get(use) for kind in kinds_read}
             kind = results.pop()
-            if kind is None or results:
+            if kind is None or results:  # no pattern has this use, or several disagree on the kind
                 return False
             kinds[node] = kind
     return True
@@ -229,7 +229,7 @@ def _use(node: Node, rounded: list[Node]) -> str:
         return "factor"
     if name == "sum" and len(args) > 1:
         dim, dims = rounded[0].meta["val"].dim(), cast("list[int]", args[1])
-        last_dims = [x for x in dims if x % dim == dim - 1]
+        last_dims = [x for x in dims if x % dim == dim - 1]  # [], or the last dim
         return "sum of rows" if not last_dims else "sum of columns" if last_dims == dims else ""
     is_view = isinstance(node.target, OpOverload) and node.target._schema._is_view_op()
     if is_view or (name == "pow" and args[1] == 1):
@@ -242,7 +242,7 @@ def _use(node: Node, rounded: list[Node]) -> str:
 def _is_function(node: Node) -> bool:
     """Return whether `node` is part of a decomposed SiLU or GELU or of its derivative."""
     op = node.meta.get("original_aten")
-    return isinstance(op, OpOverload) and op._schema.name[6:] in _FUNCTIONS
+    return isinstance(op, OpOverload) and op._schema.name.removeprefix("aten::") in _FUNCTIONS
 
 
 def _name(node: Node) -> str:

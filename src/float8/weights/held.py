@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from float8.linear.functional import Call
     from float8.linear.plan import LinearPlan
 
-_DYNAMO_TELLS = TorchVersion(torch.__version__) >= "2.13"
+_DYNAMO_KNOWS_EXPORT = TorchVersion(torch.__version__) >= "2.13"
 """Whether Dynamo distinguishes export from compilation; in torch 2.11 it always says export."""
 
 
 class Held(NamedTuple):
-    """A Parameter with its row and column data; row data are not saved for backward."""
+    """A Parameter with its float8 row and column data; row data are not saved for backward."""
 
     values: Tensor | Any = None
     row_data: Tensor | Any = None
@@ -45,7 +45,7 @@ class Held(NamedTuple):
     def output(
         self, a: Operand, shape: Shape, index: Any, call: "Call", out_dtype: torch.dtype
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """Multiply `a` by the held row data; return the result and the fields for backward."""
+        """Multiply `a` by held row data; return the result, and a `Held`'s fields for backward."""
         b, gemm = Operand(self.row_data, self.row_scale), call.plan.output
         if torch.compiler.is_compiling():
             y = self._times_held(a, b, shape, index, call, False, gemm, out_dtype)
@@ -63,7 +63,7 @@ class Held(NamedTuple):
     def _times_held(self, a: Operand, b: Operand, shape: Shape, index: Any, call: "Call", col: bool,
         gemm: Any, out_dtype: torch.dtype) -> Any:  # fmt: skip
         """Multiply `a` by held data `b` (column data if `col`) with the op `times_held`."""
-        return TIMES_HELD(
+        return TIMES_HELD(  # `index`: () or, for experts, the ends of their rows
             *a, *b, self.values.detach(), index[0] if index else None,
             call.products.stored_transposed, *shape, col, call.casts.weight.config.power_of_2,
             gemm.packed(), out_dtype,
@@ -115,8 +115,8 @@ def times_held(
 register(
     "times_held",
     times_held,
-    fake=lambda a, *rest: a.new_empty(rest[6:8], dtype=rest[-1]),
-    flops=lambda a, *rest, **_: 2 * a[0] * a[1] * rest[7],
+    fake=lambda a, *rest: a.new_empty(rest[6:8], dtype=rest[-1]),  # [M, N]
+    flops=lambda a, *rest, **_: 2 * a[0] * a[1] * rest[7],  # `a` is its shape; N is rest[7]
 )
 
 TIMES_HELD = torch.ops.float8.times_held.default
@@ -126,13 +126,13 @@ GEMM_OPS.add(TIMES_HELD)
 @torch.inference_mode(False)  # else it could not be saved for a backward
 @torch.no_grad()
 def hold(parameter: Tensor, cast: Cast, values: Tensor | None = None) -> Held:
-    """Cast `parameter`, or its view `values`, to row and column data that have its mark."""
+    """Cast `parameter`, or its view `values`, to row and column data; mark them (`_version_of`)."""
     values, products = parameter if values is None else values, PRODUCTS[parameter.dim()]
     quantized = products.quantize_weight(values, cast, row=True, col=True, pad_rows=True)
-    # `.data` is no view, also where the data of experts is one.
+    # `.data` is no view, as data of experts may be: AOTAutograd copies views, without the mark.
     row: Any = quantized.row.data.data
     col: Any = quantized.col.data.data
-    # Keep the storage alive, so that no new tensor gets its address.
+    # The mark keeps the storage alive, so that no new tensor gets its address.
     row._float8_version = col._float8_version = _version_of(parameter), parameter.untyped_storage()
     return Held(parameter, row, quantized.row.scale, col, quantized.col.scale)
 
@@ -163,10 +163,10 @@ def goes_into_graph(weight: Tensor) -> bool:
     """
     exporting = torch.compiler.is_exporting()
     if torch.compiler.is_compiling():
-        return exporting and (_DYNAMO_TELLS or not torch.compiler.is_dynamo_compiling())
+        return exporting and (_DYNAMO_KNOWS_EXPORT or not torch.compiler.is_dynamo_compiling())
     tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
     can_count = dispatch_modes is not None and pre_dispatch_modes is not None
-    no_mode = can_count and not dispatch_modes() and not pre_dispatch_modes()  # so no make_fx
+    no_mode = can_count and not dispatch_modes() and not pre_dispatch_modes()  # hence no make_fx
     return exporting or tracing or (not no_mode and make_fx_is_on()) or _is_capturing(weight)
 
 
@@ -176,7 +176,7 @@ def _is_capturing(weight: Tensor) -> bool:
 
 
 class HoldsWeights(nn.Module):
-    """Mixin of float8 modules that keeps weights in float8 until they are written."""
+    """Mixin of float8 modules that keeps float8 data of weights until Parameters are written."""
 
     _float8_plan: "LinearPlan"
     _float8_not_copied: ClassVar[frozenset[str]] = frozenset({"_float8_held"})
@@ -202,7 +202,7 @@ class HoldsWeights(nn.Module):
             reason = self._float8_why_never_held
             if reason or not (parameter.is_meta or can_be_held(parameter)):
                 others[name] = reason or f"a {type(parameter).__name__}"
-            elif not parameter.is_meta:
+            elif not parameter.is_meta:  # on meta it is neither held nor named
                 values: Any = self._float8_weight(name)  # type: ignore[operator]
                 held_weights.append(hold(parameter, self._float8_plan.casts.weight, values))
         self._float8_held = tuple(held_weights)
@@ -229,7 +229,7 @@ class HoldsWeights(nn.Module):
         return fresh
 
     def _float8_attach(self) -> None:
-        """Attach one more optimizer; the next use casts held weights again."""
+        """Attach one more optimizer, and void the marks of held data: the next use casts again."""
         super()._float8_attach()  # type: ignore[misc]
         for held in self._float8_held:
             row: Any = held.row_data
@@ -253,9 +253,9 @@ class HoldsWeights(nn.Module):
         self._float8_held = ()
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """Load a checkpoint, and free the float8 casts that FSDP2's shards keep, on all ranks.
+        """Load a checkpoint, and free the float8 casts that FSDP2's shards keep.
 
-        FSDP2 itself replaces shards after a load, but only uneven ones, which it pads again.
+        All ranks do so. FSDP2 would replace only uneven shards after a load, as it pads them again.
         """
         super()._load_from_state_dict(*args)
         for shard in map(local_tensor, self._parameters.values()):

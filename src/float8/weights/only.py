@@ -46,7 +46,7 @@ class OnlyWeights(nn.Module):
             for name in self._float8_matrices():  # type: ignore[operator]
                 quantized = self._float8_quantize_only(getattr(self, name).detach())
                 self._parameters[name] = nn.Parameter(quantized, requires_grad=False)
-                self._float8_of_this_rank += (name,)  # each rank loads it
+                self._float8_of_this_rank += (name,)  # each rank loads it, and DDP sends none
 
     @torch.inference_mode(False)
     def _float8_drop_state(self) -> None:
@@ -59,7 +59,7 @@ class OnlyWeights(nn.Module):
         return in_float8_only(weight, self._float8_plan.casts.weight)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # `nn.Module._apply` would dequantize weights for another dtype.
+        # Hidden from `nn.Module._apply`, which would dequantize them for another dtype.
         weights = {name: moved(x, fn) for name, x in self._float8_without_masters().items()}
         self._parameters.update(dict.fromkeys(weights))
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -72,7 +72,7 @@ class OnlyWeights(nn.Module):
         if not self._float8_never_trains:
             return words
         if not any(isinstance(local_tensor(x), Float8Tensor) for x in self._parameters.values()):
-            return ["weight in high precision", *words]  # set by the user
+            return ["weight in high precision", *words]  # which the user assigned
         return [f"{self._float8_noun} {Float8Weights.ONLY.value} in float8", *words]
 
     def _float8_loadable(self, old: Any, values: Any, local_metadata: dict[str, Any]) -> Any:
@@ -82,7 +82,7 @@ class OnlyWeights(nn.Module):
         """
         if not self._float8_never_trains:
             return super()._float8_loadable(old, values, local_metadata)  # type: ignore[misc]
-        # Biases, and values of another shape, for which torch raises, are returned unchanged.
+        # Unchanged: biases, values in float8 already, and those of a wrong shape: torch will raise.
         fits = isinstance(old, Float8Tensor) and getattr(values, "shape", None) == old.shape
         if type(values) not in PLAIN or not fits or values.dtype not in HIGH_PRECISION_DTYPES:
             return values
@@ -92,7 +92,7 @@ class OnlyWeights(nn.Module):
 
 
 def refuse_only(layer: Any, config: Float8LinearConfig) -> ValueError | None:
-    """Return an error if `ONLY` meets a weight that is sharded, trains or is computed, or None."""
+    """Return an error if `ONLY` is set and the weight sharded, trained or computed, else None."""
     if config.float8_weights is not Float8Weights.ONLY:
         return None
     if "weight" not in {**layer._parameters, **layer._buffers}:
@@ -109,7 +109,7 @@ def refuse_only(layer: Any, config: Float8LinearConfig) -> ValueError | None:
 
 
 def moved(weight: Float8Tensor, fn: Callable[[Tensor], Tensor]) -> Float8Tensor:
-    """Return `weight` moved by `fn` of `nn.Module._apply`; a new dtype is reported, not stored."""
+    """Return `weight` moved by `fn` of `nn.Module._apply`; a new dtype becomes the nominal one."""
     template = fn(torch.empty((), dtype=weight.dtype, device=weight.device))
 
     def move(x: Tensor) -> Tensor:

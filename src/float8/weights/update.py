@@ -67,7 +67,7 @@ def update_float8_weights(model: nn.Module) -> None:
                 shard = local_tensor(weight)
                 if shard is not weight and hasattr(shard, "forget_cast"):  # gathered in float8
                     shard.forget_cast()
-                elif not isinstance(shard, Float8Tensor):  # which is gathered at the moment
+                elif not isinstance(shard, Float8Tensor):  # else gathered in float8 at the moment
                     on_the_fly.append(f"{name}.{attr} (gathered by FSDP in high precision)")
             continue
         if not isinstance(mod, Float8Linear):
@@ -77,7 +77,7 @@ def update_float8_weights(model: nn.Module) -> None:
         if reason := _why_on_the_fly(mod, weight):
             on_the_fly.append(f"{name} ({reason})")
         elif not weight.is_meta:
-            kind = weight.device, weight.dtype, mod._float8_plan.casts.weight
+            kind = weight.device, weight.dtype, mod._float8_plan.casts.weight  # cast in one batch
             batches.setdefault(kind, {}).setdefault(weight, []).append(mod)
     for (_, dtype, cast), readers in batches.items():
         scales: list[Tensor] | list[None] = [None] * len(readers)

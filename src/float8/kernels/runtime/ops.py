@@ -27,7 +27,7 @@ NO_ONNX = (
 )
 
 cpu, cuda = types.SimpleNamespace(), types.SimpleNamespace()
-"""The functions of each op by name, per device, which generated code calls.
+"""The function of each op, by the name of the op, for each device; generated code calls them.
 
 Inductor's cache on disk outlives an upgrade of this library. Keep the names `cpu` and `cuda` and
 that of this file, and do not change what an op of a given name returns."""
@@ -52,11 +52,11 @@ def register(
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     plain = torch.no_grad()(plain)  # the op skips autograd, so its body must build no graph
     if triton is None or not HAS_TRITON:
-        triton = plain if triton is None else without_triton(plain)
+        triton = plain if triton is None else without_triton(plain)  # with a warning
     for device, key, body in ((cpu, "CPU", plain), (cuda, "CUDA", _on_its_device(triton))):
         _library.impl(name, body, key)
         setattr(device, name, body)
-    # Avoids the eager autograd wrapper; results do not claim to have a gradient.
+    # Calls skip autograd, which takes time, and results do not claim to have a gradient.
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
 
     @functools.wraps(fake)
@@ -84,7 +84,7 @@ def _on_its_device(body: Callable[..., Any]) -> Callable[..., Any]:
     return op
 
 
-_REGISTRY = "torch._inductor.codegen.custom_extern_kernel_codegen"
+_CODEGEN_MODULE = "torch._inductor.codegen.custom_extern_kernel_codegen"
 
 
 def _tell_inductor(name: str) -> None:
@@ -93,9 +93,9 @@ def _tell_inductor(name: str) -> None:
     Called when an op is traced, not at import, since importing Inductor takes seconds. If torch
     lacks the private interface, generated code calls the op through the dispatcher.
     """
-    if _REGISTRY not in sys.modules or private.PLAIN_LAUNCH:
+    if private.PUBLIC_API_ONLY or _CODEGEN_MODULE not in sys.modules:  # Inductor is not imported
         return
-    module: Any = sys.modules[_REGISTRY]
+    module: Any = sys.modules[_CODEGEN_MODULE]
     registry = getattr(module, "CUSTOM_EXTERN_KERNEL_CODEGEN", None)
     op = f"torch.ops.float8.{name}.default"
     if registry is None or not hasattr(module, "CustomCodegen") or op in registry:
@@ -103,7 +103,7 @@ def _tell_inductor(name: str) -> None:
 
     def generate(node: Any, writeline: Callable[[str], None]) -> None:
         code = importlib.import_module("torch._inductor.virtualized").V.graph.wrapper_code
-        device = node.get_device().type
+        device = node.get_device().type  # "cpu" or "cuda": see the namespaces above
         code.add_import_once(f"from {__name__} import {device} as float8_{device}")
         arguments = ", ".join([*node.codegen_args(), *node.codegen_kwargs()])
         writeline(f"{node.get_name()} = float8_{device}.{name}({arguments})")

@@ -1,4 +1,4 @@
-"""Private attributes of torch: None if torch lacks one or with `FLOAT8_PLAIN_LAUNCH=1`."""
+"""Private attributes of torch; each is None if torch lacks it or if `FLOAT8_PLAIN_LAUNCH=1`."""
 
 import contextlib
 import functools
@@ -14,13 +14,13 @@ from torch.utils.checkpoint import CheckpointFunction
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-PLAIN_LAUNCH = os.environ.get("FLOAT8_PLAIN_LAUNCH") == "1"
-"""Whether to use public API alone, which is slower and easier to debug."""
+PUBLIC_API_ONLY = os.environ.get("FLOAT8_PLAIN_LAUNCH") == "1"
+"""Whether the user forbids private API of torch and Triton, as is easier to debug, but slower."""
 
 
 def find(path: str) -> Any:
-    """Return torch's attribute at a dotted `path`; None if absent or if `PLAIN_LAUNCH` is set."""
-    if PLAIN_LAUNCH:
+    """Return torch's attribute at the dotted `path`; None if absent or under `PUBLIC_API_ONLY`."""
+    if PUBLIC_API_ONLY:
         return None
     value: Any = torch
     for name in path.split("."):
@@ -65,7 +65,7 @@ def surely(condition: Any) -> bool:
     """
     if not torch.compiler.is_compiling():
         return bool(condition)
-    # Not imported here, which would slow down `import float8`; compilation has imported it.
+    # No import here, since that would slow down `import float8`; compilation has imported it.
     holds: bool = torch.fx.experimental.symbolic_shapes.statically_known_true(condition)
     return holds
 
@@ -73,8 +73,8 @@ def surely(condition: Any) -> bool:
 def in_reentrant_checkpoint() -> bool:
     """Return whether the first forward of reentrant checkpointing, under no_grad, is running.
 
-    False inside a compiled graph with gradients, which torch also runs under no_grad, namely in an
-    `autograd.Function`.
+    False inside a compiled graph with gradients, although torch runs it in an `autograd.Function`
+    and hence under no_grad.
     """
     frame: Any = sys._getframe(1)
     while frame := frame.f_back:
@@ -82,7 +82,7 @@ def in_reentrant_checkpoint() -> bool:
             return True
         module = str(frame.f_globals.get("__name__"))
         if frame.f_code.co_name == "forward" and module.endswith("aot_autograd.runtime_wrappers"):
-            return False
+            return False  # a compiled graph with gradients
     return False
 
 
@@ -94,9 +94,9 @@ def make_fx_is_on() -> bool:
 
 
 def compiled_autograd_is_on() -> bool:
-    """Return whether compiled autograd is on; False if `PLAIN_LAUNCH` or torch lacks the name."""
+    """Return whether compiled autograd is on; False if `PUBLIC_API_ONLY` or if torch lacks it."""
     state = getattr(getattr(torch, "_dynamo", None), "compiled_autograd", None)
-    return not PLAIN_LAUNCH and bool(getattr(state, "compiled_autograd_enabled", False))
+    return not PUBLIC_API_ONLY and bool(getattr(state, "compiled_autograd_enabled", False))
 
 
 def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -104,7 +104,7 @@ def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     `torch.compiler.disable` imports Dynamo, which takes a second; this decorator does not.
     """
-    disabled: list[Callable[_P, _R]] = []  # at most one; Dynamo warns about `functools.cache`
+    disabled: list[Callable[_P, _R]] = []  # none or one; Dynamo would warn of `functools.cache`
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -147,16 +147,16 @@ def past_compiled_code(model: Any) -> Iterator[None]:
     """Context manager: run `model` and its modules in eager mode even if they are compiled.
 
     Compiled code stays valid. Contexts may overlap and end in any order. Compiled functions that
-    call `model` are not replaced, and nothing is in a torch without the private attributes.
+    call `model` still run compiled; so does everything in a torch without the private attributes.
     """
     replaced = []
     for module in model.modules():
-        inner = module._modules.get("_orig_mod")
+        inner = module._modules.get("_orig_mod")  # if `module` is what torch.compile returned
         name = "_compiled_call_impl" if inner is None else "forward"
         compiled = vars(module).get(name)
         if compiled is None:
             continue
-        if not isinstance(compiled, _Eager):
+        if not isinstance(compiled, _Eager):  # else another context has replaced it
             call = module._call_impl if inner is None else inner.__call__
             vars(module)[name] = compiled = _Eager(compiled, call)
         compiled.users += 1
