@@ -61,8 +61,8 @@ class Chooser:
         self.ranks = dict.fromkeys(PRODUCTS, ranks)  # {2 (linear), 3 (experts): sharing ranks}
         self.gpu: str | None = short_name(gpu)
         self.cuda_graphs, self.head = cuda_graphs, head
-        is_list = isinstance(linear_classes, Iterable)
-        self.classes = tuple(linear_classes) if is_list else (None,)  # refused by `_check`
+        classes: Any = linear_classes if isinstance(linear_classes, Iterable) else (None,)
+        self.classes = tuple(classes)  # `_check` refuses None
         self.conversions = {mod: conversion_of(mod) for mod in model.modules()}
         self._check(gpu, cuda_graphs, linear_classes, head)
         self.kinds = {conversion for conversion in self.conversions.values() if conversion}

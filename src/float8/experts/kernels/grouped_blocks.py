@@ -35,12 +35,12 @@ def multiply_blocks(
     if not HAS_GLUON:
         got = "float8 GEMM: got a Triton without Gluon for experts under blocks, expected"
         raise RuntimeError(f"{got} Triton >= 3.6; upgrade it, or take the recipe 'rowwise'")
-    of_rows, (R, C), N, E = out.dim() == 2, a.shape, b.shape[1], ends.shape[0]
+    of_rows, (R, C), N, E = out.dim() == 2, a.shape, b.shape[1], ends.shape[0]  # groups split R
     rows, columns, block = _TILE
     swizzled = [gl.NVMMASharedLayout(128, 8, rank) for rank in (2, 3)]
     a_tiles = GluonDescriptor(a, [*a.shape], [*a.stride()], [rows, block], swizzled[0])
     b_tiles = GluonDescriptor(b, [*b.shape], [*b.stride()], [1, columns, block], swizzled[1])
-    scale_tiles = b_tiles  # a placeholder, not read
+    scale_tiles = b_tiles  # a placeholder, not read if `of_rows`
     if not of_rows:
         runs, plain = b_scale.t(), gl.NVMMASharedLayout(0, 32, 2)
         scale_tiles = GluonDescriptor(runs, [*runs.shape], [*runs.stride()], [1, columns], plain)
