@@ -38,7 +38,7 @@ class SharedTokens(NamedTuple):
     def gathered(self, x: Tensor, cast: Cast, traced: bool = False) -> Operand:
         """Quantize `x` [R / ranks, C], and all-gather it to row data [R, C], C padded for a GEMM.
 
-        Scales of rows and blocks are gathered like the data. `traced`: see `quantize`.
+        One scale is equal on all ranks; finer scales are gathered. `traced`: see `quantize`.
         """
         data, scale = quantize(x, cast, row=True, traced=traced).row
         granularity = cast.config.scaling_granularity
