@@ -24,10 +24,10 @@ that a model without converted layers can be unpickled without this library."""
 
 
 class Choice(NamedTuple):
-    """The decision about one module that can be converted."""
+    """The decision whether to convert one module, which a `Conversion` matches."""
 
     reason: str | None = None  # why the conversion skips the module; None if it does not
-    chosen_for: str | None = None  # report text: the GPU, or that there is none; None: no text
+    chosen_for: str | None = None  # the report's sentence on the GPU, or on there being none
 
     @property
     def by_filter(self) -> bool:
@@ -58,10 +58,11 @@ class Chooser:
         self.config = as_config(config)
         self.config_or_none = None if config is None else self.config
         ranks = max(feature.sharing_ranks(self.config) for feature in FEATURES)
-        self.ranks = dict.fromkeys(PRODUCTS, ranks)  # dims of a weight: ranks that share casts
+        self.ranks = dict.fromkeys(PRODUCTS, ranks)  # {2 (linear), 3 (experts): sharing ranks}
         self.gpu: str | None = short_name(gpu)
         self.cuda_graphs, self.head = cuda_graphs, head
-        self.classes = tuple(linear_classes) if isinstance(linear_classes, Iterable) else (None,)
+        classes: Any = linear_classes if isinstance(linear_classes, Iterable) else (None,)
+        self.classes = tuple(classes)  # `_check` refuses None
         self.conversions = {mod: conversion_of(mod) for mod in model.modules()}
         self._check(gpu, cuda_graphs, linear_classes, head)
         self.kinds = {conversion for conversion in self.conversions.values() if conversion}
@@ -70,7 +71,7 @@ class Chooser:
             self.kept_by_model |= conversion.modules_to_keep(self)
 
     def _check(self, gpu: Any, cuda_graphs: Any, linear_classes: Any, head: Any) -> None:
-        """Raise a `TypeError` or `ValueError` for invalid arguments of the conversion."""
+        """Raise a `TypeError` or `ValueError` for invalid arguments of `__init__`."""
         if self.filter is not None and not callable(self.filter):
             got = f"module_filter_fn: got {type(self.filter).__name__}"
             raise TypeError(f"{got}, expected a function (module, name) -> bool, or None")
@@ -86,7 +87,7 @@ class Chooser:
             raise ValueError(f"gpu: got {gpu!r}, expected one that is modelled, of {names}")
         if self.config.only_on == BLACKWELL and not self.config.emulate:
             reasons = [lacks_float8_gemm(x.device, only=BLACKWELL) for x in self.model.parameters()]
-            reasons += [gpu and f"{self.gpu} multiplies no 8-bit exponents"]
+            reasons += [gpu and f"{self.gpu} multiplies no 8-bit exponents"]  # H100, H200
             if reason := next(filter(None, reasons), None):
                 fix = "set emulate=True to compute in high precision on the same values"
                 raise ValueError(f"config: got {self.config.short_str()}, but {reason}; {fix}")
@@ -104,17 +105,17 @@ class Chooser:
         if conversion is None:
             return None
         is_converted, name_reason = isinstance(mod, Float8Module), None
-        if is_converted:
+        if is_converted:  # `_prepare` checks whether `config` can replace that of `mod`
             problem = "converted already" if mod._float8_config == self.config else None
         else:
-            if self.filter is None and self.config.float8_gemms:
+            if self.filter is None and self.config.float8_gemms:  # else nothing is in float8
                 name_reason = conversion.why_left_out(mod, fqn, self)
             problem = None if name_reason else conversion.problem(mod, self)
         problem = problem or self.keep_reasons.get(mod)
         if self.filter is not None:
             return Choice(problem or self._why_filtered(mod, fqn))
         reason = problem or name_reason
-        if is_converted:
+        if is_converted:  # whatever its speed
             return Choice(reason)
         return Choice(reason or conversion.why_slower(mod, fqn, self), self._chosen_for(mod))
 
@@ -129,13 +130,13 @@ class Chooser:
         return None if decision else f"module_filter_fn returned {decision!r}"
 
     def gpu_of(self, mod: nn.Module) -> str | None:
-        """Return the name of the GPU on which float8 must make `mod` faster, or None."""
+        """Return the name of the GPU that must run `mod` faster in float8; None: ignore speed."""
         if self.gpu is None and not self.config.emulate:
             return gpu_for(next((x.device for x in mod.parameters()), torch.device("cpu")))
         return self.gpu
 
     def _chosen_for(self, mod: nn.Module) -> str | None:
-        """Return report text on the GPU; None without float8 GEMMs, or emulated without `gpu`."""
+        """Return a sentence on the GPU; None if no GEMM is in float8, or emulated without `gpu`."""
         if not self.config.float8_gemms or (self.config.emulate and self.gpu is None):
             return None
         gpu = self.gpu_of(mod)
@@ -179,11 +180,10 @@ def gpu_for(device: torch.device) -> str | None:
     """
     if not torch.cuda.is_available():
         return None
-    name = torch.cuda.get_device_name(device if device.type == "cuda" else None)
-    return str(short_name(name))
+    return str(short_name(torch.cuda.get_device_name(device if device.type == "cuda" else None)))
 
 
 def short_name(gpu: Any) -> Any:
-    """Return the key of `MEMORY` in the name `gpu`, such as "H100"; `gpu` if none or two are."""
+    """Return the key of `MEMORY` that `gpu` contains, such as "H100"; `gpu` if not exactly one."""
     names = re.findall(rf"({'|'.join(MEMORY)})(?!\w)", gpu.upper() if isinstance(gpu, str) else "")
     return names[0] if len({*names}) == 1 else gpu

@@ -50,12 +50,12 @@ class Conversion:
     def report(
         self, fqn: str, mod: Any, scaling: str | None, reason: str | None
     ) -> list[LayerReport]:
-        """Return report rows for `mod`, called `fqn`: its `scaling`, or the `reason` for none."""
+        """Return report rows of `mod`, called `fqn`; one of `scaling` and `reason` is None."""
         sizes = mod.in_features, mod.out_features
         return [LayerReport(fqn or "(root)", *sizes, scaling, reason)]
 
     def why_left_out(self, mod: nn.Module, fqn: str, chooser: "Chooser") -> str | None:
-        """Return why `mod`, called `fqn`, is not converted if there is no filter, or None."""
+        """Return why `mod`, called `fqn`, is not converted unless a filter says so, or None."""
         return None
 
     def problem(self, mod: nn.Module, chooser: "Chooser") -> str | None:
@@ -63,7 +63,7 @@ class Conversion:
         raise NotImplementedError
 
     def why_slower(self, mod: nn.Module, fqn: str, chooser: "Chooser") -> str | None:
-        """Return why float8 does not make `mod` faster, or None. Called if there is no filter."""
+        """Return why float8 does not make `mod` faster, or None; called only without a filter."""
         return None
 
     def prepare(self, mod: nn.Module, chooser: "Chooser") -> Callable[[], None]:
@@ -71,18 +71,18 @@ class Conversion:
         raise NotImplementedError
 
     def modules_to_keep(self, chooser: "Chooser") -> dict[nn.Module, str]:
-        """Return {module: reason} for modules of the whole model that stay without a filter."""
+        """Return {module: reason} of modules of the model to skip; called only without a filter."""
         return {}
 
 
 class Feature:
-    """Base class of extensions, as FSDP2's float8 gathers: hooks around conversions and steps."""
+    """Base class of extensions, such as delayed scaling: hooks around conversions and steps."""
 
     def check_config(self, config: Float8LinearConfig) -> None:
         """Raise a `ValueError` if this feature's fields of `config` contradict other fields."""
 
     def sharing_ranks(self, config: Float8LinearConfig) -> int:
-        """Return the number of ranks of which each casts a share of every weight."""
+        """Return over how many ranks the cast of each weight is split; 1: each casts all of it."""
         return 1
 
     def why_not_changed(self, mod: Any) -> Refusal | None:
@@ -94,16 +94,16 @@ class Feature:
         return None
 
     def before_conversion(self, converted: Sequence[nn.Module]) -> None:
-        """Undo this feature's changes of `converted` modules, which get another config or none."""
+        """Undo this feature's changes of `converted`: modules that get another config or none."""
 
     def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
-        """Hook after a conversion of `model` to `config`; None means back to high precision."""
+        """Hook after modules of `model` got `config` or, if it is None, their former classes."""
 
     def attach(self, model: nn.Module) -> None:
-        """Prepare `model` for training, when `attach_to_optimizer` is called."""
+        """Prepare `model` for training; called by `attach_to_optimizer`."""
 
     def before_step(self, model: nn.Module, group: Any) -> None:
-        """Sync state over ranks of `group` before an optimizer step; with a closure, after it."""
+        """Sync state over ranks of `group` before an optimizer step (with a closure: after it)."""
 
     def after_step(self, model: nn.Module) -> None:
         """Update tensors that are computed from weights, such as casts, after an optimizer step."""

@@ -95,7 +95,7 @@ def convert_chosen(chooser: Chooser) -> nn.Module:
     for mod, choice in choices.items():
         before = Choice(*mod.__dict__.get(CHOICE, ()))
         if choice.by_filter and before.reason and not before.by_filter:
-            choice = choice._replace(reason=before.reason)  # the earlier one says more
+            choice = choice._replace(reason=before.reason)  # it says more than "returned False"
         mod.__dict__[CHOICE] = tuple(choice)
     if not any(isinstance(mod, Float8Module) for mod in choices):
         reasons = [*dict.fromkeys(str(choice.reason) for choice in choices.values())][:3]
@@ -131,7 +131,7 @@ def _change(
     config: Float8LinearConfig | None,
     changes: dict[nn.Module, Callable[[], None]],
 ) -> None:
-    """Call `before_conversion` of `FEATURES`, functions in `changes`, then `after_conversion`."""
+    """Call each feature's `before_conversion`, functions in `changes`, then `after_conversion`."""
     for feature in FEATURES:
         feature.before_conversion([mod for mod in changes if isinstance(mod, Float8Module)])
     for change in changes.values():
@@ -166,7 +166,7 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
 
 
 def _require_changeable(mod: Float8Module, fqn: str) -> None:
-    """Raise a `ValueError` if the class of `mod`, a converted module, cannot be changed."""
+    """Raise a `ValueError` if `mod`, a converted module, cannot get another class or config."""
     refused: Refusal | None = None
     if replaced_forward(mod):
         got = "a layer with a `forward` of its own as attribute, which calls that of float8"

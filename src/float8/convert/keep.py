@@ -23,11 +23,11 @@ class Keep(NamedTuple):
         """Return {module to keep: reason}; raise `ValueError` if a name or a block is not found."""
         reasons: dict[nn.Module, str] = {}
         in_blocks, unused = set[nn.Module](), {*self.names}
-        for fqn, mod in model.named_modules(remove_duplicate=False):
+        for fqn, mod in model.named_modules(remove_duplicate=False):  # shared ones by each name
             name = plain_name(fqn)
             conversion = conversion_of(mod)
             weights = conversion.parameters(mod) if conversion else ()
-            paths = [f".{name}.", *(f".{name}.{weight}." for weight in weights)]
+            paths = [f".{name}.", *(f".{name}.{weight}." for weight in weights)]  # whole words
             for word in self.names:
                 if any(f".{word}." in path for path in paths):
                     unused.discard(word)
@@ -36,7 +36,7 @@ class Keep(NamedTuple):
             numbered = isinstance(mod, nn.ModuleDict) and all(key.isdecimal() for key in mod)
             if mod in in_blocks or not blocks or not (isinstance(mod, nn.ModuleList) or numbered):
                 continue
-            in_blocks.update(mod.modules())
+            in_blocks.update(mod.modules())  # so that lists inside these blocks are ignored
             ends = ("first", blocks[: self.first]), ("last", blocks[::-1][: self.last])
             for argument, kept in ends:
                 reason = f"keep_high_precision: {argument}={getattr(self, argument)} of {name}"
@@ -79,7 +79,7 @@ def keep_high_precision(
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise TypeError(f"{name}: got {value!r}, expected a number of blocks >= 0")
     is_list = isinstance(names, Iterable) and not isinstance(names, str | Mapping)
-    words: Any = tuple(names) if is_list else (None,)
+    words: Any = tuple(names) if is_list else (None,)  # None raises below
     if not all(isinstance(word, str) for word in words):
         raise TypeError(f"names: got {names!r}, expected a list of names, as ['down_proj']")
     if not all(words):

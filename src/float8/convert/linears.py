@@ -29,33 +29,33 @@ class Linears(Conversion):
 
     def modules_to_keep(self, chooser: Chooser) -> dict[nn.Module, str]:
         """Map all candidates to a skip reason if float8 gathers would be CPU-bound, else {}."""
-        layers = dict[Any, str]()
-        for fqn, mod in chooser.model.named_modules() if self._all_or_none(chooser) else ():
+        layers = dict[Any, str]()  # candidate: its GPU
+        for fqn, mod in chooser.model.named_modules() if self._judged_together(chooser) else ():
             is_candidate = chooser.conversions[mod] is self and not left_out(fqn, chooser.head)
             if is_candidate and mod.out_features >= ROUTER and not self.problem(mod, chooser):
                 layers[mod] = chooser.gpu_of(mod) or ""
         reason = why_fsdp_waits(layers, chooser.tokens)
         return dict.fromkeys(layers, reason) if reason else {}
 
-    def _all_or_none(self, chooser: Chooser) -> bool:
-        """Return True if only linear layers are gathered in float8, and without CUDA graphs."""
+    def _judged_together(self, chooser: Chooser) -> bool:
+        """Return True if `why_fsdp_waits` judges all layers at once, not each layer for itself."""
         gather = chooser.config.enable_fsdp_float8_all_gather and not chooser.cuda_graphs
-        return gather and chooser.kinds == {self}
+        return gather and chooser.kinds == {self}  # all candidates are linear layers
 
     def problem(self, mod: nn.Module, chooser: Chooser) -> str | None:
         """Return why `Float8Linear.from_float` would raise an error for `mod`, or None."""
         return unsupported(mod, chooser.config, chooser.classes)
 
     def why_slower(self, mod: Any, fqn: str, chooser: Chooser) -> str | None:
-        """Return why `mod` stays: fewer outputs than `ROUTER`, or not faster; else None."""
+        """Return why `mod` stays in high precision (few outputs, or no faster), or None."""
         if not chooser.config.float8_gemms:
             return None
         if mod.out_features < ROUTER:
             few = f"N={mod.out_features} is less than {ROUTER}, as a router's"
             return f"{few}: converted only if a module_filter_fn takes it"
         gpu, step = chooser.gpu_of(mod), (chooser.tokens, chooser.ranks[2])
-        waits = not chooser.cuda_graphs and not self._all_or_none(chooser)
-        return gpu and why_slower(mod, chooser.config, *step, gpu, waits=waits)
+        waits = not chooser.cuda_graphs and not self._judged_together(chooser)
+        return gpu and why_slower(mod, chooser.config, *step, gpu, waits=waits)  # no GPU: None
 
     def prepare(self, mod: nn.Module, chooser: Chooser) -> Callable[[], None]:
         """Build a `Float8Linear` from `mod`, and return a function that turns `mod` into it."""

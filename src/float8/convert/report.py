@@ -25,7 +25,7 @@ _Row = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class OtherWeight:
-    """A weight that no `Conversion` handles, of GPT2's `Conv1D`, `nn.MultiheadAttention`, ..."""
+    """A weight in a module that no `Conversion` handles, such as `nn.MultiheadAttention`."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class ConversionReport:
 
     @property
     def share(self) -> float:
-        """The fraction, 0 to 1, of the elements of all weights of GEMMs that run in float8."""
+        """The fraction, 0 to 1, of the elements of all GEMM weights that float8 layers have."""
         in_float8 = all_weights = 0
         for x in self._all:
             all_weights += math.prod(x.shape)
@@ -79,7 +79,7 @@ class ConversionReport:
         return {"share": self.share, **plain}
 
     def __str__(self) -> str:
-        counts = {LayerReport.kind: [0, 0]}  # in float8, of all
+        counts = {LayerReport.kind: [0, 0]}  # kind: number in float8, number of all
         rows = []
         for layer in self._all:
             count = counts.setdefault(layer.kind, [0, 0])
@@ -115,16 +115,16 @@ def _merged(rows: list[_Row]) -> list[_Row]:
     """
     for position in reversed(range(1 + max(name.count(".") for name, _, _ in rows))):
         merged: list[_Row] = []
-        expected: dict[_Row, tuple[int, str]] = {}  # next row of a run: its index, first number
+        expected: dict[_Row, tuple[int, str]] = {}  # row to join a run: run's index, first number
         for name, shape, fate in rows:
             words = name.split(".")
             if position >= len(words) or not words[position].isdecimal():
                 merged.append((name, shape, fate))
                 continue
             number = words[position]
-            index, first = expected.pop((name, shape, fate), (len(merged), number))
+            index, first = expected.pop((name, shape, fate), (len(merged), number))  # or a new run
             words[position] = number if first == number else f"{first}-{number}"
-            merged[index : index + 1] = [(".".join(words), shape, fate)]
+            merged[index : index + 1] = [(".".join(words), shape, fate)]  # replace or append
             words[position] = str(int(number) + 1)
             expected[".".join(words), shape, fate] = index, first
         rows = merged
@@ -157,12 +157,12 @@ def conversion_report(model: nn.Module) -> ConversionReport:
         else:
             others += _other_weights(f"{fqn}." if fqn else "", module)
     layers = tuple(row for row in rows if type(row) is LayerReport)
-    other_rows = tuple(row for row in rows if type(row) is not LayerReport)
+    other_rows = tuple(row for row in rows if type(row) is not LayerReport)  # `ExpertsReport`s
     return ConversionReport(layers, tuple(others), tuple(filter(None, chosen_for)), other_rows)
 
 
 def _scaling(module: Float8Module) -> str:
-    """Return a text: the casts of a converted module, `HELD` or `ONLY` weights, and `emulate`."""
+    """Return the casts of a converted module as text, and `HELD`, `ONLY` or `emulate` if set."""
     casts, config = module._float8_plan.casts, module._float8_config
     sites = [site.value for site in config.own_casts]
     words = [f"{site} {getattr(casts, site).config.short_str()}" for site in sites]
@@ -174,7 +174,7 @@ def _scaling(module: Float8Module) -> str:
 def _other_weights(path: str, module: nn.Module) -> list[OtherWeight]:
     """Return an `OtherWeight`, called `path` + name, per Parameter that a GEMM may read."""
     if isinstance(module, _NO_MATMUL) or type(module).__module__ == parametrize.__name__:
-        return []
+        return []  # the latter: a parametrized module, or its lists of originals
     return [
         OtherWeight(path + name, tuple(weight.shape), type(module).__name__)
         for name, weight in module._parameters.items()

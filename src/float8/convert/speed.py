@@ -91,20 +91,20 @@ def layer_ms(
     bf16, is_emulated = COSTS["bf16"], not isinstance(recipe, str) and recipe.emulate
     output, grad_input, grad_weight = (COSTS[kind] for kind in gemm_kinds(recipe).values())
     gemms = [output, grad_input, grad_weight] if trains else [output, grad_input]
-    grad_weight = grad_weight if trains else bf16
+    grad_weight = grad_weight if trains else bf16  # whose casts take no time
     tflop = 2e-12 * len(gemms) * tokens * K * N
     start = ms_per_tflop = 0.0
     for cost in gemms:
-        start += cost.start / 3
+        start += cost.start / 3  # `cost.start` is that of three GEMMs
         slower = _GROUPED[gpu] if experts else max(1.0, tflop) ** _HOT[gpu]
         slower *= _GROUPED_BY_BLOCKS if experts and cost is COSTS["blockwise"] else 1.0
         flop = bf16.flop if is_emulated or cost is bf16 else cost.flop * slower
         ms_per_tflop += flop / len(gemms)
-    input = output.rows * output.tokens + (1 - output.rows) * grad_weight.tokens
+    input = output.rows * output.tokens + (1 - output.rows) * grad_weight.tokens  # both casts
     grad_output = grad_input.rows * grad_input.tokens + (1 - grad_input.rows) * grad_weight.tokens
-    moved = tokens * (_INPUT * input * K + grad_output * N)
+    moved = tokens * (_INPUT * input * K + grad_output * N)  # in 1e-9 ms of an H200
     costs = output, grad_input, grad_weight
-    first, second, last = (cost.experts if experts else cost.weight for cost in costs)
+    first, second, last = (cost.experts if experts else cost.weight for cost in costs)  # by GEMM
     weight = second if output is bf16 else first - _TRANSPOSED * (first - second)
     weight += _GRAD_WEIGHT * (last - weight) if experts else 0.0
     moved += (_EXPERTS * experts + casts * weight * (experts or 1)) * K * N
@@ -114,7 +114,7 @@ def layer_ms(
 def both_ms(
     gpu: str, config: Float8LinearConfig, tokens: float, K: int, N: int, ranks: int, **layer: Any
 ) -> tuple[float, float]:
-    """Return `layer_ms(**layer)` in bf16, then under `config` with casts shared by `ranks`."""
+    """Return `layer_ms` in bf16, and under `config` if `ranks` share the casts of the weight."""
     share = {Float8Weights.HELD: _HELD if layer.get("experts") else 1.0}
     share[Float8Weights.ONLY] = 1.0 if layer.get("trains", True) else _TRANSPOSED
     casts = share.get(config.float8_weights, 1.0) / ranks
@@ -123,7 +123,7 @@ def both_ms(
 
 
 def no_gain(config: Float8LinearConfig, speedup: float, error: float, where: str) -> str | None:
-    """Return why a `speedup` modelled for `where`, with relative `error`, is too small, or None."""
+    """Return why a `speedup` with relative `error`, modelled for `where`, is too small, or None."""
     if config.emulate:
         return "loses: emulate=True computes GEMMs in high precision, and casts for them"
     word = "loses" if speedup < 1 - error else "about level"
@@ -133,7 +133,7 @@ def no_gain(config: Float8LinearConfig, speedup: float, error: float, where: str
 def why_slower(
     layer: Any, config: Float8LinearConfig, tokens: int, ranks: int, gpu: str, *, waits: bool
 ) -> str | None:
-    """Return why `layer` is no faster on `gpu`, or (if `waits`) must wait for the CPU; or None."""
+    """Return why `layer` is no faster on `gpu`, or None; `waits`: the GPU may wait for the CPU."""
     K, N = layer.in_features, layer.out_features
     if gpu not in MEMORY:
         narrow = f"{min(K, N)} features are less than {NARROW}, and {gpu} is not modelled"
@@ -141,7 +141,7 @@ def why_slower(
     trains = layer.weight.requires_grad
     bf16_ms, float8_ms = both_ms(gpu, config, tokens, K, N, ranks, trains=trains)
     reason = no_gain(config, bf16_ms / float8_ms, ERROR, f"{gpu}, {tokens} tokens per forward")
-    if reason or not waits or bf16_ms >= WAITS_BELOW_MS * (1.0 if trains else 2 / 3):
+    if reason or not waits or bf16_ms >= WAITS_BELOW_MS * (1.0 if trains else 2 / 3):  # of 3 GEMMs
         return reason
     why = f"{bf16_ms:.2f} ms of {gpu} in bf16 is less than the CPU needs"
     return f"waits for the CPU: {why}; cuda_graphs=True converts it"

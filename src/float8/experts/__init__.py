@@ -6,6 +6,6 @@ from float8.experts.module import ExpertsWeight as ExpertsWeight
 from float8.experts.module import Float8Experts as Float8Experts
 from float8.experts.module import convert_experts as convert_experts
 from float8.experts.module import kind_of as kind_of
-from float8.experts.module import names_to_gather as names_to_gather
+from float8.experts.module import stored_by_rows as stored_by_rows
 from float8.experts.module import unsupported_experts as unsupported_experts
 from float8.experts.module import weights_of as weights_of

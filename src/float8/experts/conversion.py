@@ -13,7 +13,7 @@ from float8.convert.speed import EXPERTS_ERROR, MEMORY, both_ms, no_gain
 from float8.experts.module import (
     convert_experts,
     kind_of,
-    names_to_gather,
+    stored_by_rows,
     unsupported_experts,
     weights_of,
 )
@@ -29,7 +29,7 @@ class ExpertsReport(LayerReport):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the Parameter."""
+        """The sizes (E, N, K) of the weights, also of a Parameter that is stored as [E, K, N]."""
         return self.experts, self.out_features, self.in_features
 
 
@@ -46,7 +46,7 @@ class Experts(Conversion):
 
     def stored_by_rows(self, mod: nn.Module) -> list[str]:
         """Return the names of the weights of `mod` that are stored as [E, N, K]."""
-        return names_to_gather(mod)
+        return stored_by_rows(mod)
 
     def report(
         self, fqn: str, mod: nn.Module, scaling: str | None, reason: str | None
@@ -67,19 +67,19 @@ class Experts(Conversion):
         return unsupported_experts(mod, chooser.config)
 
     def why_slower(self, mod: nn.Module, fqn: str, chooser: Chooser) -> str | None:
-        """Return why float8 is modelled to be no faster for `mod` with equal groups, or None."""
+        """Return why float8 is modelled as no faster for `mod`, given equal groups, or None."""
         if (gpu := chooser.gpu_of(mod)) is None:
             return None
         gpu = gpu if gpu in MEMORY else "H100"  # another Hopper GPU: no other has this GEMM
         parent = chooser.model.get_submodule(fqn.rpartition(".")[0])
         config, tokens, weights = chooser.config, chooser.tokens, weights_of(mod)
         top_k = experts_per_token(mod, parent)
-        experts = local_tensor(mod._parameters[weights[0].name]).shape[0]
+        experts = local_tensor(mod._parameters[weights[0].name]).shape[0]  # on this rank
         rows, bf16_ms, float8_ms = tokens * top_k, 0.0, 0.0
         for name, _, N, K in weights:
             ranks = ranks_that_cast(mod, name, experts, chooser.ranks[3])
-            ms = both_ms(gpu, config, rows, K, N, ranks, experts=experts)
-            bf16_ms, float8_ms = bf16_ms + ms[0], float8_ms + ms[1]
+            bf16, float8 = both_ms(gpu, config, rows, K, N, ranks, experts=experts)
+            bf16_ms, float8_ms = bf16_ms + bf16, float8_ms + float8
         where = f"{gpu}, {rows / experts:.0f} tokens for each of {experts} experts"
         where += f" ({tokens} tokens go to {top_k} each)"
         return no_gain(config, bf16_ms / float8_ms, EXPERTS_ERROR, where)
@@ -89,10 +89,10 @@ class Experts(Conversion):
         return functools.partial(convert_experts, mod, chooser.config)
 
     def modules_to_keep(self, chooser: Chooser) -> dict[nn.Module, str]:
-        """Map routers, "gate" or "router" layers with one output per expert, to a skip reason."""
+        """Map routers to a skip reason: "gate" or "router" layers with one output per expert."""
         modules = [*chooser.model.named_modules()]
-        weights = [weights_of(mod)[:1] for _, mod in modules if kind_of(mod) is not None]
-        counts = {first.experts for stacks in weights for first in stacks}
+        experts = [mod for _, mod in modules if kind_of(mod) is not None]
+        counts = {weight.experts for mod in experts for weight in weights_of(mod)[:1]}
         reason = "a router: converted only if a module_filter_fn takes it"
         return {
             mod: reason
@@ -103,8 +103,8 @@ class Experts(Conversion):
 
 
 def ranks_that_cast(module: Any, name: str, experts: int, ranks: int) -> int:
-    """Return how many of `ranks` share the cast of `name`, <= `experts`; 1 if not gathered."""
-    return min(ranks, experts) if name in names_to_gather(module) else 1
+    """Return how many of `ranks` share the cast of weight `name`; 1 if FSDP2 sends no float8."""
+    return min(ranks, experts) if name in stored_by_rows(module) else 1
 
 
 _TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk")  # of most models, Gemma's, Aria's

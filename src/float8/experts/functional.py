@@ -85,12 +85,12 @@ def apply_grouped(
     w: Any = held_weight or OnTheFly(weight)
     if isinstance(weight, Float8Tensor):
         planned = plan.casts.weight.config.scaling_granularity
-        stored = planned if planned.by_blocks else ScalingGranularity.AXISWISE
+        stored = planned if planned.by_blocks else ScalingGranularity.AXISWISE  # [E, N, 1]
         if weight._granularity is not stored or (weight._is_transposed and not planned.square):
             got, expected = f"weight in float8 under {weight._scaling}", f"scales of {planned}"
             raise ValueError(f"grouped_linear: got a {got}, expected {expected}")
         w = InFloat8(weight._data, weight._scale)
-    transposed = held_weight is not None and weight.stride() != w.values.stride()
+    transposed = held_weight is not None and weight.stride() != w.values.stride()  # [E, K, N]
     products = GroupedTransposed if transposed else Grouped
     call = Call(plan, plan.casts, products, type(w), weight.shape[2], weight.dtype, *need_grads)
     args = input.contiguous(), weight, w, call
@@ -101,7 +101,7 @@ def apply_grouped(
 def _require(
     input: Tensor, weight: Tensor, offs: Tensor, *, same_dtype: bool, emulated: bool
 ) -> None:
-    """Check dtypes, shapes and devices for `grouped_linear`, and N, K % 16 unless `emulated`."""
+    """Raise as `grouped_linear` for dtypes, shapes, devices; for N, K % 16 unless `emulated`."""
     got = "grouped_linear: got"
     for name, x in (("input", input), ("weight", weight)):
         if hasattr(x, "device_mesh"):

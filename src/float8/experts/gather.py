@@ -23,7 +23,7 @@ aten = torch.ops.aten
 class GatheredExperts(Float8Tensor):
     """Float8 weights [E, N, K] gathered by FSDP2, with scales [E, N, 1] or of square blocks.
 
-    Modules may call `weight.to(dtype)` before a GEMM; it sets only the dtype and keeps the bytes.
+    Modules may call `weight.to(dtype)` before a GEMM: it changes the reported dtype, not the bytes.
     """
 
     @classmethod
@@ -47,7 +47,7 @@ class GatherExperts(Float8GatherWeight):
 
     def _why_not_in_float8(self, size: torch.Size, rows: int, mesh: Any) -> str | None:
         """Return how shards of a weight of shape `size` would split a scale's elements, or None."""
-        dim = next((dim for dim in range(3) if self.shape[dim] != size[dim]), 0)
+        dim = next((dim for dim in range(3) if self.shape[dim] != size[dim]), 0)  # sharded
         if dim == 2 or (dim == 1 and self.how.scaling_granularity.one_scale):
             return f"it is sharded along dim {dim}, which would cut what one scale covers"
         if dim == 1 and self.shape[1] % (side := self.how.scaling_granularity.height or 1):
@@ -71,19 +71,19 @@ class GatherExperts(Float8GatherWeight):
         """Return the tensors to all-gather, padded to `rows` experts, and the `GatherInfo`."""
         ranks, self.param_dtype = mesh.size(), dtype
         weight = next((x for x in module._parameters.values() if local_tensor(x) is self), None)
-        quantized = None if weight is None else self.kept(weight)
+        quantized = None if weight is None else self.kept(weight)  # no weight: `self` is a copy
         if quantized is None:
             shard = padded_shard(self._inner, rows)
             quantized = self.quantized(shard, Cast(self.how), dtype)
         scale = padded_shard(quantized.scale, rows)
         bytes_ = padded_shard(quantized.data.view(torch.uint8), rows)
         dim = 1 if self.shape[1] != size[1] else 0
-        if ranks > 1 and dim == 0 and rows * ranks == size[0]:
+        if ranks > 1 and dim == 0 and rows * ranks == size[0]:  # even shards
             return (bytes_, scale.view(torch.uint8)), GatherInfo(size)
         if ranks > 1:
             group = mesh.get_group().group_name
             scales_of_ranks = SharedTokens(group, ranks, dim=0, before=1).gather(scale)
-            scale = torch.cat(scales_of_ranks.chunk(ranks), dim)[: size[0]]
+            scale = torch.cat(scales_of_ranks.chunk(ranks), dim)[: size[0]]  # without padding
         return (bytes_,), GatherInfo(size, scale)
 
     def _gathered(self, data: Tensor, scale: Any, dtype: torch.dtype, amax: Any) -> GatheredExperts:

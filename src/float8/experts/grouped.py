@@ -30,7 +30,7 @@ def quantize_experts(
     row: bool = False,
     col: bool = False,
     after: Tensor | None = None,
-    **_: Any,
+    **_: Any,  # `pad_rows` and `traced` of `quantize`, which experts do not need
 ) -> Quantized:
     """Quantize the weights [E, N, K] of experts; no scale covers two experts.
 
@@ -89,7 +89,7 @@ def _quantize_under_blocks(
         if row_data is not None:
             row_data = Operand(*(x.view(E, x.shape[0] // E, -1) for x in row_data))
         if col_data is not None:  # the columns of one expert beside those of the next
-            whole = col_data.data, col_data.scale[:, : R * E // width]
+            whole = col_data.data, col_data.scale[:, : R * E // width]  # without padding
             col_data = Operand(*(x.view(len(x), E, -1).transpose(0, 1) for x in whole))
     if col_data is not None:
         col_data = Operand(col_data.data[:, :C], col_data.scale[:, :C])
@@ -130,7 +130,7 @@ def grouped_matmul(
         RuntimeError: the device has no such GEMM and `gemm.emulate` is False.
     """
     if not torch.compiler.is_compiling() and not gemm.emulate:
-        only = BLACKWELL[:1] if gemm.granularities[0].exponents else HOPPER
+        only = BLACKWELL[:1] if gemm.granularities[0].exponents else HOPPER  # 12.x has no such GEMM
         if reason := lacks_float8_gemm(a.data.device, only=only):
             raise refused_gemm(reason)
     ends, tokens = (a.ends, a.tokens) if isinstance(a, Columns) else (ends, None)
@@ -188,10 +188,10 @@ class Grouped(Dense):
         below = -N % (granularity.height or GEMM_ALIGNMENT)
         matrix = F.pad(row.data.view(torch.uint8), (0, 0, 0, below)).flatten(0, 1)
         data = kernels.transpose_bytes(matrix.view(row.data.dtype), after=after)
-        data = data[:K].view(K, E, -1).transpose(0, 1)
+        data = data[:K].view(K, E, -1).transpose(0, 1)  # [K, E * N] to [E, K, N]
         if granularity.by_blocks:
             return Operand(data, row.scale.mT)
-        return Operand(data, row.scale[:, 0].expand(E, K).contiguous())
+        return Operand(data, row.scale[:, 0].expand(E, K).contiguous())  # one scale per expert
 
     output = grad_input = grad_weight = staticmethod(grouped_matmul)
 

@@ -44,7 +44,7 @@ class Float8Experts(Float8Module):
         return plan_experts(config)
 
     def _float8_matrices(self) -> list[str]:
-        return names_to_gather(self)
+        return stored_by_rows(self)
 
     def _float8_product(self, x: Tensor, weight: Any, offs: Tensor, name: str = "") -> Tensor:
         """Compute `grouped_linear(x, weight, offs)`; `name`: of the Parameter, "" if unknown."""
@@ -74,13 +74,13 @@ class Float8Experts(Float8Module):
         sites = CastSite.GRAD_OUTPUT, CastSite.GRAD_OUTPUT_FOR_GRAD_WEIGHT
         if any(config.cast_config(site).dtype == E5M2 for site in sites):
             words.append("grad_output in e4m3")
-        again = config.cast_config(CastSite.INPUT_FOR_GRAD_WEIGHT).scaling_granularity
-        if again.by_blocks and again.square:
-            words.append(f"input by 1x{again.width} for grad_weight")
-        if not config.only_on:
+        granularity = config.cast_config(CastSite.INPUT_FOR_GRAD_WEIGHT).scaling_granularity
+        if granularity.by_blocks and granularity.square:  # see `plan_experts`
+            words.append(f"input by 1x{granularity.width} for grad_weight")
+        if not config.only_on:  # no blocks, whose GEMMs ignore the flag
             words.append(f"use_fast_accum={config.gemm_config_output.use_fast_accum}")
         words += self._float8_words()
-        if config.enable_fsdp_float8_all_gather and not names_to_gather(self):
+        if config.enable_fsdp_float8_all_gather and not stored_by_rows(self):
             words.append("weights gathered in high precision")
         return ", ".join(filter(None, words))
 
@@ -155,7 +155,7 @@ class SeamExperts(Float8Experts):
 
 # ---------------------------------------------------------------- which modules
 
-_SEAM = ["A", "B_t", "offs"]
+_ARGUMENTS = ["A", "B_t", "offs"]  # of the method `_grouped_mm` of torchtitan's experts
 
 
 def kind_of(module: nn.Module) -> type[Float8Experts] | None:
@@ -164,10 +164,10 @@ def kind_of(module: nn.Module) -> type[Float8Experts] | None:
     Inspects the class of `module` only; imports neither transformers nor torchtitan.
     """
     cls: Any = module._float8_source_class if isinstance(module, Float8Experts) else type(module)
-    forward, seam = cls.forward, inspect.getattr_static(cls, "_grouped_mm", None)
+    forward, method = cls.forward, inspect.getattr_static(cls, "_grouped_mm", None)
     if getattr(forward, "__globals__", {}).get("__name__") == "transformers.integrations.moe":
-        return RegisteredExperts
-    if inspect.isfunction(seam) and [*inspect.signature(seam).parameters][1:] == _SEAM:
+        return RegisteredExperts  # the decorator of that module replaced their forward
+    if inspect.isfunction(method) and [*inspect.signature(method).parameters][1:] == _ARGUMENTS:
         return SeamExperts
     return None
 
@@ -192,7 +192,7 @@ def weights_of(module: nn.Module) -> list[ExpertsWeight]:
     return weights
 
 
-def names_to_gather(module: nn.Module) -> list[str]:
+def stored_by_rows(module: nn.Module) -> list[str]:
     """Return names of weights of `module` stored as [E, N, K], which FSDP2 can send in float8."""
     if lies_transposed(module):
         return []
@@ -207,21 +207,20 @@ def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | 
     if replaced_forward(module):
         got = "got a `forward` of its own as attribute, expected that of the class"
         return f"{got}; {ABOUT_FORWARD}"
-    if kind_of(module) is SeamExperts and (reason := _replaced_seam(module)):
+    if kind_of(module) is SeamExperts and (reason := _overridden_grouped_mm(module)):
         return reason
     if is_parametrized(module):
         return "got weights that are computed, expected Parameters"
     if is_fsdp_module(module):
         return "got a module that is sharded, expected one that is not: convert, then fully_shard"
-    weights = weights_of(module)
-    if not weights:
+    if not (weights := weights_of(module)):
         return "got no weights [experts, N, K]"
-    without_master = config.float8_weights is Float8Weights.ONLY
+    is_only = config.float8_weights is Float8Weights.ONLY
     for name, _, N, K in weights:
         parameter: Any = module._parameters[name]
-        fits = name in names_to_gather(module) and not is_dtensor(parameter)
-        fits = fits and kind_of(module) is RegisteredExperts and not parameter.requires_grad
-        if without_master and not fits:
+        can_be_only = name in stored_by_rows(module) and not is_dtensor(parameter)
+        can_be_only = can_be_only and kind_of(module) is RegisteredExperts
+        if is_only and (parameter.requires_grad or not can_be_only):
             expected = "a whole frozen weight [E, N, K] in experts of transformers"
             return f"got {name} with float8_weights=ONLY, expected {expected}"
         if parameter.dtype in FLOAT8_MAX:
@@ -231,23 +230,23 @@ def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | 
             return f"got {name}, a {reason}"
         if not config.emulate and (N % GEMM_ALIGNMENT or K % GEMM_ALIGNMENT):
             return f"got {name} with N={N} and K={K}, expected multiples of {GEMM_ALIGNMENT}"
-        only = config.only_on[:1] or HOPPER  # torch multiplies no groups on 12.x
+        only = config.only_on[:1] or HOPPER  # (10,) of (10, 12): 12.x has no grouped GEMM
         reason = lacks_float8_gemm(local_tensor(parameter).device, only=only)
         if not config.emulate and reason is not None:
             return f"{reason}; set emulate=True to compute in high precision instead"
     return None
 
 
-def _replaced_seam(module: Any) -> str | None:
+def _overridden_grouped_mm(module: Any) -> str | None:
     """Return an error message if a subclass or attribute overrides `_grouped_mm`, or None.
 
     A conversion would drop what the override does; torchtitan's MXFP8 has one, for example.
     """
     cls = module._float8_source_class if isinstance(module, Float8Experts) else type(module)
-    override, *bases = (base.__name__ for base in cls.__mro__ if "_grouped_mm" in vars(base))
+    first, *bases = (x.__name__ for x in cls.__mro__ if "_grouped_mm" in vars(x))  # classes with it
     if "_grouped_mm" not in vars(module) and not bases:
         return None
-    got, expected = ("an attribute", override) if not bases else (override, bases[-1])
+    got, expected = (first, bases[-1]) if bases else ("an attribute", first)
     return (
         f"got a `_grouped_mm` of {got}, expected that of {expected}: do without what replaced it, "
         f"or leave these experts to it"

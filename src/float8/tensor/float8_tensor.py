@@ -97,7 +97,7 @@ class Float8Tensor(Wrapper):
         elif not (fits := torch.compiler.is_compiling()):  # where a check would guard on sizes
             shape = granularity.scales(tuple(data.shape))
             fits, expected = tuple(scale.shape) == shape, f"shape {shape}"
-            fits = fits or (granularity.by_blocks and self._order_of_cast() is not None)
+            fits = fits or (granularity.by_blocks and self._order_of_cast() is not None)  # permuted
         if not fits:
             got = f"shape {tuple(scale.shape)} for data of {tuple(data.shape)}"
             raise ValueError(f"scale: got {got}, expected {expected} under {granularity}")
@@ -112,7 +112,7 @@ class Float8Tensor(Wrapper):
         self._data, self._scale, self._amax = data, scale, amax
         self._orig_dtype, self._granularity = dtype, granularity
         # Compilers guard on these sizes, in this order: on features before tokens, whose number
-        # changes. A single element has the scale of a row.
+        # changes. A matrix of one element counts as a row.
         by_columns = granularity.by_rows and data.dim() == scale.dim() > 1
         by_columns = by_columns and scale.shape[-1] == data.shape[-1] and scale.shape[-2] == 1
         self._has_column_scales = by_columns and data.shape[-2:] != (1, 1)
@@ -192,7 +192,7 @@ class Float8Tensor(Wrapper):
 
     @property
     def _scaling(self) -> str:
-        """The granularity for error messages, followed by "transposed" or "by columns" if so."""
+        """The granularity as text, with "transposed" or "by columns" if dims were permuted."""
         layout = " by columns" if self._has_column_scales else " transposed"
         return f"{self._granularity}{layout * self._is_transposed}"
 
@@ -205,7 +205,7 @@ class Float8Tensor(Wrapper):
         return not (as_cast and self._data.is_contiguous())
 
     def _order_of_cast(self) -> tuple[int, ...] | None:
-        """Return the permutation that restores the order of dims at the cast; None for a part."""
+        """Return the permutation that restores the order of dims at the cast; None: none does."""
         if self.dim() < 2:
             return None
         for order in itertools.permutations(range(self.dim())):
@@ -247,7 +247,7 @@ def to_float8(x: Tensor, cast: Cast) -> Float8Tensor:
     """
     granularity, amax = cast.config.scaling_granularity, None
     if cast.source is not None:
-        source = cast.source.with_new_amax()
+        source = cast.source.with_new_amax()  # same scale; `quantize` writes the new amax
         cast, amax = cast._replace(source=source), source.amax
     with torch.no_grad():  # before the autograd function: see `autograd.computed_before`
         rows = x.flatten(0, -2) if x.dim() > 1 else x.reshape(1, -1)
@@ -260,11 +260,11 @@ def to_float8(x: Tensor, cast: Cast) -> Float8Tensor:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Compute `function(*args)`, or `function(x)` if no `args`; backward passes the grad to `x`."""
+    """Compute `function(*args)`, or without args `function(x)`; backward passes the grad to `x`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, function: Callable[..., Tensor], *args: Any) -> Tensor:
-        ctx.without_gradient = 1 + len(args)
+        ctx.without_gradient = 1 + len(args)  # `function` and `args`
         return function(*args) if args else function(x)
 
     @staticmethod
@@ -289,10 +289,10 @@ def dequantise(x: Float8Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run the view op or zero padding `func` on data and scales; return new `Float8Tensor`s."""
     x, *rest = args
-    expands = func is aten.expand.default and [*x.shape] != [*rest[0]]  # as `matmul` does
+    expands = func is aten.expand.default and [*x.shape] != [*rest[0]]  # in `matmul` of a batch
     if expands and not x._granularity.one_scale:
         return _multiply(func, args, kwargs)
-    if func is aten.constant_pad_nd.default and any((*rest[1:], *kwargs.values())):
+    if func is aten.constant_pad_nd.default and any((*rest[1:], *kwargs.values())):  # the value
         raise ValueError(
             f"{func}: got a padding other than 0, which float8 data cannot hold exactly under "
             f"their scale; call .to_original_precision() first"
@@ -312,12 +312,12 @@ def _scales_of_views(func: Any, x: Float8Tensor, views: Any, args: list[Any]) ->
     op, scales = func.overloadpacket, list[Tensor]()
     if op in (aten.t, aten.transpose, aten.permute):
         return [func(x._scale, *args)]
-    if op is aten.constant_pad_nd and x._has_row_scales and not any(args[0][:2]):
+    if op is aten.constant_pad_nd and x._has_row_scales and not any(args[0][:2]):  # adds rows
         return [func(x._scale, args[0], 1.0)]  # rows that are added have scale 1
     if op in _RESHAPES:
         scales = _reshaped_scale(x, views[0])
     elif op in _TAKES and views[0].dim() > 1:
-        dim = (*args, 0, 0)[_TAKES[op]]
+        dim = (*args, 0, 0)[_TAKES[op]]  # 0 by default
         shared = (-2, -1) if x._granularity.by_blocks else (-2,) if x._has_column_scales else (-1,)
         if dim % x.dim() - x.dim() not in shared and x._scale.shape[dim] == x.shape[dim]:
             parts = func(x._scale, *args)
@@ -337,14 +337,14 @@ _TAKES = {aten.slice: 0, aten.select: 0, aten.unbind: 0, aten.split: 1, aten.spl
 
 def _reshaped_scale(x: Float8Tensor, view: Tensor) -> list[Tensor]:
     """Return [scale reshaped as `view`]; [] if `view` splits or joins a dim that shares scales."""
-    before = [(n, math.prod(view.shape[:dim])) for dim, n in enumerate(view.shape)]
+    dims_of_view = [(n, math.prod(view.shape[:dim])) for dim, n in enumerate(view.shape)]
     sizes = [*view.shape]
     for dim, (size, scales) in enumerate(zip(x.shape, x._scale.shape, strict=True)):
-        if size != scales:
-            dim_of_x = size, math.prod(x.shape[:dim])
-            if dim_of_x not in before:
+        if size != scales:  # elements along this dim share scales, so the view must have it, too
+            dim_of_x = size, math.prod(x.shape[:dim])  # its size, and that of all dims before it
+            if dim_of_x not in dims_of_view:
                 return []
-            sizes[before.index(dim_of_x)] = scales
+            sizes[dims_of_view.index(dim_of_x)] = scales
     return [x._scale.reshape(sizes)]
 
 
@@ -362,7 +362,7 @@ def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     dtype = kwargs.pop("dtype", None)
     if dtype not in (None, x._orig_dtype):
         return func(dequantise(x), dtype=dtype, **kwargs)
-    rest = {k: v for k, v in kwargs.items() if k != "memory_format"}
+    rest = {k: v for k, v in kwargs.items() if k != "memory_format"}  # which is that of the data
     inner = x._tensors().values()
     copy = x._like(*[func(tensor, **(kwargs if tensor is x._data else rest)) for tensor in inner])
     if x._granularity.by_blocks and copy.stride() != x.stride() and x._is_transposed:
@@ -371,12 +371,12 @@ def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _require_same_kind(op: str, *tensors: Any, same_scale: bool = False) -> None:
-    """Raise `ValueError` unless all are `Float8Tensor`s of one kind, and scale if `same_scale`."""
+    """Raise `ValueError` unless all are `Float8Tensor`s of one kind (`same_scale`: and scale)."""
 
     def kind(x: Any) -> str:
         if not isinstance(x, Float8Tensor):
             return "a high-precision tensor"
-        dtype = "" if op == "copy_" else f"for {x._orig_dtype} "
+        dtype = "" if op == "copy_" else f"for {x._orig_dtype} "  # which may differ for copy_
         records = f"with{'out' * (x._amax is None)} an amax to record"
         return f"a Float8Tensor of {x._data.dtype} {dtype}under {x._scaling} {records}"
 
@@ -398,13 +398,13 @@ def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run `cat` on `Float8Tensor`s: on rows and their scales, or on data that share one scale."""
     pieces, *rest = args
     first, dim = pieces[0], (*rest, *kwargs.values(), 0)[0]
-    rows = isinstance(first, Float8Tensor) and first._has_row_scales
-    rows = rows and dim % first.dim() != first.dim() - 1
-    _require_same_kind("cat", *pieces, same_scale=not rows)
-    if not rows and not first._granularity.one_scale:
+    joins_rows = isinstance(first, Float8Tensor) and first._has_row_scales
+    joins_rows = joins_rows and dim % first.dim() != first.dim() - 1
+    _require_same_kind("cat", *pieces, same_scale=not joins_rows)
+    if not joins_rows and not first._granularity.one_scale:
         raise _refusal("cat", first, ", or whole rows under AXISWISE")
     data = func([piece._data for piece in pieces], *rest, **kwargs)
-    if rows:
+    if joins_rows:
         return first._like(data, func([piece._scale for piece in pieces], *rest, **kwargs))
     whole = first._like(data, first._scale.clone())  # `copy_` writes it in place
     if first._amax is not None:
@@ -428,7 +428,7 @@ def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         got, expected = tuple(source.shape), tuple(target.shape)
         raise ValueError(f"copy_: got shape {got}, expected shape {expected}")
     for name, inner in target._tensors().items():
-        if whole or name == "_data":
+        if whole or name == "_data":  # the scale of a part is equal already
             inner.copy_(getattr(source, name), *rest)
     return target
 
@@ -455,7 +455,7 @@ def _multiply(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _gather_or_exchange(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run a functional all-gather or all-to-all on data, and on scales of rows; wait for both."""
     x, *rest = args
-    rows = x._has_row_scales and func.name().endswith("into_tensor")
+    rows = x._has_row_scales and func.name().endswith("into_tensor")  # an all-gather
     if not rows and not x._granularity.one_scale:
         raise _refusal(func, x, ", or an all-gather of rows under AXISWISE")
     wait, scale = torch.ops._c10d_functional.wait_tensor, x._scale

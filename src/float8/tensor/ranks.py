@@ -32,18 +32,18 @@ class SharedTokens(NamedTuple):
         if sent.is_cpu and x.dtype in FLOAT8_MAX:
             sent = sent.view(torch.uint8)  # Gloo cannot send float8, nor asynchronous TP uint8
         whole = torch.ops._c10d_functional.all_gather_into_tensor(sent, self.ranks, self.group)
-        whole = torch.ops._c10d_functional.wait_tensor(whole).view(x.dtype)
+        whole = torch.ops._c10d_functional.wait_tensor(whole).view(x.dtype)  # rows rank by rank
         return whole if self.before == 1 else self._swapped(whole, self.ranks, self.before)
 
     def gathered(self, x: Tensor, cast: Cast, traced: bool = False) -> Operand:
         """Quantize `x` [R / ranks, C], and all-gather it to row data [R, C], C padded for a GEMM.
 
-        Scales of rows and blocks are gathered like the data. `traced`: see `quantize`.
+        One scale is equal on all ranks; finer scales are gathered. `traced`: see `quantize`.
         """
         data, scale = quantize(x, cast, row=True, traced=traced).row
         granularity = cast.config.scaling_granularity
         scale = scale if granularity.one_scale else self.gather(scale)
-        whole = Operand(self.gather(data[:, : x.shape[1]]), scale)
+        whole = Operand(self.gather(data[:, : x.shape[1]]), scale)  # padding is not sent
         return padded(whole, granularity, pad_rows=False)
 
     def start_reduce_scatter(self, x: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def reshard(model: Any) -> None:
 def sharding_groups(x: Any) -> tuple[Any, ...]:
     """Return the process groups of the mesh dims along which the DTensor `x` is sharded or partial.
 
-    Mesh dims of size 1 are left out. FSDP2 with tensor parallel has two, over which amaxes reduce.
+    Mesh dims of size 1 are left out. FSDP2 with tensor parallel gives two groups.
     """
     mesh, placed = x.device_mesh, enumerate(x.placements)
     dims = [dim for dim, placement in placed if not placement.is_replicate() and mesh.size(dim) > 1]

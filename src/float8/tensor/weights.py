@@ -15,9 +15,9 @@ from float8.tensor.ranks import dtensor_like, local_tensor
 # Tensors that are made in inference mode have no version counters.
 @torch.inference_mode(False)
 def high_precision(x: Tensor) -> Tensor:
-    """Return `x` without the wrapper of a weight that FSDP2 gathers in float8; else unchanged.
+    """Return `x` without the wrapper of a weight that FSDP2 gathers in float8; any other `x` as is.
 
-    Unwraps the local tensor of a DTensor. The result shares memory and version counter with `x`.
+    Unwraps a DTensor's local tensor. Shares memory and version counter. Does not dequantize.
     """
     local = local_tensor(x)
     if (plain := getattr(local, "high_precision", None)) is None:
@@ -30,7 +30,7 @@ def high_precision(x: Tensor) -> Tensor:
 
 
 def wrapped_like(new: Any, old: Tensor | None) -> nn.Parameter:
-    """Return Parameter `new` in a wrapper like that of `old`; unchanged if `old` has no wrapper."""
+    """Return Parameter `new`, in a wrapper for float8 gathers if `old` has one and `new` none."""
     template, values = local_tensor(old), local_tensor(new)
     if not hasattr(template, "high_precision") or hasattr(values, "high_precision"):
         return new  # type: ignore[no-any-return]
@@ -42,7 +42,7 @@ def wrapped_like(new: Any, old: Tensor | None) -> nn.Parameter:
 
 
 def require_one_cast(config: Float8LinearConfig, name: str) -> None:
-    """Raise a `ValueError` if `config` sets field `name` and GEMMs need two casts of the weight."""
+    """Raise a `ValueError` if field `name` is set, but one weight cast cannot serve both GEMMs."""
     value, default = getattr(config, name), getattr(Float8LinearConfig, name)
     if value == default:
         return
@@ -57,7 +57,7 @@ def require_one_cast(config: Float8LinearConfig, name: str) -> None:
     # Squares are transposed; others are cast again, which powers of two as scales keep exact.
     exponents = granularity.exponents and not config.enable_fsdp_float8_all_gather
     exact = granularity.square or (weight.power_of_2 and (granularity.by_rows or exponents))
-    if value is not Float8Weights.HELD and not exact:
+    if value is not Float8Weights.HELD and not exact:  # HELD casts both layouts from values
         raise ValueError(
             f"{name}: got {value} with a weight under {granularity}, expected TENSORWISE, a "
             f"square BLOCK, or AXISWISE with round_scales_to_power_of_2, as column data for "

@@ -13,7 +13,7 @@ from float8.formats import FLOAT8_MAX
 PLAIN: tuple[type, ...] = (Tensor, nn.Parameter)
 """Types of plain tensors, which are neither DTensors nor other tensor subclasses."""
 
-_tensor_data: Any = Tensor.data
+_tensor_data: Any = Tensor.data  # the property that `Wrapper` overrides
 
 
 class Wrapper(torch.Tensor):
@@ -128,9 +128,9 @@ torch.serialization.add_safe_globals([_rebuild])
 
 
 def as_inference_as(source: Tensor) -> AbstractContextManager[object]:
-    """Return a context manager in which new tensors are inference tensors only if `source` is.
+    """Return a context that turns inference mode off, unless `source` is an inference tensor.
 
-    Otherwise views of subclasses raise "Cannot set version_counter for inference tensor".
+    Views of a normal wrapper would raise "Cannot set version_counter for inference tensor" in it.
     """
     if not torch.is_inference_mode_enabled() or source.is_inference():
         return nullcontext()

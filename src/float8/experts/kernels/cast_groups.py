@@ -47,7 +47,7 @@ def cast_groups(
     col: bool = False,
     width: int | None = None,
     after: Tensor | None = None,
-    **_: Any,
+    **_: Any,  # `traced` of `quantize`, which has no effect here
 ) -> Quantized:
     """Cast ``x`` [R, C], whose rows form E groups, to float8 under separate scales per group.
 
@@ -59,8 +59,8 @@ def cast_groups(
 
     ``offs`` [E] int32, on the device of ``x``, has the end of each group; groups may be empty, and
     rows from ``offs[-1]`` on are in no group. ``width`` is at least the sum of group sizes, each
-    padded to 128; None suffices for all sizes. ``cast.scale`` is None or [E] scales to use
-    instead of computed ones. `row`, `col`, ``after`` and the errors are those of `kernels.cast`.
+    padded to 128; None suffices for all sizes. ``cast.scale`` is None, or [E] scales to use under
+    one scale per group. `row`, `col`, ``after`` and the errors are those of `kernels.cast`.
     """
     assert (cast.source, cast.reduce) == (None, None)  # each group has its own scale
     if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
@@ -71,7 +71,7 @@ def cast_groups(
         operand: Any = cast_matrix(x, cast_config, row=True, col=False, after=after)[0]
         if granularity.by_rows:
             return Quantized(Operand(operand.data, operand.scale.view(-1)))
-        return Quantized(Operand(operand.data[:R], operand.scale[:R]))
+        return Quantized(Operand(operand.data[:R], operand.scale[:R]))  # blocks pad the rows, too
     width = most_padded(R, E) if width is None else width
     layout = granularity.width, cast_config.dtype, row, col, width
     scaling = granularity.one_scale, cast_config.power_of_2, cast.scale
@@ -101,7 +101,8 @@ def places_of_rows(ends: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     padded = -(-sizes // GROUP_ALIGNMENT) * GROUP_ALIGNMENT
     padded_ends, row = padded.cumsum(0), torch.arange(rows, device=ends.device)
     group = torch.bucketize(row, ends, right=True)
-    return group, row + (padded_ends - padded - ends + sizes)[group], padded_ends
+    shifts = padded_ends - padded - ends + sizes  # from the begin of a group to the padded begin
+    return group, row + shifts[group], padded_ends
 
 
 def check_offs(offs: Tensor, rows: int) -> None:
@@ -137,9 +138,9 @@ def cast_groups_reference(
         out[-1].copy_(padded_ends[:E])
     if run is not None:
         moved = x.new_zeros((width, C)).index_copy(0, columns, x[rows])
-        block = None, 1, run, dtype
+        block = None, 1, run, dtype  # then flags: row, col, pad_rows, power_of_2
         data, scales = cast_reference(moved, *block, False, True, False, power_of_2)
-        # Zeros in a run with a NaN have become NaN, so only the columns of rows are copied.
+        # Padding in a run with a NaN has become NaN, so only the columns of rows are copied.
         out[-3].view(torch.uint8).zero_()[:, columns] = data.view(torch.uint8)[:, columns]
         out[-2].copy_(scales)
         if row:
@@ -176,11 +177,11 @@ def cast_groups_fake(x: Tensor, offs: Tensor, *layout: Any) -> list[Tensor]:
     (R, C), E, k, out = x.shape, offs.shape[0], run or 16, list[Tensor]()
     Cp = (C + 15) // 16 * 16
     layouts = (row, R, (C + k - 1) // k * k, (R,)), (col, Cp, width, (E, Cp))
-    for requested, rows, columns, shape in layouts:
+    for requested, rows, columns, shape in layouts:  # shape: of scales without runs
         if requested:
             scale_shape = shape if run is None else (columns // run, rows)
             scales = x.new_empty(scale_shape, dtype=torch.float32)
-            scales = scales if run is None else scales.t()
+            scales = scales if run is None else scales.t()  # runs: strides (1, rows)
             out += [x.new_empty((rows, columns), dtype=dtype), scales]
     return [*out, x.new_empty((E,), dtype=torch.int32)] if col else out
 
@@ -202,7 +203,7 @@ def _cast_groups_triton(x: Tensor, offs: Tensor, *args: Any, **named: Any) -> li
     scale = rest[0] if rest else named.get("scale")  # compiled code passes it by keyword
     out = cast_groups_fake(x, offs, *args)
     (R, C), E = x.shape, offs.shape[0]
-    groups, amaxes = lanes_of_groups(E), x
+    groups, amaxes = lanes_of_groups(E), x  # `x` stands for a pointer that is not read
     if scale is not None:
         amaxes = scale.contiguous().view(torch.int32)
     elif run is None:
@@ -213,7 +214,7 @@ def _cast_groups_triton(x: Tensor, offs: Tensor, *args: Any, **named: Any) -> li
             tiles.STRIP_R, block_c, num_warps=tiles.STRIP_WARPS,
         )  # fmt: skip
     row_data, col_data = out[:2] if row else (x, x), out[-3:] if col else (x, x, offs)
-    arithmetic = 3 if dtype == E4M3 else 2, 2 if run == 32 else int(power_of_2)
+    arithmetic = 3 if dtype == E4M3 else 2, 2 if run == 32 else int(power_of_2)  # 2: 8-bit exponent
     # Each tile lies within one group, where group E has the rows outside all others.
     granularity, block_r, block_c, warps = "group" if one_scale else "row", 64, 128, 4
     tile_rows = -(-R // block_r) + 2 * E + 1
@@ -301,7 +302,7 @@ def _scale_of(bits, GIVEN: tl.constexpr, ARITHMETIC: tl.constexpr):  # type: ign
 
 @jit
 def group_byte_mask(r, size):  # type: ignore[no-untyped-def]
-    """Return uint32 masks with a byte per row of four: 0xFF where rows ``r`` < ``size``, else 0."""
+    """Return uint32 masks: byte i is 0xFF where ``r[i]`` < ``size``, else 0, for i in 0 to 3."""
     low = tl.where(r[0] < size, 0xFF, 0) | tl.where(r[1] < size, 0xFF00, 0)
     high = tl.where(r[2] < size, 0xFF0000, 0) | tl.where(r[3] < size, -0x1000000, 0)
     return (low | high).to(tl.uint32, bitcast=True)
@@ -324,7 +325,7 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,  # tiles fill the columns exactly
     GROUPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Cast one tile, whose rows lie within one group."""
+    """Cast one tile, whose rows lie within one group, to the layouts of ROW and COL."""
     ARITHMETIC: tl.constexpr = (MANTISSA, POWER_OF_2, HARDWARE)
     RUNS: tl.constexpr = GRANULARITY == "run"
     K: tl.constexpr = WIDTH if RUNS else 16

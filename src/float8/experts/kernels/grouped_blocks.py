@@ -35,12 +35,12 @@ def multiply_blocks(
     if not HAS_GLUON:
         got = "float8 GEMM: got a Triton without Gluon for experts under blocks, expected"
         raise RuntimeError(f"{got} Triton >= 3.6; upgrade it, or take the recipe 'rowwise'")
-    of_rows, (R, C), N, E = out.dim() == 2, a.shape, b.shape[1], ends.shape[0]
+    of_rows, (R, C), N, E = out.dim() == 2, a.shape, b.shape[1], ends.shape[0]  # groups split R
     rows, columns, block = _TILE
     swizzled = [gl.NVMMASharedLayout(128, 8, rank) for rank in (2, 3)]
     a_tiles = GluonDescriptor(a, [*a.shape], [*a.stride()], [rows, block], swizzled[0])
     b_tiles = GluonDescriptor(b, [*b.shape], [*b.stride()], [1, columns, block], swizzled[1])
-    scale_tiles = b_tiles  # a placeholder, not read
+    scale_tiles = b_tiles  # a placeholder, not read if `of_rows`
     if not of_rows:
         runs, plain = b_scale.t(), gl.NVMMASharedLayout(0, 32, 2)
         scale_tiles = GluonDescriptor(runs, [*runs.shape], [*runs.stride()], [1, columns], plain)
@@ -100,8 +100,8 @@ def _load(  # type: ignore[no-untyped-def]
     BYTES: gl.constexpr = a_tiles.block_type.nbytes + b_tiles.block_type.nbytes + SCALES
     tile, E = gl.program_id(0), sizes[3]
     groups = E + 1 if OF_ROWS else E
-    zero = 0 * tile
-    loads, state = zero, (zero - 1, zero, zero, zero, zero)
+    zero = 0 * tile  # a tensor, where 0 would be a constant
+    loads, state = zero, (zero - 1, zero, zero, zero, zero)  # before group 0
     state, row, _, n, k, steps = _next_tile(tile, state, ends_ptr, sizes, OF_ROWS)
     while state[0] < groups:
         b_index = gl.minimum(state[0], E - 1) if OF_ROWS else zero
@@ -159,8 +159,8 @@ def _multiply(arguments, PART: gl.constexpr, OF_ROWS: gl.constexpr):  # type: ig
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_C, 32])
     zeros = gl.zeros([HALF_R, HALF_C], gl.float32, mma)
     tile, groups = gl.program_id(0), E + 1 if OF_ROWS else E
-    zero = 0 * tile
-    loads, state = zero, (zero - 1, zero, zero, zero, zero)
+    zero = 0 * tile  # a tensor, where 0 would be a constant
+    loads, state = zero, (zero - 1, zero, zero, zero, zero)  # before group 0
     state, row, end_row, n, k, steps = _next_tile(tile, state, ends_ptr, sizes, OF_ROWS)
     while state[0] < groups:
         row += PART * HALF_R

@@ -59,7 +59,7 @@ def grouped_matmul_reference(
             x_scale, w_scale = a_scale[begin:end], b_scale[group]
         else:
             x, w, result = a[:, begin:end], b[:, begin:end], out[group]
-            part = (slice(None), slice(begin // run, end // run)) if blocks else group
+            part = (slice(None), slice(begin // run, end // run)) if blocks else group  # of scales
             x_scale, w_scale = a_scale[part], b_scale[part]
         if blocks:
             x, w = dequantised(Operand(x, x_scale), of_a), dequantised(Operand(w, w_scale), of_b)
@@ -121,7 +121,7 @@ def _grouped_matmul_triton(
     columns, programs, warps = (256, 1, 8) if fast else (128, 2, 4)
     tiles_of_b = TensorDescriptor(b, b.shape, b.stride(), [1, columns, GROUP_ALIGNMENT])
     sizes = R, N, C, E, 0 if row_groups else a_scale.stride(0), b_scale.stride(0)
-    whole = fast and out_dtype.itemsize == 2
+    whole = fast and out_dtype.itemsize == 2  # a tile fits into shared memory beside the loads
     _grouped_matmul_kernel[(programs * sm_count(a.device),)](
         tiles_of_a, tiles_of_b, a_scale, b_scale, ends, out, *sizes, row_groups, fast,
         lanes_of_groups(E), columns, whole, num_warps=warps, num_stages=3,

@@ -22,9 +22,9 @@ def multiply_in_bfloat16(
     a: Operand, b: Operand, ends: Tensor, granularities: Granularities
 ) -> Tensor:
     """Multiply as `grouped_matmul` by torch's bfloat16 GEMM; exact if scales are powers of 2."""
-    scales, of_sums = (a.scale, b.scale), False
+    scales, scale_sums = (a.scale, b.scale), False
     if not granularities[0].by_blocks:
-        if of_sums := b.data.dim() == 2:  # scale the result instead, which is exact
+        if scale_sums := b.data.dim() == 2:  # scale the result instead, which is exact
             granularity = ScalingGranularity.TENSORWISE
             a, b = (Operand(x.data, x.scale.new_ones(())) for x in (a, b))
         else:
@@ -35,7 +35,7 @@ def multiply_in_bfloat16(
     x, w = (dequantised_by_kernel(*pair, torch.bfloat16) for pair in pairs)
     ends = _ends(x, w, ends)
     y = F.grouped_mm(x, w.mT, offs=ends)
-    if of_sums:
+    if scale_sums:
         y = (y * scales[0][:, :, None]).mul_(scales[1][:, None]).to(y.dtype)
     return _zero_outside(y, ends)
 
