@@ -64,7 +64,7 @@ class Float8GatherWeight(Wrapper):
 
     @staticmethod
     def __new__(cls, inner: Tensor, how: CastConfig, counted: Tensor | None = None) -> Any:
-        """Wrap `inner`; `counted`: a tensor whose version counts writes to it, None for itself."""
+        """Wrap `inner`; the version of `counted`, over the same memory, counts writes to both."""
         self: Any = cls._wrap(inner, inner.dtype)
         self._inner, self.how = inner, how
         self.counted = inner if counted is None else counted
