@@ -17,7 +17,7 @@ class LoadedInFloat8(Conversion):
 
     def matches(self, mod: nn.Module) -> bool:
         """Return True if `mod` has a float8 weight and its scale, in a known format."""
-        return schemes.strategy_of(mod) is not None
+        return schemes.scheme_of_layer(mod) is not None
 
     def problem(self, mod: nn.Module, chooser: Chooser) -> str | None:
         """Return why the float8 weight of `mod` does not fit the configuration, or None."""
