@@ -64,7 +64,7 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]
 
 
 def layers_of_peft(layer: nn.Module) -> list[Any]:
-    """Return all PEFT layers in `layer`, itself included; those on one layer are nested in it."""
+    """Return all PEFT layers in `layer`, itself included: PEFT may wrap a layer several times."""
     return [x for x in layer.modules() if hasattr(x, "merged_adapters")]
 
 
@@ -86,7 +86,7 @@ def _refusal(got: str) -> ValueError:
 
 
 _LEFT_EMPTY = re.compile("_hooks$|^kwargs$|^__composable")
-"""Attributes left empty in copies: hooks, FSDP2's state, and PEFT's references to a tied layer."""
+"""Attributes left empty in copies: hooks, FSDP2's state, and tensors of a tied layer in PEFT's."""
 
 
 @torch.no_grad()

@@ -135,9 +135,9 @@ def published_parts(model: nn.Module) -> dict[str, Parts]:
 
 
 def replaced_by_transformers(model: nn.Module, method: str) -> str | None:
-    """Return the name of a class in `model` that transformers replaces for a `method`, or None.
+    """Return the name of a class in `model` that transformers replaces under `method`, or None.
 
-    It does so on loading if `quant_method` is `method`; the new class cannot load saved weights.
+    It does so if `quant_method` is `method`; the new class cannot load the saved weights.
     """
     if not _is_of_transformers(unwrapped(model)):
         return None
@@ -163,7 +163,7 @@ def _is_experts_weight(module: nn.Module, attr: str) -> bool:
 
 
 def _split(converter: Any, name: str, key: str, pattern: str, shape: Any, root: Any) -> Parts:
-    """Return {name in files: part} of weight `name` of `shape` [E, pieces * N, K], pieces first.
+    """Return {name in files: part} of weight `name`, [E, pieces * N, K], by piece, then expert.
 
     Runs transformers' `converter` on a `torch.arange`, whose values show expert and rows of a part.
     Returns {} unless the parts are distinct and each is a run of rows of one expert, [N, K].

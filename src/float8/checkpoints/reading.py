@@ -128,7 +128,7 @@ def _match(model: nn.Module, checkpoint: Checkpoint, targets: dict[str, _Target]
         elif not any(re.search(pattern, name) for pattern in ignored):
             raise ValueError(f"checkpoint: got {name!r}, expected names of tensors of {cls}")
     one_by_one = {target.saved for target in names_of if target.part != WHOLE}  # as parts
-    missing = {  # of a tensor that is one by one the parts, else the whole
+    missing = {  # parts of tensors of which the checkpoint has parts, otherwise whole tensors
         target: name
         for name, target in targets.items()
         if target not in names_of and (target.saved in one_by_one) is (target.part != WHOLE)

@@ -61,7 +61,7 @@ class Scheme(NamedTuple):
         return self.granularity.scales(shape)[0], 1 if width is None else -(-shape[1] // width)
 
     def require_pair(self, name: str, weight: Any, scale: Any) -> None:
-        """Raise `ValueError` if `weight` or `scale`, (dtype, shape), misfits, or `scale` is None."""
+        """Raise `ValueError` unless `weight` and `scale`, each (dtype, shape) or None, fit."""
         (dtype, shape), scale_name = weight, name + self.scale_suffix
         scale_dtype, scale_shape = scale or (None, None)
         shapes = [self.scale_shape(shape)] if len(shape) == 2 else []
