@@ -87,7 +87,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     ) -> None:
         """Attach `model` to `optimizer`; if training resumes, load the state of delayed scaling."""
         self._detach()  # a training that ended in an error is still attached
-        if self._config is not None and self._converted != _float8_count(model):  # a new model
+        if self._config is not None and self._converted != _float8_count(model):  # unconverted
             if args.world_size > 1:
                 got = "got a model made after the Trainer, on several ranks; hand the callback to"
                 do = "Trainer(callbacks=[...]), or convert in model_init and use Float8Callback()"
