@@ -233,7 +233,7 @@ def write_files(
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Make and lock `folder`; raise `OSError` if it is locked. A killed process frees its lock."""
+    """Context manager: make and lock `folder`, or raise `OSError`. Killing a process unlocks it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (lock := folder / _LOCK).open("ab") as file:
         try:

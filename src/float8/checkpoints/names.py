@@ -69,7 +69,7 @@ class Part(NamedTuple):
         begin, end = N * self.piece, N * self.piece + N
         if not isinstance(x, Float8Tensor):
             return x[self.expert, begin:end]
-        height = x._granularity.height or 1
+        height = x._granularity.height or 1  # rows that share a scale
         if self.pieces > 1 and N % height:
             expert_weight: Any = x[self.expert]  # [pieces * N, K]
             return dequantise(expert_weight)[begin:end]

@@ -47,7 +47,7 @@ class Scheme(NamedTuple):
         return None if granularity.one_scale else [granularity.height, granularity.width]
 
     def accepts(self, granularity: Any) -> bool:
-        """Return whether files can have scales of `granularity`, some of them repeated per row."""
+        """Return whether files can have scales of `granularity`, unchanged or repeated per row."""
         repeated = ScalingGranularity.BLOCK_32x32, ScalingGranularity.BLOCK_1x32  # in memory, files
         return granularity is self.granularity or (granularity, self.granularity) == repeated
 
@@ -61,9 +61,9 @@ class Scheme(NamedTuple):
         return self.granularity.scales(shape)[0], 1 if width is None else -(-shape[1] // width)
 
     def require_pair(self, name: str, weight: Any, scale: Any) -> None:
-        """Raise `ValueError` unless `weight` and `scale`, each (dtype, shape) or None, fit."""
+        """Raise `ValueError` unless (dtype, shape) of `weight` and of a `scale` fit this scheme."""
         (dtype, shape), scale_name = weight, name + self.scale_suffix
-        scale_dtype, scale_shape = scale or (None, None)
+        scale_dtype, scale_shape = scale or (None, None)  # None: there is no scale, which raises
         shapes = [self.scale_shape(shape)] if len(shape) == 2 else []
         shapes += [(), (1,), (1, 1)] if self.granularity.one_scale else []
         shapes += [shape[:1]] if self.granularity.by_rows else []
@@ -337,7 +337,7 @@ def leave_quantizers(model: nn.Module) -> None:
 
 
 def values_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype of the first high-precision Parameter but scales; without one bfloat16."""
+    """Return the dtype of the first high-precision Parameter that is no scale, or bfloat16."""
     for name, p in model.named_parameters():
         if p.dtype in HIGH_PRECISION_DTYPES and not name.endswith(("_scale", "_scale_inv")):
             return p.dtype

@@ -306,7 +306,7 @@ def _require_storable(saved: SavedTensor, in_float8: bool) -> None:
 
 
 def _float32_names(model: nn.Module) -> Callable[[str], Any]:
-    """Return a function that finds names which transformers keeps in float32 in 16-bit models."""
+    """Return a function that matches names that transformers keeps in float32 in 16-bit models."""
     patterns = {
         name.replace("*", ".*")
         for module in model.modules()
@@ -360,7 +360,7 @@ def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastC
 def _high_precision_modules(
     model: nn.Module, in_float8: set[nn.Module], published: dict[str, Parts], scheme: Scheme
 ) -> list[str]:
-    """Return names of linear layers and experts that have no module of `in_float8` in them."""
+    """Return names of linear layers and experts that neither are nor contain one of `in_float8`."""
     names = []
     for name, module in unwrapped(model).named_modules():
         name, has_experts = plain_name(name), any(x.dim() == 3 for x in module.parameters(False))

@@ -64,7 +64,7 @@ class Float8GatherWeight(Wrapper):
 
     @staticmethod
     def __new__(cls, inner: Tensor, how: CastConfig, counted: Tensor | None = None) -> Any:
-        """Wrap `inner`; the version of `counted`, over the same memory, counts writes to both."""
+        """Wrap `inner`; the version of `counted`, over the same memory, counts all writes to it."""
         self: Any = cls._wrap(inner, inner.dtype)
         self._inner, self.how = inner, how
         self.counted = inner if counted is None else counted
@@ -114,7 +114,7 @@ class Float8GatherWeight(Wrapper):
         return written.get(id(result), result)  # in-place ops return the wrapper
 
     def _like(self, func: Any, result: Tensor) -> Tensor:
-        """Wrap `result` of `func` on `inner`; return it as it is if float8 casts lack its dtype."""
+        """Wrap `result` of `func` on `inner`; return it plain if its dtype has no float8 cast."""
         if result is self._inner:
             return self
         if result.dtype not in HIGH_PRECISION_DTYPES:
@@ -161,7 +161,7 @@ class Float8GatherWeight(Wrapper):
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., tuple[tuple[Tensor, ...], GatherInfo]]:
-        """The hook that FSDP2 calls before each all-gather, `_pre_all_gather` with a signature.
+        """The hook that FSDP2 calls before each all-gather: `_pre_all_gather`, signature included.
 
         FSDP2 inspects the signature at each call; for a method this is as slow as a kernel launch.
         """

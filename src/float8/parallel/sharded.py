@@ -175,7 +175,7 @@ def _column_parallel(
 def _row_parallel(
     input: Any, weight: Any, bias: Any, tokens_dim: int | None, plan: LinearPlan, casts: Casts
 ) -> Any:
-    """Multiply features by weight columns of this rank; return Shard(`tokens_dim`) or Partial."""
+    """Multiply local features by local weight columns; return Shard(`tokens_dim`) or Partial."""
     dtensors: Any = torch.distributed.tensor
     dims, tokens_placement, tokens = input.dim(), None, None  # `tokens`: of `ScattersOutput`
     if tokens_dim is not None:

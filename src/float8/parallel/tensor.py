@@ -47,7 +47,7 @@ class Float8ColwiseParallel(ColwiseParallel):
 
 
 class Float8RowwiseParallel(RowwiseParallel):
-    """`RowwiseParallel` for a `Float8Linear`: a sharded grad_output is all-gathered in float8.
+    """`RowwiseParallel` for a `Float8Linear`: token-sharded grad_output is gathered in float8.
 
     Args:
         input_layouts, output_layouts, use_local_output: as for `RowwiseParallel`.
@@ -113,7 +113,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         return module
 
     def _find_layers(self, module: nn.Module) -> list[str]:
-        """Return names of `Float8Linear`s that cast the input; raise if none or casts differ."""
+        """Return names of `Float8Linear`s in `module`; raise if none, or if input casts differ."""
         fqn = self.fwd_config_submodule_fqn
         modules = dict(module.named_modules()) if fqn is None else {fqn: module.get_submodule(fqn)}
         layers = {name: x for name, x in modules.items() if isinstance(x, Float8Linear)}
@@ -137,7 +137,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 def _quantize(
     module: nn.Module, names: list[str], mesh: DeviceMesh, input: Any, placement: Placement | None
 ) -> Any:
-    """Cast `input` as the first layer in `names` that reads whole rows of it; else return it."""
+    """Cast `input` as the first layer in `names` that reads its whole rows; if none, return it."""
     shape = getattr(input, "shape", ())
     if placement is None or not shape:
         return input
