@@ -34,6 +34,6 @@ class Quantizers(Feature):
     """Detaches quantizers of other libraries from a model that they loaded."""
 
     def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
-        """Detach quantizers that have no layers left: `save_pretrained` saves high precision then."""
+        """Detach quantizers that have no layers left; `save_pretrained` then omits their config."""
         if config is not None:
             schemes.leave_quantizers(model)

@@ -113,7 +113,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         return module
 
     def _find_layers(self, module: nn.Module) -> list[str]:
-        """Return names of `Float8Linear`s in `module`; raise if none, or if input casts differ."""
+        """Return names of the layers to quantize for; raise if none, or if their casts differ."""
         fqn = self.fwd_config_submodule_fqn
         modules = dict(module.named_modules()) if fqn is None else {fqn: module.get_submodule(fqn)}
         layers = {name: x for name, x in modules.items() if isinstance(x, Float8Linear)}
