@@ -14,11 +14,11 @@ from float8.tensor.ranks import is_fsdp_module
 
 
 def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]:
-    """Return `model` without PEFT's modules, and a dict: base layer -> layer of PEFT.
+    """Return `model` without PEFT's modules, and a dict: base layer -> PEFT layer to merge with it.
 
     `model` is not changed: modules that contain PEFT's are copied, others and all Parameters are
-    shared. Modules that PEFT trains (`modules_to_save`) replace the original ones. The dict has the
-    layers to merge active adapters into. Raises `ValueError` for adapters that cannot be merged.
+    shared. Modules that PEFT trains (`modules_to_save`) replace the original ones. The dict lacks
+    layers whose active adapters are all merged. Raises `ValueError` if adapters cannot be merged.
     """
     adapters, seen = dict[nn.Module, Any](), dict[nn.Module, nn.Module]()
 
@@ -43,16 +43,16 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]
             base = module.get_base_layer()
             if any(not x.is_floating_point() for x in base.parameters()):
                 raise _refusal(f"a {type(base).__name__} that another library has quantized")
-            base = base_of(base)  # a copy, if it contains other adapters
+            base = base_of(base)  # a copy if it contains other adapters
             if any(x.disable_adapters and x.merged for x in layers_of_peft(module)):
                 raise _refusal("adapters that are disabled, but merged: call unmerge_adapter()")
             if any(active(x) - {*x.merged_adapters} for x in layers_of_peft(module)):
-                adapters[base] = module
+                adapters[base] = module  # some active adapter is not merged yet
             return base
         if "ModulesToSaveWrapper" in names:
             chosen = (x for name, x in module.modules_to_save.items() if name in active(module))
             return base_of(next(chosen, module.original_module))
-        if module not in seen:
+        if module not in seen:  # not one of PEFT's
             children = {name: x if x is None else base_of(x) for name, x in module._modules.items()}
             seen[module] = module
             if any(x is not module._modules[name] for name, x in children.items()):
@@ -64,12 +64,12 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]
 
 
 def layers_of_peft(layer: nn.Module) -> list[Any]:
-    """Return PEFT's layers in `layer` and itself: other kinds or Parameters may be nested in it."""
+    """Return all PEFT layers in `layer`, itself included: PEFT may wrap a layer several times."""
     return [x for x in layer.modules() if hasattr(x, "merged_adapters")]
 
 
 def _inactive(layer: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the Parameters in `layer` that only adapters which are not active have."""
+    """Yield the Parameters of inactive adapters in `layer`, except those that active ones share."""
     for x in layers_of_peft(layer):
         for parts in x.children():  # one for each adapter, by its name
             if isinstance(parts, nn.ModuleDict | nn.ParameterDict):
@@ -85,7 +85,7 @@ def _refusal(got: str) -> ValueError:
     )
 
 
-_LEFT_OUT = re.compile("_hooks$|^kwargs$|^__composable")
+_LEFT_EMPTY = re.compile("_hooks$|^kwargs$|^__composable")
 """Attributes left empty in copies: hooks, FSDP2's state, and tensors of a tied layer in PEFT's."""
 
 
@@ -101,14 +101,14 @@ def merged_base_layer(*layers: Any, gather: Callable[[Tensor], Tensor] = lambda 
     for x in (x for layer in layers for x in layer.parameters() if id(x) not in copies):
         whole: Any = values_of(gathered := gather(high_precision(x.detach())))
         dtype = torch.promote_types(whole.dtype, torch.float32)
-        whole = whole.to(dtype, copy=whole is gathered)
+        whole = whole.to(dtype, copy=whole is gathered)  # else it is dequantized, so a copy already
         copies[id(x)] = nn.Parameter(whole, requires_grad=False)
-    # `copies` is the memo of `deepcopy`, so it reuses the Parameters. Hooks and FSDP2 are left out.
+    # `copies` is the memo of `deepcopy`, so it reuses the Parameters, and submodules, copied first.
     modules = (x for layer in layers for x in reversed([*layer.modules()]))
     for x in (x for x in modules if id(x) not in copies):
-        cls = type(x).__bases__[1] if is_fsdp_module(x) else type(x)
+        cls = type(x).__bases__[1] if is_fsdp_module(x) else type(x)  # before `fully_shard`
         copies[id(x)] = object.__new__(cls)
-        empty = {name: type(y)() for name, y in vars(x).items() if _LEFT_OUT.search(name)}
+        empty = {name: type(y)() for name, y in vars(x).items() if _LEFT_EMPTY.search(name)}
         vars(copies[id(x)]).update(copy.deepcopy(vars(x) | empty, copies))
     merged = [copies[id(layer)] for layer in layers]
     with torch.autocast(whole.device.type, enabled=False):

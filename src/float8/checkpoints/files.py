@@ -36,7 +36,7 @@ class Checkpoint:
     """The opened safetensors files of a folder; raises the errors of `read_float8_checkpoint`."""
 
     def __init__(self, folder: Path, device: Any = "cpu") -> None:
-        index: Any = self
+        index: Any = self  # unlike any version
         # Open all files again if a save replaced the checkpoint while they were being opened.
         while index != (index := _index_version(folder)):
             error: Exception | None = None
@@ -48,17 +48,17 @@ class Checkpoint:
             raise error
 
     def _open(self, folder: Path, device: Any) -> None:
-        listed: dict[str, set[str]] = {}
+        listed: dict[str, set[str]] = {}  # empty without an index
         with contextlib.suppress(FileNotFoundError):
             listed = _read(folder, INDEX, _read_index)
-        self._file_of: dict[str, Any] = {}
+        self._file_of: dict[str, Any] = {}  # name of a tensor -> the opened file with it
         self.files = sorted(listed or (path.name for path in folder.glob("*.safetensors")))
-        for path in self.files:
-            file = _read(folder, path, partial(_open_safetensors, device=device))
-            names = listed.get(path, {*file.keys()})
+        for file_name in self.files:
+            file = _read(folder, file_name, partial(_open_safetensors, device=device))
+            names = listed.get(file_name, {*file.keys()})
             if missing := names - {*file.keys()}:
                 got = f"got no {min(missing)!r}, which the index says is in it"
-                raise ValueError(f"{folder / path}: {got}")
+                raise ValueError(f"{folder / file_name}: {got}")
             if twice := names & self._file_of.keys():
                 raise ValueError(
                     f"{folder}: got {min(twice)!r} in two files and no index, expected it in one; "
@@ -73,10 +73,10 @@ class Checkpoint:
             self.scheme = scheme_named(COMPRESSED, self.scheme.strategy)  # AutoFP8's names
         self.headers = {name: _dtype_and_shape(file, name) for name, file in self._file_of.items()}
         self.in_float8, suffix = set[str](), self.scheme.scale_suffix
-        for name, header in self.headers.items():
+        for name, (dtype, shape) in self.headers.items():
             scale = self.headers.get(name + suffix)
-            if scale is not None or header[0] in FLOAT8_MAX:
-                self.scheme.require_pair(name, header, scale)
+            if scale is not None or dtype in FLOAT8_MAX:
+                self.scheme.require_pair(name, (dtype, shape), scale)
                 self.in_float8.add(name)
         others = self.headers.keys() - {name + suffix for name in self.in_float8}
         self.names = sorted(name for name in others if not name.endswith(_OF_ACTIVATIONS))
@@ -87,14 +87,14 @@ class Checkpoint:
             if config := _read(folder, CONFIG, _read_json).get("quantization_config"):
                 return config
         metadata = next(iter(self._file_of.values())).metadata() or {}
-        if any(map(_OF_COMFY.search, [*self._file_of, *metadata])):
+        if any(map(_OF_COMFY.search, [*self._file_of, *metadata])):  # names that only ComfyUI has
             return {"quant_method": "comfy"}
         if (folder / "hf_quant_config.json").exists():
             return {"quant_method": "modelopt"}
-        return _read(folder, CONFIG, _read_json).get("quantization_config")
+        return _read(folder, CONFIG, _read_json).get("quantization_config")  # raises without file
 
     def read(self, name: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Read the tensor `name`; return float8 weights as `Float8Tensor` that reports `dtype`."""
+        """Read the tensor `name`; a float8 weight becomes a `Float8Tensor` that reports `dtype`."""
         data: Tensor = self._file_of[name].get_tensor(name)
         if name not in self.in_float8:
             return data
@@ -133,13 +133,13 @@ def _open_safetensors(path: Path, device: Any) -> Any:
 def _read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`; raise `ValueError` if it is none or has a name twice."""
 
-    def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(content := dict(pairs)) < len(pairs):
             raise ValueError(f"a name twice among {[*content][:4]}")
         return content
 
     try:
-        content = json.loads(path.read_bytes(), object_pairs_hook=each_once)
+        content = json.loads(path.read_bytes(), object_pairs_hook=unique_names)
         if isinstance(content, dict):
             return content
         raise ValueError(f"a {type(content).__name__}")
@@ -148,7 +148,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_index(index: Path) -> dict[str, set[str]]:
-    """Map each file in the JSON file `index` to names of tensors; refuse files of other folders."""
+    """Map each file that the `index` names to its tensors' names; refuse files of other folders."""
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index}: got no weight_map of names and files; fetch it again")
@@ -165,7 +165,7 @@ def _read_index(index: Path) -> dict[str, set[str]]:
 
 
 def _read(folder: Path, name: str, read: Callable[[Path], Any]) -> Any:
-    """Return `read(path)` of the file `name`, which a save may just be moving to `folder`."""
+    """Return `read(path)` for the file `name` in `_COMPLETE` if it is there, else in `folder`."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, RuntimeError):
         return read(folder / _COMPLETE / name)
     return read(folder / name)
@@ -215,13 +215,13 @@ def write_files(
             unfinished.rename(folder / _COMPLETE)
             try:
                 _move_to_places(folder)
-            except BaseException:
+            except BaseException:  # all files are back in `_COMPLETE`, and are removed below
                 (folder / _COMPLETE).rename(unfinished)
                 raise
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
         shards = (path for path in folder.iterdir() if _SHARDS.fullmatch(path.name))
-        for path in (path for path in shards if path.name not in file_of.values()):
+        for path in (path for path in shards if path.name not in file_of.values()):  # older
             try:
                 path.unlink()
             except OSError as error:  # no reason to fail: the new model is written
@@ -233,13 +233,14 @@ def write_files(
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Make and lock `folder`; raise `OSError` if it is locked. A killed process frees its lock."""
+    """Context manager: make and lock `folder`, or raise `OSError`. Killing a process unlocks it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (lock := folder / _LOCK).open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Another save may have removed the opened file, and a third made a new one.
             is_busy = not os.path.samestat(lock.stat(), os.fstat(file.fileno()))
-        except OSError as error:  # another save has it, or had it; or there are no locks
+        except OSError as error:  # of other types if the file system has no locks
             is_busy = isinstance(error, BlockingIOError | FileNotFoundError)
         if is_busy:
             got = "another process or thread saves to this folder; wait for it, or save to another"
@@ -251,7 +252,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _shards(tensors: Iterable[dict[str, Tensor]], max_size: int) -> Iterator[dict[str, Tensor]]:
-    """Group `tensors` to files of up to `max_size` bytes; yield each, in one reused dict."""
+    """Group `tensors` to files of up to `max_size` bytes; yield each file's, in one reused dict."""
     shard, storages, size = dict[str, Tensor](), set[int](), 0  # one dict: one file is in memory
     for group in tensors:
         group_size = sum(x.nbytes for x in group.values())
@@ -274,12 +275,12 @@ def _move_to_places(folder: Path) -> None:
     complete = folder / _COMPLETE
     with contextlib.ExitStack() as undo:
         for name in (*sorted(x.name for x in complete.glob("*.safetensors")), INDEX, CONFIG):
-            new, path, kept = complete / name, folder / name, complete / f"older {name}"
+            new, path, backup = complete / name, folder / name, complete / f"older {name}"
             if not new.exists():  # moved by a save that was killed
                 continue
             if path.exists():
-                shutil.copy2(path, kept)
-                undo.callback(kept.replace, path)
+                shutil.copy2(path, backup)
+                undo.callback(backup.replace, path)
             new.replace(path)
             undo.callback(path.replace, new)
         undo.pop_all()
@@ -287,7 +288,7 @@ def _move_to_places(folder: Path) -> None:
 
 
 def _to_disk(path: Path, write: Callable[[Path], object]) -> None:
-    """Call `write(path)` and sync to disk; on failure raise an `OSError` that names `path`."""
+    """Call `write(path)` and sync `path` to disk; raise failures as `OSError` that names `path`."""
     try:
         write(path)
         with path.open("rb+") as file:

@@ -17,7 +17,7 @@ class LoadedInFloat8(Conversion):
 
     def matches(self, mod: nn.Module) -> bool:
         """Return True if `mod` has a float8 weight and its scale, in a known format."""
-        return schemes.strategy_of(mod) is not None
+        return schemes.scheme_of_layer(mod) is not None
 
     def problem(self, mod: nn.Module, chooser: Chooser) -> str | None:
         """Return why the float8 weight of `mod` does not fit the configuration, or None."""
@@ -34,6 +34,6 @@ class Quantizers(Feature):
     """Detaches quantizers of other libraries from a model that they loaded."""
 
     def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
-        """Detach quantizers without layers left: `save_pretrained` then saves high precision."""
+        """Detach quantizers that have no layers left; `save_pretrained` then omits their config."""
         if config is not None:
             schemes.leave_quantizers(model)

@@ -36,7 +36,7 @@ class SavedTensor:
 
 def saved_tensors(model: nn.Module) -> list[SavedTensor]:
     """Return all Parameters and persistent buffers of `model` except delayed-scaling state."""
-    saved: dict[int, SavedTensor] = {}
+    saved: dict[int, SavedTensor] = {}  # by id, so that a tied tensor has one entry
     for prefix, module in unwrapped(model).named_modules(remove_duplicate=False):
         not_saved = module._non_persistent_buffers_set
         for attr, x in {**module._parameters, **module._buffers}.items():
@@ -50,9 +50,9 @@ def saved_tensors(model: nn.Module) -> list[SavedTensor]:
 class Part(NamedTuple):
     """The part of a model's tensor that files store by one name: all, or [N, K] of one expert."""
 
-    expert: int | None = None  # None: all of it
-    piece: int = 0
-    pieces: int = 1  # joined in [E, pieces * N, K]: 2 for gate and up
+    expert: int | None = None  # None: all of the tensor
+    piece: int = 0  # index of this part among the `pieces`
+    pieces: int = 1  # of each expert, joined in [E, pieces * N, K]: 2 for gate and up
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of this part of a tensor of shape `whole`."""
@@ -69,7 +69,7 @@ class Part(NamedTuple):
         begin, end = N * self.piece, N * self.piece + N
         if not isinstance(x, Float8Tensor):
             return x[self.expert, begin:end]
-        height = x._granularity.height or 1
+        height = x._granularity.height or 1  # rows that share a scale
         if self.pieces > 1 and N % height:
             expert_weight: Any = x[self.expert]  # [pieces * N, K]
             return dequantise(expert_weight)[begin:end]
@@ -88,7 +88,7 @@ def published_parts(model: nn.Module) -> dict[str, Parts]:
     A tensor that transformers could not load from these parts, and each tensor of a model that is
     not of transformers, has one part: all of it, under its own name.
     """
-    saved = [(*use, x.tensor) for x in saved_tensors(model) for use in x.uses]
+    saved = [(*use, x.tensor) for x in saved_tensors(model) for use in x.uses]  # once per name
     published = {name: {name: WHOLE} for name, *_ in saved}
     root: Any = unwrapped(model)
     if not _is_of_transformers(root):
@@ -97,14 +97,14 @@ def published_parts(model: nn.Module) -> dict[str, Parts]:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange, WeightRenaming
     except ImportError:
-        if any(_are_experts(module, attr) for _, module, attr, _ in saved):
-            raise  # early versions of 5 join experts, but have no tables
+        if any(_is_experts_weight(module, attr) for _, module, attr, _ in saved):
+            raise  # early releases of version 5 join experts, but have no tables
         return published  # versions before 5 rename and join nothing
     # A `PrefixChange` is for checkpoints of other model classes.
     mapping = get_model_conversion_mapping(root, add_legacy=False)
     loading = [step for step in mapping if not isinstance(step, PrefixChange)]
     saving = [step.reverse_transform() for step in reversed(loading)]
-    converters = [step for step in saving if not isinstance(step, WeightRenaming)]
+    converters = [step for step in saving if not isinstance(step, WeightRenaming)]  # split tensors
 
     def rename(name: str, steps: list[Any]) -> str:
         for step in steps:
@@ -113,7 +113,7 @@ def published_parts(model: nn.Module) -> dict[str, Parts]:
         return name
 
     for name, module, attr, x in saved:
-        matches = ((step, *step.rename_source_key(name)) for step in converters)
+        matches = ((step, *step.rename_source_key(name)) for step in converters)  # key, pattern
         converter, key, pattern = next((m for m in matches if m[2]), (None, name, None))
         if converter is None:
             in_float8 = attr == "weight" and isinstance(module, Float8Linear)
@@ -122,22 +122,22 @@ def published_parts(model: nn.Module) -> dict[str, Parts]:
             # Loading must turn the new name, and those of scales, into this name again.
             if all(rename(new + suffix, loading) == name + suffix for suffix in suffixes):
                 published[name] = {new: WHOLE}
-        elif _are_experts(module, attr) and len(converter.source_patterns) == 1:
+        elif _is_experts_weight(module, attr) and len(converter.source_patterns) == 1:
             parts = _split(copy.deepcopy(converter), name, key, pattern, x.shape, root)
             renamed = {rename(new, saving): part for new, part in parts.items()}
             if parts and len(renamed) == len(parts):
                 published[name] = renamed
     counts = Counter(new for parts in published.values() for new in parts)
     for name, parts in published.items():
-        if WHOLE in parts.values() and counts[next(iter(parts))] > 1:
+        if WHOLE in parts.values() and counts[next(iter(parts))] > 1:  # a name of two tensors
             published[name] = {name: WHOLE}
     return published
 
 
 def replaced_by_transformers(model: nn.Module, method: str) -> str | None:
-    """Return the name of a class in `model` that transformers replaces, or None.
+    """Return the name of a class in `model` that transformers replaces under `method`, or None.
 
-    transformers does so if `quant_method` is `method`; the new class cannot load saved weights.
+    It does so if `quant_method` is `method`; the new class cannot load the saved weights.
     """
     if not _is_of_transformers(unwrapped(model)):
         return None
@@ -155,15 +155,15 @@ def _is_of_transformers(root: nn.Module) -> bool:
     return any(cls.__module__ == "transformers.modeling_utils" for cls in type(root).__mro__)
 
 
-def _are_experts(module: nn.Module, attr: str) -> bool:
-    """Return whether `module.attr` is a weight [E, N, K] of experts, which transformers joins."""
+def _is_experts_weight(module: nn.Module, attr: str) -> bool:
+    """Return whether `module.attr` is a weight of experts, of any library, stored as [E, N, K]."""
     kind, weight = conversion_of(module), module._parameters.get(attr)
     is_stack = weight is not None and weight.dim() == 3
     return is_stack and kind is not None and attr in kind.stored_by_rows(module)
 
 
 def _split(converter: Any, name: str, key: str, pattern: str, shape: Any, root: Any) -> Parts:
-    """Return the parts, sorted by piece and expert, of the weight `name` of `shape` [E, N, K].
+    """Return {name in files: part} of weight `name`, [E, pieces * N, K], by piece, then expert.
 
     Runs transformers' `converter` on a `torch.arange`, whose values show expert and rows of a part.
     Returns {} unless the parts are distinct and each is a run of rows of one expert, [N, K].

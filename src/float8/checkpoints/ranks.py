@@ -12,7 +12,7 @@ _ERRORS = (FileNotFoundError, OSError, ImportError, TypeError, ValueError)
 
 
 class ModelRanks:
-    """Context manager: run a block of code on all ranks of the process groups of model DTensors.
+    """Context manager: run a block of code on all ranks that share DTensors of a model.
 
     If one rank fails, all raise its error, at the end of the block or at the next `agree`. Ranks
     call `agree` before collectives, so that no rank waits for a failed one. Without DTensors, ranks

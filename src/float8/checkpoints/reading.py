@@ -110,7 +110,7 @@ class _Target(NamedTuple):
 
 
 def _targets(model: nn.Module) -> dict[str, _Target]:
-    """Map each name that a checkpoint may use, the model's or transformers', to its target."""
+    """Map all names that a checkpoint may use, the model's and transformers', to their targets."""
     targets = {name: _Target(saved) for saved in saved_tensors(model) for name, *_ in saved.uses}
     for name, parts in published_parts(model).items():
         targets |= {new: _Target(targets[name].saved, part) for new, part in parts.items()}
@@ -119,7 +119,7 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
 
 def _match(model: nn.Module, checkpoint: Checkpoint, targets: dict[str, _Target]) -> list[str]:
     """Return one name per target to read; raise `ValueError` if names, shapes or dtypes misfit."""
-    cls, names_of = type(model).__name__, dict[_Target, list[str]]()
+    cls, names_of = type(model).__name__, dict[_Target, list[str]]()  # in the files: tied ones
     # transformers ignores these names as well, for example of multi-token prediction layers.
     ignored = getattr(unwrapped(model), "_keys_to_ignore_on_load_unexpected", None) or ()
     for name in checkpoint.names:
@@ -127,8 +127,8 @@ def _match(model: nn.Module, checkpoint: Checkpoint, targets: dict[str, _Target]
             names_of.setdefault(targets[name], []).append(name)
         elif not any(re.search(pattern, name) for pattern in ignored):
             raise ValueError(f"checkpoint: got {name!r}, expected names of tensors of {cls}")
-    one_by_one = {target.saved for target in names_of if target.part != WHOLE}
-    missing = {
+    one_by_one = {target.saved for target in names_of if target.part != WHOLE}  # as parts
+    missing = {  # parts of tensors of which the checkpoint has parts, otherwise whole tensors
         target: name
         for name, target in targets.items()
         if target not in names_of and (target.saved in one_by_one) is (target.part != WHOLE)
@@ -148,7 +148,7 @@ def _match(model: nn.Module, checkpoint: Checkpoint, targets: dict[str, _Target]
         for name in tied[1:]:
             dtype = target.saved.tensor.dtype
             a, b = (values_of(checkpoint.read(x)).to(dtype) for x in (tied[0], name))
-            if not ((a == b) | (a != a) & (b != b)).all():
+            if not ((a == b) | (a != a) & (b != b)).all():  # NaN equals NaN here
                 raise ValueError(
                     f"{name}: got other values than those of {tied[0]!r}, expected the same: they "
                     f"are one tensor of {cls}; untie them, or remove one"
@@ -164,7 +164,7 @@ def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None
     granularities = {x._float8_plan.casts.weight.config.scaling_granularity for x in only_layers}
     shares_scales = any(not x.height or model_shape[0] % x.height for x in granularities)
     in_float8 = name in checkpoint.in_float8
-    takes_data = in_float8 and len(only_layers) == len(target.saved.uses)
+    takes_data = in_float8 and len(only_layers) == len(target.saved.uses)  # else it is dequantized
     placements = tensor.placements if is_dtensor(tensor) else ()
     if getattr(dtype, "is_floating_point", False) != tensor.dtype.is_floating_point:
         got, expected = f"dtype {dtype}", f"numbers like {tensor.dtype}"
@@ -190,7 +190,7 @@ def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None
 def _load(target: _Target, read: Callable[..., Tensor], device: Any) -> None:
     """Load the tensor that `read(dtype)` returns into `target`; allocate on `device` if meta."""
     saved, old, only_layers = target.saved, target.saved.tensor, target.only_layers
-    if len(only_layers) == len(saved.uses) and target.part == WHOLE:
+    if len(only_layers) == len(saved.uses) and target.part == WHOLE:  # all uses are in float8
         new = read(old.dtype).to(device if old.is_meta else old.device, old.dtype)
         new = only_layers[0]._float8_quantize_only(new)
         # Clone a shard, which is a view of the whole.
@@ -203,9 +203,9 @@ def _load(target: _Target, read: Callable[..., Tensor], device: Any) -> None:
         _copy(new, read())
         return
     experts: Any = torch.arange(len(new))
-    if is_dtensor(new):
+    if is_dtensor(new):  # the experts of this rank
         experts = _distribute(experts, new).to_local()
-    for expert in (experts == target.part.expert).nonzero().flatten().tolist():  # or none
+    for expert in (experts == target.part.expert).nonzero().flatten().tolist():  # at most one index
         part = target.part._replace(expert=expert).of(local_tensor(high_precision(new)))
         if not isinstance(part, Float8Tensor):
             _copy(part, read())

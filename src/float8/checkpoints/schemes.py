@@ -47,12 +47,12 @@ class Scheme(NamedTuple):
         return None if granularity.one_scale else [granularity.height, granularity.width]
 
     def accepts(self, granularity: Any) -> bool:
-        """Return whether files can have scales of `granularity`; those of 32x32 repeat per row."""
-        by_rows = ScalingGranularity.BLOCK_32x32, ScalingGranularity.BLOCK_1x32
-        return granularity is self.granularity or (granularity, self.granularity) == by_rows
+        """Return whether files can have scales of `granularity`, unchanged or repeated per row."""
+        repeated = ScalingGranularity.BLOCK_32x32, ScalingGranularity.BLOCK_1x32  # in memory, files
+        return granularity is self.granularity or (granularity, self.granularity) == repeated
 
     def scale_shape(self, shape: tuple[int, ...], expert: bool = False) -> tuple[int, ...]:
-        """Return the shape in files of scales of a weight of `shape` [N, K], or of an `expert`."""
+        """Return the shape in files of the scales of a weight [N, K], which may be an expert's."""
         if self.granularity.one_scale and self.format == FINE_GRAINED:
             return (1, 1) if expert else ()  # transformers concatenates those of experts
         if self.granularity.one_scale:
@@ -61,14 +61,14 @@ class Scheme(NamedTuple):
         return self.granularity.scales(shape)[0], 1 if width is None else -(-shape[1] // width)
 
     def require_pair(self, name: str, weight: Any, scale: Any) -> None:
-        """Raise `ValueError` unless `weight` and `scale`, each (dtype, shape), fit this scheme."""
+        """Raise `ValueError` unless (dtype, shape) of `weight` and of a `scale` fit this scheme."""
         (dtype, shape), scale_name = weight, name + self.scale_suffix
-        scale_dtype, scale_shape = scale or (None, None)
+        scale_dtype, scale_shape = scale or (None, None)  # None: there is no scale, which raises
         shapes = [self.scale_shape(shape)] if len(shape) == 2 else []
         shapes += [(), (1,), (1, 1)] if self.granularity.one_scale else []
         shapes += [shape[:1]] if self.granularity.by_rows else []
         dtypes = [EXPONENTS, torch.uint8] if self.exponents else []
-        dtypes += [] if self.granularity.exponents else HIGH_PRECISION_DTYPES
+        dtypes += [] if self.granularity.exponents else HIGH_PRECISION_DTYPES  # none for mxfp8
         if dtype != E4M3:
             got, expected = f"dtype {dtype}", f"{E4M3}"
         elif len(shape) != 2:
@@ -89,41 +89,40 @@ class Scheme(NamedTuple):
 
     def weight(self, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Float8Tensor:
         """Return `data` [N, K] and `scale` from a file as a `Float8Tensor` that reports `dtype`."""
-        scale = scale.detach()
+        scale = scale.detach()  # one-byte scales are exponents, also if the file says uint8
         scale = (scale.view(EXPONENTS) if scale.itemsize == 1 else scale).to(torch.float32)
         if self.granularity.one_scale:
             scale = scale.reshape(())
         else:  # pad columns of scales to multiples of 4, as GEMMs read them
-            scale = scale[:, None] if scale.dim() == 1 else scale
+            scale = scale[:, None] if scale.dim() == 1 else scale  # [N] of rows
             columns = self.granularity.scales(tuple(data.shape))[1]
             scale = F.pad(scale, (0, columns - scale.shape[1]))
         return Float8Tensor(data.detach().contiguous(), scale.contiguous(), dtype, self.granularity)
 
     def published(self, weight: Any, expert: bool) -> tuple[Tensor, Tensor] | None:
-        """Return (data, scales) of a `Float8Tensor` as files store them, or None if they cannot."""
+        """Return (data, scales) of a `Float8Tensor` as in files; None if its scales do not fit."""
         if not self.accepts(weight._granularity) or weight._data.dtype != E4M3:
             return None
         shape, height = self.scale_shape((*weight.shape,), expert), weight._granularity.height
         if height is None:
             scale = weight._scale.reshape(shape).clone()
-        else:
+        else:  # repeat 32x32 scales for each row, and cut off padding
             rows = weight._scale.repeat_interleave(height // (self.granularity.height or height), 0)
             scale = rows[: shape[0], : shape[1]].contiguous()
         if self.exponents:
             exponents = to_exponents(scale)
             powers = exponents.to(torch.float32)
-            if not ((powers == scale) | powers.isnan()).all():
+            if not ((powers == scale) | powers.isnan()).all():  # other scales than powers of two
                 return None
             scale = exponents.view(self.exponents)
         return weight._data, scale
 
     def config(self, left_out: list[str]) -> dict[str, Any]:
-        """Return a `quantization_config`, in which `left_out` names layers in high precision."""
-        config: dict[str, Any]
+        """Return the `quantization_config`; `left_out` are names of layers in high precision."""
         if self.format == FINE_GRAINED:
             method = "mxfp8" if self.strategy == "mxfp8" else "fp8"
-            config = {"quant_method": method, "fmt": "e4m3", "activation_scheme": "dynamic"}
-            config |= {"weight_block_size": self.block}
+            config: dict[str, Any] = {"quant_method": method, "fmt": "e4m3"}
+            config |= {"activation_scheme": "dynamic", "weight_block_size": self.block}
             config |= {"scale_fmt": "ue8m0"} if self.exponents else {}
             return config | {"modules_to_not_convert": left_out}
         common = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": self.strategy}
@@ -165,7 +164,7 @@ def scheme_named(format: str, strategy: str | None) -> Scheme:
 def scheme_of(config: Any) -> Scheme:
     """Return the scheme for `config`, the `quantization_config` of a checkpoint.
 
-    Raises a `ValueError` that names the first field of `config` that fits none of the schemes left.
+    Raises a `ValueError` that names the first field of `config` by which no scheme is left.
     """
     config = _object(config)
     method = config.get("quant_method")
@@ -180,12 +179,11 @@ def scheme_of(config: Any) -> Scheme:
 
 
 def _fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Map the path of each field in which schemes differ to its value in `config`, or default."""
-    fields: dict[str, Any]
+    """Return {path: value, or default} of the fields of `config` that tell schemes apart."""
     if config["quant_method"] != COMPRESSED:
         is_mxfp8 = config["quant_method"] == "mxfp8"
         block, scale_fmt = ([1, 32], "ue8m0") if is_mxfp8 else (None, "float")
-        fields = {"weight_block_size": block, "scale_fmt": scale_fmt}
+        fields: dict[str, Any] = {"weight_block_size": block, "scale_fmt": scale_fmt}
         fields |= {"fmt": "e4m3", "expert_dtype": "fp8"}
         fields |= {name: config[name] for name in fields if config.get(name) is not None}
         return {f"[{name!r}]": value for name, value in fields.items()}
@@ -236,8 +234,8 @@ def values_of(x: Tensor) -> Tensor:
 _SCHEME = "quantization_scheme"  # attribute that compressed-tensors sets beside a `forward`
 
 
-def strategy_of(mod: Any) -> Scheme | str | None:
-    """Return the scheme of `mod` if another library loaded it in float8, else None.
+def scheme_of_layer(mod: Any) -> Scheme | str | None:
+    """Return the `Scheme` of `mod` if another library loaded it in float8, else None.
 
     If the scales of `mod` fit no scheme, return a text that describes these scales.
     """
@@ -248,7 +246,7 @@ def strategy_of(mod: Any) -> Scheme | str | None:
     if class_with_forward(type(mod)).__name__ not in ("Linear", "FP8Linear", "CompressedLinear"):
         return None
     if (scale := mod._parameters.get("weight_scale_inv")) is not None:
-        block: Any = getattr(mod, "block_size", None)
+        block: Any = getattr(mod, "block_size", None)  # None for one scale
         layout = FINE_GRAINED, block and [*block], scale.itemsize == 1
         fits = (x for x in _ALL if (x.format, x.block, x.exponents is not None) == layout)
         return next(fits, f"{block} blocks ({FINE_GRAINED})")
@@ -262,10 +260,10 @@ def strategy_of(mod: Any) -> Scheme | str | None:
 
 
 def config_for(mod: Any, config: Float8LinearConfig | None) -> Float8LinearConfig:
-    """Return `config`; if None, a config with `ONLY` and the recipe for the scales of `mod`."""
+    """Return `config`; if it is None, return the recipe for the scales of `mod`, with `ONLY`."""
     if config is not None:
         return config
-    if not isinstance(scheme := strategy_of(mod), Scheme):  # the layer stays as it is
+    if not isinstance(scheme := scheme_of_layer(mod), Scheme):  # `why_not_taken` refuses `mod`
         return as_config("tensorwise")
     recipe = as_config(scheme.recipe)
     is_mxfp8 = recipe.cast_config_weight.scaling_granularity.exponents  # rounds all scales anyway
@@ -276,10 +274,11 @@ def config_for(mod: Any, config: Float8LinearConfig | None) -> Float8LinearConfi
 
 def why_not_taken(mod: Any, config: Float8LinearConfig) -> str | None:
     """Return why `mod`, loaded in float8, cannot become a `Float8Linear` with `config`, or None."""
-    scheme = strategy_of(mod)
+    scheme = scheme_of_layer(mod)  # or a text on its scales
     if not isinstance(scheme, Scheme):
         got = f"got a weight in float8 with scales of {scheme}"
         return f"{got}, expected one of {_NAMES}; load it dequantized"
+    # compressed-tensors sets a `forward`, which goes; that of accelerate or others would be lost.
     if replaced_forward(mod) and (hasattr(mod, "_hf_hook") or _SCHEME not in vars(mod)):
         got = "got a layer with a `forward` of its own as attribute"
         return f"{got}, expected one without; load the model onto one device"
@@ -305,12 +304,12 @@ def as_linear(mod: Any, config: Float8LinearConfig, dtype: torch.dtype) -> nn.Li
 
     Its weight is a `Float8Tensor` of the same bytes under `ONLY`, else dequantized to `dtype`.
     """
-    scheme: Any = strategy_of(mod)
+    scheme: Any = scheme_of_layer(mod)  # a `Scheme`, since `why_not_taken` had no objection
     scale = mod._parameters["weight" + scheme.scale_suffix]
     weight: Any = scheme.weight(mod.weight, scale, dtype)
     only = config.float8_weights is Float8Weights.ONLY
     weight = weight if only else values_of(weight).to(dtype)
-    new: nn.Linear = shallow_copy(mod, nn.Linear)
+    new: nn.Linear = shallow_copy(mod, nn.Linear)  # with dicts of its own: `mod` stays unchanged
     new._parameters["weight"] = nn.Parameter(weight, requires_grad=not only)
     for name in ("weight_scale", "weight_scale_inv", "activation_scale", "input_scale"):
         new._parameters.pop(name, None)
@@ -322,7 +321,7 @@ def as_linear(mod: Any, config: Float8LinearConfig, dtype: torch.dtype) -> nn.Li
 def leave_quantizers(model: nn.Module) -> None:
     """Detach `model` from the quantizer that loaded it, if none of its float8 layers is left.
 
-    Else the hook of compressed-tensors would replace the Parameter dicts of all modules, and
+    Otherwise the hook of compressed-tensors would replace the Parameter dicts of all modules, and
     transformers would refuse to train, and would save its `quantization_config` with the weights.
     """
     left = any(_SCHEME in vars(mod) for mod in model.modules())
@@ -338,7 +337,7 @@ def leave_quantizers(model: nn.Module) -> None:
 
 
 def values_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype of the first high-precision Parameter that is no scale, else bfloat16."""
+    """Return the dtype of the first high-precision Parameter that is no scale, or bfloat16."""
     for name, p in model.named_parameters():
         if p.dtype in HIGH_PRECISION_DTYPES and not name.endswith(("_scale", "_scale_inv")):
             return p.dtype

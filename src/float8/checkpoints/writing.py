@@ -173,7 +173,7 @@ def save_float8_checkpoint(
         import_safetensors()
         if ranks.number != 0 and not ranks.meshes:
             return ()
-        entries = [(x.tensor.dtype, x.tensor.shape, *x[1:]) for x in plan.entries]
+        entries = [(x.tensor.dtype, x.tensor.shape, *x[1:]) for x in plan.entries]  # no values
         if len({*ranks.agree(repr((plan.scheme, plan.dtype, max_shard_size, entries)))}) > 1:
             raise ValueError(
                 "model: got ranks with other models or arguments, expected the same on all: "
@@ -215,8 +215,8 @@ class _Entry(NamedTuple):
 
     tensor: Tensor
     parts: Parts  # with their names in files
-    dtype: torch.dtype | None  # to which values are rounded, before any cast, unless None
-    cast_config: CastConfig | None = None  # the cast to float8, if there is one
+    dtype: torch.dtype | None  # to which values are rounded first; None: not at all
+    cast_config: CastConfig | None = None  # the cast to float8; None: in high precision
     as_trained: bool = False  # whether training casts it in the same way
 
 
@@ -228,7 +228,7 @@ class _Plan(NamedTuple):
     entries: list[_Entry]
     config: dict[str, Any]  # the `quantization_config` of `config.json`
     model: nn.Module  # without wrappers and adapters
-    adapters: dict[Tensor, tuple[Any, str]]  # PEFT's layers to merge; the name in their base layer
+    adapters: dict[Tensor, tuple[Any, str]]  # for each: PEFT's layers or (), its name in their base
 
 
 def _plan(
@@ -245,7 +245,7 @@ def _plan(
         if got not in (None, *HIGH_PRECISION_DTYPES):
             raise TypeError(f"{name}: got {got!r}, expected None or one of {HIGH_PRECISION_DTYPES}")
     scheme = scheme_named(format, strategy)
-    model, layers_of = without_adapters(unwrapped(model))
+    model, peft_of = without_adapters(unwrapped(model))
     model = unwrapped(model)  # wrappers inside the adapters
     saved, published = saved_tensors(model), published_parts(model)
     stays_float32 = _float32_names(model)
@@ -274,14 +274,14 @@ def _plan(
     for tensor in saved:
         x, (name, module, _) = tensor.tensor, tensor.uses[0]
         parts = published[name]
-        attrs = {layers_of[module]: attr for _, module, attr in tensor.uses if module in layers_of}
+        attrs = {peft_of[module]: attr for _, module, attr in tensor.uses if module in peft_of}
         adapters[x] = (*attrs,), next(iter(attrs.values()), "")
         if tensor in in_float8:
             pieces = max(part.pieces for part in parts.values())
             cast, as_trained = _cast_of(module, scheme, x.shape[-2], pieces)
             entries.append(_Entry(x, parts, param_dtype, cast, as_trained and not attrs))
         else:
-            parts = parts if WHOLE in parts.values() else {name: WHOLE}
+            parts = parts if WHOLE in parts.values() else {name: WHOLE}  # experts stay joined
             stays = dtype is None and stays_float32(name)
             entries.append(_Entry(x, parts, None if stays else rounds_to))
     _require_unique_names(entries, scheme.scale_suffix)
@@ -306,7 +306,7 @@ def _require_storable(saved: SavedTensor, in_float8: bool) -> None:
 
 
 def _float32_names(model: nn.Module) -> Callable[[str], Any]:
-    """Return a predicate of names that transformers keeps in float32 in 16-bit models."""
+    """Return a function that matches names that transformers keeps in float32 in 16-bit models."""
     patterns = {
         name.replace("*", ".*")
         for module in model.modules()
@@ -336,7 +336,7 @@ def _select_float8(
 
     selected = {x for x in saved if all(is_float8(*use, x.tensor) for use in x.uses)}
     rest = [x for x in saved if x not in selected and not is_lazy(x.tensor)]
-    mixed = {module for x in rest if x.tensor.dim() == 3 for _, module, _ in x.uses}
+    mixed = {module for x in rest if x.tensor.dim() == 3 for _, module, _ in x.uses}  # of experts
     return {x for x in selected if x.tensor.dim() == 2 or mixed.isdisjoint(m for _, m, _ in x.uses)}
 
 
@@ -360,12 +360,12 @@ def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastC
 def _high_precision_modules(
     model: nn.Module, in_float8: set[nn.Module], published: dict[str, Parts], scheme: Scheme
 ) -> list[str]:
-    """Return names of linear layers and experts that are not `in_float8`, nor their submodules."""
+    """Return names of linear layers and experts that neither are nor contain one of `in_float8`."""
     names = []
     for name, module in unwrapped(model).named_modules():
         name, has_experts = plain_name(name), any(x.dim() == 3 for x in module.parameters(False))
         if scheme.format == FINE_GRAINED:  # else transformers compares with names of its modules
-            (weight, *_) = published.get(f"{name}.weight", [f"{name}.weight"])
+            weight, *_ = published.get(f"{name}.weight", [f"{name}.weight"])
             name = weight.removesuffix(".weight")
         if has_experts or isinstance(module, nn.Linear):
             names += [name] if in_float8.isdisjoint(module.modules()) else []
@@ -388,8 +388,8 @@ def _cast_tensors(
     plan: _Plan, ranks: ModelRanks
 ) -> Iterator[tuple[dict[str, Tensor], WrittenWeight | None]]:
     """Yield ({name: tensor}, None), or ({name: data, name + suffix: scale}, `WrittenWeight`)."""
-    layers_of_plan = [layer for layers, _ in plan.adapters.values() for layer in layers]
-    active = [[*x.active_adapters] for layer in layers_of_plan for x in layers_of_peft(layer)]
+    to_merge = [layer for layers, _ in plan.adapters.values() for layer in layers]
+    active = [[*x.active_adapters] for layer in to_merge for x in layers_of_peft(layer)]
     if len({*ranks.agree(repr(active))}) > 1:
         raise ValueError("model: got ranks with other active adapters, expected the same on all")
     # `groupby` works as the bias of a layer follows its weight.
@@ -397,7 +397,7 @@ def _cast_tensors(
         merged = merged_base_layer(*layers, gather=ranks.gather) if layers else None
         for entry in entries:
             old: Any = entry.tensor.detach()
-            x: Any = high_precision(old)
+            x: Any = high_precision(old)  # a weight that exists in float8 only stays in float8
             if layers:
                 x = getattr(merged, plan.adapters[entry.tensor][1])
                 x = x if entry.cast_config or entry.dtype else x.to(old.dtype)
@@ -421,7 +421,7 @@ def _quantize(part: Part, x: Any, entry: _Entry, scheme: Scheme) -> tuple[Tensor
     if isinstance(weight, Float8Tensor):
         if published := scheme.published(weight, is_expert):
             return *published, True
-        weight, as_trained = weight.to_original_precision(), False
+        weight, as_trained = weight.to_original_precision(), False  # other scales than in files
     cast: Any = entry.cast_config
     quantized: Any = scheme.published(in_float8_only(weight, Cast(cast)), is_expert)
     return *quantized, as_trained

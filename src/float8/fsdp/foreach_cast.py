@@ -27,13 +27,13 @@ def foreach_cast(
 
     `tensors` have any shapes, and share dtype and device. They are rounded to `via`, then cast as
     in `kernels.cast`. `scales` are the result of `quantize.scales_of`, 16 bytes apart. Returns
-    tensors of the same shapes; those of one launch are views that keep one tensor alive.
+    tensors of the same shapes; those of one launch are views of one tensor.
     """
     first, dtype = tensors[0], cast_config.dtype
     rounded = first.dtype == torch.float32 and via == torch.bfloat16
-    one_launch = first.is_cuda and (rounded or via == first.dtype)
-    contiguous = one_launch and all(x.is_contiguous() for x in tensors)
-    if not (contiguous and takes_triton_directly(*tensors)):
+    kernel_fits = first.is_cuda and (rounded or via == first.dtype)  # it rounds to no other dtype
+    one_launch = kernel_fits and all(x.is_contiguous() for x in tensors)
+    if not (one_launch and takes_triton_directly(*tensors)):
         pairs = zip(tensors, scales, strict=True)
         return [kernels.to_float8(x.to(via), scale, dtype) for x, scale in pairs]
     results: list[Tensor] = []
@@ -50,14 +50,14 @@ def _cast_triton(
     addresses = tuple([x.data_ptr() for x in tensors])
     table, starts = _table(addresses, tuple([x.numel() for x in tensors]), device)
     out = torch.empty(starts[-1] * BLOCK, dtype=dtype, device=device)
-    arithmetic = 3 if dtype == E4M3 else 2, 0, has_float8_conversion(device)
+    arithmetic = 3 if dtype == E4M3 else 2, 0, has_float8_conversion(device)  # as in `numeric`
     aligned = not any(address & 15 for address in addresses)
     launch = _launch(first.dtype, device, starts[-1], count, (rounded, aligned, *arithmetic))
-    if starts[-1]:
+    if starts[-1]:  # no program if all tensors are empty
         launch(first, table, scales, out)
     return [
         out.as_strided(x.shape, x.stride(), start * BLOCK)
-        for x, start in zip(tensors, starts, strict=False)
+        for x, start in zip(tensors, starts[:-1], strict=True)
     ]
 
 
@@ -65,9 +65,9 @@ def _cast_triton(
 def _table(
     addresses: tuple[int, ...], sizes: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, list[int]]:
-    """Return `table_ptr` of `_cast_kernel` as a tensor, and the first program of each tensor.
+    """Return the tensor for `table_ptr` of `_cast_kernel`, and the first program of each tensor.
 
-    The list of programs ends with their number. Cached, since addresses rarely change.
+    The list of first programs ends with the number of programs. Cached: addresses rarely change.
     """
     starts = [0]
     for size in sizes:
@@ -78,14 +78,13 @@ def _table(
 
 @functools.lru_cache(maxsize=64)
 def _launch(
-    dtype: torch.dtype,
-    device: torch.device,
-    programs: int,
-    count: int,
-    constants: tuple[Any, ...],
+    dtype: torch.dtype, device: torch.device, programs: int, count: int, constants: tuple[Any, ...]
 ) -> Launch:
-    """Return the cached `Launch` of `programs` programs for `count` tensors of `dtype`."""
-    entries = 1 << max(count - 1, 0).bit_length()
+    """Return the cached `Launch` of `programs` programs for `count` tensors of `dtype`.
+
+    `constants`: ROUNDED, ALIGNED, MANTISSA, POWER_OF_2 and HARDWARE of `_cast_kernel`.
+    """
+    entries = 1 << (count - 1).bit_length()  # COUNT: the next power of two
     constants = (*constants, entries, BLOCK)
     return Launch(_cast_kernel, device, programs, (count,), constants, num_warps=8)
 
@@ -103,7 +102,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     COUNT: tl.constexpr,  # a power of two, not below count
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Cast BLOCK elements of one tensor."""
+    """Each program casts BLOCK elements of one tensor, or the rest of it."""
     program = tl.program_id(0)
     entry = tl.arange(0, COUNT)
     starts = tl.load(table_ptr + 2 * count + entry, entry < count, 1 << 62)

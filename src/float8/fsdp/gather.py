@@ -27,8 +27,8 @@ class GatherInfo(NamedTuple):
 
     size: torch.Size  # of the whole weight
     scale: Tensor | None = None  # of the whole weight, equal on all ranks; None if sent with data
-    amax: Tensor | None = None  # see `Float8Tensor`
-    on_gather_stream: bool = True  # where `scale` and `amax` were computed
+    amax: Tensor | None = None  # of the shard, under delayed scaling only; see `Float8Tensor`
+    on_gather_stream: bool = True  # whether `scale` and `amax` were computed on that stream
 
 
 class CastAhead(NamedTuple):
@@ -58,13 +58,13 @@ class Float8GatherWeight(Wrapper):
     """Dtype of the `MixedPrecisionPolicy`, to which shards are rounded before the cast; None until
     the first gather. Views and copies inherit it: FSDP2 copies shards on some ranks only."""
     _ahead: tuple[Any, CastAhead | None] = None, None
-    """The kept scale or cast, preceded by the result of `_versions` when it was computed."""
+    """The result of `_versions` when a scale or cast was kept, and that scale or cast."""
     _tensor_names = ("_inner",)
     _context = ("how",)
 
     @staticmethod
     def __new__(cls, inner: Tensor, how: CastConfig, counted: Tensor | None = None) -> Any:
-        """Wrap `inner`; `counted` is a tensor over the same memory to count writes, or None."""
+        """Wrap `inner`; the version of `counted`, over the same memory, counts all writes to it."""
         self: Any = cls._wrap(inner, inner.dtype)
         self._inner, self.how = inner, how
         self.counted = inner if counted is None else counted
@@ -75,7 +75,7 @@ class Float8GatherWeight(Wrapper):
         """Plain tensor over the memory of the weight, with the version counter of `counted`."""
         if self._inner is self.counted:
             return self._inner
-        # `_inner` of a view was made below autograd, and has a separate version counter.
+        # This is a view: its `_inner` was made below autograd, with a separate version counter.
         with torch.inference_mode(self.counted.is_inference()):
             return self.counted.as_strided(self.shape, self.stride(), self.storage_offset())
 
@@ -88,7 +88,7 @@ class Float8GatherWeight(Wrapper):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, weight = kwargs or {}, args[0] if args else None
-        plain = [*map(_plain, args)], dict(zip(kwargs, map(_plain, kwargs.values()), strict=True))
+        plain_args, plain_kwargs = _plain(args), {name: _plain(x) for name, x in kwargs.items()}
         if isinstance(weight, Float8GatherWeight) and (func.is_view or func in _KEEP):
             # In inference mode torch has not decomposed compound ops.
             result: Any = func.decompose(*args, **kwargs)
@@ -97,12 +97,12 @@ class Float8GatherWeight(Wrapper):
             # FSDP2 shards and pads in its first forward. Even if that runs in inference mode, the
             # shards must be usable in training.
             with as_inference_as(weight):
-                result = func(*plain[0], **plain[1])
+                result = func(*plain_args, **plain_kwargs)
                 if isinstance(result, Tensor):
                     return weight._like(func, result)
-                return [weight._like(func, x) for x in result]
-        result = func(*plain[0], **plain[1])
-        written: dict[int, Float8GatherWeight] = {}
+                return [weight._like(func, x) for x in result]  # of ops such as split
+        result = func(*plain_args, **plain_kwargs)
+        written: dict[int, Float8GatherWeight] = {}  # id of an inner tensor -> its wrapper
         for place, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
             if argument.is_write:
                 value = args[place] if place < len(args) else kwargs.get(argument.name)
@@ -111,10 +111,10 @@ class Float8GatherWeight(Wrapper):
                         written[id(x._inner)] = x
         if written:
             torch.autograd.graph.increment_version([x.counted for x in written.values()])
-        return written.get(id(result), result)
+        return written.get(id(result), result)  # in-place ops return the wrapper
 
     def _like(self, func: Any, result: Tensor) -> Tensor:
-        """Wrap `result`, which `func` returned for `inner`, if its dtype can be cast to float8."""
+        """Wrap `result` of `func` on `inner`; return it plain if its dtype has no float8 cast."""
         if result is self._inner:
             return self
         if result.dtype not in HIGH_PRECISION_DTYPES:
@@ -161,7 +161,7 @@ class Float8GatherWeight(Wrapper):
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., tuple[tuple[Tensor, ...], GatherInfo]]:
-        """The hook that FSDP2 calls before each all-gather, `_pre_all_gather` with a signature.
+        """The hook that FSDP2 calls before each all-gather: `_pre_all_gather`, signature included.
 
         FSDP2 inspects the signature at each call; for a method this is as slow as a kernel launch.
         """
@@ -172,7 +172,7 @@ class Float8GatherWeight(Wrapper):
     def _pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
-        """Return the tensors to all-gather, padded as the largest shard, and the `GatherInfo`.
+        """Return the tensors to all-gather, padded to the largest shard, and the `GatherInfo`.
 
         If scales cannot be sent, warn, and return the shard in high precision instead of float8.
         """
@@ -180,7 +180,7 @@ class Float8GatherWeight(Wrapper):
         # Shards along dim 0 are the pieces of `torch.chunk`: the first is the largest.
         if rows != outer_size[0] and self.shape[1:] == outer_size[1:]:
             rows = -(-outer_size[0] // mesh.size())
-        # Weights that stay gathered after an evaluation in inference mode are used in training.
+        # Weights gathered in inference mode may stay gathered for training, so be no such tensors.
         with as_inference_as(self):
             if problem := self._why_not_in_float8(outer_size, rows, mesh):
                 warn(
@@ -205,7 +205,7 @@ class Float8GatherWeight(Wrapper):
         return None
 
     def quantized(self, shard: Tensor, cast: Cast, dtype: torch.dtype) -> CastAhead:
-        """Round `shard` [R, K] to `dtype`, then quantize it to row data; R may be 0."""
+        """Round `shard` [R, K] to `dtype`, and quantize it to unpadded row data; R may be 0."""
         data, scale = quantize(shard, cast, row=True, via=dtype).row
         if data.shape != shard.shape:  # padded for a GEMM
             data = data[: shard.shape[0], : shard.shape[1]]
@@ -214,10 +214,10 @@ class Float8GatherWeight(Wrapper):
     def _to_send(
         self, size: torch.Size, rows: int, mesh: Any, module: Any, dtype: torch.dtype
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
-        """Return the tensors to all-gather for the shard [R, K] of a weight, and the `GatherInfo`.
+        """Return the tensors to all-gather for this shard [R, K] of a weight, and the `GatherInfo`.
 
-        The tensors are float8 bytes, padded to [rows, K], and scales finer than one per tensor. R
-        may be 0. A kept scale or cast is used if the weight was not written since.
+        The tensors are the float8 bytes, padded to [rows, K], and the scales unless there is one
+        for all ranks. R may be 0. Uses a kept scale or cast if the weight was not written since.
         """
         weight, config, shard = module.weight, self.how, self._inner
         owner = local_tensor(weight)  # keeps casts; with CPU offload `self` is a copy
@@ -229,8 +229,8 @@ class Float8GatherWeight(Wrapper):
             if delayed:
                 cast = module._float8_cast_of_shard(config, shard)
                 amax = cast.source.amax
-            elif kept is not None:
-                cast = Cast(config, scale=kept.scale.to(shard.device))  # which may be offloaded
+            elif kept is not None:  # only the scale was kept, maybe on the CPU by offloading
+                cast = Cast(config, scale=kept.scale.to(shard.device))
             else:
                 reduce = amax_over(sharding_groups(weight)) if one_scale else None
                 cast = Cast(config, reduce=reduce)
@@ -239,14 +239,15 @@ class Float8GatherWeight(Wrapper):
         sent = padded_shard(quantized.data.view(torch.uint8), rows)
         if not one_scale and mesh.size() > 1:
             return (sent, scale.contiguous().view(torch.uint8)), GatherInfo(size)
-        return (sent,), GatherInfo(size, scale, amax, kept is None or kept.scale is not scale)
+        is_new = kept is None or kept.scale is not scale  # computed here, on the gather stream
+        return (sent,), GatherInfo(size, scale, amax, is_new)
 
     def fsdp_post_all_gather(
         self, received: tuple[Tensor, ...], info: GatherInfo, dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Return the weight, a `Float8Tensor` or plain view of `received` without a copy, and ().
 
-        `out`: the weight of an earlier call over the same memory; update it, and return None.
+        With `out`, the weight of an earlier call over the same memory, update it; return None.
         """
         size, scale, amax, on_gather_stream = info
         for x in (scale, amax) if on_gather_stream else ():
@@ -267,7 +268,7 @@ class Float8GatherWeight(Wrapper):
         return None
 
     def _gathered(self, data: Tensor, scale: Any, dtype: torch.dtype, amax: Any) -> Float8Tensor:
-        """Return a `Float8Tensor` of the gathered data; `amax`: see `GatherInfo`."""
+        """Return a `Float8Tensor` that reports `dtype`, over the gathered `data` in float8."""
         return Float8Tensor(data, scale, dtype, self.how.scaling_granularity, amax)
 
 
@@ -275,7 +276,7 @@ _HOOK: Any = Float8GatherWeight._pre_all_gather
 _SIGNATURE = inspect.signature(functools.partial(_HOOK, None))
 
 WRAPPERS: dict[int, type[Float8GatherWeight]] = {2: Float8GatherWeight}
-"""Wrapper classes by number of dims of a weight; `float8.experts.gather` adds 3, [E, N, K]."""
+"""Wrapper class by number of dims of a weight; `float8.experts.gather` adds that of [E, N, K]."""
 
 _KEEP = (
     aten.clone.default,
@@ -293,7 +294,7 @@ torch.serialization.add_safe_globals(
 
 
 def _plain(x: Any) -> Any:
-    """Replace each `Float8GatherWeight` by its inner tensor: `x` itself, or items of a list `x`."""
+    """Return `x`, or a list of the items of a list `x`, with inner tensors in place of wrappers."""
     if isinstance(x, Float8GatherWeight):
         return x._inner
     return [*map(_plain, x)] if isinstance(x, list | tuple) else x

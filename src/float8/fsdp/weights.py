@@ -29,9 +29,9 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     does. Scales need one all-reduce for all weights of a dtype, for each mesh dim that shards them.
     A single kernel casts all weights with one scale. All gathers of a weight, in forward and
     backward of each microbatch, then send that cast, which takes one byte per element of the shard.
-    Without this call each gather casts, with the same result; so do, in any case, the first forward
-    and weights with empty shards. Of shards offloaded to the CPU only the scale is computed, or
-    nothing if the weight has finer scales. Weights without float8 all-gather are skipped.
+    Without this call each gather casts, with the same result, as it always does in the first
+    forward and for weights with empty shards. For shards offloaded to the CPU only the scale is
+    computed, or nothing under finer scales. Weights without float8 all-gather are skipped.
 
     A cast is used until the weight is written: by an optimizer's step, an op on the Parameter or
     a view, loading, or a write into a tensor of a state dict. Call this function again after writes
@@ -55,15 +55,12 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
 class _BatchKey(NamedTuple):
     """The properties shared by all shards that one call of `_cast` casts."""
 
-    one_scale: bool
-    """See `Float8GatherWeight.has_one_scale`."""
-    groups: tuple[Any, ...]
-    """The process groups of ranks that share a weight."""
-    device_type: str
-    """The type of the device where weights are gathered; shards may be offloaded."""
-    device: torch.device
-    dtype: torch.dtype
-    param_dtype: torch.dtype
+    one_scale: bool  # see `Float8GatherWeight.has_one_scale`
+    groups: tuple[Any, ...]  # the process groups of ranks that share a weight
+    device_type: str  # of the mesh, where weights are gathered
+    device: torch.device  # of the shards, which may be offloaded
+    dtype: torch.dtype  # of the shards
+    param_dtype: torch.dtype  # to which they are rounded before the cast
     cast_config: CastConfig
 
 
@@ -83,30 +80,32 @@ def _shards_to_cast(model: nn.Module) -> dict[_BatchKey, dict[Any, Float8GatherW
     """Return batches of shards to cast, one for each call of `_cast`: key -> weight -> shard."""
     batches: dict[_BatchKey, dict[Any, Float8GatherWeight]] = {}
     groups_of: dict[Any, tuple[Any, ...] | None] = {}  # by sharding; None if a shard is empty
+    weight: Any
     for module in model.modules():
         if not (isinstance(module, Float8Module) and _casts_ahead(module)):
             continue
-        weight: Any
         for weight in module._parameters.values():
             shard = local_tensor(weight)
-            if isinstance(shard, Float8Tensor) and shard._granularity.one_scale:
+            if isinstance(shard, Float8Tensor) and shard._granularity.one_scale:  # all ranks sync
                 name = next(name for name, mod in model.named_modules() if mod is module)
                 raise ValueError(
                     f"layer {name!r}: got a weight that is gathered at the moment, expected its "
                     f"shard; before optimizer.step(), call reshard() on the modules that keep "
                     f"their weights"
                 )
+            if not isinstance(shard, Float8GatherWeight) or shard is weight:  # not sharded
+                continue
             # Before the first gather FSDP2 may still move the shard, on some ranks only, and the
-            # dtype to which it will be rounded is unknown.
-            ready = isinstance(shard, Float8GatherWeight) and shard is not weight
-            if not ready or shard.param_dtype is None or shard.counted.is_inference():
+            # dtype to which it will be rounded is unknown. Inference tensors count no writes.
+            if shard.param_dtype is None or shard.counted.is_inference():
                 continue
             mesh, one_scale = weight.device_mesh, shard.has_one_scale
-            if shard.device.type != mesh.device_type and not one_scale:
+            if shard.device.type != mesh.device_type and not one_scale:  # offloaded
                 continue
             sharding = mesh, weight.placements, weight.shape
             if sharding not in groups_of:
                 groups_of[sharding] = sharding_groups(weight) if no_shard_is_empty(weight) else None
+            # Whether an empty shard was written cannot be seen, so its weight is cast by gathers.
             if (groups := groups_of[sharding]) is not None:
                 where = groups, mesh.device_type, shard.device
                 key = _BatchKey(one_scale, *where, shard.dtype, shard.param_dtype, shard.how)
@@ -115,19 +114,19 @@ def _shards_to_cast(model: nn.Module) -> dict[_BatchKey, dict[Any, Float8GatherW
 
 
 def _casts_ahead(module: Float8Module) -> bool:
-    """Return whether FSDP2 gathers the weights of `module` in float8 with dynamic scaling."""
+    """Return whether `module` trains weights that FSDP2 gathers in float8 with dynamic scaling."""
     dynamic = module._float8_plan.casts.weight.config.scaling_type is ScalingType.DYNAMIC
     trains = not module._float8_never_trains
     return module._float8_config.enable_fsdp_float8_all_gather and dynamic and trains
 
 
 def refuse_shards(layer: Any, config: Float8LinearConfig) -> TypeError | ValueError | None:
-    """Return an error if `layer`, a linear layer, is sharded already, or None."""
+    """Return the error why `layer`, a sharded linear layer, cannot take `config`; else None."""
     if is_fsdp_module(layer):
         cls = f"{type(layer).__module__}.{type(layer).__qualname__}"
         expected = "expected an nn.Linear: convert, then fully_shard"
         return TypeError(f"got a {cls}, which is sharded, {expected}")
-    shared = isinstance(layer, Float8Module) and layer._float8_groups()
+    shared = isinstance(layer, Float8Module) and layer._float8_groups()  # as fairscale's are, too
     if shared and not is_dtensor(layer.weight) and config.enable_fsdp_float8_all_gather:
         return ValueError(
             "got enable_fsdp_float8_all_gather=True, expected False: FSDP does not know that other "
@@ -144,7 +143,7 @@ class Float8Gathers(Feature):
         require_one_cast(config, "enable_fsdp_float8_all_gather")
 
     def sharing_ranks(self, config: Float8LinearConfig) -> int:
-        """Return the world size if ranks gather weights in float8, else 1."""
+        """Return the world size if `config` enables float8 all-gather between ranks, else 1."""
         gathers = config.enable_fsdp_float8_all_gather and dist.is_available()
         return dist.get_world_size() if gathers and dist.is_initialized() else 1
 
@@ -180,7 +179,7 @@ class Float8Gathers(Feature):
         disable_float8_all_gather(converted)
 
     def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
-        """Replace weights by `Float8GatherWeight`s if the configuration asks for it."""
+        """Replace weights by `Float8GatherWeight`s if `config` enables float8 all-gather."""
         if config is not None and config.enable_fsdp_float8_all_gather:
             enable_float8_all_gather(model)
 
@@ -207,7 +206,7 @@ def enable_float8_all_gather(module: nn.Module) -> None:
     layer: Any
     for weight, places in users.items():
         layer = places[0][0]
-        config, *others = {
+        config, *others = {  # False for a use that is not converted, or is stored transposed
             isinstance(mod, Float8Module) and name in _gathered_names(mod) and mod._float8_config
             for mod, name in places
         }
@@ -227,7 +226,7 @@ def disable_float8_all_gather(layers: Iterable[nn.Module]) -> None:
 
 
 def _users(modules: Iterable[nn.Module]) -> dict[Any, list[tuple[nn.Module, str]]]:
-    """Map each Parameter of `modules` to the (module, name) pairs that it is registered under."""
+    """Map each Parameter of `modules` to the pairs (module, name) under which it is registered."""
     users: dict[Any, list[tuple[nn.Module, str]]] = {}
     for mod in modules:
         for name, parameter in mod._parameters.items():
@@ -239,10 +238,11 @@ def _users(modules: Iterable[nn.Module]) -> dict[Any, list[tuple[nn.Module, str]
 def _replace_contents(
     new_tensors: dict[Any, Tensor], users: dict[Any, list[tuple[nn.Module, str]]]
 ) -> None:
-    """Swap each weight with `new_tensors[weight]`; the object and its gradient stay the same.
+    """Give each weight the contents `new_tensors[weight]`; the object and its gradient stay.
 
     If `swap_tensors` raises since a weight is referenced, set new Parameters in `users`, and warn.
     """
+    # Attributes that the wrapper or `nn.Parameter` sets; all others are the user's, and stay.
     ours, new_objects = {*Float8GatherWeight.__annotations__, "_is_param"}, 0
     for old, tensor in new_tensors.items():
         new: Any = nn.Parameter(tensor, requires_grad=old.requires_grad)

@@ -15,10 +15,8 @@ class Float8Args(BaseModel):
     """Keys that the plugin adds to axolotl's configuration."""
 
     float8_recipe: str = "tensorwise"
-    float8_high_precision: list[str] = []
-    """The `names` of `keep_high_precision`."""
-    float8_all_gather: bool = False
-    """Whether FSDP2 all-gathers weights in float8."""
+    float8_high_precision: list[str] = []  # the `names` of `keep_high_precision`
+    float8_all_gather: bool = False  # whether FSDP2 all-gathers weights in float8
 
 
 class Float8Plugin(BasePlugin):

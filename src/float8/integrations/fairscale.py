@@ -24,7 +24,7 @@ class Float8ParallelLinear(Float8Linear):
     """A fairscale layer whose GEMMs are in float8; see `swap_tp_linear_with_float8_linear`."""
 
     _float8_mesh: Any = None  # a DeviceMesh of one dim: the model-parallel group
-    _float8_placements: Any = None  # of input, weight, bias and output
+    _float8_placements: Any = None  # of input, weight, bias and output, as DTensors
     _float8_why_never_held = "a part of one, of model parallel"
 
     @classmethod
@@ -37,11 +37,11 @@ class Float8ParallelLinear(Float8Linear):
         """
         new: Float8ParallelLinear = shallow_copy(mod, cls)
         device = mod.weight.device.type
-        if device == "meta":
+        if device == "meta":  # no mesh has it: guess the device of training
             device = "cuda" if torch.cuda.is_available() else "cpu"
         new._float8_mesh = DeviceMesh.from_group(get_model_parallel_group(), device)
         new._float8_set_up(config)
-        tokens, whole = Replicate() if sequence_dim is None else Shard(sequence_dim), Replicate()
+        whole, tokens = Replicate(), Replicate() if sequence_dim is None else Shard(sequence_dim)
         if isinstance(mod, ColumnParallelLinear):
             new._float8_shards = Shards(gathers_input=sequence_dim is not None)
             output_at = whole if mod.gather_output else Shard(-1)
@@ -53,14 +53,14 @@ class Float8ParallelLinear(Float8Linear):
         return new
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return this rank's part of the output, given its part `input` of the input."""
+        """Return this rank's output for its `input`, each whole or a part as the options say."""
         *placements, output_at = self._float8_placements
         x, weight, bias = (
             t if t is None else DTensor.from_local(t, self._float8_mesh, [at], run_check=False)
             for t, at in zip((input, self.weight, self.bias), placements, strict=True)
         )
         if weight.placements[0].is_shard(1) and x.placements[0].is_replicate():
-            x = x.redistribute(placements=[Shard(x.dim() - 1)])
+            x = x.redistribute(placements=[Shard(x.dim() - 1)])  # without `input_is_parallel`
         casts = self._float8_shards.casts(self, self._float8_mesh)
         y = self._float8_shards.linear(x, weight, bias, self._float8_plan, casts)
         return y.redistribute(placements=[output_at]).to_local()  # type: ignore[no-any-return]
@@ -124,7 +124,7 @@ def swap_tp_linear_with_float8_linear(
         problem = unsupported(mod, config, [type(mod)])
         if problem is None:
             new = cls.from_parallel(mod, config, sequence_dim if sequence_parallel else None)
-            converted[mod], problem = new, unsupported(new, config)  # knows that it is sharded
+            converted[mod], problem = new, unsupported(new, config)  # `new` knows it is sharded
         if problem is not None:
             raise ValueError(f"layer {fqn or '(root)'!r}: {problem}")
     for mod, new in converted.items():

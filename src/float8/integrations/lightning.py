@@ -41,5 +41,5 @@ class Float8Callback(Callback):
             self._attachments.pop().remove()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Call `teardown`, as Lightning does not after an exception."""
+        """Call `teardown`, which Lightning does not call after an exception."""
         self.teardown(trainer, pl_module, "fit")

@@ -55,7 +55,7 @@ class ConvertedLinear(Float8Linear, Linear):
             return self._float8_source_class.forward(self, input)  # type: ignore[no-any-return]
 
         def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            if self.weight.dim() == 2:
+            if self.weight.dim() == 2:  # `weight` and `bias` are those of this layer
                 return super().forward(input)
             casts = self._float8_plan.casts  # of a stack [L, N, K]; `weight` is [L * N, K]
             casts = self._float8_with_state(casts) if self._float8_stateful else casts
@@ -82,6 +82,8 @@ class ConvertedLinear(Float8Linear, Linear):
 
 @functools.cache
 def _grouped_class(cls: Any) -> Any:
+    """Return a subclass of the grouped linear layer `cls` that multiplies in float8."""
+
     def _grouped_mm(
         self: Any, *, input_RI: Tensor, weight_EOI: Tensor, offsets_E: Tensor
     ) -> Tensor:
@@ -109,7 +111,7 @@ def converted_config(source: Any) -> Any:
             mod = source.build(self, **kwargs)
             if isinstance(mod, Linear):
                 mod = ConvertedLinear.from_float(mod, self.float8, linear_classes=[type(mod)])
-                if mod.weight.dim() == 2:
+                if mod.weight.dim() == 2:  # stacks [L, N, K] are gathered in high precision
                     enable_float8_all_gather(mod)
             elif GroupedLinear is not None:
                 mod.__class__ = _grouped_class(mod.__class__)
@@ -168,11 +170,11 @@ class Float8Converter(ModelConfigConverter, ModelConfigTransform):
         if any(".quantization" in type(config).__module__ for _, config, *_ in every):
             got = "got a model that another converter quantized, expected one in high precision"
             raise ValueError(f"Float8Converter: {got}; have one of the two alone")
-        gates = "TokenChoiceTopKRouter.Config"  # in 0.3.0, they are ordinary linear layers
+        gates = "TokenChoiceTopKRouter.Config"  # has ordinary linear layers as gates in 0.3.0
         plain = [getattr(titan_linear, x).Config for x in _PLAIN if hasattr(titan_linear, x)]
         stay, changes = list[Any](), list[Any]()
         for fqn, config, parent, name in every:
-            if any(x in fqn for x in self._filter_fqns) or hasattr(config, "float8"):
+            if any(x in fqn for x in self._filter_fqns) or hasattr(config, "float8"):  # converted
                 continue
             if isinstance(config, experts):
                 (changes if self._experts else stay).append((fqn, config, parent, name))
@@ -197,17 +199,18 @@ class Float8Converter(ModelConfigConverter, ModelConfigTransform):
 
 
 def _as(cls: Any, config: Any, **more: Any) -> Any:
+    """Return a `cls` with the fields of the dataclass `config` and those in `more`."""
     return cls(**{x.name: getattr(config, x.name) for x in fields(config)}, **more)
 
 
 def attach_to_optimizers(optimizers: Any, model_parts: Any, parallel_dims: Any) -> None:
-    """Attach each part of the model to its optimizers; use it as `post_optimizer_build_fn`.
+    """Attach each part of the model to its optimizers; set it as `spec.post_optimizer_build_fn`.
 
     Models with experts already have such a function, which balances load: set one that calls both.
     """
     for mod in model_parts:
         ids = {id(parameter) for parameter in mod.parameters()}
-        for optimizer in optimizers:
+        for optimizer in optimizers:  # those that step a Parameter of this part
             if any(id(x) in ids for group in optimizer.param_groups for x in group["params"]):
                 attach_to_optimizer(mod, optimizer)
 

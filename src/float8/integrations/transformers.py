@@ -54,8 +54,8 @@ class Float8Callback(TrainerCallback, ExportableState):
         self._config = None if config is None else as_config(config)
         self._group, self._conversion = group, conversion
         self._attachment: Attachment | None = None
-        self._model: Callable[[], nn.Module | None] = nn.Module  # an empty one
-        self._converted: int | None = None  # the number of modules in float8
+        self._model: Callable[[], nn.Module | None] = nn.Module  # returns an empty one for now
+        self._converted: int | None = None  # the number of modules in float8 after a conversion
 
     def on_init_end(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any
@@ -80,20 +80,20 @@ class Float8Callback(TrainerCallback, ExportableState):
         tokens = args.per_device_train_batch_size * (getattr(args, "max_length", None) or 0)
         defaults = {"tokens_per_step": tokens} if tokens else {}
         convert_to_float8_training(model, config=self._config, **defaults | self._conversion)
-        self._converted = _count(model)
+        self._converted = _float8_count(model)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any
     ) -> None:
         """Attach `model` to `optimizer`; if training resumes, load the state of delayed scaling."""
         self._detach()  # a training that ended in an error is still attached
-        if self._config is not None and self._converted != _count(model):  # or none by on_init_end
+        if self._config is not None and self._converted != _float8_count(model):  # unconverted
             if args.world_size > 1:
                 got = "got a model made after the Trainer, on several ranks; hand the callback to"
                 do = "Trainer(callbacks=[...]), or convert in model_init and use Float8Callback()"
                 raise ValueError(f"Float8Callback: {got} {do}")
             self._convert(model, args, optimizer)
-        if not _count(model):
+        if not _float8_count(model):
             warn("float8: Float8Callback: no layer of the model is in float8; name a recipe")
         self._model = weakref.ref(model)
         # A checkpoint that was written without this callback has no entry.
@@ -103,9 +103,8 @@ class Float8Callback(TrainerCallback, ExportableState):
             changed = [self._changed(entry) if state.is_world_process_zero else None]
             if args.world_size > 1 and dist.is_initialized():
                 dist.broadcast_object_list(changed)  # from rank 0: either all ranks raise or none
-            if changed[0]:
-                count, name = len(changed[0]), changed[0][0]
-                got = f"{count} weights are not those of the checkpoint: {name!r}"
+            if names := changed[0]:
+                got = f"{len(names)} weights are not those of the checkpoint: {names[0]!r}"
                 why = "the Trainer loads none with another name there, such as those of experts"
                 do = "Make the model from it by `from_pretrained`, convert it, and resume with it"
                 raise ValueError(f"Float8Callback: {got}, for one; {why}. {do}")
@@ -122,7 +121,7 @@ class Float8Callback(TrainerCallback, ExportableState):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
         """Warn if `model` is evaluated before this callback, added too late, converts it."""
-        if self._config is not None and self._converted is None and not _count(model):
+        if self._config is not None and self._converted is None and not _float8_count(model):
             got = "got an evaluation in high precision, as training has yet to convert the model"
             warn(f"float8: Float8Callback: {got}; hand it to Trainer(callbacks=[...])")
 
@@ -161,20 +160,18 @@ class Float8Callback(TrainerCallback, ExportableState):
         return [n for n, x, old in pairs if not x.allclose(x.new_tensor(old), 0, 0, equal_nan=True)]
 
     def _samples(self) -> dict[str, Tensor]:
-        """Map the name and shape of each plain Parameter to a few of its values."""
-        model = self._model() or nn.Module()
+        """Return {name and shape: a few values} of all plain Parameters in high precision."""
         return {
             f"{plain_name(name)} {[*x.shape]}": x.detach().flatten()[:: x.numel() // 4 or 1].cpu()
-            for name, x in model.named_parameters()
+            for name, x in (self._model() or nn.Module()).named_parameters()
             if type(x) is nn.Parameter and x.dtype in HIGH_PRECISION_DTYPES and not x.is_meta
         }
 
     def _delayed(self) -> dict[str, Float8Linear]:
         """Map names to layers with delayed scaling; a shared layer has several names."""
         modules = (self._model() or nn.Module()).named_modules(remove_duplicate=False)
-        linears = ((name, x) for name, x in modules if isinstance(x, Float8Linear))
-        return {name: layer for name, layer in linears if layer._float8_stateful}
+        return {fqn: x for fqn, x in modules if isinstance(x, Float8Linear) and x._float8_stateful}
 
 
-def _count(model: nn.Module) -> int:
+def _float8_count(model: nn.Module) -> int:
     return sum(isinstance(module, Float8Module) for module in model.modules())

@@ -8,11 +8,11 @@ from float8.linear import Float8Module
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 """Attribute of the wrapped module with names that DDP neither broadcasts nor reduces."""
-_OURS = "_float8_names_that_ddp_ignores"
+_OURS = "_float8_names_that_ddp_ignores"  # attribute with those of its names that we added
 
 
 class DataParallel(Feature):
-    """The feature that sets which tensors `DistributedDataParallel` ignores."""
+    """The feature that names the tensors which `DistributedDataParallel` must ignore."""
 
     def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
         """Exclude amax buffers, and weights in float8 only, of `model` from DDP's broadcasts."""
@@ -23,8 +23,8 @@ def tell_ddp_what_to_ignore(module: nn.Module) -> None:
     """Exclude amax buffers, and weights in float8 only, from DDP's broadcasts and reductions.
 
     Marks `module` and its submodules, any of which DDP may wrap. DDP broadcasts rank 0's buffers in
-    each forward, which would lose other ranks' amaxes. Histories and scales are still broadcast:
-    they are equal after a sync, and rank 0 alone may load a checkpoint, if no weight is in float8.
+    each forward, which would lose other ranks' amaxes. It still broadcasts histories and scales,
+    equal after a sync: rank 0 alone may load a checkpoint if no weight is in float8 only.
     """
     for root in module.modules():
         names = [
@@ -33,7 +33,7 @@ def tell_ddp_what_to_ignore(module: nn.Module) -> None:
             if isinstance(layer, Float8Module)
             for name in layer._float8_of_this_rank
         ]
-        ours_before = root.__dict__.pop(_OURS, [])
+        ours_before = root.__dict__.pop(_OURS, [])  # of an earlier conversion
         if names or ours_before:
             users = [name for name in getattr(root, _IGNORED, ()) if name not in ours_before]
             ours = [name for name in names if name not in users]

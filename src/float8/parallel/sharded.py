@@ -36,7 +36,7 @@ class Shards(NamedTuple):
     """Tensor-parallel options of a layer; the weight's placement selects colwise or rowwise."""
 
     gathers_input: bool = False
-    """Whether ranks gather the tokens of the input; ignored if the weight is Shard(1)."""
+    """Whether ranks all-gather the input's tokens; ignored if the weight is Shard(1)."""
     tokens_dim: int | None = None
     """The dim along which a Shard(1) layer reduce-scatters its output; None leaves it Partial."""
 
@@ -74,14 +74,12 @@ class Shards(NamedTuple):
         """Return the casts of a call, whose amaxes are reduced over the ranks of the 1-D `mesh`."""
         casts: Casts = layer._float8_plan.casts
         if mesh.size() > 1:
-            reduce, reduced = amax_over([mesh.get_group(0)]), {}
-            for site in casts._fields:
-                reduced[site] = getattr(casts, site)._replace(reduce=reduce)
-            casts = casts._replace(**reduced)
+            reduce = amax_over([mesh.get_group(0)])
+            casts = Casts(*[cast._replace(reduce=reduce) for cast in casts])
         return layer._float8_with_state(casts) if layer._float8_stateful else casts
 
     def words(self, layer: Any) -> list[str]:
-        """Return texts for the `extra_repr` of `layer`: one on what ranks gather, or none."""
+        """Return a list for `extra_repr` of `layer`: a text on what ranks all-gather, if any."""
         if self.tokens_dim is not None:
             gathered, in_float8 = "grad_output", layer._float8_plan.grad_output_rows_suffice
         elif self.gathers_input and not sums_over_ranks(layer.weight):
@@ -109,7 +107,7 @@ class GathersInput(Dense):
     def quantize_rows(
         self, x: Tensor, cast: Cast, *, row: bool, col: bool, traced: bool
     ) -> Quantized:
-        """Quantize the input of this rank [M / ranks, K], and all-gather its row data: [M, K]."""
+        """Quantize the input of this rank [M / ranks, K]; all-gather its row data only: [M, K]."""
         return Quantized(self.tokens.gathered(x, cast, traced))
 
     def output(self, a: Operand, b: Operand, shape: Shape, **gemm: Any) -> Tensor:
@@ -146,7 +144,7 @@ def _column_parallel(
 ) -> Any:
     """Multiply tokens, gathered if `gathers`, by local weight rows; return a Shard(-1) DTensor."""
     dtensors, mesh, local = torch.distributed.tensor, weight.device_mesh, weight.to_local()
-    (placement,), tokens = input.placements, None
+    (placement,), tokens = input.placements, None  # `tokens`: of `GathersInput`, if it gathers
     if gathers and not placement.is_replicate():
         in_float8 = isinstance(input._local_tensor, Float8Tensor)
         if placement.is_shard() and plan.input_rows_suffice and not in_float8:
@@ -155,15 +153,15 @@ def _column_parallel(
             input = in_compute_dtype(input, weight)
             input = dtensor_in_float8(input, weight, plan, casts.input)
             input = input.redistribute(placements=[dtensors.Replicate()])
-    if tokens is None:
+    if tokens is None:  # the input is replicated, so all ranks compute the same amax
         _require_placed(input, weight, dtensors.Replicate())
         casts = _without_reduce(casts, "input", "input_for_grad_weight")
-    # `GathersInput` reduce-scatters the gradient in backward.
+    # Each rank computes a partial gradient of the input; `GathersInput` reduce-scatters it itself.
     x = input.to_local(grad_placements=(dtensors.Partial(),) if tokens is None else None)
     bias = None if bias is None else bias.to_local()
     products = None if tokens is None else GathersInput(tokens)
     y = apply_linear(x, local, bias, plan, casts, None, products)
-    if tokens is not None and x.dim() != 2:
+    if tokens is not None and x.dim() != 2:  # `apply_linear` returned [M, N]
         shape = [*x.shape[:-1], y.shape[-1]]
         shape[tokens.dim] *= tokens.ranks
         y = torch.ops.aten._unsafe_view.default(y, shape)
@@ -177,9 +175,9 @@ def _column_parallel(
 def _row_parallel(
     input: Any, weight: Any, bias: Any, tokens_dim: int | None, plan: LinearPlan, casts: Casts
 ) -> Any:
-    """Multiply local features and weight columns; return Shard(`tokens_dim`) or Partial."""
+    """Multiply local features by local weight columns; return Shard(`tokens_dim`) or Partial."""
     dtensors: Any = torch.distributed.tensor
-    dims, tokens_placement, tokens = input.dim(), None, None
+    dims, tokens_placement, tokens = input.dim(), None, None  # `tokens`: of `ScattersOutput`
     if tokens_dim is not None:
         if not -dims <= tokens_dim < dims:
             raise ValueError(
@@ -194,7 +192,7 @@ def _row_parallel(
         casts = _without_reduce(casts, "grad_output", "grad_output_for_grad_weight")
     products, x = None if tokens is None else ScattersOutput(tokens), input.to_local()
     y = apply_linear(x, weight.to_local(), None, plan, casts, None, products)
-    if tokens is not None and x.dim() != 2:
+    if tokens is not None and x.dim() != 2:  # `apply_linear` returned [M / ranks, N]
         shape = [*x.shape[:-1], y.shape[-1]]
         shape[tokens.dim] //= tokens.ranks
         y = torch.ops.aten._unsafe_view.default(y, shape)
@@ -224,12 +222,14 @@ def _without_reduce(casts: Casts, *roles: str) -> Casts:
 
 
 def _shared_tokens(x: Any, dim: int) -> SharedTokens | None:
-    """Return `SharedTokens` of DTensor `x` along `dim`; None if last, uneven, or `x` is empty."""
+    """Return the `SharedTokens` of `x`, a DTensor to be sharded along `dim`.
+
+    Returns None if `dim` is the last one, its size is no multiple of the ranks, or `x` is empty.
+    """
     mesh = x.device_mesh
     if dim == x.dim() - 1 or x.shape[dim] % mesh.size() or 0 in x.shape:
         return None
-    group, before = mesh.get_group(0).group_name, math.prod(x.shape[:dim])
-    return SharedTokens(group, mesh.size(), dim, before)
+    return SharedTokens(mesh.get_group(0).group_name, mesh.size(), dim, math.prod(x.shape[:dim]))
 
 
 def dtensor_in_float8(x: Any, weight: Any, plan: LinearPlan, cast: Cast) -> Any:
@@ -254,7 +254,7 @@ def dtensor_in_float8(x: Any, weight: Any, plan: LinearPlan, cast: Cast) -> Any:
 
 
 def require_parts(shape: torch.Size, dim: int, ranks: int) -> None:
-    """Raise `ValueError` unless all ranks get rows (`dim` 0) or equally many columns (`dim` 1)."""
+    """Raise `ValueError` if a rank would get no row (`dim` 0), or columns are uneven (`dim` 1)."""
     size = shape[dim]
     if size % ranks and (dim == 1 or not every_rank_gets_some(size, ranks)):
         expected = "that dim divisible by" if dim else "rows on each of"

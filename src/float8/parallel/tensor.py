@@ -21,7 +21,7 @@ from float8.tensor import is_dtensor
 
 
 class Float8ColwiseParallel(ColwiseParallel):
-    """`ColwiseParallel` for a `Float8Linear` that gathers a token-sharded input in float8.
+    """`ColwiseParallel` for a `Float8Linear`: a token-sharded input is all-gathered in float8.
 
     Args:
         input_layouts, output_layouts, use_local_output: as for `ColwiseParallel`. An
@@ -47,7 +47,7 @@ class Float8ColwiseParallel(ColwiseParallel):
 
 
 class Float8RowwiseParallel(RowwiseParallel):
-    """`RowwiseParallel` for a `Float8Linear` that gathers a token-sharded grad_output in float8.
+    """`RowwiseParallel` for a `Float8Linear`: token-sharded grad_output is gathered in float8.
 
     Args:
         input_layouts, output_layouts, use_local_output: as for `RowwiseParallel`.
@@ -55,7 +55,7 @@ class Float8RowwiseParallel(RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layer, (layout,) = _require_layer(self, module, 1, device_mesh), self.output_layouts
-        if isinstance(layout, Shard) and layout.dim != -1:
+        if isinstance(layout, Shard) and layout.dim != -1:  # shards tokens, not features
             layer._float8_shards = layer._float8_shards._replace(tokens_dim=layout.dim)
         return super()._apply(layer, device_mesh)
 
@@ -86,10 +86,10 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         names = self._find_layers(module)
         _require_one_dim(self, device_mesh)
         if self.input_layouts != self.desired_input_layouts:
-            for name in names:
+            for name in names:  # whose `repr` then says how the input is gathered
                 layer: Any = module.get_submodule(name)
                 layer._float8_shards = layer._float8_shards._replace(gathers_input=True)
-        inner = vars(module).get("forward")
+        inner = vars(module).get("forward")  # None: that of the class
         inner = getattr(inner, "__func__", inner)  # unbound: copies of the module pass themselves
 
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         return module
 
     def _find_layers(self, module: nn.Module) -> list[str]:
-        """Return names of `Float8Linear`s that cast the input; raise if none or casts differ."""
+        """Return names of the layers to quantize for; raise if none, or if their casts differ."""
         fqn = self.fwd_config_submodule_fqn
         modules = dict(module.named_modules()) if fqn is None else {fqn: module.get_submodule(fqn)}
         layers = {name: x for name, x in modules.items() if isinstance(x, Float8Linear)}
@@ -137,7 +137,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 def _quantize(
     module: nn.Module, names: list[str], mesh: DeviceMesh, input: Any, placement: Placement | None
 ) -> Any:
-    """Cast `input` as the first of layers `names` that contracts all its features, or return it."""
+    """Cast `input` as the first layer in `names` that reads its whole rows; if none, return it."""
     shape = getattr(input, "shape", ())
     if placement is None or not shape:
         return input
