@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import float8
-from float8 import kernels
+from float8 import gemm, kernels
 from kernels.float8_codes import around_every_tie
 from sqnr import same_bits
 from support.devices import E4M3, E5M2, on_devices
@@ -39,11 +39,16 @@ def steps(layer: nn.Module, x: Tensor, g: Tensor, monkeypatch: pytest.MonkeyPatc
     def noted(a, b, scale_a, scale_b, *, out_dtype, use_fast_accum=False):
         fast = use_fast_accum and a.is_cuda  # a CPU takes no notice of it
         seen.extend((a, b, scale_a, scale_b, torch.tensor([*a.stride(), *b.stride(), fast])))
-        how = {"out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
-        return multiply(a, b, scale_a, scale_b, **how)
+        if a.is_cpu:  # the library does not call torch there
+            return gemm.scaled_mm(a, b.t(), scale_a, scale_b, out_dtype)
+        return multiply(a, b, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
+
+    def on_cpu(a, b, scale_a, scale_b, out_dtype):
+        return noted(a, b.t(), scale_a, scale_b, out_dtype=out_dtype)
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "_scaled_mm", noted)
+        patch.setattr(torch.ops.float8.scaled_mm, "default", on_cpu)
         y = layer(x)
         y.backward(g)
     assert len(seen) == 3 * 5

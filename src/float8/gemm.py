@@ -61,6 +61,7 @@ def matmul(
 
     With `gemm.emulate`, and on CPUs under scales finer than one per tensor, operands are multiplied
     in bfloat16 where that is exact and faster, else in float32; these differ in the order of sums.
+    With one scale per tensor CPUs run the op `scaled_mm`.
 
     `a.data` [M, K] and `b.data` [N, K] are float8, contiguous along K as Hopper's tensor cores read
     them. Scales have the shapes of `Granularity.scales`, which is not checked. K and N are
@@ -84,9 +85,8 @@ def matmul(
         )
     if gemm.emulate or (a.data.is_cpu and not one_scale_each):
         y = _emulated(a, b, gemm, out_dtype)
-    elif a.data.is_cpu:  # torch's CPU kernel calls mm inside, which autocast would round
-        with torch.autocast("cpu", enabled=False):
-            y = torch._scaled_mm(a.data, b.data.t(), a.scale, b.scale, out_dtype=out_dtype)
+    elif a.data.is_cpu:
+        y = torch.ops.float8.scaled_mm.default(a.data, b.data, a.scale, b.scale, out_dtype)
     else:
         reason = None if compiling else lacks_float8_gemm(a.data.device, only=granularity_a.only_on)
         if reason is not None:
@@ -152,7 +152,28 @@ register(
     flops=lambda a, *rest, **_: 2 * rest[3] * rest[4] * a[1],
 )
 
+
+def scaled_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """Multiply on a CPU, with one scale per tensor, as `torch._scaled_mm` does on a GPU.
+
+    On CPUs with AMX torch's own may take 400 times as long, and its bits depend on the kind of CPU.
+    """
+    with torch.autocast("cpu", enabled=False):
+        product = a.to(torch.float32) @ b.to(torch.float32).t()
+    return (product * scale_a * scale_b).to(out_dtype)
+
+
+register(
+    "scaled_mm",
+    scaled_mm,
+    fake=lambda a, b, *rest: a.new_empty((a.shape[0], b.shape[0]), dtype=rest[-1]),
+    flops=lambda a, b, *_, **__: 2 * a[0] * a[1] * b[0],
+)
+
 GEMM_OPS: set[Any] = {
+    torch.ops.float8.scaled_mm.default,
     torch.ops.aten._scaled_mm.default,
     torch.ops.aten._scaled_mm_v2.default,
     torch.ops.float8.matmul.default,

@@ -76,7 +76,7 @@ def test_the_gemms_of_a_checkpointed_forward_are_marked(recipe: str, more: Any) 
     marked = []
 
     def partition(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        gemms = (torch.ops.aten._scaled_mm.default, torch.ops.aten.mm.default)
+        gemms = (torch.ops.float8.scaled_mm.default, torch.ops.aten.mm.default)
         marked.extend(n for n in joint.graph.nodes if n.target in gemms and "recompute" in n.meta)
         return min_cut_rematerialization_partition(joint, *args, compiler="inductor", **kwargs)
 

@@ -40,7 +40,7 @@ class OpCounter(Spy):
     @property
     def gemms(self) -> int:
         """Float8 GEMMs run."""
-        return self.ops["aten._scaled_mm"]
+        return self.ops["aten._scaled_mm"] + self.ops["float8.scaled_mm"]
 
     @property
     def high_precision_gemms(self) -> int:
@@ -58,6 +58,9 @@ class GemmSpy(Spy):
         if func is torch.ops.aten._scaled_mm.default:
             a, b_t, scale_a, scale_b = args[:4]
             self.gemms.append((a.clone(), scale_a.clone(), b_t.t().clone(), scale_b.clone()))
+        elif func is torch.ops.float8.scaled_mm.default:  # on a CPU
+            a, b, scale_a, scale_b = (each.clone() for each in args[:4])
+            self.gemms.append((a, scale_a, b, scale_b))
 
 
 class Traffic(Spy):

@@ -32,7 +32,7 @@ _USES = {
     "cast": "float8::cast float8::cast_delayed float8::cast_groups float8::transpose",
     "step of cast": "abs isnan bitwise_and bitwise_not where clamp_min clamp_max",
     "product": "mm addmm bmm baddbmm _scaled_mm _scaled_mm_v2 _grouped_mm float8::grouped_matmul"
-    " float8::matmul",
+    " float8::matmul float8::scaled_mm",
 }
 _USE_OF_OP = {name: use for use, names in _USES.items() for name in names.split()}
 """The use of each op by its name, with the namespace unless that is aten."""
