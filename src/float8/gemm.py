@@ -13,7 +13,7 @@ from float8.config import Granularity, ScalingGranularity
 from float8.formats import lacks_float8_gemm
 from float8.kernels.dequantize import dequantised_by_kernel
 from float8.kernels.runtime.ops import register
-from float8.kernels.runtime.private import CPU_MULTIPLIES_BFLOAT16, surely
+from float8.kernels.runtime.private import surely
 from float8.kernels.swizzle import RECIPE, SWIZZLE, scales_of_rows, swizzled
 from float8.scales import Operand, dequantised
 
@@ -59,9 +59,8 @@ def matmul(
 ) -> Tensor:
     """Return `(a.data * a.scale) @ (b.data * b.scale).T`, accumulated in float32.
 
-    With `gemm.emulate`, and on CPUs under scales finer than one per tensor, operands are multiplied
-    in bfloat16 where that is exact and faster, else in float32; these differ in the order of sums.
-    With one scale per tensor CPUs run the op `scaled_mm`.
+    With `gemm.emulate` dequantized values are multiplied, on GPUs in bfloat16 if that is exact. CPUs
+    do so under finer scales, and run the op `scaled_mm` under one scale per tensor.
 
     `a.data` [M, K] and `b.data` [N, K] are float8, contiguous along K as Hopper's tensor cores read
     them. Scales have the shapes of `Granularity.scales`, which is not checked. K and N are
@@ -156,10 +155,7 @@ register(
 def scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """Multiply on a CPU, with one scale per tensor, as `torch._scaled_mm` does on a GPU.
-
-    On CPUs with AMX torch's own may take 400 times as long, and its bits depend on the kind of CPU.
-    """
+    """Multiply as `torch._scaled_mm`, which on a CPU with AMX may take 400 times as long."""
     with torch.autocast("cpu", enabled=False):
         product = a.to(torch.float32) @ b.to(torch.float32).t()
     return (product * scale_a * scale_b).to(out_dtype)
@@ -168,7 +164,7 @@ def scaled_mm(
 register(
     "scaled_mm",
     scaled_mm,
-    fake=lambda a, b, *rest: a.new_empty((a.shape[0], b.shape[0]), dtype=rest[-1]),
+    fake=lambda a, b, *rest: a.new_empty((len(a), len(b)), dtype=rest[-1]),
     flops=lambda a, b, *_, **__: 2 * a[0] * a[1] * b[0],
 )
 
@@ -195,7 +191,7 @@ def _block_scales(operand: Operand, granularity: Granularity) -> tuple[Any, ...]
 
 def _emulated(a: Operand, b: Operand, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
     granularity_a, granularity_b = gemm.granularities
-    dtype = exact_dtype(a.data.device, out_dtype) if gemm.powers_of_2 else torch.float32
+    dtype = exact_dtype(a.data.device) if gemm.powers_of_2 else torch.float32
     # Scales of blocks vary along the contraction dim, so they cannot multiply the product.
     scaled_before = granularity_a.by_blocks or dtype == torch.bfloat16
     if scaled_before:
@@ -217,11 +213,6 @@ def _emulated(a: Operand, b: Operand, gemm: Gemm, out_dtype: torch.dtype) -> Ten
     return product if out_dtype == product.dtype else product.to(out_dtype)
 
 
-def exact_dtype(device: torch.device, out_dtype: torch.dtype) -> torch.dtype:
-    """Return bfloat16 where a bfloat16 GEMM is exact and faster, else float32.
-
-    On CPUs a bfloat16 GEMM rounds its result to bfloat16, so `out_dtype` must be bfloat16 there.
-    """
-    cpu = CPU_MULTIPLIES_BFLOAT16 and out_dtype == torch.bfloat16
-    faster = cpu if device.type == "cpu" else device.type == "cuda"
-    return torch.bfloat16 if faster else torch.float32
+def exact_dtype(device: torch.device) -> torch.dtype:
+    """Return bfloat16 on GPUs, whose bfloat16 GEMMs are exact and faster here, else float32."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -77,8 +77,8 @@ def test_bfloat16_multiplies_the_same_values(
 
 def test_emulation_in_bfloat16_is_chosen_where_it_is_exact() -> None:
     exact_dtype = importlib.import_module("float8.gemm").exact_dtype
-    assert exact_dtype(torch.device("cuda"), torch.float32) == torch.bfloat16
-    assert exact_dtype(torch.device("cpu"), torch.float32) == torch.float32
+    assert exact_dtype(torch.device("cuda")) == torch.bfloat16
+    assert exact_dtype(torch.device("cpu")) == torch.float32  # on some CPUs bfloat16 is slower
     plans = [plan_linear(of_recipe(name)) for name in ("mxfp8", "rowwise", "blockwise")]
     assert [plan.output.powers_of_2 for plan in plans] == [True, True, False]
 

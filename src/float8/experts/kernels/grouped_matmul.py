@@ -48,7 +48,7 @@ def grouped_matmul_reference(
         check_offs(ends, len(a))
     settings = Gemm.unpacked(gemm)
     of_a, of_b = settings.granularities
-    exact = settings.powers_of_2 and exact_dtype(a.device, out_dtype) == out_dtype == torch.bfloat16
+    exact = settings.powers_of_2 and exact_dtype(a.device) == out_dtype == torch.bfloat16
     if exact and a.numel():
         return multiply_in_bfloat16(Operand(a, a_scale), Operand(b, b_scale), ends, (of_a, of_b))
     out = grouped_matmul_fake(a, a_scale, b, b_scale, ends, out_dtype).zero_()

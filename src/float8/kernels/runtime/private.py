@@ -52,11 +52,6 @@ functorch_levels = find("_C._functorch.peek_interpreter_stack")
 layer within a transform raises torch's error."""
 
 
-_has_bfloat16 = find("cpu._is_avx512_bf16_supported")
-CPU_MULTIPLIES_BFLOAT16: bool = _has_bfloat16 is not None and _has_bfloat16()
-"""Whether this CPU multiplies bfloat16 faster than float32. Fallback: False."""
-
-
 def surely(condition: Any) -> bool:
     """Return True if `condition` is known to hold for all sizes under `torch.compile`.
 
