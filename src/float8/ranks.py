@@ -57,7 +57,7 @@ def sync_groups(
     if dist.get_world_size() == 1:
         return ()
     if not meshes and any(isinstance(local_tensor(w), Float8Tensor) for w in weights):
-        raise ValueError(  # by FSDP2's gather; weights in float8 only need a `group=`, too
+        raise ValueError(  # by FSDP2's gather; weights in float8 only are not in `weights`
             "model: got weights that are gathered at the moment, expected shards, which tell the "
             "ranks; call reshard() on the modules that keep their weights, or give a `group=`"
         )

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from float8 import (
     ConversionReport,
@@ -188,11 +189,16 @@ class Model(nn.Module):
         self.linear.bias.requires_grad_(False)
 
 
-def test_weights_that_no_linear_layer_has_are_listed_and_counted() -> None:
-    report = conversion_report(convert_to_float8_training(Model()))
+@pytest.mark.parametrize("prefix", ["", "Parametrized"])
+def test_weights_that_no_linear_layer_has_are_listed_and_counted(prefix: str) -> None:
+    model = Model()
+    weights = {"attention": "in_proj_weight", "bilinear": "weight", "embedding": "weight"}
+    for name, weight in weights.items() if prefix else ():
+        parametrize.register_parametrization(model.get_submodule(name), weight, nn.Identity())
+    report = conversion_report(convert_to_float8_training(model))
     assert [(other.fqn, other.shape, other.module) for other in report.others] == [
-        ("attention.in_proj_weight", (48, 16), "MultiheadAttention"),
-        ("bilinear.weight", (4, 4, 4), "Bilinear"),
+        ("attention.in_proj_weight", (48, 16), f"{prefix}MultiheadAttention"),
+        ("bilinear.weight", (4, 4, 4), f"{prefix}Bilinear"),
         ("experts.gate_up_proj", (4, 32, 16), "Experts"),
         ("experts.down_proj", (4, 16, 16), "Experts"),
     ]

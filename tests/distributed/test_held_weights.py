@@ -21,7 +21,7 @@ from float8 import (
 )
 from float8.tensor import local_tensor
 from sqnr import same_bits
-from support.microbatches import with_weights
+from support.configs import of_recipe
 from support.models import Adapted, LlamaBlock, seeded
 from support.outcome import after_a_write, assert_same, casts_saved, outcome, train
 from support.parallel import DIM, HIDDEN, TOKENS, part, plan_of
@@ -140,15 +140,16 @@ def test_models_that_are_wrapped_afterwards() -> None:
         assert_same(one, other, wrap)
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 @on("two")
-def test_adapters_of_a_base_in_float8_only() -> None:
+def test_adapters_of_a_base_in_float8_only(recipe: str) -> None:
     found = []
     for weights in (ON_THE_FLY, ONLY):
         torch.manual_seed(0)
         model = nn.Sequential(Adapted(), Adapted())
         convert_to_float8_training(
             model,
-            config=with_weights(None, weights),
+            config=of_recipe(recipe, float8_weights=weights),
             module_filter_fn=lambda _, name: name.endswith("base"),
         )
         wrapped = DistributedDataParallel(model)

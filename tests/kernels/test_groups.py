@@ -169,6 +169,17 @@ def test_each_weight_is_cast_by_itself_by_blocks(
         assert_alike([made.col.scale[e, :, :below]], [alone.col.scale[:cols, :below]])
 
 
+@pytest.mark.parametrize("of", [GRANULARITIES[1], RUNS, SQUARES], ids=str)
+def test_a_scale_for_each_group_is_refused_under_finer_scales(of: ScalingGranularity) -> None:
+    given, refused = Cast(CastConfig(scaling_granularity=of), scale=torch.ones(2)), "expected none:"
+    offs = torch.tensor([20, 64], dtype=torch.int32)
+    for row, col in ((True, False), (False, True), (True, True)):
+        with pytest.raises(ValueError, match=refused):
+            quantize_experts(torch.randn(2, 64, 32), given, row=row, col=col)
+        with pytest.raises(ValueError, match=refused):
+            cast_groups(torch.randn(64, 32), given, offs, row=row, col=col)
+
+
 @pytest.mark.parametrize("C", [128, pytest.param(256, marks=SLOW)])
 @pytest.mark.parametrize(
     "of", [pytest.param(GRANULARITIES[0], marks=SLOW), GRANULARITIES[1]], ids=str

@@ -56,11 +56,9 @@ class ConversionReport:
     @property
     def share(self) -> float:
         """The fraction, 0 to 1, of the elements of all GEMM weights that float8 layers have."""
-        in_float8 = all_weights = 0
-        for x in self._all:
-            all_weights += math.prod(x.shape)
-            in_float8 += math.prod(x.shape) if x.skip_reason is None else 0
-        all_weights += sum(math.prod(x.shape) for x in self.others)
+        in_float8 = sum(math.prod(x.shape) for x in self._all if x.skip_reason is None)
+        shapes = [x.shape for x in self._all] + [x.shape for x in self.others]
+        all_weights = sum(map(math.prod, shapes))
         return in_float8 / all_weights if all_weights else 0.0
 
     @property
@@ -75,8 +73,7 @@ class ConversionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return `share` and all fields as dicts, lists, strings and numbers that JSON can hold."""
-        plain = json.loads(json.dumps(asdict(self), default=int))  # lists for tuples
-        return {"share": self.share, **plain}
+        return {"share": self.share, **json.loads(json.dumps(asdict(self), default=int))}
 
     def __str__(self) -> str:
         counts = {LayerReport.kind: [0, 0]}  # kind: number in float8, number of all
@@ -173,11 +170,14 @@ def _scaling(module: Float8Module) -> str:
 
 def _other_weights(path: str, module: nn.Module) -> list[OtherWeight]:
     """Return an `OtherWeight`, called `path` + name, per Parameter that a GEMM may read."""
-    if isinstance(module, _NO_MATMUL) or type(module).__module__ == parametrize.__name__:
-        return []  # the latter: a parametrized module, or its lists of originals
+    if isinstance(module, (*_NO_MATMUL, parametrize.ParametrizationList)):
+        return []
+    computed: Any = module.parametrizations if parametrize.is_parametrized(module) else {}
+    weights = [*module._parameters.items()]
+    weights += [(name, x) for name, kept in computed.items() for x in kept.parameters(False)]
     return [
         OtherWeight(path + name, tuple(weight.shape), type(module).__name__)
-        for name, weight in module._parameters.items()
+        for name, weight in weights
         if isinstance(weight, nn.Parameter)
         and not isinstance(weight, UninitializedParameter)
         and weight.dim() > 1

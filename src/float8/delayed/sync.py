@@ -158,7 +158,7 @@ def next_history_and_scale(
 
 def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> None:
     """Replace the amaxes of `layers` by their maxima over the groups of `sync_groups`."""
-    weights: list[Any] = [layer.weight for layer in layers]
+    weights: list[Any] = [x.weight for x in layers if not x._float8_never_trains]  # not `ONLY`
     shard_groups = {shard_group for layer in layers for shard_group in layer._float8_groups()}
     # A gathered weight lacks the mesh; other Parameters of the same FSDP2 modules have it, too.
     layer_set, fsdp = {*layers}, filter(is_fsdp_module, model.modules())

@@ -73,8 +73,7 @@ class GatherExperts(Float8GatherWeight):
         weight = next((x for x in module._parameters.values() if local_tensor(x) is self), None)
         quantized = None if weight is None else self.kept(weight)  # no weight: `self` is a copy
         if quantized is None:
-            shard = padded_shard(self._inner, rows)
-            quantized = self.quantized(shard, Cast(self.how), dtype)
+            quantized = self.quantized(padded_shard(self._inner, rows), Cast(self.how), dtype)
         scale = padded_shard(quantized.scale, rows)
         bytes_ = padded_shard(quantized.data.view(torch.uint8), rows)
         dim = 1 if self.shape[1] != size[1] else 0

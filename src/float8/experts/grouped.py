@@ -75,7 +75,7 @@ def _quantize_under_blocks(
     """Quantize [E, R, C] as one matrix [E * R, C], or per expert if blocks would cross experts."""
     (E, R, C), cast_config = weights.shape, cast.config
     width: Any = cast_config.scaling_granularity.width
-    layouts: Any = {"row": row, "col": col, "after": after}
+    layouts: Any = {"row": row, "col": col, "scale": cast.scale, "after": after}
     row_data = col_data = None
     if R % width:  # as one matrix, a compiler would keep a padded copy
         per_expert: Any = [kernels.cast(x, cast_config, **layouts) for x in weights]

@@ -101,17 +101,17 @@ def apply_linear(
         )
     grad, K = torch.is_grad_enabled(), weight.shape[1]
     input = in_compute_dtype(input, weight)
-    if isinstance(input, Float8Tensor):
-        if plan.output is None:  # a GEMM in high precision
-            input = input.to_original_precision()
-        elif plan.output.powers_of_2 and not input._granularity.exponents:  # it may have any scale
-            gemms = [x and x._replace(powers_of_2=False) for x in (plan.output, plan.grad_weight)]
-            plan = plan._replace(output=gemms[0], grad_weight=gemms[1])
-    empty = input.numel() == 0
-    if surely(empty) if compiling else empty:  # no amax to compute, nothing to multiply
-        x = input.to_original_precision() if isinstance(input, Float8Tensor) else input
-        matrix = weight.to_original_precision() if isinstance(weight, Float8Tensor) else weight
-        output = x @ matrix.to(x.dtype).t()
+    empty = surely(input.numel() == 0) if compiling else input.numel() == 0  # there is no amax
+    if empty or plan.output is None:  # a GEMM in high precision
+        input = input.to_original_precision() if isinstance(input, Float8Tensor) else input
+        weight = weight.to_original_precision() if isinstance(weight, Float8Tensor) else weight
+    elif isinstance(input, Float8Tensor):
+        gemms = plan.output, plan.grad_weight
+        if plan.output.powers_of_2 and not input._granularity.exponents:  # it may have any scale
+            any_scale = [x and x._replace(powers_of_2=False) for x in gemms]
+            plan = plan._replace(output=any_scale[0], grad_weight=any_scale[1])
+    if empty:
+        output = input @ weight.to(input.dtype).t()
     else:
         rows = input if input.dim() == 2 else input.reshape(-1, K)
         need_grads = grad and input.requires_grad, grad and weight.requires_grad

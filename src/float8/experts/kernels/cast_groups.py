@@ -18,7 +18,7 @@ from torch import Tensor
 from float8.formats import E4M3, GROUP_ALIGNMENT, HIGH_PRECISION_DTYPES
 from float8.kernels import numeric, tiles
 from float8.kernels.cast import cast as cast_matrix
-from float8.kernels.cast import cast_reference, refusal, to_float8
+from float8.kernels.cast import cast_reference, refusal, refused_scale, to_float8
 from float8.kernels.cast_kernels import store_run_scales
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import has_float8_conversion, jit, tl
@@ -67,6 +67,8 @@ def cast_groups(
         raise refusal(x)
     (R, E), x = (x.shape[0], offs.shape[0]), x.contiguous()
     cast_config, granularity = cast.config, cast.config.scaling_granularity
+    if cast.scale is not None and not granularity.one_scale:
+        raise refused_scale(cast.scale, x, granularity)
     if not col and granularity.height == 1:  # scales of rows do not depend on groups
         operand: Any = cast_matrix(x, cast_config, row=True, col=False, after=after)[0]
         if granularity.by_rows:

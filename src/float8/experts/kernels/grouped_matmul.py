@@ -108,8 +108,7 @@ def _grouped_matmul_triton(
     if of_a.exponents:
         mx = Operand(a, a_scale), Operand(b, b_scale), ends, (of_a, of_b)
         return multiply_mx(*mx).to(out_dtype)
-    out = grouped_matmul_fake(*operands, out_dtype)
-    row_groups = b.dim() == 3
+    out, row_groups = grouped_matmul_fake(*operands, out_dtype), b.dim() == 3
     b = b if row_groups else b.unsqueeze(0)
     if of_a.by_blocks:
         multiply_blocks(out, a, a_scale, b, b_scale, ends)
