@@ -31,14 +31,10 @@ with contextlib.suppress(RuntimeError):
 class Gemm(NamedTuple):
     """Settings of one GEMM."""
 
-    use_fast_accum: bool = False
-    """Accumulate with fewer bits on devices that can; ignored under block scales."""
-    emulate: bool = False
-    """Multiply the dequantized values in high precision, on any device."""
-    powers_of_2: bool = False
-    """Whether all scales are powers of two; dequantized values are then exact in bfloat16."""
-    granularities: tuple[Granularity, Granularity] = (_TENSORWISE, _TENSORWISE)
-    """The granularities of the scales of the operands `a` and `b` of `matmul`."""
+    use_fast_accum: bool = False  # accumulate with fewer bits where devices can; not for blocks
+    emulate: bool = False  # multiply dequantized values in high precision, on any device
+    powers_of_2: bool = False  # all scales are: bfloat16 holds dequantized values exactly
+    granularities: tuple[Granularity, Granularity] = (_TENSORWISE, _TENSORWISE)  # of `a` and `b`
 
     def packed(self) -> str:
         """Return the settings as one string for ops, e.g. "axiswise axiswise False False True"."""
@@ -59,8 +55,8 @@ def matmul(
 ) -> Tensor:
     """Return `(a.data * a.scale) @ (b.data * b.scale).T`, accumulated in float32.
 
-    With `gemm.emulate` dequantized values are multiplied, on GPUs in bfloat16 if that is exact. CPUs
-    do so under finer scales, and run the op `scaled_mm` under one scale per tensor.
+    With `gemm.emulate` dequantized values are multiplied, on GPUs in bfloat16 if that is exact.
+    CPUs do so under finer scales, and run the op `scaled_mm` under one scale per tensor.
 
     `a.data` [M, K] and `b.data` [N, K] are float8, contiguous along K as Hopper's tensor cores read
     them. Scales have the shapes of `Granularity.scales`, which is not checked. K and N are
@@ -208,8 +204,7 @@ def _emulated(a: Operand, b: Operand, gemm: Gemm, out_dtype: torch.dtype) -> Ten
     if not scaled_before:
         # As the tensor cores do: scale the float32 accumulator, then round once.
         product = product * a.scale * (b.scale if granularity_b.one_scale else b.scale.t())
-    # No `.to()` that does nothing: when an autograd.Function returns one, the gradients that
-    # torch 2.11's Dynamo traces for it are zero.
+    # Where `.to()` does nothing, torch 2.11's Dynamo traces gradients of zero for its result.
     return product if out_dtype == product.dtype else product.to(out_dtype)
 
 
