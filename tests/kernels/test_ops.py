@@ -69,6 +69,12 @@ def of_tally(device: str) -> Args:
     yield numbers, totals, torch.ones((), dtype=torch.int64), True
 
 
+def of_scaled_mm(device: str) -> Args:
+    a, b = (torch.randn(rows, 32, device=device).to(E4M3) for rows in (17, 48))
+    for dtype in torch.float32, torch.bfloat16:
+        yield a, b, *(torch.ones((), device=device) for _ in range(2)), dtype
+
+
 def of_times_held(device: str) -> Args:
     squares = ScalingGranularity.BLOCK_128x128
     for n, (experts, of) in enumerate((((), None), ((3,), None), ((3,), squares))):
@@ -151,6 +157,7 @@ ARGUMENTS: dict[str, Callable[[str], Args]] = {
     "grouped_matmul": of_grouped_matmul,
     "grouped_outer": lambda device: iter([of_groups(device)]),
     "matmul": of_matmul,
+    "scaled_mm": of_scaled_mm,
     "scale_without_gradients": lambda device: iter([(torch.tensor(0.5, device=device),)]),
     "tally": of_tally,
     "times_held": of_times_held,

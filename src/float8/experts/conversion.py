@@ -60,7 +60,7 @@ class Experts(Conversion):
 
     def why_left_out(self, mod: nn.Module, fqn: str, chooser: Chooser) -> str | None:
         """Return a reason if `fqn` is the name of an adapter or a head, else None."""
-        return left_out(fqn)
+        return left_out(fqn, chooser.head)
 
     def problem(self, mod: nn.Module, chooser: Chooser) -> str | None:
         """Return why `mod` cannot be converted with the configuration, or None."""

@@ -88,7 +88,8 @@ class Float8GatherWeight(Wrapper):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, weight = kwargs or {}, args[0] if args else None
-        plain_args, plain_kwargs = _plain(args), {name: _plain(x) for name, x in kwargs.items()}
+        plain_args, plain_values = [*map(_plain, args)], map(_plain, kwargs.values())
+        plain_kwargs = dict(zip(kwargs, plain_values, strict=True))
         if isinstance(weight, Float8GatherWeight) and (func.is_view or func in _KEEP):
             # In inference mode torch has not decomposed compound ops.
             result: Any = func.decompose(*args, **kwargs)

@@ -74,8 +74,10 @@ class Shards(NamedTuple):
         """Return the casts of a call, whose amaxes are reduced over the ranks of the 1-D `mesh`."""
         casts: Casts = layer._float8_plan.casts
         if mesh.size() > 1:
-            reduce = amax_over([mesh.get_group(0)])
-            casts = Casts(*[cast._replace(reduce=reduce) for cast in casts])
+            reduce, reduced = amax_over([mesh.get_group(0)]), {}
+            for site in casts._fields:
+                reduced[site] = getattr(casts, site)._replace(reduce=reduce)
+            casts = casts._replace(**reduced)
         return layer._float8_with_state(casts) if layer._float8_stateful else casts
 
     def words(self, layer: Any) -> list[str]:
@@ -222,10 +224,7 @@ def _without_reduce(casts: Casts, *roles: str) -> Casts:
 
 
 def _shared_tokens(x: Any, dim: int) -> SharedTokens | None:
-    """Return the `SharedTokens` of `x`, a DTensor to be sharded along `dim`.
-
-    Returns None if `dim` is the last one, its size is no multiple of the ranks, or `x` is empty.
-    """
+    """Return `SharedTokens` to shard a DTensor by `dim`; None if last or uneven, or `x` is empty."""
     mesh = x.device_mesh
     if dim == x.dim() - 1 or x.shape[dim] % mesh.size() or 0 in x.shape:
         return None
