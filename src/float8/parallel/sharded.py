@@ -224,7 +224,7 @@ def _without_reduce(casts: Casts, *roles: str) -> Casts:
 
 
 def _shared_tokens(x: Any, dim: int) -> SharedTokens | None:
-    """Return `SharedTokens` to shard a DTensor by `dim`; None if last or uneven, or `x` is empty."""
+    """Return `SharedTokens` to shard DTensor `x` by `dim`; None if last or uneven, or if empty."""
     mesh = x.device_mesh
     if dim == x.dim() - 1 or x.shape[dim] % mesh.size() or 0 in x.shape:
         return None
