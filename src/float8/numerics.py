@@ -27,7 +27,7 @@ ROLES = "input", "weight", "grad_output"
 
 
 def of_this_rank(x: Any, cast: Cast | None) -> tuple[Tensor, Cast | None]:
-    """Return this rank's part of `x`, dequantized, and `cast`, reducing amaxes of DTensors."""
+    """Return this rank's part of `x`, dequantized, and `cast`, with `reduce` set for a DTensor."""
     if is_dtensor(x):
         cast = cast and cast._replace(reduce=amax_over(sharding_groups(x)))
         x = x.full_tensor() if any(placement.is_partial() for placement in x.placements) else x

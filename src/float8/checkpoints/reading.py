@@ -176,7 +176,7 @@ def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None
     elif target.part.pieces > 1 and shares_scales:
         got = f"experts with float8_weights=ONLY, whose {granularities} join two projections"
         expected = "scales of each; convert them by another recipe, or without ONLY"
-    elif placements and tensor.is_meta and not takes_data:
+    elif placements and tensor.is_meta and not takes_data:  # `_load` allocates plain ones
         got, expected = "a sharded Parameter on the meta device", "memory to load into"
         expected += "; call model.to_empty(device=...) first"
     elif target.part != WHOLE and not all(x.is_replicate() or x.is_shard(0) for x in placements):

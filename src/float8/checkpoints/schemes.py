@@ -61,7 +61,7 @@ class Scheme(NamedTuple):
         return self.granularity.scales(shape)[0], 1 if width is None else -(-shape[1] // width)
 
     def require_pair(self, name: str, weight: Any, scale: Any) -> None:
-        """Raise `ValueError` unless (dtype, shape) of `weight` and of a `scale` fit this scheme."""
+        """Raise `ValueError` unless `weight` and `scale`, pairs (dtype, shape), are given and fit."""
         (dtype, shape), scale_name = weight, name + self.scale_suffix
         scale_dtype, scale_shape = scale or (None, None)  # None: there is no scale, which raises
         shapes = [self.scale_shape(shape)] if len(shape) == 2 else []

@@ -219,10 +219,10 @@ def measure_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Raise amaxes of rows, columns or both to those of a program's part, ``rows`` x BLOCK_C."""
     strips = tl.cdiv(C, BLOCK_C)
-    tile = tiles.reversed_tile()
+    tile = tiles.reversed_tile()  # `cast_kernel` begins with what is read last, in the L2 cache
     begin = tile // strips * rows
     end = tl.minimum(begin + rows, R)
     tiles.measure_strip(
         x_ptr, amax_ptr, amax_ptr + R, begin, end, tile % strips, C, stride_r, stride_c,
-        ROW, COL, False, EVEN, BLOCK_R, BLOCK_C,
+        ROW, COL, False, EVEN, BLOCK_R, BLOCK_C,  # False: ALL, one amax of all elements
     )  # fmt: skip

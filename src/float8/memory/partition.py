@@ -189,16 +189,16 @@ def _mark_sums_as_must_save(graph: Graph) -> None:
 def _may_be_rounded(
     graph: Graph, start: Node, gradients: set[Node], weight_gradients: set[Node | None]
 ) -> bool:
-    """Return whether all uses of the saved value `start` in backward match one of four patterns.
+    """Return whether each use of the saved value `start` in backward is of one of four kinds.
 
     - The operand of a weight gradient: the value, times exact factors or cast to float8, is
       multiplied with one of `gradients`, and the product is one of `weight_gradients`.
-    - The input of SiLU or GELU: backward computes the function again, as an operand and for the
-      derivative; the gradient goes into the GEMMs, casts and the bias of a linear layer alone.
+    - The input of SiLU or GELU: backward computes the output again, as such an operand, and the
+      derivative; the input's gradient goes into GEMMs, casts and the bias of a linear layer alone.
     - `up` in `silu(gate) * up`: a gradient times `up` goes into the derivative of `silu` alone.
     - The input `x` of RMSNorm: its gradient adds `sum(gradient * x, -1) * x` times exact factors.
 
-    In all four the value is a factor, so the relative error of each term is that of the value.
+    In all four each term is a product with the value or a function of it, and about as exact.
     """
     kinds = {start: "value"}
     for node in graph.nodes:
