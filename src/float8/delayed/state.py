@@ -96,7 +96,7 @@ class StatefulLayer(Float8Module):
         return super().register_forward_pre_hook(*args, **kwargs)
 
     def _float8_replace_meta_buffers(self) -> bool:
-        """Replace all buffers if one is on the meta device and the weight is not; return whether."""
+        """Replace all buffers if one, but not the weight, is on the meta device; return whether."""
         replaces = not self.weight.is_meta and any(x.is_meta for x in self._float8_state().values())
         if replaces:
             self._float8_register_buffers()

@@ -54,7 +54,7 @@ def sync_float8_amax_and_scale_history(
     """
     require_module(model, "model")
     if fp8_layers is not None:
-        listed = [*fp8_layers] if isinstance(fp8_layers, Iterable) else [None]
+        listed = [*fp8_layers] if isinstance(fp8_layers, Iterable) else [None]  # refused
         if not all(isinstance(x, Float8Linear) for x in listed):
             kinds = f"{type(fp8_layers).__name__} of {[type(x).__name__ for x in listed]}"
             expected = "a list of Float8Linear; None syncs all of the model"

@@ -224,7 +224,7 @@ class Float8GatherWeight(Wrapper):
         owner = local_tensor(weight)  # keeps casts; with CPU offload `self` is a copy
         owner.param_dtype = dtype  # from now on the shard can be cast ahead
         delayed = config.scaling_type is ScalingType.DELAYED
-        kept = None if delayed else owner.kept(weight)
+        kept = None if delayed else owner.kept(weight)  # delayed casts record amaxes: none ahead
         one_scale, quantized, amax = config.scaling_granularity.one_scale, kept, None
         if quantized is None or quantized.data is None:
             if delayed:
@@ -238,7 +238,7 @@ class Float8GatherWeight(Wrapper):
             quantized = self.quantized(shard, cast, dtype)
         scale = quantized.scale
         sent = padded_shard(quantized.data.view(torch.uint8), rows)
-        if not one_scale and mesh.size() > 1:
+        if not one_scale and mesh.size() > 1:  # a single rank has all scales already
             return (sent, scale.contiguous().view(torch.uint8)), GatherInfo(size)
         is_new = kept is None or kept.scale is not scale  # computed here, on the gather stream
         return (sent,), GatherInfo(size, scale, amax, is_new)
@@ -263,7 +263,7 @@ class Float8GatherWeight(Wrapper):
                 if in_float8:
                     data = self._gathered(data.view(self.how.dtype), scale, dtype, amax)
                 return data, ()
-        if in_float8:
+        if in_float8:  # `out` has the bytes of `received` already
             gathered = local_tensor(out)
             gathered._scale, gathered._amax = scale, amax
         return None

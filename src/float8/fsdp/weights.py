@@ -86,9 +86,9 @@ def _shards_to_cast(model: nn.Module) -> dict[_BatchKey, dict[Any, Float8GatherW
             continue
         for weight in module._parameters.values():
             shard = local_tensor(weight)
-            if isinstance(shard, Float8Tensor) and shard._granularity.one_scale:  # all ranks sync
+            if isinstance(shard, Float8Tensor) and shard._granularity.one_scale:
                 name = next(name for name, mod in model.named_modules() if mod is module)
-                raise ValueError(
+                raise ValueError(  # the ranks reduce the amaxes of all shards together
                     f"layer {name!r}: got a weight that is gathered at the moment, expected its "
                     f"shard; before optimizer.step(), call reshard() on the modules that keep "
                     f"their weights"

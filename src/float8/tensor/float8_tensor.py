@@ -314,10 +314,10 @@ def _scales_of_views(func: Any, x: Float8Tensor, views: Any, args: list[Any]) ->
         return [func(x._scale, *args)]
     if op is aten.constant_pad_nd and x._has_row_scales and not any(args[0][:2]):  # adds rows
         return [func(x._scale, args[0], 1.0)]  # rows that are added have scale 1
-    if op in _RESHAPES:
+    if op in _RESHAPING_OPS:
         scales = _reshaped_scale(x, views[0])
-    elif op in _TAKES and views[0].dim() > 1:
-        dim = (*args, 0, 0)[_TAKES[op]]  # 0 by default
+    elif op in _DIM_AT and views[0].dim() > 1:
+        dim = (*args, 0, 0)[_DIM_AT[op]]  # 0 by default
         # Dims along which elements share scales, counted from the last.
         shared = (-2, -1) if x._granularity.by_blocks else (-2,) if x._has_column_scales else (-1,)
         if dim % x.dim() - x.dim() not in shared and x._scale.shape[dim] == x.shape[dim]:
@@ -332,8 +332,8 @@ def _scales_of_views(func: Any, x: Float8Tensor, views: Any, args: list[Any]) ->
     raise _refusal(func, x, ": the result would cut what one scale covers")
 
 
-_RESHAPES = aten.view, aten._unsafe_view, aten._reshape_alias, aten.unsqueeze, aten.squeeze
-_TAKES = {aten.slice: 0, aten.select: 0, aten.unbind: 0, aten.split: 1, aten.split_with_sizes: 1}
+_RESHAPING_OPS = aten.view, aten._unsafe_view, aten._reshape_alias, aten.unsqueeze, aten.squeeze
+_DIM_AT = {aten.slice: 0, aten.select: 0, aten.unbind: 0, aten.split: 1, aten.split_with_sizes: 1}
 """Ops that return parts of a tensor -> index of their `dim` among the arguments after `self`."""
 
 
