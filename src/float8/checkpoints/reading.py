@@ -162,7 +162,7 @@ def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None
     model_shape = target.part.shape(tuple(tensor.shape))
     only_layers, granularity = target.only_layers, checkpoint.scheme.granularity
     granularities = {x._float8_plan.casts.weight.config.scaling_granularity for x in only_layers}
-    shares_scales = any(not x.height or model_shape[0] % x.height for x in granularities)
+    shares_scales = any(x.one_scale or model_shape[0] % x.height for x in granularities)
     in_float8 = name in checkpoint.in_float8
     takes_data = in_float8 and len(only_layers) == len(target.saved.uses)  # else it is dequantized
     placements = tensor.placements if is_dtensor(tensor) else ()

@@ -51,7 +51,7 @@ class StatefulLayer(Float8Module):
     """The versions of the Parameters when the first amax since the last sync was recorded."""
     _float8_sample: tuple[Any, int, Tensor] | None = None
     """The identity of the weight, version of grad_output's amax, and diagonal compared last."""
-    _float8_synced_version = -1
+    _float8_synced_version = -1  # `_float8_amax_version()` at the last sync
     _float8_not_copied = frozenset({"_float8_compared", "_float8_versions", "_float8_sample"})
 
     # ---------------------------------------------------------------- the buffers
@@ -112,6 +112,7 @@ class StatefulLayer(Float8Module):
         self._float8_state_was_written()
 
     def _float8_state_was_written(self) -> None:
+        """Note that buffers have other values: no scale is known, and all amaxes are synced."""
         self._float8_known = frozenset()
         self._float8_mark_synced()
 

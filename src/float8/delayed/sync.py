@@ -177,9 +177,8 @@ def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> 
             unused = site == WEIGHT and not layer._float8_has_unsynced_amax()
             shard = _shard_amax(layer.weight) if unused else None
             shards.append(amaxes[-1].new_zeros(()) if shard is None else shard)
-    reduced = amax_over(groups, device_type)(
-        torch.stack([x.to(amaxes[0].device) for x in amaxes + shards])
-    )
+    values = torch.stack([x.to(amaxes[0].device) for x in amaxes + shards])
+    reduced = amax_over(groups, device_type)(values)
     recorded, unrecorded = reduced.chunk(2)  # a layer that no rank ran keeps 0
     merged = torch.where(recorded != 0, torch.maximum(recorded, unrecorded), recorded)
     torch._foreach_copy_(amaxes, merged.unbind())

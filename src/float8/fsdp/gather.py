@@ -201,7 +201,7 @@ class Float8GatherWeight(Wrapper):
             return f"its columns are sharded, which {granularity} would cut"
         if rows * mesh.size() != size[0]:
             return f"shards of {rows} rows are not all of one size, for which scales are sent"
-        if rows % (granularity.height or 1):
+        if rows % (granularity.height or 1):  # None only under one scale: see above
             return f"shards of {rows} rows would cut {granularity}"
         return None
 

@@ -185,7 +185,7 @@ def cast_reference(
         y = F.pad(x, padding) if pads else x
         y = y.t() if transposed else y
         Rp, Cp = y.shape
-        y = y.view(Rp // height, height, Cp // width if width else 1, width or Cp)
+        y = y.view(Rp // height, height, Cp // width if width else 1, width or Cp)  # to blocks
         amax = y
         for dim in (3, 1) if square else (3,):  # dim 3 first: that fuses into the producer of x
             if amax.shape[dim] == 0:
