@@ -92,7 +92,7 @@ COUNT, TALLY = torch.ops.float8.count.default, torch.ops.float8.tally.default
 
 @torch.no_grad()
 def measure(x: Any, cast: Cast | None, col: bool = False, offs: Tensor | None = None) -> Tensor:
-    """Quantize `x` by `cast` to row data (column data if `col`); return the result of `count`.
+    """Quantize this rank's `x` by `cast`, to row data or, if `col`, column data; return `count`.
 
     `x` is [..., C]; with `offs`, the ends of groups, it is their rows [R, C] or weights [E, N, K].
     If `x` is in float8, zeros count as underflow. Without a `cast`, only non-finite values count.

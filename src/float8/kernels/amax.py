@@ -19,7 +19,7 @@ def amax(x: Tensor) -> Tensor:
     The result is NaN if an element is NaN, else Inf if one is infinite. ``x`` is float32, bfloat16
     or float16 of any shape and strides; other dtypes raise `TypeError`. In compiled code plain
     torch computes it, which Inductor fuses into the producer of ``x``, and which may read values
-    not yet rounded to ``x.dtype``. In eager mode, and if ``x`` may be empty, the op `amax` runs.
+    not yet rounded to ``x.dtype``. In eager mode, or if ``x`` may be empty, the op `amax` runs.
     """
     if x.dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"amax: x is {describe(x)}; expected a {HIGH_PRECISION}")

@@ -154,7 +154,7 @@ def store_run_scales(  # type: ignore[no-untyped-def]
 
 @jit
 def times_any(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Multiply four float32 tensors by ``inverse``, 1 / any scale; return 0 if not ``inside``."""
+    """Multiply four float32 tensors by ``inverse``, 1 / any scale; zero where not ``inside``."""
     # An Inf in v must become NaN, although a product that overflows saturates. Inf * 0 is NaN, and
     # adding a zero of the product's sign changes no other value, contracted to an FMA or not.
     zero = (inverse.to(tl.int32, bitcast=True) & -0x80000000).to(tl.float32, bitcast=True)

@@ -92,7 +92,7 @@ class OnlyWeights(nn.Module):
 
 
 def refuse_only(layer: Any, config: Float8LinearConfig) -> ValueError | None:
-    """Return an error if `ONLY` is set and the weight sharded, trained or computed, else None."""
+    """Return an error if `ONLY` is set, but the weight is sharded, trained or computed; or None."""
     if config.float8_weights is not Float8Weights.ONLY:
         return None
     if "weight" not in {**layer._parameters, **layer._buffers}:
@@ -109,7 +109,7 @@ def refuse_only(layer: Any, config: Float8LinearConfig) -> ValueError | None:
 
 
 def moved(weight: Float8Tensor, fn: Callable[[Tensor], Tensor]) -> Float8Tensor:
-    """Return `weight` moved by `fn` of `nn.Module._apply`; a new dtype becomes the nominal one."""
+    """Return `weight` moved by `fn` of `nn.Module._apply`; a new dtype is reported, not cast to."""
     template = fn(torch.empty((), dtype=weight.dtype, device=weight.device))
 
     def move(x: Tensor) -> Tensor:
