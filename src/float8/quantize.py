@@ -157,7 +157,7 @@ def recast(x: Tensor, cast_config: CastConfig, scale: Tensor) -> Operand:
 
 
 def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Operand:
-    """Zero-pad C, and R of 2-D data if `pad_rows`, to multiples of the block width, 16 without."""
+    """Zero-pad C, and R of 2-D data if `pad_rows`, to multiples of the block width, else of 16."""
     data, scale = row
     multiple = granularity.width or GEMM_ALIGNMENT
     bottom = -data.shape[0] % multiple if pad_rows and data.dim() == 2 else 0

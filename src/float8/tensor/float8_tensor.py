@@ -495,7 +495,7 @@ _OPS: dict[Any, str] = {
     _copy_: "aten::copy_",
     _run_dequantized: "aten::equal aten::is_same_size aten::zeros_like aten::ones_like",
     _multiply: "".join(f"aten::{name} " for name in _PRODUCTS.split()),
-    lambda func, args, kwargs: func(args[0]._data, *args[1:]): "aten::is_pinned",  # by DCP
+    lambda func, args, kwargs: func(args[0]._data, *args[1:]): "aten::is_pinned",  # DCP calls it
     lambda func, args, kwargs: args[0].storage(): "aten::view.dtype",
     _broadcast_or_scatter: "c10d::broadcast_ c10d::scatter_",  # `distribute_tensor` calls these
     # `redistribute` and `full_tensor` of DTensors call these.
