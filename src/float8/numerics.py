@@ -27,7 +27,7 @@ ROLES = "input", "weight", "grad_output"
 
 
 def of_this_rank(x: Any, cast: Cast | None) -> tuple[Tensor, Cast | None]:
-    """Return this rank's part of `x`, dequantized, and `cast`, reducing amaxes of DTensors."""
+    """Return this rank's part of `x`, dequantized, and `cast`, with `reduce` set for a DTensor."""
     if is_dtensor(x):
         cast = cast and cast._replace(reduce=amax_over(sharding_groups(x)))
         x = x.full_tensor() if any(placement.is_partial() for placement in x.placements) else x
@@ -92,7 +92,7 @@ COUNT, TALLY = torch.ops.float8.count.default, torch.ops.float8.tally.default
 
 @torch.no_grad()
 def measure(x: Any, cast: Cast | None, col: bool = False, offs: Tensor | None = None) -> Tensor:
-    """Quantize `x` by `cast` to row data (column data if `col`); return the result of `count`.
+    """Quantize this rank's `x` by `cast`, to row data or, if `col`, column data; return `count`.
 
     `x` is [..., C]; with `offs`, the ends of groups, it is their rows [R, C] or weights [E, N, K].
     If `x` is in float8, zeros count as underflow. Without a `cast`, only non-finite values count.

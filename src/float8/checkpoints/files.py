@@ -79,7 +79,7 @@ class Checkpoint:
                 self.scheme.require_pair(name, (dtype, shape), scale)
                 self.in_float8.add(name)
         others = self.headers.keys() - {name + suffix for name in self.in_float8}
-        self.names = sorted(name for name in others if not name.endswith(_OF_ACTIVATIONS))
+        self.names = sorted(name for name in others if not name.endswith(_SCALES_OF_ACTIVATIONS))
 
     def _quantization_config(self, folder: Path) -> Any:
         """Return `quantization_config` of config.json, or one for formats that do not write it."""
@@ -87,7 +87,7 @@ class Checkpoint:
             if config := _read(folder, CONFIG, _read_json).get("quantization_config"):
                 return config
         metadata = next(iter(self._file_of.values())).metadata() or {}
-        if any(map(_OF_COMFY.search, [*self._file_of, *metadata])):  # names that only ComfyUI has
+        if any(map(_COMFY_NAMES.search, [*self._file_of, *metadata])):  # only ComfyUI has these
             return {"quant_method": "comfy"}
         if (folder / "hf_quant_config.json").exists():
             return {"quant_method": "modelopt"}
@@ -104,10 +104,10 @@ class Checkpoint:
 
 
 # Suffixes of the names of scales of activations and KV caches, which are not read.
-_OF_ACTIVATIONS: tuple[str, ...] = (".input_scale", ".output_scale", ".activation_scale")
-_OF_ACTIVATIONS += (".act_scale", ".k_scale", ".v_scale", ".kv_scale")
+_SCALES_OF_ACTIVATIONS: tuple[str, ...] = (".input_scale", ".output_scale", ".activation_scale")
+_SCALES_OF_ACTIVATIONS += (".act_scale", ".k_scale", ".v_scale", ".kv_scale")
 
-_OF_COMFY = re.compile(r"^(scaled_fp8|_quantization_metadata)$|\.(scale_weight|comfy_quant)$")
+_COMFY_NAMES = re.compile(r"^(scaled_fp8|_quantization_metadata)$|\.(scale_weight|comfy_quant)$")
 
 # Names in safetensors files of floating-point dtypes and dtypes of scales; others stay strings.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
@@ -166,7 +166,7 @@ def _read_index(index: Path) -> dict[str, set[str]]:
 
 def _read(folder: Path, name: str, read: Callable[[Path], Any]) -> Any:
     """Return `read(path)` for the file `name` in `_COMPLETE` if it is there, else in `folder`."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError, RuntimeError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, RuntimeError):  # moved just now
         return read(folder / _COMPLETE / name)
     return read(folder / name)
 
@@ -283,7 +283,7 @@ def _move_to_places(folder: Path) -> None:
                 undo.callback(backup.replace, path)
             new.replace(path)
             undo.callback(path.replace, new)
-        undo.pop_all()
+        undo.pop_all()  # all moves succeeded: undo none
     shutil.rmtree(complete, ignore_errors=True)
 
 

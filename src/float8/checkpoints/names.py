@@ -69,8 +69,8 @@ class Part(NamedTuple):
         begin, end = N * self.piece, N * self.piece + N
         if not isinstance(x, Float8Tensor):
             return x[self.expert, begin:end]
-        height = x._granularity.height or 1  # rows that share a scale
-        if self.pieces > 1 and N % height:
+        height: Any = x._granularity.height  # of blocks, 1 for rows; experts never have one scale
+        if self.pieces > 1 and N % height:  # a block has rows of two pieces
             expert_weight: Any = x[self.expert]  # [pieces * N, K]
             return dequantise(expert_weight)[begin:end]
         scale = x._scale[self.expert, begin // height : -(-end // height)]

@@ -162,7 +162,7 @@ def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None
     model_shape = target.part.shape(tuple(tensor.shape))
     only_layers, granularity = target.only_layers, checkpoint.scheme.granularity
     granularities = {x._float8_plan.casts.weight.config.scaling_granularity for x in only_layers}
-    shares_scales = any(not x.height or model_shape[0] % x.height for x in granularities)
+    shares_scales = any(x.one_scale or model_shape[0] % x.height for x in granularities)
     in_float8 = name in checkpoint.in_float8
     takes_data = in_float8 and len(only_layers) == len(target.saved.uses)  # else it is dequantized
     placements = tensor.placements if is_dtensor(tensor) else ()
@@ -176,7 +176,7 @@ def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None
     elif target.part.pieces > 1 and shares_scales:
         got = f"experts with float8_weights=ONLY, whose {granularities} join two projections"
         expected = "scales of each; convert them by another recipe, or without ONLY"
-    elif placements and tensor.is_meta and not takes_data:
+    elif placements and tensor.is_meta and not takes_data:  # `_load` allocates plain ones
         got, expected = "a sharded Parameter on the meta device", "memory to load into"
         expected += "; call model.to_empty(device=...) first"
     elif target.part != WHOLE and not all(x.is_replicate() or x.is_shard(0) for x in placements):

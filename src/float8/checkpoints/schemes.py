@@ -1,6 +1,6 @@
 """Schemes that store float8 weights in files, and layers that other libraries loaded from these.
 
-Every scheme in `_ALL` stores a weight [N, K] as e4m3 data with decode scales, as this library does:
+Each of `_SCHEMES` stores a weight [N, K] as e4m3 data with decode scales, as this library does:
 `x ~= data * scale`. Scales are float32, except for the 8-bit exponents of `block_ue8m0` and `mxfp8`
 (a byte is 2^(byte - 127), 255 is NaN). Those of `block_ue8m0` may be float32, as in DeepSeek-V3.1.
 """
@@ -61,7 +61,7 @@ class Scheme(NamedTuple):
         return self.granularity.scales(shape)[0], 1 if width is None else -(-shape[1] // width)
 
     def require_pair(self, name: str, weight: Any, scale: Any) -> None:
-        """Raise `ValueError` unless (dtype, shape) of `weight` and of a `scale` fit this scheme."""
+        """Raise `ValueError` unless pairs (dtype, shape) `weight` and `scale` exist and fit."""
         (dtype, shape), scale_name = weight, name + self.scale_suffix
         scale_dtype, scale_shape = scale or (None, None)  # None: there is no scale, which raises
         shapes = [self.scale_shape(shape)] if len(shape) == 2 else []
@@ -139,7 +139,7 @@ class Scheme(NamedTuple):
         return config | {"config_groups": {"group_0": group}, "ignore": left_out}
 
 
-_ALL = (
+_SCHEMES = (
     Scheme(FINE_GRAINED, "block", ScalingGranularity.BLOCK_128x128, "blockwise"),
     Scheme(FINE_GRAINED, "tensor", ScalingGranularity.TENSORWISE, "tensorwise"),
     Scheme(FINE_GRAINED, "block_ue8m0", ScalingGranularity.BLOCK_128x128, "blockwise", EXPONENTS),
@@ -149,13 +149,13 @@ _ALL = (
     Scheme(COMPRESSED, "block", ScalingGranularity.BLOCK_128x128, "blockwise"),
     Scheme(COMPRESSED, "mxfp8", ScalingGranularity.BLOCK_1x32, "mxfp8", torch.uint8),
 )
-_NAMES = ", ".join(f"{x.format!r} with strategy {x.strategy!r}" for x in _ALL)
+_NAMES = ", ".join(f"{x.format!r} with strategy {x.strategy!r}" for x in _SCHEMES)
 _METHODS = "fp8", "mxfp8"  # values of `quant_method` for `fine-grained-fp8`
 
 
 def scheme_named(format: str, strategy: str | None) -> Scheme:
     """Return the scheme of `format` and `strategy`; None means the format's first strategy."""
-    for scheme in _ALL:
+    for scheme in _SCHEMES:
         if scheme.format == format and strategy in (None, scheme.strategy):
             return scheme
     raise ValueError(f"format: got {format!r} with strategy {strategy!r}, expected one of {_NAMES}")
@@ -166,11 +166,11 @@ def scheme_of(config: Any) -> Scheme:
 
     Raises a `ValueError` that names the first field of `config` by which no scheme is left.
     """
-    config = _object(config)
+    config = _dict_or_empty(config)
     method = config.get("quant_method")
-    cures = (cure for name, cure in _CURES.items() if str(method).startswith(name))
-    _require("['quant_method']", method, [*_METHODS, COMPRESSED], next(cures, None))
-    schemes = [x for x in _ALL if (x.format == COMPRESSED) is (method == COMPRESSED)]
+    fixes = (fix for name, fix in _FIXES.items() if str(method).startswith(name))
+    _require("['quant_method']", method, [*_METHODS, COMPRESSED], next(fixes, None))
+    schemes = [x for x in _SCHEMES if (x.format == COMPRESSED) is (method == COMPRESSED)]
     for field, got in _fields(config).items():
         values = [_fields(scheme.config([]))[field] for scheme in schemes]
         _require(field, got, values)
@@ -187,9 +187,9 @@ def _fields(config: dict[str, Any]) -> dict[str, Any]:
         fields |= {"fmt": "e4m3", "expert_dtype": "fp8"}
         fields |= {name: config[name] for name in fields if config.get(name) is not None}
         return {f"[{name!r}]": value for name, value in fields.items()}
-    groups = _object(config.get("config_groups"))
-    group = _object(next(iter(groups.values()), None))
-    weights = {"symmetric": True} | _object(group.get("weights"))
+    groups = _dict_or_empty(config.get("config_groups"))
+    group = _dict_or_empty(next(iter(groups.values()), None))
+    weights = {"symmetric": True} | _dict_or_empty(group.get("weights"))
     names = ["type", "num_bits", "symmetric", "strategy"]
     names += ["group_size", "scale_dtype"] if weights.get("strategy") == "group" else []
     names += ["block_structure"] if weights.get("strategy") == "block" else []
@@ -200,12 +200,12 @@ def _fields(config: dict[str, Any]) -> dict[str, Any]:
     return fields | {": targets": group.get("targets")}
 
 
-def _object(x: Any) -> dict[str, Any]:
+def _dict_or_empty(x: Any) -> dict[str, Any]:
     """Return `x` if it is a dict, else {}; some configs name a preset instead of a dict."""
     return x if isinstance(x, dict) else {}
 
 
-_CURES = {
+_FIXES = {
     "mxfp4": "load it with transformers and Mxfp4Config(dequantize=True)",
     "modelopt": "if its quant_algo is 'FP8', write {'quant_method': 'fp8'} there, which reads the "
     "same tensors; else take the model in 16 bits",
@@ -214,12 +214,12 @@ _CURES = {
 """What to do with files of formats that are not read, by a prefix of their `quant_method`."""
 
 
-def _require(field: str, got: Any, supported: list[Any], cure: str | None = None) -> None:
+def _require(field: str, got: Any, supported: list[Any], fix: str | None = None) -> None:
     """Raise `ValueError` unless a field of `quantization_config` has a supported value."""
     if got not in supported:
         expected = " or ".join(dict.fromkeys(repr(x) for x in supported if x is not None))
-        cure = cure or "load it with transformers, dequantized, instead"
-        raise ValueError(f"quantization_config{field}: got {got!r}, expected {expected}; {cure}")
+        fix = fix or "load it with transformers, dequantized, instead"
+        raise ValueError(f"quantization_config{field}: got {got!r}, expected {expected}; {fix}")
 
 
 def values_of(x: Tensor) -> Tensor:
@@ -248,14 +248,14 @@ def scheme_of_layer(mod: Any) -> Scheme | str | None:
     if (scale := mod._parameters.get("weight_scale_inv")) is not None:
         block: Any = getattr(mod, "block_size", None)  # None for one scale
         layout = FINE_GRAINED, block and [*block], scale.itemsize == 1
-        fits = (x for x in _ALL if (x.format, x.block, x.exponents is not None) == layout)
+        fits = (x for x in _SCHEMES if (x.format, x.block, x.exponents is not None) == layout)
         return next(fits, f"{block} blocks ({FINE_GRAINED})")
     if (scale := mod._parameters.get("weight_scale")) is None:
         return None
     weight_arguments = getattr(getattr(mod, _SCHEME, None), "weights", None)
     strategy = getattr(weight_arguments, "strategy", "tensor" if scale.numel() == 1 else "channel")
     strategy = "mxfp8" if scale.itemsize == 1 else strategy
-    fits = (x for x in _ALL if (x.format, x.strategy) == (COMPRESSED, strategy))
+    fits = (x for x in _SCHEMES if (x.format, x.strategy) == (COMPRESSED, strategy))
     return next(fits, f"strategy {strategy!r} ({COMPRESSED})")
 
 

@@ -352,8 +352,8 @@ def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastC
         if scheme.accepts(training.scaling_granularity):
             granularity = training.scaling_granularity
     cast = CastConfig(target_dtype=E4M3, scaling_granularity=granularity, power_of_2=rounds)
-    # Training casts all pieces together; each saved weight needs separate scales.
-    separate = pieces == 1 or rows // pieces % (granularity.height or rows) == 0
+    # Training casts all pieces together; each saved weight needs scales that cover no other.
+    separate = pieces == 1 or rows // pieces % (granularity.height or rows) == 0  # None: one scale
     return cast, cast == training and separate
 
 

@@ -12,11 +12,11 @@ from float8.config import GEMM_OPERANDS, Float8LinearConfig, Float8Weights, as_c
 class Cost(NamedTuple):
     """Coefficients, in ms, of the modelled GPU time of a layer's three GEMMs and their casts."""
 
-    flop: float  # per 1e12 FLOP, to the power of `_POWER`
+    flop: float  # per 1e12 FLOP, to the power of `_FLOP_EXPONENT`
     start: float  # per layer, however small
-    tokens: float  # per 1e9 elements of grad_output; times `_INPUT` per 1e9 of the input
+    tokens: float  # per 1e9 elements of grad_output; times `_INPUT_SHARE` per 1e9 of the input
     weight: float  # per 1e9 elements of the weight of a linear layer
-    experts: float  # per 1e9 elements of the weights of experts, beside `_EXPERTS`
+    experts: float  # per 1e9 elements of the weights of experts, beside `_MS_TO_READ_EXPERTS`
     rows: float  # the share of `tokens` for casts that output and grad_input read
 
 
@@ -27,18 +27,18 @@ COSTS = {
     "rowwise": Cost(0.739, 0.033, 2.70, 1.9, 2.11, 0.633),
     "blockwise": Cost(0.775, 0.025, 2.44, 1.9, 1.99, 0.633),
 }
-_EXPERTS = 1.46  # per 1e9 elements of weights of experts, read by GEMMs with few tokens
-_INPUT = 0.85  # as layers share an input, and kernels that produce it take its amax
-_POWER = 1.03  # the larger a GEMM, the nearer a GPU runs to its power limit
-_HOT = {"H100": 0.02, "H200": 0.0}  # added to `_POWER` for float8 GEMMs of more than 1e12 FLOP
+_MS_TO_READ_EXPERTS = 1.46  # per 1e9 elements of weights of experts, read by GEMMs with few tokens
+_INPUT_SHARE = 0.85  # as layers share an input, and kernels that produce it take its amax
+_FLOP_EXPONENT = 1.03  # the larger a GEMM, the nearer a GPU runs to its power limit
+_EXPONENT_IF_LARGE = {"H100": 0.02, "H200": 0.0}  # more for float8 GEMMs of over 1e12 FLOP
 
 MEMORY = {"H100": 1.2, "H200": 1.0}  # time to move bytes, relative to an H200
-_GROUPED = {"H100": 1.02, "H200": 1.0}  # time of float8 GEMMs of experts, relative to an H200
+_GROUPED_TIME = {"H100": 1.02, "H200": 1.0}  # time of float8 GEMMs of experts, relative to an H200
 _GROUPED_BY_BLOCKS = 1.28  # time of blockwise GEMMs of experts, relative to linear layers
-_AT_LEAST = 1.01  # the modelled speed-up from which a layer is converted
-_HELD = 0.15  # the share of the casts of held weights of experts, with four microbatches
-_TRANSPOSED = 0.25  # the share of the casts of a weight that transposes it for grad_input
-_GRAD_WEIGHT = 0.223  # the share of `experts` for grad_weight, if that is in float8
+_MIN_GAIN = 1.01  # the modelled speed-up from which a layer is converted
+_HELD_EXPERTS_SHARE = 0.15  # of the casts of held weights of experts, with four microbatches
+_TRANSPOSE_SHARE = 0.25  # the share of the casts of a weight that transposes it for grad_input
+_GRAD_WEIGHT_SHARE = 0.223  # the share of `experts` for grad_weight, if that is in float8
 ERROR, EXPERTS_ERROR = 0.05, 0.1  # errors of modelled speed-ups, without and with experts
 
 WAITS_BELOW_MS = 0.25
@@ -96,27 +96,27 @@ def layer_ms(
     start = ms_per_tflop = 0.0
     for cost in gemms:
         start += cost.start / 3  # `cost.start` is that of three GEMMs
-        slower = _GROUPED[gpu] if experts else max(1.0, tflop) ** _HOT[gpu]
+        slower = _GROUPED_TIME[gpu] if experts else max(1.0, tflop) ** _EXPONENT_IF_LARGE[gpu]
         slower *= _GROUPED_BY_BLOCKS if experts and cost is COSTS["blockwise"] else 1.0
         flop = bf16.flop if is_emulated or cost is bf16 else cost.flop * slower
         ms_per_tflop += flop / len(gemms)
     input = output.rows * output.tokens + (1 - output.rows) * grad_weight.tokens  # both casts
     grad_output = grad_input.rows * grad_input.tokens + (1 - grad_input.rows) * grad_weight.tokens
-    moved = tokens * (_INPUT * input * K + grad_output * N)  # in 1e-9 ms of an H200
+    moved = tokens * (_INPUT_SHARE * input * K + grad_output * N)  # in 1e-9 ms of an H200
     costs = output, grad_input, grad_weight
     first, second, last = (cost.experts if experts else cost.weight for cost in costs)  # by GEMM
-    weight = second if output is bf16 else first - _TRANSPOSED * (first - second)
-    weight += _GRAD_WEIGHT * (last - weight) if experts else 0.0
-    moved += (_EXPERTS * experts + casts * weight * (experts or 1)) * K * N
-    return ms_per_tflop * float(tflop**_POWER) + start + 1e-9 * MEMORY[gpu] * moved
+    weight = second if output is bf16 else first - _TRANSPOSE_SHARE * (first - second)
+    weight += _GRAD_WEIGHT_SHARE * (last - weight) if experts else 0.0
+    moved += (_MS_TO_READ_EXPERTS * experts + casts * weight * (experts or 1)) * K * N
+    return ms_per_tflop * float(tflop**_FLOP_EXPONENT) + start + 1e-9 * MEMORY[gpu] * moved
 
 
 def both_ms(
     gpu: str, config: Float8LinearConfig, tokens: float, K: int, N: int, ranks: int, **layer: Any
 ) -> tuple[float, float]:
     """Return `layer_ms` in bf16, and under `config` if `ranks` share the casts of the weight."""
-    share = {Float8Weights.HELD: _HELD if layer.get("experts") else 1.0}
-    share[Float8Weights.ONLY] = 1.0 if layer.get("trains", True) else _TRANSPOSED
+    share = {Float8Weights.HELD: _HELD_EXPERTS_SHARE if layer.get("experts") else 1.0}
+    share[Float8Weights.ONLY] = 1.0 if layer.get("trains", True) else _TRANSPOSE_SHARE
     casts = share.get(config.float8_weights, 1.0) / ranks
     bf16_ms = layer_ms(gpu, "bf16", tokens, K, N, **layer)
     return bf16_ms, layer_ms(gpu, config, tokens, K, N, casts=casts, **layer)
@@ -127,7 +127,7 @@ def no_gain(config: Float8LinearConfig, speedup: float, error: float, where: str
     if config.emulate:
         return "loses: emulate=True computes GEMMs in high precision, and casts for them"
     word = "loses" if speedup < 1 - error else "about level"
-    return None if speedup >= _AT_LEAST else f"{word}: modelled {speedup:.2f}x of bf16 on {where}"
+    return None if speedup >= _MIN_GAIN else f"{word}: modelled {speedup:.2f}x of bf16 on {where}"
 
 
 def why_slower(

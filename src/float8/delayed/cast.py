@@ -113,7 +113,7 @@ def _cast_delayed_triton(x: Tensor, scale: Any, amax: Any, *flat: Any) -> tuple[
     *settings, record = flat
     source, arguments = "recorded" if record else "kept", CastArguments(None, None, *settings)
     launch = cast_plan(x.dtype, x.shape, x.stride(), x.device, source, arguments)
-    used, row, _, col, _ = launch(x, scale, amax if record else None)
+    used, row, _, col, _ = launch(x, scale, amax if record else None)  # no finer scales
     if record:
         torch.autograd.graph.increment_version(amax)  # as PyTorch's own ops do
     row = x.new_empty((0,)) if row is None else row

@@ -51,7 +51,7 @@ class StatefulLayer(Float8Module):
     """The versions of the Parameters when the first amax since the last sync was recorded."""
     _float8_sample: tuple[Any, int, Tensor] | None = None
     """The identity of the weight, version of grad_output's amax, and diagonal compared last."""
-    _float8_synced_version = -1
+    _float8_synced_version = -1  # `_float8_amax_version()` at the last sync
     _float8_not_copied = frozenset({"_float8_compared", "_float8_versions", "_float8_sample"})
 
     # ---------------------------------------------------------------- the buffers
@@ -95,12 +95,12 @@ class StatefulLayer(Float8Module):
             self._buffers[name] = local_tensor(buffer)
         return super().register_forward_pre_hook(*args, **kwargs)
 
-    def _float8_leave_meta(self) -> bool:
-        """If a buffer but not the weight is on the meta device, replace buffers and return True."""
-        left = not self.weight.is_meta and any(x.is_meta for x in self._float8_state().values())
-        if left:
+    def _float8_replace_meta_buffers(self) -> bool:
+        """Replace all buffers if one, but not the weight, is on the meta device; return whether."""
+        replaces = not self.weight.is_meta and any(x.is_meta for x in self._float8_state().values())
+        if replaces:
             self._float8_register_buffers()
-        return left
+        return replaces
 
     @torch.no_grad()
     def _float8_reset_state(self) -> None:
@@ -112,6 +112,7 @@ class StatefulLayer(Float8Module):
         self._float8_state_was_written()
 
     def _float8_state_was_written(self) -> None:
+        """Note that buffers have other values: no scale is known, and all amaxes are synced."""
         self._float8_known = frozenset()
         self._float8_mark_synced()
 
@@ -267,14 +268,14 @@ class StatefulLayer(Float8Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StatefulLayer":
         weight: Any = self._parameters.get("weight")
-        left_meta = weight is not None and self._float8_leave_meta()
+        was_meta = weight is not None and self._float8_replace_meta_buffers()
         before: dict[str, Tensor] = self._float8_state()
         super()._apply(fn, recurse)
         for name, old in before.items():
             new = self.get_buffer(name)
             if new.dtype != torch.float32:  # by `.half()`: move only, keep all bits
                 self._buffers[name] = old.to(new.device)
-        if left_meta or any(old.is_meta for old in before.values()):
+        if was_meta or any(old.is_meta for old in before.values()):
             self._float8_reset_state()  # after `to_empty()` they would be undefined
         self._float8_state_was_written()
         return self
@@ -284,11 +285,11 @@ class StatefulLayer(Float8Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
-        _, missing_keys, _, error_msgs = rest
+        _strict, missing_keys, _unexpected_keys, error_msgs = rest
         before = self._float8_state()
         state_dict = _as_loadable(self, state_dict, prefix, error_msgs)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
-        if not self._float8_leave_meta():
+        if not self._float8_replace_meta_buffers():  # else all buffers are new
             for name, new in self._float8_state().items():
                 if new is not before[name]:  # by assign=True; copy, as its storage may be shared
                     self._buffers[name] = new.detach().to(torch.float32, copy=True)
@@ -298,7 +299,7 @@ class StatefulLayer(Float8Module):
             parameters = {prefix + name for name, _ in self.named_parameters() if name != "bias"}
             if not parameters.isdisjoint(state_dict):
                 self._float8_reset_state()  # their scales were of other weights
-        self._float8_state_was_written()  # but no amax was recorded
+        self._float8_state_was_written()  # by loading: amaxes need no sync
 
 
 def _first_scale(config: Float8LinearConfig) -> float:

@@ -54,7 +54,7 @@ def sync_float8_amax_and_scale_history(
     """
     require_module(model, "model")
     if fp8_layers is not None:
-        listed = [*fp8_layers] if isinstance(fp8_layers, Iterable) else [None]
+        listed = [*fp8_layers] if isinstance(fp8_layers, Iterable) else [None]  # refused
         if not all(isinstance(x, Float8Linear) for x in listed):
             kinds = f"{type(fp8_layers).__name__} of {[type(x).__name__ for x in listed]}"
             expected = "a list of Float8Linear; None syncs all of the model"
@@ -96,7 +96,7 @@ def sync_float8_amax_and_scale_history(
     for layer in layers:
         layer._float8_mark_synced()
     # Layers that share their work with other ranks learn which of their scales are known.
-    shared = [x for x in layers if x._float8_groups()]
+    shared = [x for x in layers if x._float8_shard_groups()]
     unknown = [(x, s) for x in shared for s in x._float8_stateful if s.name not in x._float8_known]
     if unknown:  # waits for the device, at each sync until all scales are set
         values = torch.stack([layer.get_buffer(site.scale) for layer, site in unknown]).tolist()
@@ -159,7 +159,7 @@ def next_history_and_scale(
 def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> None:
     """Replace the amaxes of `layers` by their maxima over the groups of `sync_groups`."""
     weights: list[Any] = [x.weight for x in layers if not x._float8_never_trains]  # not `ONLY`
-    shard_groups = {shard_group for layer in layers for shard_group in layer._float8_groups()}
+    shard_groups = {x for layer in layers for x in layer._float8_shard_groups()}
     # A gathered weight lacks the mesh; other Parameters of the same FSDP2 modules have it, too.
     layer_set, fsdp = {*layers}, filter(is_fsdp_module, model.modules())
     fsdp_parents = (module for module in fsdp if not layer_set.isdisjoint(module.modules()))
@@ -177,9 +177,8 @@ def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> 
             unused = site == WEIGHT and not layer._float8_has_unsynced_amax()
             shard = _shard_amax(layer.weight) if unused else None
             shards.append(amaxes[-1].new_zeros(()) if shard is None else shard)
-    reduced = amax_over(groups, device_type)(
-        torch.stack([x.to(amaxes[0].device) for x in amaxes + shards])
-    )
+    values = torch.stack([x.to(amaxes[0].device) for x in amaxes + shards])
+    reduced = amax_over(groups, device_type)(values)
     recorded, unrecorded = reduced.chunk(2)  # a layer that no rank ran keeps 0
     merged = torch.where(recorded != 0, torch.maximum(recorded, unrecorded), recorded)
     torch._foreach_copy_(amaxes, merged.unbind())
@@ -197,7 +196,7 @@ def _shard_amax(weight: Tensor) -> Tensor | None:
 def _require_same_layers(
     model: nn.Module, layers: list[Float8Linear], groups: tuple[Any, ...], device_type: str | None
 ) -> None:
-    """Raise `ValueError` if `layers` differ on the ranks of `groups`; compare once per `groups`."""
+    """Raise `ValueError` if ranks of `groups` differ in `layers`; cached by their count, groups."""
     key = (len(layers), *(group.group_name for group in groups))
     if key in layers[0]._float8_compared:
         return

@@ -38,7 +38,7 @@ class GatheredExperts(Float8Tensor):
 
 
 class GatherExperts(Float8GatherWeight):
-    """High-precision weights [E, N, K] that FSDP2 gathers in float8, cast as `how` says.
+    """High-precision weights [E, N, K] that FSDP2 gathers in float8, cast by `CastConfig` `how`.
 
     If dim 0 is sharded evenly, FSDP2 gathers bytes and scales together. Otherwise FSDP2 gathers the
     bytes, and a second all-gather sends the scales. If shard boundaries would split elements that

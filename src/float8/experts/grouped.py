@@ -185,7 +185,7 @@ class Grouped(Dense):
                 dequantized(row, cast_config), Cast(cast_config), col=True, after=after
             ).col
         E, N, K = row.data.shape
-        below = -N % (granularity.height or GEMM_ALIGNMENT)
+        below = -N % (granularity.height or GEMM_ALIGNMENT)  # None: one scale per expert
         matrix = F.pad(row.data.view(torch.uint8), (0, 0, 0, below)).flatten(0, 1)
         data = kernels.transpose_bytes(matrix.view(row.data.dtype), after=after)
         data = data[:K].view(K, E, -1).transpose(0, 1)  # [K, E * N] to [E, K, N]

@@ -47,7 +47,7 @@ class Float8Experts(Float8Module):
         return stored_by_rows(self)
 
     def _float8_product(self, x: Tensor, weight: Any, offs: Tensor, name: str = "") -> Tensor:
-        """Compute `grouped_linear(x, weight, offs)`; `name`: of the Parameter, "" if unknown."""
+        """Compute `grouped_linear` by this rank's experts; `name`: of the Parameter, or ""."""
         weight = _on_this_rank(weight)
         x = x.to(autocast_dtype(x.device) or weight.dtype)
         plan, held_weight = self._float8_plan, None

@@ -44,8 +44,8 @@ class Float8GatherWeight(Wrapper):
     All ops but the all-gather run on `inner`, which is not copied. Views, copies, `empty_like`,
     `new_zeros` and `new_empty` of a wrapper are wrappers; the results of all other ops are plain
     tensors. Writes to a wrapper, its views, and the plain tensors that `high_precision` returns
-    increment the version of `counted`, a plain tensor over the same memory. A kept scale or cast is
-    valid while that version is unchanged.
+    increment the version of `write_counter`, a plain tensor over the same memory. A kept scale or
+    cast is valid while that version is unchanged.
 
     Scales finer than one per tensor are gathered with the data, which FSDP2 allows for even shards
     only. Under such scales, shards that are uneven or split a block are sent in high precision.
@@ -53,7 +53,7 @@ class Float8GatherWeight(Wrapper):
 
     _inner: Tensor
     how: CastConfig  # pickled under this name
-    counted: Tensor
+    write_counter: Tensor
     param_dtype: torch.dtype | None = None
     """Dtype of the `MixedPrecisionPolicy`, to which shards are rounded before the cast; None until
     the first gather. Views and copies inherit it: FSDP2 copies shards on some ranks only."""
@@ -63,21 +63,21 @@ class Float8GatherWeight(Wrapper):
     _context = ("how",)
 
     @staticmethod
-    def __new__(cls, inner: Tensor, how: CastConfig, counted: Tensor | None = None) -> Any:
-        """Wrap `inner`; the version of `counted`, over the same memory, counts all writes to it."""
+    def __new__(cls, inner: Tensor, how: CastConfig, write_counter: Tensor | None = None) -> Any:
+        """Wrap `inner`; the version of `write_counter`, a tensor over its memory, counts writes."""
         self: Any = cls._wrap(inner, inner.dtype)
         self._inner, self.how = inner, how
-        self.counted = inner if counted is None else counted
+        self.write_counter = inner if write_counter is None else write_counter
         return self
 
     @property
     def high_precision(self) -> Tensor:
-        """Plain tensor over the memory of the weight, with the version counter of `counted`."""
-        if self._inner is self.counted:
+        """Plain tensor over the memory of the weight, with the version of `write_counter`."""
+        if self._inner is self.write_counter:
             return self._inner
         # This is a view: its `_inner` was made below autograd, with a separate version counter.
-        with torch.inference_mode(self.counted.is_inference()):
-            return self.counted.as_strided(self.shape, self.stride(), self.storage_offset())
+        with torch.inference_mode(self.write_counter.is_inference()):
+            return self.write_counter.as_strided(self.shape, self.stride(), self.storage_offset())
 
     def data_ptr(self) -> int:
         """Return the address of the weight, by which accelerate finds it in an optimizer."""
@@ -90,7 +90,7 @@ class Float8GatherWeight(Wrapper):
         kwargs, weight = kwargs or {}, args[0] if args else None
         plain_args, plain_values = [*map(_plain, args)], map(_plain, kwargs.values())
         plain_kwargs = dict(zip(kwargs, plain_values, strict=True))
-        if isinstance(weight, Float8GatherWeight) and (func.is_view or func in _KEEP):
+        if isinstance(weight, Float8GatherWeight) and (func.is_view or func in _WRAPS_RESULT):
             # In inference mode torch has not decomposed compound ops.
             result: Any = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -110,8 +110,8 @@ class Float8GatherWeight(Wrapper):
                 for x in value if isinstance(value, list | tuple) else (value,):
                     if isinstance(x, Float8GatherWeight):
                         written[id(x._inner)] = x
-        if written:
-            torch.autograd.graph.increment_version([x.counted for x in written.values()])
+        if written:  # `result` was computed below autograd, where torch counts no writes
+            torch.autograd.graph.increment_version([x.write_counter for x in written.values()])
         return written.get(id(result), result)  # in-place ops return the wrapper
 
     def _like(self, func: Any, result: Tensor) -> Tensor:
@@ -121,17 +121,17 @@ class Float8GatherWeight(Wrapper):
         if result.dtype not in HIGH_PRECISION_DTYPES:
             return result
         view = func.is_view and result.dtype == self.dtype
-        return self.wrap(result, self.counted if view else None)
+        return self.wrap(result, self.write_counter if view else None)
 
-    def wrap(self, values: Tensor, counted: Tensor | None = None) -> "Float8GatherWeight":
-        """Wrap `values` with `how` and `param_dtype` of this wrapper; `counted` as in `__new__`."""
-        new: Float8GatherWeight = type(self)(values, self.how, counted)
+    def wrap(self, values: Tensor, write_counter: Tensor | None = None) -> "Float8GatherWeight":
+        """Wrap `values` with this wrapper's `how` and `param_dtype`; for the rest see `__new__`."""
+        new: Float8GatherWeight = type(self)(values, self.how, write_counter)
         new.param_dtype = self.param_dtype
         return new
 
     def keep(self, ahead: CastAhead, weight: Any) -> None:
         """Keep `ahead` until `weight`, which is `self` or the DTensor around it, is written."""
-        if not (self.counted.is_inference() or weight.is_inference()):  # these count no writes
+        if not (self.write_counter.is_inference() or weight.is_inference()):  # no versions
             self._ahead = self._versions(weight), ahead
 
     def forget_cast(self) -> None:
@@ -153,10 +153,10 @@ class Float8GatherWeight(Wrapper):
     def _versions(self, weight: Any) -> tuple[Any, ...]:
         """Return a key that changes when `weight` is written or `self.param_dtype` changes.
 
-        The version of a DTensor `weight` counts ops on it and in compiled code; that of `counted`,
-        writes through `to_local()` and by foreach ops, such as those of an optimizer.
+        The version of a DTensor `weight` counts ops on it and in compiled code; `write_counter`
+        counts writes through `to_local()` and by foreach ops, such as those of an optimizer.
         """
-        raw, inner = self.counted, self._inner
+        raw, inner = self.write_counter, self._inner
         own = inner._version, inner.data_ptr(), inner.stride()
         return weight._version, self.param_dtype, raw._version, raw.data_ptr(), raw.stride(), *own
 
@@ -201,7 +201,7 @@ class Float8GatherWeight(Wrapper):
             return f"its columns are sharded, which {granularity} would cut"
         if rows * mesh.size() != size[0]:
             return f"shards of {rows} rows are not all of one size, for which scales are sent"
-        if rows % (granularity.height or 1):
+        if rows % (granularity.height or 1):  # None only under one scale: see above
             return f"shards of {rows} rows would cut {granularity}"
         return None
 
@@ -224,7 +224,7 @@ class Float8GatherWeight(Wrapper):
         owner = local_tensor(weight)  # keeps casts; with CPU offload `self` is a copy
         owner.param_dtype = dtype  # from now on the shard can be cast ahead
         delayed = config.scaling_type is ScalingType.DELAYED
-        kept = None if delayed else owner.kept(weight)
+        kept = None if delayed else owner.kept(weight)  # delayed casts record amaxes: none ahead
         one_scale, quantized, amax = config.scaling_granularity.one_scale, kept, None
         if quantized is None or quantized.data is None:
             if delayed:
@@ -238,7 +238,7 @@ class Float8GatherWeight(Wrapper):
             quantized = self.quantized(shard, cast, dtype)
         scale = quantized.scale
         sent = padded_shard(quantized.data.view(torch.uint8), rows)
-        if not one_scale and mesh.size() > 1:
+        if not one_scale and mesh.size() > 1:  # a single rank has all scales already
             return (sent, scale.contiguous().view(torch.uint8)), GatherInfo(size)
         is_new = kept is None or kept.scale is not scale  # computed here, on the gather stream
         return (sent,), GatherInfo(size, scale, amax, is_new)
@@ -263,7 +263,7 @@ class Float8GatherWeight(Wrapper):
                 if in_float8:
                     data = self._gathered(data.view(self.how.dtype), scale, dtype, amax)
                 return data, ()
-        if in_float8:
+        if in_float8:  # `out` has the bytes of `received` already
             gathered = local_tensor(out)
             gathered._scale, gathered._amax = scale, amax
         return None
@@ -279,7 +279,7 @@ _SIGNATURE = inspect.signature(functools.partial(_HOOK, None))
 WRAPPERS: dict[int, type[Float8GatherWeight]] = {2: Float8GatherWeight}
 """Wrapper class by number of dims of a weight; `float8.experts.gather` adds that of [E, N, K]."""
 
-_KEEP = (
+_WRAPS_RESULT = (
     aten.clone.default,
     aten._to_copy.default,
     aten._pin_memory.default,

@@ -86,9 +86,9 @@ def _shards_to_cast(model: nn.Module) -> dict[_BatchKey, dict[Any, Float8GatherW
             continue
         for weight in module._parameters.values():
             shard = local_tensor(weight)
-            if isinstance(shard, Float8Tensor) and shard._granularity.one_scale:  # all ranks sync
+            if isinstance(shard, Float8Tensor) and shard._granularity.one_scale:
                 name = next(name for name, mod in model.named_modules() if mod is module)
-                raise ValueError(
+                raise ValueError(  # the ranks reduce the amaxes of all shards together
                     f"layer {name!r}: got a weight that is gathered at the moment, expected its "
                     f"shard; before optimizer.step(), call reshard() on the modules that keep "
                     f"their weights"
@@ -97,7 +97,7 @@ def _shards_to_cast(model: nn.Module) -> dict[_BatchKey, dict[Any, Float8GatherW
                 continue
             # Before the first gather FSDP2 may still move the shard, on some ranks only, and the
             # dtype to which it will be rounded is unknown. Inference tensors count no writes.
-            if shard.param_dtype is None or shard.counted.is_inference():
+            if shard.param_dtype is None or shard.write_counter.is_inference():
                 continue
             mesh, one_scale = weight.device_mesh, shard.has_one_scale
             if shard.device.type != mesh.device_type and not one_scale:  # offloaded
@@ -126,9 +126,9 @@ def refuse_shards(layer: Any, config: Float8LinearConfig) -> TypeError | ValueEr
         cls = f"{type(layer).__module__}.{type(layer).__qualname__}"
         expected = "expected an nn.Linear: convert, then fully_shard"
         return TypeError(f"got a {cls}, which is sharded, {expected}")
-    shared = isinstance(layer, Float8Module) and layer._float8_groups()  # as fairscale's are, too
-    if shared and not is_dtensor(layer.weight) and config.enable_fsdp_float8_all_gather:
-        return ValueError(
+    is_split = isinstance(layer, Float8Module) and layer._float8_shard_groups()  # among ranks
+    if is_split and not is_dtensor(layer.weight) and config.enable_fsdp_float8_all_gather:
+        return ValueError(  # a layer of fairscale, whose part of the weight is a plain Parameter
             "got enable_fsdp_float8_all_gather=True, expected False: FSDP does not know that other "
             "ranks hold parts of the weight, too"
         )

@@ -65,7 +65,7 @@ class Float8ParallelLinear(Float8Linear):
         y = self._float8_shards.linear(x, weight, bias, self._float8_plan, casts)
         return y.redistribute(placements=[output_at]).to_local()  # type: ignore[no-any-return]
 
-    def _float8_groups(self) -> tuple[Any, ...]:
+    def _float8_shard_groups(self) -> tuple[Any, ...]:
         return (self._float8_mesh.get_group(),)
 
 

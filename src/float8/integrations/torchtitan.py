@@ -204,9 +204,9 @@ def _as(cls: Any, config: Any, **more: Any) -> Any:
 
 
 def attach_to_optimizers(optimizers: Any, model_parts: Any, parallel_dims: Any) -> None:
-    """Attach each part of the model to its optimizers; set it as `spec.post_optimizer_build_fn`.
+    """Attach each part of the model to its optimizers; for use as `spec.post_optimizer_build_fn`.
 
-    Models with experts already have such a function, which balances load: set one that calls both.
+    Models with experts already have such a function, which balances load: use one that calls both.
     """
     for mod in model_parts:
         ids = {id(parameter) for parameter in mod.parameters()}

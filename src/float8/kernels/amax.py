@@ -19,7 +19,7 @@ def amax(x: Tensor) -> Tensor:
     The result is NaN if an element is NaN, else Inf if one is infinite. ``x`` is float32, bfloat16
     or float16 of any shape and strides; other dtypes raise `TypeError`. In compiled code plain
     torch computes it, which Inductor fuses into the producer of ``x``, and which may read values
-    not yet rounded to ``x.dtype``. In eager mode, and if ``x`` may be empty, the op `amax` runs.
+    not yet rounded to ``x.dtype``. In eager mode, or if ``x`` may be empty, the op `amax` runs.
     """
     if x.dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"amax: x is {describe(x)}; expected a {HIGH_PRECISION}")
@@ -69,10 +69,10 @@ def amax_triton(x: Tensor) -> Tensor:
 def measuring(n: int, dtype: torch.dtype, device: torch.device, unless_set: bool = False) -> Launch:
     """Return the launch of a kernel that measures the amax of a tensor of ``n`` elements.
 
-    Call it with x, dense in any order of its dims; amaxes [programs] float32, which receives the
-    amax of each program; and a scale or None. With ``unless_set`` the kernel returns at once if the
-    scale is not 0. The kernel that casts x takes the maximum of amaxes, which saves a launch; each
-    of its programs reads all amaxes, so this launch has at most 8 programs per multiprocessor.
+    Call it with x, dense in any order of its dims; a float32 vector of `Launch.programs` elements,
+    which receives the amax of each program; and a scale or None. With ``unless_set`` the kernel
+    returns at once if the scale is not 0. The kernel that casts x takes the maximum of the amaxes,
+    which saves a launch. Each of its programs reads all: there are at most 8 per multiprocessor.
     """
     # A block is what one step reads: 16 KiB, which for 16 warps is two loads of 16 bytes a thread.
     block, at_once = 16384 // dtype.itemsize, 8 * sm_count(device)

@@ -121,7 +121,7 @@ def refused_scale(scale: Tensor, x: Tensor, granularity: Granularity) -> ValueEr
 
 
 def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype, exponents: bool = False) -> Tensor:
-    """Cast ``x / scale`` to ``dtype`` as `cast`; ``exponents`` if `amax_to_exponent` made it."""
+    """Cast ``x / scale`` to ``dtype`` as `cast`; ``exponents``: scales of `amax_to_exponent`."""
     # Literals: with dynamic=True, Dynamo makes floats of a module symbolic and then fails on them.
     limit = 448.0 if dtype == torch.float8_e4m3fn else 57344.0
     # Through float64, so that the quotient is correctly rounded in compiled code too.
@@ -185,7 +185,7 @@ def cast_reference(
         y = F.pad(x, padding) if pads else x
         y = y.t() if transposed else y
         Rp, Cp = y.shape
-        y = y.view(Rp // height, height, Cp // width if width else 1, width or Cp)
+        y = y.view(Rp // height, height, Cp // width if width else 1, width or Cp)  # to blocks
         amax = y
         for dim in (3, 1) if square else (3,):  # dim 3 first: that fuses into the producer of x
             if amax.shape[dim] == 0:

@@ -154,7 +154,7 @@ def store_run_scales(  # type: ignore[no-untyped-def]
 
 @jit
 def times_any(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Multiply four float32 tensors by ``inverse``, 1 / any scale; return 0 if not ``inside``."""
+    """Multiply four float32 tensors by ``inverse``, 1 / any scale; zero where not ``inside``."""
     # An Inf in v must become NaN, although a product that overflows saturates. Inf * 0 is NaN, and
     # adding a zero of the product's sign changes no other value, contracted to an FMA or not.
     zero = (inverse.to(tl.int32, bitcast=True) & -0x80000000).to(tl.float32, bitcast=True)
@@ -219,10 +219,10 @@ def measure_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Raise amaxes of rows, columns or both to those of a program's part, ``rows`` x BLOCK_C."""
     strips = tl.cdiv(C, BLOCK_C)
-    tile = tiles.reversed_tile()
+    tile = tiles.reversed_tile()  # `cast_kernel` begins with what is read last, in the L2 cache
     begin = tile // strips * rows
     end = tl.minimum(begin + rows, R)
     tiles.measure_strip(
         x_ptr, amax_ptr, amax_ptr + R, begin, end, tile % strips, C, stride_r, stride_c,
-        ROW, COL, False, EVEN, BLOCK_R, BLOCK_C,
+        ROW, COL, False, EVEN, BLOCK_R, BLOCK_C,  # False: ALL, one amax of all elements
     )  # fmt: skip

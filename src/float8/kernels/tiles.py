@@ -196,7 +196,7 @@ def store_row_data(  # type: ignore[no-untyped-def]
 
 @jit
 def store_col_data(ptr, words, quad, c, rows, pitch, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store tile ``words`` into the transpose, uint32 [rows, pitch], at rows c, columns quad."""
+    """Store ``words`` [quads, columns] transposed into uint32 [rows, pitch]: row c, column quad."""
     c, quad = tl.trans(c), tl.trans(quad)
     ptr = ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + c * pitch + quad
     store(ptr, tl.trans(words), (c < rows) & (quad < pitch), EVEN)

@@ -115,7 +115,7 @@ class PlainFloat8Module(nn.Module):
         """Return the names of the weights stored as [N, K] or [E, N, K], which `ONLY` quantizes."""
         return ("weight",)
 
-    def _float8_groups(self) -> tuple[Any, ...]:
+    def _float8_shard_groups(self) -> tuple[Any, ...]:
         """Return the process groups over which `self.weight` is sharded; () for a plain tensor."""
         weight: Any = getattr(self, "weight", None)
         return sharding_groups(weight) if hasattr(weight, "device_mesh") else ()

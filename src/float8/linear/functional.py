@@ -71,14 +71,14 @@ def apply_linear(
     bias: Tensor | None,
     plan: LinearPlan,
     casts: Casts,
-    kept: Weight | None = None,
+    held_weight: Weight | None = None,
     products: Any = None,
 ) -> Tensor:
     """Compute `input @ weight.T + bias` for `linear` and `Float8Linear`; raises as `linear`.
 
     `input` may be a `Float8Tensor` that was quantized as `plan` says. `casts` are `plan.casts` with
-    the scale sources of this call. `kept` has float8 data of `weight`; if None, `weight` is cast,
-    unless it is a `Float8Tensor`. With `products`, in place of `Dense`, the result is [M, N].
+    the scale sources of this call. `held_weight` has float8 data of `weight`; if None, `weight` is
+    cast, or is a `Float8Tensor`. With `products`, in place of `Dense`, the result is [M, N].
     """
     compiling = torch.compiler.is_compiling()
     if not compiling and functorch_levels is not None and functorch_levels() is not None:
@@ -119,7 +119,7 @@ def apply_linear(
             other_gemm = None if plan.reuse_weight else "grad_input"
             w: Any = InFloat8(*operand_of("weight", weight, casts.weight, other_gemm))
         else:
-            w = kept or OnTheFly(weight)
+            w = held_weight or OnTheFly(weight)
         call = Call(plan, casts, products or Dense, type(w), K, weight.dtype, *need_grads)
         args = rows, weight, w, call
         computed = computed_before(Linear, *args) if compiling else None
@@ -229,7 +229,7 @@ class Linear(torch.autograd.Function):
         dw_in_float8 = call.need_grad_weight and plan.grad_weight is not None
         row: Any = None
         col: Any = None
-        rows, kept = None, tuple(w)
+        rows, fields = None, tuple(w)  # what backward needs of the input and of `w`
         if plan.output is None:
             y = input @ weight.to(input.dtype).t()
         else:
@@ -245,7 +245,7 @@ class Linear(torch.autograd.Function):
                     input, casts.input, *index, row=True, col=now, traced=True
                 )
             shape = input.shape[0], weight.shape[-2]  # read here: torch.jit.trace follows sizes
-            y, kept = w.output(row, shape, index, call, input.dtype)
+            y, fields = w.output(row, shape, index, call, input.dtype)
         if products.scatter is not None:
             y = products.scatter(y)
         if dw_in_float8 and not plan.reuse_input:
@@ -262,8 +262,8 @@ class Linear(torch.autograd.Function):
         rows_scale = None if rows is None or row is None else row.scale
         col_data, col_scale = (None, None) if col is None else col[:2]
         if not call.need_grad_input:  # backward does not read the weight
-            kept = (None,) * len(kept)
-        return y, (rows, rows_scale, col_data, col_scale, *kept, *index)
+            fields = (None,) * len(fields)
+        return y, (rows, rows_scale, col_data, col_scale, *fields, *index)
 
     @staticmethod
     def forward(

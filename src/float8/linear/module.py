@@ -134,8 +134,8 @@ class Float8Linear(StatefulLayer, nn.Linear):
             output = self._float8_shards.linear(input, weight, self.bias, plan, casts)
         else:
             casts = self._float8_with_state(plan.casts) if self._float8_stateful else plan.casts
-            kept = self._float8_held_of(weight) if self._float8_held else None
-            output = apply_linear(input, weight, self.bias, plan, casts, kept)
+            held_weight = self._float8_held_of(weight) if self._float8_held else None
+            output = apply_linear(input, weight, self.bias, plan, casts, held_weight)
         for observer in self._float8_observers:
             output = observer(self, casts, input, weight, output)
         return output

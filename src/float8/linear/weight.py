@@ -78,13 +78,13 @@ class InFloat8(NamedTuple):
     def output(
         self, a: Operand, shape: Shape, index: Any, call: "Call", out_dtype: dtype
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """Pad the row data; return `a @ weight.T` and the fields to save."""
+        """Pad the weight's row data; return `a @ weight.T` and the fields to save."""
         b = call.products.padded(Operand(*self), call.casts.weight.config.scaling_granularity)
         gemm = call.plan.output
         return call.products.output(a, b, shape, *index, gemm=gemm, out_dtype=out_dtype), self
 
     def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", out_dtype: Any) -> Any:
-        """Convert row data to column data after `g.scale`, see `OnTheFly`; return `g @ weight`."""
+        """Make the weight's column data, after `g.scale` as `OnTheFly`; return `g @ weight`."""
         cast_config, gemm = call.casts.weight_for_grad_input.config, call.plan.grad_input
         b = call.products.transposed(Operand(*self), cast_config, g.scale)
         return call.products.grad_input(g, b, shape, *index, gemm=gemm, out_dtype=out_dtype)

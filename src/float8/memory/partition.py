@@ -25,7 +25,7 @@ RUN = 128
 """Elements per scale if this number divides the last dim; else each row has one scale."""
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_FUNCTIONS = {"silu", "silu_backward", "gelu", "gelu_backward"}
+_ACTIVATION_OPS = {"silu", "silu_backward", "gelu", "gelu_backward"}
 _USES = {
     "copy": "clone convert_element_type getitem cat",
     "term": "add sub",
@@ -179,7 +179,7 @@ def _mark_sums_as_must_save(graph: Graph) -> None:
     Otherwise the terms might be saved and rounded, and rounded terms may cancel each other.
     """
     for node in graph.nodes:
-        if _name(node) == "rsqrt" or _is_function(node):
+        if _name(node) == "rsqrt" or _is_activation_function(node):
             while len(node.all_input_nodes) == 1:  # up to the first node of several inputs
                 node = node.all_input_nodes[0]
             if _name(node) == "add" and node.meta["val"].dtype in _DTYPES:
@@ -189,16 +189,16 @@ def _mark_sums_as_must_save(graph: Graph) -> None:
 def _may_be_rounded(
     graph: Graph, start: Node, gradients: set[Node], weight_gradients: set[Node | None]
 ) -> bool:
-    """Return whether all uses of the saved value `start` in backward match one of four patterns.
+    """Return whether each use of the saved value `start` in backward is of one of four kinds.
 
     - The operand of a weight gradient: the value, times exact factors or cast to float8, is
       multiplied with one of `gradients`, and the product is one of `weight_gradients`.
-    - The input of SiLU or GELU: backward computes the function again, as an operand and for the
-      derivative; the gradient goes into the GEMMs, casts and the bias of a linear layer alone.
+    - The input of SiLU or GELU: backward computes the output again, as such an operand, and the
+      derivative; the input's gradient goes into GEMMs, casts and the bias of a linear layer alone.
     - `up` in `silu(gate) * up`: a gradient times `up` goes into the derivative of `silu` alone.
     - The input `x` of RMSNorm: its gradient adds `sum(gradient * x, -1) * x` times exact factors.
 
-    In all four the value is a factor, so the relative error of each term is that of the value.
+    In all four each term is a product with the value or a function of it, and about as exact.
     """
     kinds = {start: "value"}
     for node in graph.nodes:
@@ -223,7 +223,7 @@ def _may_be_rounded(
 def _use(node: Node, rounded: list[Node]) -> str:
     """Return the name in `_PATTERNS` of how `node` uses its inputs `rounded`; "" for other uses."""
     name, args = _name(node), node.args
-    if _is_function(node):
+    if _is_activation_function(node):
         return "function"
     if name == "mul" or (name == "div" and not isinstance(args[1], Node)):
         return "factor"
@@ -239,10 +239,10 @@ def _use(node: Node, rounded: list[Node]) -> str:
     return _USE_OF_OP.get(name, "")
 
 
-def _is_function(node: Node) -> bool:
+def _is_activation_function(node: Node) -> bool:
     """Return whether `node` is part of a decomposed SiLU or GELU or of its derivative."""
     op = node.meta.get("original_aten")
-    return isinstance(op, OpOverload) and op._schema.name.removeprefix("aten::") in _FUNCTIONS
+    return isinstance(op, OpOverload) and op._schema.name.removeprefix("aten::") in _ACTIVATION_OPS
 
 
 def _name(node: Node) -> str:

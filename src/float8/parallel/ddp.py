@@ -8,7 +8,7 @@ from float8.linear import Float8Module
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 """Attribute of the wrapped module with names that DDP neither broadcasts nor reduces."""
-_OURS = "_float8_names_that_ddp_ignores"  # attribute with those of its names that we added
+_ADDED = "_float8_names_that_ddp_ignores"  # attribute with those of its names that we added
 
 
 class DataParallel(Feature):
@@ -33,10 +33,10 @@ def tell_ddp_what_to_ignore(module: nn.Module) -> None:
             if isinstance(layer, Float8Module)
             for name in layer._float8_of_this_rank
         ]
-        ours_before = root.__dict__.pop(_OURS, [])  # of an earlier conversion
-        if names or ours_before:
-            users = [name for name in getattr(root, _IGNORED, ()) if name not in ours_before]
-            ours = [name for name in names if name not in users]
-            root.__dict__[_IGNORED] = [*users, *ours]
-            if ours:
-                root.__dict__[_OURS] = ours
+        added_before = root.__dict__.pop(_ADDED, [])  # of an earlier conversion
+        if names or added_before:
+            by_user = [name for name in getattr(root, _IGNORED, ()) if name not in added_before]
+            added = [name for name in names if name not in by_user]
+            root.__dict__[_IGNORED] = [*by_user, *added]
+            if added:
+                root.__dict__[_ADDED] = added

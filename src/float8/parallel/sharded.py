@@ -43,9 +43,9 @@ class Shards(NamedTuple):
     def linear(self, input: Any, weight: Any, bias: Any, plan: LinearPlan, casts: Casts) -> Any:
         """Compute `apply_linear` of DTensors on a 1-D mesh; return a DTensor.
 
-        `casts` reduce amaxes over the mesh. With `gathers_input` the input may have any placement;
-        it is gathered in float8 if `dtensor_in_float8` can cast it. A local `Float8Tensor` is not
-        cast again. `bias` is Shard(0) if the weight is, else Replicate.
+        `casts` come from `self.casts`. `input` is placed as in the docstring of this module; for a
+        weight Shard(0) with `self.gathers_input` in any way, and gathered, in float8 if it can be.
+        A `Float8Tensor` in it is not cast again. `bias` is Shard(0) if the weight is, or Replicate.
         """
         if not hasattr(input, "placements"):
             raise TypeError(
@@ -99,7 +99,7 @@ def sums_over_ranks(weight: Any) -> bool:
 
 @dataclass(frozen=True)
 class GathersInput(Dense):
-    """The casts and GEMMs of a layer that all-gathers its token-sharded input in float8."""
+    """Casts and GEMMs of a layer that all-gathers its input; M is all ranks' tokens, N is local."""
 
     tokens: SharedTokens
 
@@ -109,35 +109,35 @@ class GathersInput(Dense):
     def quantize_rows(
         self, x: Tensor, cast: Cast, *, row: bool, col: bool, traced: bool
     ) -> Quantized:
-        """Quantize the input of this rank [M / ranks, K]; all-gather its row data only: [M, K]."""
+        """Quantize this rank's `x` [M / ranks, K]; return only row data, of all ranks: [M, K]."""
         return Quantized(self.tokens.gathered(x, cast, traced))
 
     def output(self, a: Operand, b: Operand, shape: Shape, **gemm: Any) -> Tensor:
-        """Multiply the gathered input by the weight: [M, N]; `shape` is [M / ranks, N]."""
+        """Multiply the gathered `a` [M, K] by `b` [N, K]: [M, N]; `shape` is [M / ranks, N]."""
         return matmul(a, b, (shape[0] * self.tokens.ranks, shape[1]), **gemm)
 
     def start(self, dx: Tensor) -> Tensor:
-        """Start to reduce-scatter grad_input `dx` [M, K]; overlaps with the grad_weight GEMM."""
+        """Start to reduce-scatter `dx` [M, K], this rank's partial sum of grad_input."""
         return self.tokens.start_reduce_scatter(dx)
 
 
 @dataclass(frozen=True)
 class ScattersOutput(Dense):
-    """The casts and GEMMs of a layer that reduce-scatters its Partial output by tokens."""
+    """Casts and GEMMs that reduce-scatter the output; M is all ranks' tokens, K is local."""
 
     tokens: SharedTokens
 
     def quantize_grad(self, g: Tensor, cast: Cast, *, row: bool, col: bool) -> Quantized:
-        """Quantize grad_output of this rank [M / ranks, N], and all-gather its bytes: [M, N]."""
+        """Quantize this rank's `g` [M / ranks, N]; return row data [M, N], and columns if `col`."""
         row_data = self.tokens.gathered(g, cast)
         return Quantized(row_data, to_col(row_data, cast.config) if col else None)
 
     def scatter(self, y: Tensor) -> Tensor:
-        """Reduce-scatter `y` [M, N], partial sums of the output: [M / ranks, N]."""
+        """Reduce-scatter `y` [M, N], this rank's partial sum of the output, to [M / ranks, N]."""
         return finished(self.tokens.start_reduce_scatter(y))
 
     def grad_input(self, a: Operand, b: Operand, shape: Shape, **gemm: Any) -> Tensor:
-        """Multiply the gathered grad_output by the weight: [M, K]; `shape` is [M / ranks, K]."""
+        """Multiply the gathered `a` [M, N] by `b` [K, N]: [M, K]; `shape` is [M / ranks, K]."""
         return matmul(a, b, (shape[0] * self.tokens.ranks, shape[1]), **gemm)
 
 
@@ -224,7 +224,7 @@ def _without_reduce(casts: Casts, *roles: str) -> Casts:
 
 
 def _shared_tokens(x: Any, dim: int) -> SharedTokens | None:
-    """Return `SharedTokens` to shard DTensor `x` by `dim`; None if last or uneven, or if empty."""
+    """Return how ranks share `x` by `dim`; None if `dim` is last or uneven, or `x` is empty."""
     mesh = x.device_mesh
     if dim == x.dim() - 1 or x.shape[dim] % mesh.size() or 0 in x.shape:
         return None

@@ -89,8 +89,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             for name in names:  # whose `repr` then says how the input is gathered
                 layer: Any = module.get_submodule(name)
                 layer._float8_shards = layer._float8_shards._replace(gathers_input=True)
-        inner = vars(module).get("forward")  # None: that of the class
-        inner = getattr(inner, "__func__", inner)  # unbound: copies of the module pass themselves
+        own = vars(module).get("forward")  # of the instance, or None
+        own = getattr(own, "__func__", own)  # unbound: copies of the module pass themselves
 
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             if self.input_layouts is not None:
@@ -105,7 +105,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 if name in kwargs:
                     kwargs[name] = _quantize(module, names, device_mesh, kwargs[name], placement)
             args, kwargs = self._prepare_input_kwarg_fn(args, kwargs, device_mesh)  # type: ignore[no-untyped-call]
-            return (type(module).forward if inner is None else inner)(module, *args, **kwargs)
+            return (type(module).forward if own is None else own)(module, *args, **kwargs)
 
         # Not a hook: torch compiles hooks separately, and compiled code cannot return a
         # `Float8Tensor` that requires grad.

@@ -97,7 +97,7 @@ class Float8Tensor(Wrapper):
         elif not (fits := torch.compiler.is_compiling()):  # where a check would guard on sizes
             shape = granularity.scales(tuple(data.shape))
             fits, expected = tuple(scale.shape) == shape, f"shape {shape}"
-            fits = fits or (granularity.by_blocks and self._order_of_cast() is not None)  # permuted
+            fits = fits or (granularity.by_blocks and self._contiguous_order() is not None)  # .mT
         if not fits:
             got = f"shape {tuple(scale.shape)} for data of {tuple(data.shape)}"
             raise ValueError(f"scale: got {got}, expected {expected} under {granularity}")
@@ -204,8 +204,8 @@ class Float8Tensor(Wrapper):
         as_cast = self._scale.shape == self._granularity.scales(tuple(self.shape))
         return not (as_cast and self._data.is_contiguous())
 
-    def _order_of_cast(self) -> tuple[int, ...] | None:
-        """Return the permutation that restores the order of dims at the cast; None: none does."""
+    def _contiguous_order(self) -> tuple[int, ...] | None:
+        """Return the permutation of dims that makes data contiguous, as at the cast, or None."""
         if self.dim() < 2:
             return None
         for order in itertools.permutations(range(self.dim())):
@@ -277,7 +277,7 @@ def dequantise(x: Float8Tensor, dtype: torch.dtype | None = None) -> Tensor:
     operand, dtype = Operand(x._data, x._scale), dtype or x._orig_dtype
     if not (x._granularity.by_blocks and x._is_transposed):
         return dequantised_by_kernel(operand, x._granularity, dtype)
-    order: Any = x._order_of_cast()
+    order: Any = x._contiguous_order()
     as_cast = Operand(*(inner.permute(order) for inner in operand))
     values = dequantised_by_kernel(as_cast, x._granularity, dtype)
     return new_alias(values.permute([order.index(dim) for dim in range(x.dim())]))
@@ -314,15 +314,17 @@ def _scales_of_views(func: Any, x: Float8Tensor, views: Any, args: list[Any]) ->
         return [func(x._scale, *args)]
     if op is aten.constant_pad_nd and x._has_row_scales and not any(args[0][:2]):  # adds rows
         return [func(x._scale, args[0], 1.0)]  # rows that are added have scale 1
-    if op in _RESHAPES:
+    if op in _RESHAPING_OPS:
         scales = _reshaped_scale(x, views[0])
-    elif op in _TAKES and views[0].dim() > 1:
-        dim = (*args, 0, 0)[_TAKES[op]]  # 0 by default
+    elif op in _DIM_AT and views[0].dim() > 1:
+        dim = (*args, 0, 0)[_DIM_AT[op]]  # 0 by default
+        # Dims along which elements share scales, counted from the last.
         shared = (-2, -1) if x._granularity.by_blocks else (-2,) if x._has_column_scales else (-1,)
         if dim % x.dim() - x.dim() not in shared and x._scale.shape[dim] == x.shape[dim]:
             parts = func(x._scale, *args)
             scales = [parts] if isinstance(parts, Tensor) else [*parts]
-    if scales and (x._granularity.by_rows or x._like(views[0], scales[0])._order_of_cast()):
+    # Blocks are dequantized in a contiguous order of dims; rows may have any strides.
+    if scales and (x._granularity.by_rows or x._like(views[0], scales[0])._contiguous_order()):
         return scales
     layout = x.shape, x.stride(), x.storage_offset()
     if all((view.shape, view.stride(), view.storage_offset()) == layout for view in views):
@@ -330,8 +332,8 @@ def _scales_of_views(func: Any, x: Float8Tensor, views: Any, args: list[Any]) ->
     raise _refusal(func, x, ": the result would cut what one scale covers")
 
 
-_RESHAPES = aten.view, aten._unsafe_view, aten._reshape_alias, aten.unsqueeze, aten.squeeze
-_TAKES = {aten.slice: 0, aten.select: 0, aten.unbind: 0, aten.split: 1, aten.split_with_sizes: 1}
+_RESHAPING_OPS = aten.view, aten._unsafe_view, aten._reshape_alias, aten.unsqueeze, aten.squeeze
+_DIM_AT = {aten.slice: 0, aten.select: 0, aten.unbind: 0, aten.split: 1, aten.split_with_sizes: 1}
 """Ops that return parts of a tensor -> index of their `dim` among the arguments after `self`."""
 
 
@@ -493,11 +495,9 @@ _OPS: dict[Any, str] = {
     _copy_: "aten::copy_",
     _run_dequantized: "aten::equal aten::is_same_size aten::zeros_like aten::ones_like",
     _multiply: "".join(f"aten::{name} " for name in _PRODUCTS.split()),
-    # torch.distributed.checkpoint calls it.
-    lambda func, args, kwargs: func(args[0]._data, *args[1:]): "aten::is_pinned",
+    lambda func, args, kwargs: func(args[0]._data, *args[1:]): "aten::is_pinned",  # DCP calls it
     lambda func, args, kwargs: args[0].storage(): "aten::view.dtype",
-    # `distribute_tensor` calls these two.
-    _broadcast_or_scatter: "c10d::broadcast_ c10d::scatter_",
+    _broadcast_or_scatter: "c10d::broadcast_ c10d::scatter_",  # `distribute_tensor` calls these
     # `redistribute` and `full_tensor` of DTensors call these.
     _gather_or_exchange: (
         "_c10d_functional::all_gather_into_tensor _c10d_functional::all_to_all_single"

@@ -12,8 +12,7 @@ from float8.tensor.float8_tensor import Float8Tensor
 from float8.tensor.ranks import dtensor_like, local_tensor
 
 
-# Tensors that are made in inference mode have no version counters.
-@torch.inference_mode(False)
+@torch.inference_mode(False)  # tensors that are made in it have no version counters
 def high_precision(x: Tensor) -> Tensor:
     """Return `x` without the wrapper of a weight that FSDP2 gathers in float8; any other `x` as is.
 
@@ -54,10 +53,11 @@ def require_one_cast(config: Float8LinearConfig, name: str) -> None:
             f"to {default}, or configure both alike"
         )
     granularity = weight.scaling_granularity
-    # Squares are transposed; others are cast again, which powers of two as scales keep exact.
-    exponents = granularity.exponents and not config.enable_fsdp_float8_all_gather
-    exact = granularity.square or (weight.power_of_2 and (granularity.by_rows or exponents))
-    if value is not Float8Weights.HELD and not exact:  # HELD casts both layouts from values
+    # Column data: squares are transposed; others are cast again, exactly if scales are powers of
+    # two. Under 1x32 this serves `ONLY`, not FSDP2, which must gather such weights unrounded.
+    mx_of_only = granularity.exponents and not config.enable_fsdp_float8_all_gather
+    exact = granularity.square or (weight.power_of_2 and (granularity.by_rows or mx_of_only))
+    if value is not Float8Weights.HELD and not exact:  # HELD casts both layouts from the master
         raise ValueError(
             f"{name}: got {value} with a weight under {granularity}, expected TENSORWISE, a "
             f"square BLOCK, or AXISWISE with round_scales_to_power_of_2, as column data for "

@@ -92,15 +92,15 @@ class OnlyWeights(nn.Module):
 
 
 def refuse_only(layer: Any, config: Float8LinearConfig) -> ValueError | None:
-    """Return an error if `ONLY` is set and the weight sharded, trained or computed, else None."""
+    """Return an error if `ONLY` is set, but the weight is sharded, trained or computed; or None."""
     if config.float8_weights is not Float8Weights.ONLY:
         return None
     if "weight" not in {**layer._parameters, **layer._buffers}:
         got = "got a weight that hooks compute with float8_weights=ONLY, expected a Parameter"
         return ValueError(f"{got}; call prune.remove or the like of torch.nn.utils first")
-    shared = is_dtensor(layer.weight) or (isinstance(layer, OnlyWeights) and layer._float8_groups())  # type: ignore[operator]
-    if shared or layer.weight.requires_grad:
-        state = "that ranks share" if shared else "with requires_grad=True"
+    groups = layer._float8_shard_groups() if isinstance(layer, OnlyWeights) else ()  # type: ignore[operator]
+    if (is_split := is_dtensor(layer.weight) or groups) or layer.weight.requires_grad:
+        state = "that ranks share" if is_split else "with requires_grad=True"
         return ValueError(
             f"got a weight {state} with float8_weights=ONLY, expected one that is whole and "
             f"frozen; call weight.requires_grad_(False) first, or convert it with another config"
@@ -109,7 +109,7 @@ def refuse_only(layer: Any, config: Float8LinearConfig) -> ValueError | None:
 
 
 def moved(weight: Float8Tensor, fn: Callable[[Tensor], Tensor]) -> Float8Tensor:
-    """Return `weight` moved by `fn` of `nn.Module._apply`; a new dtype becomes the nominal one."""
+    """Return `weight` moved by `fn` of `nn.Module._apply`; a new dtype is reported, not cast to."""
     template = fn(torch.empty((), dtype=weight.dtype, device=weight.device))
 
     def move(x: Tensor) -> Tensor:

@@ -207,7 +207,7 @@ def _cast_groups_triton(x: Tensor, offs: Tensor, *args: Any, **named: Any) -> li
     (R, C), E = x.shape, offs.shape[0]
     groups, amaxes = lanes_of_groups(E), x  # `x` stands for a pointer that is not read
     if scale is not None:
-        amaxes = scale.contiguous().view(torch.int32)
+        amaxes = scale.contiguous().view(torch.int32)  # GIVEN: the kernel reads scales there
     elif run is None:
         amaxes = torch.zeros(E if one_scale else R + E * C, dtype=torch.int32, device=x.device)
         rows, block_c, strips = tiles.strips_of(R, C, x.dtype, x.device)
@@ -277,8 +277,8 @@ def _measure_groups_kernel(  # type: ignore[no-untyped-def]
     ONE_SCALE: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,
     GROUPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    across = tl.cdiv(C, BLOCK_C)
-    tile, strip = tl.program_id(0) // across, tl.program_id(0) % across
+    strips = tl.cdiv(C, BLOCK_C)
+    tile, strip = tl.program_id(0) // strips, tl.program_id(0) % strips
     group, begin, size, row, _ = _place(tile, offs_ptr, R, E, rows, GROUPS)
     end = tl.minimum(row + rows, size)
     if group < E:
@@ -331,8 +331,8 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
     ARITHMETIC: tl.constexpr = (MANTISSA, POWER_OF_2, HARDWARE)
     RUNS: tl.constexpr = GRANULARITY == "run"
     K: tl.constexpr = WIDTH if RUNS else 16
-    Cp, Ck, across = tl.cdiv(C, 16) * 16, tl.cdiv(C, K) * K, tl.cdiv(C, BLOCK_C)
-    tile, tile_c = tl.program_id(0) // across, tl.program_id(0) % across
+    Cp, Ck, tiles_c = tl.cdiv(C, 16) * 16, tl.cdiv(C, K) * K, tl.cdiv(C, BLOCK_C)
+    tile, tile_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
     group, begin, size, first, col_begin = _place(tile, offs_ptr, R, E, BLOCK_R, GROUPS)
     quad, c = tiles.tile_quads(first // BLOCK_R, tile_c, BLOCK_R, BLOCK_C)
     r = tiles.quad_rows(quad)
@@ -369,8 +369,8 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
                 if tile_c == 0:
                     tiles.store_row_scales(row_scale_ptr + begin, quad, row_scales, size)
                 row_inverse = [numeric.reciprocal(scale, HARDWARE) for scale in row_scales]
-            p = tiles.times(v, row_inverse, inside, EVEN)
-            tiles.store_row_data(row_ptr, p, quad, c, size, Ck, ARITHMETIC, False, EVEN)
+            row_values = tiles.times(v, row_inverse, inside, EVEN)
+            tiles.store_row_data(row_ptr, row_values, quad, c, size, Ck, ARITHMETIC, False, EVEN)
         if COL:
             padded = tl.where(group < E, tl.cdiv(size, ALIGN) * ALIGN, 0)
             if (first + tile_c == 0) & (group < E):
@@ -394,8 +394,8 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
                 else:
                     col_inverse = numeric.reciprocal(col_scale, HARDWARE)
                 # Separate names, since none may change its type in a branch on a runtime value.
-                q = tiles.times(v, [col_inverse for _ in v], inside, EVEN)
-                words = numeric.to_float8_words(q, ARITHMETIC) & group_byte_mask(r, size)
+                col_values = tiles.times(v, [col_inverse for _ in v], inside, EVEN)
+                words = numeric.to_float8_words(col_values, ARITHMETIC) & group_byte_mask(r, size)
                 tiles.store_col_data(col_ptr + col_begin, words, quad, c, Cp, width // 4, EVEN)
     elif ROW and not RUNS:  # rows in no group are zero
         zero, none = tl.zeros((BLOCK_R // 4, BLOCK_C), tl.float32), tl.zeros(quad.shape, tl.int32)

@@ -20,8 +20,8 @@ Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _BYPASSES_TRITON = None not in (private.current_stream, private.launch_kernel)
-_QUERIES = private.current_device, private.dispatch_modes, private.functorch_levels
-_BYPASSES_DISPATCHER = HAS_TRITON and None not in _QUERIES
+_NEEDED = private.current_device, private.dispatch_modes, private.functorch_levels
+_BYPASSES_DISPATCHER = HAS_TRITON and None not in _NEEDED
 
 
 class Launch:
@@ -70,7 +70,7 @@ class Launch:
 
 _USUAL = {"num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False}  # for PyTorch
 _SCRATCH = ("global_scratch_size", "profile_scratch_size")  # memory that only Triton allocates
-_LETTERS = {"i32": "i", "i64": "l"}  # Triton's types -> codes of PyTorch's launcher; "O": a pointer
+_TYPE_CODES = {"i32": "i", "i64": "l"}  # Triton's types -> PyTorch's codes; "O": a pointer
 
 
 def _for_pytorch(compiled: Any, programs: int, integers: tuple[int, ...]) -> Any:
@@ -85,11 +85,11 @@ def _for_pytorch(compiled: Any, programs: int, integers: tuple[int, ...]) -> Any
         return None
     scratch = [getattr(about, name) for name in _SCRATCH if hasattr(about, name)]
     unusual = [name for name, usual in _USUAL.items() if getattr(about, name, usual) != usual]
-    kinds = [kind for kind in signature.values() if kind != "constexpr"]
-    letters = ["O" if kind.startswith("*") else _LETTERS.get(kind, "") for kind in kinds]
-    if any(scratch) or unusual or not all(letters):
+    triton_types = [x for x in signature.values() if x != "constexpr"]
+    codes = ["O" if x.startswith("*") else _TYPE_CODES.get(x, "") for x in triton_types]
+    if any(scratch) or unusual or not all(codes):
         return None
-    types, none = "".join(letters) + "O" * len(scratch), (None,) * len(scratch)
+    types, none = "".join(codes) + "O" * len(scratch), (None,) * len(scratch)
     # `compiled` keeps the function loaded; a scratch of size 0 is passed as None.
     return (function, programs, 1, 1, num_warps, shared, types), (*integers, *none), compiled
 

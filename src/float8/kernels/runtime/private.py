@@ -55,8 +55,8 @@ layer within a transform raises torch's error."""
 def surely(condition: Any) -> bool:
     """Return True if `condition` is known to hold for all sizes under `torch.compile`.
 
-    Adds no guard; False if that depends on an unbacked size, like that of `x[mask]`. In eager mode
-    returns `bool(condition)`. There is no fallback for a torch without the private function.
+    Adds no guard; False if that depends on the value of an unbacked size, as of `x[mask]`. In eager
+    mode returns `bool(condition)`. A torch without `statically_known_true` has no fallback.
     """
     if not torch.compiler.is_compiling():
         return bool(condition)
