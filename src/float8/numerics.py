@@ -12,7 +12,7 @@ from float8.autograd import new_alias
 from float8.config import require_module
 from float8.formats import FLOAT8_MAX
 from float8.kernels.runtime.ops import register
-from float8.kernels.runtime.private import past_compiled_code
+from float8.kernels.runtime.private import in_eager_mode
 from float8.linear import Float8Module
 from float8.linear.functional import autocast_dtype
 from float8.linear.plan import Casts
@@ -92,7 +92,7 @@ COUNT, TALLY = torch.ops.float8.count.default, torch.ops.float8.tally.default
 
 @torch.no_grad()
 def measure(x: Any, cast: Cast | None, col: bool = False, offs: Tensor | None = None) -> Tensor:
-    """Quantize this rank's `x` by `cast`, to row data or, if `col`, column data; return `count`.
+    """Quantize this rank's `x` by `cast`, to row data (column data if `col`); return `count(...)`.
 
     `x` is [..., C]; with `offs`, the ends of groups, it is their rows [R, C] or weights [E, N, K].
     If `x` is in float8, zeros count as underflow. Without a `cast`, only non-finite values count.
@@ -169,15 +169,15 @@ class _Observer:
     def __call__(self, layer: Any, casts: Casts, x: Any, weight: Any, y: Any, offs: Any = None,
         name: str = "") -> Any:  # fmt: skip
         """Measure `x`, `weight`, the gradient of `y`; return `y`. `name`: of an experts' weight."""
-        compiling, grad = torch.compiler.is_compiling(), torch.is_grad_enabled()
+        # No grad in evaluation and the first forward of reentrant checkpoints: only order counts.
+        compiling, counted = torch.compiler.is_compiling(), torch.is_grad_enabled()
         if offs is not None and not compiling:
             name = name or parameter_name(layer, weight)
-        cast = casts.input if grad and casts.input.config.is_float8 else None
+        cast = casts.input if counted and casts.input.config.is_float8 else None
         x = as_multiplied(x, weight)
-        TALLY(measure(x, cast, offs=offs), *self.totals[name, "input"], grad)
-        if grad and casts.weight.config.is_float8 and (compiling or name not in self.weights):
-            numbers = measure(weight, casts.weight, offs=offs)
-            TALLY(numbers, *self.totals[name, "weight"], True)
+        TALLY(measure(x, cast, offs=offs), *self.totals[name, "input"], counted)
+        if counted and casts.weight.config.is_float8 and (compiling or name not in self.weights):
+            TALLY(measure(weight, casts.weight, offs=offs), *self.totals[name, "weight"], counted)
             if not compiling:
                 self.weights.add(name)
         if y.requires_grad and casts.grad_output.config.is_float8:
@@ -294,7 +294,7 @@ class Watch(contextlib.ExitStack):
                 layer._float8_observers += (observer,)
                 self.callback(_remove, layer, observer)
                 self._observers[plain_name(fqn) or "(root)"] = observer
-        self.enter_context(past_compiled_code(self._model))
+        self.enter_context(in_eager_mode(self._model))
 
     def __del__(self) -> None:
         self.close()

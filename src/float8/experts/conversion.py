@@ -77,12 +77,12 @@ class Experts(Conversion):
         experts = local_tensor(mod._parameters[weights[0].name]).shape[0]  # on this rank
         rows, bf16_ms, float8_ms = tokens * top_k, 0.0, 0.0
         for name, _, N, K in weights:
-            ranks = ranks_that_cast(mod, name, experts, chooser.ranks[3])
+            ranks = ranks_that_cast(mod, name, experts, chooser.ranks[3])  # [3]: for experts
             bf16, float8 = both_ms(gpu, config, rows, K, N, ranks, experts=experts)
             bf16_ms, float8_ms = bf16_ms + bf16, float8_ms + float8
         where = f"{gpu}, {rows / experts:.0f} tokens for each of {experts} experts"
         where += f" ({tokens} tokens go to {top_k} each)"
-        return no_gain(config, bf16_ms / float8_ms, EXPERTS_ERROR, where)
+        return no_gain(config, bf16_ms / float8_ms, EXPERTS_ERROR, where)  # error of the speed-up
 
     def prepare(self, mod: nn.Module, chooser: Chooser) -> Callable[[], None]:
         """Return a function that converts `mod` in place by changing its class."""

@@ -15,10 +15,10 @@ from float8.kernels.runtime.triton import jit, tl
 @jit(do_not_specialize_on_alignment=["scale_ptr", "amax_ptr"])  # type: ignore[untyped-decorator]
 def cast_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, C]
-    row_ptr,  # [rows, Ck]
-    row_scale_ptr,  # "row": [rows]; "run": [runs, rows]; "square": [squares, squares to 4]
-    col_ptr,  # [columns, Rk]
-    col_scale_ptr,  # as row_scale_ptr, with columns for rows
+    row_ptr,  # [rows, Ck]: C padded to 16, but "run", "square": to WIDTH; runs = Ck / WIDTH
+    row_scale_ptr,  # "row": [rows]; "run": [runs, rows]; "square": [rows/WIDTH, ceil4(runs)]
+    col_ptr,  # [columns, Rk]; R padded as C is
+    col_scale_ptr,  # as row_scale_ptr, with columns and Rk for rows and Ck
     scale_ptr,  # "tensor": the scale, unless it is measured
     amaxes_ptr,  # "tensor": [count] float32; "row": [R + C] int32, bits of rows, then of columns
     used_ptr,  # "tensor": receives the scale that is used, unless it is given

@@ -66,8 +66,7 @@ def tile_at(  # type: ignore[no-untyped-def]
     tile, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr
 ):
     """Return row and column of tile number ``tile``, in tiles: GROUP tiles down R, then along C."""
-    tiles_r = tl.cdiv(R, BLOCK_R)
-    tiles_c = tl.cdiv(C, BLOCK_C)
+    tiles_r, tiles_c = tl.cdiv(R, BLOCK_R), tl.cdiv(C, BLOCK_C)
     group = tile // (GROUP * tiles_c)
     height = tl.minimum(tiles_r - group * GROUP, GROUP)
     within = tile - group * (GROUP * tiles_c)
@@ -163,7 +162,8 @@ def repeat_blocks(s, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore
 def times(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
     """Multiply four float32 tensors ``v[i]`` by ``inverse[i]``; return zero where not ``inside``.
 
-    An Inf becomes NaN, since the scale of its amax is Inf or NaN, but not under 8-bit exponents.
+    An Inf becomes NaN, since the scale of its amax is Inf or NaN. If scales are 8-bit exponents,
+    the scale is NaN or 2**127, the largest one; under 2**127 an Inf stays Inf.
     """
     return [or_zero(v[i] * inverse[i], inside[i], EVEN) for i in (0, 1, 2, 3)]
 

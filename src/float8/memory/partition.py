@@ -157,15 +157,15 @@ def _activations(
 ) -> tuple[set[Node], set[Node | None]]:
     """Return nodes that require grad and depend on data inputs, and the gradients of Parameters."""
     traits, weight_gradients = {}, set[Node | None]()  # traits: (requires grad, depends on data)
-    for index, (node, gradient) in enumerate(zip(inputs, gradients, strict=False)):
+    for index, (node, gradient) in enumerate(zip(inputs, gradients, strict=False)):  # not tangents
         origin: Any = node.meta.get("desc")  # None in inner graphs: all count as Parameters there
-        while hasattr(origin, "base"):  # an attribute of a tensor subclass; `static` has subclasses
+        while hasattr(origin, "base"):  # of a tensor subclass, which `static` counts as one
             origin = origin.base
         argument = origin is not None and not (origin.is_param() or origin.is_buffer())
-        argument = argument and static.isdisjoint((index, getattr(origin, "idx", index)))
+        numbers = index, getattr(origin, "idx", index)  # its own, and that of the subclass
+        argument = argument and static.isdisjoint(numbers)
         traits[node.name] = gradient is not None, argument
-        if not argument:
-            weight_gradients.add(gradient)
+        weight_gradients |= set() if argument else {gradient}
     for node in graph.nodes:
         if node.op == "call_function":
             traits_read = [traits.get(x.name, (False, False)) for x in node.all_input_nodes]

@@ -81,7 +81,7 @@ class Shards(NamedTuple):
         return layer._float8_with_state(casts) if layer._float8_stateful else casts
 
     def words(self, layer: Any) -> list[str]:
-        """Return a list for `extra_repr` of `layer`: a text on what ranks all-gather, if any."""
+        """Return text for `extra_repr`, such as ["input gathered in float8"]; [] without gather."""
         if self.tokens_dim is not None:
             gathered, in_float8 = "grad_output", layer._float8_plan.grad_output_rows_suffice
         elif self.gathers_input and not sums_over_ranks(layer.weight):

@@ -291,7 +291,7 @@ def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     x, *rest = args
     expands = func is aten.expand.default and [*x.shape] != [*rest[0]]  # in `matmul` of a batch
     if expands and not x._granularity.one_scale:
-        return _multiply(func, args, kwargs)
+        return _multiply_dequantized(func, args, kwargs)
     if func is aten.constant_pad_nd.default and any((*rest[1:], *kwargs.values())):  # the value
         raise ValueError(
             f"{func}: got a padding other than 0, which float8 data cannot hold exactly under "
@@ -373,7 +373,11 @@ def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _require_same_kind(op: str, *tensors: Any, same_scale: bool = False) -> None:
-    """Raise `ValueError` unless all are `Float8Tensor`s of one kind (`same_scale`: and scale)."""
+    """Raise `ValueError` unless all are `Float8Tensor`s of one kind (`same_scale`: equal scales).
+
+    A kind is a float8 dtype, an original dtype (of any kind for "copy_"), a granularity, with dims
+    permuted since the cast or not, and with an amax or none.
+    """
 
     def kind(x: Any) -> str:
         if not isinstance(x, Float8Tensor):
@@ -440,7 +444,7 @@ def _run_dequantized(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return func(*[dequantise(x) if isinstance(x, Float8Tensor) else x for x in args], **kwargs)
 
 
-def _multiply(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _multiply_dequantized(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Warn, and run a matrix product, or `expand` for a batched product, on dequantized tensors."""
     sizes = [tuple(x.shape) for x in args if isinstance(x, Float8Tensor)]
     warn(
@@ -494,7 +498,7 @@ _OPS: dict[Any, str] = {
     _cat: "aten::cat",
     _copy_: "aten::copy_",
     _run_dequantized: "aten::equal aten::is_same_size aten::zeros_like aten::ones_like",
-    _multiply: "".join(f"aten::{name} " for name in _PRODUCTS.split()),
+    _multiply_dequantized: "".join(f"aten::{name} " for name in _PRODUCTS.split()),
     lambda func, args, kwargs: func(args[0]._data, *args[1:]): "aten::is_pinned",  # DCP calls it
     lambda func, args, kwargs: args[0].storage(): "aten::view.dtype",
     _broadcast_or_scatter: "c10d::broadcast_ c10d::scatter_",  # `distribute_tensor` calls these

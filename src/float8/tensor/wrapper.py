@@ -31,13 +31,9 @@ class Wrapper(torch.Tensor):
     def _wrap(cls, inner: Tensor, dtype: torch.dtype) -> Any:
         """Return a new instance that reports `dtype`, and shape, strides and device of `inner`."""
         return torch.Tensor._make_wrapper_subclass(
-            cls,
-            inner.shape,
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=dtype,
-            device=inner.device,
-        )
+            cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(),
+            dtype=dtype, device=inner.device,
+        )  # fmt: skip
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the inner tensors that are not None, by attribute name."""

@@ -237,7 +237,7 @@ class HoldsWeights(nn.Module):
             row._float8_version = col._float8_version = None
 
     def _float8_detach(self) -> None:
-        """Detach one optimizer, and free the held data."""
+        """Detach one optimizer, and free the held data, even if others remain attached."""
         super()._float8_detach()  # type: ignore[misc]
         self._float8_held = ()
 

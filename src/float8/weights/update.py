@@ -125,7 +125,7 @@ class HeldWeights(Feature):
         require_one_cast(config, "float8_weights")
 
     def attach(self, model: nn.Module) -> None:
-        """Cast the weights of `model`, so that out-of-memory errors occur before training."""
+        """Cast and hold the weights now, so that out-of-memory errors occur before training."""
         update_float8_weights(model)
 
     def after_step(self, model: nn.Module) -> None:

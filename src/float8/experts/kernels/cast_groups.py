@@ -177,7 +177,7 @@ def cast_groups_fake(x: Tensor, offs: Tensor, *layout: Any) -> list[Tensor]:
     """Allocate the results of `cast_groups_reference`, uninitialized; sizes may be symbolic."""
     run, dtype, row, col, width, *_ = layout  # run: elements per block scale, or None
     (R, C), E, k, out = x.shape, offs.shape[0], run or 16, list[Tensor]()
-    Cp = (C + 15) // 16 * 16
+    Cp = (C + 15) // 16 * 16  # column data: [Cp, width], each group padded
     layouts = (row, R, (C + k - 1) // k * k, (R,)), (col, Cp, width, (E, Cp))
     for requested, rows, columns, shape in layouts:  # shape: of scales without runs
         if requested:
@@ -185,7 +185,7 @@ def cast_groups_fake(x: Tensor, offs: Tensor, *layout: Any) -> list[Tensor]:
             scales = x.new_empty(scale_shape, dtype=torch.float32)
             scales = scales if run is None else scales.t()  # runs: strides (1, rows)
             out += [x.new_empty((rows, columns), dtype=dtype), scales]
-    return [*out, x.new_empty((E,), dtype=torch.int32)] if col else out
+    return [*out, x.new_empty((E,), dtype=torch.int32)] if col else out  # ends of padded groups
 
 
 # ---------------------------------------------------------------- Triton

@@ -36,8 +36,7 @@ def multiply_blocks(
         got = "float8 GEMM: got a Triton without Gluon for experts under blocks, expected"
         raise RuntimeError(f"{got} Triton >= 3.6; upgrade it, or take the recipe 'rowwise'")
     of_rows, (R, C), N, E = out.dim() == 2, a.shape, b.shape[1], ends.shape[0]  # groups split R
-    rows, columns, block = _TILE
-    swizzled = [gl.NVMMASharedLayout(128, 8, rank) for rank in (2, 3)]
+    (rows, columns, block), swizzled = _TILE, [gl.NVMMASharedLayout(128, 8, n) for n in (2, 3)]
     a_tiles = GluonDescriptor(a, [*a.shape], [*a.stride()], [rows, block], swizzled[0])
     b_tiles = GluonDescriptor(b, [*b.shape], [*b.stride()], [1, columns, block], swizzled[1])
     scale_tiles = b_tiles  # a placeholder, not read if `of_rows`
@@ -124,7 +123,7 @@ def _add(  # type: ignore[no-untyped-def]
     sums, a, a_scale, b_shared, b_scale, scale_shared, stage, zeros, SIDE: gl.constexpr,
     OF_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Return ``sums`` plus the scaled ``a @ b.T`` of the left (``SIDE`` 0) or right columns."""
+    """Return ``sums`` plus the left (``SIDE`` 0) or right half of the scaled ``a @ b.T``."""
     HALF: gl.constexpr = zeros.shape[1]
     b = b_shared.index(stage).reshape([2 * HALF, a.shape[1]]).slice(SIDE * HALF, HALF, 0)
     p = hopper.warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
@@ -208,11 +207,12 @@ def _grouped_blocks_kernel(  # type: ignore[no-untyped-def]
     b_scale_ptr,  # [E, N / 128, C / 128]
     ends_ptr,  # [E]: ends of groups along R or, if groups split C, along C
     out_ptr,  # [R, N], or [E, R, N]
-    R, N, C, E, stride_a, step_a, stride_b, row_b, step_b, OF_ROWS: gl.constexpr,
+    R, N, C, E, stride_a, step_a, stride_b, row_b, step_b,  # strides of a_scale and b_scale
+    OF_ROWS: gl.constexpr,  # groups split R, and `b` is [E, N, C]; else groups split C
 ):  # fmt: skip
     a_shared = gl.allocate_shared_memory(a_tiles.dtype, [STAGES, ROWS, BLOCK], a_tiles.layout)
     b_shared = gl.allocate_shared_memory(b_tiles.dtype, [STAGES, 1, COLUMNS, BLOCK], b_tiles.layout)
-    scale_shared = b_shared
+    scale_shared = b_shared  # a placeholder, not read if OF_ROWS
     if not OF_ROWS:
         scale_shared = gl.allocate_shared_memory(
             gl.float32, [STAGES, 1, COLUMNS], scale_tiles.layout

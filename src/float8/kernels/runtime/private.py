@@ -138,7 +138,7 @@ class _Eager:
 
 
 @contextlib.contextmanager
-def past_compiled_code(model: Any) -> Iterator[None]:
+def in_eager_mode(model: Any) -> Iterator[None]:
     """Context manager: run `model` and its modules in eager mode even if they are compiled.
 
     Compiled code stays valid. Contexts may overlap and end in any order. Compiled functions that
