@@ -120,3 +120,22 @@ def test_an_exported_model_takes_any_count(recipe: str, strict: bool, device: st
         for count in COUNTS:
             given = inputs(count, device, 64)
             assert same_bits(exported(*given), model(*given)), count
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+def test_a_marked_dim_takes_any_size(recipe: str, device: str) -> None:
+    layer = nn.Linear(64, 48, device=device)
+    model = convert_to_float8_training(
+        nn.Sequential(layer), config=recipe, module_filter_fn=all_linears
+    )
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for count in (40, 17, 129):
+        x = seeded(count, count, 64, device=device)
+        torch._dynamo.mark_dynamic(x, 0)
+        assert_close({"output": model(x)}, {"output": compiled(x)}, what=count)
+    assert counter.frame_count == 1
+    dims = ({0: torch.export.Dim("tokens")},)
+    exported = torch.export.export(model.eval(), (x,), dynamic_shapes=dims).module()
+    assert same_bits(exported(x[:7]), model(x[:7]))

@@ -189,12 +189,21 @@ class Model(nn.Module):
         self.linear.bias.requires_grad_(False)
 
 
+class First(nn.Module):
+    def forward(self, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        return whole
+
+    def right_inverse(self, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return whole, whole[0, :2].clone()
+
+
 @pytest.mark.parametrize("prefix", ["", "Parametrized"])
 def test_weights_that_no_linear_layer_has_are_listed_and_counted(prefix: str) -> None:
     model = Model()
     weights = {"attention": "in_proj_weight", "bilinear": "weight", "embedding": "weight"}
     for name, weight in weights.items() if prefix else ():
-        parametrize.register_parametrization(model.get_submodule(name), weight, nn.Identity())
+        kind = First() if name == "bilinear" else nn.Identity()
+        parametrize.register_parametrization(model.get_submodule(name), weight, kind)
     report = conversion_report(convert_to_float8_training(model))
     assert [(other.fqn, other.shape, other.module) for other in report.others] == [
         ("attention.in_proj_weight", (48, 16), f"{prefix}MultiheadAttention"),

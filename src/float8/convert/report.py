@@ -161,8 +161,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
 def _scaling(module: Float8Module) -> str:
     """Return the casts of a converted module as text, and `HELD`, `ONLY` or `emulate` if set."""
     casts, config = module._float8_plan.casts, module._float8_config
-    sites = [site.value for site in config.own_casts]
-    words = [f"{site} {getattr(casts, site).config.short_str()}" for site in sites]
+    words = [f"{x.value} {getattr(casts, x.value).config.short_str()}" for x in config.own_casts]
     if config.float8_weights is not Float8Weights.ON_THE_FLY:
         words.append(f"weight {config.float8_weights.value} in float8")
     return ", ".join(words + ["emulate"] * config.emulate)
@@ -172,12 +171,13 @@ def _other_weights(path: str, module: nn.Module) -> list[OtherWeight]:
     """Return an `OtherWeight`, called `path` + name, per Parameter that a GEMM may read."""
     if isinstance(module, (*_NO_MATMUL, parametrize.ParametrizationList)):
         return []
-    computed: Any = module.parametrizations if parametrize.is_parametrized(module) else {}
-    weights = [*module._parameters.items()]
-    weights += [(name, x) for name, kept in computed.items() for x in kept.parameters(False)]
+    weights: dict[str, Any] = dict(module._parameters)
+    if parametrize.is_parametrized(module):
+        for name, kept in module.parametrizations.items():  # the largest of a weight's originals
+            weights[name] = max(kept.parameters(False), key=nn.Parameter.numel, default=None)
     return [
         OtherWeight(path + name, tuple(weight.shape), type(module).__name__)
-        for name, weight in weights
+        for name, weight in weights.items()
         if isinstance(weight, nn.Parameter)
         and not isinstance(weight, UninitializedParameter)
         and weight.dim() > 1
