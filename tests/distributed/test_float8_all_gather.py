@@ -54,7 +54,6 @@ def one_layer(recipe: str, N: int) -> None:
         assert seen.all_reduces == 0
         scales = rows * 4 if recipe == "rowwise" else rows // 128 * 4 * 4
         assert seen.sizes == [rows * K + scales]  # in the same collective
-        assert sum(seen.sizes) <= 0.52 * rows * K * 2
     else:
         reason = "would cut ScalingGranularity.BLOCK_128x128" if even else "are not all of one size"
         assert reason in said[0]
@@ -71,7 +70,7 @@ def one_layer(recipe: str, N: int) -> None:
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_one_layer(either: Ranks, recipe: str) -> None:
-    for N in (256, 33, 130):
+    for N in (256, 33, 130, 128):
         either.run(one_layer, recipe, N)
 
 

@@ -182,9 +182,10 @@ DEEPSEEK = replace(of_recipe("blockwise"), cast_config_input_for_grad_weight=RUN
         ),
         (mixed(WIDE, WIDE, DYNAMIC, emulate=True), ((G8, G8),) * 3),
         (mixed(ROWS, DYNAMIC, DYNAMIC), (((ROW,), W8), (G8, W8), (G8, (ROW,)))),
+        (tensorwise(cast_config_weight_for_grad_input=ROWS), ((X8, W8), (G8, (ROW,)), (G8, X8))),
         (DEEPSEEK, (((RUN,), (SQUARE,)), ((RUN,), (SQUARE,)), ((RUN,), (RUN,)))),
     ],
-    ids=["formats", "second uses", "e5m2 alone, emulated", "rows of the input", "DeepSeek's"],
+    ids=["formats", "second uses", "e5m2, emulated", "rows", "rows for grad_input", "DeepSeek's"],
 )
 def test_each_cast_is_as_configured(device: str, config, casts) -> None:
     x, w, g = tensors(48, 64, 32, torch.float32, device)
