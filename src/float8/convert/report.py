@@ -172,9 +172,9 @@ def _other_weights(path: str, module: nn.Module) -> list[OtherWeight]:
     if isinstance(module, (*_NO_MATMUL, parametrize.ParametrizationList)):
         return []
     weights: dict[str, Any] = dict(module._parameters)
-    if parametrize.is_parametrized(module):
-        for name, kept in module.parametrizations.items():  # the largest of a weight's originals
-            weights[name] = max(kept.parameters(False), key=nn.Parameter.numel, default=None)
+    lists: Any = module.parametrizations if parametrize.is_parametrized(module) else {}
+    for name, kept in lists.items():  # the largest of a weight's originals
+        weights[name] = max(kept.parameters(False), key=nn.Parameter.numel, default=None)
     return [
         OtherWeight(path + name, tuple(weight.shape), type(module).__name__)
         for name, weight in weights.items()
