@@ -1,6 +1,6 @@
 """Helpers that the autograd functions of this library share.
 
-`Linear.compute` runs the GEMMs and returns the output and the tensors that `forward` saves.
+One is `Linear`, whose `compute` runs the GEMMs and returns the output and the tensors to save.
 """
 
 import functools

@@ -51,7 +51,7 @@ def parameter_name(experts: nn.Module, weight: Any) -> str:
 def count(x: Tensor, data: Tensor, bound: Tensor | None, all_count: bool) -> Tensor:
     """Count elements of `x` that are 0 in `data` (`x` cast to float8), saturate or are not finite.
 
-    `x` and `data` have equal shapes. Absolute values above `bound`, one element or None, saturate.
+    `data` has the shape of `x`. Absolute values above `bound`, one element, saturate; none if None.
 
     Returns:
         [6] float64: the amax, the number of elements, of nonzero ones (all if `all_count`),

@@ -93,9 +93,9 @@ _LEFT_EMPTY = re.compile("_hooks$|^kwargs$|^__composable")
 def merged_base_layer(*layers: Any, gather: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
     """Return a float32 copy of the base layer of a PEFT layer, with the active adapters merged.
 
-    `layers` is one PEFT layer, or several whose base layers share a weight. PEFT does the merging,
-    in memory for one layer in float32 and PEFT's temporaries; raises `ValueError` if it cannot.
-    `gather`, a collective, returns the full tensor of a sharded one.
+    `layers` is one PEFT layer, or several whose base layers share a weight. PEFT merges, in
+    memory for that copy and for PEFT's temporaries. Raises `ValueError` if PEFT cannot. `gather`, a
+    collective, returns the full tensor of a sharded one.
     """
     copies: dict[int, Any] = {id(x): x for layer in layers for x in _inactive(layer)}  # not copied
     for x in (x for layer in layers for x in layer.parameters() if id(x) not in copies):

@@ -38,7 +38,7 @@ _GROUPED_BY_BLOCKS = 1.28  # time of blockwise GEMMs of experts, relative to lin
 _MIN_GAIN = 1.01  # the modelled speed-up from which a layer is converted
 _HELD_EXPERTS_SHARE = 0.15  # of the casts of held weights of experts, with four microbatches
 _TRANSPOSE_SHARE = 0.25  # the share of the casts of a weight that transposes it for grad_input
-_GRAD_WEIGHT_SHARE = 0.223  # the share of `experts` for grad_weight, if that is in float8
+_GRAD_WEIGHT_SHARE = 0.223  # the share of `experts` that falls away if grad_weight is in bf16
 ERROR, EXPERTS_ERROR = 0.05, 0.1  # errors of modelled speed-ups, without and with experts
 
 WAITS_BELOW_MS = 0.25
@@ -98,15 +98,15 @@ def layer_ms(
         start += cost.start / 3  # `cost.start` is that of three GEMMs
         slower = _GROUPED_TIME[gpu] if experts else max(1.0, tflop) ** _EXPONENT_IF_LARGE[gpu]
         slower *= _GROUPED_BY_BLOCKS if experts and cost is COSTS["blockwise"] else 1.0
-        flop = bf16.flop if is_emulated or cost is bf16 else cost.flop * slower
+        flop = bf16.flop if is_emulated or cost is bf16 else cost.flop * slower  # fitted to float8
         ms_per_tflop += flop / len(gemms)
     input = output.rows * output.tokens + (1 - output.rows) * grad_weight.tokens  # both casts
     grad_output = grad_input.rows * grad_input.tokens + (1 - grad_input.rows) * grad_weight.tokens
     moved = tokens * (_INPUT_SHARE * input * K + grad_output * N)  # in 1e-9 ms of an H200
     costs = output, grad_input, grad_weight
     first, second, last = (cost.experts if experts else cost.weight for cost in costs)  # by GEMM
-    weight = second if output is bf16 else first - _TRANSPOSE_SHARE * (first - second)
-    weight += _GRAD_WEIGHT_SHARE * (last - weight) if experts else 0.0
+    weight = second if output is bf16 else first - _TRANSPOSE_SHARE * (first - second)  # one cast
+    weight += _GRAD_WEIGHT_SHARE * (last - weight) if experts else 0.0  # of a fitted cost
     moved += (_MS_TO_READ_EXPERTS * experts + casts * weight * (experts or 1)) * K * N
     return ms_per_tflop * float(tflop**_FLOP_EXPONENT) + start + 1e-9 * MEMORY[gpu] * moved
 

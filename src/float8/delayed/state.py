@@ -229,8 +229,8 @@ class StatefulLayer(Float8Module):
 
         Scales come from the history in training mode with gradients, unless the layer is frozen,
         and in the first forward of reentrant checkpointing, which is recomputed with gradients.
-        Else scales come from the data, since a sync may never follow. Amaxes are recorded while
-        grad mode is on. Scales that the last sync made equal on all ranks are not reduced.
+        Else scales come from the data, since a sync may never follow. While grad mode is on, amaxes
+        are recorded, and scales that the last sync made equal on all ranks are not reduced.
         """
         self._float8_check_synced()
         record, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
@@ -249,9 +249,9 @@ class StatefulLayer(Float8Module):
                 scale = torch.full_like(scale, UNKNOWN_SCALE)
             elif compiling and not record:  # only at run time is it known whether a checkpoint runs
                 scale = torch.ops.float8.scale_without_gradients.default(scale)
-                amax = torch.empty_like(amax)  # unused, but the op is declared to write it
+                amax = torch.empty_like(amax)  # not recorded, but `cast_delayed` declares a write
             if cast.reduce is not None and trains and record and site.name in self._float8_known:
-                cast = cast._replace(reduce=None)
+                cast = cast._replace(reduce=None)  # known at run time, too, as `record` is True
             delayed[site.name] = cast._replace(source=DelayedScale(scale, amax, record))
         return casts._replace(**delayed)
 
@@ -268,14 +268,14 @@ class StatefulLayer(Float8Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StatefulLayer":
         weight: Any = self._parameters.get("weight")
-        was_meta = weight is not None and self._float8_replace_meta_buffers()
-        before: dict[str, Tensor] = self._float8_state()
+        replaced = weight is not None and self._float8_replace_meta_buffers()
+        before: dict[str, Tensor] = self._float8_state()  # not on meta beside a real `weight`
         super()._apply(fn, recurse)
         for name, old in before.items():
             new = self.get_buffer(name)
             if new.dtype != torch.float32:  # by `.half()`: move only, keep all bits
                 self._buffers[name] = old.to(new.device)
-        if was_meta or any(old.is_meta for old in before.values()):
+        if replaced or any(old.is_meta for old in before.values()):
             self._float8_reset_state()  # after `to_empty()` they would be undefined
         self._float8_state_was_written()
         return self

@@ -51,7 +51,7 @@ class Experts(Conversion):
     def report(
         self, fqn: str, mod: nn.Module, scaling: str | None, reason: str | None
     ) -> list[LayerReport]:
-        """Return an `ExpertsReport` for each weight; `reason`: why not in float8, or None."""
+        """Return an `ExpertsReport` for each weight; `reason` is None in float8, else `scaling`."""
         path = f"{fqn}." if fqn else ""
         return [
             ExpertsReport(path + name, K, N, scaling, reason, count)

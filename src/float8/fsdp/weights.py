@@ -100,8 +100,8 @@ def _shards_to_cast(model: nn.Module) -> dict[_BatchKey, dict[Any, Float8GatherW
             if shard.param_dtype is None or shard.write_counter.is_inference():
                 continue
             mesh, one_scale = weight.device_mesh, shard.has_one_scale
-            if shard.device.type != mesh.device_type and not one_scale:  # offloaded
-                continue
+            if shard.device.type != mesh.device_type and not one_scale:
+                continue  # offloaded: the cast, on the device later, finds finer scales itself
             sharding = mesh, weight.placements, weight.shape
             if sharding not in groups_of:
                 groups_of[sharding] = sharding_groups(weight) if no_shard_is_empty(weight) else None

@@ -30,8 +30,8 @@ class Float8Callback(TrainerCallback, ExportableState):
     `model_init`, and use `Float8Callback()`.
 
     Once training has begun, the model saves weights only. `trainer_state.json` has the state of
-    delayed scaling, and a few values of each weight, by which `train(resume_from_checkpoint=...)`
-    raises a `ValueError` if the Trainer did not load weights with other names in files (experts).
+    delayed scaling and a few values of each weight. `train(resume_from_checkpoint=...)` raises a
+    `ValueError` if these differ: the Trainer skips weights with other names in files (experts).
 
     Args:
         config: a `Float8LinearConfig`, or the name of a recipe; None means not to convert.

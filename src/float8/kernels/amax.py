@@ -67,7 +67,7 @@ def amax_triton(x: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def measuring(n: int, dtype: torch.dtype, device: torch.device, unless_set: bool = False) -> Launch:
-    """Return the launch of a kernel that measures the amax of a tensor of ``n`` elements.
+    """Return the launch of a kernel that measures the amax of a tensor of ``n`` > 0 elements.
 
     Call it with x, dense in any order of its dims; a float32 vector of `Launch.programs` elements,
     which receives the amax of each program; and a scale or None. With ``unless_set`` the kernel
@@ -77,7 +77,7 @@ def measuring(n: int, dtype: torch.dtype, device: torch.device, unless_set: bool
     # A block is what one step reads: 16 KiB, which for 16 warps is two loads of 16 bytes a thread.
     block, at_once = 16384 // dtype.itemsize, 8 * sm_count(device)
     blocks = -(-n // block)
-    steps = 1 if blocks < at_once else 2
+    steps = 1 if blocks < at_once else 2  # few blocks get a program each
     rounds = -(-blocks // (steps * at_once))  # of a program, each of ``steps`` blocks
     programs = -(-blocks // (steps * rounds))
     constants = (block, steps, unless_set)

@@ -33,7 +33,7 @@ class Weight(Protocol):
     def grad_input(
         self, g: Operand, shape: Shape, index: Any, call: "Call", out_dtype: dtype
     ) -> Tensor:
-        """Return `g @ weight`, [M, K] in `out_dtype`; `g` is row data [M, N] of grad_output."""
+        """Return `g @ weight`, [M, K] in `out_dtype`; `g`: row data [M, N]; rest: see `Weight`."""
 
 
 class OnTheFly(NamedTuple):

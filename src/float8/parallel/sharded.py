@@ -43,9 +43,9 @@ class Shards(NamedTuple):
     def linear(self, input: Any, weight: Any, bias: Any, plan: LinearPlan, casts: Casts) -> Any:
         """Compute `apply_linear` of DTensors on a 1-D mesh; return a DTensor.
 
-        `casts` come from `self.casts`. `input` is placed as in the docstring of this module; for a
-        weight Shard(0) with `self.gathers_input` in any way, and gathered, in float8 if it can be.
-        A `Float8Tensor` in it is not cast again. `bias` is Shard(0) if the weight is, or Replicate.
+        `casts` come from `self.casts`. `input` is placed as the docstring of this module says, or,
+        if `self.gathers_input` and the weight is Shard(0), in any way: it is gathered, in float8 if
+        possible. A local `Float8Tensor` stays. `bias` is Shard(0) if the weight is, or Replicate.
         """
         if not hasattr(input, "placements"):
             raise TypeError(

@@ -109,7 +109,7 @@ def refuse_only(layer: Any, config: Float8LinearConfig) -> ValueError | None:
 
 
 def moved(weight: Float8Tensor, fn: Callable[[Tensor], Tensor]) -> Float8Tensor:
-    """Return `weight` moved by `fn` of `nn.Module._apply`; a new dtype is reported, not cast to."""
+    """Return `weight` moved by `fn` of `nn.Module._apply`; a new dtype changes `.dtype` only."""
     template = fn(torch.empty((), dtype=weight.dtype, device=weight.device))
 
     def move(x: Tensor) -> Tensor:

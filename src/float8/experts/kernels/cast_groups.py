@@ -28,7 +28,7 @@ from float8.scales import Operand, Quantized, amax_to_scale
 
 
 class Columns(NamedTuple):
-    """Column data of grouped rows, as `cast_groups` returns them, and the ends of the groups."""
+    """Column data of grouped rows, as `cast_groups` returns them, and the groups' ends in them."""
 
     data: Tensor
     scale: Tensor

@@ -157,7 +157,7 @@ def _multiply(arguments, PART: gl.constexpr, OF_ROWS: gl.constexpr):  # type: ig
     HALF_C: gl.constexpr = COLUMNS // 2
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_C, 32])
     zeros = gl.zeros([HALF_R, HALF_C], gl.float32, mma)
-    tile, groups = gl.program_id(0), E + 1 if OF_ROWS else E
+    tile, groups = gl.program_id(0), E + 1 if OF_ROWS else E  # group E: rows of zeros
     zero = 0 * tile  # a tensor, where 0 would be a constant
     loads, state = zero, (zero - 1, zero, zero, zero, zero)  # before group 0
     state, row, end_row, n, k, steps = _next_tile(tile, state, ends_ptr, sizes, OF_ROWS)
@@ -167,13 +167,13 @@ def _multiply(arguments, PART: gl.constexpr, OF_ROWS: gl.constexpr):  # type: ig
         inside, run = (r < end_row) & (steps > 0), k // BLOCK
         a_ptr = a_scale_ptr + r * stride_a + run * step_a
         left_ptr = b_scale_ptr + n // BLOCK * row_b + run * step_b
-        if OF_ROWS:
+        if OF_ROWS:  # groups split R, `b` is [E, N, C]; else groups split C, `b` is [1, N, C]
             left_ptr += gl.minimum(state[0], E - 1) * stride_b
         right_ptr = left_ptr + gl.where(n + HALF_C < N, HALF_C // BLOCK, 0) * row_b
         left, right, next_left, next_right = zeros, zeros, 0.0, 0.0
         # Load the scales one step early.
         next_a = gl.load(a_ptr, mask=inside, other=0.0)
-        if OF_ROWS:
+        if OF_ROWS:  # else `_add` reads scales of `b` from `scale_shared`
             next_left, next_right = gl.load(left_ptr), gl.load(right_ptr)
         for step in range(steps):
             stage = loads % STAGES

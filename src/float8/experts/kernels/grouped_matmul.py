@@ -156,7 +156,7 @@ def _place(  # type: ignore[no-untyped-def]
         steps = tl.where(group < E, tl.cdiv(C, BLOCK), 1)  # at least one, to write zeros
     else:
         row, end_row, k = m, R + zero, begin
-        steps = tl.maximum((end - begin) // BLOCK, 1)
+        steps = tl.maximum((end - begin) // BLOCK, 1)  # groups are padded to multiples of BLOCK
     return group, row, end_row, n, k, steps, (end > begin) & (group < E)
 
 

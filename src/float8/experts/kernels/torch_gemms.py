@@ -33,7 +33,7 @@ def multiply_in_bfloat16(
         granularities = granularity, granularity
     pairs = zip((a, b), granularities, strict=True)
     x, w = (dequantised_by_kernel(*pair, torch.bfloat16) for pair in pairs)
-    ends = _ends(x, w, ends)
+    ends = _clamped_ends(x, w, ends)
     y = F.grouped_mm(x, w.mT, offs=ends)
     if scale_sums:
         y = (y * scales[0][:, :, None]).mul_(scales[1][:, None]).to(y.dtype)
@@ -43,7 +43,7 @@ def multiply_in_bfloat16(
 def multiply_mx(a: Operand, b: Operand, ends: Tensor, granularities: Granularities) -> Tensor:
     """Multiply MXFP8 operands as `grouped_matmul` with torch's grouped GEMM; returns bfloat16."""
     scale_a, scale_b = map(scales_of_rows, (a, b), granularities)
-    ends = _ends(a.data, b.data, ends)
+    ends = _clamped_ends(a.data, b.data, ends)
     if b.data.dim() == 3:
         E, N, runs = scale_b.shape
         padded = F.pad(scale_b, (0, 0, 0, -N % 128)).reshape(-1, runs)
@@ -57,7 +57,7 @@ def multiply_mx(a: Operand, b: Operand, ends: Tensor, granularities: Granulariti
     return _zero_outside(y, ends)
 
 
-def _ends(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+def _clamped_ends(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Clamp `ends` to the rows of `a`, or to its columns if groups split the contraction dim."""
     return ends_of_groups(ends, a.shape[0 if b.dim() == 3 else 1])
 
