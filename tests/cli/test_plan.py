@@ -81,6 +81,13 @@ def modulated():
         block.norm_out = nn.Linear(8192, 8192)
     return model
 
+def joint():
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Module() for _ in range(2))
+    model.blocks[0].attn = nn.ModuleDict({name: root() for name in ("to_q", "add_q_proj")})
+    model.blocks[1].attn = nn.ModuleDict({"to_q": root()})
+    return model
+
 def CONFIG():
     return Float8LinearConfig()
 
@@ -197,6 +204,11 @@ def test_modulations_see_one_row_of_each_sequence(planned: Callable[..., str]) -
     for name in ("norm1.linear", "adaLN_modulation.N"):  # once for both blocks
         assert out.count(f"\nblocks.N.{name}: judged at all tokens, timed at one of each") == 1
     assert "norm_out: judged" not in out
+
+
+def test_two_streams_of_a_block_share_the_tokens(planned: Callable[..., str]) -> None:
+    half, all_tokens = (layer_ms("H100", "bf16", rows, 8192, 8192) for rows in (4096, 8192))
+    assert re.search(rf"linear layers +{2 * half + all_tokens:.2f}", planned("mine_to_plan:joint"))
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ _HOST_MS, _FSDP_HOST_MS = (0.1, 0.4), (0.92, 1.31)
 HOST_ERROR = 0.3
 # Of whole sequences: classifiers, and modulations by adaptive norms.
 _POOLED = r"(\w+\.)?(heads?|classifier|fc|pooler)(\.\w+)?|(.*\.)?(adaLN_\w+|norm\w*)\.(linear|\d+)"
+_JOINT = "attn.add_q_proj"  # in blocks of two streams, image and text, which share the tokens
 _LINEAR, _EXPERTS, _COPIED = "linear layers", "experts", "copies of weights"
 
 
@@ -68,9 +69,8 @@ def keep_experts_of_a_rank(model: nn.Module, ranks: int) -> None:
         for name, experts, *_ in weights_of(module):
             if experts % ranks:
                 raise ConfigError(f"expert-parallel: got {ranks}, expected a divisor of {experts}")
-            weight: Any = module._parameters[name]
-            part = weight.detach()[: experts // ranks]
-            module._parameters[name] = nn.Parameter(part, weight.requires_grad)
+            w: Any = module._parameters[name]
+            module._parameters[name] = nn.Parameter(w.detach()[: experts // ranks], w.requires_grad)
 
 
 class Step:
@@ -81,13 +81,12 @@ class Step:
         self._sent, self.host_ms, self.gpu_ms = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
         self.gib, self.gib_of_gpu = 0.0, _GIB[gpu]  # Parameters, gradients, AdamW's state; of a GPU
         self.gains: dict[str, float] = {}  # of each layer, whether in float8 or not
-        # Of modules of experts: ms in bf16 and in float8.
-        self.of_experts = defaultdict[str, list[float]](lambda: [0.0, 0.0])
+        self.of_experts = defaultdict[str, list[float]](lambda: [0.0, 0.0])  # ms in bf16, float8
         self.pooled = dict[str, None]()  # names of layers that see one row of each sequence
-        each = model.named_modules()
+        each = [*model.named_modules()]
         self._text = any(isinstance(mod, nn.Embedding) and "pos" not in name for name, mod in each)
-        self.ms = {_LINEAR: [0.0, 0.0]}
-        own = run.data_parallel // run.expert_parallel
+        self._joint = tuple(x.removesuffix(_JOINT) for x, _ in each if x.endswith(_JOINT))
+        self.ms, own = {_LINEAR: [0.0, 0.0]}, run.data_parallel // run.expert_parallel
         experts = [mod for mod in model.modules() if kind_of(mod) is not None]
         self._ranks: dict[int, int] = defaultdict(lambda: run.data_parallel)
         self._ranks |= {id(weight): own for mod in experts for weight in mod.parameters()}
@@ -113,8 +112,7 @@ class Step:
                 self._add_weight(weight)
         self._add_waits("waiting for gathers", [sent / _LINK for sent in self._sent])
         self.gpu_ms = self._sums()
-        if run.cuda_graphs:
-            self.host_ms = [0.0, 0.0]
+        self.host_ms = [0.0, 0.0] if run.cuda_graphs else self.host_ms
         self.host_decides = self.host_ms[1] > self.gpu_ms[1]
         self._add_waits("waiting for the CPU", self.host_ms)
         self.speedup = float(self.rows[-1]["speedup"] or 1)
@@ -170,6 +168,8 @@ class Step:
         elif not self._text and re.fullmatch(_POOLED, fqn):
             tokens //= run.sequence
             self.pooled[re.sub(r"\b\d+\b", "N", fqn)] = None
+        elif fqn.startswith(self._joint):
+            tokens //= 2
         ranks = self._ranks[id(weight)] if self.config.enable_fsdp_float8_all_gather else 1
         if experts:
             ranks = ranks_that_cast(module, name, experts, ranks)
