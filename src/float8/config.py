@@ -150,9 +150,9 @@ class CastConfig:
         if not self.is_float8:  # so that all disabled casts are equal
             object.__setattr__(self, "target_dtype", None)
             object.__setattr__(self, "power_of_2", False)
-        elif self.scaling_granularity.exponents:
+        elif self.scaling_granularity.exponents:  # such scales can only be powers of two
             object.__setattr__(self, "power_of_2", True)
-        object.__setattr__(self, "dtype", self.target_dtype or E4M3)
+        object.__setattr__(self, "dtype", self.target_dtype or E4M3)  # not None, for kernels
 
     @property
     def is_float8(self) -> bool:
@@ -340,10 +340,11 @@ class Float8LinearConfig:
         _casts: dict[CastSite, CastConfig] = field(init=False)
 
     def __post_init__(self, force_recompute_fp8_weight_in_bwd: bool) -> None:
-        if not isinstance(value := force_recompute_fp8_weight_in_bwd, bool):
+        value = force_recompute_fp8_weight_in_bwd  # an option of torchao: checked, but unused
+        if not isinstance(value, bool):
             raise TypeError(f"force_recompute_fp8_weight_in_bwd: got {value!r}, expected a bool")
         require_types(self)
-        if not self.pad_inner_dim:
+        if not self.pad_inner_dim:  # a field of torchao: only True is supported
             expected = "True: casts pad all dims; leave layers out by a module_filter_fn"
             raise ValueError(f"pad_inner_dim: got False, expected {expected}")
         object.__setattr__(self, "_casts", self._resolve_casts())
@@ -351,21 +352,21 @@ class Float8LinearConfig:
             self._check_gemm(gemm)
         self._check_widths()
         _ = self.delayed_sites  # cached here: Dynamo cannot trace the lock of Python < 3.12 in it
-        for check in CONFIG_CHECKS:
+        for check in CONFIG_CHECKS:  # of features, such as delayed scaling
             check(self)
 
     def _resolve_casts(self) -> dict[CastSite, CastConfig]:
-        """Set the default `target_dtype` in fields, and return the effective cast of each site."""
+        """Fill in `target_dtype` where a cast field has None; return the effective cast by site."""
         casts, rounded = dict[CastSite, CastConfig](), self.round_scales_to_power_of_2
-        for site in CastSite:
+        for site in CastSite:  # first sites of tensors, then second ones, which may reuse casts
             name = f"cast_config_{site.value}"
             cast = getattr(self, name)
             if cast is not None and cast.is_float8 and cast.target_dtype is None:
-                is_gradient = BASE_SITE.get(site, site) is CastSite.GRAD_OUTPUT
+                is_gradient = BASE_SITE.get(site, site) is CastSite.GRAD_OUTPUT  # at either site
                 dtype = E5M2 if is_gradient and cast.scaling_granularity.one_scale else E4M3
                 cast = replace(cast, target_dtype=dtype)  # a copy: the user's may serve other roles
                 object.__setattr__(self, name, cast)
-            cast = cast or casts[BASE_SITE[site]]  # only second sites may have None
+            cast = cast or casts[BASE_SITE[site]]  # None (at second sites only): as the first
             casts[site] = replace(cast, power_of_2=True) if rounded else cast
         return casts
 
@@ -381,17 +382,16 @@ class Float8LinearConfig:
             )
         pair = a.scaling_granularity, b.scaling_granularity
         if a.is_float8 and pair not in GEMM_GRANULARITIES:
-            pairs = ", ".join(f"{a.value} x {b.value}" for a, b in GEMM_GRANULARITIES)
+            pairs = ", ".join(f"{x.value} x {y.value}" for x, y in GEMM_GRANULARITIES)
             got += f" with scales of {pair[0].value} and {pair[1].value}"
             raise ValueError(f"{got}, expected one of {pairs}")
-        e5m2_count, by_blocks = [a.target_dtype, b.target_dtype].count(E5M2), pair[0].by_blocks
+        e5m2_count = [a.target_dtype, b.target_dtype].count(E5M2)  # 0 in high precision
+        by_blocks = pair[0].by_blocks  # as pair[1] in float8: no pair above mixes them
         if e5m2_count > (0 if by_blocks else 1) and not self.emulate:
             dtypes = f"one of {E5M2} under {pair[0]}" if by_blocks else f"both of {E5M2}"
             expected = f"{E4M3} for both" if by_blocks else f"at least one {E4M3}"
-            raise ValueError(
-                f"{got} {dtypes}, expected {expected}, as tensor cores require; change one "
-                f"target_dtype or set emulate=True"
-            )
+            fix = "change one target_dtype or set emulate=True"
+            raise ValueError(f"{got} {dtypes}, expected {expected}, as tensor cores require; {fix}")
 
     def _check_widths(self) -> None:
         """Raise `ValueError` for blocks of 32 and of 128 in one configuration, unless emulated."""
@@ -408,7 +408,7 @@ class Float8LinearConfig:
 
     @functools.cached_property
     def own_casts(self) -> dict[CastSite, CastConfig]:
-        """Site -> cast, in order; without a tensor's second site if it reuses the first's cast."""
+        """{site: cast} in the order of `CAST_SITES`, without second sites that reuse a cast."""
         casts = self._casts
         own = [x for x in CAST_SITES if x not in BASE_SITE or casts[x] != casts[BASE_SITE[x]]]
         return {site: casts[site] for site in own}
@@ -421,7 +421,7 @@ class Float8LinearConfig:
 
     @functools.cached_property
     def only_on(self) -> tuple[int, ...]:
-        """Major compute capabilities of GPUs that run all these GEMMs; () means no limit."""
+        """Major compute capabilities of GPUs with all GEMMs of this config; () means no limit."""
         # () is the least tuple. BLACKWELL and HOPPER are both in a config only under `emulate`.
         return max(cast.scaling_granularity.only_on for cast in self.own_casts.values())
 
@@ -432,7 +432,7 @@ class Float8LinearConfig:
         return tuple(gemm for gemm, (site, _) in operands if self.cast_config(site).is_float8)
 
     def short_str(self) -> str:
-        """Return a text for `repr`: the recipe, or each cast's scaling, and then changed flags."""
+        """Return a text for `repr`: the recipe, if any, or `own_casts`; then non-default flags."""
         recipe = _RECIPE_BY_CASTS.get((self.round_scales_to_power_of_2, *self._casts.values()))
         defaults = RECIPES[recipe or "tensorwise"]
         own = self.own_casts.items()

@@ -14,7 +14,6 @@ from float8.convert.speed import MEMORY, NARROW, judged_as
 from float8.formats import BLACKWELL, lacks_float8_gemm
 from float8.linear import Float8Module
 from float8.names import plain_name
-from float8.products import PRODUCTS
 
 DEFAULT_TOKENS = 8192
 
@@ -24,7 +23,7 @@ that a model without converted layers can be unpickled without this library."""
 
 
 class Choice(NamedTuple):
-    """The decision whether to convert one module, which a `Conversion` matches."""
+    """The decision whether to convert a module that has a `Conversion`: yes if `reason` is None."""
 
     reason: str | None = None  # why the conversion skips the module; None if it does not
     chosen_for: str | None = None  # the report's sentence on the GPU, or on there being none
@@ -58,13 +57,13 @@ class Chooser:
         self.config = as_config(config)
         self.config_or_none = None if config is None else self.config
         ranks = max(feature.sharing_ranks(self.config) for feature in FEATURES)
-        self.ranks = dict.fromkeys(PRODUCTS, ranks)  # {2 (linear), 3 (experts): sharing ranks}
+        self.ranks = {2: ranks, 3: ranks}  # dims of a weight (3: experts): ranks that share casts
         self.gpu: str | None = short_name(gpu)
         self.cuda_graphs, self.head = cuda_graphs, head
         classes: Any = linear_classes if isinstance(linear_classes, Iterable) else (None,)
         self.classes = tuple(classes)  # `_check` refuses None
         self.conversions = {mod: conversion_of(mod) for mod in model.modules()}
-        self._check(gpu, cuda_graphs, linear_classes, head)
+        self._check(gpu, cuda_graphs, linear_classes, head)  # and the attributes set above
         self.kinds = {conversion for conversion in self.conversions.values() if conversion}
         self.kept_by_model: dict[nn.Module, str] = {}
         for conversion in self.kinds if self.filter is None else ():
@@ -82,12 +81,12 @@ class Chooser:
         for name, flag in (("cuda_graphs", cuda_graphs), ("head", head)):
             if not isinstance(flag, bool):
                 raise TypeError(f"{name}: got {flag!r}, expected True or False")
-        if gpu is not None and self.gpu not in tuple(MEMORY):
+        if gpu is not None and self.gpu not in tuple(MEMORY):  # a tuple: `gpu` may be no str
             names = f"{', '.join(map(repr, MEMORY))}; leave it out for the GPU here"
             raise ValueError(f"gpu: got {gpu!r}, expected one that is modelled, of {names}")
-        if self.config.only_on == BLACKWELL and not self.config.emulate:
+        if self.config.only_on == BLACKWELL and not self.config.emulate:  # MXFP8
             reasons = [lacks_float8_gemm(x.device, only=BLACKWELL) for x in self.model.parameters()]
-            reasons += [gpu and f"{self.gpu} multiplies no 8-bit exponents"]  # H100, H200
+            reasons += [f"{self.gpu} multiplies no 8-bit exponents" if gpu else None]  # Hopper
             if reason := next(filter(None, reasons), None):
                 fix = "set emulate=True to compute in high precision on the same values"
                 raise ValueError(f"config: got {self.config.short_str()}, but {reason}; {fix}")
@@ -104,18 +103,17 @@ class Chooser:
         conversion = self.conversions[mod] if of_model else conversion_of(mod)
         if conversion is None:
             return None
-        is_converted, name_reason = isinstance(mod, Float8Module), None
+        is_converted = isinstance(mod, Float8Module)
+        has_rules = not is_converted and self.filter is None and self.config.float8_gemms
+        rule_reason = conversion.why_left_out(mod, fqn, self) if has_rules else None
         if is_converted:  # `_prepare` checks whether `config` can replace that of `mod`
-            problem = "converted already" if mod._float8_config == self.config else None
-        else:
-            if self.filter is None and self.config.float8_gemms:  # else nothing is in float8
-                name_reason = conversion.why_left_out(mod, fqn, self)
-            problem = None if name_reason else conversion.problem(mod, self)
-        problem = problem or self.keep_reasons.get(mod)
+            reason = "converted already" if mod._float8_config == self.config else None
+        else:  # what a rule leaves out anyway needs no check
+            reason = None if rule_reason else conversion.problem(mod, self)
+        reason = reason or self.keep_reasons.get(mod) or rule_reason
         if self.filter is not None:
-            return Choice(problem or self._why_filtered(mod, fqn))
-        reason = problem or name_reason
-        if is_converted:  # whatever its speed
+            return Choice(reason or self._why_filtered(mod, fqn))
+        if is_converted:  # gets the new config whatever its speed
             return Choice(reason)
         return Choice(reason or conversion.why_slower(mod, fqn, self), self._chosen_for(mod))
 
@@ -130,21 +128,22 @@ class Chooser:
         return None if decision else f"module_filter_fn returned {decision!r}"
 
     def gpu_of(self, mod: nn.Module) -> str | None:
-        """Return the name of the GPU that must run `mod` faster in float8; None: ignore speed."""
+        """Return the GPU whose speed decides whether to convert `mod`; None: speed is ignored."""
         if self.gpu is None and not self.config.emulate:
             return gpu_for(next((x.device for x in mod.parameters()), torch.device("cpu")))
         return self.gpu
 
     def _chosen_for(self, mod: nn.Module) -> str | None:
-        """Return a sentence on the GPU; None if no GEMM is in float8, or emulated without `gpu`."""
+        """Return the report's sentence on the GPU, or None if no GPU plays a part in the choice."""
         if not self.config.float8_gemms or (self.config.emulate and self.gpu is None):
-            return None
+            return None  # nothing to speed up: no casts, or emulated here and no other GPU given
         gpu = self.gpu_of(mod)
         if gpu in MEMORY:
             source = f'gpu="{gpu}"' if self.gpu else "the GPU here"
             model = f"modelled as {judged_as(self.config)} at {self.tokens} tokens per forward"
-            model += f", casts shared by {self.ranks[2]} ranks" * (self.ranks[2] > 1)
-            return f"chosen for {gpu} ({source}): {model}{', as CUDA graphs' * self.cuda_graphs}"
+            model += f", casts shared by {self.ranks[2]} ranks" if self.ranks[2] > 1 else ""
+            model += ", as CUDA graphs" if self.cuda_graphs else ""
+            return f"chosen for {gpu} ({source}): {model}"
         if gpu is None:
             names = " or ".join(f'gpu="{name}"' for name in MEMORY)
             return f"no GPU here: layers of any size are converted; {names} leaves those that lose"
@@ -162,7 +161,7 @@ def left_out(fqn: str, head: bool = False) -> str | None:
 
     The output head stays unless `head` is True: the loss depends directly on its logits, and it is
     a small part of a large model. Modules that PEFT trains stay: low-rank adapters, too small to
-    gain, and copies of layers, whose checkpoints must not contain the state of delayed scaling.
+    gain, and copies of layers, as PEFT saves them and must not save state of delayed scaling.
     """
     wrappers = "module", "model", "base_model"  # attributes in which wrappers keep a model
     words = [word for word in plain_name(fqn).split(".") if word not in wrappers]

@@ -40,7 +40,7 @@ class Conversion:
         raise NotImplementedError
 
     def parameters(self, mod: nn.Module) -> Sequence[str]:
-        """Return names of weights that select `mod` in `keep_high_precision(names=...)`."""
+        """Return names of weights of `mod` that `keep_high_precision(names=...)` accepts for it."""
         return ()
 
     def stored_by_rows(self, mod: nn.Module) -> Sequence[str]:
@@ -94,7 +94,7 @@ class Feature:
         return None
 
     def before_conversion(self, converted: Sequence[nn.Module]) -> None:
-        """Undo this feature's changes of `converted`: modules that get another config or none."""
+        """Undo this feature's changes of `converted` modules, which will change class or config."""
 
     def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
         """Hook after modules of `model` got `config` or, if it is None, their former classes."""
@@ -103,7 +103,7 @@ class Feature:
         """Prepare `model` for training; called by `attach_to_optimizer`."""
 
     def before_step(self, model: nn.Module, group: Any) -> None:
-        """Sync state over ranks of `group` before an optimizer step (with a closure: after it)."""
+        """Sync state over `group` before an optimizer step, or after a step that has a closure."""
 
     def after_step(self, model: nn.Module) -> None:
         """Update tensors that are computed from weights, such as casts, after an optimizer step."""

@@ -93,9 +93,9 @@ def convert_chosen(chooser: Chooser) -> nn.Module:
     # From here on the model changes, and nothing raises unless memory runs out.
     _change(module, chooser.config, changes)
     for mod, choice in choices.items():
-        before = Choice(*mod.__dict__.get(CHOICE, ()))
+        before = Choice(*mod.__dict__.get(CHOICE, ()))  # of the last conversion; empty if none
         if choice.by_filter and before.reason and not before.by_filter:
-            choice = choice._replace(reason=before.reason)  # it says more than "returned False"
+            choice = choice._replace(reason=before.reason)  # says more than "filter returned False"
         mod.__dict__[CHOICE] = tuple(choice)
     if not any(isinstance(mod, Float8Module) for mod in choices):
         reasons = [*dict.fromkeys(str(choice.reason) for choice in choices.values())][:3]
@@ -113,7 +113,7 @@ def _prepare(mod: Any, fqn: str, chooser: Chooser) -> Callable[[], None]:
     """Return a function that converts `mod`, called `fqn`; raise `ValueError` if a check fails."""
     conversion: Any = chooser.conversions[mod]
     is_converted = isinstance(mod, Float8Module)
-    if is_converted:
+    if is_converted:  # others were asked for a problem by `Chooser.choose`
         _require_changeable(mod, fqn)
         if problem := conversion.problem(mod, chooser):
             got = f"a layer already converted, which cannot take the new config: {problem}"
@@ -150,8 +150,8 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: `module` is no `nn.Module`.
-        ValueError: a layer has a weight that FSDP2 gathers in float8, is itself sharded or
-            parametrized, or has `forward` as an instance attribute. The model is unchanged then.
+        ValueError: a layer is itself sharded or parametrized, has a weight that FSDP2 gathers in
+            float8, or has `forward` as an instance attribute. The model is unchanged then.
     """
     require_module(module, "module")
     changes: dict[nn.Module, Callable[[], None]] = {}
@@ -161,7 +161,7 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
             changes[mod] = mod._float8_become_high_precision
     _change(module, None, changes)
     for mod in module.modules():
-        mod.__dict__.pop(CHOICE, None)
+        mod.__dict__.pop(CHOICE, None)  # the decision that a report would still show
     return module
 
 

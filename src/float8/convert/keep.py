@@ -20,7 +20,7 @@ class Keep(NamedTuple):
     module_filter_fn: ModuleFilter | None
 
     def reasons(self, model: nn.Module) -> dict[nn.Module, str]:
-        """Return {module to keep: reason}; raise `ValueError` if a name or a block is not found."""
+        """Return {module to keep: reason}; `ValueError` if a name, `first` or `last` finds none."""
         reasons: dict[nn.Module, str] = {}
         in_blocks, unused = set[nn.Module](), {*self.names}
         for fqn, mod in model.named_modules(remove_duplicate=False):  # shared ones by each name
@@ -38,9 +38,9 @@ class Keep(NamedTuple):
                 continue
             in_blocks.update(mod.modules())  # so that lists inside these blocks are ignored
             ends = ("first", blocks[: self.first]), ("last", blocks[::-1][: self.last])
-            for argument, kept in ends:
+            for argument, kept in ends:  # not blocks[-last:], which is all of them for last=0
                 reason = f"keep_high_precision: {argument}={getattr(self, argument)} of {name}"
-                reasons.update((child, reason) for block in kept for child in block.modules())
+                reasons |= {child: reason for block in kept for child in block.modules()}
         if (self.first or self.last) and not in_blocks:
             got = f"keep_high_precision: got first={self.first} and last={self.last} for a model"
             raise ValueError(f"{got} without an nn.ModuleList of blocks; name its layers by names=")

@@ -24,23 +24,23 @@ class Linears(Conversion):
         return isinstance(mod, nn.Linear)
 
     def why_left_out(self, mod: nn.Module, fqn: str, chooser: Chooser) -> str | None:
-        """Return why `mod` stays without a filter (head, adapter, `modules_to_keep`), or None."""
+        """Return why only a filter converts `mod` (head, adapter, `modules_to_keep`), or None."""
         return chooser.kept_by_model.get(mod) or left_out(fqn, chooser.head)
 
     def modules_to_keep(self, chooser: Chooser) -> dict[nn.Module, str]:
-        """Map all candidates to a skip reason if float8 gathers would be CPU-bound, else {}."""
-        layers = dict[Any, str]()  # candidate: its GPU
+        """Return {convertible layer: reason} if float8 gathers would wait for the CPU, else {}."""
+        layers = dict[Any, str]()  # convertible layer: its GPU
         for fqn, mod in chooser.model.named_modules() if self._judged_together(chooser) else ():
-            is_candidate = chooser.conversions[mod] is self and not left_out(fqn, chooser.head)
-            if is_candidate and mod.out_features >= ROUTER and not self.problem(mod, chooser):
+            is_taken = chooser.conversions[mod] is self and not left_out(fqn, chooser.head)
+            if is_taken and mod.out_features >= ROUTER and not self.problem(mod, chooser):
                 layers[mod] = chooser.gpu_of(mod) or ""
         reason = why_fsdp_waits(layers, chooser.tokens)
         return dict.fromkeys(layers, reason) if reason else {}
 
     def _judged_together(self, chooser: Chooser) -> bool:
-        """Return True if `why_fsdp_waits` judges all layers at once, not each layer for itself."""
+        """Return True if waits for the CPU are judged once for all layers, not for each layer."""
         gather = chooser.config.enable_fsdp_float8_all_gather and not chooser.cuda_graphs
-        return gather and chooser.kinds == {self}  # all candidates are linear layers
+        return gather and chooser.kinds == {self}  # no other kind, as experts
 
     def problem(self, mod: nn.Module, chooser: Chooser) -> str | None:
         """Return why `Float8Linear.from_float` would raise an error for `mod`, or None."""

@@ -50,25 +50,25 @@ class ConversionReport:
     """Weights of experts, converted or not: the fields of `layers`, and `experts`, their number."""
 
     @property
-    def _all(self) -> tuple[LayerReport, ...]:
+    def _all_reports(self) -> tuple[LayerReport, ...]:
         return (*self.layers, *self.experts)
 
     @property
     def share(self) -> float:
-        """The fraction, 0 to 1, of the elements of all GEMM weights that float8 layers have."""
-        in_float8 = sum(math.prod(x.shape) for x in self._all if x.skip_reason is None)
-        shapes = [x.shape for x in self._all] + [x.shape for x in self.others]
+        """Elements of weights of layers and experts in float8, divided by those of all weights."""
+        in_float8 = sum(math.prod(x.shape) for x in self._all_reports if x.skip_reason is None)
+        shapes = [x.shape for x in self._all_reports] + [x.shape for x in self.others]
         all_weights = sum(map(math.prod, shapes))
         return in_float8 / all_weights if all_weights else 0.0
 
     @property
     def converted(self) -> tuple[LayerReport, ...]:
-        """The linear layers, without experts, that run in float8."""
+        """The linear layers (not the experts) that run in float8."""
         return tuple(layer for layer in self.layers if layer.skip_reason is None)
 
     @property
     def skipped(self) -> tuple[LayerReport, ...]:
-        """The linear layers, without experts, that run in high precision."""
+        """The linear layers (not the experts) that run in high precision."""
         return tuple(layer for layer in self.layers if layer.skip_reason is not None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,9 +76,9 @@ class ConversionReport:
         return {"share": self.share, **json.loads(json.dumps(asdict(self), default=int))}
 
     def __str__(self) -> str:
-        counts = {LayerReport.kind: [0, 0]}  # kind: number in float8, number of all
+        counts = {LayerReport.kind: [0, 0]}  # kind: [number in float8, number of all]
         rows = []
-        for layer in self._all:
+        for layer in self._all_reports:
             count = counts.setdefault(layer.kind, [0, 0])
             count[0] += layer.skip_reason is None
             count[1] += 1
@@ -86,7 +86,7 @@ class ConversionReport:
             rows.append((layer.fqn, str([*layer.shape]), fate))
         for weight in self.others:
             fate = f"not converted: a weight of {weight.module}, which is no nn.Linear"
-            if len(weight.shape) > 2:
+            if len(weight.shape) > 2:  # may be weights of experts
                 fate = f"not seen: of {weight.module}; in float8 if that calls grouped_linear"
             rows.append((weight.fqn, str([*weight.shape]), fate))
         if rows:
@@ -106,25 +106,25 @@ def percent(share: float) -> str:
 
 
 def _merged(rows: list[_Row]) -> list[_Row]:
-    """Merge rows that differ only in one number, counting up: `b.0.a` and `b.1.a` to `b.0-1.a`.
+    """Merge rows whose names count up in one number: `b.0.a`, `b.1.a` and `b.2.a` to `b.0-2.a`.
 
     The last number of a name is merged first, so that `b.0.e.0-7` and `b.1.e.0-7` merge, too.
     """
     for position in reversed(range(1 + max(name.count(".") for name, _, _ in rows))):
-        merged: list[_Row] = []
-        expected: dict[_Row, tuple[int, str]] = {}  # row to join a run: run's index, first number
+        merged: dict[int, _Row] = {}  # index of a run of rows: the row that stands for all of it
+        continues: dict[_Row, tuple[int, str]] = {}  # next row of a run: index and first number
         for name, shape, fate in rows:
             words = name.split(".")
             if position >= len(words) or not words[position].isdecimal():
-                merged.append((name, shape, fate))
+                merged[len(merged)] = name, shape, fate  # no number here: a run of its own
                 continue
             number = words[position]
-            index, first = expected.pop((name, shape, fate), (len(merged), number))  # or a new run
+            index, first = continues.pop((name, shape, fate), (len(merged), number))  # or a new run
             words[position] = number if first == number else f"{first}-{number}"
-            merged[index : index + 1] = [(".".join(words), shape, fate)]  # replace or append
+            merged[index] = ".".join(words), shape, fate
             words[position] = str(int(number) + 1)
-            expected[".".join(words), shape, fate] = index, first
-        rows = merged
+            continues[".".join(words), shape, fate] = index, first
+        rows = [*merged.values()]
     return rows
 
 
@@ -139,10 +139,10 @@ def conversion_report(model: nn.Module) -> ConversionReport:
     others: list[OtherWeight] = []
     chosen_for: dict[str | None, None] = {}  # an ordered set
     for fqn, module in model.named_modules():
-        choice = Choice(*module.__dict__.get(CHOICE, ()))
+        choice = Choice(*module.__dict__.get(CHOICE, ()))  # empty if no conversion saw `module`
         chosen_for[choice.chosen_for] = None
         scaling: str | None = None
-        reason: str | None = choice.reason or left_out(fqn)
+        reason: str | None = choice.reason or left_out(fqn)  # None below if it runs in float8
         if not isinstance(module, Float8Module):
             reason = reason or "not converted, or turned back into high precision"
         elif not module._float8_config.float8_gemms:
@@ -154,8 +154,8 @@ def conversion_report(model: nn.Module) -> ConversionReport:
         else:
             others += _other_weights(f"{fqn}." if fqn else "", module)
     layers = tuple(row for row in rows if type(row) is LayerReport)
-    other_rows = tuple(row for row in rows if type(row) is not LayerReport)  # `ExpertsReport`s
-    return ConversionReport(layers, tuple(others), tuple(filter(None, chosen_for)), other_rows)
+    experts = tuple(row for row in rows if type(row) is not LayerReport)  # of subclasses
+    return ConversionReport(layers, tuple(others), tuple(filter(None, chosen_for)), experts)
 
 
 def _scaling(module: Float8Module) -> str:
@@ -170,17 +170,17 @@ def _scaling(module: Float8Module) -> str:
 def _other_weights(path: str, module: nn.Module) -> list[OtherWeight]:
     """Return an `OtherWeight`, called `path` + name, per Parameter that a GEMM may read."""
     if isinstance(module, (*_NO_MATMUL, parametrize.ParametrizationList)):
-        return []
+        return []  # a ParametrizationList: its Parameters are listed for the module around it
     weights: dict[str, Any] = dict(module._parameters)
     lists: Any = module.parametrizations if parametrize.is_parametrized(module) else {}
-    for name, kept in lists.items():  # the largest of a weight's originals
-        weights[name] = max(kept.parameters(False), key=nn.Parameter.numel, default=None)
+    for name, parts in lists.items():  # a weight is computed from them: take the largest
+        weights[name] = max(parts.parameters(recurse=False), key=nn.Parameter.numel, default=None)
     return [
         OtherWeight(path + name, tuple(weight.shape), type(module).__name__)
         for name, weight in weights.items()
-        if isinstance(weight, nn.Parameter)
-        and not isinstance(weight, UninitializedParameter)
+        if isinstance(weight, nn.Parameter)  # else None
+        and not isinstance(weight, UninitializedParameter)  # of a lazy module: without a shape
         and weight.dim() > 1
-        and min(weight.shape) > 1
-        and not any(word in name for word in ("bias", "embed", "token", "pos"))
+        and min(weight.shape) > 1  # no vector with a dim of size 1
+        and not any(word in name for word in ("bias", "embed", "token", "pos"))  # no GEMM's
     ]

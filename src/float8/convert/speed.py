@@ -65,7 +65,7 @@ def gemm_kinds(recipe: str | Float8LinearConfig) -> dict[str, str]:
 
 
 def judged_as(config: Float8LinearConfig) -> str:
-    """Return the key of `COSTS` for all GEMMs under `config`, or a text with one per GEMM."""
+    """Return the key of `COSTS` that all GEMMs of `config` have, or a text with each GEMM's key."""
     kinds = gemm_kinds(config)
     listed = ", ".join(f"{gemm} {kind}" for gemm, kind in kinds.items())
     return kinds["output"] if len({*kinds.values()}) == 1 else listed
@@ -84,37 +84,37 @@ def layer_ms(
 ) -> float:
     """Return the modelled GPU time, in ms, of forward and backward of a layer with weight [N, K].
 
-    `gpu` is a key of `MEMORY`. `recipe` is `"bf16"`, a recipe or a configuration. `tokens` counts
+    `gpu` is a key of `MEMORY`. `recipe`: `"bf16"`, a recipe's name or a config. `tokens` counts
     the input's rows, of all `experts` together; `experts` is 0 for a linear layer. A frozen layer
     (`trains` is False) has two GEMMs. `casts` is this rank's share, 0 to 1, of casts of the weight.
     """
     bf16, is_emulated = COSTS["bf16"], not isinstance(recipe, str) and recipe.emulate
-    output, grad_input, grad_weight = (COSTS[kind] for kind in gemm_kinds(recipe).values())
-    gemms = [output, grad_input, grad_weight] if trains else [output, grad_input]
-    grad_weight = grad_weight if trains else bf16  # whose casts take no time
+    gemms = [COSTS[kind] for kind in gemm_kinds(recipe).values()][: 3 if trains else 2]
     tflop = 2e-12 * len(gemms) * tokens * K * N
-    start = ms_per_tflop = 0.0
-    for cost in gemms:
-        start += cost.start / 3  # `cost.start` is that of three GEMMs
+    start = gemm_ms = 0.0  # of launches; of GEMMs, per 1e12 FLOP
+    for gemm in gemms:
+        start += gemm.start / 3  # `start` is fitted to three GEMMs
+        # A float8 GEMM of experts, or a large one on an H100, takes longer than `gemm.flop` says.
         slower = _GROUPED_TIME[gpu] if experts else max(1.0, tflop) ** _EXPONENT_IF_LARGE[gpu]
-        slower *= _GROUPED_BY_BLOCKS if experts and cost is COSTS["blockwise"] else 1.0
-        flop = bf16.flop if is_emulated or cost is bf16 else cost.flop * slower  # fitted to float8
-        ms_per_tflop += flop / len(gemms)
-    input = output.rows * output.tokens + (1 - output.rows) * grad_weight.tokens  # both casts
-    grad_output = grad_input.rows * grad_input.tokens + (1 - grad_input.rows) * grad_weight.tokens
-    moved = tokens * (_INPUT_SHARE * input * K + grad_output * N)  # in 1e-9 ms of an H200
-    costs = output, grad_input, grad_weight
-    first, second, last = (cost.experts if experts else cost.weight for cost in costs)  # by GEMM
-    weight = second if output is bf16 else first - _TRANSPOSE_SHARE * (first - second)  # one cast
-    weight += _GRAD_WEIGHT_SHARE * (last - weight) if experts else 0.0  # of a fitted cost
-    moved += (_MS_TO_READ_EXPERTS * experts + casts * weight * (experts or 1)) * K * N
-    return ms_per_tflop * float(tflop**_FLOP_EXPONENT) + start + 1e-9 * MEMORY[gpu] * moved
+        slower *= _GROUPED_BY_BLOCKS if experts and gemm is COSTS["blockwise"] else 1.0
+        gemm_ms += (bf16.flop if is_emulated or gemm is bf16 else gemm.flop * slower) / len(gemms)
+    output, grad_input, grad_weight = gemms if trains else (*gemms, bf16)  # bf16: no casts
+    # Casts of tokens: row data are for output and grad_input, column data for grad_weight.
+    input_ms = output.rows * output.tokens + (1 - output.rows) * grad_weight.tokens
+    grad_ms = grad_input.rows * grad_input.tokens + (1 - grad_input.rows) * grad_weight.tokens
+    cast_ms = tokens * (_INPUT_SHARE * input_ms * K + grad_ms * N)  # in 1e-9 ms of an H200
+    by_gemm = (x.experts if experts else x.weight for x in (output, grad_input, grad_weight))
+    first, second, third = by_gemm  # what casts of the weight take if all GEMMs are like this one
+    weight_ms = second if output is bf16 else first - _TRANSPOSE_SHARE * (first - second)
+    weight_ms += _GRAD_WEIGHT_SHARE * (third - weight_ms) if experts else 0.0
+    cast_ms += (_MS_TO_READ_EXPERTS * experts + casts * weight_ms * (experts or 1)) * K * N
+    return gemm_ms * float(tflop**_FLOP_EXPONENT) + start + 1e-9 * MEMORY[gpu] * cast_ms
 
 
 def both_ms(
     gpu: str, config: Float8LinearConfig, tokens: float, K: int, N: int, ranks: int, **layer: Any
 ) -> tuple[float, float]:
-    """Return `layer_ms` in bf16, and under `config` if `ranks` share the casts of the weight."""
+    """Return `layer_ms(..., **layer)` in bf16, and under `config` where `ranks` share casts."""
     share = {Float8Weights.HELD: _HELD_EXPERTS_SHARE if layer.get("experts") else 1.0}
     share[Float8Weights.ONLY] = 1.0 if layer.get("trains", True) else _TRANSPOSE_SHARE
     casts = share.get(config.float8_weights, 1.0) / ranks
@@ -123,7 +123,7 @@ def both_ms(
 
 
 def no_gain(config: Float8LinearConfig, speedup: float, error: float, where: str) -> str | None:
-    """Return why a `speedup` with relative `error`, modelled for `where`, is too small, or None."""
+    """Return why `speedup` of relative `error` is too small, or None; quotes the text `where`."""
     if config.emulate:
         return "loses: emulate=True computes GEMMs in high precision, and casts for them"
     word = "loses" if speedup < 1 - error else "about level"
@@ -133,7 +133,7 @@ def no_gain(config: Float8LinearConfig, speedup: float, error: float, where: str
 def why_slower(
     layer: Any, config: Float8LinearConfig, tokens: int, ranks: int, gpu: str, *, waits: bool
 ) -> str | None:
-    """Return why `layer` is no faster on `gpu`, or None; `waits`: the GPU may wait for the CPU."""
+    """Return why `layer` gains nothing (if `waits`, also as it waits for the CPU), or None."""
     K, N = layer.in_features, layer.out_features
     if gpu not in MEMORY:
         narrow = f"{min(K, N)} features are less than {NARROW}, and {gpu} is not modelled"
@@ -141,7 +141,8 @@ def why_slower(
     trains = layer.weight.requires_grad
     bf16_ms, float8_ms = both_ms(gpu, config, tokens, K, N, ranks, trains=trains)
     reason = no_gain(config, bf16_ms / float8_ms, ERROR, f"{gpu}, {tokens} tokens per forward")
-    if reason or not waits or bf16_ms >= WAITS_BELOW_MS * (1.0 if trains else 2 / 3):  # of 3 GEMMs
+    limit_ms = WAITS_BELOW_MS * (1.0 if trains else 2 / 3)  # a frozen layer has 2 of 3 GEMMs
+    if reason or not waits or bf16_ms >= limit_ms:
         return reason
     why = f"{bf16_ms:.2f} ms of {gpu} in bf16 is less than the CPU needs"
     return f"waits for the CPU: {why}; cuda_graphs=True converts it"
@@ -155,7 +156,7 @@ def why_fsdp_waits(layers: Mapping[Any, str], tokens: int) -> str | None:
     ms = [
         layer_ms(gpu, "bf16", tokens, x.in_features, x.out_features, trains=x.weight.requires_grad)
         for x, gpu in layers.items()
-        if gpu in MEMORY
+        if gpu in MEMORY  # other GPUs are not modelled
     ]
     if not ms or (mean := sum(ms) / len(ms)) >= FSDP_WAITS_BELOW_MS:
         return None

@@ -39,7 +39,7 @@ def float8_state_dict(model: nn.Module) -> dict[str, Any]:
 def _to_high_precision(
     layer: Float8Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
-    """State dict hook of `layer`: remove its delayed-scaling state, and dequantize its weights."""
+    """State dict hook: in `state_dict`, drop delayed scaling of `layer`, dequantize its weights."""
     for name in layer._float8_state() if isinstance(layer, Float8Linear) else ():
         state_dict.pop(prefix + name, None)
     for name in layer._parameters:
