@@ -83,6 +83,7 @@ def matmul(
     elif a.data.is_cpu:
         y = torch.ops.float8.scaled_mm.default(a.data, b.data, a.scale, b.scale, out_dtype)
     else:
+        # Compiled code omits this check: Dynamo would warn that `lacks_float8_gemm` is cached.
         reason = None if compiling else lacks_float8_gemm(a.data.device, only=granularity_a.only_on)
         if reason is not None:
             raise refused_gemm(reason)
@@ -96,10 +97,9 @@ def matmul(
                 False,  # no bias, contraction dims by default, no fast accumulation
             )  # fmt: skip
         else:
-            scale_a, scale_b = a.scale, b.scale
+            scale_a, scale_b, fast = a.scale, b.scale, gemm.use_fast_accum
             if not one_scale_each:  # torch takes one scale for both, or scales of rows for both
                 scale_a, scale_b = _scale_per_row(a), _scale_per_row(b).t()
-            fast = gemm.use_fast_accum
             y = torch._scaled_mm(
                 a.data, b.data.t(), scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast
             )
@@ -109,8 +109,7 @@ def matmul(
 def without_padding(y: Tensor, M: int, N: int) -> Tensor:
     """Return a contiguous copy of the first M rows and N columns of `y` [R, C] or [E, R, C].
 
-    A view would keep the padding alive, and autograd forbids in-place writes into views that custom
-    functions return.
+    A view keeps the padding alive; autograd forbids in-place writes to views of custom functions.
     """
     return y[..., :M, :N].clone(memory_format=torch.contiguous_format)
 
@@ -133,7 +132,7 @@ def matmul_of_any_size(
     gemm: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Run `matmul`, also for empty `a`; compiled code calls this if `a` may be empty or padded."""
+    """Run `matmul` with `Gemm.unpacked(gemm)`, also for empty `a`: an op that `matmul` may call."""
     if a.numel() == 0:
         return a.new_zeros((M, N), dtype=out_dtype)
     operands = Operand(a, a_scale), Operand(b, b_scale)
@@ -151,7 +150,8 @@ register(
 def scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """Multiply as `torch._scaled_mm`, but in float32: 300 times faster on some CPUs with AMX."""
+    """Return `(a @ b.T) * scale_a * scale_b`, computed in float32, rounded to `out_dtype`."""
+    # On some CPUs with AMX `torch._scaled_mm` takes 300 times as long.
     with torch.autocast(a.device.type, enabled=False):
         product = a.to(torch.float32) @ b.to(torch.float32).t()
     return (product * scale_a * scale_b).to(out_dtype)
@@ -209,5 +209,5 @@ def _emulated(a: Operand, b: Operand, gemm: Gemm, out_dtype: torch.dtype) -> Ten
 
 
 def exact_dtype(device: torch.device) -> torch.dtype:
-    """Return bfloat16 on GPUs, whose bfloat16 GEMMs are exact and faster here, else float32."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
+    """Return the dtype to multiply what bfloat16 holds exactly: bfloat16, on CPUs float32."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32  # bfloat16: slow on some CPUs

@@ -45,11 +45,11 @@ class Float8ParallelLinear(Float8Linear):
         if isinstance(mod, ColumnParallelLinear):
             new._float8_shards = Shards(gathers_input=sequence_dim is not None)
             output_at = whole if mod.gather_output else Shard(-1)
-            new._float8_placements = tokens, Shard(0), Shard(0), output_at
+            new._float8_placements = tokens, Shard(0), Shard(0), output_at  # x, weight, bias, y
         else:
             new._float8_shards = Shards(tokens_dim=sequence_dim)
             input_at = Shard(-1) if mod.input_is_parallel else whole
-            new._float8_placements = input_at, Shard(1), whole, tokens
+            new._float8_placements = input_at, Shard(1), whole, tokens  # x, weight, bias, y
         return new
 
     def forward(self, input: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def swap_tp_linear_with_float8_linear(
 
     Args:
         model: the model, or a single layer of these classes.
-        config: as for `convert_to_float8_training`. `HELD` warns, and weights are cast on the fly.
+        config: as for `convert_to_float8_training`. `float8_weights=HELD` warns, and holds none.
         module_filter_fn: called as `module_filter_fn(layer, fqn)`; return True to convert `layer`.
         sequence_parallel: shard tokens among the ranks between layers.
         sequence_dim: the dim of the tokens: 0 for [seq, batch, dim].
@@ -121,7 +121,7 @@ def swap_tp_linear_with_float8_linear(
         cls = _CLASSES.get(type(mod))
         if cls is None or not module_filter_fn(mod, fqn):
             continue
-        problem = unsupported(mod, config, [type(mod)])
+        problem = unsupported(mod, config, linear_classes=[type(mod)])  # whose forward is replaced
         if problem is None:
             new = cls.from_parallel(mod, config, sequence_dim if sequence_parallel else None)
             converted[mod], problem = new, unsupported(new, config)  # `new` knows it is sharded

@@ -13,7 +13,7 @@ class Float8Callback(Callback):
     """Converts a `LightningModule` before its optimizers are made, and attaches it to these.
 
     Pass it as `Trainer(..., callbacks=[Float8Callback(config=...)])`. Checkpoints contain the state
-    of delayed scaling: load them into a module that this callback has converted, in any stage.
+    of delayed scaling, so `validate`, `test` and `predict` with `ckpt_path` need the callback, too.
 
     Args:
         convert: set False if you convert the module yourself, for example in `configure_model`.

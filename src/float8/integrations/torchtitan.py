@@ -1,12 +1,12 @@
 """Float8 training with torchtitan: a converter of model configs, and a hook for its optimizers.
 
-In a function of a `config_registry`, or where a `Trainer.Config` is made; 0.3.0 first, then later:
+Where a `Trainer.Config` is made, such as in a function of a `config_registry`, write:
 
     spec = model_registry("8B", converters=[Float8Converter.Config(recipe_name="delayed")])
-    spec.post_optimizer_build_fn = attach_to_optimizers
+    spec.post_optimizer_build_fn = attach_to_optimizers  # both lines with torchtitan 0.3.0
 
     config.model = build_model_config("8B", converters=[Float8Converter.Config()])
-    config.optim = attached(config.optim)
+    config.optim = attached(config.optim)  # both lines with later releases
 """
 
 import functools
@@ -113,9 +113,9 @@ def converted_config(source: Any) -> Any:
                 mod = ConvertedLinear.from_float(mod, self.float8, linear_classes=[type(mod)])
                 if mod.weight.dim() == 2:  # stacks [L, N, K] are gathered in high precision
                     enable_float8_all_gather(mod)
-            elif GroupedLinear is not None:
+            elif GroupedLinear is not None:  # after 0.3.0: `mod` is a GroupedLinear
                 mod.__class__ = _grouped_class(mod.__class__)
-                mod._float8_grouped = self.float8
+                mod._float8_grouped = self.float8  # its `_grouped_mm` reads this
             elif reason := unsupported_experts(mod, self.float8):
                 do = "leave it out with filter_fqns"
                 raise ValueError(f"Float8Converter: {type(mod).__name__}: {reason}; {do}")
@@ -152,11 +152,11 @@ class Float8Converter(ModelConfigConverter, ModelConfigTransform):
         self._filter_fqns, make = config.filter_fqns, Float8LinearConfig.from_recipe_name
         recipe, experts_recipe = config.recipe_name, config.experts_recipe_name
         experts = make(recipe if experts_recipe is None else experts_recipe)
-        self._why_no_experts = no_grouped_gemm(experts)
-        if self._why_no_experts and experts_recipe is not None:
-            got = f"got experts_recipe_name={experts_recipe!r}: {self._why_no_experts}"
+        self._why_experts_stay = no_grouped_gemm(experts)
+        if self._why_experts_stay and experts_recipe is not None:
+            got = f"got experts_recipe_name={experts_recipe!r}: {self._why_experts_stay}"
             raise ValueError(f"Float8Converter: {got}; expected {EXPECTED}")
-        self._experts = None if self._why_no_experts else replace(experts, emulate=config.emulate)
+        self._experts = None if self._why_experts_stay else replace(experts, emulate=config.emulate)
         gathers: Any = {"enable_fsdp_float8_all_gather": config.enable_fsdp_float8_all_gather}
         self._linear = replace(make(recipe), emulate=config.emulate, **gathers)
 
@@ -165,23 +165,23 @@ class Float8Converter(ModelConfigConverter, ModelConfigTransform):
 
         Raises `ValueError` if another converter has quantized any, or if none can be converted.
         """
-        experts = (GroupedLinear or GroupedExperts).Config
+        experts = (GroupedLinear or GroupedExperts).Config  # the latter in 0.3.0
         every = [*model_config.traverse(Linear.Config), *model_config.traverse(experts)]
         if any(".quantization" in type(config).__module__ for _, config, *_ in every):
             got = "got a model that another converter quantized, expected one in high precision"
             raise ValueError(f"Float8Converter: {got}; have one of the two alone")
-        gates = "TokenChoiceTopKRouter.Config"  # has ordinary linear layers as gates in 0.3.0
         plain = [getattr(titan_linear, x).Config for x in _PLAIN if hasattr(titan_linear, x)]
         stay, changes = list[Any](), list[Any]()
         for fqn, config, parent, name in every:
             if any(x in fqn for x in self._filter_fqns) or hasattr(config, "float8"):  # converted
                 continue
+            is_gate = type(parent).__qualname__ == "TokenChoiceTopKRouter.Config"  # in 0.3.0
             if isinstance(config, experts):
                 (changes if self._experts else stay).append((fqn, config, parent, name))
-            elif type(config) in plain and not left_out(fqn) and type(parent).__qualname__ != gates:
+            elif type(config) in plain and not (is_gate or left_out(fqn)):  # the head, adapters
                 changes.append((fqn, config, parent, name))
         if stay:
-            got = f"got {self._why_no_experts}: {len(stay)} modules of experts, the first being"
+            got = f"got {self._why_experts_stay}: {len(stay)} modules of experts, the first being"
             do = "set experts_recipe_name for them"
             logger.warning(f"Float8Converter: {got} {stay[0][0]}, stay in high precision; {do}")
         if not changes:

@@ -31,14 +31,14 @@ class Float8Callback(TrainerCallback, ExportableState):
 
     Once training has begun, the model saves weights only. `trainer_state.json` has the state of
     delayed scaling and a few values of each weight. `train(resume_from_checkpoint=...)` raises a
-    `ValueError` if these differ: the Trainer skips weights with other names in files (experts).
+    `ValueError` if loaded weights differ from these: the Trainer skips experts, whose names differ.
 
     Args:
         config: a `Float8LinearConfig`, or the name of a recipe; None means not to convert.
         group: the process group that syncs scales, as in `attach_to_optimizer`. A callback that
             `restore_callback_states_from_checkpoint` creates has none.
-        **conversion: other arguments of `convert_to_float8_training`. The default `tokens_per_step`
-            is batch size times `max_length` if the `Trainer`'s arguments have it (those of trl).
+        **conversion: other arguments of `convert_to_float8_training`. If the `Trainer`'s arguments
+            have `max_length` (trl), the default `tokens_per_step` is batch size times `max_length`.
 
     Raises:
         ValueError: as `convert_to_float8_training`; or another library uses float8, in the model or
@@ -55,7 +55,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         self._group, self._conversion = group, conversion
         self._attachment: Attachment | None = None
         self._model: Callable[[], nn.Module | None] = nn.Module  # returns an empty one for now
-        self._converted: int | None = None  # the number of modules in float8 after a conversion
+        self._converted_count: int | None = None  # of modules in float8 after a conversion
 
     def on_init_end(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any
@@ -80,14 +80,14 @@ class Float8Callback(TrainerCallback, ExportableState):
         tokens = args.per_device_train_batch_size * (getattr(args, "max_length", None) or 0)
         defaults = {"tokens_per_step": tokens} if tokens else {}
         convert_to_float8_training(model, config=self._config, **defaults | self._conversion)
-        self._converted = _float8_count(model)
+        self._converted_count = _float8_count(model)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any
     ) -> None:
         """Attach `model` to `optimizer`; if training resumes, load the state of delayed scaling."""
         self._detach()  # a training that ended in an error is still attached
-        if self._config is not None and self._converted != _float8_count(model):  # unconverted
+        if self._config is not None and self._converted_count != _float8_count(model):  # to convert
             if args.world_size > 1:
                 got = "got a model made after the Trainer, on several ranks; hand the callback to"
                 do = "Trainer(callbacks=[...]), or convert in model_init and use Float8Callback()"
@@ -109,9 +109,9 @@ class Float8Callback(TrainerCallback, ExportableState):
                 do = "Make the model from it by `from_pretrained`, convert it, and resume with it"
                 raise ValueError(f"Float8Callback: {got}, for one; {why}. {do}")
             self._load(entry["attributes"]["delayed"])
-        keys = [f"{name}.{key}" for name, x in self._delayed().items() for key in x._float8_state()]
-        ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
-        model._keys_to_ignore_on_save = {*ignored, *keys, *map(plain_name, keys)}  # type: ignore[assignment]
+        keys = {f"{name}.{key}" for name, x in self._delayed().items() for key in x._float8_state()}
+        keys |= {*map(plain_name, keys), *(getattr(model, "_keys_to_ignore_on_save", None) or ())}
+        model._keys_to_ignore_on_save = keys  # type: ignore[assignment]
         self._attachment = attach_to_optimizer(model, optimizer, group=self._group)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -121,7 +121,7 @@ class Float8Callback(TrainerCallback, ExportableState):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
         """Warn if `model` is evaluated before this callback, added too late, converts it."""
-        if self._config is not None and self._converted is None and not _float8_count(model):
+        if self._config is not None and self._converted_count is None and not _float8_count(model):
             got = "got an evaluation in high precision, as training has yet to convert the model"
             warn(f"float8: Float8Callback: {got}; hand it to Trainer(callbacks=[...])")
 

@@ -71,8 +71,8 @@ def measuring(n: int, dtype: torch.dtype, device: torch.device, unless_set: bool
 
     Call it with x, dense in any order of its dims; a float32 vector of `Launch.programs` elements,
     which receives the amax of each program; and a scale or None. With ``unless_set`` the kernel
-    returns at once if the scale is not 0. The kernel that casts x takes the maximum of the amaxes,
-    which saves a launch. Each of its programs reads all, so `Launch.programs` <= 8 * `sm_count`.
+    returns at once if the scale is not 0. `cast_kernel` takes the maximum of all amaxes in each of
+    its programs, which saves a launch; therefore `Launch.programs` is at most 8 * `sm_count`.
     """
     # A block is what one step reads: 16 KiB, which for 16 warps is two loads of 16 bytes a thread.
     block, at_once = 16384 // dtype.itemsize, 8 * sm_count(device)

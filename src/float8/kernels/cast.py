@@ -55,19 +55,20 @@ def cast(
     Elements become ``x.float() * (1 / scale)`` in float32, saturated to the largest finite value of
     the format and rounded to nearest even. Non-finite elements and products 0 * Inf become NaN, the
     byte 0x7f. Under 8-bit exponents Inf becomes the format's largest value with scale 2**127, and a
-    NaN makes its block NaN. Scales: shapes of `Granularity.scales`; for (1, k) strides (1, rows).
+    NaN makes its block NaN. Scales have the shape of `Granularity.scales`; for blocks of one row
+    they are column-major.
 
     Args:
         x: float32, bfloat16 or float16, else raises `TypeError`; of any strides; no gradient.
         cast_config: the format, the granularity, and whether scales are powers of two.
-        row: return row data, else None. Data are zero-padded: the contraction dim to a multiple of
-            16 or of the block width, rows of column data and of blocks to 16 or the square's side.
-        col: return column data, else None.
-        pad_rows: zero-pad R of row data to a multiple of 16; block scales pad R in any case.
+        row: return row data, else None. Its columns are zero-padded to a multiple of 16 or of the
+            block width; its rows, under block scales, to one of 16 or of the side of a square.
+        col: return column data, else None. Its columns (R) are padded so; its rows (C) in any case.
+        pad_rows: zero-pad rows of row data to a multiple of 16 also without block scales.
         scale: one float32 element to use instead of a scale computed from the amax of ``x``.
         via: round ``x`` to this dtype first, as the kernel itself can from float32 to bfloat16.
-        after: a tensor that compiled code must compute before this cast, as the scale of
-            grad_output, lest a compiler cast the weight in forward already and keep the result.
+        after: a tensor that compiled code must compute before this cast. The scale of grad_output
+            keeps a compiler from casting a weight for backward in forward already.
         traced: if scales are finer than one per tensor, use plain torch code, which a compiler
             fuses into the producer of ``x``, and which may read values not yet rounded to
             ``x.dtype``. The op runs all the same if ``x`` may be empty, and under blocks if C is
@@ -218,21 +219,23 @@ def cast_reference(
 
 
 def specs_of(shape: tuple[int, ...], arguments: CastArguments) -> list[Spec | None]:
-    """Return specs of row data, row scales, column data, column scales of an x of ``shape``.
+    """Return shape, strides, dtype of each of: row data, row scales, column data, column scales.
 
-    Sizes may be symbolic. Specs of layouts not requested, and of scales under one scale, are None.
+    ``shape`` is that of x; its sizes may be symbolic. A layout that is not requested has None in
+    place of data and scales, a cast under one scale in place of scales.
     """
     height, width, dtype, row, col, pad_rows, *_ = arguments
     (R, C), specs = shape, list[Spec | None]()
+    side = width if height == width else None  # of square blocks
     for requested, rows, columns, pad in ((row, R, C, pad_rows), (col, C, R, True)):
         if pad or width is not None:
-            rows = _round_up(rows, (height == width and width) or 16)  # whole squares, else 16
+            rows = _round_up(rows, side or 16)
         columns = _round_up(columns, width or 16)
         scales, strides = (rows, 1), (1, 1)
-        if width is not None and height == width:
-            pitch = _round_up(columns // width, 4)  # for cuBLASLt
-            scales, strides = (rows // width, pitch), (pitch, 1)
-        elif width is not None:  # strides of a transpose
+        if side is not None:
+            pitch = _round_up(columns // side, 4)  # for cuBLASLt
+            scales, strides = (rows // side, pitch), (pitch, 1)
+        elif width is not None:  # column-major
             scales, strides = (rows, columns // width), (1, rows)
         specs.append(((rows, columns), (columns, 1), dtype) if requested else None)
         specs.append((scales, strides, torch.float32) if requested and height is not None else None)
@@ -308,21 +311,22 @@ def cast_plan(
     """Return a function (x, scale, amax) that allocates the results of a cast and launches it.
 
     ``source`` is the constant SOURCE of `cast_kernel`, "given" if scales are finer. ``scale`` is
-    None if kernels read no scale, ``amax`` is None unless ``source`` is "recorded". The function
-    returns the one scale, if kernels write it, or None; then what `specs_of` describes, or None.
+    None if kernels read no scale, ``amax`` is None unless ``source`` is "recorded". Five results:
+    the one scale, or None if kernels write none; then a tensor or None for each of `specs_of`.
     """
     if source != "given" and not is_dense(shape, strides):
         dense = cast_plan(x_dtype, shape, (shape[1], 1), device, source, arguments)
         return lambda x, *scalars: dense(x.contiguous(), *scalars)  # as `measuring` needs
     height, width, dtype, row, col, pad_rows, power_of_2, via = arguments
     (R, C), (stride_r, stride_c), specs = shape, strides, specs_of(shape, arguments)
-    sizes, layouts = (R, C, stride_r, stride_c), (row, col, pad_rows or width is not None, True)
-    if transposed := stride_c != 1 and stride_r == 1:  # the kernel reads x.t()
-        sizes, layouts = (C, R, stride_c, stride_r), (col, row, True, pad_rows or width is not None)
-    scale_rounding = 2 if width == 32 else int(power_of_2)
-    arithmetic = 3 if dtype == E4M3 else 2, scale_rounding, has_float8_conversion(device)
+    pad_rows = pad_rows or width is not None  # column data are padded in any case
+    sizes, layouts = (R, C, stride_r, stride_c), (row, col, pad_rows, True)
+    transposed, whole_rows = stride_c != 1 and stride_r == 1, False
+    if transposed:  # the kernel reads x.t(), and writes row data of x as column data
+        sizes, layouts = (C, R, stride_c, stride_r), (col, row, True, pad_rows)
+    mantissa_bits, scale_rounding = 3 if dtype == E4M3 else 2, 2 if width == 32 else int(power_of_2)
+    arithmetic = mantissa_bits, scale_rounding, has_float8_conversion(device)
     matrix = _Matrix(x_dtype, device, sizes, *layouts, via is not None, arithmetic)
-    whole_rows = False
     if height is None:
         kernels = _tensor_kernels(matrix, source)
     elif width is not None:
@@ -340,11 +344,11 @@ def cast_plan(
         if whole_rows:
             cast(x, *written[:2])
             return None, *results
-        if amaxes_spec is not None and measure is not None:
+        if amaxes_spec is not None and measure is not None:  # both or neither
             amaxes = allocate(*amaxes_spec)
             if height is None:
-                used = allocate(*SCALAR)
-                measure(x, amaxes, scale)
+                used = allocate(*SCALAR)  # the cast stores its scale there
+                measure(x, amaxes, scale)  # with "kept" and "recorded" only if the scale is 0
             else:
                 measure(x, amaxes.zero_())  # raises them by atomics
         cast(x, *written, scale, amaxes, used, amax)
@@ -354,10 +358,7 @@ def cast_plan(
 
 
 def _tensor_kernels(matrix: _Matrix, source: str) -> _Kernels:
-    """Return the launch that casts under one scale, and the one that measures the amax before.
-
-    The second is None if ``source``, the constant SOURCE of `cast_kernel`, is "given".
-    """
+    """Return the kernels of a cast under one scale; if ``source`` is "given", none measures x."""
     tile_shapes = tiles.COL_TILES if matrix.col else tiles.ROW_TILES
     if source == "given":
         return _tiled(matrix, tile_shapes, "tensor"), None, None
@@ -380,18 +381,17 @@ def _whole_row_kernels(matrix: _Matrix) -> _Kernels:
 
 
 def _row_kernels(matrix: _Matrix) -> _Kernels:
-    """Return the launch that casts with scales of rows and columns, and one to measure amaxes."""
+    """Return the kernels that measure amaxes of rows, columns or both, and cast under these."""
     R, C, *_ = matrix.sizes
     rows, block_c, strips = tiles.strips_of(R, C, matrix.dtype, matrix.device)
     kernel, programs = cast_kernels.measure_kernel, -(-R // rows) * strips
     constants = matrix.row, matrix.col, C % block_c == 0, tiles.STRIP_R, block_c
     sizes = (*matrix.sizes, rows)
     measure = Launch(kernel, matrix.device, programs, sizes, constants, tiles.STRIP_WARPS)
-    tile_shapes = tiles.ROW_TILES
-    if matrix.col:  # two scales for each element take more registers
-        tile_shapes = ((64, 128, 8), *tiles.COL_TILES[1:])
-    cast = _tiled(matrix, tile_shapes, "row")
-    return cast, measure, ((R + C,), (1,), torch.int32)
+    # 64 x 128 in place of 128 x 128: two scales for each element take more registers.
+    col_tiles = ((64, 128, 8), *tiles.COL_TILES[1:])
+    cast = _tiled(matrix, col_tiles if matrix.col else tiles.ROW_TILES, "row")
+    return cast, measure, ((R + C,), (1,), torch.int32)  # amaxes of rows, then of columns
 
 
 def _block_kernels(matrix: _Matrix, height: int, width: int, col: bool) -> _Kernels:
@@ -416,8 +416,8 @@ def _tiled(
 ) -> Launch:
     """Return the launch of `cast_kernel` for one of ``tile_shapes``; it reads ``count`` amaxes."""
     count_power_of_2 = 1 << max(count - 1, 0).bit_length()
-    *layouts, arithmetic = matrix[3:]  # row, col, pad_rows, pad_cols, rounded
-    constants = granularity, width, source, count_power_of_2, *layouts, *arithmetic
+    layouts = matrix.row, matrix.col, matrix.pad_rows, matrix.pad_cols, matrix.rounded
+    constants = granularity, width, source, count_power_of_2, *layouts, *matrix.arithmetic
     sizes = (*matrix.sizes, count)
     return tiles.tiled(cast_kernels.cast_kernel, tile_shapes, matrix.device, sizes, constants)
 

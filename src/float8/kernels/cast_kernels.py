@@ -5,7 +5,7 @@ Row and column data are those of the matrix that a kernel reads, which may be ``
 The constant GRANULARITY says what one scale covers: the "tensor"; a "row" of row or column data; a
 "run" of WIDTH elements in such a row; a "square" of WIDTH x WIDTH elements. SOURCE says how the
 scale of a "tensor" is found: "given" reads scale_ptr; "measured" takes the maximum of amaxes_ptr;
-"kept" reads scale_ptr, or amaxes_ptr if that is 0; "recorded" also raises amax_ptr to x's amax.
+"kept" reads scale_ptr, or amaxes_ptr if that is 0; "recorded" does, too, and raises amax_ptr.
 """
 
 from float8.kernels import numeric, tiles
@@ -138,9 +138,10 @@ def store_run_scales(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Compute the scale of each run of ``magnitudes``, store it at ``ptr``, and return 1 / scale.
 
-    Runs are HEIGHT x WIDTH parts of rows (HEIGHT 1) or columns (WIDTH 1); ``first_run`` is the
-    index of the first. The scale of run i in row or column j, with j from ``lines``, is stored at
-    [i, j] of [runs, pitch] if j < ``end``. 1 / scale has or broadcasts to the shape of magnitudes.
+    ``magnitudes`` are `magnitude_bits` of values with dtype ``element``. Runs are HEIGHT x WIDTH
+    parts of rows (HEIGHT 1) or columns (WIDTH 1), and ``first_run`` is the index of the first. The
+    scale of run i in row or column j is stored at [i, j] of [runs, pitch] if j < ``end``; ``lines``
+    has each j. 1 / scale has or broadcasts to the shape of ``magnitudes``.
     """
     bits = numeric.float32_bits(tiles.block_max(magnitudes, HEIGHT, WIDTH), element)
     scale, inverse = numeric.scale_and_inverse(bits, ARITHMETIC)
@@ -154,7 +155,7 @@ def store_run_scales(  # type: ignore[no-untyped-def]
 
 @jit
 def times_any(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Multiply four float32 tensors by ``inverse``, 1 / any scale; zero where not ``inside``."""
+    """Multiply as `tiles.times`, but by one ``inverse``, which may be 1 / any number."""
     # An Inf in v must become NaN, although a product that overflows saturates. Inf * 0 is NaN, and
     # adding a zero of the product's sign changes no other value, contracted to an FMA or not.
     zero = (inverse.to(tl.int32, bitcast=True) & -0x80000000).to(tl.float32, bitcast=True)
@@ -167,16 +168,15 @@ def store_square_scales(ptr, scale, tile_r, tile_c, rows, columns):  # type: ign
     # A tile has 4 x 4 squares of 32, or one of 128, which stores zeros behind a row's last scale.
     wide: tl.constexpr = max(scale.shape[1], 4)
     row = tile_r * scale.shape[0] + tl.arange(0, scale.shape[0])[:, None]
-    step = tl.arange(0, wide)[None, :]
+    step, pitch = tl.arange(0, wide)[None, :], tl.cdiv(columns, 4) * 4
     column = tile_c * scale.shape[1] + step
     if scale.shape[1] == 4:
         scale = tl.where(column < columns, scale, 0.0)
-        inside = column < tl.cdiv(columns, 4) * 4
-    else:
+        inside = column < pitch
+    else:  # one square, at step 0
         scale = tl.where(step == 0, scale, 0.0)
-        behind = (tile_c == columns - 1 + 0 * step) & (column < tl.cdiv(columns, 4) * 4)
-        inside = (step == 0) | behind
-    pitch = tl.cdiv(columns, 4) * 4
+        is_last = column - step == columns - 1  # the tile of the row's last square
+        inside = (step == 0) | (is_last & (column < pitch))
     tl.store(ptr + row.to(tl.int64) * pitch + column, scale, mask=(row < rows) & inside)
 
 
