@@ -21,7 +21,7 @@ def test_the_pages_are_up_to_date(
     before = tables.PAGE.read_text()
     # So what a section may have is in one.
     assert "](../benchmarks/results/h200-train-8b.png)\n" in before
-    assert re.search(r"Timed twice, but for \d+ .*up to [\d.]+ % apart\.", before)
+    assert re.search(r"Timed twice: up to [\d.]+ % apart\.", before)
     with monkeypatch.context() as patch:
         patch.setitem(tables._STEP, "ms", ("ms", 3))
         assert main(["bench", "tables", "--check"]) == 1
@@ -44,12 +44,15 @@ def test_the_command_of_a_table_exists(section: tables.Section) -> None:
 def test_what_failed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     environment = {"device": "H200", "torch": "2", "commit": "0123456789-dirty", "command": "x"}
-    rows = [{"recipe": "a", "mode": "eager", "ms": 2}, {"recipe": "b", "left_out": "no graphs"}]
+    rows: list[dict[str, Any]] = [{"recipe": "b", "left_out": "no graphs"}]
+    rows += [{"recipe": "a", "mode": "eager", "ms": 2}, {"recipe": "c", "mode": "eager", "ms": 2}]
+    rows[1]["drift_percent"] = -1.26
     results = {"environment": environment, "settings": {}, "rows": rows}
     (tmp_path / "x.json").write_text(json.dumps(results))
     written = tables.written(tables.Section("x", "x", "x", {"ms": ("ms", 1)}))
     assert written.endswith("\nFailed, and so not measured: b.\n\n")
     assert ", commit 0123456-dirty. Results and" in written
+    assert "Timed twice, but for 1 that a time limit cut off: up to 1.3 % apart." in written
 
 
 def test_columns_are_modes_in_order() -> None:
