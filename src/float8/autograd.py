@@ -1,6 +1,6 @@
 """Helpers that the autograd functions of this library share.
 
-One is `Linear`, whose `compute` runs the GEMMs and returns the output and the tensors to save.
+`Linear` is one of these functions: its `compute` returns the output and the tensors to save.
 """
 
 import functools
@@ -51,7 +51,7 @@ def once_differentiable(backward: Backward) -> Backward:
 
 
 class _NotDifferentiable(torch.autograd.Function):
-    """Return `tensors[count:]` detached, but connected to all inputs by a backward that raises."""
+    """`apply(count, dummy, *tensors)` detaches and returns `tensors[count:]`; backward raises."""
 
     @staticmethod
     def forward(ctx: Any, count: int, dummy: Tensor, *tensors: Any) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]
     shared. Modules that PEFT trains (`modules_to_save`) replace the original ones. The dict lacks
     layers whose active adapters are all merged. Raises `ValueError` if adapters cannot be merged.
     """
-    adapters, seen = dict[nn.Module, Any](), dict[nn.Module, nn.Module]()
+    adapters, copies = dict[nn.Module, Any](), dict[nn.Module, nn.Module]()  # copy, or itself
 
     def active(module: Any) -> set[str]:
         return set() if module.disable_adapters else {*module.active_adapters}
@@ -34,9 +34,9 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]
                 raise _refusal(f"a {type(module).__name__} that cannot be merged")
             return base_of(tuner)
         if "BaseTuner" in names:
-            return base_of(module.model)
+            return base_of(module.model)  # inside `LoraModel` and the like
         if "TrainableTokensWrapper" in names:
-            return base_of(module.token_adapter)
+            return base_of(module.token_adapter)  # a `BaseTunerLayer`
         if "MultiheadAttention" in names:
             raise _refusal("a MultiheadAttention, to whose output PEFT adds the adapter twice")
         if "BaseTunerLayer" in names:
@@ -52,19 +52,19 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]
         if "ModulesToSaveWrapper" in names:
             chosen = (x for name, x in module.modules_to_save.items() if name in active(module))
             return base_of(next(chosen, module.original_module))
-        if module not in seen:  # not one of PEFT's
+        if module not in copies:  # not one of PEFT's
             children = {name: x if x is None else base_of(x) for name, x in module._modules.items()}
-            seen[module] = module
+            copies[module] = module
             if any(x is not module._modules[name] for name, x in children.items()):
-                seen[module] = new = object.__new__(type(module))  # FSDP2 overrides `__new__`
+                copies[module] = new = object.__new__(type(module))  # FSDP2 overrides `__new__`
                 vars(new).update(vars(module), _modules=children)
-        return seen[module]
+        return copies[module]
 
     return base_of(model), adapters
 
 
 def layers_of_peft(layer: nn.Module) -> list[Any]:
-    """Return all PEFT layers in `layer`, itself included: PEFT may wrap a layer several times."""
+    """Return the PEFT layers in `layer`, itself included, outermost first: PEFT may nest them."""
     return [x for x in layer.modules() if hasattr(x, "merged_adapters")]
 
 
@@ -93,9 +93,9 @@ _LEFT_EMPTY = re.compile("_hooks$|^kwargs$|^__composable")
 def merged_base_layer(*layers: Any, gather: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
     """Return a float32 copy of the base layer of a PEFT layer, with the active adapters merged.
 
-    `layers` is one PEFT layer, or several whose base layers share a weight. PEFT merges, in
-    memory for that copy and for PEFT's temporaries. Raises `ValueError` if PEFT cannot. `gather`, a
-    collective, returns the full tensor of a sharded one.
+    `layers` is one PEFT layer, or several whose base layers share a weight. PEFT merges in
+    the copy, which needs memory for it and for PEFT's temporaries. Raises `ValueError` if PEFT
+    cannot. `gather`, a collective, returns the full tensor of a sharded one.
     """
     copies: dict[int, Any] = {id(x): x for layer in layers for x in _inactive(layer)}  # not copied
     for x in (x for layer in layers for x in layer.parameters() if id(x) not in copies):
@@ -104,17 +104,17 @@ def merged_base_layer(*layers: Any, gather: Callable[[Tensor], Tensor] = lambda 
         whole = whole.to(dtype, copy=whole is gathered)  # else it is dequantized, so a copy already
         copies[id(x)] = nn.Parameter(whole, requires_grad=False)
     # `copies` is the memo of `deepcopy`, so it reuses the Parameters, and submodules, copied first.
-    modules = (x for layer in layers for x in reversed([*layer.modules()]))
+    modules = (x for layer in layers for x in reversed([*layer.modules()]))  # children first
     for x in (x for x in modules if id(x) not in copies):
-        cls = type(x).__bases__[1] if is_fsdp_module(x) else type(x)  # before `fully_shard`
+        cls = type(x).__bases__[1] if is_fsdp_module(x) else type(x)  # not FSDP2's subclass
         copies[id(x)] = object.__new__(cls)
         empty = {name: type(y)() for name, y in vars(x).items() if _LEFT_EMPTY.search(name)}
         vars(copies[id(x)]).update(copy.deepcopy(vars(x) | empty, copies))
     merged = [copies[id(layer)] for layer in layers]
-    with torch.autocast(whole.device.type, enabled=False):
+    with torch.autocast(whole.device.type, enabled=False):  # device of the last Parameter
         for layer in merged:
             try:
-                for x in reversed(layers_of_peft(layer)):
+                for x in reversed(layers_of_peft(layer)):  # innermost first
                     x.merge()
             except torch.OutOfMemoryError:
                 raise

@@ -70,7 +70,7 @@ class Checkpoint:
             raise FileNotFoundError(f"{folder}: got no tensors, expected {expected}")
         self.scheme = scheme_of(self._quantization_config(folder))
         if self.scheme.block is None and any(x.endswith(".weight_scale") for x in self._file_of):
-            self.scheme = scheme_named(COMPRESSED, self.scheme.strategy)  # AutoFP8's names
+            self.scheme = scheme_named(COMPRESSED, self.scheme.strategy)  # AutoFP8 names scales so
         self.headers = {name: _dtype_and_shape(file, name) for name, file in self._file_of.items()}
         self.in_float8, suffix = set[str](), self.scheme.scale_suffix
         for name, (dtype, shape) in self.headers.items():
@@ -82,7 +82,7 @@ class Checkpoint:
         self.names = sorted(name for name in others if not name.endswith(_SCALES_OF_ACTIVATIONS))
 
     def _quantization_config(self, folder: Path) -> Any:
-        """Return `quantization_config` of config.json, or one for formats that do not write it."""
+        """Return `quantization_config` of config.json, else one that names ComfyUI or modelopt."""
         with contextlib.suppress(FileNotFoundError):
             if config := _read(folder, CONFIG, _read_json).get("quantization_config"):
                 return config
@@ -131,7 +131,7 @@ def _open_safetensors(path: Path, device: Any) -> Any:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`; raise `ValueError` if it is none or has a name twice."""
+    """Return the JSON object in `path`; raise `ValueError` for other content or a repeated name."""
 
     def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(content := dict(pairs)) < len(pairs):
@@ -192,8 +192,8 @@ def write_files(
 ) -> None:
     """Write a checkpoint to `folder`, replacing an older one, which is kept if an error occurs.
 
-    Writes `tensors` and the text `config` to a folder in `folder`, renames it to `_COMPLETE`, where
-    readers look first, and moves its files to `folder`; the next save finishes this after a crash.
+    Writes `tensors`, splitting no dict, and `config` to a subfolder, renames it to `_COMPLETE`,
+    where readers look first, and moves its files out; the next save finishes this after a crash.
     """
     names = (f"model-{number:05d}.safetensors" for number in range(1, 100_000))
     free = (name for name in names if not os.path.lexists(folder / name))
@@ -252,7 +252,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _shards(tensors: Iterable[dict[str, Tensor]], max_size: int) -> Iterator[dict[str, Tensor]]:
-    """Group `tensors` to files of up to `max_size` bytes; yield each file's, in one reused dict."""
+    """Merge `tensors` to dicts of up to `max_size` bytes, splitting none; yield and clear each."""
     shard, storages, size = dict[str, Tensor](), set[int](), 0  # one dict: one file is in memory
     for group in tensors:
         group_size = sum(x.nbytes for x in group.values())

@@ -38,10 +38,9 @@ def saved_tensors(model: nn.Module) -> list[SavedTensor]:
     """Return all Parameters and persistent buffers of `model` except delayed-scaling state."""
     saved: dict[int, SavedTensor] = {}  # by id, so that a tied tensor has one entry
     for prefix, module in unwrapped(model).named_modules(remove_duplicate=False):
-        not_saved = module._non_persistent_buffers_set
         for attr, x in {**module._parameters, **module._buffers}.items():
             is_state = attr.startswith(("fp8_amax_", "fp8_scale_"))
-            if x is not None and attr not in not_saved and not is_state:
+            if x is not None and attr not in module._non_persistent_buffers_set and not is_state:
                 name = plain_name(f"{prefix}.{attr}" if prefix else attr)
                 saved.setdefault(id(x), SavedTensor(x)).uses.append((name, module, attr))
     return [*saved.values()]
@@ -61,7 +60,7 @@ class Part(NamedTuple):
     def of(self, x: Tensor) -> Tensor:
         """Return this part of `x`, as a view.
 
-        A piece of a `Float8Tensor` that shares scales with another piece is dequantized.
+        Of a `Float8Tensor` in which two pieces share a scale, return a dequantized copy.
         """
         if self.expert is None:
             return x
@@ -73,7 +72,7 @@ class Part(NamedTuple):
         if self.pieces > 1 and N % height:  # a block has rows of two pieces
             expert_weight: Any = x[self.expert]  # [pieces * N, K]
             return dequantise(expert_weight)[begin:end]
-        scale = x._scale[self.expert, begin // height : -(-end // height)]
+        scale = x._scale[self.expert, begin // height : -(-end // height)]  # end rounded up
         return Float8Tensor(x._data[self.expert, begin:end], scale, x.dtype, x._granularity)
 
 
@@ -113,8 +112,9 @@ def published_parts(model: nn.Module) -> dict[str, Parts]:
         return name
 
     for name, module, attr, x in saved:
-        matches = ((step, *step.rename_source_key(name)) for step in converters)  # key, pattern
-        converter, key, pattern = next((m for m in matches if m[2]), (None, name, None))
+        renamings = ((step, *step.rename_source_key(name)) for step in converters)
+        matches = ((step, key, pattern) for step, key, pattern in renamings if pattern)
+        converter, key, pattern = next(matches, (None, name, ""))  # the first that matches
         if converter is None:
             in_float8 = attr == "weight" and isinstance(module, Float8Linear)
             suffixes = ("", "_scale", "_scale_inv") if in_float8 else ("",)
@@ -122,7 +122,7 @@ def published_parts(model: nn.Module) -> dict[str, Parts]:
             # Loading must turn the new name, and those of scales, into this name again.
             if all(rename(new + suffix, loading) == name + suffix for suffix in suffixes):
                 published[name] = {new: WHOLE}
-        elif _is_experts_weight(module, attr) and len(converter.source_patterns) == 1:
+        elif _is_experts_weight(module, attr) and len(converter.source_patterns) == 1:  # splits one
             parts = _split(copy.deepcopy(converter), name, key, pattern, x.shape, root)
             renamed = {rename(new, saving): part for new, part in parts.items()}
             if parts and len(renamed) == len(parts):
@@ -163,10 +163,10 @@ def _is_experts_weight(module: nn.Module, attr: str) -> bool:
 
 
 def _split(converter: Any, name: str, key: str, pattern: str, shape: Any, root: Any) -> Parts:
-    """Return {name in files: part} of weight `name`, [E, pieces * N, K], by piece, then expert.
+    """Return {name in files: part} of weight `name`, [E, pieces * N, K], sorted by piece, expert.
 
-    Runs transformers' `converter` on a `torch.arange`, whose values show expert and rows of a part.
-    Returns {} unless the parts are distinct and each is a run of rows of one expert, [N, K].
+    Runs transformers' `converter`, which matched `name`, on a `torch.arange` to find which rows go
+    where. Returns {} unless the parts are distinct and each is a run of rows of one expert, [N, K].
     """
     rows = 12  # of each expert; divisible by any number of pieces that models have
     numbers = torch.arange(shape[0] * rows * 2, device="cpu").view(-1, rows, 2)  # [E, N, K]
@@ -177,7 +177,7 @@ def _split(converter: Any, name: str, key: str, pattern: str, shape: Any, root: 
         return {}
     parts = Parts()
     for new, x in tensors.items():
-        expert, row = divmod(int(x.flatten()[0]) // 2, rows)
+        expert, row = divmod(int(x.flatten()[0]) // 2, rows)  # 2 numbers per row
         parts[new] = part = Part(expert, row * pieces // rows, pieces)
         if not new.endswith(".weight") or not torch.equal(x, part.of(numbers)):
             return {}

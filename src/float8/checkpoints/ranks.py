@@ -29,7 +29,7 @@ class ModelRanks:
         self.number = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
     def agree(self, value: Any = None, error: BaseException | None = None) -> list[Any]:
-        """All-gather `value` over each process group of the model; return values group by group.
+        """All-gather `value` over each process group of the model; return all values in one list.
 
         If a rank passes an `error`, this method raises a copy of it on all other ranks. On that
         rank it returns, and the caller raises the error.

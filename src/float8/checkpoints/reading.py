@@ -118,8 +118,8 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
 
 
 def _match(model: nn.Module, checkpoint: Checkpoint, targets: dict[str, _Target]) -> list[str]:
-    """Return one name per target to read; raise `ValueError` if names, shapes or dtypes misfit."""
-    cls, names_of = type(model).__name__, dict[_Target, list[str]]()  # in the files: tied ones
+    """Choose a name in the files for each target; raise `ValueError` if any misses or misfits."""
+    cls, names_of = type(model).__name__, dict[_Target, list[str]]()  # several names if tied
     # transformers ignores these names as well, for example of multi-token prediction layers.
     ignored = getattr(unwrapped(model), "_keys_to_ignore_on_load_unexpected", None) or ()
     for name in checkpoint.names:
@@ -127,11 +127,11 @@ def _match(model: nn.Module, checkpoint: Checkpoint, targets: dict[str, _Target]
             names_of.setdefault(targets[name], []).append(name)
         elif not any(re.search(pattern, name) for pattern in ignored):
             raise ValueError(f"checkpoint: got {name!r}, expected names of tensors of {cls}")
-    one_by_one = {target.saved for target in names_of if target.part != WHOLE}  # as parts
-    missing = {  # parts of tensors of which the checkpoint has parts, otherwise whole tensors
+    one_by_one = {target.saved for target in names_of if target.part != WHOLE}
+    missing = {  # all parts of a tensor if the checkpoint has some of them, else the whole tensor
         target: name
         for name, target in targets.items()
-        if target not in names_of and (target.saved in one_by_one) is (target.part != WHOLE)
+        if target not in names_of and (target.saved in one_by_one) == (target.part != WHOLE)
     }
     if missing:
         raise ValueError(
@@ -162,18 +162,18 @@ def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None
     model_shape = target.part.shape(tuple(tensor.shape))
     only_layers, granularity = target.only_layers, checkpoint.scheme.granularity
     granularities = {x._float8_plan.casts.weight.config.scaling_granularity for x in only_layers}
-    shares_scales = any(x.one_scale or model_shape[0] % x.height for x in granularities)
+    pieces_share_scales = any(x.one_scale or model_shape[0] % x.height for x in granularities)
     in_float8 = name in checkpoint.in_float8
     takes_data = in_float8 and len(only_layers) == len(target.saved.uses)  # else it is dequantized
     placements = tensor.placements if is_dtensor(tensor) else ()
-    if getattr(dtype, "is_floating_point", False) != tensor.dtype.is_floating_point:
+    if getattr(dtype, "is_floating_point", False) != tensor.dtype.is_floating_point:  # or a str
         got, expected = f"dtype {dtype}", f"numbers like {tensor.dtype}"
     elif shape != model_shape:
         got, expected = f"shape {shape}", f"{model_shape} of the model"
     elif in_float8 and only_layers and granularities != {granularity}:
         got = f"scales of {granularity} for a layer with float8_weights=ONLY"
         expected = f"those of {granularities}; convert it by the recipe for this checkpoint"
-    elif target.part.pieces > 1 and shares_scales:
+    elif target.part.pieces > 1 and pieces_share_scales:
         got = f"experts with float8_weights=ONLY, whose {granularities} join two projections"
         expected = "scales of each; convert them by another recipe, or without ONLY"
     elif placements and tensor.is_meta and not takes_data:  # `_load` allocates plain ones
@@ -188,11 +188,11 @@ def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None
 
 
 def _load(target: _Target, read: Callable[..., Tensor], device: Any) -> None:
-    """Load the tensor that `read(dtype)` returns into `target`; allocate on `device` if meta."""
+    """Load the tensor `read()` into `target`, which is allocated on `device` if it is on meta."""
     saved, old, only_layers = target.saved, target.saved.tensor, target.only_layers
     if len(only_layers) == len(saved.uses) and target.part == WHOLE:  # all uses are in float8
         new = read(old.dtype).to(device if old.is_meta else old.device, old.dtype)
-        new = only_layers[0]._float8_quantize_only(new)
+        new = only_layers[0]._float8_quantize_only(new)  # no-op if the file has float8
         # Clone a shard, which is a view of the whole.
         saved.replace(_distribute(new, old).clone() if is_dtensor(old) else new)
         return
@@ -205,8 +205,8 @@ def _load(target: _Target, read: Callable[..., Tensor], device: Any) -> None:
     experts: Any = torch.arange(len(new))
     if is_dtensor(new):  # the experts of this rank
         experts = _distribute(experts, new).to_local()
-    for expert in (experts == target.part.expert).nonzero().flatten().tolist():  # at most one index
-        part = target.part._replace(expert=expert).of(local_tensor(high_precision(new)))
+    for index in (experts == target.part.expert).nonzero().flatten().tolist():  # one here, or none
+        part = target.part._replace(expert=index).of(local_tensor(high_precision(new)))
         if not isinstance(part, Float8Tensor):
             _copy(part, read())
             continue

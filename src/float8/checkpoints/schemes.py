@@ -42,12 +42,12 @@ class Scheme(NamedTuple):
 
     @property
     def block(self) -> list[int | None] | None:
-        """[rows, columns] of a block, as in a `quantization_config`, or None for one scale."""
+        """[rows, columns] of a block, or [1, None] for whole rows; None for one scale."""
         granularity = self.granularity
         return None if granularity.one_scale else [granularity.height, granularity.width]
 
     def accepts(self, granularity: Any) -> bool:
-        """Return whether files can have scales of `granularity`, unchanged or repeated per row."""
+        """Return whether files can store scales of `granularity`: as they are, or 32x32 as 1x32."""
         repeated = ScalingGranularity.BLOCK_32x32, ScalingGranularity.BLOCK_1x32  # in memory, files
         return granularity is self.granularity or (granularity, self.granularity) == repeated
 
@@ -63,12 +63,12 @@ class Scheme(NamedTuple):
     def require_pair(self, name: str, weight: Any, scale: Any) -> None:
         """Raise `ValueError` unless pairs (dtype, shape) `weight` and `scale` exist and fit."""
         (dtype, shape), scale_name = weight, name + self.scale_suffix
-        scale_dtype, scale_shape = scale or (None, None)  # None: there is no scale, which raises
+        scale_dtype, scale_shape = scale or (None, None)
         shapes = [self.scale_shape(shape)] if len(shape) == 2 else []
-        shapes += [(), (1,), (1, 1)] if self.granularity.one_scale else []
-        shapes += [shape[:1]] if self.granularity.by_rows else []
+        shapes += [(), (1,), (1, 1)] if self.granularity.one_scale else []  # of other writers
+        shapes += [shape[:1]] if self.granularity.by_rows else []  # [N] instead of [N, 1]
         dtypes = [EXPONENTS, torch.uint8] if self.exponents else []
-        dtypes += [] if self.granularity.exponents else HIGH_PRECISION_DTYPES  # none for mxfp8
+        dtypes += [] if self.strategy == "mxfp8" else HIGH_PRECISION_DTYPES  # also for block_ue8m0
         if dtype != E4M3:
             got, expected = f"dtype {dtype}", f"{E4M3}"
         elif len(shape) != 2:
@@ -103,12 +103,12 @@ class Scheme(NamedTuple):
         """Return (data, scales) of a `Float8Tensor` as in files; None if its scales do not fit."""
         if not self.accepts(weight._granularity) or weight._data.dtype != E4M3:
             return None
-        shape, height = self.scale_shape((*weight.shape,), expert), weight._granularity.height
-        if height is None:
+        shape, in_memory = self.scale_shape((*weight.shape,), expert), weight._granularity
+        if in_memory.one_scale:
             scale = weight._scale.reshape(shape).clone()
-        else:  # repeat 32x32 scales for each row, and cut off padding
-            rows = weight._scale.repeat_interleave(height // (self.granularity.height or height), 0)
-            scale = rows[: shape[0], : shape[1]].contiguous()
+        else:  # files have a scale of 32x32 once for each row, and no padding
+            repeats = 1 if in_memory is self.granularity else in_memory.height
+            scale = weight._scale.repeat_interleave(repeats, 0)[: shape[0], : shape[1]].contiguous()
         if self.exponents:
             exponents = to_exponents(scale)
             powers = exponents.to(torch.float32)
@@ -150,7 +150,7 @@ _SCHEMES = (
     Scheme(COMPRESSED, "mxfp8", ScalingGranularity.BLOCK_1x32, "mxfp8", torch.uint8),
 )
 _NAMES = ", ".join(f"{x.format!r} with strategy {x.strategy!r}" for x in _SCHEMES)
-_METHODS = "fp8", "mxfp8"  # values of `quant_method` for `fine-grained-fp8`
+_FP8_METHODS = "fp8", "mxfp8"  # values of `quant_method` for `fine-grained-fp8`
 
 
 def scheme_named(format: str, strategy: str | None) -> Scheme:
@@ -164,33 +164,33 @@ def scheme_named(format: str, strategy: str | None) -> Scheme:
 def scheme_of(config: Any) -> Scheme:
     """Return the scheme for `config`, the `quantization_config` of a checkpoint.
 
-    Raises a `ValueError` that names the first field of `config` by which no scheme is left.
+    Raises a `ValueError` that names the first field whose value fits none of the remaining schemes.
     """
     config = _dict_or_empty(config)
     method = config.get("quant_method")
-    fixes = (fix for name, fix in _FIXES.items() if str(method).startswith(name))
-    _require("['quant_method']", method, [*_METHODS, COMPRESSED], next(fixes, None))
+    fix = next((fix for x, fix in _FIX_BY_METHOD.items() if str(method).startswith(x)), None)
+    _require("['quant_method']", method, [*_FP8_METHODS, COMPRESSED], fix)
     schemes = [x for x in _SCHEMES if (x.format == COMPRESSED) is (method == COMPRESSED)]
     for field, got in _fields(config).items():
-        values = [_fields(scheme.config([]))[field] for scheme in schemes]
-        _require(field, got, values)
-        schemes = [x for x, value in zip(schemes, values, strict=True) if value == got]
+        value_of = {scheme: _fields(scheme.config([]))[field] for scheme in schemes}
+        _require(field, got, [*value_of.values()])
+        schemes = [scheme for scheme in schemes if value_of[scheme] == got]
     return schemes[0]
 
 
 def _fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Return {path: value, or default} of the fields of `config` that tell schemes apart."""
+    """Return {path, as in errors: value or default} of the fields that tell schemes apart."""
     if config["quant_method"] != COMPRESSED:
         is_mxfp8 = config["quant_method"] == "mxfp8"
         block, scale_fmt = ([1, 32], "ue8m0") if is_mxfp8 else (None, "float")
         fields: dict[str, Any] = {"weight_block_size": block, "scale_fmt": scale_fmt}
-        fields |= {"fmt": "e4m3", "expert_dtype": "fp8"}
+        fields |= {"fmt": "e4m3", "expert_dtype": "fp8"}  # these are the defaults
         fields |= {name: config[name] for name in fields if config.get(name) is not None}
         return {f"[{name!r}]": value for name, value in fields.items()}
     groups = _dict_or_empty(config.get("config_groups"))
     group = _dict_or_empty(next(iter(groups.values()), None))
     weights = {"symmetric": True} | _dict_or_empty(group.get("weights"))
-    names = ["type", "num_bits", "symmetric", "strategy"]
+    names = ["type", "num_bits", "symmetric", "strategy"]  # read for all strategies
     names += ["group_size", "scale_dtype"] if weights.get("strategy") == "group" else []
     names += ["block_structure"] if weights.get("strategy") == "block" else []
     if weights.get("block_structure") == "128x128":  # as older files have it
@@ -205,7 +205,7 @@ def _dict_or_empty(x: Any) -> dict[str, Any]:
     return x if isinstance(x, dict) else {}
 
 
-_FIXES = {
+_FIX_BY_METHOD = {
     "mxfp4": "load it with transformers and Mxfp4Config(dequantize=True)",
     "modelopt": "if its quant_algo is 'FP8', write {'quant_method': 'fp8'} there, which reads the "
     "same tensors; else take the model in 16 bits",
@@ -215,7 +215,7 @@ _FIXES = {
 
 
 def _require(field: str, got: Any, supported: list[Any], fix: str | None = None) -> None:
-    """Raise `ValueError` unless a field of `quantization_config` has a supported value."""
+    """Raise `ValueError`, advising `fix`, unless `got`, the value of `field`, is in `supported`."""
     if got not in supported:
         expected = " or ".join(dict.fromkeys(repr(x) for x in supported if x is not None))
         fix = fix or "load it with transformers, dequantized, instead"
@@ -231,7 +231,7 @@ def values_of(x: Tensor) -> Tensor:
 
 # transformers loads `fine-grained-fp8` into its `FP8Linear`, and compressed-tensors into an
 # `nn.Linear` with more Parameters. Both have a float8 weight and a Parameter with its scale.
-_SCHEME = "quantization_scheme"  # attribute that compressed-tensors sets beside a `forward`
+_COMPRESSED_MARK = "quantization_scheme"  # compressed-tensors sets it, and a `forward`, on layers
 
 
 def scheme_of_layer(mod: Any) -> Scheme | str | None:
@@ -252,9 +252,9 @@ def scheme_of_layer(mod: Any) -> Scheme | str | None:
         return next(fits, f"{block} blocks ({FINE_GRAINED})")
     if (scale := mod._parameters.get("weight_scale")) is None:
         return None
-    weight_arguments = getattr(getattr(mod, _SCHEME, None), "weights", None)
+    weight_arguments = getattr(getattr(mod, _COMPRESSED_MARK, None), "weights", None)
     strategy = getattr(weight_arguments, "strategy", "tensor" if scale.numel() == 1 else "channel")
-    strategy = "mxfp8" if scale.itemsize == 1 else strategy
+    strategy = "mxfp8" if scale.itemsize == 1 else strategy  # "group" in compressed-tensors
     fits = (x for x in _SCHEMES if (x.format, x.strategy) == (COMPRESSED, strategy))
     return next(fits, f"strategy {strategy!r} ({COMPRESSED})")
 
@@ -278,8 +278,8 @@ def why_not_taken(mod: Any, config: Float8LinearConfig) -> str | None:
     if not isinstance(scheme, Scheme):
         got = f"got a weight in float8 with scales of {scheme}"
         return f"{got}, expected one of {_NAMES}; load it dequantized"
-    # compressed-tensors sets a `forward`, which goes; that of accelerate or others would be lost.
-    if replaced_forward(mod) and (hasattr(mod, "_hf_hook") or _SCHEME not in vars(mod)):
+    # Conversion removes a `forward` on `mod`: right for compressed-tensors', not for accelerate's.
+    if replaced_forward(mod) and (hasattr(mod, "_hf_hook") or _COMPRESSED_MARK not in vars(mod)):
         got = "got a layer with a `forward` of its own as attribute"
         return f"{got}, expected one without; load the model onto one device"
     if is_dtensor(mod.weight):
@@ -313,26 +313,26 @@ def as_linear(mod: Any, config: Float8LinearConfig, dtype: torch.dtype) -> nn.Li
     new._parameters["weight"] = nn.Parameter(weight, requires_grad=not only)
     for name in ("weight_scale", "weight_scale_inv", "activation_scale", "input_scale"):
         new._parameters.pop(name, None)
-    for name in (_SCHEME, "quantization_status"):
+    for name in (_COMPRESSED_MARK, "quantization_status"):
         new.__dict__.pop(name, None)
     return new
 
 
 def leave_quantizers(model: nn.Module) -> None:
-    """Detach `model` from the quantizer that loaded it, if none of its float8 layers is left.
+    """Detach `model` from the quantizer that loaded it, unless a layer is still as loaded.
 
     Otherwise the hook of compressed-tensors would replace the Parameter dicts of all modules, and
-    transformers would refuse to train, and would save its `quantization_config` with the weights.
+    transformers would refuse to train, and save the old `quantization_config` with the weights.
     """
-    left = any(_SCHEME in vars(mod) for mod in model.modules())
-    if left or any(p.dtype in FLOAT8_MAX for p in model.parameters()):
+    left = any(_COMPRESSED_MARK in vars(mod) for mod in model.modules())
+    if left or any(p.dtype in FLOAT8_MAX for p in model.parameters()):  # plain float8
         return
     for mod in model.modules():
         if hook := mod.__dict__.pop("ct_decompress_hook", None):
             hook.remove()
         quantizer = vars(mod).get("hf_quantizer")
         config = getattr(quantizer, "quantization_config", None)
-        if quantizer and getattr(config, "quant_method", None) in (*_METHODS, COMPRESSED):
+        if quantizer and getattr(config, "quant_method", None) in (*_FP8_METHODS, COMPRESSED):
             quantizer.remove_quantization_config(mod)
 
 

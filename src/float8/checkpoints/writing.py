@@ -268,14 +268,13 @@ def _plan(
             f"weights when it loads that format; expected {FINE_GRAINED!r}"
         )
     ((model_dtype, _),) = sizes.most_common(1)
-    # Without `dtype`, only models that are mostly float32 are rounded.
     rounds_to = dtype or (torch.bfloat16 if model_dtype == torch.float32 else None)
     entries, adapters = [], {}
     for tensor in saved:
         x, (name, module, _) = tensor.tensor, tensor.uses[0]
         parts = published[name]
         attrs = {peft_of[module]: attr for _, module, attr in tensor.uses if module in peft_of}
-        adapters[x] = (*attrs,), next(iter(attrs.values()), "")
+        adapters[x] = tuple(attrs), next(iter(attrs.values()), "")  # layers, name in their base
         if tensor in in_float8:
             pieces = max(part.pieces for part in parts.values())
             cast, as_trained = _cast_of(module, scheme, x.shape[-2], pieces)
@@ -289,13 +288,13 @@ def _plan(
 
 
 def _require_storable(saved: SavedTensor, in_float8: bool) -> None:
-    """Raise `ValueError` if the tensor `saved` has no values, or safetensors cannot store it."""
+    """Raise `ValueError` if `saved` has no values, or cannot be stored (cast if `in_float8`)."""
     x, (name, module, _) = saved.tensor, saved.uses[0]
     inner = local_tensor(high_precision(x))
-    is_8_bit = x.dtype.is_floating_point and x.dtype.itemsize == 1
+    is_foreign_float8 = x.dtype.is_floating_point and x.dtype.itemsize == 1
     if is_lazy(x) or x.is_meta:
         got, fix = f"a tensor without values, on {x.device}", "run the model once, or load it"
-    elif not in_float8 and (hasattr(inner, "__tensor_flatten__") or is_8_bit):
+    elif not in_float8 and (hasattr(inner, "__tensor_flatten__") or is_foreign_float8):
         got = f"a {type(inner).__name__} of {inner.dtype}, in a {type(module).__name__}"
         fix = "load the model dequantized, or call convert_to_high_precision(model)"
     elif x.layout != torch.strided or x.is_nested or x.is_quantized or x.dtype == torch.complex128:
@@ -336,7 +335,8 @@ def _select_float8(
 
     selected = {x for x in saved if all(is_float8(*use, x.tensor) for use in x.uses)}
     rest = [x for x in saved if x not in selected and not is_lazy(x.tensor)]
-    mixed = {module for x in rest if x.tensor.dim() == 3 for _, module, _ in x.uses}  # of experts
+    # Experts have 3 dims; if one weight of a module stays in high precision, all of them do.
+    mixed = {module for x in rest if x.tensor.dim() == 3 for _, module, _ in x.uses}
     return {x for x in selected if x.tensor.dim() == 2 or mixed.isdisjoint(m for _, m, _ in x.uses)}
 
 
@@ -345,26 +345,26 @@ def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastC
 
     The weight [rows, K] (of one expert, or of a layer) is saved as `pieces` weights of equal size.
     """
-    granularity, rounds, training = scheme.granularity, scheme.exponents is not None, None
+    granularity, power_of_2, training = scheme.granularity, scheme.exponents is not None, None
     if isinstance(module, Float8Module):
         training = module._float8_plan.casts.weight.config
-        rounds = rounds or training.power_of_2
-        if scheme.accepts(training.scaling_granularity):
+        power_of_2 = power_of_2 or training.power_of_2
+        if scheme.accepts(training.scaling_granularity):  # 32x32 can be stored as 1x32
             granularity = training.scaling_granularity
-    cast = CastConfig(target_dtype=E4M3, scaling_granularity=granularity, power_of_2=rounds)
-    # Training casts all pieces together; each saved weight needs scales that cover no other.
-    separate = pieces == 1 or rows // pieces % (granularity.height or rows) == 0  # None: one scale
+    cast = CastConfig(target_dtype=E4M3, scaling_granularity=granularity, power_of_2=power_of_2)
+    height = granularity.height or rows  # rows per scale: all if there is one
+    separate = pieces == 1 or rows // pieces % height == 0  # no scale covers two pieces
     return cast, cast == training and separate
 
 
 def _high_precision_modules(
     model: nn.Module, in_float8: set[nn.Module], published: dict[str, Parts], scheme: Scheme
 ) -> list[str]:
-    """Return names of linear layers and experts that neither are nor contain one of `in_float8`."""
+    """Return, for `Scheme.config`, names of linear layers and experts with none of `in_float8`."""
     names = []
     for name, module in unwrapped(model).named_modules():
         name, has_experts = plain_name(name), any(x.dim() == 3 for x in module.parameters(False))
-        if scheme.format == FINE_GRAINED:  # else transformers compares with names of its modules
+        if scheme.format == FINE_GRAINED:  # names in files; compressed-tensors uses the model's
             weight, *_ = published.get(f"{name}.weight", [f"{name}.weight"])
             name = weight.removesuffix(".weight")
         if has_experts or isinstance(module, nn.Linear):
@@ -373,7 +373,7 @@ def _high_precision_modules(
 
 
 def _require_unique_names(entries: list[_Entry], suffix: str) -> None:
-    """Raise `ValueError` if two tensors, or a tensor and a scale, have the same name in files."""
+    """Raise `ValueError` if two tensors, or a tensor and a scale (name + `suffix`) share a name."""
     names = Counter(name for entry in entries for name in entry.parts)
     scales = {name + suffix for name in names}  # readers take any tensor with this name for a scale
     if ambiguous := [name for name, count in names.items() if count > 1 or name in scales]:
@@ -387,7 +387,7 @@ def _require_unique_names(entries: list[_Entry], suffix: str) -> None:
 def _cast_tensors(
     plan: _Plan, ranks: ModelRanks
 ) -> Iterator[tuple[dict[str, Tensor], WrittenWeight | None]]:
-    """Yield ({name: tensor}, None), or ({name: data, name + suffix: scale}, `WrittenWeight`)."""
+    """Yield (tensor by its names, None), or (data and scale by name, `WrittenWeight`) if cast."""
     to_merge = [layer for layers, _ in plan.adapters.values() for layer in layers]
     active = [[*x.active_adapters] for layer in to_merge for x in layers_of_peft(layer)]
     if len({*ranks.agree(repr(active))}) > 1:
@@ -399,8 +399,8 @@ def _cast_tensors(
             old: Any = entry.tensor.detach()
             x: Any = high_precision(old)  # a weight that exists in float8 only stays in float8
             if layers:
-                x = getattr(merged, plan.adapters[entry.tensor][1])
-                x = x if entry.cast_config or entry.dtype else x.to(old.dtype)
+                x = getattr(merged, plan.adapters[entry.tensor][1])  # by its name in the base
+                x = x if entry.cast_config or entry.dtype else x.to(old.dtype)  # no cast follows
             is_float8 = isinstance(local_tensor(x), Float8Tensor)
             if entry.dtype and x.dtype in HIGH_PRECISION_DTYPES and not is_float8:
                 x = x.to(entry.dtype)
@@ -416,7 +416,7 @@ def _cast_tensors(
 
 
 def _quantize(part: Part, x: Any, entry: _Entry, scheme: Scheme) -> tuple[Tensor, Tensor, bool]:
-    """Quantize `part` of `x`, the full tensor of `entry`; return (data, scale, `as_trained`)."""
+    """Quantize `part` of `x`, `entry`'s full tensor; return (data, scale, if training casts so)."""
     weight, as_trained, is_expert = part.of(x), entry.as_trained, part is not WHOLE
     if isinstance(weight, Float8Tensor):
         if published := scheme.published(weight, is_expert):
