@@ -47,14 +47,14 @@ class DelayedScale(NamedTuple):
             fits = scalar.dtype == torch.float32 and scalar.numel() == 1
             if not (fits and scalar.device == x.device and granularity.one_scale):
                 raise refused_scale(scalar, x, granularity)
-        direct = x.is_cuda and takes_triton_directly(x, self.scale, self.amax)
-        op = _cast_delayed_triton if direct else torch.ops.float8.cast_delayed.default
+        skips_dispatcher = x.is_cuda and takes_triton_directly(x, self.scale, self.amax)
+        op = _cast_delayed_triton if skips_dispatcher else torch.ops.float8.cast_delayed.default
         arguments = cast_config.dtype, row, col, pad_rows, cast_config.power_of_2, self.recording
         used, row_data, col_data = op(x, self.scale, self.amax, *arguments)
         return Operand(row_data, used) if row else None, Operand(col_data, used) if col else None
 
     def choose(self, dynamic: Tensor) -> Tensor:
-        """Return `self.scale`, or if that is unknown `dynamic`, a scale computed from the data."""
+        """Return `self.scale` if it is known, else `dynamic`, a scale computed from the data."""
         return torch.where(self.scale == UNKNOWN_SCALE, dynamic, self.scale)
 
     def observe(self, amax: Tensor) -> None:
@@ -96,9 +96,9 @@ def cast_delayed_reference(
     if record:
         amax.copy_(torch.maximum(amax, current))
     used = torch.where(scale == UNKNOWN_SCALE, dynamic, scale)
-    out = cast_reference(x, used, None, None, dtype, row, col, pad_rows)
+    data = cast_reference(x, used, None, None, dtype, row, col, pad_rows)  # None: one scale
     absent = x.new_empty((0,))  # not a list: auto-functionalization supports no list returns
-    return used, out[0] if row else absent, out[-1] if col else absent
+    return used, data[0] if row else absent, data[-1] if col else absent
 
 
 def _cast_delayed_fake(x: Tensor, scale: Tensor, amax: Tensor, *flat: Any) -> tuple[Tensor, ...]:

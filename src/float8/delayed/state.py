@@ -23,7 +23,7 @@ from float8.tensor.ranks import amax_over, sharding_groups
 
 
 class Site(NamedTuple):
-    """The names of a place where a layer casts a tensor, a `CastSite`, and of its buffers."""
+    """The value of a `CastSite`, where a layer casts a tensor, and the names of its buffers."""
 
     name: str
     amax: str
@@ -90,7 +90,7 @@ class StatefulLayer(Float8Module):
         return {site.amax: torch.zeros_like(scale), site.history: history, site.scale: scale}
 
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """Register a hook, as tensor parallel does last; its DTensor buffers become local again."""
+        """Register a hook; first make buffers local that tensor parallel turned into DTensors."""
         for name, buffer in self._float8_state().items():
             self._buffers[name] = local_tensor(buffer)
         return super().register_forward_pre_hook(*args, **kwargs)
@@ -112,7 +112,7 @@ class StatefulLayer(Float8Module):
         self._float8_state_was_written()
 
     def _float8_state_was_written(self) -> None:
-        """Note that buffers have other values: no scale is known, and all amaxes are synced."""
+        """Note a write to buffers: forget which scales are set, and mark all amaxes as synced."""
         self._float8_known = frozenset()
         self._float8_mark_synced()
 
@@ -181,9 +181,9 @@ class StatefulLayer(Float8Module):
 
         Skipped under `no_grad`, while attached to an optimizer, and in compiled code. Compares
         version counters, which fused optimizers and writes through `.data` do not increment. To
-        find such writes, it compares the weight's diagonal after a backward, once `weight.grad` is
-        None, which waits for the device. They are missed after `zero_grad(set_to_none=False)`, if
-        `torch.distributed` is initialized, grad_output is dynamic or only the bias trains.
+        find such writes, it waits for the device and compares the weight's diagonal after a
+        backward, once `weight.grad` is None. It misses them after `zero_grad(set_to_none=False)`,
+        if `torch.distributed` is initialized, grad_output is dynamic or only the bias trains.
         """
         checks = self._float8_config.enable_pre_and_post_forward and not self._float8_attached
         if not checks or not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -197,25 +197,25 @@ class StatefulLayer(Float8Module):
         weight: Any = self._parameters.get("weight")
         amax: Any = self._buffers.get(GRAD_OUTPUT.amax)
         old_sample: Any = self._float8_sample or (None, None, None)
-        old, new_sample = self._float8_versions, None  # old: at the first forward since the sync
-        written = old is not None and any(old.get(key, v) != v for key, v in versions.items())
+        old, is_first = self._float8_versions or {}, self._float8_versions is None  # since the sync
+        written = any(old.get(key, v) != v for key, v in versions.items())
         trained = type(weight) is nn.Parameter and id(weight) in versions
-        compares = trained and amax is not None and not (amax.is_meta or amax.is_inference())
-        old_identity, old_version, old_diagonal = old_sample
-        if compares and old is not None:  # without a backward there was no step
-            compares = bool(old_identity) and weight.grad is None and amax._version != old_version
-        if compares:
+        samples = trained and amax is not None and not (amax.is_meta or amax.is_inference())
+        (old_identity, old_version, old_diagonal), new_sample = old_sample, None
+        if samples and not is_first:  # a step comes after a backward, which writes `amax`
+            samples = bool(old_identity) and weight.grad is None and amax._version != old_version
+        if samples:
             # With several ranks, `weight.grad` may be None between microbatches, too.
-            ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-            if not (ranks or (amax.is_cuda and torch.cuda.is_current_stream_capturing())):
+            distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+            if not (distributed or (amax.is_cuda and torch.cuda.is_current_stream_capturing())):
                 identity = id(weight), weight.dtype, weight.device, weight.shape
                 diagonal = weight.detach().diagonal().clone()
                 new_sample = identity, amax._version, diagonal
-                if old is not None and identity == old_identity:
+                if not is_first and identity == old_identity:
                     written |= not torch.equal(diagonal.nan_to_num(), old_diagonal.nan_to_num())
-        if compares or old is None:
+        if samples or is_first:
             self._float8_sample = new_sample  # the next comparison is after another backward
-        if old is None:
+        if is_first:
             self._float8_versions = versions
         if written:
             raise RuntimeError(
@@ -329,10 +329,10 @@ def _as_loadable(
     Warns of dropped or missing buffers; adds errors on their shapes to `error_msgs`.
     """
     loaded, notes = dict(state_dict), []
-    keys_of = {x: [prefix + y for y in x[1:] if prefix + y in loaded] for x in SITES.values()}
+    buffers = {site: [prefix + name for name in site[1:]] for site in SITES.values()}
+    keys_of = {site: [key for key in keys if key in loaded] for site, keys in buffers.items()}
     if not (ours := [key for keys in keys_of.values() for key in keys]):
         return loaded  # from a model without delayed scaling
-    device = loaded[ours[0]].device
     for site, keys in sorted(keys_of.items()):
         delayed = site in layer._float8_stateful
         if keys and not delayed:
@@ -342,7 +342,7 @@ def _as_loadable(
         elif delayed and not keys:
             notes.append(f"found no state of {site.name}, which starts anew")
             # On the device of what is loaded, since a layer on meta takes tensors by assign=True.
-            for name, value in layer._float8_fresh_state(site, device).items():
+            for name, value in layer._float8_fresh_state(site, state_dict[ours[0]].device).items():
                 loaded[prefix + name] = value
         elif keys:
             for name in (site.amax, site.scale):

@@ -158,9 +158,9 @@ def next_history_and_scale(
 
 def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> None:
     """Replace the amaxes of `layers` by their maxima over the groups of `sync_groups`."""
-    weights: list[Any] = [x.weight for x in layers if not x._float8_never_trains]  # not `ONLY`
+    weights: Any = [x.weight for x in layers if not x._float8_never_trains]  # not in float8 only
     shard_groups = {x for layer in layers for x in layer._float8_shard_groups()}
-    # A gathered weight lacks the mesh; other Parameters of the same FSDP2 modules have it, too.
+    # A weight that FSDP2 gathered lacks the mesh, which its module's other Parameters have.
     layer_set, fsdp = {*layers}, filter(is_fsdp_module, model.modules())
     fsdp_parents = (module for module in fsdp if not layer_set.isdisjoint(module.modules()))
     sharded_parameters = (parameter for module in fsdp_parents for parameter in module.parameters())
@@ -169,23 +169,22 @@ def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> 
         return
     device_type = mesh_device_type(weights)
     _require_same_layers(model, layers, groups, device_type)
-    amaxes, shards = [], []
+    amaxes, shard_amaxes = [], []
     for layer in layers:
         for site in layer._float8_stateful:
             amaxes.append(layer.get_buffer(site.amax))
             # Another rank may have run a layer that this one skipped, with this rank's shard.
-            unused = site == WEIGHT and not layer._float8_has_unsynced_amax()
-            shard = _shard_amax(layer.weight) if unused else None
-            shards.append(amaxes[-1].new_zeros(()) if shard is None else shard)
-    values = torch.stack([x.to(amaxes[0].device) for x in amaxes + shards])
-    reduced = amax_over(groups, device_type)(values)
-    recorded, unrecorded = reduced.chunk(2)  # a layer that no rank ran keeps 0
-    merged = torch.where(recorded != 0, torch.maximum(recorded, unrecorded), recorded)
+            skipped = site == WEIGHT and not layer._float8_has_unsynced_amax()
+            shard = _shard_amax(layer.weight) if skipped else None
+            shard_amaxes.append(amaxes[-1].new_zeros(()) if shard is None else shard)
+    values = torch.stack([x.to(amaxes[0].device) for x in amaxes + shard_amaxes])
+    recorded, shard_maxima = amax_over(groups, device_type)(values).chunk(2)  # 0: no rank ran it
+    merged = torch.where(recorded != 0, torch.maximum(recorded, shard_maxima), recorded)
     torch._foreach_copy_(amaxes, merged.unbind())
 
 
 def _shard_amax(weight: Tensor) -> Tensor | None:
-    """Return the amax [] of this rank's shard of `weight`, or None if it has no float8 gather."""
+    """Compute the amax [] of this rank's shard of `weight`, or None without a float8 gather."""
     local = local_tensor(weight)
     if local is weight or not hasattr(local, "param_dtype"):
         return None
@@ -196,14 +195,15 @@ def _shard_amax(weight: Tensor) -> Tensor | None:
 def _require_same_layers(
     model: nn.Module, layers: list[Float8Linear], groups: tuple[Any, ...], device_type: str | None
 ) -> None:
-    """Raise `ValueError` if ranks of `groups` differ in `layers`; cached by their count, groups."""
+    """Raise `ValueError` if ranks of `groups` differ in `layers`; cached by layer count, groups."""
     key = (len(layers), *(group.group_name for group in groups))
     if key in layers[0]._float8_compared:
         return
     names = {id(module): name for name, module in model.named_modules()}
     lines = [f"{names.get(id(x))!r} {x} {x._float8_config.delayed_scaling_config}" for x in layers]
     device = layers[0].get_buffer(layers[0]._float8_stateful[0].amax).device
-    device = device if device_type in (None, device.type) else torch.device(device_type)
+    if device_type not in (None, device.type):  # buffers are offloaded; the mesh is of GPUs
+        device = torch.device(device_type)
     if (differ := unlike(lines, groups, device)) is not None:
         raise ValueError(
             f"model: got different layers with delayed scaling on the ranks, expected the same; "

@@ -51,7 +51,7 @@ class Experts(Conversion):
     def report(
         self, fqn: str, mod: nn.Module, scaling: str | None, reason: str | None
     ) -> list[LayerReport]:
-        """Return an `ExpertsReport` for each weight; `reason` is None in float8, else `scaling`."""
+        """Return an `ExpertsReport` for each weight; one of `scaling` and `reason` is None."""
         path = f"{fqn}." if fqn else ""
         return [
             ExpertsReport(path + name, K, N, scaling, reason, count)
@@ -76,13 +76,13 @@ class Experts(Conversion):
         top_k = experts_per_token(mod, parent)
         experts = local_tensor(mod._parameters[weights[0].name]).shape[0]  # on this rank
         rows, bf16_ms, float8_ms = tokens * top_k, 0.0, 0.0
-        for name, _, N, K in weights:
-            ranks = ranks_that_cast(mod, name, experts, chooser.ranks[3])  # [3]: for experts
+        for name, _, N, K in weights:  # _: experts on all ranks
+            ranks = ranks_that_cast(mod, name, experts, chooser.ranks[3])  # [3]: of 3-dim weights
             bf16, float8 = both_ms(gpu, config, rows, K, N, ranks, experts=experts)
             bf16_ms, float8_ms = bf16_ms + bf16, float8_ms + float8
         where = f"{gpu}, {rows / experts:.0f} tokens for each of {experts} experts"
         where += f" ({tokens} tokens go to {top_k} each)"
-        return no_gain(config, bf16_ms / float8_ms, EXPERTS_ERROR, where)  # error of the speed-up
+        return no_gain(config, bf16_ms / float8_ms, error=EXPERTS_ERROR, where=where)
 
     def prepare(self, mod: nn.Module, chooser: Chooser) -> Callable[[], None]:
         """Return a function that converts `mod` in place by changing its class."""

@@ -46,8 +46,8 @@ def grouped_linear(
         TypeError: a dtype is not one of those named above, `input` or `weight` is a DTensor, or
             `config` is neither a configuration nor a name.
         ValueError: shapes or devices do not fit; on a CPU, `offs` descend, are negative or exceed
-            T, also in compiled code; or the config has delayed scaling, weights with 1x128 scales,
-            held or in float8 only, or the GEMM of `output` or `grad_input` in high precision.
+            T, also in compiled code; or the config has delayed scaling, 1x128 scales of weights,
+            held or float8-only weights, or `output` or `grad_input` computed in high precision.
         RuntimeError: the device has no grouped float8 GEMM and `config.emulate` is False.
     """
     config = as_config("rowwise" if config is None else config)
@@ -77,7 +77,7 @@ def apply_grouped(
     _require(input, weight, offs, same_dtype=autocast is None, emulated=emulated)
     # No rows: skip the ops, except in compiled code (unbacked sizes) and on CPUs (check of offs).
     if not compiling and input.shape[0] == 0 and not input.is_cpu:
-        matrix = weight[0]
+        matrix = weight[0]  # any expert's: the product is empty
         matrix = matrix.to_original_precision() if isinstance(matrix, Float8Tensor) else matrix
         return input @ matrix.to(input.dtype).t()
     grad = torch.is_grad_enabled()
@@ -85,16 +85,16 @@ def apply_grouped(
     w: Any = held_weight or OnTheFly(weight)
     if isinstance(weight, Float8Tensor):
         planned = plan.casts.weight.config.scaling_granularity
-        stored = planned if planned.by_blocks else ScalingGranularity.AXISWISE  # [E, N, 1]
+        stored = planned if planned.by_blocks else ScalingGranularity.AXISWISE  # scales [E, N, 1]
         if weight._granularity is not stored or (weight._is_transposed and not planned.square):
             got, expected = f"weight in float8 under {weight._scaling}", f"scales of {planned}"
             raise ValueError(f"grouped_linear: got a {got}, expected {expected}")
         w = InFloat8(weight._data, weight._scale)
-    transposed = held_weight is not None and weight.stride() != w.values.stride()  # [E, K, N]
+    transposed = held_weight is not None and weight.stride() != w.values.stride()  # of [E, K, N]
     products = GroupedTransposed if transposed else Grouped
     call = Call(plan, plan.casts, products, type(w), weight.shape[2], weight.dtype, *need_grads)
     args = input.contiguous(), weight, w, call
-    computed = computed_before(Linear, *args, offs) if compiling else None
+    computed = computed_before(Linear, *args, offs) if compiling else None  # else in `apply`
     return Linear.apply(*args, computed, offs)  # type: ignore[no-any-return, no-untyped-call]
 
 

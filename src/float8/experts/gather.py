@@ -46,7 +46,7 @@ class GatherExperts(Float8GatherWeight):
     """
 
     def _why_not_in_float8(self, size: torch.Size, rows: int, mesh: Any) -> str | None:
-        """Return how shards of a weight of shape `size` would split a scale's elements, or None."""
+        """Return why shards of a weight of shape `size` split elements of one scale, else None."""
         dim = next((dim for dim in range(3) if self.shape[dim] != size[dim]), 0)  # sharded
         if dim == 2 or (dim == 1 and self.how.scaling_granularity.one_scale):
             return f"it is sharded along dim {dim}, which would cut what one scale covers"
@@ -60,7 +60,7 @@ class GatherExperts(Float8GatherWeight):
         return False
 
     def quantized(self, shard: Tensor, cast: Cast, dtype: torch.dtype) -> CastAhead:
-        """Round `shard` [E, N, K] to `dtype`, then quantize it to row data; E is not 0."""
+        """Round `shard` [E, N, K] to `dtype`, then quantize it to row data; E must not be 0."""
         data, scale = quantize_experts(shard.to(dtype), cast, row=True).row
         scale = scale if self.how.scaling_granularity.by_blocks else scale.unsqueeze(-1)
         return CastAhead(scale, data[..., : shard.shape[2]].contiguous())
@@ -68,7 +68,7 @@ class GatherExperts(Float8GatherWeight):
     def _to_send(
         self, size: torch.Size, rows: int, mesh: Any, module: Any, dtype: torch.dtype
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
-        """Return the tensors to all-gather, padded to `rows` experts, and the `GatherInfo`."""
+        """Return the tensors to all-gather, float8 padded to `rows` experts, and `GatherInfo`."""
         ranks, self.param_dtype = mesh.size(), dtype
         weight = next((x for x in module._parameters.values() if local_tensor(x) is self), None)
         quantized = None if weight is None else self.kept(weight)  # no weight: `self` is a copy
@@ -76,13 +76,13 @@ class GatherExperts(Float8GatherWeight):
             quantized = self.quantized(padded_shard(self._inner, rows), Cast(self.how), dtype)
         scale = padded_shard(quantized.scale, rows)
         bytes_ = padded_shard(quantized.data.view(torch.uint8), rows)
-        dim = 1 if self.shape[1] != size[1] else 0
-        if ranks > 1 and dim == 0 and rows * ranks == size[0]:  # even shards
+        dim = 1 if self.shape[1] != size[1] else 0  # the sharded dim
+        if ranks > 1 and dim == 0 and rows * ranks == size[0]:  # FSDP2 sends both
             return (bytes_, scale.view(torch.uint8)), GatherInfo(size)
-        if ranks > 1:
+        if ranks > 1:  # a second all-gather
             group = mesh.get_group().group_name
-            scales_of_ranks = SharedTokens(group, ranks, dim=0, before=1).gather(scale)
-            scale = torch.cat(scales_of_ranks.chunk(ranks), dim)[: size[0]]  # without padding
+            gathered = SharedTokens(group, ranks, dim=0, before=1).gather(scale)  # along dim 0
+            scale = torch.cat(gathered.chunk(ranks), dim)[: size[0]]  # without padding experts
         return (bytes_,), GatherInfo(size, scale)
 
     def _gathered(self, data: Tensor, scale: Any, dtype: torch.dtype, amax: Any) -> GatheredExperts:

@@ -39,8 +39,8 @@ def quantize_experts(
     without a copy. `cast.scale` is None or [E]; `row`, `col` and `after` are as in `kernels.cast`.
 
     With k x k blocks row data are [E, N, ceil_k(K)] with scales [E, ceil(N / k), ceil(K / k)], and
-    column data [E, K, ceil_k(N)] with scales [E, ceil(K / k), ceil(N / k)], last dim perhaps padded
-    to a multiple of 4. With 1 x k blocks scales are [E, N, ceil(K / k)] and [E, K, ceil(N / k)].
+    column data [E, K, ceil_k(N)] with scales [E, ceil(K / k), ceil(N / k)], or more of them in the
+    last dim. With 1 x k blocks scales are [E, N, ceil(K / k)] and [E, K, ceil(N / k)].
     """
     assert (cast.source, cast.reduce) == (None, None)  # each expert has its own scale
     weights = weights.detach()
@@ -76,11 +76,11 @@ def _quantize_under_blocks(
     (E, R, C), cast_config = weights.shape, cast.config
     width: Any = cast_config.scaling_granularity.width
     layouts: Any = {"row": row, "col": col, "scale": cast.scale, "after": after}
-    row_data = col_data = None
-    if R % width:  # as one matrix, a compiler would keep a padded copy
+    if R % width:  # blocks would cross experts; to pad each, a compiler would keep a copy
         per_expert: Any = [kernels.cast(x, cast_config, **layouts) for x in weights]
-        row_data, col_data = (_stacked(x) if x[0] else None for x in zip(*per_expert, strict=True))
-        if row_data is not None:  # under squares there are fewer rows of scales than R
+        rows, columns = zip(*per_expert, strict=True)
+        row_data, col_data = _stacked(rows) if row else None, _stacked(columns) if col else None
+        if row_data is not None:  # without padding; squares have fewer than R rows of scales
             row_data = Operand(row_data.data[:, :R], row_data.scale[:, :R])
     else:
         row_data, col_data = kernels.cast(
@@ -97,7 +97,7 @@ def _quantize_under_blocks(
 
 
 def _stacked(operands: Sequence[Operand]) -> Operand:
-    """Stack `operands` along a new dim 0; data as uint8, since few backends can stack float8."""
+    """Stack `operands` along a new dim 0; float8 data via uint8, as few backends stack float8."""
     data = torch.stack([x.data.view(torch.uint8) for x in operands]).view(operands[0].data.dtype)
     return Operand(data, torch.stack([x.scale for x in operands]))
 
@@ -133,8 +133,8 @@ def grouped_matmul(
         only = BLACKWELL[:1] if gemm.granularities[0].exponents else HOPPER  # 12.x has no such GEMM
         if reason := lacks_float8_gemm(a.data.device, only=only):
             raise refused_gemm(reason)
-    ends, tokens = (a.ends, a.tokens) if isinstance(a, Columns) else (ends, None)
-    y = GROUPED_GEMM(a.data, a.scale, *b, ends, tokens, gemm.packed(), out_dtype)
+    ends, tokens = (a.ends, a.tokens) if isinstance(a, Columns) else (ends, None)  # to count FLOPs
+    y = GROUPED_GEMM(a.data, a.scale, b.data, b.scale, ends, tokens, gemm.packed(), out_dtype)
     return y if y.shape[-2:] == shape else without_padding(y, *shape)
 
 

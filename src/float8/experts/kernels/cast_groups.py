@@ -28,7 +28,7 @@ from float8.scales import Operand, Quantized, amax_to_scale
 
 
 class Columns(NamedTuple):
-    """Column data of grouped rows, as `cast_groups` returns them, and the groups' ends in them."""
+    """Column data that `cast_groups` returns, with their scales and the end of each group."""
 
     data: Tensor
     scale: Tensor
@@ -78,12 +78,12 @@ def cast_groups(
     layout = granularity.width, cast_config.dtype, row, col, width
     scaling = granularity.one_scale, cast_config.power_of_2, cast.scale
     out = torch.ops.float8.cast_groups.default(x, offs, *layout, *scaling, after)
-    row_data = Operand(out[0], out[1]) if row else None
+    row_data = Operand(out[0], out[1]) if row else None  # data, scales
     return Quantized(row_data, Columns(out[-3], out[-2], out[-1], R) if col else None)
 
 
 def most_padded(rows: int, groups: int) -> int:
-    """Return the most rows that ``groups`` groups, of ``rows`` in total, have if padded to 128."""
+    """Return the largest sum of ``groups`` sizes of total ``rows`` if each is padded to 128."""
     return (rows + (GROUP_ALIGNMENT - 1) * groups) // GROUP_ALIGNMENT * GROUP_ALIGNMENT
 
 
@@ -120,17 +120,17 @@ def check_offs(offs: Tensor, rows: int) -> None:
 def cast_groups_reference(
     x: Tensor,
     offs: Tensor,
-    run: int | None,
+    run: int | None,  # k of 1 x k blocks; None: one scale per row or group
     dtype: torch.dtype,
     row: bool,
     col: bool,
-    width: int,
+    width: int,  # of column data, padding included
     one_scale: bool,
     power_of_2: bool,
     scale: Tensor | None = None,
     after: Tensor | None = None,
 ) -> list[Tensor]:
-    """Plain-torch cast; return row data, scales if ``row``; col data, scales, ends if ``col``."""
+    """Cast in torch to [row data, scales] if ``row`` + [column data, scales, ends] if ``col``."""
     (R, C), E = x.shape, offs.shape[0]
     out = cast_groups_fake(x, offs, run, dtype, row, col, width)
     group, places, padded_ends = places_of_rows(ends_of_groups(offs, R), R)
@@ -138,21 +138,21 @@ def cast_groups_reference(
     columns = places[rows]  # of column data
     if col:
         out[-1].copy_(padded_ends[:E])
-    if run is not None:
+    if run is not None:  # here `col` is True: row data alone need no groups
         moved = x.new_zeros((width, C)).index_copy(0, columns, x[rows])
-        block = None, 1, run, dtype  # then flags: row, col, pad_rows, power_of_2
-        data, scales = cast_reference(moved, *block, False, True, False, power_of_2)
+        block = None, 1, run, dtype  # no given scale; blocks of 1 x run
+        data, scales = cast_reference(moved, *block, row=False, col=True, power_of_2=power_of_2)
         # Padding in a run with a NaN has become NaN, so only the columns of rows are copied.
         out[-3].view(torch.uint8).zero_()[:, columns] = data.view(torch.uint8)[:, columns]
         out[-2].copy_(scales)
         if row:
-            data, scales = cast_reference(x, *block, True, False, False, power_of_2)
+            data, scales = cast_reference(x, *block, row=True, col=False, power_of_2=power_of_2)
             out[0].copy_(data[:R])
             out[1].copy_(scales[:R])
         return out
     outside = (group == E)[:, None]
     magnitudes = x.to(torch.float32).abs().masked_fill(outside, 0)
-    amaxes = magnitudes.new_zeros((E + 1, C + -C % 16))  # of columns
+    amaxes = magnitudes.new_zeros((E + 1, C + -C % 16))  # of columns, also of padding
     amaxes[:, :C].scatter_reduce_(0, group[:, None].expand(R, C), magnitudes, "amax")
     if one_scale:
         amaxes[:, :C] = amaxes.amax(1, keepdim=True)
@@ -177,13 +177,13 @@ def cast_groups_fake(x: Tensor, offs: Tensor, *layout: Any) -> list[Tensor]:
     """Allocate the results of `cast_groups_reference`, uninitialized; sizes may be symbolic."""
     run, dtype, row, col, width, *_ = layout  # run: elements per block scale, or None
     (R, C), E, k, out = x.shape, offs.shape[0], run or 16, list[Tensor]()
-    Cp = (C + 15) // 16 * 16  # column data: [Cp, width], each group padded
-    layouts = (row, R, (C + k - 1) // k * k, (R,)), (col, Cp, width, (E, Cp))
-    for requested, rows, columns, shape in layouts:  # shape: of scales without runs
+    Ck, Cp = (C + k - 1) // k * k, (C + 15) // 16 * 16  # row data [R, Ck], column [Cp, width]
+    layouts = (row, R, Ck, (R,)), (col, Cp, width, (E, Cp))  # last: scales without runs
+    for requested, rows, columns, scale_shape in layouts:
         if requested:
-            scale_shape = shape if run is None else (columns // run, rows)
-            scales = x.new_empty(scale_shape, dtype=torch.float32)
-            scales = scales if run is None else scales.t()  # runs: strides (1, rows)
+            shape = scale_shape if run is None else (columns // run, rows)
+            scales = x.new_empty(shape, dtype=torch.float32)
+            scales = scales if run is None else scales.t()  # strides (1, rows)
             out += [x.new_empty((rows, columns), dtype=dtype), scales]
     return [*out, x.new_empty((E,), dtype=torch.int32)] if col else out  # ends of padded groups
 
@@ -203,9 +203,9 @@ def _cast_groups_triton(x: Tensor, offs: Tensor, *args: Any, **named: Any) -> li
         return cast_groups_reference(x, offs, *args, **named)
     run, dtype, row, col, width, one_scale, power_of_2, *rest = args
     scale = rest[0] if rest else named.get("scale")  # compiled code passes it by keyword
-    out = cast_groups_fake(x, offs, *args)
     (R, C), E = x.shape, offs.shape[0]
-    groups, amaxes = lanes_of_groups(E), x  # `x` stands for a pointer that is not read
+    out, amaxes = cast_groups_fake(x, offs, *args), x  # `x` stands for a pointer that is not read
+    groups, mantissa_bits = lanes_of_groups(E), 3 if dtype == E4M3 else 2
     if scale is not None:
         amaxes = scale.contiguous().view(torch.int32)  # GIVEN: the kernel reads scales there
     elif run is None:
@@ -216,15 +216,15 @@ def _cast_groups_triton(x: Tensor, offs: Tensor, *args: Any, **named: Any) -> li
             tiles.STRIP_R, block_c, num_warps=tiles.STRIP_WARPS,
         )  # fmt: skip
     row_data, col_data = out[:2] if row else (x, x), out[-3:] if col else (x, x, offs)
-    arithmetic = 3 if dtype == E4M3 else 2, 2 if run == 32 else int(power_of_2)  # 2: 8-bit exponent
-    # Each tile lies within one group, where group E has the rows outside all others.
+    power_of_2 = 2 if run == 32 else int(power_of_2)  # 2: 8-bit exponents, as in MXFP8
+    # `tile_rows` is at least the number of tiles in `_place`, each within one of E + 1 groups.
     granularity, block_r, block_c, warps = "group" if one_scale else "row", 64, 128, 4
     tile_rows = -(-R // block_r) + 2 * E + 1
     if run is not None:
         granularity, block_r, warps, tile_rows = "run", 128, 8, R // 128 + E + 1
     _cast_groups_kernel[(tile_rows * -(-C // block_c),)](
         x, offs, amaxes, *row_data, *col_data, R, C, E, width, granularity, run or 1,
-        scale is not None, row, col, *arithmetic, has_float8_conversion(x.device),
+        scale is not None, row, col, mantissa_bits, power_of_2, has_float8_conversion(x.device),
         C % block_c == 0, groups, block_r, block_c, num_warps=warps,
     )  # fmt: skip
     return out
@@ -256,14 +256,14 @@ def _place(tile, offs_ptr, R, E, rows, GROUPS: tl.constexpr):  # type: ignore[no
     begin, end = groups_of(offs_ptr, R, E, GROUPS)
     size = tl.where(g <= E, end - begin, 0)
     padded = tl.cdiv(size, ALIGN) * ALIGN  # in column data
-    count = tl.where(g <= E, tl.maximum(tl.cdiv(padded, rows), 1), 0)  # 1: stores scales
+    count = tl.where(g <= E, tl.maximum(tl.cdiv(padded, rows), 1), 0)  # 1 if empty, for scales
     tile_ends = tl.cumsum(count, 0)  # the end of each group's tiles
     group = tl.sum(((tile_ends <= tile) & (g <= E)).to(tl.int32), 0)
     is_group = g == group
     first = tl.sum(tl.where(is_group, tile_ends - count, 0), 0)
     col_begin = tl.sum(tl.where(g < group, padded, 0), 0)
     begin = tl.sum(tl.where(is_group, begin, 0), 0)
-    size = tl.sum(tl.where(is_group, size, 0), 0)  # 0 where there are fewer tiles than programs
+    size = tl.sum(tl.where(is_group, size, 0), 0)  # 0 past the last tile
     return group, begin, size, (tile - first) * rows, col_begin
 
 
@@ -281,14 +281,14 @@ def _measure_groups_kernel(  # type: ignore[no-untyped-def]
     tile, strip = tl.program_id(0) // strips, tl.program_id(0) % strips
     group, begin, size, row, _ = _place(tile, offs_ptr, R, E, rows, GROUPS)
     end = tl.minimum(row + rows, size)
-    if group < E:
-        if row < end:
+    if group < E:  # else the rows are in no group
+        if row < end:  # else the tile has no rows
             x_ptr += begin.to(tl.int64) * C
+            row_amax_ptr = amax_ptr + (group if ONE_SCALE else begin)
             col_amax_ptr = amax_ptr + R + group.to(tl.int64) * C
             tiles.measure_strip(
-                x_ptr, amax_ptr + (group if ONE_SCALE else begin), col_amax_ptr, row, end, strip,
-                C, C, 1, ROW and not ONE_SCALE, COL and not ONE_SCALE, ONE_SCALE, EVEN,
-                BLOCK_R, BLOCK_C,
+                x_ptr, row_amax_ptr, col_amax_ptr, row, end, strip, C, C, 1,  # C, then strides
+                ROW and not ONE_SCALE, COL and not ONE_SCALE, ONE_SCALE, EVEN, BLOCK_R, BLOCK_C,
             )  # fmt: skip
 
 
@@ -304,7 +304,7 @@ def _scale_of(bits, GIVEN: tl.constexpr, ARITHMETIC: tl.constexpr):  # type: ign
 
 @jit
 def group_byte_mask(r, size):  # type: ignore[no-untyped-def]
-    """Return uint32 masks: byte i is 0xFF where ``r[i]`` < ``size``, else 0, for i in 0 to 3."""
+    """Return uint32 words whose byte i is 0xFF where ``r[i]`` < ``size``; ``r`` is four tensors."""
     low = tl.where(r[0] < size, 0xFF, 0) | tl.where(r[1] < size, 0xFF00, 0)
     high = tl.where(r[2] < size, 0xFF0000, 0) | tl.where(r[3] < size, -0x1000000, 0)
     return (low | high).to(tl.uint32, bitcast=True)
@@ -327,7 +327,7 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,  # tiles fill the columns exactly
     GROUPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Cast one tile, whose rows lie within one group, to the layouts of ROW and COL."""
+    """Cast one tile, whose rows lie within one group, to row data if ROW, column data if COL."""
     ARITHMETIC: tl.constexpr = (MANTISSA, POWER_OF_2, HARDWARE)
     RUNS: tl.constexpr = GRANULARITY == "run"
     K: tl.constexpr = WIDTH if RUNS else 16
