@@ -30,7 +30,7 @@ class ScaleSource(Protocol):
         """Cast `x` as `kernels.cast` with a scale chosen by this source; record the amax of `x`."""
 
     def observe(self, amax: Tensor) -> None:
-        """Set `self.amax` to its maximum with `amax`, for a tensor not cast by `self.cast`."""
+        """Set `self.amax` to max(self.amax, amax), for a tensor that `self.cast` does not cast."""
 
     def choose(self, dynamic: Tensor) -> Tensor:
         """Return the scale for a tensor; `dynamic` is the scale computed from its own amax."""
@@ -91,16 +91,16 @@ def quantize(
     traced = traced and torch.compiler.is_compiling()
     if via is not None and (via is x.dtype or source is not None or not one_scale):
         x, via = x.to(via), None  # else the kernel that casts rounds
-    if one_scale and scale is None and (reduce is not None or traced or via is not None):
+    scale_first = reduce is not None or traced or via is not None  # else the cast computes it
+    if one_scale and scale is None and scale_first:
         scale = scale_of(x, cast, via)  # records the amax, too
     if source is not None and scale is None:
         return Quantized(*source.cast(x, config, row=row, col=col, pad_rows=pad_rows))
-    return Quantized(
-        *kernels.cast(
-            x, config, row=row, col=col, pad_rows=pad_rows, scale=scale, via=via, after=after,
-            traced=traced,
-        )
+    operands = kernels.cast(
+        x, config, row=row, col=col, pad_rows=pad_rows, scale=scale, via=via, after=after,
+        traced=traced,
     )  # fmt: skip
+    return Quantized(*operands)
 
 
 def scale_of(x: Tensor, cast: Cast, via: torch.dtype | None = None) -> Tensor:
@@ -145,8 +145,8 @@ def recast(x: Tensor, cast_config: CastConfig, scale: Tensor) -> Operand:
 
     - Under one scale plain torch casts `x`, so that backward may compute `x` again from tensors
       that are kept anyway, such as the input of an activation function.
-    - Under finer scales an opaque op casts `x`, and the compiler moves it into forward: amaxes of
-      columns by kernels of the compiler would take longer than writing and reading `x`.
+    - Under finer scales an opaque op casts `x`, and the compiler moves this op into forward. Were
+      it plain torch, amaxes of columns would take longer than writing and reading `x`.
     """
     if x.dtype in FLOAT8_MAX:
         return to_col(Operand(x, scale), cast_config)
@@ -182,8 +182,8 @@ def to_col(row: Operand, cast_config: CastConfig, after: Tensor | None = None) -
         return Operand(kernels.transpose_bytes(row.data, after=after), row.scale)
     if granularity.square and granularity.width is not None:
         row = padded(row, granularity)
-        scale = row.scale[:, : row.data.shape[1] // granularity.width].t()  # without its padding
-        scale = F.pad(scale, (0, -scale.shape[1] % 4)).contiguous()  # as `Granularity.scales`
+        scale = row.scale[:, : row.data.shape[1] // granularity.width].t()  # not aligned to 4
+        scale = F.pad(scale, (0, -scale.shape[1] % 4)).contiguous()  # aligned again
         return Operand(kernels.transpose_bytes(row.data, after=after), scale)
     return quantize(dequantized(row, cast_config), Cast(cast_config), col=True, after=after).col
 

@@ -11,19 +11,19 @@ from float8.tensor import Float8Tensor, is_dtensor, local_tensor
 
 
 def mesh_device_type(weights: Iterable[Any]) -> str | None:
-    """Return the device type of the mesh of `weights`, or None; shards may be on the CPU."""
+    """Return the device type of the mesh of `weights`, not of shards; None without a mesh."""
     return next((mesh.device_type for mesh in _meshes(weights)), None)
 
 
 def _meshes(tensors: Iterable[Any]) -> set[Any]:
-    """Return the device meshes of all DTensors in `tensors`, except weights gathered in float8."""
+    """Return the meshes of the DTensors in `tensors`; skip weights gathered in float8 just now."""
     # A gathered weight under tensor parallel has the mesh of tensor parallel, without FSDP2's dims.
     sharded = [x for x in tensors if is_dtensor(x)]
     return {x.device_mesh for x in sharded if not isinstance(local_tensor(x), Float8Tensor)}
 
 
 def _require_whole_weights(shard_groups: Iterable[Any], synced: list[int], got: str) -> None:
-    """Raise `ValueError` if `synced`, ranks that `got` describes, lack a rank of a shard group."""
+    """Raise `ValueError` if `synced`, in the error `got`, lacks a rank of any shard group."""
     for ranks in map(dist.get_process_group_ranks, shard_groups):
         if not set(ranks) <= set(synced):
             raise ValueError(
@@ -33,19 +33,19 @@ def _require_whole_weights(shard_groups: Iterable[Any], synced: list[int], got: 
 
 
 def sync_groups(
-    weights: list[Any], group: Any, others: Iterable[Any], shard_groups: Iterable[Any]
+    weights: list[Any], group: Any, fsdp_params: Iterable[Any], shard_groups: Iterable[Any]
 ) -> tuple[Any, ...]:
     """Return the process groups over which a sync reduces the amaxes of layers with `weights`.
 
-    These are `group`, or if None those of the mesh of `weights`, else of `others`, else all ranks;
-    () for one rank. Raises `ValueError` if they lack a rank of `shard_groups`, which share weights.
+    These are `group`; if None, those of the mesh of `weights`, else of `fsdp_params` (of the same
+    FSDP2 modules), else all ranks; () for one rank. `ValueError`: they lack ranks of a shard group.
     """
     if group is not None:
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"group: got {type(group).__name__}, expected a ProcessGroup or None")
         _require_whole_weights(shard_groups, dist.get_process_group_ranks(group), "ranks")
         return (group,)
-    meshes = _meshes(weights) or _meshes(others)  # none or one, else an error
+    meshes = _meshes(weights) or _meshes(fsdp_params)  # none or one, else an error
     if len(meshes) > 1:
         got = f"got layers on {len(meshes)} different meshes, expected one for all"
         raise ValueError(f"model: {got}; say which ranks share their amaxes with `group=`")
@@ -76,9 +76,9 @@ def unlike(texts: Sequence[str], groups: Sequence[Any], device: torch.device) ->
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         return largest.tolist()
 
-    (count,) = maxima([len(texts)])  # other ranks may have more
-    digests = [hashlib.sha256(text.encode()).digest() for text in texts]
-    numbers = [int.from_bytes(digest[:7], "big") for digest in digests] + [0] * (count - len(texts))
+    (count,) = maxima([len(texts)])  # shorter lists are padded with 0
+    digests = [hashlib.sha256(text.encode()).digest()[:7] for text in texts]  # fit into int64
+    numbers = [int.from_bytes(digest, "big") for digest in digests] + [0] * (count - len(texts))
     reduced = maxima(numbers + [-x for x in numbers])  # maxima, then minima with the other sign
     equal = [most == -least for most, least in zip(reduced[:count], reduced[count:], strict=True)]
     return None if all(equal) else [x for x, same in zip(texts, equal, strict=False) if not same]

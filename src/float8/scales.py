@@ -52,7 +52,7 @@ def amax_to_exponent(amax: Tensor, dtype: torch.dtype) -> Tensor:
 def inverse_of_exponent(scale: Tensor) -> Tensor:
     """Return `1 / scale` for a scale from `amax_to_exponent`, but 1 for the scale 2**-127.
 
-    Blocks with the subnormal scale 2**-127 become zero, as on GPUs and in TransformerEngine.
+    Times 1, blocks under this subnormal scale round to zero, as on GPUs and in TransformerEngine.
     """
     # By integers: not every backend divides exactly, or gives 2**-127, which is subnormal.
     bits = scale.view(torch.int32)
@@ -94,11 +94,11 @@ def dequantised(
     values = data.to(torch.float32)
     if granularity.one_scale:
         scale = scale.reshape(())
-    if width is not None:  # an expanded view, which a compiler does not copy
+    if width is not None:  # repeat scales along rows; a compiler does not copy an expanded view
         scale = scale.unsqueeze(-1).expand(*scale.shape, width).flatten(-2)
-        scale = scale[..., : data.shape[-1]]
-    if height not in (None, 1):  # squares
+        scale = scale[..., : data.shape[-1]]  # the last block may be cut
+    if height not in (None, 1):  # squares: repeat scales along columns, too
         scale = scale.repeat_interleave(height, dim=-2)[..., : data.shape[-2], :]
     values = values.mul_(scale)
-    # No `.to()` that does nothing: see `gemm._emulated`.
+    # Where `.to()` does nothing, torch 2.11's Dynamo traces gradients of zero for its result.
     return values if dtype == torch.float32 else values.to(dtype)

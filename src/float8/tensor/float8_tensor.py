@@ -90,14 +90,14 @@ class Float8Tensor(Wrapper):
                 f"contiguous matrix under {granularity}"
             )
         self = cls._unchecked(data, scale, orig_dtype, granularity, amax)
-        if self._has_column_scales:
+        if self._has_column_scales:  # check [..., C, R] with scales [..., C, 1]
             data, scale = data.mT, scale.mT
         if granularity.one_scale:
             fits, expected = scale.numel() == 1, "one element"
-        elif not (fits := torch.compiler.is_compiling()):  # where a check would guard on sizes
+        elif not (fits := torch.compiler.is_compiling()):  # compiled, a check would add guards
             shape = granularity.scales(tuple(data.shape))
-            fits, expected = tuple(scale.shape) == shape, f"shape {shape}"
-            fits = fits or (granularity.by_blocks and self._contiguous_order() is not None)  # .mT
+            fits, expected = tuple(scale.shape) == shape, f"shape {shape}"  # or transposed blocks:
+            fits = fits or (granularity.by_blocks and self._contiguous_order() is not None)
         if not fits:
             got = f"shape {tuple(scale.shape)} for data of {tuple(data.shape)}"
             raise ValueError(f"scale: got {got}, expected {expected} under {granularity}")
@@ -111,15 +111,15 @@ class Float8Tensor(Wrapper):
         self: Float8Tensor = cls._wrap(data, dtype)
         self._data, self._scale, self._amax = data, scale, amax
         self._orig_dtype, self._granularity = dtype, granularity
-        # Compilers guard on these sizes, in this order: on features before tokens, whose number
-        # changes. A matrix of one element counts as a row.
-        by_columns = granularity.by_rows and data.dim() == scale.dim() > 1
-        by_columns = by_columns and scale.shape[-1] == data.shape[-1] and scale.shape[-2] == 1
-        self._has_column_scales = by_columns and data.shape[-2:] != (1, 1)
+        # Compilers guard on each size compared: that of features (-1) first, as the number of
+        # tokens (-2) changes. The scale of a [1, 1] matrix counts as that of a row.
+        has_columns = granularity.by_rows and data.dim() == scale.dim() > 1
+        has_columns = has_columns and scale.shape[-1] == data.shape[-1] and scale.shape[-2] == 1
+        self._has_column_scales = has_columns and data.shape[-2:] != (1, 1)
         return self
 
     def _like(self, data: Tensor, scale: Tensor, amax: Tensor | None = None) -> "Float8Tensor":
-        """Return a new `Float8Tensor` with the fields of `self` except those that are given."""
+        """Return a tensor as `self` with this data and scale, and this amax unless it is None."""
         amax = self._amax if amax is None else amax
         return self._unchecked(data, scale, self._orig_dtype, self._granularity, amax)
 
@@ -162,7 +162,7 @@ class Float8Tensor(Wrapper):
         return _StraightThrough.apply(self, dequantise)  # type: ignore[no-any-return, no-untyped-call]
 
     def storage(self, **_: Any) -> Any:
-        """Raise a `RuntimeError`: safetensors and accelerate, which call this, expect no scale."""
+        """Raise a `RuntimeError`: safetensors and accelerate, which call this, save no scale."""
         raise RuntimeError(
             "Float8Tensor: got a request for its storage, as by safetensors or to offload it to "
             "the disk, expected tensors in high precision, from .to_original_precision(); give "
@@ -249,7 +249,7 @@ def to_float8(x: Tensor, cast: Cast) -> Float8Tensor:
     if cast.source is not None:
         source = cast.source.with_new_amax()  # same scale; `quantize` writes the new amax
         cast, amax = cast._replace(source=source), source.amax
-    with torch.no_grad():  # before the autograd function: see `autograd.computed_before`
+    with torch.no_grad():  # outside the autograd function, where torch 2.11 loses recompute tags
         rows = x.flatten(0, -2) if x.dim() > 1 else x.reshape(1, -1)
         data, scale = quantize(rows, cast, row=True).row
         if data.shape != rows.shape:  # padded for a GEMM
@@ -288,11 +288,11 @@ def dequantise(x: Float8Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run the view op or zero padding `func` on data and scales; return new `Float8Tensor`s."""
-    x, *rest = args
-    expands = func is aten.expand.default and [*x.shape] != [*rest[0]]  # in `matmul` of a batch
+    x, *rest = args  # `rest`: of `expand` the shape, of padding the widths and, unless 0, the value
+    expands = func is aten.expand.default and [*x.shape] != [*rest[0]]  # `matmul` with a batch does
     if expands and not x._granularity.one_scale:
         return _multiply_dequantized(func, args, kwargs)
-    if func is aten.constant_pad_nd.default and any((*rest[1:], *kwargs.values())):  # the value
+    if func is aten.constant_pad_nd.default and any(rest[1:]):
         raise ValueError(
             f"{func}: got a padding other than 0, which float8 data cannot hold exactly under "
             f"their scale; call .to_original_precision() first"
@@ -317,13 +317,14 @@ def _scales_of_views(func: Any, x: Float8Tensor, views: Any, args: list[Any]) ->
     if op in _RESHAPING_OPS:
         scales = _reshaped_scale(x, views[0])
     elif op in _DIM_AT and views[0].dim() > 1:
-        dim = (*args, 0, 0)[_DIM_AT[op]]  # 0 by default
-        # Dims along which elements share scales, counted from the last.
+        index = _DIM_AT[op]
+        dim = args[index] if index < len(args) else 0  # torch leaves default arguments out
+        # Dims, counted from the last, along which elements share scales; only others can be cut.
         shared = (-2, -1) if x._granularity.by_blocks else (-2,) if x._has_column_scales else (-1,)
         if dim % x.dim() - x.dim() not in shared and x._scale.shape[dim] == x.shape[dim]:
             parts = func(x._scale, *args)
             scales = [parts] if isinstance(parts, Tensor) else [*parts]
-    # Blocks are dequantized in a contiguous order of dims; rows may have any strides.
+    # Rows may have any strides; blocks need an order of dims in which the data are contiguous.
     if scales and (x._granularity.by_rows or x._like(views[0], scales[0])._contiguous_order()):
         return scales
     layout = x.shape, x.stride(), x.storage_offset()
@@ -338,7 +339,7 @@ _DIM_AT = {aten.slice: 0, aten.select: 0, aten.unbind: 0, aten.split: 1, aten.sp
 
 
 def _reshaped_scale(x: Float8Tensor, view: Tensor) -> list[Tensor]:
-    """Return [scale reshaped as `view`]; [] if `view` splits or joins a dim that shares scales."""
+    """Return [scale reshaped as `view`]; [] if `view` splits or merges a dim with shared scales."""
     dims_of_view = [(n, math.prod(view.shape[:dim])) for dim, n in enumerate(view.shape)]
     sizes = [*view.shape]
     for dim, (size, scales) in enumerate(zip(x.shape, x._scale.shape, strict=True)):
@@ -375,8 +376,8 @@ def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _require_same_kind(op: str, *tensors: Any, same_scale: bool = False) -> None:
     """Raise `ValueError` unless all are `Float8Tensor`s of one kind (`same_scale`: equal scales).
 
-    A kind is a float8 dtype, an original dtype (of any kind for "copy_"), a granularity, with dims
-    permuted since the cast or not, and with an amax or none.
+    Tensors of one kind have the same float8 dtype, original dtype (unless `op` is "copy_") and
+    granularity; either all or none have dims permuted since the cast, and likewise an amax.
     """
 
     def kind(x: Any) -> str:
@@ -403,9 +404,8 @@ def _require_same_kind(op: str, *tensors: Any, same_scale: bool = False) -> None
 def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run `cat` on `Float8Tensor`s: on rows and their scales, or on data that share one scale."""
     pieces, *rest = args
-    first, dim = pieces[0], (*rest, *kwargs.values(), 0)[0]
-    joins_rows = isinstance(first, Float8Tensor) and first._has_row_scales
-    joins_rows = joins_rows and dim % first.dim() != first.dim() - 1
+    first, dim = pieces[0], rest[0] if rest else 0  # `first` in high precision is refused below
+    joins_rows = getattr(first, "_has_row_scales", False) and dim % first.dim() != first.dim() - 1
     _require_same_kind("cat", *pieces, same_scale=not joins_rows)
     if not joins_rows and not first._granularity.one_scale:
         raise _refusal("cat", first, ", or whole rows under AXISWISE")
@@ -472,8 +472,8 @@ def _gather_or_exchange(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _broadcast_or_scatter(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run `c10d::broadcast_` or `scatter_` on data, scale, amax; return tensors and last Work."""
-    (written,), sources = args[:2]  # of a broadcast the second argument is the process group
-    sent = sources[0] if isinstance(sources, list) and sources else []
+    (written,), sources = args[:2]  # `sources` of a broadcast is the process group
+    sent = sources[0] if isinstance(sources, list) and sources else []  # [] on ranks that send none
     _require_same_kind(str(func), written, *sent)
     if not _is_whole(written):
         raise ValueError(
@@ -486,7 +486,7 @@ def _broadcast_or_scatter(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             work.wait()
         inner = [getattr(x, name) for x in (written, *sent)]
         out, *parts = [x.view(torch.uint8) if name == "_data" else x for x in inner]
-        # `async_op` is set, because NCCL returns no work to wait for without it.
+        # args[4] is `async_op`; set, because NCCL returns no work to wait for without it.
         _, work = func([out], [parts] if sent else sources, *args[2:4], True, *args[5:])
     return args[0], work
 

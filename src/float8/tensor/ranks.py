@@ -27,7 +27,7 @@ class SharedTokens(NamedTuple):
     before: int  # product of the sizes of the dims before it
 
     def gather(self, x: Tensor) -> Tensor:
-        """All-gather `x` [R / ranks, C], also float8, to [R, C] in the order of the activation."""
+        """All-gather `x` [R / ranks, C], also float8, to [R, C] in the order of unsharded rows."""
         sent = x.contiguous()
         if sent.is_cpu and x.dtype in FLOAT8_MAX:
             sent = sent.view(torch.uint8)  # Gloo cannot send float8, nor asynchronous TP uint8
@@ -86,7 +86,7 @@ def is_fsdp_module(module: Any) -> bool:
 
 
 def reshard(model: Any) -> None:
-    """Free the weights that FSDP2 keeps gathered in `model`, as `model.state_dict()` does."""
+    """Reshard all FSDP2 modules in `model`, which frees weights that they keep gathered."""
     for module in model.modules():
         if is_fsdp_module(module):
             module.reshard()

@@ -41,7 +41,7 @@ def wrapped_like(new: Any, old: Tensor | None) -> nn.Parameter:
 
 
 def require_one_cast(config: Float8LinearConfig, name: str) -> None:
-    """Raise a `ValueError` if field `name` is set, but one weight cast cannot serve both GEMMs."""
+    """Raise a `ValueError` if field `name` is set, but output and grad_input need two casts."""
     value, default = getattr(config, name), getattr(Float8LinearConfig, name)
     if value == default:
         return
@@ -53,10 +53,10 @@ def require_one_cast(config: Float8LinearConfig, name: str) -> None:
             f"to {default}, or configure both alike"
         )
     granularity = weight.scaling_granularity
-    # Column data: squares are transposed; others are cast again, exactly if scales are powers of
-    # two. Under 1x32 this serves `ONLY`, not FSDP2, which must gather such weights unrounded.
-    mx_of_only = granularity.exponents and not config.enable_fsdp_float8_all_gather
-    exact = granularity.square or (weight.power_of_2 and (granularity.by_rows or mx_of_only))
+    # Column data: squares are transposed; others are cast again, which rounds almost nothing if
+    # scales are powers of two. FSDP2 gathers weights under 1x32 in high precision only.
+    ungathered = granularity.exponents and not config.enable_fsdp_float8_all_gather
+    exact = granularity.square or (weight.power_of_2 and (granularity.by_rows or ungathered))
     if value is not Float8Weights.HELD and not exact:  # HELD casts both layouts from the master
         raise ValueError(
             f"{name}: got {value} with a weight under {granularity}, expected TENSORWISE, a "
@@ -74,7 +74,7 @@ def in_float8_only(weight: Tensor, cast: Cast) -> Float8Tensor:
     padded, scale = PRODUCTS[weight.dim()].quantize_weight(weight, cast, row=True).row
     *_, N, K = weight.shape
     granularity, data = cast.config.scaling_granularity, padded[..., :N, :K]
-    if weight.dim() == 3 and granularity.width is None:  # experts' scales [E, N], one per row
+    if weight.dim() == 3 and granularity.width is None:  # [E, N]: TENSORWISE repeats scales
         scale, granularity = scale.unsqueeze(-1), ScalingGranularity.AXISWISE
     if not granularity.one_scale:  # drop scales of padding
         *_, rows, columns = granularity.scales(tuple(weight.shape))

@@ -126,7 +126,7 @@ torch.serialization.add_safe_globals([_rebuild])
 def as_inference_as(source: Tensor) -> AbstractContextManager[object]:
     """Return a context that turns inference mode off, unless `source` is an inference tensor.
 
-    Views of a normal wrapper would raise "Cannot set version_counter for inference tensor" in it.
+    In that mode views of other tensors raise "Cannot set version_counter for inference tensor".
     """
     if not torch.is_inference_mode_enabled() or source.is_inference():
         return nullcontext()

@@ -3,10 +3,10 @@
 `update_float8_weights` casts each weight once; all GEMMs read the result. Held data have a mark:
 version counter, address and strides of the Parameter at the cast. Each use compares the mark with
 the Parameter and, after a write, casts again: eager code holds the result, compiled code casts in
-the op that multiplies. The mark is an attribute of the data. Other places for it would fail:
-- a tensor on the CPU, which CUDA graphs do not accept, or a number, which causes recompilation;
-- the version counter of the data, which does not contain the address of the weight;
-- an attribute of the scale: Inductor may pass a copy, as AOTAutograd does for a view.
+the op that multiplies. The mark is an attribute of the data. Other ways to store it would fail:
+- as a tensor on the CPU, which CUDA graphs do not accept, or a number, which causes recompilation;
+- as the version counter of the data, which has no place for the address of the weight;
+- as an attribute of the scale: Inductor may pass a copy, as AOTAutograd does for a view.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from float8.config import CastConfig, Float8Weights
+from float8.config import CastConfig, Float8Weights, ScalingType
 from float8.gemm import GEMM_OPS, Gemm, matmul_of_any_size
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.private import dispatch_modes, make_fx_is_on, pre_dispatch_modes
@@ -36,7 +36,7 @@ _DYNAMO_KNOWS_EXPORT = TorchVersion(torch.__version__) >= "2.13"
 class Held(NamedTuple):
     """A Parameter with its float8 row and column data; row data are not saved for backward."""
 
-    values: Tensor | Any = None
+    values: Tensor | Any = None  # the Parameter
     row_data: Tensor | Any = None
     row_scale: Tensor | Any = None
     col_data: Tensor | Any = None
@@ -98,14 +98,12 @@ def times_held(
     """
     operand, products, settings = Operand(b, b_scale), PRODUCTS[weight.dim()], Gemm.unpacked(gemm)
     if _is_capturing(weight) or not is_current(b, weight):
-        scaling: Any = {"scaling_granularity": settings.granularities[1], "power_of_2": power_of_2}
-        cast_config = CastConfig(target_dtype=b.dtype, **scaling)
+        granularity: Any = settings.granularities[1]  # of operand `b`, the weight
+        cast = Cast(CastConfig(ScalingType.DYNAMIC, granularity, b.dtype, power_of_2=power_of_2))
         values = weight.transpose(1, 2) if stored_transposed else weight
-        quantized = products.quantize_weight(
-            values, Cast(cast_config), row=not col, col=col, pad_rows=True
-        )
+        quantized = products.quantize_weight(values, cast, row=not col, col=col, pad_rows=True)
         operand = quantized.col if col else quantized.row
-    if offs is None:
+    if offs is None:  # a linear layer, whose `a` may be empty
         return matmul_of_any_size(a, a_scale, *operand, M, N, gemm, out_dtype)
     return products.output(  # type: ignore[no-any-return]
         Operand(a, a_scale), operand, (M, N), offs, gemm=settings, out_dtype=out_dtype
@@ -215,7 +213,7 @@ class HoldsWeights(nn.Module):
         weights are written by `weight.data`, which version counters miss. `values`: see `hold`.
         """
         for held in self._float8_held:
-            if held.values is parameter:
+            if held.values is parameter:  # the argument `values` may be a view
                 break
         else:  # FSDP or `functional_call` replaced the Parameter
             return None
@@ -253,9 +251,9 @@ class HoldsWeights(nn.Module):
         self._float8_held = ()
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """Load a checkpoint, and free the float8 casts that FSDP2's shards keep.
+        """Load a checkpoint, and free the float8 casts that FSDP2's shards keep, on all ranks.
 
-        All ranks do so. FSDP2 would replace only uneven shards after a load, as it pads them again.
+        Else only ranks whose uneven shards FSDP2 pads anew would cast again, and wait for others.
         """
         super()._load_from_state_dict(*args)
         for shard in map(local_tensor, self._parameters.values()):

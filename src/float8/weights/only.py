@@ -50,7 +50,7 @@ class OnlyWeights(nn.Module):
 
     @torch.inference_mode(False)
     def _float8_drop_state(self) -> None:
-        """Replace the weights that are in float8 only by frozen dequantized Parameters."""
+        """Replace weights that exist only in float8 with frozen dequantized Parameters."""
         super()._float8_drop_state()  # type: ignore[misc]
         for name, weight in self._float8_without_masters().items():
             self._parameters[name] = nn.Parameter(dequantise(weight), requires_grad=False)
@@ -78,7 +78,7 @@ class OnlyWeights(nn.Module):
     def _float8_loadable(self, old: Any, values: Any, local_metadata: dict[str, Any]) -> Any:
         """Return a checkpoint's `values` for Parameter `old`, quantized if `old` is in float8 only.
 
-        For other Parameters, such as biases, `values` stay. `local_metadata` contains `assign`.
+        Values of others, such as biases, stay as is. `local_metadata` tells whether `assign=True`.
         """
         if not self._float8_never_trains:
             return super()._float8_loadable(old, values, local_metadata)  # type: ignore[misc]
@@ -92,10 +92,10 @@ class OnlyWeights(nn.Module):
 
 
 def refuse_only(layer: Any, config: Float8LinearConfig) -> ValueError | None:
-    """Return an error if `ONLY` is set, but the weight is sharded, trained or computed; or None."""
+    """Return an error if `ONLY` is set, but the weight is sharded, trained or set by hooks."""
     if config.float8_weights is not Float8Weights.ONLY:
         return None
-    if "weight" not in {**layer._parameters, **layer._buffers}:
+    if "weight" not in {**layer._parameters, **layer._buffers}:  # frozen ones may be buffers
         got = "got a weight that hooks compute with float8_weights=ONLY, expected a Parameter"
         return ValueError(f"{got}; call prune.remove or the like of torch.nn.utils first")
     groups = layer._float8_shard_groups() if isinstance(layer, OnlyWeights) else ()  # type: ignore[operator]

@@ -22,11 +22,12 @@ def update_float8_weights(model: nn.Module) -> None:
     """Cast the weights of all layers of `model` with `Float8Weights.HELD` for the next forwards.
 
     Call this after `optimizer.step()`, or let `attach_to_optimizer` do so. Before the first call,
-    and in evaluation, each use casts the weight. If the version counter of a weight has changed,
-    the next use casts the weight and keeps the result; compiled code casts at every use. Fused
-    optimizers and writes into `weight.data` or through a raw pointer do not raise the counter: call
-    this after them. `.to()` and assigning a new Parameter drop held data. Under FSDP2
-    `precompute_float8_dynamic_scale_for_fsdp` casts the shards; this function drops those casts.
+    and in evaluation, each use casts the weight. After a write that raises the version counter of a
+    weight, the next use in eager code casts the weight and keeps the result; compiled code casts it
+    at every use until the next call. Fused optimizers and writes into `weight.data` or by a raw
+    pointer do not raise the counter: call this after them. `.to()` and assigning a new Parameter
+    drop held data. Under FSDP2 `precompute_float8_dynamic_scale_for_fsdp` casts the shards; this
+    function drops those casts.
 
     A warning names layers whose weights cannot be held and are cast at each use, and why: layers
     under tensor parallel or with delayed scaling, experts of torchtitan without FSDP2, experts that
@@ -129,5 +130,5 @@ class HeldWeights(Feature):
         update_float8_weights(model)
 
     def after_step(self, model: nn.Module) -> None:
-        """Cast the weights of `model` that the optimizer has updated."""
+        """Cast all held weights of `model`, as the optimizer may have updated them."""
         update_float8_weights(model)
