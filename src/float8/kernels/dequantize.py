@@ -37,10 +37,10 @@ def dequantised_triton(operand: Operand, granularity: Granularity, dtype: torch.
     data, scale = operand
     out = torch.empty(data.shape, dtype=dtype, device=data.device)
     codes = data.view(torch.uint8).view(-1, *data.shape[-2:])
-    E, R, C = codes.shape
-    strides = [0, 0, 0] if granularity.one_scale else [0, 0, *scale.stride()][-3:]  # of E, R, C
+    E, R, C = codes.shape  # below: a block without height has all rows, without width all columns
+    strides = [0, 0, 0] if granularity.one_scale else [0, *scale.stride()][-3:]  # 2-D: 0 for E
     if granularity.by_rows:
-        strides[2] = 0  # one scale for all columns
+        strides[2] = 0  # strides are of E, R, C; one scale serves all columns
     _dequantise_kernel[(E * -(-R // _BLOCK_R), -(-C // _BLOCK_C))](
         codes, scale, out, R, C, *codes.stride()[:2], *strides, granularity.height or R,
         granularity.width or _BLOCK_C, data.dtype == E4M3, _BLOCK_R, _BLOCK_C, num_warps=4,

@@ -106,9 +106,9 @@ def reciprocal(scale, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def scale_and_inverse(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the scale of an amax, given as float32 bits, and the reciprocal of the scale.
+    """Return the scale of an amax, given as float32 bits, and the inverse with which to quantize.
 
-    Under 8-bit exponents these equal the results of `amax_to_exponent` and `inverse_of_exponent`.
+    If scales are 8-bit exponents, these equal `amax_to_exponent` and `inverse_of_exponent`.
     """
     if ARITHMETIC[SCALE_ROUNDING] == 2:
         # The largest value of a format is 1.75 * 2**BIAS.
@@ -119,7 +119,7 @@ def scale_and_inverse(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untype
         scale = tl.where(nan, 0x7FC00000, tl.where(infinite, 0x7F000000, scale))
         # Computed from the scale: threads with many scales then need fewer registers.
         inverse = tl.where(scale == 0x7F000000, 0x00400000, 0x7F000000 - scale)
-        inverse = tl.where(scale == 0x00400000, 0x3F800000, inverse)  # 1
+        inverse = tl.where(scale == 0x00400000, 0x3F800000, inverse)  # 2**-127: block becomes 0
         inverse = tl.where(nan, scale, inverse)
         scale = scale.to(tl.float32, bitcast=True)
         inverse = inverse.to(tl.float32, bitcast=True)
@@ -192,5 +192,6 @@ def _round_to_float8_bits(v, MANTISSA: tl.constexpr):  # type: ignore[no-untyped
     ANCHOR: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
     anchor = tl.full(bits.shape, ANCHOR, tl.int32).to(tl.float32, bitcast=True)
     subnormal = (bits.to(tl.float32, bitcast=True) + anchor).to(tl.int32, bitcast=True) - ANCHOR
-    codes = tl.where(bits < ((128 - BIAS) << 23), subnormal, normal) | sign
+    is_subnormal = bits < ((128 - BIAS) << 23)  # below 2**(1 - BIAS), the smallest normal number
+    codes = tl.where(is_subnormal, subnormal, normal) | sign
     return tl.where(is_nan, 0x7F, codes).to(tl.uint8)

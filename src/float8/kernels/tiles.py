@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from float8.formats import ceil16
 from float8.kernels.numeric import float32_bits, magnitude_bits, to_float8_bits
 from float8.kernels.runtime.launch import Launch
 from float8.kernels.runtime.triton import jit, sm_count, tl
@@ -41,13 +40,13 @@ def tiled(
     """Return the launch of a kernel whose programs each process one tile of a matrix [R, C].
 
     ``tiles`` are sorted from large to small; the first with two or more programs per multiprocessor
-    is used, else the last. ``integers`` begin with R, C. The constants EVEN (tiles fill the matrix
-    exactly, so no masks are needed), BLOCK_R, BLOCK_C and GROUP are appended to ``constants``.
+    is used, else the last. ``integers``, arguments of the kernel, begin with R, C. Added to
+    ``constants``: EVEN (tiles fill the matrix exactly: no mask is needed), BLOCK_R, BLOCK_C, GROUP.
     """
     (R, C, *_), sms = integers, sm_count(device)
     for tile in tiles:
-        block_r, block_c, num_warps = tile
-        programs = -(-ceil16(R) // block_r) * -(-ceil16(C) // block_c)
+        block_r, block_c, num_warps = tile  # of the chosen tile after the loop
+        programs = -(-R // block_r) * -(-C // block_c)
         if programs >= 2 * sms:
             break
     even = R % block_r == 0 and C % block_c == 0
@@ -57,7 +56,7 @@ def tiled(
 
 @jit
 def reversed_tile():  # type: ignore[no-untyped-def]
-    """Return this program's tile; the first programs get the last tiles, still in the L2 cache."""
+    """Return this program's tile, counted from the last: an earlier kernel left these in L2."""
     return tl.num_programs(0) - 1 - tl.program_id(0)
 
 
@@ -65,7 +64,7 @@ def reversed_tile():  # type: ignore[no-untyped-def]
 def tile_at(  # type: ignore[no-untyped-def]
     tile, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr
 ):
-    """Return row and column of tile number ``tile``, in tiles: GROUP tiles down R, then along C."""
+    """Return tile row and column of tile ``tile``: GROUP tile rows at a time, column by column."""
     tiles_r, tiles_c = tl.cdiv(R, BLOCK_R), tl.cdiv(C, BLOCK_C)
     group = tile // (GROUP * tiles_c)
     height = tl.minimum(tiles_r - group * GROUP, GROUP)
@@ -105,7 +104,7 @@ def store(ptrs, values, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-
 
 @jit
 def tile_quads(tile_r, tile_c, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return a tile's indices of groups of 4 rows [BLOCK_R / 4, 1], and of columns [1, BLOCK_C]."""
+    """Return matrix indices of a tile: groups of 4 rows [BLOCK_R / 4, 1], columns [1, BLOCK_C]."""
     quad = (tile_r * (BLOCK_R // 4) + tl.arange(0, BLOCK_R // 4)).to(tl.int64)[:, None]
     c = (tile_c * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
     return quad, c
@@ -119,7 +118,7 @@ def quad_rows(quad):  # type: ignore[no-untyped-def]
 
 @jit
 def load_rows(ptr, rows, stride, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load four tensors, ``rows[i]`` into tensor i; ``ptr`` holds addresses of columns in row 0."""
+    """Load 4 tensors ``rows[i]``, zero where not ``inside[i]``; ``ptr`` holds row 0 addresses."""
     return [load(ptr + rows[i] * stride, inside[i], EVEN) for i in (0, 1, 2, 3)]
 
 
@@ -133,7 +132,7 @@ def largest_magnitudes(x):  # type: ignore[no-untyped-def]
 @jit
 def block_max(m, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the maximum of each block of HEIGHT rows and WIDTH columns of a matrix."""
-    if m.shape[1] == WIDTH:
+    if m.shape[1] == WIDTH:  # one block along the columns needs no reshape
         m = tl.max(m, axis=1, keep_dims=True)
     elif WIDTH != 1:
         m = tl.reshape(m, (m.shape[0], m.shape[1] // WIDTH, WIDTH))
@@ -148,7 +147,7 @@ def block_max(m, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-
 
 @jit
 def repeat_blocks(s, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Repeat each element of ``s`` to HEIGHT x WIDTH; dims of size 1 are left to broadcasting."""
+    """Repeat each element of ``s`` as a HEIGHT x WIDTH block; a dim of ``s`` of size 1 stays 1."""
     if HEIGHT != 1 and s.shape[0] != 1:
         s = tl.broadcast_to(s[:, None, :], (s.shape[0], HEIGHT, s.shape[1]))
         s = tl.reshape(s, (s.shape[0] * HEIGHT, s.shape[2]))
@@ -162,8 +161,8 @@ def repeat_blocks(s, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore
 def times(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
     """Multiply four float32 tensors ``v[i]`` by ``inverse[i]``; return zero where not ``inside``.
 
-    An Inf becomes NaN, since the scale of its amax is Inf or NaN. If scales are 8-bit exponents,
-    the scale is NaN or 2**127, the largest one; under 2**127 an Inf stays Inf.
+    An Inf becomes NaN, since its amax has the scale Inf or NaN. If scales are 8-bit exponents, an
+    amax of Inf has the scale 2**127, the largest one, under which an Inf stays Inf.
     """
     return [or_zero(v[i] * inverse[i], inside[i], EVEN) for i in (0, 1, 2, 3)]
 
@@ -183,7 +182,7 @@ def store_row_data(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Round a tile ``v``, four tensors at ``quad`` and ``c``, to float8 and store it in ``ptr``.
 
-    ``ptr`` points to a whole matrix [rows, Cp]. EVEN: no mask is needed; EVEN_C: a mask of rows is.
+    ``ptr`` points to a matrix [rows, Cp]. Unless EVEN, rows are masked; unless EVEN_C, columns too.
     """
     ptr = ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + c
     r = quad_rows(quad)
@@ -214,7 +213,7 @@ STRIP_WARPS, STRIP_R, STRIP_BYTES, MOST_TILES = 4, 64, 256, 8
 def strips_of(R: int, C: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int]:
     """Split [R, C] into strips of columns; return rows per program, strip width, strip count.
 
-    A program gets 1 to MOST_TILES tiles, few enough for eight programs per multiprocessor.
+    A program gets 1 to MOST_TILES tiles of STRIP_R rows, aiming at 8 programs per multiprocessor.
     """
     block_c = STRIP_BYTES // dtype.itemsize
     strips = -(-C // block_c)

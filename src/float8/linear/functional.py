@@ -78,7 +78,7 @@ def apply_linear(
 
     `input` may be a `Float8Tensor` that was quantized as `plan` says. `casts` are `plan.casts` with
     the scale sources of this call. `held_weight` has float8 data of `weight`; if None, `weight` is
-    cast, or is a `Float8Tensor`. With `products`, in place of `Dense`, the result is [M, N].
+    cast, or is a `Float8Tensor`. `products`, if given, replaces `Dense`; the result stays [M, N].
     """
     compiling = torch.compiler.is_compiling()
     if not compiling and functorch_levels is not None and functorch_levels() is not None:
@@ -137,8 +137,8 @@ def in_compute_dtype(input: Tensor, weight: Tensor) -> Tensor:
     Raises as `linear` if a dtype or the last dim of `input` is wrong. Both may be DTensors.
     """
     autocast = autocast_dtype(input.device)
-    same_dtype = autocast is not None or input.dtype == weight.dtype
-    if not same_dtype and not isinstance(local_tensor(input), Float8Tensor):
+    dtypes_fit = autocast is not None or input.dtype == weight.dtype  # autocast converts `input`
+    if not dtypes_fit and not isinstance(local_tensor(input), Float8Tensor):  # in float8 already
         raise TypeError(
             f"Float8Linear: got input of dtype {input.dtype} and weight of dtype "
             f"{weight.dtype}, expected the same; convert one of them or use torch.autocast"
@@ -234,15 +234,15 @@ class Linear(torch.autograd.Function):
             y = input @ weight.to(input.dtype).t()
         else:
             if isinstance(input, Float8Tensor):
-                other_gemm = None if plan.input_rows_suffice else "grad_weight"
+                other_gemm = None if plan.input_rows_suffice else "grad_weight"  # needs columns
                 row = operand_of("input", input, casts.input, other_gemm)
                 row = padded(row, casts.input.config.scaling_granularity, pad_rows=False)
             else:
-                # In compiled code `recast` makes column data: the compiler chooses what to keep.
-                later = compiling and products.columns_from_values
-                now = dw_in_float8 and plan.reuse_input and not later
+                # Compiled code makes column data in backward: the compiler chooses what to keep.
+                col_in_backward = compiling and products.columns_from_values
+                col_now = dw_in_float8 and plan.reuse_input and not col_in_backward
                 row, col = products.quantize_rows(
-                    input, casts.input, *index, row=True, col=now, traced=True
+                    input, casts.input, *index, row=True, col=col_now, traced=True
                 )
             shape = input.shape[0], weight.shape[-2]  # read here: torch.jit.trace follows sizes
             y, fields = w.output(row, shape, index, call, input.dtype)
@@ -254,13 +254,13 @@ class Linear(torch.autograd.Function):
             if isinstance(input, Float8Tensor):
                 rows = input._data
             elif products.keeps_row_data:
-                rows = row.data
+                rows = row.data  # gathered from all ranks; `input` is of this rank
             else:
                 # Compiled code does not notice if somebody writes into what it keeps. Where nobody
                 # does, the compiler drops the copy.
                 rows = input.clone() if compiling else input
         rows_scale = None if rows is None or row is None else row.scale
-        col_data, col_scale = (None, None) if col is None else col[:2]
+        col_data, col_scale = (None, None) if col is None else col[:2]  # `Columns` have more
         if not call.need_grad_input:  # backward does not read the weight
             fields = (None,) * len(fields)
         return y, (rows, rows_scale, col_data, col_scale, *fields, *index)
@@ -290,7 +290,7 @@ class Linear(torch.autograd.Function):
         plan, casts, products, dtype = call.plan, call.casts, call.products, grad_output.dtype
         rows, rows_scale, col_data, col_scale, *rest = ctx.saved_tensors
         count = len(call.weight._fields)
-        w, index = call.weight(*rest[:count]), rest[count:]
+        w, index = call.weight(*rest[:count]), rest[count:]  # `call.weight` is a class
         dx_in_float8 = call.need_grad_input and plan.grad_input is not None
         dw_in_float8 = call.need_grad_weight and plan.grad_weight is not None
         reuse = dw_in_float8 and plan.reuse_grad_output
@@ -308,7 +308,7 @@ class Linear(torch.autograd.Function):
             dx = products.start(dx)  # a reduce-scatter, which overlaps the GEMM of grad_weight
         if dw_in_float8:
             if not reuse:
-                cast = casts.grad_output_for_grad_weight
+                cast = casts.grad_output_for_grad_weight  # the next line frees the old `row`
                 row, col = products.quantize_grad(grad_output, cast, *index, row=False, col=True)
             x = Operand(col_data, col_scale)
             if col_data is None:  # forward kept `input`, or its row data
@@ -318,7 +318,7 @@ class Linear(torch.autograd.Function):
         elif call.need_grad_weight:
             dw = products.outer(grad_output, rows, *index).to(call.weight_dtype)
         if dx is not None and products.finished is not None:
-            dx = products.finished(dx)
+            dx = products.finished(dx)  # waits for the reduce-scatter
         return dx, dw, None, None, None, *[None] * len(index)
 
     @staticmethod

@@ -14,7 +14,7 @@ from float8.linear.source import class_of, problem, shallow_copy
 
 
 class _Config:
-    """Descriptor: `layer.config` is the configuration, or what the user registered as `config`."""
+    """Descriptor `config`: a Parameter, buffer or module of that name, else the configuration."""
 
     def __get__(self, layer: Any, cls: Any = None) -> Any:
         if layer is None:
@@ -30,7 +30,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
 
     The weight [N, K] is a high-precision `Parameter`, unless `config` has `Float8Weights.ONLY`. Use
     `from_float` to convert an `nn.Linear`, `convert_to_float8_training` for a model. With delayed
-    scaling it has buffers `fp8_amax_*`, `fp8_amax_history_*`, `fp8_scale_*`, which stay float32.
+    scaling, buffers `fp8_amax_*`, `fp8_amax_history_*`, `fp8_scale_*` stay float32 after `.half()`.
     """
 
     config: Any = _Config()
@@ -115,7 +115,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
             RuntimeError: a sync of delayed scaling is missing; a weight in float8 only requires
                 grad; or the call is in ONNX export, torch.func or, if delayed, torch.jit.trace.
         """
-        if getattr(input, "layout", None) is not torch.strided or input.is_nested:
+        if getattr(input, "layout", None) is not torch.strided or input.is_nested:  # or no tensor
             layout = f" of layout {input.layout}" if isinstance(input, Tensor) else ""
             raise TypeError(
                 f"Float8Linear: got a {type(input).__name__}{layout} as input, expected a dense "
@@ -129,7 +129,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
                 "expected False: it cannot be trained; call convert_to_high_precision(model) first"
             )
         output: Tensor
-        if hasattr(weight, "device_mesh"):
+        if hasattr(weight, "device_mesh"):  # a DTensor
             casts = self._float8_shards.casts(self, weight.device_mesh)
             output = self._float8_shards.linear(input, weight, self.bias, plan, casts)
         else:

@@ -40,12 +40,12 @@ class Launch:
         num_warps: int,
     ) -> None:
         self.kernel, self.programs = kernel, programs
-        self._rest = (*integers, *constants)
+        self._rest = (*integers, *constants)  # the kernel's arguments after the tensors
         # The default of Triton 3.6; Triton 3.9 warns that it will change.
         self._options = {"num_warps": num_warps, "enable_fp_fusion": True}
         self._integers = tuple(n for n in integers if n != 1)  # 1 is a constant for Triton
         self._device = device.index if device.type == "cuda" and _BYPASSES_TRITON else None
-        self._compiled: tuple[Any, ...] | None = None
+        self._compiled: tuple[Any, ...] | None = None  # without `_device` Triton launches
 
     def __call__(self, *tensors: Tensor | Any) -> None:
         """Launch the kernel on `tensors`; pass None for parameters that the kernel does not access.
@@ -68,7 +68,7 @@ class Launch:
                 self._device = None
 
 
-_USUAL = {"num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False}  # for PyTorch
+_USUAL = {"num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False}  # else: Triton
 _SCRATCH = ("global_scratch_size", "profile_scratch_size")  # memory that only Triton allocates
 _TYPE_CODES = {"i32": "i", "i64": "l"}  # Triton's types -> PyTorch's codes; "O": a pointer
 
@@ -76,22 +76,22 @@ _TYPE_CODES = {"i32": "i", "i64": "l"}  # Triton's types -> PyTorch's codes; "O"
 def _for_pytorch(compiled: Any, programs: int, integers: tuple[int, ...]) -> Any:
     """Return PyTorch's launch arguments before the addresses, those after them, and `compiled`.
 
-    Returns None if PyTorch cannot run the kernel, or metadata have unknown fields or values.
+    Returns None if PyTorch's launcher cannot run the kernel, or if a field that is read is missing.
     """
     try:
-        about, function, signature = compiled.metadata, compiled.function, compiled.src.signature
-        num_warps, shared = about.num_warps, about.shared
+        metadata, function, signature = compiled.metadata, compiled.function, compiled.src.signature
+        num_warps, shared = metadata.num_warps, metadata.shared
     except AttributeError:
         return None
-    scratch = [getattr(about, name) for name in _SCRATCH if hasattr(about, name)]
-    unusual = [name for name, usual in _USUAL.items() if getattr(about, name, usual) != usual]
+    scratch = [getattr(metadata, name) for name in _SCRATCH if hasattr(metadata, name)]
+    unusual = [name for name, usual in _USUAL.items() if getattr(metadata, name, usual) != usual]
     triton_types = [x for x in signature.values() if x != "constexpr"]
     codes = ["O" if x.startswith("*") else _TYPE_CODES.get(x, "") for x in triton_types]
     if any(scratch) or unusual or not all(codes):
         return None
-    types, none = "".join(codes) + "O" * len(scratch), (None,) * len(scratch)
+    types, nulls = "".join(codes) + "O" * len(scratch), (None,) * len(scratch)
     # `compiled` keeps the function loaded; a scratch of size 0 is passed as None.
-    return (function, programs, 1, 1, num_warps, shared, types), (*integers, *none), compiled
+    return (function, programs, 1, 1, num_warps, shared, types), (*integers, *nulls), compiled
 
 
 def allocator(device: torch.device) -> Callable[..., Tensor]:

@@ -55,7 +55,7 @@ def register(
         triton = plain if triton is None else without_triton(plain)  # with a warning
     for device, key, body in ((cpu, "CPU", plain), (cuda, "CUDA", _on_its_device(triton))):
         _library.impl(name, body, key)
-        setattr(device, name, body)
+        setattr(device, name, body)  # for code that Inductor generates
     # Calls skip autograd, which takes time, and results do not claim to have a gradient.
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
 

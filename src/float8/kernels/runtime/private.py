@@ -55,8 +55,8 @@ layer within a transform raises torch's error."""
 def surely(condition: Any) -> bool:
     """Return True if `condition` is known to hold for all sizes under `torch.compile`.
 
-    Adds no guard; False if that depends on the value of an unbacked size, as of `x[mask]`. In eager
-    mode returns `bool(condition)`. A torch without `statically_known_true` has no fallback.
+    Adds no guard; False if the truth depends on the value of an unbacked size, as of `x[mask]`. In
+    eager mode returns `bool(condition)`. Requires a torch with `statically_known_true`.
     """
     if not torch.compiler.is_compiling():
         return bool(condition)
@@ -68,8 +68,8 @@ def surely(condition: Any) -> bool:
 def in_reentrant_checkpoint() -> bool:
     """Return whether the first forward of reentrant checkpointing, under no_grad, is running.
 
-    False inside a compiled graph with gradients, although torch runs it in an `autograd.Function`
-    and hence under no_grad.
+    The innermost caller decides: if that is a compiled graph with gradients, whose forward torch
+    also runs under no_grad, returns False.
     """
     frame: Any = sys._getframe(1)
     while frame := frame.f_back:
@@ -118,9 +118,9 @@ def warn(message: str) -> None:
     No fixed `stacklevel` finds that line: compiled code that calls eager code adds frames.
     """
     frame: Any = sys._getframe(1)
-    inside = "float8", "torch", "contextlib", "threading", "concurrent"
+    skipped = "float8", "torch", "contextlib", "threading", "concurrent"  # the last three call us
     # Code that torch generates has no `__name__`.
-    while frame.f_back and frame.f_globals.get("__name__", "torch").split(".")[0] in inside:
+    while frame.f_back and frame.f_globals.get("__name__", "torch").split(".")[0] in skipped:
         frame = frame.f_back
     where = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__")
     registry = frame.f_globals.setdefault("__warningregistry__", {})
@@ -161,5 +161,5 @@ def in_eager_mode(model: Any) -> Iterator[None]:
     finally:
         for attributes, name, eager in replaced:
             eager.users -= 1
-            if not eager.users and attributes.get(name) is eager:
+            if not eager.users and attributes.get(name) is eager:  # else replaced since
                 attributes[name] = eager.compiled
