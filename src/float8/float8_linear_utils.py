@@ -18,16 +18,16 @@ from float8.linear import Float8Linear
 
 
 def _auto_filter_for_recipe(recipe: ConfigOrRecipe, filter_fqns: Collection[str]) -> ModuleFilter:
-    """Return the default filter for `recipe`; it also rejects names with one of `filter_fqns`.
+    """Return the default filter for `recipe`; it rejects names that contain one of `filter_fqns`.
 
-    It accepts layers that are already converted, and rejects all modules but `nn.Linear`.
+    It accepts other layers that are already converted, and rejects all modules but `nn.Linear`.
     """
-    chooser = Chooser(nn.Identity(), recipe)  # decides per layer: the model is unknown
+    chooser = Chooser(nn.Identity(), recipe)  # `nn.Identity` stands for the unknown model
 
     def module_filter_fn(mod: nn.Module, fqn: str) -> bool:
         if any(name in fqn for name in filter_fqns) or not isinstance(mod, nn.Linear):
             return False
-        choice = chooser.choose(mod, fqn)  # `reason` says why not to convert
+        choice = chooser.choose(mod, fqn)  # None or with a `reason` if `mod` stays as it is
         return isinstance(mod, Float8Linear) or (choice is not None and choice.reason is None)
 
     return module_filter_fn

@@ -27,7 +27,7 @@ from float8.tensor import is_dtensor, is_fsdp_module, local_tensor
 
 
 class ExpertsWeight(NamedTuple):
-    """The name of a Parameter of experts, and the sizes E, N and K; it may store [E, K, N]."""
+    """The name and sizes of a weight of experts; the Parameter is [E, N, K] or [E, K, N]."""
 
     name: str
     experts: int
@@ -36,7 +36,7 @@ class ExpertsWeight(NamedTuple):
 
 
 class Float8Experts(Float8Module):
-    """The base class of converted experts; their original class is the second base."""
+    """The base class of converted experts, whose classes also derive from their original class."""
 
     _float8_noun = "weights"
 
@@ -47,7 +47,7 @@ class Float8Experts(Float8Module):
         return stored_by_rows(self)
 
     def _float8_product(self, x: Tensor, weight: Any, offs: Tensor, name: str = "") -> Tensor:
-        """Compute `grouped_linear` by this rank's experts; `name`: of the Parameter, or ""."""
+        """Compute `grouped_linear` by this rank's experts; `name` is that of `weight` or ""."""
         weight = _on_this_rank(weight)
         x = x.to(autocast_dtype(x.device) or weight.dtype)
         plan, held_weight = self._float8_plan, None
@@ -72,12 +72,12 @@ class Float8Experts(Float8Module):
         config = self._float8_config
         words = [super().extra_repr(), config.short_str()]
         sites = CastSite.GRAD_OUTPUT, CastSite.GRAD_OUTPUT_FOR_GRAD_WEIGHT
-        if any(config.cast_config(site).dtype == E5M2 for site in sites):
+        if any(config.cast_config(site).dtype == E5M2 for site in sites):  # see `plan_experts`
             words.append("grad_output in e4m3")
         granularity = config.cast_config(CastSite.INPUT_FOR_GRAD_WEIGHT).scaling_granularity
-        if granularity.by_blocks and granularity.square:  # see `plan_experts`
+        if granularity.by_blocks and granularity.square:  # tokens of two experts share no scale
             words.append(f"input by 1x{granularity.width} for grad_weight")
-        if not config.only_on:  # no blocks, whose GEMMs ignore the flag
+        if not config.only_on:  # GEMMs under blocks ignore the flag, and have an `only_on`
             words.append(f"use_fast_accum={config.gemm_config_output.use_fast_accum}")
         words += self._float8_words()
         if config.enable_fsdp_float8_all_gather and not stored_by_rows(self):
@@ -107,7 +107,7 @@ class RegisteredExperts(Float8Experts):
         expert, order = torch.sort(top_k_index.flatten(), stable=True)
         numbers = torch.arange(mod.num_experts, device=expert.device, dtype=expert.dtype)
         offs = torch.searchsorted(expert, numbers, right=True, out_int32=True)
-        bias_index = expert.clamp(max=mod.num_experts - 1)
+        bias_index = expert.clamp(max=mod.num_experts - 1)  # other ranks' rows are dropped below
 
         def product(x: Tensor, name: str) -> Tensor:
             y = self._float8_product(x, self._float8_weight(name), offs, name)
@@ -183,7 +183,7 @@ def weights_of(module: nn.Module) -> list[ExpertsWeight]:
     for name, parameter in module._parameters.items():
         if name.endswith("_scale_inv"):  # of experts in transformers' own float8
             continue
-        if parameter is not None and parameter.dim() >= 3:
+        if parameter is not None and parameter.dim() >= 3:  # biases have 2 dims
             experts, *outputs, K = parameter.shape
             N = math.prod(outputs)  # an extra dim may tell two projections apart
             if lies_transposed(module):
@@ -218,9 +218,8 @@ def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | 
     is_only = config.float8_weights is Float8Weights.ONLY
     for name, _, N, K in weights:
         parameter: Any = module._parameters[name]
-        can_be_only = name in stored_by_rows(module) and not is_dtensor(parameter)
-        can_be_only = can_be_only and kind_of(module) is RegisteredExperts
-        if is_only and (parameter.requires_grad or not can_be_only):
+        can_be_only = kind_of(module) is RegisteredExperts and name in stored_by_rows(module)
+        if is_only and (parameter.requires_grad or is_dtensor(parameter) or not can_be_only):
             expected = "a whole frozen weight [E, N, K] in experts of transformers"
             return f"got {name} with float8_weights=ONLY, expected {expected}"
         if parameter.dtype in FLOAT8_MAX:
@@ -230,7 +229,7 @@ def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | 
             return f"got {name}, a {reason}"
         if not config.emulate and (N % GEMM_ALIGNMENT or K % GEMM_ALIGNMENT):
             return f"got {name} with N={N} and K={K}, expected multiples of {GEMM_ALIGNMENT}"
-        only = config.only_on[:1] or HOPPER  # (10,) of (10, 12): 12.x has no grouped GEMM
+        only = config.only_on[:1] or HOPPER  # of 10.x and 12.x, 12.x has no grouped GEMM
         reason = lacks_float8_gemm(local_tensor(parameter).device, only=only)
         if not config.emulate and reason is not None:
             return f"{reason}; set emulate=True to compute in high precision instead"
@@ -243,10 +242,10 @@ def _overridden_grouped_mm(module: Any) -> str | None:
     A conversion would drop what the override does; torchtitan's MXFP8 has one, for example.
     """
     cls = module._float8_source_class if isinstance(module, Float8Experts) else type(module)
-    first, *bases = (x.__name__ for x in cls.__mro__ if "_grouped_mm" in vars(x))  # classes with it
-    if "_grouped_mm" not in vars(module) and not bases:
+    owners = [x.__name__ for x in cls.__mro__ if "_grouped_mm" in vars(x)]  # subclasses first
+    if len(owners) == 1 and "_grouped_mm" not in vars(module):
         return None
-    got, expected = (first, bases[-1]) if bases else ("an attribute", first)
+    got, expected = owners[0] if len(owners) > 1 else "an attribute", owners[-1]
     return (
         f"got a `_grouped_mm` of {got}, expected that of {expected}: do without what replaced it, "
         f"or leave these experts to it"

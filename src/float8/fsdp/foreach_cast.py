@@ -31,34 +31,33 @@ def foreach_cast(
     """
     first, dtype = tensors[0], cast_config.dtype
     rounded = first.dtype == torch.float32 and via == torch.bfloat16
-    kernel_fits = first.is_cuda and (rounded or via == first.dtype)  # it rounds to no other dtype
+    kernel_fits = first.is_cuda and (rounded or via == first.dtype)  # it rounds to bfloat16 only
     one_launch = kernel_fits and all(x.is_contiguous() for x in tensors)
-    if not (one_launch and takes_triton_directly(*tensors)):
+    if not (one_launch and takes_triton_directly(*tensors)):  # False in compiled code, for example
         pairs = zip(tensors, scales, strict=True)
         return [kernels.to_float8(x.to(via), scale, dtype) for x, scale in pairs]
     results: list[Tensor] = []
-    for i in range(0, len(tensors), MAX_TENSORS):
+    for i in range(0, len(tensors), MAX_TENSORS):  # `scales[i]` is the first scale of the launch
         results += _cast_triton(tensors[i : i + MAX_TENSORS], scales[i], dtype, rounded)
     return results
 
 
 def _cast_triton(
-    tensors: Sequence[Tensor], scales: Tensor, dtype: torch.dtype, rounded: bool
+    tensors: Sequence[Tensor], first_scale: Tensor, dtype: torch.dtype, rounded: bool
 ) -> list[Tensor]:
-    """Cast `tensors` in one launch; `scales` is the first scale, others lie 16 bytes apart."""
+    """Cast `tensors`, `rounded` to bfloat16 before, in one launch; scales are 16 bytes apart."""
     first, device, count = tensors[0], tensors[0].device, len(tensors)
     addresses = tuple([x.data_ptr() for x in tensors])
-    table, starts = _table(addresses, tuple([x.numel() for x in tensors]), device)
-    out = torch.empty(starts[-1] * BLOCK, dtype=dtype, device=device)
-    arithmetic = 3 if dtype == E4M3 else 2, 0, has_float8_conversion(device)  # as in `numeric`
+    table, (*starts, programs) = _table(addresses, tuple([x.numel() for x in tensors]), device)
+    out = torch.empty(programs * BLOCK, dtype=dtype, device=device)
     aligned = not any(address & 15 for address in addresses)
-    launch = _launch(first.dtype, device, starts[-1], count, (rounded, aligned, *arithmetic))
-    if starts[-1]:  # no program if all tensors are empty
-        launch(first, table, scales, out)
-    return [
-        out.as_strided(x.shape, x.stride(), start * BLOCK)
-        for x, start in zip(tensors, starts[:-1], strict=True)
-    ]
+    mantissa, power_of_2 = 3 if dtype == E4M3 else 2, 0  # 0: the scales are final
+    constants = rounded, aligned, mantissa, power_of_2, has_float8_conversion(device)
+    launch = _launch(first.dtype, device, programs, count, constants)
+    if programs:  # none if all tensors are empty
+        launch(first, table, first_scale, out)
+    pairs = zip(tensors, starts, strict=True)
+    return [out.as_strided(x.shape, x.stride(), start * BLOCK) for x, start in pairs]
 
 
 @functools.lru_cache(maxsize=64)

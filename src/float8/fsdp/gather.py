@@ -72,7 +72,7 @@ class Float8GatherWeight(Wrapper):
 
     @property
     def high_precision(self) -> Tensor:
-        """Plain tensor over the memory of the weight, with the version of `write_counter`."""
+        """Plain tensor over the weight's memory, which shares the version of `write_counter`."""
         if self._inner is self.write_counter:
             return self._inner
         # This is a view: its `_inner` was made below autograd, with a separate version counter.
@@ -91,7 +91,7 @@ class Float8GatherWeight(Wrapper):
         plain_args, plain_values = [*map(_plain, args)], map(_plain, kwargs.values())
         plain_kwargs = dict(zip(kwargs, plain_values, strict=True))
         if isinstance(weight, Float8GatherWeight) and (func.is_view or func in _WRAPS_RESULT):
-            # In inference mode torch has not decomposed compound ops.
+            # In inference mode torch has not decomposed compound ops; their parts come here again.
             result: Any = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -104,7 +104,8 @@ class Float8GatherWeight(Wrapper):
                 return [weight._like(func, x) for x in result]  # of ops such as split
         result = func(*plain_args, **plain_kwargs)
         written: dict[int, Float8GatherWeight] = {}  # id of an inner tensor -> its wrapper
-        for place, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+        arguments = func._schema.arguments if func._schema.is_mutable else ()
+        for place, argument in enumerate(arguments):
             if argument.is_write:
                 value = args[place] if place < len(args) else kwargs.get(argument.name)
                 for x in value if isinstance(value, list | tuple) else (value,):
@@ -112,7 +113,7 @@ class Float8GatherWeight(Wrapper):
                         written[id(x._inner)] = x
         if written:  # `result` was computed below autograd, where torch counts no writes
             torch.autograd.graph.increment_version([x.write_counter for x in written.values()])
-        return written.get(id(result), result)  # in-place ops return the wrapper
+        return written.get(id(result), result)  # of in-place ops the wrapper, not its inner tensor
 
     def _like(self, func: Any, result: Tensor) -> Tensor:
         """Wrap `result` of `func` on `inner`; return it plain if its dtype has no float8 cast."""
@@ -124,7 +125,7 @@ class Float8GatherWeight(Wrapper):
         return self.wrap(result, self.write_counter if view else None)
 
     def wrap(self, values: Tensor, write_counter: Tensor | None = None) -> "Float8GatherWeight":
-        """Wrap `values` with this wrapper's `how` and `param_dtype`; for the rest see `__new__`."""
+        """Return a wrapper as `__new__` does, with this wrapper's `how` and `param_dtype`."""
         new: Float8GatherWeight = type(self)(values, self.how, write_counter)
         new.param_dtype = self.param_dtype
         return new
@@ -140,7 +141,7 @@ class Float8GatherWeight(Wrapper):
 
     @property
     def has_one_scale(self) -> bool:
-        """Whether one scale covers the shards of all ranks, which therefore reduce their amaxes."""
+        """Whether all ranks cast their shards with one scale, for which they reduce amaxes."""
         return self.how.scaling_granularity.one_scale
 
     def kept(self, weight: Any) -> CastAhead | None:
@@ -153,8 +154,8 @@ class Float8GatherWeight(Wrapper):
     def _versions(self, weight: Any) -> tuple[Any, ...]:
         """Return a key that changes when `weight` is written or `self.param_dtype` changes.
 
-        The version of a DTensor `weight` counts ops on it and in compiled code; `write_counter`
-        counts writes through `to_local()` and by foreach ops, such as those of an optimizer.
+        The version of `weight`, a DTensor, counts writes by ops on the DTensor and by compiled
+        code; `write_counter` counts those through `to_local()` and by foreach ops of optimizers.
         """
         raw, inner = self.write_counter, self._inner
         own = inner._version, inner.data_ptr(), inner.stride()
@@ -162,9 +163,9 @@ class Float8GatherWeight(Wrapper):
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., tuple[tuple[Tensor, ...], GatherInfo]]:
-        """The hook that FSDP2 calls before each all-gather: `_pre_all_gather`, signature included.
+        """The hook that FSDP2 calls before each all-gather: `_pre_all_gather` and a signature.
 
-        FSDP2 inspects the signature at each call; for a method this is as slow as a kernel launch.
+        FSDP2 inspects the signature at each call; a method's takes as long as a kernel launch.
         """
         hook: Any = functools.partial(self._pre_all_gather)
         hook.__signature__ = _SIGNATURE
@@ -179,9 +180,9 @@ class Float8GatherWeight(Wrapper):
         """
         dtype, rows = mp_policy.param_dtype or self.dtype, self.shape[0]
         # Shards along dim 0 are the pieces of `torch.chunk`: the first is the largest.
-        if rows != outer_size[0] and self.shape[1:] == outer_size[1:]:
-            rows = -(-outer_size[0] // mesh.size())
-        # Weights gathered in inference mode may stay gathered for training, so be no such tensors.
+        if rows != outer_size[0] and self.shape[1:] == outer_size[1:]:  # sharded along dim 0 only
+            rows = -(-outer_size[0] // mesh.size())  # rounded up
+        # A weight gathered in inference mode may be used in training later: no inference tensors.
         with as_inference_as(self):
             if problem := self._why_not_in_float8(outer_size, rows, mesh):
                 warn(
@@ -224,13 +225,13 @@ class Float8GatherWeight(Wrapper):
         owner = local_tensor(weight)  # keeps casts; with CPU offload `self` is a copy
         owner.param_dtype = dtype  # from now on the shard can be cast ahead
         delayed = config.scaling_type is ScalingType.DELAYED
-        kept = None if delayed else owner.kept(weight)  # delayed casts record amaxes: none ahead
+        kept = None if delayed else owner.kept(weight)  # delayed casts record amaxes: none is kept
         one_scale, quantized, amax = config.scaling_granularity.one_scale, kept, None
-        if quantized is None or quantized.data is None:
+        if quantized is None or quantized.data is None:  # no cast was kept, perhaps its scale
             if delayed:
                 cast = module._float8_cast_of_shard(config, shard)
                 amax = cast.source.amax
-            elif kept is not None:  # only the scale was kept, maybe on the CPU by offloading
+            elif kept is not None:  # only the scale was kept, on the CPU if shards are offloaded
                 cast = Cast(config, scale=kept.scale.to(shard.device))
             else:
                 reduce = amax_over(sharding_groups(weight)) if one_scale else None
@@ -240,8 +241,8 @@ class Float8GatherWeight(Wrapper):
         sent = padded_shard(quantized.data.view(torch.uint8), rows)
         if not one_scale and mesh.size() > 1:  # a single rank has all scales already
             return (sent, scale.contiguous().view(torch.uint8)), GatherInfo(size)
-        is_new = kept is None or kept.scale is not scale  # computed here, on the gather stream
-        return (sent,), GatherInfo(size, scale, amax, is_new)
+        on_gather_stream = kept is None or kept.scale is not scale  # computed in this call
+        return (sent,), GatherInfo(size, scale, amax, on_gather_stream)
 
     def fsdp_post_all_gather(
         self, received: tuple[Tensor, ...], info: GatherInfo, dtype: torch.dtype, *, out: Any = None
@@ -252,14 +253,14 @@ class Float8GatherWeight(Wrapper):
         """
         size, scale, amax, on_gather_stream = info
         for x in (scale, amax) if on_gather_stream else ():
-            if x is not None and x.is_cuda:  # the current stream reads it
+            if x is not None and x.is_cuda:  # the current stream reads it later
                 x.record_stream(torch.cuda.current_stream(x.device))
-        with as_inference_as(self):
+        with as_inference_as(self):  # see `_pre_all_gather`
             in_float8 = received[0].dtype == torch.uint8
-            if in_float8 and scale is None:
+            if in_float8 and scale is None:  # each rank sent the scales of its shard
                 scale = received[1].view(torch.float32)
             if out is None:
-                data: Any = received[0].view(-1)[: size.numel()].view(size)
+                data: Any = received[0].view(-1)[: size.numel()].view(size)  # without padding
                 if in_float8:
                     data = self._gathered(data.view(self.how.dtype), scale, dtype, amax)
                 return data, ()

@@ -27,9 +27,9 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
 
     Call this function on all ranks after `optimizer.step()`, or use `attach_to_optimizer`, which
     does. Scales need one all-reduce for all weights of a dtype, for each mesh dim that shards them.
-    A single kernel casts all weights with one scale. All gathers of a weight, in forward and
-    backward of each microbatch, then send that cast, which takes one byte per element of the shard.
-    Without this call each gather casts, with the same result, as it always does in the first
+    A single kernel casts all weights that have one scale each. All gathers of a weight, in forward
+    and backward of each microbatch, then send that cast, which takes a byte per element of the
+    shard. Without this call each gather casts, with the same result, as it always does in the first
     forward and for weights with empty shards. For shards offloaded to the CPU only the scale is
     computed, or nothing under finer scales. Weights without float8 all-gather are skipped.
 
@@ -121,13 +121,13 @@ def _casts_ahead(module: Float8Module) -> bool:
 
 
 def refuse_shards(layer: Any, config: Float8LinearConfig) -> TypeError | ValueError | None:
-    """Return the error why `layer`, a sharded linear layer, cannot take `config`; else None."""
+    """Return the error to raise if `layer`, which is sharded, cannot take `config`, or None."""
     if is_fsdp_module(layer):
         cls = f"{type(layer).__module__}.{type(layer).__qualname__}"
         expected = "expected an nn.Linear: convert, then fully_shard"
         return TypeError(f"got a {cls}, which is sharded, {expected}")
-    is_split = isinstance(layer, Float8Module) and layer._float8_shard_groups()  # among ranks
-    if is_split and not is_dtensor(layer.weight) and config.enable_fsdp_float8_all_gather:
+    shard_groups = layer._float8_shard_groups() if isinstance(layer, Float8Module) else ()
+    if shard_groups and not is_dtensor(layer.weight) and config.enable_fsdp_float8_all_gather:
         return ValueError(  # a layer of fairscale, whose part of the weight is a plain Parameter
             "got enable_fsdp_float8_all_gather=True, expected False: FSDP does not know that other "
             "ranks hold parts of the weight, too"
@@ -154,8 +154,8 @@ class Float8Gathers(Feature):
         for name in _gathered_names(mod):
             weight: Any = mod._parameters.get(name)
             local = local_tensor(weight)
-            sharded = isinstance(local, Float8GatherWeight) and local is not weight
-            gathered = isinstance(local, Float8Tensor) and not mod._float8_never_trains
+            sharded = isinstance(local, Float8GatherWeight) and local is not weight  # a DTensor
+            gathered = isinstance(local, Float8Tensor) and not mod._float8_never_trains  # not ONLY
             if sharded or gathered:
                 fix = "make the change before fully_shard, or load its state dict into a new model"
                 return "a weight that FSDP2 gathers in float8", fix
@@ -198,7 +198,7 @@ def enable_float8_all_gather(module: nn.Module) -> None:
     """Replace weights by `Float8GatherWeight`s where the configuration of the layer asks for it.
 
     Weights that are shared with a module that is not converted, such as an embedding, stay plain,
-    as do weights of experts stored as [E, K, N], since a row scale would cover a column there.
+    as do weights of experts stored as [E, K, N], since scales must cover rows of [E, N, K].
     """
     new_tensors: dict[Any, Tensor] = {}
     users = _users(module.modules())
@@ -206,11 +206,11 @@ def enable_float8_all_gather(module: nn.Module) -> None:
     layer: Any
     for weight, places in users.items():
         layer = places[0][0]
-        config, *others = {  # False for a use that is not converted, or is stored transposed
+        config, *other_configs = {  # a set; False if not converted, or stored as [E, K, N]
             isinstance(mod, Float8Module) and name in _gathered_names(mod) and mod._float8_config
             for mod, name in places
         }
-        gathers = config and config.enable_fsdp_float8_all_gather and not others
+        gathers = config and config.enable_fsdp_float8_all_gather and not other_configs
         if gathers and not isinstance(local_tensor(weight), Float8GatherWeight):
             wrapper, cast = WRAPPERS[weight.dim()], layer._float8_plan.casts.weight
             # `.data`, since a view would refer to the weight.

@@ -6,7 +6,7 @@ float32, and leaves rows outside all groups unwritten. In its own names, the ker
     groups of rows      out [R, N] = a [R, C] @ b[group of the row].T, b [E, N, C]    R are tokens
     groups of tokens    out[e] [R, N] = a[:, group e] @ b[:, group e].T, b [N, C]     C are tokens
 
-With block scales, sums of 128 products are scaled and then added in float32.
+`a` and `b` have a scale per row. Under block scales, `multiply_blocks` computes the same instead.
 """
 
 from typing import Any
@@ -30,15 +30,9 @@ from float8.scales import Operand, dequantised
 
 
 def grouped_matmul_reference(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    ends: Tensor,
-    tokens: int | None,
-    gemm: str,
-    out_dtype: torch.dtype,
-) -> Tensor:
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, tokens: int | None,
+    gemm: str, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Multiply as `experts.grouped.grouped_matmul`, in plain torch with a loop over groups.
 
     Where a bfloat16 GEMM is exact and faster, torch's grouped GEMM replaces the loop, without a
@@ -52,21 +46,22 @@ def grouped_matmul_reference(
     if exact and a.numel():
         return multiply_in_bfloat16(Operand(a, a_scale), Operand(b, b_scale), ends, (of_a, of_b))
     out = grouped_matmul_fake(a, a_scale, b, b_scale, ends, out_dtype).zero_()
-    begin, row_groups, blocks, run = 0, b.dim() == 3, of_a.by_blocks, of_a.width or 1
+    begin, row_groups, blocks = 0, b.dim() == 3, of_a.by_blocks
+    run = of_a.width or 1  # elements along C that share a block scale
     for group, end in enumerate(ends_of_groups(ends, a.shape[0 if row_groups else 1]).tolist()):
         if row_groups:
             x, w, result = a[begin:end], b[group], out[begin:end]
             x_scale, w_scale = a_scale[begin:end], b_scale[group]
         else:
             x, w, result = a[:, begin:end], b[:, begin:end], out[group]
-            part = (slice(None), slice(begin // run, end // run)) if blocks else group  # of scales
-            x_scale, w_scale = a_scale[part], b_scale[part]
-        if blocks:
+            part = (slice(None), slice(begin // run, end // run)) if blocks else group
+            x_scale, w_scale = a_scale[part], b_scale[part]  # of [R, C / run] if blocks, or [E, R]
+        if blocks:  # scales change along C: multiply by them before the products are added
             x, w = dequantised(Operand(x, x_scale), of_a), dequantised(Operand(w, w_scale), of_b)
         # Autocast would round the operands to its own dtype.
         with torch.autocast(a.device.type, enabled=False):
             product = x.float() @ w.float().t()
-        if not blocks:
+        if not blocks:  # one scale for each row of `x` and of `w`
             product = product * x_scale[:, None] * w_scale
         result.copy_(product)
         begin = end
@@ -81,10 +76,8 @@ def grouped_matmul_fake(
     return a.new_empty(shape, dtype=settings[-1])
 
 
-def _flops(
-    a: Any, _: Any, b: Any, __: Any, ends: Any, tokens: Any, *rest: Any, **named: Any
-) -> Any:
-    """Return the FLOPs for all tokens, even those in no group, which only the device knows."""
+def _flops(a: Any, _: Any, b: Any, __: Any, ends: Any, tokens: Any, *rest: Any, **kw: Any) -> Any:
+    """Return the FLOPs of all tokens, since only the device knows which of them are in no group."""
     if len(b) == 3:
         return 2 * a[0] * a[1] * b[1]
     # Groups of tokens are padded, so there are fewer tokens than columns.
@@ -105,7 +98,7 @@ def _grouped_matmul_triton(
     (of_a, of_b), fast = settings.granularities, settings.use_fast_accum
     if settings.emulate or a.numel() == 0:  # no rows, or no tokens
         return grouped_matmul_reference(*operands, tokens, gemm, out_dtype)
-    if of_a.exponents:
+    if of_a.exponents:  # MXFP8
         mx = Operand(a, a_scale), Operand(b, b_scale), ends, (of_a, of_b)
         return multiply_mx(*mx).to(out_dtype)
     out, row_groups = grouped_matmul_fake(*operands, out_dtype), b.dim() == 3
@@ -115,13 +108,13 @@ def _grouped_matmul_triton(
         return out
     (R, C), N, E = a.shape, b.shape[1], ends.shape[0]
     tiles_of_a = TensorDescriptor(a, a.shape, a.stride(), [GROUP_ALIGNMENT, GROUP_ALIGNMENT])
-    # Wide tiles read less, which pays on an H100 at its power limit. A second accumulator leaves no
-    # registers for them.
-    columns, programs, warps = (256, 1, 8) if fast else (128, 2, 4)
+    # Wide tiles read less, which pays on an H100 at its power limit. Unless `fast`, a second
+    # accumulator leaves no registers for them.
+    columns, programs_per_sm, warps = (256, 1, 8) if fast else (128, 2, 4)
     tiles_of_b = TensorDescriptor(b, b.shape, b.stride(), [1, columns, GROUP_ALIGNMENT])
-    sizes = R, N, C, E, 0 if row_groups else a_scale.stride(0), b_scale.stride(0)
+    sizes = R, N, C, E, a_scale.stride(0), b_scale.stride(0)
     whole = fast and out_dtype.itemsize == 2  # a tile fits into shared memory beside the loads
-    _grouped_matmul_kernel[(programs * sm_count(a.device),)](
+    _grouped_matmul_kernel[(programs_per_sm * sm_count(a.device),)](
         tiles_of_a, tiles_of_b, a_scale, b_scale, ends, out, *sizes, row_groups, fast,
         lanes_of_groups(E), columns, whole, num_warps=warps, num_stages=3,
     )  # fmt: skip
@@ -139,17 +132,17 @@ def _place(  # type: ignore[no-untyped-def]
     first index and the number of steps along C, and whether the group is one of E and not empty.
     """
     g = tl.arange(0, GROUPS)
-    group = tl.sum((tile_ends <= tile).to(tl.int32), 0)
-    is_group = g == group
-    t = tile - tl.sum(tl.where(is_group, tile_ends - tiles, 0), 0)
+    group = tl.sum((tile_ends <= tile).to(tl.int32), 0)  # the number of groups before it
+    is_group = g == group  # a sum over this mask reads the group's entry
+    t = tile - tl.sum(tl.where(is_group, tile_ends - tiles, 0), 0)  # index within the group
     begin = tl.sum(tl.where(is_group, begins, 0), 0)
     end = tl.sum(tl.where(is_group, ends, 0), 0)
     # Tiles of a panel go down its rows, then right, so that their operands stay in the L2 cache.
     tiles_m = tl.cdiv(end - begin, BLOCK) if ROW_GROUPS else tl.cdiv(R, BLOCK)
-    panel = t // (PANEL * tiles_n) * PANEL
-    height = min(PANEL, tiles_m - panel)
+    first = t // (PANEL * tiles_n) * PANEL  # the panel's first tile of rows
+    height = min(PANEL, tiles_m - first)
     t = t % (PANEL * tiles_n)
-    m, n = (panel + t % height) * BLOCK, t // height * COLUMNS
+    m, n = (first + t % height) * BLOCK, t // height * COLUMNS
     zero = 0 * m  # a tensor, where a specialized size would be a constant
     if ROW_GROUPS:
         row, end_row, k = begin + m, end, zero
@@ -162,7 +155,7 @@ def _place(  # type: ignore[no-untyped-def]
 
 @jit
 def _store(sums, out_ptr, a_scale_ptr, b_scale_ptr, r, end_row, c, N, nonempty):  # type: ignore[no-untyped-def]
-    """Scale ``sums`` by both scales; store them to rows ``r`` < ``end_row`` and columns ``c``."""
+    """Store scaled ``sums``, 0 unless ``nonempty``, to rows ``r`` < ``end_row``, columns ``c``."""
     inside = r < end_row
     a_scale = tl.load(a_scale_ptr + r, mask=inside, other=0)
     b_scale = tl.load(b_scale_ptr + c, mask=c < N, other=0)
@@ -175,14 +168,15 @@ def _store(sums, out_ptr, a_scale_ptr, b_scale_ptr, r, end_row, c, N, nonempty):
 @jit
 def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     a_tiles,  # [R, C], contiguous along C
-    b_tiles,  # [E, N, C], or [1, N, C]
-    a_scale_ptr,  # [R], or [E, R]
+    b_tiles,  # [E, N, C] if ROW_GROUPS, else [1, N, C]
+    a_scale_ptr,  # [R] if ROW_GROUPS, else [E, R]
     b_scale_ptr,  # [E, N]
-    ends_ptr,  # [E], ends of groups of rows or of tokens
-    out_ptr,  # [R, N], or [E, R, N]
-    R, N, C, E, a_scale_stride, b_scale_stride,
-    ROW_GROUPS: tl.constexpr, FAST: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
-    WHOLE: tl.constexpr,  # store a tile at once
+    ends_ptr,  # [E], ends of groups along R if ROW_GROUPS, else along C
+    out_ptr,  # [R, N] if ROW_GROUPS, else [E, R, N]
+    R, N, C, E, a_scale_stride, b_scale_stride,  # between groups; the first unused if ROW_GROUPS
+    ROW_GROUPS: tl.constexpr, FAST: tl.constexpr,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr,  # length of vectors over groups; columns of a tile
+    WHOLE: tl.constexpr,  # whether to store a tile at once; else in halves
 ):  # fmt: skip
     """Compute this program's tiles in one loop, so that the next tile's loads start early."""
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -191,17 +185,18 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     tiles_n = tl.cdiv(N, COLUMNS)
     if ROW_GROUPS:  # group E has the rows outside all groups
         tiles = tl.where(g <= E, tl.cdiv(ends - begins, BLOCK) * tiles_n, 0)
-        group_steps = tl.where(g < E, tl.cdiv(C, BLOCK), 1)
+        group_steps = tl.where(g < E, tl.cdiv(C, BLOCK), 1)  # as `_place` returns them
     else:
         tiles = tl.where(g < E, tl.cdiv(R, BLOCK) * tiles_n, 0)
         group_steps = tl.maximum((ends - begins) // BLOCK, 1)
     tile_ends = tl.cumsum(tiles, 0)  # one past the last tile of each group
+    # Count this program's tiles of each group; its tiles are program, program + programs, ...
     first_tiles = tile_ends - tiles - program
     own_tiles = tl.cdiv(tile_ends - program, programs) - tl.cdiv(first_tiles, programs)
     # The state after the last step of a tile before the first one.
     tile, step, steps = program - programs, -1, 0
     group, row, end_row, n, k = 0, 0, 0, 0, 0
-    nonempty = program < 0
+    nonempty = program < 0  # False, as a tensor
     sums = tl.zeros((BLOCK, COLUMNS), tl.float32)
     for _ in range(tl.sum(own_tiles * group_steps, 0)):
         step = tl.where(step == steps - 1, 0, step + 1)
@@ -211,7 +206,7 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
                 tile, tile_ends, tiles, begins, ends, R, C, tiles_n, E, ROW_GROUPS, GROUPS, COLUMNS
             )
         a = a_tiles.load([row, k + step * BLOCK])
-        matrix = tl.minimum(group, E - 1) if ROW_GROUPS else 0
+        matrix = tl.minimum(group, E - 1) if ROW_GROUPS else 0  # group E has none: loads any
         b = b_tiles.load([matrix, n, k + step * BLOCK]).reshape(COLUMNS, BLOCK)
         # Tensor cores add with few bits; unless FAST, each step's sums are added in float32.
         sums = tl.dot(a, b.T, sums, max_num_imprecise_acc=None if FAST else BLOCK)

@@ -21,10 +21,11 @@ Granularities = tuple[Granularity, Granularity]
 def multiply_in_bfloat16(
     a: Operand, b: Operand, ends: Tensor, granularities: Granularities
 ) -> Tensor:
-    """Multiply as `grouped_matmul` by torch's bfloat16 GEMM; exact if scales are powers of 2."""
-    scales, scale_sums = (a.scale, b.scale), False
+    """Multiply as `grouped_matmul` by a bfloat16 GEMM to bfloat16; scales must be powers of 2."""
+    result_scales = None
     if not granularities[0].by_blocks:
-        if scale_sums := b.data.dim() == 2:  # scale the result instead, which is exact
+        if b.data.dim() == 2:  # groups split C: a row has a scale for each group's result
+            result_scales = a.scale, b.scale  # [E, R], [E, N]
             granularity = ScalingGranularity.TENSORWISE
             a, b = (Operand(x.data, x.scale.new_ones(())) for x in (a, b))
         else:
@@ -35,8 +36,8 @@ def multiply_in_bfloat16(
     x, w = (dequantised_by_kernel(*pair, torch.bfloat16) for pair in pairs)
     ends = _clamped_ends(x, w, ends)
     y = F.grouped_mm(x, w.mT, offs=ends)
-    if scale_sums:
-        y = (y * scales[0][:, :, None]).mul_(scales[1][:, None]).to(y.dtype)
+    if result_scales is not None:  # powers of 2, so the result stays exact
+        y = (y * result_scales[0][:, :, None]).mul_(result_scales[1][:, None]).to(y.dtype)
     return _zero_outside(y, ends)
 
 
@@ -44,15 +45,15 @@ def multiply_mx(a: Operand, b: Operand, ends: Tensor, granularities: Granulariti
     """Multiply MXFP8 operands as `grouped_matmul` with torch's grouped GEMM; returns bfloat16."""
     scale_a, scale_b = map(scales_of_rows, (a, b), granularities)
     ends = _clamped_ends(a.data, b.data, ends)
-    if b.data.dim() == 3:
-        E, N, runs = scale_b.shape
-        padded = F.pad(scale_b, (0, 0, 0, -N % 128)).reshape(-1, runs)
+    if b.data.dim() == 3:  # groups of rows, each with a matrix of `b`
+        E, N, runs = scale_b.shape  # runs: of 32 elements that share a scale
+        padded = F.pad(scale_b, (0, 0, 0, -N % 128)).reshape(-1, runs)  # [E * ceil128(N), runs]
         scales = swizzled_rows(scale_a, ends), swizzled(padded).view(E, -1)
     else:
         scales = swizzled_tokens(scale_a, ends), swizzled_tokens(scale_b, ends)
     y = torch.ops.aten._scaled_grouped_mm_v2.default(
         a.data, b.data.mT, [scales[0]], RECIPE, SWIZZLE, [scales[1]], RECIPE, SWIZZLE, ends, None,
-        torch.bfloat16, [], False,
+        torch.bfloat16, [], False,  # after bias: out_dtype, contraction_dim, use_fast_accum
     )  # fmt: skip
     return _zero_outside(y, ends)
 
@@ -63,7 +64,7 @@ def _clamped_ends(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 def _zero_outside(y: Tensor, ends: Tensor) -> Tensor:
-    """Return `y` with zeros in rows outside all groups ([R, N]) or in empty groups ([E, R, N])."""
+    """Return a copy of `y`, 0 in rows outside all groups ([R, N]) or empty groups ([E, R, N])."""
     if y.dim() == 2:
         in_group = torch.arange(len(y), device=ends.device)[:, None] < ends[-1]
     else:
