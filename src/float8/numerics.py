@@ -27,7 +27,7 @@ ROLES = "input", "weight", "grad_output"
 
 
 def of_this_rank(x: Any, cast: Cast | None) -> tuple[Tensor, Cast | None]:
-    """Return this rank's part of `x`, dequantized, and `cast`, with `reduce` set for a DTensor."""
+    """Return this rank's part of `x`, dequantized, and `cast`, which reduces amaxes of DTensors."""
     if is_dtensor(x):
         cast = cast and cast._replace(reduce=amax_over(sharding_groups(x)))
         x = x.full_tensor() if any(placement.is_partial() for placement in x.placements) else x
@@ -51,7 +51,7 @@ def parameter_name(experts: nn.Module, weight: Any) -> str:
 def count(x: Tensor, data: Tensor, bound: Tensor | None, all_count: bool) -> Tensor:
     """Count elements of `x` that are 0 in `data` (`x` cast to float8), saturate or are not finite.
 
-    `data` has the shape of `x`. Absolute values above `bound`, one element, saturate; none if None.
+    `data` has the shape of `x`. Absolute values above `bound` [1] or [] saturate; none if None.
 
     Returns:
         [6] float64: the amax, the number of elements, of nonzero ones (all if `all_count`),
@@ -61,7 +61,7 @@ def count(x: Tensor, data: Tensor, bound: Tensor | None, all_count: bool) -> Ten
     nonzero, finite = (x != 0) | all_count, magnitude < torch.inf
     amax = magnitude.amax() if x.numel() else magnitude.new_zeros(())
     elements = torch.full_like(amax, x.numel(), dtype=torch.float64)
-    # `reshape(1)`: a 0-dim bound would be rounded to the dtype of `x`.
+    # `finite[:0]` sums to 0. `reshape(1)`: a 0-dim bound would be rounded to the dtype of `x`.
     saturated = finite[:0] if bound is None else finite & (magnitude > bound.reshape(1))
     counts = nonzero.sum(), (nonzero & is_zero).sum(), saturated.sum(), elements - finite.sum()
     return torch.stack([x.double() for x in (amax, elements, *counts)])
@@ -115,12 +115,12 @@ def measure(x: Any, cast: Cast | None, col: bool = False, offs: Tensor | None = 
     if x.dim() == 2 and offs is not None:
         quantized = PRODUCTS[3].quantize_rows(x, cast, offs, row=not col, col=col)  # as experts do
     else:
-        quantized = PRODUCTS[x.dim()].quantize_weight(x, cast, row=not col, col=col)
+        quantized = PRODUCTS[x.dim()].quantize_weight(x, cast, row=not col, col=col)  # 3: experts
     (data, scale, *_), x = (quantized.col, x.mT) if col else (quantized.row, x)
     bound = None  # scales from the amax saturate nothing
     if cast.source is not None:
         bound = scale * FLOAT8_MAX[cast.config.dtype] * (1 + 2.0**-20)  # tolerates their rounding
-    data = data[..., : x.shape[-2], : x.shape[-1]]
+    data = data[..., : x.shape[-2], : x.shape[-1]]  # without padding
     numbers: Tensor = COUNT(x, data, bound, in_float8)
     if inside is not None:  # the number of elements
         numbers[1] = inside.sum() * x.shape[-1]
@@ -140,7 +140,7 @@ def over_ranks(rows: Tensor, keys: Sequence[Any], largest: int, group: Any) -> l
             raise ValueError(f"{got}; give a group= of ranks that train the same layers")
         maxima, sums = rows[:, :largest].float().contiguous(), rows[:, largest:].contiguous()
         dist.all_reduce(sums, group=group)
-        rows = torch.cat([amax_over([group])(maxima).double(), sums], 1)
+        rows = torch.cat([amax_over([group])(maxima).double(), sums], 1)  # `amax_over`: of float32
     return rows.tolist()
 
 
@@ -168,7 +168,7 @@ class _Observer:
 
     def __call__(self, layer: Any, casts: Casts, x: Any, weight: Any, y: Any, offs: Any = None,
         name: str = "") -> Any:  # fmt: skip
-        """Measure `x`, `weight`, the gradient of `y`; return `y`. `name`: of an experts' weight."""
+        """Measure `x`, `weight`, the gradient of `y`; return new `y`. Experts: `offs`, `name`."""
         # No grad in evaluation and the first forward of reentrant checkpoints: only order counts.
         compiling, counted = torch.compiler.is_compiling(), torch.is_grad_enabled()
         if offs is not None and not compiling:
@@ -178,7 +178,7 @@ class _Observer:
         TALLY(measure(x, cast, offs=offs), *self.totals[name, "input"], counted)
         if counted and casts.weight.config.is_float8 and (compiling or name not in self.weights):
             TALLY(measure(weight, casts.weight, offs=offs), *self.totals[name, "weight"], counted)
-            if not compiling:
+            if not compiling:  # compiled code would guard on the set: it measures in each call
                 self.weights.add(name)
         if y.requires_grad and casts.grad_output.config.is_float8:
             function: Any = _MeasureGradient
@@ -238,12 +238,12 @@ class Watch(contextlib.ExitStack):
         """End a training step, after its last backward; return statistics over ranks of `group`.
 
         Returns `{}` if the step was not watched, else four numbers for each layer (or weight of
-        experts) and role: `input`, `weight` (casts for `output`), `grad_output` (for `grad_input`).
-        If a tensor is in float8 already, as gathered weights are, its zeros count as underflow.
+        experts) and role: `input` and `weight` as cast for the GEMM `output`, and `grad_output` as
+        cast for `grad_input`. Zeros of a tensor that is in float8 already count as underflow.
 
         - `"layers.0.attention.query/input/amax"`: the largest absolute value, NaN if one is NaN.
         - `.../underflow`: the share of nonzero values that become 0.
-        - `.../saturation`: the share of nonzero values that saturate, with delayed scaling only.
+        - `.../saturation`: the share of nonzero values that saturate; 0 unless scaling is delayed.
         - `.../nonfinite`: the share of all values that are NaN or Inf.
 
         The dict is in the order of execution: `input` and `weight` of each layer in the order of
@@ -261,9 +261,9 @@ class Watch(contextlib.ExitStack):
                 for name, observer in self._observers.items()
                 for (weight_name, role), (totals, _) in observer.totals.items()
             }
-            none = torch.zeros(8, dtype=torch.float64, device=device_of(self._model))
-            rows = torch.stack([none, *(x.to(none.device) for x in totals_by_role.values())])
-            reduced = over_ranks(rows, ["", *totals_by_role], 3, self._group)
+            row = torch.zeros(8, dtype=torch.float64, device=device_of(self._model))  # if no layer
+            rows = torch.stack([row, *(x.to(row.device) for x in totals_by_role.values())])
+            reduced = over_ranks(rows, ["", *totals_by_role], largest=3, group=self._group)
             table = dict(zip(totals_by_role, reduced[1:], strict=True))
 
             def order(key: tuple[str, str]) -> tuple[bool, float]:

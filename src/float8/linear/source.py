@@ -84,11 +84,10 @@ def problem(
             fix = ": DeepSpeed's zero.Init has taken it apart; convert layers one by one, within "
             fix += "deepspeed.zero.GatheredParameters([layer.weight])"
         return ValueError(f"got weight of shape {shape}, expected no empty dim{fix}")
-    for refuse in REFUSALS:
+    for refuse in REFUSALS:  # of optional features
         if refusal := refuse(mod, config):
             return refusal
-    reason = lacks_float8_gemm(weight.device, only=config.only_on)
-    if reason is not None and not config.emulate:
+    if (reason := lacks_float8_gemm(weight.device, only=config.only_on)) and not config.emulate:
         return ValueError(f"{reason}; set emulate=True to compute in high precision instead")
     return None
 
@@ -132,15 +131,15 @@ def _cannot_be_both(mod: Any, base: Any, config: Float8LinearConfig) -> str | No
     is_ours = isinstance(mod, Float8Module)
     needed = base._float8_buffer_names(config)  # names that the layer must not have yet
     if is_ours:
-        needed -= mod._float8_state().keys()
+        needed -= mod._float8_state().keys()  # which the new state replaces
     else:
         needed |= our_names(base)
-        # The method of the class would hide what is registered under its name.
+        # The method of the class would hide a registered tensor or module of the same name.
         needed |= {"from_float"} & {*mod._parameters, *mod._buffers, *mod._modules}
     if conflicts := needed & {*dir(mod)}:
         got = f"with an attribute {min(conflicts)!r}, expected one without"
         return f"{got}: {base.__name__} has one"
-    if is_ours:
+    if is_ours:  # its class has both bases already
         return None
     for parent in (x for x in cls.__mro__ if x not in (nn.Linear, nn.Module, object)):
         if name := next((x for x in _PICKLING if vars(parent).get(x)), ""):  # `__slots__` may be ()
@@ -161,16 +160,16 @@ def class_of(base: Any, source: Any) -> Any:
     """Return the class of a converted layer; `base` is a float8 class, `source` the user's class.
 
     For `nn.Linear` this is `base`; for a subclass, a class that inherits from `base` and `source`:
-    forward is that of `base`; all else of `source` stays, and methods of `base` call it by `super`.
+    forward is that of `base`; all else of `source` stays, as other methods of `base` call `super`.
     Layers can be pickled if `source` can be. The constructor takes the arguments of `source` and a
-    `config`. If `source` takes a `config` itself, new layers have dynamic tensorwise scaling.
+    `config`; if `source` has its own `config`, constructed layers have dynamic tensorwise scaling.
     """
     if issubclass(base, source):
         return base
     name = f"{base.__name__}[{source.__qualname__}]"
     members = {"__init__": _init, "_float8_source_class": source}
     # Attributes of the user's class with these names stay.
-    members |= {name: getattr_static(source, name) for name in PUBLIC if hasattr(source, name)}
+    members |= {x: getattr_static(source, x) for x in PUBLIC if hasattr(source, x)}
     return new_class(name, (base, source), class_of, (base, source), **members)
 
 

@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 class Weight(Protocol):
     """The weight [N, K] of a layer, or [E, N, K] of experts, as an operand of two GEMMs.
 
-    Classes are NamedTuples of tensors or None. Forward passes the fields that `output` returns to
-    `save_for_backward`, since a tensor kept on `ctx` would live as long as the loss; backward makes
-    a new instance of them. `shape` is that of the result; `index` is (offs,) for experts, else ().
+    Classes are NamedTuples of tensors or None. Forward passes the fields returned by `output` to
+    `save_for_backward`, as a tensor on `ctx` would live as long as the loss; backward makes a new
+    instance. `shape` is that of the result, `index` (offs,) of experts or (); `call`: casts, GEMMs.
     """
 
     def output(
         self, a: Operand, shape: Shape, index: Any, call: "Call", out_dtype: dtype
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """Return `a @ weight.T`, [M, N] in `out_dtype`, and the fields to save; `a`: input rows."""
+        """Return `a @ weight.T` in `out_dtype` and the fields to save; `a`: row data [M, K]."""
 
     def grad_input(
         self, g: Operand, shape: Shape, index: Any, call: "Call", out_dtype: dtype
     ) -> Tensor:
-        """Return `g @ weight`, [M, K] in `out_dtype`; `g`: row data [M, N]; rest: see `Weight`."""
+        """Return `g @ weight`, [M, K], in `out_dtype`; `g`: row data [M, N] of grad_output."""
 
 
 class OnTheFly(NamedTuple):
@@ -59,8 +59,8 @@ class OnTheFly(NamedTuple):
     def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", out_dtype: Any) -> Any:
         """Quantize the weight to column data, and return `g @ weight`.
 
-        The cast depends on `g.scale`, so that a compiler cannot move the cast into forward: the
-        column data, under FSDP of every gathered weight, would then be kept until backward.
+        The cast depends on `g.scale`, so that a compiler cannot move the cast into forward, where
+        column data (under FSDP2: of all gathered weights) would take memory until backward.
         """
         cast, gemm, products = call.casts.weight_for_grad_input, call.plan.grad_input, call.products
         if self.scale is not None:
@@ -84,7 +84,7 @@ class InFloat8(NamedTuple):
         return call.products.output(a, b, shape, *index, gemm=gemm, out_dtype=out_dtype), self
 
     def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", out_dtype: Any) -> Any:
-        """Make the weight's column data, after `g.scale` as `OnTheFly`; return `g @ weight`."""
+        """Convert the weight to column data once `g.scale` exists; return `g @ weight`."""
         cast_config, gemm = call.casts.weight_for_grad_input.config, call.plan.grad_input
         b = call.products.transposed(Operand(*self), cast_config, g.scale)
         return call.products.grad_input(g, b, shape, *index, gemm=gemm, out_dtype=out_dtype)

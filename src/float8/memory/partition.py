@@ -87,8 +87,8 @@ class Float8Partitioner(CustomPartitionerFn):
         activations, weight_gradients = _activations(forward.graph, inputs, gradients, static)
         passed = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
         output_names = {node.name for node in outputs if isinstance(node, Node)}
-        grad_nodes = {node for node in passed.values() if node.name not in output_names}
-        for node in backward.graph.nodes:  # adds all that is computed from gradients
+        grad_nodes = {node for name, node in passed.items() if name not in output_names}  # tangents
+        for node in backward.graph.nodes:  # adds all that is computed from tangents
             if not grad_nodes.isdisjoint(node.all_input_nodes):
                 grad_nodes.add(node)
         count = kwargs["num_fwd_outputs"]  # the other outputs are saved for backward
@@ -134,13 +134,14 @@ class Float8Partitioner(CustomPartitionerFn):
 
         def unpack(data: Tensor, scale: Tensor) -> tuple[Tensor]:
             x, largest = _in_runs(data.to(torch.float32)) * scale, torch.finfo(dtype).max
-            x = x.clamp(-largest, largest) if dtype == torch.float16 else x  # may be rounded up
+            x = x.clamp(-largest, largest) if dtype == torch.float16 else x  # it may overflow
             return (x.to(dtype).reshape(data.shape),)
 
         inputs, mark = forward.find_nodes(op="placeholder"), "saved_tensor_with_no_vc_check"
-        with forward.inserting_before((inputs[-1] if node in inputs else node).next):
+        previous = inputs[-1] if node in inputs else node  # no node may stand between placeholders
+        with forward.inserting_before(previous.next):
             packed = _graft(forward, pack, [node])
-        first_user = next(x for x in backward.nodes if x in activation.users)
+        first_user = next(x for x in backward.nodes if x in activation.users)  # not a placeholder
         with backward.inserting_before(activation):
             new_inputs = [backward.placeholder(f"{x.name}_kept") for x in packed]  # unique names
         for new_input, result in zip(new_inputs, packed, strict=True):
@@ -155,21 +156,21 @@ class Float8Partitioner(CustomPartitionerFn):
 def _activations(
     graph: Graph, inputs: Sequence[Node], gradients: Sequence[Node | None], static: set[int]
 ) -> tuple[set[Node], set[Node | None]]:
-    """Return nodes that require grad and depend on data inputs, and the gradients of Parameters."""
-    traits, weight_gradients = {}, set[Node | None]()  # traits: (requires grad, depends on data)
+    """Return nodes that require grad and depend on an argument, and gradients of other inputs."""
+    traits, weight_gradients = {}, set[Node | None]()  # traits: (requires grad, from an argument)
     for index, (node, gradient) in enumerate(zip(inputs, gradients, strict=False)):  # not tangents
         origin: Any = node.meta.get("desc")  # None in inner graphs: all count as Parameters there
-        while hasattr(origin, "base"):  # of a tensor subclass, which `static` counts as one
+        while hasattr(origin, "base"):  # `node` is an inner tensor of a subclass
             origin = origin.base
-        argument = origin is not None and not (origin.is_param() or origin.is_buffer())
-        numbers = index, getattr(origin, "idx", index)  # its own, and that of the subclass
-        argument = argument and static.isdisjoint(numbers)
-        traits[node.name] = gradient is not None, argument
-        weight_gradients |= set() if argument else {gradient}
+        is_argument = origin is not None and not (origin.is_param() or origin.is_buffer())
+        indices = index, getattr(origin, "idx", index)  # `static` may count a subclass as one input
+        is_argument = is_argument and static.isdisjoint(indices)
+        traits[node.name] = gradient is not None, is_argument
+        weight_gradients |= set() if is_argument else {gradient}
     for node in graph.nodes:
         if node.op == "call_function":
-            traits_read = [traits.get(x.name, (False, False)) for x in node.all_input_nodes]
-            traits[node.name] = any(a for a, _ in traits_read), any(b for _, b in traits_read)
+            read = [traits.get(x.name, (False, False)) for x in node.all_input_nodes]
+            traits[node.name] = any(grad for grad, _ in read), any(argument for _, argument in read)
     return {node for node in graph.nodes if traits.get(node.name) == (True, True)}, weight_gradients
 
 
@@ -191,32 +192,32 @@ def _may_be_rounded(
 ) -> bool:
     """Return whether each use of the saved value `start` in backward is of one of four kinds.
 
-    - The operand of a weight gradient: the value, times exact factors or cast to float8, is
-      multiplied with one of `gradients`, and the product is one of `weight_gradients`.
-    - The input of SiLU or GELU: backward computes the output again, as such an operand, and the
-      derivative; the input's gradient goes into GEMMs, casts and the bias of a linear layer alone.
-    - `up` in `silu(gate) * up`: a gradient times `up` goes into the derivative of `silu` alone.
-    - The input `x` of RMSNorm: its gradient adds `sum(gradient * x, -1) * x` times exact factors.
+    - The operand of a weight gradient: the value, cast to float8 or times factors that are not
+      rounded, is multiplied with one of `gradients`; the product is one of `weight_gradients`.
+    - The input of SiLU or GELU: backward computes from it the output, as such an operand, and the
+      derivative; only GEMMs, casts and sums (gradients of biases) read the input's gradient.
+    - `up` in `silu(gate) * up`: only the derivative of `silu` reads a gradient times `up`.
+    - The input `x` of RMSNorm: its gradient adds `sum(gradient * x, -1) * x` times such factors.
 
-    In all four each term is a product with the value or a function of it, and about as exact.
+    Each use multiplies by the value or a function of it; products are about as exact as the value.
     """
-    kinds = {start: "value"}
+    kinds = {start: "value"}  # of `start` and all that is computed from it, see `_PATTERNS`
     for node in graph.nodes:
         rounded = [x for x in node.all_input_nodes if kinds.get(x, "any") != "any"]
+        if not rounded:  # all uses are allowed
+            continue
         kinds_read = {kinds[x] for x in rounded}
-        if rounded and node.op == "output":
+        if node.op == "output":
             return kinds_read == {"weight gradient"} and weight_gradients.issuperset(rounded)
-        if rounded:
-            use = _use(node, rounded)
-            if use == "factor" and len(kinds_read) == 2:  # the value times a node of another kind
-                use, kinds_read = "factor of value", kinds_read - {"value"}
-            elif node in gradients and (use == "function" or gradients.isdisjoint(rounded)):
-                use += " of gradient"
-            results = {_PATTERNS[kind].get(use) for kind in kinds_read}
-            kind = results.pop()
-            if kind is None or results:  # no pattern has this use, or several disagree on the kind
-                return False
-            kinds[node] = kind
+        use = _use(node, rounded)
+        if use == "factor" and len(kinds_read) == 2:  # the value times a node of another kind
+            use, kinds_read = "factor of value", kinds_read - {"value"}
+        elif node in gradients and (use == "function" or gradients.isdisjoint(rounded)):
+            use += " of gradient"  # of one that is not in `rounded`, or by a derivative
+        kind, *others = {_PATTERNS[kind].get(use) for kind in kinds_read}
+        if kind is None or others:  # no pattern has this use, or several disagree on the kind
+            return False
+        kinds[node] = kind
     return True
 
 
@@ -225,14 +226,14 @@ def _use(node: Node, rounded: list[Node]) -> str:
     name, args = _name(node), node.args
     if _is_activation_function(node):
         return "function"
-    if name == "mul" or (name == "div" and not isinstance(args[1], Node)):
+    if name == "mul" or (name == "div" and not isinstance(args[1], Node)):  # by a number
         return "factor"
     if name == "sum" and len(args) > 1:
-        dim, dims = rounded[0].meta["val"].dim(), cast("list[int]", args[1])
-        last_dims = [x for x in dims if x % dim == dim - 1]  # [], or the last dim
-        return "sum of rows" if not last_dims else "sum of columns" if last_dims == dims else ""
+        rank, dims = rounded[0].meta["val"].dim(), cast("list[int]", args[1])
+        last_dim = [x for x in dims if x % rank == rank - 1]  # [] if the sum is not over it
+        return "sum of rows" if not last_dim else "sum of columns" if last_dim == dims else ""
     is_view = isinstance(node.target, OpOverload) and node.target._schema._is_view_op()
-    if is_view or (name == "pow" and args[1] == 1):
+    if is_view or (name == "pow" and args[1] == 1):  # a no-op
         return "copy"
     if name in ("eq", "ne") and (args[0] is args[1] or args[1] == float("inf")):
         return "step of cast"  # whether values are finite
@@ -260,8 +261,7 @@ def _graft(graph: Graph, function: Callable[..., Any], nodes: list[Node]) -> lis
     with values[0].fake_mode:
         traced = make_fx(lambda *args: function(*args), select_decomp_table())(*values)
     inputs = zip(traced.graph.find_nodes(op="placeholder"), nodes, strict=True)
-    results: Any = graph.graph_copy(traced.graph, dict(inputs))
-    return list(results)
+    return list(cast("Any", graph.graph_copy(traced.graph, dict(inputs))))
 
 
 def _in_runs(x: Tensor) -> Tensor:

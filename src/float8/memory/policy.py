@@ -68,8 +68,8 @@ def save_gemm_outputs(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
     Saved are layer outputs [tokens, out_features] in the compute dtype; in compiled code only those
     that backward reads. Recomputing the GEMMs would take most of the time. Casts, norms, activation
-    functions and attention are recomputed, as are GEMMs in high precision and emulated GEMMs, but
-    emulated GEMMs of experts, and of held weights in compiled code, are saved.
+    functions and attention are recomputed, as are GEMMs in high precision and emulated GEMMs,
+    except those of experts and, in compiled code only, those of held weights: these are saved.
 
     Returns:
         `MUST_SAVE` if `op`, the `OpOverload` about to run, is a float8 GEMM, else

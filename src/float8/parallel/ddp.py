@@ -1,4 +1,4 @@
-"""Settings and checks for models under `DistributedDataParallel`."""
+"""Tell `DistributedDataParallel` which tensors of float8 layers it must ignore."""
 
 from torch import nn
 
@@ -24,7 +24,7 @@ def tell_ddp_what_to_ignore(module: nn.Module) -> None:
 
     Marks `module` and its submodules, any of which DDP may wrap. DDP broadcasts rank 0's buffers in
     each forward, which would lose other ranks' amaxes. It still broadcasts histories and scales,
-    equal after a sync: rank 0 alone may load a checkpoint if no weight is in float8 only.
+    equal on all ranks once synced: so rank 0 alone may load a checkpoint without `ONLY` weights.
     """
     for root in module.modules():
         names = [

@@ -45,7 +45,7 @@ class Shards(NamedTuple):
 
         `casts` come from `self.casts`. `input` is placed as the docstring of this module says, or,
         if `self.gathers_input` and the weight is Shard(0), in any way: it is gathered, in float8 if
-        possible. A local `Float8Tensor` stays. `bias` is Shard(0) if the weight is, or Replicate.
+        possible. A `Float8Tensor` is not cast again. `bias`: Shard(0) as the weight, or Replicate.
         """
         if not hasattr(input, "placements"):
             raise TypeError(
@@ -109,15 +109,15 @@ class GathersInput(Dense):
     def quantize_rows(
         self, x: Tensor, cast: Cast, *, row: bool, col: bool, traced: bool
     ) -> Quantized:
-        """Quantize this rank's `x` [M / ranks, K]; return only row data, of all ranks: [M, K]."""
+        """Quantize `x` [M / ranks, K]; return row data [M, K] of all ranks, whatever `col` is."""
         return Quantized(self.tokens.gathered(x, cast, traced))
 
     def output(self, a: Operand, b: Operand, shape: Shape, **gemm: Any) -> Tensor:
-        """Multiply the gathered `a` [M, K] by `b` [N, K]: [M, N]; `shape` is [M / ranks, N]."""
+        """Return `a @ b.T` [M, N]; `a` [M, K] has all ranks' rows, `shape` is (M / ranks, N)."""
         return matmul(a, b, (shape[0] * self.tokens.ranks, shape[1]), **gemm)
 
     def start(self, dx: Tensor) -> Tensor:
-        """Start to reduce-scatter `dx` [M, K], this rank's partial sum of grad_input."""
+        """Start to reduce-scatter `dx` [M, K], a partial sum; return a tensor for `finished`."""
         return self.tokens.start_reduce_scatter(dx)
 
 
@@ -128,7 +128,7 @@ class ScattersOutput(Dense):
     tokens: SharedTokens
 
     def quantize_grad(self, g: Tensor, cast: Cast, *, row: bool, col: bool) -> Quantized:
-        """Quantize this rank's `g` [M / ranks, N]; return row data [M, N], and columns if `col`."""
+        """Quantize this rank's `g`; return row data [M, N] of all ranks, and columns if `col`."""
         row_data = self.tokens.gathered(g, cast)
         return Quantized(row_data, to_col(row_data, cast.config) if col else None)
 
@@ -137,7 +137,7 @@ class ScattersOutput(Dense):
         return finished(self.tokens.start_reduce_scatter(y))
 
     def grad_input(self, a: Operand, b: Operand, shape: Shape, **gemm: Any) -> Tensor:
-        """Multiply the gathered `a` [M, N] by `b` [K, N]: [M, K]; `shape` is [M / ranks, K]."""
+        """Return `a @ b.T` [M, K]; `a` [M, N] has all ranks' rows, `shape` is (M / ranks, K)."""
         return matmul(a, b, (shape[0] * self.tokens.ranks, shape[1]), **gemm)
 
 
@@ -148,9 +148,9 @@ def _column_parallel(
     dtensors, mesh, local = torch.distributed.tensor, weight.device_mesh, weight.to_local()
     (placement,), tokens = input.placements, None  # `tokens`: of `GathersInput`, if it gathers
     if gathers and not placement.is_replicate():
-        in_float8 = isinstance(input._local_tensor, Float8Tensor)
+        in_float8 = isinstance(input._local_tensor, Float8Tensor)  # cast before, for several layers
         if placement.is_shard() and plan.input_rows_suffice and not in_float8:
-            tokens = _shared_tokens(input, placement.dim)
+            tokens = _shared_tokens(input, placement.dim)  # float8 rows serve both GEMMs
         if tokens is None:  # torch gathers, which handles Partial and uneven sizes
             input = in_compute_dtype(input, weight)
             input = dtensor_in_float8(input, weight, plan, casts.input)
@@ -177,7 +177,7 @@ def _column_parallel(
 def _row_parallel(
     input: Any, weight: Any, bias: Any, tokens_dim: int | None, plan: LinearPlan, casts: Casts
 ) -> Any:
-    """Multiply local features by local weight columns; return Shard(`tokens_dim`) or Partial."""
+    """Multiply features by local weight columns; return Shard(`tokens_dim`), or Partial if None."""
     dtensors: Any = torch.distributed.tensor
     dims, tokens_placement, tokens = input.dim(), None, None  # `tokens`: of `ScattersOutput`
     if tokens_dim is not None:
@@ -187,7 +187,7 @@ def _row_parallel(
                 f"{tokens_dim}, expected one of them; give the style another output_layouts"
             )
         tokens_placement = dtensors.Shard(tokens_dim % dims)
-        if plan.grad_output_rows_suffice:
+        if plan.grad_output_rows_suffice:  # float8 rows serve both GEMMs of backward
             tokens = _shared_tokens(input, tokens_placement.dim)
     _require_placed(input, weight, dtensors.Shard(dims - 1))
     if tokens is None:  # grad_output is replicated, so all ranks compute the same amax
@@ -224,7 +224,7 @@ def _without_reduce(casts: Casts, *roles: str) -> Casts:
 
 
 def _shared_tokens(x: Any, dim: int) -> SharedTokens | None:
-    """Return how ranks share `x` by `dim`; None if `dim` is last or uneven, or `x` is empty."""
+    """Return the `SharedTokens` of `x` cut along `dim`; None if last or uneven, or `x` is empty."""
     mesh = x.device_mesh
     if dim == x.dim() - 1 or x.shape[dim] % mesh.size() or 0 in x.shape:
         return None
@@ -240,14 +240,14 @@ def dtensor_in_float8(x: Any, weight: Any, plan: LinearPlan, cast: Cast) -> Any:
     (placement,) = x.placements
     cuts_rows = placement.is_shard() and placement.dim % x.dim() == x.dim() - 1
     if (
-        placement.is_partial()
-        or (cuts_rows and cast.config.scaling_granularity.by_rows)
-        or not plan.input_rows_suffice
+        placement.is_partial()  # local values are not summed yet
+        or (cuts_rows and cast.config.scaling_granularity.by_rows)  # no rank has a whole row
+        or not plan.input_rows_suffice  # a GEMM needs more than float8 rows
         or isinstance(x._local_tensor, Float8Tensor)
     ):
         return x
     x = in_compute_dtype(x, weight)
-    if placement.is_replicate():
+    if placement.is_replicate():  # all ranks compute the same amax
         cast = cast._replace(reduce=None)
     return dtensor_like(to_float8(x.to_local(), cast), x)
 

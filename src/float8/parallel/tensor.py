@@ -89,8 +89,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             for name in names:  # whose `repr` then says how the input is gathered
                 layer: Any = module.get_submodule(name)
                 layer._float8_shards = layer._float8_shards._replace(gathers_input=True)
-        own = vars(module).get("forward")  # of the instance, or None
-        own = getattr(own, "__func__", own)  # unbound: copies of the module pass themselves
+        own_forward = vars(module).get("forward")  # of the instance, or None
+        own_forward = getattr(own_forward, "__func__", own_forward)  # unbound, for copies
 
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             if self.input_layouts is not None:
@@ -105,7 +105,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 if name in kwargs:
                     kwargs[name] = _quantize(module, names, device_mesh, kwargs[name], placement)
             args, kwargs = self._prepare_input_kwarg_fn(args, kwargs, device_mesh)  # type: ignore[no-untyped-call]
-            return (type(module).forward if own is None else own)(module, *args, **kwargs)
+            return (own_forward or type(module).forward)(module, *args, **kwargs)
 
         # Not a hook: torch compiles hooks separately, and compiled code cannot return a
         # `Float8Tensor` that requires grad.
@@ -137,9 +137,9 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 def _quantize(
     module: nn.Module, names: list[str], mesh: DeviceMesh, input: Any, placement: Placement | None
 ) -> Any:
-    """Cast `input` as the first layer in `names` that reads its whole rows; if none, return it."""
+    """Cast `input` as the first layer in `names` to read its full last dim, else return it."""
     shape = getattr(input, "shape", ())
-    if placement is None or not shape:
+    if placement is None or not shape:  # not to be placed, or no tensor with dims
         return input
     for name in names:
         layer: Any = module.get_submodule(name)  # maybe converted back to high precision since
