@@ -83,7 +83,7 @@ def test_numbers_of_a_table_are_whole(width: int) -> None:
     file = io.StringIO()
     print_table(Console(width=width, file=file, soft_wrap=True), "8B", results["rows"])
     assert max(map(len, file.getvalue().splitlines())) <= width
-    for number in ["641.8", "12,764", "1.32", "72.22", "9.6"]:
+    for number in ["646.7", "12,667", "1.32", "75.47", "17.8"]:
         assert re.search(rf"(?<!\S){re.escape(number)}(?!\S)", file.getvalue()), number
 
 

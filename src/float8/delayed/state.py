@@ -198,7 +198,7 @@ class StatefulLayer(Float8Module):
         amax: Any = self._buffers.get(GRAD_OUTPUT.amax)
         old_sample: Any = self._float8_sample or (None, None, None)
         old, is_first = self._float8_versions or {}, self._float8_versions is None  # since the sync
-        written = any(old.get(key, v) != v for key, v in versions.items())
+        written = not is_first and any(old.get(key, v) != v for key, v in versions.items())
         trained = type(weight) is nn.Parameter and id(weight) in versions
         samples = trained and amax is not None and not (amax.is_meta or amax.is_inference())
         (old_identity, old_version, old_diagonal), new_sample = old_sample, None
