@@ -55,7 +55,7 @@ class ConversionReport:
 
     @property
     def share(self) -> float:
-        """Elements of weights of layers and experts in float8, divided by those of all weights."""
+        """Elements of GEMM weights in float8, divided by those of all GEMM weights."""
         in_float8 = sum(math.prod(x.shape) for x in self._all_reports if x.skip_reason is None)
         shapes = [x.shape for x in self._all_reports] + [x.shape for x in self.others]
         all_weights = sum(map(math.prod, shapes))
