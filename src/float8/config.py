@@ -152,7 +152,7 @@ class CastConfig:
             object.__setattr__(self, "power_of_2", False)
         elif self.scaling_granularity.exponents:  # such scales can only be powers of two
             object.__setattr__(self, "power_of_2", True)
-        object.__setattr__(self, "dtype", self.target_dtype or E4M3)  # not None, for kernels
+        object.__setattr__(self, "dtype", self.target_dtype or E4M3)  # a config resolves None first
 
     @property
     def is_float8(self) -> bool:
@@ -356,7 +356,7 @@ class Float8LinearConfig:
             check(self)
 
     def _resolve_casts(self) -> dict[CastSite, CastConfig]:
-        """Fill in `target_dtype` where a cast field has None; return the effective cast by site."""
+        """Set `target_dtype` in cast fields where it is None; return the effective cast by site."""
         casts, rounded = dict[CastSite, CastConfig](), self.round_scales_to_power_of_2
         for site in CastSite:  # first sites of tensors, then second ones, which may reuse casts
             name = f"cast_config_{site.value}"

@@ -173,7 +173,7 @@ def speedups(case: Case) -> dict[str, tuple[float, float]]:
     found = {}
     for recipe, speedup in measured(case).items():
         blocks = recipe_config(recipe).only_on
-        left = blocks and case.file in ("h200-kernels-8b", "h200-train-8b")
+        left = blocks and case.file == "h200-kernels-8b"
         modelled = predicted(case._replace(leaves=KV) if left else case, recipe)
         found[recipe] = modelled, speedup
     return found

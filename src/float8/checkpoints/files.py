@@ -165,7 +165,7 @@ def _read_index(index: Path) -> dict[str, set[str]]:
 
 
 def _read(folder: Path, name: str, read: Callable[[Path], Any]) -> Any:
-    """Return `read(path)` for the file `name` in `_COMPLETE` if it is there, else in `folder`."""
+    """Return `read(path)` of file `name` in subfolder `_COMPLETE` if there, else in `folder`."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, RuntimeError):  # moved just now
         return read(folder / _COMPLETE / name)
     return read(folder / name)

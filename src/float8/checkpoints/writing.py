@@ -267,7 +267,7 @@ def _plan(
             f"format: got {format!r} for a model with {replaced}, for which transformers finds no "
             f"weights when it loads that format; expected {FINE_GRAINED!r}"
         )
-    ((model_dtype, _),) = sizes.most_common(1)
+    ((model_dtype, _),) = sizes.most_common(1)  # only if float32, weights are rounded by default
     rounds_to = dtype or (torch.bfloat16 if model_dtype == torch.float32 else None)
     entries, adapters = [], {}
     for tensor in saved:

@@ -14,6 +14,7 @@ from float8.convert.speed import MEMORY, NARROW, judged_as
 from float8.formats import BLACKWELL, lacks_float8_gemm
 from float8.linear import Float8Module
 from float8.names import plain_name
+from float8.products import PRODUCTS
 
 DEFAULT_TOKENS = 8192
 
@@ -57,7 +58,7 @@ class Chooser:
         self.config = as_config(config)
         self.config_or_none = None if config is None else self.config
         ranks = max(feature.sharing_ranks(self.config) for feature in FEATURES)
-        self.ranks = {2: ranks, 3: ranks}  # dims of a weight (3: experts): ranks that share casts
+        self.ranks = dict.fromkeys(PRODUCTS, ranks)  # {dims of weights: ranks that share casts}
         self.gpu: str | None = short_name(gpu)
         self.cuda_graphs, self.head = cuda_graphs, head
         classes: Any = linear_classes if isinstance(linear_classes, Iterable) else (None,)
@@ -142,8 +143,7 @@ class Chooser:
             source = f'gpu="{gpu}"' if self.gpu else "the GPU here"
             model = f"modelled as {judged_as(self.config)} at {self.tokens} tokens per forward"
             model += f", casts shared by {self.ranks[2]} ranks" if self.ranks[2] > 1 else ""
-            model += ", as CUDA graphs" if self.cuda_graphs else ""
-            return f"chosen for {gpu} ({source}): {model}"
+            return f"chosen for {gpu} ({source}): {model}{', as CUDA graphs' * self.cuda_graphs}"
         if gpu is None:
             names = " or ".join(f'gpu="{name}"' for name in MEMORY)
             return f"no GPU here: layers of any size are converted; {names} leaves those that lose"

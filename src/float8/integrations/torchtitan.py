@@ -97,7 +97,7 @@ def _grouped_class(cls: Any) -> Any:
 def converted_config(source: Any) -> Any:
     """Return a subclass of the config class `source` whose `build` returns a module in float8.
 
-    Experts keep torchtitan's `parallelize`, since they have no buffers and multiply local tensors.
+    Experts need no `parallelize` of their own, unlike linear layers, which have buffers.
     """
 
     @dataclass(kw_only=True, slots=True)

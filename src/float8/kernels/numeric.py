@@ -28,7 +28,7 @@ def magnitude_bits(x):  # type: ignore[no-untyped-def]
 
 @jit
 def float32_bits(bits, element: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Convert `magnitude_bits` of dtype ``element`` to the float32 bits (int32) of that number."""
+    """Convert ``bits``, `magnitude_bits` of a number of dtype ``element``, to its float32 bits."""
     bits = bits.to(tl.int32)
     if element == tl.bfloat16:
         bits = bits << 16
@@ -110,7 +110,7 @@ def scale_and_inverse(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untype
 
     If scales are 8-bit exponents, these equal `amax_to_exponent` and `inverse_of_exponent`.
     """
-    if ARITHMETIC[SCALE_ROUNDING] == 2:
+    if ARITHMETIC[SCALE_ROUNDING] == 2:  # scales are 8-bit exponents
         # The largest value of a format is 1.75 * 2**BIAS.
         BIAS: tl.constexpr = 8 if ARITHMETIC[MANTISSA_BITS] == 3 else 15
         exponent = ((bits + 0x1FFFFF) & 0x7F800000) - (BIAS << 23)

@@ -45,7 +45,7 @@ def tiled(
     """
     (R, C, *_), sms = integers, sm_count(device)
     for tile in tiles:
-        block_r, block_c, num_warps = tile  # of the chosen tile after the loop
+        block_r, block_c, num_warps = tile  # multiples of 16, so tiles cover padding; kept below
         programs = -(-R // block_r) * -(-C // block_c)
         if programs >= 2 * sms:
             break
@@ -182,7 +182,7 @@ def store_row_data(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Round a tile ``v``, four tensors at ``quad`` and ``c``, to float8 and store it in ``ptr``.
 
-    ``ptr`` points to a matrix [rows, Cp]. Unless EVEN, rows are masked; unless EVEN_C, columns too.
+    ``ptr`` points to a matrix [rows, Cp]. Unless EVEN, rows are masked, and columns unless EVEN_C.
     """
     ptr = ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + c
     r = quad_rows(quad)

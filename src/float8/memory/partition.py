@@ -192,8 +192,8 @@ def _may_be_rounded(
 ) -> bool:
     """Return whether each use of the saved value `start` in backward is of one of four kinds.
 
-    - The operand of a weight gradient: the value, cast to float8 or times factors that are not
-      rounded, is multiplied with one of `gradients`; the product is one of `weight_gradients`.
+    - The operand of a weight gradient: the value, cast to float8 or times factors that do not
+      depend on it, is multiplied with one of `gradients`; the product is one of `weight_gradients`.
     - The input of SiLU or GELU: backward computes from it the output, as such an operand, and the
       derivative; only GEMMs, casts and sums (gradients of biases) read the input's gradient.
     - `up` in `silu(gate) * up`: only the derivative of `silu` reads a gradient times `up`.

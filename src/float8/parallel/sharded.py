@@ -137,7 +137,7 @@ class ScattersOutput(Dense):
         return finished(self.tokens.start_reduce_scatter(y))
 
     def grad_input(self, a: Operand, b: Operand, shape: Shape, **gemm: Any) -> Tensor:
-        """Return `a @ b.T` [M, K]; `a` [M, N] has all ranks' rows, `shape` is (M / ranks, K)."""
+        """Return `a @ b.T` [M, K] for gathered `a` [M, N]; `shape` is a rank's (M / ranks, K)."""
         return matmul(a, b, (shape[0] * self.tokens.ranks, shape[1]), **gemm)
 
 

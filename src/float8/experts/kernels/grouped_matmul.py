@@ -6,7 +6,7 @@ float32, and leaves rows outside all groups unwritten. In its own names, the ker
     groups of rows      out [R, N] = a [R, C] @ b[group of the row].T, b [E, N, C]    R are tokens
     groups of tokens    out[e] [R, N] = a[:, group e] @ b[:, group e].T, b [N, C]     C are tokens
 
-`a` and `b` have a scale per row. Under block scales, `multiply_blocks` computes the same instead.
+`a` and `b` have a scale per row, or per row and group of tokens. Blocks: see `multiply_blocks`.
 """
 
 from typing import Any
