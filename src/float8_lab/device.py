@@ -44,11 +44,6 @@ def float8_device(name: str) -> torch.device:
     return device
 
 
-def skipped_graphs() -> int:
-    """Return how often Inductor ran code as it is that was to become a CUDA graph."""
-    return int(torch._dynamo.utils.counters["inductor"]["cudagraph_skips"])
-
-
 class Clock:
     """Points in time, which are read all at once: wall time on the CPU, CUDA events on a GPU."""
 

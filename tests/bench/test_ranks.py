@@ -96,20 +96,21 @@ def test_training_on_one_rank(one: Ranks, tmp_path: Path, more: list[str]) -> No
     assert rows[1]["loss"] == rows[2]["loss"] != rows[0]["loss"]
 
 
-def train_on_gpus() -> list[Row]:
+def train_on_gpus(mode: str) -> list[Row]:
     device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
     kept = ["full", "selective"]
-    variants = make_variants(["tensorwise"], ["eager"], gathers=("float8",), checkpointing=kept)
+    variants = make_variants(["tensorwise"], [mode], gathers=("float8",), checkpointing=kept)
     step = partial(TrainStep, size=Size("tiny", 2, 512), device=device, **PLAIN)
     *_, rows = bench_steps(step, variants, device, 1)
     return rows
 
 
 @pytest.mark.gpu
-def test_training_on_gpus() -> None:
+@pytest.mark.parametrize("mode", ["eager", "graphed"])
+def test_training_on_gpus(mode: str) -> None:
     gpus = Ranks(2, "cuda")
     try:
-        rows, _ = gpus.run(train_on_gpus)
+        rows, _ = gpus.run(train_on_gpus, mode)
     finally:
         gpus.stop()
     names = [("bf16", "bf16"), ("tensorwise", "float8")]

@@ -96,7 +96,6 @@ def test_numbers_of_a_table_are_whole(width: int) -> None:
         ("model --mode lazy", "mode: got 'lazy', expected one of eager"),
         ("model --peers apex", "peers: got 'apex', expected torchao"),
         ("model --checkpointing all", "checkpointing: got 'all', expected one of off, float8, f"),
-        ("train --mode graphed", "mode: got graphed on ranks, expected eager"),
         ("train --model huge", "unknown model 'huge'"),
         ("train --gather fp4", "gather: got 'fp4', expected one of bf16, float8"),
         ("train --lora --ranks 2", "--lora got --ranks 2, expected 1"),

@@ -16,7 +16,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import profile
 
 import tolerances
-from float8 import activations_in_float8
+from float8 import (
+    activations_in_float8,
+    attach_to_optimizer,
+    precompute_float8_dynamic_scale_for_fsdp,
+)
 from float8.tensor import local_tensor
 from float8_lab.bench.model import Size
 from float8_lab.bench.ranks import ParallelStep, TrainStep
@@ -27,7 +31,7 @@ from support.configs import RECIPES
 from support.models import LlamaBlock
 from support.outcome import assert_same, train
 from support.ranks import Ranks, on
-from support.sharded import DIM, convert, here, model_of, shard
+from support.sharded import DIM, batch, convert, here, model_of, shard
 from support.spies import Traffic, saved_tensors
 
 pytestmark = pytest.mark.gpu
@@ -100,6 +104,55 @@ def test_activations_in_float8_change_gradients_little_under_fsdp2() -> None:
     for name in (name for name in runs[0] if name.startswith(("loss 0", "grad 0"))):
         assert sqnr(runs[0][name], runs[1][name]) > 18, name
     assert kept[1] < kept[0]
+
+
+def replayed(recipe: str, way: str) -> Results:
+    """Losses and weights of six steps; after three, one is loaded, and the rest may be a graph's.
+
+    `way`: "eager"; or, as a CUDA graph, "attached", or with all shards "cast first".
+    """
+    torch._dynamo.reset()
+    model = shard(convert(model_of(hidden=64), recipe), param_dtype=BF16)
+    for block in model:
+        block.compile()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True, capturable=True)
+    if way != "cast first":
+        attach_to_optimizer(model, optimizer)
+    loaded = {name: x.clone() for name, x in model.state_dict().items()}
+    side, graph, x = torch.cuda.Stream(), torch.cuda.CUDAGraph(), batch(0, dist.get_rank())
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        if way == "cast first":
+            precompute_float8_dynamic_scale_for_fsdp(model)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    with torch.cuda.stream(side):
+        losses = [step() for _ in range(3)]
+    if way != "eager":
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+            output = step()
+    model.load_state_dict(loaded)  # a replay must not use the casts of what was written over
+    for _ in range(3):
+        if way == "eager":
+            losses.append(step())
+        else:
+            graph.replay()
+            losses.append(output.clone())
+    weights = {name: local_tensor(x).clone() for name, x in model.named_parameters()}
+    return weights | {f"loss {i}": loss for i, loss in enumerate(losses)}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp"])
+@on("two_gpus")
+def test_a_step_with_float8_gathers_as_a_cuda_graph(recipe: str) -> None:
+    eager, attached, cast_first = (replayed(recipe, w) for w in ("eager", "attached", "cast first"))
+    assert_same(attached, eager, "attached")
+    assert_same(cast_first, eager, "cast first")
+    assert eager["loss 3"] == eager["loss 0"] != eager["loss 5"]
 
 
 def peaks(recipes: tuple[str, ...], mode: str) -> dict[str, float]:

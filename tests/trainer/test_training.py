@@ -3,11 +3,9 @@
 Settings: what cannot work is named; where a result was made.
 """
 
-import itertools
 import math
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,8 +15,7 @@ from torch import Tensor, nn
 
 from float8 import Float8LinearRecipeName, Float8Weights
 from float8_lab.errors import ConfigError
-from float8_lab.models.presets import preset
-from float8_lab.trainer import build, data, environment, loop
+from float8_lab.trainer import build, data, environment
 from float8_lab.trainer.build import learning_rate
 from float8_lab.trainer.checkpoint import list_checkpoints
 from float8_lab.trainer.compare import compare
@@ -147,61 +144,6 @@ def test_recipes_agree_with_high_precision(make_config: MakeConfig, compiled: bo
         assert row["tokens_per_s"]
 
 
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What becomes of blocks, and marks of their graphs, on a CPU that passes for a GPU."""
-    events: list[str] = []
-    monkeypatch.setattr(TrainConfig, "__post_init__", lambda self: None)
-    monkeypatch.setattr(nn.Module, "compile", lambda self, mode, **_: events.append(mode))
-    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: events.append("mark"))
-    return events
-
-
-def test_each_step_and_batch_of_validation_begins_graphs_anew(
-    make_config: MakeConfig, graphs: list[str]
-) -> None:
-    settings = {"compile": True, "cuda_graphs": True, "steps": 3, "accumulate": 2}
-    config = make_config(recipe="tensorwise", eval_batches=4, **settings)
-    run = train(config)
-    blocks = preset(config.model).model.n_layers + 1
-    assert graphs == ["reduce-overhead"] * blocks + ["mark"] * (3 + 4)
-    held = {layer.config.float8_weights for layer in layers_of(run.model)}
-    assert held == {Float8Weights.ON_THE_FLY}, "a graph reads nothing that is held"
-
-
-@pytest.mark.usefixtures("graphs")
-def test_graphs_that_are_skipped_are_told(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts = itertools.count(5)  # five by runs before, one by this one
-    monkeypatch.setattr(loop, "skipped_graphs", lambda: min(next(counts), 6))
-    with pytest.warns(UserWarning, match=r"--cuda-graphs: 1 graph\(s\) were skipped: their code"):
-        train(make_config(compile=True, cuda_graphs=True, steps=1))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
-def test_graphs_change_no_loss(make_config: MakeConfig, tmp_path: Path, recipe: str) -> None:
-    """Blocks share compiled code, gradients of two passes add up, and validation has its own.
-
-    Not under block scales: without graphs two passes share held weights, and code compiled for
-    those is fused in another way.
-    """
-    losses = {}
-    for graphs in (False, True):
-        torch.compiler.reset()
-        settings = {"device": "cuda", "steps": 8, "accumulate": 2, "eval_interval": 4}
-        settings |= {"recipe": recipe, "compile": True, "output": str(tmp_path / f"{graphs}")}
-        config = make_config(cuda_graphs=graphs, **settings)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", ".*were skipped")
-            metrics = read_metrics(train(config).folder.metrics)
-        if graphs:  # they did run
-            assert torch._inductor.cudagraph_trees.get_container(0).tree_manager is not None
-        losses[graphs] = [r.loss for r in metrics.train] + [r.loss for r in metrics.validation]
-    assert losses[True] == pytest.approx(losses[False], rel=1e-4)
-
-
 # ---------------------------------------------------------------- settings
 
 
@@ -214,8 +156,6 @@ def test_graphs_change_no_loss(make_config: MakeConfig, tmp_path: Path, recipe: 
         ({"device": "banana"}, "unknown device 'banana'"),
         ({"device": "cuda:99"}, "is not there"),
         ({"device": "cpu:7"}, "device 'cpu:7' is not there"),
-        ({"compile": True, "cuda_graphs": True}, "--cuda-graphs got --device cpu; expected"),
-        ({"cuda_graphs": True}, "--device cpu, no --compile; expected"),
         *(
             ({name: value}, f"{name}: got {value}, expected ")
             for name in ("learning_rate", "min_lr_ratio", "weight_decay", "grad_clip")

@@ -3,6 +3,7 @@
 Each rank quantizes its shard, under one scale of the whole weight or finer scales, and sends bytes.
 """
 
+import ctypes
 import functools
 import inspect
 from collections.abc import Callable
@@ -156,10 +157,14 @@ class Float8GatherWeight(Wrapper):
 
         The version of `weight`, a DTensor, counts writes by ops on the DTensor and by compiled
         code; `write_counter` counts those through `to_local()` and by foreach ops of optimizers.
+        While a CUDA graph is captured the key has the id of the capture, so that a graph uses only
+        casts that it makes: nothing notices writes before, or by, a replay.
         """
-        raw, inner = self.write_counter, self._inner
-        own = inner._version, inner.data_ptr(), inner.stride()
-        return weight._version, self.param_dtype, raw._version, raw.data_ptr(), raw.stride(), *own
+        raw, inner, capture = self.write_counter, self._inner, 0
+        if raw.is_cuda and torch.cuda.is_current_stream_capturing():
+            capture = _capture_id()
+        own = inner._version, inner.data_ptr(), inner.stride(), self.param_dtype, capture
+        return weight._version, raw._version, raw.data_ptr(), raw.stride(), *own
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., tuple[tuple[Tensor, ...], GatherInfo]]:
@@ -272,6 +277,16 @@ class Float8GatherWeight(Wrapper):
     def _gathered(self, data: Tensor, scale: Any, dtype: torch.dtype, amax: Any) -> Float8Tensor:
         """Return a `Float8Tensor` that reports `dtype`, over the gathered `data` in float8."""
         return Float8Tensor(data, scale, dtype, self.how.scaling_granularity, amax)
+
+
+def _capture_id() -> int:
+    """Return the driver's id of the CUDA graph that is being captured on the current stream."""
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    find = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo
+    if error := find(stream, ctypes.byref(status), ctypes.byref(number)):
+        raise RuntimeError(f"cuStreamGetCaptureInfo: got error {error}, expected 0")
+    return number.value
 
 
 _HOOK: Any = Float8GatherWeight._pre_all_gather

@@ -184,8 +184,13 @@ class Float8Gathers(Feature):
             enable_float8_all_gather(model)
 
     def after_step(self, model: nn.Module) -> None:
-        """Cast the shards of `model` for the next float8 all-gathers."""
-        precompute_float8_dynamic_scale_for_fsdp(model)
+        """Cast the shards of `model` for the next float8 all-gathers, except in a CUDA graph.
+
+        The next gathers are those of another replay, or of eager code, which do not use such casts.
+        """
+        started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if not (started and torch.cuda.is_current_stream_capturing()):
+            precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 def _gathered_names(mod: nn.Module) -> Sequence[str]:

@@ -16,14 +16,14 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from float8 import activations_in_float8, save_gemm_outputs, update_float8_weights
 from float8.delayed.sync import sync_float8_amax_and_scale_history
 from float8_lab.bench.variants import EAGER, GRAPHED, Variant
-from float8_lab.device import Clock, skipped_graphs
+from float8_lab.device import Clock
 from float8_lab.errors import FailedError
 
 Row = dict[str, Any]
 Results = dict[str, Tensor]  # output and gradients of a step, by name
 
 PASSES = 2  # how often the list of variants is run
-WARMUP = 3  # steps that compile, and fill the histories of delayed scaling
+WARMUP = 3  # steps that compile, and fill the histories of delayed scaling; the last captures
 _CHUNK = 1 << 26  # elements taken to float64 at a time: a large result may fill half the memory
 _AT = torch.ops.aten
 _KINDS = "flash_attention", "cudnn_attention", "flash_attention_for_cpu"
@@ -104,10 +104,10 @@ class Step:
     """Forward and backward of a model, which the variant converts, on fixed random data.
 
     Each of the model's children in `layers` is compiled by itself, as trainers do, and its `loss`,
-    or the model as a whole if it has no layers. For CUDA graphs it is compiled as a whole, too: so
-    there is one to replay for forward, and one for backward. The sync of delayed scaling, and casts
-    of weights that are held, are a part of a step; after `add_optimizer` its step is. Where ranks
-    share a model, all of them must call each method.
+    or the model as a whole if it has no layers. The sync of delayed scaling, and casts of weights
+    that are held, are a part of a step; after `add_optimizer` its step is. A graphed step is
+    captured as one CUDA graph, collectives and all, once two have run; on a CPU it is compiled
+    only. Where ranks share a model, all of them must call each method.
     """
 
     at_least = 10.0  # dB of SQNR of every gradient against bf16's: noise of all blocks adds up
@@ -123,16 +123,19 @@ class Step:
         self.parts: list[Any] = list(parts)
         loss = getattr(self.model, "loss", None)
         apart = self.parts if loss is None else [*self.parts, loss]
-        graphed = variant.mode == GRAPHED
         # By their own method, which keeps their types and names.
-        for part in [self.model] if graphed else apart if variant.mode != EAGER else []:
+        for part in apart if variant.mode != EAGER else []:
             # Without graph breaks where the code is ours: they would go unnoticed in a time.
             whole = one_graph and (variant.ours or variant.is_reference)
-            options = activations_in_float8() if variant.checkpointing == IN_FLOAT8 else {}
-            options |= {"triton.cudagraphs": True} if graphed else {}
-            part.compile(fullgraph=whole, dynamic=False, options=options or None)
+            options = activations_in_float8() if variant.checkpointing == IN_FLOAT8 else None
+            part.compile(fullgraph=whole, dynamic=False, options=options)
         self.variant, self.device, self._x, self._grad = variant, x.device, x, grad
         self._optimizer: torch.optim.Optimizer | None = None
+        self._graph: Any = None
+        self._calls, self._stream = 0, None
+        if variant.mode == GRAPHED and x.is_cuda:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._graph = torch.cuda.CUDAGraph()
         if variant.ours and not variant.gather:  # shards are held once there are some
             update_float8_weights(self.model)
 
@@ -145,7 +148,9 @@ class Step:
     def add_optimizer(self, rate: float) -> None:
         """Have a fused AdamW's step end each step; its state has the dtype of the parameters."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        self._optimizer = torch.optim.AdamW(trained, lr=rate, fused=True)
+        self._optimizer = torch.optim.AdamW(
+            trained, lr=rate, fused=True, capturable=bool(self._graph)
+        )
         self._attached = self.variant.attach(self.model, self._optimizer)
 
     def gradients(self, x: Tensor, grad: Tensor) -> object:
@@ -161,12 +166,26 @@ class Step:
         return output, x
 
     def __call__(self) -> Results:
-        """One step; its output and gradients.
+        """One step; its output and gradients, which the next replay of a CUDA graph overwrites."""
+        if self._graph is None:
+            return self._run()
+        self._calls += 1
+        if self._calls < WARMUP:
+            torch.cuda.synchronize()
+            with torch.cuda.stream(self._stream):
+                results = self._run()
+            torch.cuda.synchronize()
+            return results
+        if self._calls == WARMUP:
+            capture: Any = {"stream": self._stream, "capture_error_mode": "thread_local"}
+            with torch.cuda.graph(self._graph, **capture):
+                self._results = self._run()
+        self._graph.replay()
+        return self._results
 
-        Results of CUDA graphs are overwritten by the next step of any variant.
-        """
-        if self.variant.mode == GRAPHED:
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+    def _run(self) -> Results:
+        if self._graph is not None:  # its gathers use only casts of its own
+            self.variant.cast_shards(self.model)
         output, x = self.forward()
         torch.autograd.backward(output, self._grad)
         if self._optimizer is not None:
@@ -182,14 +201,9 @@ class Step:
         return results
 
     def warm_up(self) -> None:
-        """Compile, and find scales; a `FailedError` if CUDA graphs that were asked for are not."""
-        before = skipped_graphs()
+        """Compile, find scales, and capture CUDA graphs."""
         for _ in range(WARMUP):
             self()
-        skipped = skipped_graphs() - before
-        if self.variant.mode == GRAPHED and self.device.type == "cuda" and skipped:
-            got = f"{self.variant.name}: {skipped} CUDA graph(s) were skipped, expected none"
-            raise FailedError(f"{got}; nothing was timed; TORCH_LOGS=cudagraphs says why")
 
     def check(self, references: dict[str, Results]) -> Row:
         """Hold results against those of the first step that was checked, in host memory."""
@@ -226,7 +240,7 @@ def bench_steps(
     Every variant is built, checked, timed and torn down before the next one. The whole list runs
     twice: else clocks that drop would favour the first ones; the drift is how much the second times
     differ. Times and memory, the peak of a step with weights, are those of the worst rank; CUDA
-    graphs of all variants share a pool, and have none. In each mode the first variant is bf16.
+    graphs, with memory of their own, have none. In each mode the first variant is bf16.
     Rows of peers that failed say why in `left_out`. `tokens` of a step are by column.
     """
     rows = {variant.name: dict(variant.columns) for variant in variants}

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from float8.config import Float8LinearConfig, Float8Weights
-from float8.convert.choice import all_linears, left_out
+from float8.convert.choice import DEFAULT_TOKENS, all_linears, left_out
 from float8.convert.convert import convert_to_float8_training
+from float8.fsdp.weights import precompute_float8_dynamic_scale_for_fsdp
 from float8.step import attach_to_optimizer
 from float8_lab.trainer.recipes import recipe_config
 
@@ -38,6 +39,7 @@ class Variant:
     gather: str = ""  # in what weights of a sharded model are gathered, `bf16` or `float8`
     checkpointing: str = ""  # of `step.CHECKPOINTING`; "": blocks are not checkpointed
     attach: Callable[[nn.Module, torch.optim.Optimizer], object] = attach_to_optimizer
+    cast_shards: Callable[[nn.Module], object] = precompute_float8_dynamic_scale_for_fsdp
 
     @property
     def columns(self) -> dict[str, Any]:
@@ -76,6 +78,7 @@ def make_variants(
     *,
     gathers: Sequence[str] = ("",),
     all_layers: bool = True,
+    tokens: int = DEFAULT_TOKENS,
     checkpointing: Sequence[str] = ("",),
 ) -> list[Variant]:
     """Return high precision, each recipe and each installed peer's, in every mode.
@@ -86,6 +89,7 @@ def make_variants(
         peers: of `PEERS`.
         gathers: what FSDP2 gathers: each recipe once for each; peers by the last, only tensorwise.
         all_layers: else `convert_to_float8_training` chooses, and peers leave the head.
+        tokens: of a forward, for which it chooses.
         checkpointing: how blocks are checkpointed: all variants once for each.
     """
     last = gathers[-1]
@@ -94,20 +98,21 @@ def make_variants(
     variants: list[Variant] = []
     for mode in modes:
         found: list[Variant | None] = [Variant(HIGH_PRECISION, mode, gather=last and BF16)]
-        found += [_ours(r, mode, gather, all_layers) for r in recipes for gather in gathers]
+        found += [_ours(r, mode, gather, all_layers, tokens) for r in recipes for gather in gathers]
         found += [_torchao(p, r, mode, last, all_layers) for p in installed for r in nearest]
         for how in checkpointing:
             variants += [replace(each, checkpointing=how) for each in found if each is not None]
     return variants
 
 
-def _ours(recipe: str, mode: str, gather: str, all_layers: bool) -> Variant:
+def _ours(recipe: str, mode: str, gather: str, all_layers: bool, tokens: int) -> Variant:
     config = recipe_config(recipe)
     config = replace(config, enable_fsdp_float8_all_gather=gather == FLOAT8)
     if gather == BF16:  # gone after each use: nothing of it can be held
         config = replace(config, float8_weights=Float8Weights.ON_THE_FLY)
     chosen: Any = {"module_filter_fn": all_linears if all_layers else None, "config": config}
-    chosen["cuda_graphs"] = mode == GRAPHED and not all_layers
+    if not all_layers:
+        chosen |= {"tokens_per_step": tokens, "cuda_graphs": mode == GRAPHED}
     convert = functools.partial(convert_to_float8_training, **chosen)
     return Variant(recipe, mode, convert, config=config, gather=gather)
 
@@ -132,13 +137,18 @@ def _torchao(peer: str, recipe: str, mode: str, gather: str, all_layers: bool) -
     except (ValueError, AssertionError, NotImplementedError):  # it asserts that it knows the name
         return None
 
+    def cast_shards(model: nn.Module) -> None:
+        if gather:
+            torchao.precompute_float8_dynamic_scale_for_fsdp(model)
+
     def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
-        precompute = torchao.precompute_float8_dynamic_scale_for_fsdp
-        return gather and optimizer.register_step_post_hook(lambda *_: precompute(model))
+        # A CUDA graph casts its shards first, and has no use for a cast at its end.
+        return mode != GRAPHED and optimizer.register_step_post_hook(lambda *_: cast_shards(model))
 
     def takes(module: nn.Module, name: str) -> bool:
         return gains(module, name) and (all_layers or left_out(name) is None)
 
     chosen = {"config": config, "module_filter_fn": takes}
     convert = functools.partial(torchao.convert_to_float8_training, **chosen)
-    return Variant(f"{peer} {recipe}", mode, convert, gather=gather, attach=attach)
+    hooks: Any = {"attach": attach, "cast_shards": cast_shards}
+    return Variant(f"{peer} {recipe}", mode, convert, gather=gather, **hooks)

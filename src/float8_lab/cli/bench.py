@@ -15,7 +15,7 @@ from float8_lab.bench.profile import STEPS, ProfiledStep
 from float8_lab.bench.ranks import ParallelStep, TrainStep
 from float8_lab.bench.results import check_output
 from float8_lab.bench.step import PASSES, bench_steps
-from float8_lab.bench.variants import BF16, COMPILED, FLOAT8, GRAPHED, make_variants
+from float8_lab.bench.variants import BF16, COMPILED, FLOAT8, make_variants
 from float8_lab.cli.app import COMMANDS
 from float8_lab.cli.measure import Bench, Checkpointing, Compared, Place, RanksRun, Recipes, Run
 from float8_lab.cli.options import App, Words, one_of, takes
@@ -96,9 +96,6 @@ def _measure_on_ranks(
     """
     if where.device not in ("cuda", "cpu"):
         raise ConfigError(f"device: got {where.device!r}, expected cuda or cpu, and --ranks N")
-    if GRAPHED in chosen["modes"]:
-        do = "use bench model: CUDA graphs read weights where they lay, and gathered ones move"
-        raise ConfigError(f"mode: got graphed on ranks, expected eager, compiled or both; {do}")
     make_variants(**chosen)  # so that what is wrong is said once
     where.checked()
     start_ranks(where.device, where.ranks)
@@ -127,7 +124,7 @@ def _measure(
 ) -> dict[str, Any]:
     """Check and time the steps that `make` gives of all variants, and tell; returns the results."""
     passes, rounds = (PASSES, where.rounds) if isinstance(where, Run) else (1, STEPS)
-    variants = make_variants(**chosen, gathers=gathers)
+    variants = make_variants(**chosen, gathers=gathers, tokens=size.tokens)
     bench = Bench(name, where, **vars(size), **chosen, **about)
     make = partial(make, size=size, device=bench.device)
     column = {"model": "tokens_per_s", "tp": "tokens_per_s", "train": "tokens_per_s_per_gpu"}

@@ -1,7 +1,6 @@
 """From settings to a model, its optimizer and its learning rates."""
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import nn
@@ -32,10 +31,8 @@ def build_model(config: TrainConfig, device: torch.device) -> tuple[Llama, str]:
     if config.compile:
         # Blocks are alike, so one compilation serves all; the names of parameters stay.
         for block in (*model.layers, model.norm):
-            more: Any = {"mode": "reduce-overhead" if config.cuda_graphs else None}
-            if "+activations" in config.recipe:
-                more = {"options": activations_in_float8()}
-            block.compile(fullgraph=True, dynamic=False, **more)
+            options = activations_in_float8() if "+activations" in config.recipe else None
+            block.compile(fullgraph=True, dynamic=False, options=options)
     model.to_empty(device=device)
     model.init_weights(config.seed)
     for parameter in model.parameters() if config.rounded_start else ():
@@ -56,8 +53,7 @@ def _convert(model: Llama, config: TrainConfig, device: torch.device) -> str:
         # One process gathers nothing, whatever a configuration of the user's says.
         settings = dataclasses.replace(settings, enable_fsdp_float8_all_gather=False)
         one_cast = CastSite.WEIGHT_FOR_GRAD_INPUT not in settings.own_casts
-        # As CUDA graphs, casts are made each time: nothing held is read.
-        if config.accumulate > 1 and one_cast and not config.cuda_graphs:
+        if config.accumulate > 1 and one_cast:
             settings = dataclasses.replace(settings, float8_weights=Float8Weights.HELD)
         chosen = lambda _, name: name != "output" or "+head" in recipe  # noqa: E731
         convert_to_float8_training(model, config=settings, module_filter_fn=chosen)

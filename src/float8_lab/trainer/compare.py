@@ -123,7 +123,7 @@ def compare(
         # A step of a very small model: what does not work on this device says so at once.
         small: Any = {"model": "tiny", "seq_len": min(base.seq_len, 16), "batch_size": 1}
         small |= {"recipe": recipe.replace("+activations", ""), "compile": False}
-        Trainer(base.replace(**small, cuda_graphs=False), corpus).train_step()
+        Trainer(base.replace(**small), corpus).train_step()
     _prepare(output, configs, corpus, resume=resume, overwrite=overwrite)
 
     settings = {k: public_path(v) if isinstance(v, str) else v for k, v in vars(base).items()}

@@ -108,7 +108,6 @@ class TrainConfig:
         shown="bfloat16 on CUDA, else float32",
     )
     compile: bool = _device("torch.compile every block.", False)
-    cuda_graphs: bool = _device("Run compiled blocks as CUDA graphs.", False)
     output: str = _output("Folder of the run.", shown="runs/MODEL-RECIPE")
     log_interval: int = _output("Steps between looks at the loss; each is a wait.", 10, min=1)
     eval_interval: int = _output("Steps between validations; 0: at the end only.", 0, min=0)
@@ -120,7 +119,6 @@ class TrainConfig:
     tensorboard: bool = _output("Write TensorBoard events.", True)
 
     def __post_init__(self) -> None:
-        from float8 import Float8Weights
         from float8_lab.device import check_device
 
         check_types(self)
@@ -131,21 +129,14 @@ class TrainConfig:
                 raise ConfigError(f"{name}: got {got!r}, expected {expected}")
         if not self.learning_rate:
             raise ConfigError("learning_rate: got 0.0, expected more: with it nothing is trained")
-        recipe = float8_config(self.recipe)
-        preset(self.model)  # refuses what it does not know
+        float8_config(self.recipe)  # refuses what it does not know
+        preset(self.model)  # so does this
         if self.dtype not in DTYPES:
             raise ConfigError(f"unknown dtype {self.dtype!r}: choose one of {', '.join(DTYPES)}")
         check_device(self.device)
-        held = recipe is not None and recipe.float8_weights is Float8Weights.HELD
-        if "+activations" in self.recipe and not (self.compile and not self.cuda_graphs):
-            expected = "expected --compile without --cuda-graphs: the compiler keeps them"
+        if "+activations" in self.recipe and not self.compile:
+            expected = "expected --compile: the compiler keeps them"
             raise ConfigError(f"recipe: got {self.recipe!r}, {expected}")
-        in_the_way = {f"--device {self.device}": not self.device.startswith("cuda")}
-        in_the_way |= {"no --compile": not self.compile, "+held": held}
-        if self.cuda_graphs and any(in_the_way.values()):
-            got = ", ".join(name for name, there in in_the_way.items() if there)
-            expected = "expected --compile on a GPU, and no +held"
-            raise ConfigError(f"--cuda-graphs got {got}; {expected}: or use --no-cuda-graphs")
 
     @classmethod
     def create(cls, *, model: str = "tiny", **settings: Any) -> "TrainConfig":

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from float8 import attach_to_optimizer
-from float8_lab.device import Clock, explain_out_of_memory, skipped_graphs, use_device
+from float8_lab.device import Clock, explain_out_of_memory, use_device
 from float8_lab.errors import ConfigError, FailedError
 from float8_lab.trainer import build, data, metrics
 from float8_lab.trainer import checkpoint as checkpoints
@@ -49,7 +48,6 @@ class Trainer:
             torch.cuda.reset_peak_memory_stats(self.device)
         self._first_step = 0
         self._sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
-        self._skipped = skipped_graphs() if config.cuda_graphs else 0  # by runs before this one
         self._pending: list[tuple[Tensor, Tensor]] = []  # Loss and norm, still on the device.
 
     def restore(self, checkpoint: Path) -> None:
@@ -108,8 +106,7 @@ class Trainer:
         config, corpus = self.config, self.corpus
         size = sum(parameter.numel() for parameter in self.model.parameters())
         about = f"{config.recipe}: Llama {config.model}, {size / 1e6:.1f}M parameters"
-        about += f", {config.dtype}{', compiled' * config.compile}"
-        about += f"{', graphed' * config.cuda_graphs} on {config.device}"
+        about += f", {config.dtype}{', compiled' * config.compile} on {config.device}"
         if self.device.type == "cpu":
             about += f" with {torch.get_num_threads()} thread(s)"
             about += "\n  the first step compiles C++ for a minute or two" * config.compile
@@ -121,7 +118,6 @@ class Trainer:
         """Forward, backward and optimizer, without waiting for the device."""
         config, step = self.config, self.step + 1
         self.timer.mark()
-        self._begin_graphs()
         for group in self.optimizer.param_groups:
             group["lr"] = build.learning_rate(step, config)
         loss = torch.zeros((), device=self.device)
@@ -138,12 +134,6 @@ class Trainer:
         self.timer.mark()
         self._pending.append((loss, norm))
         self.step = step
-
-    def _begin_graphs(self) -> None:
-        # CUDA graphs may overwrite now what they returned before: all blocks run the same compiled
-        # code, so torch cannot tell by itself. Gradients of microbatches are still needed.
-        if self.config.cuda_graphs:
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.step % interval == 0
@@ -165,7 +155,6 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         settings = {"batches": self.config.eval_batches, **self._sizes}
         for batch in data.validation_batches(self.corpus.validation, **settings):
-            self._begin_graphs()
             total += self.loss(batch)
         self.model.train()
         return total.item() / self.config.eval_batches
@@ -175,9 +164,6 @@ class Trainer:
         if not self._pending:
             return
         config = self.config
-        if config.cuda_graphs and (skipped := skipped_graphs() - self._skipped):
-            why = "their code runs as it is; TORCH_LOGS=cudagraphs says why"
-            warnings.warn(f"--cuda-graphs: {skipped} graph(s) were skipped: {why}", stacklevel=2)
         losses, norms = (torch.stack(each) for each in zip(*self._pending, strict=True))
         steps = range(self.step - len(losses) + 1, self.step + 1)
         seconds = self.timer.collect()[::2]

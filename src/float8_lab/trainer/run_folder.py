@@ -19,7 +19,7 @@ from float8_lab.trainer.config import OPTIONS, OUTPUT, TrainConfig
 from float8_lab.trainer.data import Corpus
 from float8_lab.trainer.metrics import FAILED, read_metrics
 
-_FREE = ("data", "threads", "cuda_graphs")
+_FREE = ("data", "threads")
 """Settings that change no numbers, besides those of `OUTPUT`."""
 
 
