@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from float8.checkpoints import schemes
 from float8.config import Float8LinearConfig
 from float8.convert.choice import Chooser
 from float8.convert.conversion import Conversion, Feature
+from float8.formats import HIGH_PRECISION_DTYPES
 from float8.linear import Float8Linear
 from float8.linear.source import become
 
@@ -26,7 +28,10 @@ class LoadedInFloat8(Conversion):
     def prepare(self, mod: nn.Module, chooser: Chooser) -> Callable[[], None]:
         """Return a function that turns `mod` into a `Float8Linear`, see `schemes.as_linear`."""
         config = schemes.config_for(mod, chooser.config_or_none)
-        dtype, make = schemes.values_dtype(chooser.model), Float8Linear._float8_made_of
+        named = chooser.model.named_parameters()
+        dtypes = (p.dtype for name, p in named if not name.endswith(("_scale", "_scale_inv")))
+        dtype = next((x for x in dtypes if x in HIGH_PRECISION_DTYPES), torch.bfloat16)
+        make = Float8Linear._float8_made_of
         return lambda: become(mod, make(schemes.as_linear(mod, config, dtype), config))
 
 

@@ -1,8 +1,9 @@
 """Schemes that store float8 weights in files, and layers that other libraries loaded from these.
 
 Each of `_SCHEMES` stores a weight [N, K] as e4m3 data with decode scales, as this library does:
-`x ~= data * scale`. Scales are float32, except for the 8-bit exponents of `block_ue8m0` and `mxfp8`
-(a byte is 2^(byte - 127), 255 is NaN). Those of `block_ue8m0` may be float32, as in DeepSeek-V3.1.
+`x ~= data * scale`. Scales are written in float32, but under `block_ue8m0` and `mxfp8` as 8-bit
+exponents: a byte is 2^(byte - 127), 255 is NaN. Files of `block_ue8m0` with float32 scales, such as
+those of DeepSeek-V3.1, are read, too.
 """
 
 from dataclasses import replace
@@ -19,11 +20,6 @@ from float8.tensor import Float8Tensor, dequantise, is_dtensor
 
 FINE_GRAINED, COMPRESSED = "fine-grained-fp8", "compressed-tensors"
 EXPONENTS = torch.float8_e8m0fnu
-
-
-def to_exponents(scale: Tensor) -> Tensor:
-    """Convert float32 scales to 8-bit exponents, rounded down; NaN and Inf become NaN."""
-    return (scale.view(torch.int32) >> 23).to(torch.uint8).view(EXPONENTS)
 
 
 class Scheme(NamedTuple):
@@ -110,7 +106,8 @@ class Scheme(NamedTuple):
             repeats = 1 if in_memory is self.granularity else in_memory.height
             scale = weight._scale.repeat_interleave(repeats, 0)[: shape[0], : shape[1]].contiguous()
         if self.exponents:
-            exponents = to_exponents(scale)
+            # The exponents of float32 numbers, rounded down; those of NaN and Inf are NaN.
+            exponents = (scale.view(torch.int32) >> 23).to(torch.uint8).view(EXPONENTS)
             powers = exponents.to(torch.float32)
             if not ((powers == scale) | powers.isnan()).all():  # other scales than powers of two
                 return None
@@ -334,11 +331,3 @@ def leave_quantizers(model: nn.Module) -> None:
         config = getattr(quantizer, "quantization_config", None)
         if quantizer and getattr(config, "quant_method", None) in (*_FP8_METHODS, COMPRESSED):
             quantizer.remove_quantization_config(mod)
-
-
-def values_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype of the first high-precision Parameter that is no scale, or bfloat16."""
-    for name, p in model.named_parameters():
-        if p.dtype in HIGH_PRECISION_DTYPES and not name.endswith(("_scale", "_scale_inv")):
-            return p.dtype
-    return torch.bfloat16
