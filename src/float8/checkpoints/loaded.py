@@ -9,7 +9,7 @@ from float8.checkpoints import schemes
 from float8.config import Float8LinearConfig
 from float8.convert.choice import Chooser
 from float8.convert.conversion import Conversion, Feature
-from float8.formats import HIGH_PRECISION_DTYPES
+from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.linear import Float8Linear
 from float8.linear.source import become
 
@@ -39,6 +39,17 @@ class Quantizers(Feature):
     """Detaches quantizers of other libraries from a model that they loaded."""
 
     def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
-        """Detach quantizers that have no layers left; `save_pretrained` then omits their config."""
-        if config is not None:
-            schemes.leave_quantizers(model)
+        """Detach `model` from the quantizer that loaded it, unless a layer is still as loaded.
+
+        Otherwise the hook of compressed-tensors would replace the Parameter dicts of all modules,
+        and transformers would refuse to train, and save the old `quantization_config`.
+        """
+        left = any(schemes.COMPRESSED_MARK in vars(mod) for mod in model.modules())
+        left = left or any(p.dtype in FLOAT8_MAX for p in model.parameters())  # plain float8
+        for mod in () if config is None or left else model.modules():
+            if hook := mod.__dict__.pop("ct_decompress_hook", None):
+                hook.remove()
+            quantizer = vars(mod).get("hf_quantizer")
+            method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
+            if quantizer and method in (*schemes.FP8_METHODS, schemes.COMPRESSED):
+                quantizer.remove_quantization_config(mod)

@@ -147,7 +147,7 @@ _SCHEMES = (
     Scheme(COMPRESSED, "mxfp8", ScalingGranularity.BLOCK_1x32, "mxfp8", torch.uint8),
 )
 _NAMES = ", ".join(f"{x.format!r} with strategy {x.strategy!r}" for x in _SCHEMES)
-_FP8_METHODS = "fp8", "mxfp8"  # values of `quant_method` for `fine-grained-fp8`
+FP8_METHODS = "fp8", "mxfp8"  # values of `quant_method` for `fine-grained-fp8`
 
 
 def scheme_named(format: str, strategy: str | None) -> Scheme:
@@ -166,7 +166,7 @@ def scheme_of(config: Any) -> Scheme:
     config = _dict_or_empty(config)
     method = config.get("quant_method")
     fix = next((fix for x, fix in _FIX_BY_METHOD.items() if str(method).startswith(x)), None)
-    _require("['quant_method']", method, [*_FP8_METHODS, COMPRESSED], fix)
+    _require("['quant_method']", method, [*FP8_METHODS, COMPRESSED], fix)
     schemes = [x for x in _SCHEMES if (x.format == COMPRESSED) is (method == COMPRESSED)]
     for field, got in _fields(config).items():
         value_of = {scheme: _fields(scheme.config([]))[field] for scheme in schemes}
@@ -228,7 +228,7 @@ def values_of(x: Tensor) -> Tensor:
 
 # transformers loads `fine-grained-fp8` into its `FP8Linear`, and compressed-tensors into an
 # `nn.Linear` with more Parameters. Both have a float8 weight and a Parameter with its scale.
-_COMPRESSED_MARK = "quantization_scheme"  # compressed-tensors sets it, and a `forward`, on layers
+COMPRESSED_MARK = "quantization_scheme"  # compressed-tensors sets it, and a `forward`, on layers
 
 
 def scheme_of_layer(mod: Any) -> Scheme | str | None:
@@ -249,7 +249,7 @@ def scheme_of_layer(mod: Any) -> Scheme | str | None:
         return next(fits, f"{block} blocks ({FINE_GRAINED})")
     if (scale := mod._parameters.get("weight_scale")) is None:
         return None
-    weight_arguments = getattr(getattr(mod, _COMPRESSED_MARK, None), "weights", None)
+    weight_arguments = getattr(getattr(mod, COMPRESSED_MARK, None), "weights", None)
     strategy = getattr(weight_arguments, "strategy", "tensor" if scale.numel() == 1 else "channel")
     strategy = "mxfp8" if scale.itemsize == 1 else strategy  # "group" in compressed-tensors
     fits = (x for x in _SCHEMES if (x.format, x.strategy) == (COMPRESSED, strategy))
@@ -276,7 +276,7 @@ def why_not_taken(mod: Any, config: Float8LinearConfig) -> str | None:
         got = f"got a weight in float8 with scales of {scheme}"
         return f"{got}, expected one of {_NAMES}; load it dequantized"
     # Conversion removes a `forward` on `mod`: right for compressed-tensors', not for accelerate's.
-    if replaced_forward(mod) and (hasattr(mod, "_hf_hook") or _COMPRESSED_MARK not in vars(mod)):
+    if replaced_forward(mod) and (hasattr(mod, "_hf_hook") or COMPRESSED_MARK not in vars(mod)):
         got = "got a layer with a `forward` of its own as attribute"
         return f"{got}, expected one without; load the model onto one device"
     if is_dtensor(mod.weight):
@@ -310,24 +310,6 @@ def as_linear(mod: Any, config: Float8LinearConfig, dtype: torch.dtype) -> nn.Li
     new._parameters["weight"] = nn.Parameter(weight, requires_grad=not only)
     for name in ("weight_scale", "weight_scale_inv", "activation_scale", "input_scale"):
         new._parameters.pop(name, None)
-    for name in (_COMPRESSED_MARK, "quantization_status"):
+    for name in (COMPRESSED_MARK, "quantization_status"):
         new.__dict__.pop(name, None)
     return new
-
-
-def leave_quantizers(model: nn.Module) -> None:
-    """Detach `model` from the quantizer that loaded it, unless a layer is still as loaded.
-
-    Otherwise the hook of compressed-tensors would replace the Parameter dicts of all modules, and
-    transformers would refuse to train, and save the old `quantization_config` with the weights.
-    """
-    left = any(_COMPRESSED_MARK in vars(mod) for mod in model.modules())
-    if left or any(p.dtype in FLOAT8_MAX for p in model.parameters()):  # plain float8
-        return
-    for mod in model.modules():
-        if hook := mod.__dict__.pop("ct_decompress_hook", None):
-            hook.remove()
-        quantizer = vars(mod).get("hf_quantizer")
-        config = getattr(quantizer, "quantization_config", None)
-        if quantizer and getattr(config, "quant_method", None) in (*_FP8_METHODS, COMPRESSED):
-            quantizer.remove_quantization_config(mod)

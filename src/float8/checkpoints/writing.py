@@ -96,7 +96,11 @@ def float8_weights(
 def quantization_config(
     model: nn.Module, format: str = FINE_GRAINED, *, strategy: str | None = None
 ) -> dict[str, Any]:
-    """Return the `quantization_config` of what `float8_weights(...)` yields; same errors."""
+    """Return the value of `quantization_config` in the `config.json` of a checkpoint.
+
+    It describes the tensors that the function `float8_weights` yields for the same arguments.
+    Raises the errors of that function.
+    """
     return _plan(model, format, strategy).config
 
 

@@ -305,7 +305,7 @@ def cast_plan(
     source: str,
     arguments: CastArguments,
 ) -> Callable[..., tuple[Any, ...]]:
-    """Return a function (x, scale, amax) that allocates the results of a cast and launches its kernels.
+    """Return a function (x, scale, amax) that allocates the results of a cast and launches kernels.
 
     ``source`` is the constant SOURCE of `cast_kernel`, "given" if scales are finer. ``scale`` is
     None if kernels read no scale, ``amax`` is None unless ``source`` is "recorded". Five results:
