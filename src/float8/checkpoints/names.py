@@ -114,7 +114,7 @@ def published_parts(model: nn.Module) -> dict[str, Parts]:
     for name, module, attr, x in saved:
         matches = ((step, *step.rename_source_key(name)) for step in converters)
         # The first converter with a pattern in `name`; `key` is the name of its first result.
-        converter, key, pattern = next((x for x in matches if x[2]), (None, "", ""))
+        converter, key, pattern = next((match for match in matches if match[2]), (None, "", ""))
         if converter is None:  # transformers saves the whole tensor, perhaps renamed
             in_float8 = attr == "weight" and isinstance(module, Float8Linear)
             suffixes = ("", "_scale", "_scale_inv") if in_float8 else ("",)
@@ -122,15 +122,15 @@ def published_parts(model: nn.Module) -> dict[str, Parts]:
             # Loading must turn the new name, and those of scales, into this name again.
             if all(rename(new + suffix, loading) == name + suffix for suffix in suffixes):
                 published[name] = {new: WHOLE}
-        # `_split` checks its parts. Other tensors that are converted, and several tensors that are
-        # converted together, keep their names: a `Part` cannot be more than rows of one expert.
+        # `_split` checks its parts. Tensors that transformers converts in another way, or several
+        # together, keep their names: a `Part` is all of one tensor, or rows of one expert.
         elif _is_experts_weight(module, attr) and len(converter.source_patterns) == 1:
             parts = _split(copy.deepcopy(converter), name, key, pattern, x.shape, root)
             renamed = {rename(new, saving): part for new, part in parts.items()}
             if parts and len(renamed) == len(parts):
                 published[name] = renamed
-    # Of tensors with one new name, whole ones keep their own instead. Experts do not: they would
-    # be saved in high precision. If their names are not unique then, saving raises an error.
+    # Of tensors with one new name, whole ones keep their own instead. Experts do not, as they would
+    # then be saved in high precision: if names are still not unique, saving raises an error.
     counts = Counter(new for parts in published.values() for new in parts)
     for name, parts in published.items():
         if WHOLE in parts.values() and counts[next(iter(parts))] > 1:

@@ -204,8 +204,8 @@ def _cast_groups_triton(x: Tensor, offs: Tensor, *args: Any, **named: Any) -> li
     scale = rest[0] if rest else named.get("scale")  # compiled code passes it by keyword
     (R, C), E = x.shape, offs.shape[0]
     out, amaxes = cast_groups_fake(x, offs, *args), x  # `x` stands for a pointer that is not read
-    # `_place` has the groups padded to 128 rows, at least one tile for each, and as group E the
-    # rows outside all groups. So there are at most as many row tiles as computed here.
+    # `row_tiles` below are upper bounds: `_place` pads each group to 128 rows, gives it one tile or
+    # more, and treats the rows outside all groups as group E.
     groups, mantissa_bits = lanes_of_groups(E), 3 if dtype == E4M3 else 2
     if scale is not None:
         amaxes = scale.contiguous().view(torch.int32)  # GIVEN: the kernel reads scales there
