@@ -514,6 +514,8 @@ def test_what_cannot_be_watched() -> None:
         (f"TypeError: every: got 1.5, {every}", partial(Watch, every=1.5), [model]),
     )
     assert "_float8_observers" not in vars(model[0])
+    without = "ValueError: model: got a ReLU without Parameters, expected some"
+    require_errors((without, Watch(nn.ReLU(), 1).step, []))
 
 
 # ---------------------------------------------------------------- experts

@@ -28,7 +28,7 @@ def _auto_filter_for_recipe(recipe: ConfigOrRecipe, filter_fqns: Collection[str]
         if any(name in fqn for name in filter_fqns) or not isinstance(mod, nn.Linear):
             return False
         choice = chooser.choose(mod, fqn)  # None or with a `reason` if `mod` stays as it is
-        return isinstance(mod, Float8Linear) or (choice is not None and choice.reason is None)
+        return isinstance(mod, Float8Linear) or (choice is not None and choice.skip_reason is None)
 
     return module_filter_fn
 

@@ -146,9 +146,10 @@ def over_ranks(rows: Tensor, keys: Sequence[Any], largest: int, group: Any) -> l
 
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of the mesh that shards `model`; if none does, of the first Parameter."""
-    parameters = [*model.parameters()]
-    device_type = mesh_device_type(parameters)
-    return torch.device(device_type) if device_type else parameters[0].device
+    device_type, first = mesh_device_type(model.parameters()), next(model.parameters(), None)
+    if first is None:
+        raise ValueError(f"model: got a {type(model).__name__} without Parameters, expected some")
+    return torch.device(device_type) if device_type else first.device
 
 
 class _Observer:
@@ -163,8 +164,7 @@ class _Observer:
         self.totals = dict[tuple[str, str], tuple[Tensor, Tensor]]()  # totals, calls: see `tally`
         for name in ("", *layer._float8_names()):  # "" of a linear layer
             for role, calls in zip(ROLES, (forwards, forwards, backwards), strict=True):
-                totals = torch.zeros(8, dtype=torch.float64, device=device)
-                self.totals[name, role] = totals, calls
+                self.totals[name, role] = torch.zeros(8, dtype=torch.float64, device=device), calls
 
     def __call__(self, layer: Any, casts: Casts, x: Any, weight: Any, y: Any, offs: Any = None,
         name: str = "") -> Any:  # fmt: skip
@@ -250,7 +250,7 @@ class Watch(contextlib.ExitStack):
         forward, then each `grad_output` in order of backward. A layer that is called several times
         has the place of its first call, or of the first call with a NaN or Inf.
 
-        Raises a `ValueError` if the ranks of `group` have different layers.
+        Raises a `ValueError` if ranks of `group` have different layers, or `model` no Parameters.
         """
         self._steps += 1
         self.close()

@@ -11,7 +11,7 @@ from float8.tensor import Float8Tensor, is_dtensor, local_tensor
 
 
 def mesh_device_type(weights: Iterable[Any]) -> str | None:
-    """Return the device type of the mesh of `weights`, not of shards; None without a mesh."""
+    """Return the device type of the mesh of `weights`, also if shards are offloaded, or None."""
     return next((mesh.device_type for mesh in _meshes(weights)), None)
 
 

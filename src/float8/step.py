@@ -75,7 +75,7 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     attachment = Attachment(mods, handles)
     for mod in mods:
         mod._float8_attach()  # also marks held data as stale: a checkpoint may come next
-    # Remove the hooks once the optimizer is collected, but not when the interpreter exits.
+    # Nothing updates held weights once the optimizer is collected: free them, but not at exit.
     weakref.finalize(inner, attachment.remove).atexit = False
     return attachment
 

@@ -147,6 +147,39 @@ def test_a_killed_save_leaves_a_whole_checkpoint(what: str, alone: Any, tmp_path
     assert 5 < first_new < len(found) - 5
 
 
+def test_a_killed_save_over_a_file_of_another_program(alone: Any, tmp_path: Path) -> None:
+    """It comes with the name of a new shard during the save; no backup of it is left as a shard."""
+    found = []
+    for number in range(1, 1000):
+        older("index", folder := tmp_path / str(number))
+        since = 0  # steps since the file came
+
+        def step(count: int, number: int = number, folder: Path = folder) -> None:
+            nonlocal since
+            if not since and [*folder.glob(".float8_unfinished*/config.json")]:
+                (folder / "model-00003.safetensors").write_bytes(b"of another program")
+                since = count
+            if since and count >= since + number:  # it does nothing any more
+                raise Killed
+
+        try:
+            with before_each_step(step):
+                save(2, CHANNELS, folder)
+            break
+        except Killed:
+            found.append(values(folder))
+        save(3, BLOCKS, folder)
+        assert values(folder) == alone(3, BLOCKS)
+        files = json.loads((folder / INDEX).read_text())["weight_map"].values()
+        assert {x.name for x in folder.iterdir()} == {
+            *files,
+            INDEX,
+            "config.json",
+            "tokenizer.json",
+        }
+    assert values(folder) == found[-1] == alone(2, CHANNELS)
+
+
 @kinds
 def test_readers_see_the_old_or_the_new_checkpoint(what: str, alone: Any, tmp_path: Path) -> None:
     seen = []

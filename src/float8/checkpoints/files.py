@@ -71,7 +71,11 @@ class Checkpoint:
         self.scheme = scheme_of(self._quantization_config(folder))
         if self.scheme.block is None and any(x.endswith(".weight_scale") for x in self._file_of):
             self.scheme = scheme_named(COMPRESSED, self.scheme.strategy)  # AutoFP8 names scales so
-        self.headers = {name: _dtype_and_shape(file, name) for name, file in self._file_of.items()}
+        slices = ((name, file.get_slice(name)) for name, file in self._file_of.items())
+        self.headers = {  # name: (dtype, shape)
+            name: (_DTYPES.get(dtype := x.get_dtype(), dtype), tuple(x.get_shape()))
+            for name, x in slices
+        }
         self.in_float8, suffix = set[str](), self.scheme.scale_suffix
         for name, (dtype, shape) in self.headers.items():
             scale = self.headers.get(name + suffix)
@@ -113,12 +117,6 @@ _COMFY_NAMES = re.compile(r"^(scaled_fp8|_quantization_metadata)$|\.(scale_weigh
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
 _DTYPES |= {"F16": torch.float16, "F8_E4M3": E4M3, "F8_E5M2": E5M2}
 _DTYPES |= {"F8_E8M0": EXPONENTS, "U8": torch.uint8}
-
-
-def _dtype_and_shape(file: Any, name: str) -> tuple[Any, tuple[int, ...]]:
-    header = file.get_slice(name)
-    dtype = header.get_dtype()
-    return _DTYPES.get(dtype, dtype), tuple(header.get_shape())
 
 
 def _open_safetensors(path: Path, device: Any) -> Any:
@@ -271,14 +269,17 @@ def _shards(tensors: Iterable[dict[str, Tensor]], max_size: int) -> Iterator[dic
 
 
 def _move_to_places(folder: Path) -> None:
-    """Move all files from `_COMPLETE`, if it exists, to `folder`; move all back if one fails."""
+    """Move all files from `_COMPLETE`, if it exists, to `folder`; if one fails, move all back."""
     complete = folder / _COMPLETE
+    shards = sorted(path.name for path in complete.glob("*.safetensors"))
     with contextlib.ExitStack() as undo:
-        for name in (*sorted(x.name for x in complete.glob("*.safetensors")), INDEX, CONFIG):
-            new, path, backup = complete / name, folder / name, complete / f"older {name}"
-            if not new.exists():  # moved by a save that was killed
+        for name in (*shards, INDEX, CONFIG):
+            new, path = complete / name, folder / name
+            if not new.exists():  # no `_COMPLETE`, or a save that was killed has moved this file
                 continue
             if path.exists():
+                # Not "*.safetensors": after a kill the next save must not take it for a shard.
+                backup = complete / f"{name}.older"
                 shutil.copy2(path, backup)
                 undo.callback(backup.replace, path)
             new.replace(path)

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from float8.checkpoints import schemes
 from float8.config import Float8LinearConfig
 from float8.convert.choice import Chooser
 from float8.convert.conversion import Conversion, Feature
+from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.linear import Float8Linear
 from float8.linear.source import become
 
@@ -26,7 +28,10 @@ class LoadedInFloat8(Conversion):
     def prepare(self, mod: nn.Module, chooser: Chooser) -> Callable[[], None]:
         """Return a function that turns `mod` into a `Float8Linear`, see `schemes.as_linear`."""
         config = schemes.config_for(mod, chooser.config_or_none)
-        dtype, make = schemes.values_dtype(chooser.model), Float8Linear._float8_made_of
+        named = chooser.model.named_parameters()
+        dtypes = (p.dtype for name, p in named if not name.endswith(("_scale", "_scale_inv")))
+        dtype = next((x for x in dtypes if x in HIGH_PRECISION_DTYPES), torch.bfloat16)
+        make = Float8Linear._float8_made_of
         return lambda: become(mod, make(schemes.as_linear(mod, config, dtype), config))
 
 
@@ -34,6 +39,17 @@ class Quantizers(Feature):
     """Detaches quantizers of other libraries from a model that they loaded."""
 
     def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
-        """Detach quantizers that have no layers left; `save_pretrained` then omits their config."""
-        if config is not None:
-            schemes.leave_quantizers(model)
+        """Detach `model` from the quantizer that loaded it, unless a layer is still as loaded.
+
+        Otherwise the hook of compressed-tensors would replace the Parameter dicts of all modules,
+        and transformers would refuse to train, and save the old `quantization_config`.
+        """
+        left = any(schemes.COMPRESSED_MARK in vars(mod) for mod in model.modules())
+        left = left or any(p.dtype in FLOAT8_MAX for p in model.parameters())  # plain float8
+        for mod in () if config is None or left else model.modules():
+            if hook := mod.__dict__.pop("ct_decompress_hook", None):
+                hook.remove()
+            quantizer = vars(mod).get("hf_quantizer")
+            method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
+            if quantizer and method in (*schemes.FP8_METHODS, schemes.COMPRESSED):
+                quantizer.remove_quantization_config(mod)

@@ -103,7 +103,7 @@ def published_parts(model: nn.Module) -> dict[str, Parts]:
     mapping = get_model_conversion_mapping(root, add_legacy=False)
     loading = [step for step in mapping if not isinstance(step, PrefixChange)]
     saving = [step.reverse_transform() for step in reversed(loading)]
-    converters = [step for step in saving if not isinstance(step, WeightRenaming)]  # split tensors
+    converters = [step for step in saving if not isinstance(step, WeightRenaming)]
 
     def rename(name: str, steps: list[Any]) -> str:
         for step in steps:
@@ -112,24 +112,28 @@ def published_parts(model: nn.Module) -> dict[str, Parts]:
         return name
 
     for name, module, attr, x in saved:
-        renamings = ((step, *step.rename_source_key(name)) for step in converters)
-        matches = ((step, key, pattern) for step, key, pattern in renamings if pattern)
-        converter, key, pattern = next(matches, (None, name, ""))  # the first that matches
-        if converter is None:
+        matches = ((step, *step.rename_source_key(name)) for step in converters)
+        # The first converter with a pattern in `name`; `key` is the name of its first result.
+        converter, key, pattern = next((match for match in matches if match[2]), (None, "", ""))
+        if converter is None:  # transformers saves the whole tensor, perhaps renamed
             in_float8 = attr == "weight" and isinstance(module, Float8Linear)
             suffixes = ("", "_scale", "_scale_inv") if in_float8 else ("",)
             new = rename(name, saving)
             # Loading must turn the new name, and those of scales, into this name again.
             if all(rename(new + suffix, loading) == name + suffix for suffix in suffixes):
                 published[name] = {new: WHOLE}
-        elif _is_experts_weight(module, attr) and len(converter.source_patterns) == 1:  # splits one
+        # `_split` checks its parts. Tensors that transformers converts in another way, or several
+        # together, keep their names: a `Part` is all of one tensor, or rows of one expert.
+        elif _is_experts_weight(module, attr) and len(converter.source_patterns) == 1:
             parts = _split(copy.deepcopy(converter), name, key, pattern, x.shape, root)
             renamed = {rename(new, saving): part for new, part in parts.items()}
             if parts and len(renamed) == len(parts):
                 published[name] = renamed
+    # Of tensors with one new name, whole ones keep their own instead. Experts do not, as they would
+    # then be saved in high precision: if names are still not unique, saving raises an error.
     counts = Counter(new for parts in published.values() for new in parts)
     for name, parts in published.items():
-        if WHOLE in parts.values() and counts[next(iter(parts))] > 1:  # a name of two tensors
+        if WHOLE in parts.values() and counts[next(iter(parts))] > 1:
             published[name] = {name: WHOLE}
     return published
 

@@ -76,7 +76,11 @@ def load_float8_checkpoint(
     """
     with ModelRanks(model) as ranks:
         device = torch.empty(0, device="cpu" if device is None else device).device
-        targets, checkpoint = _targets(model), Checkpoint(Path(folder))
+        # All names that a checkpoint may use, the model's and transformers'.
+        targets = {name: _Target(x) for x in saved_tensors(model) for name, *_ in x.uses}
+        for name, parts in published_parts(model).items():
+            targets |= {new: _Target(targets[name].saved, part) for new, part in parts.items()}
+        checkpoint = Checkpoint(Path(folder))
         names = _match(model, checkpoint, targets)
         if len({*map(tuple, ranks.agree(checkpoint.files))}) > 1:
             got = "got other files on other ranks, expected the same, which no save replaces"
@@ -107,14 +111,6 @@ class _Target(NamedTuple):
         """The modules with `Float8Weights.ONLY` that have the tensor as a weight."""
         uses: Any = ((x, y) for _, x, y in self.saved.uses if isinstance(x, Float8Module))
         return [x for x, y in uses if x._float8_never_trains and y in x._float8_matrices()]
-
-
-def _targets(model: nn.Module) -> dict[str, _Target]:
-    """Map all names that a checkpoint may use, the model's and transformers', to their targets."""
-    targets = {name: _Target(saved) for saved in saved_tensors(model) for name, *_ in saved.uses}
-    for name, parts in published_parts(model).items():
-        targets |= {new: _Target(targets[name].saved, part) for new, part in parts.items()}
-    return targets
 
 
 def _match(model: nn.Module, checkpoint: Checkpoint, targets: dict[str, _Target]) -> list[str]:

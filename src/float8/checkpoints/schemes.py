@@ -1,8 +1,9 @@
 """Schemes that store float8 weights in files, and layers that other libraries loaded from these.
 
 Each of `_SCHEMES` stores a weight [N, K] as e4m3 data with decode scales, as this library does:
-`x ~= data * scale`. Scales are float32, except for the 8-bit exponents of `block_ue8m0` and `mxfp8`
-(a byte is 2^(byte - 127), 255 is NaN). Those of `block_ue8m0` may be float32, as in DeepSeek-V3.1.
+`x ~= data * scale`. Scales are written in float32, but under `block_ue8m0` and `mxfp8` as 8-bit
+exponents: a byte is 2^(byte - 127), 255 is NaN. Files of `block_ue8m0` with float32 scales, such as
+those of DeepSeek-V3.1, are read, too.
 """
 
 from dataclasses import replace
@@ -19,11 +20,6 @@ from float8.tensor import Float8Tensor, dequantise, is_dtensor
 
 FINE_GRAINED, COMPRESSED = "fine-grained-fp8", "compressed-tensors"
 EXPONENTS = torch.float8_e8m0fnu
-
-
-def to_exponents(scale: Tensor) -> Tensor:
-    """Convert float32 scales to 8-bit exponents, rounded down; NaN and Inf become NaN."""
-    return (scale.view(torch.int32) >> 23).to(torch.uint8).view(EXPONENTS)
 
 
 class Scheme(NamedTuple):
@@ -110,7 +106,8 @@ class Scheme(NamedTuple):
             repeats = 1 if in_memory is self.granularity else in_memory.height
             scale = weight._scale.repeat_interleave(repeats, 0)[: shape[0], : shape[1]].contiguous()
         if self.exponents:
-            exponents = to_exponents(scale)
+            # The exponents of float32 numbers, rounded down; those of NaN and Inf are NaN.
+            exponents = (scale.view(torch.int32) >> 23).to(torch.uint8).view(EXPONENTS)
             powers = exponents.to(torch.float32)
             if not ((powers == scale) | powers.isnan()).all():  # other scales than powers of two
                 return None
@@ -150,7 +147,7 @@ _SCHEMES = (
     Scheme(COMPRESSED, "mxfp8", ScalingGranularity.BLOCK_1x32, "mxfp8", torch.uint8),
 )
 _NAMES = ", ".join(f"{x.format!r} with strategy {x.strategy!r}" for x in _SCHEMES)
-_FP8_METHODS = "fp8", "mxfp8"  # values of `quant_method` for `fine-grained-fp8`
+FP8_METHODS = "fp8", "mxfp8"  # values of `quant_method` for `fine-grained-fp8`
 
 
 def scheme_named(format: str, strategy: str | None) -> Scheme:
@@ -169,7 +166,7 @@ def scheme_of(config: Any) -> Scheme:
     config = _dict_or_empty(config)
     method = config.get("quant_method")
     fix = next((fix for x, fix in _FIX_BY_METHOD.items() if str(method).startswith(x)), None)
-    _require("['quant_method']", method, [*_FP8_METHODS, COMPRESSED], fix)
+    _require("['quant_method']", method, [*FP8_METHODS, COMPRESSED], fix)
     schemes = [x for x in _SCHEMES if (x.format == COMPRESSED) is (method == COMPRESSED)]
     for field, got in _fields(config).items():
         value_of = {scheme: _fields(scheme.config([]))[field] for scheme in schemes}
@@ -231,7 +228,7 @@ def values_of(x: Tensor) -> Tensor:
 
 # transformers loads `fine-grained-fp8` into its `FP8Linear`, and compressed-tensors into an
 # `nn.Linear` with more Parameters. Both have a float8 weight and a Parameter with its scale.
-_COMPRESSED_MARK = "quantization_scheme"  # compressed-tensors sets it, and a `forward`, on layers
+COMPRESSED_MARK = "quantization_scheme"  # compressed-tensors sets it, and a `forward`, on layers
 
 
 def scheme_of_layer(mod: Any) -> Scheme | str | None:
@@ -252,7 +249,7 @@ def scheme_of_layer(mod: Any) -> Scheme | str | None:
         return next(fits, f"{block} blocks ({FINE_GRAINED})")
     if (scale := mod._parameters.get("weight_scale")) is None:
         return None
-    weight_arguments = getattr(getattr(mod, _COMPRESSED_MARK, None), "weights", None)
+    weight_arguments = getattr(getattr(mod, COMPRESSED_MARK, None), "weights", None)
     strategy = getattr(weight_arguments, "strategy", "tensor" if scale.numel() == 1 else "channel")
     strategy = "mxfp8" if scale.itemsize == 1 else strategy  # "group" in compressed-tensors
     fits = (x for x in _SCHEMES if (x.format, x.strategy) == (COMPRESSED, strategy))
@@ -279,7 +276,7 @@ def why_not_taken(mod: Any, config: Float8LinearConfig) -> str | None:
         got = f"got a weight in float8 with scales of {scheme}"
         return f"{got}, expected one of {_NAMES}; load it dequantized"
     # Conversion removes a `forward` on `mod`: right for compressed-tensors', not for accelerate's.
-    if replaced_forward(mod) and (hasattr(mod, "_hf_hook") or _COMPRESSED_MARK not in vars(mod)):
+    if replaced_forward(mod) and (hasattr(mod, "_hf_hook") or COMPRESSED_MARK not in vars(mod)):
         got = "got a layer with a `forward` of its own as attribute"
         return f"{got}, expected one without; load the model onto one device"
     if is_dtensor(mod.weight):
@@ -313,32 +310,6 @@ def as_linear(mod: Any, config: Float8LinearConfig, dtype: torch.dtype) -> nn.Li
     new._parameters["weight"] = nn.Parameter(weight, requires_grad=not only)
     for name in ("weight_scale", "weight_scale_inv", "activation_scale", "input_scale"):
         new._parameters.pop(name, None)
-    for name in (_COMPRESSED_MARK, "quantization_status"):
+    for name in (COMPRESSED_MARK, "quantization_status"):
         new.__dict__.pop(name, None)
     return new
-
-
-def leave_quantizers(model: nn.Module) -> None:
-    """Detach `model` from the quantizer that loaded it, unless a layer is still as loaded.
-
-    Otherwise the hook of compressed-tensors would replace the Parameter dicts of all modules, and
-    transformers would refuse to train, and save the old `quantization_config` with the weights.
-    """
-    left = any(_COMPRESSED_MARK in vars(mod) for mod in model.modules())
-    if left or any(p.dtype in FLOAT8_MAX for p in model.parameters()):  # plain float8
-        return
-    for mod in model.modules():
-        if hook := mod.__dict__.pop("ct_decompress_hook", None):
-            hook.remove()
-        quantizer = vars(mod).get("hf_quantizer")
-        config = getattr(quantizer, "quantization_config", None)
-        if quantizer and getattr(config, "quant_method", None) in (*_FP8_METHODS, COMPRESSED):
-            quantizer.remove_quantization_config(mod)
-
-
-def values_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype of the first high-precision Parameter that is no scale, or bfloat16."""
-    for name, p in model.named_parameters():
-        if p.dtype in HIGH_PRECISION_DTYPES and not name.endswith(("_scale", "_scale_inv")):
-            return p.dtype
-    return torch.bfloat16

@@ -96,7 +96,11 @@ def float8_weights(
 def quantization_config(
     model: nn.Module, format: str = FINE_GRAINED, *, strategy: str | None = None
 ) -> dict[str, Any]:
-    """Return the `quantization_config` for tensors of `float8_weights`; raises the same errors."""
+    """Return the value of `quantization_config` in the `config.json` of a checkpoint.
+
+    It describes the tensors that the function `float8_weights` yields for the same arguments.
+    Raises the errors of that function.
+    """
     return _plan(model, format, strategy).config
 
 
@@ -238,7 +242,7 @@ def _plan(
     dtype: torch.dtype | None = None,
     param_dtype: torch.dtype | None = None,
 ) -> _Plan:
-    """Return the `_Plan` of a checkpoint of `model`; raises the errors of `float8_weights`."""
+    """Check all tensors of `model`, and decide how to write each; raises as `float8_weights`."""
     require_module(model, "model")
     reshard(model)
     for name, got in (("dtype", dtype), ("param_dtype", param_dtype)):
@@ -247,40 +251,41 @@ def _plan(
     scheme = scheme_named(format, strategy)
     model, peft_of = without_adapters(unwrapped(model))
     model = unwrapped(model)  # wrappers inside the adapters
-    saved, published = saved_tensors(model), published_parts(model)
+    tensors, published = saved_tensors(model), published_parts(model)
     stays_float32 = _float32_names(model)
-    in_float8 = _select_float8(saved, published, stays_float32)
-    modules = {module for tensor in in_float8 for _, module, _ in tensor.uses}
-    if not any(isinstance(module, Float8Module) for module in modules):
+    in_float8 = _select_float8(tensors, published, stays_float32)
+    float8_modules = {module for saved in in_float8 for _, module, _ in saved.uses}
+    if not any(isinstance(module, Float8Module) for module in float8_modules):
         raise ValueError(
             "model: got one without a Float8Linear or Float8Experts whose weights can be written "
             "(neither in float64 nor parametrized), expected one; call convert_to_float8_training"
         )
-    sizes = Counter[torch.dtype]()  # in elements
-    for tensor in saved:
-        _require_storable(tensor, tensor in in_float8)
-        if tensor in in_float8:
-            sizes[tensor.tensor.dtype] += tensor.tensor.numel()
-    config = scheme.config(_high_precision_modules(model, modules, published, scheme))
+    elements_of = Counter[torch.dtype]()  # dtype: elements of weights to cast
+    for saved in tensors:
+        _require_storable(saved, saved in in_float8)
+        if saved in in_float8:
+            elements_of[saved.tensor.dtype] += saved.tensor.numel()
+    config = scheme.config(_high_precision_modules(model, float8_modules, published, scheme))
     if replaced := replaced_by_transformers(model, config["quant_method"]):
         raise ValueError(
             f"format: got {format!r} for a model with {replaced}, for which transformers finds no "
             f"weights when it loads that format; expected {FINE_GRAINED!r}"
         )
-    ((model_dtype, _),) = sizes.most_common(1)  # only if float32, weights are rounded by default
+    ((model_dtype, _),) = elements_of.most_common(1)
+    # The dtype for tensors that are not cast; None keeps theirs.
     rounds_to = dtype or (torch.bfloat16 if model_dtype == torch.float32 else None)
     entries, adapters = [], {}
-    for tensor in saved:
-        x, (name, module, _) = tensor.tensor, tensor.uses[0]
+    for saved in tensors:
+        x, (name, module, _) = saved.tensor, saved.uses[0]
+        name_in_base = {peft_of[mod]: attr for _, mod, attr in saved.uses if mod in peft_of}
+        adapters[x] = tuple(name_in_base), next(iter(name_in_base.values()), "")
         parts = published[name]
-        attrs = {peft_of[module]: attr for _, module, attr in tensor.uses if module in peft_of}
-        adapters[x] = tuple(attrs), next(iter(attrs.values()), "")  # layers, name in their base
-        if tensor in in_float8:
+        if saved in in_float8:
             pieces = max(part.pieces for part in parts.values())
             cast, as_trained = _cast_of(module, scheme, x.shape[-2], pieces)
-            entries.append(_Entry(x, parts, param_dtype, cast, as_trained and not attrs))
-        else:
-            parts = parts if WHOLE in parts.values() else {name: WHOLE}  # experts stay joined
+            entries.append(_Entry(x, parts, param_dtype, cast, as_trained and not name_in_base))
+        else:  # experts in high precision stay joined
+            parts = parts if WHOLE in parts.values() else {name: WHOLE}
             stays = dtype is None and stays_float32(name)
             entries.append(_Entry(x, parts, None if stays else rounds_to))
     _require_unique_names(entries, scheme.scale_suffix)
@@ -360,16 +365,20 @@ def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastC
 def _high_precision_modules(
     model: nn.Module, in_float8: set[nn.Module], published: dict[str, Parts], scheme: Scheme
 ) -> list[str]:
-    """Return, for `Scheme.config`, names of linear layers and experts with none of `in_float8`."""
+    """Return names of the linear layers and experts that contain no module of `in_float8`.
+
+    The names are for `Scheme.config`: of the model, or under fine-grained-fp8 those in files.
+    """
     names = []
-    for name, module in unwrapped(model).named_modules():
-        name, has_experts = plain_name(name), any(x.dim() == 3 for x in module.parameters(False))
-        if scheme.format == FINE_GRAINED:  # names in files; compressed-tensors uses the model's
-            weight, *_ = published.get(f"{name}.weight", [f"{name}.weight"])
-            name = weight.removesuffix(".weight")
+    for name, module in model.named_modules():
+        has_experts = any(x.dim() == 3 for x in module.parameters(recurse=False))
         if has_experts or isinstance(module, nn.Linear):
-            names += [name] if in_float8.isdisjoint(module.modules()) else []
-    return names
+            names += [plain_name(name)] if in_float8.isdisjoint(module.modules()) else []
+    if scheme.format != FINE_GRAINED:
+        return names
+    weights = (f"{name}.weight" for name in names)
+    weights_in_files = (next(iter(published.get(weight, [weight]))) for weight in weights)
+    return [weight.removesuffix(".weight") for weight in weights_in_files]
 
 
 def _require_unique_names(entries: list[_Entry], suffix: str) -> None:

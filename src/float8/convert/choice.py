@@ -24,15 +24,15 @@ that a model without converted layers can be unpickled without this library."""
 
 
 class Choice(NamedTuple):
-    """The decision whether to convert a module that has a `Conversion`: yes if `reason` is None."""
+    """The decision whether to convert a module that has a `Conversion`."""
 
-    reason: str | None = None  # why the conversion skips the module; None if it does not
+    skip_reason: str | None = None  # why the module is not converted; None: it is
     chosen_for: str | None = None  # the report's sentence on the GPU, or on there being none
 
     @property
     def by_filter(self) -> bool:
         """Whether a `module_filter_fn` excluded the module."""
-        return (self.reason or "").startswith("module_filter_fn ")
+        return (self.skip_reason or "").startswith("module_filter_fn ")
 
 
 class Chooser:
@@ -104,19 +104,20 @@ class Chooser:
         conversion = self.conversions[mod] if of_model else conversion_of(mod)
         if conversion is None:
             return None
-        is_converted = isinstance(mod, Float8Module)
-        has_rules = not is_converted and self.filter is None and self.config.float8_gemms
-        rule_reason = conversion.why_left_out(mod, fqn, self) if has_rules else None
+        is_converted, problem, rule_reason = isinstance(mod, Float8Module), None, None
         if is_converted:  # `_prepare` checks whether `config` can replace that of `mod`
-            reason = "converted already" if mod._float8_config == self.config else None
-        else:  # what a rule leaves out anyway needs no check
-            reason = None if rule_reason else conversion.problem(mod, self)
-        reason = reason or self.keep_reasons.get(mod) or rule_reason
+            problem = "converted already" if mod._float8_config == self.config else None
+        elif self.filter is None and self.config.float8_gemms:
+            rule_reason = conversion.why_left_out(mod, fqn, self)
+        if not (is_converted or rule_reason):  # what a rule leaves out anyway needs no check
+            problem = conversion.problem(mod, self)
+        skip_reason = problem or self.keep_reasons.get(mod) or rule_reason
         if self.filter is not None:
-            return Choice(reason or self._why_filtered(mod, fqn))
+            return Choice(skip_reason or self._why_filtered(mod, fqn))
         if is_converted:  # gets the new config whatever its speed
-            return Choice(reason)
-        return Choice(reason or conversion.why_slower(mod, fqn, self), self._chosen_for(mod))
+            return Choice(skip_reason)
+        skip_reason = skip_reason or conversion.why_slower(mod, fqn, self)
+        return Choice(skip_reason, chosen_for=self._chosen_for(mod))
 
     def _why_filtered(self, mod: nn.Module, fqn: str) -> str | None:
         """Return why the user's filter excludes `mod`, called `fqn`, or None if it does not."""

@@ -117,7 +117,4 @@ FEATURES: list[Feature] = []
 
 def conversion_of(mod: nn.Module) -> Conversion | None:
     """Return the first of `CONVERSIONS` that matches `mod`, or None."""
-    for conversion in CONVERSIONS:
-        if conversion.matches(mod):
-            return conversion
-    return None
+    return next((conversion for conversion in CONVERSIONS if conversion.matches(mod)), None)

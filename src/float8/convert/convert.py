@@ -88,17 +88,17 @@ def convert_chosen(chooser: Chooser) -> nn.Module:
     for fqn, mod in module.named_modules():
         if (choice := chooser.choose(mod, fqn)) is not None:
             choices[mod] = choice
-            if choice.reason is None:
+            if choice.skip_reason is None:
                 changes[mod] = _prepare(mod, fqn, chooser)
     # From here on the model changes, and nothing raises unless memory runs out.
     _change(module, chooser.config, changes)
     for mod, choice in choices.items():
         before = Choice(*mod.__dict__.get(CHOICE, ()))  # of the last conversion; empty if none
-        if choice.by_filter and before.reason and not before.by_filter:
-            choice = choice._replace(reason=before.reason)  # says more than "filter returned False"
+        if choice.by_filter and before.skip_reason and not before.by_filter:
+            choice = choice._replace(skip_reason=before.skip_reason)  # says more than the filter's
         mod.__dict__[CHOICE] = tuple(choice)
     if not any(isinstance(mod, Float8Module) for mod in choices):
-        reasons = [*dict.fromkeys(str(choice.reason) for choice in choices.values())][:3]
+        reasons = [*dict.fromkeys(str(choice.skip_reason) for choice in choices.values())][:3]
         why = f"was converted: {'; '.join(reasons) or 'it has no nn.Linear'}"
         fix = "print(conversion_report(model)) shows each"
         warn(f"float8: no layer of {type(module).__name__} {why}. {fix}")

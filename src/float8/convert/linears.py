@@ -28,8 +28,8 @@ class Linears(Conversion):
         return chooser.kept_by_model.get(mod) or left_out(fqn, chooser.head)
 
     def modules_to_keep(self, chooser: Chooser) -> dict[nn.Module, str]:
-        """Return {convertible layer: reason} if float8 gathers would wait for the CPU, else {}."""
-        layers = dict[Any, str]()  # convertible layer: its GPU
+        """Map layers to a skip reason if the GPU waits for the CPU under float8 gathers; or {}."""
+        layers = dict[Any, str]()  # layer that could be converted: its GPU
         for fqn, mod in chooser.model.named_modules() if self._judged_together(chooser) else ():
             is_taken = chooser.conversions[mod] is self and not left_out(fqn, chooser.head)
             if is_taken and mod.out_features >= ROUTER and not self.problem(mod, chooser):

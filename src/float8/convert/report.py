@@ -142,7 +142,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
         choice = Choice(*module.__dict__.get(CHOICE, ()))  # empty if no conversion saw `module`
         chosen_for[choice.chosen_for] = None
         scaling: str | None = None
-        reason: str | None = choice.reason or left_out(fqn)  # None below if it runs in float8
+        reason: str | None = choice.skip_reason or left_out(fqn)  # None below if it runs in float8
         if not isinstance(module, Float8Module):
             reason = reason or "not converted, or turned back into high precision"
         elif not module._float8_config.float8_gemms:

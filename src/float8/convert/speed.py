@@ -90,25 +90,27 @@ def layer_ms(
     """
     bf16, is_emulated = COSTS["bf16"], not isinstance(recipe, str) and recipe.emulate
     gemms = [COSTS[kind] for kind in gemm_kinds(recipe).values()][: 3 if trains else 2]
+    launch_ms = sum(gemm.start / 3 for gemm in gemms)  # `start` is fitted to three GEMMs
     tflop = 2e-12 * len(gemms) * tokens * K * N
-    start = gemm_ms = 0.0  # of launches; of GEMMs, per 1e12 FLOP
+    ms_per_tflop = 0.0
     for gemm in gemms:
-        start += gemm.start / 3  # `start` is fitted to three GEMMs
         # A float8 GEMM of experts, or a large one on an H100, takes longer than `gemm.flop` says.
         slower = _GROUPED_TIME[gpu] if experts else max(1.0, tflop) ** _EXPONENT_IF_LARGE[gpu]
         slower *= _GROUPED_BY_BLOCKS if experts and gemm is COSTS["blockwise"] else 1.0
-        gemm_ms += (bf16.flop if is_emulated or gemm is bf16 else gemm.flop * slower) / len(gemms)
+        flop_ms = bf16.flop if is_emulated or gemm is bf16 else gemm.flop * slower
+        ms_per_tflop += flop_ms / len(gemms)
+    # Casts of tokens, in ms per 1e9 elements: to row data, and to column data for grad_weight.
     output, grad_input, grad_weight = gemms if trains else (*gemms, bf16)  # bf16: no casts
-    # Casts of tokens: row data are for output and grad_input, column data for grad_weight.
     input_ms = output.rows * output.tokens + (1 - output.rows) * grad_weight.tokens
     grad_ms = grad_input.rows * grad_input.tokens + (1 - grad_input.rows) * grad_weight.tokens
+    # Casts of the weight: for output, and a part of them, the transposition, for grad_input.
+    weight_ms, transposed_ms = (x.experts if experts else x.weight for x in (output, grad_input))
+    weight_ms -= _TRANSPOSE_SHARE * (weight_ms - transposed_ms)
+    weight_ms = transposed_ms if output is bf16 else weight_ms
+    weight_ms += _GRAD_WEIGHT_SHARE * (grad_weight.experts - weight_ms) if experts else 0.0
     cast_ms = tokens * (_INPUT_SHARE * input_ms * K + grad_ms * N)  # in 1e-9 ms of an H200
-    by_gemm = (x.experts if experts else x.weight for x in (output, grad_input, grad_weight))
-    first, second, third = by_gemm  # what casts of the weight take if all GEMMs are like this one
-    weight_ms = second if output is bf16 else first - _TRANSPOSE_SHARE * (first - second)
-    weight_ms += _GRAD_WEIGHT_SHARE * (third - weight_ms) if experts else 0.0
     cast_ms += (_MS_TO_READ_EXPERTS * experts + casts * weight_ms * (experts or 1)) * K * N
-    return gemm_ms * float(tflop**_FLOP_EXPONENT) + start + 1e-9 * MEMORY[gpu] * cast_ms
+    return ms_per_tflop * float(tflop**_FLOP_EXPONENT) + launch_ms + 1e-9 * MEMORY[gpu] * cast_ms
 
 
 def both_ms(

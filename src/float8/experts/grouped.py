@@ -83,9 +83,8 @@ def _quantize_under_blocks(
         if row_data is not None:  # without padding; squares have fewer than R rows of scales
             row_data = Operand(row_data.data[:, :R], row_data.scale[:, :R])
     else:
-        row_data, col_data = kernels.cast(
-            weights.contiguous().view(E * R, C), cast_config, **layouts
-        )
+        matrix = weights.contiguous().view(E * R, C)
+        row_data, col_data = kernels.cast(matrix, cast_config, **layouts)
         if row_data is not None:
             row_data = Operand(*(x.view(E, x.shape[0] // E, -1) for x in row_data))
         if col_data is not None:  # the columns of one expert beside those of the next
@@ -140,7 +139,7 @@ def grouped_matmul(
 
 def _outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     if len(a) == 0:  # torch's grouped GEMM takes no empty tensors
-        return _outer_fake(a, b, ends).zero_()
+        return a.new_zeros((ends.shape[0], a.shape[1], b.shape[1]))
     # It requires rows whose size in bytes is a multiple of 16.
     (N, K), offs = (a.shape[1], b.shape[1]), ends_of_groups(ends, len(a))
     a, b = (F.pad(x, (0, -x.shape[1] % 8)) if x.shape[1] % 8 else x for x in (a, b))
@@ -148,12 +147,11 @@ def _outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return y if y.shape[1:] == (N, K) else without_padding(y, N, K)
 
 
-def _outer_fake(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    return a.new_empty((ends.shape[0], a.shape[1], b.shape[1]))
-
-
 register(
-    "grouped_outer", _outer, fake=_outer_fake, flops=lambda a, b, *_, **__: 2 * a[0] * a[1] * b[1]
+    "grouped_outer",
+    _outer,
+    fake=lambda a, b, ends: a.new_empty((ends.shape[0], a.shape[1], b.shape[1])),
+    flops=lambda a, b, *_, **__: 2 * a[0] * a[1] * b[1],
 )
 
 GROUPED_OUTER = torch.ops.float8.grouped_outer.default
@@ -181,9 +179,8 @@ class Grouped(Dense):
         """Return column data [E, K, N] of `row` [E, N, K]; arguments as in `quantize.to_col`."""
         granularity = cast_config.scaling_granularity
         if not granularity.square:
-            return quantize_experts(
-                dequantized(row, cast_config), Cast(cast_config), col=True, after=after
-            ).col
+            values = dequantized(row, cast_config)
+            return quantize_experts(values, Cast(cast_config), col=True, after=after).col
         E, N, K = row.data.shape
         below = -N % (granularity.height or GEMM_ALIGNMENT)  # None: one scale per expert
         matrix = F.pad(row.data.view(torch.uint8), (0, 0, 0, below)).flatten(0, 1)

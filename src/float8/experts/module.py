@@ -181,9 +181,8 @@ def weights_of(module: nn.Module) -> list[ExpertsWeight]:
     """Return the name and unsharded sizes of each Parameter of `module` with experts' weights."""
     weights = []
     for name, parameter in module._parameters.items():
-        if name.endswith("_scale_inv"):  # of experts in transformers' own float8
-            continue
-        if parameter is not None and parameter.dim() >= 3:  # biases have 2 dims
+        is_scale = name.endswith("_scale_inv")  # of experts in transformers' own float8
+        if parameter is not None and parameter.dim() >= 3 and not is_scale:  # biases have 2 dims
             experts, *outputs, K = parameter.shape
             N = math.prod(outputs)  # an extra dim may tell two projections apart
             if lies_transposed(module):
@@ -246,10 +245,8 @@ def _overridden_grouped_mm(module: Any) -> str | None:
     if len(owners) == 1 and "_grouped_mm" not in vars(module):
         return None
     got, expected = owners[0] if len(owners) > 1 else "an attribute", owners[-1]
-    return (
-        f"got a `_grouped_mm` of {got}, expected that of {expected}: do without what replaced it, "
-        f"or leave these experts to it"
-    )
+    fix = "do without what replaced it, or leave these experts to it"
+    return f"got a `_grouped_mm` of {got}, expected that of {expected}: {fix}"
 
 
 def convert_experts(module: Any, config: Float8LinearConfig) -> None:

@@ -29,7 +29,13 @@ def plan_experts(config: Float8LinearConfig) -> LinearPlan:
     if reason := no_grouped_gemm(config):
         raise ValueError(f"grouped_linear: got a config with {reason}, expected {EXPECTED}")
     fast = config.gemm_config_output.use_fast_accum
-    casts = {site: _cast_config(config, site) for site in CAST_SITES}
+    casts: dict[CastSite, CastConfig] = {}
+    for site in CAST_SITES:
+        cast_config = config.cast_config(site)
+        granularity = cast_config.scaling_granularity
+        if granularity.by_blocks and site not in _WEIGHTS:
+            granularity = _RUNS_OF_MX if granularity.exponents else _RUNS
+        casts[site] = replace(cast_config, target_dtype=E4M3, scaling_granularity=granularity)
     return resolve_plan(config, casts, dict.fromkeys(GEMM_OPERANDS, fast))
 
 
@@ -42,11 +48,3 @@ def no_grouped_gemm(config: Float8LinearConfig) -> str | None:
     if not {"output", "grad_input"} <= set(config.float8_gemms):
         return "the GEMM of output or grad_input in high precision"
     return None
-
-
-def _cast_config(config: Float8LinearConfig, site: CastSite) -> CastConfig:
-    cast_config = config.cast_config(site)
-    granularity = cast_config.scaling_granularity
-    if granularity.by_blocks and site not in _WEIGHTS:
-        granularity = _RUNS_OF_MX if granularity.exponents else _RUNS
-    return replace(cast_config, target_dtype=E4M3, scaling_granularity=granularity)

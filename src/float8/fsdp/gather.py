@@ -132,12 +132,12 @@ class Float8GatherWeight(Wrapper):
         return new
 
     def keep(self, ahead: CastAhead, weight: Any) -> None:
-        """Keep `ahead` until `weight`, which is `self` or the DTensor around it, is written."""
+        """Keep `ahead` for gathers until `weight` (`self` or the DTensor around it) is written."""
         if not (self.write_counter.is_inference() or weight.is_inference()):  # no versions
             self._ahead = self._versions(weight), ahead
 
     def forget_cast(self) -> None:
-        """Free the scale or cast that was kept."""
+        """Free the scale and float8 data that `keep` stored for the next all-gathers."""
         self._ahead = None, None
 
     @property

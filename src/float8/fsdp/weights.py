@@ -176,7 +176,9 @@ class Float8Gathers(Feature):
 
     def before_conversion(self, converted: Sequence[nn.Module]) -> None:
         """Replace each `Float8GatherWeight` of `converted` modules by a plain Parameter."""
-        disable_float8_all_gather(converted)
+        users = _users(converted)
+        plain = {x: x.high_precision for x in users if isinstance(x, Float8GatherWeight)}
+        _replace_contents(plain, users)
 
     def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
         """Replace weights by `Float8GatherWeight`s if `config` enables float8 all-gather."""
@@ -221,13 +223,6 @@ def enable_float8_all_gather(module: nn.Module) -> None:
             # `.data`, since a view would refer to the weight.
             new_tensors[weight] = wrapper(weight.data, cast.config)
     _replace_contents(new_tensors, users)
-
-
-def disable_float8_all_gather(layers: Iterable[nn.Module]) -> None:
-    """Replace each `Float8GatherWeight` of `layers` by a plain Parameter."""
-    users = _users(layers)
-    plain = {x: x.high_precision for x in users if isinstance(x, Float8GatherWeight)}
-    _replace_contents(plain, users)
 
 
 def _users(modules: Iterable[nn.Module]) -> dict[Any, list[tuple[nn.Module, str]]]:

@@ -194,7 +194,7 @@ class Float8Converter(ModelConfigConverter, ModelConfigTransform):
         return model_config
 
     def transform(self, model: Any, *, context: Any = None) -> Any:
-        """Return `convert(model)`; `apply_transforms` calls this with the config of a model."""
+        """Return `convert(model)`; `apply_transforms` passes a model's config, and a `context`."""
         return self.convert(model)
 
 

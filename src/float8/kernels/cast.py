@@ -283,16 +283,13 @@ class _Matrix(NamedTuple):
 
     dtype: torch.dtype
     device: torch.device
-    sizes: tuple[int, int, int, int]
-    """R, C and their strides."""
+    sizes: tuple[int, int, int, int]  # R, C and their strides
     row: bool
     col: bool
-    pad_rows: bool
-    pad_cols: bool
-    rounded: bool
-    """Whether `x` is rounded to bfloat16 first."""
-    arithmetic: tuple[int, int, bool]
-    """The constant `ARITHMETIC` of `kernels.numeric`."""
+    pad_rows: bool  # whether R is padded in row data
+    pad_cols: bool  # whether C is padded in column data
+    rounded: bool  # whether `x` is rounded to bfloat16 first
+    arithmetic: tuple[int, int, bool]  # the constant `ARITHMETIC` of `kernels.numeric`
 
 
 _Kernels = tuple[Launch, Launch | None, Spec | None]
@@ -308,7 +305,7 @@ def cast_plan(
     source: str,
     arguments: CastArguments,
 ) -> Callable[..., tuple[Any, ...]]:
-    """Return a function (x, scale, amax) that allocates the results of a cast and launches it.
+    """Return a function (x, scale, amax) that allocates the results of a cast and launches kernels.
 
     ``source`` is the constant SOURCE of `cast_kernel`, "given" if scales are finer. ``scale`` is
     None if kernels read no scale, ``amax`` is None unless ``source`` is "recorded". Five results:
@@ -318,15 +315,16 @@ def cast_plan(
         dense = cast_plan(x_dtype, shape, (shape[1], 1), device, source, arguments)
         return lambda x, *scalars: dense(x.contiguous(), *scalars)  # as `measuring` needs
     height, width, dtype, row, col, pad_rows, power_of_2, via = arguments
-    (R, C), (stride_r, stride_c), specs = shape, strides, specs_of(shape, arguments)
-    pad_rows = pad_rows or width is not None  # column data are padded in any case
-    sizes, layouts = (R, C, stride_r, stride_c), (row, col, pad_rows, True)
-    transposed, whole_rows = stride_c != 1 and stride_r == 1, False
-    if transposed:  # the kernel reads x.t(), and writes row data of x as column data
-        sizes, layouts = (C, R, stride_c, stride_r), (col, row, True, pad_rows)
-    mantissa_bits, scale_rounding = 3 if dtype == E4M3 else 2, 2 if width == 32 else int(power_of_2)
+    pad_rows = pad_rows or width is not None  # rows of column data are padded in any case
+    sizes, layouts = (*shape, *strides), (row, col, pad_rows, True)
+    reads_x_t = strides[0] == 1 and strides[1] != 1
+    if reads_x_t:  # the kernels read x.t(), whose column data are the row data of x
+        sizes, layouts = (*shape[::-1], *strides[::-1]), (col, row, True, pad_rows)
+    mantissa_bits = 3 if dtype == E4M3 else 2
+    scale_rounding = 2 if width == 32 else int(power_of_2)  # 2: 8-bit exponents, as in MXFP8
     arithmetic = mantissa_bits, scale_rounding, has_float8_conversion(device)
     matrix = _Matrix(x_dtype, device, sizes, *layouts, via is not None, arithmetic)
+    whole_rows = False  # whether one kernel has whole rows in registers
     if height is None:
         kernels = _tensor_kernels(matrix, source)
     elif width is not None:
@@ -336,23 +334,25 @@ def cast_plan(
         kernels = _whole_row_kernels(matrix)
     else:
         kernels = _row_kernels(matrix)
-    (cast, measure, amaxes_spec), allocate = kernels, allocator(device)
+    cast, measure, amaxes_spec = kernels
+    specs, allocate = specs_of(shape, arguments), allocator(device)
 
     def launch(x: Tensor, scale: Tensor | None, amax: Tensor | None) -> tuple[Any, ...]:
-        results, used, amaxes = [spec and allocate(*spec) for spec in specs], None, None
-        written = results[2:] + results[:2] if transposed else results  # row is col of x.t()
+        results = [spec and allocate(*spec) for spec in specs]
+        written = results[2:] + results[:2] if reads_x_t else results
         if whole_rows:
             cast(x, *written[:2])
             return None, *results
+        amaxes = used_scale = None
         if amaxes_spec is not None and measure is not None:  # both or neither
             amaxes = allocate(*amaxes_spec)
             if height is None:
-                used = allocate(*SCALAR)  # the cast stores its scale there
+                used_scale = allocate(*SCALAR)  # the cast stores its scale there
                 measure(x, amaxes, scale)  # with "kept" and "recorded" only if the scale is 0
             else:
                 measure(x, amaxes.zero_())  # raises them by atomics
-        cast(x, *written, scale, amaxes, used, amax)
-        return used, *results
+        cast(x, *written, scale, amaxes, used_scale, amax)
+        return used_scale, *results
 
     return launch
 

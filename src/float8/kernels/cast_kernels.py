@@ -183,16 +183,16 @@ def store_square_scales(ptr, scale, tile_r, tile_c, rows, columns):  # type: ign
 @jit
 def cast_rows_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, C]
-    data_ptr,  # [rows, C padded to 16]
+    data_ptr,  # [rows, Cp]: rows is R, padded to 16 if PAD_ROWS; Cp is C, padded to 16
     scale_ptr,  # [rows]
     R, C, stride_r, stride_c,
-    PAD: tl.constexpr,  # whether rows are padded
+    PAD_ROWS: tl.constexpr,
     MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Cast BLOCK_R whole rows, held in registers, to row data, and store a scale for each row."""
     ARITHMETIC: tl.constexpr = (MANTISSA, POWER_OF_2, HARDWARE)
-    rows, Cp = tl.cdiv(R, 16) * 16 if PAD else R, tl.cdiv(C, 16) * 16
+    rows, Cp = tl.cdiv(R, 16) * 16 if PAD_ROWS else R, tl.cdiv(C, 16) * 16
     # 64-bit, since offsets may exceed 32 bits.
     r = (tiles.reversed_tile() * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[:, None]
     c = tl.arange(0, BLOCK_C)[None, :]

@@ -126,8 +126,8 @@ class Float8Partitioner(CustomPartitionerFn):
         dtype = node.meta["val"].dtype
 
         def pack(x: Tensor) -> tuple[Tensor, Tensor]:
-            # Scales are rounded up to powers of two: nothing saturates, and values lose only
-            # mantissa bits. A non-finite value makes its run NaN.
+            # Scales are powers of two, rounded up: nothing saturates, and values lose mantissa bits
+            # only, but small ones become subnormal or 0. A non-finite value makes its run NaN.
             runs = _in_runs(x.to(torch.float32))
             scale = scales.amax_to_scale(runs.abs().amax(-1, keepdim=True), self.dtype, True)
             return (runs * scale.reciprocal()).to(self.dtype).reshape(x.shape), scale
@@ -222,7 +222,7 @@ def _may_be_rounded(
 
 
 def _use(node: Node, rounded: list[Node]) -> str:
-    """Return the name in `_PATTERNS` of how `node` uses its inputs `rounded`; "" for other uses."""
+    """Return the name in `_PATTERNS` for what `node` does with its inputs `rounded`, or ""."""
     name, args = _name(node), node.args
     if _is_activation_function(node):
         return "function"

@@ -224,7 +224,7 @@ def _without_reduce(casts: Casts, *roles: str) -> Casts:
 
 
 def _shared_tokens(x: Any, dim: int) -> SharedTokens | None:
-    """Return the `SharedTokens` of `x` cut along `dim`; None if last or uneven, or `x` is empty."""
+    """Return the `SharedTokens` of `x`, or None if `dim` is its last or uneven, or `x` is empty."""
     mesh = x.device_mesh
     if dim == x.dim() - 1 or x.shape[dim] % mesh.size() or 0 in x.shape:
         return None

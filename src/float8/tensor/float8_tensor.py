@@ -218,11 +218,13 @@ class Float8Tensor(Wrapper):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Run `func` by its handler, by the ops that it consists of, or as a view; else raise."""
         kwargs = kwargs or {}
         if handler := _HANDLERS.get(func.name()):
             return handler(func, args, kwargs)
-        # In inference mode torch has not decomposed compound ops.
-        if (result := func.decompose(*args, **kwargs)) is not NotImplemented:
+        # In inference mode torch has not decomposed compound ops: their parts come here again.
+        result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
             return result
         if func.is_view:
             return _view(func, args, kwargs)
@@ -513,7 +515,5 @@ _OPS: dict[Any, str] = {
 _HANDLERS = {name: handler for handler, names in _OPS.items() for name in names.split()}
 """Name of an op -> handler(func, args, kwargs), which returns its result."""
 
-_NAME_IN_0_2 = "float8.config.casting.ScalingGranularity"
-torch.serialization.add_safe_globals(
-    [Float8Tensor, ScalingGranularity, (ScalingGranularity, _NAME_IN_0_2)]
-)
+_AS_IN_0_2 = ScalingGranularity, "float8.config.casting.ScalingGranularity"  # its former name
+torch.serialization.add_safe_globals([Float8Tensor, ScalingGranularity, _AS_IN_0_2])

@@ -16,7 +16,7 @@ from float8.tensor.ranks import dtensor_like, local_tensor
 def high_precision(x: Tensor) -> Tensor:
     """Return `x` without the wrapper of a weight that FSDP2 gathers in float8; any other `x` as is.
 
-    Unwraps a DTensor's local tensor. Shares memory and version counter. Does not dequantize.
+    A DTensor stays a DTensor. The result shares memory and version counter. Does not dequantize.
     """
     local = local_tensor(x)
     if (plain := getattr(local, "high_precision", None)) is None:

@@ -125,10 +125,8 @@ class HeldWeights(Feature):
             )
         require_one_cast(config, "float8_weights")
 
-    def attach(self, model: nn.Module) -> None:
-        """Cast and hold the weights now, so that out-of-memory errors occur before training."""
-        update_float8_weights(model)
-
     def after_step(self, model: nn.Module) -> None:
         """Cast all held weights of `model`, as the optimizer may have updated them."""
         update_float8_weights(model)
+
+    attach = after_step  # so that out-of-memory errors occur before training

@@ -32,10 +32,8 @@ class Columns(NamedTuple):
 
     data: Tensor
     scale: Tensor
-    ends: Tensor
-    """[E] int32: one past the last column of each group, a multiple of 128."""
-    tokens: int
-    """The number of rows without padding, for FLOP counting."""
+    ends: Tensor  # [E] int32: one past the last column of each group, a multiple of 128
+    tokens: int  # the number of rows without padding, for FLOP counting
 
 
 def cast_groups(
@@ -199,31 +197,35 @@ def lanes_of_groups(groups: int) -> int:
 
 
 def _cast_groups_triton(x: Tensor, offs: Tensor, *args: Any, **named: Any) -> list[Tensor]:
+    """Cast by kernels; ``args`` are those of `cast_groups_reference` from ``run`` on."""
     if x.numel() == 0:
         return cast_groups_reference(x, offs, *args, **named)
-    run, dtype, row, col, width, one_scale, power_of_2, *rest = args
+    run, dtype, row, col, col_width, one_scale, power_of_2, *rest = args
     scale = rest[0] if rest else named.get("scale")  # compiled code passes it by keyword
     (R, C), E = x.shape, offs.shape[0]
     out, amaxes = cast_groups_fake(x, offs, *args), x  # `x` stands for a pointer that is not read
+    # `row_tiles` below are upper bounds: `_place` pads each group to 128 rows, gives it one tile or
+    # more, and treats the rows outside all groups as group E.
     groups, mantissa_bits = lanes_of_groups(E), 3 if dtype == E4M3 else 2
     if scale is not None:
         amaxes = scale.contiguous().view(torch.int32)  # GIVEN: the kernel reads scales there
     elif run is None:
         amaxes = torch.zeros(E if one_scale else R + E * C, dtype=torch.int32, device=x.device)
-        rows, block_c, strips = tiles.strips_of(R, C, x.dtype, x.device)
-        _measure_groups_kernel[((-(-R // rows) + 2 * E + 1) * strips,)](
+        rows, block_c, strips = tiles.strips_of(R, C, x.dtype, x.device)  # rows: 64 or more
+        row_tiles = -(-R // rows) + 2 * E + 1
+        _measure_groups_kernel[(row_tiles * strips,)](
             x, offs, amaxes, R, C, E, rows, one_scale, row, col, C % block_c == 0, groups,
             tiles.STRIP_R, block_c, num_warps=tiles.STRIP_WARPS,
         )  # fmt: skip
-    row_data, col_data = out[:2] if row else (x, x), out[-3:] if col else (x, x, offs)
+    row_results = out[:2] if row else (x, x)  # data, scales
+    col_results = out[-3:] if col else (x, x, offs)  # data, scales, ends of padded groups
+    granularity, block_r, warps = "group" if one_scale else "row", 64, 4
+    row_tiles, block_c = -(-R // block_r) + 2 * E + 1, 128
+    if run is not None:  # a group's last tile of 128 rows is its only one that is not full
+        granularity, block_r, warps, row_tiles = "run", 128, 8, R // 128 + E + 1
     power_of_2 = 2 if run == 32 else int(power_of_2)  # 2: 8-bit exponents, as in MXFP8
-    # `tile_rows` is at least the number of tiles in `_place`, each within one of E + 1 groups.
-    granularity, block_r, block_c, warps = "group" if one_scale else "row", 64, 128, 4
-    tile_rows = -(-R // block_r) + 2 * E + 1
-    if run is not None:
-        granularity, block_r, warps, tile_rows = "run", 128, 8, R // 128 + E + 1
-    _cast_groups_kernel[(tile_rows * -(-C // block_c),)](
-        x, offs, amaxes, *row_data, *col_data, R, C, E, width, granularity, run or 1,
+    _cast_groups_kernel[(row_tiles * -(-C // block_c),)](
+        x, offs, amaxes, *row_results, *col_results, R, C, E, col_width, granularity, run or 1,
         scale is not None, row, col, mantissa_bits, power_of_2, has_float8_conversion(x.device),
         C % block_c == 0, groups, block_r, block_c, num_warps=warps,
     )  # fmt: skip
@@ -295,11 +297,7 @@ def _measure_groups_kernel(  # type: ignore[no-untyped-def]
 @jit
 def _scale_of(bits, GIVEN: tl.constexpr, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return ``bits`` as a float32 scale if GIVEN, else the scale of the amax that they encode."""
-    if GIVEN:
-        scale = bits.to(tl.float32, bitcast=True)
-    else:
-        scale = numeric.scale_of_amax(bits, ARITHMETIC)
-    return scale
+    return bits.to(tl.float32, bitcast=True) if GIVEN else numeric.scale_of_amax(bits, ARITHMETIC)
 
 
 @jit

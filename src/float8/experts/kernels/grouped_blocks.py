@@ -25,7 +25,7 @@ PANEL = gl.constexpr(16)  # tiles of rows that share loads of `b`
 # Registers of a thread that multiplies, and of a thread that loads. 224 suffice to hold the sums if
 # groups split the rows; if groups split the contraction dim, 232 are 2 to 6 % faster (H200).
 MMA_REGS, LOAD_REGS = map(gl.constexpr, (232, 24))
-MMA_REGS_OF_ROWS, LOAD_REGS_OF_ROWS = map(gl.constexpr, (224, 56))
+MMA_REGS_ROW_GROUPS, LOAD_REGS_ROW_GROUPS = map(gl.constexpr, (224, 56))
 
 
 def multiply_blocks(
@@ -35,79 +35,80 @@ def multiply_blocks(
     if not HAS_GLUON:
         got = "float8 GEMM: got a Triton without Gluon for experts under blocks, expected"
         raise RuntimeError(f"{got} Triton >= 3.6; upgrade it, or take the recipe 'rowwise'")
-    of_rows, (R, C), N, E = out.dim() == 2, a.shape, b.shape[1], ends.shape[0]  # groups split R
+    row_groups, (R, C), N, E = out.dim() == 2, a.shape, b.shape[1], ends.shape[0]  # groups split R
     rows, columns, block = _TILE
     # The arguments of layouts are the bytes of a swizzle, bits of an element, and number of dims.
     a_layout, b_layout = gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(128, 8, 3)
     a_tiles = GluonDescriptor(a, [*a.shape], [*a.stride()], [rows, block], a_layout)
     b_tiles = GluonDescriptor(b, [*b.shape], [*b.stride()], [1, columns, block], b_layout)
-    scale_tiles = b_tiles  # a placeholder: if `of_rows`, the kernel reads `b_scale` instead
-    if not of_rows:
+    scale_tiles = b_tiles  # a placeholder: if `row_groups`, the kernel reads `b_scale` instead
+    if not row_groups:
         x, layout = b_scale.t(), gl.NVMMASharedLayout(0, 32, 2)  # [C / 128, N], contiguous along N
         scale_tiles = GluonDescriptor(x, [*x.shape], [*x.stride()], [1, columns], layout)
     strides = *a_scale.stride(), b_scale.stride(0), *b_scale.stride()[-2:]
     _grouped_blocks_kernel[(sm_count(a.device),)](
-        a_tiles, b_tiles, scale_tiles, a_scale, b_scale, ends, out, R, N, C, E, *strides, of_rows,
-        num_warps=4,
+        a_tiles, b_tiles, scale_tiles, a_scale, b_scale, ends, out, R, N, C, E, *strides,
+        row_groups, num_warps=4,
     )  # fmt: skip
 
 
 @gluon_jit
-def _next_tile(tile, state, ends_ptr, sizes, OF_ROWS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Locate ``tile``, searching from the ``state`` of an earlier tile.
+def _next_tile(tile, search, ends_ptr, sizes, ROW_GROUPS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Find the group and the place of ``tile``, going on with the ``search`` for an earlier tile.
 
-    Returns the new state (group, tiles before the group, tiles in it, its begin, its end); the
-    tile's first row, one past the group's last row, the tile's first column; and the first index
-    and the number of steps along C, the contraction dim. If ``OF_ROWS``, groups split the rows R,
-    and the rows outside all groups form group E. Otherwise groups split C, and each has all rows.
+    ``search`` is the group that was found, the number of tiles in all groups before it and in it,
+    and its begin and end: rows if ``ROW_GROUPS``, else indices along C, the contraction dim.
+
+    Returns the new ``search``; the tile's first row, one past the last row that it stores, and its
+    first column; the first index along C to multiply, and the number of steps of BLOCK from there.
     """
-    group, before, count, begin, end = state
+    group, tiles_before, group_tiles, begin, end = search
     R, N, C, E = sizes
     col_tiles = gl.cdiv(N, COLUMNS)
-    groups = E + 1 if OF_ROWS else E
-    while (tile >= before + count) & (group < groups):
-        before += count
+    groups = E + 1 if ROW_GROUPS else E  # group E has the rows outside all groups
+    while (tile >= tiles_before + group_tiles) & (group < groups):
+        tiles_before += group_tiles
         begin = end
         group += 1
         if group < E:
-            last = gl.minimum(gl.load(ends_ptr + group), R if OF_ROWS else C)
+            last = gl.minimum(gl.load(ends_ptr + group), R if ROW_GROUPS else C)
             end = gl.maximum(begin, last)
-        elif OF_ROWS:  # group E
+        elif ROW_GROUPS:  # group E
             end = R
-        rows = end - begin if OF_ROWS else R
-        count = gl.where(group < groups, gl.cdiv(rows, ROWS) * col_tiles, 0)
+        rows = end - begin if ROW_GROUPS else R
+        group_tiles = gl.where(group < groups, gl.cdiv(rows, ROWS) * col_tiles, 0)
     # Tiles of a panel go down its rows, then right: what they read stays in the L2 cache.
-    t = tile - before
-    first = t // (PANEL * col_tiles) * PANEL  # the panel's first tile of rows
-    row_tiles = gl.minimum(PANEL, gl.cdiv(end - begin if OF_ROWS else R, ROWS) - first)
-    t = t % (PANEL * col_tiles)
-    row, n = (first + t % row_tiles) * ROWS, t // row_tiles * COLUMNS
+    index = tile - tiles_before
+    top = index // (PANEL * col_tiles) * PANEL  # the panel's first tile of rows
+    height = gl.minimum(PANEL, gl.cdiv(end - begin if ROW_GROUPS else R, ROWS) - top)
+    index = index % (PANEL * col_tiles)
+    row, n = (top + index % height) * ROWS, index // height * COLUMNS
     zero = 0 * begin  # a tensor, where 0 would be a constant
-    if OF_ROWS:
+    if ROW_GROUPS:
         row += begin
         end_row, k = end, zero
         steps = gl.where(group < E, gl.cdiv(C, BLOCK), 0)  # group E: none, so its sums are zeros
     else:
         end_row, k = R + zero, begin
         steps = (end - begin) // BLOCK  # groups are padded to multiples of BLOCK
-    return (group, before, count, begin, end), row, end_row, n, k, steps
+    return (group, tiles_before, group_tiles, begin, end), row, end_row, n, k, steps
 
 
 @gluon_jit
 def _load(  # type: ignore[no-untyped-def]
-    a_tiles, b_tiles, scale_tiles, shared, ends_ptr, sizes, OF_ROWS: gl.constexpr
+    a_tiles, b_tiles, scale_tiles, shared, ends_ptr, sizes, ROW_GROUPS: gl.constexpr
 ):
     """Load operands of this program's tiles to shared memory, each step once its stage is empty."""
     a_shared, b_shared, scale_shared, full, empty = shared
-    SCALES: gl.constexpr = 0 if OF_ROWS else scale_tiles.block_type.nbytes
+    SCALES: gl.constexpr = 0 if ROW_GROUPS else scale_tiles.block_type.nbytes
     BYTES: gl.constexpr = a_tiles.block_type.nbytes + b_tiles.block_type.nbytes + SCALES
     tile, E = gl.program_id(0), sizes[3]
-    groups = E + 1 if OF_ROWS else E  # group E, of rows outside all groups, has no steps
+    groups = E + 1 if ROW_GROUPS else E  # group E, of rows outside all groups, has no steps
     zero = 0 * tile  # a tensor, where 0 would be a constant
-    loads, state = zero, (zero - 1, zero, zero, zero, zero)  # before group 0
-    state, row, _, n, k, steps = _next_tile(tile, state, ends_ptr, sizes, OF_ROWS)
-    while state[0] < groups:  # state[0] is the group
-        b_index = gl.minimum(state[0], E - 1) if OF_ROWS else zero
+    loads, search = zero, (zero - 1, zero, zero, zero, zero)  # before group 0
+    search, row, _, n, k, steps = _next_tile(tile, search, ends_ptr, sizes, ROW_GROUPS)
+    while search[0] < groups:  # search[0] is the group
+        b_index = gl.minimum(search[0], E - 1) if ROW_GROUPS else zero
         for step in range(steps):
             stage, offset = loads % STAGES, k + step * BLOCK
             # Wait until both `_multiply` have read the stage; its first use does not wait.
@@ -116,27 +117,27 @@ def _load(  # type: ignore[no-untyped-def]
             hopper.mbarrier.expect(bar, BYTES)
             async_load(a_tiles, [row, offset], bar, a_shared.index(stage))
             async_load(b_tiles, [b_index, n, offset], bar, b_shared.index(stage))
-            if not OF_ROWS:
+            if not ROW_GROUPS:
                 async_load(scale_tiles, [offset // BLOCK, n], bar, scale_shared.index(stage))
             loads += 1
         tile += gl.num_programs(0)
-        state, row, _, n, k, steps = _next_tile(tile, state, ends_ptr, sizes, OF_ROWS)
+        search, row, _, n, k, steps = _next_tile(tile, search, ends_ptr, sizes, ROW_GROUPS)
 
 
 @gluon_jit
 def _add(  # type: ignore[no-untyped-def]
-    sums, a, a_scale, b_shared, b_scale, scale_shared, stage, zeros, SIDE: gl.constexpr,
-    OF_ROWS: gl.constexpr,
-):  # fmt: skip
-    """Return ``sums`` plus the left (``SIDE`` 0) or right columns of the scaled ``a @ b.T``."""
+    sums, a, a_scale, shared_b, b_scale, zeros, RIGHT: gl.constexpr, ROW_GROUPS: gl.constexpr
+):
+    """Return ``sums`` plus the left (``RIGHT`` 0) or right columns of the scaled ``a @ b.T``."""
+    b_shared, scale_shared, stage = shared_b
     HALF: gl.constexpr = zeros.shape[1]  # of the columns of a tile
-    b = b_shared.index(stage).reshape([2 * HALF, a.shape[1]]).slice(SIDE * HALF, HALF, 0)
+    b = b_shared.index(stage).reshape([2 * HALF, a.shape[1]]).slice(RIGHT * HALF, HALF, 0)
     p = hopper.warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
     p = hopper.warpgroup_mma_wait(0, deps=[p])
-    if OF_ROWS:  # `b` has one scale for 128 x 128, so `b_scale` is a number
+    if ROW_GROUPS:  # `b` has one scale for 128 x 128, so `b_scale` is a number
         p *= (a_scale * b_scale)[:, None]
     else:  # `b` has a scale for each of these columns, in shared memory
-        scales = scale_shared.index(stage).reshape([2 * HALF]).slice(SIDE * HALF, HALF, 0)
+        scales = scale_shared.index(stage).reshape([2 * HALF]).slice(RIGHT * HALF, HALF, 0)
         p = p * a_scale[:, None] * scales.load(gl.SliceLayout(0, p.type.layout))[None, :]
     return sums + p
 
@@ -152,73 +153,79 @@ def _store(sums, out_ptr, row, end_row, n, N):  # type: ignore[no-untyped-def]
 
 
 @gluon_jit
-def _multiply(arguments, PART: gl.constexpr, OF_ROWS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Compute the upper (``PART`` 0) or lower half of the rows of this program's tiles."""
+def _multiply(arguments, LOWER: gl.constexpr, ROW_GROUPS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Compute and store the upper (``LOWER`` 0) or lower half of the rows of this program's tiles.
+
+    The sums of a half are two tensors, of the tile's left and right columns. `_load` provides the
+    data. If ``ROW_GROUPS``, groups split R and ``b_scale`` has one scale per 128 x 128, which is
+    loaded here; else they split C, at multiples of 128, and `_load` provides scales of rows of `b`.
+    """
     shared, a_scale_ptr, b_scale_ptr, out_ptr, ends_ptr, sizes, strides = arguments
     a_shared, b_shared, scale_shared, full, empty = shared
-    stride_a, step_a, stride_b, row_b, step_b = strides  # step: to the next 128 along C
+    a_stride_r, a_stride_c, b_stride_e, b_stride_n, b_stride_c = strides
     R, N, _, E = sizes
     HALF_R: gl.constexpr = ROWS // 2
-    HALF_C: gl.constexpr = COLUMNS // 2
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_C, 32])
-    zeros = gl.zeros([HALF_R, HALF_C], gl.float32, mma)
-    tile, groups = gl.program_id(0), E + 1 if OF_ROWS else E  # group E: rows outside all groups
+    HALF_N: gl.constexpr = COLUMNS // 2
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_N, 32])
+    zeros = gl.zeros([HALF_R, HALF_N], gl.float32, mma)
+    tile, groups = gl.program_id(0), E + 1 if ROW_GROUPS else E  # group E: rows outside all groups
     zero = 0 * tile  # a tensor, where 0 would be a constant
-    loads, state = zero, (zero - 1, zero, zero, zero, zero)  # before group 0
-    state, row, end_row, n, k, steps = _next_tile(tile, state, ends_ptr, sizes, OF_ROWS)
-    while state[0] < groups:  # state[0] is the group
-        row += PART * HALF_R
+    loads, search = zero, (zero - 1, zero, zero, zero, zero)  # before group 0
+    search, row, end_row, n, k, steps = _next_tile(tile, search, ends_ptr, sizes, ROW_GROUPS)
+    while search[0] < groups:  # search[0] is the group
+        row += LOWER * HALF_R
         r = row + gl.arange(0, HALF_R, gl.SliceLayout(1, mma))
         inside = (r < end_row) & (steps > 0)
-        a_ptr = a_scale_ptr + r * stride_a + k // BLOCK * step_a
-        left_ptr = b_scale_ptr + n // BLOCK * row_b + k // BLOCK * step_b
-        if OF_ROWS:  # `b_scale` has a matrix for each group; group E loads another's, unused
-            left_ptr += gl.minimum(state[0], E - 1) * stride_b
-        right_ptr = left_ptr + gl.where(n + HALF_C < N, HALF_C // BLOCK, 0) * row_b  # stays below N
+        a_ptr = a_scale_ptr + r * a_stride_r + k // BLOCK * a_stride_c
+        left_ptr = b_scale_ptr + n // BLOCK * b_stride_n + k // BLOCK * b_stride_c
+        if ROW_GROUPS:  # group E has no weight: it loads another group's scales, unused
+            left_ptr += gl.minimum(search[0], E - 1) * b_stride_e
+        right_ptr = left_ptr + gl.where(n + HALF_N < N, HALF_N // BLOCK, 0) * b_stride_n  # below N
         left, right, next_left, next_right = zeros, zeros, 0.0, 0.0
         # Load the scales one step early.
         next_a = gl.load(a_ptr, mask=inside, other=0.0)
-        if OF_ROWS:  # else `_add` reads scales of `b` from `scale_shared`
+        if ROW_GROUPS:
             next_left, next_right = gl.load(left_ptr), gl.load(right_ptr)
         for step in range(steps):
             stage = loads % STAGES
-            of_a, of_left, of_right = next_a, next_left, next_right
+            a_scale, left_scale, right_scale = next_a, next_left, next_right
             ahead = gl.minimum(step + 1, steps - 1)  # the last step loads its own scales again
-            next_a = gl.load(a_ptr + ahead * step_a, mask=inside, other=0.0)
-            if OF_ROWS:
-                next_left = gl.load(left_ptr + ahead * step_b)
-                next_right = gl.load(right_ptr + ahead * step_b)
+            next_a = gl.load(a_ptr + ahead * a_stride_c, mask=inside, other=0.0)
+            if ROW_GROUPS:
+                next_left = gl.load(left_ptr + ahead * b_stride_c)
+                next_right = gl.load(right_ptr + ahead * b_stride_c)
             hopper.mbarrier.wait(full.index(stage), (loads // STAGES) & 1)
-            a = a_shared.index(stage).slice(PART * HALF_R, HALF_R, 0)
-            left = _add(left, a, of_a, b_shared, of_left, scale_shared, stage, zeros, 0, OF_ROWS)
-            right = _add(right, a, of_a, b_shared, of_right, scale_shared, stage, zeros, 1, OF_ROWS)
+            a = a_shared.index(stage).slice(LOWER * HALF_R, HALF_R, 0)
+            b = b_shared, scale_shared, stage
+            left = _add(left, a, a_scale, b, left_scale, zeros, 0, ROW_GROUPS)
+            right = _add(right, a, a_scale, b, right_scale, zeros, 1, ROW_GROUPS)
             hopper.mbarrier.arrive(empty.index(stage), count=1)
             loads += 1
         group_ptr = out_ptr
-        if not OF_ROWS:  # `out` is [E, R, N]
-            group_ptr += state[0].to(gl.int64) * R * N
+        if not ROW_GROUPS:  # `out` is [E, R, N]
+            group_ptr += search[0].to(gl.int64) * R * N
         _store(left, group_ptr, row, end_row, n, N)
-        _store(right, group_ptr, row, end_row, n + HALF_C, N)
+        _store(right, group_ptr, row, end_row, n + HALF_N, N)
         tile += gl.num_programs(0)
-        state, row, end_row, n, k, steps = _next_tile(tile, state, ends_ptr, sizes, OF_ROWS)
+        search, row, end_row, n, k, steps = _next_tile(tile, search, ends_ptr, sizes, ROW_GROUPS)
 
 
 @gluon_jit
 def _grouped_blocks_kernel(  # type: ignore[no-untyped-def]
     a_tiles,  # [R, C], contiguous along C
-    b_tiles,  # [E, N, C] if OF_ROWS, else [1, N, C]
-    scale_tiles,  # scales of `b` unless OF_ROWS: [C / 128, N]
+    b_tiles,  # [E, N, C] if ROW_GROUPS, else [1, N, C]
+    scale_tiles,  # scales of `b` unless ROW_GROUPS: [C / 128, N]
     a_scale_ptr,  # [R, C / 128]
-    b_scale_ptr,  # scales of `b` if OF_ROWS: [E, N / 128, C / 128]
-    ends_ptr,  # [E]: ends of groups along R if OF_ROWS, else along C
-    out_ptr,  # [R, N] if OF_ROWS, else [E, R, N]
-    R, N, C, E, stride_a, step_a, stride_b, row_b, step_b,  # strides of a_scale and b_scale
-    OF_ROWS: gl.constexpr,  # whether groups split R; else they split C
+    b_scale_ptr,  # scales of `b` if ROW_GROUPS: [E, N / 128, C / 128]
+    ends_ptr,  # [E]: ends of groups along R if ROW_GROUPS, else along C
+    out_ptr,  # [R, N] if ROW_GROUPS, else [E, R, N]
+    R, N, C, E, a_stride_r, a_stride_c, b_stride_e, b_stride_n, b_stride_c,  # strides of scales
+    ROW_GROUPS: gl.constexpr,  # whether groups split R; else they split C
 ):  # fmt: skip
     a_shared = gl.allocate_shared_memory(a_tiles.dtype, [STAGES, ROWS, BLOCK], a_tiles.layout)
     b_shared = gl.allocate_shared_memory(b_tiles.dtype, [STAGES, 1, COLUMNS, BLOCK], b_tiles.layout)
-    scale_shared = b_shared  # a placeholder, not read if OF_ROWS
-    if not OF_ROWS:
+    scale_shared = b_shared  # a placeholder, not read if ROW_GROUPS
+    if not ROW_GROUPS:
         scale_shared = gl.allocate_shared_memory(
             gl.float32, [STAGES, 1, COLUMNS], scale_tiles.layout
         )
@@ -229,14 +236,17 @@ def _grouped_blocks_kernel(  # type: ignore[no-untyped-def]
         hopper.mbarrier.init(full.index(stage), count=1)
         hopper.mbarrier.init(empty.index(stage), count=2)  # by both `_multiply`
     shared, sizes = (a_shared, b_shared, scale_shared, full, empty), (R, N, C, E)
-    strides = stride_a, step_a, stride_b, row_b, step_b
+    strides = a_stride_r, a_stride_c, b_stride_e, b_stride_n, b_stride_c
     arguments = shared, a_scale_ptr, b_scale_ptr, out_ptr, ends_ptr, sizes, strides
     gl.warp_specialize(
         [
-            (_multiply, (arguments, 0, OF_ROWS)),  # in `num_warps`; it gets the remaining registers
-            (_multiply, (arguments, 1, OF_ROWS)),
-            (_load, (a_tiles, b_tiles, scale_tiles, shared, ends_ptr, sizes, OF_ROWS)),
+            (
+                _multiply,
+                (arguments, 0, ROW_GROUPS),
+            ),  # in `num_warps`; it gets the remaining registers
+            (_multiply, (arguments, 1, ROW_GROUPS)),
+            (_load, (a_tiles, b_tiles, scale_tiles, shared, ends_ptr, sizes, ROW_GROUPS)),
         ],
         [4, 1],  # warps of the second `_multiply` and of `_load`; then registers of their threads
-        [MMA_REGS_OF_ROWS, LOAD_REGS_OF_ROWS] if OF_ROWS else [MMA_REGS, LOAD_REGS],
+        [MMA_REGS_ROW_GROUPS, LOAD_REGS_ROW_GROUPS] if ROW_GROUPS else [MMA_REGS, LOAD_REGS],
     )
