@@ -32,7 +32,7 @@ pytestmark = pytest.mark.xdist_group("whole")  # so that each case is modelled o
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 RECIPES = ("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
 OLDER = (
-    *("h200-block-llama3-8b", "h100-block-finer", "h200-fsdp-finer"),
+    *("h200-block-llama3-8b", "h100-block-finer"),
     *("plain-rebuild", "hugging-face"),
 )
 """Files of versions that had fused functions, other scales of blocks, or another trainer."""
@@ -55,6 +55,7 @@ class Case(NamedTuple):
 KV = "output", "key", "value"
 GRAPHS = Setup(8192, 8192, cuda_graphs=True)
 SMALL = Setup(8192, 2048, cuda_graphs=True)
+GRAPHED_RANKS = Setup(2048, 2048, 2, cuda_graphs=True)
 CHECKPOINTED = Setup(8192, 8192, 2, checkpointing=True)
 
 
@@ -81,8 +82,8 @@ CASES = [
     Case("h200-train-8b", "llama3-8b", "H200", setup=Setup(8192, 8192, 2)),
     Case("h200-train-8b-checkpointed", "llama3-8b", "H200", setup=CHECKPOINTED),
     Case("h200-train-8b-16", "llama3-8b", "H200", -16, setup=Setup(8192, 8192, 2)),
+    Case("h200-train-1b-graphed", "llama3-1b", "H200", setup=GRAPHED_RANKS, mode="graphed"),
     Case("h200-fsdp-llama3-8b", "llama3-8b", "H200", 8, setup=Setup(8192, 8192, 4)),
-    Case("h200-fsdp-finer", "llama3-8b", "H200", 8, setup=Setup(8192, 8192, 4)),
     Case("h200-train-lora", "llama3-8b", "H200", lora=True),
     Case("h200-lora", "llama3-8b", "H200", 8, setup=Setup(4096, 4096), lora=True),
     Case("h100-train-1b", "llama3-1b", "H100", leaves=KV),
@@ -199,17 +200,27 @@ def test_speed_ups_under_fsdp2_with_few_tokens() -> None:
             at = row["model"], row["tokens"]
             found[at] = predicted(case, "tensorwise") / row["speedup"] - 1
     assert len(found) == 7
-    assert found.pop(("llama3-8b", 2048)) == pytest.approx(0.13, abs=0.01)
+    assert found.pop(("llama3-8b", 2048)) == pytest.approx(0.15, abs=0.01)
     assert max(map(abs, found.values())) < 0.06
+
+
+def test_speed_ups_of_cuda_graphs_under_fsdp2() -> None:
+    rows = json.loads((RESULTS / "h200-fsdp-graphs.json").read_text())["rows"]
+    found = {row["tokens"]: row["speedup"] for row in rows if row["variant"] == "tensorwise"}
+    assert sorted(found) == [1024, 2048, 4096, 8192]
+    for tokens, speedup in found.items():
+        setup = Setup(tokens, tokens, 2, cuda_graphs=True)
+        case = Case("", "llama3-1b", "H200", setup=setup)
+        assert predicted(case, "tensorwise") / speedup == pytest.approx(1, abs=ERROR)
 
 
 @pytest.mark.exhaustive
 def test_in_the_mean_the_error_is_small_and_has_no_tendency() -> None:
     pairs = [pair for case in CASES for pair in speedups(case).values()]
     errors = [modelled / found - 1 for modelled, found in pairs]
-    assert len(errors) == 82
+    assert len(errors) == 80
     assert abs(statistics.mean(errors)) < 0.002
-    assert statistics.mean(map(abs, errors)) < 0.0205
+    assert statistics.mean(map(abs, errors)) < 0.018
 
 
 def experts_ms(gpu: str, recipe: str, name: str) -> float:
@@ -222,9 +233,8 @@ def experts_ms(gpu: str, recipe: str, name: str) -> float:
 
 def experts_table() -> Iterator[tuple[str, str, str, float, float]]:
     for row in json.loads((RESULTS / "h200-experts.json").read_text())["rows"]:
-        name, _, what = row["part"].partition(": ")
-        if what.startswith("forward") and row["recipe"] != "bf16":
-            kind = row["recipe"]
+        name, kind = row["part"], row["recipe"]
+        if kind != "bf16" and abs(row["drift_percent"]) < 5:  # else it was timed badly
             speedup = experts_ms("H200", "bf16", name) / experts_ms("H200", kind, name)
             yield "H200", name, kind, speedup, row["speedup"]
     rows = json.loads((RESULTS / "h100-experts.json").read_text())

@@ -34,7 +34,7 @@ _EXPONENT_IF_LARGE = {"H100": 0.02, "H200": 0.0}  # more for float8 GEMMs of ove
 
 MEMORY = {"H100": 1.2, "H200": 1.0}  # time to move bytes, relative to an H200
 _GROUPED_TIME = {"H100": 1.02, "H200": 1.0}  # time of float8 GEMMs of experts, relative to an H200
-_GROUPED_BY_BLOCKS = 1.28  # time of blockwise GEMMs of experts, relative to linear layers
+_GROUPED_BY_BLOCKS = 1.24  # time of blockwise GEMMs of experts, relative to linear layers
 _MIN_GAIN = 1.01  # the modelled speed-up from which a layer is converted
 _HELD_EXPERTS_SHARE = 0.15  # of the casts of held weights of experts, with four microbatches
 _TRANSPOSE_SHARE = 0.25  # the share of the casts of a weight that transposes it for grad_input

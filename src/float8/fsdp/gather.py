@@ -155,14 +155,12 @@ class Float8GatherWeight(Wrapper):
     def _versions(self, weight: Any) -> tuple[Any, ...]:
         """Return a key that changes when `weight` is written or `self.param_dtype` changes.
 
-        The version of `weight`, a DTensor, counts writes by ops on the DTensor and by compiled
-        code; `write_counter` counts those through `to_local()` and by foreach ops of optimizers.
-        While a CUDA graph is captured the key has the id of the capture, so that a graph uses only
-        casts that it makes: nothing notices writes before, or by, a replay.
+        The version of `weight`, a DTensor, counts writes by ops on it and by compiled code, that of
+        `write_counter` those through `to_local()` and foreach ops. During a CUDA graph capture the
+        key includes its id: a graph uses only casts that it makes, as replays count no writes.
         """
-        raw, inner, capture = self.write_counter, self._inner, 0
-        if raw.is_cuda and torch.cuda.is_current_stream_capturing():
-            capture = _capture_id()
+        raw, inner = self.write_counter, self._inner
+        capture = raw.is_cuda and torch.cuda.is_current_stream_capturing() and _capture_id()
         own = inner._version, inner.data_ptr(), inner.stride(), self.param_dtype, capture
         return weight._version, raw._version, raw.data_ptr(), raw.stride(), *own
 
@@ -246,8 +244,7 @@ class Float8GatherWeight(Wrapper):
         sent = padded_shard(quantized.data.view(torch.uint8), rows)
         if not one_scale and mesh.size() > 1:  # a single rank has all scales already
             return (sent, scale.contiguous().view(torch.uint8)), GatherInfo(size)
-        on_gather_stream = kept is None or kept.scale is not scale  # computed in this call
-        return (sent,), GatherInfo(size, scale, amax, on_gather_stream)
+        return (sent,), GatherInfo(size, scale, amax, kept is None or kept.scale is not scale)
 
     def fsdp_post_all_gather(
         self, received: tuple[Tensor, ...], info: GatherInfo, dtype: torch.dtype, *, out: Any = None
@@ -282,15 +279,14 @@ class Float8GatherWeight(Wrapper):
 def _capture_id() -> int:
     """Return the driver's id of the CUDA graph that is being captured on the current stream."""
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    status, number = ctypes.c_int(), ctypes.c_uint64()
-    find = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo
-    if error := find(stream, ctypes.byref(status), ctypes.byref(number)):
+    status, capture_id = ctypes.c_int(), ctypes.c_uint64()
+    get_info = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo
+    if error := get_info(stream, ctypes.byref(status), ctypes.byref(capture_id)):
         raise RuntimeError(f"cuStreamGetCaptureInfo: got error {error}, expected 0")
-    return number.value
+    return capture_id.value
 
 
-_HOOK: Any = Float8GatherWeight._pre_all_gather
-_SIGNATURE = inspect.signature(functools.partial(_HOOK, None))
+_SIGNATURE = inspect.signature(functools.partial(Float8GatherWeight._pre_all_gather, None))  # type: ignore[arg-type]
 
 WRAPPERS: dict[int, type[Float8GatherWeight]] = {2: Float8GatherWeight}
 """Wrapper class by number of dims of a weight; `float8.experts.gather` adds that of [E, N, K]."""

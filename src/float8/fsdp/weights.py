@@ -34,9 +34,9 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     computed, or nothing under finer scales. Weights without float8 all-gather are skipped.
 
     A cast is used until the weight is written: by an optimizer's step, an op on the Parameter or
-    a view, loading, or a write into a tensor of a state dict. Call this function again after writes
-    that go unnoticed: through NumPy or a raw pointer, `.data` of tensors in state dicts,
-    `torch._foreach_*` of DTensors in them, `torch.distributed`, kernels of other libraries.
+    a view, loading, a write into a tensor of a state dict. Call this function again after writes
+    that go unnoticed: by CUDA graphs, NumPy, raw pointers, `torch.distributed`, other libraries, or
+    `.data` and `torch._foreach_*` of tensors in state dicts. A graph uses only casts that it makes.
 
     Raises:
         TypeError: `model` is no `nn.Module`.
@@ -186,13 +186,8 @@ class Float8Gathers(Feature):
             enable_float8_all_gather(model)
 
     def after_step(self, model: nn.Module) -> None:
-        """Cast the shards of `model` for the next float8 all-gathers, except in a CUDA graph.
-
-        The next gathers are those of another replay, or of eager code, which do not use such casts.
-        """
-        started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        if not (started and torch.cuda.is_current_stream_capturing()):
-            precompute_float8_dynamic_scale_for_fsdp(model)
+        """Cast the shards of `model` for the next float8 all-gathers."""
+        precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 def _gathered_names(mod: nn.Module) -> Sequence[str]:

@@ -47,7 +47,6 @@ SECTIONS = (
     Section("LoRA", "h200-train-lora", _ADAPTED, _TRAIN),
     Section("8B blocks", "h200-kernels-8b", _BLOCKS, _STEP),
     Section("70B block", "h200-block-70b", _BLOCKS, _STEP),
-    Section("8B checkpointed", "h100-train-8b-full", _WHOLE, _TRAIN),
     Section("TP", "h200-tp-llama3-70b", _SHARED, _STEP),
 )
 

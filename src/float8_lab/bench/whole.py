@@ -26,8 +26,8 @@ from float8_lab.errors import ConfigError
 _WIDE_HEADS, _HEADS = 470e9, 360e9
 # Milliseconds of an H200 for 1e9 elements: of what layers read and write, by norms, activations and
 # residuals; of what adapters read and write; of logits; of float32 Parameters that AdamW writes,
-# that one GPU copies to bf16 and back, that FSDP2 copies for each GPU.
-_NORMS, _ADAPTERS, _LOSS, _ADAMW, _COPIES, _SHARDS = 1.6, 2.6, 4.3, 8.5, 3.0, 10.0
+# that one GPU copies to bf16 and back, that FSDP2 copies for each GPU, less if it gathers bytes.
+_NORMS, _ADAPTERS, _LOSS, _ADAMW, _COPIES, _SHARDS, _BYTES = 1.6, 2.6, 4.3, 8.5, 3.0, 10.0, 1.6
 _GIB = {"H100": 79, "H200": 139}  # that CUDA has of a card's 80 and 141 GB
 _LINK = 300e6  # bytes per ms that a GPU gets from others: NVLink, or eight network cards of a host
 # Of the CPU, to start the kernels of a layer in bf16 and in float8, compiled: of one GPU, and under
@@ -182,7 +182,10 @@ class Step:
         host = _FSDP_HOST_MS if run.data_parallel > 1 else _HOST_MS
         self.host_ms = [ms + host[i and in_float8] for i, ms in enumerate(self.host_ms)]
         low, ranks = (low, ranks) if in_float8 else (high, 1)
-        self._sent[1] -= 2 * K * N * (experts or 1) * (1 - 1 / ranks)
+        count = K * N * (experts or 1)
+        self._sent[1] -= 2 * count * (1 - 1 / ranks)
+        if ranks > 1:
+            self._add(_COPIED, 0.0, -1e-9 * count * _BYTES)
         if (left_out(fqn) or "").startswith("the head"):
             self._add("head and loss", high, low)
             self._elements("head and loss", tokens * N, _LOSS)
