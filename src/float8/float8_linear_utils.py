@@ -27,7 +27,7 @@ def _auto_filter_for_recipe(recipe: ConfigOrRecipe, filter_fqns: Collection[str]
     def module_filter_fn(mod: nn.Module, fqn: str) -> bool:
         if any(name in fqn for name in filter_fqns) or not isinstance(mod, nn.Linear):
             return False
-        choice = chooser.choose(mod, fqn)  # None or with a `reason` if `mod` stays as it is
+        choice = chooser.choose(mod, fqn)  # None or with a `skip_reason` if `mod` stays
         return isinstance(mod, Float8Linear) or (choice is not None and choice.skip_reason is None)
 
     return module_filter_fn

@@ -171,12 +171,8 @@ def test_a_killed_save_over_a_file_of_another_program(alone: Any, tmp_path: Path
         save(3, BLOCKS, folder)
         assert values(folder) == alone(3, BLOCKS)
         files = json.loads((folder / INDEX).read_text())["weight_map"].values()
-        assert {x.name for x in folder.iterdir()} == {
-            *files,
-            INDEX,
-            "config.json",
-            "tokenizer.json",
-        }
+        others = INDEX, "config.json", "tokenizer.json"
+        assert {x.name for x in folder.iterdir()} == {*files, *others}
     assert values(folder) == found[-1] == alone(2, CHANNELS)
 
 

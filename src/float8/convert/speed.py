@@ -163,4 +163,4 @@ def why_fsdp_waits(layers: Mapping[Any, str], tokens: int) -> str | None:
     if not ms or (mean := sum(ms) / len(ms)) >= FSDP_WAITS_BELOW_MS:
         return None
     why = f"{mean:.2f} ms a layer in bf16, on average, is less than the CPU needs under FSDP2"
-    return f"waits for the CPU: {why}; more tokens per forward may change that"
+    return f"waits for the CPU: {why}; more tokens, or cuda_graphs=True, may change that"

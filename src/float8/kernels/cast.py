@@ -7,6 +7,7 @@ covers more than one tile, another kernel reads the tensor first and measures am
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -84,10 +85,8 @@ def cast(
     if granularity.width is not None:
         # Else fusion gains nothing, and Inductor's C++ (torch 2.13) drops a last block that is cut.
         traced = traced and x.shape[1] % granularity.width == 0 and x.stride(1) == 1
-    arguments = CastArguments(
-        granularity.height, granularity.width, cast_config.dtype, row, col, pad_rows,
-        cast_config.power_of_2, via,
-    )  # fmt: skip
+    layout = row, col, pad_rows, cast_config.power_of_2, via
+    arguments = CastArguments(granularity.height, granularity.width, cast_config.dtype, *layout)
     if traced and not granularity.one_scale and surely(x.numel() != 0):
         out = cast_reference(x.detach(), scale, *arguments)
     elif x.is_cuda and takes_triton_directly(x, scale):
@@ -139,23 +138,15 @@ def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype, exponents: bool = Fa
 
 
 def cast_reference(
-    x: Tensor,
-    scale: Tensor | None,
-    height: int | None,
-    width: int | None,
-    dtype: torch.dtype,
-    row: bool,
-    col: bool,
-    pad_rows: bool = False,
-    power_of_2: bool = False,
-    via: torch.dtype | None = None,
-    after: Tensor | None = None,
+    x: Tensor, scale: Tensor | None, *flat: Any, after: Tensor | None = None, **named: Any
 ) -> list[Tensor]:
-    """Cast as :func:`cast` by plain torch; a block is ``height`` x ``width``, None for a whole dim.
+    """Cast as :func:`cast` by plain torch, with the fields of `CastArguments`, flat or named.
 
     Returns the requested ones of: row data, row scales, column data, column scales. With one scale:
-    the scale unless it is given, row data, column data. ``after`` is not used.
+    the scale unless it is given, row data, column data. ``after``, or a last ``flat``, is not used.
     """
+    arguments = CastArguments(*flat[: len(CastArguments._fields)], **named)
+    height, width, dtype, row, col, pad_rows, power_of_2, via = arguments
     x, (R, C) = x.to(via or x.dtype), x.shape
     if height is None:
         out, below, right = [], -R % 16, -C % 16
@@ -426,4 +417,13 @@ def _cast_op(x: Tensor, scale: Tensor | None, *flat: Any, **named: Any) -> list[
     return _cast_triton(x, scale, _arguments(*flat, **named))
 
 
+def _signature_of_cast() -> inspect.Signature:
+    """Return the signature of the op `cast`: `CastArguments` between ``scale`` and ``after``."""
+    x, scale, _, after, _ = inspect.signature(cast_reference).parameters.values()
+    parameters = [x, scale, *inspect.signature(CastArguments).parameters.values()]
+    parameters.append(after.replace(kind=x.kind))
+    return inspect.Signature(parameters, return_annotation=list[Tensor])
+
+
+cast_reference.__signature__ = _signature_of_cast()  # type: ignore[attr-defined]
 register("cast", cast_reference, triton=_cast_op, fake=_cast_fake)

@@ -114,7 +114,10 @@ def _ours(recipe: str, mode: str, gather: str, all_layers: bool, tokens: int) ->
     if not all_layers:
         chosen |= {"tokens_per_step": tokens, "cuda_graphs": mode == GRAPHED}
     convert = functools.partial(convert_to_float8_training, **chosen)
-    return Variant(recipe, mode, convert, config=config, gather=gather)
+    ours: dict[str, Any] = {"config": config, "gather": gather}
+    if mode == GRAPHED and gather == FLOAT8 and not config.delayed_sites:
+        ours["attach"] = lambda model, optimizer: None  # no graph uses a cast at its end
+    return Variant(recipe, mode, convert, **ours)
 
 
 def peer_version(peer: str) -> str | None:
@@ -142,7 +145,6 @@ def _torchao(peer: str, recipe: str, mode: str, gather: str, all_layers: bool) -
             torchao.precompute_float8_dynamic_scale_for_fsdp(model)
 
     def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
-        # A CUDA graph casts its shards first, and has no use for a cast at its end.
         return mode != GRAPHED and optimizer.register_step_post_hook(lambda *_: cast_shards(model))
 
     def takes(module: nn.Module, name: str) -> bool:

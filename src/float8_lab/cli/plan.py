@@ -198,7 +198,7 @@ def answer(
             hint = "more --tokens, or --cuda-graphs, may change that"
         lines = [f"no gain: no layer is faster in float8; {hint}"]
         if "under FSDP2" in reasons:
-            lines = ["no gain: the host decides; more --tokens may change that"]
+            lines = ["no gain: the host decides; more --tokens, or --cuda-graphs, may change that"]
     fits = "activations come on top"
     if step.gib > step.gib_of_gpu:
         lines[0], fits = f"does not fit: if it did, {lines[0]}", "they do not fit"
@@ -212,8 +212,7 @@ def answer(
         word = "the" if step.host_decides else "a slower"
         word += f" host decides (±{HOST_ERROR:.0%})"
         starts = f"it starts a step in {high:.0f} ms in bf16, {low:.0f} in float8"
-        helps = "larger units of FSDP2; on one GPU, CUDA graphs"
-        helps = helps if run.data_parallel > 1 else "CUDA graphs (--cuda-graphs)"
+        helps = "larger units of FSDP2, " * (run.data_parallel > 1) + "CUDA graphs (--cuda-graphs)"
         runs = f"the GPU runs it in {bf16:.0f} and {ours:.0f}; what helps: more --tokens, {helps}"
         lines.append(f"{word}: {starts}, {runs}")
     lines += [other] * (gains > 0.005)

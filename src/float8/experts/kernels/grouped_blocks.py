@@ -240,10 +240,7 @@ def _grouped_blocks_kernel(  # type: ignore[no-untyped-def]
     arguments = shared, a_scale_ptr, b_scale_ptr, out_ptr, ends_ptr, sizes, strides
     gl.warp_specialize(
         [
-            (
-                _multiply,
-                (arguments, 0, ROW_GROUPS),
-            ),  # in `num_warps`; it gets the remaining registers
+            (_multiply, (arguments, 0, ROW_GROUPS)),  # `num_warps` warps, the remaining registers
             (_multiply, (arguments, 1, ROW_GROUPS)),
             (_load, (a_tiles, b_tiles, scale_tiles, shared, ends_ptr, sizes, ROW_GROUPS)),
         ],
