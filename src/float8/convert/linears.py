@@ -58,7 +58,9 @@ class Linears(Conversion):
         new = Float8Linear._float8_made_of(mod, chooser.config, finish=False)
 
         def convert() -> None:
-            new._float8_finish()  # one layer at a time: this may free a high-precision weight
+            # Not in `prepare`, which is called for all layers before one changes: under `ONLY`, all
+            # weights would be in memory in float8 beside those in high precision.
+            new._float8_finish()
             become(mod, new)
 
         return convert
