@@ -98,7 +98,7 @@ class Scheme(NamedTuple):
     def published(self, weight: Any, is_expert: bool) -> tuple[Tensor, Tensor] | None:
         """Return data and scale of `weight` as in files; None if files have no such scales."""
         if not self.accepts(weight._granularity) or weight._data.dtype != E4M3:
-            return None
+            return None  # files of this scheme have other scales, or other data
         shape, in_memory = self.scale_shape((*weight.shape,), is_expert), weight._granularity
         if in_memory.one_scale:
             scale = weight._scale.reshape(shape).clone()
