@@ -273,6 +273,16 @@ def test_layers_are_grouped_by_shape_and_fate() -> None:
         assert _short(fqn) == shortened
 
 
+def test_the_ranks_that_share_casts_of_experts_are_told_apart() -> None:
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    for split, told in (
+        (1, "casts shared by 8 ranks"),
+        (4, "casts shared by 8 ranks (experts' by 2)"),
+    ):
+        (chosen,) = report_on(model(), config, Setup(8192, 8192, 8, split), "H100").chosen_for
+        assert chosen.endswith(f" at 8192 tokens per forward, {told}")
+
+
 @pytest.mark.parametrize("gpu", MEMORY)
 def test_layers_that_were_measured_to_gain_are_large_enough(gpu: str) -> None:
     rows = json.loads((RESULTS / "h100-linear-eager.json").read_text())["rows"]

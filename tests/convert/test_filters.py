@@ -289,7 +289,7 @@ def test_on_a_gpu_that_is_not_modelled_narrow_layers_stay(monkeypatch: pytest.Mo
     report = conversion_report(layers)
     (narrow,) = report.skipped
     assert narrow.skip_reason == ("255 features are less than 256, and NVIDIA L40S is not modelled")
-    assert report.chosen_for[0].startswith("NVIDIA L40S is not modelled: layers narrower than")
+    assert report.chosen_for[0].startswith("NVIDIA L40S is not modelled: layers with fewer than")
 
 
 def test_a_gpu_may_have_the_name_that_torch_gives_it() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from float8.kernels.runtime import launch, private
-from float8.kernels.runtime.launch import _for_pytorch
+from float8.kernels.runtime.launch import _launch_arguments
 from kernels.float8_codes import same_bytes
 
 
@@ -26,7 +26,7 @@ SIGNATURE = {"x": "*bf16", "y": "constexpr", "n": "i32", "one": "constexpr", "bi
 
 def test_parameters_that_the_kernel_has() -> None:
     kernel = compiled(SIGNATURE)
-    about, rest, owner = _for_pytorch(kernel, 5, (48, 1 << 40))
+    about, rest, owner = _launch_arguments(kernel, 5, (48, 1 << 40))
     assert about == (1234, 5, 1, 1, 8, 64, "OilOO")
     assert rest == (48, 1 << 40, None, None)
     assert owner is kernel  # whose function is unloaded with it
@@ -34,13 +34,13 @@ def test_parameters_that_the_kernel_has() -> None:
 
 def test_unusual_and_unknown_kernels_are_left_to_triton() -> None:
     for name in ("launch_cooperative_grid", "launch_pdl"):
-        assert _for_pytorch(compiled(SIGNATURE, **{name: True}), 5, ()) is None
+        assert _launch_arguments(compiled(SIGNATURE, **{name: True}), 5, ()) is None
     for name in ("num_ctas", "global_scratch_size", "profile_scratch_size"):
-        assert _for_pytorch(compiled(SIGNATURE, **{name: 16}), 5, ()) is None
+        assert _launch_arguments(compiled(SIGNATURE, **{name: 16}), 5, ()) is None
     without = compiled(SIGNATURE)
     del without.metadata.shared
     for kernel in (without, None, compiled(SIGNATURE | {"f": "fp32"})):
-        assert _for_pytorch(kernel, 5, ()) is None
+        assert _launch_arguments(kernel, 5, ()) is None
 
 
 class _Memory:

@@ -368,6 +368,9 @@ def test_only_experts_that_are_split_into_whole_rows_are_published_one_by_one(
     """What a converter of transformers may do to weights [E, N, K]."""
 
     class Converter:
+        def rename_source_key(self, name: str) -> tuple[str, str]:
+            return name, name
+
         def add_tensor(self, key: str, name: str, pattern: str, x: Tensor) -> None:
             self.x = x
 
@@ -375,13 +378,13 @@ def test_only_experts_that_are_split_into_whole_rows_are_published_one_by_one(
             return {f"{name}.weight": x for name, x in split(self.x).items()}
 
     root, weights = SimpleNamespace(config=None), torch.arange(3 * 8 * 5).view(3, 8, 5)
-    parts = _split(Converter(), "", "", "", weights.shape, root)
+    parts = _split(Converter(), "", weights.shape, root)
     each = [part.of(weights) for part in parts.values()]
     assert bool(each) == (pieces is not None)
     if each:
         by_piece = torch.stack(each).view(pieces, 3, -1, 5).transpose(0, 1)
         assert torch.equal(by_piece.reshape(weights.shape), weights)
-    assert _split(Converter(), "", "", "", (3, 7, 5), root).keys() == (
+    assert _split(Converter(), "", (3, 7, 5), root).keys() == (
         parts.keys() if pieces == 1 else set()
     )
 

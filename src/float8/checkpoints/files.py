@@ -71,11 +71,10 @@ class Checkpoint:
         self.scheme = scheme_of(self._quantization_config(folder))
         if self.scheme.block is None and any(x.endswith(".weight_scale") for x in self._file_of):
             self.scheme = scheme_named(COMPRESSED, self.scheme.strategy)  # AutoFP8 names scales so
-        slices = ((name, file.get_slice(name)) for name, file in self._file_of.items())
-        self.headers = {  # name: (dtype, shape)
-            name: (_DTYPES.get(dtype := x.get_dtype(), dtype), tuple(x.get_shape()))
-            for name, x in slices
-        }
+        self.headers: dict[str, tuple[Any, tuple[int, ...]]] = {}  # name: (dtype, shape)
+        for name, file in self._file_of.items():
+            dtype = (header := file.get_slice(name)).get_dtype()
+            self.headers[name] = _DTYPES.get(dtype, dtype), tuple(header.get_shape())
         self.in_float8, suffix = set[str](), self.scheme.scale_suffix
         for name, (dtype, shape) in self.headers.items():
             scale = self.headers.get(name + suffix)

@@ -17,6 +17,8 @@ from float8.linear.source import become
 class LoadedInFloat8(Conversion):
     """Converts every linear layer that another library has loaded with a float8 weight."""
 
+    has_rules = False  # heads and adapters are in float8 already
+
     def matches(self, mod: nn.Module) -> bool:
         """Return True if `mod` has a float8 weight and its scale, in a known format."""
         return schemes.scheme_of_layer(mod) is not None

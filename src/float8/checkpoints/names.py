@@ -112,9 +112,7 @@ def published_parts(model: nn.Module) -> dict[str, Parts]:
         return name
 
     for name, module, attr, x in saved:
-        matches = ((step, *step.rename_source_key(name)) for step in converters)
-        # The first converter with a pattern in `name`; `key` is the name of its first result.
-        converter, key, pattern = next((match for match in matches if match[2]), (None, "", ""))
+        converter = next((step for step in converters if step.rename_source_key(name)[1]), None)
         if converter is None:  # transformers saves the whole tensor, perhaps renamed
             in_float8 = attr == "weight" and isinstance(module, Float8Linear)
             suffixes = ("", "_scale", "_scale_inv") if in_float8 else ("",)
@@ -125,7 +123,7 @@ def published_parts(model: nn.Module) -> dict[str, Parts]:
         # `_split` checks its parts. Tensors that transformers converts in another way, or several
         # together, keep their names: a `Part` is all of one tensor, or rows of one expert.
         elif _is_experts_weight(module, attr) and len(converter.source_patterns) == 1:
-            parts = _split(copy.deepcopy(converter), name, key, pattern, x.shape, root)
+            parts = _split(copy.deepcopy(converter), name, x.shape, root)
             renamed = {rename(new, saving): part for new, part in parts.items()}
             if parts and len(renamed) == len(parts):
                 published[name] = renamed
@@ -166,16 +164,18 @@ def _is_experts_weight(module: nn.Module, attr: str) -> bool:
     return is_stack and kind is not None and attr in kind.stored_by_rows(module)
 
 
-def _split(converter: Any, name: str, key: str, pattern: str, shape: Any, root: Any) -> Parts:
-    """Return {name in files: part} of weight `name`, [E, pieces * N, K], sorted by piece, expert.
+def _split(converter: Any, name: str, shape: Any, model: Any) -> Parts:
+    """Return {name in files: part} of a weight of experts called `name`, of shape `shape`.
 
-    Runs transformers' `converter`, which matched `name`, on a `torch.arange` to find which rows go
-    where. Returns {} unless the parts are distinct and each is a run of rows of one expert, [N, K].
+    The shape is [E, pieces * N, K]; a part is one of the pieces [N, K] of one expert. Parts are
+    sorted by piece, then expert. Runs transformers' `converter`, which matches `name`, on row
+    numbers. Returns {} unless the parts are distinct, and each has consecutive rows of one expert.
     """
     rows = 12  # of each expert; divisible by any number of pieces that models have
     numbers = torch.arange(shape[0] * rows * 2, device="cpu").view(-1, rows, 2)  # [E, N, K]
-    converter.add_tensor(key, name, pattern, numbers)
-    tensors: dict[str, Tensor] = converter.convert(key, model=root, config=root.config)
+    target, pattern = converter.rename_source_key(name)  # target: the name of the first part
+    converter.add_tensor(target, name, pattern, numbers)
+    tensors: dict[str, Tensor] = converter.convert(target, model=model, config=model.config)
     pieces, rest = divmod(len(tensors), shape[0])
     if rest or not pieces or shape[1] % pieces:
         return {}

@@ -155,26 +155,26 @@ def _match(model: nn.Module, checkpoint: Checkpoint, targets: dict[str, _Target]
 def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None:
     """Raise `ValueError` if dtype, shape or scales of the tensor `name` do not fit `target`."""
     (dtype, shape), tensor = checkpoint.headers[name], target.saved.tensor
-    model_shape = target.part.shape(tuple(tensor.shape))
+    shape_of_part = target.part.shape(tuple(tensor.shape))
     only_layers, granularity = target.only_layers, checkpoint.scheme.granularity
     granularities = {x._float8_plan.casts.weight.config.scaling_granularity for x in only_layers}
-    pieces_share_scales = any(x.one_scale or model_shape[0] % x.height for x in granularities)
+    pieces_share_scales = any(x.one_scale or shape_of_part[0] % x.height for x in granularities)
     in_float8 = name in checkpoint.in_float8
     takes_data = in_float8 and len(only_layers) == len(target.saved.uses)  # else it is dequantized
     placements = tensor.placements if is_dtensor(tensor) else ()
     if getattr(dtype, "is_floating_point", False) != tensor.dtype.is_floating_point:  # or a str
         got, expected = f"dtype {dtype}", f"numbers like {tensor.dtype}"
-    elif shape != model_shape:
-        got, expected = f"shape {shape}", f"{model_shape} of the model"
+    elif shape != shape_of_part:
+        got, expected = f"shape {shape}", f"{shape_of_part} of the model"
     elif in_float8 and only_layers and granularities != {granularity}:
         got = f"scales of {granularity} for a layer with float8_weights=ONLY"
         expected = f"those of {granularities}; convert it by the recipe for this checkpoint"
     elif target.part.pieces > 1 and pieces_share_scales:
-        got = f"experts with float8_weights=ONLY, whose {granularities} join two projections"
-        expected = "scales of each; convert them by another recipe, or without ONLY"
-    elif placements and tensor.is_meta and not takes_data:  # `_load` allocates plain ones
-        got, expected = "a sharded Parameter on the meta device", "memory to load into"
-        expected += "; call model.to_empty(device=...) first"
+        got = f"experts with float8_weights=ONLY whose projections share scales of {granularities}"
+        expected = "separate scales; convert them by another recipe, or without ONLY"
+    elif placements and tensor.is_meta and not takes_data:  # `_load` allocates no DTensor
+        got = "a sharded Parameter on the meta device"
+        expected = "memory to load into; call model.to_empty(device=...) first"
     elif target.part != WHOLE and not all(x.is_replicate() or x.is_shard(0) for x in placements):
         got = f"experts that are placed {placements}"
         expected = "Shard(0) or Replicate(): load the model before it is sharded"
@@ -198,9 +198,8 @@ def _load(target: _Target, read: Callable[..., Tensor], device: Any) -> None:
     if target.part == WHOLE:
         _copy(new, read())
         return
-    experts: Any = torch.arange(len(new))
-    if is_dtensor(new):  # the experts of this rank
-        experts = _distribute(experts, new).to_local()
+    experts: Any = torch.arange(len(new))  # then those of this rank
+    experts = _distribute(experts, new).to_local() if is_dtensor(new) else experts
     for index in (experts == target.part.expert).nonzero().flatten().tolist():  # one here, or none
         part = target.part._replace(expert=index).of(local_tensor(high_precision(new)))
         if not isinstance(part, Float8Tensor):

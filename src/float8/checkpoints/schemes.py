@@ -47,10 +47,10 @@ class Scheme(NamedTuple):
         repeated = ScalingGranularity.BLOCK_32x32, ScalingGranularity.BLOCK_1x32  # in memory, files
         return granularity is self.granularity or (granularity, self.granularity) == repeated
 
-    def scale_shape(self, shape: tuple[int, ...], expert: bool = False) -> tuple[int, ...]:
-        """Return the shape in files of the scales of a weight [N, K], which may be an expert's."""
+    def scale_shape(self, shape: tuple[int, ...], is_expert: bool = False) -> tuple[int, ...]:
+        """Return the shape in files of the scale of a weight [N, K], an expert's if `is_expert`."""
         if self.granularity.one_scale and self.format == FINE_GRAINED:
-            return (1, 1) if expert else ()  # transformers concatenates those of experts
+            return (1, 1) if is_expert else ()  # transformers concatenates those of experts
         if self.granularity.one_scale:
             return (1,)
         width = self.granularity.width  # unlike in memory, columns of scales are not padded
@@ -95,11 +95,11 @@ class Scheme(NamedTuple):
             scale = F.pad(scale, (0, columns - scale.shape[1]))
         return Float8Tensor(data.detach().contiguous(), scale.contiguous(), dtype, self.granularity)
 
-    def published(self, weight: Any, expert: bool) -> tuple[Tensor, Tensor] | None:
-        """Return (data, scales) of a `Float8Tensor` as in files; None if its scales do not fit."""
+    def published(self, weight: Any, is_expert: bool) -> tuple[Tensor, Tensor] | None:
+        """Return data and scale of `weight` as in files; None if files have no such scales."""
         if not self.accepts(weight._granularity) or weight._data.dtype != E4M3:
-            return None
-        shape, in_memory = self.scale_shape((*weight.shape,), expert), weight._granularity
+            return None  # files of this scheme have other scales, or other data
+        shape, in_memory = self.scale_shape((*weight.shape,), is_expert), weight._granularity
         if in_memory.one_scale:
             scale = weight._scale.reshape(shape).clone()
         else:  # files have a scale of 32x32 once for each row, and no padding

@@ -10,11 +10,10 @@ from torch import nn
 from float8.config import ConfigOrRecipe, as_config
 from float8.convert.conversion import FEATURES, conversion_of
 from float8.convert.keep import Keep, ModuleFilter
-from float8.convert.speed import MEMORY, NARROW, judged_as
+from float8.convert.speed import MODELLED, NARROW, judged_as
 from float8.formats import BLACKWELL, lacks_float8_gemm
 from float8.linear import Float8Module
 from float8.names import plain_name
-from float8.products import PRODUCTS
 
 DEFAULT_TOKENS = 8192
 
@@ -57,8 +56,9 @@ class Chooser:
         self.filter: Any = module_filter_fn
         self.config = as_config(config)
         self.config_or_none = None if config is None else self.config
-        ranks = max(feature.sharing_ranks(self.config) for feature in FEATURES)
-        self.ranks = dict.fromkeys(PRODUCTS, ranks)  # {dims of weights: ranks that share casts}
+        # The number of ranks that share the casts of a weight; for experts see `ranks_that_cast`.
+        self.linear_ranks = max(feature.sharing_ranks(self.config) for feature in FEATURES)
+        self.expert_ranks = self.linear_ranks  # fewer if `float8 plan` is given expert parallel
         self.gpu: str | None = short_name(gpu)
         self.cuda_graphs, self.head = cuda_graphs, head
         classes: Any = linear_classes if isinstance(linear_classes, Iterable) else (None,)
@@ -82,8 +82,8 @@ class Chooser:
         for name, flag in (("cuda_graphs", cuda_graphs), ("head", head)):
             if not isinstance(flag, bool):
                 raise TypeError(f"{name}: got {flag!r}, expected True or False")
-        if gpu is not None and self.gpu not in tuple(MEMORY):  # a tuple: `gpu` may be no str
-            names = f"{', '.join(map(repr, MEMORY))}; leave it out for the GPU here"
+        if gpu is not None and self.gpu not in MODELLED:
+            names = f"{', '.join(map(repr, MODELLED))}; leave it out for the GPU here"
             raise ValueError(f"gpu: got {gpu!r}, expected one that is modelled, of {names}")
         if self.config.only_on == BLACKWELL and not self.config.emulate:  # MXFP8
             reasons = [lacks_float8_gemm(x.device, only=BLACKWELL) for x in self.model.parameters()]
@@ -107,8 +107,8 @@ class Chooser:
         is_converted, problem, rule_reason = isinstance(mod, Float8Module), None, None
         if is_converted:  # `_prepare` checks whether `config` can replace that of `mod`
             problem = "converted already" if mod._float8_config == self.config else None
-        elif self.filter is None and self.config.float8_gemms:
-            rule_reason = conversion.why_left_out(mod, fqn, self)
+        elif self.filter is None and self.config.float8_gemms and conversion.has_rules:
+            rule_reason = self.kept_by_model.get(mod) or reason_by_name(fqn, self.head)
         if not (is_converted or rule_reason):  # what a rule leaves out anyway needs no check
             problem = conversion.problem(mod, self)
         skip_reason = problem or self.keep_reasons.get(mod) or rule_reason
@@ -140,16 +140,17 @@ class Chooser:
         if not self.config.float8_gemms or (self.config.emulate and self.gpu is None):
             return None  # nothing to speed up: no casts, or emulated here and no other GPU given
         gpu = self.gpu_of(mod)
-        if gpu in MEMORY:
+        if gpu in MODELLED:
             source = f'gpu="{gpu}"' if self.gpu else "the GPU here"
             model = f"modelled as {judged_as(self.config)} at {self.tokens} tokens per forward"
-            model += f", casts shared by {self.ranks[2]} ranks" if self.ranks[2] > 1 else ""
+            model += f", casts shared by {self.linear_ranks} ranks" * (self.linear_ranks > 1)
+            model += f" (experts' by {self.expert_ranks})" * (self.expert_ranks < self.linear_ranks)
             return f"chosen for {gpu} ({source}): {model}{', as CUDA graphs' * self.cuda_graphs}"
         if gpu is None:
-            names = " or ".join(f'gpu="{name}"' for name in MEMORY)
-            return f"no GPU here: layers of any size are converted; {names} leaves those that lose"
-        others = f"layers narrower than {NARROW} stay; float8 plan measures the others"
-        return f"{gpu} is not modelled: {others}"
+            names = " or ".join(f'gpu="{name}"' for name in MODELLED)
+            return f"no GPU here: layers of any size are converted; {names} leaves out slower ones"
+        narrow = f"layers with fewer than {NARROW} features in or out stay in high precision"
+        return f"{gpu} is not modelled: {narrow}; `float8 plan` measures the others"
 
 
 def all_linears(mod: nn.Module, fqn: str) -> bool:
@@ -157,7 +158,7 @@ def all_linears(mod: nn.Module, fqn: str) -> bool:
     return True
 
 
-def left_out(fqn: str, head: bool = False) -> str | None:
+def reason_by_name(fqn: str, head: bool = False) -> str | None:
     """Return why the layer named `fqn` stays in high precision without a filter, or None.
 
     The output head stays unless `head` is True: the loss depends directly on its logits, and it is
@@ -184,6 +185,7 @@ def gpu_for(device: torch.device) -> str | None:
 
 
 def short_name(gpu: Any) -> Any:
-    """Return the key of `MEMORY` that `gpu` contains, such as "H100"; `gpu` if not exactly one."""
-    names = re.findall(rf"({'|'.join(MEMORY)})(?!\w)", gpu.upper() if isinstance(gpu, str) else "")
+    """Return the modelled GPU that `gpu` names, such as "H100"; `gpu` itself if not exactly one."""
+    text = gpu.upper() if isinstance(gpu, str) else ""
+    names = re.findall(rf"({'|'.join(MODELLED)})(?!\w)", text)
     return names[0] if len({*names}) == 1 else gpu

@@ -35,6 +35,8 @@ class LayerReport:
 class Conversion:
     """Base class: how one kind of module, such as `nn.Linear`, is converted. See `CONVERSIONS`."""
 
+    has_rules = True  # whether `reason_by_name` and `modules_to_keep` apply to this kind
+
     def matches(self, mod: nn.Module) -> bool:
         """Return True if `mod` is of this kind; also True after it was converted."""
         raise NotImplementedError
@@ -53,10 +55,6 @@ class Conversion:
         """Return report rows of `mod`, called `fqn`; one of `scaling` and `reason` is None."""
         sizes = mod.in_features, mod.out_features
         return [LayerReport(fqn or "(root)", *sizes, scaling, reason)]
-
-    def why_left_out(self, mod: nn.Module, fqn: str, chooser: "Chooser") -> str | None:
-        """Return why `mod`, called `fqn`, is not converted unless a filter says so, or None."""
-        return None
 
     def problem(self, mod: nn.Module, chooser: "Chooser") -> str | None:
         """Return why `mod`, converted or not, cannot have `chooser.config`, or None."""

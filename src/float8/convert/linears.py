@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from float8.convert.choice import Chooser, left_out
+from float8.convert.choice import Chooser, reason_by_name
 from float8.convert.conversion import Conversion
 from float8.convert.speed import why_fsdp_waits, why_slower
 from float8.linear import Float8Linear, unsupported
@@ -23,15 +23,11 @@ class Linears(Conversion):
         """Return True for any `nn.Linear`."""
         return isinstance(mod, nn.Linear)
 
-    def why_left_out(self, mod: nn.Module, fqn: str, chooser: Chooser) -> str | None:
-        """Return why only a filter converts `mod` (head, adapter, `modules_to_keep`), or None."""
-        return chooser.kept_by_model.get(mod) or left_out(fqn, chooser.head)
-
     def modules_to_keep(self, chooser: Chooser) -> dict[nn.Module, str]:
         """Map layers to a skip reason if the GPU waits for the CPU under float8 gathers; or {}."""
         layers = dict[Any, str]()  # layer that could be converted: its GPU
         for fqn, mod in chooser.model.named_modules() if self._judged_together(chooser) else ():
-            is_taken = chooser.conversions[mod] is self and not left_out(fqn, chooser.head)
+            is_taken = chooser.conversions[mod] is self and not reason_by_name(fqn, chooser.head)
             if is_taken and mod.out_features >= ROUTER and not self.problem(mod, chooser):
                 layers[mod] = chooser.gpu_of(mod) or ""
         reason = why_fsdp_waits(layers, chooser.tokens)
@@ -53,7 +49,7 @@ class Linears(Conversion):
         if mod.out_features < ROUTER:
             few = f"N={mod.out_features} is less than {ROUTER}, as a router's"
             return f"{few}: converted only if a module_filter_fn takes it"
-        gpu, step = chooser.gpu_of(mod), (chooser.tokens, chooser.ranks[2])
+        gpu, step = chooser.gpu_of(mod), (chooser.tokens, chooser.linear_ranks)
         waits = not chooser.cuda_graphs and not self._judged_together(chooser)
         return gpu and why_slower(mod, chooser.config, *step, gpu, waits=waits)  # no GPU: None
 
@@ -62,7 +58,9 @@ class Linears(Conversion):
         new = Float8Linear._float8_made_of(mod, chooser.config, finish=False)
 
         def convert() -> None:
-            new._float8_finish()  # one layer at a time: this may free a high-precision weight
+            # Not in `prepare`, which is called for all layers before one changes: under `ONLY`, all
+            # weights would be in memory in float8 beside those in high precision.
+            new._float8_finish()
             become(mod, new)
 
         return convert

@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
 from float8.config import Float8Weights, require_module
-from float8.convert.choice import CHOICE, Choice, left_out
+from float8.convert.choice import CHOICE, Choice, reason_by_name
 from float8.convert.conversion import LayerReport, conversion_of
 from float8.linear import Float8Module
 
@@ -137,12 +137,12 @@ def conversion_report(model: nn.Module) -> ConversionReport:
     require_module(model, "model")
     rows: list[LayerReport] = []
     others: list[OtherWeight] = []
-    chosen_for: dict[str | None, None] = {}  # an ordered set
+    sentences: list[str | None] = []  # on the GPU that layers were chosen for, one per module
     for fqn, module in model.named_modules():
         choice = Choice(*module.__dict__.get(CHOICE, ()))  # empty if no conversion saw `module`
-        chosen_for[choice.chosen_for] = None
-        scaling: str | None = None
-        reason: str | None = choice.skip_reason or left_out(fqn)  # None below if it runs in float8
+        sentences.append(choice.chosen_for)
+        scaling: str | None = None  # one of `scaling` and `reason` is None below
+        reason: str | None = choice.skip_reason or reason_by_name(fqn)
         if not isinstance(module, Float8Module):
             reason = reason or "not converted, or turned back into high precision"
         elif not module._float8_config.float8_gemms:
@@ -155,7 +155,8 @@ def conversion_report(model: nn.Module) -> ConversionReport:
             others += _other_weights(f"{fqn}." if fqn else "", module)
     layers = tuple(row for row in rows if type(row) is LayerReport)
     experts = tuple(row for row in rows if type(row) is not LayerReport)  # of subclasses
-    return ConversionReport(layers, tuple(others), tuple(filter(None, chosen_for)), experts)
+    chosen_for = tuple(filter(None, dict.fromkeys(sentences)))  # each sentence once
+    return ConversionReport(layers, tuple(others), chosen_for, experts)
 
 
 def _scaling(module: Float8Module) -> str:

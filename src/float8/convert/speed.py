@@ -33,6 +33,7 @@ _FLOP_EXPONENT = 1.03  # the larger a GEMM, the nearer a GPU runs to its power l
 _EXPONENT_IF_LARGE = {"H100": 0.02, "H200": 0.0}  # more for float8 GEMMs of over 1e12 FLOP
 
 MEMORY = {"H100": 1.2, "H200": 1.0}  # time to move bytes, relative to an H200
+MODELLED = tuple(MEMORY)  # the GPUs whose time is modelled
 _GROUPED_TIME = {"H100": 1.02, "H200": 1.0}  # time of float8 GEMMs of experts, relative to an H200
 _GROUPED_BY_BLOCKS = 1.24  # time of blockwise GEMMs of experts, relative to linear layers
 _MIN_GAIN = 1.01  # the modelled speed-up from which a layer is converted
@@ -84,7 +85,7 @@ def layer_ms(
 ) -> float:
     """Return the modelled GPU time, in ms, of forward and backward of a layer with weight [N, K].
 
-    `gpu` is a key of `MEMORY`. `recipe`: `"bf16"`, a recipe's name or a config. `tokens` counts
+    `gpu` is one of `MODELLED`. `recipe`: `"bf16"`, a recipe's name or a config. `tokens` counts
     the input's rows, of all `experts` together; `experts` is 0 for a linear layer. A frozen layer
     (`trains` is False) has two GEMMs. `casts` is this rank's share, 0 to 1, of casts of the weight.
     """
@@ -137,7 +138,7 @@ def why_slower(
 ) -> str | None:
     """Return why `layer` gains nothing (if `waits`, also as it waits for the CPU), or None."""
     K, N = layer.in_features, layer.out_features
-    if gpu not in MEMORY:
+    if gpu not in MODELLED:
         narrow = f"{min(K, N)} features are less than {NARROW}, and {gpu} is not modelled"
         return narrow if min(K, N) < NARROW else None
     trains = layer.weight.requires_grad
@@ -158,7 +159,7 @@ def why_fsdp_waits(layers: Mapping[Any, str], tokens: int) -> str | None:
     ms = [
         layer_ms(gpu, "bf16", tokens, x.in_features, x.out_features, trains=x.weight.requires_grad)
         for x, gpu in layers.items()
-        if gpu in MEMORY  # other GPUs are not modelled
+        if gpu in MODELLED
     ]
     if not ms or (mean := sum(ms) / len(ms)) >= FSDP_WAITS_BELOW_MS:
         return None

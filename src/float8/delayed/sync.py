@@ -48,9 +48,9 @@ def sync_float8_amax_and_scale_history(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: `group` is None while weights are on different meshes or are gathered in float8;
-            the group lacks ranks that hold parts of a weight; or ranks have different layers with
-            delayed scaling.
+        ValueError: `group` is None, and weights are on different meshes, or FSDP2 keeps gathered
+            float8 weights at this moment (`reshard()` first); the group lacks ranks that hold parts
+            of a weight; or ranks have different layers with delayed scaling.
     """
     require_module(model, "model")
     if fp8_layers is not None:

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from float8.convert.choice import Chooser, left_out
+from float8.convert.choice import Chooser
 from float8.convert.conversion import Conversion, LayerReport
-from float8.convert.speed import EXPERTS_ERROR, MEMORY, both_ms, no_gain
+from float8.convert.speed import EXPERTS_ERROR, MODELLED, both_ms, no_gain
 from float8.experts.module import (
     convert_experts,
     kind_of,
@@ -58,10 +58,6 @@ class Experts(Conversion):
             for name, count, N, K in weights_of(mod)
         ]
 
-    def why_left_out(self, mod: nn.Module, fqn: str, chooser: Chooser) -> str | None:
-        """Return a reason if `fqn` is the name of an adapter or a head, else None."""
-        return left_out(fqn, chooser.head)
-
     def problem(self, mod: nn.Module, chooser: Chooser) -> str | None:
         """Return why `mod` cannot be converted with the configuration, or None."""
         return unsupported_experts(mod, chooser.config)
@@ -70,14 +66,14 @@ class Experts(Conversion):
         """Return why float8 is modelled as no faster for `mod`, given equal groups, or None."""
         if (gpu := chooser.gpu_of(mod)) is None:
             return None
-        gpu = gpu if gpu in MEMORY else "H100"  # another Hopper GPU: no other has this GEMM
+        gpu = gpu if gpu in MODELLED else "H100"  # another Hopper GPU: no other has this GEMM
         parent = chooser.model.get_submodule(fqn.rpartition(".")[0])
         config, tokens, weights = chooser.config, chooser.tokens, weights_of(mod)
         top_k = experts_per_token(mod, parent)
         experts = local_tensor(mod._parameters[weights[0].name]).shape[0]  # on this rank
         rows, bf16_ms, float8_ms = tokens * top_k, 0.0, 0.0
         for name, _, N, K in weights:  # _: experts on all ranks
-            ranks = ranks_that_cast(mod, name, experts, chooser.ranks[3])  # [3]: of 3-dim weights
+            ranks = ranks_that_cast(mod, name, experts, chooser.expert_ranks)
             bf16, float8 = both_ms(gpu, config, rows, K, N, ranks, experts=experts)
             bf16_ms, float8_ms = bf16_ms + bf16, float8_ms + float8
         where = f"{gpu}, {rows / experts:.0f} tokens for each of {experts} experts"

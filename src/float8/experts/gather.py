@@ -45,8 +45,11 @@ class GatherExperts(Float8GatherWeight):
     share a scale, the weights are gathered in high precision, with a warning.
     """
 
-    def _why_not_in_float8(self, size: torch.Size, rows: int, mesh: Any) -> str | None:
-        """Return why shards of a weight of shape `size` split elements of one scale, else None."""
+    def _why_not_in_float8(self, size: torch.Size, *_: Any) -> str | None:
+        """Return why this shard of a weight of shape `size` is not gathered in float8, or None.
+
+        A float8 gather is impossible if shard boundaries split elements that share a scale.
+        """
         dim = next((dim for dim in range(3) if self.shape[dim] != size[dim]), 0)  # sharded
         if dim == 2 or (dim == 1 and self.how.scaling_granularity.one_scale):
             return f"it is sharded along dim {dim}, which would cut what one scale covers"

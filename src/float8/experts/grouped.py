@@ -47,15 +47,15 @@ def quantize_experts(
     if swapped := weights.transpose(1, 2).is_contiguous():
         weights, row, col = weights.transpose(1, 2), col, row
     by_blocks = cast.config.scaling_granularity.by_blocks
-    quantize = _quantize_under_blocks if by_blocks else _quantize_under_rows
+    quantize = _quantize_with_block_scales if by_blocks else _quantize_with_row_scales
     quantized = quantize(weights, cast, after, row, col)
     return Quantized(quantized.col, quantized.row) if swapped else quantized
 
 
-def _quantize_under_rows(
+def _quantize_with_row_scales(
     weights: Tensor, cast: Cast, after: Tensor | None, row: bool, col: bool
 ) -> Quantized:
-    """Quantize [E, R, C] as E groups of R rows, with one scale per row or per expert."""
+    """Quantize [E, R, C] as `quantize_experts`, with a scale per row or per expert."""
     E, R, C = weights.shape
     ends = torch.arange(R, E * R + 1, R, dtype=torch.int32, device=weights.device)
     matrix, width = weights.contiguous().view(E * R, C), R + -R % GROUP_ALIGNMENT
@@ -69,10 +69,10 @@ def _quantize_under_rows(
     return Quantized(row_data, col_data)
 
 
-def _quantize_under_blocks(
+def _quantize_with_block_scales(
     weights: Tensor, cast: Cast, after: Tensor | None, row: bool, col: bool
 ) -> Quantized:
-    """Quantize [E, R, C] as one matrix [E * R, C], or per expert if blocks would cross experts."""
+    """Quantize [E, R, C] as `quantize_experts`, with a scale per 1 x k or k x k block."""
     (E, R, C), cast_config = weights.shape, cast.config
     width: Any = cast_config.scaling_granularity.width
     layouts: Any = {"row": row, "col": col, "scale": cast.scale, "after": after}
@@ -83,7 +83,7 @@ def _quantize_under_blocks(
         if row_data is not None:  # without padding; squares have fewer than R rows of scales
             row_data = Operand(row_data.data[:, :R], row_data.scale[:, :R])
     else:
-        matrix = weights.contiguous().view(E * R, C)
+        matrix = weights.contiguous().view(E * R, C)  # no block crosses experts
         row_data, col_data = kernels.cast(matrix, cast_config, **layouts)
         if row_data is not None:
             row_data = Operand(*(x.view(E, x.shape[0] // E, -1) for x in row_data))

@@ -28,7 +28,7 @@ except ImportError:
     ModelConfigTransform = object
 
 from float8.config import Float8LinearConfig
-from float8.convert.choice import left_out
+from float8.convert.choice import reason_by_name
 from float8.experts import convert_experts, grouped_linear, unsupported_experts
 from float8.experts.plan import EXPECTED, no_grouped_gemm
 from float8.fsdp.weights import enable_float8_all_gather
@@ -178,7 +178,7 @@ class Float8Converter(ModelConfigConverter, ModelConfigTransform):
             is_gate = type(parent).__qualname__ == "TokenChoiceTopKRouter.Config"  # in 0.3.0
             if isinstance(config, experts):
                 (changes if self._experts else stay).append((fqn, config, parent, name))
-            elif type(config) in plain and not (is_gate or left_out(fqn)):  # the head, adapters
+            elif type(config) in plain and not (is_gate or reason_by_name(fqn)):
                 changes.append((fqn, config, parent, name))
         if stay:
             got = f"got {self._why_experts_stay}: {len(stay)} modules of experts, the first being"

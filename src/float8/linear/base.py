@@ -68,7 +68,7 @@ class PlainFloat8Module(nn.Module):
     def _float8_set_up(self, config: Float8LinearConfig, finish: bool = True) -> None:
         """Set the configuration to `config`, and reset all state that depends on it.
 
-        If `finish` is False, the caller must call `_float8_finish` later, one module at a time.
+        If `finish` is False, `ONLY` quantizes weights only when the caller calls `_float8_finish`.
         """
         plan = self._float8_make_plan(config)  # first, since this may raise
         self._float8_drop_state()

@@ -50,13 +50,13 @@ class LinearPlan(NamedTuple):
 Planner = Callable[[Float8LinearConfig], LinearPlan]
 
 
-def shared(plan: Planner) -> Planner:
+def cached_in_eager(plan: Planner) -> Planner:
     """Decorator: cache the plan of each configuration, except in compiled code."""
     cached = functools.cache(plan)  # Dynamo looks through a cache, but warns of it
     return lambda config: (plan if torch.compiler.is_compiling() else cached)(config)
 
 
-@shared
+@cached_in_eager
 def plan_linear(config: Float8LinearConfig) -> LinearPlan:
     """Return the `LinearPlan` of linear layers with `config`."""
     casts = {site: config.cast_config(site) for site in CAST_SITES}

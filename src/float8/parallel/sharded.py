@@ -112,9 +112,9 @@ class GathersInput(Dense):
         """Quantize `x` [M / ranks, K]; return row data [M, K] of all ranks, whatever `col` is."""
         return Quantized(self.tokens.gathered(x, cast, traced))
 
-    def output(self, a: Operand, b: Operand, shape: Shape, **gemm: Any) -> Tensor:
-        """Return `a @ b.T` [M, N]; `a` [M, K] has all ranks' rows, `shape` is (M / ranks, N)."""
-        return matmul(a, b, (shape[0] * self.tokens.ranks, shape[1]), **gemm)
+    def output(self, a: Operand, b: Operand, rank_shape: Shape, **gemm: Any) -> Tensor:
+        """Return `a @ b.T` [M, N] of all ranks' rows; `b`: [N, K], `rank_shape`: (M / ranks, N)."""
+        return matmul(a, b, (rank_shape[0] * self.tokens.ranks, rank_shape[1]), **gemm)
 
     def start(self, dx: Tensor) -> Tensor:
         """Start to reduce-scatter `dx` [M, K], a partial sum; return a tensor for `finished`."""
@@ -136,9 +136,9 @@ class ScattersOutput(Dense):
         """Reduce-scatter `y` [M, N], this rank's partial sum of the output, to [M / ranks, N]."""
         return finished(self.tokens.start_reduce_scatter(y))
 
-    def grad_input(self, a: Operand, b: Operand, shape: Shape, **gemm: Any) -> Tensor:
-        """Return `a @ b.T` [M, K] for gathered `a` [M, N]; `shape` is a rank's (M / ranks, K)."""
-        return matmul(a, b, (shape[0] * self.tokens.ranks, shape[1]), **gemm)
+    def grad_input(self, a: Operand, b: Operand, rank_shape: Shape, **gemm: Any) -> Tensor:
+        """Return `a @ b.T` [M, K] of all ranks' rows; `b`: [K, N], `rank_shape`: (M / ranks, K)."""
+        return matmul(a, b, (rank_shape[0] * self.tokens.ranks, rank_shape[1]), **gemm)
 
 
 def _column_parallel(

@@ -17,15 +17,16 @@ if TYPE_CHECKING:
 
 
 class OnlyWeights(nn.Module):
-    """Mixin of float8 modules: `ONLY` keeps frozen weights in float8, with no other copy."""
+    """Mixin of float8 modules: under `Float8Weights.ONLY` frozen weights exist in float8 only.
+
+    Quantizes them at conversion and on load, moves them between devices, and can dequantize them.
+    """
 
     _float8_config: Float8LinearConfig
     _float8_plan: "LinearPlan"
-
     _float8_of_this_rank: tuple[str, ...]
     _float8_noun: str
     _float8_never_trains: bool
-    """Whether the configuration has `Float8Weights.ONLY`."""
 
     def _float8_without_masters(self) -> dict[str, Float8Tensor]:
         """Return the Parameters that are in float8 only, by name; an empty dict without `ONLY`."""

@@ -51,7 +51,6 @@ def update_float8_weights(model: nn.Module) -> None:
     fsdp1 = "summon_full_params"  # a method of its modules; FSDP writes past version counters
     wraps = (x.modules() for x in model.modules() if is_fsdp_module(x) or hasattr(type(x), fsdp1))
     under_fsdp = set(itertools.chain(*wraps))
-    weight: Any
     for mod, name in mods.items():
         mod._float8_set_held()  # frees the old data before casting
         if mod in under_fsdp:
@@ -64,7 +63,7 @@ def update_float8_weights(model: nn.Module) -> None:
                     f"Float8Weights.ON_THE_FLY"
                 )
             for attr in mod._float8_names():
-                weight = mod._parameters.get(attr)
+                weight: Any = mod._parameters.get(attr)
                 shard = local_tensor(weight)
                 if shard is not weight and hasattr(shard, "forget_cast"):  # gathered in float8
                     shard.forget_cast()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from float8.config import Float8LinearConfig, Float8Weights
-from float8.convert.choice import DEFAULT_TOKENS, all_linears, left_out
+from float8.convert.choice import DEFAULT_TOKENS, all_linears, reason_by_name
 from float8.convert.convert import convert_to_float8_training
 from float8.fsdp.weights import precompute_float8_dynamic_scale_for_fsdp
 from float8.step import attach_to_optimizer
@@ -148,7 +148,7 @@ def _torchao(peer: str, recipe: str, mode: str, gather: str, all_layers: bool) -
         return mode != GRAPHED and optimizer.register_step_post_hook(lambda *_: cast_shards(model))
 
     def takes(module: nn.Module, name: str) -> bool:
-        return gains(module, name) and (all_layers or left_out(name) is None)
+        return gains(module, name) and (all_layers or reason_by_name(name) is None)
 
     chosen = {"config": config, "module_filter_fn": takes}
     convert = functools.partial(torchao.convert_to_float8_training, **chosen)

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from float8 import Float8LinearConfig, Float8Tensor, conversion_report
 from float8.convert import speed
-from float8.convert.choice import left_out
+from float8.convert.choice import reason_by_name
 from float8.convert.conversion import LayerReport
 from float8.experts import kind_of, weights_of
 from float8.experts.conversion import experts_per_token, ranks_that_cast
@@ -187,7 +187,7 @@ class Step:
         low, ranks = (low, ranks) if in_float8 else (high, 1)
         self._sent[1] -= 2 * K * N * (experts or 1) * (1 - 1 / ranks)
         self._in_bytes |= {id(weight)} if ranks > 1 else set()
-        if (left_out(fqn) or "").startswith("the head"):
+        if (reason_by_name(fqn) or "").startswith("the head"):
             self._add("head and loss", high, low)
             self._elements("head and loss", tokens * N, _LOSS)
         elif experts:

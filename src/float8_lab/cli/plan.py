@@ -20,7 +20,7 @@ from float8.config import Float8LinearConfig, Float8Weights
 from float8.convert.choice import Chooser, short_name
 from float8.convert.conversion import LayerReport
 from float8.convert.convert import convert_chosen, convert_to_float8_training
-from float8.convert.speed import MEMORY, WAITS_BELOW_MS
+from float8.convert.speed import MODELLED, WAITS_BELOW_MS
 from float8_lab.bench.linear import Shape, Times, measure_linear
 from float8_lab.bench.step import Row
 from float8_lab.bench.whole import HOST_ERROR, Setup, Step, keep_experts_of_a_rank
@@ -68,7 +68,8 @@ def report_on(
         config = replace(config, emulate=True)  # of which no speed is asked
     chooser = Chooser(model, config, None, run.tokens, gpu, run.cuda_graphs, head=run.head)
     if config.enable_fsdp_float8_all_gather:
-        chooser.ranks = {2: run.data_parallel, 3: run.data_parallel // run.expert_parallel}
+        chooser.linear_ranks = run.data_parallel
+        chooser.expert_ranks = run.data_parallel // run.expert_parallel
     return conversion_report(convert_chosen(chooser))
 
 
@@ -257,7 +258,9 @@ def plan_command(
         f"One of {', '.join(RECIPES)}; or MODULE:NAME, a Float8LinearConfig of yours. With +held "
         "behind it, each weight is cast once per step; with +only, frozen ones have float8 alone.",
     ] = "tensorwise",
-    gpu: Annotated[str | None, f"Model {' or '.join(MEMORY)}: nothing runs on a GPU here."] = None,
+    gpu: Annotated[
+        str | None, f"Model {' or '.join(MODELLED)}: nothing runs on a GPU here."
+    ] = None,
     data_parallel: Annotated[int, "GPUs that share weights by FSDP2, gathered in float8."] = 1,
     expert_parallel: Annotated[int, "Of these, GPUs that share the experts between them."] = 1,
     checkpointing: Annotated[bool, "Blocks will be computed once more in backward."] = False,

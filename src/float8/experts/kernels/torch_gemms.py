@@ -22,8 +22,8 @@ def multiply_in_bfloat16(
     a: Operand, b: Operand, ends: Tensor, granularities: Granularities
 ) -> Tensor:
     """Multiply as `grouped_matmul` by a bfloat16 GEMM to bfloat16; scales must be powers of 2."""
-    result_scales = None
-    if not granularities[0].by_blocks:
+    result_scales, (of_a, _) = None, granularities
+    if not of_a.by_blocks:  # `b` has no blocks either: `Float8LinearConfig` refuses such pairs
         if b.data.dim() == 2:  # groups split C: a row has a scale for each group's result
             result_scales = a.scale, b.scale  # [E, R], [E, N]
             granularity = ScalingGranularity.TENSORWISE

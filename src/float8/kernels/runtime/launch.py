@@ -63,7 +63,7 @@ class Launch:
             return
         compiled = self.kernel[(self.programs,)](*tensors, *self._rest, **self._options)
         if self._device is not None and not addresses[0] & 15:
-            self._compiled = _for_pytorch(compiled, self.programs, self._integers)
+            self._compiled = _launch_arguments(compiled, self.programs, self._integers)
             if self._compiled is None:  # PyTorch cannot launch it: from now on Triton does
                 self._device = None
 
@@ -73,10 +73,11 @@ _SCRATCH = ("global_scratch_size", "profile_scratch_size")  # memory that only T
 _TYPE_CODES = {"i32": "i", "i64": "l"}  # Triton's types -> PyTorch's codes; "O": a pointer
 
 
-def _for_pytorch(compiled: Any, programs: int, integers: tuple[int, ...]) -> Any:
-    """Return PyTorch's launch arguments before the addresses, those after them, and `compiled`.
+def _launch_arguments(compiled: Any, programs: int, integers: tuple[int, ...]) -> Any:
+    """Return arguments of PyTorch's launcher, before and after tensors' addresses, and `compiled`.
 
-    Returns None if PyTorch's launcher cannot run the kernel, or if a field that is read is missing.
+    `compiled`, a kernel that Triton compiled, keeps the GPU function loaded. Returns None if the
+    launcher cannot run the kernel, or if `compiled` lacks an attribute that is read here.
     """
     try:
         metadata, function, signature = compiled.metadata, compiled.function, compiled.src.signature
@@ -89,8 +90,7 @@ def _for_pytorch(compiled: Any, programs: int, integers: tuple[int, ...]) -> Any
     codes = ["O" if x.startswith("*") else _TYPE_CODES.get(x, "") for x in triton_types]
     if any(scratch) or unusual or not all(codes):
         return None
-    types, nulls = "".join(codes) + "O" * len(scratch), (None,) * len(scratch)
-    # `compiled` keeps the function loaded; a scratch of size 0 is passed as None.
+    types, nulls = "".join(codes) + "O" * len(scratch), (None,) * len(scratch)  # of size 0
     return (function, programs, 1, 1, num_warps, shared, types), (*integers, *nulls), compiled
 
 
