@@ -36,7 +36,7 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     A cast is used until the weight is written: by an optimizer's step, an op on the Parameter or
     a view, loading, a write into a tensor of a state dict. Call this function again after writes
     that go unnoticed: by CUDA graphs, NumPy, raw pointers, `torch.distributed`, other libraries, or
-    `.data` and `torch._foreach_*` of tensors in state dicts. A graph uses only casts that it makes.
+    `.data` and `torch._foreach_*` in state dicts. In a CUDA graph, capture this call, then forward.
 
     Raises:
         TypeError: `model` is no `nn.Module`.

@@ -143,7 +143,7 @@ def cast_reference(
     """Cast as :func:`cast` by plain torch, with the fields of `CastArguments`, flat or named.
 
     Returns the requested ones of: row data, row scales, column data, column scales. With one scale:
-    the scale unless it is given, row data, column data. ``after``, or a last ``flat``, is not used.
+    the scale unless it is given, row data, column data. ``after``, perhaps in ``flat``, is ignored.
     """
     arguments = CastArguments(*flat[: len(CastArguments._fields)], **named)
     height, width, dtype, row, col, pad_rows, power_of_2, via = arguments

@@ -40,7 +40,7 @@ def float32_bits(bits, element: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def to_float32(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Convert a float32, bfloat16 or float16 tensor to float32, which is exact."""
+    """Convert a tensor to float32, exactly; without ``HARDWARE``, bfloat16 by a shift of bits."""
     if HARDWARE or x.dtype != tl.bfloat16:
         v = x.to(tl.float32)
     else:
@@ -150,7 +150,7 @@ def pack_words(b0, b1, b2, b3):  # type: ignore[no-untyped-def]
 
 @jit
 def to_float8_words(v, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Round four float32 tensors to float8 and pack their bytes as `pack_words` does.
+    """Round four float32 tensors to the format that ``ARITHMETIC`` has, and pack their bytes.
 
     Written in PTX, because ptxas 12.8 miscompiles bytes that are packed with shifts: three of the
     four bytes are garbage (seen on H100 with Triton 3.6, in unmasked kernels only).

@@ -118,7 +118,7 @@ def quad_rows(quad):  # type: ignore[no-untyped-def]
 
 @jit
 def load_rows(ptr, rows, stride, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load 4 tensors ``rows[i]``, zero where not ``inside[i]``; ``ptr`` holds row 0 addresses."""
+    """Load the 4 rows numbered ``rows``, 0 where not ``inside[i]``; ``ptr``: addresses in row 0."""
     return [load(ptr + rows[i] * stride, inside[i], EVEN) for i in (0, 1, 2, 3)]
 
 

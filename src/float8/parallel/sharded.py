@@ -128,7 +128,7 @@ class ScattersOutput(Dense):
     tokens: SharedTokens
 
     def quantize_grad(self, g: Tensor, cast: Cast, *, row: bool, col: bool) -> Quantized:
-        """Quantize this rank's `g`; return row data [M, N] of all ranks, and columns if `col`."""
+        """Return row data [M, N] of `g` of all ranks, always, and column data [N, M] if `col`."""
         row_data = self.tokens.gathered(g, cast)
         return Quantized(row_data, to_col(row_data, cast.config) if col else None)
 

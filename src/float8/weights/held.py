@@ -169,7 +169,7 @@ def goes_into_graph(weight: Tensor) -> bool:
 
 
 def _is_capturing(weight: Tensor) -> bool:
-    """Return whether a CUDA graph is being captured, whose replays would not compare marks."""
+    """Return whether a CUDA graph is being captured, in which `is_current` would be called once."""
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -235,7 +235,7 @@ class HoldsWeights(nn.Module):
             row._float8_version = col._float8_version = None
 
     def _float8_detach(self) -> None:
-        """Detach one optimizer, and free the held data, even if others remain attached."""
+        """Count one attached optimizer less, and free held data; another one's step casts again."""
         super()._float8_detach()  # type: ignore[misc]
         self._float8_held = ()
 

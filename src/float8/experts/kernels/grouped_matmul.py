@@ -129,7 +129,7 @@ def _place(  # type: ignore[no-untyped-def]
     """Locate tile number ``tile``; ``tile_ends`` has one past the last tile of each group.
 
     Returns the group, the tile's first row, the end of valid rows, the tile's first column, the
-    first index and the number of steps along C, and whether the group is one of E and not empty.
+    first index and number of steps along C (contracted), and False if there is nothing to multiply.
     """
     g = tl.arange(0, GROUPS)
     group = tl.sum((tile_ends <= tile).to(tl.int32), 0)  # the number of groups before it
