@@ -35,7 +35,7 @@ class LayerReport:
 class Conversion:
     """Base class: how one kind of module, such as `nn.Linear`, is converted. See `CONVERSIONS`."""
 
-    has_rules = True  # whether `reason_by_name` and `modules_to_keep` apply to this kind
+    has_rules = True  # whether `reason_by_name` and reasons of `modules_to_keep` apply
 
     def matches(self, mod: nn.Module) -> bool:
         """Return True if `mod` is of this kind; also True after it was converted."""

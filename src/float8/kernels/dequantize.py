@@ -24,7 +24,7 @@ def fits_kernel(operand: Operand, granularity: Granularity) -> bool:
     """Return whether the Triton kernel can dequantize `operand`.
 
     Its data must be 2-D or 3-D, not empty and contiguous along the last dim, with one scale for the
-    tensor, each row or each block. Scales per row are [..., R, 1]; [..., 1, C] of transposes fail.
+    tensor, each row or each block. Scales per row are [..., R, 1]; not [..., 1, C] of transposes.
     """
     data, scale = operand
     per_row = scale.shape == (*data.shape[:-1], 1)

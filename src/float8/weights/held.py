@@ -169,7 +169,7 @@ def goes_into_graph(weight: Tensor) -> bool:
 
 
 def _is_capturing(weight: Tensor) -> bool:
-    """Return whether a CUDA graph is being captured, in which `is_current` would be called once."""
+    """Return whether a CUDA graph is being captured, whose replays would not call `is_current`."""
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

@@ -26,7 +26,7 @@ class OnlyWeights(nn.Module):
     _float8_plan: "LinearPlan"
     _float8_of_this_rank: tuple[str, ...]
     _float8_noun: str
-    _float8_never_trains: bool
+    _float8_never_trains: bool  # whether the configuration has `ONLY`
 
     def _float8_without_masters(self) -> dict[str, Float8Tensor]:
         """Return the Parameters that are in float8 only, by name; an empty dict without `ONLY`."""

@@ -21,6 +21,7 @@ from float8.convert.choice import Chooser, short_name
 from float8.convert.conversion import LayerReport
 from float8.convert.convert import convert_chosen, convert_to_float8_training
 from float8.convert.speed import MODELLED, WAITS_BELOW_MS
+from float8.experts import kind_of
 from float8_lab.bench.linear import Shape, Times, measure_linear
 from float8_lab.bench.step import Row
 from float8_lab.bench.whole import HOST_ERROR, Setup, Step, keep_experts_of_a_rank
@@ -68,8 +69,9 @@ def report_on(
         config = replace(config, emulate=True)  # of which no speed is asked
     chooser = Chooser(model, config, None, run.tokens, gpu, run.cuda_graphs, head=run.head)
     if config.enable_fsdp_float8_all_gather:
-        chooser.linear_ranks = run.data_parallel
-        chooser.expert_ranks = run.data_parallel // run.expert_parallel
+        chooser.linear_ranks = chooser.expert_ranks = run.data_parallel
+        if any(kind_of(module) is not None for module in model.modules()):
+            chooser.expert_ranks //= run.expert_parallel
     return conversion_report(convert_chosen(chooser))
 
 
