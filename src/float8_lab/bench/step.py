@@ -151,7 +151,8 @@ class Step:
         self._optimizer = torch.optim.AdamW(
             trained, lr=rate, fused=True, capturable=bool(self._graph)
         )
-        self._attached = self.variant.attach(self.model, self._optimizer)
+        if self._graph is None or self.variant.has_state:  # no graph uses casts at its end
+            self._attached = self.variant.attach(self.model, self._optimizer)
 
     def gradients(self, x: Tensor, grad: Tensor) -> object:
         """Forward and backward on other data, as a CUDA graph can capture them."""

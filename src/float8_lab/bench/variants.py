@@ -114,10 +114,7 @@ def _ours(recipe: str, mode: str, gather: str, all_layers: bool, tokens: int) ->
     if not all_layers:
         chosen |= {"tokens_per_step": tokens, "cuda_graphs": mode == GRAPHED}
     convert = functools.partial(convert_to_float8_training, **chosen)
-    ours: dict[str, Any] = {"config": config, "gather": gather}
-    if mode == GRAPHED and gather == FLOAT8 and not config.delayed_sites:
-        ours["attach"] = lambda model, optimizer: None  # no graph uses a cast at its end
-    return Variant(recipe, mode, convert, **ours)
+    return Variant(recipe, mode, convert, config=config, gather=gather)
 
 
 def peer_version(peer: str) -> str | None:
@@ -145,7 +142,7 @@ def _torchao(peer: str, recipe: str, mode: str, gather: str, all_layers: bool) -
             torchao.precompute_float8_dynamic_scale_for_fsdp(model)
 
     def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
-        return mode != GRAPHED and optimizer.register_step_post_hook(lambda *_: cast_shards(model))
+        return optimizer.register_step_post_hook(lambda *_: cast_shards(model))
 
     def takes(module: nn.Module, name: str) -> bool:
         return gains(module, name) and (all_layers or reason_by_name(name) is None)

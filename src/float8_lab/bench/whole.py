@@ -186,7 +186,8 @@ class Step:
         self.host_ms = [ms + host[i and in_float8] for i, ms in enumerate(self.host_ms)]
         low, ranks = (low, ranks) if in_float8 else (high, 1)
         self._sent[1] -= 2 * K * N * (experts or 1) * (1 - 1 / ranks)
-        self._in_bytes |= {id(weight)} if ranks > 1 else set()
+        if ranks > 1:
+            self._in_bytes.add(id(weight))
         if (reason_by_name(fqn) or "").startswith("the head"):
             self._add("head and loss", high, low)
             self._elements("head and loss", tokens * N, _LOSS)
