@@ -35,7 +35,7 @@ class LinearPlan(NamedTuple):
 
     casts: Casts
     """The casts, without the scale sources and reductions over ranks that a call adds."""
-    reuse_input: bool
+    reuse_input: bool  # one cast of the input serves output and grad_weight; likewise:
     reuse_weight: bool
     reuse_grad_output: bool
     output: Gemm | None
@@ -74,14 +74,14 @@ def resolve_plan(
             return None
         a, b = (casts[site] for site in GEMM_OPERANDS[name])
         granularities = a.scaling_granularity, b.scaling_granularity
-        # `power_of_2` may not hold for scales that were computed elsewhere: those of published
-        # float8 weights (unless stored as 8-bit exponents), and delayed ones of a loaded state.
-        trusted = config.float8_weights is not Float8Weights.ONLY or b.scaling_granularity.exponents
-        trusted = trusted and a.scaling_type is b.scaling_type is ScalingType.DYNAMIC
-        powers_of_2 = a.power_of_2 and b.power_of_2 and trusted
+        # Scales loaded from files need not be powers of two, whatever `config` says: scales of
+        # float8 weights (unless stored as 8-bit exponents), and of delayed scaling.
+        loaded = config.float8_weights is Float8Weights.ONLY and not granularities[1].exponents
+        dynamic = a.scaling_type is ScalingType.DYNAMIC and b.scaling_type is ScalingType.DYNAMIC
+        powers_of_2 = a.power_of_2 and b.power_of_2 and dynamic and not loaded
         return Gemm(fast_accum[name], config.emulate, powers_of_2, granularities)
 
-    def rows_suffice(cast: Cast, *gemms: Gemm | None) -> bool:  # see `quantize.to_col`
+    def to_col_is_exact(cast: Cast, *gemms: Gemm | None) -> bool:  # `quantize.to_col`
         granularity, power_of_2 = cast.config.scaling_granularity, cast.config.power_of_2
         return None not in gemms and (granularity.one_scale or (granularity.by_rows and power_of_2))
 
@@ -89,8 +89,8 @@ def resolve_plan(
     pairs = zip(all_casts[:3], all_casts[3:], strict=True)  # (input, input_for_grad_weight), ...
     reuse_input, reuse_weight, reuse_grad = [first == second for first, second in pairs]
     output, grad_input, grad_weight = [gemm(name) for name in GEMM_OPERANDS]
-    input_rows = reuse_input and rows_suffice(all_casts.input, output, grad_weight)
-    grad_rows = reuse_grad and rows_suffice(all_casts.grad_output, grad_input, grad_weight)
+    input_rows = reuse_input and to_col_is_exact(all_casts.input, output, grad_weight)
+    grad_rows = reuse_grad and to_col_is_exact(all_casts.grad_output, grad_input, grad_weight)
     return LinearPlan(
         all_casts, reuse_input, reuse_weight, reuse_grad, output, grad_input, grad_weight,
         input_rows_suffice=input_rows, grad_output_rows_suffice=grad_rows,
