@@ -39,7 +39,7 @@ class DelayedScale(NamedTuple):
     def cast(
         self, x: Tensor, cast_config: CastConfig, *, row: bool, col: bool, pad_rows: bool = False
     ) -> tuple[Operand | None, Operand | None]:
-        """Cast `x` by `self.scale`, or by its own if that is unknown; see `ScaleSource.cast`."""
+        """Cast `x` by `self.scale` or, if unknown, a scale of its amax; see `ScaleSource.cast`."""
         if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
             raise refusal(x)
         granularity = cast_config.scaling_granularity

@@ -97,7 +97,7 @@ class StatefulLayer(Float8Module):
         return super().register_forward_pre_hook(*args, **kwargs)
 
     def _float8_replace_meta_buffers(self) -> bool:
-        """Replace all buffers and return True if one is on the meta device, the weight is not."""
+        """Replace all buffers, and return True, if one is on the meta device but the weight not."""
         replaces = not self.weight.is_meta and any(x.is_meta for x in self._float8_state().values())
         if replaces:
             self._float8_register_buffers()
@@ -195,11 +195,11 @@ class StatefulLayer(Float8Module):
             for p in self.parameters()
             if isinstance(p, nn.Parameter) and p.requires_grad and not p.is_inference()
         }
-        old: Any = self._float8_versions  # None in the first forward since the sync
-        is_first = old is None
+        old_versions: Any = self._float8_versions
+        is_first = old_versions is None  # since the last sync
         if is_first:
             self._float8_versions = versions
-        written = not is_first and any(old.get(key, v) != v for key, v in versions.items())
+        written = not is_first and any(old_versions.get(key, v) != v for key, v in versions.items())
         # The diagonal is sampled in the first forward, then after a backward once `grad` is None.
         weight: Any = self._parameters.get("weight")
         amax: Any = self._buffers.get(GRAD_OUTPUT.amax)  # written by each backward

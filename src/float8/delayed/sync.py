@@ -93,12 +93,12 @@ def sync_float8_amax_and_scale_history(
         torch._foreach_copy_(histories, history.unbind())
         torch._foreach_copy_(scales, scale.unbind())
         torch._foreach_zero_(amaxes)
+    unknown: list[Any] = []  # pairs of a layer and one of its sites
     for layer in layers:
         layer._float8_mark_synced()
-    # Layers that share their work with other ranks omit the all-reduce of a scale known to be set.
-    sharing_layers = [layer for layer in layers if layer._float8_shard_groups()]
-    sites = [(layer, site) for layer in sharing_layers for site in layer._float8_stateful]
-    unknown = [(layer, site) for layer, site in sites if site.name not in layer._float8_known]
+        if layer._float8_shard_groups():  # its casts do not all-reduce for scales known to be set
+            known = layer._float8_known
+            unknown += [(layer, site) for site in layer._float8_stateful if site.name not in known]
     if unknown:  # waits for the device, at each sync until all scales are set
         values = torch.stack([layer.get_buffer(site.scale) for layer, site in unknown]).tolist()
         for (layer, site), value in zip(unknown, values, strict=True):

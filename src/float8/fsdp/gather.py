@@ -159,10 +159,10 @@ class Float8GatherWeight(Wrapper):
         version of `write_counter` counts writes through `to_local()` and foreach ops. The id of a
         CUDA graph capture is included, as replays count no writes: a graph makes its own casts.
         """
-        raw, inner = self.write_counter, self._inner
-        capture = raw.is_cuda and torch.cuda.is_current_stream_capturing() and _capture_id()
-        own = inner._version, inner.data_ptr(), inner.stride(), self.param_dtype, capture
-        return weight._version, raw._version, raw.data_ptr(), raw.stride(), *own
+        counter, inner = self.write_counter, self._inner
+        capture = counter.is_cuda and torch.cuda.is_current_stream_capturing() and _capture_id()
+        of_inner = inner._version, inner.data_ptr(), inner.stride(), self.param_dtype, capture
+        return weight._version, counter._version, counter.data_ptr(), counter.stride(), *of_inner
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., tuple[tuple[Tensor, ...], GatherInfo]]:
