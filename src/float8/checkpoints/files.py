@@ -86,7 +86,7 @@ class Checkpoint:
         self.names = sorted(name for name in others if not name.endswith(_SCALES_OF_ACTIVATIONS))
 
     def _quantization_config(self, folder: Path) -> Any:
-        """Return the `quantization_config`; for ComfyUI's and modelopt's files one to refuse."""
+        """Return the `quantization_config`, or for ComfyUI and modelopt one that names them."""
         with contextlib.suppress(FileNotFoundError):
             if config := _read(folder, CONFIG, _read_json).get("quantization_config"):
                 return config
@@ -235,7 +235,7 @@ def _locked(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Another save may have removed the file that was opened, and a third made a new one.
             is_busy = not os.path.samestat(lock.stat(), os.fstat(file.fileno()))
-        except OSError as error:  # after other errors, save: the file system has no locks
+        except OSError as error:  # save without a lock if the file system has none
             is_busy = isinstance(error, BlockingIOError | FileNotFoundError)
         if is_busy:
             got = "another process or thread saves to this folder; wait for it, or save to another"

@@ -110,7 +110,7 @@ class Float8Callback(TrainerCallback, ExportableState):
                 do = "Make the model from it by `from_pretrained`, convert it, and resume with it"
                 raise ValueError(f"Float8Callback: {got}, for one; {why}. {do}")
             self._load(entry["attributes"]["delayed"])
-        # Save weights only: `state` returns the rest.
+        # Checkpoints have weights only; the state of delayed scaling is in what `state` returns.
         keys = {f"{name}.{key}" for name, x in self._delayed().items() for key in x._float8_state()}
         keys |= {*map(plain_name, keys), *(getattr(model, "_keys_to_ignore_on_save", None) or ())}
         model._keys_to_ignore_on_save = keys  # type: ignore[assignment]
