@@ -188,7 +188,7 @@ def cast_reference(
                 # with the other.
                 amax = amax.to(torch.float32).abs().amax(dim, keepdim=True)
         scales = amax_to_exponent(amax, dtype) if e8m0 else amax_to_scale(amax, dtype, power_of_2)
-        data = to_float8(blocks, scales, dtype, e8m0).reshape(Rp, Cp)
+        data = to_float8(blocks, scales, dtype, exponents=e8m0).reshape(Rp, Cp)
         data = data.t() if transposed else data  # in the layout of x
         if pads:  # again, since a zero in a block with a NaN has become NaN
             data = F.pad(data.view(torch.uint8)[:R, :C], (0, right, 0, below)).view(dtype)

@@ -46,8 +46,8 @@ def cast_kernel(  # type: ignore[no-untyped-def]
         tile = tiles.reversed_tile()
     R16, C16 = tl.cdiv(R, 16) * 16, tl.cdiv(C, 16) * 16
     tile_r, tile_c = tiles.tile_at(tile, R16, C16, BLOCK_R, BLOCK_C, GROUP)
-    quad, c = tiles.tile_quads(tile_r, tile_c, BLOCK_R, BLOCK_C)
-    r = tiles.quad_rows(quad)
+    quad, c = tiles.tile_quads(tile_r, tile_c, BLOCK_R, BLOCK_C)  # groups of 4 rows, columns
+    r = tiles.quad_rows(quad)  # of the four tensors that hold the tile
     inside = [(row < R) & (c < C) for row in r]
     x = tiles.load_rows(x_ptr + c * stride_c, r, stride_r, inside, EVEN)
     v = [numeric.to_float32(values, HARDWARE) for values in x]
@@ -164,7 +164,7 @@ def times_any_inverse(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[n
 
 @jit
 def store_square_scales(ptr, scale, tile_r, tile_c, rows, columns):  # type: ignore[no-untyped-def]
-    """Store scales of a tile's squares in [rows, pitch]: pitch is columns padded to 4, by zeros."""
+    """Store scales of a tile's squares in [rows, pitch]: columns, padded with zeros to 4 * n."""
     # A tile has 4 x 4 squares of 32, or one of 128. The last tile of a row also stores the padding.
     slots: tl.constexpr = max(scale.shape[1], 4)
     row = tile_r * scale.shape[0] + tl.arange(0, scale.shape[0])[:, None]

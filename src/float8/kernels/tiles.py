@@ -40,8 +40,8 @@ def tiled(
     """Return the launch of a kernel whose programs each process one tile of a matrix [R, C].
 
     ``tiles`` are sorted from large to small; the first with two or more programs per multiprocessor
-    is used, else the last. ``integers``, arguments of the kernel, begin with R, C. Added to
-    ``constants``: EVEN (tiles fill the matrix exactly: no mask is needed), BLOCK_R, BLOCK_C, GROUP.
+    is used, else the last. ``integers``, arguments of the kernel, begin with R, C. ``constants``
+    are followed by EVEN (tiles fill the matrix, so no mask is needed), BLOCK_R, BLOCK_C, GROUP.
     """
     (R, C, *_), sms = integers, sm_count(device)
     for tile in tiles:

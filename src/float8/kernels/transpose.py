@@ -64,7 +64,7 @@ def _transpose_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Copy one tile of bytes to its place in the transposed matrix, and store zeros as padding."""
     tile_r, tile_c = tiles.tile_at(tiles.reversed_tile(), R, C, BLOCK_R, BLOCK_C, GROUP)
-    quad, c = tiles.tile_quads(tile_r, tile_c, BLOCK_R, BLOCK_C)
+    quad, c = tiles.tile_quads(tile_r, tile_c, BLOCK_R, BLOCK_C)  # groups of 4 rows, columns
     in_ptr = in_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + c * stride_c
     r = tiles.quad_rows(quad)
     inside = [(row < R) & (c < C) for row in r]

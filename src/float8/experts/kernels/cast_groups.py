@@ -51,7 +51,7 @@ def cast_groups(
 
     The arithmetic is that of :func:`float8.kernels.cast`; a non-finite element affects its group
     only. Row data are [R, ceil16(C)] with scales [R], undefined for rows outside all groups. Column
-    data are `Columns` [ceil16(C), width], zero between groups, with scales [E, ceil16(C)]. With
+    data are `Columns` [ceil16(C), width], zero between groups, with scales [E, ceil16(C)]. Under
     1 x k blocks row data are [R, ceil_k(C)] with scales [R, ceil(C / k)], also defined for rows
     outside all groups, and column data have scales [ceil16(C), width / k].
 
@@ -130,7 +130,7 @@ def cast_groups_reference(
 ) -> list[Tensor]:
     """Cast in torch, if ``row`` to row data, scales, if ``col`` to column data, scales, ends."""
     (R, C), E = x.shape, offs.shape[0]
-    out = cast_groups_fake(x, offs, run, dtype, row, col, width)
+    out = cast_groups_fake(x, offs, run, dtype, row, col, width)  # in the order above
     group, places, padded_ends = places_of_rows(ends_of_groups(offs, R), R)
     grouped = (group < E).nonzero().view(-1)  # the rows that are in groups
     columns = places[grouped]  # their columns in column data
@@ -186,8 +186,6 @@ def cast_groups_fake(x: Tensor, offs: Tensor, *layout: Any) -> list[Tensor]:
     return [*out, x.new_empty((E,), dtype=torch.int32)] if col else out  # ends of padded groups
 
 
-# ---------------------------------------------------------------- Triton
-
 ALIGN = tl.constexpr(GROUP_ALIGNMENT)
 
 
@@ -206,7 +204,7 @@ def _cast_groups_triton(x: Tensor, offs: Tensor, *args: Any, **named: Any) -> li
     out, amaxes = cast_groups_fake(x, offs, *args), x  # with runs, kernels read no amaxes: pass x
     # A grid is sized before groups are known, so `row_tiles` are upper bounds of what `_place` has:
     # it pads groups to 128 rows, gives each a tile or more, and has the other rows as group E.
-    groups, mantissa_bits = lanes_of_groups(E), 3 if dtype == E4M3 else 2
+    lanes, mantissa_bits = lanes_of_groups(E), 3 if dtype == E4M3 else 2
     if scale is not None:
         amaxes = scale.contiguous().view(torch.int32)  # the kernel reads them if GIVEN
     elif run is None:
@@ -214,7 +212,7 @@ def _cast_groups_triton(x: Tensor, offs: Tensor, *args: Any, **named: Any) -> li
         rows, block_c, strips = tiles.strips_of(R, C, x.dtype, x.device)  # rows: 64 or more
         row_tiles = -(-R // rows) + 2 * E + 1
         _measure_groups_kernel[(row_tiles * strips,)](
-            x, offs, amaxes, R, C, E, rows, one_scale, row, col, C % block_c == 0, groups,
+            x, offs, amaxes, R, C, E, rows, one_scale, row, col, C % block_c == 0, lanes,
             tiles.STRIP_R, block_c, num_warps=tiles.STRIP_WARPS,
         )  # fmt: skip
     row_results = out[:2] if row else (x, x)  # data, scales; x if not written
@@ -227,7 +225,7 @@ def _cast_groups_triton(x: Tensor, offs: Tensor, *args: Any, **named: Any) -> li
     _cast_groups_kernel[(row_tiles * -(-C // block_c),)](
         x, offs, amaxes, *row_results, *col_results, R, C, E, col_width, granularity, run or 1,
         scale is not None, row, col, mantissa_bits, power_of_2, has_float8_conversion(x.device),
-        C % block_c == 0, groups, block_r, block_c, num_warps=warps,
+        C % block_c == 0, lanes, block_r, block_c, num_warps=warps,
     )  # fmt: skip
     return out
 
@@ -279,6 +277,7 @@ def _measure_groups_kernel(  # type: ignore[no-untyped-def]
     ONE_SCALE: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,
     GROUPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
+    """Raise the amaxes of a group's rows and columns, or of the group, to those of one tile."""
     strips = tl.cdiv(C, BLOCK_C)
     tile, strip = tl.program_id(0) // strips, tl.program_id(0) % strips
     group, begin, size, row, _ = _place(tile, offs_ptr, R, E, rows, GROUPS)
@@ -333,7 +332,7 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
     tile, tile_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
     group, begin, size, first, col_begin = _place(tile, offs_ptr, R, E, BLOCK_R, GROUPS)
     quad, c = tiles.tile_quads(first // BLOCK_R, tile_c, BLOCK_R, BLOCK_C)
-    r = tiles.quad_rows(quad)
+    r = tiles.quad_rows(quad)  # rows of the four tensors that hold the tile, from the group's first
     row_ptr += begin.to(tl.int64) * Ck
     # Group E, the rows outside all groups, is cast to row data if RUNS, and is zero otherwise.
     if group < (E + 1 if RUNS else E):

@@ -180,7 +180,8 @@ def _multiply(arguments, LOWER: gl.constexpr, ROW_GROUPS: gl.constexpr):  # type
         left_ptr = b_scale_ptr + n // BLOCK * b_stride_n + k // BLOCK * b_stride_c
         if ROW_GROUPS:  # group E has no weight: it loads the last group's scales, unused
             left_ptr += gl.minimum(search[0], E - 1) * b_stride_e
-        right_ptr = left_ptr + gl.where(n + HALF_N < N, HALF_N // BLOCK, 0) * b_stride_n  # below N
+        # A right half outside N loads the scales of the left half; its results are not stored.
+        right_ptr = left_ptr + gl.where(n + HALF_N < N, HALF_N // BLOCK, 0) * b_stride_n
         left, right, next_left, next_right = zeros, zeros, 0.0, 0.0
         next_a = gl.load(a_ptr, mask=inside, other=0.0)  # scales are loaded one step early
         if ROW_GROUPS:

@@ -41,13 +41,14 @@ def grouped_matmul_reference(
     if ends.is_cpu and b.dim() == 3:  # a check on a GPU would sync
         check_offs(ends, len(a))
     settings = Gemm.unpacked(gemm)
-    of_a, of_b = settings.granularities
+    granularity_a, granularity_b = settings.granularities
     exact = settings.powers_of_2 and exact_dtype(a.device) == out_dtype == torch.bfloat16
     if exact and a.numel():
-        return multiply_in_bfloat16(Operand(a, a_scale), Operand(b, b_scale), ends, (of_a, of_b))
+        operands = Operand(a, a_scale), Operand(b, b_scale)
+        return multiply_in_bfloat16(*operands, ends, settings.granularities)
     out = grouped_matmul_fake(a, a_scale, b, b_scale, ends, out_dtype).zero_()
-    begin, row_groups, blocks = 0, b.dim() == 3, of_a.by_blocks
-    run = of_a.width or 1  # elements along C that share a block scale
+    begin, row_groups, blocks = 0, b.dim() == 3, granularity_a.by_blocks
+    run = granularity_a.width or 1  # elements along C that share a block scale
     for group, end in enumerate(ends_of_groups(ends, a.shape[0 if row_groups else 1]).tolist()):
         if row_groups:
             x, w, result = a[begin:end], b[group], out[begin:end]
@@ -57,7 +58,8 @@ def grouped_matmul_reference(
             own = (slice(None), slice(begin // run, end // run)) if blocks else group
             x_scale, w_scale = a_scale[own], b_scale[own]  # of [R, C / run] if blocks, or [E, R]
         if blocks:  # scales change along C: multiply by them before the products are added
-            x, w = dequantised(Operand(x, x_scale), of_a), dequantised(Operand(w, w_scale), of_b)
+            x = dequantised(Operand(x, x_scale), granularity_a)
+            w = dequantised(Operand(w, w_scale), granularity_b)
         # Autocast would round the operands to its own dtype.
         with torch.autocast(a.device.type, enabled=False):
             product = x.float() @ w.float().t()
@@ -84,8 +86,6 @@ def _flops(a: Any, _: Any, b: Any, __: Any, ends: Any, tokens: Any, *rest: Any, 
     return 2 * (a[1] if tokens is None else tokens) * a[0] * b[0]
 
 
-# ---------------------------------------------------------------- Triton
-
 BLOCK = tl.constexpr(GROUP_ALIGNMENT)  # of the contraction dim, and of rows of the result
 PANEL = tl.constexpr(16)  # tiles of rows that share loads of `b`
 
@@ -95,15 +95,15 @@ def _grouped_matmul_triton(
     gemm: str, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     operands, settings = (a, a_scale, b, b_scale, ends), Gemm.unpacked(gemm)
-    (of_a, of_b), fast = settings.granularities, settings.use_fast_accum
+    granularity_a, fast = settings.granularities[0], settings.use_fast_accum
     if settings.emulate or a.numel() == 0:  # no rows, or no tokens
         return grouped_matmul_reference(*operands, tokens, gemm, out_dtype)
-    if of_a.exponents:  # MXFP8
-        mx = Operand(a, a_scale), Operand(b, b_scale), ends, (of_a, of_b)
-        return multiply_mx(*mx).to(out_dtype)
+    if granularity_a.exponents:  # MXFP8
+        mx_operands = Operand(a, a_scale), Operand(b, b_scale)
+        return multiply_mx(*mx_operands, ends, settings.granularities).to(out_dtype)
     out, row_groups = grouped_matmul_fake(*operands, out_dtype), b.dim() == 3
     b = b if row_groups else b.unsqueeze(0)
-    if of_a.by_blocks:
+    if granularity_a.by_blocks:
         multiply_blocks(out, a, a_scale, b, b_scale, ends)
         return out
     (R, C), N, E = a.shape, b.shape[1], ends.shape[0]

@@ -56,7 +56,7 @@ class Launch:
         """
         # Addresses save Triton's queries of each tensor and of the driver.
         addresses = [x.data_ptr() for x in tensors if x is not None]
-        if self._compiled is not None and not addresses[0] & 15:
+        if self._compiled is not None and not addresses[0] & 15:  # aligned to 16 bytes
             launcher_arguments, integers_and_nulls, _ = self._compiled
             stream = private.current_stream(self._device)
             private.launch_kernel(*launcher_arguments, (*addresses, *integers_and_nulls), stream)
