@@ -50,12 +50,9 @@ class StatefulLayer(Float8Module):
     _float8_versions: dict[int, int] | None = None
     """The versions of the Parameters when the first amax since the last sync was recorded."""
     _float8_sample: tuple[Any, Any, Any] = None, None, None
-    """The weight's identity, the version of grad_output's amax, and the weight's diagonal when
-    `_float8_check_synced` last sampled it; all None without a sample."""
+    """Identity of the weight, version of grad_output's amax and weight diagonal, sampled last."""
     _float8_synced_version = -1  # `_float8_amax_version()` at the last sync
     _float8_not_copied = frozenset({"_float8_compared", "_float8_versions", "_float8_sample"})
-
-    # ---------------------------------------------------------------- the buffers
 
     @classmethod
     def _float8_buffer_names(cls, config: Float8LinearConfig) -> set[str]:

@@ -72,27 +72,7 @@ def sync_float8_amax_and_scale_history(
     for amaxes in tied.values():
         if len(amaxes) > 1:
             torch._foreach_copy_(amaxes, [torch.stack(amaxes).amax()] * len(amaxes))
-    # Each batch is updated as one tensor: its key -> largest value of a format -> sites' buffers.
-    batches: dict[Any, dict[float, list[list[Any]]]] = {}
-    for layer in layers:
-        for site in layer._float8_stateful:
-            buffers: list[Any] = [layer._buffers[name] for name in site[1:]]
-            cast = getattr(layer._float8_plan.casts, site.name).config
-            key = layer._float8_config.delayed_scaling_config, cast.power_of_2, buffers[0].device
-            batches.setdefault(key, {}).setdefault(FLOAT8_MAX[cast.dtype], []).append(buffers)
-    for (config, power_of_2, device), formats in batches.items():
-        buffers_of_all = itertools.chain(*formats.values())
-        amaxes, histories, scales = (list(kind) for kind in zip(*buffers_of_all, strict=True))
-        # The largest value for each site, filled on the device: a copy from the host would wait.
-        options: Any = {"dtype": torch.float64, "device": device}
-        maxima = [torch.full((len(sites),), x, **options) for x, sites in formats.items()]
-        amax, history, scale = map(torch.stack, (amaxes, histories, scales))
-        history, scale = next_history_and_scale(
-            amax, history, scale, torch.cat(maxima), config, power_of_2
-        )
-        torch._foreach_copy_(histories, history.unbind())
-        torch._foreach_copy_(scales, scale.unbind())
-        torch._foreach_zero_(amaxes)
+    _update_scales(layers)
     unknown: list[Any] = []  # pairs of a layer and one of its sites
     for layer in layers:
         layer._float8_mark_synced()
@@ -122,6 +102,31 @@ def forget_float8_amax(model: nn.Module) -> None:
 
 def _delayed_layers(modules: Iterable[nn.Module]) -> list[Float8Linear]:
     return [x for x in modules if isinstance(x, Float8Linear) and x._float8_stateful]
+
+
+def _update_scales(layers: list[Float8Linear]) -> None:
+    """Update histories and scales of `layers` from the amaxes, and set the amaxes to zero."""
+    # Each batch is updated as one tensor: its key -> largest value of a format -> sites' buffers.
+    batches: dict[Any, dict[float, list[list[Any]]]] = {}
+    for layer in layers:
+        for site in layer._float8_stateful:
+            buffers: list[Any] = [layer._buffers[name] for name in site[1:]]
+            cast = getattr(layer._float8_plan.casts, site.name).config
+            key = layer._float8_config.delayed_scaling_config, cast.power_of_2, buffers[0].device
+            batches.setdefault(key, {}).setdefault(FLOAT8_MAX[cast.dtype], []).append(buffers)
+    for (config, power_of_2, device), formats in batches.items():
+        buffers_of_all = itertools.chain(*formats.values())
+        amaxes, histories, scales = (list(kind) for kind in zip(*buffers_of_all, strict=True))
+        # The largest value for each site, filled on the device: a copy from the host would wait.
+        options: Any = {"dtype": torch.float64, "device": device}
+        maxima = [torch.full((len(sites),), x, **options) for x, sites in formats.items()]
+        amax, history, scale = map(torch.stack, (amaxes, histories, scales))
+        history, scale = next_history_and_scale(
+            amax, history, scale, torch.cat(maxima), config, power_of_2
+        )
+        torch._foreach_copy_(histories, history.unbind())
+        torch._foreach_copy_(scales, scale.unbind())
+        torch._foreach_zero_(amaxes)
 
 
 def next_history_and_scale(
