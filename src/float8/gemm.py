@@ -18,7 +18,7 @@ from float8.kernels.swizzle import RECIPE, SWIZZLE, scales_of_rows, swizzled
 from float8.scales import Operand, dequantised
 
 _TENSORWISE = ScalingGranularity.TENSORWISE
-_RUNS, _SQUARES = [F.ScalingType.BlockWise1x128.value], [F.ScalingType.BlockWise128x128.value]
+_1x128, _128x128 = [F.ScalingType.BlockWise1x128.value], [F.ScalingType.BlockWise128x128.value]
 """The values of `torch.nn.functional.ScalingType` for the blocks of 128 that Hopper multiplies."""
 
 # Count the FLOPs of the GEMM under block scales, unless a later torch does.
@@ -33,7 +33,7 @@ class Gemm(NamedTuple):
 
     use_fast_accum: bool = False  # accumulate with fewer bits where devices can; not for blocks
     emulate: bool = False  # multiply dequantized values in high precision, on any device
-    powers_of_2: bool = False  # all scales are: bfloat16 holds dequantized values exactly
+    powers_of_2: bool = False  # all scales are, so that bfloat16 holds dequantized values exactly
     granularities: tuple[Granularity, Granularity] = (_TENSORWISE, _TENSORWISE)  # of `a` and `b`
 
     def packed(self) -> str:
@@ -142,8 +142,8 @@ def matmul_of_any_size(
 register(
     "matmul",
     matmul_of_any_size,
-    fake=lambda a, *rest: a.new_empty(rest[3:5], dtype=rest[-1]),
-    flops=lambda a, *rest, **_: 2 * rest[3] * rest[4] * a[1],
+    fake=lambda a, *rest: a.new_empty(rest[3:5], dtype=rest[-1]),  # [M, N]
+    flops=lambda a, *rest, **_: 2 * rest[3] * rest[4] * a[1],  # `a` is its shape, [M, K]
 )
 
 
@@ -182,10 +182,11 @@ def _block_scales(operand: Operand, granularity: Granularity) -> tuple[Any, ...]
     """Return arguments of `_scaled_mm_v2`: block scales, their `ScalingType`, `SwizzleType`."""
     if granularity.exponents:
         return swizzled(scales_of_rows(operand, granularity)).flatten(), RECIPE, SWIZZLE
-    return (operand.scale.t(), _SQUARES, []) if granularity.square else (operand.scale, _RUNS, [])
+    return (operand.scale.t(), _128x128, []) if granularity.square else (operand.scale, _1x128, [])
 
 
 def _emulated(a: Operand, b: Operand, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
+    """Compute `matmul` in high precision: scale the operands, or else their product."""
     granularity_a, granularity_b = gemm.granularities
     dtype = exact_dtype(a.data.device) if gemm.powers_of_2 else torch.float32
     # Scales of blocks vary along the contraction dim, so they must multiply the operands. So do
@@ -196,8 +197,7 @@ def _emulated(a: Operand, b: Operand, gemm: Gemm, out_dtype: torch.dtype) -> Ten
         left, right = dequantize(a, granularity_a, dtype), dequantize(b, granularity_b, dtype)
     else:
         left, right = a.data.to(dtype), b.data.to(dtype)
-    # Autocast would round the operands to its own dtype.
-    with torch.autocast(a.data.device.type, enabled=False):
+    with torch.autocast(a.data.device.type, enabled=False):  # it would round the operands
         if dtype != torch.bfloat16 or out_dtype == dtype:
             product = left @ right.t()
         else:  # `@` would round to bfloat16 first

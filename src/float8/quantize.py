@@ -166,8 +166,8 @@ def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Ope
         return row
     if bottom and granularity.height == 1:  # scales of squares cover the new rows
         scale = F.pad(scale, (0, 0, 0, bottom), value=1.0)
-    padded = F.pad(data.view(torch.uint8), (0, right, 0, bottom))
-    return Operand(padded.view(data.dtype), scale)
+    padded_bytes = F.pad(data.view(torch.uint8), (0, right, 0, bottom))
+    return Operand(padded_bytes.view(data.dtype), scale)
 
 
 def to_col(row: Operand, cast_config: CastConfig, after: Tensor | None = None) -> Operand:

@@ -107,7 +107,7 @@ def apply_linear(
         weight = weight.to_original_precision() if isinstance(weight, Float8Tensor) else weight
     elif isinstance(input, Float8Tensor):
         gemms = plan.output, plan.grad_weight  # the latter may be None
-        if plan.output.powers_of_2 and not input._granularity.exponents:  # unknown float32 scales
+        if plan.output.powers_of_2 and not input._granularity.exponents:  # its scales may be any
             output_gemm, dw_gemm = [gemm and gemm._replace(powers_of_2=False) for gemm in gemms]
             plan = plan._replace(output=output_gemm, grad_weight=dw_gemm)
     if empty:

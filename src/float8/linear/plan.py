@@ -81,16 +81,17 @@ def resolve_plan(
         powers_of_2 = a.power_of_2 and b.power_of_2 and dynamic and not loaded
         return Gemm(fast_accum[name], config.emulate, powers_of_2, granularities)
 
-    def to_col_is_exact(cast: Cast, *gemms: Gemm | None) -> bool:  # `quantize.to_col`
-        granularity, power_of_2 = cast.config.scaling_granularity, cast.config.power_of_2
-        return None not in gemms and (granularity.one_scale or (granularity.by_rows and power_of_2))
+    def rows_suffice(cast: Cast, *gemms: Gemm | None) -> bool:
+        granularity = cast.config.scaling_granularity
+        to_col_is_exact = granularity.one_scale or (granularity.by_rows and cast.config.power_of_2)
+        return to_col_is_exact and None not in gemms  # None reads the tensor in high precision
 
     all_casts = Casts(*(Cast(casts[site]) for site in CAST_SITES))
     pairs = zip(all_casts[:3], all_casts[3:], strict=True)  # (input, input_for_grad_weight), ...
     reuse_input, reuse_weight, reuse_grad = [first == second for first, second in pairs]
     output, grad_input, grad_weight = [gemm(name) for name in GEMM_OPERANDS]
-    input_rows = reuse_input and to_col_is_exact(all_casts.input, output, grad_weight)
-    grad_rows = reuse_grad and to_col_is_exact(all_casts.grad_output, grad_input, grad_weight)
+    input_rows = reuse_input and rows_suffice(all_casts.input, output, grad_weight)
+    grad_rows = reuse_grad and rows_suffice(all_casts.grad_output, grad_input, grad_weight)
     return LinearPlan(
         all_casts, reuse_input, reuse_weight, reuse_grad, output, grad_input, grad_weight,
         input_rows_suffice=input_rows, grad_output_rows_suffice=grad_rows,

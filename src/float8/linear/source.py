@@ -136,9 +136,8 @@ def _cannot_be_both(mod: Any, base: Any, config: Float8LinearConfig) -> str | No
         reserved |= our_names(base)
         # The class method `from_float` would hide a tensor or module registered under this name.
         reserved |= {"from_float"} & {*mod._parameters, *mod._buffers, *mod._modules}
-    if conflicts := reserved & {*dir(mod)}:
-        got = f"with an attribute {min(conflicts)!r}, expected one without"
-        return f"{got}: {base.__name__} has one"
+    if taken := reserved & {*dir(mod)}:
+        return f"with an attribute {min(taken)!r}, expected one without: {base.__name__} has one"
     if is_ours:  # its class derives from `base` and from the user's class already
         return None
     for parent in (x for x in cls.__mro__ if x not in (nn.Linear, nn.Module, object)):

@@ -70,7 +70,7 @@ class OnTheFly(NamedTuple):
 
 
 class InFloat8(NamedTuple):
-    """An unpadded float8 weight. A gathered one FSDP2 gathers again, in place, before backward."""
+    """An unpadded float8 weight. If FSDP2 gathered it, FSDP2 refills its memory for backward."""
 
     data: Tensor | Any = None
     scale: Tensor | Any = None

@@ -319,8 +319,8 @@ def _scales_of_views(func: Any, x: Float8Tensor, views: Any, args: list[Any]) ->
         return [func(x._scale, args[0], 1.0)]  # only rows are added; they get the scale 1
     if op in _RESHAPING_OPS:
         scales = _reshaped_scale(x, views[0])
-    elif op in _DIM_AT and views[0].dim() > 1:
-        index = _DIM_AT[op]
+    elif op in _DIM_ARG and views[0].dim() > 1:
+        index = _DIM_ARG[op]
         dim = args[index] if index < len(args) else 0  # torch leaves default arguments out
         # Dims, counted from the last, along which elements share scales; only others can be cut.
         shared = (-2, -1) if x._granularity.by_blocks else (-2,) if x._has_column_scales else (-1,)
@@ -337,7 +337,7 @@ def _scales_of_views(func: Any, x: Float8Tensor, views: Any, args: list[Any]) ->
 
 
 _RESHAPING_OPS = aten.view, aten._unsafe_view, aten._reshape_alias, aten.unsqueeze, aten.squeeze
-_DIM_AT = {aten.slice: 0, aten.select: 0, aten.unbind: 0, aten.split: 1, aten.split_with_sizes: 1}
+_DIM_ARG = {aten.slice: 0, aten.select: 0, aten.unbind: 0, aten.split: 1, aten.split_with_sizes: 1}
 """Ops that return parts of a tensor -> index of their `dim` among the arguments after `self`."""
 
 
@@ -369,9 +369,9 @@ def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     dtype = kwargs.pop("dtype", None)
     if dtype not in (None, x._orig_dtype):
         return func(dequantise(x), dtype=dtype, **kwargs)
-    rest = {k: v for k, v in kwargs.items() if k != "memory_format"}  # which is that of the data
-    inner = x._tensors().values()
-    copy = x._like(*[func(tensor, **(kwargs if tensor is x._data else rest)) for tensor in inner])
+    data, *others = x._tensors().values()  # `memory_format` is for the data only
+    rest = {name: value for name, value in kwargs.items() if name != "memory_format"}
+    copy = x._like(func(data, **kwargs), *[func(other, **rest) for other in others])
     if x._granularity.by_blocks and copy.stride() != x.stride() and x._is_transposed:
         raise _refusal(func, x, "TENSORWISE for a copy with other strides")
     return copy

@@ -30,7 +30,7 @@ class SharedTokens(NamedTuple):
         """All-gather `x` [R / ranks, C] of any dtype to [R, C], in the order of unsharded rows."""
         sent = x.contiguous()
         if sent.is_cpu and x.dtype in FLOAT8_MAX:
-            sent = sent.view(torch.uint8)  # Gloo cannot send float8, nor asynchronous TP uint8
+            sent = sent.view(torch.uint8)  # Gloo cannot send float8; async TP cannot send uint8
         whole = torch.ops._c10d_functional.all_gather_into_tensor(sent, self.ranks, self.group)
         whole = torch.ops._c10d_functional.wait_tensor(whole).view(x.dtype)  # in the order of ranks
         return whole if self.before == 1 else self._swapped(whole, self.ranks, self.before)
@@ -97,8 +97,8 @@ def sharding_groups(x: Any) -> tuple[Any, ...]:
 
     Mesh dims of size 1 are left out. FSDP2 with tensor parallel gives two groups.
     """
-    mesh, placed = x.device_mesh, enumerate(x.placements)
-    dims = [dim for dim, placement in placed if not placement.is_replicate() and mesh.size(dim) > 1]
+    mesh, placements = x.device_mesh, enumerate(x.placements)
+    dims = [dim for dim, placed in placements if not placed.is_replicate() and mesh.size(dim) > 1]
     return tuple([mesh.get_group(dim) for dim in dims])
 
 
