@@ -35,9 +35,9 @@ class LinearPlan(NamedTuple):
 
     casts: Casts
     """The casts, without the scale sources and reductions over ranks that a call adds."""
-    reuse_input: bool  # one cast of the input serves output and grad_weight; likewise:
-    reuse_weight: bool
-    reuse_grad_output: bool
+    reuse_input: bool  # one cast of the input serves output and grad_weight
+    reuse_weight: bool  # one cast of the weight serves output and grad_input
+    reuse_grad_output: bool  # one cast of grad_output serves grad_input and grad_weight
     output: Gemm | None
     grad_input: Gemm | None
     grad_weight: Gemm | None
