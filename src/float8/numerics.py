@@ -30,7 +30,8 @@ def of_this_rank(x: Any, cast: Cast | None) -> tuple[Tensor, Cast | None]:
     """Return the local tensor of `x`, dequantized, and `cast`, set to reduce a DTensor's amaxes."""
     if is_dtensor(x):
         cast = cast and cast._replace(reduce=amax_over(sharding_groups(x)))
-        x = x.full_tensor() if any(placement.is_partial() for placement in x.placements) else x
+        if any(placement.is_partial() for placement in x.placements):
+            x = x.full_tensor()  # local values are not summed yet
     x = local_tensor(high_precision(x))
     return x.to_original_precision() if isinstance(x, Float8Tensor) else x, cast
 
@@ -116,7 +117,8 @@ def measure(x: Any, cast: Cast | None, col: bool = False, offs: Tensor | None = 
         quantized = PRODUCTS[3].quantize_rows(x, cast, offs, row=not col, col=col)
     else:  # `PRODUCTS[3]` quantizes for experts, `PRODUCTS[2]` for linear layers
         quantized = PRODUCTS[x.dim()].quantize_weight(x, cast, row=not col, col=col)
-    (data, scale, *_), x = (quantized.col, x.mT) if col else (quantized.row, x)
+    data, scale, *_ = quantized.col if col else quantized.row
+    x = x.mT if col else x  # in the order of `data`
     bound = None  # dynamic scaling saturates no value
     if cast.source is not None:
         bound = scale * FLOAT8_MAX[cast.config.dtype] * (1 + 2.0**-20)  # scales are rounded
@@ -153,15 +155,13 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 class _Observer:
-    """Hook of a layer: add up statistics of the layer's casts in one watched step.
-
-    The counters are tensors, since compiled code would recompile for each new Python number.
-    """
+    """Hook of a layer: add up statistics of the layer's casts in one watched step."""
 
     def __init__(self, layer: Any, fwd_calls: Tensor, bwd_calls: Tensor) -> None:
         device = next((p.device for p in layer.parameters(False) if not p.is_meta), "cpu")
         self.weights = set[str]()  # names of weights that were measured, each once in a step
-        self.totals = dict[tuple[str, str], tuple[Tensor, Tensor]]()  # totals, calls: see `tally`
+        # Totals and calls, see `tally`: tensors, as compiled code recompiles for each new number.
+        self.totals = dict[tuple[str, str], tuple[Tensor, Tensor]]()
         for name in ("", *layer._float8_names()):  # "" of a linear layer
             for role, calls in zip(ROLES, (fwd_calls, fwd_calls, bwd_calls), strict=True):
                 self.totals[name, role] = torch.zeros(8, dtype=torch.float64, device=device), calls
@@ -169,9 +169,9 @@ class _Observer:
     def __call__(self, layer: Any, casts: Casts, x: Any, weight: Any, y: Any, offs: Any = None,
         name: str = "") -> Any:  # fmt: skip
         """Measure input `x` and `weight`; return an alias of `y` that measures its gradient."""
-        # Without grad (evaluation, reentrant checkpoints' first forward), only record the order.
+        # Without grad (evaluation, reentrant checkpoints' first forward), only the order counts.
         compiling, counted = torch.compiler.is_compiling(), torch.is_grad_enabled()
-        if offs is not None and not compiling:  # the weights of experts have names
+        if offs is not None and not compiling:  # experts, which may not know the `name`
             name = name or parameter_name(layer, weight)
         input_cast = casts.input if counted and casts.input.config.is_float8 else None
         x = as_multiplied(x, weight)

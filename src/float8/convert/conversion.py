@@ -98,7 +98,7 @@ class Feature:
         """Run after modules of `model` got `config`, or their former classes if it is None."""
 
     def attach(self, model: nn.Module) -> None:
-        """Install what training needs in `model`, such as hooks; for `attach_to_optimizer`."""
+        """Compute what training needs, such as casts of weights; for `attach_to_optimizer`."""
 
     def before_step(self, model: nn.Module, group: Any) -> None:
         """Sync state over `group` before an optimizer step, or after a step that has a closure."""

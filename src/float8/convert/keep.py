@@ -20,7 +20,7 @@ class Keep(NamedTuple):
     module_filter_fn: ModuleFilter | None
 
     def reasons(self, model: nn.Module) -> dict[nn.Module, str]:
-        """Return {module to keep: reason}; `ValueError` if a name, `first` or `last` finds none."""
+        """Return {module: reason}; raise `ValueError` if a name, `first` or `last` matches none."""
         reasons: dict[nn.Module, str] = {}
         in_blocks, unused = set[nn.Module](), {*self.names}
         for fqn, mod in model.named_modules(remove_duplicate=False):  # shared modules by each name

@@ -85,7 +85,7 @@ def layer_ms(
 ) -> float:
     """Return the modelled GPU time, in ms, of forward and backward of a layer with weight [N, K].
 
-    `gpu` is one of `MODELLED`. `recipe`: `"bf16"`, a recipe's name or a config. `tokens` counts
+    `gpu` is one of `MODELLED`, `recipe` is `"bf16"`, a recipe's name or a config. `tokens` counts
     the input's rows, of all `experts` together; `experts` is 0 for a linear layer. A frozen layer
     (`trains` is False) has two GEMMs. `casts` is this rank's share, 0 to 1, of casts of the weight.
     """
@@ -100,12 +100,12 @@ def layer_ms(
         slowdown *= _GROUPED_BY_BLOCKS if experts and gemm is COSTS["blockwise"] else 1.0
         flop_ms = bf16.flop if is_emulated or gemm is bf16 else gemm.flop * slowdown
         ms_per_tflop += flop_ms / len(gemms)
-    # `*_ms` below are per 1e9 elements on an H200. Input and grad_output are cast to row data for
-    # output and grad_input, the share `rows` of the cost, and to column data for grad_weight.
+    # The cost of casts, per 1e9 elements on an H200. Input and grad_output are cast to row data for
+    # output and grad_input, the share `rows` of their cost, and to column data for grad_weight.
     output, grad_input, grad_weight = gemms if trains else (*gemms, bf16)  # bf16: no casts
     input_ms = output.rows * output.tokens + (1 - output.rows) * grad_weight.tokens
     grad_ms = grad_input.rows * grad_input.tokens + (1 - grad_input.rows) * grad_weight.tokens
-    # The weight is cast for output, and transposed for grad_input: a share of the cost of a cast.
+    # The weight is cast for output; a share of that cost is its transposition for grad_input.
     weight_ms, transposed_ms = (x.experts if experts else x.weight for x in (output, grad_input))
     weight_ms -= _TRANSPOSE_SHARE * (weight_ms - transposed_ms)
     weight_ms = transposed_ms if output is bf16 else weight_ms  # then cast for grad_input alone

@@ -19,7 +19,7 @@ def activations_in_float8(*, min_mib: float = 1.0, dtype: torch.dtype = E4M3) ->
 
     A bfloat16 or float16 activation is rounded to `dtype` if backward uses it for nothing but
     these: the GEMM that computes the gradient of a Parameter, the derivative of SiLU or GELU (of
-    `torch.nn.functional`, also gated) at a linear layer's output, or that of RMSNorm. Activations
+    `torch.nn.functional`, gated or not) at a linear layer's output, or that of RMSNorm. Activations
     of attention, softmax, losses, LayerNorm, other gates and comparisons keep their dtype. So do
     tensors in inner graphs (`nested_compile_region`), and tensors that stay in memory anyway:
     outputs, Parameters, inputs without gradients, and views of these.
