@@ -42,8 +42,8 @@ def once_differentiable(backward: Backward) -> Backward:
         with torch.no_grad():
             results = backward(ctx, *grads)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return results  # without create_graph=True nothing differentiates them
-        # An input that requires grad, so that the results do, even if none of `grads` does.
+            return results  # not create_graph=True: nothing differentiates `results`
+        # Makes the results require grad even if none of `grads` does.
         dummy = torch.zeros((), requires_grad=True)
         return _NotDifferentiable.apply(len(grads), dummy, *grads, *results)  # type: ignore[no-any-return, no-untyped-call]
 

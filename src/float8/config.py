@@ -1,4 +1,4 @@
-"""Configuration of float8 layers: how tensors are cast and how GEMMs run. Named recipes."""
+"""Configuration of float8 layers: how tensors are cast, how GEMMs run, and named recipes."""
 
 import copy
 import enum
@@ -53,8 +53,8 @@ class ScalingType(enum.Enum):
 class Granularity(enum.Enum):
     """The part of a tensor that shares one scale: a block of `height` rows and `width` columns.
 
-    None means all rows or columns. A row lies along the contraction dim of a GEMM; rows of column
-    data are those of the transposed copy. Other attributes are computed from `height` and `width`.
+    A `height` or `width` of None covers all rows or columns. A GEMM contracts over the columns: the
+    rows of column data are those of the transposed copy. Other attributes follow from these two.
     """
 
     height: int | None
@@ -67,7 +67,7 @@ class Granularity(enum.Enum):
     only_on: tuple[int, ...]  # major compute capabilities of GPUs with such a GEMM; (): no limit
 
     def __new__(cls, value: str, height: int | None = None, width: int | None = None) -> Any:
-        """Make a member with the string `value`, for blocks of `height` rows, `width` columns."""
+        """Make a member of value `value`, whose scales cover `height` rows and `width` columns."""
         self = object.__new__(cls)
         self._value_, self.height, self.width = value, height, width
         self.one_scale = height is None
@@ -97,7 +97,7 @@ class Granularity(enum.Enum):
 
 
 class ScalingGranularity(Granularity):
-    """What one scale of a `CastConfig` covers. Rows lie along the contraction dim of a GEMM."""
+    """What one scale of a `CastConfig` covers. A GEMM contracts over the elements of a row."""
 
     TENSORWISE = "tensorwise", None, None
     """One scale for the whole tensor."""
@@ -143,16 +143,14 @@ class CastConfig:
             raise ValueError(f"target_dtype: got {self.target_dtype}, expected {expected}")
         require_types(self)
         if self.scaling_type is not ScalingType.DYNAMIC and not self.scaling_granularity.one_scale:
-            raise ValueError(
-                f"scaling_granularity: got {self.scaling_granularity} with {self.scaling_type}, "
-                f"expected TENSORWISE: only dynamic scaling has finer scales"
-            )
+            got = f"scaling_granularity: got {self.scaling_granularity} with {self.scaling_type}"
+            raise ValueError(f"{got}, expected TENSORWISE: only dynamic scaling has finer scales")
         if not self.is_float8:  # so that all disabled casts are equal
             object.__setattr__(self, "target_dtype", None)
             object.__setattr__(self, "power_of_2", False)
-        elif self.scaling_granularity.exponents:  # such scales can only be powers of two
+        elif self.scaling_granularity.exponents:  # an 8-bit exponent is a power of two
             object.__setattr__(self, "power_of_2", True)
-        object.__setattr__(self, "dtype", self.target_dtype or E4M3)  # a config resolves None first
+        object.__setattr__(self, "dtype", self.target_dtype or E4M3)  # E5M2: see `_resolve_casts`
 
     @property
     def is_float8(self) -> bool:
@@ -166,7 +164,7 @@ class CastConfig:
         dtype = "default" if self.target_dtype is None else SHORT_NAME[self.target_dtype]
         granularity = self.scaling_granularity
         scaling = self.scaling_type if granularity.one_scale else granularity
-        rounded = self.power_of_2 and not granularity.exponents  # which always are powers of two
+        rounded = self.power_of_2 and not granularity.exponents  # exponents always are
         return f"{scaling.value}/{dtype}{'/power_of_2' if rounded else ''}"
 
 
@@ -215,14 +213,14 @@ GEMM_OPERANDS: dict[str, tuple[CastSite, CastSite]] = {
 }
 """The sites of the two operands of each GEMM."""
 
-_T, _A = ScalingGranularity.TENSORWISE, ScalingGranularity.AXISWISE
-_B1, _B2 = ScalingGranularity.BLOCK_1x128, ScalingGranularity.BLOCK_128x128
-_M1, _M2 = ScalingGranularity.BLOCK_1x32, ScalingGranularity.BLOCK_32x32
+_TENSOR, _ROW = ScalingGranularity.TENSORWISE, ScalingGranularity.AXISWISE
+_ROW_128, _SQUARE_128 = ScalingGranularity.BLOCK_1x128, ScalingGranularity.BLOCK_128x128
+_ROW_32, _SQUARE_32 = ScalingGranularity.BLOCK_1x32, ScalingGranularity.BLOCK_32x32
 
 GEMM_GRANULARITIES = (
-    *((_T, _T), (_A, _A), (_A, _T), (_T, _A)),
-    *((_B1, _B2), (_B2, _B1), (_B1, _B1)),
-    *((_M1, _M1), (_M1, _M2), (_M2, _M1)),
+    *((_TENSOR, _TENSOR), (_ROW, _ROW), (_ROW, _TENSOR), (_TENSOR, _ROW)),
+    *((_ROW_128, _SQUARE_128), (_SQUARE_128, _ROW_128), (_ROW_128, _ROW_128)),
+    *((_ROW_32, _ROW_32), (_ROW_32, _SQUARE_32), (_SQUARE_32, _ROW_32)),
 )
 """The pairs of granularities that the operands of one GEMM may have."""
 
@@ -258,9 +256,8 @@ class Float8Weights(enum.Enum):
     """Weights are cast in each forward, and again in backward."""
     HELD = "held"
     """Weights are cast once per optimizer step (`attach_to_optimizer`, `update_float8_weights`) for
-    training; evaluation casts on the fly. Row and column data are kept beside the weight, two bytes
-    per element, and scales. FSDP2 gathers casts of shards in any case. Same results as
-    `ON_THE_FLY`."""
+    training; evaluation casts on the fly. Row and column data, two bytes per element, and scales
+    are kept, too. FSDP2 gathers casts of shards in any case. Same results as `ON_THE_FLY`."""
     ONLY = "only"
     """Frozen weights are cast in the conversion, and replaced: one byte per element is left, and
     the scales, which take an eighth of a byte per element under `BLOCK_1x32`."""
@@ -291,8 +288,7 @@ class Float8LinearConfig:
     the GEMMs: `output = input @ weight.T`, `grad_input = grad_output @ weight` and `grad_weight =
     grad_output.T @ input`.
 
-    Raises a `TypeError` for a field of the wrong type, and a `ValueError` for a value, or a
-    combination of values, that cannot be honored.
+    Raises a `TypeError` for a field of the wrong type, and a `ValueError` for unsupported values.
     """
 
     cast_config_input: CastConfig = field(default_factory=CastConfig)
@@ -340,9 +336,9 @@ class Float8LinearConfig:
         _casts: dict[CastSite, CastConfig] = field(init=False)
 
     def __post_init__(self, force_recompute_fp8_weight_in_bwd: bool) -> None:
-        value = force_recompute_fp8_weight_in_bwd  # an option of torchao: checked, but unused
-        if not isinstance(value, bool):
-            raise TypeError(f"force_recompute_fp8_weight_in_bwd: got {value!r}, expected a bool")
+        option = force_recompute_fp8_weight_in_bwd  # of torchao: has no effect here
+        if not isinstance(option, bool):
+            raise TypeError(f"force_recompute_fp8_weight_in_bwd: got {option!r}, expected a bool")
         require_types(self)
         if not self.pad_inner_dim:  # a field of torchao: only True is supported
             expected = "True: casts pad all dims; leave layers out by a module_filter_fn"
@@ -351,56 +347,59 @@ class Float8LinearConfig:
         for gemm in GEMM_OPERANDS:
             self._check_gemm(gemm)
         self._check_widths()
-        _ = self.delayed_sites  # cached here: Dynamo cannot trace the lock of Python < 3.12 in it
+        _ = self.delayed_sites  # cached now: `cached_property` of Python < 3.12 stops Dynamo later
         for check in CONFIG_CHECKS:  # of features, such as delayed scaling
             check(self)
 
     def _resolve_casts(self) -> dict[CastSite, CastConfig]:
         """Set `target_dtype` in cast fields where it is None; return the effective cast by site."""
-        casts, rounded = dict[CastSite, CastConfig](), self.round_scales_to_power_of_2
-        for site in CastSite:  # first sites of tensors, then second ones, which may reuse casts
-            name = f"cast_config_{site.value}"
+        casts = dict[CastSite, CastConfig]()
+        for site in CastSite:  # each tensor's first site comes before its second
+            first_site, name = BASE_SITE.get(site, site), f"cast_config_{site.value}"
             cast = getattr(self, name)
-            if cast is not None and cast.is_float8 and cast.target_dtype is None:
-                is_gradient = BASE_SITE.get(site, site) is CastSite.GRAD_OUTPUT  # at either site
+            if cast is None:  # only a second site may be None
+                cast = casts[first_site]
+            elif cast.is_float8 and cast.target_dtype is None:
+                is_gradient = first_site is CastSite.GRAD_OUTPUT
                 dtype = E5M2 if is_gradient and cast.scaling_granularity.one_scale else E4M3
                 cast = replace(cast, target_dtype=dtype)  # a copy: the user's may serve other roles
                 object.__setattr__(self, name, cast)
-            cast = cast or casts[BASE_SITE[site]]  # None (at second sites only): as the first
+            rounded = self.round_scales_to_power_of_2
             casts[site] = replace(cast, power_of_2=True) if rounded else cast
         return casts
 
     def _check_gemm(self, gemm: str) -> None:
         """Raise a `ValueError` if tensor cores cannot multiply the two operands of `gemm`."""
-        sites = GEMM_OPERANDS[gemm]
-        a, b = map(self.cast_config, sites)
-        got = f"GEMM '{gemm}': got {' and '.join(f'cast_config_{x.value}' for x in sites)}"
+        a, b = map(self.cast_config, GEMM_OPERANDS[gemm])
+        fields_of_both = " and ".join(f"cast_config_{x.value}" for x in GEMM_OPERANDS[gemm])
+        got = f"GEMM '{gemm}': got {fields_of_both}"
         if a.is_float8 != b.is_float8:
-            raise ValueError(
-                f"{got} of scaling types {a.scaling_type.value} and {b.scaling_type.value}, "
-                f"expected both operands in float8 or neither; set both or neither to DISABLED"
-            )
+            types = f"scaling types {a.scaling_type.value} and {b.scaling_type.value}"
+            expected = "both operands in float8 or neither; set both or neither to DISABLED"
+            raise ValueError(f"{got} of {types}, expected {expected}")
+        if not a.is_float8:  # nor is `b`
+            return
         pair = a.scaling_granularity, b.scaling_granularity
-        if a.is_float8 and pair not in GEMM_GRANULARITIES:
+        if pair not in GEMM_GRANULARITIES:
+            scales = f"scales of {pair[0].value} and {pair[1].value}"
             pairs = ", ".join(f"{x.value} x {y.value}" for x, y in GEMM_GRANULARITIES)
-            got += f" with scales of {pair[0].value} and {pair[1].value}"
-            raise ValueError(f"{got}, expected one of {pairs}")
-        e5m2_count = [a.target_dtype, b.target_dtype].count(E5M2)  # 0 in high precision
-        by_blocks = pair[0].by_blocks  # as pair[1] in float8: no pair above mixes them
-        if e5m2_count > (0 if by_blocks else 1) and not self.emulate:
+            raise ValueError(f"{got} with {scales}, expected one of {pairs}")
+        by_blocks = pair[0].by_blocks  # `b` then has block scales, too: see `GEMM_GRANULARITIES`
+        allowed_e5m2 = 0 if by_blocks else 1  # operands
+        if [a.target_dtype, b.target_dtype].count(E5M2) > allowed_e5m2 and not self.emulate:
             dtypes = f"one of {E5M2} under {pair[0]}" if by_blocks else f"both of {E5M2}"
             expected = f"{E4M3} for both" if by_blocks else f"at least one {E4M3}"
             fix = "change one target_dtype or set emulate=True"
             raise ValueError(f"{got} {dtypes}, expected {expected}, as tensor cores require; {fix}")
 
     def _check_widths(self) -> None:
-        """Raise `ValueError` for blocks of 32 and of 128 in one configuration, unless emulated."""
-        widths = {cast.scaling_granularity.width or 0 for cast in self._casts.values()} - {0}
+        """Raise a `ValueError` if blocks have width 32 and width 128, unless `emulate` is set."""
+        granularities = [cast.scaling_granularity for cast in self._casts.values()]
+        widths = {x.width for x in granularities if x.width is not None}
         if len(widths) > 1 and not self.emulate:
-            raise ValueError(
-                f"scaling_granularity: got blocks of {' and '.join(map(str, sorted(widths)))}, "
-                f"expected one of them: no GPU multiplies both; or set emulate=True"
-            )
+            got = f"scaling_granularity: got blocks of {' and '.join(map(str, sorted(widths)))}"
+            expected = "one of them: no GPU multiplies both; or set emulate=True"
+            raise ValueError(f"{got}, expected {expected}")
 
     def cast_config(self, site: CastSite) -> CastConfig:
         """Return the effective cast at `site`, with a `target_dtype` unless it is `DISABLED`."""
@@ -408,7 +407,7 @@ class Float8LinearConfig:
 
     @functools.cached_property
     def own_casts(self) -> dict[CastSite, CastConfig]:
-        """{site: cast} in the order of `CAST_SITES`, without second sites that reuse a cast."""
+        """The casts by site, in the order of `CAST_SITES`, without second sites that reuse one."""
         casts = self._casts
         own = [x for x in CAST_SITES if x not in BASE_SITE or casts[x] != casts[BASE_SITE[x]]]
         return {site: casts[site] for site in own}
@@ -432,7 +431,7 @@ class Float8LinearConfig:
         return tuple(gemm for gemm, (site, _) in operands if self.cast_config(site).is_float8)
 
     def short_str(self) -> str:
-        """Return a text for `repr`: the recipe, if any, or `own_casts`; then non-default flags."""
+        """Return the name of the recipe with these casts, else the casts, and flags that differ."""
         recipe = _RECIPE_BY_CASTS.get((self.round_scales_to_power_of_2, *self._casts.values()))
         defaults = RECIPES[recipe or "tensorwise"]
         own = self.own_casts.items()
@@ -453,8 +452,9 @@ class Float8LinearConfig:
 
 
 _delayed, _high = CastConfig(ScalingType.DELAYED), CastConfig(ScalingType.DISABLED)
-_by_rows, _1x128 = CastConfig(scaling_granularity=_A), CastConfig(scaling_granularity=_B1)
-_128x128, _1x32 = CastConfig(scaling_granularity=_B2), CastConfig(scaling_granularity=_M1)
+_by_rows, _1x128 = CastConfig(scaling_granularity=_ROW), CastConfig(scaling_granularity=_ROW_128)
+_128x128 = CastConfig(scaling_granularity=_SQUARE_128)
+_1x32 = CastConfig(scaling_granularity=_ROW_32)
 _rowwise = Float8LinearConfig(
     cast_config_input=_by_rows,
     cast_config_weight=_by_rows,
@@ -511,7 +511,7 @@ def _recipe(recipe_name: Any) -> Float8LinearConfig:
 
 
 def as_config(config: ConfigOrRecipe | None) -> Float8LinearConfig:
-    """Return `config` itself, or the configuration of the recipe of this name; None: tensorwise.
+    """Return `config` itself, or the recipe that it names; None stands for `"tensorwise"`.
 
     Raises a `ValueError` for an unknown name, and a `TypeError` for an object of another type.
     """

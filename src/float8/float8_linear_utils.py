@@ -49,10 +49,10 @@ def swap_linear_layers(
     Modifies `module` in place and returns it, or its replacement if `module` is such a layer.
     """
     filter_fn = module_filter_fn or all_linears
-    linears = {fqn: mod for fqn, mod in module.named_modules() if isinstance(mod, nn.Linear)}
-    new: Any = {mod: from_float_func(mod) for fqn, mod in linears.items() if filter_fn(mod, fqn)}
+    linears = [(mod, fqn) for fqn, mod in module.named_modules() if isinstance(mod, nn.Linear)]
+    replacements: Any = {mod: from_float_func(mod) for mod, fqn in linears if filter_fn(mod, fqn)}
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
-            if child in new:  # a shared layer has several parents
-                parent._modules[name] = new[child]
-    return new.get(module, module)  # type: ignore[no-any-return]
+            if child in replacements:  # a shared layer has several parents
+                parent._modules[name] = replacements[child]
+    return replacements.get(module, module)  # type: ignore[no-any-return]

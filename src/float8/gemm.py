@@ -18,7 +18,7 @@ from float8.kernels.swizzle import RECIPE, SWIZZLE, scales_of_rows, swizzled
 from float8.scales import Operand, dequantised
 
 _TENSORWISE = ScalingGranularity.TENSORWISE
-_RUNS, _SQUARES = [F.ScalingType.BlockWise1x128.value], [F.ScalingType.BlockWise128x128.value]
+_1x128, _128x128 = [F.ScalingType.BlockWise1x128.value], [F.ScalingType.BlockWise128x128.value]
 """The values of `torch.nn.functional.ScalingType` for the blocks of 128 that Hopper multiplies."""
 
 # Count the FLOPs of the GEMM under block scales, unless a later torch does.
@@ -33,7 +33,7 @@ class Gemm(NamedTuple):
 
     use_fast_accum: bool = False  # accumulate with fewer bits where devices can; not for blocks
     emulate: bool = False  # multiply dequantized values in high precision, on any device
-    powers_of_2: bool = False  # all scales are: bfloat16 holds dequantized values exactly
+    powers_of_2: bool = False  # all scales are, so that bfloat16 holds dequantized values exactly
     granularities: tuple[Granularity, Granularity] = (_TENSORWISE, _TENSORWISE)  # of `a` and `b`
 
     def packed(self) -> str:
@@ -70,10 +70,10 @@ def matmul(
     granularity_a, granularity_b = gemm.granularities
     one_scale_each = granularity_a.one_scale and granularity_b.one_scale
     (M, N), compiling = shape, torch.compiler.is_compiling()
-    # Cut rows of padding off, except under blocks, whose scales cover them.
+    # Cut padding rows off; not under blocks, whose scales also have padding.
     if not granularity_a.by_blocks and a.data.shape[0] != M:
         a = Operand(a.data[:M], a.scale if granularity_a.one_scale else a.scale[:M])
-    # If `a` may be empty or padded, an op: Inductor would drop the copy of `without_padding`.
+    # An op hides that `a` may be empty or padded: Inductor would drop the unpadded copy.
     if compiling and not (surely(a.data.numel() != 0) and surely(a.data.shape[0] == M)):
         return torch.ops.float8.matmul.default(  # type: ignore[no-any-return]
             *a, *b, M, N, gemm.packed(), out_dtype
@@ -83,7 +83,7 @@ def matmul(
     elif a.data.is_cpu:
         y = torch.ops.float8.scaled_mm.default(a.data, b.data, a.scale, b.scale, out_dtype)
     else:
-        # Compiled code omits this check: Dynamo would warn that `lacks_float8_gemm` is cached.
+        # Not in compiled code: Dynamo would warn of the `functools.cache` of `lacks_float8_gemm`.
         reason = None if compiling else lacks_float8_gemm(a.data.device, only=granularity_a.only_on)
         if reason is not None:
             raise refused_gemm(reason)
@@ -98,7 +98,7 @@ def matmul(
             )  # fmt: skip
         else:
             scale_a, scale_b, fast = a.scale, b.scale, gemm.use_fast_accum
-            if not one_scale_each:  # torch takes one scale for both, or scales of rows for both
+            if not one_scale_each:  # torch takes one scale each, or scales of rows each
                 scale_a, scale_b = _scale_per_row(a), _scale_per_row(b).t()
             y = torch._scaled_mm(
                 a.data, b.data.t(), scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast
@@ -115,7 +115,7 @@ def without_padding(y: Tensor, M: int, N: int) -> Tensor:
 
 
 def refused_gemm(reason: str) -> RuntimeError:
-    """Return the error of a GEMM on a device without it; `reason`: see `lacks_float8_gemm`."""
+    """Return the error of a GEMM on a device without it, with `reason` by `lacks_float8_gemm`."""
     return RuntimeError(
         f"float8 GEMM: {reason}; set emulate=True in Float8LinearConfig to compute in high "
         f"precision on the dequantised values"
@@ -142,8 +142,8 @@ def matmul_of_any_size(
 register(
     "matmul",
     matmul_of_any_size,
-    fake=lambda a, *rest: a.new_empty(rest[3:5], dtype=rest[-1]),
-    flops=lambda a, *rest, **_: 2 * rest[3] * rest[4] * a[1],
+    fake=lambda a, *rest: a.new_empty(rest[3:5], dtype=rest[-1]),  # [M, N]
+    flops=lambda a, *rest, **_: 2 * rest[3] * rest[4] * a[1],  # `a` is its shape, [M, K]
 )
 
 
@@ -182,32 +182,32 @@ def _block_scales(operand: Operand, granularity: Granularity) -> tuple[Any, ...]
     """Return arguments of `_scaled_mm_v2`: block scales, their `ScalingType`, `SwizzleType`."""
     if granularity.exponents:
         return swizzled(scales_of_rows(operand, granularity)).flatten(), RECIPE, SWIZZLE
-    return (operand.scale.t(), _SQUARES, []) if granularity.square else (operand.scale, _RUNS, [])
+    return (operand.scale.t(), _128x128, []) if granularity.square else (operand.scale, _1x128, [])
 
 
 def _emulated(a: Operand, b: Operand, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
+    """Compute `matmul` in high precision: scale the operands, or else their product."""
     granularity_a, granularity_b = gemm.granularities
     dtype = exact_dtype(a.data.device) if gemm.powers_of_2 else torch.float32
-    # Scales of blocks vary along the contraction dim, so they cannot multiply the product.
-    scaled_before = granularity_a.by_blocks or dtype == torch.bfloat16
-    if scaled_before:
+    # Scales of blocks vary along the contraction dim, so they must multiply the operands. So do
+    # powers of two in bfloat16, since that is exact and a product in bfloat16 is fast.
+    scale_operands = granularity_a.by_blocks or dtype == torch.bfloat16
+    if scale_operands:
         dequantize = dequantised if a.data.is_cpu else dequantised_by_kernel
         left, right = dequantize(a, granularity_a, dtype), dequantize(b, granularity_b, dtype)
     else:
         left, right = a.data.to(dtype), b.data.to(dtype)
-    # Autocast would round the operands to its own dtype.
-    with torch.autocast(a.data.device.type, enabled=False):
+    with torch.autocast(a.data.device.type, enabled=False):  # it would round the operands
         if dtype != torch.bfloat16 or out_dtype == dtype:
             product = left @ right.t()
-        else:  # not rounded to bfloat16 on the way to `out_dtype`
+        else:  # `@` would round to bfloat16 first
             product = torch.mm(left, right.t(), out_dtype=torch.float32)
-    if not scaled_before:
-        # As the tensor cores do: scale the float32 accumulator, then round once.
+    if not scale_operands:  # scale the float32 product, then round once, as tensor cores do
         product = product * a.scale * (b.scale if granularity_b.one_scale else b.scale.t())
     # Where `.to()` does nothing, torch 2.11's Dynamo traces gradients of zero for its result.
     return product if out_dtype == product.dtype else product.to(out_dtype)
 
 
 def exact_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype to multiply what bfloat16 holds exactly: bfloat16, on CPUs float32."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32  # bfloat16: slow on some CPUs
+    """Return the faster dtype for values that bfloat16 holds exactly: bfloat16, on CPUs float32."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32

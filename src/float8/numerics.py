@@ -27,64 +27,65 @@ ROLES = "input", "weight", "grad_output"
 
 
 def of_this_rank(x: Any, cast: Cast | None) -> tuple[Tensor, Cast | None]:
-    """Return this rank's part of `x`, dequantized, and `cast`, which reduces amaxes of DTensors."""
+    """Return the local tensor of `x`, dequantized, and `cast`, set to reduce a DTensor's amaxes."""
     if is_dtensor(x):
         cast = cast and cast._replace(reduce=amax_over(sharding_groups(x)))
-        x = x.full_tensor() if any(placement.is_partial() for placement in x.placements) else x
+        if any(placement.is_partial() for placement in x.placements):
+            x = x.full_tensor()  # local values are not summed yet
     x = local_tensor(high_precision(x))
     return x.to_original_precision() if isinstance(x, Float8Tensor) else x, cast
 
 
 def as_multiplied(x: Any, weight: Any) -> Any:
-    """Return the input `x` in the dtype from which a layer with `weight` quantizes it."""
+    """Convert the input `x`, if not in float8, to the dtype of autocast, or else of `weight`."""
     if isinstance(local_tensor(x), Float8Tensor):
         return x
     return x.to(autocast_dtype(x.device) or getattr(weight, "dtype", x.dtype))
 
 
 def parameter_name(experts: nn.Module, weight: Any) -> str:
-    """Return the name of the Parameter that shares memory with `weight`, or "". Eager code only."""
+    """Return the name of the Parameter at the address of `weight`, or "". Not to be traced."""
     address, named = local_tensor(weight).data_ptr(), experts.named_parameters(recurse=False)
     return next((name for name, p in named if local_tensor(p).data_ptr() == address), "")
 
 
-def count(x: Tensor, data: Tensor, bound: Tensor | None, all_count: bool) -> Tensor:
+def count(x: Tensor, data: Tensor, bound: Tensor | None, with_zeros: bool) -> Tensor:
     """Count elements of `x` that are 0 in `data` (`x` cast to float8), saturate or are not finite.
 
-    `data` has the shape of `x`. Absolute values above `bound` [1] or [] saturate; none if None.
+    `data` has the shape of `x`. Absolute values above `bound` ([1], [], or None) saturate.
 
     Returns:
-        [6] float64: the amax, the number of elements, of nonzero ones (all if `all_count`),
+        [6] float64: the amax, the number of elements, of nonzero ones (all if `with_zeros`),
         of these that are 0 in `data`, of finite ones that saturate, and of non-finite ones.
     """
-    magnitude, is_zero = x.abs(), data.view(torch.uint8) & 127 == 0  # +0 or -0
-    nonzero, finite = (x != 0) | all_count, magnitude < torch.inf
+    magnitude, is_zero = x.abs(), data.view(torch.uint8) & 127 == 0  # the sign bit may be set
+    nonzero, finite = (x != 0) | with_zeros, magnitude < torch.inf
     amax = magnitude.amax() if x.numel() else magnitude.new_zeros(())
     elements = torch.full_like(amax, x.numel(), dtype=torch.float64)
     # `finite[:0]` sums to 0. `reshape(1)`: a 0-dim bound would be rounded to the dtype of `x`.
     saturated = finite[:0] if bound is None else finite & (magnitude > bound.reshape(1))
     counts = nonzero.sum(), (nonzero & is_zero).sum(), saturated.sum(), elements - finite.sum()
-    return torch.stack([x.double() for x in (amax, elements, *counts)])
+    return torch.stack([number.double() for number in (amax, elements, *counts)])
 
 
 def tally(numbers: Tensor, totals: Tensor, calls: Tensor, counted: bool) -> None:
     """Add `numbers`, a result of `count`, to `totals` in place, and increment `calls` in place.
 
-    `calls`, 0-dim int64 on the CPU, is a counter that layers share. `totals` [8] float64 holds
-    1 / n of the first call with these `totals` and of the first such call with a non-finite value
-    (0 if there is none), where n is the new value of `calls`; then the largest amax and the sums of
-    the five counts. If `counted` is False, only the first two elements change.
+    `calls`, 0-dim int64 on the CPU, is a counter that layers share: its new value n numbers this
+    call. `totals` [8] float64 holds 1 / n of the first call with these `totals`, 1 / n of the first
+    one with a non-finite value (0: none has one), the largest amax, and sums of the five counts.
+    1 / n makes the first call a maximum, like the amax. If `counted` is False, only 1 / n changes.
     """
     calls += 1
     numbers = numbers.to(totals.device)
-    first_calls = totals.new_full((2,), 1 / int(calls))  # the largest 1 / n is of the first call
-    first_calls[1] *= numbers[5] > 0  # the count of non-finite values
-    row = torch.cat([first_calls, numbers if counted else torch.zeros_like(numbers)])
+    inverse_calls = totals.new_full((2,), 1 / int(calls))
+    inverse_calls[1] *= numbers[5] > 0  # the count of non-finite values
+    row = torch.cat([inverse_calls, numbers if counted else torch.zeros_like(numbers)])
     torch.maximum(totals[:3], row[:3], out=totals[:3])
     totals[3:] += row[3:]
 
 
-# Opaque ops: compiled code that a watch observes does not depend on the sizes, nor trace `int`.
+# Custom ops, which Dynamo does not trace: their Python `int`s would add guards to compiled code.
 register("count", count, fake=lambda x, *_: x.new_empty((6,), dtype=torch.float64))
 register("tally", tally, fake=lambda *_: None, writes=("totals", "calls"))
 COUNT, TALLY = torch.ops.float8.count.default, torch.ops.float8.tally.default
@@ -92,55 +93,56 @@ COUNT, TALLY = torch.ops.float8.count.default, torch.ops.float8.tally.default
 
 @torch.no_grad()
 def measure(x: Any, cast: Cast | None, col: bool = False, offs: Tensor | None = None) -> Tensor:
-    """Quantize this rank's `x` by `cast`, to row data (column data if `col`); return `count(...)`.
+    """Quantize this rank's `x` to row data, or column data if `col`; return the result of `count`.
 
-    `x` is [..., C]; with `offs`, the ends of groups, it is their rows [R, C] or weights [E, N, K].
+    `x` is [..., C]; with `offs`, the ends of groups, tokens [R, C] or weights [E, N, K] of experts.
     If `x` is in float8, zeros count as underflow. Without a `cast`, only non-finite values count.
     """
     in_float8 = isinstance(local_tensor(x), Float8Tensor)
     x, cast = of_this_rank(x, cast)
-    inside = None
+    in_group = None  # or [R, 1] bool: rows after the last group belong to no expert
     if offs is None:
         x = x.reshape(-1, x.shape[-1])
-    elif x.dim() == 2:  # rows after the last group belong to no expert
-        inside = torch.arange(x.shape[0], device=x.device)[:, None] < offs[-1]
-        x = x.where(inside, 0)
-    if cast is None:  # the sixth number is the count of non-finite values
-        bad = x.isfinite().logical_not().sum().double()
-        return torch.nn.functional.pad(bad[None], (5, 0))
+    elif x.dim() == 2:
+        in_group = torch.arange(x.shape[0], device=x.device)[:, None] < offs[-1]
+        x = x.where(in_group, 0)
+    if cast is None:
+        nonfinite = x.isfinite().logical_not().sum().double()
+        return torch.nn.functional.pad(nonfinite[None], (5, 0))  # the last number of `count`
     if offs is not None:  # each group and each expert has its own scales
         cast = cast._replace(reduce=None)
-    if cast.source is not None:  # the layer itself records the amax
+    if cast.source is not None:  # delayed scaling: the amax is recorded by the layer's own cast
         cast = cast._replace(source=cast.source.with_new_amax())
     if x.dim() == 2 and offs is not None:
-        quantized = PRODUCTS[3].quantize_rows(x, cast, offs, row=not col, col=col)  # as experts do
-    else:
-        quantized = PRODUCTS[x.dim()].quantize_weight(x, cast, row=not col, col=col)  # 3: experts
-    (data, scale, *_), x = (quantized.col, x.mT) if col else (quantized.row, x)
-    bound = None  # scales from the amax saturate nothing
+        quantized = PRODUCTS[3].quantize_rows(x, cast, offs, row=not col, col=col)
+    else:  # `PRODUCTS[3]` quantizes for experts, `PRODUCTS[2]` for linear layers
+        quantized = PRODUCTS[x.dim()].quantize_weight(x, cast, row=not col, col=col)
+    data, scale, *_ = quantized.col if col else quantized.row
+    x = x.mT if col else x  # in the order of `data`
+    bound = None  # dynamic scaling saturates no value
     if cast.source is not None:
-        bound = scale * FLOAT8_MAX[cast.config.dtype] * (1 + 2.0**-20)  # tolerates their rounding
+        bound = scale * FLOAT8_MAX[cast.config.dtype] * (1 + 2.0**-20)  # scales are rounded
     data = data[..., : x.shape[-2], : x.shape[-1]]  # without padding
     numbers: Tensor = COUNT(x, data, bound, in_float8)
-    if inside is not None:  # the number of elements
-        numbers[1] = inside.sum() * x.shape[-1]
+    if in_group is not None:
+        numbers[1] = in_group.sum() * x.shape[-1]  # the number of elements
     return numbers
 
 
-def over_ranks(rows: Tensor, keys: Sequence[Any], largest: int, group: Any) -> list[list[float]]:
+def over_ranks(rows: Tensor, keys: Sequence[Any], maxima: int, group: Any) -> list[list[float]]:
     """All-reduce `rows` [len(keys), n] over `group` (None: all ranks), and return nested lists.
 
-    The first `largest` columns are reduced by max, the others by sum. Raises a `ValueError` if
-    ranks have different `keys`, one for each row.
+    The first `maxima` columns are reduced by max, the others by sum. `keys` name the rows; raises a
+    `ValueError` if ranks have different ones.
     """
     if dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD if group is None else group
-        if (differ := unlike([str(key) for key in keys], [group], rows.device)) is not None:
-            got = f"model: got other layers than on other ranks, {differ[:4]}, expected the same"
+        if (only_here := unlike([str(key) for key in keys], [group], rows.device)) is not None:
+            got = f"model: got other layers than on other ranks, {only_here[:4]}, expected the same"
             raise ValueError(f"{got}; give a group= of ranks that train the same layers")
-        maxima, sums = rows[:, :largest].float().contiguous(), rows[:, largest:].contiguous()
+        largest, sums = rows[:, :maxima].float().contiguous(), rows[:, maxima:].contiguous()
         dist.all_reduce(sums, group=group)
-        rows = torch.cat([amax_over([group])(maxima).double(), sums], 1)  # `amax_over`: of float32
+        rows = torch.cat([amax_over([group])(largest).double(), sums], 1)  # keeps a NaN of any rank
     return rows.tolist()
 
 
@@ -153,32 +155,30 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 class _Observer:
-    """Hook of a layer: add up statistics of the layer's casts in one watched step.
+    """Hook of a layer: add up statistics of the layer's casts in one watched step."""
 
-    The counters are tensors, since compiled code would recompile for each new Python number.
-    """
-
-    def __init__(self, layer: Any, forwards: Tensor, backwards: Tensor) -> None:
+    def __init__(self, layer: Any, fwd_calls: Tensor, bwd_calls: Tensor) -> None:
         device = next((p.device for p in layer.parameters(False) if not p.is_meta), "cpu")
         self.weights = set[str]()  # names of weights that were measured, each once in a step
-        self.totals = dict[tuple[str, str], tuple[Tensor, Tensor]]()  # totals, calls: see `tally`
+        # Totals and calls, see `tally`: tensors, as compiled code recompiles for each new number.
+        self.totals = dict[tuple[str, str], tuple[Tensor, Tensor]]()
         for name in ("", *layer._float8_names()):  # "" of a linear layer
-            for role, calls in zip(ROLES, (forwards, forwards, backwards), strict=True):
+            for role, calls in zip(ROLES, (fwd_calls, fwd_calls, bwd_calls), strict=True):
                 self.totals[name, role] = torch.zeros(8, dtype=torch.float64, device=device), calls
 
     def __call__(self, layer: Any, casts: Casts, x: Any, weight: Any, y: Any, offs: Any = None,
         name: str = "") -> Any:  # fmt: skip
-        """Measure `x`, `weight`, the gradient of `y`; return new `y`. Experts: `offs`, `name`."""
-        # No grad in evaluation and the first forward of reentrant checkpoints: only order counts.
+        """Measure input `x` and `weight`; return an alias of `y` that measures its gradient."""
+        # Without grad (evaluation, reentrant checkpoints' first forward), only the order counts.
         compiling, counted = torch.compiler.is_compiling(), torch.is_grad_enabled()
-        if offs is not None and not compiling:
+        if offs is not None and not compiling:  # experts, which may not know the `name`
             name = name or parameter_name(layer, weight)
-        cast = casts.input if counted and casts.input.config.is_float8 else None
+        input_cast = casts.input if counted and casts.input.config.is_float8 else None
         x = as_multiplied(x, weight)
-        TALLY(measure(x, cast, offs=offs), *self.totals[name, "input"], counted)
+        TALLY(measure(x, input_cast, offs=offs), *self.totals[name, "input"], counted)
         if counted and casts.weight.config.is_float8 and (compiling or name not in self.weights):
             TALLY(measure(weight, casts.weight, offs=offs), *self.totals[name, "weight"], counted)
-            if not compiling:  # compiled code would guard on the set: it measures in each call
+            if not compiling:  # compiled code would guard on the set, so it measures in each call
                 self.weights.add(name)
         if y.requires_grad and casts.grad_output.config.is_float8:
             function: Any = _MeasureGradient
@@ -190,14 +190,14 @@ class _MeasureGradient(torch.autograd.Function):
     """Identity whose backward measures grad_output; a tensor hook would not be traced by Dynamo."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, *cast_and_totals: Any) -> Tensor:
-        ctx.cast_and_totals = cast_and_totals
+    def forward(ctx: Any, y: Tensor, cast: Cast, offs: Any, totals: Tensor, calls: Tensor) -> Any:
+        ctx.arguments = cast, offs, totals, calls
         return new_alias(y)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        cast, offs, *totals = ctx.cast_and_totals
-        TALLY(measure(grad_output, cast, offs=offs), *totals, True)
+        cast, offs, totals, calls = ctx.arguments
+        TALLY(measure(grad_output, cast, offs=offs), totals, calls, True)
         return grad_output, None, None, None, None
 
 
@@ -209,14 +209,13 @@ def _remove(layer: Any, observer: _Observer) -> None:
 
 
 class Watch(contextlib.ExitStack):
-    """Measure statistics of the casts of a converted model in every n-th training step.
+    """Measure statistics of a converted model's casts in every n-th step (docs/nan_or_drift.md).
 
     Call `step()` once per optimizer step, after the last backward: it returns the statistics of a
     watched step. Only watched steps take longer: in these, `model` and its modules run in eager
     mode even if compiled. Compiled functions that call `model`, and an `OptimizedModule` around
-    `model`, are compiled once more, for all watched steps. A watch ends by `close()`, at the end of
-    a `with` block, or when it is garbage-collected. Several watches may observe one model; copies
-    of the model are not watched. See docs/nan_or_drift.md.
+    `model`, are compiled once more. A watch ends by `close()`, at the end of a `with` block, or by
+    garbage collection. Several watches may observe one model. Copies of the model are not watched.
 
     Args:
         model: the converted model to watch; may be compiled, under FSDP2, tensor parallel or DDP.
@@ -256,29 +255,30 @@ class Watch(contextlib.ExitStack):
         self.close()
         numbers: dict[str, float] = {}
         if self._steps % self._every == 0:
-            totals_by_role = {
-                (".".join(filter(None, (name, weight_name))), role): totals
+            totals_by_key = {  # (name, role) -> totals; may be empty, so `rows` start with zeros
+                (f"{name}.{weight_name}" if weight_name else name, role): totals
                 for name, observer in self._observers.items()
                 for (weight_name, role), (totals, _) in observer.totals.items()
             }
-            row = torch.zeros(8, dtype=torch.float64, device=device_of(self._model))  # if no layer
-            rows = torch.stack([row, *(x.to(row.device) for x in totals_by_role.values())])
-            reduced = over_ranks(rows, ["", *totals_by_role], largest=3, group=self._group)
-            table = dict(zip(totals_by_role, reduced[1:], strict=True))
+            zeros = torch.zeros(8, dtype=torch.float64, device=device_of(self._model))
+            rows = torch.stack([zeros, *(x.to(zeros.device) for x in totals_by_key.values())])
+            reduced = over_ranks(rows, ["", *totals_by_key], maxima=3, group=self._group)
+            table = dict(zip(totals_by_key, reduced[1:], strict=True))
 
             def order(key: tuple[str, str]) -> tuple[bool, float]:
-                backward = key[1] == "grad_output"
-                first, first_bad, *_ = table[key if backward else (key[0], "input")]
-                return backward, -(first_bad or first)  # 1 / n of the n-th call
+                in_backward = key[1] == "grad_output"
+                place = key if in_backward else (key[0], "input")  # a weight stands at its input
+                inverse_call, inverse_bad_call, *_ = table[place]  # see `tally`
+                return in_backward, -(inverse_bad_call or inverse_call)
 
             for name, role in sorted(table, key=order):
-                _, _, amax, elements, nonzero, lost, cut, bad = table[name, role]
+                _, _, amax, elements, nonzero, underflow, saturated, nonfinite = table[name, role]
                 if elements:  # else no such tensor was cast in training
                     key = f"{name}/{role}"
                     numbers[f"{key}/amax"] = amax
-                    numbers[f"{key}/underflow"] = lost / max(nonzero, 1)
-                    numbers[f"{key}/saturation"] = cut / max(nonzero, 1)
-                    numbers[f"{key}/nonfinite"] = bad / elements
+                    numbers[f"{key}/underflow"] = underflow / max(nonzero, 1)
+                    numbers[f"{key}/saturation"] = saturated / max(nonzero, 1)
+                    numbers[f"{key}/nonfinite"] = nonfinite / elements
         self._begin()
         return numbers
 
@@ -287,10 +287,10 @@ class Watch(contextlib.ExitStack):
         if (self._steps + 1) % self._every:
             return
         self._observers = dict[str, _Observer]()
-        forwards, backwards = (torch.zeros((), dtype=torch.int64, device="cpu") for _ in range(2))
+        fwd_calls, bwd_calls = (torch.tensor(0, device="cpu") for _ in range(2))
         for fqn, layer in unwrapped(self._model).named_modules():
             if isinstance(layer, Float8Module):
-                observer = _Observer(layer, forwards, backwards)
+                observer = _Observer(layer, fwd_calls, bwd_calls)
                 layer._float8_observers += (observer,)
                 self.callback(_remove, layer, observer)
                 self._observers[plain_name(fqn) or "(root)"] = observer

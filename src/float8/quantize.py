@@ -76,10 +76,10 @@ def quantize(
         pad_rows: zero-pad R of row data to a multiple of 16, as GEMMs need for output features.
         after: a tensor that compiled code must compute before this cast.
         traced: in compiled code, compute the amax by plain torch, which a compiler fuses into the
-            producer of `x`; if scales are finer than one per tensor, the whole cast. The amax is
-            recorded outside the cast, because backward may repeat the cast.
-        via: round `x` to this dtype first, as autocast and FSDP2 round weights; under one dynamic
-            scale the kernel that casts also rounds.
+            producer of `x`; if scales are finer than one per tensor, the whole cast. `source`
+            records the amax outside the cast, because backward may repeat the cast.
+        via: round `x` to this dtype first, as autocast and FSDP2 round weights. The kernel that
+            casts also rounds if there is one scale and no `source`.
 
     Raises:
         TypeError: `x` is not float32, bfloat16 or float16.
@@ -90,10 +90,10 @@ def quantize(
     one_scale = config.scaling_granularity.one_scale
     traced = traced and torch.compiler.is_compiling()
     if via is not None and (via is x.dtype or source is not None or not one_scale):
-        x, via = x.to(via), None  # else the kernel that casts rounds
-    scale_first = reduce is not None or traced or via is not None  # else the cast computes it
-    if one_scale and scale is None and scale_first:
-        scale = scale_of(x, cast, via)  # records the amax, too
+        x, via = x.to(via), None  # here, since the kernel that casts will not round
+    scale_before_cast = reduce is not None or traced or via is not None
+    if one_scale and scale is None and scale_before_cast:
+        scale = scale_of(x, cast, via)  # also records the amax in `source`
     if source is not None and scale is None:
         return Quantized(*source.cast(x, config, row=row, col=col, pad_rows=pad_rows))
     operands = kernels.cast(
@@ -104,7 +104,7 @@ def quantize(
 
 
 def scale_of(x: Tensor, cast: Cast, via: torch.dtype | None = None) -> Tensor:
-    """Return the scale of `x.to(via)`; record its amax in `cast.source`, apply `cast.reduce`."""
+    """Return the scale of `x.to(via)`; record its amax in `cast.source`, then reduce over ranks."""
     amax = kernels.amax(x)
     if via is not None:  # the amax of rounded values is the rounded amax
         amax = amax.to(via).to(torch.float32)
@@ -164,10 +164,10 @@ def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Ope
     right = -data.shape[-1] % multiple
     if not bottom and not right:
         return row
-    if bottom and granularity.height == 1:  # scales of squares cover the padding
+    if bottom and granularity.height == 1:  # scales of squares cover the new rows
         scale = F.pad(scale, (0, 0, 0, bottom), value=1.0)
-    padded = F.pad(data.view(torch.uint8), (0, right, 0, bottom))
-    return Operand(padded.view(data.dtype), scale)
+    padded_bytes = F.pad(data.view(torch.uint8), (0, right, 0, bottom))
+    return Operand(padded_bytes.view(data.dtype), scale)
 
 
 def to_col(row: Operand, cast_config: CastConfig, after: Tensor | None = None) -> Operand:
@@ -182,14 +182,14 @@ def to_col(row: Operand, cast_config: CastConfig, after: Tensor | None = None) -
         return Operand(kernels.transpose_bytes(row.data, after=after), row.scale)
     if granularity.square and granularity.width is not None:
         row = padded(row, granularity)
-        scale = row.scale[:, : row.data.shape[1] // granularity.width].t()  # not aligned to 4
-        scale = F.pad(scale, (0, -scale.shape[1] % 4)).contiguous()  # aligned again
+        # `Granularity.scales` pads the last dim of scales to a multiple of 4: cut, transpose, pad.
+        scale = row.scale[:, : row.data.shape[1] // granularity.width].t()
+        scale = F.pad(scale, (0, -scale.shape[1] % 4)).contiguous()
         return Operand(kernels.transpose_bytes(row.data, after=after), scale)
     return quantize(dequantized(row, cast_config), Cast(cast_config), col=True, after=after).col
 
 
 def dequantized(row: Operand, cast_config: CastConfig) -> Tensor:
-    """Dequantize row data, to bfloat16 if its scales are powers of two, else to float32."""
-    # A float8 value times a power of two is exact in bfloat16.
+    """Dequantize row data, to bfloat16 if scales are powers of two (exact), else to float32."""
     dtype = torch.bfloat16 if cast_config.power_of_2 else torch.float32
     return dequantised_by_kernel(row, cast_config.scaling_granularity, dtype)

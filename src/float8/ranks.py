@@ -1,6 +1,7 @@
 """Process groups over which a sync reduces amaxes, and a check that ranks have equal layers."""
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from float8.tensor import Float8Tensor, is_dtensor, local_tensor
 
 
 def mesh_device_type(weights: Iterable[Any]) -> str | None:
-    """Return the device type of the mesh of `weights`, also if shards are offloaded, or None."""
+    """Return the device type of the mesh of DTensors in `weights`, or None without a DTensor."""
     return next((mesh.device_type for mesh in _meshes(weights)), None)
 
 
@@ -22,12 +23,12 @@ def _meshes(tensors: Iterable[Any]) -> set[Any]:
     return {x.device_mesh for x in sharded if not isinstance(local_tensor(x), Float8Tensor)}
 
 
-def _require_whole_weights(shard_groups: Iterable[Any], synced: list[int], got: str) -> None:
-    """Raise `ValueError` if `synced`, in the error `got`, lacks a rank of any shard group."""
+def _require_whole_weights(shard_groups: Iterable[Any], synced: list[int], source: str) -> None:
+    """Raise `ValueError` if the ranks `synced`, from `source`, lack a rank of a shard group."""
     for ranks in map(dist.get_process_group_ranks, shard_groups):
         if not set(ranks) <= set(synced):
             raise ValueError(
-                f"group: got {got} {synced}, but parts of a weight are on ranks {ranks}, which "
+                f"group: got {source} {synced}, but parts of a weight are on ranks {ranks}, which "
                 f"share its scales; give a group of all ranks that train on parts of the same batch"
             )
 
@@ -37,15 +38,16 @@ def sync_groups(
 ) -> tuple[Any, ...]:
     """Return the process groups over which a sync reduces the amaxes of layers with `weights`.
 
-    These are `group`; if None, those of the mesh of `weights`, else of `fsdp_params` (of the same
-    FSDP2 modules), else all ranks; () for one rank. `ValueError`: they lack ranks of a shard group.
+    These are `group` if given; else the groups of the mesh of `weights`, or, if they have none, of
+    `fsdp_params`, Parameters of the FSDP2 modules around the layers; else all ranks; () for one.
+    Raises `ValueError` if they lack a rank of one of `shard_groups`, which hold parts of a weight.
     """
     if group is not None:
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"group: got {type(group).__name__}, expected a ProcessGroup or None")
         _require_whole_weights(shard_groups, dist.get_process_group_ranks(group), "ranks")
         return (group,)
-    meshes = _meshes(weights) or _meshes(fsdp_params)  # none or one, else an error
+    meshes = _meshes(weights) or _meshes(fsdp_params)
     if len(meshes) > 1:
         got = f"got layers on {len(meshes)} different meshes, expected one for all"
         raise ValueError(f"model: {got}; say which ranks share their amaxes with `group=`")
@@ -65,10 +67,7 @@ def sync_groups(
 
 
 def unlike(texts: Sequence[str], groups: Sequence[Any], device: torch.device) -> list[str] | None:
-    """Return those of `texts` that differ from the text at the same index on other ranks.
-
-    Returns None if all ranks of `groups` have equal `texts`. Only digests are reduced, on `device`.
-    """
+    """Return those `texts` that differ from other ranks' at that index; None if no rank differs."""
 
     def maxima(numbers: list[int]) -> list[int]:
         largest = torch.tensor(numbers, device=device)
@@ -76,9 +75,10 @@ def unlike(texts: Sequence[str], groups: Sequence[Any], device: torch.device) ->
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         return largest.tolist()
 
-    (count,) = maxima([len(texts)])  # shorter lists are padded with 0
+    (count,) = maxima([len(texts)])  # of the longest list; shorter lists are padded with 0
     digests = [hashlib.sha256(text.encode()).digest()[:7] for text in texts]  # fit into int64
     numbers = [int.from_bytes(digest, "big") for digest in digests] + [0] * (count - len(texts))
-    reduced = maxima(numbers + [-x for x in numbers])  # maxima, then minima with the other sign
-    equal = [most == -least for most, least in zip(reduced[:count], reduced[count:], strict=True)]
-    return None if all(equal) else [x for x, same in zip(texts, equal, strict=False) if not same]
+    reduced = maxima(numbers + [-number for number in numbers])  # max(-x) is -min(x)
+    largest, smallest = reduced[:count], [-number for number in reduced[count:]]
+    differ = [most != least for most, least in zip(largest, smallest, strict=True)]
+    return [*itertools.compress(texts, differ)] if any(differ) else None

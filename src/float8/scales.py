@@ -18,18 +18,18 @@ def amax_to_scale(amax: Tensor, dtype: torch.dtype | Tensor, round_to_power_of_2
     `scale = max(amax, 2**-100) / max(dtype)`, correctly rounded to float32: `x / scale` fills the
     format's range, `data * scale` gives `x` back. With `round_to_power_of_2` the scale is rounded
     up, so that nothing saturates. `amax` is float32 of any shape, >= 0; NaN gives NaN, Inf gives
-    Inf. `dtype` may also be a float64 tensor, shaped as `amax`, of the largest values of formats.
+    Inf. For amaxes of several formats, `dtype` is a float64 tensor of `max(dtype)` for each.
     """
-    # Literals, here and for SMALLEST_AMAX: with dynamic=True, Dynamo makes floats of a module
-    # symbolic and then fails on them.
-    largest = dtype if isinstance(dtype, Tensor) else 448.0 if dtype == E4M3 else 57344.0
+    # Literals instead of `FLOAT8_MAX` and `SMALLEST_AMAX`, 7.9e-31: with dynamic=True Dynamo would
+    # make floats of a module symbolic, and then fail.
+    largest = dtype if isinstance(dtype, Tensor) else (448.0 if dtype == E4M3 else 57344.0)
     # float64 makes the quotient, once rounded to float32, the correctly rounded one whether a
     # backend divides or multiplies by the reciprocal: eager, Inductor, CPU and GPU agree bitwise.
     scale = (amax.clamp(min=7.888609052210118e-31).to(torch.float64) / largest).to(torch.float32)
     if not round_to_power_of_2:
         return scale
-    # Carry any mantissa bit into the exponent, then drop the mantissa. Inf stays Inf; NaN, whose
-    # bits would overflow, is passed by. The scale is a normal number (SMALLEST_AMAX).
+    # A mantissa other than 0 carries into the exponent, then the mantissa is dropped. Inf stays
+    # Inf. The bits of NaN would overflow. No scale is subnormal, thanks to SMALLEST_AMAX.
     bits = scale.view(torch.int32)
     rounded = ((bits + 0x007FFFFF) & 0x7F800000).view(torch.float32)
     return torch.where(scale.isnan(), scale, rounded)
@@ -52,7 +52,7 @@ def amax_to_exponent(amax: Tensor, dtype: torch.dtype) -> Tensor:
 def inverse_of_exponent(scale: Tensor) -> Tensor:
     """Return `1 / scale` for a scale from `amax_to_exponent`, but 1 for the scale 2**-127.
 
-    Times 1, blocks under this subnormal scale round to zero, as on GPUs and in TransformerEngine.
+    Elements of blocks with that scale, times 1, round to zero, as on GPUs and in TransformerEngine.
     """
     # By integers: not every backend divides exactly, or gives 2**-127, which is subnormal.
     bits = scale.view(torch.int32)
@@ -94,7 +94,7 @@ def dequantised(
     values = data.to(torch.float32)
     if granularity.one_scale:
         scale = scale.reshape(())
-    if width is not None:  # repeat scales along rows; a compiler does not copy an expanded view
+    if width is not None:  # repeat scales along rows; compiled code does not copy an expanded view
         scale = scale.unsqueeze(-1).expand(*scale.shape, width).flatten(-2)
         scale = scale[..., : data.shape[-1]]  # the last block may be cut
     if height not in (None, 1):  # squares: repeat scales along columns, too

@@ -5,8 +5,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
+from torch import nn, optim
 from torch.utils.hooks import RemovableHandle
 
 from float8.config import require_module
@@ -38,7 +37,7 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     Registers hooks on the optimizer. `sync_float8_amax_and_scale_history(model)` runs right before
     the step, or with a closure right after it, so that all forwards in the closure count. After the
     step `update_float8_weights(model)` and `precompute_float8_dynamic_scale_for_fsdp(model)` run.
-    This call casts held weights; the first use casts again, as a checkpoint may be loaded before.
+    Held weights are cast now, and again at the first use, as a checkpoint may be loaded before it.
     With several optimizers, attach the model to each. Models that need no hooks are unaffected.
 
     Args:
@@ -59,24 +58,25 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     before_step: Any = [x.before_step for x in FEATURES if _overrides(x, Feature.before_step)]
     after_step: Any = [x.after_step for x in FEATURES if _overrides(x, Feature.after_step)]
 
-    def hook(is_after: bool, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def hook(_optimizer: Any, args: Any, kwargs: dict[str, Any], *, is_after_step: bool) -> None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0]: optimizer
-        if is_after == (closure is not None):  # before the step, or after it with a closure
+        if is_after_step == (closure is not None):  # once per step, after the forwards of a closure
             for run in before_step:
                 run(model, group)
-        for run in after_step if is_after else ():
-            run(model)
+        if is_after_step:
+            for run in after_step:
+                run(model)
 
     for feature in FEATURES:
         feature.attach(model)
     mods = [x for x in model.modules() if isinstance(x, Float8Module)]
-    before, after = (untraced(functools.partial(hook, is_after)) for is_after in (False, True))
-    handles = [inner.register_step_pre_hook(before), inner.register_step_post_hook(after)]
+    pre_hook = untraced(functools.partial(hook, is_after_step=False))
+    post_hook = untraced(functools.partial(hook, is_after_step=True))
+    handles = [inner.register_step_pre_hook(pre_hook), inner.register_step_post_hook(post_hook)]
     attachment = Attachment(mods, handles)
     for mod in mods:
-        mod._float8_attach()  # also marks held data as stale: a checkpoint may come next
-    # Nothing updates held weights once the optimizer is collected: free them, but not at exit.
-    weakref.finalize(inner, attachment.remove).atexit = False
+        mod._float8_attach()  # also has the first use cast held weights again
+    weakref.finalize(inner, attachment.remove).atexit = False  # no step updates held weights then
     return attachment
 
 
@@ -85,12 +85,12 @@ def _overrides(feature: Feature, method: Any) -> bool:
     return getattr(type(feature), method.__name__) is not method
 
 
-def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """Return torch's optimizer in `optimizer`, itself or a wrapper; raise `TypeError` if none."""
+def _unwrapped(optimizer: Any) -> optim.Optimizer:
+    """Return the `torch.optim.Optimizer` that `optimizer` is or wraps; else raise `TypeError`."""
     inner = optimizer
     for _ in range(9):  # not `while True`: a wrapper may be its own `.optimizer`
         wrapped = getattr(inner, "optimizer", None)
-        if wrapped is None and isinstance(inner, torch.optim.Optimizer):  # wrappers may be, too
+        if wrapped is None and isinstance(inner, optim.Optimizer):  # a wrapper may subclass it, too
             return inner
         inner = getattr(inner, "base_optimizer", None) if wrapped is None else wrapped
     expected = "a torch.optim.Optimizer, or what holds one as `.optimizer` or `.base_optimizer`"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from float8.config import ScalingGranularity
-from float8.kernels.amax import is_dense, measuring
+from float8.kernels.amax import amax_plan, is_dense
 from float8.kernels.dequantize import dequantised_triton
 from float8.kernels.runtime import ops
 from float8.scales import Operand, dequantised
@@ -345,7 +345,7 @@ def test_amax_of_any_dims(triton_device: torch.device) -> None:
 
 def test_nothing_is_read_where_the_scale_is_known(triton_device: torch.device) -> None:
     x = torch.ones(40, 50, device=triton_device)
-    measure = measuring(x.numel(), x.dtype, x.device, True)
+    measure = amax_plan(x.numel(), x.dtype, x.device, True)
     for scale, wanted in ((0.5, 7.0), (0.0, 1.0)):
         parts = torch.full((measure.programs,), 7.0, device=triton_device)
         measure(x, parts, one(x, scale))
@@ -426,7 +426,7 @@ def test_shares_cover_all_elements(
 ) -> None:
     multiprocessors(132)
     for n in (1, 7, 8192, 100_000, 33_554_432, 2**33 + 1):
-        planned = measuring(n, BF16, triton_device)
+        planned = amax_plan(n, BF16, triton_device)
         programs, (_, rounds, block, steps, _) = planned.programs, planned._rest
         assert programs * rounds * steps * block >= n > (programs - 1) * rounds * steps * block
         assert programs <= MAX_PARTS

@@ -8,11 +8,5 @@ from float8.checkpoints.writing import (
     save_float8_checkpoint,
 )
 
-__all__ = [
-    "float8_metadata",
-    "float8_weights",
-    "load_float8_checkpoint",
-    "quantization_config",
-    "read_float8_checkpoint",
-    "save_float8_checkpoint",
-]
+__all__ = ["float8_metadata", "float8_weights", "load_float8_checkpoint"]
+__all__ += ["quantization_config", "read_float8_checkpoint", "save_float8_checkpoint"]

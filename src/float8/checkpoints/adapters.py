@@ -20,21 +20,23 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]
     shared. Modules that PEFT trains (`modules_to_save`) replace the original ones. The dict lacks
     layers whose active adapters are all merged. Raises `ValueError` if adapters cannot be merged.
     """
-    adapters, copies = dict[nn.Module, Any](), dict[nn.Module, nn.Module]()  # copy, or itself
+    peft_layer_of = dict[nn.Module, Any]()
+    replacement_of = dict[nn.Module, nn.Module]()  # module -> copy, or itself if nothing changes
 
     def active(module: Any) -> set[str]:
         return set() if module.disable_adapters else {*module.active_adapters}
 
     def base_of(module: Any) -> Any:
         """Return the module that stands for `module` in a model without adapters."""
-        names = {cls.__name__ for cls in type(module).__mro__ if cls.__module__[:5] == "peft."}
+        # Classes of PEFT by name, since PEFT need not be installed.
+        names = {x.__name__ for x in type(module).__mro__ if x.__module__.startswith("peft.")}
         if names & {"PeftModel", "PeftMixedModel"}:
             tuner = module.base_model
             if not hasattr(tuner, "merge_and_unload") or type(tuner).__name__ == "XLoraModel":
                 raise _refusal(f"a {type(module).__name__} that cannot be merged")
             return base_of(tuner)
         if "BaseTuner" in names:
-            return base_of(module.model)  # inside `LoraModel` and the like
+            return base_of(module.model)  # `module` is a `LoraModel` or the like
         if "TrainableTokensWrapper" in names:
             return base_of(module.token_adapter)  # a `BaseTunerLayer`
         if "MultiheadAttention" in names:
@@ -47,20 +49,21 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]
             if any(x.disable_adapters and x.merged for x in layers_of_peft(module)):
                 raise _refusal("adapters that are disabled, but merged: call unmerge_adapter()")
             if any(active(x) - {*x.merged_adapters} for x in layers_of_peft(module)):
-                adapters[base] = module  # some active adapter is not merged yet
+                peft_layer_of[base] = module  # some active adapter is not merged yet
             return base
         if "ModulesToSaveWrapper" in names:
             chosen = (x for name, x in module.modules_to_save.items() if name in active(module))
             return base_of(next(chosen, module.original_module))
-        if module not in copies:  # not one of PEFT's
+        if module not in replacement_of:  # a module of the model, not PEFT's
             children = {name: x if x is None else base_of(x) for name, x in module._modules.items()}
-            copies[module] = module
+            replacement_of[module] = module
             if any(x is not module._modules[name] for name, x in children.items()):
-                copies[module] = new = object.__new__(type(module))  # FSDP2 overrides `__new__`
+                new = object.__new__(type(module))  # FSDP2 overrides `__new__`
                 vars(new).update(vars(module), _modules=children)
-        return copies[module]
+                replacement_of[module] = new
+        return replacement_of[module]
 
-    return base_of(model), adapters
+    return base_of(model), peft_layer_of
 
 
 def layers_of_peft(layer: nn.Module) -> list[Any]:
@@ -71,9 +74,9 @@ def layers_of_peft(layer: nn.Module) -> list[Any]:
 def _inactive(layer: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the Parameters of inactive adapters in `layer`, except those that active ones share."""
     for x in layers_of_peft(layer):
-        for parts in x.children():  # one for each adapter, by its name
-            if isinstance(parts, nn.ModuleDict | nn.ParameterDict):
-                named = [*parts.named_parameters(remove_duplicate=False)]
+        for child in x.children():
+            if isinstance(child, nn.ModuleDict | nn.ParameterDict):  # keys are names of adapters
+                named = [*child.named_parameters(remove_duplicate=False)]
                 active = {p for name, p in named if name.split(".")[0] in x.active_adapters}
                 yield from {p for _, p in named} - active
 
@@ -86,7 +89,7 @@ def _refusal(got: str) -> ValueError:
 
 
 _LEFT_EMPTY = re.compile("_hooks$|^kwargs$|^__composable")
-"""Attributes left empty in copies: hooks, FSDP2's state, and tensors of a tied layer in PEFT's."""
+"""Attributes to leave empty in copies: hooks, PEFT's arguments (a tied layer), FSDP2's state."""
 
 
 @torch.no_grad()
@@ -97,25 +100,27 @@ def merged_base_layer(*layers: Any, gather: Callable[[Tensor], Tensor] = lambda 
     the copy, which needs memory for it and for PEFT's temporaries. Raises `ValueError` if PEFT
     cannot. `gather`, a collective, returns the full tensor of a sharded one.
     """
-    copies: dict[int, Any] = {id(x): x for layer in layers for x in _inactive(layer)}  # not copied
-    for x in (x for layer in layers for x in layer.parameters() if id(x) not in copies):
-        whole: Any = values_of(gathered := gather(high_precision(x.detach())))
-        dtype = torch.promote_types(whole.dtype, torch.float32)
-        whole = whole.to(dtype, copy=whole is gathered)  # else it is dequantized, so a copy already
-        copies[id(x)] = nn.Parameter(whole, requires_grad=False)
-    # `copies` is the memo of `deepcopy`, so it reuses the Parameters, and submodules, copied first.
-    modules = (x for layer in layers for x in reversed([*layer.modules()]))  # children first
-    for x in (x for x in modules if id(x) not in copies):
-        cls = type(x).__bases__[1] if is_fsdp_module(x) else type(x)  # not FSDP2's subclass
-        copies[id(x)] = object.__new__(cls)
-        empty = {name: type(y)() for name, y in vars(x).items() if _LEFT_EMPTY.search(name)}
-        vars(copies[id(x)]).update(copy.deepcopy(vars(x) | empty, copies))
+    # The memo of `deepcopy`: id of an object -> its copy. Inactive adapters are not copied.
+    copies: dict[int, Any] = {id(p): p for layer in layers for p in _inactive(layer)}
+    for p in (p for layer in layers for p in layer.parameters() if id(p) not in copies):
+        gathered = gather(high_precision(p.detach()))
+        values: Any = values_of(gathered)  # a new tensor if `gathered` is in float8
+        dtype = torch.promote_types(values.dtype, torch.float32)
+        values = values.to(dtype, copy=values is gathered)
+        copies[id(p)] = nn.Parameter(values, requires_grad=False)
+    # Children first, so that `deepcopy` finds the copies of submodules in its memo.
+    modules = (x for layer in layers for x in reversed([*layer.modules()]))
+    for module in (x for x in modules if id(x) not in copies):
+        cls = type(module).__bases__[1] if is_fsdp_module(module) else type(module)  # not FSDP2's
+        copies[id(module)] = object.__new__(cls)  # first, since attributes may refer to `module`
+        empty = {name: type(x)() for name, x in vars(module).items() if _LEFT_EMPTY.search(name)}
+        vars(copies[id(module)]).update(copy.deepcopy(vars(module) | empty, copies))
     merged = [copies[id(layer)] for layer in layers]
-    with torch.autocast(whole.device.type, enabled=False):  # device of the last Parameter
+    with torch.autocast(values.device.type, enabled=False):  # device of the last Parameter
         for layer in merged:
             try:
-                for x in reversed(layers_of_peft(layer)):  # innermost first
-                    x.merge()
+                for peft_layer in reversed(layers_of_peft(layer)):  # innermost first
+                    peft_layer.merge()
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, ValueError) as error:

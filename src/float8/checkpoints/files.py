@@ -36,7 +36,7 @@ class Checkpoint:
     """The opened safetensors files of a folder; raises the errors of `read_float8_checkpoint`."""
 
     def __init__(self, folder: Path, device: Any = "cpu") -> None:
-        index: Any = self  # unlike any version
+        index: Any = self  # differs from any version, so that the loop runs
         # Open all files again if a save replaced the checkpoint while they were being opened.
         while index != (index := _index_version(folder)):
             error: Exception | None = None
@@ -48,7 +48,8 @@ class Checkpoint:
             raise error
 
     def _open(self, folder: Path, device: Any) -> None:
-        listed: dict[str, set[str]] = {}  # empty without an index
+        """Open all files, and check names, dtypes and shapes; no tensor is read."""
+        listed: dict[str, set[str]] = {}  # file -> names of its tensors; {} without an index
         with contextlib.suppress(FileNotFoundError):
             listed = _read(folder, INDEX, _read_index)
         self._file_of: dict[str, Any] = {}  # name of a tensor -> the opened file with it
@@ -59,21 +60,21 @@ class Checkpoint:
             if missing := names - {*file.keys()}:
                 got = f"got no {min(missing)!r}, which the index says is in it"
                 raise ValueError(f"{folder / file_name}: {got}")
-            if twice := names & self._file_of.keys():
-                raise ValueError(
-                    f"{folder}: got {min(twice)!r} in two files and no index, expected it in one; "
-                    f"remove the files that are not of this checkpoint"
-                )
+            if repeated := names & self._file_of.keys():
+                got = f"got {min(repeated)!r} in two files and no index, expected it in one"
+                fix = "remove the files that are not of this checkpoint"
+                raise ValueError(f"{folder}: {got}; {fix}")
             self._file_of |= dict.fromkeys(names, file)
         if not self._file_of:
             expected = "safetensors files beside config.json"
             raise FileNotFoundError(f"{folder}: got no tensors, expected {expected}")
         self.scheme = scheme_of(self._quantization_config(folder))
         if self.scheme.block is None and any(x.endswith(".weight_scale") for x in self._file_of):
-            self.scheme = scheme_named(COMPRESSED, self.scheme.strategy)  # AutoFP8 names scales so
-        self.headers: dict[str, tuple[Any, tuple[int, ...]]] = {}  # name: (dtype, shape)
+            self.scheme = scheme_named(COMPRESSED, self.scheme.strategy)  # as AutoFP8 names them
+        self.headers: dict[str, tuple[Any, tuple[int, ...]]] = {}  # name -> (dtype, shape)
         for name, file in self._file_of.items():
-            dtype = (header := file.get_slice(name)).get_dtype()
+            header = file.get_slice(name)
+            dtype = header.get_dtype()
             self.headers[name] = _DTYPES.get(dtype, dtype), tuple(header.get_shape())
         self.in_float8, suffix = set[str](), self.scheme.scale_suffix
         for name, (dtype, shape) in self.headers.items():
@@ -85,12 +86,12 @@ class Checkpoint:
         self.names = sorted(name for name in others if not name.endswith(_SCALES_OF_ACTIVATIONS))
 
     def _quantization_config(self, folder: Path) -> Any:
-        """Return `quantization_config` of config.json, else one that names ComfyUI or modelopt."""
+        """Return the `quantization_config`, or for ComfyUI and modelopt one that names them."""
         with contextlib.suppress(FileNotFoundError):
             if config := _read(folder, CONFIG, _read_json).get("quantization_config"):
                 return config
         metadata = next(iter(self._file_of.values())).metadata() or {}
-        if any(map(_COMFY_NAMES.search, [*self._file_of, *metadata])):  # only ComfyUI has these
+        if any(map(_COMFY_NAMES.search, [*self._file_of, *metadata])):
             return {"quant_method": "comfy"}
         if (folder / "hf_quant_config.json").exists():
             return {"quant_method": "modelopt"}
@@ -109,9 +110,8 @@ class Checkpoint:
 # Suffixes of the names of scales of activations and KV caches, which are not read.
 _SCALES_OF_ACTIVATIONS: tuple[str, ...] = (".input_scale", ".output_scale", ".activation_scale")
 _SCALES_OF_ACTIVATIONS += (".act_scale", ".k_scale", ".v_scale", ".kv_scale")
-
+# Names that only files of ComfyUI have.
 _COMFY_NAMES = re.compile(r"^(scaled_fp8|_quantization_metadata)$|\.(scale_weight|comfy_quant)$")
-
 # Names in safetensors files of floating-point dtypes and dtypes of scales; others stay strings.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
 _DTYPES |= {"F16": torch.float16, "F8_E4M3": E4M3, "F8_E5M2": E5M2}
@@ -153,16 +153,14 @@ def _read_index(index: Path) -> dict[str, set[str]]:
     for name, file in weight_map.items():
         path = PurePath(file if isinstance(file, str) else "")
         if not path.parts or path.is_absolute() or ".." in path.parts:
-            raise ValueError(
-                f"{index}: got {file!r} as the file of {name!r}, expected one in this folder; "
-                f"fetch the checkpoint again, from somebody you trust"
-            )
+            got = f"got {file!r} as the file of {name!r}, expected one in this folder"
+            raise ValueError(f"{index}: {got}; fetch the checkpoint again, from somebody you trust")
         names.setdefault(str(path), set()).add(name)
     return names
 
 
 def _read(folder: Path, name: str, read: Callable[[Path], Any]) -> Any:
-    """Return `read(path)` of file `name` in subfolder `_COMPLETE` if there, else in `folder`."""
+    """Return `read(path)` of the file `name`, in subfolder `_COMPLETE` if there, or in `folder`."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, RuntimeError):  # moved just now
         return read(folder / _COMPLETE / name)
     return read(folder / name)
@@ -179,7 +177,6 @@ def _index_version(folder: Path) -> tuple[int, int] | None:
 _UNFINISHED = ".float8_unfinished"  # prefix of a folder with files that are being written
 _COMPLETE = ".float8_complete"  # folder with complete files, until they are moved out
 _LOCK = ".float8_lock"
-
 # Names of files of weights that this library or transformers may have written before.
 _SHARDS = re.compile(r"model(-\d{5}(-of-\d{5})?)?\.safetensors")
 
@@ -189,25 +186,27 @@ def write_files(
 ) -> None:
     """Write a checkpoint to `folder`, replacing an older one, which is kept if an error occurs.
 
-    Writes `tensors`, splitting no dict, and `config` to a subfolder, renames it to `_COMPLETE`,
-    where readers look first, and moves its files out; the next save finishes this after a crash.
+    Writes all files to a subfolder, renames it to `_COMPLETE`, where readers look first, and moves
+    the files out; the next save finishes this after a crash. A dict of `tensors` is not split.
     """
     names = (f"model-{number:05d}.safetensors" for number in range(1, 100_000))
-    free = (name for name in names if not os.path.lexists(folder / name))
-    total, file_of, save_file = 0, dict[str, str](), import_safetensors().torch.save_file
+    # New names, so that the older checkpoint can be read until its index is replaced.
+    unused_names = (name for name in names if not os.path.lexists(folder / name))
+    total_size, file_of = 0, dict[str, str]()  # name of a tensor -> file
+    save_file = import_safetensors().torch.save_file
     with _locked(folder):
-        _move_to_places(folder)
-        for left in folder.glob(f"{_UNFINISHED}*"):
-            shutil.rmtree(left, ignore_errors=True)
+        _move_to_places(folder)  # finish an older save that was killed while it moved files
+        for abandoned in folder.glob(f"{_UNFINISHED}*"):
+            shutil.rmtree(abandoned, ignore_errors=True)
         (unfinished := folder / f"{_UNFINISHED}_{uuid.uuid4().hex}").mkdir()
         try:
             for shard in _shards(tensors, max_shard_size):
-                name = next(free)
+                name = next(unused_names)
                 _to_disk(unfinished / name, partial(save_file, shard, metadata={"format": "pt"}))
                 file_of |= dict.fromkeys(shard, name)
-                total += sum(x.nbytes for x in shard.values())
-            index = json.dumps({"metadata": {"total_size": total}, "weight_map": file_of}, indent=2)
-            for name, text in ((INDEX, index), (CONFIG, config)):
+                total_size += sum(x.nbytes for x in shard.values())
+            index = {"metadata": {"total_size": total_size}, "weight_map": file_of}
+            for name, text in ((INDEX, json.dumps(index, indent=2)), (CONFIG, config)):
                 _to_disk(unfinished / name, partial(Path.write_text, data=text, encoding="utf-8"))
             unfinished.rename(folder / _COMPLETE)
             try:
@@ -218,26 +217,25 @@ def write_files(
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
         shards = (path for path in folder.iterdir() if _SHARDS.fullmatch(path.name))
-        for path in (path for path in shards if path.name not in file_of.values()):  # older
+        for older in (path for path in shards if path.name not in file_of.values()):
             try:
-                path.unlink()
-            except OSError as error:  # no reason to fail: the new model is written
-                warn(
-                    f"float8: the new checkpoint is written, but {path} of the older one could not "
-                    f"be removed ({error}); remove it: some readers prefer it to the index"
-                )
+                older.unlink()
+            except OSError as error:  # only warn, since the new checkpoint is written
+                got = f"{older} of the older one could not be removed ({error}); remove it"
+                why = "some readers prefer it to the index"
+                warn(f"float8: the new checkpoint is written, but {got}: {why}")
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Context manager: make and lock `folder`, or raise `OSError`. Killing a process unlocks it."""
+    """Context manager: make and lock `folder` (until the process ends), or raise `OSError`."""
     folder.mkdir(parents=True, exist_ok=True)
     with (lock := folder / _LOCK).open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another save may have removed the opened file, and a third made a new one.
+            # Another save may have removed the file that was opened, and a third made a new one.
             is_busy = not os.path.samestat(lock.stat(), os.fstat(file.fileno()))
-        except OSError as error:  # of other types if the file system has no locks
+        except OSError as error:  # save without a lock if the file system has none
             is_busy = isinstance(error, BlockingIOError | FileNotFoundError)
         if is_busy:
             got = "another process or thread saves to this folder; wait for it, or save to another"
@@ -249,19 +247,20 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _shards(tensors: Iterable[dict[str, Tensor]], max_size: int) -> Iterator[dict[str, Tensor]]:
-    """Merge `tensors` to dicts of up to `max_size` bytes, splitting none; yield and clear each."""
-    shard, storages, size = dict[str, Tensor](), set[int](), 0  # one dict: one file is in memory
-    for group in tensors:
-        group_size = sum(x.nbytes for x in group.values())
-        if shard and size + group_size > max_size:
+    """Yield dicts of up to `max_size` bytes, each with the tensors of one or more of `tensors`."""
+    # One dict is yielded and cleared again and again, so that one shard is in memory at a time.
+    shard, storages, size = dict[str, Tensor](), set[int](), 0
+    for named_tensors in tensors:
+        added_size = sum(x.nbytes for x in named_tensors.values())
+        if shard and size + added_size > max_size:
             yield shard
             shard.clear()
             storages, size = set(), 0
-        size += group_size
-        for name, x in group.items():
+        size += added_size
+        for name, x in named_tensors.items():
             x = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
             if (storage := x.untyped_storage().data_ptr()) in storages:
-                x = x.clone()  # safetensors refuses two views of one memory
+                x = x.clone()  # safetensors refuses tensors that share a storage
             shard[name] = x
             storages.add(storage)
     yield shard
@@ -288,7 +287,7 @@ def _move_to_places(folder: Path) -> None:
 
 
 def _to_disk(path: Path, write: Callable[[Path], object]) -> None:
-    """Call `write(path)` and sync `path` to disk; raise failures as `OSError` that names `path`."""
+    """Call `write(path)`, and sync the file; raise an `OSError` with `path` if either fails."""
     try:
         write(path)
         with path.open("rb+") as file:

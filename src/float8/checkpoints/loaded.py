@@ -1,4 +1,4 @@
-"""The conversion of linear layers that another library loaded in float8."""
+"""Convert linear layers that another library loaded in float8."""
 
 from collections.abc import Callable
 
@@ -30,9 +30,9 @@ class LoadedInFloat8(Conversion):
     def prepare(self, mod: nn.Module, chooser: Chooser) -> Callable[[], None]:
         """Return a function that turns `mod` into a `Float8Linear`, see `schemes.as_linear`."""
         config = schemes.config_for(mod, chooser.config_or_none)
-        named = chooser.model.named_parameters()
-        dtypes = (p.dtype for name, p in named if not name.endswith(("_scale", "_scale_inv")))
-        dtype = next((x for x in dtypes if x in HIGH_PRECISION_DTYPES), torch.bfloat16)
+        params = chooser.model.named_parameters()
+        dtypes = (p.dtype for name, p in params if not name.endswith(("_scale", "_scale_inv")))
+        dtype = next((x for x in dtypes if x in HIGH_PRECISION_DTYPES), torch.bfloat16)  # the first
         make = Float8Linear._float8_made_of
         return lambda: become(mod, make(schemes.as_linear(mod, config, dtype), config))
 
@@ -41,14 +41,16 @@ class Quantizers(Feature):
     """Detaches quantizers of other libraries from a model that they loaded."""
 
     def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
-        """Detach `model` from the quantizer that loaded it, unless a layer is still as loaded.
+        """Detach `model` from the quantizer that loaded it, unless a layer has not been converted.
 
-        Otherwise the hook of compressed-tensors would replace the Parameter dicts of all modules,
-        and transformers would refuse to train, and save the old `quantization_config`.
+        If it stayed, a hook of compressed-tensors would replace the Parameter dicts of all modules,
+        and transformers would refuse to train, and would save the old `quantization_config`.
         """
-        left = any(schemes.COMPRESSED_MARK in vars(mod) for mod in model.modules())
-        left = left or any(p.dtype in FLOAT8_MAX for p in model.parameters())  # plain float8
-        for mod in () if config is None or left else model.modules():
+        unconverted = any(schemes.COMPRESSED_MARK in vars(mod) for mod in model.modules())
+        unconverted = unconverted or any(p.dtype in FLOAT8_MAX for p in model.parameters())
+        if config is None or unconverted:  # None: `model` is converted to high precision
+            return
+        for mod in model.modules():
             if hook := mod.__dict__.pop("ct_decompress_hook", None):
                 hook.remove()
             quantizer = vars(mod).get("hf_quantizer")

@@ -18,7 +18,7 @@ from float8.tensor import Float8Tensor, dequantise
 
 
 class SavedTensor:
-    """A Parameter or persistent buffer, with all modules and names that it has in a model."""
+    """A Parameter or persistent buffer, with the modules that have it and its names in them."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Any = tensor
@@ -36,7 +36,7 @@ class SavedTensor:
 
 def saved_tensors(model: nn.Module) -> list[SavedTensor]:
     """Return all Parameters and persistent buffers of `model` except delayed-scaling state."""
-    saved: dict[int, SavedTensor] = {}  # by id, so that a tied tensor has one entry
+    saved: dict[int, SavedTensor] = {}  # id -> tensor, so that a tied tensor is in it once
     for prefix, module in unwrapped(model).named_modules(remove_duplicate=False):
         for attr, x in {**module._parameters, **module._buffers}.items():
             is_state = attr.startswith(("fp8_amax_", "fp8_scale_"))
@@ -47,32 +47,29 @@ def saved_tensors(model: nn.Module) -> list[SavedTensor]:
 
 
 class Part(NamedTuple):
-    """The part of a model's tensor that files store by one name: all, or [N, K] of one expert."""
+    """What files store of a tensor under one name: all of it, or one weight [N, K] of an expert."""
 
     expert: int | None = None  # None: all of the tensor
-    piece: int = 0  # index of this part among the `pieces`
-    pieces: int = 1  # of each expert, joined in [E, pieces * N, K]: 2 for gate and up
+    piece: int = 0  # index of the weight [N, K] among the `pieces` of the expert
+    pieces: int = 1  # weights per expert that [E, pieces * N, K] joins: 2 for gate and up
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of this part of a tensor of shape `whole`."""
         return whole if self.expert is None else (whole[1] // self.pieces, whole[2])
 
     def of(self, x: Tensor) -> Tensor:
-        """Return this part of `x`, as a view.
-
-        Of a `Float8Tensor` in which two pieces share a scale, return a dequantized copy.
-        """
+        """Return this part of `x`: a view, or a dequantized copy if two pieces share a scale."""
         if self.expert is None:
             return x
         N, _ = self.shape(x.shape)
         begin, end = N * self.piece, N * self.piece + N
         if not isinstance(x, Float8Tensor):
             return x[self.expert, begin:end]
-        height: Any = x._granularity.height  # of blocks, 1 for rows; experts never have one scale
-        if self.pieces > 1 and N % height:  # a block has rows of two pieces
+        height: Any = x._granularity.height  # rows per scale; experts never have one scale (None)
+        if self.pieces > 1 and N % height:  # one scale covers rows of two pieces
             expert_weight: Any = x[self.expert]  # [pieces * N, K]
             return dequantise(expert_weight)[begin:end]
-        scale = x._scale[self.expert, begin // height : -(-end // height)]  # end rounded up
+        scale = x._scale[self.expert, begin // height : -(-end // height)]  # -(-a // b) rounds up
         return Float8Tensor(x._data[self.expert, begin:end], scale, x.dtype, x._granularity)
 
 
@@ -87,7 +84,7 @@ def published_parts(model: nn.Module) -> dict[str, Parts]:
     A tensor that transformers could not load from these parts, and each tensor of a model that is
     not of transformers, has one part: all of it, under its own name.
     """
-    saved = [(*use, x.tensor) for x in saved_tensors(model) for use in x.uses]  # once per name
+    saved = [(*use, x.tensor) for x in saved_tensors(model) for use in x.uses]  # one per name
     published = {name: {name: WHOLE} for name, *_ in saved}
     root: Any = unwrapped(model)
     if not _is_of_transformers(root):
@@ -99,8 +96,8 @@ def published_parts(model: nn.Module) -> dict[str, Parts]:
         if any(_is_experts_weight(module, attr) for _, module, attr, _ in saved):
             raise  # early releases of version 5 join experts, but have no tables
         return published  # versions before 5 rename and join nothing
-    # A `PrefixChange` is for checkpoints of other model classes.
     mapping = get_model_conversion_mapping(root, add_legacy=False)
+    # Leave out `PrefixChange`, which is for checkpoints of other model classes.
     loading = [step for step in mapping if not isinstance(step, PrefixChange)]
     saving = [step.reverse_transform() for step in reversed(loading)]
     converters = [step for step in saving if not isinstance(step, WeightRenaming)]
@@ -112,34 +109,36 @@ def published_parts(model: nn.Module) -> dict[str, Parts]:
         return name
 
     for name, module, attr, x in saved:
+        # `rename_source_key` returns (new name, pattern that matches `name`, or None).
         converter = next((step for step in converters if step.rename_source_key(name)[1]), None)
         if converter is None:  # transformers saves the whole tensor, perhaps renamed
             in_float8 = attr == "weight" and isinstance(module, Float8Linear)
-            suffixes = ("", "_scale", "_scale_inv") if in_float8 else ("",)
+            suffixes = ("", "_scale", "_scale_inv") if in_float8 else ("",)  # of scales in files
             new = rename(name, saving)
-            # Loading must turn the new name, and those of scales, into this name again.
+            # Take the new names, of scales as well, only if loading turns them into the old ones.
             if all(rename(new + suffix, loading) == name + suffix for suffix in suffixes):
                 published[name] = {new: WHOLE}
-        # `_split` checks its parts. Tensors that transformers converts in another way, or several
-        # together, keep their names: a `Part` is all of one tensor, or rows of one expert.
+        # Tensors that transformers converts in other ways, or several of them together, keep their
+        # names: a `Part` can only be all of one tensor, or rows of one expert.
         elif _is_experts_weight(module, attr) and len(converter.source_patterns) == 1:
-            parts = _split(copy.deepcopy(converter), name, x.shape, root)
+            parts = _split(copy.deepcopy(converter), name, x.shape, root)  # {} if not possible
             renamed = {rename(new, saving): part for new, part in parts.items()}
-            if parts and len(renamed) == len(parts):
+            if parts and len(renamed) == len(parts):  # no two have the same new name
                 published[name] = renamed
-    # Of tensors with one new name, whole ones keep their own instead. Experts do not, as they would
-    # then be saved in high precision: if names are still not unique, saving raises an error.
+    # Whole tensors that have the same new name as others get their old ones back. Experts do not:
+    # joined again, they would stay in high precision. Saving raises an error if names still repeat.
     counts = Counter(new for parts in published.values() for new in parts)
     for name, parts in published.items():
-        if WHOLE in parts.values() and counts[next(iter(parts))] > 1:
+        if WHOLE in parts.values() and any(counts[new] > 1 for new in parts):
             published[name] = {name: WHOLE}
     return published
 
 
 def replaced_by_transformers(model: nn.Module, method: str) -> str | None:
-    """Return the name of a class in `model` that transformers replaces under `method`, or None.
+    """Return the name of a class in `model` that transformers replaces when it loads, or None.
 
-    It does so if `quant_method` is `method`; the new class cannot load the saved weights.
+    For the `quant_method` `method`, transformers replaces modules of some classes by others, which
+    do not have the names of the saved weights.
     """
     if not _is_of_transformers(unwrapped(model)):
         return None
@@ -147,9 +146,9 @@ def replaced_by_transformers(model: nn.Module, method: str) -> str | None:
         from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION as REPLACED
     except ImportError:  # versions without it replace no module
         return None
-    names = {name for name, entry in REPLACED.items() if method in entry["quantization_methods"]}
+    replaced = {name for name, entry in REPLACED.items() if method in entry["quantization_methods"]}
     classes = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
-    return min(classes & names, default=None)
+    return min(classes & replaced, default=None)  # always the same one of several
 
 
 def _is_of_transformers(root: nn.Module) -> bool:
@@ -159,32 +158,34 @@ def _is_of_transformers(root: nn.Module) -> bool:
 
 def _is_experts_weight(module: nn.Module, attr: str) -> bool:
     """Return whether `module.attr` is a weight of experts, of any library, stored as [E, N, K]."""
-    kind, weight = conversion_of(module), module._parameters.get(attr)
-    is_stack = weight is not None and weight.dim() == 3
-    return is_stack and kind is not None and attr in kind.stored_by_rows(module)
+    conversion, weight = conversion_of(module), module._parameters.get(attr)
+    has_experts = weight is not None and weight.dim() == 3
+    return has_experts and conversion is not None and attr in conversion.stored_by_rows(module)
 
 
 def _split(converter: Any, name: str, shape: Any, model: Any) -> Parts:
     """Return {name in files: part} of a weight of experts called `name`, of shape `shape`.
 
     The shape is [E, pieces * N, K]; a part is one of the pieces [N, K] of one expert. Parts are
-    sorted by piece, then expert. Runs transformers' `converter`, which matches `name`, on row
-    numbers. Returns {} unless the parts are distinct, and each has consecutive rows of one expert.
+    sorted by piece, then expert. To find their rows, transformers' `converter`, which matches
+    `name`, is run on a small tensor of the numbers 0, 1, 2, ... Returns {} unless the parts are
+    distinct, and each has consecutive rows of one expert.
     """
-    rows = 12  # of each expert; divisible by any number of pieces that models have
-    numbers = torch.arange(shape[0] * rows * 2, device="cpu").view(-1, rows, 2)  # [E, N, K]
-    target, pattern = converter.rename_source_key(name)  # target: the name of the first part
-    converter.add_tensor(target, name, pattern, numbers)
-    tensors: dict[str, Tensor] = converter.convert(target, model=model, config=model.config)
+    rows = 12  # of each expert in the small tensor; divisible by 1, 2, 3, 4, 6 and 12 pieces
+    numbers = torch.arange(shape[0] * rows * 2, device="cpu").view(-1, rows, 2)  # [E, rows, 2]
+    first_name, pattern = converter.rename_source_key(name)  # the name of the first part
+    converter.add_tensor(first_name, name, pattern, numbers)
+    tensors: dict[str, Tensor] = converter.convert(first_name, model=model, config=model.config)
     pieces, rest = divmod(len(tensors), shape[0])
     if rest or not pieces or shape[1] % pieces:
         return {}
     parts = Parts()
     for new, x in tensors.items():
-        expert, row = divmod(int(x.flatten()[0]) // 2, rows)  # 2 numbers per row
+        first_row = int(x.flatten()[0]) // 2  # among the rows of all experts, of 2 numbers each
+        expert, row = divmod(first_row, rows)
         parts[new] = part = Part(expert, row * pieces // rows, pieces)
         if not new.endswith(".weight") or not torch.equal(x, part.of(numbers)):
             return {}
-    if len({*parts.values()}) < len(parts):  # a part is missing, as another is there twice
+    if len({*parts.values()}) < len(parts):  # two names have the same part, so another has none
         return {}
     return dict(sorted(parts.items(), key=lambda item: (item[1].piece, item[1].expert)))

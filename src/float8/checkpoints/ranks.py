@@ -1,4 +1,4 @@
-"""Errors that all ranks of a sharded model raise together."""
+"""Raise the error of one rank on all ranks that share a model."""
 
 from typing import Any
 

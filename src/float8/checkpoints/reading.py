@@ -75,7 +75,7 @@ def load_float8_checkpoint(
         ImportError, FileNotFoundError, RuntimeError, AssertionError: as `read_float8_checkpoint`.
     """
     with ModelRanks(model) as ranks:
-        device = torch.empty(0, device="cpu" if device is None else device).device
+        device = torch.empty(0, device="cpu" if device is None else device).device  # checked
         # All names that a checkpoint may use, the model's and transformers'.
         targets = {name: _Target(x) for x in saved_tensors(model) for name, *_ in x.uses}
         for name, parts in published_parts(model).items():
@@ -85,18 +85,17 @@ def load_float8_checkpoint(
         if len({*map(tuple, ranks.agree(checkpoint.files))}) > 1:
             got = "got other files on other ranks, expected the same, which no save replaces"
             raise ValueError(f"{folder}: {got}; load again")
-        ranks.agree()  # change nothing if the files of ranks differ
+        ranks.agree()  # ranks of another process group may have raised: change nothing then
         for name in names:
             old = targets[name].saved.tensor
             # Inference tensors can be written in inference mode only; create no others in it.
             with torch.inference_mode(old.is_inference() and not old.is_meta), torch.no_grad():
                 _load(targets[name], partial(checkpoint.read, name), device)
-    left = [name for name, x in (*model.named_parameters(), *model.named_buffers()) if x.is_meta]
-    if left:
-        warn(
-            f"float8: {len(left)} tensor(s) that no checkpoint has are still on the meta device: "
-            f"{', '.join(left[:3])}; make them, for example by the model's own initialisation"
-        )
+    named_tensors = (*model.named_parameters(), *model.named_buffers())
+    if on_meta := [name for name, x in named_tensors if x.is_meta]:
+        got = f"{len(on_meta)} tensor(s) that no checkpoint has are still on the meta device"
+        fix = "make them, for example by the model's own initialisation"
+        warn(f"float8: {got}: {', '.join(on_meta[:3])}; {fix}")
     return model
 
 
@@ -109,20 +108,21 @@ class _Target(NamedTuple):
     @property
     def only_layers(self) -> list[Any]:
         """The modules with `Float8Weights.ONLY` that have the tensor as a weight."""
-        uses: Any = ((x, y) for _, x, y in self.saved.uses if isinstance(x, Float8Module))
-        return [x for x, y in uses if x._float8_never_trains and y in x._float8_matrices()]
+        uses: Any = ((m, attr) for _, m, attr in self.saved.uses if isinstance(m, Float8Module))
+        return [m for m, attr in uses if m._float8_never_trains and attr in m._float8_matrices()]
 
 
 def _match(model: nn.Module, checkpoint: Checkpoint, targets: dict[str, _Target]) -> list[str]:
-    """Choose a name in the files for each target; raise `ValueError` if any misses or misfits."""
-    cls, names_of = type(model).__name__, dict[_Target, list[str]]()  # several names if tied
+    """Return the name in files for each target; raise `ValueError` if one is missing or unfit."""
+    class_name = type(model).__name__
+    names_of = dict[_Target, list[str]]()  # files may have a tied tensor under several names
     # transformers ignores these names as well, for example of multi-token prediction layers.
     ignored = getattr(unwrapped(model), "_keys_to_ignore_on_load_unexpected", None) or ()
     for name in checkpoint.names:
         if name in targets:
             names_of.setdefault(targets[name], []).append(name)
         elif not any(re.search(pattern, name) for pattern in ignored):
-            raise ValueError(f"checkpoint: got {name!r}, expected names of tensors of {cls}")
+            raise ValueError(f"checkpoint: got {name!r}, expected names of tensors of {class_name}")
     one_by_one = {target.saved for target in names_of if target.part != WHOLE}
     missing = {  # all parts of a tensor if the checkpoint has some of them, else the whole tensor
         target: name
@@ -130,25 +130,24 @@ def _match(model: nn.Module, checkpoint: Checkpoint, targets: dict[str, _Target]
         if target not in names_of and (target.saved in one_by_one) == (target.part != WHOLE)
     }
     if missing:
-        raise ValueError(
-            f"checkpoint: got nothing for {len(missing)} Parameter(s) or buffer(s) of {cls}, "
-            f"such as {min(missing.values())!r}, expected all of them"
-        )
-    for target, tied in names_of.items():
+        got = f"got nothing for {len(missing)} Parameter(s) or buffer(s) of {class_name}, such as"
+        raise ValueError(f"checkpoint: {got} {min(missing.values())!r}, expected all of them")
+    for target, tied_names in names_of.items():
         if target.part == WHOLE and target.saved in one_by_one:
             got = "got these experts joined and one by one, too"
-            raise ValueError(f"{tied[0]}: {got}, expected one of the two; remove the other")
-        tied.sort(key=lambda name: name not in checkpoint.in_float8)  # read the float8 one
-        for name in tied:
+            raise ValueError(f"{tied_names[0]}: {got}, expected one of the two; remove the other")
+        tied_names.sort(key=lambda name: name not in checkpoint.in_float8)  # a float8 one first
+        for name in tied_names:
             _require_fitting(name, target, checkpoint)
-        for name in tied[1:]:
+        first, *others = tied_names  # `first` is loaded
+        for name in others:
             dtype = target.saved.tensor.dtype
-            a, b = (values_of(checkpoint.read(x)).to(dtype) for x in (tied[0], name))
-            if not ((a == b) | (a != a) & (b != b)).all():  # NaN equals NaN here
-                raise ValueError(
-                    f"{name}: got other values than those of {tied[0]!r}, expected the same: they "
-                    f"are one tensor of {cls}; untie them, or remove one"
-                )
+            x, y = (values_of(checkpoint.read(each)).to(dtype) for each in (first, name))
+            both_nan = (x != x) & (y != y)
+            if not ((x == y) | both_nan).all():
+                got = f"got other values than those of {first!r}, expected the same"
+                why = f"they are one tensor of {class_name}; untie them, or remove one"
+                raise ValueError(f"{name}: {got}: {why}")
     return [name for name, *_ in names_of.values()]
 
 
@@ -157,12 +156,14 @@ def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None
     (dtype, shape), tensor = checkpoint.headers[name], target.saved.tensor
     shape_of_part = target.part.shape(tuple(tensor.shape))
     only_layers, granularity = target.only_layers, checkpoint.scheme.granularity
-    granularities = {x._float8_plan.casts.weight.config.scaling_granularity for x in only_layers}
+    casts = (layer._float8_plan.casts.weight.config for layer in only_layers)
+    granularities = {cast_config.scaling_granularity for cast_config in casts}
     pieces_share_scales = any(x.one_scale or shape_of_part[0] % x.height for x in granularities)
     in_float8 = name in checkpoint.in_float8
-    takes_data = in_float8 and len(only_layers) == len(target.saved.uses)  # else it is dequantized
+    takes_data = in_float8 and len(only_layers) == len(target.saved.uses)  # not dequantized
     placements = tensor.placements if is_dtensor(tensor) else ()
-    if getattr(dtype, "is_floating_point", False) != tensor.dtype.is_floating_point:  # or a str
+    is_floating_point = getattr(dtype, "is_floating_point", False)  # `dtype` of integers is a str
+    if is_floating_point != tensor.dtype.is_floating_point:
         got, expected = f"dtype {dtype}", f"numbers like {tensor.dtype}"
     elif shape != shape_of_part:
         got, expected = f"shape {shape}", f"{shape_of_part} of the model"
@@ -172,7 +173,7 @@ def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None
     elif target.part.pieces > 1 and pieces_share_scales:
         got = f"experts with float8_weights=ONLY whose projections share scales of {granularities}"
         expected = "separate scales; convert them by another recipe, or without ONLY"
-    elif placements and tensor.is_meta and not takes_data:  # `_load` allocates no DTensor
+    elif placements and tensor.is_meta and not takes_data:  # `_load` does not allocate DTensors
         got = "a sharded Parameter on the meta device"
         expected = "memory to load into; call model.to_empty(device=...) first"
     elif target.part != WHOLE and not all(x.is_replicate() or x.is_shard(0) for x in placements):
@@ -186,22 +187,23 @@ def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None
 def _load(target: _Target, read: Callable[..., Tensor], device: Any) -> None:
     """Load the tensor `read()` into `target`, which is allocated on `device` if it is on meta."""
     saved, old, only_layers = target.saved, target.saved.tensor, target.only_layers
-    if len(only_layers) == len(saved.uses) and target.part == WHOLE:  # all uses are in float8
+    if len(only_layers) == len(saved.uses) and target.part == WHOLE:  # in float8 only
         new = read(old.dtype).to(device if old.is_meta else old.device, old.dtype)
         new = only_layers[0]._float8_quantize_only(new)  # no-op if the file has float8
-        # Clone a shard, which is a view of the whole.
+        # Clone a shard, which is a view that keeps the full tensor in memory.
         saved.replace(_distribute(new, old).clone() if is_dtensor(old) else new)
         return
     if old.is_meta:
         saved.replace(torch.empty_like(old, device=device))
-    new = saved.tensor
+    stored = saved.tensor
     if target.part == WHOLE:
-        _copy(new, read())
+        _copy(stored, read())
         return
-    experts: Any = torch.arange(len(new))  # then those of this rank
-    experts = _distribute(experts, new).to_local() if is_dtensor(new) else experts
-    for index in (experts == target.part.expert).nonzero().flatten().tolist():  # one here, or none
-        part = target.part._replace(expert=index).of(local_tensor(high_precision(new)))
+    experts: Any = torch.arange(len(stored))
+    experts = _distribute(experts, stored).to_local() if is_dtensor(stored) else experts
+    # The index of the expert among those of this rank; no index if another rank has it.
+    for index in (experts == target.part.expert).nonzero().flatten().tolist():
+        part = target.part._replace(expert=index).of(local_tensor(high_precision(stored)))
         if not isinstance(part, Float8Tensor):
             _copy(part, read())
             continue

@@ -38,33 +38,34 @@ class Scheme(NamedTuple):
 
     @property
     def block(self) -> list[int | None] | None:
-        """[rows, columns] of a block, or [1, None] for whole rows; None for one scale."""
+        """The size of a block, [rows, columns]; [1, None] for whole rows, None for one scale."""
         granularity = self.granularity
         return None if granularity.one_scale else [granularity.height, granularity.width]
 
     def accepts(self, granularity: Any) -> bool:
-        """Return whether files can store scales of `granularity`: as they are, or 32x32 as 1x32."""
-        repeated = ScalingGranularity.BLOCK_32x32, ScalingGranularity.BLOCK_1x32  # in memory, files
-        return granularity is self.granularity or (granularity, self.granularity) == repeated
+        """Return whether files can store scales of `granularity`."""
+        if self.granularity is ScalingGranularity.BLOCK_1x32:  # repeat those of 32x32 for each row
+            return granularity in (ScalingGranularity.BLOCK_1x32, ScalingGranularity.BLOCK_32x32)
+        return granularity is self.granularity
 
     def scale_shape(self, shape: tuple[int, ...], is_expert: bool = False) -> tuple[int, ...]:
         """Return the shape in files of the scale of a weight [N, K], an expert's if `is_expert`."""
         if self.granularity.one_scale and self.format == FINE_GRAINED:
-            return (1, 1) if is_expert else ()  # transformers concatenates those of experts
+            return (1, 1) if is_expert else ()  # transformers concatenates scales of experts
         if self.granularity.one_scale:
             return (1,)
         width = self.granularity.width  # unlike in memory, columns of scales are not padded
         return self.granularity.scales(shape)[0], 1 if width is None else -(-shape[1] // width)
 
     def require_pair(self, name: str, weight: Any, scale: Any) -> None:
-        """Raise `ValueError` unless pairs (dtype, shape) `weight` and `scale` exist and fit."""
+        """Raise `ValueError` unless `weight` and `scale`, pairs (dtype, shape) or None, fit."""
         (dtype, shape), scale_name = weight, name + self.scale_suffix
         scale_dtype, scale_shape = scale or (None, None)
         shapes = [self.scale_shape(shape)] if len(shape) == 2 else []
-        shapes += [(), (1,), (1, 1)] if self.granularity.one_scale else []  # of other writers
+        shapes += [(), (1,), (1, 1)] if self.granularity.one_scale else []  # as others write it
         shapes += [shape[:1]] if self.granularity.by_rows else []  # [N] instead of [N, 1]
         dtypes = [EXPONENTS, torch.uint8] if self.exponents else []
-        dtypes += [] if self.strategy == "mxfp8" else HIGH_PRECISION_DTYPES  # also for block_ue8m0
+        dtypes += [] if self.strategy == "mxfp8" else HIGH_PRECISION_DTYPES  # also in block_ue8m0
         if dtype != E4M3:
             got, expected = f"dtype {dtype}", f"{E4M3}"
         elif len(shape) != 2:
@@ -78,38 +79,36 @@ class Scheme(NamedTuple):
             expected = f"{shapes[0]} under {self.granularity}"
         else:
             return
-        raise ValueError(
-            f"{name}: got {got}, expected {expected}, as config.json says; take the config.json of "
-            f"this checkpoint, or load it with transformers, dequantized"
-        )
+        fix = "take the config.json of this checkpoint, or load it with transformers, dequantized"
+        raise ValueError(f"{name}: got {got}, expected {expected}, as config.json says; {fix}")
 
     def weight(self, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Float8Tensor:
         """Return `data` [N, K] and `scale` from a file as a `Float8Tensor` that reports `dtype`."""
-        scale = scale.detach()  # one-byte scales are exponents, also if the file says uint8
+        scale = scale.detach()  # scales of one byte are exponents, even if the dtype is uint8
         scale = (scale.view(EXPONENTS) if scale.itemsize == 1 else scale).to(torch.float32)
         if self.granularity.one_scale:
             scale = scale.reshape(())
         else:  # pad columns of scales to multiples of 4, as GEMMs read them
-            scale = scale[:, None] if scale.dim() == 1 else scale  # [N] of rows
+            scale = scale[:, None] if scale.dim() == 1 else scale  # [N] -> [N, 1]
             columns = self.granularity.scales(tuple(data.shape))[1]
             scale = F.pad(scale, (0, columns - scale.shape[1]))
         return Float8Tensor(data.detach().contiguous(), scale.contiguous(), dtype, self.granularity)
 
     def published(self, weight: Any, is_expert: bool) -> tuple[Tensor, Tensor] | None:
-        """Return data and scale of `weight` as in files; None if files have no such scales."""
+        """Return data and scale of `weight` as files store them, or None if they cannot."""
         if not self.accepts(weight._granularity) or weight._data.dtype != E4M3:
-            return None  # files of this scheme have other scales, or other data
+            return None
         shape, in_memory = self.scale_shape((*weight.shape,), is_expert), weight._granularity
         if in_memory.one_scale:
             scale = weight._scale.reshape(shape).clone()
-        else:  # files have a scale of 32x32 once for each row, and no padding
+        else:  # repeat scales of 32x32 for each row, and remove the padding of columns
             repeats = 1 if in_memory is self.granularity else in_memory.height
             scale = weight._scale.repeat_interleave(repeats, 0)[: shape[0], : shape[1]].contiguous()
         if self.exponents:
-            # The exponents of float32 numbers, rounded down; those of NaN and Inf are NaN.
+            # Bits 23 to 30 of a float32 are its exponent: 255 for NaN and Inf, which becomes NaN.
             exponents = (scale.view(torch.int32) >> 23).to(torch.uint8).view(EXPONENTS)
             powers = exponents.to(torch.float32)
-            if not ((powers == scale) | powers.isnan()).all():  # other scales than powers of two
+            if not ((powers == scale) | powers.isnan()).all():  # a scale is no power of two
                 return None
             scale = exponents.view(self.exponents)
         return weight._data, scale
@@ -123,17 +122,17 @@ class Scheme(NamedTuple):
             config |= {"scale_fmt": "ue8m0"} if self.exponents else {}
             return config | {"modules_to_not_convert": left_out}
         common = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": self.strategy}
-        if self.exponents:
+        if self.exponents:  # "group": `group_size` elements of a row
             common |= {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
         weights, inputs = common | {"dynamic": False}, common | {"dynamic": True}
-        inputs |= {"strategy": "token"} if self.strategy == "channel" else {}
+        inputs |= {"strategy": "token"} if self.strategy == "channel" else {}  # both: one per row
         if self.strategy == "block":
             weights |= {"block_structure": self.block}
             inputs |= {"strategy": "group", "group_size": 128}
-        group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-        format = "mxfp8-quantized" if self.exponents else "float-quantized"
-        config = {"quant_method": COMPRESSED, "format": format, "quantization_status": "compressed"}
-        return config | {"config_groups": {"group_0": group}, "ignore": left_out}
+        layers = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+        layout = "mxfp8-quantized" if self.exponents else "float-quantized"
+        config = {"quant_method": COMPRESSED, "format": layout, "quantization_status": "compressed"}
+        return config | {"config_groups": {"group_0": layers}, "ignore": left_out}
 
 
 _SCHEMES = (
@@ -165,34 +164,38 @@ def scheme_of(config: Any) -> Scheme:
     """
     config = _dict_or_empty(config)
     method = config.get("quant_method")
-    fix = next((fix for x, fix in _FIX_BY_METHOD.items() if str(method).startswith(x)), None)
-    _require("['quant_method']", method, [*FP8_METHODS, COMPRESSED], fix)
-    schemes = [x for x in _SCHEMES if (x.format == COMPRESSED) is (method == COMPRESSED)]
+    fixes = (fix for prefix, fix in _FIX_BY_METHOD.items() if str(method).startswith(prefix))
+    _require("['quant_method']", method, [*FP8_METHODS, COMPRESSED], next(fixes, None))
+    format = COMPRESSED if method == COMPRESSED else FINE_GRAINED
+    schemes = [scheme for scheme in _SCHEMES if scheme.format == format]
     for field, got in _fields(config).items():
         value_of = {scheme: _fields(scheme.config([]))[field] for scheme in schemes}
         _require(field, got, [*value_of.values()])
         schemes = [scheme for scheme in schemes if value_of[scheme] == got]
-    return schemes[0]
+    return schemes[0]  # the only one: any two of a format differ in a field
 
 
 def _fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Return {path, as in errors: value or default} of the fields that tell schemes apart."""
+    """Return the values or defaults of the fields of `config` that tell schemes apart.
+
+    Keys are texts that `_require` appends to "quantization_config", such as "['fmt']".
+    """
     if config["quant_method"] != COMPRESSED:
         is_mxfp8 = config["quant_method"] == "mxfp8"
         block, scale_fmt = ([1, 32], "ue8m0") if is_mxfp8 else (None, "float")
-        fields: dict[str, Any] = {"weight_block_size": block, "scale_fmt": scale_fmt}
-        fields |= {"fmt": "e4m3", "expert_dtype": "fp8"}  # these are the defaults
-        fields |= {name: config[name] for name in fields if config.get(name) is not None}
-        return {f"[{name!r}]": value for name, value in fields.items()}
+        defaults: dict[str, Any] = {"weight_block_size": block, "scale_fmt": scale_fmt}
+        defaults |= {"fmt": "e4m3", "expert_dtype": "fp8"}
+        values = {name: config[name] for name in defaults if config.get(name) is not None}
+        return {f"[{name!r}]": value for name, value in (defaults | values).items()}
     groups = _dict_or_empty(config.get("config_groups"))
     group = _dict_or_empty(next(iter(groups.values()), None))
     weights = {"symmetric": True} | _dict_or_empty(group.get("weights"))
-    names = ["type", "num_bits", "symmetric", "strategy"]  # read for all strategies
+    names = ["type", "num_bits", "symmetric", "strategy"]  # of fields that all strategies have
     names += ["group_size", "scale_dtype"] if weights.get("strategy") == "group" else []
     names += ["block_structure"] if weights.get("strategy") == "block" else []
-    if weights.get("block_structure") == "128x128":  # as older files have it
+    if weights.get("block_structure") == "128x128":  # in older files
         weights["block_structure"] = [128, 128]
-    fields = {"['config_groups']: number of groups": len(groups)}
+    fields: dict[str, Any] = {"['config_groups']: number of groups": len(groups)}
     fields |= {f": weights[{name!r}]": weights.get(name) for name in names}
     return fields | {": targets": group.get("targets")}
 
@@ -224,8 +227,6 @@ def values_of(x: Tensor) -> Tensor:
     return dequantise(x, torch.float32) if isinstance(x, Float8Tensor) else x
 
 
-# ---------------------------------------------------------------- layers that others loaded
-
 # transformers loads `fine-grained-fp8` into its `FP8Linear`, and compressed-tensors into an
 # `nn.Linear` with more Parameters. Both have a float8 weight and a Parameter with its scale.
 COMPRESSED_MARK = "quantization_scheme"  # compressed-tensors sets it, and a `forward`, on layers
@@ -239,60 +240,59 @@ def scheme_of_layer(mod: Any) -> Scheme | str | None:
     weight = mod._parameters.get("weight") if isinstance(mod, nn.Linear) else None
     if weight is None or weight.dtype not in FLOAT8_MAX:
         return None
-    # The forward of these computes `input @ weight.T + bias`; that of a grouped linear does not.
+    # Only these compute `input @ weight.T + bias`; a grouped linear layer, for one, does not.
     if class_with_forward(type(mod)).__name__ not in ("Linear", "FP8Linear", "CompressedLinear"):
         return None
     if (scale := mod._parameters.get("weight_scale_inv")) is not None:
-        block: Any = getattr(mod, "block_size", None)  # None for one scale
-        layout = FINE_GRAINED, block and [*block], scale.itemsize == 1
+        block: Any = getattr(mod, "block_size", None)  # (rows, columns), or None for one scale
+        layout = FINE_GRAINED, list(block) if block else block, scale.itemsize == 1  # exponents
         fits = (x for x in _SCHEMES if (x.format, x.block, x.exponents is not None) == layout)
         return next(fits, f"{block} blocks ({FINE_GRAINED})")
     if (scale := mod._parameters.get("weight_scale")) is None:
         return None
+    inferred = "tensor" if scale.numel() == 1 else "channel"  # for layers without such arguments
     weight_arguments = getattr(getattr(mod, COMPRESSED_MARK, None), "weights", None)
-    strategy = getattr(weight_arguments, "strategy", "tensor" if scale.numel() == 1 else "channel")
-    strategy = "mxfp8" if scale.itemsize == 1 else strategy  # "group" in compressed-tensors
+    strategy = getattr(weight_arguments, "strategy", inferred)
+    strategy = "mxfp8" if scale.itemsize == 1 else strategy  # compressed-tensors has "group" there
     fits = (x for x in _SCHEMES if (x.format, x.strategy) == (COMPRESSED, strategy))
     return next(fits, f"strategy {strategy!r} ({COMPRESSED})")
 
 
 def config_for(mod: Any, config: Float8LinearConfig | None) -> Float8LinearConfig:
-    """Return `config`; if it is None, return the recipe for the scales of `mod`, with `ONLY`."""
+    """Return `config`, or if it is None, one that keeps the float8 weight of `mod` (`ONLY`)."""
     if config is not None:
         return config
-    if not isinstance(scheme := scheme_of_layer(mod), Scheme):  # `why_not_taken` refuses `mod`
-        return as_config("tensorwise")
+    if not isinstance(scheme := scheme_of_layer(mod), Scheme):
+        return as_config("tensorwise")  # any one: `why_not_taken` refuses `mod`
     recipe = as_config(scheme.recipe)
-    is_mxfp8 = recipe.cast_config_weight.scaling_granularity.exponents  # rounds all scales anyway
-    if scheme.exponents and not is_mxfp8:  # servers round scales of activations, too
+    always_rounds = recipe.cast_config_weight.scaling_granularity.exponents  # as in MXFP8
+    if scheme.exponents and not always_rounds:  # servers round scales of activations, too
         recipe = replace(recipe, round_scales_to_power_of_2=True)
     return replace(recipe, float8_weights=Float8Weights.ONLY)
 
 
 def why_not_taken(mod: Any, config: Float8LinearConfig) -> str | None:
     """Return why `mod`, loaded in float8, cannot become a `Float8Linear` with `config`, or None."""
-    scheme = scheme_of_layer(mod)  # or a text on its scales
+    scheme = scheme_of_layer(mod)  # or a text that describes its scales
     if not isinstance(scheme, Scheme):
         got = f"got a weight in float8 with scales of {scheme}"
         return f"{got}, expected one of {_NAMES}; load it dequantized"
-    # Conversion removes a `forward` on `mod`: right for compressed-tensors', not for accelerate's.
+    # Conversion drops `mod.forward`: good if compressed-tensors set it, not if accelerate did.
     if replaced_forward(mod) and (hasattr(mod, "_hf_hook") or COMPRESSED_MARK not in vars(mod)):
         got = "got a layer with a `forward` of its own as attribute"
         return f"{got}, expected one without; load the model onto one device"
     if is_dtensor(mod.weight):
         return "got a weight in float8 that ranks share, expected a whole one; load it dequantized"
-    pair = mod.weight, mod._parameters["weight" + scheme.scale_suffix]
+    tensors = mod.weight, mod._parameters["weight" + scheme.scale_suffix]
     try:
-        scheme.require_pair("weight", *((x.dtype, tuple(x.shape)) for x in pair))
+        scheme.require_pair("weight", *((x.dtype, tuple(x.shape)) for x in tensors))
     except ValueError as error:
         return str(error)
     granularity = config.cast_config_weight.scaling_granularity
     if config.float8_weights is not Float8Weights.ONLY or granularity is scheme.granularity:
         return None
-    return (
-        f"got float8_weights=ONLY with scales of {granularity} for a weight in float8 that has "
-        f"those of {scheme.granularity}, expected the recipe {scheme.recipe!r}"
-    )
+    got = f"got float8_weights=ONLY with scales of {granularity} for a weight in float8"
+    return f"{got} that has those of {scheme.granularity}, expected the recipe {scheme.recipe!r}"
 
 
 @torch.inference_mode(False)  # autograd does not save inference tensors for backward
@@ -301,12 +301,12 @@ def as_linear(mod: Any, config: Float8LinearConfig, dtype: torch.dtype) -> nn.Li
 
     Its weight is a `Float8Tensor` of the same bytes under `ONLY`, else dequantized to `dtype`.
     """
-    scheme: Any = scheme_of_layer(mod)  # a `Scheme`, since `why_not_taken` had no objection
+    scheme: Any = scheme_of_layer(mod)  # a `Scheme`: `why_not_taken` has returned None
     scale = mod._parameters["weight" + scheme.scale_suffix]
-    weight: Any = scheme.weight(mod.weight, scale, dtype)
+    float8_weight: Any = scheme.weight(mod.weight, scale, dtype)
     only = config.float8_weights is Float8Weights.ONLY
-    weight = weight if only else values_of(weight).to(dtype)
-    new: nn.Linear = shallow_copy(mod, nn.Linear)  # with dicts of its own: `mod` stays unchanged
+    weight = float8_weight if only else values_of(float8_weight).to(dtype)
+    new: nn.Linear = shallow_copy(mod, nn.Linear)  # its dicts are copies: `mod` does not change
     new._parameters["weight"] = nn.Parameter(weight, requires_grad=not only)
     for name in ("weight_scale", "weight_scale_inv", "activation_scale", "input_scale"):
         new._parameters.pop(name, None)

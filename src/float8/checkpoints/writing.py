@@ -13,17 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from float8.checkpoints import names
 from float8.checkpoints.adapters import layers_of_peft, merged_base_layer, without_adapters
 from float8.checkpoints.files import import_safetensors, write_files
-from float8.checkpoints.names import (
-    WHOLE,
-    Part,
-    Parts,
-    SavedTensor,
-    published_parts,
-    replaced_by_transformers,
-    saved_tensors,
-)
+from float8.checkpoints.names import WHOLE, Part, Parts, SavedTensor
 from float8.checkpoints.ranks import ModelRanks
 from float8.checkpoints.schemes import FINE_GRAINED, Scheme, scheme_named
 from float8.config import CastConfig, require_module
@@ -98,8 +91,7 @@ def quantization_config(
 ) -> dict[str, Any]:
     """Return the value of `quantization_config` in the `config.json` of a checkpoint.
 
-    It describes the tensors that the function `float8_weights` yields for the same arguments.
-    Raises the errors of that function.
+    It describes what `float8_weights` yields for the same arguments. Raises that function's errors.
     """
     return _plan(model, format, strategy).config
 
@@ -121,17 +113,19 @@ def float8_metadata(
     param_dtype: torch.dtype | None = None,
 ) -> list[TensorMetadata]:
     """Return a `TensorMetadata` per tensor of `float8_weights`, in its order; raises its errors."""
-    plan, metadata = _plan(model, format, strategy, dtype, param_dtype), list[TensorMetadata]()
-    for x, parts, rounds_to, cast_config, _ in plan.entries:
-        new_dtype = rounds_to if rounds_to and x.dtype in HIGH_PRECISION_DTYPES else x.dtype
-        for name, part in parts.items():
-            shape = part.shape((*x.shape,))
-            metadata.append(TensorMetadata(name, E4M3 if cast_config else new_dtype, shape))
-            if cast_config:
-                scales = plan.scheme.scale_shape(shape, part is not WHOLE)
+    plan = _plan(model, format, strategy, dtype, param_dtype)
+    metadata = list[TensorMetadata]()
+    for entry in plan.entries:
+        is_rounded = entry.dtype and entry.tensor.dtype in HIGH_PRECISION_DTYPES
+        new_dtype: Any = entry.dtype if is_rounded else entry.tensor.dtype
+        for name, part in entry.parts.items():
+            shape = part.shape((*entry.tensor.shape,))
+            metadata.append(TensorMetadata(name, E4M3 if entry.cast_config else new_dtype, shape))
+            if entry.cast_config:
+                scale_name = name + plan.scheme.scale_suffix
                 scale_dtype = plan.scheme.exponents or torch.float32
-                name += plan.scheme.scale_suffix
-                metadata.append(TensorMetadata(name, scale_dtype, scales))
+                scale_shape = plan.scheme.scale_shape(shape, is_expert=part is not WHOLE)
+                metadata.append(TensorMetadata(scale_name, scale_dtype, scale_shape))
     return metadata
 
 
@@ -175,29 +169,29 @@ def save_float8_checkpoint(
         config = _model_config(plan.model, plan.dtype) | {"quantization_config": plan.config}
         config_text = json.dumps(config, indent=2)
         import_safetensors()
-        if ranks.number != 0 and not ranks.meshes:
+        if ranks.number != 0 and not ranks.meshes:  # not sharded: rank 0 writes all of it
             return ()
-        entries = [(x.tensor.dtype, x.tensor.shape, *x[1:]) for x in plan.entries]  # no values
+        # Compare everything but the values of tensors, which are other shards on other ranks.
+        entries = [(x.tensor.dtype, x.tensor.shape, *x[1:]) for x in plan.entries]
         if len({*ranks.agree(repr((plan.scheme, plan.dtype, max_shard_size, entries)))}) > 1:
-            raise ValueError(
-                "model: got ranks with other models or arguments, expected the same on all: "
-                "together they write one checkpoint"
-            )
+            got = "got ranks with other models or arguments, expected the same on all"
+            raise ValueError(f"model: {got}: together they write one checkpoint")
         if ranks.meshes and not any(0 in mesh.mesh for mesh in ranks.meshes):
             raise ValueError("model: got one that rank 0 has no part of, expected one: it writes")
-        notes = list[WrittenWeight]()
+        written = list[WrittenWeight]()
 
-        def tensors() -> Iterator[dict[str, Tensor]]:
-            for pair, note in _cast_tensors(plan, ranks):
-                notes.extend([note] if note else [])
-                yield pair
-            ranks.agree()  # rank 0 replaces the older checkpoint only if no rank has failed
+        def cast_all() -> Iterator[dict[str, Tensor]]:
+            for tensors, written_weight in _cast_tensors(plan, ranks):
+                if written_weight is not None:
+                    written.append(written_weight)
+                yield tensors
+            ranks.agree()  # if any rank has failed, raise before an older checkpoint is replaced
 
         if ranks.number == 0:
-            write_files(Path(folder), tensors(), config_text, max_shard_size)
+            write_files(Path(folder), cast_all(), config_text, max_shard_size)
         else:
-            deque(tensors(), maxlen=0)
-    return tuple(notes)
+            deque(cast_all(), maxlen=0)  # drop all tensors: this rank only takes part in gathers
+    return tuple(written)
 
 
 def _model_config(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
@@ -215,24 +209,25 @@ def _model_config(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
 
 
 class _Entry(NamedTuple):
-    """A Parameter or buffer to write."""
+    """How to write one Parameter or buffer."""
 
     tensor: Tensor
-    parts: Parts  # with their names in files
-    dtype: torch.dtype | None  # to which values are rounded first; None: not at all
-    cast_config: CastConfig | None = None  # the cast to float8; None: in high precision
-    as_trained: bool = False  # whether training casts it in the same way
+    parts: Parts  # name in files -> part of `tensor`
+    dtype: torch.dtype | None  # the dtype to round values to, before any cast; None: keep theirs
+    cast_config: CastConfig | None = None  # the cast to float8; None: write in high precision
+    as_trained: bool = False  # whether training casts `tensor` in the same way
 
 
 class _Plan(NamedTuple):
-    """All tensors to write, and the configuration that describes them."""
+    """How to write each tensor of a model, and the configuration that describes them."""
 
     scheme: Scheme
     dtype: torch.dtype  # of most tensors that are not in float8
     entries: list[_Entry]
     config: dict[str, Any]  # the `quantization_config` of `config.json`
     model: nn.Module  # without wrappers and adapters
-    adapters: dict[Tensor, tuple[Any, str]]  # for each: PEFT's layers or (), its name in their base
+    peft_layers: dict[Tensor, tuple[Any, ...]]  # PEFT layers to merge into each tensor, or ()
+    base_attr: dict[Tensor, str]  # the attribute of their base layer that is the tensor, or ""
 
 
 def _plan(
@@ -245,55 +240,55 @@ def _plan(
     """Check all tensors of `model`, and decide how to write each; raises as `float8_weights`."""
     require_module(model, "model")
     reshard(model)
-    for name, got in (("dtype", dtype), ("param_dtype", param_dtype)):
-        if got not in (None, *HIGH_PRECISION_DTYPES):
-            raise TypeError(f"{name}: got {got!r}, expected None or one of {HIGH_PRECISION_DTYPES}")
+    for name, x in (("dtype", dtype), ("param_dtype", param_dtype)):
+        if x not in (None, *HIGH_PRECISION_DTYPES):
+            raise TypeError(f"{name}: got {x!r}, expected None or one of {HIGH_PRECISION_DTYPES}")
     scheme = scheme_named(format, strategy)
-    model, peft_of = without_adapters(unwrapped(model))
-    model = unwrapped(model)  # wrappers inside the adapters
-    tensors, published = saved_tensors(model), published_parts(model)
+    model, peft_layer_of = without_adapters(unwrapped(model))
+    model = unwrapped(model)  # the model in PEFT's modules may be wrapped, too
+    tensors, published = names.saved_tensors(model), names.published_parts(model)
     stays_float32 = _float32_names(model)
     in_float8 = _select_float8(tensors, published, stays_float32)
     float8_modules = {module for saved in in_float8 for _, module, _ in saved.uses}
     if not any(isinstance(module, Float8Module) for module in float8_modules):
-        raise ValueError(
-            "model: got one without a Float8Linear or Float8Experts whose weights can be written "
-            "(neither in float64 nor parametrized), expected one; call convert_to_float8_training"
-        )
-    elements_of = Counter[torch.dtype]()  # dtype: elements of weights to cast
+        got = "got one without a Float8Linear or Float8Experts whose weights can be written"
+        why = "(neither in float64 nor parametrized)"
+        raise ValueError(f"model: {got} {why}, expected one; call convert_to_float8_training")
+    elements_of = Counter[torch.dtype]()  # dtype -> number of elements of weights to cast
     for saved in tensors:
-        _require_storable(saved, saved in in_float8)
+        _require_storable(saved, in_float8=saved in in_float8)
         if saved in in_float8:
             elements_of[saved.tensor.dtype] += saved.tensor.numel()
     config = scheme.config(_high_precision_modules(model, float8_modules, published, scheme))
-    if replaced := replaced_by_transformers(model, config["quant_method"]):
-        raise ValueError(
-            f"format: got {format!r} for a model with {replaced}, for which transformers finds no "
-            f"weights when it loads that format; expected {FINE_GRAINED!r}"
-        )
+    if replaced := names.replaced_by_transformers(model, config["quant_method"]):
+        got = f"got {format!r} for a model with {replaced}, for which transformers finds no weights"
+        raise ValueError(f"format: {got} when it loads that format; expected {FINE_GRAINED!r}")
     ((model_dtype, _),) = elements_of.most_common(1)
-    # The dtype for tensors that are not cast; None keeps theirs.
-    rounds_to = dtype or (torch.bfloat16 if model_dtype == torch.float32 else None)
-    entries, adapters = [], {}
+    # The dtype to which tensors that are not cast are rounded; None: they keep theirs.
+    new_dtype = dtype or (torch.bfloat16 if model_dtype == torch.float32 else None)
+    entries, peft_layers, base_attr = [], {}, {}
     for saved in tensors:
         x, (name, module, _) = saved.tensor, saved.uses[0]
-        name_in_base = {peft_of[mod]: attr for _, mod, attr in saved.uses if mod in peft_of}
-        adapters[x] = tuple(name_in_base), next(iter(name_in_base.values()), "")
+        # PEFT layer -> attribute of its base layer. A tied tensor may be in several of them.
+        attrs = {peft_layer_of[m]: attr for _, m, attr in saved.uses if m in peft_layer_of}
+        peft_layers[x] = tuple(attrs)
+        base_attr[x] = next(iter(attrs.values()), "")
         parts = published[name]
         if saved in in_float8:
             pieces = max(part.pieces for part in parts.values())
             cast, as_trained = _cast_of(module, scheme, x.shape[-2], pieces)
-            entries.append(_Entry(x, parts, param_dtype, cast, as_trained and not name_in_base))
-        else:  # experts in high precision stay joined
-            parts = parts if WHOLE in parts.values() else {name: WHOLE}
-            stays = dtype is None and stays_float32(name)
-            entries.append(_Entry(x, parts, None if stays else rounds_to))
+            entries.append(_Entry(x, parts, param_dtype, cast, as_trained and not attrs))
+        else:
+            if WHOLE not in parts.values():  # experts are split only if they are cast
+                parts = {name: WHOLE}
+            keeps_dtype = dtype is None and stays_float32(name)
+            entries.append(_Entry(x, parts, None if keeps_dtype else new_dtype))
     _require_unique_names(entries, scheme.scale_suffix)
-    return _Plan(scheme, rounds_to or model_dtype, entries, config, model, adapters)
+    return _Plan(scheme, new_dtype or model_dtype, entries, config, model, peft_layers, base_attr)
 
 
 def _require_storable(saved: SavedTensor, in_float8: bool) -> None:
-    """Raise `ValueError` if `saved` has no values, or cannot be stored (cast if `in_float8`)."""
+    """Raise `ValueError` unless files can store `saved`, after a cast to float8 if `in_float8`."""
     x, (name, module, _) = saved.tensor, saved.uses[0]
     inner = local_tensor(high_precision(x))
     is_foreign_float8 = x.dtype.is_floating_point and x.dtype.itemsize == 1
@@ -310,14 +305,14 @@ def _require_storable(saved: SavedTensor, in_float8: bool) -> None:
 
 
 def _float32_names(model: nn.Module) -> Callable[[str], Any]:
-    """Return a function that matches names that transformers keeps in float32 in 16-bit models."""
+    """Return a function that tells from a name whether transformers keeps the tensor in float32."""
     patterns = {
         name.replace("*", ".*")
         for module in model.modules()
         for attr in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
         for name in getattr(module, attr, None) or ()
     }
-    return re.compile("|".join(patterns) or "(?!)").search  # transformers uses `search` as well
+    return re.compile("|".join(patterns) or "(?!)").search  # "(?!)" matches no name
 
 
 def _select_float8(
@@ -326,7 +321,7 @@ def _select_float8(
     """Return the tensors in `saved` to write in float8.
 
     These are weights of layers whose output GEMM is in float8, and of experts, converted or not,
-    that transformers saves one by one. Excluded are modules with a weight that is float64, that
+    that transformers saves one by one. Not in float8 are weights that are float64, that
     transformers keeps in float32, or that a module in high precision shares.
     """
 
@@ -340,9 +335,10 @@ def _select_float8(
 
     selected = {x for x in saved if all(is_float8(*use, x.tensor) for use in x.uses)}
     rest = [x for x in saved if x not in selected and not is_lazy(x.tensor)]
-    # Experts have 3 dims; if one weight of a module stays in high precision, all of them do.
-    mixed = {module for x in rest if x.tensor.dim() == 3 for _, module, _ in x.uses}
-    return {x for x in selected if x.tensor.dim() == 2 or mixed.isdisjoint(m for _, m, _ in x.uses)}
+    # Readers expect all weights [E, N, K] of a module of experts in float8, or none of them.
+    excluded = {module for x in rest if x.tensor.dim() == 3 for _, module, _ in x.uses}
+    experts = (x for x in selected if x.tensor.dim() == 3)
+    return selected - {x for x in experts if any(module in excluded for _, module, _ in x.uses)}
 
 
 def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastConfig, bool]:
@@ -350,68 +346,69 @@ def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastC
 
     The weight [rows, K] (of one expert, or of a layer) is saved as `pieces` weights of equal size.
     """
-    granularity, power_of_2, training = scheme.granularity, scheme.exponents is not None, None
+    granularity, power_of_2 = scheme.granularity, scheme.exponents is not None
+    trained_cast = None  # for experts in high precision
     if isinstance(module, Float8Module):
-        training = module._float8_plan.casts.weight.config
-        power_of_2 = power_of_2 or training.power_of_2
-        if scheme.accepts(training.scaling_granularity):  # 32x32 can be stored as 1x32
-            granularity = training.scaling_granularity
+        trained_cast = module._float8_plan.casts.weight.config
+        power_of_2 = power_of_2 or trained_cast.power_of_2
+        if scheme.accepts(trained_cast.scaling_granularity):  # not only the scheme's own
+            granularity = trained_cast.scaling_granularity
     cast = CastConfig(target_dtype=E4M3, scaling_granularity=granularity, power_of_2=power_of_2)
-    height = granularity.height or rows  # rows per scale: all if there is one
-    separate = pieces == 1 or rows // pieces % height == 0  # no scale covers two pieces
-    return cast, cast == training and separate
+    rows_per_scale = granularity.height or rows  # `height` is None if one scale covers all rows
+    pieces_share_scales = pieces > 1 and rows // pieces % rows_per_scale != 0
+    return cast, cast == trained_cast and not pieces_share_scales
 
 
 def _high_precision_modules(
     model: nn.Module, in_float8: set[nn.Module], published: dict[str, Parts], scheme: Scheme
 ) -> list[str]:
-    """Return names of the linear layers and experts that contain no module of `in_float8`.
+    """List linear layers and experts without a module of `in_float8`, for `Scheme.config`.
 
-    The names are for `Scheme.config`: of the model, or under fine-grained-fp8 those in files.
+    Readers expect the names in `model`, but for fine-grained-fp8 those that files have.
     """
-    names = []
+    in_model = []
     for name, module in model.named_modules():
         has_experts = any(x.dim() == 3 for x in module.parameters(recurse=False))
-        if has_experts or isinstance(module, nn.Linear):
-            names += [plain_name(name)] if in_float8.isdisjoint(module.modules()) else []
+        has_weights = has_experts or isinstance(module, nn.Linear)
+        if has_weights and in_float8.isdisjoint(module.modules()):
+            in_model.append(plain_name(name))
     if scheme.format != FINE_GRAINED:
-        return names
-    weights = (f"{name}.weight" for name in names)
+        return in_model
+    weights = (f"{name}.weight" for name in in_model)
     weights_in_files = (next(iter(published.get(weight, [weight]))) for weight in weights)
     return [weight.removesuffix(".weight") for weight in weights_in_files]
 
 
 def _require_unique_names(entries: list[_Entry], suffix: str) -> None:
     """Raise `ValueError` if two tensors, or a tensor and a scale (name + `suffix`) share a name."""
-    names = Counter(name for entry in entries for name in entry.parts)
-    scales = {name + suffix for name in names}  # readers take any tensor with this name for a scale
-    if ambiguous := [name for name, count in names.items() if count > 1 or name in scales]:
-        raise ValueError(
-            f"{ambiguous[0]}: got a tensor that has in files the name of another, or of its scale "
-            f"({suffix!r} is added), expected one of its own; rename it, or leave it out"
-        )
+    counts = Counter(name for entry in entries for name in entry.parts)
+    scales = {name + suffix for name in counts}  # readers take a tensor of such a name for a scale
+    if ambiguous := [name for name, count in counts.items() if count > 1 or name in scales]:
+        got = "got a tensor that has in files the name of another, or of its scale"
+        expected = f"({suffix!r} is added), expected one of its own; rename it, or leave it out"
+        raise ValueError(f"{ambiguous[0]}: {got} {expected}")
 
 
 @torch.no_grad()
 def _cast_tensors(
     plan: _Plan, ranks: ModelRanks
 ) -> Iterator[tuple[dict[str, Tensor], WrittenWeight | None]]:
-    """Yield (tensor by its names, None), or (data and scale by name, `WrittenWeight`) if cast."""
-    to_merge = [layer for layers, _ in plan.adapters.values() for layer in layers]
+    """Yield ({name: tensor}, None), or for float8 ({name: data, name: scale}, `WrittenWeight`)."""
+    to_merge = [layer for layers in plan.peft_layers.values() for layer in layers]
     active = [[*x.active_adapters] for layer in to_merge for x in layers_of_peft(layer)]
     if len({*ranks.agree(repr(active))}) > 1:
         raise ValueError("model: got ranks with other active adapters, expected the same on all")
-    # `groupby` works as the bias of a layer follows its weight.
-    for layers, entries in groupby(plan.entries, lambda entry: plan.adapters[entry.tensor][0]):
+    # Weight and bias of a layer follow each other, so that `groupby` merges its adapters once.
+    for layers, entries in groupby(plan.entries, lambda entry: plan.peft_layers[entry.tensor]):
         merged = merged_base_layer(*layers, gather=ranks.gather) if layers else None
         for entry in entries:
-            old: Any = entry.tensor.detach()
-            x: Any = high_precision(old)  # a weight that exists in float8 only stays in float8
+            x: Any = high_precision(entry.tensor.detach())  # `Float8Tensor` if in float8 only
             if layers:
-                x = getattr(merged, plan.adapters[entry.tensor][1])  # by its name in the base
-                x = x if entry.cast_config or entry.dtype else x.to(old.dtype)  # no cast follows
-            is_float8 = isinstance(local_tensor(x), Float8Tensor)
-            if entry.dtype and x.dtype in HIGH_PRECISION_DTYPES and not is_float8:
+                x = getattr(merged, plan.base_attr[entry.tensor])  # in float32
+                if not (entry.cast_config or entry.dtype):  # nothing below rounds it
+                    x = x.to(entry.tensor.dtype)
+            has_float8_data = isinstance(local_tensor(x), Float8Tensor)
+            if entry.dtype and x.dtype in HIGH_PRECISION_DTYPES and not has_float8_data:
                 x = x.to(entry.dtype)
             x = ranks.gather(x)
             if entry.cast_config is None:
@@ -425,12 +422,12 @@ def _cast_tensors(
 
 
 def _quantize(part: Part, x: Any, entry: _Entry, scheme: Scheme) -> tuple[Tensor, Tensor, bool]:
-    """Quantize `part` of `x`, `entry`'s full tensor; return (data, scale, if training casts so)."""
+    """Return data and scale of `part` of the full tensor `x`, and whether training casts it so."""
     weight, as_trained, is_expert = part.of(x), entry.as_trained, part is not WHOLE
     if isinstance(weight, Float8Tensor):
         if published := scheme.published(weight, is_expert):
             return *published, True
-        weight, as_trained = weight.to_original_precision(), False  # other scales than in files
+        weight, as_trained = weight.to_original_precision(), False  # files have other scales
     cast: Any = entry.cast_config
     quantized: Any = scheme.published(in_float8_only(weight, Cast(cast)), is_expert)
     return *quantized, as_trained

@@ -58,17 +58,18 @@ class Chooser:
         self.config_or_none = None if config is None else self.config
         # The number of ranks that share the casts of a weight; for experts see `ranks_that_cast`.
         self.linear_ranks = max(feature.sharing_ranks(self.config) for feature in FEATURES)
-        self.expert_ranks = self.linear_ranks  # fewer if `float8 plan` is given expert parallel
+        self.expert_ranks = self.linear_ranks  # `float8 plan` sets fewer under expert parallel
         self.gpu: str | None = short_name(gpu)
         self.cuda_graphs, self.head = cuda_graphs, head
         classes: Any = linear_classes if isinstance(linear_classes, Iterable) else (None,)
-        self.classes = tuple(classes)  # `_check` refuses None
+        self.classes = tuple(classes)  # `_check` raises a TypeError for None
         self.conversions = {mod: conversion_of(mod) for mod in model.modules()}
-        self._check(gpu, cuda_graphs, linear_classes, head)  # and the attributes set above
+        self._check(gpu, cuda_graphs, linear_classes, head)  # also reads attributes set above
         self.kinds = {conversion for conversion in self.conversions.values() if conversion}
         self.kept_by_model: dict[nn.Module, str] = {}
-        for conversion in self.kinds if self.filter is None else ():
-            self.kept_by_model |= conversion.modules_to_keep(self)
+        if self.filter is None:
+            for conversion in self.kinds:
+                self.kept_by_model |= conversion.modules_to_keep(self)
 
     def _check(self, gpu: Any, cuda_graphs: Any, linear_classes: Any, head: Any) -> None:
         """Raise a `TypeError` or `ValueError` for invalid arguments of `__init__`."""
@@ -87,7 +88,7 @@ class Chooser:
             raise ValueError(f"gpu: got {gpu!r}, expected one that is modelled, of {names}")
         if self.config.only_on == BLACKWELL and not self.config.emulate:  # MXFP8
             reasons = [lacks_float8_gemm(x.device, only=BLACKWELL) for x in self.model.parameters()]
-            reasons += [f"{self.gpu} multiplies no 8-bit exponents" if gpu else None]  # Hopper
+            reasons += [f"{self.gpu} multiplies no 8-bit exponents"] if gpu else []  # a Hopper GPU
             if reason := next(filter(None, reasons), None):
                 fix = "set emulate=True to compute in high precision on the same values"
                 raise ValueError(f"config: got {self.config.short_str()}, but {reason}; {fix}")
@@ -100,17 +101,17 @@ class Chooser:
 
     def choose(self, mod: nn.Module, fqn: str) -> Choice | None:
         """Return the `Choice` for `mod`, called `fqn`, or None if no `Conversion` matches `mod`."""
-        of_model = mod in self.conversions  # else a caller asks about a module outside of the model
-        conversion = self.conversions[mod] if of_model else conversion_of(mod)
+        conversion = self.conversions[mod] if mod in self.conversions else conversion_of(mod)
         if conversion is None:
             return None
         is_converted, problem, rule_reason = isinstance(mod, Float8Module), None, None
-        if is_converted:  # `_prepare` checks whether `config` can replace that of `mod`
+        if is_converted:  # `_prepare` raises an error if `mod` cannot change to `config`
             problem = "converted already" if mod._float8_config == self.config else None
-        elif self.filter is None and self.config.float8_gemms and conversion.has_rules:
-            rule_reason = self.kept_by_model.get(mod) or reason_by_name(fqn, self.head)
-        if not (is_converted or rule_reason):  # what a rule leaves out anyway needs no check
-            problem = conversion.problem(mod, self)
+        else:
+            if self.filter is None and self.config.float8_gemms and conversion.has_rules:
+                rule_reason = self.kept_by_model.get(mod) or reason_by_name(fqn, head=self.head)
+            if rule_reason is None:  # else `mod` is skipped anyway
+                problem = conversion.problem(mod, self)
         skip_reason = problem or self.keep_reasons.get(mod) or rule_reason
         if self.filter is not None:
             return Choice(skip_reason or self._why_filtered(mod, fqn))
@@ -130,7 +131,7 @@ class Chooser:
         return None if decision else f"module_filter_fn returned {decision!r}"
 
     def gpu_of(self, mod: nn.Module) -> str | None:
-        """Return the GPU whose speed decides whether to convert `mod`; None: speed is ignored."""
+        """Return the GPU whose speed decides whether to convert `mod`, or None to ignore speed."""
         if self.gpu is None and not self.config.emulate:
             return gpu_for(next((x.device for x in mod.parameters()), torch.device("cpu")))
         return self.gpu
@@ -143,9 +144,11 @@ class Chooser:
         if gpu in MODELLED:
             source = f'gpu="{gpu}"' if self.gpu else "the GPU here"
             model = f"modelled as {judged_as(self.config)} at {self.tokens} tokens per forward"
-            model += f", casts shared by {self.linear_ranks} ranks" * (self.linear_ranks > 1)
-            model += f" (experts' by {self.expert_ranks})" * (self.expert_ranks < self.linear_ranks)
-            return f"chosen for {gpu} ({source}): {model}{', as CUDA graphs' * self.cuda_graphs}"
+            shared = f", casts shared by {self.linear_ranks} ranks" if self.linear_ranks > 1 else ""
+            if self.expert_ranks < self.linear_ranks:
+                shared += f" (experts' by {self.expert_ranks})"
+            graphs = ", as CUDA graphs" if self.cuda_graphs else ""
+            return f"chosen for {gpu} ({source}): {model}{shared}{graphs}"
         if gpu is None:
             names = " or ".join(f'gpu="{name}"' for name in MODELLED)
             return f"no GPU here: layers of any size are converted; {names} leaves out slower ones"
@@ -158,7 +161,7 @@ def all_linears(mod: nn.Module, fqn: str) -> bool:
     return True
 
 
-def reason_by_name(fqn: str, head: bool = False) -> str | None:
+def reason_by_name(fqn: str, *, head: bool = False) -> str | None:
     """Return why the layer named `fqn` stays in high precision without a filter, or None.
 
     The output head stays unless `head` is True: the loss depends directly on its logits, and it is
@@ -175,17 +178,15 @@ def reason_by_name(fqn: str, head: bool = False) -> str | None:
 
 
 def gpu_for(device: torch.device) -> str | None:
-    """Return the `short_name` of the GPU for a layer with weights on `device`; None without CUDA.
-
-    Weights on the CPU or the meta device are expected to move to the current GPU.
-    """
+    """Return the `short_name` of the GPU for layers with weights on `device`; None without CUDA."""
     if not torch.cuda.is_available():
         return None
-    return str(short_name(torch.cuda.get_device_name(device if device.type == "cuda" else None)))
+    gpu = device if device.type == "cuda" else None  # CPU and meta weights go to the current GPU
+    return str(short_name(torch.cuda.get_device_name(gpu)))
 
 
 def short_name(gpu: Any) -> Any:
-    """Return the modelled GPU that `gpu` names, such as "H100"; `gpu` itself if not exactly one."""
+    """Return the one modelled GPU in the name `gpu`, such as "H100"; `gpu` if there is not one."""
     text = gpu.upper() if isinstance(gpu, str) else ""
     names = re.findall(rf"({'|'.join(MODELLED)})(?!\w)", text)
     return names[0] if len({*names}) == 1 else gpu

@@ -57,7 +57,7 @@ class Conversion:
         return [LayerReport(fqn or "(root)", *sizes, scaling, reason)]
 
     def problem(self, mod: nn.Module, chooser: "Chooser") -> str | None:
-        """Return why `mod`, converted or not, cannot have `chooser.config`, or None."""
+        """Return why `mod`, converted or not, cannot run with `chooser.config`, or None."""
         raise NotImplementedError
 
     def why_slower(self, mod: nn.Module, fqn: str, chooser: "Chooser") -> str | None:
@@ -80,7 +80,7 @@ class Feature:
         """Raise a `ValueError` if this feature's fields of `config` contradict other fields."""
 
     def sharing_ranks(self, config: Float8LinearConfig) -> int:
-        """Return over how many ranks the cast of each weight is split; 1: each casts all of it."""
+        """Return how many ranks share the cast of each weight; 1 if each rank casts all of it."""
         return 1
 
     def why_not_changed(self, mod: Any) -> Refusal | None:
@@ -92,13 +92,13 @@ class Feature:
         return None
 
     def before_conversion(self, converted: Sequence[nn.Module]) -> None:
-        """Undo this feature's changes of `converted` modules, which will change class or config."""
+        """Undo this feature's changes of `converted` modules before they change class or config."""
 
     def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
-        """Hook after modules of `model` got `config` or, if it is None, their former classes."""
+        """Run after modules of `model` got `config`, or their former classes if it is None."""
 
     def attach(self, model: nn.Module) -> None:
-        """Prepare `model` for training; called by `attach_to_optimizer`."""
+        """Compute what training needs, such as casts of weights; for `attach_to_optimizer`."""
 
     def before_step(self, model: nn.Module, group: Any) -> None:
         """Sync state over `group` before an optimizer step, or after a step that has a closure."""

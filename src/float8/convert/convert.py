@@ -15,6 +15,8 @@ from float8.kernels.runtime.private import warn
 from float8.linear import Float8Module
 from float8.linear.source import replaced_forward
 
+Changes = dict[nn.Module, Callable[[], None]]  # module: the function that converts it, or back
+
 
 def convert_to_float8_training(
     module: nn.Module,
@@ -55,9 +57,8 @@ def convert_to_float8_training(
         module_filter_fn: called as `module_filter_fn(mod, fqn)` for each linear layer and module of
             experts that `config` can convert; return True to convert `mod`, as `all_linears`
             always does. `keep_high_precision(...)` keeps some blocks. A filter that reads
-            `in_features` excludes experts, which have none; the report says so. None: rules above.
-        config: a `Float8LinearConfig`, or the name of a recipe, for example `"delayed"`. None
-            means dynamic tensorwise scaling.
+            `in_features` excludes experts, and the report says so. None means the rules above.
+        config: a `Float8LinearConfig`, or the name of a recipe. None means `"tensorwise"`.
         tokens_per_step: the number of rows M of a layer's input [M, K], which are the tokens per
             forward on one device. Used only without a `module_filter_fn`.
         gpu: `"H100"` or `"H200"`, or a device name of torch with one of these: convert layers that
@@ -84,7 +85,7 @@ def convert_chosen(chooser: Chooser) -> nn.Module:
     """Convert the modules of `chooser.model` that `chooser` selects, in place; return the model."""
     module = chooser.model
     choices: dict[nn.Module, Choice] = {}
-    changes: dict[nn.Module, Callable[[], None]] = {}
+    changes: Changes = {}
     for fqn, mod in module.named_modules():
         if (choice := chooser.choose(mod, fqn)) is not None:
             choices[mod] = choice
@@ -93,13 +94,13 @@ def convert_chosen(chooser: Chooser) -> nn.Module:
     # From here on the model changes, and nothing raises unless memory runs out.
     _change(module, chooser.config, changes)
     for mod, choice in choices.items():
-        before = Choice(*mod.__dict__.get(CHOICE, ()))  # of the last conversion; empty if none
-        if choice.by_filter and before.skip_reason and not before.by_filter:
-            choice = choice._replace(skip_reason=before.skip_reason)  # says more than the filter's
+        previous = Choice(*mod.__dict__.get(CHOICE, ()))  # of the last conversion, if any
+        if choice.by_filter and previous.skip_reason and not previous.by_filter:
+            choice = choice._replace(skip_reason=previous.skip_reason)  # says more
         mod.__dict__[CHOICE] = tuple(choice)
     if not any(isinstance(mod, Float8Module) for mod in choices):
-        reasons = [*dict.fromkeys(str(choice.skip_reason) for choice in choices.values())][:3]
-        why = f"was converted: {'; '.join(reasons) or 'it has no nn.Linear'}"
+        reasons = dict.fromkeys(str(choice.skip_reason) for choice in choices.values())
+        why = f"was converted: {'; '.join([*reasons][:3]) or 'it has no nn.Linear'}"
         fix = "print(conversion_report(model)) shows each"
         warn(f"float8: no layer of {type(module).__name__} {why}. {fix}")
     return module
@@ -113,7 +114,7 @@ def _prepare(mod: Any, fqn: str, chooser: Chooser) -> Callable[[], None]:
     """Return a function that converts `mod`, called `fqn`; raise `ValueError` if a check fails."""
     conversion: Any = chooser.conversions[mod]
     is_converted = isinstance(mod, Float8Module)
-    if is_converted:  # others were asked for a problem by `Chooser.choose`
+    if is_converted:  # `Chooser.choose` has checked the others
         _require_changeable(mod, fqn)
         if problem := conversion.problem(mod, chooser):
             got = f"a layer already converted, which cannot take the new config: {problem}"
@@ -126,12 +127,8 @@ def _prepare(mod: Any, fqn: str, chooser: Chooser) -> Callable[[], None]:
     return conversion.prepare(mod, chooser)  # type: ignore[no-any-return]
 
 
-def _change(
-    model: nn.Module,
-    config: Float8LinearConfig | None,
-    changes: dict[nn.Module, Callable[[], None]],
-) -> None:
-    """Call each feature's `before_conversion`, functions in `changes`, then `after_conversion`."""
+def _change(model: nn.Module, config: Float8LinearConfig | None, changes: Changes) -> None:
+    """Run `changes` between the hooks `before_conversion` and `after_conversion` of features."""
     for feature in FEATURES:
         feature.before_conversion([mod for mod in changes if isinstance(mod, Float8Module)])
     for change in changes.values():
@@ -154,14 +151,14 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
             float8, or has `forward` as an instance attribute. The model is unchanged then.
     """
     require_module(module, "module")
-    changes: dict[nn.Module, Callable[[], None]] = {}
+    changes: Changes = {}
     for fqn, mod in module.named_modules():
         if isinstance(mod, Float8Module):
             _require_changeable(mod, fqn)
             changes[mod] = mod._float8_become_high_precision
     _change(module, None, changes)
     for mod in module.modules():
-        mod.__dict__.pop(CHOICE, None)  # the decision that a report would still show
+        mod.__dict__.pop(CHOICE, None)  # `conversion_report` would still show it
     return module
 
 

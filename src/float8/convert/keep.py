@@ -20,10 +20,10 @@ class Keep(NamedTuple):
     module_filter_fn: ModuleFilter | None
 
     def reasons(self, model: nn.Module) -> dict[nn.Module, str]:
-        """Return {module to keep: reason}; `ValueError` if a name, `first` or `last` finds none."""
+        """Return {module: reason}; raise `ValueError` if a name, `first` or `last` matches none."""
         reasons: dict[nn.Module, str] = {}
         in_blocks, unused = set[nn.Module](), {*self.names}
-        for fqn, mod in model.named_modules(remove_duplicate=False):  # shared ones by each name
+        for fqn, mod in model.named_modules(remove_duplicate=False):  # shared modules by each name
             name = plain_name(fqn)
             conversion = conversion_of(mod)
             weights = conversion.parameters(mod) if conversion else ()
@@ -32,11 +32,11 @@ class Keep(NamedTuple):
                 if any(f".{word}." in path for path in paths):
                     unused.discard(word)
                     reasons[mod] = f"keep_high_precision: named {word!r}"
-            blocks = [*mod.children()]
-            numbered = isinstance(mod, nn.ModuleDict) and all(key.isdecimal() for key in mod)
-            if mod in in_blocks or not blocks or not (isinstance(mod, nn.ModuleList) or numbered):
-                continue
-            in_blocks.update(mod.modules())  # so that lists inside these blocks are ignored
+            is_numbered = isinstance(mod, nn.ModuleDict) and all(key.isdecimal() for key in mod)
+            is_list = isinstance(mod, nn.ModuleList) or is_numbered
+            blocks = [*mod.children()] if is_list and mod not in in_blocks else []
+            if blocks:  # a list inside a block is ignored
+                in_blocks.update(mod.modules())
             ends = ("first", blocks[: self.first]), ("last", blocks[::-1][: self.last])
             for argument, kept in ends:  # not blocks[-last:], which is all of them for last=0
                 reason = f"keep_high_precision: {argument}={getattr(self, argument)} of {name}"
@@ -79,7 +79,7 @@ def keep_high_precision(
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise TypeError(f"{name}: got {value!r}, expected a number of blocks >= 0")
     is_list = isinstance(names, Iterable) and not isinstance(names, str | Mapping)
-    words: Any = tuple(names) if is_list else (None,)  # None raises below
+    words: Any = tuple(names) if is_list else (None,)  # raises the next error
     if not all(isinstance(word, str) for word in words):
         raise TypeError(f"names: got {names!r}, expected a list of names, as ['down_proj']")
     if not all(words):

@@ -24,19 +24,19 @@ class Linears(Conversion):
         return isinstance(mod, nn.Linear)
 
     def modules_to_keep(self, chooser: Chooser) -> dict[nn.Module, str]:
-        """Map layers to a skip reason if the GPU waits for the CPU under float8 gathers; or {}."""
+        """Return {layer: reason}, of all layers if float8 gathers make the GPU wait for the CPU."""
         layers = dict[Any, str]()  # layer that could be converted: its GPU
         for fqn, mod in chooser.model.named_modules() if self._judged_together(chooser) else ():
-            is_taken = chooser.conversions[mod] is self and not reason_by_name(fqn, chooser.head)
-            if is_taken and mod.out_features >= ROUTER and not self.problem(mod, chooser):
+            taken = chooser.conversions[mod] is self and not reason_by_name(fqn, head=chooser.head)
+            if taken and mod.out_features >= ROUTER and not self.problem(mod, chooser):
                 layers[mod] = chooser.gpu_of(mod) or ""
         reason = why_fsdp_waits(layers, chooser.tokens)
         return dict.fromkeys(layers, reason) if reason else {}
 
     def _judged_together(self, chooser: Chooser) -> bool:
-        """Return True if waits for the CPU are judged once for all layers, not for each layer."""
+        """Return True if `modules_to_keep` decides for all layers at once if the GPU waits."""
         gather = chooser.config.enable_fsdp_float8_all_gather and not chooser.cuda_graphs
-        return gather and chooser.kinds == {self}  # no other kind, as experts
+        return gather and chooser.kinds == {self}  # no other kind, such as experts
 
     def problem(self, mod: nn.Module, chooser: Chooser) -> str | None:
         """Return why `Float8Linear.from_float` would raise an error for `mod`, or None."""
@@ -51,7 +51,7 @@ class Linears(Conversion):
             return f"{few}: converted only if a module_filter_fn takes it"
         gpu, step = chooser.gpu_of(mod), (chooser.tokens, chooser.linear_ranks)
         waits = not chooser.cuda_graphs and not self._judged_together(chooser)
-        return gpu and why_slower(mod, chooser.config, *step, gpu, waits=waits)  # no GPU: None
+        return why_slower(mod, chooser.config, *step, gpu, waits=waits) if gpu else None
 
     def prepare(self, mod: nn.Module, chooser: Chooser) -> Callable[[], None]:
         """Build a `Float8Linear` from `mod`, and return a function that turns `mod` into it."""

@@ -76,26 +76,25 @@ class ConversionReport:
         return {"share": self.share, **json.loads(json.dumps(asdict(self), default=int))}
 
     def __str__(self) -> str:
-        counts = {LayerReport.kind: [0, 0]}  # kind: [number in float8, number of all]
+        in_float8, total = {LayerReport.kind: 0}, {LayerReport.kind: 0}  # numbers by kind
         rows = []
         for layer in self._all_reports:
-            count = counts.setdefault(layer.kind, [0, 0])
-            count[0] += layer.skip_reason is None
-            count[1] += 1
-            fate = layer.scaling or f"skipped: {layer.skip_reason}"
-            rows.append((layer.fqn, str([*layer.shape]), fate))
+            in_float8[layer.kind] = in_float8.get(layer.kind, 0) + (layer.skip_reason is None)
+            total[layer.kind] = total.get(layer.kind, 0) + 1
+            status = layer.scaling or f"skipped: {layer.skip_reason}"
+            rows.append((layer.fqn, str([*layer.shape]), status))
         for weight in self.others:
-            fate = f"not converted: a weight of {weight.module}, which is no nn.Linear"
+            status = f"not converted: a weight of {weight.module}, which is no nn.Linear"
             if len(weight.shape) > 2:  # may be weights of experts
-                fate = f"not seen: of {weight.module}; in float8 if that calls grouped_linear"
-            rows.append((weight.fqn, str([*weight.shape]), fate))
+                status = f"not seen: of {weight.module}; in float8 if that calls grouped_linear"
+            rows.append((weight.fqn, str([*weight.shape]), status))
         if rows:
             rows = [("layer", "[out, in]", "what runs how"), *_merged(rows)]
         width = max((len(fqn) for fqn, _, _ in rows), default=0)
-        table = (f"  {fqn:<{width}}  {shape:<16} {fate}" for fqn, shape, fate in rows)
-        shares = " and ".join(f"{a} of {b} {kind}" for kind, (a, b) in counts.items())
-        head = f"{shares} run in float8, {percent(self.share)} of all matmul weights"
-        return "\n".join([head, *self.chosen_for, *table])
+        table = (f"  {fqn:<{width}}  {shape:<16} {status}" for fqn, shape, status in rows)
+        counts = " and ".join(f"{in_float8[kind]} of {total[kind]} {kind}" for kind in total)
+        first_line = f"{counts} run in float8, {percent(self.share)} of all matmul weights"
+        return "\n".join([first_line, *self.chosen_for, *table])
 
 
 def percent(share: float) -> str:
@@ -111,20 +110,20 @@ def _merged(rows: list[_Row]) -> list[_Row]:
     The last number of a name is merged first, so that `b.0.e.0-7` and `b.1.e.0-7` merge, too.
     """
     for position in reversed(range(1 + max(name.count(".") for name, _, _ in rows))):
-        merged: dict[int, _Row] = {}  # index of a run of rows: the row that stands for all of it
-        continues: dict[_Row, tuple[int, str]] = {}  # next row of a run: index and first number
-        for name, shape, fate in rows:
+        merged: list[_Row] = []  # a row for each run of rows that count up at `position`
+        runs: dict[_Row, tuple[int, str]] = {}  # next row: index of its run, and first number
+        for name, shape, status in rows:
             words = name.split(".")
-            if position >= len(words) or not words[position].isdecimal():
-                merged[len(merged)] = name, shape, fate  # no number here: a run of its own
+            number = words[position] if position < len(words) else ""
+            if not number.isdecimal():
+                merged.append((name, shape, status))
                 continue
-            number = words[position]
-            index, first = continues.pop((name, shape, fate), (len(merged), number))  # or a new run
+            index, first = runs.pop((name, shape, status), (len(merged), number))  # or a new run
             words[position] = number if first == number else f"{first}-{number}"
-            merged[index] = ".".join(words), shape, fate
+            merged[index : index + 1] = [(".".join(words), shape, status)]  # also appends
             words[position] = str(int(number) + 1)
-            continues[".".join(words), shape, fate] = index, first
-        rows = [*merged.values()]
+            runs[".".join(words), shape, status] = index, first
+        rows = merged
     return rows
 
 
@@ -137,11 +136,11 @@ def conversion_report(model: nn.Module) -> ConversionReport:
     require_module(model, "model")
     rows: list[LayerReport] = []
     others: list[OtherWeight] = []
-    sentences: list[str | None] = []  # on the GPU that layers were chosen for, one per module
+    sentences: list[str | None] = []  # of each module: which GPU it was chosen for
     for fqn, module in model.named_modules():
         choice = Choice(*module.__dict__.get(CHOICE, ()))  # empty if no conversion saw `module`
         sentences.append(choice.chosen_for)
-        scaling: str | None = None  # one of `scaling` and `reason` is None below
+        scaling: str | None = None
         reason: str | None = choice.skip_reason or reason_by_name(fqn)
         if not isinstance(module, Float8Module):
             reason = reason or "not converted, or turned back into high precision"
@@ -154,13 +153,13 @@ def conversion_report(model: nn.Module) -> ConversionReport:
         else:
             others += _other_weights(f"{fqn}." if fqn else "", module)
     layers = tuple(row for row in rows if type(row) is LayerReport)
-    experts = tuple(row for row in rows if type(row) is not LayerReport)  # of subclasses
+    experts = tuple(row for row in rows if type(row) is not LayerReport)  # but of a subclass
     chosen_for = tuple(filter(None, dict.fromkeys(sentences)))  # each sentence once
     return ConversionReport(layers, tuple(others), chosen_for, experts)
 
 
 def _scaling(module: Float8Module) -> str:
-    """Return the casts of a converted module as text, and `HELD`, `ONLY` or `emulate` if set."""
+    """Return the casts of a converted module as text, with `HELD`, `ONLY` and `emulate` if set."""
     casts, config = module._float8_plan.casts, module._float8_config
     words = [f"{x.value} {getattr(casts, x.value).config.short_str()}" for x in config.own_casts]
     if config.float8_weights is not Float8Weights.ON_THE_FLY:
@@ -171,17 +170,17 @@ def _scaling(module: Float8Module) -> str:
 def _other_weights(path: str, module: nn.Module) -> list[OtherWeight]:
     """Return an `OtherWeight`, called `path` + name, per Parameter that a GEMM may read."""
     if isinstance(module, (*_NO_MATMUL, parametrize.ParametrizationList)):
-        return []  # a ParametrizationList: its Parameters are listed for the module around it
+        return []  # Parameters of a ParametrizationList are listed with the module around it
     weights: dict[str, Any] = dict(module._parameters)
     lists: Any = module.parametrizations if parametrize.is_parametrized(module) else {}
-    for name, parts in lists.items():  # a weight is computed from them: take the largest
+    for name, parts in lists.items():  # the largest part of a parametrized weight stands for it
         weights[name] = max(parts.parameters(recurse=False), key=nn.Parameter.numel, default=None)
     return [
         OtherWeight(path + name, tuple(weight.shape), type(module).__name__)
         for name, weight in weights.items()
-        if isinstance(weight, nn.Parameter)  # else None
-        and not isinstance(weight, UninitializedParameter)  # of a lazy module: without a shape
+        if isinstance(weight, nn.Parameter)  # not None
+        and not isinstance(weight, UninitializedParameter)  # it has no shape yet
         and weight.dim() > 1
-        and min(weight.shape) > 1  # no vector with a dim of size 1
-        and not any(word in name for word in ("bias", "embed", "token", "pos"))  # no GEMM's
+        and min(weight.shape) > 1  # else it is a vector
+        and not any(word in name for word in ("bias", "embed", "token", "pos"))  # not for GEMMs
     ]

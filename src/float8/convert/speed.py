@@ -1,6 +1,6 @@
 """Model the time of linear layers and experts in bf16 and in float8, to choose those that gain.
 
-Fitted to layers in compiled models, forward and backward, on H200s (docs/measuring.md).
+The model is fitted to forward and backward of compiled layers on H200s (docs/measuring.md).
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from float8.config import GEMM_OPERANDS, Float8LinearConfig, Float8Weights, as_c
 
 
 class Cost(NamedTuple):
-    """Coefficients, in ms, of the modelled GPU time of a layer's three GEMMs and their casts."""
+    """Coefficients, in ms, of the GPU time of a layer's three GEMMs and of the casts for them."""
 
     flop: float  # per 1e12 FLOP, to the power of `_FLOP_EXPONENT`
     start: float  # per layer, however small
@@ -66,7 +66,7 @@ def gemm_kinds(recipe: str | Float8LinearConfig) -> dict[str, str]:
 
 
 def judged_as(config: Float8LinearConfig) -> str:
-    """Return the key of `COSTS` that all GEMMs of `config` have, or a text with each GEMM's key."""
+    """Return the key of `COSTS` for `config`, or a list of keys as text if they differ by GEMM."""
     kinds = gemm_kinds(config)
     listed = ", ".join(f"{gemm} {kind}" for gemm, kind in kinds.items())
     return kinds["output"] if len({*kinds.values()}) == 1 else listed
@@ -85,7 +85,7 @@ def layer_ms(
 ) -> float:
     """Return the modelled GPU time, in ms, of forward and backward of a layer with weight [N, K].
 
-    `gpu` is one of `MODELLED`. `recipe`: `"bf16"`, a recipe's name or a config. `tokens` counts
+    `gpu` is one of `MODELLED`, `recipe` is `"bf16"`, a recipe's name or a config. `tokens` counts
     the input's rows, of all `experts` together; `experts` is 0 for a linear layer. A frozen layer
     (`trains` is False) has two GEMMs. `casts` is this rank's share, 0 to 1, of casts of the weight.
     """
@@ -96,28 +96,31 @@ def layer_ms(
     ms_per_tflop = 0.0
     for gemm in gemms:
         # A float8 GEMM of experts, or a large one on an H100, takes longer than `gemm.flop` says.
-        slower = _GROUPED_TIME[gpu] if experts else max(1.0, tflop) ** _EXPONENT_IF_LARGE[gpu]
-        slower *= _GROUPED_BY_BLOCKS if experts and gemm is COSTS["blockwise"] else 1.0
-        flop_ms = bf16.flop if is_emulated or gemm is bf16 else gemm.flop * slower
+        slowdown = _GROUPED_TIME[gpu] if experts else max(1.0, tflop) ** _EXPONENT_IF_LARGE[gpu]
+        slowdown *= _GROUPED_BY_BLOCKS if experts and gemm is COSTS["blockwise"] else 1.0
+        flop_ms = bf16.flop if is_emulated or gemm is bf16 else gemm.flop * slowdown
         ms_per_tflop += flop_ms / len(gemms)
-    # Casts of tokens, in ms per 1e9 elements: to row data, and to column data for grad_weight.
+    # The cost of casts, per 1e9 elements on an H200. Input and grad_output are cast to row data for
+    # output and grad_input, the share `rows` of their cost, and to column data for grad_weight.
     output, grad_input, grad_weight = gemms if trains else (*gemms, bf16)  # bf16: no casts
     input_ms = output.rows * output.tokens + (1 - output.rows) * grad_weight.tokens
     grad_ms = grad_input.rows * grad_input.tokens + (1 - grad_input.rows) * grad_weight.tokens
-    # Casts of the weight: for output, and a part of them, the transposition, for grad_input.
+    # The weight is cast for output; a share of that cost is its transposition for grad_input.
     weight_ms, transposed_ms = (x.experts if experts else x.weight for x in (output, grad_input))
     weight_ms -= _TRANSPOSE_SHARE * (weight_ms - transposed_ms)
-    weight_ms = transposed_ms if output is bf16 else weight_ms
-    weight_ms += _GRAD_WEIGHT_SHARE * (grad_weight.experts - weight_ms) if experts else 0.0
-    cast_ms = tokens * (_INPUT_SHARE * input_ms * K + grad_ms * N)  # in 1e-9 ms of an H200
-    cast_ms += (_MS_TO_READ_EXPERTS * experts + casts * weight_ms * (experts or 1)) * K * N
-    return ms_per_tflop * float(tflop**_FLOP_EXPONENT) + launch_ms + 1e-9 * MEMORY[gpu] * cast_ms
+    weight_ms = transposed_ms if output is bf16 else weight_ms  # then cast for grad_input alone
+    if experts:
+        weight_ms += _GRAD_WEIGHT_SHARE * (grad_weight.experts - weight_ms)
+    casts_of_tokens = tokens * (_INPUT_SHARE * input_ms * K + grad_ms * N)
+    casts_of_weights = (_MS_TO_READ_EXPERTS * experts + casts * weight_ms * (experts or 1)) * K * N
+    cast_ms = 1e-9 * MEMORY[gpu] * (casts_of_tokens + casts_of_weights)
+    return ms_per_tflop * float(tflop**_FLOP_EXPONENT) + launch_ms + cast_ms
 
 
 def both_ms(
     gpu: str, config: Float8LinearConfig, tokens: float, K: int, N: int, ranks: int, **layer: Any
 ) -> tuple[float, float]:
-    """Return `layer_ms(..., **layer)` in bf16, and under `config` where `ranks` share casts."""
+    """Return `layer_ms(..., **layer)` in bf16, and under `config` if `ranks` share the casts."""
     share = {Float8Weights.HELD: _HELD_EXPERTS_SHARE if layer.get("experts") else 1.0}
     share[Float8Weights.ONLY] = 1.0 if layer.get("trains", True) else _TRANSPOSE_SHARE
     casts = share.get(config.float8_weights, 1.0) / ranks
@@ -126,7 +129,7 @@ def both_ms(
 
 
 def no_gain(config: Float8LinearConfig, speedup: float, error: float, where: str) -> str | None:
-    """Return why `speedup` of relative `error` is too small, or None; quotes the text `where`."""
+    """Return why the modelled `speedup` on `where` is too small, or None; its error is `error`."""
     if config.emulate:
         return "loses: emulate=True computes GEMMs in high precision, and casts for them"
     word = "loses" if speedup < 1 - error else "about level"
@@ -136,7 +139,7 @@ def no_gain(config: Float8LinearConfig, speedup: float, error: float, where: str
 def why_slower(
     layer: Any, config: Float8LinearConfig, tokens: int, ranks: int, gpu: str, *, waits: bool
 ) -> str | None:
-    """Return why `layer` gains nothing (if `waits`, also as it waits for the CPU), or None."""
+    """Return why `layer` gains nothing, or None. Checks waits for the CPU only if `waits`."""
     K, N = layer.in_features, layer.out_features
     if gpu not in MODELLED:
         narrow = f"{min(K, N)} features are less than {NARROW}, and {gpu} is not modelled"
@@ -156,12 +159,12 @@ def why_fsdp_waits(layers: Mapping[Any, str], tokens: int) -> str | None:
 
     `layers` maps each linear layer to the name of its GPU; `tokens` counts the rows of its input.
     """
-    ms = [
-        layer_ms(gpu, "bf16", tokens, x.in_features, x.out_features, trains=x.weight.requires_grad)
-        for x, gpu in layers.items()
-        if gpu in MODELLED
-    ]
-    if not ms or (mean := sum(ms) / len(ms)) >= FSDP_WAITS_BELOW_MS:
+    bf16_ms = []
+    for layer, gpu in layers.items():
+        if gpu in MODELLED:
+            K, N, trains = layer.in_features, layer.out_features, layer.weight.requires_grad
+            bf16_ms.append(layer_ms(gpu, "bf16", tokens, K, N, trains=trains))
+    if not bf16_ms or (mean := sum(bf16_ms) / len(bf16_ms)) >= FSDP_WAITS_BELOW_MS:
         return None
     why = f"{mean:.2f} ms a layer in bf16, on average, is less than the CPU needs under FSDP2"
     return f"waits for the CPU: {why}; more tokens, or cuda_graphs=True, may change that"

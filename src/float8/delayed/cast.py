@@ -39,7 +39,7 @@ class DelayedScale(NamedTuple):
     def cast(
         self, x: Tensor, cast_config: CastConfig, *, row: bool, col: bool, pad_rows: bool = False
     ) -> tuple[Operand | None, Operand | None]:
-        """Cast `x` by `self.scale`, or dynamically if that is unknown; `observe` the amax."""
+        """Cast `x` by `self.scale` or, if unknown, a scale of its amax; see `ScaleSource.cast`."""
         if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
             raise refusal(x)
         granularity = cast_config.scaling_granularity
@@ -50,15 +50,15 @@ class DelayedScale(NamedTuple):
         skips_dispatcher = x.is_cuda and takes_triton_directly(x, self.scale, self.amax)
         op = _cast_delayed_triton if skips_dispatcher else torch.ops.float8.cast_delayed.default
         arguments = cast_config.dtype, row, col, pad_rows, cast_config.power_of_2, self.recording
-        used, row_data, col_data = op(x, self.scale, self.amax, *arguments)
-        return Operand(row_data, used) if row else None, Operand(col_data, used) if col else None
+        scale, row_data, col_data = op(x, self.scale, self.amax, *arguments)
+        return Operand(row_data, scale) if row else None, Operand(col_data, scale) if col else None
 
     def choose(self, dynamic: Tensor) -> Tensor:
         """Return `self.scale` if it is known, else `dynamic`, a scale computed from the data."""
         return torch.where(self.scale == UNKNOWN_SCALE, dynamic, self.scale)
 
     def observe(self, amax: Tensor) -> None:
-        """If `recording`, set `self.amax` to its maximum with `amax`, both 0-dim; NaN stays NaN."""
+        """If `recording`, set `self.amax` to max(self.amax, amax), 0-dim; a NaN in either stays."""
         if self.recording:
             self.amax.copy_(torch.maximum(self.amax, amax))
 
@@ -71,9 +71,6 @@ class DelayedScale(NamedTuple):
         # Not `zeros_like`, for which compiled code would keep `self.amax` in memory.
         new_amax = torch.zeros((), dtype=torch.float32, device=self.amax.device)
         return DelayedScale(self.scale, new_amax, recording=True)
-
-
-# ---------------------------------------------------------------- the op
 
 
 def cast_delayed_reference(
@@ -89,16 +86,16 @@ def cast_delayed_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cast `x` in plain torch as the kernel does; return the used scale, row data, column data.
 
-    If `record`, raise `amax` in place to that of `x`. Row or column data not asked for are empty.
+    If `record`, set `amax` in place to max(amax, amax of `x`). Data not requested are empty.
     """
-    current = amax_reference(x)
-    dynamic, scale = amax_to_scale(current, dtype, power_of_2), scale.reshape(())
+    amax_of_x = amax_reference(x)
+    dynamic_scale, scale = amax_to_scale(amax_of_x, dtype, power_of_2), scale.reshape(())
     if record:
-        amax.copy_(torch.maximum(amax, current))
-    used = torch.where(scale == UNKNOWN_SCALE, dynamic, scale)
-    data = cast_reference(x, used, None, None, dtype, row, col, pad_rows)  # None: one scale
-    absent = x.new_empty((0,))  # not a list: auto-functionalization supports no list returns
-    return used, data[0] if row else absent, data[-1] if col else absent
+        amax.copy_(torch.maximum(amax, amax_of_x))
+    used_scale = torch.where(scale == UNKNOWN_SCALE, dynamic_scale, scale)
+    data = cast_reference(x, used_scale, None, None, dtype, row, col, pad_rows)  # None: one scale
+    empty = x.new_empty((0,))  # auto-functionalization supports no list returns, as that of `data`
+    return used_scale, data[0] if row else empty, data[-1] if col else empty
 
 
 def _cast_delayed_fake(x: Tensor, scale: Tensor, amax: Tensor, *flat: Any) -> tuple[Tensor, ...]:

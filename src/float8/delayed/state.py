@@ -23,7 +23,7 @@ from float8.tensor.ranks import amax_over, sharding_groups
 
 
 class Site(NamedTuple):
-    """The value of a `CastSite`, where a layer casts a tensor, and the names of its buffers."""
+    """The value of a `CastSite`, such as "weight", and in `site[1:]` its cast's buffer names."""
 
     name: str
     amax: str
@@ -32,8 +32,8 @@ class Site(NamedTuple):
 
 
 SITES = {
-    x: Site(x.value, *(f"fp8_{kind}_{x.value}" for kind in ("amax", "amax_history", "scale")))
-    for x in CAST_SITES
+    site: Site(site.value, *(f"fp8_{x}_{site.value}" for x in ("amax", "amax_history", "scale")))
+    for site in CAST_SITES
 }
 WEIGHT, GRAD_OUTPUT = SITES[CastSite.WEIGHT], SITES[CastSite.GRAD_OUTPUT]
 
@@ -49,12 +49,10 @@ class StatefulLayer(Float8Module):
     """Names of cast sites whose scale is known to be set, on all ranks that share the layer."""
     _float8_versions: dict[int, int] | None = None
     """The versions of the Parameters when the first amax since the last sync was recorded."""
-    _float8_sample: tuple[Any, int, Tensor] | None = None
-    """The identity of the weight, version of grad_output's amax, and diagonal compared last."""
+    _float8_sample: tuple[Any, Any, Any] = None, None, None
+    """Identity of the weight, version of grad_output's amax and weight diagonal, sampled last."""
     _float8_synced_version = -1  # `_float8_amax_version()` at the last sync
     _float8_not_copied = frozenset({"_float8_compared", "_float8_versions", "_float8_sample"})
-
-    # ---------------------------------------------------------------- the buffers
 
     @classmethod
     def _float8_buffer_names(cls, config: Float8LinearConfig) -> set[str]:
@@ -90,13 +88,13 @@ class StatefulLayer(Float8Module):
         return {site.amax: torch.zeros_like(scale), site.history: history, site.scale: scale}
 
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """Register a hook; first make buffers local that tensor parallel turned into DTensors."""
+        """Register a hook. `distribute_module` does so after making buffers DTensors: undo that."""
         for name, buffer in self._float8_state().items():
-            self._buffers[name] = local_tensor(buffer)
+            self._buffers[name] = local_tensor(buffer)  # each rank records its own amaxes
         return super().register_forward_pre_hook(*args, **kwargs)
 
     def _float8_replace_meta_buffers(self) -> bool:
-        """Replace all buffers if one, but not the weight, is on the meta device; return whether."""
+        """Replace all buffers, and return True, if one is on the meta device but the weight not."""
         replaces = not self.weight.is_meta and any(x.is_meta for x in self._float8_state().values())
         if replaces:
             self._float8_register_buffers()
@@ -130,16 +128,16 @@ class StatefulLayer(Float8Module):
         The scale is that of the last sync; in eval mode, for a frozen layer and while no scale is
         set, it is computed from the data. Grad mode is ignored: FSDP2 gathers under `no_grad`.
         """
-        amax, reduce = shard.new_zeros((), dtype=torch.float32), None
-        scale, trains = self.get_buffer(WEIGHT.scale), self._float8_trains()
-        if trains and WEIGHT.name not in self._float8_known:
-            self._float8_note_known(WEIGHT, scale.item())
-        if trains and WEIGHT.name in self._float8_known:
-            scale = scale.to(amax.device)
-        else:
-            scale = torch.full_like(amax, UNKNOWN_SCALE)
-            reduce = amax_over(sharding_groups(self.weight))  # all shards get one scale
-        return Cast(cast_config, DelayedScale(scale, amax, recording=True), reduce)
+        amax = shard.new_zeros((), dtype=torch.float32)
+        if self._float8_trains():
+            scale = self.get_buffer(WEIGHT.scale)
+            if WEIGHT.name not in self._float8_known:  # a loaded checkpoint may have set it
+                self._float8_note_known(WEIGHT, scale.item())
+            if WEIGHT.name in self._float8_known:
+                return Cast(cast_config, DelayedScale(scale.to(amax.device), amax, recording=True))
+        unknown_scale = torch.full_like(amax, UNKNOWN_SCALE)
+        reduce = amax_over(sharding_groups(self.weight))  # all shards get one scale
+        return Cast(cast_config, DelayedScale(unknown_scale, amax, recording=True), reduce)
 
     def _float8_trains(self) -> bool:
         """Return True in training mode unless the layer has Parameters and all are frozen."""
@@ -165,12 +163,12 @@ class StatefulLayer(Float8Module):
             self._float8_synced_version = self._float8_amax_version()
 
     def _float8_detach(self) -> None:
-        """Detach one optimizer; drop the versions by which `_float8_check_synced` finds writes."""
+        """Detach an optimizer; forget versions of Parameters, which its steps have incremented."""
         super()._float8_detach()
         self._float8_versions = None
 
     def _float8_amax_version(self) -> int:
-        """Return the version counter of the weight's amax, else of the first site's, else -1."""
+        """Return the version counter of the weight's amax, or of another amax; -1 without any."""
         amax = self._buffers.get(WEIGHT.amax)
         if amax is None and self._float8_stateful:
             amax = self._buffers[self._float8_stateful[0].amax]
@@ -194,17 +192,22 @@ class StatefulLayer(Float8Module):
             for p in self.parameters()
             if isinstance(p, nn.Parameter) and p.requires_grad and not p.is_inference()
         }
+        old_versions: Any = self._float8_versions
+        is_first = old_versions is None  # since the last sync
+        if is_first:
+            self._float8_versions = versions
+        written = not is_first and any(old_versions.get(key, v) != v for key, v in versions.items())
+        # The diagonal is sampled in the first forward, then after a backward once `grad` is None.
         weight: Any = self._parameters.get("weight")
-        amax: Any = self._buffers.get(GRAD_OUTPUT.amax)
-        old_sample: Any = self._float8_sample or (None, None, None)
-        old, is_first = self._float8_versions or {}, self._float8_versions is None  # since the sync
-        written = not is_first and any(old.get(key, v) != v for key, v in versions.items())
+        amax: Any = self._buffers.get(GRAD_OUTPUT.amax)  # written by each backward
+        old_identity, old_amax_version, old_diagonal = self._float8_sample
         trained = type(weight) is nn.Parameter and id(weight) in versions
-        samples = trained and amax is not None and not (amax.is_meta or amax.is_inference())
-        (old_identity, old_version, old_diagonal), new_sample = old_sample, None
-        if samples and not is_first:  # a step comes after a backward, which writes `amax`
-            samples = bool(old_identity) and weight.grad is None and amax._version != old_version
-        if samples:
+        is_due = trained and amax is not None and not (amax.is_meta or amax.is_inference())
+        if is_due and not is_first:  # due only if a step can have come since the last sample
+            after_backward = bool(old_identity) and amax._version != old_amax_version
+            is_due = after_backward and weight.grad is None
+        new_sample: Any = None, None, None
+        if is_due:
             # With several ranks, `weight.grad` may be None between microbatches, too.
             distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
             if not (distributed or (amax.is_cuda and torch.cuda.is_current_stream_capturing())):
@@ -213,10 +216,8 @@ class StatefulLayer(Float8Module):
                 new_sample = identity, amax._version, diagonal
                 if not is_first and identity == old_identity:
                     written |= not torch.equal(diagonal.nan_to_num(), old_diagonal.nan_to_num())
-        if samples or is_first:
-            self._float8_sample = new_sample  # the next comparison is after another backward
-        if is_first:
-            self._float8_versions = versions
+        if is_due or is_first:
+            self._float8_sample = new_sample
         if written:
             raise RuntimeError(
                 "Float8Linear: the optimizer stepped, or a weight was written by hand, but delayed "
@@ -233,10 +234,10 @@ class StatefulLayer(Float8Module):
         are recorded, and scales that the last sync made equal on all ranks are not reduced.
         """
         self._float8_check_synced()
-        record, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
+        records, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
         trains = self._float8_trains()
-        if not record and not (trains and (compiling or in_reentrant_checkpoint())):
-            return casts
+        if not (records or (trains and (compiling or in_reentrant_checkpoint()))):
+            return casts  # which compute scales from the data
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             got = "got torch.jit.trace with delayed scaling, expected no gradients"
             no_trace = f"Float8Linear: {got}; trace it under torch.no_grad()"
@@ -247,12 +248,12 @@ class StatefulLayer(Float8Module):
             amax, scale = getattr(self, site.amax), getattr(self, site.scale)
             if not trains:
                 scale = torch.full_like(scale, UNKNOWN_SCALE)
-            elif compiling and not record:  # only at run time is it known whether a checkpoint runs
+            elif compiling and not records:  # whether a checkpoint runs is known at run time only
                 scale = torch.ops.float8.scale_without_gradients.default(scale)
                 amax = torch.empty_like(amax)  # not recorded, but `cast_delayed` declares a write
-            if cast.reduce is not None and trains and record and site.name in self._float8_known:
-                cast = cast._replace(reduce=None)  # known at run time, too, as `record` is True
-            delayed[site.name] = cast._replace(source=DelayedScale(scale, amax, record))
+            if cast.reduce is not None and trains and records and site.name in self._float8_known:
+                cast = cast._replace(reduce=None)  # the scale needs no amax, and is on all ranks
+            delayed[site.name] = cast._replace(source=DelayedScale(scale, amax, records))
         return casts._replace(**delayed)
 
     # ---------------------------------------------------------------- copies and moves
@@ -262,21 +263,21 @@ class StatefulLayer(Float8Module):
         self._float8_state_was_written()  # version counters of the new buffers start anew
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a Parameter; drop the versions by which `_float8_check_synced` finds writes."""
+        """Register a Parameter; forget the versions of all, one of which it may replace."""
         super().register_parameter(name, param)
         self._float8_versions = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StatefulLayer":
         weight: Any = self._parameters.get("weight")
         replaced = weight is not None and self._float8_replace_meta_buffers()
-        before: dict[str, Tensor] = self._float8_state()  # not on meta beside a real `weight`
+        before: dict[str, Tensor] = self._float8_state()
         super()._apply(fn, recurse)
         for name, old in before.items():
             new = self.get_buffer(name)
-            if new.dtype != torch.float32:  # by `.half()`: move only, keep all bits
+            if new.dtype != torch.float32:  # `.half()` and the like move buffers, but keep all bits
                 self._buffers[name] = old.to(new.device)
         if replaced or any(old.is_meta for old in before.values()):
-            self._float8_reset_state()  # after `to_empty()` they would be undefined
+            self._float8_reset_state()  # `to_empty()` leaves values undefined
         self._float8_state_was_written()
         return self
 
@@ -293,13 +294,13 @@ class StatefulLayer(Float8Module):
             for name, new in self._float8_state().items():
                 if new is not before[name]:  # by assign=True; copy, as its storage may be shared
                     self._buffers[name] = new.detach().to(torch.float32, copy=True)
-        ours = {prefix + name for name in before}
-        if ours.isdisjoint(state_dict):  # a checkpoint of the plain model, or a part of one
-            missing_keys[:] = [key for key in missing_keys if key not in ours]
-            parameters = {prefix + name for name, _ in self.named_parameters() if name != "bias"}
-            if not parameters.isdisjoint(state_dict):
-                self._float8_reset_state()  # their scales were of other weights
-        self._float8_state_was_written()  # by loading: amaxes need no sync
+        buffer_keys = {prefix + name for name in before}
+        if buffer_keys.isdisjoint(state_dict):  # a checkpoint of the plain model, or a part of one
+            missing_keys[:] = [key for key in missing_keys if key not in buffer_keys]
+            matrices = {prefix + name for name, _ in self.named_parameters() if name != "bias"}
+            if not matrices.isdisjoint(state_dict):
+                self._float8_reset_state()  # the old scales were of the old weight
+        self._float8_state_was_written()  # loading wrote them
 
 
 def _first_scale(config: Float8LinearConfig) -> float:
@@ -310,15 +311,12 @@ def _first_scale(config: Float8LinearConfig) -> float:
 def _scale_without_gradients(scale: Tensor) -> Tensor:
     """Return `scale` in the no_grad forward of reentrant checkpointing, else `UNKNOWN_SCALE`.
 
-    A cast computes an unknown scale from the data. Compiled code calls this op at run time.
+    A cast with an unknown scale computes one. Compiled code calls this op to ask at run time.
     """
     return scale.clone() if in_reentrant_checkpoint() else torch.full_like(scale, UNKNOWN_SCALE)
 
 
 register("scale_without_gradients", _scale_without_gradients, fake=torch.empty_like)
-
-
-# ---------------------------------------------------------------- other configurations
 
 
 def _as_loadable(
@@ -328,22 +326,23 @@ def _as_loadable(
 
     Warns of dropped or missing buffers; adds errors on their shapes to `error_msgs`.
     """
-    loaded, notes = dict(state_dict), []
+    loaded, changes = dict(state_dict), []
     buffers = {site: [prefix + name for name in site[1:]] for site in SITES.values()}
     keys_of = {site: [key for key in keys if key in loaded] for site, keys in buffers.items()}
-    if not (ours := [key for keys in keys_of.values() for key in keys]):
+    if not any(keys_of.values()):
         return loaded  # from a model without delayed scaling
     for site, keys in sorted(keys_of.items()):
         delayed = site in layer._float8_stateful
         if keys and not delayed:
-            notes.append(f"dropped the state of {site.name}, which is not delayed here")
+            changes.append(f"dropped the state of {site.name}, which is not delayed here")
             for key in keys:
                 del loaded[key]
         elif delayed and not keys:
-            notes.append(f"found no state of {site.name}, which starts anew")
+            changes.append(f"found no state of {site.name}, which starts anew")
             # On the device of what is loaded, since a layer on meta takes tensors by assign=True.
-            for name, value in layer._float8_fresh_state(site, state_dict[ours[0]].device).items():
-                loaded[prefix + name] = value
+            some_key = next(key for keys in keys_of.values() for key in keys)
+            fresh = layer._float8_fresh_state(site, state_dict[some_key].device)
+            loaded.update({prefix + name: value for name, value in fresh.items()})
         elif keys:
             for name in (site.amax, site.scale):
                 # Torch would load the first element of a vector into a scalar buffer.
@@ -359,10 +358,10 @@ def _as_loadable(
                 continue
             steps, length = layer._float8_config.delayed_scaling_config.history_len, len(history)
             if length > steps:
-                notes.append(f"dropped all but the last {steps} of {length} steps of {site.name}")
-            missing = history.new_zeros(max(steps - length, 0))
-            loaded[prefix + site.history] = torch.cat([history[:steps], missing])
-    if notes:
+                changes.append(f"dropped all but the last {steps} of {length} steps of {site.name}")
+            padding = history.new_zeros(max(steps - length, 0))
+            loaded[prefix + site.history] = torch.cat([history[:steps], padding])
+    if changes:
         got = "float8: the checkpoint has delayed scaling of another configuration"
-        warn(f"{got}: {'; '.join(notes)}")
+        warn(f"{got}: {'; '.join(changes)}")
     return loaded

@@ -54,7 +54,7 @@ def sync_float8_amax_and_scale_history(
     """
     require_module(model, "model")
     if fp8_layers is not None:
-        listed = [*fp8_layers] if isinstance(fp8_layers, Iterable) else [None]  # refused
+        listed = [*fp8_layers] if isinstance(fp8_layers, Iterable) else [None]  # refused below
         if not all(isinstance(x, Float8Linear) for x in listed):
             kinds = f"{type(fp8_layers).__name__} of {[type(x).__name__ for x in listed]}"
             expected = "a list of Float8Linear; None syncs all of the model"
@@ -64,7 +64,7 @@ def sync_float8_amax_and_scale_history(
         return
     if dist.is_available() and dist.is_initialized():
         _reduce_amaxes(model, layers, group)
-    tied: dict[int, list[Tensor]] = {}  # layers of one weight: FSDP2 gathers it by one scale
+    tied: dict[int, list[Tensor]] = {}  # weight id -> amaxes of its layers: FSDP2 uses one scale
     for layer in layers:
         gathers = layer._float8_config.enable_fsdp_float8_all_gather
         if gathers and WEIGHT in layer._float8_stateful:
@@ -72,32 +72,13 @@ def sync_float8_amax_and_scale_history(
     for amaxes in tied.values():
         if len(amaxes) > 1:
             torch._foreach_copy_(amaxes, [torch.stack(amaxes).amax()] * len(amaxes))
-    # Updated as one tensor: (config, power of 2, device) -> largest value of a format -> buffers.
-    batches: dict[Any, dict[float, list[list[Any]]]] = {}
-    for layer in layers:
-        for site in layer._float8_stateful:
-            buffers: list[Any] = [layer._buffers[name] for name in site[1:]]
-            cast = getattr(layer._float8_plan.casts, site.name).config
-            key = layer._float8_config.delayed_scaling_config, cast.power_of_2, buffers[0].device
-            batches.setdefault(key, {}).setdefault(FLOAT8_MAX[cast.dtype], []).append(buffers)
-    for (config, power_of_2, device), formats in batches.items():
-        buffers_of_all = itertools.chain(*formats.values())
-        amaxes, histories, scales = (list(kind) for kind in zip(*buffers_of_all, strict=True))
-        # Filled on the device: a copy from the host would wait for it.
-        options: Any = {"dtype": torch.float64, "device": device}
-        maxima = [torch.full((len(x),), largest, **options) for largest, x in formats.items()]
-        amax, history, scale = map(torch.stack, (amaxes, histories, scales))
-        history, scale = next_history_and_scale(
-            amax, history, scale, torch.cat(maxima), config, power_of_2
-        )
-        torch._foreach_copy_(histories, history.unbind())
-        torch._foreach_copy_(scales, scale.unbind())
-        torch._foreach_zero_(amaxes)
+    _update_scales(layers)
+    unknown: list[Any] = []  # pairs of a layer and one of its sites
     for layer in layers:
         layer._float8_mark_synced()
-    # Layers that share their work with other ranks learn which of their scales are known.
-    shared = [x for x in layers if x._float8_shard_groups()]
-    unknown = [(x, s) for x in shared for s in x._float8_stateful if s.name not in x._float8_known]
+        if layer._float8_shard_groups():  # its casts do not all-reduce for scales known to be set
+            known = layer._float8_known
+            unknown += [(layer, site) for site in layer._float8_stateful if site.name not in known]
     if unknown:  # waits for the device, at each sync until all scales are set
         values = torch.stack([layer.get_buffer(site.scale) for layer, site in unknown]).tolist()
         for (layer, site), value in zip(unknown, values, strict=True):
@@ -121,6 +102,31 @@ def forget_float8_amax(model: nn.Module) -> None:
 
 def _delayed_layers(modules: Iterable[nn.Module]) -> list[Float8Linear]:
     return [x for x in modules if isinstance(x, Float8Linear) and x._float8_stateful]
+
+
+def _update_scales(layers: list[Float8Linear]) -> None:
+    """Update histories and scales of `layers` from the amaxes, and set the amaxes to zero."""
+    # Each batch is updated as one tensor: its key -> largest value of a format -> sites' buffers.
+    batches: dict[Any, dict[float, list[list[Any]]]] = {}
+    for layer in layers:
+        for site in layer._float8_stateful:
+            buffers: list[Any] = [layer._buffers[name] for name in site[1:]]
+            cast = getattr(layer._float8_plan.casts, site.name).config
+            key = layer._float8_config.delayed_scaling_config, cast.power_of_2, buffers[0].device
+            batches.setdefault(key, {}).setdefault(FLOAT8_MAX[cast.dtype], []).append(buffers)
+    for (config, power_of_2, device), formats in batches.items():
+        buffers_of_all = itertools.chain(*formats.values())
+        amaxes, histories, scales = (list(kind) for kind in zip(*buffers_of_all, strict=True))
+        # The largest value for each site, filled on the device: a copy from the host would wait.
+        options: Any = {"dtype": torch.float64, "device": device}
+        maxima = [torch.full((len(sites),), x, **options) for x, sites in formats.items()]
+        amax, history, scale = map(torch.stack, (amaxes, histories, scales))
+        history, scale = next_history_and_scale(
+            amax, history, scale, torch.cat(maxima), config, power_of_2
+        )
+        torch._foreach_copy_(histories, history.unbind())
+        torch._foreach_copy_(scales, scale.unbind())
+        torch._foreach_zero_(amaxes)
 
 
 def next_history_and_scale(
@@ -153,18 +159,15 @@ def next_history_and_scale(
     return history, torch.where(has_scale & (peak > 0), fresh, scale)
 
 
-# ---------------------------------------------------------------- ranks
-
-
 def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> None:
     """Replace the amaxes of `layers` by their maxima over the groups of `sync_groups`."""
     weights: Any = [x.weight for x in layers if not x._float8_never_trains]  # not in float8 only
     shard_groups = {x for layer in layers for x in layer._float8_shard_groups()}
     # A weight that FSDP2 gathered lacks the mesh, which its module's other Parameters have.
-    layer_set, fsdp = {*layers}, filter(is_fsdp_module, model.modules())
-    fsdp_parents = (module for module in fsdp if not layer_set.isdisjoint(module.modules()))
-    sharded_parameters = (parameter for module in fsdp_parents for parameter in module.parameters())
-    groups = sync_groups(weights, group, sharded_parameters, shard_groups)
+    layer_set, fsdp_modules = {*layers}, filter(is_fsdp_module, model.modules())
+    fsdp_parents = (module for module in fsdp_modules if not layer_set.isdisjoint(module.modules()))
+    fsdp_parameters = (parameter for parent in fsdp_parents for parameter in parent.parameters())
+    groups = sync_groups(weights, group, fsdp_parameters, shard_groups)
     if not groups:  # one process
         return
     device_type = mesh_device_type(weights)
@@ -173,13 +176,14 @@ def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> 
     for layer in layers:
         for site in layer._float8_stateful:
             amaxes.append(layer.get_buffer(site.amax))
-            # Another rank may have run a layer that this one skipped, with this rank's shard.
+            # A layer that this rank skipped may have run on another, on all shards of the weight.
             skipped = site == WEIGHT and not layer._float8_has_unsynced_amax()
-            shard = _shard_amax(layer.weight) if skipped else None
-            shard_amaxes.append(amaxes[-1].new_zeros(()) if shard is None else shard)
+            shard_amax = _shard_amax(layer.weight) if skipped else None
+            shard_amaxes.append(amaxes[-1].new_zeros(()) if shard_amax is None else shard_amax)
     values = torch.stack([x.to(amaxes[0].device) for x in amaxes + shard_amaxes])
-    recorded, shard_maxima = amax_over(groups, device_type)(values).chunk(2)  # 0: no rank ran it
-    merged = torch.where(recorded != 0, torch.maximum(recorded, shard_maxima), recorded)
+    recorded, shard_maxima = amax_over(groups, device_type)(values).chunk(2)
+    some_rank_ran = recorded != 0
+    merged = torch.where(some_rank_ran, torch.maximum(recorded, shard_maxima), recorded)
     torch._foreach_copy_(amaxes, merged.unbind())
 
 
@@ -195,7 +199,7 @@ def _shard_amax(weight: Tensor) -> Tensor | None:
 def _require_same_layers(
     model: nn.Module, layers: list[Float8Linear], groups: tuple[Any, ...], device_type: str | None
 ) -> None:
-    """Raise `ValueError` if ranks of `groups` differ in `layers`; cached by layer count, groups."""
+    """Raise `ValueError` if ranks differ in `layers`; check each layer count once for `groups`."""
     key = (len(layers), *(group.group_name for group in groups))
     if key in layers[0]._float8_compared:
         return

@@ -51,11 +51,11 @@ class Experts(Conversion):
     def report(
         self, fqn: str, mod: nn.Module, scaling: str | None, reason: str | None
     ) -> list[LayerReport]:
-        """Return an `ExpertsReport` for each weight; one of `scaling` and `reason` is None."""
+        """Return an `ExpertsReport` for each weight: its `scaling`, or the `reason` to skip it."""
         path = f"{fqn}." if fqn else ""
         return [
-            ExpertsReport(path + name, K, N, scaling, reason, count)
-            for name, count, N, K in weights_of(mod)
+            ExpertsReport(path + name, K, N, scaling, reason, experts)
+            for name, experts, N, K in weights_of(mod)
         ]
 
     def problem(self, mod: nn.Module, chooser: Chooser) -> str | None:
@@ -63,16 +63,16 @@ class Experts(Conversion):
         return unsupported_experts(mod, chooser.config)
 
     def why_slower(self, mod: nn.Module, fqn: str, chooser: Chooser) -> str | None:
-        """Return why float8 is modelled as no faster for `mod`, given equal groups, or None."""
+        """Return why float8 would be no faster for `mod` by a model of equal groups, or None."""
         if (gpu := chooser.gpu_of(mod)) is None:
             return None
-        gpu = gpu if gpu in MODELLED else "H100"  # another Hopper GPU: no other has this GEMM
+        gpu = gpu if gpu in MODELLED else "H100"  # others with this GEMM are Hopper GPUs, too
         parent = chooser.model.get_submodule(fqn.rpartition(".")[0])
         config, tokens, weights = chooser.config, chooser.tokens, weights_of(mod)
         top_k = experts_per_token(mod, parent)
         experts = local_tensor(mod._parameters[weights[0].name]).shape[0]  # on this rank
         rows, bf16_ms, float8_ms = tokens * top_k, 0.0, 0.0
-        for name, _, N, K in weights:  # _: experts on all ranks
+        for name, _on_all_ranks, N, K in weights:
             ranks = ranks_that_cast(mod, name, experts, chooser.expert_ranks)
             bf16, float8 = both_ms(gpu, config, rows, K, N, ranks, experts=experts)
             bf16_ms, float8_ms = bf16_ms + bf16, float8_ms + float8
@@ -99,7 +99,7 @@ class Experts(Conversion):
 
 
 def ranks_that_cast(module: Any, name: str, experts: int, ranks: int) -> int:
-    """Return how many of `ranks` share the cast of weight `name`; 1 if FSDP2 sends no float8."""
+    """Return how many of `ranks` share casts of `experts` weights; 1 if FSDP2 sends no float8."""
     return min(ranks, experts) if name in stored_by_rows(module) else 1
 
 

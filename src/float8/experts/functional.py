@@ -75,33 +75,35 @@ def apply_grouped(
     if autocast is not None:
         input = input.to(autocast)
     _require(input, weight, offs, same_dtype=autocast is None, emulated=emulated)
-    # No rows: skip the ops, except in compiled code (unbacked sizes) and on CPUs (check of offs).
+    # Skip the ops if there are no rows; not on CPUs, where the ops check `offs`, nor in compiled
+    # code, where the number of rows may be an unbacked size.
     if not compiling and input.shape[0] == 0 and not input.is_cpu:
         matrix = weight[0]  # any expert's: the product is empty
         matrix = matrix.to_original_precision() if isinstance(matrix, Float8Tensor) else matrix
         return input @ matrix.to(input.dtype).t()
-    grad = torch.is_grad_enabled()
+    grad, K = torch.is_grad_enabled(), weight.shape[2]
     need_grads = grad and input.requires_grad, grad and weight.requires_grad
-    w: Any = held_weight or OnTheFly(weight)
+    stored: Any = held_weight or OnTheFly(weight)
     if isinstance(weight, Float8Tensor):
         planned = plan.casts.weight.config.scaling_granularity
-        stored = planned if planned.by_blocks else ScalingGranularity.AXISWISE  # scales [E, N, 1]
-        if weight._granularity is not stored or (weight._is_transposed and not planned.square):
+        wanted = planned if planned.by_blocks else ScalingGranularity.AXISWISE  # scales [E, N, 1]
+        if weight._granularity is not wanted or (weight._is_transposed and not planned.square):
             got, expected = f"weight in float8 under {weight._scaling}", f"scales of {planned}"
             raise ValueError(f"grouped_linear: got a {got}, expected {expected}")
-        w = InFloat8(weight._data, weight._scale)
-    transposed = held_weight is not None and weight.stride() != w.values.stride()  # of [E, K, N]
+        stored = InFloat8(weight._data, weight._scale)
+    # If the held Parameter is [E, K, N], `weight` is a transposed view of it.
+    transposed = held_weight is not None and weight.stride() != stored.values.stride()
     products = GroupedTransposed if transposed else Grouped
-    call = Call(plan, plan.casts, products, type(w), weight.shape[2], weight.dtype, *need_grads)
-    args = input.contiguous(), weight, w, call
-    computed = computed_before(Linear, *args, offs) if compiling else None  # else in `apply`
+    call = Call(plan, plan.casts, products, type(stored), K, weight.dtype, *need_grads)
+    args = input.contiguous(), weight, stored, call
+    computed = computed_before(Linear, *args, offs) if compiling else None
     return Linear.apply(*args, computed, offs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _require(
     input: Tensor, weight: Tensor, offs: Tensor, *, same_dtype: bool, emulated: bool
 ) -> None:
-    """Raise as `grouped_linear` for dtypes, shapes, devices; for N, K % 16 unless `emulated`."""
+    """Raise for dtypes, shapes and devices as `grouped_linear`; allow any N and K if `emulated`."""
     got = "grouped_linear: got"
     for name, x in (("input", input), ("weight", weight)):
         if hasattr(x, "device_mesh"):
@@ -110,10 +112,9 @@ def _require(
             expected = ", ".join(map(str, HIGH_PRECISION_DTYPES))
             raise TypeError(f"{got} {name} of dtype {x.dtype}, expected one of {expected}")
     if same_dtype and input.dtype != weight.dtype:
-        raise TypeError(
-            f"{got} input of dtype {input.dtype} and weight of dtype {weight.dtype}, expected "
-            f"the same; convert one of them or use torch.autocast"
-        )
+        dtypes = f"input of dtype {input.dtype} and weight of dtype {weight.dtype}"
+        expected = "the same; convert one of them or use torch.autocast"
+        raise TypeError(f"{got} {dtypes}, expected {expected}")
     if offs.dtype != torch.int32:
         raise TypeError(f"{got} offs of dtype {offs.dtype}, expected torch.int32")
     shapes = tuple(map(tuple, (input.shape, weight.shape, offs.shape)))

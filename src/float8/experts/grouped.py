@@ -39,8 +39,8 @@ def quantize_experts(
     without a copy. `cast.scale` is None or [E]; `row`, `col` and `after` are as in `kernels.cast`.
 
     With k x k blocks row data are [E, N, ceil_k(K)] with scales [E, ceil(N / k), ceil(K / k)], and
-    column data [E, K, ceil_k(N)] with scales [E, ceil(K / k), ceil(N / k)], or more of them in the
-    last dim. With 1 x k blocks scales are [E, N, ceil(K / k)] and [E, K, ceil(N / k)].
+    column data [E, K, ceil_k(N)] with scales [E, ceil(K / k), ceil(N / k)]; the last dim of scales
+    may be padded. With 1 x k blocks scales are [E, N, ceil(K / k)] and [E, K, ceil(N / k)].
     """
     assert (cast.source, cast.reduce) == (None, None)  # each expert has its own scale
     weights = weights.detach()
@@ -57,14 +57,15 @@ def _quantize_with_row_scales(
 ) -> Quantized:
     """Quantize [E, R, C] as `quantize_experts`, with a scale per row or per expert."""
     E, R, C = weights.shape
+    # Cast one matrix [E * R, C], in which the R rows of each expert are a group.
     ends = torch.arange(R, E * R + 1, R, dtype=torch.int32, device=weights.device)
-    matrix, width = weights.contiguous().view(E * R, C), R + -R % GROUP_ALIGNMENT
-    layouts: Any = {"row": row, "col": col, "width": E * width, "after": after}
-    row_data, col_data = cast_groups(matrix, cast, ends, **layouts)
+    padded_rows = R + -R % GROUP_ALIGNMENT  # of one expert, in column data
+    options: Any = {"row": row, "col": col, "width": E * padded_rows, "after": after}
+    row_data, col_data = cast_groups(weights.contiguous().view(E * R, C), cast, ends, **options)
     if row:
         row_data = Operand(row_data.data.view(E, R, -1), row_data.scale.view(E, R))
-    if col:  # [C, E * width], the columns of one expert beside those of the next
-        data = col_data.data.view(-1, E, width).transpose(0, 1)
+    if col:  # [C, E * padded_rows], the columns of one expert beside those of the next
+        data = col_data.data.view(-1, E, padded_rows).transpose(0, 1)
         col_data = Operand(data[:, :C, : R + -R % GEMM_ALIGNMENT], col_data.scale[:, :C])
     return Quantized(row_data, col_data)
 
@@ -75,22 +76,24 @@ def _quantize_with_block_scales(
     """Quantize [E, R, C] as `quantize_experts`, with a scale per 1 x k or k x k block."""
     (E, R, C), cast_config = weights.shape, cast.config
     width: Any = cast_config.scaling_granularity.width
-    layouts: Any = {"row": row, "col": col, "scale": cast.scale, "after": after}
-    if R % width:  # blocks would cross experts; to pad each, a compiler would keep a copy
-        per_expert: Any = [kernels.cast(x, cast_config, **layouts) for x in weights]
+    options: Any = {"row": row, "col": col, "scale": cast.scale, "after": after}
+    if R % width:
+        # In a matrix [E * R, C] blocks would cross experts, so cast each expert by itself. If its
+        # rows were padded instead, compiled code would keep the padded weights for backward.
+        per_expert: Any = [kernels.cast(x, cast_config, **options) for x in weights]
         rows, columns = zip(*per_expert, strict=True)
         row_data, col_data = _stacked(rows) if row else None, _stacked(columns) if col else None
-        if row_data is not None:  # without padding; squares have fewer than R rows of scales
+        if row_data is not None:  # drop padding below row R; squares have fewer rows of scales
             row_data = Operand(row_data.data[:, :R], row_data.scale[:, :R])
     else:
-        matrix = weights.contiguous().view(E * R, C)  # no block crosses experts
-        row_data, col_data = kernels.cast(matrix, cast_config, **layouts)
+        matrix = weights.contiguous().view(E * R, C)
+        row_data, col_data = kernels.cast(matrix, cast_config, **options)
         if row_data is not None:
             row_data = Operand(*(x.view(E, x.shape[0] // E, -1) for x in row_data))
-        if col_data is not None:  # the columns of one expert beside those of the next
-            whole = col_data.data, col_data.scale[:, : R * E // width]  # without padding
-            col_data = Operand(*(x.view(len(x), E, -1).transpose(0, 1) for x in whole))
-    if col_data is not None:
+        if col_data is not None:  # [C, E * R], the columns of one expert beside those of the next
+            unpadded = col_data.data, col_data.scale[:, : E * R // width]
+            col_data = Operand(*(x.view(len(x), E, -1).transpose(0, 1) for x in unpadded))
+    if col_data is not None:  # drop padding below row C
         col_data = Operand(col_data.data[:, :C], col_data.scale[:, :C])
     return Quantized(row_data, col_data)
 
@@ -121,18 +124,19 @@ def grouped_matmul(
     ascending) and may be empty; `Columns` use `a.ends` instead of `ends`. `shape` is the last two
     dims of the result without padding. On the CPU the GEMM is emulated.
 
-    With 1 x k or k x k blocks `a` [R, K] has scales [R, K / k], and those of `b` are described at
-    `Operand`; `Columns` have [N, R / k] and [K, R / k]. Each sum of k products is scaled, and the
-    scaled sums are added in float32.
+    With 1 x k or k x k blocks `a` [R, K] has scales [R, K / k], and `b` [E, N, K] has those that
+    `Operand` describes; `Columns` have [N, R / k] and [K, R / k]. Each sum of k products is scaled,
+    and the scaled sums are added in float32.
 
     Raises:
         RuntimeError: the device has no such GEMM and `gemm.emulate` is False.
     """
     if not torch.compiler.is_compiling() and not gemm.emulate:
-        only = BLACKWELL[:1] if gemm.granularities[0].exponents else HOPPER  # 12.x has no such GEMM
+        # Of Blackwell's 10.x and 12.x, only 10.x has grouped GEMMs.
+        only = BLACKWELL[:1] if gemm.granularities[0].exponents else HOPPER
         if reason := lacks_float8_gemm(a.data.device, only=only):
             raise refused_gemm(reason)
-    ends, tokens = (a.ends, a.tokens) if isinstance(a, Columns) else (ends, None)  # to count FLOPs
+    ends, tokens = (a.ends, a.tokens) if isinstance(a, Columns) else (ends, None)
     y = GROUPED_GEMM(a.data, a.scale, b.data, b.scale, ends, tokens, gemm.packed(), out_dtype)
     return y if y.shape[-2:] == shape else without_padding(y, *shape)
 
@@ -140,7 +144,7 @@ def grouped_matmul(
 def _outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     if len(a) == 0:  # torch's grouped GEMM takes no empty tensors
         return a.new_zeros((ends.shape[0], a.shape[1], b.shape[1]))
-    # It requires rows whose size in bytes is a multiple of 16.
+    # Its operands need rows of a multiple of 16 bytes.
     (N, K), offs = (a.shape[1], b.shape[1]), ends_of_groups(ends, len(a))
     a, b = (F.pad(x, (0, -x.shape[1] % 8)) if x.shape[1] % 8 else x for x in (a, b))
     y = F.grouped_mm(a.t(), b, offs=offs)
@@ -170,9 +174,9 @@ class Grouped(Dense):
 
     @staticmethod
     def padded(row: Operand, granularity: Granularity) -> Operand:
-        """Zero-pad K of row data [E, N, K] for GEMMs; squeeze scales [E, N, 1] except of blocks."""
+        """Zero-pad K of row data [E, N, K]; reshape scales of rows [E, N, 1] to [E, N]."""
         data, scale = padded(row, granularity)
-        return Operand(data, scale if granularity.by_blocks else scale.squeeze(-1))  # [E, N]
+        return Operand(data, scale if granularity.by_blocks else scale.squeeze(-1))
 
     @staticmethod
     def transposed(row: Operand, cast_config: CastConfig, after: Tensor | None = None) -> Operand:
@@ -182,13 +186,13 @@ class Grouped(Dense):
             values = dequantized(row, cast_config)
             return quantize_experts(values, Cast(cast_config), col=True, after=after).col
         E, N, K = row.data.shape
-        below = -N % (granularity.height or GEMM_ALIGNMENT)  # None: one scale per expert
-        matrix = F.pad(row.data.view(torch.uint8), (0, 0, 0, below)).flatten(0, 1)
+        multiple = granularity.height or GEMM_ALIGNMENT  # `height` of one scale per expert is None
+        matrix = F.pad(row.data.view(torch.uint8), (0, 0, 0, -N % multiple)).flatten(0, 1)
         data = kernels.transpose_bytes(matrix.view(row.data.dtype), after=after)
         data = data[:K].view(K, E, -1).transpose(0, 1)  # [K, E * N] to [E, K, N]
         if granularity.by_blocks:
             return Operand(data, row.scale.mT)
-        return Operand(data, row.scale[:, 0].expand(E, K).contiguous())  # one scale per expert
+        return Operand(data, row.scale[:, 0].expand(E, K).contiguous())  # the scale of each expert
 
     output = grad_input = grad_weight = staticmethod(grouped_matmul)
 

@@ -75,9 +75,9 @@ class Float8Experts(Float8Module):
         if any(config.cast_config(site).dtype == E5M2 for site in sites):  # see `plan_experts`
             words.append("grad_output in e4m3")
         granularity = config.cast_config(CastSite.INPUT_FOR_GRAD_WEIGHT).scaling_granularity
-        if granularity.by_blocks and granularity.square:  # tokens of two experts share no scale
+        if granularity.by_blocks and granularity.square:  # squares could mix experts' tokens
             words.append(f"input by 1x{granularity.width} for grad_weight")
-        if not config.only_on:  # GEMMs under blocks ignore the flag, and have an `only_on`
+        if not config.only_on:  # no blocks, whose GEMMs ignore the flag
             words.append(f"use_fast_accum={config.gemm_config_output.use_fast_accum}")
         words += self._float8_words()
         if config.enable_fsdp_float8_all_gather and not stored_by_rows(self):
@@ -104,10 +104,10 @@ class RegisteredExperts(Float8Experts):
         mod: Any = self
         tokens, top_k = top_k_index.shape
         # Sort by expert, so that the rows of each expert are adjacent.
-        expert, order = torch.sort(top_k_index.flatten(), stable=True)
-        numbers = torch.arange(mod.num_experts, device=expert.device, dtype=expert.dtype)
-        offs = torch.searchsorted(expert, numbers, right=True, out_int32=True)
-        bias_index = expert.clamp(max=mod.num_experts - 1)  # other ranks' rows are dropped below
+        experts, order = torch.sort(top_k_index.flatten(), stable=True)
+        numbers = torch.arange(mod.num_experts, device=experts.device, dtype=experts.dtype)
+        offs = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+        bias_index = experts.clamp(max=mod.num_experts - 1)  # other ranks' rows get any bias
 
         def product(x: Tensor, name: str) -> Tensor:
             y = self._float8_product(x, self._float8_weight(name), offs, name)
@@ -117,13 +117,13 @@ class RegisteredExperts(Float8Experts):
 
         x = hidden_states[order // top_k]
         name, act = ("gate_up_proj", mod._apply_gate) if mod.has_gate else ("up_proj", mod.act_fn)
-        # Backward recomputes the activation, whose inner values would take most of the memory.
+        # Backward recomputes the activation, whose intermediates would take most of the memory.
         x = checkpoint(act, product(x, name), use_reentrant=False, preserve_rng_state=False)
         y = product(x, "down_proj")
         if getattr(mod, "has_post_expert_norm", False):
             y = mod.post_expert_norm(y)
-        # With a bias, rows of other ranks' experts are not zero: drop them, and their router grads.
-        routing_weight = top_k_weights.flatten()[order].masked_fill(expert >= mod.num_experts, 0)
+        # With a bias, other ranks' rows are not zero: drop them, and their router gradients.
+        routing_weight = top_k_weights.flatten()[order].masked_fill(experts >= mod.num_experts, 0)
         y = y * routing_weight[:, None]
         rows = torch.arange(len(order), device=order.device)
         inverse_order = torch.empty_like(order).scatter_(0, order, rows)
@@ -200,7 +200,7 @@ def stored_by_rows(module: nn.Module) -> list[str]:
 
 
 def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | None:
-    """Return why `module`, of a known `kind_of`, cannot be converted with `config`, or None."""
+    """Return why experts `module` cannot be converted with `config`, or None if they can."""
     if reason := no_grouped_gemm(config):
         return f"got a config with {reason}; expected {EXPECTED}"
     if replaced_forward(module):
@@ -228,7 +228,7 @@ def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | 
             return f"got {name}, a {reason}"
         if not config.emulate and (N % GEMM_ALIGNMENT or K % GEMM_ALIGNMENT):
             return f"got {name} with N={N} and K={K}, expected multiples of {GEMM_ALIGNMENT}"
-        only = config.only_on[:1] or HOPPER  # of 10.x and 12.x, 12.x has no grouped GEMM
+        only = config.only_on[:1] or HOPPER  # [:1]: of Blackwell 10.x, not 12.x, has it
         reason = lacks_float8_gemm(local_tensor(parameter).device, only=only)
         if not config.emulate and reason is not None:
             return f"{reason}; set emulate=True to compute in high precision instead"
@@ -236,13 +236,10 @@ def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | 
 
 
 def _overridden_grouped_mm(module: Any) -> str | None:
-    """Return an error message if a subclass or attribute overrides `_grouped_mm`, or None.
-
-    A conversion would drop what the override does; torchtitan's MXFP8 has one, for example.
-    """
+    """Return an error message if `_grouped_mm` is overridden, which a conversion would undo."""
     cls = module._float8_source_class if isinstance(module, Float8Experts) else type(module)
     owners = [x.__name__ for x in cls.__mro__ if "_grouped_mm" in vars(x)]  # subclasses first
-    if len(owners) == 1 and "_grouped_mm" not in vars(module):
+    if len(owners) == 1 and "_grouped_mm" not in vars(module):  # else as by torchtitan's MXFP8
         return None
     got, expected = owners[0] if len(owners) > 1 else "an attribute", owners[-1]
     fix = "do without what replaced it, or leave these experts to it"

@@ -15,7 +15,7 @@ from float8.linear.plan import LinearPlan, cached_in_eager, resolve_plan
 
 EXPECTED = "any recipe but 'delayed', or casts like those of another"
 _WEIGHTS = CastSite.WEIGHT, CastSite.WEIGHT_FOR_GRAD_INPUT
-_RUNS, _RUNS_OF_MX = ScalingGranularity.BLOCK_1x128, ScalingGranularity.BLOCK_1x32
+_1x128, _1x32 = ScalingGranularity.BLOCK_1x128, ScalingGranularity.BLOCK_1x32
 
 
 @cached_in_eager
@@ -35,7 +35,7 @@ def plan_experts(config: Float8LinearConfig) -> LinearPlan:
         cast_config = config.cast_config(site)
         granularity = cast_config.scaling_granularity
         if granularity.by_blocks and site not in _WEIGHTS:
-            granularity = _RUNS_OF_MX if granularity.exponents else _RUNS
+            granularity = _1x32 if granularity.exponents else _1x128
         casts[site] = replace(cast_config, target_dtype=E4M3, scaling_granularity=granularity)
     return resolve_plan(config, casts, dict.fromkeys(GEMM_OPERANDS, fast))
 
@@ -44,7 +44,7 @@ def no_grouped_gemm(config: Float8LinearConfig) -> str | None:
     """Return the setting of `config` that no grouped GEMM supports, or None."""
     if config.delayed_sites:
         return "delayed scaling, whose histories are of one tensor"
-    if _RUNS in [config.cast_config(site).scaling_granularity for site in _WEIGHTS]:
+    if _1x128 in [config.cast_config(site).scaling_granularity for site in _WEIGHTS]:
         return "weights with scales of 1x128"
     if not {"output", "grad_input"} <= set(config.float8_gemms):
         return "the GEMM of output or grad_input in high precision"

@@ -16,8 +16,7 @@ from float8.kernels.runtime.triton import has_float8_conversion, jit, tl
 
 BLOCK = 4096
 """The number of elements that a program casts; each result begins at a multiple of `BLOCK`."""
-MAX_TENSORS = 1024
-"""The largest number of tensors of one launch; a program reads the first program of each."""
+MAX_TENSORS = 1024  # of one launch, since each program loads the first programs of all tensors
 
 
 def foreach_cast(
@@ -31,9 +30,9 @@ def foreach_cast(
     """
     first, dtype = tensors[0], cast_config.dtype
     rounded = first.dtype == torch.float32 and via == torch.bfloat16
-    kernel_fits = first.is_cuda and (rounded or via == first.dtype)  # it rounds to bfloat16 only
+    kernel_fits = first.is_cuda and (rounded or via == first.dtype)  # it rounds only in this case
     one_launch = kernel_fits and all(x.is_contiguous() for x in tensors)
-    if not (one_launch and takes_triton_directly(*tensors)):  # False in compiled code, for example
+    if not (one_launch and takes_triton_directly(*tensors)):  # compiled code calls ops instead
         pairs = zip(tensors, scales, strict=True)
         return [kernels.to_float8(x.to(via), scale, dtype) for x, scale in pairs]
     results: list[Tensor] = []
@@ -45,18 +44,19 @@ def foreach_cast(
 def _cast_triton(
     tensors: Sequence[Tensor], first_scale: Tensor, dtype: torch.dtype, rounded: bool
 ) -> list[Tensor]:
-    """Cast `tensors`, `rounded` to bfloat16 before, in one launch; scales are 16 bytes apart."""
+    """Cast `tensors` in one launch; if `rounded`, round to bfloat16 first. See `foreach_cast`."""
     first, device, count = tensors[0], tensors[0].device, len(tensors)
     addresses = tuple([x.data_ptr() for x in tensors])
-    table, (*starts, programs) = _table(addresses, tuple([x.numel() for x in tensors]), device)
+    table, starts = _table(addresses, tuple([x.numel() for x in tensors]), device)
+    programs = starts[-1]
     out = torch.empty(programs * BLOCK, dtype=dtype, device=device)
-    aligned = not any(address & 15 for address in addresses)
-    mantissa, power_of_2 = 3 if dtype == E4M3 else 2, 0  # 0: the scales are final
-    constants = rounded, aligned, mantissa, power_of_2, has_float8_conversion(device)
+    aligned = not any(address % 16 for address in addresses)
+    mantissa_bits, power_of_2 = (3 if dtype == E4M3 else 2), 0  # the kernel computes no scales
+    constants = rounded, aligned, mantissa_bits, power_of_2, has_float8_conversion(device)
     launch = _launch(first.dtype, device, programs, count, constants)
     if programs:  # none if all tensors are empty
         launch(first, table, first_scale, out)
-    pairs = zip(tensors, starts, strict=True)
+    pairs = zip(tensors, starts, strict=False)  # without the last entry, the number of programs
     return [out.as_strided(x.shape, x.stride(), start * BLOCK) for x, start in pairs]
 
 
@@ -83,8 +83,8 @@ def _launch(
 
     `constants`: ROUNDED, ALIGNED, MANTISSA, POWER_OF_2 and HARDWARE of `_cast_kernel`.
     """
-    entries = 1 << (count - 1).bit_length()  # COUNT: the next power of two
-    constants = (*constants, entries, BLOCK)
+    next_power_of_2 = 1 << (count - 1).bit_length()
+    constants = (*constants, next_power_of_2, BLOCK)
     return Launch(_cast_kernel, device, programs, (count,), constants, num_warps=8)
 
 
@@ -92,11 +92,12 @@ def _launch(
 def _cast_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # the first tensor, whose dtype all have
     table_ptr,  # [3, count] int64: address, number of elements and first program of each tensor
-    scales_ptr,  # [count, 4] float32: the scale of each tensor, and three values that are not read
+    scales_ptr,  # [count, 4] float32: the scale of each tensor, and three values of padding
     out_ptr,  # [programs, BLOCK]
     count,
     ROUNDED: tl.constexpr,  # whether values are rounded to bfloat16 first
     ALIGNED: tl.constexpr,  # whether all addresses are multiples of 16
+    # Bits of the format's mantissa; 0; whether an instruction converts to float8.
     MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr,
     COUNT: tl.constexpr,  # a power of two, not below count
     BLOCK: tl.constexpr,
@@ -105,7 +106,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     program = tl.program_id(0)
     entry = tl.arange(0, COUNT)
     starts = tl.load(table_ptr + 2 * count + entry, entry < count, 1 << 62)
-    # An empty tensor begins at the same program as the next tensor.
+    # The last tensor that starts here or before. Empty ones start where the next tensor does.
     index = tl.sum((starts <= program).to(tl.int32)) - 1
     start = tl.load(table_ptr + 2 * count + index)
     size = tl.load(table_ptr + count + index)
@@ -117,7 +118,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     v = numeric.to_float32(x, HARDWARE)
     if ROUNDED:
         v = numeric.rounded_to_bfloat16(v, HARDWARE)
-    # An Inf becomes NaN without further code, since the scale of its amax is Inf or NaN.
+    # An Inf becomes NaN here: the scale is Inf or NaN, as it comes from an Inf amax.
     v = v * tl.div_rn(1.0, tl.load(scales_ptr + 4 * index))
     codes = numeric.to_float8_bits(v, (MANTISSA, POWER_OF_2, HARDWARE))
     out_ptr = out_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)

@@ -40,7 +40,7 @@ class CastAhead(NamedTuple):
 
 
 class Float8GatherWeight(Wrapper):
-    """Wrapper of a high-precision tensor `inner` that FSDP2 all-gathers in float8, cast by `how`.
+    """Wrapper of a high-precision tensor `inner` that FSDP2 all-gathers in float8.
 
     All ops but the all-gather run on `inner`, which is not copied. Views, copies, `empty_like`,
     `new_zeros` and `new_empty` of a wrapper are wrappers; the results of all other ops are plain
@@ -53,7 +53,7 @@ class Float8GatherWeight(Wrapper):
     """
 
     _inner: Tensor
-    how: CastConfig  # pickled under this name
+    how: CastConfig  # of the cast before the all-gather; pickled under this name
     write_counter: Tensor
     param_dtype: torch.dtype | None = None
     """Dtype of the `MixedPrecisionPolicy`, to which shards are rounded before the cast; None until
@@ -65,7 +65,7 @@ class Float8GatherWeight(Wrapper):
 
     @staticmethod
     def __new__(cls, inner: Tensor, how: CastConfig, write_counter: Tensor | None = None) -> Any:
-        """Wrap `inner`; the version of `write_counter`, a tensor over its memory, counts writes."""
+        """Wrap `inner`; writes increment the version of `write_counter`, by default `inner`."""
         self: Any = cls._wrap(inner, inner.dtype)
         self._inner, self.how = inner, how
         self.write_counter = inner if write_counter is None else write_counter
@@ -89,21 +89,21 @@ class Float8GatherWeight(Wrapper):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, weight = kwargs or {}, args[0] if args else None
-        plain_args, plain_values = [*map(_plain, args)], map(_plain, kwargs.values())
-        plain_kwargs = dict(zip(kwargs, plain_values, strict=True))
+        inner_args, inner_values = [*map(_inner, args)], map(_inner, kwargs.values())
+        inner_kwargs = dict(zip(kwargs, inner_values, strict=True))
         if isinstance(weight, Float8GatherWeight) and (func.is_view or func in _WRAPS_RESULT):
-            # In inference mode torch has not decomposed compound ops; their parts come here again.
+            # Compound ops arrive whole in inference mode; the ops they decompose into come here.
             result: Any = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
             # FSDP2 shards and pads in its first forward. Even if that runs in inference mode, the
             # shards must be usable in training.
             with as_inference_as(weight):
-                result = func(*plain_args, **plain_kwargs)
+                result = func(*inner_args, **inner_kwargs)
                 if isinstance(result, Tensor):
                     return weight._like(func, result)
                 return [weight._like(func, x) for x in result]  # of ops such as split
-        result = func(*plain_args, **plain_kwargs)
+        result = func(*inner_args, **inner_kwargs)
         written: dict[int, Float8GatherWeight] = {}  # id of an inner tensor -> its wrapper
         arguments = func._schema.arguments if func._schema.is_mutable else ()
         for place, argument in enumerate(arguments):
@@ -155,23 +155,20 @@ class Float8GatherWeight(Wrapper):
     def _versions(self, weight: Any) -> tuple[Any, ...]:
         """Return a key that changes when `weight` is written or `self.param_dtype` changes.
 
-        The version of `weight`, a DTensor, counts writes by ops on it and by compiled code, that of
-        `write_counter` those through `to_local()` and foreach ops. During a CUDA graph capture the
-        key includes its id: a graph uses only casts that it makes, as replays count no writes.
+        The version of `weight`, a DTensor, counts writes by ops on it and by compiled code; the
+        version of `write_counter` counts writes through `to_local()` and foreach ops. The id of a
+        CUDA graph capture is included, as replays count no writes: a graph makes its own casts.
         """
-        raw, inner = self.write_counter, self._inner
-        capture = raw.is_cuda and torch.cuda.is_current_stream_capturing() and _capture_id()
-        own = inner._version, inner.data_ptr(), inner.stride(), self.param_dtype, capture
-        return weight._version, raw._version, raw.data_ptr(), raw.stride(), *own
+        counter, inner = self.write_counter, self._inner
+        capture = counter.is_cuda and torch.cuda.is_current_stream_capturing() and _capture_id()
+        of_inner = inner._version, inner.data_ptr(), inner.stride(), self.param_dtype, capture
+        return weight._version, counter._version, counter.data_ptr(), counter.stride(), *of_inner
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., tuple[tuple[Tensor, ...], GatherInfo]]:
-        """The hook that FSDP2 calls before each all-gather: `_pre_all_gather` and a signature.
-
-        FSDP2 inspects the signature at each call; a method's takes as long as a kernel launch.
-        """
+        """The hook that FSDP2 calls before each all-gather: `_pre_all_gather`."""
         hook: Any = functools.partial(self._pre_all_gather)
-        hook.__signature__ = _SIGNATURE
+        hook.__signature__ = _SIGNATURE  # FSDP2 inspects it at each call; computing it takes long
         return hook  # type: ignore[no-any-return]
 
     def _pre_all_gather(
@@ -197,7 +194,7 @@ class Float8GatherWeight(Wrapper):
             return self._to_send(outer_size, rows, mesh, module, dtype)
 
     def _why_not_in_float8(self, size: torch.Size, rows: int, mesh: Any) -> str | None:
-        """Return why scales cannot be sent with shards of `rows` rows, or None if they can."""
+        """Return why scales of a weight of `size` cannot be sent with shards of `rows`, or None."""
         granularity = self.how.scaling_granularity
         if granularity.one_scale:
             return None
@@ -210,7 +207,7 @@ class Float8GatherWeight(Wrapper):
         return None
 
     def quantized(self, shard: Tensor, cast: Cast, dtype: torch.dtype) -> CastAhead:
-        """Round `shard` [R, K] to `dtype`, and quantize it to unpadded row data; R may be 0."""
+        """Round `shard` [R, K] to `dtype`, and quantize it to row data [R, K]; R may be 0."""
         data, scale = quantize(shard, cast, row=True, via=dtype).row
         if data.shape != shard.shape:  # padded for a GEMM
             data = data[: shard.shape[0], : shard.shape[1]]
@@ -229,8 +226,9 @@ class Float8GatherWeight(Wrapper):
         owner.param_dtype = dtype  # from now on the shard can be cast ahead
         delayed = config.scaling_type is ScalingType.DELAYED
         kept = None if delayed else owner.kept(weight)  # delayed casts record amaxes: none is kept
-        one_scale, quantized, amax = config.scaling_granularity.one_scale, kept, None
-        if quantized is None or quantized.data is None:  # no cast was kept, perhaps its scale
+        one_scale, amax = config.scaling_granularity.one_scale, None
+        quantized: Any = kept
+        if kept is None or kept.data is None:
             if delayed:
                 cast = module._float8_cast_of_shard(config, shard)
                 amax = cast.source.amax
@@ -244,7 +242,8 @@ class Float8GatherWeight(Wrapper):
         sent = padded_shard(quantized.data.view(torch.uint8), rows)
         if not one_scale and mesh.size() > 1:  # a single rank has all scales already
             return (sent, scale.contiguous().view(torch.uint8)), GatherInfo(size)
-        return (sent,), GatherInfo(size, scale, amax, kept is None or kept.scale is not scale)
+        computed_now = kept is None or kept.scale is not scale  # on the stream of the gather
+        return (sent,), GatherInfo(size, scale, amax, on_gather_stream=computed_now)
 
     def fsdp_post_all_gather(
         self, received: tuple[Tensor, ...], info: GatherInfo, dtype: torch.dtype, *, out: Any = None
@@ -254,11 +253,11 @@ class Float8GatherWeight(Wrapper):
         With `out`, the weight of an earlier call over the same memory, update it; return None.
         """
         size, scale, amax, on_gather_stream = info
-        for x in (scale, amax) if on_gather_stream else ():
-            if x is not None and x.is_cuda:  # the current stream reads it later
+        for x in (scale, amax):
+            if on_gather_stream and x is not None and x.is_cuda:  # the current stream reads `x`
                 x.record_stream(torch.cuda.current_stream(x.device))
+        in_float8 = received[0].dtype == torch.uint8
         with as_inference_as(self):  # see `_pre_all_gather`
-            in_float8 = received[0].dtype == torch.uint8
             if in_float8 and scale is None:  # each rank sent the scales of its shard
                 scale = received[1].view(torch.float32)
             if out is None:
@@ -272,7 +271,7 @@ class Float8GatherWeight(Wrapper):
         return None
 
     def _gathered(self, data: Tensor, scale: Any, dtype: torch.dtype, amax: Any) -> Float8Tensor:
-        """Return a `Float8Tensor` that reports `dtype`, over the gathered `data` in float8."""
+        """Return a `Float8Tensor` that reports `dtype`, over gathered float8 `data` and `scale`."""
         return Float8Tensor(data, scale, dtype, self.how.scaling_granularity, amax)
 
 
@@ -306,11 +305,11 @@ torch.serialization.add_safe_globals(
 )
 
 
-def _plain(x: Any) -> Any:
-    """Return `x`, or a list of the items of a list `x`, with inner tensors in place of wrappers."""
+def _inner(x: Any) -> Any:
+    """Return the inner tensor of a wrapper `x`, a list of `_inner(item)` of a list, or else `x`."""
     if isinstance(x, Float8GatherWeight):
         return x._inner
-    return [*map(_plain, x)] if isinstance(x, list | tuple) else x
+    return [*map(_inner, x)] if isinstance(x, list | tuple) else x
 
 
 def padded_shard(x: Tensor, rows: int) -> Tensor:

@@ -79,7 +79,7 @@ def _cast(key: _BatchKey, shards: dict[Any, Float8GatherWeight]) -> list[CastAhe
 def _shards_to_cast(model: nn.Module) -> dict[_BatchKey, dict[Any, Float8GatherWeight]]:
     """Return batches of shards to cast, one for each call of `_cast`: key -> weight -> shard."""
     batches: dict[_BatchKey, dict[Any, Float8GatherWeight]] = {}
-    groups_of: dict[Any, tuple[Any, ...] | None] = {}  # by sharding; None if a shard is empty
+    groups_of: dict[Any, tuple[Any, ...] | None] = {}  # of a sharding; None if a shard is empty
     weight: Any
     for module in model.modules():
         if not (isinstance(module, Float8Module) and _casts_ahead(module)):
@@ -88,7 +88,7 @@ def _shards_to_cast(model: nn.Module) -> dict[_BatchKey, dict[Any, Float8GatherW
             shard = local_tensor(weight)
             if isinstance(shard, Float8Tensor) and shard._granularity.one_scale:
                 name = next(name for name, mod in model.named_modules() if mod is module)
-                raise ValueError(  # the ranks reduce the amaxes of all shards together
+                raise ValueError(  # not skipped: other ranks wait for the amax of this shard
                     f"layer {name!r}: got a weight that is gathered at the moment, expected its "
                     f"shard; before optimizer.step(), call reshard() on the modules that keep "
                     f"their weights"
@@ -101,14 +101,14 @@ def _shards_to_cast(model: nn.Module) -> dict[_BatchKey, dict[Any, Float8GatherW
                 continue
             mesh, one_scale = weight.device_mesh, shard.has_one_scale
             if shard.device.type != mesh.device_type and not one_scale:
-                continue  # offloaded: the cast, on the device later, finds finer scales itself
+                continue  # offloaded to the CPU: the cast on the device later computes the scales
             sharding = mesh, weight.placements, weight.shape
             if sharding not in groups_of:
                 groups_of[sharding] = sharding_groups(weight) if no_shard_is_empty(weight) else None
-            # Whether an empty shard was written cannot be seen, so its weight is cast by gathers.
+            # A rank cannot see writes to its empty shard, so that weight is cast by gathers.
             if (groups := groups_of[sharding]) is not None:
-                where = groups, mesh.device_type, shard.device
-                key = _BatchKey(one_scale, *where, shard.dtype, shard.param_dtype, shard.how)
+                location = groups, mesh.device_type, shard.device
+                key = _BatchKey(one_scale, *location, shard.dtype, shard.param_dtype, shard.how)
                 batches.setdefault(key, {})[weight] = shard
     return batches
 
@@ -143,7 +143,7 @@ class Float8Gathers(Feature):
         require_one_cast(config, "enable_fsdp_float8_all_gather")
 
     def sharing_ranks(self, config: Float8LinearConfig) -> int:
-        """Return the default group's size if it exists and `config` gathers in float8, else 1."""
+        """Return how many ranks cast shards of a weight: all under float8 all-gather, else 1."""
         gathers = config.enable_fsdp_float8_all_gather and dist.is_available()
         return dist.get_world_size() if gathers and dist.is_initialized() else 1
 
@@ -207,15 +207,15 @@ def enable_float8_all_gather(module: nn.Module) -> None:
     config: Any
     layer: Any
     for weight, places in users.items():
-        layer = places[0][0]
-        config, *other_configs = {  # a set; False if not converted, or stored as [E, K, N]
-            isinstance(mod, Float8Module) and name in _gathered_names(mod) and mod._float8_config
-            for mod, name in places
-        }
-        gathers = config and config.enable_fsdp_float8_all_gather and not other_configs
+        if not all(isinstance(mod, Float8Module) for mod, _ in places):
+            continue
+        config, *other_configs = {mod._float8_config for mod, _ in places}
+        by_rows = all(name in _gathered_names(mod) for mod, name in places)  # not [E, K, N]
+        gathers = config.enable_fsdp_float8_all_gather and not other_configs and by_rows
         if gathers and not isinstance(local_tensor(weight), Float8GatherWeight):
+            layer = places[0][0]
             wrapper, cast = WRAPPERS[weight.dim()], layer._float8_plan.casts.weight
-            # `.data`, since a view would refer to the weight.
+            # `.data`: `swap_tensors` raises for a weight that a view refers to.
             new_tensors[weight] = wrapper(weight.data, cast.config)
     _replace_contents(new_tensors, users)
 
@@ -237,21 +237,21 @@ def _replace_contents(
 
     If `swap_tensors` raises since a weight is referenced, set new Parameters in `users`, and warn.
     """
-    # Attributes that the wrapper or `nn.Parameter` sets; all others are the user's, and stay.
-    ours, new_objects = {*Float8GatherWeight.__annotations__, "_is_param"}, 0
+    set_anew = {*Float8GatherWeight.__annotations__, "_is_param"}  # by wrappers and `nn.Parameter`
+    replaced = 0
     for old, tensor in new_tensors.items():
         new: Any = nn.Parameter(tensor, requires_grad=old.requires_grad)
         new.grad = old.grad
-        new.__dict__.update({name: x for name, x in vars(old).items() if name not in ours})
+        new.__dict__.update({name: x for name, x in vars(old).items() if name not in set_anew})
         try:
             torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
-        except RuntimeError:  # nothing was swapped
-            new_objects += 1
+        except RuntimeError:  # raised before it swaps anything
+            replaced += 1
             for mod, name in users[old]:
                 mod._parameters[name] = new
-    if new_objects:
+    if replaced:
         warn(
-            f"float8: the weights of {new_objects} layer(s) are new Parameters, because something "
+            f"float8: the weights of {replaced} layer(s) are new Parameters, because something "
             f"refers to the old ones (a compiled forward, a graph, a weakref). An optimizer made "
             f"before does not train them: make it afterwards"
         )

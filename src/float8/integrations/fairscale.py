@@ -1,13 +1,10 @@
-"""Float8 for fairscale's tensor-parallel layers, whose shards of weights are plain Parameters."""
+"""Convert fairscale's tensor-parallel layers, whose shards of weights are plain Parameters."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from fairscale.nn.model_parallel.initialize import (
-    get_model_parallel_group,
-    model_parallel_is_initialized,
-)
+from fairscale.nn.model_parallel import initialize
 from fairscale.nn.model_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,46 +34,47 @@ class Float8ParallelLinear(Float8Linear):
         """
         new: Float8ParallelLinear = shallow_copy(mod, cls)
         device = mod.weight.device.type
-        if device == "meta":  # no mesh has it: guess the device of training
+        if device == "meta":  # a DeviceMesh cannot have it: take the likely device of training
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        new._float8_mesh = DeviceMesh.from_group(get_model_parallel_group(), device)
+        new._float8_mesh = DeviceMesh.from_group(initialize.get_model_parallel_group(), device)
         new._float8_set_up(config)
-        whole, tokens = Replicate(), Replicate() if sequence_dim is None else Shard(sequence_dim)
+        # Placements are those of input, weight [N, K], bias [N] and output.
+        tokens = Replicate() if sequence_dim is None else Shard(sequence_dim)
         if isinstance(mod, ColumnParallelLinear):
             new._float8_shards = Shards(gathers_input=sequence_dim is not None)
-            output_at = whole if mod.gather_output else Shard(-1)
-            new._float8_placements = tokens, Shard(0), Shard(0), output_at  # x, weight, bias, y
+            features = Replicate() if mod.gather_output else Shard(-1)
+            new._float8_placements = tokens, Shard(0), Shard(0), features
         else:
             new._float8_shards = Shards(tokens_dim=sequence_dim)
-            input_at = Shard(-1) if mod.input_is_parallel else whole
-            new._float8_placements = input_at, Shard(1), whole, tokens  # x, weight, bias, y
+            features = Shard(-1) if mod.input_is_parallel else Replicate()
+            new._float8_placements = features, Shard(1), Replicate(), tokens
         return new
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return this rank's output for its `input`, each whole or a part as the options say."""
-        *placements, output_at = self._float8_placements
+        """Return this rank's part of the output; `input` and output have `_float8_placements`."""
+        *placements, output_placement = self._float8_placements
         x, weight, bias = (
-            t if t is None else DTensor.from_local(t, self._float8_mesh, [at], run_check=False)
-            for t, at in zip((input, self.weight, self.bias), placements, strict=True)
+            t if t is None else DTensor.from_local(t, self._float8_mesh, [place], run_check=False)
+            for t, place in zip((input, self.weight, self.bias), placements, strict=True)
         )
         if weight.placements[0].is_shard(1) and x.placements[0].is_replicate():
-            x = x.redistribute(placements=[Shard(x.dim() - 1)])  # without `input_is_parallel`
+            x = x.redistribute(placements=[Shard(x.dim() - 1)])  # take this rank's features
         casts = self._float8_shards.casts(self, self._float8_mesh)
         y = self._float8_shards.linear(x, weight, bias, self._float8_plan, casts)
-        return y.redistribute(placements=[output_at]).to_local()  # type: ignore[no-any-return]
+        return y.redistribute(placements=[output_placement]).to_local()  # type: ignore[no-any-return]
 
     def _float8_shard_groups(self) -> tuple[Any, ...]:
         return (self._float8_mesh.get_group(),)
 
 
 class Float8ColumnParallelLinear(Float8ParallelLinear):
-    """Shards output features over ranks. Sequence parallel all-gathers the input in float8."""
+    """Shards output features over ranks, and under sequence parallel gathers inputs in float8."""
 
     _float8_source_class = ColumnParallelLinear
 
 
 class Float8RowParallelLinear(Float8ParallelLinear):
-    """Shards input features over ranks. Sequence parallel all-gathers grad_output in float8."""
+    """Shards input features; under sequence parallel, gathers `grad_output` in float8."""
 
     _float8_source_class = RowParallelLinear
 
@@ -113,7 +111,7 @@ def swap_tp_linear_with_float8_linear(
     """
     require_module(model, "model")
     config = as_config(config)
-    if not model_parallel_is_initialized():
+    if not initialize.model_parallel_is_initialized():
         got = "swap_tp_linear_with_float8_linear: got no model-parallel group, expected one"
         raise RuntimeError(f"{got}; call fairscale's initialize_model_parallel first")
     converted: dict[nn.Module, Float8ParallelLinear] = {}
@@ -121,10 +119,11 @@ def swap_tp_linear_with_float8_linear(
         cls = _CLASSES.get(type(mod))
         if cls is None or not module_filter_fn(mod, fqn):
             continue
-        problem = unsupported(mod, config, linear_classes=[type(mod)])  # whose forward is replaced
+        problem = unsupported(mod, config, linear_classes=[type(mod)])
         if problem is None:
             new = cls.from_parallel(mod, config, sequence_dim if sequence_parallel else None)
-            converted[mod], problem = new, unsupported(new, config)  # `new` knows it is sharded
+            converted[mod] = new
+            problem = unsupported(new, config)  # check what only `new` has: shards
         if problem is not None:
             raise ValueError(f"layer {fqn or '(root)'!r}: {problem}")
     for mod, new in converted.items():

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 GroupedLinear: Any = getattr(titan_linear, "GroupedLinear", None)
 """The class of layers of experts after 0.3.0, which replaces `GroupedExperts`."""
 GroupedExperts: Any = getattr(titan_moe, "GroupedExperts", None)
-_PLAIN = {"Linear", "ColumnParallelLinear", "RowParallelLinear"}
+_LINEARS = {"Linear", "ColumnParallelLinear", "RowParallelLinear"}
 
 
 class ConvertedLinear(Float8Linear, Linear):
@@ -57,7 +57,7 @@ class ConvertedLinear(Float8Linear, Linear):
         def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             if self.weight.dim() == 2:  # `weight` and `bias` are those of this layer
                 return super().forward(input)
-            casts = self._float8_plan.casts  # of a stack [L, N, K]; `weight` is [L * N, K]
+            casts = self._float8_plan.casts  # L layers share [L, N, K]; `weight` is [L * N, K]
             casts = self._float8_with_state(casts) if self._float8_stateful else casts
             output: Tensor = apply_linear(input, weight, bias, self._float8_plan, casts)
             for observer in self._float8_observers:
@@ -65,7 +65,7 @@ class ConvertedLinear(Float8Linear, Linear):
             return output
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Parallelize the Parameters; keep buffers as plain tensors, the same on all ranks."""
+        """Parallelize Parameters, but not buffers: scales stay plain tensors on each rank."""
         backend = getattr(parallel_dims, "spmd_backend", "spmd_types")
         if parallel_dims.tp_enabled and backend == "spmd_types":
             got = "got tensor parallel with spmd_backend='spmd_types', expected 'partial_dtensor'"
@@ -95,10 +95,7 @@ def _grouped_class(cls: Any) -> Any:
 
 @functools.cache
 def converted_config(source: Any) -> Any:
-    """Return a subclass of the config class `source` whose `build` returns a module in float8.
-
-    Experts need no `parallelize` of their own, unlike linear layers, which have buffers.
-    """
+    """Return a subclass of the config class `source` whose `build` returns a module in float8."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(source):
@@ -111,9 +108,9 @@ def converted_config(source: Any) -> Any:
             mod = source.build(self, **kwargs)
             if isinstance(mod, Linear):
                 mod = ConvertedLinear.from_float(mod, self.float8, linear_classes=[type(mod)])
-                if mod.weight.dim() == 2:  # stacks [L, N, K] are gathered in high precision
+                if mod.weight.dim() == 2:  # a Parameter [L, N, K] is gathered in high precision
                     enable_float8_all_gather(mod)
-            elif GroupedLinear is not None:  # after 0.3.0: `mod` is a GroupedLinear
+            elif GroupedLinear is not None:  # so `mod` is one: 0.3.0 has GroupedExperts instead
                 mod.__class__ = _grouped_class(mod.__class__)
                 mod._float8_grouped = self.float8  # its `_grouped_mm` reads this
             elif reason := unsupported_experts(mod, self.float8):
@@ -129,9 +126,9 @@ def converted_config(source: Any) -> Any:
 class Float8Converter(ModelConfigConverter, ModelConfigTransform):
     """Converts the linear layers of a model config to `Float8Linear`, experts to `Float8Experts`.
 
-    Gates of routers stay in high precision, as do subclasses of `Linear.Config` except column- and
-    row-parallel layers. Tensor parallel needs `spmd_backend="partial_dtensor"`, which only
-    torchtitan 0.3.0 has. `Config(...).build()` also serves as a torchtitan transform.
+    Gates of routers stay in high precision. So do layers whose config is of a subclass of
+    `Linear.Config`, except column- and row-parallel ones. Tensor parallel needs torchtitan 0.3.0,
+    with `spmd_backend="partial_dtensor"`. `Config(...).build()` is also a torchtitan transform.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -166,40 +163,42 @@ class Float8Converter(ModelConfigConverter, ModelConfigTransform):
         Raises `ValueError` if another converter has quantized any, or if none can be converted.
         """
         experts = (GroupedLinear or GroupedExperts).Config  # the latter in 0.3.0
-        every = [*model_config.traverse(Linear.Config), *model_config.traverse(experts)]
-        if any(".quantization" in type(config).__module__ for _, config, *_ in every):
+        # Each is (fqn, config, parent, name); `parent` has `config` as attribute or element `name`.
+        found = [*model_config.traverse(Linear.Config), *model_config.traverse(experts)]
+        if any(".quantization" in type(config).__module__ for _, config, *_ in found):
             got = "got a model that another converter quantized, expected one in high precision"
             raise ValueError(f"Float8Converter: {got}; have one of the two alone")
-        plain = [getattr(titan_linear, x).Config for x in _PLAIN if hasattr(titan_linear, x)]
-        stay, changes = list[Any](), list[Any]()
-        for fqn, config, parent, name in every:
-            if any(x in fqn for x in self._filter_fqns) or hasattr(config, "float8"):  # converted
+        allowed = [getattr(titan_linear, x).Config for x in _LINEARS if hasattr(titan_linear, x)]
+        changes, kept = list[Any](), list[Any]()
+        for fqn, config, parent, name in found:
+            is_converted = hasattr(config, "float8")
+            if is_converted or any(x in fqn for x in self._filter_fqns):
                 continue
             is_gate = type(parent).__qualname__ == "TokenChoiceTopKRouter.Config"  # in 0.3.0
-            if isinstance(config, experts):
-                (changes if self._experts else stay).append((fqn, config, parent, name))
-            elif type(config) in plain and not (is_gate or reason_by_name(fqn)):
+            if isinstance(config, experts):  # `_experts` is None if the recipe cannot be theirs
+                (changes if self._experts else kept).append((fqn, config, parent, name))
+            elif type(config) in allowed and not (is_gate or reason_by_name(fqn)):
                 changes.append((fqn, config, parent, name))
-        if stay:
-            got = f"got {self._why_experts_stay}: {len(stay)} modules of experts, the first being"
+        if kept:
+            got = f"got {self._why_experts_stay}: {len(kept)} modules of experts, the first being"
             do = "set experts_recipe_name for them"
-            logger.warning(f"Float8Converter: {got} {stay[0][0]}, stay in high precision; {do}")
+            logger.warning(f"Float8Converter: {got} {kept[0][0]}, stay in high precision; {do}")
         if not changes:
-            got = f"got {len(every)} linear layers and experts, none of which can be converted"
+            got = f"got {len(found)} linear layers and experts, none of which can be converted"
             raise ValueError(f"Float8Converter: {got}; apply it before LoRA and other transforms")
-        for _, config, parent, name in changes:
-            float8 = self._experts if isinstance(config, experts) else self._linear
+        for _, old, parent, name in changes:
+            float8 = self._experts if isinstance(old, experts) else self._linear
             assign: Any = operator.setitem if isinstance(parent, list) else setattr
-            assign(parent, name, _as(converted_config(config.__class__), config, float8=float8))
+            assign(parent, name, _copy_as(converted_config(old.__class__), old, float8=float8))
         return model_config
 
     def transform(self, model: Any, *, context: Any = None) -> Any:
-        """Return `convert(model)`; `apply_transforms` passes a model's config, and a `context`."""
+        """Convert `model`, the config of a model, as torchtitan's `apply_transforms` asks for."""
         return self.convert(model)
 
 
-def _as(cls: Any, config: Any, **more: Any) -> Any:
-    """Return a `cls` with the fields of the dataclass `config` and those in `more`."""
+def _copy_as(cls: Any, config: Any, **more: Any) -> Any:
+    """Return an instance of `cls` with the fields of the dataclass `config`, and fields `more`."""
     return cls(**{x.name: getattr(config, x.name) for x in fields(config)}, **more)
 
 
@@ -216,7 +215,7 @@ def attach_to_optimizers(optimizers: Any, model_parts: Any, parallel_dims: Any) 
 
 
 def attached(optim: Any) -> Any:
-    """Return a copy of `optim`, an `Optim.Config` after 0.3.0, whose `build` attaches the model.
+    """Return a copy of the config `optim` whose `build` also attaches the model to its optimizers.
 
     `build` raises a `ValueError` for `enable_cuda_graph`, since replaying a graph runs no hooks.
     """
@@ -231,4 +230,4 @@ def attached(optim: Any) -> Any:
             attach_to_optimizers(container.optimizers, kwargs["model_parts"], None)
             return container
 
-    return _as(Config, optim)
+    return _copy_as(Config, optim)

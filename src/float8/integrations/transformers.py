@@ -86,8 +86,9 @@ class Float8Callback(TrainerCallback, ExportableState):
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any
     ) -> None:
         """Attach `model` to `optimizer`; if training resumes, load the state of delayed scaling."""
-        self._detach()  # a training that ended in an error is still attached
-        if self._config is not None and self._converted_count != _float8_count(model):  # to convert
+        self._detach()  # from a model whose training ended in an error
+        is_converted = self._converted_count == _float8_count(model)
+        if self._config is not None and not is_converted:
             if args.world_size > 1:
                 got = "got a model made after the Trainer, on several ranks; hand the callback to"
                 do = "Trainer(callbacks=[...]), or convert in model_init and use Float8Callback()"
@@ -98,8 +99,8 @@ class Float8Callback(TrainerCallback, ExportableState):
         self._model = weakref.ref(model)
         # A checkpoint that was written without this callback has no entry.
         entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
-        if state.global_step > 0:  # resumed
-            entry = entry[-1] if isinstance(entry, list) else entry  # of a callback added twice
+        if state.global_step > 0:  # training resumes
+            entry = entry[-1] if isinstance(entry, list) else entry  # a list if added twice
             changed = [self._changed(entry) if state.is_world_process_zero else None]
             if args.world_size > 1 and dist.is_initialized():
                 dist.broadcast_object_list(changed)  # from rank 0: either all ranks raise or none
@@ -109,6 +110,7 @@ class Float8Callback(TrainerCallback, ExportableState):
                 do = "Make the model from it by `from_pretrained`, convert it, and resume with it"
                 raise ValueError(f"Float8Callback: {got}, for one; {why}. {do}")
             self._load(entry["attributes"]["delayed"])
+        # Checkpoints have weights only; the state of delayed scaling is in what `state` returns.
         keys = {f"{name}.{key}" for name, x in self._delayed().items() for key in x._float8_state()}
         keys |= {*map(plain_name, keys), *(getattr(model, "_keys_to_ignore_on_save", None) or ())}
         model._keys_to_ignore_on_save = keys  # type: ignore[assignment]
@@ -120,7 +122,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         state.stateful_callbacks[type(self).__name__] = self.state()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
-        """Warn if `model` is evaluated before this callback, added too late, converts it."""
+        """Warn if `model` is evaluated in high precision, since training converts it only later."""
         if self._config is not None and self._converted_count is None and not _float8_count(model):
             got = "got an evaluation in high precision, as training has yet to convert the model"
             warn(f"float8: Float8Callback: {got}; hand it to Trainer(callbacks=[...])")
@@ -128,7 +130,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     on_predict = on_evaluate
 
     def state(self) -> dict[str, Any]:
-        """Return delayed-scaling state and samples of weights, as for `trainer_state.json`."""
+        """Return what `trainer_state.json` gets: state of delayed scaling, samples of weights."""
         saved = {
             plain_name(name): {key: x.tolist() for key, x in layer._float8_state().items()}
             for name, layer in self._delayed().items()
@@ -156,8 +158,8 @@ class Float8Callback(TrainerCallback, ExportableState):
     def _changed(self, entry: dict[str, Any]) -> list[str]:
         """Return the names of weights whose values differ from the samples saved in `entry`."""
         saved = entry["attributes"].get("weights", {})
-        pairs = ((name, x, saved.get(name, x.tolist())) for name, x in self._samples().items())
-        return [n for n, x, old in pairs if not x.allclose(x.new_tensor(old), 0, 0, equal_nan=True)]
+        items = ((name, x, saved.get(name, x.tolist())) for name, x in self._samples().items())
+        return [n for n, x, old in items if not x.allclose(x.new_tensor(old), 0, 0, equal_nan=True)]
 
     def _samples(self) -> dict[str, Tensor]:
         """Return {name and shape: a few values} of all plain Parameters in high precision."""

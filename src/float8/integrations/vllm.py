@@ -25,10 +25,10 @@ class Float8WeightSource(WeightSource):
         ...
         engine.send_weights()  # after each step, on all ranks
 
-    Arguments, names, order and bytes are those of `float8_weights`. Each iteration casts weights as
-    they are then. Ranks that share a model iterate in lockstep, each to the end. Shard the model
-    before the first use: `metadata` does not change later. In vLLM 0.26 to 0.32, `metadata` is a
-    method, and engines call `iter(source)`.
+    Arguments, names, order and bytes are those of `float8_weights`. Each iteration casts the
+    current weights. Ranks that share a model must iterate together, each to the end. Shard the
+    model before the first use: `metadata` does not change later. In vLLM 0.26 to 0.32, `metadata`
+    is a method, and engines call `iter(source)`.
 
     Raises:
         ValueError: format or strategy is unknown, or one that vLLM does not read. The other errors
@@ -56,7 +56,7 @@ class Float8WeightSource(WeightSource):
         """Return name, dtype and shape of each tensor, in the order in which they are sent."""
         return [ParamMeta(*each) for each in float8_metadata(**self._arguments)]
 
-    if hasattr(WeightSource, "iter_full"):  # from 0.33, vLLM reads it often, and it must not change
+    if hasattr(WeightSource, "iter_full"):  # from 0.33, vLLM wants an attribute that never changes
         metadata = cached_property(metadata)  # type: ignore[assignment]
 
     def iter_full(self) -> Iterator[tuple[str, Tensor]]:

@@ -43,13 +43,10 @@ HIGH_PRECISION = "float32, bfloat16 or float16 tensor. Convert it first, e.g. x.
 
 
 def amax_reference(x: Tensor) -> Tensor:
-    """Return the amax of ``x`` by plain torch, as the twin of the kernel; see :func:`amax`."""
+    """Return the amax of ``x`` in plain torch, the twin of the kernel; see :func:`amax`."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     return x.abs().amax().to(torch.float32)
-
-
-# ---------------------------------------------------------------- Triton
 
 
 def amax_triton(x: Tensor) -> Tensor:
@@ -58,7 +55,7 @@ def amax_triton(x: Tensor) -> Tensor:
         return amax_reference(x)
     if not is_dense(x.shape, x.stride()):
         x = x.contiguous()
-    measure = measuring(x.numel(), x.dtype, x.device)
+    measure = amax_plan(x.numel(), x.dtype, x.device)
     amaxes = allocator(x.device)((measure.programs,), (1,), torch.float32)
     measure(x, amaxes, None)
     # As integers: bits of magnitudes have the order of the numbers, and NaN lies above Inf.
@@ -66,19 +63,19 @@ def amax_triton(x: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def measuring(n: int, dtype: torch.dtype, device: torch.device, unless_set: bool = False) -> Launch:
+def amax_plan(n: int, dtype: torch.dtype, device: torch.device, unless_set: bool = False) -> Launch:
     """Return the launch of a kernel that measures the amax of a tensor of ``n`` > 0 elements.
 
-    Call it with x, dense in any order of its dims; a float32 vector of `Launch.programs` elements,
-    which receives the amax of each program; and a scale or None. With ``unless_set`` the kernel
-    returns at once if the scale is not 0. `cast_kernel` takes the maximum of all amaxes in each of
-    its programs, which saves a launch; therefore `Launch.programs` is at most 8 * `sm_count`.
+    Call it with a tensor without gaps, as `is_dense` tells; a float32 vector of `Launch.programs`
+    elements, which receives the amax of each program; and a scale or None. With ``unless_set`` the
+    kernel returns at once if the scale is not 0. Each program of `cast_kernel` reads all of the
+    amaxes, which saves a launch; therefore `Launch.programs` is at most 8 * `sm_count`.
     """
     # A block is what one step reads: 16 KiB, which for 16 warps is two loads of 16 bytes a thread.
-    block, at_once = 16384 // dtype.itemsize, 8 * sm_count(device)
+    block, most_programs = 16384 // dtype.itemsize, 8 * sm_count(device)
     blocks = -(-n // block)
-    steps = 1 if blocks < at_once else 2  # few blocks get a program each
-    rounds = -(-blocks // (steps * at_once))  # of a program, each of ``steps`` blocks
+    steps = 1 if blocks < most_programs else 2  # few blocks get a program each
+    rounds = -(-blocks // (steps * most_programs))  # of ``steps`` blocks, in a program's loop
     programs = -(-blocks // (steps * rounds))
     constants = (block, steps, unless_set)
     return Launch(_amax_kernel, device, programs, (n, rounds), constants, num_warps=16)
@@ -101,27 +98,28 @@ def _amax_kernel(  # type: ignore[no-untyped-def]
     x_ptr, amaxes_ptr, scale_ptr, n, rounds,
     BLOCK: tl.constexpr, STEPS: tl.constexpr, UNLESS_SET: tl.constexpr,
 ):  # fmt: skip
+    """Store the amax of ``rounds`` * STEPS blocks of BLOCK elements, one amax per program."""
     if UNLESS_SET:
         if tl.load(scale_ptr) != 0.0:
             return
     element: tl.constexpr = x_ptr.dtype.element_ty
     offsets = tl.arange(0, BLOCK)
     largest = magnitude_bits(tl.zeros((BLOCK,), element))
-    turn = tl.program_id(0).to(tl.int64) * rounds
-    end = turn + rounds
-    while turn < end:  # Triton's interpreter (3.6) takes no range of tensors
-        first = turn * (BLOCK * STEPS)
-        left = n - first
-        if left >= BLOCK * STEPS:
+    step_round = tl.program_id(0).to(tl.int64) * rounds
+    end = step_round + rounds
+    while step_round < end:  # Triton's interpreter (3.6) takes no range of tensors
+        first = step_round * (BLOCK * STEPS)
+        remaining = n - first
+        if remaining >= BLOCK * STEPS:
             for step in tl.static_range(STEPS):
                 bits = magnitude_bits(tl.load(x_ptr + first + step * BLOCK + offsets))
                 largest = tl.maximum(largest, bits)
         else:
             for step in tl.static_range(STEPS):
                 offset = step * BLOCK + offsets
-                x = tl.load(x_ptr + first + offset, mask=offset < left, other=0.0)
+                x = tl.load(x_ptr + first + offset, mask=offset < remaining, other=0.0)
                 largest = tl.maximum(largest, magnitude_bits(x))
-        turn += 1
+        step_round += 1
     amaxes_ptr = amaxes_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     tl.store(amaxes_ptr + tl.program_id(0), float32_bits(tl.max(largest), element))
 

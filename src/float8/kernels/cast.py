@@ -18,7 +18,7 @@ from torch import Tensor
 from float8.config import CastConfig, Granularity
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES, ceil16
 from float8.kernels import cast_kernels, tiles
-from float8.kernels.amax import HIGH_PRECISION, amax_reference, describe, is_dense, measuring
+from float8.kernels.amax import HIGH_PRECISION, amax_plan, amax_reference, describe, is_dense
 from float8.kernels.runtime.launch import Launch, Spec, allocator, takes_triton_directly
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.private import surely
@@ -64,16 +64,16 @@ def cast(
         cast_config: the format, the granularity, and whether scales are powers of two.
         row: return row data, else None. Its columns are zero-padded to a multiple of 16 or of the
             block width; its rows, under block scales, to one of 16 or of the side of a square.
-        col: return column data, else None. Its columns (R) are padded so; its rows (C) in any case.
+        col: return column data, else None. Its R columns are padded as columns of row data are, its
+            C rows as rows of row data with ``pad_rows``.
         pad_rows: zero-pad rows of row data to a multiple of 16 also without block scales.
         scale: one float32 element to use instead of a scale computed from the amax of ``x``.
         via: round ``x`` to this dtype first, as the kernel itself can from float32 to bfloat16.
-        after: a tensor that compiled code must compute before this cast. The scale of grad_output
-            keeps a compiler from casting a weight for backward in forward already.
-        traced: if scales are finer than one per tensor, use plain torch code, which a compiler
-            fuses into the producer of ``x``, and which may read values not yet rounded to
-            ``x.dtype``. The op runs all the same if ``x`` may be empty, and under blocks if C is
-            not a multiple of the block width or rows are not contiguous.
+        after: a tensor that compiled code must compute before this cast. With the scale of
+            grad_output, a compiler cannot move backward's cast of a weight into forward.
+        traced: use plain torch code, which a compiler fuses into the producer of ``x``, and which
+            may read values not yet rounded to ``x.dtype``. No effect under one scale, if ``x`` may
+            be empty, and under blocks if C is not a multiple of their width or stride(1) is not 1.
     """
     if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
         raise refusal(x)
@@ -83,7 +83,7 @@ def cast(
         if not (fits and granularity.one_scale):
             raise refused_scale(scale, x, granularity)
     if granularity.width is not None:
-        # Else fusion gains nothing, and Inductor's C++ (torch 2.13) drops a last block that is cut.
+        # Other layouts gain nothing, and Inductor's C++ (torch 2.13) drops a last partial block.
         traced = traced and x.shape[1] % granularity.width == 0 and x.stride(1) == 1
     layout = row, col, pad_rows, cast_config.power_of_2, via
     arguments = CastArguments(granularity.height, granularity.width, cast_config.dtype, *layout)
@@ -94,13 +94,13 @@ def cast(
     else:
         out = torch.ops.float8.cast.default(x, scale, *arguments, after)
     if granularity.one_scale:
-        used, *data = out if scale is None else (scale, *out)  # data: row, col or both
+        used, *data = out if scale is None else (scale, *out)  # data: row, column or both
         return Operand(data[0], used) if row else None, Operand(data[-1], used) if col else None
     return Operand(*out[:2]) if row else None, Operand(*out[-2:]) if col else None
 
 
 def refusal(x: Tensor) -> Exception:
-    """Return the error of `cast`: ``x`` has a wrong dtype or is not 2-D, or no layout is asked."""
+    """Return the exception for an invalid ``x``; if ``x`` is valid, for a cast to no layout."""
     if x.dtype not in HIGH_PRECISION_DTYPES:
         return TypeError(f"cast: x is {describe(x)}; expected a {HIGH_PRECISION}")
     if x.dim() != 2:
@@ -124,26 +124,26 @@ def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype, exponents: bool = Fa
     """Cast ``x / scale`` as `cast`; if ``exponents``, ``scale`` is 2**n from `amax_to_exponent`."""
     # Literals: with dynamic=True, Dynamo makes floats of a module symbolic and then fails on them.
     limit = 448.0 if dtype == torch.float8_e4m3fn else 57344.0
-    # Through float64, so that the quotient is correctly rounded in compiled code too.
+    # A division in float64 makes the float32 inverse correctly rounded in compiled code, too.
     inverse = inverse_of_exponent(scale) if exponents else 1.0 / scale.to(torch.float64)
-    v = x.to(torch.float32) * inverse.to(torch.float32)
+    quotient = x.to(torch.float32) * inverse.to(torch.float32)
     # Saturate here and not in the conversion: torch releases differ in how they convert Inf.
-    data = v.clamp(-limit, limit).to(dtype).view(torch.uint8)
-    if v.is_cpu and not torch.compiler.is_compiling() and v.sum().isfinite():
-        return data.view(dtype)  # without Inf and NaN, the common case
-    # One byte for all NaNs, whose signs differ between CPUs and GPUs; as uint8, since compilers do
-    # not merge equal float8 expressions with a NaN. Only under 8-bit exponents an Inf saturates.
-    is_number = ~v.isnan() if exponents else x.isfinite() & ~v.isnan()
-    return torch.where(is_number, data, 0x7F).view(dtype)
+    codes = quotient.clamp(-limit, limit).to(dtype).view(torch.uint8)
+    if quotient.is_cpu and not torch.compiler.is_compiling() and quotient.sum().isfinite():
+        return codes.view(dtype)  # no Inf or NaN to replace; on a GPU this test would sync
+    # Write 0x7F for every NaN, since CPUs and GPUs differ in its sign; as uint8, since compilers do
+    # not merge equal float8 expressions with a NaN. Inf is NaN except under 8-bit exponents.
+    is_number = ~quotient.isnan() if exponents else x.isfinite() & ~quotient.isnan()
+    return torch.where(is_number, codes, 0x7F).view(dtype)
 
 
 def cast_reference(
     x: Tensor, scale: Tensor | None, *flat: Any, after: Tensor | None = None, **named: Any
 ) -> list[Tensor]:
-    """Cast as :func:`cast` by plain torch, with the fields of `CastArguments`, flat or named.
+    """Cast as :func:`cast` in plain torch; ``flat`` or ``named`` are the fields of `CastArguments`.
 
-    Returns the requested ones of: row data, row scales, column data, column scales. With one scale:
-    the scale unless it is given, row data, column data. ``after``, perhaps in ``flat``, is ignored.
+    Returns row data, row scales, column data and column scales, of requested layouts only. Under
+    one scale returns that, unless it is given, then the data. ``after`` (or in ``flat``) is unused.
     """
     arguments = CastArguments(*flat[: len(CastArguments._fields)], **named)
     height, width, dtype, row, col, pad_rows, power_of_2, via = arguments
@@ -155,30 +155,30 @@ def cast_reference(
             out = [scale]
         codes = to_float8(x, scale.reshape(()), dtype).view(torch.uint8)
         if row:
-            padding = (0, right, 0, below if pad_rows else 0)
-            out.append(F.pad(codes, padding).contiguous().view(dtype))
+            padded = F.pad(codes, (0, right, 0, below if pad_rows else 0))
+            out.append(padded.contiguous().view(dtype))
         if col:
             out.append(F.pad(codes.t().contiguous(), (0, below, 0, right)).view(dtype))
         return out
     # Column data are the row data of x.t(), quantized in the memory order of x. Squares are equal
     # in both layouts and quantized once.
-    square, exponents, quantized, out = height == width, width == 32, [], []
-    for layout, transposed in ((row or square, False), (col and not square, True)):
-        if not layout:
+    square, e8m0, quantized, out = height == width, width == 32, [], []  # e8m0: 8-bit exponents
+    for requested, transposed in ((row or square, False), (col and not square, True)):
+        if not requested:
             continue
         pads_rows = pad_rows or transposed or width is not None
         row_multiple = 1 if not pads_rows else height if square else 16
-        multiples = row_multiple, width or 16
-        m_r, m_c = multiples[::-1] if transposed else multiples
-        padding = (0, (C + m_c - 1) // m_c * m_c - C, 0, (R + m_r - 1) // m_r * m_r - R)
+        multiples = row_multiple, width or 16  # of the rows and columns of this layout
+        r, c = multiples[::-1] if transposed else multiples  # of R and C
+        right, below = (C + c - 1) // c * c - C, (R + r - 1) // r * r - R
         # A compiler drops padding by nothing. Testing sizes here would make it compile again for
         # sizes that need other padding.
-        pads = torch.compiler.is_compiling() or padding[1] != 0 or padding[3] != 0
-        y = F.pad(x, padding) if pads else x
-        y = y.t() if transposed else y
-        Rp, Cp = y.shape
-        y = y.view(Rp // height, height, Cp // width if width else 1, width or Cp)  # to blocks
-        amax = y
+        pads = torch.compiler.is_compiling() or right != 0 or below != 0
+        padded = F.pad(x, (0, right, 0, below)) if pads else x
+        matrix = padded.t() if transposed else padded
+        Rp, Cp = matrix.shape
+        blocks = matrix.view(Rp // height, height, Cp // width if width else 1, width or Cp)
+        amax = blocks
         for dim in (3, 1) if square else (3,):  # dim 3 first: that fuses into the producer of x
             if amax.shape[dim] == 0:
                 amax = amax.sum(dim, keepdim=True, dtype=torch.float32)
@@ -187,49 +187,51 @@ def cast_reference(
                 # a store and once not rounded. Data would be cast under one scale and multiplied
                 # with the other.
                 amax = amax.to(torch.float32).abs().amax(dim, keepdim=True)
-        s = amax_to_exponent(amax, dtype) if exponents else amax_to_scale(amax, dtype, power_of_2)
-        data = to_float8(y, s, dtype, exponents).reshape(Rp, Cp)
-        data = data.t() if transposed else data
+        scales = amax_to_exponent(amax, dtype) if e8m0 else amax_to_scale(amax, dtype, power_of_2)
+        data = to_float8(blocks, scales, dtype, exponents=e8m0).reshape(Rp, Cp)
+        data = data.t() if transposed else data  # in the layout of x
         if pads:  # again, since a zero in a block with a NaN has become NaN
-            data = F.pad(data.view(torch.uint8)[:R, :C], padding).view(dtype)
-        quantized.append((data.contiguous(), s.squeeze((1, 3))))
-    for layout, transposed, (data, s) in ((row, False, quantized[0]), (col, True, quantized[-1])):
-        if not layout:
+            data = F.pad(data.view(torch.uint8)[:R, :C], (0, right, 0, below)).view(dtype)
+        quantized.append((data.contiguous(), scales.squeeze((1, 3))))
+    layouts = (row, False, quantized[0]), (col, True, quantized[-1])  # the same of squares
+    for requested, transposed, (data, scales) in layouts:
+        if not requested:
             continue
         if transposed:
             data = torch.ops.float8.transpose.default(data, None)
         if square:
-            s = s.t() if transposed else s
-            s = F.pad(s, (0, -s.shape[1] % 4)).clone(memory_format=torch.contiguous_format)
+            scales = scales.t() if transposed else scales
+            padded = F.pad(scales, (0, -scales.shape[1] % 4))
+            scales = padded.clone(memory_format=torch.contiguous_format)
         elif width is None:
-            s = s.flatten().unsqueeze(1)
-        else:
-            s = s.t().clone(memory_format=torch.contiguous_format).t()
-        out += [data, s]
+            scales = scales.flatten().unsqueeze(1)
+        else:  # column-major
+            scales = scales.t().clone(memory_format=torch.contiguous_format).t()
+        out += [data, scales]
     return out
 
 
 def specs_of(shape: tuple[int, ...], arguments: CastArguments) -> list[Spec | None]:
-    """Return shape, strides, dtype of each of: row data, row scales, column data, column scales.
+    """Return the specs of row data, row scales, column data, column scales, in this order.
 
-    ``shape`` is that of x; its sizes may be symbolic. A layout that is not requested has None in
-    place of data and scales, a cast under one scale in place of scales.
+    ``shape`` is that of x; its sizes may be symbolic. Both specs of a layout that is not requested
+    are None, and those of scales are None for a cast under one scale.
     """
     height, width, dtype, row, col, pad_rows, *_ = arguments
     (R, C), specs = shape, list[Spec | None]()
     side = width if height == width else None  # of square blocks
-    for requested, rows, columns, pad in ((row, R, C, pad_rows), (col, C, R, True)):
-        if pad or width is not None:
+    for requested, rows, columns, pads_rows in ((row, R, C, pad_rows), (col, C, R, True)):
+        if pads_rows or width is not None:
             rows = _round_up(rows, side or 16)
         columns = _round_up(columns, width or 16)
-        scales, strides = (rows, 1), (1, 1)
+        sizes, strides = (rows, 1), (1, 1)  # of the scales: one per row
         if side is not None:
-            pitch = _round_up(columns // side, 4)  # for cuBLASLt
-            scales, strides = (rows // side, pitch), (pitch, 1)
+            pitch = _round_up(columns // side, 4)  # cuBLASLt needs a multiple of 4
+            sizes, strides = (rows // side, pitch), (pitch, 1)
         elif width is not None:  # column-major
-            scales, strides = (rows, columns // width), (1, rows)
+            sizes, strides = (rows, columns // width), (1, rows)
         specs.append(((rows, columns), (columns, 1), dtype) if requested else None)
-        specs.append((scales, strides, torch.float32) if requested and height is not None else None)
+        specs.append((sizes, strides, torch.float32) if requested and height is not None else None)
     return specs
 
 
@@ -241,8 +243,8 @@ SCALAR: Spec = ((), (), torch.float32)
 
 
 def _arguments(*flat: Any, after: Tensor | None = None, **named: Any) -> CastArguments:
-    """Return the arguments of the op, but not `after`; Inductor passes some of them by name."""
-    return CastArguments(*flat[: len(CastArguments._fields)], **named)  # cuts `after`
+    """Return the `CastArguments` of a call of the op, of which Inductor passes some by name."""
+    return CastArguments(*flat[: len(CastArguments._fields)], **named)  # without `after`
 
 
 def _cast_fake(x: Tensor, scale: Tensor | None, *flat: Any) -> list[Tensor]:
@@ -298,16 +300,16 @@ def cast_plan(
 ) -> Callable[..., tuple[Any, ...]]:
     """Return a function (x, scale, amax) that allocates the results of a cast and launches kernels.
 
-    ``source`` is the constant SOURCE of `cast_kernel`, "given" if scales are finer. ``scale`` is
-    None if kernels read no scale, ``amax`` is None unless ``source`` is "recorded". Five results:
-    the one scale, or None if kernels write none; then a tensor or None for each of `specs_of`.
+    ``source`` is the constant SOURCE of `cast_kernel`; it is "given" under row or block scales.
+    ``scale`` is None if kernels read none, ``amax`` is None unless ``source`` is "recorded". The
+    function returns the one scale, None if kernels write none, and a result per spec of `specs_of`.
     """
     if source != "given" and not is_dense(shape, strides):
         dense = cast_plan(x_dtype, shape, (shape[1], 1), device, source, arguments)
-        return lambda x, *scalars: dense(x.contiguous(), *scalars)  # as `measuring` needs
+        return lambda x, *scalars: dense(x.contiguous(), *scalars)  # `amax_plan` needs a dense x
     height, width, dtype, row, col, pad_rows, power_of_2, via = arguments
-    pad_rows = pad_rows or width is not None  # rows of column data are padded in any case
-    sizes, layouts = (*shape, *strides), (row, col, pad_rows, True)
+    pad_rows = pad_rows or width is not None
+    sizes, layouts = (*shape, *strides), (row, col, pad_rows, True)  # column data's rows are padded
     reads_x_t = strides[0] == 1 and strides[1] != 1
     if reads_x_t:  # the kernels read x.t(), whose column data are the row data of x
         sizes, layouts = (*shape[::-1], *strides[::-1]), (col, row, True, pad_rows)
@@ -315,7 +317,7 @@ def cast_plan(
     scale_rounding = 2 if width == 32 else int(power_of_2)  # 2: 8-bit exponents, as in MXFP8
     arithmetic = mantissa_bits, scale_rounding, has_float8_conversion(device)
     matrix = _Matrix(x_dtype, device, sizes, *layouts, via is not None, arithmetic)
-    whole_rows = False  # whether one kernel has whole rows in registers
+    whole_rows = False  # whether a program of the one kernel holds whole rows in registers
     if height is None:
         kernels = _tensor_kernels(matrix, source)
     elif width is not None:
@@ -325,36 +327,36 @@ def cast_plan(
         kernels = _whole_row_kernels(matrix)
     else:
         kernels = _row_kernels(matrix)
-    cast, measure, amaxes_spec = kernels
+    cast_x, measure_x, amaxes_spec = kernels
     specs, allocate = specs_of(shape, arguments), allocator(device)
 
     def launch(x: Tensor, scale: Tensor | None, amax: Tensor | None) -> tuple[Any, ...]:
-        results = [spec and allocate(*spec) for spec in specs]
-        written = results[2:] + results[:2] if reads_x_t else results
+        results = [allocate(*spec) if spec else None for spec in specs]
+        written = results[2:] + results[:2] if reads_x_t else results  # in the kernels' layouts
         if whole_rows:
-            cast(x, *written[:2])
+            cast_x(x, *written[:2])
             return None, *results
         amaxes = used_scale = None
-        if amaxes_spec is not None and measure is not None:  # both or neither
+        if amaxes_spec is not None and measure_x is not None:  # both or neither are None
             amaxes = allocate(*amaxes_spec)
             if height is None:
-                used_scale = allocate(*SCALAR)  # the cast stores its scale there
-                measure(x, amaxes, scale)  # with "kept" and "recorded" only if the scale is 0
+                used_scale = allocate(*SCALAR)  # `cast_x` stores the scale that it used there
+                measure_x(x, amaxes, scale)  # "kept", "recorded": stops early if the scale is set
             else:
-                measure(x, amaxes.zero_())  # raises them by atomics
-        cast(x, *written, scale, amaxes, used_scale, amax)
+                measure_x(x, amaxes.zero_())  # an atomic max raises the amaxes, from 0
+        cast_x(x, *written, scale, amaxes, used_scale, amax)
         return used_scale, *results
 
     return launch
 
 
 def _tensor_kernels(matrix: _Matrix, source: str) -> _Kernels:
-    """Return the kernels of a cast under one scale; if ``source`` is "given", none measures x."""
+    """Return the kernels of a cast under one scale, without a measurement if it is "given"."""
     tile_shapes = tiles.COL_TILES if matrix.col else tiles.ROW_TILES
     if source == "given":
         return _tiled(matrix, tile_shapes, "tensor"), None, None
     R, C, *_ = matrix.sizes
-    measure = measuring(R * C, matrix.dtype, matrix.device, unless_set=source != "measured")
+    measure = amax_plan(R * C, matrix.dtype, matrix.device, unless_set=source != "measured")
     cast = _tiled(matrix, tile_shapes, "tensor", source=source, count=measure.programs)
     return cast, measure, ((measure.programs,), (1,), torch.float32)
 
@@ -372,7 +374,7 @@ def _whole_row_kernels(matrix: _Matrix) -> _Kernels:
 
 
 def _row_kernels(matrix: _Matrix) -> _Kernels:
-    """Return the kernels that measure amaxes of rows, columns or both, and cast under these."""
+    """Return the kernels of a cast with a scale per row: one measures amaxes, one casts."""
     R, C, *_ = matrix.sizes
     rows, block_c, strips = tiles.strips_of(R, C, matrix.dtype, matrix.device)
     kernel, programs = cast_kernels.measure_kernel, -(-R // rows) * strips
@@ -386,12 +388,12 @@ def _row_kernels(matrix: _Matrix) -> _Kernels:
 
 
 def _block_kernels(matrix: _Matrix, height: int, width: int, col: bool) -> _Kernels:
-    """Return the launch that casts blocks in one read; ``col``: the caller asks for column data."""
+    """Return the launch that casts under blocks in one read; ``col``: x is cast to column data."""
     R, C, *_ = matrix.sizes
     if height == width:
         return _tiled(matrix, ((128, 128, 8),), "square", width), None, None
-    # Under (1, 128) scales of columns take fewer threads with more registers each; with masks they
-    # would spill. Under (1, 32) each thread has many scales.
+    # Under (1, 128), scales of columns are best computed by few threads with many registers, which
+    # spill if there are masks, too. Under (1, 32), each thread has many scales, so tiles are small.
     tile_shape = 128, 128, 4 if col and R % 128 == C % 128 == 0 else 8
     tile_shape = (64, 64, 2) if width == 32 else tile_shape
     return _tiled(matrix, (tile_shape,), "run", width), None, None

@@ -5,7 +5,7 @@ Row and column data are those of the matrix that a kernel reads, which may be ``
 The constant GRANULARITY says what one scale covers: the "tensor"; a "row" of row or column data; a
 "run" of WIDTH elements in such a row; a "square" of WIDTH x WIDTH elements. SOURCE says how the
 scale of a "tensor" is found: "given" reads scale_ptr; "measured" takes the maximum of amaxes_ptr;
-"kept" reads scale_ptr, or amaxes_ptr if that is 0; "recorded" does, too, and raises amax_ptr.
+"kept" reads scale_ptr, and amaxes_ptr if that scale is 0; "recorded" also raises amax_ptr.
 """
 
 from float8.kernels import numeric, tiles
@@ -15,17 +15,17 @@ from float8.kernels.runtime.triton import jit, tl
 @jit(do_not_specialize_on_alignment=["scale_ptr", "amax_ptr"])  # type: ignore[untyped-decorator]
 def cast_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, C]
-    row_ptr,  # [rows, Ck]: C padded to 16, but "run", "square": to WIDTH; runs = Ck / WIDTH
-    row_scale_ptr,  # "row": [rows]; "run": [runs, rows]; "square": [rows/WIDTH, ceil4(runs)]
-    col_ptr,  # [columns, Rk]; R padded as C is
-    col_scale_ptr,  # as row_scale_ptr, with columns and Rk for rows and Ck
+    row_ptr,  # [rows, Ck]: Ck is C padded to 16, or to WIDTH if "run", "square"; Ck / WIDTH runs
+    row_scale_ptr,  # "row": [rows]; "run": [runs, rows]; "square": [rows / WIDTH, ceil4(runs)]
+    col_ptr,  # [columns, Rk]: Rk is R, padded in the same way
+    col_scale_ptr,  # as row_scale_ptr, with columns and Rk in place of rows and Ck
     scale_ptr,  # "tensor": the scale, unless it is measured
     amaxes_ptr,  # "tensor": [count] float32; "row": [R + C] int32, bits of rows, then of columns
     used_ptr,  # "tensor": receives the scale that is used, unless it is given
     amax_ptr,  # "recorded": is raised to the amax of x
     R, C, stride_r, stride_c, count,
     GRANULARITY: tl.constexpr, WIDTH: tl.constexpr, SOURCE: tl.constexpr,
-    COUNT: tl.constexpr,  # a power of two, not below count
+    COUNT: tl.constexpr,  # count, rounded up to a power of two
     ROW: tl.constexpr, COL: tl.constexpr,
     PAD_ROWS: tl.constexpr,  # whether R is padded in row data
     PAD_COLS: tl.constexpr,  # whether C is padded in column data
@@ -36,18 +36,18 @@ def cast_kernel(  # type: ignore[no-untyped-def]
     """Cast one tile of a matrix [R, C] to row data, column data or both, and store the scales."""
     ARITHMETIC: tl.constexpr = (MANTISSA, POWER_OF_2, HARDWARE)
     BLOCKS: tl.constexpr = GRANULARITY == "run" or GRANULARITY == "square"
-    K: tl.constexpr = WIDTH if BLOCKS else 16  # pads contraction dims
-    PAD: tl.constexpr = WIDTH if GRANULARITY == "square" else 16  # pads the other dims
+    K: tl.constexpr = WIDTH if BLOCKS else 16  # pads R to Rk and C to Ck
+    PAD: tl.constexpr = WIDTH if GRANULARITY == "square" else 16  # pads R to rows, C to columns
     Rk, Ck = tl.cdiv(R, K) * K, tl.cdiv(C, K) * K
     rows = tl.cdiv(R, PAD) * PAD if PAD_ROWS else R
     columns = tl.cdiv(C, PAD) * PAD if PAD_COLS else C
     tile = tl.program_id(0)
-    if GRANULARITY != "row":  # rows were measured backwards: their beginning is in the L2 cache
+    if GRANULARITY != "row":  # "row": `measure_kernel` left the first rows in the L2 cache
         tile = tiles.reversed_tile()
     R16, C16 = tl.cdiv(R, 16) * 16, tl.cdiv(C, 16) * 16
     tile_r, tile_c = tiles.tile_at(tile, R16, C16, BLOCK_R, BLOCK_C, GROUP)
-    quad, c = tiles.tile_quads(tile_r, tile_c, BLOCK_R, BLOCK_C)
-    r = tiles.quad_rows(quad)
+    quad, c = tiles.tile_quads(tile_r, tile_c, BLOCK_R, BLOCK_C)  # groups of 4 rows, columns
+    r = tiles.quad_rows(quad)  # of the four tensors that hold the tile
     inside = [(row < R) & (c < C) for row in r]
     x = tiles.load_rows(x_ptr + c * stride_c, r, stride_r, inside, EVEN)
     v = [numeric.to_float32(values, HARDWARE) for values in x]
@@ -64,7 +64,7 @@ def cast_kernel(  # type: ignore[no-untyped-def]
                 index = tl.arange(0, COUNT)
                 amaxes = amaxes_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + index
                 largest = tl.max(tl.load(amaxes, index < count, 0))
-                scale = numeric.scale_of_amax(largest, (MANTISSA, POWER_OF_2, False))
+                scale = numeric.scale_of_amax(largest, (MANTISSA, POWER_OF_2, False))  # a division
             if tl.program_id(0) == 0:
                 tl.store(used_ptr, scale)
         if SOURCE == "recorded":
@@ -74,8 +74,8 @@ def cast_kernel(  # type: ignore[no-untyped-def]
             # Thousands of programs would queue up for one address, and few of them raise it.
             if bits > tl.load(amax_ptr, volatile=True):
                 tl.atomic_max(amax_ptr, bits, sem="relaxed")
-        v = times_any(v, tl.div_rn(1.0, scale), inside, EVEN)
-    if GRANULARITY == "run":  # computed here, row after row, threads need the fewest registers
+        v = times_any_inverse(v, tl.div_rn(1.0, scale), inside, EVEN)
+    if GRANULARITY == "run":  # computed in this place, bits take the fewest registers
         magnitudes = [numeric.magnitude_bits(values) for values in x]
         largest = tiles.largest_magnitudes(x)
     if GRANULARITY == "square":
@@ -138,10 +138,10 @@ def store_run_scales(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Compute the scale of each run of ``magnitudes``, store it at ``ptr``, and return 1 / scale.
 
-    ``magnitudes`` are `magnitude_bits` of values with dtype ``element``. Runs are HEIGHT x WIDTH
-    parts of rows (HEIGHT 1) or columns (WIDTH 1), and ``first_run`` is the index of the first. The
-    scale of run i in row or column j is stored at [i, j] of [runs, pitch] if j < ``end``; ``lines``
-    has each j. 1 / scale has or broadcasts to the shape of ``magnitudes``.
+    ``magnitudes`` are `magnitude_bits` of values with dtype ``element``. Their lines, rows if
+    HEIGHT is 1, columns if WIDTH is 1, consist of runs of HEIGHT x WIDTH. ``lines`` are the indices
+    of the lines, ``first_run`` is that of the first run. The scale of run i of line j is stored at
+    [i, j] of [runs, pitch] if j < ``end``. 1 / scale can be broadcast against ``magnitudes``.
     """
     bits = numeric.float32_bits(tiles.block_max(magnitudes, HEIGHT, WIDTH), element)
     scale, inverse = numeric.scale_and_inverse(bits, ARITHMETIC)
@@ -154,8 +154,8 @@ def store_run_scales(  # type: ignore[no-untyped-def]
 
 
 @jit
-def times_any(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Multiply as `tiles.times`, but by one ``inverse``, which may be 1 / any number."""
+def times_any_inverse(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Multiply as `tiles.times`, but by the inverse of one scale, finite even if ``v`` has Inf."""
     # An Inf in v must become NaN, although a product that overflows saturates. Inf * 0 is NaN, and
     # adding a zero of the product's sign changes no other value, contracted to an FMA or not.
     zero = (inverse.to(tl.int32, bitcast=True) & -0x80000000).to(tl.float32, bitcast=True)
@@ -164,19 +164,19 @@ def times_any(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untype
 
 @jit
 def store_square_scales(ptr, scale, tile_r, tile_c, rows, columns):  # type: ignore[no-untyped-def]
-    """Store scales of a tile's squares into [rows, columns]; zero-pad columns to multiples of 4."""
-    # A tile has 4 x 4 squares of 32, or one of 128, which stores zeros behind a row's last scale.
-    wide: tl.constexpr = max(scale.shape[1], 4)
+    """Store scales of a tile's squares in [rows, pitch]: columns, padded with zeros to 4 * n."""
+    # A tile has 4 x 4 squares of 32, or one of 128. The last tile of a row also stores the padding.
+    slots: tl.constexpr = max(scale.shape[1], 4)
     row = tile_r * scale.shape[0] + tl.arange(0, scale.shape[0])[:, None]
-    step, pitch = tl.arange(0, wide)[None, :], tl.cdiv(columns, 4) * 4
-    column = tile_c * scale.shape[1] + step
+    slot, pitch = tl.arange(0, slots)[None, :], tl.cdiv(columns, 4) * 4
+    column = tile_c * scale.shape[1] + slot
     if scale.shape[1] == 4:
         scale = tl.where(column < columns, scale, 0.0)
         inside = column < pitch
-    else:  # one square, at step 0
-        scale = tl.where(step == 0, scale, 0.0)
-        is_last = column - step == columns - 1  # the tile of the row's last square
-        inside = (step == 0) | (is_last & (column < pitch))
+    else:  # one square, in slot 0; in the row's last tile the other slots are padding
+        scale = tl.where(slot == 0, scale, 0.0)
+        is_last = column - slot == columns - 1
+        inside = (slot == 0) | (is_last & (column < pitch))
     tl.store(ptr + row.to(tl.int64) * pitch + column, scale, mask=(row < rows) & inside)
 
 
@@ -201,7 +201,7 @@ def cast_rows_kernel(  # type: ignore[no-untyped-def]
     magnitudes = numeric.magnitude_bits(x)
     inverse = store_run_scales(
         scale_ptr, magnitudes, r, 0, rows, rows, 1, 1, BLOCK_C, x.dtype, ARITHMETIC
-    )  # a run is a whole row
+    )  # one run, 1 x BLOCK_C, is a whole row
     # An Inf becomes NaN without further code, since the scale of its row is Inf or NaN.
     v = tiles.or_zero(numeric.to_float32(x, HARDWARE) * inverse, inside, EVEN)
     data_ptr = data_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + r * Cp + c
@@ -217,12 +217,12 @@ def measure_kernel(  # type: ignore[no-untyped-def]
     ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Raise amaxes of rows, columns or both to those of a program's part, ``rows`` x BLOCK_C."""
+    """Raise amaxes of rows, columns or both by this program's elements, ``rows`` x BLOCK_C."""
     strips = tl.cdiv(C, BLOCK_C)
-    tile = tiles.reversed_tile()  # `cast_kernel` begins with what is read last, in the L2 cache
+    tile = tiles.reversed_tile()  # backwards, so that L2 has the first rows for `cast_kernel`
     begin = tile // strips * rows
     end = tl.minimum(begin + rows, R)
     tiles.measure_strip(
         x_ptr, amax_ptr, amax_ptr + R, begin, end, tile % strips, C, stride_r, stride_c,
-        ROW, COL, False, EVEN, BLOCK_R, BLOCK_C,  # False: ALL, one amax of all elements
+        ROW, COL, False, EVEN, BLOCK_R, BLOCK_C,  # False: ALL, an amax of all elements
     )  # fmt: skip

@@ -13,7 +13,7 @@ _BLOCK_R, _BLOCK_C = 16, 256
 
 
 def dequantised_by_kernel(operand: Operand, granularity: Granularity, dtype: torch.dtype) -> Tensor:
-    """Dequantize as `dequantised` does; in eager mode on GPUs use Triton if `fits_kernel`."""
+    """Dequantize as `dequantised` does; in eager mode on GPUs by Triton if `fits_kernel`."""
     data = operand.data
     if data.is_cuda and takes_triton_directly(*operand) and fits_kernel(operand, granularity):
         return dequantised_triton(operand, granularity, dtype)
@@ -24,7 +24,8 @@ def fits_kernel(operand: Operand, granularity: Granularity) -> bool:
     """Return whether the Triton kernel can dequantize `operand`.
 
     Its data must be 2-D or 3-D, not empty and contiguous along the last dim, with one scale for the
-    tensor, each row or each block. Scales per row are [..., R, 1]; not [..., 1, C] of transposes.
+    tensor, each row or each block. Scales per row have the shape [..., R, 1]; those of
+    transposed data, [..., 1, C], do not fit.
     """
     data, scale = operand
     per_row = scale.shape == (*data.shape[:-1], 1)
@@ -37,10 +38,11 @@ def dequantised_triton(operand: Operand, granularity: Granularity, dtype: torch.
     data, scale = operand
     out = torch.empty(data.shape, dtype=dtype, device=data.device)
     codes = data.view(torch.uint8).view(-1, *data.shape[-2:])
-    E, R, C = codes.shape  # below: a block without height has all rows, without width all columns
-    strides = [0, 0, 0] if granularity.one_scale else [0, *scale.stride()][-3:]  # 2-D: 0 for E
+    E, R, C = codes.shape
+    # Strides of the scales along E, R and C, 0 if one scale serves all of a dim; 2-D data have E 1.
+    strides = [0, 0, 0] if granularity.one_scale else [0, *scale.stride()][-3:]
     if granularity.by_rows:
-        strides[2] = 0  # strides are of E, R, C; one scale serves all columns
+        strides[2] = 0
     _dequantise_kernel[(E * -(-R // _BLOCK_R), -(-C // _BLOCK_C))](
         codes, scale, out, R, C, *codes.stride()[:2], *strides, granularity.height or R,
         granularity.width or _BLOCK_C, data.dtype == E4M3, _BLOCK_R, _BLOCK_C, num_warps=4,
@@ -54,11 +56,12 @@ def _dequantise_kernel(  # type: ignore[no-untyped-def]
     scale_ptr,  # one float32 per block of each matrix
     out_ptr,  # [E, R, C]
     R, C, stride_e, stride_r, scale_e, scale_r, scale_c,
-    height,  # of a block; R if one scale serves all rows
-    WIDTH: tl.constexpr,  # of a block; BLOCK_C if one scale serves whole rows
+    height,  # rows of a block; R if one scale serves all rows
+    WIDTH: tl.constexpr,  # columns of a block; BLOCK_C if one scale serves whole rows
     E4M3: tl.constexpr,  # else e5m2
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
+    # The tensors below are [rows, runs, WIDTH]; the elements of a run share a scale.
     tiles_r, tile = tl.cdiv(R, BLOCK_R), tl.program_id(0)
     e = (tile // tiles_r).to(tl.int64)
     r = (tile % tiles_r * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[:, None, None]

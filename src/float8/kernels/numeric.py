@@ -28,7 +28,7 @@ def magnitude_bits(x):  # type: ignore[no-untyped-def]
 
 @jit
 def float32_bits(bits, element: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Convert ``bits``, `magnitude_bits` of a number of dtype ``element``, to its float32 bits."""
+    """Convert ``bits``, the `magnitude_bits` of a tensor of dtype ``element``, to float32 bits."""
     bits = bits.to(tl.int32)
     if element == tl.bfloat16:
         bits = bits << 16
@@ -92,7 +92,7 @@ def scale_of_amax(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-de
 def reciprocal(scale, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return 1 / scale, correctly rounded, for a scale that `scale_of_amax` has returned."""
     if HARDWARE:
-        # The steps of a division, but for its slow path, which these scales never take.
+        # As a division compiles, without its slow path for extreme operands: no scale takes it.
         guess = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -115,11 +115,11 @@ def scale_and_inverse(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untype
         BIAS: tl.constexpr = 8 if ARITHMETIC[MANTISSA_BITS] == 3 else 15
         exponent = ((bits + 0x1FFFFF) & 0x7F800000) - (BIAS << 23)
         tiny, infinite, nan = exponent <= 0, bits >= 0x7F800000, bits > 0x7F800000
-        scale = tl.where(tiny, 0x00400000, exponent)  # 2**-127; 0x7F000000 is 2**127
+        scale = tl.where(tiny, 0x00400000, exponent)  # to 2**-127; 0x7F000000 is 2**127
         scale = tl.where(nan, 0x7FC00000, tl.where(infinite, 0x7F000000, scale))
         # Computed from the scale: threads with many scales then need fewer registers.
         inverse = tl.where(scale == 0x7F000000, 0x00400000, 0x7F000000 - scale)
-        inverse = tl.where(scale == 0x00400000, 0x3F800000, inverse)  # 2**-127: block becomes 0
+        inverse = tl.where(scale == 0x00400000, 0x3F800000, inverse)  # 1: its block rounds to 0
         inverse = tl.where(nan, scale, inverse)
         scale = scale.to(tl.float32, bitcast=True)
         inverse = inverse.to(tl.float32, bitcast=True)
@@ -131,7 +131,7 @@ def scale_and_inverse(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untype
 
 @jit
 def to_float8_bits(v, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Round float32 to float8 bits (uint8), to nearest even; Inf, too, saturates; NaN is 0x7f."""
+    """Round float32 to nearest even, to float8 bits (uint8). Inf saturates; NaN becomes 0x7f."""
     if ARITHMETIC[HARDWARE_CAST]:
         FORMAT: tl.constexpr = tl.float8e4nv if ARITHMETIC[MANTISSA_BITS] == 3 else tl.float8e5
         codes = v.to(FORMAT).to(tl.uint8, bitcast=True)

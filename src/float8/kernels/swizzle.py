@@ -15,7 +15,7 @@ RECIPE, SWIZZLE = [F.ScalingType.BlockWise1x32.value], [F.SwizzleType.SWIZZLE_32
 
 
 def scales_of_rows(operand: Operand, granularity: Granularity) -> Tensor:
-    """Return a scale for each row and run of 32, [..., R, C / 32]; rows of a square share one."""
+    """Return the scales [..., R, C / 32] of runs of 32; squares repeat theirs for each row."""
     R, C = operand.data.shape[-2:]
     if not granularity.square:
         return operand.scale

@@ -27,7 +27,7 @@ COL_TILES: tuple[Tile, ...] = ((128, 128, 8), (64, 64, 4), (32, 64, 4))
 """Tiles of kernels that write a transposed copy; 128 x 128 fills 128-byte lines of both layouts."""
 
 GROUP = 8
-"""The number of tiles that go down R before the next go along C: neighbors write long runs."""
+"""Tiles go down this many tile rows, then to the next tile column: neighbors write long runs."""
 
 
 def tiled(
@@ -40,12 +40,12 @@ def tiled(
     """Return the launch of a kernel whose programs each process one tile of a matrix [R, C].
 
     ``tiles`` are sorted from large to small; the first with two or more programs per multiprocessor
-    is used, else the last. ``integers``, arguments of the kernel, begin with R, C. Added to
-    ``constants``: EVEN (tiles fill the matrix exactly: no mask is needed), BLOCK_R, BLOCK_C, GROUP.
+    is used, else the last. ``integers``, arguments of the kernel, begin with R, C. ``constants``
+    are followed by EVEN (tiles fill the matrix, so no mask is needed), BLOCK_R, BLOCK_C, GROUP.
     """
     (R, C, *_), sms = integers, sm_count(device)
     for tile in tiles:
-        block_r, block_c, num_warps = tile  # multiples of 16, so tiles cover padding; kept below
+        block_r, block_c, num_warps = tile  # multiples of 16, so that tiles cover the padding
         programs = -(-R // block_r) * -(-C // block_c)
         if programs >= 2 * sms:
             break
@@ -56,7 +56,7 @@ def tiled(
 
 @jit
 def reversed_tile():  # type: ignore[no-untyped-def]
-    """Return this program's tile, counted from the last: an earlier kernel left these in L2."""
+    """Return this program's tile in reverse order: an earlier kernel left the last ones in L2."""
     return tl.num_programs(0) - 1 - tl.program_id(0)
 
 
@@ -64,7 +64,7 @@ def reversed_tile():  # type: ignore[no-untyped-def]
 def tile_at(  # type: ignore[no-untyped-def]
     tile, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr
 ):
-    """Return tile row and column of tile ``tile``: GROUP tile rows at a time, column by column."""
+    """Return the tile row and tile column of tile ``tile``; see `GROUP` for the order of tiles."""
     tiles_r, tiles_c = tl.cdiv(R, BLOCK_R), tl.cdiv(C, BLOCK_C)
     group = tile // (GROUP * tiles_c)
     height = tl.minimum(tiles_r - group * GROUP, GROUP)
@@ -112,26 +112,26 @@ def tile_quads(tile_r, tile_c, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  #
 
 @jit
 def quad_rows(quad):  # type: ignore[no-untyped-def]
-    """Return the row indices of a tile's four tensors: ``4 * quad + i`` for tensor i."""
+    """Return the row indices of the four tensors that hold a tile: ``4 * quad + i`` in tensor i."""
     return quad * 4, quad * 4 + 1, quad * 4 + 2, quad * 4 + 3
 
 
 @jit
 def load_rows(ptr, rows, stride, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load the 4 rows numbered ``rows``, 0 where not ``inside[i]``; ``ptr``: addresses in row 0."""
+    """Load four tensors, tensor i from ``ptr + rows[i] * stride``, zero where not ``inside[i]``."""
     return [load(ptr + rows[i] * stride, inside[i], EVEN) for i in (0, 1, 2, 3)]
 
 
 @jit
 def largest_magnitudes(x):  # type: ignore[no-untyped-def]
-    """Return the elementwise maximum of abs of four tensors, as bits of `magnitude_bits`."""
+    """Return the elementwise maximum of the `magnitude_bits` of four tensors."""
     bits = [magnitude_bits(values) for values in x]
     return tl.maximum(tl.maximum(bits[0], bits[1]), tl.maximum(bits[2], bits[3]))
 
 
 @jit
 def block_max(m, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the maximum of each block of HEIGHT rows and WIDTH columns of a matrix."""
+    """Return the maximum of each block of HEIGHT rows and WIDTH columns of the matrix ``m``."""
     if m.shape[1] == WIDTH:  # one block along the columns needs no reshape
         m = tl.max(m, axis=1, keep_dims=True)
     elif WIDTH != 1:
@@ -161,8 +161,8 @@ def repeat_blocks(s, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore
 def times(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
     """Multiply four float32 tensors ``v[i]`` by ``inverse[i]``; return zero where not ``inside``.
 
-    An Inf becomes NaN, since its amax has the scale Inf or NaN. If scales are 8-bit exponents, an
-    amax of Inf has the scale 2**127, the largest one, under which an Inf stays Inf.
+    An Inf becomes NaN: its scale is Inf or NaN, and Inf * (1 / Inf) is NaN. Under 8-bit exponents,
+    the scale of an Inf is 2**127, the largest one, and Inf stays Inf.
     """
     return [or_zero(v[i] * inverse[i], inside[i], EVEN) for i in (0, 1, 2, 3)]
 
@@ -180,9 +180,9 @@ def store_row_data(  # type: ignore[no-untyped-def]
     ptr, v, quad, c, rows, Cp, ARITHMETIC: tl.constexpr, EVEN: tl.constexpr,
     EVEN_C: tl.constexpr = False,
 ):  # fmt: skip
-    """Round a tile ``v``, four tensors at ``quad`` and ``c``, to float8 and store it in ``ptr``.
+    """Round a tile, four tensors ``v``, to float8 and store it in the matrix [rows, Cp] at ``ptr``.
 
-    ``ptr`` points to a matrix [rows, Cp]. Unless EVEN, rows are masked, and columns unless EVEN_C.
+    If EVEN, the stores have no mask. Else they mask the rows, and the columns unless EVEN_C.
     """
     ptr = ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + c
     r = quad_rows(quad)
@@ -195,7 +195,7 @@ def store_row_data(  # type: ignore[no-untyped-def]
 
 @jit
 def store_col_data(ptr, words, quad, c, rows, pitch, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store ``words`` [quads, columns] transposed into uint32 [rows, pitch]: row c, column quad."""
+    """Store the transpose of a tile's ``words`` at rows c, columns quad of uint32 [rows, pitch]."""
     c, quad = tl.trans(c), tl.trans(quad)
     ptr = ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + c * pitch + quad
     store(ptr, tl.trans(words), (c < rows) & (quad < pitch), EVEN)
@@ -213,7 +213,7 @@ STRIP_WARPS, STRIP_R, STRIP_BYTES, MOST_TILES = 4, 64, 256, 8
 def strips_of(R: int, C: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int]:
     """Split [R, C] into strips of columns; return rows per program, strip width, strip count.
 
-    A program gets 1 to MOST_TILES tiles of STRIP_R rows, aiming at 8 programs per multiprocessor.
+    A program gets 1 to MOST_TILES tiles of STRIP_R rows, if possible with 8 programs per SM.
     """
     block_c = STRIP_BYTES // dtype.itemsize
     strips = -(-C // block_c)
@@ -233,8 +233,7 @@ def measure_strip(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Raise amaxes in memory, by atomic max, to those of rows ``begin:end`` in strip ``strip``."""
     element: tl.constexpr = x_ptr.dtype.element_ty
-    # 64-bit, since offsets may exceed 32 bits.
-    c = (strip * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
+    c = (strip * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)  # offsets may exceed 32 bits
     x_ptr += c[None, :] * stride_c
     largest = magnitude_bits(tl.zeros((BLOCK_R, BLOCK_C), element))
     row = begin

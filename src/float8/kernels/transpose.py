@@ -1,4 +1,4 @@
-"""Transposed copies of 1-byte data: column data from row data of the same scale, zero-padded."""
+"""Zero-padded, transposed copies of 1-byte data, which make column data of row data."""
 
 import functools
 
@@ -41,9 +41,6 @@ def transpose_reference(data: Tensor, after: Tensor | None = None) -> Tensor:
     return out.view(data.dtype)
 
 
-# ---------------------------------------------------------------- Triton
-
-
 def _transpose_triton(data: Tensor, after: Tensor | None = None) -> Tensor:
     R, C = data.shape
     Rp, Cp = ceil16(R), ceil16(C)
@@ -65,8 +62,9 @@ def _transpose_kernel(  # type: ignore[no-untyped-def]
     R, C, stride_r, stride_c,
     EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
+    """Copy one tile of bytes to its place in the transposed matrix, and store zeros as padding."""
     tile_r, tile_c = tiles.tile_at(tiles.reversed_tile(), R, C, BLOCK_R, BLOCK_C, GROUP)
-    quad, c = tiles.tile_quads(tile_r, tile_c, BLOCK_R, BLOCK_C)
+    quad, c = tiles.tile_quads(tile_r, tile_c, BLOCK_R, BLOCK_C)  # groups of 4 rows, columns
     in_ptr = in_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + c * stride_c
     r = tiles.quad_rows(quad)
     inside = [(row < R) & (c < C) for row in r]

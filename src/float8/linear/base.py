@@ -92,15 +92,15 @@ class PlainFloat8Module(nn.Module):
 
     @classmethod
     def _float8_buffer_names(cls, config: Float8LinearConfig) -> set[str]:
-        """Return the names of the buffers that `config` adds to a module; an empty set here."""
+        """Return the names of the buffers that `config` adds to a module; empty in this class."""
         return set()
 
     def _float8_state(self) -> dict[str, Tensor]:
-        """Return the buffers that the configuration added, by name; an empty dict here."""
+        """Return the buffers that the configuration added, by name; empty in this class."""
         return {}
 
     def _float8_with_state(self, casts: Casts) -> Casts:
-        """Return `casts` with scale sources that use this module's buffers; unchanged here."""
+        """Return `casts`; mixins return them with scale sources that use this module's buffers."""
         return casts
 
     def _float8_names(self) -> Sequence[str]:
@@ -150,8 +150,8 @@ class PlainFloat8Module(nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for key in [] if keep_vars else map(prefix.__add__, self._parameters):  # prefix + name
-            if key in destination:
+        for name in () if keep_vars else self._parameters:
+            if (key := prefix + name) in destination:
                 destination[key] = high_precision(destination[key])
 
     def _load_from_state_dict(

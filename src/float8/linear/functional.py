@@ -78,15 +78,15 @@ def apply_linear(
 
     `input` may be a `Float8Tensor` that was quantized as `plan` says. `casts` are `plan.casts` with
     the scale sources of this call. `held_weight` has float8 data of `weight`; if None, `weight` is
-    cast, or is a `Float8Tensor`. `products`, if given, replaces `Dense`; the result stays [M, N].
+    cast, or is a `Float8Tensor`. With `products`, which replaces `Dense`, the result stays [M, N].
     """
     compiling = torch.compiler.is_compiling()
     if not compiling and functorch_levels is not None and functorch_levels() is not None:
         raise RuntimeError(f"Float8Linear: got a call within torch.func{_NO_TRANSFORM}")
-    # Checked here: after a graph break in an earlier call, a compiler would trace the rest.
+    # Checked in each call, since Dynamo still traces a call after one that broke the graph.
     if compiling and casts.grad_output.source is not None and compiled_autograd_is_on():
-        # torch loses what a compiled forward hands to a backward that writes it, as amaxes are. At
-        # this error it runs the layer in eager mode, where nothing is lost; not with fullgraph.
+        # Backward writes an amax that forward hands over: torch loses such writes of a compiled
+        # forward. At this error Dynamo runs the layer in eager mode instead, unless with fullgraph.
         raise RuntimeError(
             "Float8Linear: got a compiled forward with ScalingType.DELAYED for grad_output within "
             "compiled autograd, expected one of the two: leave the forward in eager mode, or "
@@ -101,15 +101,15 @@ def apply_linear(
         )
     grad, K = torch.is_grad_enabled(), weight.shape[1]
     input = in_compute_dtype(input, weight)
-    empty = surely(input.numel() == 0) if compiling else input.numel() == 0  # there is no amax
+    empty = surely(input.numel() == 0) if compiling else input.numel() == 0  # has no amax
     if empty or plan.output is None:  # a GEMM in high precision
         input = input.to_original_precision() if isinstance(input, Float8Tensor) else input
         weight = weight.to_original_precision() if isinstance(weight, Float8Tensor) else weight
     elif isinstance(input, Float8Tensor):
-        gemms = plan.output, plan.grad_weight
-        if plan.output.powers_of_2 and not input._granularity.exponents:  # it may have any scale
-            any_scale = [x and x._replace(powers_of_2=False) for x in gemms]
-            plan = plan._replace(output=any_scale[0], grad_weight=any_scale[1])
+        gemms = plan.output, plan.grad_weight  # the latter may be None
+        if plan.output.powers_of_2 and not input._granularity.exponents:  # its scales may be any
+            output_gemm, dw_gemm = [gemm and gemm._replace(powers_of_2=False) for gemm in gemms]
+            plan = plan._replace(output=output_gemm, grad_weight=dw_gemm)
     if empty:
         output = input @ weight.to(input.dtype).t()
     else:
@@ -117,14 +117,14 @@ def apply_linear(
         need_grads = grad and input.requires_grad, grad and weight.requires_grad
         if isinstance(weight, Float8Tensor):
             other_gemm = None if plan.reuse_weight else "grad_input"
-            w: Any = InFloat8(*operand_of("weight", weight, casts.weight, other_gemm))
+            stored: Any = InFloat8(*operand_of("weight", weight, casts.weight, other_gemm))
         else:
-            w = held_weight or OnTheFly(weight)
-        call = Call(plan, casts, products or Dense, type(w), K, weight.dtype, *need_grads)
-        args = rows, weight, w, call
+            stored = held_weight or OnTheFly(weight)
+        call = Call(plan, casts, products or Dense, type(stored), K, weight.dtype, *need_grads)
+        args = rows, weight, stored, call
         computed = computed_before(Linear, *args) if compiling else None
         output = Linear.apply(*args, computed)  # type: ignore[no-untyped-call]
-    if input.dim() != 2 and products is None:  # a no-op for 2-D input, but it costs a call
+    if input.dim() != 2 and products is None:
         shape = [*input.shape[:-1], output.shape[-1]]
         # No view: FSDP2 warns of modules that return views, and restricts writes into them.
         output = torch.ops.aten._unsafe_view.default(output, shape)
@@ -138,7 +138,7 @@ def in_compute_dtype(input: Tensor, weight: Tensor) -> Tensor:
     """
     autocast = autocast_dtype(input.device)
     dtypes_fit = autocast is not None or input.dtype == weight.dtype  # autocast converts `input`
-    if not dtypes_fit and not isinstance(local_tensor(input), Float8Tensor):  # in float8 already
+    if not dtypes_fit and not isinstance(local_tensor(input), Float8Tensor):
         raise TypeError(
             f"Float8Linear: got input of dtype {input.dtype} and weight of dtype "
             f"{weight.dtype}, expected the same; convert one of them or use torch.autocast"
@@ -150,10 +150,8 @@ def in_compute_dtype(input: Tensor, weight: Tensor) -> Tensor:
                 f"{', '.join(map(str, HIGH_PRECISION_DTYPES))}; convert it first"
             )
     if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"Float8Linear: got input of shape {tuple(input.shape)}, expected "
-            f"[..., {weight.shape[1]}]"
-        )
+        got, expected = f"input of shape {tuple(input.shape)}", f"[..., {weight.shape[1]}]"
+        raise ValueError(f"Float8Linear: got {got}, expected {expected}")
     if autocast is None or isinstance(local_tensor(input), Float8Tensor):
         return input
     return input.to(autocast)
@@ -161,16 +159,16 @@ def in_compute_dtype(input: Tensor, weight: Tensor) -> Tensor:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Return the dtype of GEMMs under autocast on `device`, or None if autocast is off."""
-    if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # meta knows none
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # "meta" has none
         return None
     return torch.get_autocast_dtype(device.type)
 
 
 def operand_of(role: str, x: Float8Tensor, cast: Cast, other_gemm: str | None) -> Operand:
-    """Return data and scale of `x`, an input or weight quantized elsewhere; record its amax.
+    """Return data and scale of `x`, an input or weight that the caller or FSDP2 quantized.
 
-    Raises a `ValueError` about `role` unless `x` is as `cast` makes it and `other_gemm`, a GEMM
-    that needs another cast of `x`, is None.
+    Records the amax of `x` under delayed scaling. Raises a `ValueError` that names `role` if `x` is
+    not as `cast` makes it, or if `other_gemm`, a GEMM that needs another cast of `x`, is not None.
     """
     config = cast.config
     fits = x._data.dtype == config.dtype and x._granularity is config.scaling_granularity
@@ -196,8 +194,8 @@ class Call(NamedTuple):
     casts: Casts
     products: Any
     """`Dense`, or a class with the same attributes, which quantizes and multiplies."""
-    weight: Any
-    """The class of the weight `w`: `OnTheFly` or another class with the methods of `Weight`."""
+    weight_class: Any
+    """The class of `stored`: `OnTheFly` or another class with the methods of `Weight`."""
     in_features: int
     weight_dtype: torch.dtype
     need_grad_input: bool
@@ -216,36 +214,38 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def compute(
-        input: Tensor, weight: Tensor, w: Any, call: Call, *index: Tensor
+        input: Tensor, weight: Tensor, stored: Any, call: Call, *index: Tensor
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Return the output [M, N], in the dtype of `input` [M, K], and the tensors for backward.
 
-        `w` multiplies by `weight` [N, K], see `Weight`; `index` is as in `Dense`. Backward reads
-        `(rows, rows_scale, col_data, col_scale, *fields of w, *index)`. For grad_weight, these have
-        column data of `input`, or else `rows`, which is `input` in high precision or its row data.
+        `stored`, a `Weight`, multiplies by `weight` [N, K]; `index`: see `Dense`. Backward reads
+        `(rows, rows_scale, col_data, col_scale, *fields of stored, *index)`. For grad_weight, these
+        have column data of `input` or else `rows`: `input` in high precision, or its row data.
         """
         plan, casts, products = call.plan, call.casts, call.products
         compiling = torch.compiler.is_compiling()
-        dw_in_float8 = call.need_grad_weight and plan.grad_weight is not None
+        dw_in_float8 = call.need_grad_weight and plan.grad_weight is not None  # dw: grad_weight
         row: Any = None
         col: Any = None
-        rows, fields = None, tuple(w)  # what backward needs of the input and of `w`
+        rows, fields = None, tuple(stored)  # what backward needs of the input and the weight
         if plan.output is None:
             y = input @ weight.to(input.dtype).t()
         else:
             if isinstance(input, Float8Tensor):
-                other_gemm = None if plan.input_rows_suffice else "grad_weight"  # needs columns
+                # Column data cannot be cast from high precision, only made from the row data.
+                other_gemm = None if plan.input_rows_suffice else "grad_weight"
                 row = operand_of("input", input, casts.input, other_gemm)
                 row = padded(row, casts.input.config.scaling_granularity, pad_rows=False)
             else:
-                # Compiled code makes column data in backward: the compiler chooses what to keep.
+                # Compiled code makes column data in backward, so that the compiler may choose
+                # whether to keep them, `input`, or tensors from which it computes `input` again.
                 col_in_backward = compiling and products.columns_from_values
                 col_now = dw_in_float8 and plan.reuse_input and not col_in_backward
                 row, col = products.quantize_rows(
                     input, casts.input, *index, row=True, col=col_now, traced=True
                 )
-            shape = input.shape[0], weight.shape[-2]  # read here: torch.jit.trace follows sizes
-            y, fields = w.output(row, shape, index, call, input.dtype)
+            shape = input.shape[0], weight.shape[-2]  # read here: torch.jit.trace records it
+            y, fields = stored.output(row, shape, index, call, input.dtype)
         if products.scatter is not None:
             y = products.scatter(y)
         if dw_in_float8 and not plan.reuse_input:
@@ -254,24 +254,24 @@ class Linear(torch.autograd.Function):
             if isinstance(input, Float8Tensor):
                 rows = input._data
             elif products.keeps_row_data:
-                rows = row.data  # gathered from all ranks; `input` is of this rank
+                rows = row.data  # gathered from all ranks; `input` has the rows of this rank only
             else:
-                # Compiled code does not notice if somebody writes into what it keeps. Where nobody
-                # does, the compiler drops the copy.
+                # A compiled backward does not check if `input` was written in place. The compiler
+                # drops the copy if nothing writes it.
                 rows = input.clone() if compiling else input
         rows_scale = None if rows is None or row is None else row.scale
-        col_data, col_scale = (None, None) if col is None else col[:2]  # `Columns` have more
+        col_data, col_scale = (None, None) if col is None else col[:2]  # `Columns` has 4 fields
         if not call.need_grad_input:  # backward does not read the weight
             fields = (None,) * len(fields)
         return y, (rows, rows_scale, col_data, col_scale, *fields, *index)
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, w: Any, call: Call, computed: Any, *index: Any
+        ctx: Any, input: Tensor, weight: Tensor, stored: Any, call: Call, computed: Any, *index: Any
     ) -> Tensor:
         """Return the output [M, N]; `computed` is the result of `compute`, or None to call it."""
         if computed is None:
-            y, saved = Linear.compute(input, weight, w, call, *index)
+            y, saved = Linear.compute(input, weight, stored, call, *index)
         else:
             y, saved = computed
             y = new_alias(y)
@@ -289,10 +289,10 @@ class Linear(torch.autograd.Function):
         call: Call = ctx.call
         plan, casts, products, dtype = call.plan, call.casts, call.products, grad_output.dtype
         rows, rows_scale, col_data, col_scale, *rest = ctx.saved_tensors
-        count = len(call.weight._fields)
-        w, index = call.weight(*rest[:count]), rest[count:]  # `call.weight` is a class
-        dx_in_float8 = call.need_grad_input and plan.grad_input is not None
-        dw_in_float8 = call.need_grad_weight and plan.grad_weight is not None
+        count = len(call.weight_class._fields)
+        stored, index = call.weight_class(*rest[:count]), rest[count:]
+        dx_in_float8 = call.need_grad_input and plan.grad_input is not None  # dx: grad_input
+        dw_in_float8 = call.need_grad_weight and plan.grad_weight is not None  # dw: grad_weight
         reuse = dw_in_float8 and plan.reuse_grad_output
         (M, N), K, row, col = grad_output.shape, call.in_features, None, None
         if dx_in_float8 or reuse:
@@ -301,20 +301,20 @@ class Linear(torch.autograd.Function):
             )
         dx = dw = None
         if dx_in_float8:
-            dx = w.grad_input(row, (M, K), index, call, dtype)
+            dx = stored.grad_input(row, (M, K), index, call, dtype)
         elif call.need_grad_input:
-            dx = grad_output @ w.values.to(dtype)
+            dx = grad_output @ stored.values.to(dtype)
         if dx is not None and products.start is not None:
             dx = products.start(dx)  # a reduce-scatter, which overlaps the GEMM of grad_weight
         if dw_in_float8:
             if not reuse:
-                cast = casts.grad_output_for_grad_weight  # the next line frees the old `row`
+                cast = casts.grad_output_for_grad_weight  # below, assigning `row` frees row data
                 row, col = products.quantize_grad(grad_output, cast, *index, row=False, col=True)
-            x = Operand(col_data, col_scale)
-            if col_data is None:  # forward kept `input`, or its row data
-                x = recast(rows, casts.input.config, rows_scale)
-            gemm, weight_dtype = plan.grad_weight, call.weight_dtype
-            dw = products.grad_weight(col, x, (N, K), *index, gemm=gemm, out_dtype=weight_dtype)
+            input_col = Operand(col_data, col_scale)
+            if col_data is None:  # forward kept `input` or its row data
+                input_col = recast(rows, casts.input.config, rows_scale)
+            options: Any = {"gemm": plan.grad_weight, "out_dtype": call.weight_dtype}
+            dw = products.grad_weight(col, input_col, (N, K), *index, **options)
         elif call.need_grad_weight:
             dw = products.outer(grad_output, rows, *index).to(call.weight_dtype)
         if dx is not None and products.finished is not None:

@@ -14,7 +14,7 @@ from float8.linear.source import class_of, problem, shallow_copy
 
 
 class _Config:
-    """Descriptor `config`: a Parameter, buffer or module of that name, else the configuration."""
+    """Attribute `config`: the configuration, or a Parameter, buffer or module of that name."""
 
     def __get__(self, layer: Any, cls: Any = None) -> Any:
         if layer is None:
@@ -92,7 +92,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
         return new
 
     def _float8_begin(self, config: ConfigOrRecipe | None) -> None:
-        """Check and set `config` at the end of a constructor; raises as `from_float`."""
+        """Set up a layer at the end of its constructor, for `config`; raises as `from_float`."""
         config = as_config(config)
         require_supported(self, config)
         self._float8_set_up(config)
@@ -115,14 +115,14 @@ class Float8Linear(StatefulLayer, nn.Linear):
             RuntimeError: a sync of delayed scaling is missing; a weight in float8 only requires
                 grad; or the call is in ONNX export, torch.func or, if delayed, torch.jit.trace.
         """
-        if getattr(input, "layout", None) is not torch.strided or input.is_nested:  # or no tensor
+        if getattr(input, "layout", None) is not torch.strided or input.is_nested:  # or no Tensor
             layout = f" of layout {input.layout}" if isinstance(input, Tensor) else ""
             raise TypeError(
                 f"Float8Linear: got a {type(input).__name__}{layout} as input, expected a dense "
                 f"tensor; call input.to_dense(), or input.values() of a jagged one; to trace by "
                 f"torch.fx, use a Tracer whose is_leaf_module is true for Float8Linear"
             )
-        plan, weight = self._float8_plan, self.weight  # once: an access may compute the weight
+        plan, weight = self._float8_plan, self.weight  # read once: a property may compute it
         if weight.requires_grad and self._float8_never_trains:
             raise RuntimeError(
                 "Float8Linear: got requires_grad=True for a weight that is in float8 only, "
@@ -142,7 +142,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a Parameter; raise a `TypeError` for a tensor subclass of torchao."""
-        compiling = torch.compiler.is_compiling()  # FSDP1 registers views: no graph break there
+        compiling = torch.compiler.is_compiling()  # FSDP1 calls this: the check breaks graphs
         if not compiling and type(param).__module__.startswith("torchao."):
             raise TypeError(
                 f"Float8Linear: got a {name} of class {type(param).__name__}, expected a tensor in "

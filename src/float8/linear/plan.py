@@ -35,9 +35,9 @@ class LinearPlan(NamedTuple):
 
     casts: Casts
     """The casts, without the scale sources and reductions over ranks that a call adds."""
-    reuse_input: bool
-    reuse_weight: bool
-    reuse_grad_output: bool
+    reuse_input: bool  # one cast of the input serves output and grad_weight
+    reuse_weight: bool  # one cast of the weight serves output and grad_input
+    reuse_grad_output: bool  # one cast of grad_output serves grad_input and grad_weight
     output: Gemm | None
     grad_input: Gemm | None
     grad_weight: Gemm | None
@@ -74,16 +74,17 @@ def resolve_plan(
             return None
         a, b = (casts[site] for site in GEMM_OPERANDS[name])
         granularities = a.scaling_granularity, b.scaling_granularity
-        # `power_of_2` may not hold for scales that were computed elsewhere: those of published
-        # float8 weights (unless stored as 8-bit exponents), and delayed ones of a loaded state.
-        trusted = config.float8_weights is not Float8Weights.ONLY or b.scaling_granularity.exponents
-        trusted = trusted and a.scaling_type is b.scaling_type is ScalingType.DYNAMIC
-        powers_of_2 = a.power_of_2 and b.power_of_2 and trusted
+        # Scales loaded from files need not be powers of two, whatever `config` says: scales of
+        # float8 weights (unless stored as 8-bit exponents), and of delayed scaling.
+        loaded = config.float8_weights is Float8Weights.ONLY and not granularities[1].exponents
+        dynamic = a.scaling_type is ScalingType.DYNAMIC and b.scaling_type is ScalingType.DYNAMIC
+        powers_of_2 = a.power_of_2 and b.power_of_2 and dynamic and not loaded
         return Gemm(fast_accum[name], config.emulate, powers_of_2, granularities)
 
-    def rows_suffice(cast: Cast, *gemms: Gemm | None) -> bool:  # see `quantize.to_col`
-        granularity, power_of_2 = cast.config.scaling_granularity, cast.config.power_of_2
-        return None not in gemms and (granularity.one_scale or (granularity.by_rows and power_of_2))
+    def rows_suffice(cast: Cast, *gemms: Gemm | None) -> bool:
+        granularity = cast.config.scaling_granularity
+        to_col_is_exact = granularity.one_scale or (granularity.by_rows and cast.config.power_of_2)
+        return to_col_is_exact and None not in gemms  # None reads the tensor in high precision
 
     all_casts = Casts(*(Cast(casts[site]) for site in CAST_SITES))
     pairs = zip(all_casts[:3], all_casts[3:], strict=True)  # (input, input_for_grad_weight), ...

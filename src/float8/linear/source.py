@@ -28,11 +28,11 @@ PUBLIC = ("config", "from_float")
 
 
 def shallow_copy(mod: nn.Module, cls: Any) -> Any:
-    """Return an uncompiled `cls` with `mod`'s attributes; dicts like `_parameters` are copies."""
+    """Return a new `cls` with the attributes of `mod`, dicts copied, but without compiled code."""
     new = cls.__new__(cls)
     for name, value in vars(mod).items():
         new.__dict__[name] = copy.copy(value) if name in _REGISTRIES else value
-    for name in ("forward", "_compiled_call_impl"):  # which are bound to `mod`
+    for name in ("forward", "_compiled_call_impl"):  # bound to `mod`, not to `new`
         new.__dict__.pop(name, None)
     return new
 
@@ -66,26 +66,26 @@ ABOUT_FORWARD = "convert before accelerate, or whoever else gives it one; load w
 def problem(
     mod: Any, base: Any, config: Float8LinearConfig, linear_classes: Collection[type]
 ) -> TypeError | ValueError | None:
-    """Return why `mod` cannot become a `base`, or None; `linear_classes` compute as nn.Linear."""
+    """Return the error of converting `mod` to a float8 class `base`, or None; see `unsupported`."""
     path = f"{type(mod).__module__}.{type(mod).__qualname__}"
     if reason := _computes_something_else(mod, linear_classes):
         return TypeError(f"got a {path}, {reason}")
     if reason := _cannot_be_both(mod, base, config):
         return ValueError(f"got a {path} {reason}")
     weight = mod.weight
-    if replaced_forward(mod):  # it would override ours
+    if replaced_forward(mod):  # an attribute would override the forward of `base`
         got = "got a layer with a `forward` of its own as attribute, expected nn.Linear's"
         return ValueError(f"{got}; {ABOUT_FORWARD}")
     if reason := not_in_high_precision(weight):
         return TypeError(f"got a {reason}")
-    shape, fix = tuple(weight.shape), ""
-    if 0 in shape:
+    if 0 in weight.shape:
+        got = f"got weight of shape {tuple(weight.shape)}, expected no empty dim"
         if hasattr(weight, "ds_shape"):
-            fix = ": DeepSpeed's zero.Init has taken it apart; convert layers one by one, within "
-            fix += "deepspeed.zero.GatheredParameters([layer.weight])"
-        return ValueError(f"got weight of shape {shape}, expected no empty dim{fix}")
-    for refuse in REFUSALS:  # of optional features
-        if refusal := refuse(mod, config):
+            got += ": DeepSpeed's zero.Init has taken it apart; convert layers one by one, within "
+            got += "deepspeed.zero.GatheredParameters([layer.weight])"
+        return ValueError(got)
+    for refusal_of in REFUSALS:  # see `float8.wings`
+        if refusal := refusal_of(mod, config):
             return refusal
     if (reason := lacks_float8_gemm(weight.device, only=config.only_on)) and not config.emulate:
         return ValueError(f"{reason}; set emulate=True to compute in high precision instead")
@@ -129,20 +129,19 @@ def _cannot_be_both(mod: Any, base: Any, config: Float8LinearConfig) -> str | No
     """Return why attributes or the class of `mod` conflict with those of `base`, or None."""
     cls: Any = type(mod)
     is_ours = isinstance(mod, Float8Module)
-    needed = base._float8_buffer_names(config)  # names that the layer must not have yet
+    reserved = base._float8_buffer_names(config)  # names that `mod` must not have
     if is_ours:
-        needed -= mod._float8_state().keys()  # which the new state replaces
+        reserved -= mod._float8_state().keys()  # these buffers are replaced
     else:
-        needed |= our_names(base)
-        # The method of the class would hide a registered tensor or module of the same name.
-        needed |= {"from_float"} & {*mod._parameters, *mod._buffers, *mod._modules}
-    if conflicts := needed & {*dir(mod)}:
-        got = f"with an attribute {min(conflicts)!r}, expected one without"
-        return f"{got}: {base.__name__} has one"
-    if is_ours:  # its class has both bases already
+        reserved |= our_names(base)
+        # The class method `from_float` would hide a tensor or module registered under this name.
+        reserved |= {"from_float"} & {*mod._parameters, *mod._buffers, *mod._modules}
+    if taken := reserved & {*dir(mod)}:
+        return f"with an attribute {min(taken)!r}, expected one without: {base.__name__} has one"
+    if is_ours:  # its class derives from `base` and from the user's class already
         return None
     for parent in (x for x in cls.__mro__ if x not in (nn.Linear, nn.Module, object)):
-        if name := next((x for x in _PICKLING if vars(parent).get(x)), ""):  # `__slots__` may be ()
+        if name := next((x for x in _PICKLING if vars(parent).get(x)), ""):  # not `__slots__ = ()`
             got = f"with {name!r}, expected one without"
             return f"{got}: {base.__name__} has a way of its own to copy and pickle layers"
     try:
@@ -159,23 +158,23 @@ def _cannot_be_both(mod: Any, base: Any, config: Float8LinearConfig) -> str | No
 def class_of(base: Any, source: Any) -> Any:
     """Return the class of a converted layer; `base` is a float8 class, `source` the user's class.
 
-    For `nn.Linear` this is `base`; for a subclass, a class that inherits from `base` and `source`:
-    forward is that of `base`; all else of `source` stays, as other methods of `base` call `super`.
-    Layers can be pickled if `source` can be. The constructor takes the arguments of `source` and a
-    `config`; if `source` has its own `config`, constructed layers have dynamic tensorwise scaling.
+    If `source` is `nn.Linear` this is `base`, else a class that inherits from `base` and `source`.
+    Its forward is that of `base`; other methods of `base` also call those of `source`, by `super`.
+    Layers can be pickled if those of `source` can. The constructor takes the arguments of `source`
+    and a `config`; if `source` takes a `config` itself, new layers have dynamic tensorwise scaling.
     """
     if issubclass(base, source):
         return base
     name = f"{base.__name__}[{source.__qualname__}]"
     members = {"__init__": _init, "_float8_source_class": source}
-    # Attributes of the user's class with these names stay.
+    # Attributes that the user's class has under these names take precedence over those of `base`.
     members |= {x: getattr_static(source, x) for x in PUBLIC if hasattr(source, x)}
     return new_class(name, (base, source), class_of, (base, source), **members)
 
 
 def _init(layer: Any, *args: Any, **kwargs: Any) -> None:
     init = layer._float8_source_class.__init__
-    # If the user's class takes a `config`, pass that on; the layer has the default recipe then.
+    # A `config` that the user's class takes is not ours: pass it on, and use the default recipe.
     config = None if "config" in signature(init).parameters else kwargs.pop("config", None)
     init(layer, *args, **kwargs)
     layer._float8_begin(config)
@@ -184,17 +183,17 @@ def _init(layer: Any, *args: Any, **kwargs: Any) -> None:
 def new_class(
     name: str, bases: tuple[type, type], make: Any, made_of: tuple[Any, ...], **members: Any
 ) -> Any:
-    """Make a class `name` of `bases` and `members`, to be set as `__class__` of `bases[1]` objects.
+    """Make a class `name` of `bases` and `members`, which `bases[1]` objects take as `__class__`.
 
-    Instances are pickled with `make(*made_of)`, a call that returns the class, as a class that is
-    made here cannot be imported. Raises `TypeError` if the memory layouts of `bases` differ.
+    Unpickling calls `make(*made_of)`, which must return the class, since a class that is made at
+    run time cannot be imported. Raises `TypeError` if the memory layouts of `bases` differ.
     """
 
     def reduce(module: Any, protocol: int) -> Any:
         reduced = nn.Module.__reduce_ex__(module, protocol)
-        if type(module) is not cls:  # a subclass that other code made of `cls`
+        if type(module) is not cls:  # a subclass of `cls`, which pickle imports
             return reduced
-        return _instance, (make, *made_of), *reduced[2:]  # from the state on
+        return _instance, (make, *made_of), *reduced[2:]  # [2]: the state
 
     members = {"__module__": bases[0].__module__, "__doc__": bases[0].__doc__} | members
     members["__reduce_ex__"] = reduce

@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 class Weight(Protocol):
     """The weight [N, K] of a layer, or [E, N, K] of experts, as an operand of two GEMMs.
 
-    Classes are NamedTuples of tensors or None. Forward passes the fields returned by `output` to
-    `save_for_backward`, as a tensor on `ctx` would live as long as the loss; backward makes a new
-    instance. `shape` is that of the result, `index` (offs,) of experts or (); `call`: casts, GEMMs.
+    Classes are NamedTuples of tensors or None. Forward passes the fields that `output` returns to
+    `save_for_backward`, as a tensor on `ctx` would live as long as the loss; backward makes an
+    instance of them. `shape` is that of the result without padding; `index`: see `Dense`.
     """
 
     def output(
         self, a: Operand, shape: Shape, index: Any, call: "Call", out_dtype: dtype
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """Return `a @ weight.T` in `out_dtype` and the fields to save; `a`: row data [M, K]."""
+        """Return `a @ weight.T` of row data `a` [M, K], in `out_dtype`, and the fields to save."""
 
     def grad_input(
         self, g: Operand, shape: Shape, index: Any, call: "Call", out_dtype: dtype
     ) -> Tensor:
-        """Return `g @ weight`, [M, K], in `out_dtype`; `g`: row data [M, N] of grad_output."""
+        """Return `g @ weight` [M, K] of row data `g` [M, N] of grad_output, in `out_dtype`."""
 
 
 class OnTheFly(NamedTuple):
@@ -48,7 +48,7 @@ class OnTheFly(NamedTuple):
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """Quantize the weight to row data; return `a @ weight.T` and the fields to save."""
         cast, gemm, products = call.casts.weight, call.plan.output, call.products
-        traced = cast.source is not None  # record the amax outside: backward may repeat the cast
+        traced = cast.source is not None  # record the amax outside the cast; see `quantize`
         b = products.quantize_weight(self.values, cast, row=True, pad_rows=True, traced=traced).row
         y = products.output(a, b, shape, *index, gemm=gemm, out_dtype=out_dtype)
         scale = None
@@ -70,7 +70,7 @@ class OnTheFly(NamedTuple):
 
 
 class InFloat8(NamedTuple):
-    """An unpadded float8 weight; if FSDP2 gathered it, FSDP2 refills the memory for backward."""
+    """An unpadded float8 weight. If FSDP2 gathered it, FSDP2 refills its memory for backward."""
 
     data: Tensor | Any = None
     scale: Tensor | Any = None
@@ -78,13 +78,13 @@ class InFloat8(NamedTuple):
     def output(
         self, a: Operand, shape: Shape, index: Any, call: "Call", out_dtype: dtype
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """Return `a @ weight.T`, by row data padded in a copy, and the unpadded fields to save."""
+        """Multiply `a` by a padded copy of the weight; return the product and fields to save."""
         b = call.products.padded(Operand(*self), call.casts.weight.config.scaling_granularity)
         gemm = call.plan.output
         return call.products.output(a, b, shape, *index, gemm=gemm, out_dtype=out_dtype), self
 
     def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", out_dtype: Any) -> Any:
-        """Return `g @ weight`, by column data that compiled code, too, makes after `g.scale`."""
+        """Make column data of the row data, after `g.scale` as in `OnTheFly`; multiply by `g`."""
         cast_config, gemm = call.casts.weight_for_grad_input.config, call.plan.grad_input
         b = call.products.transposed(Operand(*self), cast_config, g.scale)
         return call.products.grad_input(g, b, shape, *index, gemm=gemm, out_dtype=out_dtype)

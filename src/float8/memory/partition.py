@@ -63,8 +63,7 @@ the uses by other nodes and the kind of each user; kind "any" may be used in any
 class Float8Partitioner(CustomPartitionerFn):
     """Split a graph into forward and backward as Inductor does, then keep activations in float8.
 
-    Set as Inductor's option `custom_partitioner_fn` by `float8.activations_in_float8`. Partitioners
-    with equal fields share compiled code.
+    `float8.activations_in_float8` makes it an option. Equal partitioners share compiled code.
     """
 
     min_bytes: float
@@ -78,50 +77,50 @@ class Float8Partitioner(CustomPartitionerFn):
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
         """Split joint graph `gm`; return forward and backward with saved activations in float8."""
-        _mark_sums_as_must_save(gm.graph)  # else their terms might be saved and rounded
+        _mark_sums_as_must_save(gm.graph)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        results: Any = (module.graph.output_node().args[0] for module in (forward, backward))
-        outputs, gradients = map(list, results)
+        graphs = forward.graph, backward.graph
+        outputs, gradients = (list(cast("Any", x.output_node().args[0])) for x in graphs)
         inputs = gm.graph.find_nodes(op="placeholder")
-        static = set[int](kwargs.get("static_lifetime_input_indices") or ())  # they stay in memory
+        static = set[int](kwargs.get("static_lifetime_input_indices") or ())  # these stay in memory
         activations, weight_gradients = _activations(forward.graph, inputs, gradients, static)
-        passed = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+        read = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
         output_names = {node.name for node in outputs if isinstance(node, Node)}
-        grad_nodes = {node for name, node in passed.items() if name not in output_names}  # tangents
+        grad_nodes = {node for name, node in read.items() if name not in output_names}  # tangents
         for node in backward.graph.nodes:  # adds all that is computed from tangents
             if not grad_nodes.isdisjoint(node.all_input_nodes):
                 grad_nodes.add(node)
-        count = kwargs["num_fwd_outputs"]  # the other outputs are saved for backward
+        first_saved = kwargs["num_fwd_outputs"]  # the outputs before it are results of the model
         chosen = [
             node
-            for node in outputs[count:]
+            for node in outputs[first_saved:]
             if node in activations
             and self._is_worth_storing(node)
-            and _may_be_rounded(backward.graph, passed[node.name], grad_nodes, weight_gradients)
+            and _may_be_rounded(backward.graph, read[node.name], grad_nodes, weight_gradients)
         ]
-        # No memory is freed if an output, or an activation kept unchanged, shares the storage.
-        others = [node for i, node in enumerate(outputs) if i < count or node not in chosen]
-        stays = {get_node_storage(node) for node in others if isinstance(node, Node)}
+        # No memory is freed if a result, or an activation kept unchanged, shares the storage.
+        others = [node for i, node in enumerate(outputs) if i < first_saved or node not in chosen]
+        kept_storages = {get_node_storage(node) for node in others if isinstance(node, Node)}
         for node in chosen:
-            if get_node_storage(node) not in stays:
-                index, graphs = outputs.index(node), (forward.graph, backward.graph)
-                outputs[index : index + 1] = self._keep_in_float8(node, passed[node.name], *graphs)
+            if get_node_storage(node) not in kept_storages:
+                index = outputs.index(node)  # data and scale replace the activation
+                outputs[index : index + 1] = self._keep_in_float8(node, read[node.name], *graphs)
         forward.graph.output_node().args = (tuple(outputs),)
-        for graph in (forward, backward):
-            graph.recompile()
+        forward.recompile()
+        backward.recompile()
         return forward, backward
 
     def _is_worth_storing(self, node: Node) -> bool:
         x = node.meta["val"]
         if getattr(x, "dtype", None) not in _DTYPES or x.dim() < 2 or _hint(x.shape[-1]) < 32:
             return False
-        size: int = _hint(x.numel()) * x.element_size()
-        return size > 0 and size >= self.min_bytes
+        return bool(_hint(x.numel()) * x.element_size() >= max(1, self.min_bytes))
 
     def _keep_in_float8(self, node: Node, activation: Node, forward: Graph, backward: Graph) -> Any:
-        """Cast `node` to float8 in `forward`; dequantize it in `backward` to replace `activation`.
+        """Cast `node` of `forward` to float8, and dequantize it in `backward`.
 
-        Returns the new nodes in `forward`: the float8 data and their scale.
+        Replaces `activation`, the placeholder of `node` in `backward`, by those of data and scale.
+        Returns the nodes of data and scale in `forward`.
         """
         dtype = node.meta["val"].dtype
 
@@ -129,23 +128,26 @@ class Float8Partitioner(CustomPartitionerFn):
             # Scales are powers of two, rounded up: nothing saturates, and values lose mantissa bits
             # only, but small ones become subnormal or 0. A non-finite value makes its run NaN.
             runs = _in_runs(x.to(torch.float32))
-            scale = scales.amax_to_scale(runs.abs().amax(-1, keepdim=True), self.dtype, True)
+            amax = runs.abs().amax(-1, keepdim=True)
+            scale = scales.amax_to_scale(amax, self.dtype, round_to_power_of_2=True)
             return (runs * scale.reciprocal()).to(self.dtype).reshape(x.shape), scale
 
         def unpack(data: Tensor, scale: Tensor) -> tuple[Tensor]:
-            x, largest = _in_runs(data.to(torch.float32)) * scale, torch.finfo(dtype).max
-            x = x.clamp(-largest, largest) if dtype == torch.float16 else x  # it may overflow
+            x = _in_runs(data.to(torch.float32)) * scale
+            x = x.clamp(-65504.0, 65504.0) if dtype == torch.float16 else x  # may overflow float16
             return (x.to(dtype).reshape(data.shape),)
 
-        inputs, mark = forward.find_nodes(op="placeholder"), "saved_tensor_with_no_vc_check"
-        previous = inputs[-1] if node in inputs else node  # no node may stand between placeholders
+        is_input = node.op == "placeholder"  # then cast after all placeholders
+        previous = forward.find_nodes(op="placeholder")[-1] if is_input else node
         with forward.inserting_before(previous.next):
             packed = _graft(forward, pack, [node])
-        first_user = next(x for x in backward.nodes if x in activation.users)  # not a placeholder
+        first_user = next(x for x in backward.nodes if x in activation.users)  # unpack before it
         with backward.inserting_before(activation):
             new_inputs = [backward.placeholder(f"{x.name}_kept") for x in packed]  # unique names
+        mark = "saved_tensor_with_no_vc_check"  # of tensors saved without a version counter check
         for new_input, result in zip(new_inputs, packed, strict=True):
-            result.meta |= {mark: node.meta[mark]} if mark in node.meta else {}
+            if mark in node.meta:
+                result.meta[mark] = node.meta[mark]
             new_input.meta = dict(result.meta)
         with backward.inserting_before(first_user):
             activation.replace_all_uses_with(*_graft(backward, unpack, new_inputs))
@@ -156,29 +158,30 @@ class Float8Partitioner(CustomPartitionerFn):
 def _activations(
     graph: Graph, inputs: Sequence[Node], gradients: Sequence[Node | None], static: set[int]
 ) -> tuple[set[Node], set[Node | None]]:
-    """Return nodes that require grad and depend on an argument, and gradients of other inputs."""
-    traits, weight_gradients = {}, set[Node | None]()  # traits: (requires grad, from an argument)
+    """Return nodes that require grad and depend on model arguments; gradients of other inputs."""
+    requires_grad, from_argument, weight_gradients = set[str](), set[str](), set[Node | None]()
     for index, (node, gradient) in enumerate(zip(inputs, gradients, strict=False)):  # not tangents
+        requires_grad |= {node.name} if gradient is not None else set()
         origin: Any = node.meta.get("desc")  # None in inner graphs: all count as Parameters there
         while hasattr(origin, "base"):  # `node` is an inner tensor of a subclass
             origin = origin.base
         is_argument = origin is not None and not (origin.is_param() or origin.is_buffer())
         indices = index, getattr(origin, "idx", index)  # `static` may count a subclass as one input
-        is_argument = is_argument and static.isdisjoint(indices)
-        traits[node.name] = gradient is not None, is_argument
-        weight_gradients |= set() if is_argument else {gradient}
+        if is_argument and static.isdisjoint(indices):
+            from_argument.add(node.name)
+        else:
+            weight_gradients.add(gradient)
     for node in graph.nodes:
-        if node.op == "call_function":
-            read = [traits.get(x.name, (False, False)) for x in node.all_input_nodes]
-            traits[node.name] = any(grad for grad, _ in read), any(argument for _, argument in read)
-    return {node for node in graph.nodes if traits.get(node.name) == (True, True)}, weight_gradients
+        for names in (requires_grad, from_argument):
+            if any(x.name in names for x in node.all_input_nodes):
+                names.add(node.name)
+    activations = requires_grad & from_argument
+    return {node for node in graph.nodes if node.name in activations}, weight_gradients
 
 
 def _mark_sums_as_must_save(graph: Graph) -> None:
-    """Mark as `MUST_SAVE` the sums that RMSNorm or an activation function reads.
-
-    Otherwise the terms might be saved and rounded, and rounded terms may cancel each other.
-    """
+    """Mark as `MUST_SAVE` the sums that RMSNorm or an activation function reads."""
+    # Otherwise their terms might be saved and rounded, and rounded terms may cancel each other.
     for node in graph.nodes:
         if _name(node) == "rsqrt" or _is_activation_function(node):
             while len(node.all_input_nodes) == 1:  # up to the first node of several inputs
@@ -194,17 +197,17 @@ def _may_be_rounded(
 
     - The operand of a weight gradient: the value, cast to float8 or times factors that do not
       depend on it, is multiplied with one of `gradients`; the product is one of `weight_gradients`.
-    - The input of SiLU or GELU: backward computes from it the output, as such an operand, and the
+    - The input of SiLU or GELU: backward computes from it the output, for such a product, and the
       derivative; only GEMMs, casts and sums (gradients of biases) read the input's gradient.
     - `up` in `silu(gate) * up`: only the derivative of `silu` reads a gradient times `up`.
-    - The input `x` of RMSNorm: its gradient adds `sum(gradient * x, -1) * x` times such factors.
+    - The input `x` of RMSNorm: its gradient adds `sum(gradient * x, -1) * x` times other factors.
 
     Each use multiplies by the value or a function of it; products are about as exact as the value.
     """
-    kinds = {start: "value"}  # of `start` and all that is computed from it, see `_PATTERNS`
+    kinds = {start: "value"}  # the kind in `_PATTERNS` of `start` and of nodes computed from it
     for node in graph.nodes:
         rounded = [x for x in node.all_input_nodes if kinds.get(x, "any") != "any"]
-        if not rounded:  # all uses are allowed
+        if not rounded:  # `node` may use its inputs in any way
             continue
         kinds_read = {kinds[x] for x in rounded}
         if node.op == "output":
@@ -213,11 +216,11 @@ def _may_be_rounded(
         if use == "factor" and len(kinds_read) == 2:  # the value times a node of another kind
             use, kinds_read = "factor of value", kinds_read - {"value"}
         elif node in gradients and (use == "function" or gradients.isdisjoint(rounded)):
-            use += " of gradient"  # of one that is not in `rounded`, or by a derivative
-        kind, *others = {_PATTERNS[kind].get(use) for kind in kinds_read}
-        if kind is None or others:  # no pattern has this use, or several disagree on the kind
+            use += " of gradient"  # a derivative, or a gradient among inputs that are not rounded
+        kind_of_node, *other_kinds = {_PATTERNS[kind].get(use) for kind in kinds_read}
+        if kind_of_node is None or other_kinds:  # not allowed, or patterns disagree on the kind
             return False
-        kinds[node] = kind
+        kinds[node] = kind_of_node
     return True
 
 
@@ -226,17 +229,17 @@ def _use(node: Node, rounded: list[Node]) -> str:
     name, args = _name(node), node.args
     if _is_activation_function(node):
         return "function"
-    if name == "mul" or (name == "div" and not isinstance(args[1], Node)):  # by a number
+    if name == "mul" or (name == "div" and not isinstance(args[1], Node)):  # divided by a number
         return "factor"
     if name == "sum" and len(args) > 1:
-        rank, dims = rounded[0].meta["val"].dim(), cast("list[int]", args[1])
-        last_dim = [x for x in dims if x % rank == rank - 1]  # [] if the sum is not over it
-        return "sum of rows" if not last_dim else "sum of columns" if last_dim == dims else ""
+        last_dim = rounded[0].meta["val"].dim() - 1
+        dims = [dim % (last_dim + 1) for dim in cast("list[int]", args[1])]
+        return "sum of columns" if dims == [last_dim] else "" if last_dim in dims else "sum of rows"
     is_view = isinstance(node.target, OpOverload) and node.target._schema._is_view_op()
-    if is_view or (name == "pow" and args[1] == 1):  # a no-op
+    if is_view or (name == "pow" and args[1] == 1):  # `x ** 1` copies `x`
         return "copy"
     if name in ("eq", "ne") and (args[0] is args[1] or args[1] == float("inf")):
-        return "step of cast"  # whether values are finite
+        return "step of cast"  # it finds NaN or Inf
     return _USE_OF_OP.get(name, "")
 
 

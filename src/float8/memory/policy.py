@@ -19,7 +19,7 @@ def activations_in_float8(*, min_mib: float = 1.0, dtype: torch.dtype = E4M3) ->
 
     A bfloat16 or float16 activation is rounded to `dtype` if backward uses it for nothing but
     these: the GEMM that computes the gradient of a Parameter, the derivative of SiLU or GELU (of
-    `torch.nn.functional`, also gated) at a linear layer's output, or that of RMSNorm. Activations
+    `torch.nn.functional`, gated or not) at a linear layer's output, or that of RMSNorm. Activations
     of attention, softmax, losses, LayerNorm, other gates and comparisons keep their dtype. So do
     tensors in inner graphs (`nested_compile_region`), and tensors that stay in memory anyway:
     outputs, Parameters, inputs without gradients, and views of these.
@@ -29,8 +29,7 @@ def activations_in_float8(*, min_mib: float = 1.0, dtype: torch.dtype = E4M3) ->
     dtype. An infinite or NaN element turns all elements with the same scale into NaN.
 
     Args:
-        min_mib: the size in MiB below which tensors are not rounded. A symbolic size counts by its
-            hint at compile time.
+        min_mib: the size in MiB below which tensors are not rounded; a symbolic size by its hint.
         dtype: `torch.float8_e4m3fn`, or `torch.float8_e5m2` with one mantissa bit less.
 
     Returns:
@@ -51,8 +50,7 @@ def activations_in_float8(*, min_mib: float = 1.0, dtype: torch.dtype = E4M3) ->
     if dtype not in FLOAT8_MAX:
         expected = " or ".join(map(str, FLOAT8_MAX))
         raise ValueError(f"activations_in_float8: got dtype={dtype}, expected {expected}")
-    # This imports Inductor, which `import float8` must not do.
-    from float8.memory.partition import Float8Partitioner
+    from float8.memory.partition import Float8Partitioner  # imports Inductor, so not at the top
 
     return {"custom_partitioner_fn": Float8Partitioner(min_mib * 2**20, dtype)}
 
@@ -72,7 +70,6 @@ def save_gemm_outputs(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
     except those of experts and, in compiled code only, those of held weights: these are saved.
 
     Returns:
-        `MUST_SAVE` if `op`, the `OpOverload` about to run, is a float8 GEMM, else
-        `PREFER_RECOMPUTE`. The other arguments are ignored.
+        `MUST_SAVE` if `op`, an `OpOverload`, is a float8 GEMM, else `PREFER_RECOMPUTE`.
     """
     return CheckpointPolicy.MUST_SAVE if op in GEMM_OPS else CheckpointPolicy.PREFER_RECOMPUTE

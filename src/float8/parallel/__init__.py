@@ -1,1 +1,1 @@
-"""Training on several devices: FSDP2, tensor parallel, DDP, and groups that share amaxes."""
+"""Tensor parallel that communicates in float8, and the tensors that DDP must not broadcast."""

@@ -8,7 +8,7 @@ from float8.linear import Float8Module
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 """Attribute of the wrapped module with names that DDP neither broadcasts nor reduces."""
-_ADDED = "_float8_names_that_ddp_ignores"  # attribute with those of its names that we added
+_ADDED = "_float8_names_that_ddp_ignores"  # attribute: names in `_IGNORED` that are not the user's
 
 
 class DataParallel(Feature):
@@ -23,8 +23,8 @@ def tell_ddp_what_to_ignore(module: nn.Module) -> None:
     """Exclude amax buffers, and weights in float8 only, from DDP's broadcasts and reductions.
 
     Marks `module` and its submodules, any of which DDP may wrap. DDP broadcasts rank 0's buffers in
-    each forward, which would lose other ranks' amaxes. It still broadcasts histories and scales,
-    equal on all ranks once synced: so rank 0 alone may load a checkpoint without `ONLY` weights.
+    each forward, which would lose other ranks' amaxes. It still broadcasts histories and scales:
+    it suffices that rank 0 loads a checkpoint, unless weights are in float8 only.
     """
     for root in module.modules():
         names = [
@@ -33,7 +33,7 @@ def tell_ddp_what_to_ignore(module: nn.Module) -> None:
             if isinstance(layer, Float8Module)
             for name in layer._float8_of_this_rank
         ]
-        added_before = root.__dict__.pop(_ADDED, [])  # of an earlier conversion
+        added_before = root.__dict__.pop(_ADDED, [])  # by an earlier conversion
         if names or added_before:
             by_user = [name for name in getattr(root, _IGNORED, ()) if name not in added_before]
             added = [name for name in names if name not in by_user]

@@ -71,7 +71,7 @@ class Shards(NamedTuple):
         return _row_parallel(input, weight, bias, self.tokens_dim, plan, casts)
 
     def casts(self, layer: Any, mesh: Any) -> Casts:
-        """Return the casts of a call, whose amaxes are reduced over the ranks of the 1-D `mesh`."""
+        """Return the casts of a call of `layer`; they reduce amaxes over the 1-D `mesh`."""
         casts: Casts = layer._float8_plan.casts
         if mesh.size() > 1:
             reduce, reduced = amax_over([mesh.get_group(0)]), {}
@@ -81,7 +81,7 @@ class Shards(NamedTuple):
         return layer._float8_with_state(casts) if layer._float8_stateful else casts
 
     def words(self, layer: Any) -> list[str]:
-        """Return text for `extra_repr`, such as ["input gathered in float8"]; [] without gather."""
+        """Return text for `extra_repr`, such as ["input gathered in float8"], or an empty list."""
         if self.tokens_dim is not None:
             gathered, in_float8 = "grad_output", layer._float8_plan.grad_output_rows_suffice
         elif self.gathers_input and not sums_over_ranks(layer.weight):
@@ -99,7 +99,7 @@ def sums_over_ranks(weight: Any) -> bool:
 
 @dataclass(frozen=True)
 class GathersInput(Dense):
-    """Casts and GEMMs of a layer that all-gathers its input; M is all ranks' tokens, N is local."""
+    """Casts and GEMMs of a layer that all-gathers its input; M counts all tokens, N is local."""
 
     tokens: SharedTokens
 
@@ -109,26 +109,26 @@ class GathersInput(Dense):
     def quantize_rows(
         self, x: Tensor, cast: Cast, *, row: bool, col: bool, traced: bool
     ) -> Quantized:
-        """Quantize `x` [M / ranks, K]; return row data [M, K] of all ranks, whatever `col` is."""
+        """Quantize `x` [M / ranks, K]; gather row data [M, K]. Backward makes column data of it."""
         return Quantized(self.tokens.gathered(x, cast, traced))
 
-    def output(self, a: Operand, b: Operand, rank_shape: Shape, **gemm: Any) -> Tensor:
+    def output(self, a: Operand, b: Operand, rank_shape: Shape, **options: Any) -> Tensor:
         """Return `a @ b.T` [M, N] of all ranks' rows; `b`: [N, K], `rank_shape`: (M / ranks, N)."""
-        return matmul(a, b, (rank_shape[0] * self.tokens.ranks, rank_shape[1]), **gemm)
+        return matmul(a, b, (rank_shape[0] * self.tokens.ranks, rank_shape[1]), **options)
 
     def start(self, dx: Tensor) -> Tensor:
-        """Start to reduce-scatter `dx` [M, K], a partial sum; return a tensor for `finished`."""
+        """Start to reduce-scatter `dx` [M, K], a partial sum; pass the result to `finished`."""
         return self.tokens.start_reduce_scatter(dx)
 
 
 @dataclass(frozen=True)
 class ScattersOutput(Dense):
-    """Casts and GEMMs that reduce-scatter the output; M is all ranks' tokens, K is local."""
+    """Casts and GEMMs that reduce-scatter the output; M counts all ranks' tokens, K is local."""
 
     tokens: SharedTokens
 
     def quantize_grad(self, g: Tensor, cast: Cast, *, row: bool, col: bool) -> Quantized:
-        """Return row data [M, N] of `g` of all ranks, always, and column data [N, M] if `col`."""
+        """Quantize `g` [M / ranks, N]; gather row data [M, N]; if `col`, make column data of it."""
         row_data = self.tokens.gathered(g, cast)
         return Quantized(row_data, to_col(row_data, cast.config) if col else None)
 
@@ -136,22 +136,22 @@ class ScattersOutput(Dense):
         """Reduce-scatter `y` [M, N], this rank's partial sum of the output, to [M / ranks, N]."""
         return finished(self.tokens.start_reduce_scatter(y))
 
-    def grad_input(self, a: Operand, b: Operand, rank_shape: Shape, **gemm: Any) -> Tensor:
+    def grad_input(self, a: Operand, b: Operand, rank_shape: Shape, **options: Any) -> Tensor:
         """Return `a @ b.T` [M, K] of all ranks' rows; `b`: [K, N], `rank_shape`: (M / ranks, K)."""
-        return matmul(a, b, (rank_shape[0] * self.tokens.ranks, rank_shape[1]), **gemm)
+        return matmul(a, b, (rank_shape[0] * self.tokens.ranks, rank_shape[1]), **options)
 
 
 def _column_parallel(
     input: Any, weight: Any, bias: Any, gathers: bool, plan: LinearPlan, casts: Casts
 ) -> Any:
     """Multiply tokens, gathered if `gathers`, by local weight rows; return a Shard(-1) DTensor."""
-    dtensors, mesh, local = torch.distributed.tensor, weight.device_mesh, weight.to_local()
-    (placement,), tokens = input.placements, None  # `tokens`: of `GathersInput`, if it gathers
+    dtensors, mesh, (placement,) = torch.distributed.tensor, weight.device_mesh, input.placements
+    tokens = None  # or `SharedTokens`, with which the layer itself communicates, instead of torch
     if gathers and not placement.is_replicate():
         in_float8 = isinstance(input._local_tensor, Float8Tensor)  # cast before, for several layers
         if placement.is_shard() and plan.input_rows_suffice and not in_float8:
             tokens = _shared_tokens(input, placement.dim)  # float8 rows serve both GEMMs
-        if tokens is None:  # torch gathers, which handles Partial and uneven sizes
+        if tokens is None:  # torch also gathers Partial inputs and uneven sizes
             input = in_compute_dtype(input, weight)
             input = dtensor_in_float8(input, weight, plan, casts.input)
             input = input.redistribute(placements=[dtensors.Replicate()])
@@ -162,15 +162,15 @@ def _column_parallel(
     x = input.to_local(grad_placements=(dtensors.Partial(),) if tokens is None else None)
     bias = None if bias is None else bias.to_local()
     products = None if tokens is None else GathersInput(tokens)
-    y = apply_linear(x, local, bias, plan, casts, None, products)
+    y = apply_linear(x, weight.to_local(), bias, plan, casts, products=products)
     if tokens is not None and x.dim() != 2:  # `apply_linear` returned [M, N]
         shape = [*x.shape[:-1], y.shape[-1]]
         shape[tokens.dim] *= tokens.ranks
         y = torch.ops.aten._unsafe_view.default(y, shape)
-    placed = (dtensors.Shard(y.dim() - 1),)
-    whole = torch.empty([*y.shape[:-1], weight.shape[0]], device="meta")  # for its stride
+    placements = (dtensors.Shard(y.dim() - 1),)
+    whole = torch.empty([*y.shape[:-1], weight.shape[0]], device="meta")  # as N may be uneven
     return dtensors.DTensor.from_local(
-        y, mesh, placed, run_check=False, shape=whole.shape, stride=whole.stride()
+        y, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
 
 
@@ -179,7 +179,7 @@ def _row_parallel(
 ) -> Any:
     """Multiply features by local weight columns; return Shard(`tokens_dim`), or Partial if None."""
     dtensors: Any = torch.distributed.tensor
-    dims, tokens_placement, tokens = input.dim(), None, None  # `tokens`: of `ScattersOutput`
+    dims, tokens_placement, tokens = input.dim(), None, None  # `tokens`: see `_column_parallel`
     if tokens_dim is not None:
         if not -dims <= tokens_dim < dims:
             raise ValueError(
@@ -193,14 +193,14 @@ def _row_parallel(
     if tokens is None:  # grad_output is replicated, so all ranks compute the same amax
         casts = _without_reduce(casts, "grad_output", "grad_output_for_grad_weight")
     products, x = None if tokens is None else ScattersOutput(tokens), input.to_local()
-    y = apply_linear(x, weight.to_local(), None, plan, casts, None, products)
+    y = apply_linear(x, weight.to_local(), None, plan, casts, products=products)  # bias: see below
     if tokens is not None and x.dim() != 2:  # `apply_linear` returned [M / ranks, N]
         shape = [*x.shape[:-1], y.shape[-1]]
         shape[tokens.dim] //= tokens.ranks
         y = torch.ops.aten._unsafe_view.default(y, shape)
-    placed = (dtensors.Partial() if tokens is None else tokens_placement,)
-    output = dtensors.DTensor.from_local(y, weight.device_mesh, placed, run_check=False)
-    if tokens_placement is not None and tokens is None:  # torch sums up, and gathers the gradient
+    placements = (dtensors.Partial() if tokens is None else tokens_placement,)
+    output = dtensors.DTensor.from_local(y, weight.device_mesh, placements, run_check=False)
+    if tokens_placement is not None and tokens is None:  # torch reduce-scatters, gathers gradients
         output = output.redistribute(placements=(tokens_placement,))
     if bias is None:
         return output
@@ -224,7 +224,7 @@ def _without_reduce(casts: Casts, *roles: str) -> Casts:
 
 
 def _shared_tokens(x: Any, dim: int) -> SharedTokens | None:
-    """Return the `SharedTokens` of `x`, or None if `dim` is its last or uneven, or `x` is empty."""
+    """Return the `SharedTokens` of `x`; None for its last dim, an uneven one, and an empty `x`."""
     mesh = x.device_mesh
     if dim == x.dim() - 1 or x.shape[dim] % mesh.size() or 0 in x.shape:
         return None

@@ -86,11 +86,11 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         names = self._find_layers(module)
         _require_one_dim(self, device_mesh)
         if self.input_layouts != self.desired_input_layouts:
-            for name in names:  # whose `repr` then says how the input is gathered
+            for name in names:  # for their `repr`, as their input arrives gathered
                 layer: Any = module.get_submodule(name)
                 layer._float8_shards = layer._float8_shards._replace(gathers_input=True)
-        own_forward = vars(module).get("forward")  # of the instance, or None
-        own_forward = getattr(own_forward, "__func__", own_forward)  # unbound, for copies
+        own_forward = vars(module).get("forward")  # an attribute of the instance, or None
+        own_forward = getattr(own_forward, "__func__", own_forward)  # plain: a copy passes itself
 
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             if self.input_layouts is not None:
@@ -99,8 +99,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                         f"PrepareFloat8ModuleInput: got {len(args)} inputs and layouts of "
                         f"{len(self.input_layouts)}, expected as many; None leaves an input alone"
                     )
-                pairs = zip(args, self.input_layouts, strict=True)
-                args = tuple(_quantize(module, names, device_mesh, *pair) for pair in pairs)
+                args_and_layouts = zip(args, self.input_layouts, strict=True)
+                args = tuple(_quantize(module, names, device_mesh, *x) for x in args_and_layouts)
             for name, placement in self.input_kwarg_layouts.items():
                 if name in kwargs:
                     kwargs[name] = _quantize(module, names, device_mesh, kwargs[name], placement)
@@ -137,14 +137,14 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 def _quantize(
     module: nn.Module, names: list[str], mesh: DeviceMesh, input: Any, placement: Placement | None
 ) -> Any:
-    """Cast `input` as the first layer in `names` to read its full last dim, else return it."""
+    """Quantize `input` by the input cast of the first layer in `names` that can read it, if any."""
     shape = getattr(input, "shape", ())
     if placement is None or not shape:  # not to be placed, or no tensor with dims
         return input
     for name in names:
         layer: Any = module.get_submodule(name)  # maybe converted back to high precision since
-        reads = isinstance(layer, Float8Linear) and layer.in_features == shape[-1]
-        if reads and not sums_over_ranks(layer.weight):
+        fits = isinstance(layer, Float8Linear) and layer.in_features == shape[-1]
+        if fits and not sums_over_ranks(layer.weight):  # else it reads a part of the last dim
             if not is_dtensor(input):
                 input = DTensor.from_local(input, mesh, (placement,))
             cast = layer._float8_shards.casts(layer, input.device_mesh).input
@@ -168,8 +168,8 @@ def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) ->
     if module._float8_never_trains and not parts_have_scales:
         raise ValueError(
             f"{name}: got a layer with float8_weights=ONLY whose weight has {granularity} scales, "
-            f"expected one scale, or those of rows for Float8ColwiseParallel: parts have all of "
-            f"them then; convert the layer with another config"
+            f"expected one scale, or those of rows for Float8ColwiseParallel, so that no scale is "
+            f"cut; convert the layer with another config"
         )
     _require_one_dim(style, mesh)
     require_parts(module.weight.shape, dim, mesh.size())

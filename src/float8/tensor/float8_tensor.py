@@ -85,18 +85,19 @@ class Float8Tensor(Wrapper):
         _require_dtype("orig_dtype: got", orig_dtype, HIGH_PRECISION_DTYPES)
         contiguous = data.dim() > 1 and (data.is_contiguous() or data.mT.is_contiguous())
         if not (granularity.one_scale or contiguous):
-            raise ValueError(
-                f"data: got shape {tuple(data.shape)} with strides {data.stride()}, expected a "
-                f"contiguous matrix under {granularity}"
-            )
+            got = f"shape {tuple(data.shape)} with strides {data.stride()}"
+            raise ValueError(f"data: got {got}, expected a contiguous matrix under {granularity}")
         self = cls._unchecked(data, scale, orig_dtype, granularity, amax)
         if self._has_column_scales:  # check [..., C, R] with scales [..., C, 1]
             data, scale = data.mT, scale.mT
         if granularity.one_scale:
             fits, expected = scale.numel() == 1, "one element"
-        elif not (fits := torch.compiler.is_compiling()):  # compiled, a check would add guards
+        elif torch.compiler.is_compiling():  # comparing sizes would add guards
+            return self
+        else:
             shape = granularity.scales(tuple(data.shape))
-            fits, expected = tuple(scale.shape) == shape, f"shape {shape}"  # or transposed blocks:
+            fits, expected = tuple(scale.shape) == shape, f"shape {shape}"
+            # Data and scales of blocks may also be permuted, in the same way.
             fits = fits or (granularity.by_blocks and self._contiguous_order() is not None)
         if not fits:
             got = f"shape {tuple(scale.shape)} for data of {tuple(data.shape)}"
@@ -111,8 +112,8 @@ class Float8Tensor(Wrapper):
         self: Float8Tensor = cls._wrap(data, dtype)
         self._data, self._scale, self._amax = data, scale, amax
         self._orig_dtype, self._granularity = dtype, granularity
-        # Compilers guard on each size compared: that of features (-1) first, as the number of
-        # tokens (-2) changes. The scale of a [1, 1] matrix counts as that of a row.
+        # Dynamo guards on each size that is compared. Compare the number of features (-1) first, as
+        # that of tokens (-2) changes. The scale of a [1, 1] matrix counts as that of a row.
         has_columns = granularity.by_rows and data.dim() == scale.dim() > 1
         has_columns = has_columns and scale.shape[-1] == data.shape[-1] and scale.shape[-2] == 1
         self._has_column_scales = has_columns and data.shape[-2:] != (1, 1)
@@ -205,7 +206,7 @@ class Float8Tensor(Wrapper):
         return not (as_cast and self._data.is_contiguous())
 
     def _contiguous_order(self) -> tuple[int, ...] | None:
-        """Return the permutation of dims that makes data contiguous, as at the cast, or None."""
+        """Return a permutation of dims after which data are contiguous and scales fit, or None."""
         if self.dim() < 2:
             return None
         for order in itertools.permutations(range(self.dim())):
@@ -262,7 +263,7 @@ def to_float8(x: Tensor, cast: Cast) -> Float8Tensor:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Compute `function(*args)`, or without args `function(x)`; backward passes the grad to `x`."""
+    """Return `function(*args)`, or `function(x)` without `args`; pass the gradient to `x`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, function: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -290,11 +291,11 @@ def dequantise(x: Float8Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run the view op or zero padding `func` on data and scales; return new `Float8Tensor`s."""
-    x, *rest = args  # `rest`: of `expand` the shape, of padding the widths and, unless 0, the value
-    expands = func is aten.expand.default and [*x.shape] != [*rest[0]]  # `matmul` with a batch does
-    if expands and not x._granularity.one_scale:
+    x, *rest = args
+    expands = func is aten.expand.default and [*x.shape] != [*rest[0]]  # rest[0]: the new shape
+    if expands and not x._granularity.one_scale:  # `matmul` calls it before a batched product
         return _multiply_dequantized(func, args, kwargs)
-    if func is aten.constant_pad_nd.default and any(rest[1:]):
+    if func is aten.constant_pad_nd.default and any(rest[1:]):  # rest[1], if there: the value
         raise ValueError(
             f"{func}: got a padding other than 0, which float8 data cannot hold exactly under "
             f"their scale; call .to_original_precision() first"
@@ -308,54 +309,55 @@ def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _scales_of_views(func: Any, x: Float8Tensor, views: Any, args: list[Any]) -> list[Tensor]:
-    """Return the scales of `views` of `x`'s data; raise if `func` splits what one scale covers."""
+    """Return the scale of each of the views; raise if `func` splits elements that share a scale."""
     if x._granularity.one_scale:
         return [x._scale] * len(views)
     op, scales = func.overloadpacket, list[Tensor]()
     if op in (aten.t, aten.transpose, aten.permute):
         return [func(x._scale, *args)]
-    if op is aten.constant_pad_nd and x._has_row_scales and not any(args[0][:2]):  # adds rows
-        return [func(x._scale, args[0], 1.0)]  # rows that are added have scale 1
+    if op is aten.constant_pad_nd and x._has_row_scales and not any(args[0][:2]):
+        return [func(x._scale, args[0], 1.0)]  # only rows are added; they get the scale 1
     if op in _RESHAPING_OPS:
         scales = _reshaped_scale(x, views[0])
-    elif op in _DIM_AT and views[0].dim() > 1:
-        index = _DIM_AT[op]
+    elif op in _DIM_ARG and views[0].dim() > 1:
+        index = _DIM_ARG[op]
         dim = args[index] if index < len(args) else 0  # torch leaves default arguments out
         # Dims, counted from the last, along which elements share scales; only others can be cut.
         shared = (-2, -1) if x._granularity.by_blocks else (-2,) if x._has_column_scales else (-1,)
         if dim % x.dim() - x.dim() not in shared and x._scale.shape[dim] == x.shape[dim]:
             parts = func(x._scale, *args)
             scales = [parts] if isinstance(parts, Tensor) else [*parts]
-    # Rows may have any strides; blocks need an order of dims in which the data are contiguous.
+    # To dequantize blocks, there must be an order of dims in which the data are contiguous.
     if scales and (x._granularity.by_rows or x._like(views[0], scales[0])._contiguous_order()):
         return scales
     layout = x.shape, x.stride(), x.storage_offset()
     if all((view.shape, view.stride(), view.storage_offset()) == layout for view in views):
-        return [x._scale] * len(views)  # such as `detach`, `alias` and slices of all elements
-    raise _refusal(func, x, ": the result would cut what one scale covers")
+        return [x._scale] * len(views)  # views of all elements, such as of `detach`
+    raise _refusal(func, x, "TENSORWISE: the result would cut what one scale covers")
 
 
 _RESHAPING_OPS = aten.view, aten._unsafe_view, aten._reshape_alias, aten.unsqueeze, aten.squeeze
-_DIM_AT = {aten.slice: 0, aten.select: 0, aten.unbind: 0, aten.split: 1, aten.split_with_sizes: 1}
+_DIM_ARG = {aten.slice: 0, aten.select: 0, aten.unbind: 0, aten.split: 1, aten.split_with_sizes: 1}
 """Ops that return parts of a tensor -> index of their `dim` among the arguments after `self`."""
 
 
 def _reshaped_scale(x: Float8Tensor, view: Tensor) -> list[Tensor]:
     """Return [scale reshaped as `view`]; [] if `view` splits or merges a dim with shared scales."""
-    dims_of_view = [(n, math.prod(view.shape[:dim])) for dim, n in enumerate(view.shape)]
-    sizes = [*view.shape]
+    # A dim of `x` is one of the view if its size and the product of all sizes before are equal.
+    dims_of_view = [(size, math.prod(view.shape[:dim])) for dim, size in enumerate(view.shape)]
+    scale_shape = [*view.shape]
     for dim, (size, scales) in enumerate(zip(x.shape, x._scale.shape, strict=True)):
         if size != scales:  # elements along this dim share scales, so the view must have it, too
-            dim_of_x = size, math.prod(x.shape[:dim])  # its size, and that of all dims before it
+            dim_of_x = size, math.prod(x.shape[:dim])
             if dim_of_x not in dims_of_view:
                 return []
-            sizes[dims_of_view.index(dim_of_x)] = scales
-    return [x._scale.reshape(sizes)]
+            scale_shape[dims_of_view.index(dim_of_x)] = scales
+    return [x._scale.reshape(scale_shape)]
 
 
-def _refusal(op: Any, x: Float8Tensor, reason: str) -> ValueError:
+def _refusal(op: Any, x: Float8Tensor, expected: str) -> ValueError:
     got = f"{op}: got a Float8Tensor under {x._scaling}"
-    return ValueError(f"{got}, expected TENSORWISE{reason}; {_REMEDY}")
+    return ValueError(f"{got}, expected {expected}; {_REMEDY}")
 
 
 # ---------------------------------------------------------------- copies
@@ -367,34 +369,32 @@ def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     dtype = kwargs.pop("dtype", None)
     if dtype not in (None, x._orig_dtype):
         return func(dequantise(x), dtype=dtype, **kwargs)
-    rest = {k: v for k, v in kwargs.items() if k != "memory_format"}  # which is that of the data
-    inner = x._tensors().values()
-    copy = x._like(*[func(tensor, **(kwargs if tensor is x._data else rest)) for tensor in inner])
+    data, *others = x._tensors().values()  # `memory_format` is for the data only
+    rest = {name: value for name, value in kwargs.items() if name != "memory_format"}
+    copy = x._like(func(data, **kwargs), *[func(other, **rest) for other in others])
     if x._granularity.by_blocks and copy.stride() != x.stride() and x._is_transposed:
-        raise _refusal(func, x, " for a copy with other strides")
+        raise _refusal(func, x, "TENSORWISE for a copy with other strides")
     return copy
 
 
 def _require_same_kind(op: str, *tensors: Any, same_scale: bool = False) -> None:
-    """Raise `ValueError` unless all are `Float8Tensor`s of one kind (`same_scale`: equal scales).
+    """Raise `ValueError` unless all are `Float8Tensor`s of one kind and, if `same_scale`, scale.
 
     Tensors of one kind have the same float8 dtype, original dtype (unless `op` is "copy_") and
-    granularity; either all or none have dims permuted since the cast, and likewise an amax.
+    granularity; all or none have dims permuted since the cast, and all or none have an amax.
     """
 
     def kind(x: Any) -> str:
         if not isinstance(x, Float8Tensor):
             return "a high-precision tensor"
-        dtype = "" if op == "copy_" else f"for {x._orig_dtype} "  # which may differ for copy_
-        records = f"with{'out' * (x._amax is None)} an amax to record"
-        return f"a Float8Tensor of {x._data.dtype} {dtype}under {x._scaling} {records}"
+        dtype = "" if op == "copy_" else f"for {x._orig_dtype} "
+        amax = "without an amax" if x._amax is None else "with an amax"
+        return f"a Float8Tensor of {x._data.dtype} {dtype}under {x._scaling} {amax} to record"
 
     if len(kinds := dict.fromkeys(map(kind, tensors))) > 1:
-        raise ValueError(
-            f"{op}: got {' and '.join(kinds)}, expected tensors of one kind; call "
-            f".to_original_precision() or Float8Tensor.from_high_precision() first"
-        )
-    # Views of one tensor share the scale object; comparing values of others waits for a GPU.
+        fix = "call .to_original_precision() or Float8Tensor.from_high_precision() first"
+        raise ValueError(f"{op}: got {' and '.join(kinds)}, expected tensors of one kind; {fix}")
+    # `is` first, true for views of one tensor: to compare values waits for the GPU.
     first, *others = (x._scale for x in tensors)
     if same_scale and not all(scale is first or torch.equal(scale, first) for scale in others):
         raise ValueError(
@@ -406,22 +406,22 @@ def _require_same_kind(op: str, *tensors: Any, same_scale: bool = False) -> None
 def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run `cat` on `Float8Tensor`s: on rows and their scales, or on data that share one scale."""
     pieces, *rest = args
-    first, dim = pieces[0], rest[0] if rest else 0  # `first` in high precision is refused below
+    first, dim = pieces[0], rest[0] if rest else 0  # `first` may be in high precision
     joins_rows = getattr(first, "_has_row_scales", False) and dim % first.dim() != first.dim() - 1
     _require_same_kind("cat", *pieces, same_scale=not joins_rows)
     if not joins_rows and not first._granularity.one_scale:
-        raise _refusal("cat", first, ", or whole rows under AXISWISE")
+        raise _refusal("cat", first, "TENSORWISE, or whole rows under AXISWISE")
     data = func([piece._data for piece in pieces], *rest, **kwargs)
     if joins_rows:
         return first._like(data, func([piece._scale for piece in pieces], *rest, **kwargs))
-    whole = first._like(data, first._scale.clone())  # `copy_` writes it in place
+    whole = first._like(data, first._scale.clone())  # a clone, since `copy_` may write it
     if first._amax is not None:
         whole._amax = torch.stack([piece._amax for piece in pieces]).amax()
     return whole
 
 
 def _is_whole(x: Float8Tensor) -> bool:
-    """Return whether `x` covers its whole storage; a view of a part shares the scale of all."""
+    """Return whether `x` is all of its storage; if not, its scale covers other elements, too."""
     return x._data.nbytes == x._data.untyped_storage().nbytes()
 
 
@@ -436,7 +436,7 @@ def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         got, expected = tuple(source.shape), tuple(target.shape)
         raise ValueError(f"copy_: got shape {got}, expected shape {expected}")
     for name, inner in target._tensors().items():
-        if whole or name == "_data":  # the scale of a part is equal already
+        if whole or name == "_data":  # scales of parts are equal, as checked above
             inner.copy_(getattr(source, name), *rest)
     return target
 
@@ -463,18 +463,18 @@ def _multiply_dequantized(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _gather_or_exchange(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run a functional all-gather or all-to-all on data, and on scales of rows; wait for both."""
     x, *rest = args
-    rows = x._has_row_scales and func.name().endswith("into_tensor")  # an all-gather
-    if not rows and not x._granularity.one_scale:
-        raise _refusal(func, x, ", or an all-gather of rows under AXISWISE")
+    gathers_rows = x._has_row_scales and func.name().endswith("all_gather_into_tensor")
+    if not gathers_rows and not x._granularity.one_scale:
+        raise _refusal(func, x, "TENSORWISE, or an all-gather of rows under AXISWISE")
     wait, scale = torch.ops._c10d_functional.wait_tensor, x._scale
     data = x._data.view(torch.uint8) if x._data.is_cpu else x._data  # Gloo cannot send float8
     data = wait(func(data, *rest, **kwargs)).view(x._data.dtype)
-    return x._like(data, wait(func(scale, *rest, **kwargs)) if rows else scale)
+    return x._like(data, wait(func(scale, *rest, **kwargs)) if gathers_rows else scale)
 
 
 def _broadcast_or_scatter(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run `c10d::broadcast_` or `scatter_` on data, scale, amax; return tensors and last Work."""
-    (written,), sources = args[:2]  # `sources` of a broadcast is the process group
+    (written,), sources = args[:2]  # of a broadcast, `sources` is the process group
     sent = sources[0] if isinstance(sources, list) and sources else []  # [] on ranks that send none
     _require_same_kind(str(func), written, *sent)
     if not _is_whole(written):
@@ -484,11 +484,11 @@ def _broadcast_or_scatter(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         )
     work: Any = None
     for name in written._tensors():
-        if work is not None:  # torch waits for the last one
+        if work is not None:  # the caller waits for the last one only
             work.wait()
         inner = [getattr(x, name) for x in (written, *sent)]
         out, *parts = [x.view(torch.uint8) if name == "_data" else x for x in inner]
-        # args[4] is `async_op`; set, because NCCL returns no work to wait for without it.
+        # True replaces args[4], `async_op`, without which NCCL returns no work to wait for.
         _, work = func([out], [parts] if sent else sources, *args[2:4], True, *args[5:])
     return args[0], work
 

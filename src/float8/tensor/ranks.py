@@ -27,18 +27,18 @@ class SharedTokens(NamedTuple):
     before: int  # product of the sizes of the dims before it
 
     def gather(self, x: Tensor) -> Tensor:
-        """All-gather `x` [R / ranks, C], also float8, to [R, C] in the order of unsharded rows."""
+        """All-gather `x` [R / ranks, C] of any dtype to [R, C], in the order of unsharded rows."""
         sent = x.contiguous()
         if sent.is_cpu and x.dtype in FLOAT8_MAX:
-            sent = sent.view(torch.uint8)  # Gloo cannot send float8, nor asynchronous TP uint8
+            sent = sent.view(torch.uint8)  # Gloo cannot send float8; async TP cannot send uint8
         whole = torch.ops._c10d_functional.all_gather_into_tensor(sent, self.ranks, self.group)
-        whole = torch.ops._c10d_functional.wait_tensor(whole).view(x.dtype)  # rows rank by rank
+        whole = torch.ops._c10d_functional.wait_tensor(whole).view(x.dtype)  # in the order of ranks
         return whole if self.before == 1 else self._swapped(whole, self.ranks, self.before)
 
     def gathered(self, x: Tensor, cast: Cast, traced: bool = False) -> Operand:
         """Quantize `x` [R / ranks, C], and all-gather it to row data [R, C], C padded for a GEMM.
 
-        One scale is equal on all ranks; finer scales are gathered. `traced`: see `quantize`.
+        One scale is equal on all ranks (`cast.reduce`); others are gathered. `traced`: `quantize`.
         """
         data, scale = quantize(x, cast, row=True, traced=traced).row
         granularity = cast.config.scaling_granularity
@@ -60,7 +60,7 @@ class SharedTokens(NamedTuple):
 
 def finished(x: Tensor) -> Tensor:
     """Wait for the result of `SharedTokens.start_reduce_scatter`, and return it as a new tensor."""
-    x = torch.ops._c10d_functional.wait_tensor(x)  # returns its argument: see `new_alias`
+    x = torch.ops._c10d_functional.wait_tensor(x)  # returns `x` itself; see `new_alias`
     return torch.ops.aten._unsafe_view.default(x, x.shape)  # type: ignore[no-any-return]
 
 
@@ -97,8 +97,8 @@ def sharding_groups(x: Any) -> tuple[Any, ...]:
 
     Mesh dims of size 1 are left out. FSDP2 with tensor parallel gives two groups.
     """
-    mesh, placed = x.device_mesh, enumerate(x.placements)
-    dims = [dim for dim, placement in placed if not placement.is_replicate() and mesh.size(dim) > 1]
+    mesh, placements = x.device_mesh, enumerate(x.placements)
+    dims = [dim for dim, placed in placements if not placed.is_replicate() and mesh.size(dim) > 1]
     return tuple([mesh.get_group(dim) for dim in dims])
 
 

@@ -12,14 +12,14 @@ from float8.tensor.float8_tensor import Float8Tensor
 from float8.tensor.ranks import dtensor_like, local_tensor
 
 
-@torch.inference_mode(False)  # tensors that are made in it have no version counters
+@torch.inference_mode(False)  # inference tensors have no version counters
 def high_precision(x: Tensor) -> Tensor:
     """Return `x` without the wrapper of a weight that FSDP2 gathers in float8; any other `x` as is.
 
     A DTensor stays a DTensor. The result shares memory and version counter. Does not dequantize.
     """
     local = local_tensor(x)
-    if (plain := getattr(local, "high_precision", None)) is None:
+    if (plain := getattr(local, "high_precision", None)) is None:  # no `Float8GatherWeight`
         return x
     if local is x:
         return plain.detach()  # type: ignore[no-any-return]
@@ -29,7 +29,7 @@ def high_precision(x: Tensor) -> Tensor:
 
 
 def wrapped_like(new: Any, old: Tensor | None) -> nn.Parameter:
-    """Return Parameter `new`, in a wrapper for float8 gathers if `old` has one and `new` none."""
+    """Return the Parameter `new`, wrapped for float8 gathers if `old` is and `new` is not yet."""
     template, values = local_tensor(old), local_tensor(new)
     if not hasattr(template, "high_precision") or hasattr(values, "high_precision"):
         return new  # type: ignore[no-any-return]
@@ -45,19 +45,19 @@ def require_one_cast(config: Float8LinearConfig, name: str) -> None:
     value, default = getattr(config, name), getattr(Float8LinearConfig, name)
     if value == default:
         return
-    weight, again = map(config.cast_config, (CastSite.WEIGHT, CastSite.WEIGHT_FOR_GRAD_INPUT))
-    if again != weight or not weight.is_float8:
+    cast, other = map(config.cast_config, (CastSite.WEIGHT, CastSite.WEIGHT_FOR_GRAD_INPUT))
+    if other != cast or not cast.is_float8:
         raise ValueError(
-            f"{name}: got {value} with a weight that is {weight.short_str()} for output and "
-            f"{again.short_str()} for grad_input, expected one cast in float8 for both; set it "
+            f"{name}: got {value} with a weight that is {cast.short_str()} for output and "
+            f"{other.short_str()} for grad_input, expected one cast in float8 for both; set it "
             f"to {default}, or configure both alike"
         )
-    granularity = weight.scaling_granularity
-    # Column data: squares are transposed; others are cast again, which rounds almost nothing if
-    # scales are powers of two. FSDP2 gathers weights under 1x32 in high precision only.
-    ungathered = granularity.exponents and not config.enable_fsdp_float8_all_gather
-    exact = granularity.square or (weight.power_of_2 and (granularity.by_rows or ungathered))
-    if value is not Float8Weights.HELD and not exact:  # HELD casts both layouts from the master
+    granularity = cast.scaling_granularity
+    # Whether column data can be made from row data: squares are transposed, others are cast again,
+    # which rounds almost nothing if scales are powers of two. FSDP2 gathers no 1x32 in float8.
+    ungathered_mx = granularity.exponents and not config.enable_fsdp_float8_all_gather
+    exact = granularity.square or (cast.power_of_2 and (granularity.by_rows or ungathered_mx))
+    if value is not Float8Weights.HELD and not exact:  # HELD casts both from high precision
         raise ValueError(
             f"{name}: got {value} with a weight under {granularity}, expected TENSORWISE, a "
             f"square BLOCK, or AXISWISE with round_scales_to_power_of_2, as column data for "
@@ -65,7 +65,7 @@ def require_one_cast(config: Float8LinearConfig, name: str) -> None:
         )
 
 
-@torch.inference_mode(False)  # else it could not be saved for a backward
+@torch.inference_mode(False)  # an inference tensor could not be saved for a backward
 @torch.no_grad()
 def in_float8_only(weight: Tensor, cast: Cast) -> Float8Tensor:
     """Quantize `weight`, [N, K] or [E, N, K], to an unpadded `Float8Tensor`; no-op if it is one."""
@@ -74,7 +74,7 @@ def in_float8_only(weight: Tensor, cast: Cast) -> Float8Tensor:
     padded, scale = PRODUCTS[weight.dim()].quantize_weight(weight, cast, row=True).row
     *_, N, K = weight.shape
     granularity, data = cast.config.scaling_granularity, padded[..., :N, :K]
-    if weight.dim() == 3 and granularity.width is None:  # [E, N]: TENSORWISE repeats scales
+    if weight.dim() == 3 and granularity.width is None:  # scales [E, N], also under TENSORWISE
         scale, granularity = scale.unsqueeze(-1), ScalingGranularity.AXISWISE
     if not granularity.one_scale:  # drop scales of padding
         *_, rows, columns = granularity.scales(tuple(weight.shape))

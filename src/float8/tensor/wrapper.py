@@ -126,7 +126,7 @@ torch.serialization.add_safe_globals([_rebuild])
 def as_inference_as(source: Tensor) -> AbstractContextManager[object]:
     """Return a context that turns inference mode off, unless `source` is an inference tensor.
 
-    In that mode views of other tensors raise "Cannot set version_counter for inference tensor".
+    In inference mode torch raises an error if `__torch_dispatch__` makes a view of a normal tensor.
     """
     if not torch.is_inference_mode_enabled() or source.is_inference():
         return nullcontext()

@@ -34,7 +34,7 @@ _DYNAMO_KNOWS_EXPORT = TorchVersion(torch.__version__) >= "2.13"
 
 
 class Held(NamedTuple):
-    """A Parameter with its float8 row and column data; row data are not saved for backward."""
+    """A `Weight` (`float8.linear.weight`): a Parameter with float8 row and column data of it."""
 
     values: Tensor | Any = None  # the Parameter
     row_data: Tensor | Any = None
@@ -45,16 +45,16 @@ class Held(NamedTuple):
     def output(
         self, a: Operand, shape: Shape, index: Any, call: "Call", out_dtype: torch.dtype
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """Multiply `a` by held row data; return the result, and a `Held`'s fields for backward."""
+        """Multiply `a` by held row data; return the result and the fields to save: see `Weight`."""
         b, gemm = Operand(self.row_data, self.row_scale), call.plan.output
         if torch.compiler.is_compiling():
             y = self._times_held(a, b, shape, index, call, False, gemm, out_dtype)
         else:
             y = call.products.output(a, b, shape, *index, gemm=gemm, out_dtype=out_dtype)
-        return y, (self.values, None, None, self.col_data, self.col_scale)
+        return y, (self.values, None, None, self.col_data, self.col_scale)  # for `grad_input`
 
     def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", out_dtype: Any) -> Any:
-        """Multiply `g`, row data of grad_output, by the held column data."""
+        """Multiply `g`, row data of grad_output, by held column data: see `Weight`."""
         b, gemm = Operand(self.col_data, self.col_scale), call.plan.grad_input
         if torch.compiler.is_compiling():
             return self._times_held(g, b, shape, index, call, True, gemm, out_dtype)
@@ -63,7 +63,7 @@ class Held(NamedTuple):
     def _times_held(self, a: Operand, b: Operand, shape: Shape, index: Any, call: "Call", col: bool,
         gemm: Any, out_dtype: torch.dtype) -> Any:  # fmt: skip
         """Multiply `a` by held data `b` (column data if `col`) with the op `times_held`."""
-        return TIMES_HELD(  # `index`: () or, for experts, the ends of their rows
+        return TIMES_HELD(  # `index`: () or, for experts, a tensor of the ends of their rows
             *a, *b, self.values.detach(), index[0] if index else None,
             call.products.stored_transposed, *shape, col, call.casts.weight.config.power_of_2,
             gemm.packed(), out_dtype,
@@ -213,9 +213,9 @@ class HoldsWeights(nn.Module):
         weights are written by `weight.data`, which version counters miss. `values`: see `hold`.
         """
         for held in self._float8_held:
-            if held.values is parameter:  # the argument `values` may be a view
+            if held.values is parameter:
                 break
-        else:  # FSDP or `functional_call` replaced the Parameter
+        else:  # none: FSDP or `functional_call` replaced the Parameter
             return None
         if not self.training or goes_into_graph(parameter):
             return None
@@ -227,7 +227,7 @@ class HoldsWeights(nn.Module):
         return fresh
 
     def _float8_attach(self) -> None:
-        """Attach one more optimizer, and void the marks of held data: the next use casts again."""
+        """Attach an optimizer. The next use casts again, as weights may be loaded before it."""
         super()._float8_attach()  # type: ignore[misc]
         for held in self._float8_held:
             row: Any = held.row_data
@@ -235,7 +235,7 @@ class HoldsWeights(nn.Module):
             row._float8_version = col._float8_version = None
 
     def _float8_detach(self) -> None:
-        """Count one attached optimizer less, and free held data; another one's step casts again."""
+        """Detach an optimizer, and free held data; a step of another optimizer holds them anew."""
         super()._float8_detach()  # type: ignore[misc]
         self._float8_held = ()
 
@@ -246,14 +246,14 @@ class HoldsWeights(nn.Module):
         return [f"{self._float8_noun} {Float8Weights.HELD.value} in float8", *words]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a Parameter, and free the held float8 data of all weights."""
+        """Register a Parameter; free all held data, as it may replace the one they were cast of."""
         super().register_parameter(name, param)
         self._float8_held = ()
 
     def _load_from_state_dict(self, *args: Any) -> None:
         """Load a checkpoint, and free the float8 casts that FSDP2's shards keep, on all ranks.
 
-        Else only ranks whose uneven shards FSDP2 pads anew would cast again, and wait for others.
+        Else only ranks whose shards FSDP2 pads anew would cast again, and wait for other ranks.
         """
         super()._load_from_state_dict(*args)
         for shard in map(local_tensor, self._parameters.values()):

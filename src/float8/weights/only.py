@@ -79,11 +79,11 @@ class OnlyWeights(nn.Module):
     def _float8_loadable(self, old: Any, values: Any, local_metadata: dict[str, Any]) -> Any:
         """Return a checkpoint's `values` for Parameter `old`, quantized if `old` is in float8 only.
 
-        Values of others, such as biases, stay as is. `local_metadata` tells whether `assign=True`.
+        `local_metadata` is that of `_load_from_state_dict`, which tells whether `assign=True`.
         """
         if not self._float8_never_trains:
             return super()._float8_loadable(old, values, local_metadata)  # type: ignore[misc]
-        # Unchanged: biases, values in float8 already, and those of a wrong shape: torch will raise.
+        # Unchanged: biases, values in float8 already, and a wrong shape, for which torch raises.
         fits = isinstance(old, Float8Tensor) and getattr(values, "shape", None) == old.shape
         if type(values) not in PLAIN or not fits or values.dtype not in HIGH_PRECISION_DTYPES:
             return values
@@ -93,15 +93,16 @@ class OnlyWeights(nn.Module):
 
 
 def refuse_only(layer: Any, config: Float8LinearConfig) -> ValueError | None:
-    """Return an error if `ONLY` is set, but the weight is sharded, trained or set by hooks."""
+    """Return an error if `ONLY` is set, but the weight is sharded, trained or made by hooks."""
     if config.float8_weights is not Float8Weights.ONLY:
         return None
     if "weight" not in {**layer._parameters, **layer._buffers}:  # frozen ones may be buffers
         got = "got a weight that hooks compute with float8_weights=ONLY, expected a Parameter"
         return ValueError(f"{got}; call prune.remove or the like of torch.nn.utils first")
     groups = layer._float8_shard_groups() if isinstance(layer, OnlyWeights) else ()  # type: ignore[operator]
-    if (is_split := is_dtensor(layer.weight) or groups) or layer.weight.requires_grad:
-        state = "that ranks share" if is_split else "with requires_grad=True"
+    is_sharded = is_dtensor(layer.weight) or groups
+    if is_sharded or layer.weight.requires_grad:
+        state = "that ranks share" if is_sharded else "with requires_grad=True"
         return ValueError(
             f"got a weight {state} with float8_weights=ONLY, expected one that is whole and "
             f"frozen; call weight.requires_grad_(False) first, or convert it with another config"

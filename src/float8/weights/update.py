@@ -41,19 +41,18 @@ def update_float8_weights(model: nn.Module) -> None:
     mods: dict[Any, str] = {
         mod: name or "(root)"
         for name, mod in model.named_modules()
-        if isinstance(mod, Float8Module)
-        if mod._float8_config.float8_weights is Float8Weights.HELD
+        if isinstance(mod, Float8Module) and mod._float8_config.float8_weights is Float8Weights.HELD
     }
     if not mods:
         return
-    batches: dict[Any, dict[Tensor, list[Float8Linear]]] = {}  # kind -> weight -> its layers
+    batches: dict[Any, dict[Tensor, list[Float8Linear]]] = {}  # key -> weight -> its layers
     on_the_fly: list[str] = []
-    fsdp1 = "summon_full_params"  # a method of its modules; FSDP writes past version counters
-    wraps = (x.modules() for x in model.modules() if is_fsdp_module(x) or hasattr(type(x), fsdp1))
-    under_fsdp = set(itertools.chain(*wraps))
+    fsdp1 = "summon_full_params"  # the method by which modules of FSDP1 are recognized
+    roots = (x for x in model.modules() if is_fsdp_module(x) or hasattr(type(x), fsdp1))
+    under_fsdp = set(itertools.chain(*(root.modules() for root in roots)))
     for mod, name in mods.items():
         mod._float8_set_held()  # frees the old data before casting
-        if mod in under_fsdp:
+        if mod in under_fsdp:  # not held: version counters miss FSDP's writes
             gathers = mod._float8_config.enable_fsdp_float8_all_gather
             if isinstance(mod, Float8Linear) and not gathers:
                 raise ValueError(
@@ -77,20 +76,20 @@ def update_float8_weights(model: nn.Module) -> None:
         if reason := _why_on_the_fly(mod, weight):
             on_the_fly.append(f"{name} ({reason})")
         elif not weight.is_meta:
-            kind = weight.device, weight.dtype, mod._float8_plan.casts.weight  # cast in one batch
-            batches.setdefault(kind, {}).setdefault(weight, []).append(mod)
-    for (_, dtype, cast), readers in batches.items():
-        scales: list[Tensor] | list[None] = [None] * len(readers)
+            batch_key = weight.device, weight.dtype, mod._float8_plan.casts.weight
+            batches.setdefault(batch_key, {}).setdefault(weight, []).append(mod)
+    for (_device, dtype, cast), layers_of in batches.items():  # layers_of: weight -> layers
+        scales: list[Tensor] | list[None] = [None] * len(layers_of)
         if cast.config.scaling_granularity.one_scale:
-            scales = scales_of(list(readers), cast.config, dtype)
-        for (weight, layers), scale in zip(readers.items(), scales, strict=True):
+            scales = scales_of(list(layers_of), cast.config, dtype)
+        for (weight, layers), scale in zip(layers_of.items(), scales, strict=True):
             held = hold(weight, cast._replace(scale=scale))
             for layer in layers:
                 layer._float8_set_held(held)
     if on_the_fly:
         count, first = len(on_the_fly), ", ".join(on_the_fly[:3])
         warn(
-            f"float8: {count} layer(s) cast their weight on the fly, which is no plain "
+            f"float8: {count} layer(s) cast their weight on the fly, as it is no plain "
             f"Parameter with dynamic scaling: {first}{', ...' * (count > 3)}"
         )
 

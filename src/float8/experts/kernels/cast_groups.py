@@ -1,9 +1,9 @@
 """Casts to float8 of a tensor whose rows form groups, such as tokens sorted by expert.
 
-One kernel measures all amaxes in one read, and a second kernel casts. With 1 x k blocks the second
-kernel does both, since each block lies within one of its tiles of 128 rows and within a group. In
-column data each group begins at a multiple of `GROUP_ALIGNMENT`, 128, since grouped GEMMs contract
-over the rows of a group. Kernels read group sizes on the device: no sync, no recompilation.
+One kernel measures all amaxes in one read, and a second kernel casts. Under blocks of one row, 1 x
+32 or 1 x 128, the second does both, as a block lies in one of its tiles of 128 rows and one group.
+In column data each group begins at a multiple of `GROUP_ALIGNMENT`, 128, the step of grouped GEMMs
+along contracted rows. Kernels read group sizes on the device: no sync, no recompilation.
 
 Group e has the rows ``ends[e - 1]:ends[e]``. ``ends`` are ``offs`` [E] int32, clamped to the number
 of rows and to their running maximum, so that each row is in one group at most and no kernel leaves
@@ -28,7 +28,7 @@ from float8.scales import Operand, Quantized, amax_to_scale
 
 
 class Columns(NamedTuple):
-    """Column data that `cast_groups` returns, with their scales and the end of each group."""
+    """Column data that `cast_groups` returns, with scales and the ends of the padded groups."""
 
     data: Tensor
     scale: Tensor
@@ -51,7 +51,7 @@ def cast_groups(
 
     The arithmetic is that of :func:`float8.kernels.cast`; a non-finite element affects its group
     only. Row data are [R, ceil16(C)] with scales [R], undefined for rows outside all groups. Column
-    data are `Columns` [ceil16(C), width], zero between groups, with scales [E, ceil16(C)]. With
+    data are `Columns` [ceil16(C), width], zero between groups, with scales [E, ceil16(C)]. Under
     1 x k blocks row data are [R, ceil_k(C)] with scales [R, ceil(C / k)], also defined for rows
     outside all groups, and column data have scales [ceil16(C), width / k].
 
@@ -60,7 +60,7 @@ def cast_groups(
     padded to 128; None suffices for all sizes. ``cast.scale`` is None, or [E] scales to use under
     one scale per group. `row`, `col`, ``after`` and the errors are those of `kernels.cast`.
     """
-    assert (cast.source, cast.reduce) == (None, None)  # each group has its own scale
+    assert (cast.source, cast.reduce) == (None, None)  # scales come from groups, not from outside
     if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
         raise refusal(x)
     (R, E), x = (x.shape[0], offs.shape[0]), x.contiguous()
@@ -76,12 +76,12 @@ def cast_groups(
     layout = granularity.width, cast_config.dtype, row, col, width
     scaling = granularity.one_scale, cast_config.power_of_2, cast.scale
     out = torch.ops.float8.cast_groups.default(x, offs, *layout, *scaling, after)
-    row_data = Operand(out[0], out[1]) if row else None  # data, scales
+    row_data = Operand(out[0], out[1]) if row else None
     return Quantized(row_data, Columns(out[-3], out[-2], out[-1], R) if col else None)
 
 
 def most_padded(rows: int, groups: int) -> int:
-    """Return the largest sum of ``groups`` sizes of total ``rows`` if each is padded to 128."""
+    """Return the most that ``groups`` sizes with the sum ``rows`` add up to if padded to 128."""
     return (rows + (GROUP_ALIGNMENT - 1) * groups) // GROUP_ALIGNMENT * GROUP_ALIGNMENT
 
 
@@ -96,12 +96,12 @@ def places_of_rows(ends: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     Returns the group of each row [rows], E for rows outside all groups; the index of each row in
     that layout [rows]; and the ends of the padded groups [E + 1], group E included.
     """
-    ends = torch.cat([ends, ends.new_full((1,), rows)])
+    ends = torch.cat([ends, ends.new_full((1,), rows)])  # group E ends at the last row
     sizes = ends.diff(prepend=ends.new_zeros(1))
     padded = -(-sizes // GROUP_ALIGNMENT) * GROUP_ALIGNMENT
     padded_ends, row = padded.cumsum(0), torch.arange(rows, device=ends.device)
     group = torch.bucketize(row, ends, right=True)
-    shifts = padded_ends - padded - ends + sizes  # from the begin of a group to the padded begin
+    shifts = padded_ends - padded - ends + sizes  # a padded group's begin minus the group's begin
     return group, row + shifts[group], padded_ends
 
 
@@ -118,7 +118,7 @@ def check_offs(offs: Tensor, rows: int) -> None:
 def cast_groups_reference(
     x: Tensor,
     offs: Tensor,
-    run: int | None,  # k of 1 x k blocks; None: one scale per row or group
+    run: int | None,  # the width of blocks of one row; None: one scale per row or group
     dtype: torch.dtype,
     row: bool,
     col: bool,
@@ -128,18 +128,18 @@ def cast_groups_reference(
     scale: Tensor | None = None,
     after: Tensor | None = None,
 ) -> list[Tensor]:
-    """Cast in torch to [row data, scales] if ``row`` + [column data, scales, ends] if ``col``."""
+    """Cast in torch, if ``row`` to row data, scales, if ``col`` to column data, scales, ends."""
     (R, C), E = x.shape, offs.shape[0]
-    out = cast_groups_fake(x, offs, run, dtype, row, col, width)
+    out = cast_groups_fake(x, offs, run, dtype, row, col, width)  # in the order above
     group, places, padded_ends = places_of_rows(ends_of_groups(offs, R), R)
-    rows = (group < E).nonzero().view(-1)
-    columns = places[rows]  # of column data
+    grouped = (group < E).nonzero().view(-1)  # the rows that are in groups
+    columns = places[grouped]  # their columns in column data
     if col:
         out[-1].copy_(padded_ends[:E])
     if run is not None:  # here `col` is True: row data alone need no groups
-        moved = x.new_zeros((width, C)).index_copy(0, columns, x[rows])
-        block = None, 1, run, dtype  # no given scale; blocks of 1 x run
-        data, scales = cast_reference(moved, *block, row=False, col=True, power_of_2=power_of_2)
+        padded = x.new_zeros((width, C)).index_copy(0, columns, x[grouped])
+        block = None, 1, run, dtype  # arguments scale, height, width and dtype
+        data, scales = cast_reference(padded, *block, row=False, col=True, power_of_2=power_of_2)
         # Padding in a run with a NaN has become NaN, so only the columns of rows are copied.
         out[-3].view(torch.uint8).zero_()[:, columns] = data.view(torch.uint8)[:, columns]
         out[-2].copy_(scales)
@@ -150,7 +150,7 @@ def cast_groups_reference(
         return out
     outside = (group == E)[:, None]
     magnitudes = x.to(torch.float32).abs().masked_fill(outside, 0)
-    amaxes = magnitudes.new_zeros((E + 1, C + -C % 16))  # of columns, also of padding
+    amaxes = magnitudes.new_zeros((E + 1, C + -C % 16))  # of groups' columns, padding included
     amaxes[:, :C].scatter_reduce_(0, group[:, None].expand(R, C), magnitudes, "amax")
     if one_scale:
         amaxes[:, :C] = amaxes.amax(1, keepdim=True)
@@ -165,7 +165,7 @@ def cast_groups_reference(
         out[0].view(torch.uint8).zero_()[:, :C] = codes.masked_fill(outside, 0)
         out[1].copy_(row_scales[:, 0])
     if col:
-        codes = to_float8(x[rows], scales[group[rows], :C], dtype).view(torch.uint8)
+        codes = to_float8(x[grouped], scales[group[grouped], :C], dtype).view(torch.uint8)
         out[-3].view(torch.uint8).zero_()[:C, columns] = codes.t()
         out[-2].copy_(scales[:E])
     return out
@@ -175,18 +175,16 @@ def cast_groups_fake(x: Tensor, offs: Tensor, *layout: Any) -> list[Tensor]:
     """Allocate the results of `cast_groups_reference`, uninitialized; sizes may be symbolic."""
     run, dtype, row, col, width, *_ = layout  # run: elements per block scale, or None
     (R, C), E, k, out = x.shape, offs.shape[0], run or 16, list[Tensor]()
-    Ck, Cp = (C + k - 1) // k * k, (C + 15) // 16 * 16  # row data [R, Ck], column [Cp, width]
-    layouts = (row, R, Ck, (R,)), (col, Cp, width, (E, Cp))  # last: scales without runs
+    Ck, Cp = (C + k - 1) // k * k, (C + 15) // 16 * 16  # row data [R, Ck], column data [Cp, width]
+    layouts = (row, R, Ck, (R,)), (col, Cp, width, (E, Cp))
     for requested, rows, columns, scale_shape in layouts:
         if requested:
             shape = scale_shape if run is None else (columns // run, rows)
             scales = x.new_empty(shape, dtype=torch.float32)
-            scales = scales if run is None else scales.t()  # strides (1, rows)
+            scales = scales if run is None else scales.t()  # [rows, columns / run], column-major
             out += [x.new_empty((rows, columns), dtype=dtype), scales]
     return [*out, x.new_empty((E,), dtype=torch.int32)] if col else out  # ends of padded groups
 
-
-# ---------------------------------------------------------------- Triton
 
 ALIGN = tl.constexpr(GROUP_ALIGNMENT)
 
@@ -197,37 +195,37 @@ def lanes_of_groups(groups: int) -> int:
 
 
 def _cast_groups_triton(x: Tensor, offs: Tensor, *args: Any, **named: Any) -> list[Tensor]:
-    """Cast by kernels; ``args`` are those of `cast_groups_reference` from ``run`` on."""
+    """Cast by Triton; ``args``, ``named`` are those of `cast_groups_reference` from ``run`` on."""
     if x.numel() == 0:
         return cast_groups_reference(x, offs, *args, **named)
     run, dtype, row, col, col_width, one_scale, power_of_2, *rest = args
     scale = rest[0] if rest else named.get("scale")  # compiled code passes it by keyword
     (R, C), E = x.shape, offs.shape[0]
-    out, amaxes = cast_groups_fake(x, offs, *args), x  # `x` stands for a pointer that is not read
-    # `row_tiles` below are upper bounds: `_place` pads each group to 128 rows, gives it one tile or
-    # more, and treats the rows outside all groups as group E.
-    groups, mantissa_bits = lanes_of_groups(E), 3 if dtype == E4M3 else 2
+    out, amaxes = cast_groups_fake(x, offs, *args), x  # with runs, kernels read no amaxes: pass x
+    # A grid is sized before groups are known, so `row_tiles` are upper bounds of what `_place` has:
+    # it pads groups to 128 rows, gives each a tile or more, and has the other rows as group E.
+    lanes, mantissa_bits = lanes_of_groups(E), 3 if dtype == E4M3 else 2
     if scale is not None:
-        amaxes = scale.contiguous().view(torch.int32)  # GIVEN: the kernel reads scales there
+        amaxes = scale.contiguous().view(torch.int32)  # the kernel reads them if GIVEN
     elif run is None:
         amaxes = torch.zeros(E if one_scale else R + E * C, dtype=torch.int32, device=x.device)
         rows, block_c, strips = tiles.strips_of(R, C, x.dtype, x.device)  # rows: 64 or more
         row_tiles = -(-R // rows) + 2 * E + 1
         _measure_groups_kernel[(row_tiles * strips,)](
-            x, offs, amaxes, R, C, E, rows, one_scale, row, col, C % block_c == 0, groups,
+            x, offs, amaxes, R, C, E, rows, one_scale, row, col, C % block_c == 0, lanes,
             tiles.STRIP_R, block_c, num_warps=tiles.STRIP_WARPS,
         )  # fmt: skip
-    row_results = out[:2] if row else (x, x)  # data, scales
-    col_results = out[-3:] if col else (x, x, offs)  # data, scales, ends of padded groups
+    row_results = out[:2] if row else (x, x)  # data, scales; x if not written
+    col_results = out[-3:] if col else (x, x, offs)  # data, scales, ends; not written without col
     granularity, block_r, warps = "group" if one_scale else "row", 64, 4
     row_tiles, block_c = -(-R // block_r) + 2 * E + 1, 128
-    if run is not None:  # a group's last tile of 128 rows is its only one that is not full
+    if run is not None:  # tiles of 128 rows: only the last of each group may be partly filled
         granularity, block_r, warps, row_tiles = "run", 128, 8, R // 128 + E + 1
     power_of_2 = 2 if run == 32 else int(power_of_2)  # 2: 8-bit exponents, as in MXFP8
     _cast_groups_kernel[(row_tiles * -(-C // block_c),)](
         x, offs, amaxes, *row_results, *col_results, R, C, E, col_width, granularity, run or 1,
         scale is not None, row, col, mantissa_bits, power_of_2, has_float8_conversion(x.device),
-        C % block_c == 0, groups, block_r, block_c, num_warps=warps,
+        C % block_c == 0, lanes, block_r, block_c, num_warps=warps,
     )  # fmt: skip
     return out
 
@@ -239,7 +237,7 @@ def _larger(a, b):  # type: ignore[no-untyped-def]
 
 @jit
 def groups_of(offs_ptr, R, E, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return begins and ends of groups, [GROUPS] each; group E has the rows outside all groups."""
+    """Return vectors [GROUPS] of begins and ends; group E has the rows outside all groups."""
     g = tl.arange(0, GROUPS)
     before = tl.load(offs_ptr + g - 1, mask=(g > 0) & (g <= E), other=0)
     begins = tl.associative_scan(tl.minimum(tl.maximum(before, 0), R), 0, _larger)
@@ -249,36 +247,37 @@ def groups_of(offs_ptr, R, E, GROUPS: tl.constexpr):  # type: ignore[no-untyped-
 
 @jit
 def _place(tile, offs_ptr, R, E, rows, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Locate tile number ``tile`` in tiles of ``rows`` rows, each within one group.
+    """Locate tile number ``tile`` of tiles of ``rows`` rows, each of which has rows of one group.
 
     Returns the group, E for rows outside all groups; the group's first row and size; the tile's
-    first row, relative to the group's; and the first column of the group in column data.
+    first row, counted from that of the group; and the group's first column in column data.
     """
     g = tl.arange(0, GROUPS)
-    begin, end = groups_of(offs_ptr, R, E, GROUPS)
-    size = tl.where(g <= E, end - begin, 0)
-    padded = tl.cdiv(size, ALIGN) * ALIGN  # in column data
-    count = tl.where(g <= E, tl.maximum(tl.cdiv(padded, rows), 1), 0)  # 1 if empty, for scales
-    tile_ends = tl.cumsum(count, 0)  # the end of each group's tiles
-    group = tl.sum(((tile_ends <= tile) & (g <= E)).to(tl.int32), 0)
-    is_group = g == group
-    first = tl.sum(tl.where(is_group, tile_ends - count, 0), 0)
+    begins, ends = groups_of(offs_ptr, R, E, GROUPS)
+    sizes = tl.where(g <= E, ends - begins, 0)
+    padded = tl.cdiv(sizes, ALIGN) * ALIGN  # sizes in column data
+    counts = tl.where(g <= E, tl.maximum(tl.cdiv(padded, rows), 1), 0)  # 1 if empty, for scales
+    tile_ends = tl.cumsum(counts, 0)  # one past the last tile of each group
+    group = tl.sum(((tile_ends <= tile) & (g <= E)).to(tl.int32), 0)  # groups before the tile
+    is_group = g == group  # a sum over this mask reads the group's entry
+    first_tile = tl.sum(tl.where(is_group, tile_ends - counts, 0), 0)
     col_begin = tl.sum(tl.where(g < group, padded, 0), 0)
-    begin = tl.sum(tl.where(is_group, begin, 0), 0)
-    size = tl.sum(tl.where(is_group, size, 0), 0)  # 0 past the last tile
-    return group, begin, size, (tile - first) * rows, col_begin
+    begin = tl.sum(tl.where(is_group, begins, 0), 0)
+    size = tl.sum(tl.where(is_group, sizes, 0), 0)  # 0 past the last tile
+    return group, begin, size, (tile - first_tile) * rows, col_begin
 
 
 @jit
 def _measure_groups_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, C]
     offs_ptr,  # [E]
-    amax_ptr,  # int32, zeros: [E] of groups; or [R + E * C] of rows, then of columns
+    amax_ptr,  # int32, zeros: [E] of groups; or [R + E * C] of rows, then of groups' columns
     R, C, E,
-    rows,  # per program
+    rows,  # the number of rows that one program reads
     ONE_SCALE: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,
     GROUPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
+    """Raise the amaxes of a group's rows and columns, or of the group, to those of one tile."""
     strips = tl.cdiv(C, BLOCK_C)
     tile, strip = tl.program_id(0) // strips, tl.program_id(0) % strips
     group, begin, size, row, _ = _place(tile, offs_ptr, R, E, rows, GROUPS)
@@ -302,7 +301,7 @@ def _scale_of(bits, GIVEN: tl.constexpr, ARITHMETIC: tl.constexpr):  # type: ign
 
 @jit
 def group_byte_mask(r, size):  # type: ignore[no-untyped-def]
-    """Return uint32 words whose byte i is 0xFF where ``r[i]`` < ``size``; ``r`` is four tensors."""
+    """Return uint32 words whose byte i is 0xFF where ``r[i]`` < ``size``, else 0, for i below 4."""
     low = tl.where(r[0] < size, 0xFF, 0) | tl.where(r[1] < size, 0xFF00, 0)
     high = tl.where(r[2] < size, 0xFF0000, 0) | tl.where(r[3] < size, -0x1000000, 0)
     return (low | high).to(tl.uint32, bitcast=True)
@@ -313,9 +312,9 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, C]
     offs_ptr,  # [E]
     amax_ptr,  # as in _measure_groups_kernel; bits of scales if GIVEN; "run": not read
-    row_ptr,  # [R, Ck]
+    row_ptr,  # [R, Ck]: Ck is C padded to 16, but "run": to WIDTH
     row_scale_ptr,  # [R]; "run": [Ck / WIDTH, R]
-    col_ptr,  # [Cp, width]
+    col_ptr,  # [Cp, width]: Cp is C padded to 16
     col_scale_ptr,  # [E, Cp]; "run": [width / WIDTH, Cp]
     ends_ptr,  # [E]
     R, C, E, width,
@@ -333,9 +332,9 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
     tile, tile_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
     group, begin, size, first, col_begin = _place(tile, offs_ptr, R, E, BLOCK_R, GROUPS)
     quad, c = tiles.tile_quads(first // BLOCK_R, tile_c, BLOCK_R, BLOCK_C)
-    r = tiles.quad_rows(quad)
+    r = tiles.quad_rows(quad)  # rows of the four tensors that hold the tile, from the group's first
     row_ptr += begin.to(tl.int64) * Ck
-    # Rows outside all groups have scales of runs, too, but no column data.
+    # Group E, the rows outside all groups, is cast to row data if RUNS, and is zero otherwise.
     if group < (E + 1 if RUNS else E):
         # Rows past the end of the group are read, which avoids masks, but not measured or stored;
         # past the end of x the last row is read.
@@ -346,14 +345,14 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
         v = [numeric.to_float32(values, HARDWARE) for values in x]
         element: tl.constexpr = x_ptr.dtype.element_ty
         if RUNS:
-            m = [tl.where(r[i] < size, numeric.magnitude_bits(x[i]), 0) for i in (0, 1, 2, 3)]
+            bits = [tl.where(r[i] < size, numeric.magnitude_bits(x[i]), 0) for i in (0, 1, 2, 3)]
         if ROW:
             if RUNS:
                 ptr = row_scale_ptr + tile_c.to(tl.int64) * (BLOCK_C // WIDTH) * R + begin
                 runs = (Ck - tile_c * BLOCK_C) // WIDTH
                 row_inverse = [
                     store_run_scales(
-                        ptr, m[i], r[i], 0, size, R, runs, 1, WIDTH, element, ARITHMETIC
+                        ptr, bits[i], r[i], 0, size, R, runs, 1, WIDTH, element, ARITHMETIC
                     )
                     for i in (0, 1, 2, 3)
                 ]
@@ -363,7 +362,7 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
                     row_bits = [group_bits, group_bits, group_bits, group_bits]
                 else:
                     row_bits = [tl.load(amax_ptr + begin + row) for row in read_rows]
-                row_scales = [_scale_of(bits, GIVEN, ARITHMETIC) for bits in row_bits]
+                row_scales = [_scale_of(amax, GIVEN, ARITHMETIC) for amax in row_bits]
                 if tile_c == 0:
                     tiles.store_row_scales(row_scale_ptr + begin, quad, row_scales, size)
                 row_inverse = [numeric.reciprocal(scale, HARDWARE) for scale in row_scales]
@@ -384,23 +383,23 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
                     tl.store(col_scale_ptr + group * Cp + c, col_scale, mask=c < Cp)
             if first < padded:
                 if RUNS:
-                    largest = tl.maximum(tl.maximum(m[0], m[1]), tl.maximum(m[2], m[3]))
+                    largest = tl.maximum(tl.maximum(bits[0], bits[1]), tl.maximum(bits[2], bits[3]))
                     col_inverse = store_run_scales(
                         col_scale_ptr, largest, c, (col_begin + first) // WIDTH, Cp, Cp,
                         (col_begin + padded) // WIDTH, WIDTH // 4, 1, element, ARITHMETIC,
                     )  # fmt: skip
                 else:
                     col_inverse = numeric.reciprocal(col_scale, HARDWARE)
-                # Separate names, since none may change its type in a branch on a runtime value.
+                # A new name, as Triton lets no variable change its type in a branch on a tensor.
                 col_values = tiles.times(v, [col_inverse for _ in v], inside, EVEN)
                 words = numeric.to_float8_words(col_values, ARITHMETIC) & group_byte_mask(r, size)
                 tiles.store_col_data(col_ptr + col_begin, words, quad, c, Cp, width // 4, EVEN)
     elif ROW and not RUNS:  # rows in no group are zero
-        zero, none = tl.zeros((BLOCK_R // 4, BLOCK_C), tl.float32), tl.zeros(quad.shape, tl.int32)
+        zero, amaxes = tl.zeros((BLOCK_R // 4, BLOCK_C), tl.float32), tl.zeros(quad.shape, tl.int32)
         zeros = zero, zero, zero, zero
         tiles.store_row_data(row_ptr, zeros, quad, c, size, Ck, ARITHMETIC, False, EVEN)
         if tile_c == 0:
-            zero_scale = numeric.scale_of_amax(none, ARITHMETIC)
+            zero_scale = numeric.scale_of_amax(amaxes, ARITHMETIC)
             zero_scales = zero_scale, zero_scale, zero_scale, zero_scale
             tiles.store_row_scales(row_scale_ptr + begin, quad, zero_scales, size)
 

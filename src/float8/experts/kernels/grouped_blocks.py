@@ -1,4 +1,4 @@
-"""The grouped GEMM of a Hopper GPU under scales of blocks: adds scaled sums of 128 products.
+"""The grouped GEMM of a Hopper GPU under block scales, which scales each sum of 128 products.
 
 One warp loads operands of tiles of 128 rows and 256 columns, up to `STAGES` steps early. Two groups
 of four warps compute 64 rows each: while one scales and adds in float32, tensor cores multiply for
@@ -31,10 +31,10 @@ MMA_REGS_ROW_GROUPS, LOAD_REGS_ROW_GROUPS = map(gl.constexpr, (224, 56))
 def multiply_blocks(
     out: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor
 ) -> None:
-    """Write the scaled `a @ b.T` of each group to `out`; shapes are those of the kernel below."""
+    """Write the scaled `a @ b.T` of each group to `out`; see the kernel for the shapes."""
     if not HAS_GLUON:
-        got = "float8 GEMM: got a Triton without Gluon for experts under blocks, expected"
-        raise RuntimeError(f"{got} Triton >= 3.6; upgrade it, or take the recipe 'rowwise'")
+        problem = "got a Triton without Gluon for experts under blocks, expected Triton >= 3.6"
+        raise RuntimeError(f"float8 GEMM: {problem}; upgrade it, or take the recipe 'rowwise'")
     row_groups, (R, C), N, E = out.dim() == 2, a.shape, b.shape[1], ends.shape[0]  # groups split R
     rows, columns, block = _TILE
     # The arguments of layouts are the bytes of a swizzle, bits of an element, and number of dims.
@@ -43,24 +43,24 @@ def multiply_blocks(
     b_tiles = GluonDescriptor(b, [*b.shape], [*b.stride()], [1, columns, block], b_layout)
     scale_tiles = b_tiles  # a placeholder: if `row_groups`, the kernel reads `b_scale` instead
     if not row_groups:
-        x, layout = b_scale.t(), gl.NVMMASharedLayout(0, 32, 2)  # [C / 128, N], contiguous along N
-        scale_tiles = GluonDescriptor(x, [*x.shape], [*x.stride()], [1, columns], layout)
-    strides = *a_scale.stride(), b_scale.stride(0), *b_scale.stride()[-2:]
+        scales, layout = b_scale.t(), gl.NVMMASharedLayout(0, 32, 2)  # [C / 128, N] row-major
+        shape, strides = [*scales.shape], [*scales.stride()]
+        scale_tiles = GluonDescriptor(scales, shape, strides, [1, columns], layout)
+    scale_strides = *a_scale.stride(), b_scale.stride(0), *b_scale.stride()[-2:]
     _grouped_blocks_kernel[(sm_count(a.device),)](
-        a_tiles, b_tiles, scale_tiles, a_scale, b_scale, ends, out, R, N, C, E, *strides,
-        row_groups, num_warps=4,
+        a_tiles, b_tiles, scale_tiles, a_scale, b_scale, ends, out, R, N, C, E,
+        *scale_strides, row_groups, num_warps=4,
     )  # fmt: skip
 
 
 @gluon_jit
 def _next_tile(tile, search, ends_ptr, sizes, ROW_GROUPS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Find the group and the place of ``tile``, going on with the ``search`` for an earlier tile.
+    """Find the group and the place of ``tile``, continuing the ``search`` for an earlier tile.
 
-    ``search`` is the group that was found, the number of tiles in all groups before it and in it,
-    and its begin and end: rows if ``ROW_GROUPS``, else indices along C, the contraction dim.
-
-    Returns the new ``search``; the tile's first row, one past the last row that it stores, and its
-    first column; the first index along C to multiply, and the number of steps of BLOCK from there.
+    ``search`` describes the group that was found: its index, the number of tiles in all groups
+    before it, the number of its own tiles, and its begin and end: rows if ``ROW_GROUPS``, else
+    indices along C, the contraction dim. Returns the new ``search``; the tile's first row, one past
+    its last valid row, its first column; the first index along C, and the number of steps of BLOCK.
     """
     group, tiles_before, group_tiles, begin, end = search
     R, N, C, E = sizes
@@ -78,12 +78,12 @@ def _next_tile(tile, search, ends_ptr, sizes, ROW_GROUPS: gl.constexpr):  # type
         rows = end - begin if ROW_GROUPS else R
         group_tiles = gl.where(group < groups, gl.cdiv(rows, ROWS) * col_tiles, 0)
     # Tiles of a panel go down its rows, then right: what they read stays in the L2 cache.
-    index = tile - tiles_before
-    top = index // (PANEL * col_tiles) * PANEL  # the panel's first tile of rows
+    tile_in_group = tile - tiles_before
+    top = tile_in_group // (PANEL * col_tiles) * PANEL  # the panel's first tile of rows
     height = gl.minimum(PANEL, gl.cdiv(end - begin if ROW_GROUPS else R, ROWS) - top)
-    index = index % (PANEL * col_tiles)
-    row, n = (top + index % height) * ROWS, index // height * COLUMNS
-    zero = 0 * begin  # a tensor, where 0 would be a constant
+    tile_in_panel = tile_in_group % (PANEL * col_tiles)
+    row, n = (top + tile_in_panel % height) * ROWS, tile_in_panel // height * COLUMNS
+    zero = 0 * begin  # a tensor, as `begin` is; a literal 0 would be a constant
     if ROW_GROUPS:
         row += begin
         end_row, k = end, zero
@@ -100,25 +100,25 @@ def _load(  # type: ignore[no-untyped-def]
 ):
     """Load operands of this program's tiles to shared memory, each step once its stage is empty."""
     a_shared, b_shared, scale_shared, full, empty = shared
-    SCALES: gl.constexpr = 0 if ROW_GROUPS else scale_tiles.block_type.nbytes
-    BYTES: gl.constexpr = a_tiles.block_type.nbytes + b_tiles.block_type.nbytes + SCALES
+    SCALE_BYTES: gl.constexpr = 0 if ROW_GROUPS else scale_tiles.block_type.nbytes
+    BYTES: gl.constexpr = a_tiles.block_type.nbytes + b_tiles.block_type.nbytes + SCALE_BYTES
     tile, E = gl.program_id(0), sizes[3]
     groups = E + 1 if ROW_GROUPS else E  # group E, of rows outside all groups, has no steps
-    zero = 0 * tile  # a tensor, where 0 would be a constant
+    zero = 0 * tile  # a tensor, as all later values are; a literal 0 would be a constant
     loads, search = zero, (zero - 1, zero, zero, zero, zero)  # before group 0
     search, row, _, n, k, steps = _next_tile(tile, search, ends_ptr, sizes, ROW_GROUPS)
     while search[0] < groups:  # search[0] is the group
         b_index = gl.minimum(search[0], E - 1) if ROW_GROUPS else zero
         for step in range(steps):
             stage, offset = loads % STAGES, k + step * BLOCK
-            # Wait until both `_multiply` have read the stage; its first use does not wait.
+            # Wait until both `_multiply` have read the stage; the phase makes its first use pass.
             hopper.mbarrier.wait(empty.index(stage), ((loads // STAGES) & 1) ^ 1)
-            bar = full.index(stage)
-            hopper.mbarrier.expect(bar, BYTES)
-            async_load(a_tiles, [row, offset], bar, a_shared.index(stage))
-            async_load(b_tiles, [b_index, n, offset], bar, b_shared.index(stage))
+            loaded = full.index(stage)
+            hopper.mbarrier.expect(loaded, BYTES)
+            async_load(a_tiles, [row, offset], loaded, a_shared.index(stage))
+            async_load(b_tiles, [b_index, n, offset], loaded, b_shared.index(stage))
             if not ROW_GROUPS:
-                async_load(scale_tiles, [offset // BLOCK, n], bar, scale_shared.index(stage))
+                async_load(scale_tiles, [offset // BLOCK, n], loaded, scale_shared.index(stage))
             loads += 1
         tile += gl.num_programs(0)
         search, row, _, n, k, steps = _next_tile(tile, search, ends_ptr, sizes, ROW_GROUPS)
@@ -128,18 +128,18 @@ def _load(  # type: ignore[no-untyped-def]
 def _add(  # type: ignore[no-untyped-def]
     sums, a, a_scale, shared_b, b_scale, zeros, RIGHT: gl.constexpr, ROW_GROUPS: gl.constexpr
 ):
-    """Return ``sums`` plus the left (``RIGHT`` 0) or right columns of the scaled ``a @ b.T``."""
+    """Add a step's scaled ``a @ b.T`` to ``sums``, the left (``RIGHT`` 0) or right columns."""
     b_shared, scale_shared, stage = shared_b
     HALF: gl.constexpr = zeros.shape[1]  # of the columns of a tile
     b = b_shared.index(stage).reshape([2 * HALF, a.shape[1]]).slice(RIGHT * HALF, HALF, 0)
-    p = hopper.warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    p = hopper.warpgroup_mma_wait(0, deps=[p])
+    term = hopper.warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    term = hopper.warpgroup_mma_wait(0, deps=[term])
     if ROW_GROUPS:  # `b` has one scale for 128 x 128, so `b_scale` is a number
-        p *= (a_scale * b_scale)[:, None]
-    else:  # `b` has a scale for each of these columns, in shared memory
+        term *= (a_scale * b_scale)[:, None]
+    else:  # `b` has a scale for each of these columns, in shared memory; `b_scale` is unused
         scales = scale_shared.index(stage).reshape([2 * HALF]).slice(RIGHT * HALF, HALF, 0)
-        p = p * a_scale[:, None] * scales.load(gl.SliceLayout(0, p.type.layout))[None, :]
-    return sums + p
+        term = term * a_scale[:, None] * scales.load(gl.SliceLayout(0, term.type.layout))[None, :]
+    return sums + term
 
 
 @gluon_jit
@@ -156,9 +156,9 @@ def _store(sums, out_ptr, row, end_row, n, N):  # type: ignore[no-untyped-def]
 def _multiply(arguments, LOWER: gl.constexpr, ROW_GROUPS: gl.constexpr):  # type: ignore[no-untyped-def]
     """Compute and store the upper (``LOWER`` 0) or lower half of the rows of this program's tiles.
 
-    The sums of a half are two tensors, of the tile's left and right columns. `_load` provides the
-    data. If ``ROW_GROUPS``, groups split R and ``b_scale`` has one scale per 128 x 128, which is
-    loaded here; else they split C, at multiples of 128, and `_load` provides scales of rows of `b`.
+    The sums of a half are two tensors, of the tile's left and right columns. `_load` fills shared
+    memory with the data. If ``ROW_GROUPS``, groups split R, and the scales of `b`, one per 128 x
+    128, are loaded here; else groups split C, at multiples of 128, and `_load` loads those scales.
     """
     shared, a_scale_ptr, b_scale_ptr, out_ptr, ends_ptr, sizes, strides = arguments
     a_shared, b_shared, scale_shared, full, empty = shared
@@ -169,7 +169,7 @@ def _multiply(arguments, LOWER: gl.constexpr, ROW_GROUPS: gl.constexpr):  # type
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_N, 32])
     zeros = gl.zeros([HALF_R, HALF_N], gl.float32, mma)
     tile, groups = gl.program_id(0), E + 1 if ROW_GROUPS else E  # group E: rows outside all groups
-    zero = 0 * tile  # a tensor, where 0 would be a constant
+    zero = 0 * tile  # a tensor, as all later values are; a literal 0 would be a constant
     loads, search = zero, (zero - 1, zero, zero, zero, zero)  # before group 0
     search, row, end_row, n, k, steps = _next_tile(tile, search, ends_ptr, sizes, ROW_GROUPS)
     while search[0] < groups:  # search[0] is the group
@@ -178,12 +178,12 @@ def _multiply(arguments, LOWER: gl.constexpr, ROW_GROUPS: gl.constexpr):  # type
         inside = (r < end_row) & (steps > 0)
         a_ptr = a_scale_ptr + r * a_stride_r + k // BLOCK * a_stride_c
         left_ptr = b_scale_ptr + n // BLOCK * b_stride_n + k // BLOCK * b_stride_c
-        if ROW_GROUPS:  # group E has no weight: it loads another group's scales, unused
+        if ROW_GROUPS:  # group E has no weight: it loads the last group's scales, unused
             left_ptr += gl.minimum(search[0], E - 1) * b_stride_e
-        right_ptr = left_ptr + gl.where(n + HALF_N < N, HALF_N // BLOCK, 0) * b_stride_n  # below N
+        # A right half outside N loads the scales of the left half; its results are not stored.
+        right_ptr = left_ptr + gl.where(n + HALF_N < N, HALF_N // BLOCK, 0) * b_stride_n
         left, right, next_left, next_right = zeros, zeros, 0.0, 0.0
-        # Load the scales one step early.
-        next_a = gl.load(a_ptr, mask=inside, other=0.0)
+        next_a = gl.load(a_ptr, mask=inside, other=0.0)  # scales are loaded one step early
         if ROW_GROUPS:
             next_left, next_right = gl.load(left_ptr), gl.load(right_ptr)
         for step in range(steps):
@@ -194,7 +194,7 @@ def _multiply(arguments, LOWER: gl.constexpr, ROW_GROUPS: gl.constexpr):  # type
             if ROW_GROUPS:
                 next_left = gl.load(left_ptr + ahead * b_stride_c)
                 next_right = gl.load(right_ptr + ahead * b_stride_c)
-            hopper.mbarrier.wait(full.index(stage), (loads // STAGES) & 1)
+            hopper.mbarrier.wait(full.index(stage), (loads // STAGES) & 1)  # phase: flips per use
             a = a_shared.index(stage).slice(LOWER * HALF_R, HALF_R, 0)
             b = b_shared, scale_shared, stage
             left = _add(left, a, a_scale, b, left_scale, zeros, 0, ROW_GROUPS)
@@ -212,9 +212,9 @@ def _multiply(arguments, LOWER: gl.constexpr, ROW_GROUPS: gl.constexpr):  # type
 
 @gluon_jit
 def _grouped_blocks_kernel(  # type: ignore[no-untyped-def]
-    a_tiles,  # [R, C], contiguous along C
-    b_tiles,  # [E, N, C] if ROW_GROUPS, else [1, N, C]
-    scale_tiles,  # scales of `b` unless ROW_GROUPS: [C / 128, N]
+    a_tiles,  # descriptor of [R, C], contiguous along C
+    b_tiles,  # descriptor of [E, N, C] if ROW_GROUPS, else [1, N, C]
+    scale_tiles,  # descriptor of the scales of `b` [C / 128, N], unused if ROW_GROUPS
     a_scale_ptr,  # [R, C / 128]
     b_scale_ptr,  # scales of `b` if ROW_GROUPS: [E, N / 128, C / 128]
     ends_ptr,  # [E]: ends of groups along R if ROW_GROUPS, else along C
@@ -222,6 +222,7 @@ def _grouped_blocks_kernel(  # type: ignore[no-untyped-def]
     R, N, C, E, a_stride_r, a_stride_c, b_stride_e, b_stride_n, b_stride_c,  # strides of scales
     ROW_GROUPS: gl.constexpr,  # whether groups split R; else they split C
 ):  # fmt: skip
+    """Run two `_multiply` and one `_load`, which share buffers for STAGES steps."""
     a_shared = gl.allocate_shared_memory(a_tiles.dtype, [STAGES, ROWS, BLOCK], a_tiles.layout)
     b_shared = gl.allocate_shared_memory(b_tiles.dtype, [STAGES, 1, COLUMNS, BLOCK], b_tiles.layout)
     scale_shared = b_shared  # a placeholder, not read if ROW_GROUPS
@@ -230,11 +231,11 @@ def _grouped_blocks_kernel(  # type: ignore[no-untyped-def]
             gl.float32, [STAGES, 1, COLUMNS], scale_tiles.layout
         )
     bar: gl.constexpr = hopper.mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)  # a stage's loads have arrived
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)  # a stage has been read
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)  # a stage holds its operands
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)  # both `_multiply` have read it
     for stage in gl.static_range(STAGES):
         hopper.mbarrier.init(full.index(stage), count=1)
-        hopper.mbarrier.init(empty.index(stage), count=2)  # by both `_multiply`
+        hopper.mbarrier.init(empty.index(stage), count=2)  # one for each `_multiply`
     shared, sizes = (a_shared, b_shared, scale_shared, full, empty), (R, N, C, E)
     strides = a_stride_r, a_stride_c, b_stride_e, b_stride_n, b_stride_c
     arguments = shared, a_scale_ptr, b_scale_ptr, out_ptr, ends_ptr, sizes, strides

@@ -6,7 +6,7 @@ float32, and leaves rows outside all groups unwritten. In its own names, the ker
     groups of rows      out [R, N] = a [R, C] @ b[group of the row].T, b [E, N, C]    R are tokens
     groups of tokens    out[e] [R, N] = a[:, group e] @ b[:, group e].T, b [N, C]     C are tokens
 
-`a` and `b` have a scale per row, or per row and group of tokens. Blocks: see `multiply_blocks`.
+`a` and `b` have a scale per row, or per row and group of tokens; `multiply_blocks` has the others.
 """
 
 from typing import Any
@@ -35,29 +35,31 @@ def grouped_matmul_reference(
 ) -> Tensor:  # fmt: skip
     """Multiply as `experts.grouped.grouped_matmul`, in plain torch with a loop over groups.
 
-    Where a bfloat16 GEMM is exact and faster, torch's grouped GEMM replaces the loop, without a
-    sync. ``gemm`` is the text that `Gemm.packed` returns.
+    The loop syncs with the device. Where a bfloat16 GEMM is exact and faster, torch's grouped GEMM
+    replaces it. ``gemm`` is the text that `Gemm.packed` returns.
     """
     if ends.is_cpu and b.dim() == 3:  # a check on a GPU would sync
         check_offs(ends, len(a))
     settings = Gemm.unpacked(gemm)
-    of_a, of_b = settings.granularities
+    granularity_a, granularity_b = settings.granularities
     exact = settings.powers_of_2 and exact_dtype(a.device) == out_dtype == torch.bfloat16
     if exact and a.numel():
-        return multiply_in_bfloat16(Operand(a, a_scale), Operand(b, b_scale), ends, (of_a, of_b))
+        operands = Operand(a, a_scale), Operand(b, b_scale)
+        return multiply_in_bfloat16(*operands, ends, settings.granularities)
     out = grouped_matmul_fake(a, a_scale, b, b_scale, ends, out_dtype).zero_()
-    begin, row_groups, blocks = 0, b.dim() == 3, of_a.by_blocks
-    run = of_a.width or 1  # elements along C that share a block scale
+    begin, row_groups, blocks = 0, b.dim() == 3, granularity_a.by_blocks
+    run = granularity_a.width or 1  # elements along C that share a block scale
     for group, end in enumerate(ends_of_groups(ends, a.shape[0 if row_groups else 1]).tolist()):
         if row_groups:
             x, w, result = a[begin:end], b[group], out[begin:end]
             x_scale, w_scale = a_scale[begin:end], b_scale[group]
         else:
             x, w, result = a[:, begin:end], b[:, begin:end], out[group]
-            part = (slice(None), slice(begin // run, end // run)) if blocks else group
-            x_scale, w_scale = a_scale[part], b_scale[part]  # of [R, C / run] if blocks, or [E, R]
+            own = (slice(None), slice(begin // run, end // run)) if blocks else group
+            x_scale, w_scale = a_scale[own], b_scale[own]  # of [R, C / run] if blocks, or [E, R]
         if blocks:  # scales change along C: multiply by them before the products are added
-            x, w = dequantised(Operand(x, x_scale), of_a), dequantised(Operand(w, w_scale), of_b)
+            x = dequantised(Operand(x, x_scale), granularity_a)
+            w = dequantised(Operand(w, w_scale), granularity_b)
         # Autocast would round the operands to its own dtype.
         with torch.autocast(a.device.type, enabled=False):
             product = x.float() @ w.float().t()
@@ -84,8 +86,6 @@ def _flops(a: Any, _: Any, b: Any, __: Any, ends: Any, tokens: Any, *rest: Any, 
     return 2 * (a[1] if tokens is None else tokens) * a[0] * b[0]
 
 
-# ---------------------------------------------------------------- Triton
-
 BLOCK = tl.constexpr(GROUP_ALIGNMENT)  # of the contraction dim, and of rows of the result
 PANEL = tl.constexpr(16)  # tiles of rows that share loads of `b`
 
@@ -95,25 +95,25 @@ def _grouped_matmul_triton(
     gemm: str, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     operands, settings = (a, a_scale, b, b_scale, ends), Gemm.unpacked(gemm)
-    (of_a, of_b), fast = settings.granularities, settings.use_fast_accum
+    granularity_a, fast = settings.granularities[0], settings.use_fast_accum
     if settings.emulate or a.numel() == 0:  # no rows, or no tokens
         return grouped_matmul_reference(*operands, tokens, gemm, out_dtype)
-    if of_a.exponents:  # MXFP8
-        mx = Operand(a, a_scale), Operand(b, b_scale), ends, (of_a, of_b)
-        return multiply_mx(*mx).to(out_dtype)
+    if granularity_a.exponents:  # MXFP8
+        mx_operands = Operand(a, a_scale), Operand(b, b_scale)
+        return multiply_mx(*mx_operands, ends, settings.granularities).to(out_dtype)
     out, row_groups = grouped_matmul_fake(*operands, out_dtype), b.dim() == 3
     b = b if row_groups else b.unsqueeze(0)
-    if of_a.by_blocks:
+    if granularity_a.by_blocks:
         multiply_blocks(out, a, a_scale, b, b_scale, ends)
         return out
     (R, C), N, E = a.shape, b.shape[1], ends.shape[0]
     tiles_of_a = TensorDescriptor(a, a.shape, a.stride(), [GROUP_ALIGNMENT, GROUP_ALIGNMENT])
-    # Wide tiles read less, which pays on an H100 at its power limit. Unless `fast`, a second
-    # accumulator leaves no registers for them.
+    # Wide tiles read less memory, which is faster on an H100 that is at its power limit. If not
+    # `fast`, the second accumulator leaves no registers for them.
     columns, programs_per_sm, warps = (256, 1, 8) if fast else (128, 2, 4)
     tiles_of_b = TensorDescriptor(b, b.shape, b.stride(), [1, columns, GROUP_ALIGNMENT])
     sizes = R, N, C, E, a_scale.stride(0), b_scale.stride(0)
-    whole = fast and out_dtype.itemsize == 2  # a tile fits into shared memory beside the loads
+    whole = fast and out_dtype.itemsize == 2  # a tile of `out` fits into shared memory with loads
     _grouped_matmul_kernel[(programs_per_sm * sm_count(a.device),)](
         tiles_of_a, tiles_of_b, a_scale, b_scale, ends, out, *sizes, row_groups, fast,
         lanes_of_groups(E), columns, whole, num_warps=warps, num_stages=3,
@@ -126,24 +126,24 @@ def _place(  # type: ignore[no-untyped-def]
     tile, tile_ends, tiles, begins, ends, R, C, tiles_n, E, ROW_GROUPS: tl.constexpr,
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Locate tile number ``tile``; ``tile_ends`` has one past the last tile of each group.
+    """Locate tile number ``tile``; groups have ``tiles`` tiles, with indices below ``tile_ends``.
 
     Returns the group, the tile's first row, the end of valid rows, the tile's first column, the
-    first index and number of steps along C (contracted), and False if there is nothing to multiply.
+    first index and number of steps along C (contracted), and whether there is anything to multiply.
     """
     g = tl.arange(0, GROUPS)
     group = tl.sum((tile_ends <= tile).to(tl.int32), 0)  # the number of groups before it
     is_group = g == group  # a sum over this mask reads the group's entry
-    t = tile - tl.sum(tl.where(is_group, tile_ends - tiles, 0), 0)  # index within the group
+    tile_in_group = tile - tl.sum(tl.where(is_group, tile_ends - tiles, 0), 0)
     begin = tl.sum(tl.where(is_group, begins, 0), 0)
     end = tl.sum(tl.where(is_group, ends, 0), 0)
     # Tiles of a panel go down its rows, then right, so that their operands stay in the L2 cache.
     tiles_m = tl.cdiv(end - begin, BLOCK) if ROW_GROUPS else tl.cdiv(R, BLOCK)
-    first = t // (PANEL * tiles_n) * PANEL  # the panel's first tile of rows
-    height = min(PANEL, tiles_m - first)
-    t = t % (PANEL * tiles_n)
-    m, n = (first + t % height) * BLOCK, t // height * COLUMNS
-    zero = 0 * m  # a tensor, where a specialized size would be a constant
+    top = tile_in_group // (PANEL * tiles_n) * PANEL  # the panel's first tile of rows
+    height = min(PANEL, tiles_m - top)
+    tile_in_panel = tile_in_group % (PANEL * tiles_n)
+    m, n = (top + tile_in_panel % height) * BLOCK, tile_in_panel // height * COLUMNS
+    zero = 0 * m  # a tensor; adding it makes R one, too, which is a constant if it is 1
     if ROW_GROUPS:
         row, end_row, k = begin + m, end, zero
         steps = tl.where(group < E, tl.cdiv(C, BLOCK), 1)  # at least one, to write zeros
@@ -155,7 +155,7 @@ def _place(  # type: ignore[no-untyped-def]
 
 @jit
 def _store(sums, out_ptr, a_scale_ptr, b_scale_ptr, r, end_row, c, N, nonempty):  # type: ignore[no-untyped-def]
-    """Store scaled ``sums``, 0 unless ``nonempty``, to rows ``r`` < ``end_row``, columns ``c``."""
+    """Store scaled ``sums``, 0 unless ``nonempty``, at rows ``r`` < ``end_row``, columns ``c``."""
     inside = r < end_row
     a_scale = tl.load(a_scale_ptr + r, mask=inside, other=0)
     b_scale = tl.load(b_scale_ptr + c, mask=c < N, other=0)
@@ -174,7 +174,7 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     ends_ptr,  # [E], ends of groups along R if ROW_GROUPS, else along C
     out_ptr,  # [R, N] if ROW_GROUPS, else [E, R, N]
     R, N, C, E, a_scale_stride, b_scale_stride,  # between groups; the first unused if ROW_GROUPS
-    ROW_GROUPS: tl.constexpr, FAST: tl.constexpr,
+    ROW_GROUPS: tl.constexpr, FAST: tl.constexpr,  # FAST: add in the tensor cores alone
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr,  # length of vectors over groups; columns of a tile
     WHOLE: tl.constexpr,  # whether to store a tile at once; else in halves
 ):  # fmt: skip
@@ -193,7 +193,7 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     # Count this program's tiles of each group; its tiles are program, program + programs, ...
     first_tiles = tile_ends - tiles - program
     own_tiles = tl.cdiv(tile_ends - program, programs) - tl.cdiv(first_tiles, programs)
-    # The state after the last step of a tile before the first one.
+    # Start as if a tile before this program's first one had just made its last step.
     tile, step, steps = program - programs, -1, 0
     group, row, end_row, n, k = 0, 0, 0, 0, 0
     nonempty = program < 0  # False, as a tensor
@@ -206,7 +206,7 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
                 tile, tile_ends, tiles, begins, ends, R, C, tiles_n, E, ROW_GROUPS, GROUPS, COLUMNS
             )
         a = a_tiles.load([row, k + step * BLOCK])
-        matrix = tl.minimum(group, E - 1) if ROW_GROUPS else 0  # group E has none: loads any
+        matrix = tl.minimum(group, E - 1) if ROW_GROUPS else 0  # group E: any, then stores 0
         b = b_tiles.load([matrix, n, k + step * BLOCK]).reshape(COLUMNS, BLOCK)
         # Tensor cores add with few bits; unless FAST, each step's sums are added in float32.
         sums = tl.dot(a, b.T, sums, max_num_imprecise_acc=None if FAST else BLOCK)

@@ -1,6 +1,6 @@
-"""Call torch's grouped GEMMs: in bfloat16, and MXFP8 on Blackwell, for which scales are swizzled.
+"""Grouped GEMMs of torch: in bfloat16, and in MXFP8 on Blackwell, which reads swizzled scales.
 
-All of it is plain torch, which a compiler fuses. The MXFP8 GEMM has not run on a Blackwell GPU yet;
+All code is plain torch, which a compiler fuses. The MXFP8 GEMM has not run on a Blackwell GPU yet;
 tests compare the layouts of scales with those of torch and torchao.
 """
 
@@ -22,9 +22,9 @@ def multiply_in_bfloat16(
     a: Operand, b: Operand, ends: Tensor, granularities: Granularities
 ) -> Tensor:
     """Multiply as `grouped_matmul` by a bfloat16 GEMM to bfloat16; scales must be powers of 2."""
-    result_scales, (of_a, _) = None, granularities
-    if not of_a.by_blocks:  # `b` has no blocks either: `Float8LinearConfig` refuses such pairs
-        if b.data.dim() == 2:  # groups split C: a row has a scale for each group's result
+    result_scales, (granularity_a, _) = None, granularities
+    if not granularity_a.by_blocks:  # nor has `b` blocks: `Float8LinearConfig` refuses such pairs
+        if b.data.dim() == 2:  # groups split C, and a row has a scale per group: scale results
             result_scales = a.scale, b.scale  # [E, R], [E, N]
             granularity = ScalingGranularity.TENSORWISE
             a, b = (Operand(x.data, x.scale.new_ones(())) for x in (a, b))
@@ -46,14 +46,14 @@ def multiply_mx(a: Operand, b: Operand, ends: Tensor, granularities: Granulariti
     scale_a, scale_b = map(scales_of_rows, (a, b), granularities)
     ends = _clamped_ends(a.data, b.data, ends)
     if b.data.dim() == 3:  # groups of rows, each with a matrix of `b`
-        E, N, runs = scale_b.shape  # runs: of 32 elements that share a scale
+        E, N, runs = scale_b.shape  # a run: 32 elements that share a scale
         padded = F.pad(scale_b, (0, 0, 0, -N % 128)).reshape(-1, runs)  # [E * ceil128(N), runs]
-        scales = swizzled_rows(scale_a, ends), swizzled(padded).view(E, -1)
+        scale_a, scale_b = swizzled_rows(scale_a, ends), swizzled(padded).view(E, -1)
     else:
-        scales = swizzled_tokens(scale_a, ends), swizzled_tokens(scale_b, ends)
+        scale_a, scale_b = swizzled_tokens(scale_a, ends), swizzled_tokens(scale_b, ends)
     y = torch.ops.aten._scaled_grouped_mm_v2.default(
-        a.data, b.data.mT, [scales[0]], RECIPE, SWIZZLE, [scales[1]], RECIPE, SWIZZLE, ends, None,
-        torch.bfloat16, [], False,  # after bias: out_dtype, contraction_dim, use_fast_accum
+        a.data, b.data.mT, [scale_a], RECIPE, SWIZZLE, [scale_b], RECIPE, SWIZZLE, ends, None,
+        torch.bfloat16, [], False,  # None: bias; out_dtype, contraction_dim, use_fast_accum
     )  # fmt: skip
     return _zero_outside(y, ends)
 
@@ -64,7 +64,7 @@ def _clamped_ends(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 def _zero_outside(y: Tensor, ends: Tensor) -> Tensor:
-    """Return a copy of `y`, 0 in rows outside all groups ([R, N]) or empty groups ([E, R, N])."""
+    """Return `y`, but 0 in rows outside all groups ([R, N]) or in empty groups ([E, R, N])."""
     if y.dim() == 2:
         in_group = torch.arange(len(y), device=ends.device)[:, None] < ends[-1]
     else:
@@ -73,21 +73,21 @@ def _zero_outside(y: Tensor, ends: Tensor) -> Tensor:
 
 
 def swizzled_rows(scale: Tensor, ends: Tensor) -> Tensor:
-    """Swizzle `scale` [R, blocks] of grouped rows, each group padded to a multiple of 128 rows.
+    """Swizzle `scale` [R, runs] of grouped rows, each group padded to a multiple of 128 rows.
 
-    Returns float8_e8m0fnu [rows, ceil4(blocks)]; `rows` suffices for E groups of any sizes.
+    Returns float8_e8m0fnu [rows, ceil4(runs)]; `rows` is the most that E groups of any sizes take.
     """
     R, runs = scale.shape
     _, places, padded_ends = places_of_rows(ends, R)
     rows = most_padded(R, len(padded_ends))
-    moved = scale.new_zeros(rows, runs).index_copy(0, places, scale)
-    return swizzled(moved).view(rows, -1)
+    padded = scale.new_zeros(rows, runs).index_copy(0, places, scale)
+    return swizzled(padded).view(rows, -1)
 
 
 def swizzled_tokens(scale: Tensor, ends: Tensor) -> Tensor:
     """Swizzle `scale` [N, T / 32] of column data [N, T], with one scale for each 32 tokens.
 
-    `ends` are multiples of 128. Returns e8m0 [ceil128(N), T / 32], the tiles of a group adjacent.
+    `ends` are multiples of 128. Returns e8m0 [ceil128(N), T / 32]; a group's tiles are adjacent.
     """
     tiles, tile_rows = swizzled(scale).view(torch.uint8), -(-scale.shape[0] // 128)
     tile_column = torch.arange(len(tiles) // tile_rows, device=scale.device)

@@ -1,1 +1,1 @@
-"""Uses of private API of torch and Triton; `FLOAT8_PLAIN_LAUNCH=1` selects public fallbacks."""
+"""Launch of kernels, partly by private API; `FLOAT8_PLAIN_LAUNCH=1` makes it public API alone."""

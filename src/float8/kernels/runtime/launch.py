@@ -45,7 +45,7 @@ class Launch:
         self._options = {"num_warps": num_warps, "enable_fp_fusion": True}
         self._integers = tuple(n for n in integers if n != 1)  # 1 is a constant for Triton
         self._device = device.index if device.type == "cuda" and _BYPASSES_TRITON else None
-        self._compiled: tuple[Any, ...] | None = None  # without `_device` Triton launches
+        self._compiled: tuple[Any, ...] | None = None  # while None, Triton launches
 
     def __call__(self, *tensors: Tensor | Any) -> None:
         """Launch the kernel on `tensors`; pass None for parameters that the kernel does not access.
@@ -54,12 +54,12 @@ class Launch:
         are not multiples of 16. All other tensors must be newly allocated, hence aligned, or passed
         for parameters listed in `do_not_specialize_on_alignment`.
         """
-        # Addresses, since Triton would query each tensor, and then the driver.
+        # Addresses save Triton's queries of each tensor and of the driver.
         addresses = [x.data_ptr() for x in tensors if x is not None]
-        if self._compiled is not None and not addresses[0] & 15:
-            before, after, _ = self._compiled
+        if self._compiled is not None and not addresses[0] & 15:  # aligned to 16 bytes
+            launcher_arguments, integers_and_nulls, _ = self._compiled
             stream = private.current_stream(self._device)
-            private.launch_kernel(*before, (*addresses, *after), stream)
+            private.launch_kernel(*launcher_arguments, (*addresses, *integers_and_nulls), stream)
             return
         compiled = self.kernel[(self.programs,)](*tensors, *self._rest, **self._options)
         if self._device is not None and not addresses[0] & 15:
@@ -68,16 +68,16 @@ class Launch:
                 self._device = None
 
 
-_USUAL = {"num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False}  # else: Triton
+_USUAL = {"num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False}  # else: by Triton
 _SCRATCH = ("global_scratch_size", "profile_scratch_size")  # memory that only Triton allocates
 _TYPE_CODES = {"i32": "i", "i64": "l"}  # Triton's types -> PyTorch's codes; "O": a pointer
 
 
 def _launch_arguments(compiled: Any, programs: int, integers: tuple[int, ...]) -> Any:
-    """Return arguments of PyTorch's launcher, before and after tensors' addresses, and `compiled`.
+    """Return what PyTorch's launcher gets before and after tensors' addresses, and `compiled`.
 
-    `compiled`, a kernel that Triton compiled, keeps the GPU function loaded. Returns None if the
-    launcher cannot run the kernel, or if `compiled` lacks an attribute that is read here.
+    `compiled`, a kernel that Triton compiled, is returned so that the caller keeps its GPU function
+    loaded. Returns None if the launcher cannot run the kernel, or if `compiled` lacks an attribute.
     """
     try:
         metadata, function, signature = compiled.metadata, compiled.function, compiled.src.signature
@@ -86,11 +86,11 @@ def _launch_arguments(compiled: Any, programs: int, integers: tuple[int, ...]) -
         return None
     scratch = [getattr(metadata, name) for name in _SCRATCH if hasattr(metadata, name)]
     unusual = [name for name, usual in _USUAL.items() if getattr(metadata, name, usual) != usual]
-    triton_types = [x for x in signature.values() if x != "constexpr"]
-    codes = ["O" if x.startswith("*") else _TYPE_CODES.get(x, "") for x in triton_types]
+    names = [name for name in signature.values() if name != "constexpr"]  # Triton's types
+    codes = ["O" if name.startswith("*") else _TYPE_CODES.get(name, "") for name in names]
     if any(scratch) or unusual or not all(codes):
         return None
-    types, nulls = "".join(codes) + "O" * len(scratch), (None,) * len(scratch)  # of size 0
+    types, nulls = "".join(codes) + "O" * len(scratch), (None,) * len(scratch)  # empty scratch
     return (function, programs, 1, 1, num_warps, shared, types), (*integers, *nulls), compiled
 
 

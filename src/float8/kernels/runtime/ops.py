@@ -2,7 +2,7 @@
 
 `register` uses the Library API; ops of ``custom_op`` take several times as long per eager call.
 CPUs run the plain-torch twins; CUDA runs Triton, or the twins where Triton is not installed.
-Compilers see opaque ops, so equal casts (q, k and v read one tensor) are merged.
+Compilers see opaque ops and merge equal calls, such as the casts of the input of q, k and v.
 """
 
 import functools
@@ -52,10 +52,10 @@ def register(
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     plain = torch.no_grad()(plain)  # the op skips autograd, so its body must build no graph
     if triton is None or not HAS_TRITON:
-        triton = plain if triton is None else without_triton(plain)  # with a warning
-    for device, key, body in ((cpu, "CPU", plain), (cuda, "CUDA", _on_its_device(triton))):
+        triton = plain if triton is None else without_triton(plain)  # warns once
+    for namespace, key, body in ((cpu, "CPU", plain), (cuda, "CUDA", _on_its_device(triton))):
         _library.impl(name, body, key)
-        setattr(device, name, body)  # for code that Inductor generates
+        setattr(namespace, name, body)  # for code that Inductor generates
     # Calls skip autograd, which takes time, and results do not claim to have a gradient.
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
 
@@ -103,7 +103,7 @@ def _tell_inductor(name: str) -> None:
 
     def generate(node: Any, writeline: Callable[[str], None]) -> None:
         code = importlib.import_module("torch._inductor.virtualized").V.graph.wrapper_code
-        device = node.get_device().type  # "cpu" or "cuda": see the namespaces above
+        device = node.get_device().type  # "cpu" or "cuda", both namespaces of this module
         code.add_import_once(f"from {__name__} import {device} as float8_{device}")
         arguments = ", ".join([*node.codegen_args(), *node.codegen_kwargs()])
         writeline(f"{node.get_name()} = float8_{device}.{name}({arguments})")
@@ -120,7 +120,7 @@ def _warn_without_triton() -> None:
 
 
 def without_triton(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the twin `plain` so that the first call of any wrapper warns that Triton is missing."""
+    """Wrap the twin `plain` to warn that Triton is missing; only the first of all calls warns."""
 
     def op(*args: object, **named: object) -> Any:
         _warn_without_triton()

@@ -1,4 +1,4 @@
-"""Private attributes of torch; each is None if torch lacks it or if `FLOAT8_PLAIN_LAUNCH=1`."""
+"""Access to private attributes of torch, None if torch lacks them or `FLOAT8_PLAIN_LAUNCH=1`."""
 
 import contextlib
 import functools
@@ -55,8 +55,8 @@ layer within a transform raises torch's error."""
 def surely(condition: Any) -> bool:
     """Return True if `condition` is known to hold for all sizes under `torch.compile`.
 
-    Adds no guard; False if the truth depends on the value of an unbacked size, as of `x[mask]`. In
-    eager mode returns `bool(condition)`. Requires a torch with `statically_known_true`.
+    Adds no guard. Returns False if the value of an unbacked size, such as the length of `x[mask]`,
+    decides, and `bool(condition)` in eager mode. Requires a torch with `statically_known_true`.
     """
     if not torch.compiler.is_compiling():
         return bool(condition)
@@ -68,8 +68,8 @@ def surely(condition: Any) -> bool:
 def in_reentrant_checkpoint() -> bool:
     """Return whether the first forward of reentrant checkpointing, under no_grad, is running.
 
-    The innermost caller decides: if that is a compiled graph with gradients, whose forward torch
-    also runs under no_grad, returns False.
+    Torch also runs the forward of a compiled graph with gradients under no_grad. Of callers of
+    both kinds the innermost one decides: the result is False if it is a compiled graph.
     """
     frame: Any = sys._getframe(1)
     while frame := frame.f_back:
@@ -82,7 +82,7 @@ def in_reentrant_checkpoint() -> bool:
 
 
 def make_fx_is_on() -> bool:
-    """Return whether `make_fx` is tracing; fallback: whether its module is imported."""
+    """Return whether `make_fx` is tracing; if torch cannot tell, whether its module is imported."""
     tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
     mode: Any = getattr(tracing, "get_proxy_mode", lambda: tracing)
     return mode() is not None
@@ -118,7 +118,7 @@ def warn(message: str) -> None:
     No fixed `stacklevel` finds that line: compiled code that calls eager code adds frames.
     """
     frame: Any = sys._getframe(1)
-    skipped = "float8", "torch", "contextlib", "threading", "concurrent"  # the last three call us
+    skipped = "float8", "torch", "contextlib", "threading", "concurrent"  # last three call float8
     # Code that torch generates has no `__name__`.
     while frame.f_back and frame.f_globals.get("__name__", "torch").split(".")[0] in skipped:
         frame = frame.f_back
@@ -128,7 +128,7 @@ def warn(message: str) -> None:
 
 
 class _Eager:
-    """Stands in for `compiled` code of a module, and runs the module in eager mode by `call`."""
+    """Replacement for `compiled` code of a module: runs the module in eager mode, by `call`."""
 
     def __init__(self, compiled: Any, call: Callable[..., Any]) -> None:
         self.compiled, self.call, self.users = compiled, call, 0
@@ -151,7 +151,7 @@ def in_eager_mode(model: Any) -> Iterator[None]:
         compiled = vars(module).get(name)
         if compiled is None:
             continue
-        if not isinstance(compiled, _Eager):  # else another context has replaced it
+        if not isinstance(compiled, _Eager):  # else another context did this already
             call = module._call_impl if inner is None else inner.__call__
             vars(module)[name] = compiled = _Eager(compiled, call)
         compiled.users += 1
@@ -161,5 +161,5 @@ def in_eager_mode(model: Any) -> Iterator[None]:
     finally:
         for attributes, name, eager in replaced:
             eager.users -= 1
-            if not eager.users and attributes.get(name) is eager:  # else replaced since
+            if not eager.users and attributes.get(name) is eager:  # else assigned anew
                 attributes[name] = eager.compiled
