@@ -261,24 +261,31 @@ def test_experts_are_within_their_error(
 
 
 @pytest.mark.parametrize(
-    ("file", "kind", "gpu", "layers"),
+    ("file", "kind", "sizes"),
     short(
-        {}, [("h100-train-mixtral", "Mixtral", "H100", 4), ("h200-train-olmoe", "Olmoe", "H200", 8)]
+        {1},
+        [
+            ("h100-train-mixtral", "Mixtral", {"num_hidden_layers": 4}),
+            ("h200-train-experts", "Mixtral", {"num_hidden_layers": 4}),
+            ("h200-train-experts", "Olmoe", {"num_hidden_layers": 8, "intermediate_size": 2048}),
+            ("h200-train-olmoe", "Olmoe", {"num_hidden_layers": 8}),
+        ],
     ),
 )
 def test_whole_models_with_experts_are_within_their_error(
-    file: str, kind: str, gpu: str, layers: int
+    file: str, kind: str, sizes: dict[str, int]
 ) -> None:
     transformers = pytest.importorskip("transformers")
     rows = json.loads((RESULTS / f"{file}.json").read_text())["rows"]
+    layers, gpu = sizes["num_hidden_layers"], file[:4].upper()
     rows = [row for row in rows if row["layers"] == layers and not row.get("profile")]
     ms = {row["variant"].partition("+")[0]: row.get("ms", row.get("ms_1")) for row in rows}
     found = ms.keys() & RECIPES
     assert found
     for recipe in found:
         with torch.device("meta"):
-            sizes = getattr(transformers, f"{kind}Config")(num_hidden_layers=layers)
-            model = getattr(transformers, f"{kind}ForCausalLM")(sizes)
+            config = getattr(transformers, f"{kind}Config")(**sizes)
+            model = getattr(transformers, f"{kind}ForCausalLM")(config)
         config = recipe_config(recipe)
         config = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
         convert_to_float8_training(

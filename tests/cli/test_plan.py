@@ -136,7 +136,7 @@ def test_a_step_is_modelled_without_a_gpu(planned: Callable[..., str]) -> None:
         f"{answer}\n\n224 of 225 linear layers run in float8, 93.0% of all matmul"
     )
     assert re.search(
-        r"layers.0-31.attention.key +\[1024, 4096\] +float8: modelled 1.04x of bf16\n", out
+        r"layers.0-31.attention.key +\[1024, 4096\] +float8: modelled 1.06x of bf16\n", out
     )
     chosen = 'chosen for H100 (gpu="H100"): modelled as tensorwise at 8192 tokens per forward, cas'
     assert f"{chosen}ts shared by 2 ranks\n" in out
@@ -147,13 +147,12 @@ def test_a_step_is_modelled_without_a_gpu(planned: Callable[..., str]) -> None:
     assert (modelled["gib_of_gpu"], modelled["error"]) == (79, 0.05)
     assert modelled["gib"] == pytest.approx(119.66 / 2, abs=0.01)
     assert (modelled["gpus"], modelled["unmeasured"], len(modelled["gains"])) == (2, [], 225)
-    assert modelled["gains"]["layers.0.attention.key"] == pytest.approx(1.036, abs=0.005)
+    assert modelled["gains"]["layers.0.attention.key"] == pytest.approx(1.065, abs=0.005)
     assert (step["what"], step["speedup"]) == ("step", pytest.approx(modelled["speedup"]))
     # Made on the CPU, since it needs values.
     assert "1 of 1 linear" in planned("--gpu", "NVIDIA H100 80GB HBM3", "mine_to_plan:on_cpu")
     tiny = planned("--model", "tiny")
     assert "\nno gain: no layer is faster in float8; more --tokens" in tiny
-    assert "all layers in float8" not in tiny  # which is slower
     assert "convert_to_float8_training" not in tiny
     assert "\nno gain: " in planned("--gpu", "H200", "mine_to_plan:given")
     mine = planned("--gpu", "H200", "mine_to_plan:make")
@@ -331,25 +330,22 @@ def test_the_limit_of_the_cpu_is_the_same_modelled_and_measured() -> None:
                 assert (layer_ms("H200", "bf16", M, K, N) < WAITS_BELOW_MS) == waits
 
 
-@pytest.mark.parametrize("word", ["in", "not in"])
-def test_a_filter_is_given_out_as_code(word: str) -> None:
+def test_a_filter_is_given_out_as_code() -> None:
     with torch.device("meta"):
         block = nn.ModuleDict({"wide": nn.Linear(512, 1024), "narrow": nn.Linear(512, 256)})
         other = nn.ModuleDict({"wide": nn.Linear(512, 256), "lm_head": nn.Linear(512, 1024)})
         root = nn.Linear(512, 1024)
     for code, model in (
-        (r"""re.sub(r"\d+", "N", fqn) {} ['N.wide']""", nn.ModuleList([block, block])),
-        ("fqn {} ['0.wide']", nn.ModuleList([block, other])),  # blocks differ
-        ("fqn {} ['']", root),
+        (r"""re.sub(r"\d+", "N", fqn) in ['N.wide']""", nn.ModuleList([block, block])),
+        ("fqn in ['0.wide']", nn.ModuleList([block, other])),  # blocks differ
+        ("fqn in ['']", root),
     ):
         report = report_on(copy.deepcopy(model), Float8LinearConfig(), Setup(8192, 8192), None)
         wide = {x.fqn for x in report.converted if x.out_features == 1024}
-        found = filter_code(report, lambda x, wide=wide: x.fqn in wide, word)
-        assert found == f"lambda mod, fqn: {code.format(word)}"
+        found = filter_code(report, lambda x, wide=wide: x.fqn in wide)
+        assert found == f"lambda mod, fqn: {code}"
         takes = eval(found, {"re": re})
-        taken = {x.fqn for x in report.layers if takes(None, x.fqn.removeprefix("(root)"))}
-        assert taken == (wide if word == "in" else {x.fqn for x in report.layers} - wide)
-    assert filter_code(report, lambda x: False, "not in") == "all_linears"
+        assert wide == {x.fqn for x in report.layers if takes(None, x.fqn.removeprefix("(root)"))}
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise+held", "tensorwise+fast_accum"])
@@ -371,7 +367,7 @@ def test_a_configuration_is_given_out_as_code(recipe: str) -> None:
         {1},
         [
             ("rowwise", 4096, 8, 160, "it pays: .*x$"),
-            ("tensorwise", 4096, 1, 160, "does not fit on 1 GPU, .*; on 2 .* it pays: .*x$"),
+            ("tensorwise", 4096, 1, 224, "does not fit on 1 GPU, .*; on 2 .* it pays: .*x$"),
             ("mine_to_plan:CONFIG+held", 8192, 2, 224, "it pays: .*x$"),
             ("rowwise_with_gw_hp", 768, 8, 0, "no gain: no layer is faster in float8"),
         ],

@@ -54,7 +54,7 @@ ON_MORE = "GiB; on {} (FSDP2, without activations) it pays"
 LARGE = f"does not fit on 8 GPUs, 87.0 of 79 {ON_MORE.format(16)}"
 CASES = [
     ("lora_of_4_layers --tokens 4096", 1.25, "it pays", 6.0),
-    (f"qwen3_30b_a3b {ON_EIGHT} --tokens 4096 --gpu H200", 1.31, "it pays", 56.9),
+    (f"qwen3_30b_a3b {ON_EIGHT} --tokens 4096 --gpu H200", 1.32, "it pays", 56.9),
     ("vit_l --tokens 50432 --sequence 197", 1.04, "about level", 4.5),
 ]
 MORE = [
@@ -64,7 +64,7 @@ MORE = [
         *(f"does not fit on 1 GPU, 119.7 of 79 {ON_MORE.format(2)}", 59.8),
     ),
     ("lora_13b --tokens 4096 --recipe tensorwise+only", 1.36, "it pays", 14.0),
-    (f"qwen3_30b_a3b {ON_EIGHT} --recipe tensorwise+held", 1.09, "about level", 56.9),
+    (f"qwen3_30b_a3b {ON_EIGHT} --recipe tensorwise+held", 1.16, "it pays", 56.9),
 ]
 CASES += [pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE]
 
@@ -96,19 +96,13 @@ def test_a_number_and_a_verdict(
     experts = "experts" in out
     assert experts == (", its experts " in found[4])
     assert (": may as well lose, so time it\n" in out) == (verdict == "about level")
-    of_all = "H200" in words  # where a step waits for gathers, also what loses alone
-    assert found[4].endswith(", with all layers in float8") == of_all
-    assert ("\nby the default filter: a step 1.01x\n" in out) == of_all
-    assert ("module_filter_fn=lambda mod, fqn: fqn not in ['lm_head'])\n" in out) == of_all
-    if "qwen3" in words:  # a number although they stay
-        assert re.search(r"experts.down_proj .*modelled 0\.\d\dx of bf16", out)
+    waits = "H200" in words
+    assert ("\nwaiting for gathers " in out) == waits
+    if waits:  # so experts gain that would lose alone
+        assert re.search(r"experts.down_proj .*float8: modelled 1.65x of bf16", out)
     if "held" in words:  # and why, if they do not
-        others = "1.01x with the other weights of these experts"
-        assert re.search(rf"experts.down_proj .*float8: modelled 0.90x of bf16, {others}\n", out)
-    if of_all:  # what loses by itself
-        assert re.search(
-            r"k_proj .*float8: modelled 0.\d\dx of bf16; taken with all layers in", out
-        )
+        others = "1.60x with the other weights of these experts"
+        assert re.search(rf"experts.down_proj .*float8: modelled 1.43x of bf16, {others}\n", out)
     unknown = ["on more than 4 GPUs"] * ("--data-parallel" in words)
     unknown += ["under expert parallel"] * ("--expert-parallel" in words)
     unknown += ["of models that read no tokens"] * ("vit_l" in words)

@@ -67,9 +67,8 @@ class Chooser:
         self._check(gpu, cuda_graphs, linear_classes, head)  # also reads attributes set above
         self.kinds = {conversion for conversion in self.conversions.values() if conversion}
         self.kept_by_model: dict[nn.Module, str] = {}
-        if self.filter is None:
-            for conversion in self.kinds:
-                self.kept_by_model |= conversion.modules_to_keep(self)
+        for conversion in self.kinds if self.filter is None else ():
+            self.kept_by_model |= conversion.modules_to_keep(self)
 
     def _check(self, gpu: Any, cuda_graphs: Any, linear_classes: Any, head: Any) -> None:
         """Raise a `TypeError` or `ValueError` for invalid arguments of `__init__`."""

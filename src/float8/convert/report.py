@@ -19,8 +19,7 @@ from float8.linear import Float8Module
 _NO_MATMUL = (nn.Embedding, nn.EmbeddingBag, _ConvNd, _NormBase, nn.LayerNorm)
 """Classes of modules with weights of two or more dims that are no operands of GEMMs."""
 
-_Row = tuple[str, str, str]
-"""A line of `str(report)`: the name and shape of a weight, and how it runs."""
+_Row = tuple[str, str, str]  # of `str(report)`: the name and shape of a weight, and how it runs
 
 
 @dataclass(frozen=True)
@@ -50,15 +49,14 @@ class ConversionReport:
     """Weights of experts, converted or not: the fields of `layers`, and `experts`, their number."""
 
     @property
-    def _all_reports(self) -> tuple[LayerReport, ...]:
+    def _all_reports(self) -> tuple[Any, ...]:
         return (*self.layers, *self.experts)
 
     @property
     def share(self) -> float:
         """Elements of GEMM weights in float8, divided by those of all GEMM weights."""
         in_float8 = sum(math.prod(x.shape) for x in self._all_reports if x.skip_reason is None)
-        shapes = [x.shape for x in self._all_reports] + [x.shape for x in self.others]
-        all_weights = sum(map(math.prod, shapes))
+        all_weights = sum(math.prod(x.shape) for x in (*self._all_reports, *self.others))
         return in_float8 / all_weights if all_weights else 0.0
 
     @property

@@ -37,6 +37,7 @@ MODELLED = tuple(MEMORY)  # the GPUs whose time is modelled
 _GROUPED_TIME = {"H100": 1.02, "H200": 1.0}  # time of float8 GEMMs of experts, relative to an H200
 _GROUPED_BY_BLOCKS = 1.24  # time of blockwise GEMMs of experts, relative to linear layers
 _MIN_GAIN = 1.01  # the modelled speed-up from which a layer is converted
+_GATHERED, _GATHERED_EXPERTS = 1.6, 3.0  # per 1e9 elements that ranks gather in float8: saved
 _HELD_EXPERTS_SHARE = 0.15  # of the casts of held weights of experts, with four microbatches
 _TRANSPOSE_SHARE = 0.25  # the share of the casts of a weight that transposes it for grad_input
 _GRAD_WEIGHT_SHARE = 0.223  # the share of `experts` that falls away if grad_weight is in bf16
@@ -120,11 +121,13 @@ def layer_ms(
 def both_ms(
     gpu: str, config: Float8LinearConfig, tokens: float, K: int, N: int, ranks: int, **layer: Any
 ) -> tuple[float, float]:
-    """Return `layer_ms(..., **layer)` in bf16, and under `config` if `ranks` share the casts."""
+    """Return `layer_ms(..., **layer)` in bf16, with gathers if there are `ranks`, and in float8."""
     share = {Float8Weights.HELD: _HELD_EXPERTS_SHARE if layer.get("experts") else 1.0}
     share[Float8Weights.ONLY] = 1.0 if layer.get("trains", True) else _TRANSPOSE_SHARE
     casts = share.get(config.float8_weights, 1.0) / ranks
     bf16_ms = layer_ms(gpu, "bf16", tokens, K, N, **layer)
+    gathered = _GATHERED_EXPERTS * layer.get("experts", 0) or _GATHERED
+    bf16_ms += 1e-9 * MEMORY[gpu] * gathered * K * N if ranks > 1 else 0.0
     return bf16_ms, layer_ms(gpu, config, tokens, K, N, casts=casts, **layer)
 
 

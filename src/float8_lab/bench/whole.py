@@ -26,8 +26,8 @@ from float8_lab.errors import ConfigError
 _WIDE_HEADS, _HEADS = 470e9, 360e9
 # Milliseconds of an H200 for 1e9 elements: of what layers read and write, by norms, activations and
 # residuals; of what adapters read and write; of logits; of float32 Parameters that AdamW writes,
-# that one GPU copies to bf16 and back, that FSDP2 copies for each GPU, less if it gathers bytes.
-_NORMS, _ADAPTERS, _LOSS, _ADAMW, _COPIES, _SHARDS, _BYTES = 1.6, 2.6, 4.3, 8.5, 3.0, 10.0, 1.6
+# that one GPU copies to bf16 and back, and that FSDP2 copies for each GPU, if it gathers bf16.
+_NORMS, _ADAPTERS, _LOSS, _ADAMW, _COPIES, _SHARDS = 1.6, 2.6, 4.3, 8.5, 3.0, 10.0
 _GIB = {"H100": 79, "H200": 139}  # that CUDA has of a card's 80 and 141 GB
 _LINK = 300e6  # bytes per ms that a GPU gets from others: NVLink, or eight network cards of a host
 # Of the CPU, to start the kernels of a layer in bf16 and in float8, compiled: of one GPU, and under
@@ -90,7 +90,7 @@ class Step:
         experts = [mod for mod in model.modules() if kind_of(mod) is not None]
         self._ranks: dict[int, int] = defaultdict(lambda: run.data_parallel)
         self._ranks |= {id(weight): own for mod in experts for weight in mod.parameters()}
-        self._in_bytes = set[int]()  # ids of weights that are gathered in float8
+        self._saved_ms = dict[int, float]()  # by id, of weights that are gathered in float8
         self.report = report = conversion_report(model)
         for row in (*report.layers, *report.experts):
             self._add_layer(model, row)
@@ -155,10 +155,10 @@ class Step:
         sums[0] += high
         sums[1] += high if low is None else low
 
-    def _elements(self, part: str, count: float, ms: float, less: float = 0.0) -> None:
-        """Add `ms` for 1e9 elements in bf16, and `less` ms fewer in float8."""
-        scale = 1e-9 * count * speed.MEMORY[self.gpu]
-        self._add(part, scale * ms, scale * (ms - less))
+    def _elements(self, part: str, count: float, ms: float, saved_ms: float = 0.0) -> None:
+        """Add `ms` for 1e9 elements, less `saved_ms` for all of them in float8."""
+        ms *= 1e-9 * count * speed.MEMORY[self.gpu]
+        self._add(part, ms, ms - saved_ms)
 
     def _add_layer(self, model: nn.Module, row: LayerReport) -> None:
         run, K, N = self.run, row.in_features, row.out_features
@@ -182,12 +182,14 @@ class Step:
         if experts:
             both = self.of_experts[path]
             both[:] = both[0] + high, both[1] + low
+        gathered_ms = high - speed.layer_ms(self.gpu, "bf16", tokens, K, N, **of)
+        high -= gathered_ms  # that float8 saves, of copies of weights
         host = _FSDP_HOST_MS if run.data_parallel > 1 else _HOST_MS
         self.host_ms = [ms + host[i and in_float8] for i, ms in enumerate(self.host_ms)]
         low, ranks = (low, ranks) if in_float8 else (high, 1)
         self._sent[1] -= 2 * K * N * (experts or 1) * (1 - 1 / ranks)
         if ranks > 1:
-            self._in_bytes.add(id(weight))
+            self._saved_ms[id(weight)] = gathered_ms
         if (reason_by_name(fqn) or "").startswith("the head"):
             self._add("head and loss", high, low)
             self._elements("head and loss", tokens * N, _LOSS)
@@ -211,7 +213,7 @@ class Step:
         if trains:
             self._elements("optimizer", count / ranks, _ADAMW * size / 4)
         if ranks > 1:
-            self._elements(_COPIED, count, _SHARDS, _BYTES * (id(weight) in self._in_bytes))
+            self._elements(_COPIED, count, _SHARDS, self._saved_ms.get(id(weight), 0.0))
             both = (4 + trains * size) * count * (1 - 1 / ranks)  # gathered twice, and reduced
             self._sent = [sent + both for sent in self._sent]
         elif trains and size > 2:

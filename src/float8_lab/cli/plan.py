@@ -15,11 +15,11 @@ import typer
 from torch import nn
 
 import float8
-from float8 import ConversionReport, all_linears, conversion_report, convert_to_high_precision
+from float8 import ConversionReport, conversion_report, convert_to_high_precision
 from float8.config import Float8LinearConfig, Float8Weights
 from float8.convert.choice import Chooser, short_name
 from float8.convert.conversion import LayerReport
-from float8.convert.convert import convert_chosen, convert_to_float8_training
+from float8.convert.convert import convert_chosen
 from float8.convert.speed import MODELLED, WAITS_BELOW_MS
 from float8.experts import kind_of
 from float8_lab.bench.linear import Shape, Times, measure_linear
@@ -101,19 +101,15 @@ def plan_layers(
     return rows
 
 
-def filter_code(
-    report: ConversionReport, meant: Callable[[LayerReport], bool], word: str = "in"
-) -> str:
-    """Return code of a filter: it takes what is `in` the layers that are meant, or `not in`."""
+def filter_code(report: ConversionReport, meant: Callable[[LayerReport], bool]) -> str:
+    """Return code of a filter that takes the layers that are meant."""
     names: dict[bool, list[str]] = {True: [], False: []}
     for x in report.layers:
         names[meant(x)].append("" if x.fqn == "(root)" else x.fqn)
     alike = {key: {re.sub(r"\d+", "N", name) for name in names[key]} for key in names}
-    if word == "not in" and not names[True]:
-        return "all_linears"
     if alike[True] & alike[False] or alike[True] == {*names[True]}:  # blocks differ; no blocks
-        return f"lambda mod, fqn: fqn {word} {names[True]}"
-    return f'lambda mod, fqn: re.sub(r"\\d+", "N", fqn) {word} {sorted(alike[True])}'
+        return f"lambda mod, fqn: fqn in {names[True]}"
+    return f'lambda mod, fqn: re.sub(r"\\d+", "N", fqn) in {sorted(alike[True])}'
 
 
 def config_code(config: Float8LinearConfig, recipe: str) -> str:
@@ -134,9 +130,8 @@ def conversion_code(config: Float8LinearConfig, recipe: str, arguments: str) -> 
     code, (module, _, own) = "\n".join(lines), recipe.partition("+")[0].rpartition(":")
     names = [x for x in float8.__all__ if re.search(rf"(?<![\w.\"]){x}\b", code)]
     lines.insert(0, f"from float8 import {', '.join(names)}")
-    others = {f"from {module} import {own}": module, "import re": "re.sub(" in code}
-    others["from dataclasses import replace"] = "= replace(" in code
-    return [line for line, needed in others.items() if needed] + lines
+    lines[:0] = [f"from {module} import {own}"] if module else []
+    return ["from dataclasses import replace"] * ("= replace(" in code) + lines
 
 
 def judge(
@@ -144,7 +139,7 @@ def judge(
 ) -> tuple[Step, ConversionReport, list[str]]:
     """Return a step, its report and lines on it, on as many GPUs as hold weights and their state.
 
-    What the default filter takes, or all if that is clearly faster, is converted.
+    What the default filter takes is converted.
     """
     if run.data_parallel > 1 and ":" not in recipe:  # a configuration of one's own says it itself
         with contextlib.suppress(ValueError):  # not every recipe can
@@ -158,7 +153,7 @@ def judge(
         short = f"does not fit on {here} GPU{'s' * (here > 1)}, {gib:.1f} of {step.gib_of_gpu} GiB"
         lines[0] = f"{short}; on {gpus} (FSDP2, without activations) {lines[0]}"
     else:
-        step, report, lines = answer(model, config, step, recipe)
+        report, lines = answer(config, step, recipe)
     frozen = not all(weight.requires_grad for weight in model.parameters())
     if frozen and here == 1 and config.float8_weights is Float8Weights.ON_THE_FLY:
         with contextlib.suppress(ValueError):  # not every recipe can
@@ -171,21 +166,12 @@ def judge(
 
 
 def answer(
-    model: nn.Module, config: Float8LinearConfig, step: Step, recipe: str
-) -> tuple[Step, ConversionReport, list[str]]:
-    """Return what `judge` does, of a model that the default filter converted as in `step`."""
-    run, gpu, of_all = step.run, step.gpu, ""
-    code = filter_code(step.report, lambda x: "filter_fn takes" in (x.skip_reason or ""), "not in")
-    takes = eval(code, {"re": re, "all_linears": all_linears})  # so what is told is what is planned
-    convert_to_high_precision(model)
-    convert_to_float8_training(model, config=config, module_filter_fn=takes)
-    every = Step(model, gpu, config, run)
-    other = f"all layers in float8, module_filter_fn={code}: a step {every.speedup:.2f}x"
+    config: Float8LinearConfig, step: Step, recipe: str
+) -> tuple[ConversionReport, list[str]]:
+    """Return a report and lines on a step of a model that fits."""
+    run, gpu = step.run, step.gpu
     flags = ", cuda_graphs=True" * run.cuda_graphs + ", head=True" * run.head
     call = f'tokens_per_step={run.tokens}, gpu="{gpu}"{flags}'
-    if (gains := every.speedup / step.speedup - 1) > step.error:
-        other = f"by the default filter: a step {step.speedup:.2f}x"
-        step, of_all, call = every, ", with all layers in float8", f"module_filter_fn={code}"
     (high, low), (bf16, ours), error = step.host_ms, step.gpu_ms, f"±{step.error:.0%}"
     level, converted = abs(step.speedup - 1) < step.error, step.report.share > 0
     word = "about level" if level else "it pays" if step.speedup > 1 else "loses"
@@ -193,7 +179,7 @@ def answer(
     if step.unmeasured:
         error = f"error not known: nothing was measured {', '.join(step.unmeasured)}"
     said = f"modelled ({error})" + ": may as well lose, so time it" * level
-    lines = [f"{word}: {step}{of_all}", said]
+    lines = [f"{word}: {step}", said]
     if not converted:
         reasons = " ".join(x.skip_reason or "" for x in step.report.layers)
         hint = "the report says why"
@@ -218,15 +204,14 @@ def answer(
         helps = "larger units of FSDP2, " * (run.data_parallel > 1) + "CUDA graphs (--cuda-graphs)"
         runs = f"the GPU runs it in {bf16:.0f} and {ours:.0f}; what helps: more --tokens, {helps}"
         lines.append(f"{word}: {starts}, {runs}")
-    lines += [other] * (gains > 0.005)
     lines += [f"{x}: judged at all tokens, timed at one of each sequence" for x in step.pooled]
     lines += conversion_code(config, recipe, call) if converted else []
-    told = {of: _told(getattr(step.report, of), step, of_all) for of in ("layers", "experts")}
-    return step, replace(step.report, **told), lines
+    told = {of: _told(getattr(step.report, of), step) for of in ("layers", "experts")}
+    return replace(step.report, **told), lines
 
 
-def _told(rows: Any, step: Step, of_all: str) -> Any:
-    """Return rows of a report with numbers for scalings, and why they were taken if they lose."""
+def _told(rows: Any, step: Step) -> Any:
+    """Return rows of a report with numbers for scalings."""
     told = []
     for row in rows:
         gain = step.gains[row.fqn]
@@ -234,7 +219,6 @@ def _told(rows: Any, step: Step, of_all: str) -> Any:
         if both := step.of_experts.get(row.fqn.rpartition(".")[0]):
             gain = both[0] / both[1]
             text += f", {gain:.2f}x with the other weights of these experts"
-        text += of_all.replace(", with", "; taken with") * (gain < 1)
         told.append(replace(row, scaling=row.scaling and text))
     return tuple(told)
 
