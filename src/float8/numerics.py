@@ -49,17 +49,17 @@ def parameter_name(experts: nn.Module, weight: Any) -> str:
     return next((name for name, p in named if local_tensor(p).data_ptr() == address), "")
 
 
-def count(x: Tensor, data: Tensor, bound: Tensor | None, with_zeros: bool) -> Tensor:
+def count(x: Tensor, data: Tensor, bound: Tensor | None, all_count: bool) -> Tensor:
     """Count elements of `x` that are 0 in `data` (`x` cast to float8), saturate or are not finite.
 
     `data` has the shape of `x`. Absolute values above `bound` ([1], [], or None) saturate.
 
     Returns:
-        [6] float64: the amax, the number of elements, of nonzero ones (all if `with_zeros`),
+        [6] float64: the amax, the number of elements, of nonzero ones (all if `all_count`),
         of these that are 0 in `data`, of finite ones that saturate, and of non-finite ones.
     """
     magnitude, is_zero = x.abs(), data.view(torch.uint8) & 127 == 0  # the sign bit may be set
-    nonzero, finite = (x != 0) | with_zeros, magnitude < torch.inf
+    nonzero, finite = (x != 0) | all_count, magnitude < torch.inf
     amax = magnitude.amax() if x.numel() else magnitude.new_zeros(())
     elements = torch.full_like(amax, x.numel(), dtype=torch.float64)
     # `finite[:0]` sums to 0. `reshape(1)`: a 0-dim bound would be rounded to the dtype of `x`.
@@ -137,8 +137,8 @@ def over_ranks(rows: Tensor, keys: Sequence[Any], maxima: int, group: Any) -> li
     """
     if dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD if group is None else group
-        if (only_here := unlike([str(key) for key in keys], [group], rows.device)) is not None:
-            got = f"model: got other layers than on other ranks, {only_here[:4]}, expected the same"
+        if (differing := unlike([str(key) for key in keys], [group], rows.device)) is not None:
+            got = f"model: got other layers than on other ranks, {differing[:4]}, expected the same"
             raise ValueError(f"{got}; give a group= of ranks that train the same layers")
         largest, sums = rows[:, :maxima].float().contiguous(), rows[:, maxima:].contiguous()
         dist.all_reduce(sums, group=group)

@@ -12,7 +12,7 @@ from float8.tensor import Float8Tensor, is_dtensor, local_tensor
 
 
 def mesh_device_type(weights: Iterable[Any]) -> str | None:
-    """Return the device type of the mesh of DTensors in `weights`, or None without a DTensor."""
+    """Return the device type of the mesh of `weights`, even offloaded ones; None without a mesh."""
     return next((mesh.device_type for mesh in _meshes(weights)), None)
 
 
@@ -39,7 +39,7 @@ def sync_groups(
     """Return the process groups over which a sync reduces the amaxes of layers with `weights`.
 
     These are `group` if given; else the groups of the mesh of `weights`, or, if they have none, of
-    `fsdp_params`, Parameters of the FSDP2 modules around the layers; else all ranks; () for one.
+    `fsdp_params`, Parameters of the FSDP2 modules around the layers; else all ranks; () if one.
     Raises `ValueError` if they lack a rank of one of `shard_groups`, which hold parts of a weight.
     """
     if group is not None:
@@ -51,7 +51,7 @@ def sync_groups(
     if len(meshes) > 1:
         got = f"got layers on {len(meshes)} different meshes, expected one for all"
         raise ValueError(f"model: {got}; say which ranks share their amaxes with `group=`")
-    for mesh in meshes:
+    for mesh in meshes:  # one at most
         if mesh.size() < dist.get_world_size():  # else one group of all ranks serves
             mesh_ranks = mesh.mesh.flatten().tolist()
             _require_whole_weights(shard_groups, mesh_ranks, "None and weights on a mesh of ranks")

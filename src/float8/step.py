@@ -76,7 +76,7 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     attachment = Attachment(mods, handles)
     for mod in mods:
         mod._float8_attach()  # also has the first use cast held weights again
-    weakref.finalize(inner, attachment.remove).atexit = False  # no step updates held weights then
+    weakref.finalize(inner, attachment.remove).atexit = False  # a collected optimizer steps no more
     return attachment
 
 

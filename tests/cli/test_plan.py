@@ -298,6 +298,12 @@ def test_layers_that_were_measured_to_gain_are_large_enough(gpu: str) -> None:
         assert why_slower(layer, config, row["M"], 1, gpu, waits=True) is None
 
 
+def test_what_ranks_gather_makes_no_layer_wait_less_for_the_cpu() -> None:
+    layer = nn.Linear(4096, 14336, device="meta")
+    reason = why_slower(layer, Float8LinearConfig(), 400, 8, "H200", waits=True)
+    assert str(reason).startswith("waits for the CPU: 0.20 ms of H200 in bf16")
+
+
 def test_layers_that_wait_for_the_cpu_stay_but_in_cuda_graphs(planned: Callable[..., str]) -> None:
     """With graphs the feed-forward gains: a step was measured at 1.02."""
     for more, converted in (([], 0), (["--cuda-graphs"], 36)):

@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -319,6 +320,10 @@ def test_what_is_no_step_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -
         sync_float8_amax_and_scale_history(model)
         optimizer.step()
         optimizer.zero_grad()
+    with monkeypatch.context() as patch:  # a first forward after a sync that fails is no step
+        patch.setattr(torch.Tensor, "diagonal", Mock(side_effect=torch.OutOfMemoryError))
+        with pytest.raises(torch.OutOfMemoryError):
+            model(X)
     train(model, 6)
     optimizer.zero_grad()  # a batch that is left out
     x = X.clone().requires_grad_()

@@ -228,7 +228,7 @@ def write_files(
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Context manager: make and lock `folder` (until the process ends), or raise `OSError`."""
+    """Context manager: make and lock `folder`, or raise `OSError`. Killing a process unlocks it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (lock := folder / _LOCK).open("ab") as file:
         try:

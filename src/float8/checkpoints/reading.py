@@ -162,7 +162,7 @@ def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None
     in_float8 = name in checkpoint.in_float8
     takes_data = in_float8 and len(only_layers) == len(target.saved.uses)  # not dequantized
     placements = tensor.placements if is_dtensor(tensor) else ()
-    is_floating_point = getattr(dtype, "is_floating_point", False)  # `dtype` of integers is a str
+    is_floating_point = getattr(dtype, "is_floating_point", False)  # a str if torch lacks it
     if is_floating_point != tensor.dtype.is_floating_point:
         got, expected = f"dtype {dtype}", f"numbers like {tensor.dtype}"
     elif shape != shape_of_part:

@@ -404,7 +404,7 @@ def _cast_tensors(
         for entry in entries:
             x: Any = high_precision(entry.tensor.detach())  # `Float8Tensor` if in float8 only
             if layers:
-                x = getattr(merged, plan.base_attr[entry.tensor])  # in float32
+                x = getattr(merged, plan.base_attr[entry.tensor])  # not cast yet
                 if not (entry.cast_config or entry.dtype):  # nothing below rounds it
                     x = x.to(entry.tensor.dtype)
             has_float8_data = isinstance(local_tensor(x), Float8Tensor)

@@ -37,15 +37,15 @@ MODELLED = tuple(MEMORY)  # the GPUs whose time is modelled
 _GROUPED_TIME = {"H100": 1.02, "H200": 1.0}  # time of float8 GEMMs of experts, relative to an H200
 _GROUPED_BY_BLOCKS = 1.24  # time of blockwise GEMMs of experts, relative to linear layers
 _MIN_GAIN = 1.01  # the modelled speed-up from which a layer is converted
-_GATHERED, _GATHERED_EXPERTS = 1.6, 3.0  # per 1e9 elements that ranks gather in float8: saved
+_GATHERED, _GATHERED_EXPERTS = 1.6, 3.0  # ms of an H200 saved per 1e9 elements gathered in float8
 _HELD_EXPERTS_SHARE = 0.15  # of the casts of held weights of experts, with four microbatches
 _TRANSPOSE_SHARE = 0.25  # the share of the casts of a weight that transposes it for grad_input
 _GRAD_WEIGHT_SHARE = 0.223  # the share of `experts` that falls away if grad_weight is in bf16
 ERROR, EXPERTS_ERROR = 0.05, 0.1  # errors of modelled speed-ups, without and with experts
 
 WAITS_BELOW_MS = 0.25
-"""The bf16 time on a GPU below which a layer in float8 has the GPU wait for the CPU. Compiled under
-`tensorwise`, a layer took the CPU 0.36 ms with the code around it. CUDA graphs do not wait."""
+"""The bf16 time on a GPU below which a layer in float8 has the GPU wait for the CPU; frozen layers
+have 2 of 3 GEMMs. A compiled layer took the CPU 0.36 ms with its code. CUDA graphs do not wait."""
 
 FSDP_WAITS_BELOW_MS = 0.57
 """The mean bf16 time of layers below which FSDP2 with a float8 gather has the GPU wait for the CPU.
@@ -121,7 +121,7 @@ def layer_ms(
 def both_ms(
     gpu: str, config: Float8LinearConfig, tokens: float, K: int, N: int, ranks: int, **layer: Any
 ) -> tuple[float, float]:
-    """Return `layer_ms(..., **layer)` in bf16, with gathers if there are `ranks`, and in float8."""
+    """Return `layer_ms` in bf16, with what `ranks` save if they gather float8, and in float8."""
     share = {Float8Weights.HELD: _HELD_EXPERTS_SHARE if layer.get("experts") else 1.0}
     share[Float8Weights.ONLY] = 1.0 if layer.get("trains", True) else _TRANSPOSE_SHARE
     casts = share.get(config.float8_weights, 1.0) / ranks
@@ -148,10 +148,10 @@ def why_slower(
         narrow = f"{min(K, N)} features are less than {NARROW}, and {gpu} is not modelled"
         return narrow if min(K, N) < NARROW else None
     trains = layer.weight.requires_grad
-    bf16_ms, float8_ms = both_ms(gpu, config, tokens, K, N, ranks, trains=trains)
-    reason = no_gain(config, bf16_ms / float8_ms, ERROR, f"{gpu}, {tokens} tokens per forward")
-    limit_ms = WAITS_BELOW_MS * (1.0 if trains else 2 / 3)  # a frozen layer has 2 of 3 GEMMs
-    if reason or not waits or bf16_ms >= limit_ms:
+    high_ms, low_ms = both_ms(gpu, config, tokens, K, N, ranks, trains=trains)
+    reason = no_gain(config, high_ms / low_ms, ERROR, f"{gpu}, {tokens} tokens per forward")
+    bf16_ms = layer_ms(gpu, "bf16", tokens, K, N, trains=trains)  # without gathers
+    if reason or not waits or bf16_ms >= WAITS_BELOW_MS * (1.0 if trains else 2 / 3):
         return reason
     why = f"{bf16_ms:.2f} ms of {gpu} in bf16 is less than the CPU needs"
     return f"waits for the CPU: {why}; cuda_graphs=True converts it"

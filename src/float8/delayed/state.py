@@ -194,8 +194,6 @@ class StatefulLayer(Float8Module):
         }
         old_versions: Any = self._float8_versions
         is_first = old_versions is None  # since the last sync
-        if is_first:
-            self._float8_versions = versions
         written = not is_first and any(old_versions.get(key, v) != v for key, v in versions.items())
         # The diagonal is sampled in the first forward, then after a backward once `grad` is None.
         weight: Any = self._parameters.get("weight")
@@ -218,6 +216,8 @@ class StatefulLayer(Float8Module):
                     written |= not torch.equal(diagonal.nan_to_num(), old_diagonal.nan_to_num())
         if is_due or is_first:
             self._float8_sample = new_sample
+        if is_first:  # after the sample, which may run out of memory
+            self._float8_versions = versions
         if written:
             raise RuntimeError(
                 "Float8Linear: the optimizer stepped, or a weight was written by hand, but delayed "

@@ -66,7 +66,7 @@ class Experts(Conversion):
         """Return why float8 would be no faster for `mod` by a model of equal groups, or None."""
         if (gpu := chooser.gpu_of(mod)) is None:
             return None
-        gpu = gpu if gpu in MODELLED else "H100"  # others with this GEMM are Hopper GPUs, too
+        gpu = gpu if gpu in MODELLED else "H100"  # another GPU: as an H100
         parent = chooser.model.get_submodule(fqn.rpartition(".")[0])
         config, tokens, weights = chooser.config, chooser.tokens, weights_of(mod)
         top_k = experts_per_token(mod, parent)

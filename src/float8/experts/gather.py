@@ -69,7 +69,7 @@ class GatherExperts(Float8GatherWeight):
         self, size: torch.Size, rows: int, mesh: Any, module: Any, dtype: torch.dtype
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
         """Return the tensors to all-gather, float8 padded to `rows` experts, and `GatherInfo`."""
-        ranks, self.param_dtype = mesh.size(), dtype  # from now on the shard can be cast ahead
+        ranks, self.param_dtype = mesh.size(), dtype  # with which a shard is cast ahead
         # The Parameter that keeps a cast; None if `self` is a copy, as with CPU offload.
         weight = next((x for x in module._parameters.values() if local_tensor(x) is self), None)
         quantized = None if weight is None else self.kept(weight)

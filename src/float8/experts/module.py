@@ -200,7 +200,7 @@ def stored_by_rows(module: nn.Module) -> list[str]:
 
 
 def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | None:
-    """Return why experts `module` cannot be converted with `config`, or None if they can."""
+    """Return why `module`, of a known `kind_of`, cannot be converted with `config`, or None."""
     if reason := no_grouped_gemm(config):
         return f"got a config with {reason}; expected {EXPECTED}"
     if replaced_forward(module):
@@ -228,7 +228,7 @@ def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | 
             return f"got {name}, a {reason}"
         if not config.emulate and (N % GEMM_ALIGNMENT or K % GEMM_ALIGNMENT):
             return f"got {name} with N={N} and K={K}, expected multiples of {GEMM_ALIGNMENT}"
-        only = config.only_on[:1] or HOPPER  # [:1]: of Blackwell 10.x, not 12.x, has it
+        only = config.only_on[:1] or HOPPER  # Blackwell 10.x, since 12.x has no such GEMM
         reason = lacks_float8_gemm(local_tensor(parameter).device, only=only)
         if not config.emulate and reason is not None:
             return f"{reason}; set emulate=True to compute in high precision instead"
@@ -239,7 +239,7 @@ def _overridden_grouped_mm(module: Any) -> str | None:
     """Return an error message if `_grouped_mm` is overridden, which a conversion would undo."""
     cls = module._float8_source_class if isinstance(module, Float8Experts) else type(module)
     owners = [x.__name__ for x in cls.__mro__ if "_grouped_mm" in vars(x)]  # subclasses first
-    if len(owners) == 1 and "_grouped_mm" not in vars(module):  # else as by torchtitan's MXFP8
+    if len(owners) == 1 and "_grouped_mm" not in vars(module):  # not as in torchtitan's MXFP8
         return None
     got, expected = owners[0] if len(owners) > 1 else "an attribute", owners[-1]
     fix = "do without what replaced it, or leave these experts to it"

@@ -32,7 +32,7 @@ def foreach_cast(
     rounded = first.dtype == torch.float32 and via == torch.bfloat16
     kernel_fits = first.is_cuda and (rounded or via == first.dtype)  # it rounds only in this case
     one_launch = kernel_fits and all(x.is_contiguous() for x in tensors)
-    if not (one_launch and takes_triton_directly(*tensors)):  # compiled code calls ops instead
+    if not (one_launch and takes_triton_directly(*tensors)):  # not in compiled code
         pairs = zip(tensors, scales, strict=True)
         return [kernels.to_float8(x.to(via), scale, dtype) for x, scale in pairs]
     results: list[Tensor] = []

@@ -89,7 +89,7 @@ class Float8GatherWeight(Wrapper):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, weight = kwargs or {}, args[0] if args else None
-        inner_args, inner_values = [*map(_inner, args)], map(_inner, kwargs.values())
+        inner_args, inner_values = [*map(_unwrapped, args)], map(_unwrapped, kwargs.values())
         inner_kwargs = dict(zip(kwargs, inner_values, strict=True))
         if isinstance(weight, Float8GatherWeight) and (func.is_view or func in _WRAPS_RESULT):
             # Compound ops arrive whole in inference mode; the ops they decompose into come here.
@@ -305,11 +305,11 @@ torch.serialization.add_safe_globals(
 )
 
 
-def _inner(x: Any) -> Any:
-    """Return the inner tensor of a wrapper `x`, a list of `_inner(item)` of a list, or else `x`."""
+def _unwrapped(x: Any) -> Any:
+    """Return the inner tensor of a wrapper `x`, a list of those of a list `x`, or else `x`."""
     if isinstance(x, Float8GatherWeight):
         return x._inner
-    return [*map(_inner, x)] if isinstance(x, list | tuple) else x
+    return [*map(_unwrapped, x)] if isinstance(x, list | tuple) else x
 
 
 def padded_shard(x: Tensor, rows: int) -> Tensor:

@@ -143,7 +143,7 @@ class Float8Gathers(Feature):
         require_one_cast(config, "enable_fsdp_float8_all_gather")
 
     def sharing_ranks(self, config: Float8LinearConfig) -> int:
-        """Return how many ranks cast shards of a weight: all under float8 all-gather, else 1."""
+        """Return the size of the default group under a float8 gather, else 1."""
         gathers = config.enable_fsdp_float8_all_gather and dist.is_available()
         return dist.get_world_size() if gathers and dist.is_initialized() else 1
 
@@ -210,8 +210,8 @@ def enable_float8_all_gather(module: nn.Module) -> None:
         if not all(isinstance(mod, Float8Module) for mod, _ in places):
             continue
         config, *other_configs = {mod._float8_config for mod, _ in places}
-        by_rows = all(name in _gathered_names(mod) for mod, name in places)  # not [E, K, N]
-        gathers = config.enable_fsdp_float8_all_gather and not other_configs and by_rows
+        sendable = all(name in _gathered_names(mod) for mod, name in places)  # not [E, K, N]
+        gathers = config.enable_fsdp_float8_all_gather and not other_configs and sendable
         if gathers and not isinstance(local_tensor(weight), Float8GatherWeight):
             layer = places[0][0]
             wrapper, cast = WRAPPERS[weight.dim()], layer._float8_plan.casts.weight

@@ -51,7 +51,7 @@ class Float8ParallelLinear(Float8Linear):
         return new
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return this rank's part of the output; `input` and output have `_float8_placements`."""
+        """Return the output; it and `input` are local, and placed as `_float8_placements` says."""
         *placements, output_placement = self._float8_placements
         x, weight, bias = (
             t if t is None else DTensor.from_local(t, self._float8_mesh, [place], run_check=False)

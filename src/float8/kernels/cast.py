@@ -126,14 +126,14 @@ def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype, exponents: bool = Fa
     limit = 448.0 if dtype == torch.float8_e4m3fn else 57344.0
     # A division in float64 makes the float32 inverse correctly rounded in compiled code, too.
     inverse = inverse_of_exponent(scale) if exponents else 1.0 / scale.to(torch.float64)
-    quotient = x.to(torch.float32) * inverse.to(torch.float32)
+    scaled = x.to(torch.float32) * inverse.to(torch.float32)
     # Saturate here and not in the conversion: torch releases differ in how they convert Inf.
-    codes = quotient.clamp(-limit, limit).to(dtype).view(torch.uint8)
-    if quotient.is_cpu and not torch.compiler.is_compiling() and quotient.sum().isfinite():
+    codes = scaled.clamp(-limit, limit).to(dtype).view(torch.uint8)
+    if scaled.is_cpu and not torch.compiler.is_compiling() and scaled.sum().isfinite():
         return codes.view(dtype)  # no Inf or NaN to replace; on a GPU this test would sync
     # Write 0x7F for every NaN, since CPUs and GPUs differ in its sign; as uint8, since compilers do
     # not merge equal float8 expressions with a NaN. Inf is NaN except under 8-bit exponents.
-    is_number = ~quotient.isnan() if exponents else x.isfinite() & ~quotient.isnan()
+    is_number = ~scaled.isnan() if exponents else x.isfinite() & ~scaled.isnan()
     return torch.where(is_number, codes, 0x7F).view(dtype)
 
 

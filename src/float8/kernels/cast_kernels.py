@@ -155,7 +155,7 @@ def store_run_scales(  # type: ignore[no-untyped-def]
 
 @jit
 def times_any_inverse(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Multiply as `tiles.times`, but by the inverse of one scale, finite even if ``v`` has Inf."""
+    """Multiply as `tiles.times`, by one inverse, which may be finite although ``v`` has an Inf."""
     # An Inf in v must become NaN, although a product that overflows saturates. Inf * 0 is NaN, and
     # adding a zero of the product's sign changes no other value, contracted to an FMA or not.
     zero = (inverse.to(tl.int32, bitcast=True) & -0x80000000).to(tl.float32, bitcast=True)
@@ -217,7 +217,7 @@ def measure_kernel(  # type: ignore[no-untyped-def]
     ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Raise amaxes of rows, columns or both by this program's elements, ``rows`` x BLOCK_C."""
+    """Raise amaxes of rows, columns or both to those of this program's elements."""
     strips = tl.cdiv(C, BLOCK_C)
     tile = tiles.reversed_tile()  # backwards, so that L2 has the first rows for `cast_kernel`
     begin = tile // strips * rows

@@ -165,7 +165,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def operand_of(role: str, x: Float8Tensor, cast: Cast, other_gemm: str | None) -> Operand:
-    """Return data and scale of `x`, an input or weight that the caller or FSDP2 quantized.
+    """Return data and scale of `x`, an input or weight that is in float8 already.
 
     Records the amax of `x` under delayed scaling. Raises a `ValueError` that names `role` if `x` is
     not as `cast` makes it, or if `other_gemm`, a GEMM that needs another cast of `x`, is not None.

@@ -78,7 +78,7 @@ class InFloat8(NamedTuple):
     def output(
         self, a: Operand, shape: Shape, index: Any, call: "Call", out_dtype: dtype
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """Multiply `a` by a padded copy of the weight; return the product and fields to save."""
+        """Return `a @ weight.T`, by data padded if need be, and the unpadded fields to save."""
         b = call.products.padded(Operand(*self), call.casts.weight.config.scaling_granularity)
         gemm = call.plan.output
         return call.products.output(a, b, shape, *index, gemm=gemm, out_dtype=out_dtype), self

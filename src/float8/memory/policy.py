@@ -29,7 +29,7 @@ def activations_in_float8(*, min_mib: float = 1.0, dtype: torch.dtype = E4M3) ->
     dtype. An infinite or NaN element turns all elements with the same scale into NaN.
 
     Args:
-        min_mib: the size in MiB below which tensors are not rounded; a symbolic size by its hint.
+        min_mib: the size in MiB below which no tensor is rounded; symbolic ones count by hints.
         dtype: `torch.float8_e4m3fn`, or `torch.float8_e5m2` with one mantissa bit less.
 
     Returns:

@@ -145,7 +145,8 @@ def _column_parallel(
     input: Any, weight: Any, bias: Any, gathers: bool, plan: LinearPlan, casts: Casts
 ) -> Any:
     """Multiply tokens, gathered if `gathers`, by local weight rows; return a Shard(-1) DTensor."""
-    dtensors, mesh, (placement,) = torch.distributed.tensor, weight.device_mesh, input.placements
+    dtensors, (placement,) = torch.distributed.tensor, input.placements
+    local = weight.to_local()  # made first, so that backward accumulates into the weight last
     tokens = None  # or `SharedTokens`, with which the layer itself communicates, instead of torch
     if gathers and not placement.is_replicate():
         in_float8 = isinstance(input._local_tensor, Float8Tensor)  # cast before, for several layers
@@ -161,8 +162,7 @@ def _column_parallel(
     # Each rank computes a partial gradient of the input; `GathersInput` reduce-scatters it itself.
     x = input.to_local(grad_placements=(dtensors.Partial(),) if tokens is None else None)
     bias = None if bias is None else bias.to_local()
-    products = None if tokens is None else GathersInput(tokens)
-    y = apply_linear(x, weight.to_local(), bias, plan, casts, products=products)
+    y = apply_linear(x, local, bias, plan, casts, products=tokens and GathersInput(tokens))
     if tokens is not None and x.dim() != 2:  # `apply_linear` returned [M, N]
         shape = [*x.shape[:-1], y.shape[-1]]
         shape[tokens.dim] *= tokens.ranks
@@ -170,7 +170,7 @@ def _column_parallel(
     placements = (dtensors.Shard(y.dim() - 1),)
     whole = torch.empty([*y.shape[:-1], weight.shape[0]], device="meta")  # as N may be uneven
     return dtensors.DTensor.from_local(
-        y, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        y, weight.device_mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
 
 

@@ -89,8 +89,8 @@ def update_float8_weights(model: nn.Module) -> None:
     if on_the_fly:
         count, first = len(on_the_fly), ", ".join(on_the_fly[:3])
         warn(
-            f"float8: {count} layer(s) cast their weight on the fly, as it is no plain "
-            f"Parameter with dynamic scaling: {first}{', ...' * (count > 3)}"
+            f"float8: {count} layer(s) cast weights on the fly that are no plain "
+            f"Parameters with dynamic scaling: {first}{', ...' * (count > 3)}"
         )
 
 

@@ -182,14 +182,14 @@ class Step:
         if experts:
             both = self.of_experts[path]
             both[:] = both[0] + high, both[1] + low
-        gathered_ms = high - speed.layer_ms(self.gpu, "bf16", tokens, K, N, **of)
-        high -= gathered_ms  # that float8 saves, of copies of weights
+        bf16_ms = speed.layer_ms(self.gpu, "bf16", tokens, K, N, **of)
+        saved_ms, high = high - bf16_ms, bf16_ms  # what is saved are copies of weights
         host = _FSDP_HOST_MS if run.data_parallel > 1 else _HOST_MS
         self.host_ms = [ms + host[i and in_float8] for i, ms in enumerate(self.host_ms)]
         low, ranks = (low, ranks) if in_float8 else (high, 1)
         self._sent[1] -= 2 * K * N * (experts or 1) * (1 - 1 / ranks)
         if ranks > 1:
-            self._saved_ms[id(weight)] = gathered_ms
+            self._saved_ms[id(weight)] = saved_ms
         if (reason_by_name(fqn) or "").startswith("the head"):
             self._add("head and loss", high, low)
             self._elements("head and loss", tokens * N, _LOSS)

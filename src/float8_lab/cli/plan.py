@@ -102,10 +102,12 @@ def plan_layers(
 
 
 def filter_code(report: ConversionReport, meant: Callable[[LayerReport], bool]) -> str:
-    """Return code of a filter that takes the layers that are meant."""
+    """Return code of a filter that takes the layers that are meant, and modules of experts."""
     names: dict[bool, list[str]] = {True: [], False: []}
     for x in report.layers:
         names[meant(x)].append("" if x.fqn == "(root)" else x.fqn)
+    for fqn, x in {x.fqn.rpartition(".")[0]: x for x in report.experts}.items():
+        names[meant(x)].append(fqn)
     alike = {key: {re.sub(r"\d+", "N", name) for name in names[key]} for key in names}
     if alike[True] & alike[False] or alike[True] == {*names[True]}:  # blocks differ; no blocks
         return f"lambda mod, fqn: fqn in {names[True]}"
@@ -130,8 +132,9 @@ def conversion_code(config: Float8LinearConfig, recipe: str, arguments: str) -> 
     code, (module, _, own) = "\n".join(lines), recipe.partition("+")[0].rpartition(":")
     names = [x for x in float8.__all__ if re.search(rf"(?<![\w.\"]){x}\b", code)]
     lines.insert(0, f"from float8 import {', '.join(names)}")
-    lines[:0] = [f"from {module} import {own}"] if module else []
-    return ["from dataclasses import replace"] * ("= replace(" in code) + lines
+    others = {f"from {module} import {own}": module, "import re": "re.sub(" in code}
+    others["from dataclasses import replace"] = "= replace(" in code
+    return [line for line, needed in others.items() if needed] + lines
 
 
 def judge(
@@ -172,6 +175,8 @@ def answer(
     run, gpu = step.run, step.gpu
     flags = ", cuda_graphs=True" * run.cuda_graphs + ", head=True" * run.head
     call = f'tokens_per_step={run.tokens}, gpu="{gpu}"{flags}'
+    if run.expert_parallel > 1:  # which a conversion does not know of
+        call = f"module_filter_fn={filter_code(step.report, lambda x: x.skip_reason is None)}"
     (high, low), (bf16, ours), error = step.host_ms, step.gpu_ms, f"±{step.error:.0%}"
     level, converted = abs(step.speedup - 1) < step.error, step.report.share > 0
     word = "about level" if level else "it pays" if step.speedup > 1 else "loses"

@@ -60,7 +60,7 @@ def cast_groups(
     padded to 128; None suffices for all sizes. ``cast.scale`` is None, or [E] scales to use under
     one scale per group. `row`, `col`, ``after`` and the errors are those of `kernels.cast`.
     """
-    assert (cast.source, cast.reduce) == (None, None)  # scales come from groups, not from outside
+    assert (cast.source, cast.reduce) == (None, None)  # each group has its own scale
     if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
         raise refusal(x)
     (R, E), x = (x.shape[0], offs.shape[0]), x.contiguous()

@@ -6,7 +6,8 @@ float32, and leaves rows outside all groups unwritten. In its own names, the ker
     groups of rows      out [R, N] = a [R, C] @ b[group of the row].T, b [E, N, C]    R are tokens
     groups of tokens    out[e] [R, N] = a[:, group e] @ b[:, group e].T, b [N, C]     C are tokens
 
-`a` and `b` have a scale per row, or per row and group of tokens; `multiply_blocks` has the others.
+`a` and `b` have a scale per row, or per row and group of tokens. Scales of blocks: see
+`multiply_blocks`, of MXFP8 `multiply_mx`.
 """
 
 from typing import Any

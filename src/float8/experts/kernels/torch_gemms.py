@@ -75,7 +75,7 @@ def _zero_outside(y: Tensor, ends: Tensor) -> Tensor:
 def swizzled_rows(scale: Tensor, ends: Tensor) -> Tensor:
     """Swizzle `scale` [R, runs] of grouped rows, each group padded to a multiple of 128 rows.
 
-    Returns float8_e8m0fnu [rows, ceil4(runs)]; `rows` is the most that E groups of any sizes take.
+    Returns float8_e8m0fnu [rows, ceil4(runs)]; `rows` suffices for E groups of any sizes.
     """
     R, runs = scale.shape
     _, places, padded_ends = places_of_rows(ends, R)
