@@ -53,9 +53,12 @@ class Case(NamedTuple):
 
 
 KV = "output", "key", "value"
+QWEN3 = {"num_hidden_layers": 4, "hidden_size": 2048, "moe_intermediate_size": 768}
+QWEN3 |= {"num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128, "vocab_size": 151936}
+QWEN3 |= {"num_attention_heads": 32, "num_key_value_heads": 4}
 GRAPHS = Setup(8192, 8192, cuda_graphs=True)
 SMALL = Setup(8192, 2048, cuda_graphs=True)
-GRAPHED_RANKS = Setup(2048, 2048, 2, cuda_graphs=True)
+RANKS = Setup(2048, 2048, 2, cuda_graphs=True)
 CHECKPOINTED = Setup(8192, 8192, 2, checkpointing=True)
 
 
@@ -82,7 +85,7 @@ CASES = [
     Case("h200-train-8b", "llama3-8b", "H200", setup=Setup(8192, 8192, 2)),
     Case("h200-train-8b-checkpointed", "llama3-8b", "H200", setup=CHECKPOINTED),
     Case("h200-train-8b-16", "llama3-8b", "H200", -16, setup=Setup(8192, 8192, 2)),
-    Case("h200-train-1b-graphed", "llama3-1b", "H200", setup=GRAPHED_RANKS, mode="graphed"),
+    Case("h200-train-1b-graphed", "llama3-1b", "H200", leaves=KV, setup=RANKS, mode="graphed"),
     Case("h200-fsdp-llama3-8b", "llama3-8b", "H200", 8, setup=Setup(8192, 8192, 4)),
     Case("h200-train-lora", "llama3-8b", "H200", lora=True),
     Case("h200-lora", "llama3-8b", "H200", 8, setup=Setup(4096, 4096), lora=True),
@@ -268,6 +271,7 @@ def test_experts_are_within_their_error(
             ("h100-train-mixtral", "Mixtral", {"num_hidden_layers": 4}),
             ("h200-train-experts", "Mixtral", {"num_hidden_layers": 4}),
             ("h200-train-experts", "Olmoe", {"num_hidden_layers": 8, "intermediate_size": 2048}),
+            ("h200-train-experts", "Qwen3Moe", QWEN3),
             ("h200-train-olmoe", "Olmoe", {"num_hidden_layers": 8}),
         ],
     ),
@@ -277,8 +281,9 @@ def test_whole_models_with_experts_are_within_their_error(
 ) -> None:
     transformers = pytest.importorskip("transformers")
     rows = json.loads((RESULTS / f"{file}.json").read_text())["rows"]
-    layers, gpu = sizes["num_hidden_layers"], file[:4].upper()
+    layers, gpu, name = sizes["num_hidden_layers"], file[:4].upper(), kind.lower()
     rows = [row for row in rows if row["layers"] == layers and not row.get("profile")]
+    rows = [row for row in rows if row.get("model", name) == name]
     ms = {row["variant"].partition("+")[0]: row.get("ms", row.get("ms_1")) for row in rows}
     found = ms.keys() & RECIPES
     assert found
