@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from float8 import linear, sync_float8_amax_and_scale_history
 from float8 import precompute_float8_dynamic_scale_for_fsdp as precompute_scales
+from float8.fsdp.gather import Float8GatherWeight
 from float8.tensor import Float8Tensor
 from sqnr import same_bits, sqnr
 from support.configs import of_recipe
@@ -168,6 +169,13 @@ def test_precomputing_is_one_all_reduce_and_leaves_none_to_the_forward() -> None
     assert all_reduces(step, model) == 0
     optimizer.step()  # without telling
     assert all_reduces(step, model) == in_both
+    precompute_scales(model)
+    key = Float8GatherWeight._versions
+    with mock.patch.object(Float8GatherWeight, "_versions", lambda *args: (*key(*args)[:-1], 7)):
+        with pytest.warns(UserWarning, match="in this CUDA graph casts its weight"):
+            assert all_reduces(step, model) == in_both  # casts from before a capture
+        precompute_scales(model)
+        assert all_reduces(step, model) == 0
     for other in (  # harmless where nothing is dynamic or sharded
         convert(model_of(), "tensorwise"),
         shard(convert(model_of(), "delayed")),

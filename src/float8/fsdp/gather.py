@@ -148,7 +148,12 @@ class Float8GatherWeight(Wrapper):
     def kept(self, weight: Any) -> CastAhead | None:
         """Return the kept scale or cast, or None if there is none or `weight` was written since."""
         versions, ahead = self._ahead
-        if ahead is not None and versions != self._versions(weight):
+        if ahead is not None and versions != (now := self._versions(weight)):
+            if now[-1] and now[:-1] == versions[:-1]:  # it was cast, but not in this capture
+                warn(
+                    "float8: each gather in this CUDA graph casts its weight; to cast all at once, "
+                    "capture precompute_float8_dynamic_scale_for_fsdp(model) before the forward"
+                )
             self.forget_cast()
         return self._ahead[1]
 

@@ -82,7 +82,10 @@ def _shards_to_cast(model: nn.Module) -> dict[_BatchKey, dict[Any, Float8GatherW
     groups_of: dict[Any, tuple[Any, ...] | None] = {}  # of a sharding; None if a shard is empty
     weight: Any
     for module in model.modules():
-        if not (isinstance(module, Float8Module) and _casts_ahead(module)):
+        if not isinstance(module, Float8Module) or module._float8_never_trains:
+            continue
+        dynamic = module._float8_plan.casts.weight.config.scaling_type is ScalingType.DYNAMIC
+        if not (dynamic and module._float8_config.enable_fsdp_float8_all_gather):
             continue
         for weight in module._parameters.values():
             shard = local_tensor(weight)
@@ -111,13 +114,6 @@ def _shards_to_cast(model: nn.Module) -> dict[_BatchKey, dict[Any, Float8GatherW
                 key = _BatchKey(one_scale, *location, shard.dtype, shard.param_dtype, shard.how)
                 batches.setdefault(key, {})[weight] = shard
     return batches
-
-
-def _casts_ahead(module: Float8Module) -> bool:
-    """Return whether `module` trains weights that FSDP2 gathers in float8 with dynamic scaling."""
-    dynamic = module._float8_plan.casts.weight.config.scaling_type is ScalingType.DYNAMIC
-    trains = not module._float8_never_trains
-    return module._float8_config.enable_fsdp_float8_all_gather and dynamic and trains
 
 
 def refuse_shards(layer: Any, config: Float8LinearConfig) -> TypeError | ValueError | None:
