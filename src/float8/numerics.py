@@ -52,10 +52,10 @@ def parameter_name(experts: nn.Module, weight: Any) -> str:
 def count(x: Tensor, data: Tensor, bound: Tensor | None, all_count: bool) -> Tensor:
     """Count elements of `x` that are 0 in `data` (`x` cast to float8), saturate or are not finite.
 
-    `data` has the shape of `x`. Absolute values above `bound` ([1], [], or None) saturate.
+    `data` has the shape of `x`. Absolute values above `bound` ([1] or []; None: none) saturate.
 
     Returns:
-        [6] float64: the amax, the number of elements, of nonzero ones (all if `all_count`),
+        [6] float64: the amax, the number of elements, of nonzero ones (with zeros if `all_count`),
         of these that are 0 in `data`, of finite ones that saturate, and of non-finite ones.
     """
     magnitude, is_zero = x.abs(), data.view(torch.uint8) & 127 == 0  # the sign bit may be set

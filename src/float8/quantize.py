@@ -104,7 +104,7 @@ def quantize(
 
 
 def scale_of(x: Tensor, cast: Cast, via: torch.dtype | None = None) -> Tensor:
-    """Return the scale of `x.to(via)`; record its amax in `cast.source`, then reduce over ranks."""
+    """Return the scale of `x.to(via)` over all ranks; `cast.source` observes this rank's amax."""
     amax = kernels.amax(x)
     if via is not None:  # the amax of rounded values is the rounded amax
         amax = amax.to(via).to(torch.float32)

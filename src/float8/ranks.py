@@ -38,9 +38,9 @@ def sync_groups(
 ) -> tuple[Any, ...]:
     """Return the process groups over which a sync reduces the amaxes of layers with `weights`.
 
-    These are `group` if given; else the groups of the mesh of `weights`, or, if they have none, of
-    `fsdp_params`, Parameters of the FSDP2 modules around the layers; else all ranks; () if one.
-    Raises `ValueError` if they lack a rank of one of `shard_groups`, which hold parts of a weight.
+    These are `group` if given; else those of the mesh of `weights`, or, if that is none, of
+    `fsdp_params`, Parameters of the FSDP2 modules around the layers; else all ranks, or () of one.
+    Raises `ValueError` if a rank of `shard_groups`, which hold parts of a weight, is not in them.
     """
     if group is not None:
         if not isinstance(group, dist.ProcessGroup):

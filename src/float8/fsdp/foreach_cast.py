@@ -44,7 +44,7 @@ def foreach_cast(
 def _cast_triton(
     tensors: Sequence[Tensor], first_scale: Tensor, dtype: torch.dtype, rounded: bool
 ) -> list[Tensor]:
-    """Cast `tensors` in one launch; if `rounded`, round to bfloat16 first. See `foreach_cast`."""
+    """Cast `tensors` in one launch; scales follow `first_scale`, 16 bytes apart. See above."""
     first, device, count = tensors[0], tensors[0].device, len(tensors)
     addresses = tuple([x.data_ptr() for x in tensors])
     table, starts = _table(addresses, tuple([x.numel() for x in tensors]), device)

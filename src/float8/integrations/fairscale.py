@@ -94,9 +94,9 @@ def swap_tp_linear_with_float8_linear(
 ) -> nn.Module:
     """Convert fairscale's `ColumnParallelLinear` and `RowParallelLinear` to float8, in place.
 
-    `convert_to_high_precision` undoes that. Scales are those of whole tensors, across the ranks of
-    the model-parallel group. With `sequence_parallel` (not in fairscale), column-parallel layers
-    take the tokens of this rank (use `gather_output=False`), and row-parallel ones return them.
+    `convert_to_high_precision` undoes that. Scales are those of unsharded tensors: ranks reduce
+    amaxes. With `sequence_parallel` (not in fairscale), column-parallel layers take the tokens of
+    this rank (use `gather_output=False`), and row-parallel ones return them.
 
     Args:
         model: the model, or a single layer of these classes.

@@ -108,7 +108,7 @@ def converted_config(source: Any) -> Any:
             mod = source.build(self, **kwargs)
             if isinstance(mod, Linear):
                 mod = ConvertedLinear.from_float(mod, self.float8, linear_classes=[type(mod)])
-                if mod.weight.dim() == 2:  # a Parameter [L, N, K] is gathered in high precision
+                if mod.weight.dim() == 2:  # [L, N, K] of L layers: gathered in high precision
                     enable_float8_all_gather(mod)
             elif GroupedLinear is not None:  # so `mod` is one: 0.3.0 has GroupedExperts instead
                 mod.__class__ = _grouped_class(mod.__class__)

@@ -100,7 +100,7 @@ def cast(
 
 
 def refusal(x: Tensor) -> Exception:
-    """Return the exception for an invalid ``x``; if ``x`` is valid, for a cast to no layout."""
+    """Return the exception for an invalid ``x``, or else for neither row nor column data asked."""
     if x.dtype not in HIGH_PRECISION_DTYPES:
         return TypeError(f"cast: x is {describe(x)}; expected a {HIGH_PRECISION}")
     if x.dim() != 2:
@@ -300,9 +300,9 @@ def cast_plan(
 ) -> Callable[..., tuple[Any, ...]]:
     """Return a function (x, scale, amax) that allocates the results of a cast and launches kernels.
 
-    ``source`` is the constant SOURCE of `cast_kernel`; it is "given" under row or block scales.
-    ``scale`` is None if kernels read none, ``amax`` is None unless ``source`` is "recorded". The
-    function returns the one scale, None if kernels write none, and a result per spec of `specs_of`.
+    ``source``, SOURCE of `cast_kernel`, says where a tensor's one scale comes from; under row or
+    block scales it is "given", and not used. ``scale`` is None if kernels read none, ``amax`` if
+    ``source`` is not "recorded". Returns the one scale, if written, and a result per `specs_of`.
     """
     if source != "given" and not is_dense(shape, strides):
         dense = cast_plan(x_dtype, shape, (shape[1], 1), device, source, arguments)

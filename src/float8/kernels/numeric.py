@@ -108,7 +108,7 @@ def reciprocal(scale, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
 def scale_and_inverse(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the scale of an amax, given as float32 bits, and the inverse with which to quantize.
 
-    If scales are 8-bit exponents, these equal `amax_to_exponent` and `inverse_of_exponent`.
+    Both are float32. Scales of 8-bit exponents are as `amax_to_exponent`, `inverse_of_exponent`.
     """
     if ARITHMETIC[SCALE_ROUNDING] == 2:  # scales are 8-bit exponents
         # The largest value of a format is 1.75 * 2**BIAS.
@@ -119,7 +119,7 @@ def scale_and_inverse(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untype
         scale = tl.where(nan, 0x7FC00000, tl.where(infinite, 0x7F000000, scale))
         # Computed from the scale: threads with many scales then need fewer registers.
         inverse = tl.where(scale == 0x7F000000, 0x00400000, 0x7F000000 - scale)
-        inverse = tl.where(scale == 0x00400000, 0x3F800000, inverse)  # 1: its block rounds to 0
+        inverse = tl.where(scale == 0x00400000, 0x3F800000, inverse)  # 1: all values round to 0
         inverse = tl.where(nan, scale, inverse)
         scale = scale.to(tl.float32, bitcast=True)
         inverse = inverse.to(tl.float32, bitcast=True)

@@ -269,7 +269,7 @@ class Linear(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, stored: Any, call: Call, computed: Any, *index: Any
     ) -> Tensor:
-        """Return the output [M, N]; `computed` is the result of `compute`, or None to call it."""
+        """Return the output [M, N] of `computed`, a result of `compute`; None: call `compute`."""
         if computed is None:
             y, saved = Linear.compute(input, weight, stored, call, *index)
         else:

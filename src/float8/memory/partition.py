@@ -197,12 +197,12 @@ def _may_be_rounded(
 
     - The operand of a weight gradient: the value, cast to float8 or times factors that do not
       depend on it, is multiplied with one of `gradients`; the product is one of `weight_gradients`.
-    - The input of SiLU or GELU: backward computes from it the output, for such a product, and the
+    - The input of SiLU or GELU: backward computes the output again, an operand as above, and the
       derivative; only GEMMs, casts and sums (gradients of biases) read the input's gradient.
-    - `up` in `silu(gate) * up`: only the derivative of `silu` reads a gradient times `up`.
+    - `up` in `silu(gate) * up`: a gradient times `up` is only multiplied by `silu`'s derivative.
     - The input `x` of RMSNorm: its gradient adds `sum(gradient * x, -1) * x` times other factors.
 
-    Each use multiplies by the value or a function of it; products are about as exact as the value.
+    In each the value, or a function of it, is a factor: a result is about as exact as the value.
     """
     kinds = {start: "value"}  # the kind in `_PATTERNS` of `start` and of nodes computed from it
     for node in graph.nodes:

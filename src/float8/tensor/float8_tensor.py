@@ -120,7 +120,7 @@ class Float8Tensor(Wrapper):
         return self
 
     def _like(self, data: Tensor, scale: Tensor, amax: Tensor | None = None) -> "Float8Tensor":
-        """Return a tensor as `self` with this data and scale, and this amax unless it is None."""
+        """Return a tensor as `self` with this data, scale and amax; None: its own amax."""
         amax = self._amax if amax is None else amax
         return self._unchecked(data, scale, self._orig_dtype, self._granularity, amax)
 

@@ -118,17 +118,17 @@ def check_offs(offs: Tensor, rows: int) -> None:
 def cast_groups_reference(
     x: Tensor,
     offs: Tensor,
-    run: int | None,  # the width of blocks of one row; None: one scale per row or group
+    run: int | None,  # the width of blocks of one row; None: one scale per group or row
     dtype: torch.dtype,
     row: bool,
     col: bool,
     width: int,  # of column data, padding included
-    one_scale: bool,
+    one_scale: bool,  # per group; False: per row
     power_of_2: bool,
     scale: Tensor | None = None,
     after: Tensor | None = None,
 ) -> list[Tensor]:
-    """Cast in torch, if ``row`` to row data, scales, if ``col`` to column data, scales, ends."""
+    """Return [row data, scales] if ``row``, then [column data, scales, padded ends] if ``col``."""
     (R, C), E = x.shape, offs.shape[0]
     out = cast_groups_fake(x, offs, run, dtype, row, col, width)  # in the order above
     group, places, padded_ends = places_of_rows(ends_of_groups(offs, R), R)
@@ -277,7 +277,7 @@ def _measure_groups_kernel(  # type: ignore[no-untyped-def]
     ONE_SCALE: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,
     GROUPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Raise the amaxes of a group's rows and columns, or of the group, to those of one tile."""
+    """Raise amaxes of a group, or of its rows and columns, to those of ``rows`` x BLOCK_C."""
     strips = tl.cdiv(C, BLOCK_C)
     tile, strip = tl.program_id(0) // strips, tl.program_id(0) % strips
     group, begin, size, row, _ = _place(tile, offs_ptr, R, E, rows, GROUPS)
