@@ -109,7 +109,7 @@ class GathersInput(Dense):
     def quantize_rows(
         self, x: Tensor, cast: Cast, *, row: bool, col: bool, traced: bool
     ) -> Quantized:
-        """Quantize `x` [M / ranks, K]; gather row data [M, K]; backward makes column data of that."""
+        """Quantize `x` [M / ranks, K]; gather row data [M, K], for column data in backward, too."""
         return Quantized(self.tokens.gathered(x, cast, traced))
 
     def output(self, a: Operand, b: Operand, rank_shape: Shape, **options: Any) -> Tensor:
