@@ -24,7 +24,7 @@ def _meshes(tensors: Iterable[Any]) -> set[Any]:
 
 
 def _require_whole_weights(shard_groups: Iterable[Any], synced: list[int], source: str) -> None:
-    """Raise `ValueError` if the ranks `synced`, from `source`, lack a rank of a shard group."""
+    """Raise `ValueError` if the ranks `synced`, called `source`, lack a rank of a shard group."""
     for ranks in map(dist.get_process_group_ranks, shard_groups):
         if not set(ranks) <= set(synced):
             raise ValueError(
@@ -67,7 +67,7 @@ def sync_groups(
 
 
 def unlike(texts: Sequence[str], groups: Sequence[Any], device: torch.device) -> list[str] | None:
-    """Return those `texts` that differ from other ranks' at that index; None if no rank differs."""
+    """Return `texts` that differ from those of any rank at that index; None if no rank's differ."""
 
     def maxima(numbers: list[int]) -> list[int]:
         largest = torch.tensor(numbers, device=device)

@@ -166,7 +166,7 @@ def test_held_weights_are_cast_on_the_fly() -> None:
     _, parallel = built(True)
     wanted = swap(copy.deepcopy(parallel))
     swap(parallel, config=tensorwise(float8_weights=Float8Weights.HELD))
-    with pytest.warns(UserWarning, match=r"2 layer\(s\) cast their weight on the fly(.)*first"):
+    with pytest.warns(UserWarning, match=r"2 layer\(s\) cast weights on the fly(.)*first"):
         attach_to_optimizer(parallel, torch.optim.SGD(parallel.parameters(), lr=0.1))
     assert parallel.first._float8_held == parallel.last._float8_held == ()
     assert "held" not in repr(parallel)

@@ -228,7 +228,7 @@ def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | 
             return f"got {name}, a {reason}"
         if not config.emulate and (N % GEMM_ALIGNMENT or K % GEMM_ALIGNMENT):
             return f"got {name} with N={N} and K={K}, expected multiples of {GEMM_ALIGNMENT}"
-        only = config.only_on[:1] or HOPPER  # Blackwell 10.x, since 12.x has no such GEMM
+        only = config.only_on[:1] or HOPPER  # of Blackwell 10.x; 12.x has no grouped GEMM
         reason = lacks_float8_gemm(local_tensor(parameter).device, only=only)
         if not config.emulate and reason is not None:
             return f"{reason}; set emulate=True to compute in high precision instead"

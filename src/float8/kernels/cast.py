@@ -72,8 +72,8 @@ def cast(
         after: a tensor that compiled code must compute before this cast. With the scale of
             grad_output, a compiler cannot move backward's cast of a weight into forward.
         traced: use plain torch code, which a compiler fuses into the producer of ``x``, and which
-            may read values not yet rounded to ``x.dtype``. No effect under one scale, if ``x`` may
-            be empty, and under blocks if C is not a multiple of their width or stride(1) is not 1.
+            may read values not yet rounded to ``x.dtype``. No effect under one scale; if ``x`` may
+            be empty; under blocks, unless C is a multiple of their width and stride(1) is 1.
     """
     if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
         raise refusal(x)

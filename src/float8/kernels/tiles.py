@@ -213,7 +213,7 @@ STRIP_WARPS, STRIP_R, STRIP_BYTES, MOST_TILES = 4, 64, 256, 8
 def strips_of(R: int, C: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int]:
     """Split [R, C] into strips of columns; return rows per program, strip width, strip count.
 
-    A program gets 1 to MOST_TILES tiles of STRIP_R rows, if possible with 8 programs per SM.
+    A program gets 1 to MOST_TILES tiles of STRIP_R rows: as many as leave 8 programs per SM.
     """
     block_c = STRIP_BYTES // dtype.itemsize
     strips = -(-C // block_c)

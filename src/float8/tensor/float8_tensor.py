@@ -426,7 +426,7 @@ def _is_whole(x: Float8Tensor) -> bool:
 
 
 def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run `aten.copy_`: copy data and scale to a `Float8Tensor`, values to a plain tensor."""
+    """Run `aten.copy_`: from a `Float8Tensor` to another or, dequantized, to a plain tensor."""
     target, source, *rest = args
     if not isinstance(target, Float8Tensor):
         return target.copy_(dequantise(source), *rest)

@@ -102,7 +102,7 @@ def plan_layers(
 
 
 def filter_code(report: ConversionReport, meant: Callable[[LayerReport], bool]) -> str:
-    """Return code of a filter that takes the layers that are meant, and modules of experts."""
+    """Return code of a filter that takes the layers, and modules of experts, that are meant."""
     names: dict[bool, list[str]] = {True: [], False: []}
     for x in report.layers:
         names[meant(x)].append("" if x.fqn == "(root)" else x.fqn)
@@ -175,7 +175,7 @@ def answer(
     run, gpu = step.run, step.gpu
     flags = ", cuda_graphs=True" * run.cuda_graphs + ", head=True" * run.head
     call = f'tokens_per_step={run.tokens}, gpu="{gpu}"{flags}'
-    if run.expert_parallel > 1:  # which a conversion does not know of
+    if run.expert_parallel > 1 and step.report.experts:  # a conversion does not know of it
         call = f"module_filter_fn={filter_code(step.report, lambda x: x.skip_reason is None)}"
     (high, low), (bf16, ours), error = step.host_ms, step.gpu_ms, f"±{step.error:.0%}"
     level, converted = abs(step.speedup - 1) < step.error, step.report.share > 0
@@ -192,7 +192,9 @@ def answer(
             hint = "more --tokens, or --cuda-graphs, may change that"
         lines = [f"no gain: no layer is faster in float8; {hint}"]
         if "under FSDP2" in reasons:
-            lines = ["no gain: the host decides; more --tokens, or --cuda-graphs, may change that"]
+            expected = "the default filter expects that " * (bf16 > high)
+            hint = "more --tokens, or --cuda-graphs, may change that"
+            lines = [f"no gain: {expected}the host decides; {hint}"]
     fits = "activations come on top"
     if step.gib > step.gib_of_gpu:
         lines[0], fits = f"does not fit: if it did, {lines[0]}", "they do not fit"
