@@ -313,6 +313,21 @@ def test_layers_that_wait_for_the_cpu_stay_but_in_cuda_graphs(planned: Callable[
         assert ("or --cuda-graphs, may change that" in out) == (not more)
 
 
+EXPECTED = "the default filter expects that "
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "ranks", "expected"),
+    [("llama3-1b", "2048", "2", ""), ("llama3-70b", "512", "8", EXPECTED)],
+)
+def test_where_gathers_take_longer_than_the_cpu_only_the_filter_says_that_it_decides(
+    model: str, tokens: str, ranks: str, expected: str, planned: Callable[..., str]
+) -> None:
+    out = planned("--model", model, "--tokens", tokens, "--data-parallel", ranks, "--gpu", "H200")
+    hint = "more --tokens, or --cuda-graphs, may change that"
+    assert f"\nno gain: {expected}the host decides; {hint}\n" in out
+
+
 def test_the_head_is_planned_as_it_was_measured(planned: Callable[..., str]) -> None:
     gains = []
     for more in ([], ["--head"]):

@@ -49,14 +49,15 @@ class ConversionReport:
     """Weights of experts, converted or not: the fields of `layers`, and `experts`, their number."""
 
     @property
-    def _all_reports(self) -> tuple[Any, ...]:
+    def _all_reports(self) -> tuple[LayerReport, ...]:
         return (*self.layers, *self.experts)
 
     @property
     def share(self) -> float:
         """Elements of GEMM weights in float8, divided by those of all GEMM weights."""
         in_float8 = sum(math.prod(x.shape) for x in self._all_reports if x.skip_reason is None)
-        all_weights = sum(math.prod(x.shape) for x in (*self._all_reports, *self.others))
+        all_weights = sum(math.prod(x.shape) for x in self._all_reports)
+        all_weights += sum(math.prod(x.shape) for x in self.others)
         return in_float8 / all_weights if all_weights else 0.0
 
     @property

@@ -44,8 +44,8 @@ _GRAD_WEIGHT_SHARE = 0.223  # the share of `experts` that falls away if grad_wei
 ERROR, EXPERTS_ERROR = 0.05, 0.1  # errors of modelled speed-ups, without and with experts
 
 WAITS_BELOW_MS = 0.25
-"""The bf16 time on a GPU below which a layer in float8 has the GPU wait for the CPU; frozen layers
-have 2 of 3 GEMMs. A compiled layer took the CPU 0.36 ms with its code. CUDA graphs do not wait."""
+"""The bf16 time on a GPU below which a layer in float8 has the GPU wait for the CPU; of frozen layers
+2/3 of it. A compiled layer and what surrounds it took the CPU 0.36 ms. CUDA graphs do not wait."""
 
 FSDP_WAITS_BELOW_MS = 0.57
 """The mean bf16 time of layers below which FSDP2 with a float8 gather has the GPU wait for the CPU.
@@ -118,17 +118,17 @@ def layer_ms(
     return ms_per_tflop * float(tflop**_FLOP_EXPONENT) + launch_ms + cast_ms
 
 
-def both_ms(
+def compared_ms(
     gpu: str, config: Float8LinearConfig, tokens: float, K: int, N: int, ranks: int, **layer: Any
-) -> tuple[float, float]:
-    """Return `layer_ms` in bf16, with what `ranks` save if they gather float8, and in float8."""
+) -> tuple[float, float, float]:
+    """Return `layer_ms` in bf16, the ms that `ranks` save by a float8 gather, and in float8."""
     share = {Float8Weights.HELD: _HELD_EXPERTS_SHARE if layer.get("experts") else 1.0}
     share[Float8Weights.ONLY] = 1.0 if layer.get("trains", True) else _TRANSPOSE_SHARE
     casts = share.get(config.float8_weights, 1.0) / ranks
     bf16_ms = layer_ms(gpu, "bf16", tokens, K, N, **layer)
     gathered = _GATHERED_EXPERTS * layer.get("experts", 0) or _GATHERED
-    bf16_ms += 1e-9 * MEMORY[gpu] * gathered * K * N if ranks > 1 else 0.0
-    return bf16_ms, layer_ms(gpu, config, tokens, K, N, casts=casts, **layer)
+    saved_ms = 1e-9 * MEMORY[gpu] * gathered * K * N if ranks > 1 else 0.0
+    return bf16_ms, saved_ms, layer_ms(gpu, config, tokens, K, N, casts=casts, **layer)
 
 
 def no_gain(config: Float8LinearConfig, speedup: float, error: float, where: str) -> str | None:
@@ -143,14 +143,13 @@ def why_slower(
     layer: Any, config: Float8LinearConfig, tokens: int, ranks: int, gpu: str, *, waits: bool
 ) -> str | None:
     """Return why `layer` gains nothing, or None. Checks waits for the CPU only if `waits`."""
-    K, N = layer.in_features, layer.out_features
+    K, N, trains = layer.in_features, layer.out_features, layer.weight.requires_grad
     if gpu not in MODELLED:
         narrow = f"{min(K, N)} features are less than {NARROW}, and {gpu} is not modelled"
         return narrow if min(K, N) < NARROW else None
-    trains = layer.weight.requires_grad
-    high_ms, low_ms = both_ms(gpu, config, tokens, K, N, ranks, trains=trains)
-    reason = no_gain(config, high_ms / low_ms, ERROR, f"{gpu}, {tokens} tokens per forward")
-    bf16_ms = layer_ms(gpu, "bf16", tokens, K, N, trains=trains)  # without gathers
+    bf16_ms, saved_ms, low_ms = compared_ms(gpu, config, tokens, K, N, ranks, trains=trains)
+    where = f"{gpu}, {tokens} tokens per forward"
+    reason = no_gain(config, (bf16_ms + saved_ms) / low_ms, ERROR, where)
     if reason or not waits or bf16_ms >= WAITS_BELOW_MS * (1.0 if trains else 2 / 3):
         return reason
     why = f"{bf16_ms:.2f} ms of {gpu} in bf16 is less than the CPU needs"

@@ -9,7 +9,7 @@ from torch import nn
 
 from float8.convert.choice import Chooser
 from float8.convert.conversion import Conversion, LayerReport
-from float8.convert.speed import EXPERTS_ERROR, MODELLED, both_ms, no_gain
+from float8.convert.speed import EXPERTS_ERROR, MODELLED, compared_ms, no_gain
 from float8.experts.module import (
     convert_experts,
     kind_of,
@@ -74,8 +74,8 @@ class Experts(Conversion):
         rows, bf16_ms, float8_ms = tokens * top_k, 0.0, 0.0
         for name, _on_all_ranks, N, K in weights:
             ranks = ranks_that_cast(mod, name, experts, chooser.expert_ranks)
-            bf16, float8 = both_ms(gpu, config, rows, K, N, ranks, experts=experts)
-            bf16_ms, float8_ms = bf16_ms + bf16, float8_ms + float8
+            bf16, saved, float8 = compared_ms(gpu, config, rows, K, N, ranks, experts=experts)
+            bf16_ms, float8_ms = bf16_ms + bf16 + saved, float8_ms + float8
         where = f"{gpu}, {rows / experts:.0f} tokens for each of {experts} experts"
         where += f" ({tokens} tokens go to {top_k} each)"
         return no_gain(config, bf16_ms / float8_ms, error=EXPERTS_ERROR, where=where)

@@ -44,7 +44,7 @@ def foreach_cast(
 def _cast_triton(
     tensors: Sequence[Tensor], first_scale: Tensor, dtype: torch.dtype, rounded: bool
 ) -> list[Tensor]:
-    """Cast `tensors` in one launch; scales follow `first_scale`, 16 bytes apart. See above."""
+    """Cast `tensors`, if `rounded` first to bfloat16, in one launch; see `foreach_cast`."""
     first, device, count = tensors[0], tensors[0].device, len(tensors)
     addresses = tuple([x.data_ptr() for x in tensors])
     table, starts = _table(addresses, tuple([x.numel() for x in tensors]), device)
@@ -55,7 +55,7 @@ def _cast_triton(
     constants = rounded, aligned, mantissa_bits, power_of_2, has_float8_conversion(device)
     launch = _launch(first.dtype, device, programs, count, constants)
     if programs:  # none if all tensors are empty
-        launch(first, table, first_scale, out)
+        launch(first, table, first_scale, out)  # the other scales follow the first
     pairs = zip(tensors, starts, strict=False)  # without the last entry, the number of programs
     return [out.as_strided(x.shape, x.stride(), start * BLOCK) for x, start in pairs]
 

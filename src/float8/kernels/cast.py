@@ -302,7 +302,7 @@ def cast_plan(
 
     ``source``, SOURCE of `cast_kernel`, says where a tensor's one scale comes from; under row or
     block scales it is "given", and not used. ``scale`` is None if kernels read none, ``amax`` if
-    ``source`` is not "recorded". Returns the one scale, if written, and a result per `specs_of`.
+    ``source`` is not "recorded". It returns the one scale or None, and a result per `specs_of`.
     """
     if source != "given" and not is_dense(shape, strides):
         dense = cast_plan(x_dtype, shape, (shape[1], 1), device, source, arguments)

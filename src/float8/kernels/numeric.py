@@ -108,7 +108,7 @@ def reciprocal(scale, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
 def scale_and_inverse(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the scale of an amax, given as float32 bits, and the inverse with which to quantize.
 
-    Both are float32. Scales of 8-bit exponents are as `amax_to_exponent`, `inverse_of_exponent`.
+    Both are float32. Of 8-bit exponents, see `amax_to_exponent` and `inverse_of_exponent`.
     """
     if ARITHMETIC[SCALE_ROUNDING] == 2:  # scales are 8-bit exponents
         # The largest value of a format is 1.75 * 2**BIAS.

@@ -142,7 +142,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a Parameter; raise a `TypeError` for a tensor subclass of torchao."""
-        compiling = torch.compiler.is_compiling()  # FSDP1 registers views; no breaks
+        compiling = torch.compiler.is_compiling()  # no graph breaks: FSDP1 registers views
         if not compiling and type(param).__module__.startswith("torchao."):
             raise TypeError(
                 f"Float8Linear: got a {name} of class {type(param).__name__}, expected a tensor in "

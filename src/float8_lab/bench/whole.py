@@ -177,19 +177,17 @@ class Step:
         if experts:
             ranks = ranks_that_cast(module, name, experts, ranks)
         of = {"trains": weight.requires_grad, "experts": experts}
-        high, low = speed.both_ms(self.gpu, self.config, tokens, K, N, ranks, **of)
-        self.gains[row.fqn], in_float8 = high / low, row.skip_reason is None
+        high, saved, low = speed.compared_ms(self.gpu, self.config, tokens, K, N, ranks, **of)
+        self.gains[row.fqn], in_float8 = (high + saved) / low, row.skip_reason is None
         if experts:
             both = self.of_experts[path]
-            both[:] = both[0] + high, both[1] + low
-        bf16_ms = speed.layer_ms(self.gpu, "bf16", tokens, K, N, **of)
-        saved_ms, high = high - bf16_ms, bf16_ms  # what is saved are copies of weights
+            both[:] = both[0] + high + saved, both[1] + low
         host = _FSDP_HOST_MS if run.data_parallel > 1 else _HOST_MS
         self.host_ms = [ms + host[i and in_float8] for i, ms in enumerate(self.host_ms)]
         low, ranks = (low, ranks) if in_float8 else (high, 1)
         self._sent[1] -= 2 * K * N * (experts or 1) * (1 - 1 / ranks)
         if ranks > 1:
-            self._saved_ms[id(weight)] = saved_ms
+            self._saved_ms[id(weight)] = saved  # of copies
         if (reason_by_name(fqn) or "").startswith("the head"):
             self._add("head and loss", high, low)
             self._elements("head and loss", tokens * N, _LOSS)

@@ -142,7 +142,7 @@ def judge(
 ) -> tuple[Step, ConversionReport, list[str]]:
     """Return a step, its report and lines on it, on as many GPUs as hold weights and their state.
 
-    What the default filter takes is converted.
+    The default filter decides what is converted.
     """
     if run.data_parallel > 1 and ":" not in recipe:  # a configuration of one's own says it itself
         with contextlib.suppress(ValueError):  # not every recipe can
@@ -187,14 +187,12 @@ def answer(
     lines = [f"{word}: {step}", said]
     if not converted:
         reasons = " ".join(x.skip_reason or "" for x in step.report.layers)
-        hint = "the report says why"
-        if "modelled" in reasons:
-            hint = "more --tokens, or --cuda-graphs, may change that"
-        lines = [f"no gain: no layer is faster in float8; {hint}"]
+        what, hint = "no layer is faster in float8", "the report says why"
         if "under FSDP2" in reasons:
-            expected = "the default filter expects that " * (bf16 > high)
+            what = "the default filter expects that " * (bf16 > high) + "the host decides"
+        if "modelled" in reasons or "under FSDP2" in reasons:
             hint = "more --tokens, or --cuda-graphs, may change that"
-            lines = [f"no gain: {expected}the host decides; {hint}"]
+        lines = [f"no gain: {what}; {hint}"]
     fits = "activations come on top"
     if step.gib > step.gib_of_gpu:
         lines[0], fits = f"does not fit: if it did, {lines[0]}", "they do not fit"
