@@ -44,8 +44,8 @@ _GRAD_WEIGHT_SHARE = 0.223  # the share of `experts` that falls away if grad_wei
 ERROR, EXPERTS_ERROR = 0.05, 0.1  # errors of modelled speed-ups, without and with experts
 
 WAITS_BELOW_MS = 0.25
-"""The bf16 time on a GPU below which a layer in float8 has the GPU wait for the CPU; of frozen layers
-2/3 of it. A compiled layer and what surrounds it took the CPU 0.36 ms. CUDA graphs do not wait."""
+"""The bf16 time on a GPU below which a layer in float8 has the GPU wait for the CPU, 2/3 of it for
+frozen layers. A compiled layer and the code around it took the CPU 0.36 ms; CUDA graphs none."""
 
 FSDP_WAITS_BELOW_MS = 0.57
 """The mean bf16 time of layers below which FSDP2 with a float8 gather has the GPU wait for the CPU.
