@@ -58,7 +58,7 @@ def test_checkpointed_blocks_compute_the_same_and_keep_less(recipe: str, how: st
     variant = VARIANTS[recipe]
     cut_variant = dataclasses.replace(variant, checkpointing=how)
     whole, cut = (model_step(v, TINY, CPU) for v in (variant, cut_variant))
-    assert cut.variant.name == f"{recipe}, eager, checkpointing {how}"
+    assert cut.variant.name == f"{recipe}, eager, {how}"
     layers = sum(isinstance(module, Float8Linear) for module in cut.model.modules())
     assert layers == (0 if recipe == "bf16" else 7)
     found = {name.replace("_checkpoint_wrapped_module.", ""): x for name, x in cut().items()}
@@ -88,7 +88,10 @@ def test_whole_models_start_as_those_of_torchtitan(
     """Else no gradient of a deep model could be checked."""
     if transformers:
         pytest.importorskip("transformers")
-    whole = model.Whole(Size("tiny", 2, 32), CPU, torch.float32, transformers)
+        sizes = {"hidden_size": 96, "intermediate_size": 288, "num_attention_heads": 4}
+        monkeypatch.setitem(model.OF_TRANSFORMERS, "llama", sizes)
+    size = Size("llama" if transformers else "tiny", 2, 32)
+    whole = model.Whole(size, CPU, torch.float32)
     std = {name: p.std().item() for name, p in whole.model.named_parameters() if p.dim() == 2}
     (embedding,) = (x for name, x in std.items() if "embed" in name)
     assert embedding == pytest.approx(1, rel=0.05)
@@ -99,7 +102,7 @@ def test_whole_models_start_as_those_of_torchtitan(
         assert each == pytest.approx(first[0] / 2 / inputs, rel=0.05)  # 1 / sqrt(2 * layers)
     like = dataclasses.replace(Size("tiny", 1, 32).config(), tied_head=True)
     monkeypatch.setattr(Size, "config", lambda self: like)
-    tied = model.Whole(Size("tiny", 1, 32), CPU, torch.float32, False)  # an embedding as its head
+    tied = model.Whole(Size("tiny", 1, 32), CPU, torch.float32)  # an embedding as its head
     assert tied.model.embedding.weight.std().item() == pytest.approx(like.dim**-0.5, rel=0.05)
 
 
@@ -211,14 +214,13 @@ def test_an_installed_peer_becomes_variants(monkeypatch: pytest.MonkeyPatch) -> 
     both = make_variants(["tensorwise+held"], ["eager"], PEERS, all_layers=False)[-2:]
     assert [variant.recipe for variant in both] == [f"{peer} tensorwise" for peer in PEERS]
     assert [*map(converted, both)] == [["large", "small"], ["large"]]
-    gathers = make_variants(["delayed"], ["eager"], ["torchao"], gathers=("bf16", "float8"))
-    names = ["bf16, eager, gather bf16", "delayed, eager, gather bf16"]
-    names += ["delayed, eager, gather float8", "torchao tensorwise, eager, gather float8"]
-    assert [variant.name for variant in gathers] == names
+    sharded = make_variants(["delayed"], ["eager"], ["torchao"], sharded=True)
+    names = ["bf16, eager", "delayed, eager", "torchao tensorwise, eager"]
+    assert [variant.name for variant in sharded] == names
     told: list[nn.Module] = []
     monkeypatch.setattr(torchao, "precompute_float8_dynamic_scale_for_fsdp", told.append)
     optimizer = torch.optim.SGD((layer := nn.Linear(2, 2)).parameters())
-    gathers[-1].attach(layer, optimizer)
+    sharded[-1].attach(layer, optimizer)
     optimizer.step()
     assert told == [layer]
 

@@ -25,7 +25,7 @@ from float8.tensor import local_tensor
 from float8_lab.bench.model import Size
 from float8_lab.bench.ranks import ParallelStep, TrainStep
 from float8_lab.bench.step import Results, bench_steps
-from float8_lab.bench.variants import FLOAT8, make_variants
+from float8_lab.bench.variants import make_variants
 from sqnr import sqnr
 from support.configs import RECIPES
 from support.models import LlamaBlock
@@ -158,8 +158,8 @@ def peaks(recipes: tuple[str, ...], mode: str) -> dict[str, float]:
     torch._dynamo.reset()
     gc.collect()  # nothing of earlier tests shall be freed while it counts
     how = {"size": Size("1b", blocks=4, seq_len=2048, batch=4), "device": here()}
-    make = partial(TrainStep, lora=False, transformers=False, **how)
-    variants = make_variants(recipes, (mode,), gathers=(FLOAT8,))
+    make = partial(TrainStep, lora=False, microbatches=1, **how)
+    variants = make_variants(recipes, (mode,), sharded=True)
     *_, rows = bench_steps(make, variants, here(), 2)
     return {row["recipe"]: row["peak_gib"] for row in rows}
 

@@ -1,8 +1,8 @@
-"""Plain Llamas as users write them, whose variants are measured side by side."""
+"""Plain models as users write them, whose variants are measured side by side."""
 
 import importlib
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,21 +14,32 @@ from float8_lab.bench.variants import Variant
 from float8_lab.models.llama import Llama, rope_table
 from float8_lab.models.presets import PRESETS, ModelConfig, preset
 
+OF_TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "llama": {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256},
+    "mixtral": {},
+    "olmoe": {},
+    "qwen3_moe": {"head_dim": 128},
+}
+"""Types of transformers, made Llama-3-8B, Mixtral-8x7B, OLMoE-1B-7B, half of Qwen3-30B-A3B."""
+
 
 @dataclass(frozen=True)
 class Size:
-    """Blocks of a preset model, and sequences that they run on. Texts are of the options."""
+    """Blocks of a model, and sequences that they run on. Texts are of the options."""
 
-    model: Annotated[str, f"Shape of the blocks: {', '.join(PRESETS)}."] = "llama3-8b"
+    model: Annotated[
+        str, f"{', '.join(PRESETS)}; for train also {', '.join(OF_TRANSFORMERS)} of transformers."
+    ] = "llama3-8b"
     blocks: Annotated[int | None, "How many blocks; else all."] = 4
     seq_len: Annotated[int, "Tokens per sequence."] = 8192
     batch: Annotated[int, "Sequences."] = 1
 
     def __post_init__(self) -> None:
-        preset(self.model)  # refuses what it does not know
+        if self.model not in OF_TRANSFORMERS:
+            preset(self.model)  # refuses what it does not know
 
     def config(self) -> ModelConfig:
-        """Return the shape of the model with so many blocks."""
+        """Return the shape of the preset with so many blocks; a `ConfigError` if it is none."""
         shape = preset(self.model).model
         return replace(shape, n_layers=self.blocks or shape.n_layers)
 
@@ -49,41 +60,40 @@ class NextTokens(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())[None]
 
 
-class Whole(nn.Module):
-    """A Llama with embedding, head and loss: this project's, or that of transformers."""
+def _of_transformers(size: Size) -> Any:
+    """Return a model of transformers, whose losses fall as those of this project's."""
+    library, sizes = importlib.import_module("transformers"), OF_TRANSFORMERS[size.model]
+    blocks = {"num_hidden_layers": size.blocks} if size.blocks else {}
+    config = library.AutoConfig.for_model(size.model, use_cache=False, **sizes, **blocks)
+    model = library.AutoModelForCausalLM.from_config(config)
+    for name, weight in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+            weight.data /= (2 * config.num_hidden_layers) ** 0.5
+    nn.init.normal_(model.model.embed_tokens.weight)
+    return model
 
-    def __init__(
-        self, size: Size, device: torch.device, dtype: torch.dtype, transformers: bool
-    ) -> None:
+
+class Whole(nn.Module):
+    """A model with embedding, head and loss: a Llama of this project, or one of transformers."""
+
+    def __init__(self, size: Size, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-        shape = size.config()
         torch.manual_seed(0)
         with torch.device(device):
-            if transformers:
-                library = importlib.import_module("transformers")
-                sizes = {"vocab_size": shape.vocab_size, "hidden_size": shape.dim}
-                sizes |= {"intermediate_size": shape.ffn_dim, "num_hidden_layers": shape.n_layers}
-                sizes |= {"num_attention_heads": shape.n_heads, "use_cache": False}
-                sizes |= {"num_key_value_heads": shape.n_kv_heads}
-                sizes |= {"max_position_embeddings": size.seq_len}
-                like = library.LlamaConfig(tie_word_embeddings=shape.tied_head, **sizes)
-                self.model = library.LlamaForCausalLM._from_config(like)
+            if size.model in OF_TRANSFORMERS:
+                self.model = _of_transformers(size)
                 inner, head = self.model.model, self.model.lm_head
                 first = inner.embed_tokens
-                for block in inner.layers:  # as this project's
-                    for last in (block.self_attn.o_proj, block.mlp.down_proj):
-                        last.weight.data /= (2 * shape.n_layers) ** 0.5
-                if not shape.tied_head:
-                    nn.init.normal_(first.weight)
             else:
-                inner = self.model = Llama(shape, size.seq_len)
+                inner = self.model = Llama(size.config(), size.seq_len)
                 inner.init_weights(0)
                 first, head = inner.embedding, inner.output
         for parameter in self.parameters():  # tables of positions stay float32
             parameter.data = parameter.data.to(dtype)
-        self.layers, self.loss = inner.layers, NextTokens()
+        self.layers, self.loss, self.vocabulary = inner.layers, NextTokens(), len(first.weight)
         # What is sharded apart: before and behind the blocks. A tied weight belongs to both.
-        self.ends = [] if shape.tied_head else [[first], [inner.norm, head]]
+        tied = first.weight is head.weight
+        self.ends = [] if tied else [[first], [inner.norm, head]]
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The loss [1] of the next tokens, for tokens [batch, seq + 1] int64."""

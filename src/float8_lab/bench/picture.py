@@ -1,4 +1,4 @@
-"""The picture of `float8 bench train --plot`: speed and memory of whole models."""
+"""The picture beside results of `float8 bench train`: speed and memory of whole models."""
 
 from pathlib import Path
 from typing import Any
@@ -11,20 +11,13 @@ _COLORS = {"bf16": "#777777", "tensorwise": "#0072b2", "rowwise": "#d55e00", "bl
 
 
 def plot_results(results: dict[str, Any], path: Path) -> None:
-    """Draw the rows of `float8 bench train`: tokens/s of a GPU, and its memory.
-
-    Raises:
-        ValueError: they are of another benchmark, or have no memory, as those of a CPU.
-    """
+    """Draw the rows of `float8 bench train` on GPUs: tokens/s of a GPU, and its memory."""
     rows = [row for row in results["rows"] if row.get("peak_gib")]
-    if (name := results["benchmark"]) != "train" or not rows:
-        got = f"results of bench {name} with {len(rows)} rows that have memory"
-        raise ValueError(f"plot: got {got}, expected those of bench train on a GPU")
     figure = Figure(figsize=(8, 4.6), layout="constrained")
     axes = figure.subplots()
     about = results["settings"]
-    title = [f"{size_of(about)} per GPU", *(x for x in ("lora", "transformers") if about[x])]
-    axes.set_title(", ".join([*title, f"{about['ranks']} x {results['environment']['device']}"]))
+    where = f"{about['ranks']} x {results['environment']['device']}"
+    axes.set_title(f"{size_of(about)} per GPU{', LoRA' * about['lora']}, {where}")
     axes.set_xlabel("peak memory, GiB (left is better)")
     axes.set_ylabel("thousand tokens/s of a GPU (up is better)")
     for row in sorted(rows, key=lambda row: row["ms"]):

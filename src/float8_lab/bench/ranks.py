@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 
 from float8.parallel import tensor as own_styles
@@ -26,18 +26,20 @@ class TrainStep(Step):
     """A step of a whole model, as torchtitan trains it: the same tokens at each step.
 
     Masters are float32; on several ranks FSDP2 gathers them, on one autocast casts them. With
-    `lora` a frozen model in bf16 has adapters of PEFT on all linear layers of its blocks.
+    `lora` a frozen model in bf16 has adapters of PEFT on all linear layers of its blocks. Steps
+    that are timed add up gradients of `microbatches`; the last backward reduces them over ranks.
     """
 
     at_least = 3.0  # dB of gradients through many blocks; of zeros, or of twice as much, it is 0
 
     def __init__(
-        self, variant: Variant, size: Size, device: torch.device, *, lora: bool, transformers: bool
+        self, variant: Variant, size: Size, device: torch.device, *, lora: bool, microbatches: int
     ) -> None:
-        whole = Whole(size, device, torch.bfloat16 if lora else torch.float32, transformers)
+        self._microbatches, self._timed_microbatches = 1, microbatches
+        whole = Whole(size, device, torch.bfloat16 if lora else torch.float32)
         generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
-        shape, vocabulary = (size.batch, size.seq_len + 1), size.config().vocab_size
-        tokens = torch.randint(vocabulary, shape, device=device, generator=generator)
+        shape = size.batch, size.seq_len + 1
+        tokens = torch.randint(whole.vocabulary, shape, device=device, generator=generator)
 
         def convert(model: nn.Module) -> nn.Module:
             variant.convert(model.get_submodule("model"))  # where the head has its usual name
@@ -60,6 +62,19 @@ class TrainStep(Step):
         """The loss [1], and the tokens."""
         with self._autocast:
             return super().forward()
+
+    def forward_backward(self) -> tuple[Tensor, Tensor]:
+        """Do so for each microbatch."""
+        for left in reversed(range(self._microbatches)):
+            if isinstance(self.model, FSDPModule):
+                self.model.set_requires_gradient_sync(left == 0)
+            results = super().forward_backward()
+        return results
+
+    def warm_up(self) -> None:
+        """Compile before steps are timed, by steps of one microbatch."""
+        super().warm_up()
+        self._microbatches = self._timed_microbatches
 
     def check(self, references: dict[str, Results]) -> Row:
         """Hold results of the first step, and the loss of a later one, against bf16's.

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 
-def check_output(path: Path | None, suffix: str = ".json", option: str = "output") -> None:
+def check_output(path: Path | None) -> None:
     """Refuse a path that results cannot go to, before anything is measured."""
     if path is None:
         return
-    if path.suffix != suffix:
-        raise ValueError(f"{option}: got {path.name!r}, expected a name ending in {suffix}")
+    if path.suffix != ".json":
+        raise ValueError(f"output: got {path.name!r}, expected a name ending in .json")
     if not path.parent.is_dir():
-        raise ValueError(f"{option}: there is no folder {path.parent}")
+        raise ValueError(f"output: there is no folder {path.parent}")
 
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:

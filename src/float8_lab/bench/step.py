@@ -136,7 +136,7 @@ class Step:
         if variant.mode == GRAPHED and x.is_cuda:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             self._graph = torch.cuda.CUDAGraph()
-        if variant.ours and not variant.gather:  # shards are held once there are some
+        if variant.ours and not variant.sharded:  # shards are held once there are some
             update_float8_weights(self.model)
 
     def update(self) -> None:
@@ -166,6 +166,12 @@ class Step:
         output: Tensor = self.model(x)
         return output, x
 
+    def forward_backward(self) -> tuple[Tensor, Tensor]:
+        """Add gradients of Parameters to theirs; return the output and its input."""
+        output, x = self.forward()
+        torch.autograd.backward(output, self._grad)
+        return output, x
+
     def __call__(self) -> Results:
         """One step; its output and gradients, which the next replay of a CUDA graph overwrites."""
         if self._graph is None:
@@ -187,8 +193,7 @@ class Step:
     def _run(self) -> Results:
         if self._graph is not None:  # its gathers use only casts of its own
             self.variant.cast_shards(self.model)
-        output, x = self.forward()
-        torch.autograd.backward(output, self._grad)
+        output, x = self.forward_backward()
         if self._optimizer is not None:
             self._optimizer.step()
         else:
@@ -217,8 +222,7 @@ class Step:
 
     def times(self, rounds: int) -> list[float]:
         """Milliseconds of each of `rounds` steps, from the end of one to the end of the next."""
-        for _ in range(WARMUP):
-            self()
+        self.warm_up()
         clock = Clock(self.device)
         clock.mark()
         for _ in range(rounds):
@@ -238,11 +242,11 @@ def bench_steps(
 ) -> Iterator[list[Row]]:
     """Check and time the steps that `make` gives; after each variant, all rows known by then.
 
-    Every variant is built, checked, timed and torn down before the next one. The whole list runs
-    twice: else clocks that drop would favour the first ones; the drift is how much the second times
-    differ. Times and memory, the peak of a step with weights, are those of the worst rank; CUDA
-    graphs, with memory of their own, have none. In each mode the first variant is bf16.
-    Rows of peers that failed say why in `left_out`. `tokens` of a step are by column.
+    Each variant is built, checked, timed and freed before the next. The list runs twice: else
+    clocks that drop would favour the first ones; the drift is how much the second times differ.
+    Times and memory, the peak of a step with weights, are those of the worst rank; CUDA graphs have
+    no memory. In each mode the first variant is bf16. Rows of peers that failed say why in
+    `left_out`. `tokens` of a step are by column.
     """
     rows = {variant.name: dict(variant.columns) for variant in variants}
     times: dict[str, list[float]] = {name: [] for name in rows}

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from float8_lab.bench.picture import plot_results
 from float8_lab.bench.results import size_of
 from float8_lab.errors import ConfigError
 
@@ -52,7 +53,7 @@ SECTIONS = (
 
 
 def write_tables(only_check: bool) -> bool:
-    """Write the tables of `PAGE`, unless that is only to be checked; return whether it changes."""
+    """Write tables of `PAGE` and pictures, unless only to be checked; return if `PAGE` changes."""
     if not RESULTS.is_dir():
         got = f"bench tables: got no folder {RESULTS}, expected that of a checkout"
         raise ConfigError(f"{got}: run it in one, installed there by pip install -e .")
@@ -60,6 +61,8 @@ def write_tables(only_check: bool) -> bool:
     for section in SECTIONS:
         begin = f"<!-- {section.name}: written by float8 bench tables -->"
         new = updated(new, begin, f"<!-- end of {section.name} -->", written(section))
+        if not only_check and (picture := RESULTS / f"{section.file}.png").exists():
+            plot_results(json.loads(picture.with_suffix(".json").read_text()), picture)
     if new != old and not only_check:
         PAGE.write_text(new)
     return new != old

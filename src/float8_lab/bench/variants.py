@@ -22,7 +22,6 @@ HIGH_PRECISION = "bf16"
 EAGER, COMPILED, GRAPHED = "eager", "compiled", "graphed"  # the last is replayed: CUDA graphs
 MODES: dict[str, tuple[str, ...]] = {mode: (mode,) for mode in (EAGER, COMPILED, GRAPHED)}
 MODES |= {"both": (EAGER, COMPILED), "all": (EAGER, COMPILED, GRAPHED)}
-BF16, FLOAT8 = "bf16", "float8"  # in what the weights of a sharded model are gathered
 FILTERED = "torchao+auto_filter"
 # Other libraries, measured where they are installed; torchao with a filter of its own, too.
 PEERS = ("torchao", FILTERED)
@@ -36,7 +35,7 @@ class Variant:
     mode: str  # `eager`, `compiled` or `graphed`
     convert: Callable[[nn.Module], nn.Module] = lambda model: model  # swaps the linear layers
     config: Float8LinearConfig | None = None  # how the layers run, if it is this library
-    gather: str = ""  # in what weights of a sharded model are gathered, `bf16` or `float8`
+    sharded: bool = False  # FSDP2 gathers its weights, in float8 where there are such layers
     checkpointing: str = ""  # of `step.CHECKPOINTING`; "": blocks are not checkpointed
     attach: Callable[[nn.Module, torch.optim.Optimizer], object] = attach_to_optimizer
     cast_shards: Callable[[nn.Module], object] = precompute_float8_dynamic_scale_for_fsdp
@@ -44,15 +43,13 @@ class Variant:
     @property
     def columns(self) -> dict[str, Any]:
         """Return columns of a row that tell it from others."""
-        names = "recipe", "mode", "gather", "checkpointing"
+        names = "recipe", "mode", "checkpointing"
         return {name: getattr(self, name) or None for name in names}
 
     @property
     def name(self) -> str:
         """The same in words."""
-        of = self.columns
-        more = (f"{key} {of[key]}" for key in ("gather", "checkpointing") if of[key])
-        return ", ".join([self.recipe, self.mode, *more])
+        return ", ".join(filter(None, self.columns.values()))
 
     @property
     def ours(self) -> bool:
@@ -76,7 +73,7 @@ def make_variants(
     modes: Sequence[str],
     peers: Sequence[str] = (),
     *,
-    gathers: Sequence[str] = ("",),
+    sharded: bool = False,
     all_layers: bool = True,
     tokens: int = DEFAULT_TOKENS,
     checkpointing: Sequence[str] = ("",),
@@ -84,37 +81,34 @@ def make_variants(
     """Return high precision, each recipe and each installed peer's, in every mode.
 
     Args:
-        recipes: as for `recipe_config`; peers take those nearest to them.
+        recipes: as for `recipe_config`, or with `+head` behind; peers take those nearest to them.
         modes: of `MODES`.
         peers: of `PEERS`.
-        gathers: what FSDP2 gathers: each recipe once for each; peers by the last, only tensorwise.
+        sharded: whether FSDP2 gathers weights, in float8 where it can; peers only tensorwise.
         all_layers: else `convert_to_float8_training` chooses, and peers leave the head.
         tokens: of a forward, for which it chooses.
         checkpointing: how blocks are checkpointed: all variants once for each.
     """
-    last = gathers[-1]
-    nearest = ["tensorwise"] if last else list(dict.fromkeys(r.split("+")[0] for r in recipes))
+    nearest = ["tensorwise"] if sharded else list(dict.fromkeys(r.split("+")[0] for r in recipes))
     installed = [peer for peer in peers if peer_version(peer) is not None]
     variants: list[Variant] = []
     for mode in modes:
-        found: list[Variant | None] = [Variant(HIGH_PRECISION, mode, gather=last and BF16)]
-        found += [_ours(r, mode, gather, all_layers, tokens) for r in recipes for gather in gathers]
-        found += [_torchao(p, r, mode, last, all_layers) for p in installed for r in nearest]
+        found: list[Variant | None] = [Variant(HIGH_PRECISION, mode, sharded=sharded)]
+        found += [_ours(r, mode, sharded, all_layers, tokens) for r in recipes]
+        found += [_torchao(p, r, mode, sharded, all_layers) for p in installed for r in nearest]
         for how in checkpointing:
             variants += [replace(each, checkpointing=how) for each in found if each is not None]
     return variants
 
 
-def _ours(recipe: str, mode: str, gather: str, all_layers: bool, tokens: int) -> Variant:
-    config = recipe_config(recipe)
-    config = replace(config, enable_fsdp_float8_all_gather=gather == FLOAT8)
-    if gather == BF16:  # gone after each use: nothing of it can be held
-        config = replace(config, float8_weights=Float8Weights.ON_THE_FLY)
-    chosen: Any = {"module_filter_fn": all_linears if all_layers else None, "config": config}
-    if not all_layers:
-        chosen |= {"tokens_per_step": tokens, "cuda_graphs": mode == GRAPHED}
+def _ours(recipe: str, mode: str, sharded: bool, all_layers: bool, tokens: int) -> Variant:
+    config = recipe_config(recipe.removesuffix("+head"))
+    config = replace(config, enable_fsdp_float8_all_gather=sharded)
+    by_times = {"tokens_per_step": tokens, "cuda_graphs": mode == GRAPHED}
+    chosen: Any = {"module_filter_fn": all_linears} if all_layers else by_times
+    chosen |= {"config": config, "head": recipe.endswith("+head")}
     convert = functools.partial(convert_to_float8_training, **chosen)
-    return Variant(recipe, mode, convert, config=config, gather=gather)
+    return Variant(recipe, mode, convert, config=config, sharded=sharded)
 
 
 def peer_version(peer: str) -> str | None:
@@ -125,11 +119,11 @@ def peer_version(peer: str) -> str | None:
     return importlib.metadata.version(package) if importlib.util.find_spec(package) else None
 
 
-def _torchao(peer: str, recipe: str, mode: str, gather: str, all_layers: bool) -> Variant | None:
+def _torchao(peer: str, recipe: str, mode: str, sharded: bool, all_layers: bool) -> Variant | None:
     """Return torchao's recipe of that name; None if it has none such, or no filter for it."""
     torchao = importlib.import_module("torchao.float8")  # need not be there
     try:
-        if gather:
+        if sharded:
             config = torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
         else:
             config = torchao.Float8LinearConfig.from_recipe_name(recipe)
@@ -138,7 +132,7 @@ def _torchao(peer: str, recipe: str, mode: str, gather: str, all_layers: bool) -
         return None
 
     def cast_shards(model: nn.Module) -> None:
-        if gather:
+        if sharded:
             torchao.precompute_float8_dynamic_scale_for_fsdp(model)
 
     def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
@@ -150,4 +144,4 @@ def _torchao(peer: str, recipe: str, mode: str, gather: str, all_layers: bool) -
     chosen = {"config": config, "module_filter_fn": takes}
     convert = functools.partial(torchao.convert_to_float8_training, **chosen)
     hooks: Any = {"attach": attach, "cast_shards": cast_shards}
-    return Variant(f"{peer} {recipe}", mode, convert, gather=gather, **hooks)
+    return Variant(f"{peer} {recipe}", mode, convert, sharded=sharded, **hooks)

@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch.distributed as dist
@@ -13,12 +11,11 @@ from float8_lab.bench import experts, tables
 from float8_lab.bench.model import Size, model_step
 from float8_lab.bench.profile import STEPS, ProfiledStep
 from float8_lab.bench.ranks import ParallelStep, TrainStep
-from float8_lab.bench.results import check_output
 from float8_lab.bench.step import PASSES, bench_steps
-from float8_lab.bench.variants import BF16, COMPILED, FLOAT8, make_variants
+from float8_lab.bench.variants import COMPILED, make_variants
 from float8_lab.cli.app import COMMANDS
 from float8_lab.cli.measure import Bench, Checkpointing, Compared, Place, RanksRun, Recipes, Run
-from float8_lab.cli.options import App, Words, one_of, takes
+from float8_lab.cli.options import App, Words, takes
 from float8_lab.device import use_device
 from float8_lab.errors import ConfigError, FailedError
 from float8_lab.ranks import join_ranks, start_ranks
@@ -34,33 +31,25 @@ def train_command(
     compared: Compared,
     where: RanksRun,
     checkpointing: Checkpointing = None,
-    gather: Annotated[Words, "What FSDP2 gathers: float8, bf16 or both, with a comma."] = None,
     lora: Annotated[bool, "Train adapters of PEFT on a frozen bf16 model, on one rank."] = False,
-    transformers: Annotated[bool, "The Llama of transformers."] = False,
-    plot: Annotated[Path | None, "Draw tokens/s and memory: a .png file; for a GPU."] = None,
+    microbatches: Annotated[int, "Of a step, whose gradients ranks reduce once."] = 1,
 ) -> None:
-    """Training of a whole Llama, set up as torchtitan does, on one GPU or several.
+    """Training of a whole model, set up as torchtitan does, on one GPU or several.
 
     A step is embedding, blocks, head in 16 bits, loss, backward and fused AdamW, with float32
     masters: under autocast on one rank, under FSDP2 with float8 gathers on several. Blocks are
     compiled one by one. Gradients of the first step, and the last loss, are checked against bf16's.
     It starts its own ranks by torchrun. Each variant has its rounds in two passes over the list;
-    `drift` is how much slower the second was. The first step has the compilation, as far as caches
-    on disk lack it.
+    `drift` is how much slower the second was. The first step includes compilation.
     """
-    check_output(plot, ".png", "plot")
     if not lora and any("only" in name.split("+") for name in compared.recipe or []):
         raise ConfigError("recipe: got +only, expected --lora with it: such weights do not train")
     if lora and (where.ranks or 1) > 1:
         raise ConfigError(f"--lora got --ranks {where.ranks}, expected 1")
-    if plot is not None and where.device == "cpu":
-        raise ConfigError("plot: got the device cpu, whose memory is not measured; expected cuda")
     where = replace(where, ranks=1) if lora else where
-    chosen = compared.chosen(checkpointing, all_layers=False)
-    title = "training" + ", LoRA" * lora + ", of transformers" * transformers
-    args: Any = {"lora": lora, "transformers": transformers}
-    gathers = [one_of("gather", x, {x: x for x in (BF16, FLOAT8)}) for x in gather or [FLOAT8]]
-    _measure_on_ranks("train", title, TrainStep, size, chosen, where, plot, gathers, **args)
+    chosen = compared.chosen(checkpointing, all_layers=False, head=True)
+    title, args = "training" + ", LoRA" * lora, {"lora": lora, "microbatches": microbatches}
+    _measure_on_ranks("train", title, TrainStep, size, chosen, where, **args)
 
 
 @app.command("tp")
@@ -86,8 +75,6 @@ def _measure_on_ranks(
     size: Size,
     chosen: dict[str, Any],
     where: RanksRun,
-    plot: Path | None = None,
-    gathers: Any = ("",),
     **args: Any,
 ) -> None:
     """Start the ranks, and on each of them time that step of all variants; the first one tells.
@@ -100,16 +87,13 @@ def _measure_on_ranks(
     where.checked()
     start_ranks(where.device, where.ranks)
     with join_ranks():
-        first, ranks = dist.get_rank() == 0, dist.get_world_size()
-        output = where.output if first else None
+        ranks = dist.get_world_size()
+        output = where.output if dist.get_rank() == 0 else None
         where = replace(where, device=str(use_device(where.device)), output=output)
-        about = {**args, "ranks": ranks, "passes": PASSES}
-        title = f"{title} on {ranks} rank(s)"
-        gathers = gathers if ranks > 1 else ("",)
-        found = _measure(name, title, partial(step, **args), size, chosen, where, gathers, **about)
-        if plot is not None and first:
-            import_module("float8_lab.bench.picture").plot_results(found, plot)
-            typer.echo(f"plot: {plot}")
+        about: Any = {**args, "ranks": ranks, "passes": PASSES}
+        chosen = {**chosen, "sharded": name == "train" and ranks > 1}
+        step, title = partial(step, **args), f"{title} on {ranks} rank(s)"
+        _measure(name, title, step, size, chosen, where, **about)
 
 
 def _measure(
@@ -119,19 +103,18 @@ def _measure(
     size: Size,
     chosen: dict[str, Any],
     where: Place,
-    gathers: Any = ("",),
     **about: Any,
-) -> dict[str, Any]:
-    """Check and time the steps that `make` gives of all variants, and tell; returns the results."""
+) -> None:
+    """Check and time the steps that `make` gives of all variants, and tell."""
     passes, rounds = (PASSES, where.rounds) if isinstance(where, Run) else (1, STEPS)
-    variants = make_variants(**chosen, gathers=gathers, tokens=size.tokens)
+    variants = make_variants(**chosen, tokens=size.tokens)
     bench = Bench(name, where, **vars(size), **chosen, **about)
     make = partial(make, size=size, device=bench.device)
     column = {"model": "tokens_per_s", "tp": "tokens_per_s", "train": "tokens_per_s_per_gpu"}
-    tokens = {column[name]: size.tokens} if name in column else None
-    groups = bench_steps(make, variants, bench.device, rounds, passes=passes, tokens=tokens)
+    counts = {c: size.tokens * about.get("microbatches", 1) for n, c in column.items() if n == name}
+    groups = bench_steps(make, variants, bench.device, rounds, passes=passes, tokens=counts)
     rows = bench.collect(groups, passes * len(variants))
-    return bench.finish(f"{size}, {title}", rows)
+    bench.finish(f"{size}, {title}", rows)
 
 
 @app.command("model")
@@ -189,6 +172,6 @@ def experts_command(
 @app.command("tables")
 @takes()
 def tables_command(check: Annotated[bool, "Only say whether they are up to date."] = False) -> None:
-    """Write the tables of pages in docs, in a checkout, from its results."""
+    """Write the tables of pages in docs, and their picture, in a checkout, from its results."""
     if tables.write_tables(check) and check:
         raise FailedError(f"{tables.PAGE.name}: not up to date, run float8 bench tables")

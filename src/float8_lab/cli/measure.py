@@ -15,6 +15,7 @@ from float8_lab.cli.options import Words, one_of
 from float8_lab.cli.progress import make_console
 from float8_lab.cli.table import print_table
 from float8_lab.device import float8_device
+from float8_lab.errors import ConfigError
 from float8_lab.trainer.environment import describe_environment
 
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write results: a .json file.")]
@@ -62,17 +63,19 @@ class Compared:
         Words,
         "Several: with commas; else tensorwise,delayed. Or MODULE:NAME, a Float8LinearConfig of "
         "yours. Behind a +: its switches, as in tensorwise+round_scales_to_power_of_2; fast_accum "
-        "for all GEMMs; held and only for float8_weights.",
+        "for all GEMMs; held and only for float8_weights; of train, last, head: converts it, too.",
     ] = None
     mode: Annotated[str, f"{', '.join(MODES)}."] = "both"
     peers: Peers = None
 
-    def chosen(self, checkpointing: Words = None, *, all_layers: bool = True) -> dict[str, Any]:
-        """Return the arguments of `make_variants`."""
+    def chosen(self, kept: Words = None, *, all_layers: bool = True, head: bool = False) -> Row:
+        """Return the arguments of `make_variants`, for a model with a `head` or without one."""
+        if not head and any("head" in recipe.split("+") for recipe in self.recipe or []):
+            raise ConfigError("recipe: got +head, which only train takes: no other has a head")
         choices = {"off": "", **{name: name for name in (IN_FLOAT8, *CHECKPOINTING)}}
         chosen: dict[str, Any] = {"recipes": self.recipe or ["tensorwise", "delayed"]}
         chosen |= {"modes": one_of("mode", self.mode, MODES), "peers": self.peers or []}
-        blocks = [one_of("checkpointing", x, choices) for x in checkpointing or ["off"]]
+        blocks = [one_of("checkpointing", x, choices) for x in kept or ["off"]]
         return chosen | {"all_layers": all_layers, "checkpointing": blocks}
 
 
@@ -103,8 +106,8 @@ class Bench:
             self.console.print(f"  {number}/{total}")
         return rows
 
-    def finish(self, title: str, rows: list[Row], **more: Any) -> dict[str, Any]:
-        """Print a table, or one of each `part`; write the file. Returns what it would have."""
+    def finish(self, title: str, rows: list[Row], **more: Any) -> None:
+        """Print a table, or one of each `part`; write the file."""
         for row in rows:
             if row.get("left_out"):
                 name = ", ".join(filter(None, (row["recipe"], row["mode"])))
@@ -112,8 +115,6 @@ class Bench:
         for part in dict.fromkeys(row.get("part") for row in rows):
             of_part = [row for row in rows if row.get("part") == part]
             print_table(self.console, part or title, of_part)
-        results = {**self._about, **more, "rows": rows}
         if self._output is not None:
-            write_results(self._output, results)
+            write_results(self._output, {**self._about, **more, "rows": rows})
             self.console.print(f"results: {self._output}")
-        return results
