@@ -1,6 +1,6 @@
 """Helpers that the autograd functions of this library share.
 
-`Linear` is one of these functions: its `compute` returns the output and the tensors to save.
+`Linear` is one such function. Its method `compute` returns the output and the tensors to save.
 """
 
 import functools
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def computed_before(function: Any, *args: Any) -> Any:
-    """Return `function.compute(*args)`, without gradients; the caller gives it to `function.apply`.
+    """Return `function.compute(*args)` without gradients, to be passed to `function.apply`.
 
     Use this in compiled code only: GEMMs are then traced before the autograd function, whose
     forward just saves the results. Inside an autograd function, torch 2.11 loses the recompute tags
@@ -25,8 +25,8 @@ def computed_before(function: Any, *args: Any) -> Any:
 def new_alias(x: Tensor) -> Tensor:
     """Return a new tensor over the memory of `x`, which autograd does not treat as a view.
 
-    Autograd functions return aliases of inputs, never inputs: Dynamo of torch 2.11 would trace
-    gradients of zero.
+    Autograd functions return aliases of inputs, never the inputs themselves: for those Dynamo of
+    torch 2.11 traces gradients of zero.
     """
     return torch.ops.aten._unsafe_view.default(x, x.shape)  # type: ignore[no-any-return]
 

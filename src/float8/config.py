@@ -393,7 +393,7 @@ class Float8LinearConfig:
             raise ValueError(f"{got} {dtypes}, expected {expected}, as tensor cores require; {fix}")
 
     def _check_widths(self) -> None:
-        """Raise a `ValueError` if blocks have width 32 and width 128, unless `emulate` is set."""
+        """Raise a `ValueError` for blocks of 32 and of 128 without `emulate`: no GPU takes both."""
         granularities = [cast.scaling_granularity for cast in self._casts.values()]
         widths = {x.width for x in granularities if x.width is not None}
         if len(widths) > 1 and not self.emulate:
@@ -407,7 +407,7 @@ class Float8LinearConfig:
 
     @functools.cached_property
     def own_casts(self) -> dict[CastSite, CastConfig]:
-        """The casts by site, in the order of `CAST_SITES`, without second sites that reuse one."""
+        """The casts by site, in the order of `CAST_SITES`; second sites only if they differ."""
         casts = self._casts
         own = [x for x in CAST_SITES if x not in BASE_SITE or casts[x] != casts[BASE_SITE[x]]]
         return {site: casts[site] for site in own}
@@ -420,7 +420,7 @@ class Float8LinearConfig:
 
     @functools.cached_property
     def only_on(self) -> tuple[int, ...]:
-        """Major compute capabilities of GPUs with all GEMMs of this config; () means no limit."""
+        """Major compute capabilities of GPUs that can run this config; () if it sets no limit."""
         # () is the least tuple. BLACKWELL and HOPPER are both in a config only under `emulate`.
         return max(cast.scaling_granularity.only_on for cast in self.own_casts.values())
 
@@ -431,7 +431,7 @@ class Float8LinearConfig:
         return tuple(gemm for gemm, (site, _) in operands if self.cast_config(site).is_float8)
 
     def short_str(self) -> str:
-        """Return the name of the recipe with these casts, else the casts, and flags that differ."""
+        """Return the name of the recipe with these casts, or the casts; then non-default flags."""
         recipe = _RECIPE_BY_CASTS.get((self.round_scales_to_power_of_2, *self._casts.values()))
         defaults = RECIPES[recipe or "tensorwise"]
         own = self.own_casts.items()

@@ -39,7 +39,7 @@ under 8-bit exponents (`BLACKWELL`). Only the first of each has grouped GEMMs.""
 def lacks_float8_gemm(device: torch.device, *, only: tuple[int, ...] = ()) -> str | None:
     """Return the reason why `device` cannot run float8 GEMMs, or None if it can.
 
-    A GPU needs compute capability >= 8.9; with `only`, instead a major version that is in `only`.
+    A GPU needs compute capability 8.9 or higher; if `only` is not empty, a major version in `only`.
     """
     if device.type in ("cpu", "meta"):
         return None

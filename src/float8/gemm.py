@@ -56,7 +56,7 @@ def matmul(
     """Return `(a.data * a.scale) @ (b.data * b.scale).T`, accumulated in float32.
 
     With `gemm.emulate` dequantized values are multiplied, on GPUs in bfloat16 if that is exact.
-    CPUs do so under finer scales, and run the op `scaled_mm` under one scale per tensor.
+    CPUs do the same for finer scales; for one scale per tensor they run the op `scaled_mm`.
 
     `a.data` [M, K] and `b.data` [N, K] are float8, contiguous along K as Hopper's tensor cores read
     them. Scales have the shapes of `Granularity.scales`, which is not checked. K and N are
@@ -70,10 +70,10 @@ def matmul(
     granularity_a, granularity_b = gemm.granularities
     one_scale_each = granularity_a.one_scale and granularity_b.one_scale
     (M, N), compiling = shape, torch.compiler.is_compiling()
-    # Cut padding rows off; not under blocks, whose scales also have padding.
+    # Remove padding rows before the GEMM, but not under blocks, whose scales are padded, too.
     if not granularity_a.by_blocks and a.data.shape[0] != M:
         a = Operand(a.data[:M], a.scale if granularity_a.one_scale else a.scale[:M])
-    # An op hides that `a` may be empty or padded: Inductor would drop the unpadded copy.
+    # Run an op if `a` may be empty or padded: Inductor would drop the copy of `without_padding`.
     if compiling and not (surely(a.data.numel() != 0) and surely(a.data.shape[0] == M)):
         return torch.ops.float8.matmul.default(  # type: ignore[no-any-return]
             *a, *b, M, N, gemm.packed(), out_dtype
@@ -94,11 +94,11 @@ def matmul(
             scale_b, *layout_b = _block_scales(b, granularity_b)
             y = torch.ops.aten._scaled_mm_v2.default(
                 a.data, b.data.t(), [scale_a], *layout_a, [scale_b], *layout_b, None, out_dtype, [],
-                False,  # no bias, contraction dims by default, no fast accumulation
+                False,  # None: no bias; []: default contraction dims; False: no fast accumulation
             )  # fmt: skip
         else:
             scale_a, scale_b, fast = a.scale, b.scale, gemm.use_fast_accum
-            if not one_scale_each:  # torch takes one scale each, or scales of rows each
+            if not one_scale_each:  # torch takes a scale per tensor of both, or per row of both
                 scale_a, scale_b = _scale_per_row(a), _scale_per_row(b).t()
             y = torch._scaled_mm(
                 a.data, b.data.t(), scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast
@@ -115,7 +115,7 @@ def without_padding(y: Tensor, M: int, N: int) -> Tensor:
 
 
 def refused_gemm(reason: str) -> RuntimeError:
-    """Return the error of a GEMM on a device without it, with `reason` by `lacks_float8_gemm`."""
+    """Return the error for a device without the GEMM; `lacks_float8_gemm` returned `reason`."""
     return RuntimeError(
         f"float8 GEMM: {reason}; set emulate=True in Float8LinearConfig to compute in high "
         f"precision on the dequantised values"
@@ -132,7 +132,7 @@ def matmul_of_any_size(
     gemm: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Run `matmul` with `Gemm.unpacked(gemm)`, also for empty `a`: an op that `matmul` may call."""
+    """Run `matmul` with unpacked settings, or return zeros if `a` is empty; registered as an op."""
     if a.numel() == 0:
         return a.new_zeros((M, N), dtype=out_dtype)
     operands = Operand(a, a_scale), Operand(b, b_scale)

@@ -27,7 +27,7 @@ ROLES = "input", "weight", "grad_output"
 
 
 def of_this_rank(x: Any, cast: Cast | None) -> tuple[Tensor, Cast | None]:
-    """Return the local tensor of `x`, dequantized, and `cast`, set to reduce a DTensor's amaxes."""
+    """Return the dequantized local tensor of `x`, and `cast`, which reduces amaxes of a DTensor."""
     if is_dtensor(x):
         cast = cast and cast._replace(reduce=amax_over(sharding_groups(x)))
         if any(placement.is_partial() for placement in x.placements):
@@ -52,19 +52,20 @@ def parameter_name(experts: nn.Module, weight: Any) -> str:
 def count(x: Tensor, data: Tensor, bound: Tensor | None, all_count: bool) -> Tensor:
     """Count elements of `x` that are 0 in `data` (`x` cast to float8), saturate or are not finite.
 
-    `data` has the shape of `x`. Absolute values above `bound` ([1] or []; None: none) saturate.
+    `data` has the shape of `x`. Absolute values above `bound` ([1] or []) saturate; with None, no
+    value does. If `all_count` is True, zeros of `x` count as nonzero values.
 
     Returns:
-        [6] float64: the amax, the number of elements, of nonzero ones (with zeros if `all_count`),
-        of these that are 0 in `data`, of finite ones that saturate, and of non-finite ones.
+        [6] float64: the amax, then the numbers of elements, of nonzero values, of nonzero values
+        that are 0 in `data`, of finite values that saturate, and of values that are not finite.
     """
-    magnitude, is_zero = x.abs(), data.view(torch.uint8) & 127 == 0  # the sign bit may be set
+    magnitude, cast_to_0 = x.abs(), data.view(torch.uint8) & 127 == 0  # the sign bit may be set
     nonzero, finite = (x != 0) | all_count, magnitude < torch.inf
     amax = magnitude.amax() if x.numel() else magnitude.new_zeros(())
     elements = torch.full_like(amax, x.numel(), dtype=torch.float64)
     # `finite[:0]` sums to 0. `reshape(1)`: a 0-dim bound would be rounded to the dtype of `x`.
     saturated = finite[:0] if bound is None else finite & (magnitude > bound.reshape(1))
-    counts = nonzero.sum(), (nonzero & is_zero).sum(), saturated.sum(), elements - finite.sum()
+    counts = nonzero.sum(), (nonzero & cast_to_0).sum(), saturated.sum(), elements - finite.sum()
     return torch.stack([number.double() for number in (amax, elements, *counts)])
 
 
@@ -171,7 +172,7 @@ class _Observer:
         """Measure input `x` and `weight`; return an alias of `y` that measures its gradient."""
         # Without grad (evaluation, reentrant checkpoints' first forward), only the order counts.
         compiling, counted = torch.compiler.is_compiling(), torch.is_grad_enabled()
-        if offs is not None and not compiling:  # experts, which may not know the `name`
+        if offs is not None and not compiling:  # experts; `name` may be empty
             name = name or parameter_name(layer, weight)
         input_cast = casts.input if counted and casts.input.config.is_float8 else None
         x = as_multiplied(x, weight)
@@ -202,7 +203,6 @@ class _MeasureGradient(torch.autograd.Function):
 
 
 def _remove(layer: Any, observer: _Observer) -> None:
-    """Remove `observer` from the observers of `layer`."""
     others = tuple(x for x in vars(layer).pop("_float8_observers", ()) if x is not observer)
     if others:
         layer._float8_observers = others

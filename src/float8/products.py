@@ -15,11 +15,11 @@ def _outer(grad_output: Tensor, x: Tensor) -> Tensor:
 
 
 class Dense:
-    """The functions of a layer that multiplies all rows of its input by one weight [N, K].
+    """The functions that quantize tensors and multiply all rows of an input by one weight [N, K].
 
-    The autograd function `Linear` reads these attributes of `call.products`. Subclasses serve
-    experts, and layers whose tokens are sharded over ranks. `*index` below is empty for `Dense`;
-    for experts it is one tensor, saved for backward: the ends of the groups of rows.
+    The autograd function `Linear` calls them as attributes of `call.products`. Subclasses serve
+    experts, and layers whose tokens are sharded over ranks. `*index` below is no argument here; for
+    experts it is one tensor, saved for backward: the ends of the groups of rows.
     """
 
     columns_from_values = True

@@ -104,7 +104,7 @@ def quantize(
 
 
 def scale_of(x: Tensor, cast: Cast, via: torch.dtype | None = None) -> Tensor:
-    """Return the scale of `x.to(via)` over all ranks; `cast.source` observes this rank's amax."""
+    """Return the scale of `x`, rounded to `via` if set; `cast` may reduce and record the amax."""
     amax = kernels.amax(x)
     if via is not None:  # the amax of rounded values is the rounded amax
         amax = amax.to(via).to(torch.float32)
@@ -125,7 +125,7 @@ def scales_of(
 
     The tensors are not empty, and share dtype and device. Scales are those of the tensors rounded
     to `dtype`. `reduce` takes all amaxes, float32 [len(tensors)], and returns their maxima over
-    ranks. Results are views of one tensor, 16 bytes apart.
+    ranks. Results are views of one tensor, 16 bytes apart, as cuBLASLt requires.
     """
     amaxes = torch.stack(torch._foreach_norm(list(tensors), float("inf")))
     # The amax of rounded values is the rounded amax.
@@ -133,15 +133,14 @@ def scales_of(
     if reduce is not None:
         amaxes = reduce(amaxes)
     scales = amax_to_scale(amaxes, cast_config.dtype, cast_config.power_of_2)
-    # cuBLASLt takes scales at multiples of 16 bytes only.
     return list(F.pad(scales.unsqueeze(1), (0, 3))[:, 0].unbind())
 
 
 def recast(x: Tensor, cast_config: CastConfig, scale: Tensor) -> Operand:
     """Quantize the input `x` [R, C] to column data in backward; forward quantized it with `scale`.
 
-    If `x` is row data, `to_col` converts it; compiled code keeps that result instead of `x`, once
-    for all layers that read `x`. If `x` is in high precision, then in compiled code:
+    If `x` is row data, `to_col` converts it; compiled code saves the column data instead of `x`,
+    one copy for all layers that read `x`. If `x` is in high precision, then in compiled code:
 
     - Under one scale plain torch casts `x`, so that backward may compute `x` again from tensors
       that are kept anyway, such as the input of an activation function.
@@ -157,9 +156,9 @@ def recast(x: Tensor, cast_config: CastConfig, scale: Tensor) -> Operand:
 
 
 def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Operand:
-    """Zero-pad C, and R of 2-D data if `pad_rows`, to multiples of the block width, else of 16."""
+    """Zero-pad row data for GEMMs: their columns, and with `pad_rows` also the rows of 2-D data."""
     data, scale = row
-    multiple = granularity.width or GEMM_ALIGNMENT
+    multiple = granularity.width or GEMM_ALIGNMENT  # the padded sizes are multiples of it
     bottom = -data.shape[0] % multiple if pad_rows and data.dim() == 2 else 0
     right = -data.shape[-1] % multiple
     if not bottom and not right:

@@ -24,7 +24,7 @@ def _meshes(tensors: Iterable[Any]) -> set[Any]:
 
 
 def _require_whole_weights(shard_groups: Iterable[Any], synced: list[int], source: str) -> None:
-    """Raise `ValueError` if the ranks `synced`, called `source`, lack a rank of a shard group."""
+    """Raise `ValueError` if a shard group has a rank not in `synced`, which `source` describes."""
     for ranks in map(dist.get_process_group_ranks, shard_groups):
         if not set(ranks) <= set(synced):
             raise ValueError(
@@ -38,9 +38,9 @@ def sync_groups(
 ) -> tuple[Any, ...]:
     """Return the process groups over which a sync reduces the amaxes of layers with `weights`.
 
-    These are `group` if given; else those of the mesh of `weights`, or, if that is none, of
-    `fsdp_params`, Parameters of the FSDP2 modules around the layers; else all ranks, or () of one.
-    Raises `ValueError` if a rank of `shard_groups`, which hold parts of a weight, is not in them.
+    These are `group` if given; else the groups of the mesh of `weights`, or else of `fsdp_params`,
+    Parameters of the FSDP2 modules around the layers; without a mesh all ranks, or () if alone.
+    Raises `ValueError` if they lack a rank of `shard_groups`, each of which shares one weight.
     """
     if group is not None:
         if not isinstance(group, dist.ProcessGroup):
@@ -52,7 +52,7 @@ def sync_groups(
         got = f"got layers on {len(meshes)} different meshes, expected one for all"
         raise ValueError(f"model: {got}; say which ranks share their amaxes with `group=`")
     for mesh in meshes:  # one at most
-        if mesh.size() < dist.get_world_size():  # else one group of all ranks serves
+        if mesh.size() < dist.get_world_size():  # else return one group of all ranks, below
             mesh_ranks = mesh.mesh.flatten().tolist()
             _require_whole_weights(shard_groups, mesh_ranks, "None and weights on a mesh of ranks")
             return tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
@@ -67,7 +67,7 @@ def sync_groups(
 
 
 def unlike(texts: Sequence[str], groups: Sequence[Any], device: torch.device) -> list[str] | None:
-    """Return `texts` that differ from those of any rank at that index; None if no rank's differ."""
+    """Return `texts` that a rank of `groups` does not have at their index; None if all agree."""
 
     def maxima(numbers: list[int]) -> list[int]:
         largest = torch.tensor(numbers, device=device)

@@ -52,7 +52,7 @@ def amax_to_exponent(amax: Tensor, dtype: torch.dtype) -> Tensor:
 def inverse_of_exponent(scale: Tensor) -> Tensor:
     """Return `1 / scale` for a scale from `amax_to_exponent`, but 1 for the scale 2**-127.
 
-    Elements of blocks with that scale, times 1, round to zero, as on GPUs and in TransformerEngine.
+    Blocks with that scale hold tiny values: times 1, all round to zero, as in TransformerEngine.
     """
     # By integers: not every backend divides exactly, or gives 2**-127, which is subnormal.
     bits = scale.view(torch.int32)

@@ -76,7 +76,7 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     attachment = Attachment(mods, handles)
     for mod in mods:
         mod._float8_attach()  # also has the first use cast held weights again
-    weakref.finalize(inner, attachment.remove).atexit = False  # when collected, not at exit
+    weakref.finalize(inner, attachment.remove).atexit = False  # not at interpreter exit
     return attachment
 
 

@@ -173,7 +173,7 @@ for flag, of in itertools.product(BOOLS, (BF16, FP32)):
     BY_TRITON[f"groups by runs of 32 {of} {flag}"] = partial(by_runs, of, flag, 32)
     BY_TRITON[f"grouped_matmul of blocks {of} {flag}"] = partial(of_blocks, flag, of)
 BY_TRITON["foreach_cast"] = lambda x: foreach_cast._cast_triton(
-    [x.to(FP32), x.to(FP32)], empty(2, 4)[0, 0], E4M3, rounded=True
+    [x.to(FP32), x.to(FP32)], empty(2, 4)[0, 0], E4M3, rounds=True
 )
 BY_TRITON["dequantise"] = lambda x: dequantised_triton(
     Operand(empty(*x.shape, dtype=E4M3), empty(x.shape[0], -(-x.shape[1] // 32))),

@@ -27,21 +27,21 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]
         return set() if module.disable_adapters else {*module.active_adapters}
 
     def base_of(module: Any) -> Any:
-        """Return the module that stands for `module` in a model without adapters."""
+        """Return the module that replaces `module` in the model without adapters."""
         # Classes of PEFT by name, since PEFT need not be installed.
-        names = {x.__name__ for x in type(module).__mro__ if x.__module__.startswith("peft.")}
-        if names & {"PeftModel", "PeftMixedModel"}:
+        class_names = {x.__name__ for x in type(module).__mro__ if x.__module__.startswith("peft.")}
+        if class_names & {"PeftModel", "PeftMixedModel"}:
             tuner = module.base_model
             if not hasattr(tuner, "merge_and_unload") or type(tuner).__name__ == "XLoraModel":
                 raise _refusal(f"a {type(module).__name__} that cannot be merged")
             return base_of(tuner)
-        if "BaseTuner" in names:
+        if "BaseTuner" in class_names:
             return base_of(module.model)  # `module` is a `LoraModel` or the like
-        if "TrainableTokensWrapper" in names:
+        if "TrainableTokensWrapper" in class_names:
             return base_of(module.token_adapter)  # a `BaseTunerLayer`
-        if "MultiheadAttention" in names:
+        if "MultiheadAttention" in class_names:
             raise _refusal("a MultiheadAttention, to whose output PEFT adds the adapter twice")
-        if "BaseTunerLayer" in names:
+        if "BaseTunerLayer" in class_names:
             base = module.get_base_layer()
             if any(not x.is_floating_point() for x in base.parameters()):
                 raise _refusal(f"a {type(base).__name__} that another library has quantized")
@@ -51,7 +51,7 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]
             if any(active(x) - {*x.merged_adapters} for x in layers_of_peft(module)):
                 peft_layer_of[base] = module  # some active adapter is not merged yet
             return base
-        if "ModulesToSaveWrapper" in names:
+        if "ModulesToSaveWrapper" in class_names:
             chosen = (x for name, x in module.modules_to_save.items() if name in active(module))
             return base_of(next(chosen, module.original_module))
         if module not in replacement_of:  # a module of the model, not PEFT's
@@ -97,8 +97,8 @@ def merged_base_layer(*layers: Any, gather: Callable[[Tensor], Tensor] = lambda 
     """Return a float32 copy of the base layer of a PEFT layer, with the active adapters merged.
 
     `layers` is one PEFT layer, or several whose base layers share a weight. PEFT merges in
-    the copy, which needs memory for it and for PEFT's temporaries. Raises `ValueError` if PEFT
-    cannot. `gather`, a collective, returns the full tensor of a sharded one.
+    the copy; the copy and PEFT's temporaries take memory. Raises `ValueError` if PEFT cannot
+    merge. `gather`, a collective, returns the full tensor of a sharded one.
     """
     # The memo of `deepcopy`: id of an object -> its copy. Inactive adapters are not copied.
     copies: dict[int, Any] = {id(p): p for layer in layers for p in _inactive(layer)}

@@ -70,7 +70,7 @@ class Checkpoint:
             raise FileNotFoundError(f"{folder}: got no tensors, expected {expected}")
         self.scheme = scheme_of(self._quantization_config(folder))
         if self.scheme.block is None and any(x.endswith(".weight_scale") for x in self._file_of):
-            self.scheme = scheme_named(COMPRESSED, self.scheme.strategy)  # as AutoFP8 names them
+            self.scheme = scheme_named(COMPRESSED, self.scheme.strategy)  # AutoFP8 uses that suffix
         self.headers: dict[str, tuple[Any, tuple[int, ...]]] = {}  # name -> (dtype, shape)
         for name, file in self._file_of.items():
             header = file.get_slice(name)
@@ -86,7 +86,7 @@ class Checkpoint:
         self.names = sorted(name for name in others if not name.endswith(_SCALES_OF_ACTIVATIONS))
 
     def _quantization_config(self, folder: Path) -> Any:
-        """Return the `quantization_config`, or for ComfyUI and modelopt one that names them."""
+        """Return the `quantization_config`; without it, one that names ComfyUI or modelopt."""
         with contextlib.suppress(FileNotFoundError):
             if config := _read(folder, CONFIG, _read_json).get("quantization_config"):
                 return config
@@ -160,7 +160,7 @@ def _read_index(index: Path) -> dict[str, set[str]]:
 
 
 def _read(folder: Path, name: str, read: Callable[[Path], Any]) -> Any:
-    """Return `read(path)` of the file `name`, in subfolder `_COMPLETE` if there, or in `folder`."""
+    """Return `read(path)` for the file `name` in the subfolder `_COMPLETE`, or else in `folder`."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, RuntimeError):  # moved just now
         return read(folder / _COMPLETE / name)
     return read(folder / name)

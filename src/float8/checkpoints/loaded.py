@@ -41,10 +41,10 @@ class Quantizers(Feature):
     """Detaches quantizers of other libraries from a model that they loaded."""
 
     def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
-        """Detach `model` from the quantizer that loaded it, unless a layer has not been converted.
+        """Detach `model` from the quantizer that loaded it, if all its float8 layers are converted.
 
-        If it stayed, a hook of compressed-tensors would replace the Parameter dicts of all modules,
-        and transformers would refuse to train, and would save the old `quantization_config`.
+        If the quantizer stayed, a hook of compressed-tensors would replace all Parameter dicts, and
+        transformers would refuse to train, and would save the old `quantization_config`.
         """
         unconverted = any(schemes.COMPRESSED_MARK in vars(mod) for mod in model.modules())
         unconverted = unconverted or any(p.dtype in FLOAT8_MAX for p in model.parameters())

@@ -137,8 +137,8 @@ def published_parts(model: nn.Module) -> dict[str, Parts]:
 def replaced_by_transformers(model: nn.Module, method: str) -> str | None:
     """Return the name of a class in `model` that transformers replaces when it loads, or None.
 
-    For the `quant_method` `method`, transformers replaces modules of some classes by others, which
-    do not have the names of the saved weights.
+    When transformers loads a checkpoint of `quant_method` `method`, it replaces modules of some
+    classes by others, whose weights have other names than the saved weights.
     """
     if not _is_of_transformers(unwrapped(model)):
         return None

@@ -57,7 +57,7 @@ class ModelRanks:
             self.agree(error=error)
 
     def gather(self, x: Any) -> Tensor:
-        """Return the full tensor of a DTensor `x`, a collective; return any other `x` itself."""
+        """All-gather a DTensor `x`, and return the full tensor; return any other `x` unchanged."""
         if is_dtensor(x):
             self.agree()
             x = x.full_tensor()

@@ -113,26 +113,26 @@ class _Target(NamedTuple):
 
 
 def _match(model: nn.Module, checkpoint: Checkpoint, targets: dict[str, _Target]) -> list[str]:
-    """Return the name in files for each target; raise `ValueError` if one is missing or unfit."""
+    """Return a name in files for each target; raise `ValueError` if one is missing or unfit."""
     class_name = type(model).__name__
-    names_of = dict[_Target, list[str]]()  # files may have a tied tensor under several names
+    names_in_files = dict[_Target, list[str]]()  # files may have a tied tensor under several names
     # transformers ignores these names as well, for example of multi-token prediction layers.
     ignored = getattr(unwrapped(model), "_keys_to_ignore_on_load_unexpected", None) or ()
     for name in checkpoint.names:
         if name in targets:
-            names_of.setdefault(targets[name], []).append(name)
+            names_in_files.setdefault(targets[name], []).append(name)
         elif not any(re.search(pattern, name) for pattern in ignored):
             raise ValueError(f"checkpoint: got {name!r}, expected names of tensors of {class_name}")
-    one_by_one = {target.saved for target in names_of if target.part != WHOLE}
+    one_by_one = {target.saved for target in names_in_files if target.part != WHOLE}
     missing = {  # all parts of a tensor if the checkpoint has some of them, else the whole tensor
         target: name
         for name, target in targets.items()
-        if target not in names_of and (target.saved in one_by_one) == (target.part != WHOLE)
+        if target not in names_in_files and (target.saved in one_by_one) == (target.part != WHOLE)
     }
     if missing:
         got = f"got nothing for {len(missing)} Parameter(s) or buffer(s) of {class_name}, such as"
         raise ValueError(f"checkpoint: {got} {min(missing.values())!r}, expected all of them")
-    for target, tied_names in names_of.items():
+    for target, tied_names in names_in_files.items():
         if target.part == WHOLE and target.saved in one_by_one:
             got = "got these experts joined and one by one, too"
             raise ValueError(f"{tied_names[0]}: {got}, expected one of the two; remove the other")
@@ -148,7 +148,7 @@ def _match(model: nn.Module, checkpoint: Checkpoint, targets: dict[str, _Target]
                 got = f"got other values than those of {first!r}, expected the same"
                 why = f"they are one tensor of {class_name}; untie them, or remove one"
                 raise ValueError(f"{name}: {got}: {why}")
-    return [name for name, *_ in names_of.values()]
+    return [name for name, *_ in names_in_files.values()]
 
 
 def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None:
@@ -160,7 +160,7 @@ def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None
     granularities = {cast_config.scaling_granularity for cast_config in casts}
     pieces_share_scales = any(x.one_scale or shape_of_part[0] % x.height for x in granularities)
     in_float8 = name in checkpoint.in_float8
-    takes_data = in_float8 and len(only_layers) == len(target.saved.uses)  # not dequantized
+    takes_data = in_float8 and len(only_layers) == len(target.saved.uses)  # without dequantizing
     placements = tensor.placements if is_dtensor(tensor) else ()
     is_floating_point = getattr(dtype, "is_floating_point", False)  # a str if torch lacks it
     if is_floating_point != tensor.dtype.is_floating_point:
@@ -187,9 +187,9 @@ def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None
 def _load(target: _Target, read: Callable[..., Tensor], device: Any) -> None:
     """Load the tensor `read()` into `target`, which is allocated on `device` if it is on meta."""
     saved, old, only_layers = target.saved, target.saved.tensor, target.only_layers
-    if len(only_layers) == len(saved.uses) and target.part == WHOLE:  # in float8 only
+    if len(only_layers) == len(saved.uses) and target.part == WHOLE:  # all uses are in float8 only
         new = read(old.dtype).to(device if old.is_meta else old.device, old.dtype)
-        new = only_layers[0]._float8_quantize_only(new)  # no-op if the file has float8
+        new = only_layers[0]._float8_quantize_only(new)  # no-op if `new` is in float8
         # Clone a shard, which is a view that keeps the full tensor in memory.
         saved.replace(_distribute(new, old).clone() if is_dtensor(old) else new)
         return
@@ -199,7 +199,7 @@ def _load(target: _Target, read: Callable[..., Tensor], device: Any) -> None:
     if target.part == WHOLE:
         _copy(stored, read())
         return
-    experts: Any = torch.arange(len(stored))
+    experts: Any = torch.arange(len(stored))  # indices of all experts, then of those of this rank
     experts = _distribute(experts, stored).to_local() if is_dtensor(stored) else experts
     # The index of the expert among those of this rank; no index if another rank has it.
     for index in (experts == target.part.expert).nonzero().flatten().tolist():

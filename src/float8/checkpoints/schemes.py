@@ -95,7 +95,7 @@ class Scheme(NamedTuple):
         return Float8Tensor(data.detach().contiguous(), scale.contiguous(), dtype, self.granularity)
 
     def published(self, weight: Any, is_expert: bool) -> tuple[Tensor, Tensor] | None:
-        """Return data and scale of `weight` as files store them, or None if they cannot."""
+        """Return data and scale of a `Float8Tensor` as files store them; None if files cannot."""
         if not self.accepts(weight._granularity) or weight._data.dtype != E4M3:
             return None
         shape, in_memory = self.scale_shape((*weight.shape,), is_expert), weight._granularity
@@ -250,7 +250,7 @@ def scheme_of_layer(mod: Any) -> Scheme | str | None:
         return next(fits, f"{block} blocks ({FINE_GRAINED})")
     if (scale := mod._parameters.get("weight_scale")) is None:
         return None
-    inferred = "tensor" if scale.numel() == 1 else "channel"  # for layers without such arguments
+    inferred = "tensor" if scale.numel() == 1 else "channel"  # if the layer names no strategy
     weight_arguments = getattr(getattr(mod, COMPRESSED_MARK, None), "weights", None)
     strategy = getattr(weight_arguments, "strategy", inferred)
     strategy = "mxfp8" if scale.itemsize == 1 else strategy  # compressed-tensors has "group" there
@@ -277,7 +277,7 @@ def why_not_taken(mod: Any, config: Float8LinearConfig) -> str | None:
     if not isinstance(scheme, Scheme):
         got = f"got a weight in float8 with scales of {scheme}"
         return f"{got}, expected one of {_NAMES}; load it dequantized"
-    # Conversion drops `mod.forward`: good if compressed-tensors set it, not if accelerate did.
+    # Conversion drops `mod.forward`: one set by compressed-tensors may go, one by accelerate not.
     if replaced_forward(mod) and (hasattr(mod, "_hf_hook") or COMPRESSED_MARK not in vars(mod)):
         got = "got a layer with a `forward` of its own as attribute"
         return f"{got}, expected one without; load the model onto one device"

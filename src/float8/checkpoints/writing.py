@@ -331,7 +331,7 @@ def _select_float8(
             return False
         if attr == "weight" and isinstance(module, Float8Linear):
             return module._float8_plan.output is not None
-        return WHOLE not in published[name].values()
+        return WHOLE not in published[name].values()  # experts that are saved one by one
 
     selected = {x for x in saved if all(is_float8(*use, x.tensor) for use in x.uses)}
     rest = [x for x in saved if x not in selected and not is_lazy(x.tensor)]
@@ -351,7 +351,7 @@ def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastC
     if isinstance(module, Float8Module):
         trained_cast = module._float8_plan.casts.weight.config
         power_of_2 = power_of_2 or trained_cast.power_of_2
-        if scheme.accepts(trained_cast.scaling_granularity):  # not only the scheme's own
+        if scheme.accepts(trained_cast.scaling_granularity):  # also 32x32 for 1x32
             granularity = trained_cast.scaling_granularity
     cast = CastConfig(target_dtype=E4M3, scaling_granularity=granularity, power_of_2=power_of_2)
     rows_per_scale = granularity.height or rows  # `height` is None if one scale covers all rows
@@ -362,9 +362,9 @@ def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastC
 def _high_precision_modules(
     model: nn.Module, in_float8: set[nn.Module], published: dict[str, Parts], scheme: Scheme
 ) -> list[str]:
-    """List linear layers and experts without a module of `in_float8`, for `Scheme.config`.
+    """Return names of linear layers and experts that contain no module of `in_float8`.
 
-    Readers expect the names in `model`, but for fine-grained-fp8 those that files have.
+    `Scheme.config` takes their names in `model`, but for fine-grained-fp8 their names in files.
     """
     in_model = []
     for name, module in model.named_modules():
@@ -404,7 +404,7 @@ def _cast_tensors(
         for entry in entries:
             x: Any = high_precision(entry.tensor.detach())  # `Float8Tensor` if in float8 only
             if layers:
-                x = getattr(merged, plan.base_attr[entry.tensor])  # not cast yet
+                x = getattr(merged, plan.base_attr[entry.tensor])  # not rounded yet
                 if not (entry.cast_config or entry.dtype):  # nothing below rounds it
                     x = x.to(entry.tensor.dtype)
             has_float8_data = isinstance(local_tensor(x), Float8Tensor)

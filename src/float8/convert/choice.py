@@ -120,7 +120,6 @@ class Chooser:
         return Choice(skip_reason, chosen_for=self._chosen_for(mod))
 
     def _why_filtered(self, mod: nn.Module, fqn: str) -> str | None:
-        """Return why the user's filter excludes `mod`, called `fqn`, or None if it does not."""
         try:
             decision = self.filter(mod, fqn)
         except AttributeError as error:  # experts have no `in_features`
@@ -142,12 +141,12 @@ class Chooser:
         gpu = self.gpu_of(mod)
         if gpu in MODELLED:
             source = f'gpu="{gpu}"' if self.gpu else "the GPU here"
-            model = f"modelled as {judged_as(self.config)} at {self.tokens} tokens per forward"
+            modelled = f"modelled as {judged_as(self.config)} at {self.tokens} tokens per forward"
             shared = f", casts shared by {self.linear_ranks} ranks" if self.linear_ranks > 1 else ""
             if self.expert_ranks < self.linear_ranks:
                 shared += f" (experts' by {self.expert_ranks})"
             graphs = ", as CUDA graphs" if self.cuda_graphs else ""
-            return f"chosen for {gpu} ({source}): {model}{shared}{graphs}"
+            return f"chosen for {gpu} ({source}): {modelled}{shared}{graphs}"
         if gpu is None:
             names = " or ".join(f'gpu="{name}"' for name in MODELLED)
             return f"no GPU here: layers of any size are converted; {names} leaves out slower ones"

@@ -34,7 +34,7 @@ class Linears(Conversion):
         return dict.fromkeys(layers, reason) if reason else {}
 
     def _judged_together(self, chooser: Chooser) -> bool:
-        """Return True if `modules_to_keep` decides for all layers at once if the GPU waits."""
+        """Return True if `modules_to_keep` judges waits for the CPU, for all layers together."""
         gather = chooser.config.enable_fsdp_float8_all_gather and not chooser.cuda_graphs
         return gather and chooser.kinds == {self}  # no other kind, such as experts
 

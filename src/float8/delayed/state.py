@@ -23,7 +23,7 @@ from float8.tensor.ranks import amax_over, sharding_groups
 
 
 class Site(NamedTuple):
-    """The value of a `CastSite`, such as "weight", and in `site[1:]` its cast's buffer names."""
+    """The value of a `CastSite`, such as "weight", then the names of that cast's three buffers."""
 
     name: str
     amax: str
@@ -88,7 +88,7 @@ class StatefulLayer(Float8Module):
         return {site.amax: torch.zeros_like(scale), site.history: history, site.scale: scale}
 
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """Register a hook. `distribute_module` does so after making buffers DTensors: undo that."""
+        """Register a hook. First undo that `distribute_module`, a caller, made buffers DTensors."""
         for name, buffer in self._float8_state().items():
             self._buffers[name] = local_tensor(buffer)  # each rank records its own amaxes
         return super().register_forward_pre_hook(*args, **kwargs)
@@ -110,7 +110,7 @@ class StatefulLayer(Float8Module):
         self._float8_state_was_written()
 
     def _float8_state_was_written(self) -> None:
-        """Note a write to buffers: forget which scales are set, and mark all amaxes as synced."""
+        """After a write to buffers, clear `_float8_known`, and mark all amaxes as synced."""
         self._float8_known = frozenset()
         self._float8_mark_synced()
 
@@ -156,7 +156,6 @@ class StatefulLayer(Float8Module):
         return self._float8_amax_version() != self._float8_synced_version
 
     def _float8_mark_synced(self) -> None:
-        """Mark all amaxes recorded so far as synced."""
         if self._float8_versions is not None:  # setting an attribute of a module takes long
             self._float8_versions = None
         if not torch.compiler.is_compiling():
@@ -179,9 +178,10 @@ class StatefulLayer(Float8Module):
 
         Skipped under `no_grad`, while attached to an optimizer, and in compiled code. Compares
         version counters, which fused optimizers and writes through `.data` do not increment. To
-        find such writes, it waits for the device and compares the weight's diagonal after a
-        backward, once `weight.grad` is None. It misses them after `zero_grad(set_to_none=False)`,
-        if `torch.distributed` is initialized, grad_output is dynamic or only the bias trains.
+        find such writes, it waits for the device and compares the weight's diagonal with that of
+        an earlier forward, if a backward came between and `weight.grad` is None. It misses them
+        after `zero_grad(set_to_none=False)`, if `torch.distributed` is initialized, if grad_output
+        is scaled dynamically, or if only the bias trains.
         """
         checks = self._float8_config.enable_pre_and_post_forward and not self._float8_attached
         if not checks or not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -200,12 +200,12 @@ class StatefulLayer(Float8Module):
         amax: Any = self._buffers.get(GRAD_OUTPUT.amax)  # written by each backward
         old_identity, old_amax_version, old_diagonal = self._float8_sample
         trained = type(weight) is nn.Parameter and id(weight) in versions
-        is_due = trained and amax is not None and not (amax.is_meta or amax.is_inference())
-        if is_due and not is_first:  # due only if a step can have come since the last sample
+        sample_due = trained and amax is not None and not (amax.is_meta or amax.is_inference())
+        if sample_due and not is_first:  # due if the optimizer may have stepped since
             after_backward = bool(old_identity) and amax._version != old_amax_version
-            is_due = after_backward and weight.grad is None
+            sample_due = after_backward and weight.grad is None
         new_sample: Any = None, None, None
-        if is_due:
+        if sample_due:
             # With several ranks, `weight.grad` may be None between microbatches, too.
             distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
             if not (distributed or (amax.is_cuda and torch.cuda.is_current_stream_capturing())):
@@ -214,7 +214,7 @@ class StatefulLayer(Float8Module):
                 new_sample = identity, amax._version, diagonal
                 if not is_first and identity == old_identity:
                     written |= not torch.equal(diagonal.nan_to_num(), old_diagonal.nan_to_num())
-        if is_due or is_first:
+        if sample_due or is_first:
             self._float8_sample = new_sample
         if is_first:  # after the sample, which may run out of memory
             self._float8_versions = versions
@@ -252,7 +252,7 @@ class StatefulLayer(Float8Module):
                 scale = torch.ops.float8.scale_without_gradients.default(scale)
                 amax = torch.empty_like(amax)  # not recorded, but `cast_delayed` declares a write
             if cast.reduce is not None and trains and records and site.name in self._float8_known:
-                cast = cast._replace(reduce=None)  # the scale needs no amax, and is on all ranks
+                cast = cast._replace(reduce=None)  # the scale is set, on all ranks
             delayed[site.name] = cast._replace(source=DelayedScale(scale, amax, records))
         return casts._replace(**delayed)
 

@@ -199,7 +199,7 @@ def _shard_amax(weight: Tensor) -> Tensor | None:
 def _require_same_layers(
     model: nn.Module, layers: list[Float8Linear], groups: tuple[Any, ...], device_type: str | None
 ) -> None:
-    """Raise `ValueError` if ranks differ in `layers`; check each layer count once for `groups`."""
+    """Raise `ValueError` if ranks differ in `layers`; compare once for each count and `groups`."""
     key = (len(layers), *(group.group_name for group in groups))
     if key in layers[0]._float8_compared:
         return

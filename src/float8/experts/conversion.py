@@ -63,7 +63,7 @@ class Experts(Conversion):
         return unsupported_experts(mod, chooser.config)
 
     def why_slower(self, mod: nn.Module, fqn: str, chooser: Chooser) -> str | None:
-        """Return why float8 would be no faster for `mod` by a model of equal groups, or None."""
+        """Return why float8 would be no faster for `mod` if groups had equal sizes, or None."""
         if (gpu := chooser.gpu_of(mod)) is None:
             return None
         gpu = gpu if gpu in MODELLED else "H100"  # another GPU: as an H100
@@ -72,10 +72,10 @@ class Experts(Conversion):
         top_k = experts_per_token(mod, parent)
         experts = local_tensor(mod._parameters[weights[0].name]).shape[0]  # on this rank
         rows, bf16_ms, float8_ms = tokens * top_k, 0.0, 0.0
-        for name, _on_all_ranks, N, K in weights:
+        for name, _total_experts, N, K in weights:
             ranks = ranks_that_cast(mod, name, experts, chooser.expert_ranks)
-            bf16, saved, float8 = compared_ms(gpu, config, rows, K, N, ranks, experts=experts)
-            bf16_ms, float8_ms = bf16_ms + bf16 + saved, float8_ms + float8
+            bf16, gather_ms, float8 = compared_ms(gpu, config, rows, K, N, ranks, experts=experts)
+            bf16_ms, float8_ms = bf16_ms + bf16 + gather_ms, float8_ms + float8
         where = f"{gpu}, {rows / experts:.0f} tokens for each of {experts} experts"
         where += f" ({tokens} tokens go to {top_k} each)"
         return no_gain(config, bf16_ms / float8_ms, error=EXPERTS_ERROR, where=where)
@@ -85,7 +85,7 @@ class Experts(Conversion):
         return functools.partial(convert_experts, mod, chooser.config)
 
     def modules_to_keep(self, chooser: Chooser) -> dict[nn.Module, str]:
-        """Map routers to a skip reason: "gate" or "router" layers with one output per expert."""
+        """Map each "gate" or "router" layer with one output per expert to the reason to skip it."""
         modules = [*chooser.model.named_modules()]
         experts = [mod for _, mod in modules if kind_of(mod) is not None]
         counts = {weight.experts for mod in experts for weight in weights_of(mod)[:1]}
@@ -99,7 +99,7 @@ class Experts(Conversion):
 
 
 def ranks_that_cast(module: Any, name: str, experts: int, ranks: int) -> int:
-    """Return how many of `ranks` share casts of `experts` weights; 1 if FSDP2 sends no float8."""
+    """Return how many ranks split the casts of `experts` weights; 1 if FSDP2 sends no float8."""
     return min(ranks, experts) if name in stored_by_rows(module) else 1
 
 

@@ -86,8 +86,8 @@ def apply_grouped(
     stored: Any = held_weight or OnTheFly(weight)
     if isinstance(weight, Float8Tensor):
         planned = plan.casts.weight.config.scaling_granularity
-        wanted = planned if planned.by_blocks else ScalingGranularity.AXISWISE  # scales [E, N, 1]
-        if weight._granularity is not wanted or (weight._is_transposed and not planned.square):
+        required = planned if planned.by_blocks else ScalingGranularity.AXISWISE  # scales [E, N, 1]
+        if weight._granularity is not required or (weight._is_transposed and not planned.square):
             got, expected = f"weight in float8 under {weight._scaling}", f"scales of {planned}"
             raise ValueError(f"grouped_linear: got a {got}, expected {expected}")
         stored = InFloat8(weight._data, weight._scale)

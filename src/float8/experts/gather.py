@@ -47,7 +47,7 @@ class GatherExperts(Float8GatherWeight):
 
     def _why_not_in_float8(self, size: torch.Size, *_: Any) -> str | None:
         """Return why this shard of a weight of shape `size` is not gathered in float8, or None."""
-        dim = next((dim for dim in range(3) if self.shape[dim] != size[dim]), 0)  # which is sharded
+        dim = next((dim for dim in range(3) if self.shape[dim] != size[dim]), 0)  # the sharded dim
         if dim == 2 or (dim == 1 and self.how.scaling_granularity.one_scale):
             return f"it is sharded along dim {dim}, which would cut what one scale covers"
         if dim == 1 and self.shape[1] % (side := self.how.scaling_granularity.height or 1):
@@ -69,22 +69,22 @@ class GatherExperts(Float8GatherWeight):
         self, size: torch.Size, rows: int, mesh: Any, module: Any, dtype: torch.dtype
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
         """Return the tensors to all-gather, float8 padded to `rows` experts, and `GatherInfo`."""
-        ranks, self.param_dtype = mesh.size(), dtype  # with which a shard is cast ahead
+        ranks, self.param_dtype = mesh.size(), dtype  # casts ahead round a shard to it
         # The Parameter that keeps a cast; None if `self` is a copy, as with CPU offload.
         weight = next((x for x in module._parameters.values() if local_tensor(x) is self), None)
         quantized = None if weight is None else self.kept(weight)
         if quantized is None:
             quantized = self.quantized(padded_shard(self._inner, rows), Cast(self.how), dtype)
         scale = padded_shard(quantized.scale, rows)
-        sent = padded_shard(quantized.data.view(torch.uint8), rows)
+        float8_bytes = padded_shard(quantized.data.view(torch.uint8), rows)
         sharded_dim = 1 if self.shape[1] != size[1] else 0
         if ranks > 1 and sharded_dim == 0 and rows * ranks == size[0]:  # FSDP2 can send both
-            return (sent, scale.view(torch.uint8)), GatherInfo(size)
+            return (float8_bytes, scale.view(torch.uint8)), GatherInfo(size)
         if ranks > 1:  # send the scales by a second all-gather, which concatenates on dim 0
             along_dim_0 = SharedTokens(mesh.get_group().group_name, ranks, dim=0, before=1)
             per_rank = along_dim_0.gather(scale).chunk(ranks)
             scale = torch.cat(per_rank, sharded_dim)[: size[0]]  # without padding experts
-        return (sent,), GatherInfo(size, scale)
+        return (float8_bytes,), GatherInfo(size, scale)
 
     def _gathered(self, data: Tensor, scale: Any, dtype: torch.dtype, amax: Any) -> GatheredExperts:
         granularity = self.how.scaling_granularity

@@ -83,23 +83,23 @@ def _quantize_with_block_scales(
         per_expert: Any = [kernels.cast(x, cast_config, **options) for x in weights]
         rows, columns = zip(*per_expert, strict=True)
         row_data, col_data = _stacked(rows) if row else None, _stacked(columns) if col else None
-        if row_data is not None:  # drop padding below row R; squares have fewer rows of scales
+        if row_data is not None:  # drop padding below row R; squares have fewer scales
             row_data = Operand(row_data.data[:, :R], row_data.scale[:, :R])
     else:
         matrix = weights.contiguous().view(E * R, C)
         row_data, col_data = kernels.cast(matrix, cast_config, **options)
         if row_data is not None:
-            row_data = Operand(*(x.view(E, x.shape[0] // E, -1) for x in row_data))
+            row_data = Operand(*(part.view(E, part.shape[0] // E, -1) for part in row_data))
         if col_data is not None:  # [C, E * R], the columns of one expert beside those of the next
             unpadded = col_data.data, col_data.scale[:, : E * R // width]
-            col_data = Operand(*(x.view(len(x), E, -1).transpose(0, 1) for x in unpadded))
+            col_data = Operand(*(part.view(len(part), E, -1).transpose(0, 1) for part in unpadded))
     if col_data is not None:  # drop padding below row C
         col_data = Operand(col_data.data[:, :C], col_data.scale[:, :C])
     return Quantized(row_data, col_data)
 
 
 def _stacked(operands: Sequence[Operand]) -> Operand:
-    """Stack `operands` along a new dim 0; float8 data via uint8, as few backends stack float8."""
+    """Stack `operands` along a new dim 0, their data as uint8: few backends can stack float8."""
     data = torch.stack([x.data.view(torch.uint8) for x in operands]).view(operands[0].data.dtype)
     return Operand(data, torch.stack([x.scale for x in operands]))
 
@@ -186,7 +186,7 @@ class Grouped(Dense):
             values = dequantized(row, cast_config)
             return quantize_experts(values, Cast(cast_config), col=True, after=after).col
         E, N, K = row.data.shape
-        multiple = granularity.height or GEMM_ALIGNMENT  # `height` of one scale per expert is None
+        multiple = granularity.height or GEMM_ALIGNMENT  # `height` is None for one scale per expert
         matrix = F.pad(row.data.view(torch.uint8), (0, 0, 0, -N % multiple)).flatten(0, 1)
         data = kernels.transpose_bytes(matrix.view(row.data.dtype), after=after)
         data = data[:K].view(K, E, -1).transpose(0, 1)  # [K, E * N] to [E, K, N]

@@ -36,7 +36,7 @@ class ExpertsWeight(NamedTuple):
 
 
 class Float8Experts(Float8Module):
-    """The base class of converted experts, whose classes also derive from their original class."""
+    """Base of the class of converted experts, which also derives from their original class."""
 
     _float8_noun = "weights"
 
@@ -47,7 +47,7 @@ class Float8Experts(Float8Module):
         return stored_by_rows(self)
 
     def _float8_product(self, x: Tensor, weight: Any, offs: Tensor, name: str = "") -> Tensor:
-        """Compute `grouped_linear` by this rank's experts; `name` is that of `weight` or ""."""
+        """Run `grouped_linear` with this rank's experts; `name` is the weight's, "" if unknown."""
         weight = _on_this_rank(weight)
         x = x.to(autocast_dtype(x.device) or weight.dtype)
         plan, held_weight = self._float8_plan, None
@@ -105,8 +105,8 @@ class RegisteredExperts(Float8Experts):
         tokens, top_k = top_k_index.shape
         # Sort by expert, so that the rows of each expert are adjacent.
         experts, order = torch.sort(top_k_index.flatten(), stable=True)
-        numbers = torch.arange(mod.num_experts, device=experts.device, dtype=experts.dtype)
-        offs = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+        expert_ids = torch.arange(mod.num_experts, device=experts.device, dtype=experts.dtype)
+        offs = torch.searchsorted(experts, expert_ids, right=True, out_int32=True)
         bias_index = experts.clamp(max=mod.num_experts - 1)  # other ranks' rows get any bias
 
         def product(x: Tensor, name: str) -> Tensor:
@@ -144,7 +144,7 @@ def _on_this_rank(x: Any) -> Any:
 
 
 class SeamExperts(Float8Experts):
-    """Experts whose forward calls `_grouped_mm(A=, B_t=, offs=)`, which this class overrides."""
+    """Experts with a seam: their forward calls `_grouped_mm(A=, B_t=, offs=)`, overridden here."""
 
     _float8_why_never_held = "given to a method, perhaps a copy"
 
@@ -228,8 +228,8 @@ def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | 
             return f"got {name}, a {reason}"
         if not config.emulate and (N % GEMM_ALIGNMENT or K % GEMM_ALIGNMENT):
             return f"got {name} with N={N} and K={K}, expected multiples of {GEMM_ALIGNMENT}"
-        only = config.only_on[:1] or HOPPER  # of Blackwell 10.x; 12.x has no grouped GEMM
-        reason = lacks_float8_gemm(local_tensor(parameter).device, only=only)
+        majors = config.only_on[:1] or HOPPER  # not Blackwell 12.x, which has no grouped GEMM
+        reason = lacks_float8_gemm(local_tensor(parameter).device, only=majors)
         if not config.emulate and reason is not None:
             return f"{reason}; set emulate=True to compute in high precision instead"
     return None

@@ -29,34 +29,34 @@ def foreach_cast(
     tensors of the same shapes; those of one launch are views of one tensor.
     """
     first, dtype = tensors[0], cast_config.dtype
-    rounded = first.dtype == torch.float32 and via == torch.bfloat16
-    kernel_fits = first.is_cuda and (rounded or via == first.dtype)  # it rounds only in this case
+    rounds = first.dtype == torch.float32 and via == torch.bfloat16
+    kernel_fits = first.is_cuda and (rounds or via == first.dtype)  # it has no other rounding
     one_launch = kernel_fits and all(x.is_contiguous() for x in tensors)
-    if not (one_launch and takes_triton_directly(*tensors)):  # not in compiled code
+    if not (one_launch and takes_triton_directly(*tensors)):  # False in compiled code
         pairs = zip(tensors, scales, strict=True)
         return [kernels.to_float8(x.to(via), scale, dtype) for x, scale in pairs]
     results: list[Tensor] = []
     for i in range(0, len(tensors), MAX_TENSORS):  # `scales[i]` is the first scale of the launch
-        results += _cast_triton(tensors[i : i + MAX_TENSORS], scales[i], dtype, rounded)
+        results += _cast_triton(tensors[i : i + MAX_TENSORS], scales[i], dtype, rounds)
     return results
 
 
 def _cast_triton(
-    tensors: Sequence[Tensor], first_scale: Tensor, dtype: torch.dtype, rounded: bool
+    tensors: Sequence[Tensor], first_scale: Tensor, dtype: torch.dtype, rounds: bool
 ) -> list[Tensor]:
-    """Cast `tensors`, if `rounded` first to bfloat16, in one launch; see `foreach_cast`."""
+    """Cast `tensors`, via bfloat16 if `rounds`, in one launch; all scales follow `first_scale`."""
     first, device, count = tensors[0], tensors[0].device, len(tensors)
     addresses = tuple([x.data_ptr() for x in tensors])
     table, starts = _table(addresses, tuple([x.numel() for x in tensors]), device)
     programs = starts[-1]
     out = torch.empty(programs * BLOCK, dtype=dtype, device=device)
     aligned = not any(address % 16 for address in addresses)
-    mantissa_bits, power_of_2 = (3 if dtype == E4M3 else 2), 0  # the kernel computes no scales
-    constants = rounded, aligned, mantissa_bits, power_of_2, has_float8_conversion(device)
+    mantissa_bits, power_of_2 = (3 if dtype == E4M3 else 2), 0  # 0: scales are given
+    constants = rounds, aligned, mantissa_bits, power_of_2, has_float8_conversion(device)
     launch = _launch(first.dtype, device, programs, count, constants)
     if programs:  # none if all tensors are empty
-        launch(first, table, first_scale, out)  # the other scales follow the first
-    pairs = zip(tensors, starts, strict=False)  # without the last entry, the number of programs
+        launch(first, table, first_scale, out)  # the other scales follow in memory
+    pairs = zip(tensors, starts, strict=False)  # `starts` ends with the number of programs
     return [out.as_strided(x.shape, x.stride(), start * BLOCK) for x, start in pairs]
 
 
@@ -90,16 +90,16 @@ def _launch(
 
 @jit(do_not_specialize_on_alignment=["scales_ptr"])  # type: ignore[untyped-decorator]
 def _cast_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,  # the first tensor, whose dtype all have
+    x_ptr,  # the first tensor, of the same dtype as the others
     table_ptr,  # [3, count] int64: address, number of elements and first program of each tensor
-    scales_ptr,  # [count, 4] float32: the scale of each tensor, and three values of padding
+    scales_ptr,  # [count, 4] float32: a scale for each tensor, then three values of padding
     out_ptr,  # [programs, BLOCK]
     count,
     ROUNDED: tl.constexpr,  # whether values are rounded to bfloat16 first
     ALIGNED: tl.constexpr,  # whether all addresses are multiples of 16
-    # Bits of the format's mantissa; 0; whether an instruction converts to float8.
+    # Mantissa bits of the format; always 0; whether an instruction converts to float8.
     MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr,
-    COUNT: tl.constexpr,  # a power of two, not below count
+    COUNT: tl.constexpr,  # count, rounded up to a power of two
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program casts BLOCK elements of one tensor, or the rest of it."""

@@ -29,7 +29,7 @@ class GatherInfo(NamedTuple):
     size: torch.Size  # of the whole weight
     scale: Tensor | None = None  # of the whole weight, equal on all ranks; None if sent with data
     amax: Tensor | None = None  # of the shard, under delayed scaling only; see `Float8Tensor`
-    on_gather_stream: bool = True  # whether `scale` and `amax` were computed on that stream
+    on_gather_stream: bool = True  # whether FSDP2's stream for gathers computed scale and amax
 
 
 class CastAhead(NamedTuple):
@@ -65,7 +65,7 @@ class Float8GatherWeight(Wrapper):
 
     @staticmethod
     def __new__(cls, inner: Tensor, how: CastConfig, write_counter: Tensor | None = None) -> Any:
-        """Wrap `inner`; writes increment the version of `write_counter`, by default `inner`."""
+        """Wrap `inner`, which gathers cast by `how`; the default of `write_counter` is `inner`."""
         self: Any = cls._wrap(inner, inner.dtype)
         self._inner, self.how = inner, how
         self.write_counter = inner if write_counter is None else write_counter
@@ -88,21 +88,21 @@ class Float8GatherWeight(Wrapper):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs, weight = kwargs or {}, args[0] if args else None
+        kwargs, wrapper = kwargs or {}, args[0] if args else None
         inner_args, inner_values = [*map(_unwrapped, args)], map(_unwrapped, kwargs.values())
         inner_kwargs = dict(zip(kwargs, inner_values, strict=True))
-        if isinstance(weight, Float8GatherWeight) and (func.is_view or func in _WRAPS_RESULT):
-            # Compound ops arrive whole in inference mode; the ops they decompose into come here.
+        if isinstance(wrapper, Float8GatherWeight) and (func.is_view or func in _WRAPS_RESULT):
+            # In inference mode compound ops arrive whole; their parts are dispatched here again.
             result: Any = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
             # FSDP2 shards and pads in its first forward. Even if that runs in inference mode, the
             # shards must be usable in training.
-            with as_inference_as(weight):
+            with as_inference_as(wrapper):
                 result = func(*inner_args, **inner_kwargs)
                 if isinstance(result, Tensor):
-                    return weight._like(func, result)
-                return [weight._like(func, x) for x in result]  # of ops such as split
+                    return wrapper._like(func, result)
+                return [wrapper._like(func, x) for x in result]  # of ops such as split
         result = func(*inner_args, **inner_kwargs)
         written: dict[int, Float8GatherWeight] = {}  # id of an inner tensor -> its wrapper
         arguments = func._schema.arguments if func._schema.is_mutable else ()
@@ -114,7 +114,7 @@ class Float8GatherWeight(Wrapper):
                         written[id(x._inner)] = x
         if written:  # `result` was computed below autograd, where torch counts no writes
             torch.autograd.graph.increment_version([x.write_counter for x in written.values()])
-        return written.get(id(result), result)  # of in-place ops the wrapper, not its inner tensor
+        return written.get(id(result), result)  # in-place ops return the wrapper they wrote
 
     def _like(self, func: Any, result: Tensor) -> Tensor:
         """Wrap `result` of `func` on `inner`; return it plain if its dtype has no float8 cast."""
@@ -126,7 +126,7 @@ class Float8GatherWeight(Wrapper):
         return self.wrap(result, self.write_counter if view else None)
 
     def wrap(self, values: Tensor, write_counter: Tensor | None = None) -> "Float8GatherWeight":
-        """Return a wrapper as `__new__` does, with this wrapper's `how` and `param_dtype`."""
+        """Wrap `values` with the `how` and `param_dtype` of this wrapper; see `__new__`."""
         new: Float8GatherWeight = type(self)(values, self.how, write_counter)
         new.param_dtype = self.param_dtype
         return new
@@ -171,7 +171,7 @@ class Float8GatherWeight(Wrapper):
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., tuple[tuple[Tensor, ...], GatherInfo]]:
-        """The hook that FSDP2 calls before each all-gather: `_pre_all_gather`."""
+        """`_pre_all_gather` with a signature; FSDP2 calls this hook before each all-gather."""
         hook: Any = functools.partial(self._pre_all_gather)
         hook.__signature__ = _SIGNATURE  # FSDP2 inspects it at each call; computing it takes long
         return hook  # type: ignore[no-any-return]
@@ -184,10 +184,10 @@ class Float8GatherWeight(Wrapper):
         If scales cannot be sent, warn, and return the shard in high precision instead of float8.
         """
         dtype, rows = mp_policy.param_dtype or self.dtype, self.shape[0]
-        # Shards along dim 0 are the pieces of `torch.chunk`: the first is the largest.
+        # FSDP2 shards dim 0 by `torch.chunk`, whose first piece is the largest.
         if rows != outer_size[0] and self.shape[1:] == outer_size[1:]:  # sharded along dim 0 only
             rows = -(-outer_size[0] // mesh.size())  # rounded up
-        # A weight gathered in inference mode may be used in training later: no inference tensors.
+        # Make no inference tensors: training may use a weight gathered in inference mode.
         with as_inference_as(self):
             if problem := self._why_not_in_float8(outer_size, rows, mesh):
                 warn(
@@ -199,7 +199,7 @@ class Float8GatherWeight(Wrapper):
             return self._to_send(outer_size, rows, mesh, module, dtype)
 
     def _why_not_in_float8(self, size: torch.Size, rows: int, mesh: Any) -> str | None:
-        """Return why scales of a weight of `size` cannot be sent with shards of `rows`, or None."""
+        """Return why scales cannot go with shards of `rows` rows of a weight of `size`, or None."""
         granularity = self.how.scaling_granularity
         if granularity.one_scale:
             return None
@@ -227,7 +227,7 @@ class Float8GatherWeight(Wrapper):
         for all ranks. R may be 0. Uses a kept scale or cast if the weight was not written since.
         """
         weight, config, shard = module.weight, self.how, self._inner
-        owner = local_tensor(weight)  # keeps casts; with CPU offload `self` is a copy
+        owner = local_tensor(weight)  # stores kept casts; with CPU offload `self` is a copy of it
         owner.param_dtype = dtype  # from now on the shard can be cast ahead
         delayed = config.scaling_type is ScalingType.DELAYED
         kept = None if delayed else owner.kept(weight)  # delayed casts record amaxes: none is kept
@@ -247,7 +247,7 @@ class Float8GatherWeight(Wrapper):
         sent = padded_shard(quantized.data.view(torch.uint8), rows)
         if not one_scale and mesh.size() > 1:  # a single rank has all scales already
             return (sent, scale.contiguous().view(torch.uint8)), GatherInfo(size)
-        computed_now = kept is None or kept.scale is not scale  # on the stream of the gather
+        computed_now = kept is None or kept.scale is not scale  # on FSDP2's stream for gathers
         return (sent,), GatherInfo(size, scale, amax, on_gather_stream=computed_now)
 
     def fsdp_post_all_gather(
@@ -259,7 +259,7 @@ class Float8GatherWeight(Wrapper):
         """
         size, scale, amax, on_gather_stream = info
         for x in (scale, amax):
-            if on_gather_stream and x is not None and x.is_cuda:  # the current stream reads `x`
+            if on_gather_stream and x is not None and x.is_cuda:  # else its memory may be reused
                 x.record_stream(torch.cuda.current_stream(x.device))
         in_float8 = received[0].dtype == torch.uint8
         with as_inference_as(self):  # see `_pre_all_gather`
@@ -276,7 +276,7 @@ class Float8GatherWeight(Wrapper):
         return None
 
     def _gathered(self, data: Tensor, scale: Any, dtype: torch.dtype, amax: Any) -> Float8Tensor:
-        """Return a `Float8Tensor` that reports `dtype`, over gathered float8 `data` and `scale`."""
+        """Return the gathered weight, a `Float8Tensor` of `dtype`; for `amax` see `GatherInfo`."""
         return Float8Tensor(data, scale, dtype, self.how.scaling_granularity, amax)
 
 

@@ -30,8 +30,8 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     A single kernel casts all weights that have one scale each. All gathers of a weight, in forward
     and backward of each microbatch, then send that cast, which takes a byte per element of the
     shard. Without this call each gather casts, with the same result, as it always does in the first
-    forward and for weights with empty shards. For shards offloaded to the CPU only the scale is
-    computed, or nothing under finer scales. Weights without float8 all-gather are skipped.
+    forward and for weights with empty shards. For shards offloaded to the CPU, only scales per
+    tensor are computed, no finer ones. Weights without float8 all-gather are skipped.
 
     A cast is used until the weight is written: by an optimizer's step, an op on the Parameter or
     a view, loading, a write into a tensor of a state dict. Call this function again after writes
@@ -79,7 +79,7 @@ def _cast(key: _BatchKey, shards: dict[Any, Float8GatherWeight]) -> list[CastAhe
 def _shards_to_cast(model: nn.Module) -> dict[_BatchKey, dict[Any, Float8GatherWeight]]:
     """Return batches of shards to cast, one for each call of `_cast`: key -> weight -> shard."""
     batches: dict[_BatchKey, dict[Any, Float8GatherWeight]] = {}
-    groups_of: dict[Any, tuple[Any, ...] | None] = {}  # of a sharding; None if a shard is empty
+    groups_of: dict[Any, tuple[Any, ...] | None] = {}  # sharding -> groups; None: empty shards
     weight: Any
     for module in model.modules():
         if not isinstance(module, Float8Module) or module._float8_never_trains:
@@ -104,7 +104,7 @@ def _shards_to_cast(model: nn.Module) -> dict[_BatchKey, dict[Any, Float8GatherW
                 continue
             mesh, one_scale = weight.device_mesh, shard.has_one_scale
             if shard.device.type != mesh.device_type and not one_scale:
-                continue  # offloaded to the CPU: the cast on the device later computes the scales
+                continue  # offloaded: gathers copy the shard to the device and compute scales there
             sharding = mesh, weight.placements, weight.shape
             if sharding not in groups_of:
                 groups_of[sharding] = sharding_groups(weight) if no_shard_is_empty(weight) else None
@@ -139,7 +139,7 @@ class Float8Gathers(Feature):
         require_one_cast(config, "enable_fsdp_float8_all_gather")
 
     def sharing_ranks(self, config: Float8LinearConfig) -> int:
-        """Return the size of the default group under a float8 gather, else 1."""
+        """Return the size of the default group if its ranks cast shards to gather, else 1."""
         gathers = config.enable_fsdp_float8_all_gather and dist.is_available()
         return dist.get_world_size() if gathers and dist.is_initialized() else 1
 
@@ -195,23 +195,23 @@ def _gathered_names(mod: nn.Module) -> Sequence[str]:
 def enable_float8_all_gather(module: nn.Module) -> None:
     """Replace weights by `Float8GatherWeight`s where the configuration of the layer asks for it.
 
-    Weights that are shared with a module that is not converted, such as an embedding, stay plain,
-    as do weights of experts stored as [E, K, N], since scales must cover rows of [E, N, K].
+    Weights stay plain if modules that are not converted, or have another configuration, share
+    them, or if experts store them as [E, K, N], since scales must cover rows of [E, N, K].
     """
     new_tensors: dict[Any, Tensor] = {}
     users = _users(module.modules())
     config: Any
     layer: Any
-    for weight, places in users.items():
-        if not all(isinstance(mod, Float8Module) for mod, _ in places):
+    for weight, uses in users.items():
+        if not all(isinstance(mod, Float8Module) for mod, _ in uses):
             continue
-        config, *other_configs = {mod._float8_config for mod, _ in places}
-        sendable = all(name in _gathered_names(mod) for mod, name in places)  # not [E, K, N]
-        gathers = config.enable_fsdp_float8_all_gather and not other_configs and sendable
+        config, *other_configs = {mod._float8_config for mod, _ in uses}
+        has_rows = all(name in _gathered_names(mod) for mod, name in uses)  # not [E, K, N]
+        gathers = config.enable_fsdp_float8_all_gather and not other_configs and has_rows
         if gathers and not isinstance(local_tensor(weight), Float8GatherWeight):
-            layer = places[0][0]
+            layer = uses[0][0]
             wrapper, cast = WRAPPERS[weight.dim()], layer._float8_plan.casts.weight
-            # `.data`: `swap_tensors` raises for a weight that a view refers to.
+            # `.data` is no view of the weight: `swap_tensors` raises for one that has views.
             new_tensors[weight] = wrapper(weight.data, cast.config)
     _replace_contents(new_tensors, users)
 
@@ -233,7 +233,7 @@ def _replace_contents(
 
     If `swap_tensors` raises since a weight is referenced, set new Parameters in `users`, and warn.
     """
-    set_anew = {*Float8GatherWeight.__annotations__, "_is_param"}  # by wrappers and `nn.Parameter`
+    set_anew = {*Float8GatherWeight.__annotations__, "_is_param"}  # attributes that `new` sets
     replaced = 0
     for old, tensor in new_tensors.items():
         new: Any = nn.Parameter(tensor, requires_grad=old.requires_grad)

@@ -27,7 +27,7 @@ class Float8Plugin(BasePlugin):
         return f"{__name__}.{Float8Args.__name__}"
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
-        """Return a `Float8Callback` in a list; raise `ValueError` for `fp8: true` or wrong keys."""
+        """Return a `Float8Callback` in a list; raise `ValueError` for `fp8: true` or bad values."""
         if cfg.fp8:
             raise ValueError("Float8Plugin: got fp8: true, which converts by torchao; leave it out")
         config = Float8LinearConfig.from_recipe_name(cfg.float8_recipe)

@@ -51,7 +51,7 @@ class ConvertedLinear(Float8Linear, Linear):
     if hasattr(Linear, "_linear"):  # forwards call it, between collectives of tensor parallel
 
         def forward(self, input: Tensor) -> Tensor:
-            """Call the forward of the original class; `_linear`, which it calls, is in float8."""
+            """Call the forward of torchtitan's class, which multiplies by `_linear`, in float8."""
             return self._float8_source_class.forward(self, input)  # type: ignore[no-any-return]
 
         def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -108,9 +108,9 @@ def converted_config(source: Any) -> Any:
             mod = source.build(self, **kwargs)
             if isinstance(mod, Linear):
                 mod = ConvertedLinear.from_float(mod, self.float8, linear_classes=[type(mod)])
-                if mod.weight.dim() == 2:  # [L, N, K] of L layers: gathered in high precision
+                if mod.weight.dim() == 2:  # [L, N, K] of L layers is gathered in high precision
                     enable_float8_all_gather(mod)
-            elif GroupedLinear is not None:  # so `mod` is one: 0.3.0 has GroupedExperts instead
+            elif GroupedLinear is not None:  # then `mod` is one; in 0.3.0 it is a GroupedExperts
                 mod.__class__ = _grouped_class(mod.__class__)
                 mod._float8_grouped = self.float8  # its `_grouped_mm` reads this
             elif reason := unsupported_experts(mod, self.float8):
@@ -133,7 +133,7 @@ class Float8Converter(ModelConfigConverter, ModelConfigTransform):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):
-        """Recipes and filters. Other fields are as in `Float8LinearConfig`."""
+        """Recipes and filters; `emulate` is as in `Float8LinearConfig`."""
 
         recipe_name: str = "tensorwise"
         experts_recipe_name: str | None = None
@@ -175,7 +175,7 @@ class Float8Converter(ModelConfigConverter, ModelConfigTransform):
             if is_converted or any(x in fqn for x in self._filter_fqns):
                 continue
             is_gate = type(parent).__qualname__ == "TokenChoiceTopKRouter.Config"  # in 0.3.0
-            if isinstance(config, experts):  # `_experts` is None if the recipe cannot be theirs
+            if isinstance(config, experts):  # `_experts` is None if no grouped GEMM has the recipe
                 (changes if self._experts else kept).append((fqn, config, parent, name))
             elif type(config) in allowed and not (is_gate or reason_by_name(fqn)):
                 changes.append((fqn, config, parent, name))

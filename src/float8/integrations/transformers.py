@@ -31,7 +31,7 @@ class Float8Callback(TrainerCallback, ExportableState):
 
     Once training has begun, the model saves weights only. `trainer_state.json` has the state of
     delayed scaling and a few values of each weight. `train(resume_from_checkpoint=...)` raises a
-    `ValueError` if loaded weights differ from these: the Trainer skips experts, whose names differ.
+    `ValueError` if loaded values differ: the Trainer skips experts, saved under other names.
 
     Args:
         config: a `Float8LinearConfig`, or the name of a recipe; None means not to convert.
@@ -41,8 +41,8 @@ class Float8Callback(TrainerCallback, ExportableState):
             have `max_length` (trl), the default `tokens_per_step` is batch size times `max_length`.
 
     Raises:
-        ValueError: as `convert_to_float8_training`; or another library uses float8, in the model or
-            by accelerate's `mixed_precision="fp8"`.
+        ValueError: as `convert_to_float8_training`; or the model has float8 layers of another
+            library; or accelerate has `mixed_precision="fp8"`.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         if not _float8_count(model):
             warn("float8: Float8Callback: no layer of the model is in float8; name a recipe")
         self._model = weakref.ref(model)
-        # A checkpoint that was written without this callback has no entry.
+        # A checkpoint that was written without this callback has no entry: take the current state.
         entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if state.global_step > 0:  # training resumes
             entry = entry[-1] if isinstance(entry, list) else entry  # a list if added twice
@@ -122,7 +122,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         state.stateful_callbacks[type(self).__name__] = self.state()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
-        """Warn if `model` is evaluated in high precision, since training converts it only later."""
+        """Warn if `model` is evaluated in high precision before training begins and converts it."""
         if self._config is not None and self._converted_count is None and not _float8_count(model):
             got = "got an evaluation in high precision, as training has yet to convert the model"
             warn(f"float8: Float8Callback: {got}; hand it to Trainer(callbacks=[...])")

@@ -27,8 +27,8 @@ class Float8WeightSource(WeightSource):
 
     Arguments, names, order and bytes are those of `float8_weights`. Each iteration casts the
     current weights. Ranks that share a model must iterate together, each to the end. Shard the
-    model before the first use: `metadata` does not change later. In vLLM 0.26 to 0.32, `metadata`
-    is a method, and engines call `iter(source)`.
+    model before the first use: `metadata` does not change later. As vLLM expects, `metadata`
+    is a method in vLLM 0.26 to 0.32, and an attribute in later releases.
 
     Raises:
         ValueError: format or strategy is unknown, or one that vLLM does not read. The other errors

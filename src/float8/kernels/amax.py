@@ -74,8 +74,8 @@ def amax_plan(n: int, dtype: torch.dtype, device: torch.device, unless_set: bool
     # A block is what one step reads: 16 KiB, which for 16 warps is two loads of 16 bytes a thread.
     block, most_programs = 16384 // dtype.itemsize, 8 * sm_count(device)
     blocks = -(-n // block)
-    steps = 1 if blocks < most_programs else 2  # few blocks get a program each
-    rounds = -(-blocks // (steps * most_programs))  # of ``steps`` blocks, in a program's loop
+    steps = 1 if blocks < most_programs else 2  # blocks per round; one if there are few
+    rounds = -(-blocks // (steps * most_programs))  # of ``steps`` blocks each, per program
     programs = -(-blocks // (steps * rounds))
     constants = (block, steps, unless_set)
     return Launch(_amax_kernel, device, programs, (n, rounds), constants, num_warps=16)
@@ -95,11 +95,11 @@ def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 @jit(do_not_specialize_on_alignment=["scale_ptr"])  # type: ignore[untyped-decorator]
 def _amax_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, amaxes_ptr, scale_ptr, n, rounds,
+    x_ptr, amaxes_ptr, scale_ptr, n, rounds,  # n elements; rounds of STEPS blocks per program
     BLOCK: tl.constexpr, STEPS: tl.constexpr, UNLESS_SET: tl.constexpr,
 ):  # fmt: skip
     """Store the amax of ``rounds`` * STEPS blocks of BLOCK elements, one amax per program."""
-    if UNLESS_SET:
+    if UNLESS_SET:  # a scale is set if it is not 0
         if tl.load(scale_ptr) != 0.0:
             return
     element: tl.constexpr = x_ptr.dtype.element_ty

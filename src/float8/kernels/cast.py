@@ -62,18 +62,18 @@ def cast(
     Args:
         x: float32, bfloat16 or float16, else raises `TypeError`; of any strides; no gradient.
         cast_config: the format, the granularity, and whether scales are powers of two.
-        row: return row data, else None. Its columns are zero-padded to a multiple of 16 or of the
-            block width; its rows, under block scales, to one of 16 or of the side of a square.
-        col: return column data, else None. Its R columns are padded as columns of row data are, its
-            C rows as rows of row data with ``pad_rows``.
+        row: return row data, else None. Columns are zero-padded to a multiple of 16 or of the block
+            width; under block scales rows are, too, to a multiple of 16 or of the side of a square.
+        col: return column data, else None. Its R columns are padded as columns of row data are, and
+            its C rows as rows of row data are with ``pad_rows``.
         pad_rows: zero-pad rows of row data to a multiple of 16 also without block scales.
         scale: one float32 element to use instead of a scale computed from the amax of ``x``.
-        via: round ``x`` to this dtype first, as the kernel itself can from float32 to bfloat16.
-        after: a tensor that compiled code must compute before this cast. With the scale of
-            grad_output, a compiler cannot move backward's cast of a weight into forward.
+        via: round ``x`` to this dtype first; under ``scale`` the kernel rounds float32 to bfloat16.
+        after: a tensor that compiled code must compute before this cast. Backward passes the scale
+            of grad_output, so that a compiler cannot move the cast of a weight into forward.
         traced: use plain torch code, which a compiler fuses into the producer of ``x``, and which
-            may read values not yet rounded to ``x.dtype``. No effect under one scale; if ``x`` may
-            be empty; under blocks, unless C is a multiple of their width and stride(1) is 1.
+            may read values not yet rounded to ``x.dtype``. No effect under one scale, on ``x`` that
+            may be empty, and under blocks whose width does not divide C or if stride(1) is not 1.
     """
     if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
         raise refusal(x)
@@ -100,7 +100,7 @@ def cast(
 
 
 def refusal(x: Tensor) -> Exception:
-    """Return the exception for an invalid ``x``, or else for neither row nor column data asked."""
+    """Return the error for an invalid ``x``, or if ``x`` is valid, that for no layout requested."""
     if x.dtype not in HIGH_PRECISION_DTYPES:
         return TypeError(f"cast: x is {describe(x)}; expected a {HIGH_PRECISION}")
     if x.dim() != 2:
@@ -121,7 +121,7 @@ def refused_scale(scale: Tensor, x: Tensor, granularity: Granularity) -> ValueEr
 
 
 def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype, exponents: bool = False) -> Tensor:
-    """Cast ``x / scale`` as `cast`; if ``exponents``, ``scale`` is 2**n from `amax_to_exponent`."""
+    """Cast ``x / scale`` as `cast` does; if ``exponents``, ``scale`` is of `amax_to_exponent`."""
     # Literals: with dynamic=True, Dynamo makes floats of a module symbolic and then fails on them.
     limit = 448.0 if dtype == torch.float8_e4m3fn else 57344.0
     # A division in float64 makes the float32 inverse correctly rounded in compiled code, too.
@@ -132,7 +132,7 @@ def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype, exponents: bool = Fa
     if scaled.is_cpu and not torch.compiler.is_compiling() and scaled.sum().isfinite():
         return codes.view(dtype)  # no Inf or NaN to replace; on a GPU this test would sync
     # Write 0x7F for every NaN, since CPUs and GPUs differ in its sign; as uint8, since compilers do
-    # not merge equal float8 expressions with a NaN. Inf is NaN except under 8-bit exponents.
+    # not merge equal float8 expressions with a NaN. An Inf becomes NaN, too, unless ``exponents``.
     is_number = ~scaled.isnan() if exponents else x.isfinite() & ~scaled.isnan()
     return torch.where(is_number, codes, 0x7F).view(dtype)
 
@@ -143,7 +143,7 @@ def cast_reference(
     """Cast as :func:`cast` in plain torch; ``flat`` or ``named`` are the fields of `CastArguments`.
 
     Returns row data, row scales, column data and column scales, of requested layouts only. Under
-    one scale returns that, unless it is given, then the data. ``after`` (or in ``flat``) is unused.
+    one scale returns it, unless it is given, and then data. ``after`` (or in ``flat``) is unused.
     """
     arguments = CastArguments(*flat[: len(CastArguments._fields)], **named)
     height, width, dtype, row, col, pad_rows, power_of_2, via = arguments
@@ -169,10 +169,10 @@ def cast_reference(
         pads_rows = pad_rows or transposed or width is not None
         row_multiple = 1 if not pads_rows else height if square else 16
         multiples = row_multiple, width or 16  # of the rows and columns of this layout
-        r, c = multiples[::-1] if transposed else multiples  # of R and C
+        r, c = multiples[::-1] if transposed else multiples  # R is padded to r, C to c
         right, below = (C + c - 1) // c * c - C, (R + r - 1) // r * r - R
-        # A compiler drops padding by nothing. Testing sizes here would make it compile again for
-        # sizes that need other padding.
+        # Compiled code always pads: a compiler removes padding by 0, while a test of sizes would
+        # make it compile again for sizes that need other padding.
         pads = torch.compiler.is_compiling() or right != 0 or below != 0
         padded = F.pad(x, (0, right, 0, below)) if pads else x
         matrix = padded.t() if transposed else padded
@@ -193,7 +193,7 @@ def cast_reference(
         if pads:  # again, since a zero in a block with a NaN has become NaN
             data = F.pad(data.view(torch.uint8)[:R, :C], (0, right, 0, below)).view(dtype)
         quantized.append((data.contiguous(), scales.squeeze((1, 3))))
-    layouts = (row, False, quantized[0]), (col, True, quantized[-1])  # the same of squares
+    layouts = (row, False, quantized[0]), (col, True, quantized[-1])  # squares have one entry
     for requested, transposed, (data, scales) in layouts:
         if not requested:
             continue
@@ -212,19 +212,19 @@ def cast_reference(
 
 
 def specs_of(shape: tuple[int, ...], arguments: CastArguments) -> list[Spec | None]:
-    """Return the specs of row data, row scales, column data, column scales, in this order.
+    """Return the shape, strides and dtype of row data, row scales, column data, column scales.
 
     ``shape`` is that of x; its sizes may be symbolic. Both specs of a layout that is not requested
     are None, and those of scales are None for a cast under one scale.
     """
     height, width, dtype, row, col, pad_rows, *_ = arguments
     (R, C), specs = shape, list[Spec | None]()
-    side = width if height == width else None  # of square blocks
+    side = width if height == width else None  # of square blocks, else None
     for requested, rows, columns, pads_rows in ((row, R, C, pad_rows), (col, C, R, True)):
         if pads_rows or width is not None:
             rows = _round_up(rows, side or 16)
         columns = _round_up(columns, width or 16)
-        sizes, strides = (rows, 1), (1, 1)  # of the scales: one per row
+        sizes, strides = (rows, 1), (1, 1)  # of the scales, if each row has one
         if side is not None:
             pitch = _round_up(columns // side, 4)  # cuBLASLt needs a multiple of 4
             sizes, strides = (rows // side, pitch), (pitch, 1)
@@ -302,7 +302,8 @@ def cast_plan(
 
     ``source``, SOURCE of `cast_kernel`, says where a tensor's one scale comes from; under row or
     block scales it is "given", and not used. ``scale`` is None if kernels read none, ``amax`` if
-    ``source`` is not "recorded". It returns the one scale or None, and a result per `specs_of`.
+    ``source`` is not "recorded". The function returns the one scale, or None if that is given or
+    scales are finer, and then a tensor or None for each spec of `specs_of`.
     """
     if source != "given" and not is_dense(shape, strides):
         dense = cast_plan(x_dtype, shape, (shape[1], 1), device, source, arguments)
@@ -332,7 +333,7 @@ def cast_plan(
 
     def launch(x: Tensor, scale: Tensor | None, amax: Tensor | None) -> tuple[Any, ...]:
         results = [allocate(*spec) if spec else None for spec in specs]
-        written = results[2:] + results[:2] if reads_x_t else results  # in the kernels' layouts
+        written = results[2:] + results[:2] if reads_x_t else results  # row data of x.t() first
         if whole_rows:
             cast_x(x, *written[:2])
             return None, *results
@@ -340,7 +341,7 @@ def cast_plan(
         if amaxes_spec is not None and measure_x is not None:  # both or neither are None
             amaxes = allocate(*amaxes_spec)
             if height is None:
-                used_scale = allocate(*SCALAR)  # `cast_x` stores the scale that it used there
+                used_scale = allocate(*SCALAR)  # `cast_x` stores in it the scale that it uses
                 measure_x(x, amaxes, scale)  # "kept", "recorded": stops early if the scale is set
             else:
                 measure_x(x, amaxes.zero_())  # an atomic max raises the amaxes, from 0
@@ -351,7 +352,7 @@ def cast_plan(
 
 
 def _tensor_kernels(matrix: _Matrix, source: str) -> _Kernels:
-    """Return the kernels of a cast under one scale, without a measurement if it is "given"."""
+    """Return the kernels of a cast under one scale; none measures amaxes if that is "given"."""
     tile_shapes = tiles.COL_TILES if matrix.col else tiles.ROW_TILES
     if source == "given":
         return _tiled(matrix, tile_shapes, "tensor"), None, None
@@ -407,7 +408,7 @@ def _tiled(
     source: str = "given",
     count: int = 0,
 ) -> Launch:
-    """Return the launch of `cast_kernel` for one of ``tile_shapes``; it reads ``count`` amaxes."""
+    """Return the launch of `cast_kernel` with one of ``tile_shapes``; it reads ``count`` amaxes."""
     count_power_of_2 = 1 << max(count - 1, 0).bit_length()
     layouts = matrix.row, matrix.col, matrix.pad_rows, matrix.pad_cols, matrix.rounded
     constants = granularity, width, source, count_power_of_2, *layouts, *matrix.arithmetic

@@ -44,7 +44,7 @@ def cast_kernel(  # type: ignore[no-untyped-def]
     tile = tl.program_id(0)
     if GRANULARITY != "row":  # "row": `measure_kernel` left the first rows in the L2 cache
         tile = tiles.reversed_tile()
-    R16, C16 = tl.cdiv(R, 16) * 16, tl.cdiv(C, 16) * 16
+    R16, C16 = tl.cdiv(R, 16) * 16, tl.cdiv(C, 16) * 16  # tiles cover the padding, too
     tile_r, tile_c = tiles.tile_at(tile, R16, C16, BLOCK_R, BLOCK_C, GROUP)
     quad, c = tiles.tile_quads(tile_r, tile_c, BLOCK_R, BLOCK_C)  # groups of 4 rows, columns
     r = tiles.quad_rows(quad)  # of the four tensors that hold the tile
@@ -75,7 +75,7 @@ def cast_kernel(  # type: ignore[no-untyped-def]
             if bits > tl.load(amax_ptr, volatile=True):
                 tl.atomic_max(amax_ptr, bits, sem="relaxed")
         v = times_any_inverse(v, tl.div_rn(1.0, scale), inside, EVEN)
-    if GRANULARITY == "run":  # computed in this place, bits take the fewest registers
+    if GRANULARITY == "run":  # bits that are computed here take fewer registers than elsewhere
         magnitudes = [numeric.magnitude_bits(values) for values in x]
         largest = tiles.largest_magnitudes(x)
     if GRANULARITY == "square":
@@ -139,8 +139,8 @@ def store_run_scales(  # type: ignore[no-untyped-def]
     """Compute the scale of each run of ``magnitudes``, store it at ``ptr``, and return 1 / scale.
 
     ``magnitudes`` are `magnitude_bits` of values with dtype ``element``. Their lines, rows if
-    HEIGHT is 1, columns if WIDTH is 1, consist of runs of HEIGHT x WIDTH. ``lines`` are the indices
-    of the lines, ``first_run`` is that of the first run. The scale of run i of line j is stored at
+    HEIGHT is 1 and columns if WIDTH is 1, consist of runs of HEIGHT x WIDTH. ``lines`` has the
+    lines' indices, ``first_run`` that of the first run. The scale of run i of line j is stored at
     [i, j] of [runs, pitch] if j < ``end``. 1 / scale can be broadcast against ``magnitudes``.
     """
     bits = numeric.float32_bits(tiles.block_max(magnitudes, HEIGHT, WIDTH), element)
@@ -155,7 +155,7 @@ def store_run_scales(  # type: ignore[no-untyped-def]
 
 @jit
 def times_any_inverse(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Multiply as `tiles.times`, by one inverse, which may be finite although ``v`` has an Inf."""
+    """Multiply as `tiles.times` by one inverse; an Inf in ``v`` becomes NaN under any scale."""
     # An Inf in v must become NaN, although a product that overflows saturates. Inf * 0 is NaN, and
     # adding a zero of the product's sign changes no other value, contracted to an FMA or not.
     zero = (inverse.to(tl.int32, bitcast=True) & -0x80000000).to(tl.float32, bitcast=True)
@@ -164,8 +164,8 @@ def times_any_inverse(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[n
 
 @jit
 def store_square_scales(ptr, scale, tile_r, tile_c, rows, columns):  # type: ignore[no-untyped-def]
-    """Store scales of a tile's squares in [rows, pitch]: columns, padded with zeros to 4 * n."""
-    # A tile has 4 x 4 squares of 32, or one of 128. The last tile of a row also stores the padding.
+    """Store the scales of a tile's squares in [rows, pitch]; pitch: ``columns`` padded to 4 * n."""
+    # A tile has 4 x 4 squares of 32, or one of 128. The last tile of a row also pads with zeros.
     slots: tl.constexpr = max(scale.shape[1], 4)
     row = tile_r * scale.shape[0] + tl.arange(0, scale.shape[0])[:, None]
     slot, pitch = tl.arange(0, slots)[None, :], tl.cdiv(columns, 4) * 4
@@ -201,7 +201,7 @@ def cast_rows_kernel(  # type: ignore[no-untyped-def]
     magnitudes = numeric.magnitude_bits(x)
     inverse = store_run_scales(
         scale_ptr, magnitudes, r, 0, rows, rows, 1, 1, BLOCK_C, x.dtype, ARITHMETIC
-    )  # one run, 1 x BLOCK_C, is a whole row
+    )  # first_run 0, and 1 run: 1 x BLOCK_C is a whole row
     # An Inf becomes NaN without further code, since the scale of its row is Inf or NaN.
     v = tiles.or_zero(numeric.to_float32(x, HARDWARE) * inverse, inside, EVEN)
     data_ptr = data_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + r * Cp + c

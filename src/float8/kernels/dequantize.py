@@ -55,13 +55,13 @@ def _dequantise_kernel(  # type: ignore[no-untyped-def]
     data_ptr,  # [E, R, C] uint8
     scale_ptr,  # one float32 per block of each matrix
     out_ptr,  # [E, R, C]
-    R, C, stride_e, stride_r, scale_e, scale_r, scale_c,
+    R, C, stride_e, stride_r, scale_e, scale_r, scale_c,  # scale_*: strides of the scales
     height,  # rows of a block; R if one scale serves all rows
     WIDTH: tl.constexpr,  # columns of a block; BLOCK_C if one scale serves whole rows
     E4M3: tl.constexpr,  # else e5m2
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    # The tensors below are [rows, runs, WIDTH]; the elements of a run share a scale.
+    """Dequantize a tile as tensors [rows, runs, WIDTH]; the elements of a run share a scale."""
     tiles_r, tile = tl.cdiv(R, BLOCK_R), tl.program_id(0)
     e = (tile // tiles_r).to(tl.int64)
     r = (tile % tiles_r * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[:, None, None]
@@ -72,8 +72,8 @@ def _dequantise_kernel(  # type: ignore[no-untyped-def]
     offset = e * scale_e + r // height * scale_r + run * scale_c
     scale = tl.load(scale_ptr + offset, mask=(r < R) & (run * WIDTH < C), other=0)
     magnitude = code & 0x7F
-    # A shifted magnitude has the bits of a float32 up to the bias of the exponent, which a
-    # multiplication corrects, also for subnormal numbers.
+    # A shifted magnitude is a float32 whose exponent has the bias of float8. A multiplication by a
+    # power of two corrects the bias, also of subnormal numbers.
     bits = magnitude << (20 if E4M3 else 21)
     v = bits.to(tl.float32, bitcast=True) * (2.0**120 if E4M3 else 2.0**112)
     if E4M3:

@@ -81,7 +81,7 @@ def scale_of_amax(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-de
         scale = tl.where(bits < 0x7F800000, scale, amax)  # Inf and NaN stay
     else:
         scale = tl.div_rn(amax, FLOAT8_MAX)
-    if ARITHMETIC[SCALE_ROUNDING]:
+    if ARITHMETIC[SCALE_ROUNDING]:  # up to a power of two, as in `amax_to_scale`
         bits = scale.to(tl.int32, bitcast=True)
         rounded = ((bits + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
         scale = tl.where(scale == scale, rounded, scale)  # NaN stays
@@ -92,7 +92,7 @@ def scale_of_amax(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-de
 def reciprocal(scale, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return 1 / scale, correctly rounded, for a scale that `scale_of_amax` has returned."""
     if HARDWARE:
-        # As a division compiles, without its slow path for extreme operands: no scale takes it.
+        # What a division compiles to, but without its slow path, which no scale needs.
         guess = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -108,14 +108,14 @@ def reciprocal(scale, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
 def scale_and_inverse(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the scale of an amax, given as float32 bits, and the inverse with which to quantize.
 
-    Both are float32. Of 8-bit exponents, see `amax_to_exponent` and `inverse_of_exponent`.
+    Both are float32; 8-bit exponents are as in `amax_to_exponent` and `inverse_of_exponent`.
     """
     if ARITHMETIC[SCALE_ROUNDING] == 2:  # scales are 8-bit exponents
-        # The largest value of a format is 1.75 * 2**BIAS.
+        # The largest value of a format is 1.75 * 2**BIAS: a mantissa above 1.75 rounds up.
         BIAS: tl.constexpr = 8 if ARITHMETIC[MANTISSA_BITS] == 3 else 15
         exponent = ((bits + 0x1FFFFF) & 0x7F800000) - (BIAS << 23)
         tiny, infinite, nan = exponent <= 0, bits >= 0x7F800000, bits > 0x7F800000
-        scale = tl.where(tiny, 0x00400000, exponent)  # to 2**-127; 0x7F000000 is 2**127
+        scale = tl.where(tiny, 0x00400000, exponent)  # 2**-127; 0x7F000000 is 2**127
         scale = tl.where(nan, 0x7FC00000, tl.where(infinite, 0x7F000000, scale))
         # Computed from the scale: threads with many scales then need fewer registers.
         inverse = tl.where(scale == 0x7F000000, 0x00400000, 0x7F000000 - scale)

@@ -1,12 +1,11 @@
 """Tiles of a matrix inside Triton kernels: their order, loads, stores and reductions.
 
-Row and column data are those of the matrix that a kernel reads, which may be ``x.t()``.
-
 Kernels that write a transposed 1-byte copy hold a tile as four tensors [BLOCK_R / 4, BLOCK_C];
 tensor i has the rows i, i + 4, i + 8 and so on. Four neighboring bytes of the copy are then at one
 position of the four tensors, and are packed into a 32-bit word, so that four times fewer items go
 through shared memory. ``quad`` [BLOCK_R / 4, 1] has the indices of groups of four rows, ``c``
-[1, BLOCK_C] those of columns; they are 64-bit integers, since offsets may exceed 32 bits.
+[1, BLOCK_C] those of columns; they are 64-bit integers, since offsets may exceed 32 bits. Row and
+column data are those of the matrix that a kernel reads, which may be ``x.t()``.
 """
 
 from typing import Any
@@ -74,7 +73,7 @@ def tile_at(  # type: ignore[no-untyped-def]
 
 @jit
 def load(ptrs, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load from ``ptrs``, with zero where not ``inside``; if ``EVEN``, load without a mask."""
+    """Load from ``ptrs`` where ``inside``, else return zero; if ``EVEN``, load without a mask."""
     if EVEN:
         values = tl.load(ptrs)
     else:
@@ -195,7 +194,7 @@ def store_row_data(  # type: ignore[no-untyped-def]
 
 @jit
 def store_col_data(ptr, words, quad, c, rows, pitch, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store the transpose of a tile's ``words`` at rows c, columns quad of uint32 [rows, pitch]."""
+    """Store a tile's ``words``, transposed, at rows c, columns quad of a uint32 [rows, pitch]."""
     c, quad = tl.trans(c), tl.trans(quad)
     ptr = ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + c * pitch + quad
     store(ptr, tl.trans(words), (c < rows) & (quad < pitch), EVEN)
@@ -226,12 +225,12 @@ def measure_strip(  # type: ignore[no-untyped-def]
     x_ptr,  # row 0 of the matrix
     row_amax_ptr,  # int32 [rows], raised to the bits of the amaxes of rows; if ALL, one element
     col_amax_ptr,  # int32 [columns], raised to the bits of the amaxes of columns
-    begin, end, strip, C, stride_r, stride_c, ROW: tl.constexpr, COL: tl.constexpr,
+    begin, end, strip, C, stride_r, stride_c, ROW: tl.constexpr, COL: tl.constexpr,  # strip: index
     ALL: tl.constexpr,  # measure the amax of all elements instead of rows and columns
     EVEN: tl.constexpr,  # strips fill the columns exactly
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Raise amaxes in memory, by atomic max, to those of rows ``begin:end`` in strip ``strip``."""
+    """Raise amaxes in memory, by atomic max, to those of the strip's rows ``begin:end``."""
     element: tl.constexpr = x_ptr.dtype.element_ty
     c = (strip * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)  # offsets may exceed 32 bits
     x_ptr += c[None, :] * stride_c

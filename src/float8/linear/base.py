@@ -121,11 +121,9 @@ class PlainFloat8Module(nn.Module):
         return sharding_groups(weight) if hasattr(weight, "device_mesh") else ()
 
     def _float8_attach(self) -> None:
-        """Increment the number of optimizers that this module is attached to."""
         self._float8_attached += 1
 
     def _float8_detach(self) -> None:
-        """Decrement the number of optimizers that this module is attached to."""
         self._float8_attached = max(self._float8_attached - 1, 0)
 
     def _float8_loadable(self, old: Any, values: Any, local_metadata: dict[str, Any]) -> Any:

@@ -107,7 +107,8 @@ def apply_linear(
         weight = weight.to_original_precision() if isinstance(weight, Float8Tensor) else weight
     elif isinstance(input, Float8Tensor):
         gemms = plan.output, plan.grad_weight  # the latter may be None
-        if plan.output.powers_of_2 and not input._granularity.exponents:  # its scales may be any
+        # The scales of `input` need not be powers of two, whatever the plan assumes.
+        if plan.output.powers_of_2 and not input._granularity.exponents:
             output_gemm, dw_gemm = [gemm and gemm._replace(powers_of_2=False) for gemm in gemms]
             plan = plan._replace(output=output_gemm, grad_weight=dw_gemm)
     if empty:
@@ -260,7 +261,7 @@ class Linear(torch.autograd.Function):
                 # drops the copy if nothing writes it.
                 rows = input.clone() if compiling else input
         rows_scale = None if rows is None or row is None else row.scale
-        col_data, col_scale = (None, None) if col is None else col[:2]  # `Columns` has 4 fields
+        col_data, col_scale = (None, None) if col is None else col[:2]  # experts have more fields
         if not call.need_grad_input:  # backward does not read the weight
             fields = (None,) * len(fields)
         return y, (rows, rows_scale, col_data, col_scale, *fields, *index)
@@ -269,7 +270,7 @@ class Linear(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, stored: Any, call: Call, computed: Any, *index: Any
     ) -> Tensor:
-        """Return the output [M, N] of `computed`, a result of `compute`; None: call `compute`."""
+        """Return the output [M, N]. `computed` is the result of `compute`, or None to call it."""
         if computed is None:
             y, saved = Linear.compute(input, weight, stored, call, *index)
         else:
@@ -308,7 +309,7 @@ class Linear(torch.autograd.Function):
             dx = products.start(dx)  # a reduce-scatter, which overlaps the GEMM of grad_weight
         if dw_in_float8:
             if not reuse:
-                cast = casts.grad_output_for_grad_weight  # below, assigning `row` frees row data
+                cast = casts.grad_output_for_grad_weight  # assigning `row` next frees row data
                 row, col = products.quantize_grad(grad_output, cast, *index, row=False, col=True)
             input_col = Operand(col_data, col_scale)
             if col_data is None:  # forward kept `input` or its row data

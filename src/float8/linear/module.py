@@ -14,7 +14,7 @@ from float8.linear.source import class_of, problem, shallow_copy
 
 
 class _Config:
-    """Attribute `config`: the configuration, or a Parameter, buffer or module of that name."""
+    """Descriptor: returns a Parameter, buffer or module called `config`, or the configuration."""
 
     def __get__(self, layer: Any, cls: Any = None) -> Any:
         if layer is None:

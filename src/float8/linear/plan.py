@@ -82,9 +82,10 @@ def resolve_plan(
         return Gemm(fast_accum[name], config.emulate, powers_of_2, granularities)
 
     def rows_suffice(cast: Cast, *gemms: Gemm | None) -> bool:
+        """Return whether all `gemms` can use float8 rows, or column data made of them exactly."""
         granularity = cast.config.scaling_granularity
         to_col_is_exact = granularity.one_scale or (granularity.by_rows and cast.config.power_of_2)
-        return to_col_is_exact and None not in gemms  # None reads the tensor in high precision
+        return to_col_is_exact and None not in gemms  # a GEMM in high precision is None
 
     all_casts = Casts(*(Cast(casts[site]) for site in CAST_SITES))
     pairs = zip(all_casts[:3], all_casts[3:], strict=True)  # (input, input_for_grad_weight), ...

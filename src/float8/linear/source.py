@@ -28,7 +28,7 @@ PUBLIC = ("config", "from_float")
 
 
 def shallow_copy(mod: nn.Module, cls: Any) -> Any:
-    """Return a new `cls` with the attributes of `mod`, `_REGISTRIES` copied; without `forward`."""
+    """Return a new `cls` with the attributes of `mod`; copy `_REGISTRIES`, leave out `forward`."""
     new = cls.__new__(cls)
     for name, value in vars(mod).items():
         new.__dict__[name] = copy.copy(value) if name in _REGISTRIES else value
@@ -105,7 +105,7 @@ def _computes_something_else(mod: nn.Module, linear_classes: Collection[type]) -
         return "which torchao converted already, expected an nn.Linear: convert the plain model"
     if forward_of is nn.Linear or isinstance(mod, (*linear_classes, Float8Module)):
         return None
-    if reason := not_in_high_precision(getattr(mod, "weight", None)):  # which tells more
+    if reason := not_in_high_precision(getattr(mod, "weight", None)):  # a more specific reason
         return f"with a {reason}"
     return (
         f"whose forward is not nn.Linear's, expected an nn.Linear or a subclass without a "
@@ -126,7 +126,7 @@ def not_in_high_precision(weight: Any) -> str | None:
 
 
 def _cannot_be_both(mod: Any, base: Any, config: Float8LinearConfig) -> str | None:
-    """Return why attributes or the class of `mod` conflict with those of `base`, or None."""
+    """Return why `mod` cannot also be a `base`, as attributes or classes conflict, or None."""
     cls: Any = type(mod)
     is_ours = isinstance(mod, Float8Module)
     reserved = base._float8_buffer_names(config)  # names that `mod` must not have
@@ -141,7 +141,7 @@ def _cannot_be_both(mod: Any, base: Any, config: Float8LinearConfig) -> str | No
     if is_ours:  # its class derives from `base` and from the user's class already
         return None
     for parent in (x for x in cls.__mro__ if x not in (nn.Linear, nn.Module, object)):
-        if name := next((x for x in _PICKLING if vars(parent).get(x)), ""):  # not `__slots__ = ()`
+        if name := next((x for x in _PICKLING if vars(parent).get(x)), ""):  # empty slots are OK
             got = f"with {name!r}, expected one without"
             return f"{got}: {base.__name__} has a way of its own to copy and pickle layers"
     try:
@@ -183,7 +183,7 @@ def _init(layer: Any, *args: Any, **kwargs: Any) -> None:
 def new_class(
     name: str, bases: tuple[type, type], make: Any, made_of: tuple[Any, ...], **members: Any
 ) -> Any:
-    """Make a class `name` of `bases` and `members`, which `bases[1]` objects take as `__class__`.
+    """Make a class `name` from `bases` and `members`, which objects of `bases[1]` can change to.
 
     Unpickling calls `make(*made_of)`, which must return the class, since a class that is made at
     run time cannot be imported. Raises `TypeError` if the memory layouts of `bases` differ.
@@ -193,7 +193,7 @@ def new_class(
         reduced = nn.Module.__reduce_ex__(module, protocol)
         if type(module) is not cls:  # a subclass of `cls`, which pickle imports
             return reduced
-        return _instance, (make, *made_of), *reduced[2:]  # [2]: the state
+        return _instance, (make, *made_of), *reduced[2:]  # `reduced[2]` is the state
 
     members = {"__module__": bases[0].__module__, "__doc__": bases[0].__doc__} | members
     members["__reduce_ex__"] = reduce

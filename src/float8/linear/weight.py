@@ -84,7 +84,7 @@ class InFloat8(NamedTuple):
         return call.products.output(a, b, shape, *index, gemm=gemm, out_dtype=out_dtype), self
 
     def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", out_dtype: Any) -> Any:
-        """Make column data of the row data, after `g.scale` as in `OnTheFly`; multiply by `g`."""
+        """Return `g @ weight`, by column data made of row data after `g.scale`: see `OnTheFly`."""
         cast_config, gemm = call.casts.weight_for_grad_input.config, call.plan.grad_input
         b = call.products.transposed(Operand(*self), cast_config, g.scale)
         return call.products.grad_input(g, b, shape, *index, gemm=gemm, out_dtype=out_dtype)

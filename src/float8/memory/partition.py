@@ -63,7 +63,7 @@ the uses by other nodes and the kind of each user; kind "any" may be used in any
 class Float8Partitioner(CustomPartitionerFn):
     """Split a graph into forward and backward as Inductor does, then keep activations in float8.
 
-    `float8.activations_in_float8` makes it an option. Equal partitioners share compiled code.
+    `float8.activations_in_float8` returns one as option. Equal partitioners share compiled code.
     """
 
     min_bytes: float
@@ -82,7 +82,7 @@ class Float8Partitioner(CustomPartitionerFn):
         graphs = forward.graph, backward.graph
         outputs, gradients = (list(cast("Any", x.output_node().args[0])) for x in graphs)
         inputs = gm.graph.find_nodes(op="placeholder")
-        static = set[int](kwargs.get("static_lifetime_input_indices") or ())  # these stay in memory
+        static = set[int](kwargs.get("static_lifetime_input_indices") or ())  # always in memory
         activations, weight_gradients = _activations(forward.graph, inputs, gradients, static)
         read = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
         output_names = {node.name for node in outputs if isinstance(node, Node)}
@@ -90,7 +90,7 @@ class Float8Partitioner(CustomPartitionerFn):
         for node in backward.graph.nodes:  # adds all that is computed from tangents
             if not grad_nodes.isdisjoint(node.all_input_nodes):
                 grad_nodes.add(node)
-        first_saved = kwargs["num_fwd_outputs"]  # the outputs before it are results of the model
+        first_saved = kwargs["num_fwd_outputs"]  # index; outputs before it are the model's results
         chosen = [
             node
             for node in outputs[first_saved:]
@@ -126,7 +126,7 @@ class Float8Partitioner(CustomPartitionerFn):
 
         def pack(x: Tensor) -> tuple[Tensor, Tensor]:
             # Scales are powers of two, rounded up: nothing saturates, and values lose mantissa bits
-            # only, but small ones become subnormal or 0. A non-finite value makes its run NaN.
+            # only, but small ones become subnormal or 0. Inf and NaN make all RUN elements NaN.
             runs = _in_runs(x.to(torch.float32))
             amax = runs.abs().amax(-1, keepdim=True)
             scale = scales.amax_to_scale(amax, self.dtype, round_to_power_of_2=True)
@@ -137,7 +137,7 @@ class Float8Partitioner(CustomPartitionerFn):
             x = x.clamp(-65504.0, 65504.0) if dtype == torch.float16 else x  # may overflow float16
             return (x.to(dtype).reshape(data.shape),)
 
-        is_input = node.op == "placeholder"  # then cast after all placeholders
+        is_input = node.op == "placeholder"  # these come first: cast after the last one
         previous = forward.find_nodes(op="placeholder")[-1] if is_input else node
         with forward.inserting_before(previous.next):
             packed = _graft(forward, pack, [node])
@@ -160,13 +160,13 @@ def _activations(
 ) -> tuple[set[Node], set[Node | None]]:
     """Return nodes that require grad and depend on model arguments; gradients of other inputs."""
     requires_grad, from_argument, weight_gradients = set[str](), set[str](), set[Node | None]()
-    for index, (node, gradient) in enumerate(zip(inputs, gradients, strict=False)):  # not tangents
+    for index, (node, gradient) in enumerate(zip(inputs, gradients, strict=False)):  # no tangents
         requires_grad |= {node.name} if gradient is not None else set()
         origin: Any = node.meta.get("desc")  # None in inner graphs: all count as Parameters there
         while hasattr(origin, "base"):  # `node` is an inner tensor of a subclass
             origin = origin.base
         is_argument = origin is not None and not (origin.is_param() or origin.is_buffer())
-        indices = index, getattr(origin, "idx", index)  # `static` may count a subclass as one input
+        indices = index, getattr(origin, "idx", index)  # `static` may index the subclass
         if is_argument and static.isdisjoint(indices):
             from_argument.add(node.name)
         else:
@@ -204,19 +204,19 @@ def _may_be_rounded(
 
     In each the value, or a function of it, is a factor: a result is about as exact as the value.
     """
-    kinds = {start: "value"}  # the kind in `_PATTERNS` of `start` and of nodes computed from it
+    kinds = {start: "value"}  # node -> kind; `_PATTERNS` gives the kind of each user by its use
     for node in graph.nodes:
-        rounded = [x for x in node.all_input_nodes if kinds.get(x, "any") != "any"]
-        if not rounded:  # `node` may use its inputs in any way
+        affected = [x for x in node.all_input_nodes if kinds.get(x, "any") != "any"]
+        if not affected:  # `node` may use its inputs in any way
             continue
-        kinds_read = {kinds[x] for x in rounded}
+        kinds_read = {kinds[x] for x in affected}
         if node.op == "output":
-            return kinds_read == {"weight gradient"} and weight_gradients.issuperset(rounded)
-        use = _use(node, rounded)
+            return kinds_read == {"weight gradient"} and weight_gradients.issuperset(affected)
+        use = _use(node, affected)
         if use == "factor" and len(kinds_read) == 2:  # the value times a node of another kind
             use, kinds_read = "factor of value", kinds_read - {"value"}
-        elif node in gradients and (use == "function" or gradients.isdisjoint(rounded)):
-            use += " of gradient"  # a derivative, or a gradient among inputs that are not rounded
+        elif node in gradients and (use == "function" or gradients.isdisjoint(affected)):
+            use += " of gradient"  # a derivative, or the gradient is an input not in `affected`
         kind_of_node, *other_kinds = {_PATTERNS[kind].get(use) for kind in kinds_read}
         if kind_of_node is None or other_kinds:  # not allowed, or patterns disagree on the kind
             return False
@@ -224,15 +224,15 @@ def _may_be_rounded(
     return True
 
 
-def _use(node: Node, rounded: list[Node]) -> str:
-    """Return the name in `_PATTERNS` for what `node` does with its inputs `rounded`, or ""."""
+def _use(node: Node, affected: list[Node]) -> str:
+    """Return how `node` uses its inputs `affected`, as `_PATTERNS` names it, or "" if unknown."""
     name, args = _name(node), node.args
     if _is_activation_function(node):
         return "function"
     if name == "mul" or (name == "div" and not isinstance(args[1], Node)):  # divided by a number
         return "factor"
     if name == "sum" and len(args) > 1:
-        last_dim = rounded[0].meta["val"].dim() - 1
+        last_dim = affected[0].meta["val"].dim() - 1
         dims = [dim % (last_dim + 1) for dim in cast("list[int]", args[1])]
         return "sum of columns" if dims == [last_dim] else "" if last_dim in dims else "sum of rows"
     is_view = isinstance(node.target, OpOverload) and node.target._schema._is_view_op()

@@ -66,8 +66,8 @@ def save_gemm_outputs(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
     Saved are layer outputs [tokens, out_features] in the compute dtype; in compiled code only those
     that backward reads. Recomputing the GEMMs would take most of the time. Casts, norms, activation
-    functions and attention are recomputed, as are GEMMs in high precision and emulated GEMMs,
-    except those of experts and, in compiled code only, those of held weights: these are saved.
+    functions and attention are recomputed, as are GEMMs in high precision and emulated GEMMs. But
+    emulated GEMMs of experts and, in compiled code only, of held weights are saved.
 
     Returns:
         `MUST_SAVE` if `op`, an `OpOverload`, is a float8 GEMM, else `PREFER_RECOMPUTE`.

@@ -23,8 +23,8 @@ def tell_ddp_what_to_ignore(module: nn.Module) -> None:
     """Exclude amax buffers, and weights in float8 only, from DDP's broadcasts and reductions.
 
     Marks `module` and its submodules, any of which DDP may wrap. DDP broadcasts rank 0's buffers in
-    each forward, which would lose other ranks' amaxes. It still broadcasts histories and scales:
-    it suffices that rank 0 loads a checkpoint, unless weights are in float8 only.
+    each forward, which would lose other ranks' amaxes. DDP still broadcasts histories and scales,
+    so only rank 0 must load a checkpoint, unless weights are in float8 only.
     """
     for root in module.modules():
         names = [

@@ -99,7 +99,7 @@ def sums_over_ranks(weight: Any) -> bool:
 
 @dataclass(frozen=True)
 class GathersInput(Dense):
-    """Casts and GEMMs of a layer that all-gathers its input; M counts all tokens, N is local."""
+    """Casts and GEMMs that gather the input. M counts tokens of all ranks; N is this rank's."""
 
     tokens: SharedTokens
 
@@ -109,11 +109,11 @@ class GathersInput(Dense):
     def quantize_rows(
         self, x: Tensor, cast: Cast, *, row: bool, col: bool, traced: bool
     ) -> Quantized:
-        """Quantize `x` [M / ranks, K]; gather row data [M, K], for column data in backward, too."""
+        """Return gathered row data [M, K] of `x` [M / ranks, K]; backward makes column data."""
         return Quantized(self.tokens.gathered(x, cast, traced))
 
     def output(self, a: Operand, b: Operand, rank_shape: Shape, **options: Any) -> Tensor:
-        """Return `a @ b.T` [M, N] of all ranks' rows; `b`: [N, K], `rank_shape`: (M / ranks, N)."""
+        """Multiply `a` [M, K] of all ranks by `b` [N, K]; `rank_shape` is (M / ranks, N)."""
         return matmul(a, b, (rank_shape[0] * self.tokens.ranks, rank_shape[1]), **options)
 
     def start(self, dx: Tensor) -> Tensor:
@@ -123,12 +123,12 @@ class GathersInput(Dense):
 
 @dataclass(frozen=True)
 class ScattersOutput(Dense):
-    """Casts and GEMMs that reduce-scatter the output; M counts all ranks' tokens, K is local."""
+    """Casts and GEMMs that scatter the output. M counts tokens of all ranks; K is this rank's."""
 
     tokens: SharedTokens
 
     def quantize_grad(self, g: Tensor, cast: Cast, *, row: bool, col: bool) -> Quantized:
-        """Quantize `g` [M / ranks, N]; gather row data [M, N]; if `col`, make column data of it."""
+        """Return gathered row data [M, N] of `g` [M / ranks, N]; if `col`, also column data."""
         row_data = self.tokens.gathered(g, cast)
         return Quantized(row_data, to_col(row_data, cast.config) if col else None)
 
@@ -137,7 +137,7 @@ class ScattersOutput(Dense):
         return finished(self.tokens.start_reduce_scatter(y))
 
     def grad_input(self, a: Operand, b: Operand, rank_shape: Shape, **options: Any) -> Tensor:
-        """Return `a @ b.T` [M, K] of all ranks' rows; `b`: [K, N], `rank_shape`: (M / ranks, K)."""
+        """Multiply `a` [M, N] of all ranks by `b` [K, N]; `rank_shape` is (M / ranks, K)."""
         return matmul(a, b, (rank_shape[0] * self.tokens.ranks, rank_shape[1]), **options)
 
 
@@ -146,29 +146,29 @@ def _column_parallel(
 ) -> Any:
     """Multiply tokens, gathered if `gathers`, by local weight rows; return a Shard(-1) DTensor."""
     dtensors, (placement,) = torch.distributed.tensor, input.placements
-    local = weight.to_local()  # made first, so that backward accumulates into the weight last
-    tokens = None  # or `SharedTokens`, with which the layer itself communicates, instead of torch
+    local_weight = weight.to_local()  # before `input.to_local`, so that backward runs it last
+    tokens = None  # or `SharedTokens`, with which the layer communicates instead of DTensor
     if gathers and not placement.is_replicate():
         in_float8 = isinstance(input._local_tensor, Float8Tensor)  # cast before, for several layers
         if placement.is_shard() and plan.input_rows_suffice and not in_float8:
             tokens = _shared_tokens(input, placement.dim)  # float8 rows serve both GEMMs
-        if tokens is None:  # torch also gathers Partial inputs and uneven sizes
+        if tokens is None:  # DTensor also gathers Partial inputs and uneven sizes
             input = in_compute_dtype(input, weight)
             input = dtensor_in_float8(input, weight, plan, casts.input)
             input = input.redistribute(placements=[dtensors.Replicate()])
     if tokens is None:  # the input is replicated, so all ranks compute the same amax
         _require_placed(input, weight, dtensors.Replicate())
         casts = _without_reduce(casts, "input", "input_for_grad_weight")
-    # Each rank computes a partial gradient of the input; `GathersInput` reduce-scatters it itself.
+    # Each rank computes a partial gradient of the input; `GathersInput.start` reduce-scatters it.
     x = input.to_local(grad_placements=(dtensors.Partial(),) if tokens is None else None)
     bias = None if bias is None else bias.to_local()
-    y = apply_linear(x, local, bias, plan, casts, products=tokens and GathersInput(tokens))
+    y = apply_linear(x, local_weight, bias, plan, casts, products=tokens and GathersInput(tokens))
     if tokens is not None and x.dim() != 2:  # `apply_linear` returned [M, N]
         shape = [*x.shape[:-1], y.shape[-1]]
         shape[tokens.dim] *= tokens.ranks
         y = torch.ops.aten._unsafe_view.default(y, shape)
     placements = (dtensors.Shard(y.dim() - 1),)
-    whole = torch.empty([*y.shape[:-1], weight.shape[0]], device="meta")  # as N may be uneven
+    whole = torch.empty([*y.shape[:-1], weight.shape[0]], device="meta")  # N may be uneven
     return dtensors.DTensor.from_local(
         y, weight.device_mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
@@ -177,7 +177,7 @@ def _column_parallel(
 def _row_parallel(
     input: Any, weight: Any, bias: Any, tokens_dim: int | None, plan: LinearPlan, casts: Casts
 ) -> Any:
-    """Multiply features by local weight columns; return Shard(`tokens_dim`), or Partial if None."""
+    """Multiply by local weight columns; return DTensor Shard(`tokens_dim`), or Partial if None."""
     dtensors: Any = torch.distributed.tensor
     dims, tokens_placement, tokens = input.dim(), None, None  # `tokens`: see `_column_parallel`
     if tokens_dim is not None:
@@ -193,14 +193,14 @@ def _row_parallel(
     if tokens is None:  # grad_output is replicated, so all ranks compute the same amax
         casts = _without_reduce(casts, "grad_output", "grad_output_for_grad_weight")
     products, x = None if tokens is None else ScattersOutput(tokens), input.to_local()
-    y = apply_linear(x, weight.to_local(), None, plan, casts, products=products)  # bias: see below
+    y = apply_linear(x, weight.to_local(), None, plan, casts, products=products)  # bias added below
     if tokens is not None and x.dim() != 2:  # `apply_linear` returned [M / ranks, N]
         shape = [*x.shape[:-1], y.shape[-1]]
         shape[tokens.dim] //= tokens.ranks
         y = torch.ops.aten._unsafe_view.default(y, shape)
     placements = (dtensors.Partial() if tokens is None else tokens_placement,)
     output = dtensors.DTensor.from_local(y, weight.device_mesh, placements, run_check=False)
-    if tokens_placement is not None and tokens is None:  # torch reduce-scatters, gathers gradients
+    if tokens_placement is not None and tokens is None:  # DTensor reduce-scatters the output
         output = output.redistribute(placements=(tokens_placement,))
     if bias is None:
         return output
@@ -224,7 +224,7 @@ def _without_reduce(casts: Casts, *roles: str) -> Casts:
 
 
 def _shared_tokens(x: Any, dim: int) -> SharedTokens | None:
-    """Return the `SharedTokens` of `x`; None for its last dim, an uneven one, and an empty `x`."""
+    """Return `SharedTokens` of `x`; None if `dim` is the last or uneven, or any dim is empty."""
     mesh = x.device_mesh
     if dim == x.dim() - 1 or x.shape[dim] % mesh.size() or 0 in x.shape:
         return None

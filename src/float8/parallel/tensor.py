@@ -47,7 +47,7 @@ class Float8ColwiseParallel(ColwiseParallel):
 
 
 class Float8RowwiseParallel(RowwiseParallel):
-    """`RowwiseParallel` for a `Float8Linear`: token-sharded grad_output is gathered in float8.
+    """`RowwiseParallel` for a `Float8Linear` that all-gathers token-sharded grad_output in float8.
 
     Args:
         input_layouts, output_layouts, use_local_output: as for `RowwiseParallel`.
@@ -86,11 +86,11 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         names = self._find_layers(module)
         _require_one_dim(self, device_mesh)
         if self.input_layouts != self.desired_input_layouts:
-            for name in names:  # for their `repr`, as their input arrives gathered
+            for name in names:  # for their `repr`: this style itself gathers their input
                 layer: Any = module.get_submodule(name)
                 layer._float8_shards = layer._float8_shards._replace(gathers_input=True)
         own_forward = vars(module).get("forward")  # an attribute of the instance, or None
-        own_forward = getattr(own_forward, "__func__", own_forward)  # plain: a copy passes itself
+        own_forward = getattr(own_forward, "__func__", own_forward)  # unbound; copies pass self
 
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             if self.input_layouts is not None:
@@ -137,14 +137,14 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 def _quantize(
     module: nn.Module, names: list[str], mesh: DeviceMesh, input: Any, placement: Placement | None
 ) -> Any:
-    """Quantize `input` by the input cast of the first layer in `names` that can read it, if any."""
+    """Quantize `input` as the first layer in `names` that reads its full last dim, or return it."""
     shape = getattr(input, "shape", ())
     if placement is None or not shape:  # not to be placed, or no tensor with dims
         return input
     for name in names:
         layer: Any = module.get_submodule(name)  # maybe converted back to high precision since
         fits = isinstance(layer, Float8Linear) and layer.in_features == shape[-1]
-        if fits and not sums_over_ranks(layer.weight):  # else it reads a part of the last dim
+        if fits and not sums_over_ranks(layer.weight):  # rowwise layers read part of it
             if not is_dtensor(input):
                 input = DTensor.from_local(input, mesh, (placement,))
             cast = layer._float8_shards.casts(layer, input.device_mesh).input

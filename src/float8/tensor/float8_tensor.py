@@ -113,14 +113,14 @@ class Float8Tensor(Wrapper):
         self._data, self._scale, self._amax = data, scale, amax
         self._orig_dtype, self._granularity = dtype, granularity
         # Dynamo guards on each size that is compared. Compare the number of features (-1) first, as
-        # that of tokens (-2) changes. The scale of a [1, 1] matrix counts as that of a row.
+        # that of tokens (-2) changes. A [1, 1] scale of a [1, 1] matrix is taken for a row's.
         has_columns = granularity.by_rows and data.dim() == scale.dim() > 1
         has_columns = has_columns and scale.shape[-1] == data.shape[-1] and scale.shape[-2] == 1
         self._has_column_scales = has_columns and data.shape[-2:] != (1, 1)
         return self
 
     def _like(self, data: Tensor, scale: Tensor, amax: Tensor | None = None) -> "Float8Tensor":
-        """Return a tensor as `self` with this data, scale and amax; None: its own amax."""
+        """Return a tensor as `self` with this data and scale, and `amax`, by default its own."""
         amax = self._amax if amax is None else amax
         return self._unchecked(data, scale, self._orig_dtype, self._granularity, amax)
 
@@ -223,7 +223,7 @@ class Float8Tensor(Wrapper):
         kwargs = kwargs or {}
         if handler := _HANDLERS.get(func.name()):
             return handler(func, args, kwargs)
-        # In inference mode torch has not decomposed compound ops: their parts come here again.
+        # In inference mode compound ops arrive whole; their parts are dispatched here again.
         result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
@@ -252,7 +252,7 @@ def to_float8(x: Tensor, cast: Cast) -> Float8Tensor:
     if cast.source is not None:
         source = cast.source.with_new_amax()  # same scale; `quantize` writes the new amax
         cast, amax = cast._replace(source=source), source.amax
-    with torch.no_grad():  # outside the autograd function, where torch 2.11 loses recompute tags
+    with torch.no_grad():  # not in `_StraightThrough`, where torch 2.11 loses recompute tags
         rows = x.flatten(0, -2) if x.dim() > 1 else x.reshape(1, -1)
         data, scale = quantize(rows, cast, row=True).row
         if data.shape != rows.shape:  # padded for a GEMM
@@ -293,7 +293,7 @@ def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run the view op or zero padding `func` on data and scales; return new `Float8Tensor`s."""
     x, *rest = args
     expands = func is aten.expand.default and [*x.shape] != [*rest[0]]  # rest[0]: the new shape
-    if expands and not x._granularity.one_scale:  # `matmul` calls it before a batched product
+    if expands and not x._granularity.one_scale:  # `torch.matmul` expands before `bmm`
         return _multiply_dequantized(func, args, kwargs)
     if func is aten.constant_pad_nd.default and any(rest[1:]):  # rest[1], if there: the value
         raise ValueError(
@@ -320,8 +320,8 @@ def _scales_of_views(func: Any, x: Float8Tensor, views: Any, args: list[Any]) ->
     if op in _RESHAPING_OPS:
         scales = _reshaped_scale(x, views[0])
     elif op in _DIM_ARG and views[0].dim() > 1:
-        index = _DIM_ARG[op]
-        dim = args[index] if index < len(args) else 0  # torch leaves default arguments out
+        position = _DIM_ARG[op]
+        dim = args[position] if position < len(args) else 0  # torch leaves default arguments out
         # Dims, counted from the last, along which elements share scales; only others can be cut.
         shared = (-2, -1) if x._granularity.by_blocks else (-2,) if x._has_column_scales else (-1,)
         if dim % x.dim() - x.dim() not in shared and x._scale.shape[dim] == x.shape[dim]:
@@ -342,7 +342,7 @@ _DIM_ARG = {aten.slice: 0, aten.select: 0, aten.unbind: 0, aten.split: 1, aten.s
 
 
 def _reshaped_scale(x: Float8Tensor, view: Tensor) -> list[Tensor]:
-    """Return [scale reshaped as `view`]; [] if `view` splits or merges a dim with shared scales."""
+    """Return [scale reshaped for `view`], or [] if that cuts or merges dims with shared scales."""
     # A dim of `x` is one of the view if its size and the product of all sizes before are equal.
     dims_of_view = [(size, math.prod(view.shape[:dim])) for dim, size in enumerate(view.shape)]
     scale_shape = [*view.shape]
@@ -442,7 +442,6 @@ def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _run_dequantized(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run `func` on dequantized arguments, and return its result."""
     return func(*[dequantise(x) if isinstance(x, Float8Tensor) else x for x in args], **kwargs)
 
 

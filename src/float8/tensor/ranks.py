@@ -38,7 +38,8 @@ class SharedTokens(NamedTuple):
     def gathered(self, x: Tensor, cast: Cast, traced: bool = False) -> Operand:
         """Quantize `x` [R / ranks, C], and all-gather it to row data [R, C], C padded for a GEMM.
 
-        One scale is equal on all ranks (`cast.reduce`); others are gathered. `traced`: `quantize`.
+        A scale per tensor is equal on all ranks by `cast.reduce`; finer scales are gathered, too.
+        `traced` is an argument of `quantize`.
         """
         data, scale = quantize(x, cast, row=True, traced=traced).row
         granularity = cast.config.scaling_granularity

@@ -41,7 +41,7 @@ def wrapped_like(new: Any, old: Tensor | None) -> nn.Parameter:
 
 
 def require_one_cast(config: Float8LinearConfig, name: str) -> None:
-    """Raise a `ValueError` if field `name` is set, but output and grad_input need two casts."""
+    """Raise `ValueError` if field `name` is set, but the weight needs two casts for its GEMMs."""
     value, default = getattr(config, name), getattr(Float8LinearConfig, name)
     if value == default:
         return
@@ -53,8 +53,8 @@ def require_one_cast(config: Float8LinearConfig, name: str) -> None:
             f"to {default}, or configure both alike"
         )
     granularity = cast.scaling_granularity
-    # Whether column data can be made from row data: squares are transposed, others are cast again,
-    # which rounds almost nothing if scales are powers of two. FSDP2 gathers no 1x32 in float8.
+    # Whether column data can be made from row data: TENSORWISE and square blocks are transposed,
+    # others cast again, almost exactly if scales are powers of 2. FSDP2 gathers no 1x32 in float8.
     ungathered_mx = granularity.exponents and not config.enable_fsdp_float8_all_gather
     exact = granularity.square or (cast.power_of_2 and (granularity.by_rows or ungathered_mx))
     if value is not Float8Weights.HELD and not exact:  # HELD casts both from high precision

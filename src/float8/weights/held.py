@@ -6,7 +6,7 @@ the Parameter and, after a write, casts again: eager code holds the result, comp
 the op that multiplies. The mark is an attribute of the data. Other ways to store it would fail:
 - as a tensor on the CPU, which CUDA graphs do not accept, or a number, which causes recompilation;
 - as the version counter of the data, which has no place for the address of the weight;
-- as an attribute of the scale: Inductor may pass a copy, as AOTAutograd does for a view.
+- as an attribute of the scale: Inductor may pass a copy of the scale, which lacks attributes.
 """
 
 from collections.abc import Callable
@@ -194,17 +194,17 @@ class HoldsWeights(nn.Module):
     def _float8_hold(self) -> dict[str, str]:
         """Cast and hold all weights; return names of weights not held, with the reasons."""
         self._float8_held = ()  # frees the old data before casting
-        held_weights, others = [], {}
+        held_weights, reasons = [], {}
         for name in self._float8_names():  # type: ignore[operator]
             parameter: Any = self._parameters[name]
             reason = self._float8_why_never_held
             if reason or not (parameter.is_meta or can_be_held(parameter)):
-                others[name] = reason or f"a {type(parameter).__name__}"
+                reasons[name] = reason or f"a {type(parameter).__name__}"
             elif not parameter.is_meta:  # on meta it is neither held nor named
                 values: Any = self._float8_weight(name)  # type: ignore[operator]
                 held_weights.append(hold(parameter, self._float8_plan.casts.weight, values))
         self._float8_held = tuple(held_weights)
-        return others
+        return reasons
 
     def _float8_held_of(self, parameter: Any, values: Tensor | None = None) -> Held | None:
         """Return the held data of `parameter`, cast again if it was written; None if not held.
@@ -253,7 +253,7 @@ class HoldsWeights(nn.Module):
     def _load_from_state_dict(self, *args: Any) -> None:
         """Load a checkpoint, and free the float8 casts that FSDP2's shards keep, on all ranks.
 
-        Else only ranks whose shards FSDP2 pads anew would cast again, and wait for other ranks.
+        Else only ranks whose shards FSDP2 pads anew would cast again, and wait for others' amaxes.
         """
         super()._load_from_state_dict(*args)
         for shard in map(local_tensor, self._parameters.values()):

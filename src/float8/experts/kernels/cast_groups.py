@@ -1,9 +1,9 @@
 """Casts to float8 of a tensor whose rows form groups, such as tokens sorted by expert.
 
-One kernel measures all amaxes in one read, and a second kernel casts. Under blocks of one row, 1 x
-32 or 1 x 128, the second does both, as a block lies in one of its tiles of 128 rows and one group.
-In column data each group begins at a multiple of `GROUP_ALIGNMENT`, 128, the step of grouped GEMMs
-along contracted rows. Kernels read group sizes on the device: no sync, no recompilation.
+One kernel measures all amaxes in one read, and a second kernel casts. Under 1 x 32 and 1 x 128
+blocks the second does both: a block lies within one of its tiles, which have 128 rows of one group.
+In column data each group begins at a multiple of 128, `GROUP_ALIGNMENT`: GEMMs that contract over
+its rows take steps of 128. Kernels read group sizes on the device: no sync, no recompilation.
 
 Group e has the rows ``ends[e - 1]:ends[e]``. ``ends`` are ``offs`` [E] int32, clamped to the number
 of rows and to their running maximum, so that each row is in one group at most and no kernel leaves
@@ -81,7 +81,7 @@ def cast_groups(
 
 
 def most_padded(rows: int, groups: int) -> int:
-    """Return the most that ``groups`` sizes with the sum ``rows`` add up to if padded to 128."""
+    """Return the largest sum of ``groups`` sizes padded to 128 each, if unpadded it is ``rows``."""
     return (rows + (GROUP_ALIGNMENT - 1) * groups) // GROUP_ALIGNMENT * GROUP_ALIGNMENT
 
 
@@ -130,14 +130,14 @@ def cast_groups_reference(
 ) -> list[Tensor]:
     """Return [row data, scales] if ``row``, then [column data, scales, padded ends] if ``col``."""
     (R, C), E = x.shape, offs.shape[0]
-    out = cast_groups_fake(x, offs, run, dtype, row, col, width)  # in the order above
+    out = cast_groups_fake(x, offs, run, dtype, row, col, width)  # out[:2]: row, out[-3:]: col
     group, places, padded_ends = places_of_rows(ends_of_groups(offs, R), R)
-    grouped = (group < E).nonzero().view(-1)  # the rows that are in groups
-    columns = places[grouped]  # their columns in column data
+    in_groups = (group < E).nonzero().view(-1)  # indices of the rows that are in groups
+    columns = places[in_groups]  # their columns in column data
     if col:
         out[-1].copy_(padded_ends[:E])
-    if run is not None:  # here `col` is True: row data alone need no groups
-        padded = x.new_zeros((width, C)).index_copy(0, columns, x[grouped])
+    if run is not None:  # `col` is True: row data alone are cast without groups
+        padded = x.new_zeros((width, C)).index_copy(0, columns, x[in_groups])
         block = None, 1, run, dtype  # arguments scale, height, width and dtype
         data, scales = cast_reference(padded, *block, row=False, col=True, power_of_2=power_of_2)
         # Padding in a run with a NaN has become NaN, so only the columns of rows are copied.
@@ -150,7 +150,7 @@ def cast_groups_reference(
         return out
     outside = (group == E)[:, None]
     magnitudes = x.to(torch.float32).abs().masked_fill(outside, 0)
-    amaxes = magnitudes.new_zeros((E + 1, C + -C % 16))  # of groups' columns, padding included
+    amaxes = magnitudes.new_zeros((E + 1, C + -C % 16))  # per group and column, also of padding
     amaxes[:, :C].scatter_reduce_(0, group[:, None].expand(R, C), magnitudes, "amax")
     if one_scale:
         amaxes[:, :C] = amaxes.amax(1, keepdim=True)
@@ -165,7 +165,7 @@ def cast_groups_reference(
         out[0].view(torch.uint8).zero_()[:, :C] = codes.masked_fill(outside, 0)
         out[1].copy_(row_scales[:, 0])
     if col:
-        codes = to_float8(x[grouped], scales[group[grouped], :C], dtype).view(torch.uint8)
+        codes = to_float8(x[in_groups], scales[group[in_groups], :C], dtype).view(torch.uint8)
         out[-3].view(torch.uint8).zero_()[:C, columns] = codes.t()
         out[-2].copy_(scales[:E])
     return out
@@ -202,8 +202,8 @@ def _cast_groups_triton(x: Tensor, offs: Tensor, *args: Any, **named: Any) -> li
     scale = rest[0] if rest else named.get("scale")  # compiled code passes it by keyword
     (R, C), E = x.shape, offs.shape[0]
     out, amaxes = cast_groups_fake(x, offs, *args), x  # with runs, kernels read no amaxes: pass x
-    # A grid is sized before groups are known, so `row_tiles` are upper bounds of what `_place` has:
-    # it pads groups to 128 rows, gives each a tile or more, and has the other rows as group E.
+    # The grid is sized before groups are known, so `row_tiles` is an upper bound: `_place` pads
+    # groups to 128 rows, gives each at least one tile, and has the other rows as group E.
     lanes, mantissa_bits = lanes_of_groups(E), 3 if dtype == E4M3 else 2
     if scale is not None:
         amaxes = scale.contiguous().view(torch.int32)  # the kernel reads them if GIVEN
@@ -237,7 +237,7 @@ def _larger(a, b):  # type: ignore[no-untyped-def]
 
 @jit
 def groups_of(offs_ptr, R, E, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return vectors [GROUPS] of begins and ends; group E has the rows outside all groups."""
+    """Return begins and ends of groups, vectors [GROUPS]; group E: the rows outside all groups."""
     g = tl.arange(0, GROUPS)
     before = tl.load(offs_ptr + g - 1, mask=(g > 0) & (g <= E), other=0)
     begins = tl.associative_scan(tl.minimum(tl.maximum(before, 0), R), 0, _larger)
@@ -247,7 +247,7 @@ def groups_of(offs_ptr, R, E, GROUPS: tl.constexpr):  # type: ignore[no-untyped-
 
 @jit
 def _place(tile, offs_ptr, R, E, rows, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Locate tile number ``tile`` of tiles of ``rows`` rows, each of which has rows of one group.
+    """Locate tile ``tile``: each group is cut into one or more tiles of ``rows`` rows.
 
     Returns the group, E for rows outside all groups; the group's first row and size; the tile's
     first row, counted from that of the group; and the group's first column in column data.
@@ -277,7 +277,7 @@ def _measure_groups_kernel(  # type: ignore[no-untyped-def]
     ONE_SCALE: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,
     GROUPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Raise amaxes of a group, or of its rows and columns, to those of ``rows`` x BLOCK_C."""
+    """Raise amaxes of a group, or of its rows and columns, to those of a tile [rows, BLOCK_C]."""
     strips = tl.cdiv(C, BLOCK_C)
     tile, strip = tl.program_id(0) // strips, tl.program_id(0) % strips
     group, begin, size, row, _ = _place(tile, offs_ptr, R, E, rows, GROUPS)
@@ -327,7 +327,7 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
     """Cast one tile, whose rows lie within one group, to row data if ROW, column data if COL."""
     ARITHMETIC: tl.constexpr = (MANTISSA, POWER_OF_2, HARDWARE)
     RUNS: tl.constexpr = GRANULARITY == "run"
-    K: tl.constexpr = WIDTH if RUNS else 16
+    K: tl.constexpr = WIDTH if RUNS else 16  # pads C to Ck
     Cp, Ck, tiles_c = tl.cdiv(C, 16) * 16, tl.cdiv(C, K) * K, tl.cdiv(C, BLOCK_C)
     tile, tile_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
     group, begin, size, first, col_begin = _place(tile, offs_ptr, R, E, BLOCK_R, GROUPS)

@@ -2,8 +2,8 @@
 
 One warp loads operands of tiles of 128 rows and 256 columns, up to `STAGES` steps early. Two groups
 of four warps compute 64 rows each: while one scales and adds in float32, tensor cores multiply for
-the other group. Written in Gluon, Triton's lower-level language, as Triton waits for each product
-and reaches three quarters of the rate (benchmarks/NOTES.md).
+the other group. Written in Gluon, Triton's lower-level language: a kernel in Triton waits for each
+product, and reaches three quarters of the FLOP/s (benchmarks/NOTES.md).
 """
 
 from torch import Tensor
@@ -105,13 +105,13 @@ def _load(  # type: ignore[no-untyped-def]
     tile, E = gl.program_id(0), sizes[3]
     groups = E + 1 if ROW_GROUPS else E  # group E, of rows outside all groups, has no steps
     zero = 0 * tile  # a tensor, as all later values are; a literal 0 would be a constant
-    loads, search = zero, (zero - 1, zero, zero, zero, zero)  # before group 0
+    loads, search = zero, (zero - 1, zero, zero, zero, zero)  # none yet; before group 0
     search, row, _, n, k, steps = _next_tile(tile, search, ends_ptr, sizes, ROW_GROUPS)
     while search[0] < groups:  # search[0] is the group
         b_index = gl.minimum(search[0], E - 1) if ROW_GROUPS else zero
         for step in range(steps):
             stage, offset = loads % STAGES, k + step * BLOCK
-            # Wait until both `_multiply` have read the stage; the phase makes its first use pass.
+            # Wait until both `_multiply` have read the stage; its first use does not wait.
             hopper.mbarrier.wait(empty.index(stage), ((loads // STAGES) & 1) ^ 1)
             loaded = full.index(stage)
             hopper.mbarrier.expect(loaded, BYTES)
@@ -128,9 +128,9 @@ def _load(  # type: ignore[no-untyped-def]
 def _add(  # type: ignore[no-untyped-def]
     sums, a, a_scale, shared_b, b_scale, zeros, RIGHT: gl.constexpr, ROW_GROUPS: gl.constexpr
 ):
-    """Add a step's scaled ``a @ b.T`` to ``sums``, the left (``RIGHT`` 0) or right columns."""
-    b_shared, scale_shared, stage = shared_b
-    HALF: gl.constexpr = zeros.shape[1]  # of the columns of a tile
+    """Add a step's scaled ``a @ b.T`` to ``sums`` of the left (``RIGHT`` 0) or right columns."""
+    b_shared, scale_shared, stage = shared_b  # buffers of `b` and its scales; which stage to read
+    HALF: gl.constexpr = zeros.shape[1]  # half of a tile's columns
     b = b_shared.index(stage).reshape([2 * HALF, a.shape[1]]).slice(RIGHT * HALF, HALF, 0)
     term = hopper.warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
     term = hopper.warpgroup_mma_wait(0, deps=[term])
@@ -170,13 +170,13 @@ def _multiply(arguments, LOWER: gl.constexpr, ROW_GROUPS: gl.constexpr):  # type
     zeros = gl.zeros([HALF_R, HALF_N], gl.float32, mma)
     tile, groups = gl.program_id(0), E + 1 if ROW_GROUPS else E  # group E: rows outside all groups
     zero = 0 * tile  # a tensor, as all later values are; a literal 0 would be a constant
-    loads, search = zero, (zero - 1, zero, zero, zero, zero)  # before group 0
+    loads, search = zero, (zero - 1, zero, zero, zero, zero)  # none yet; before group 0
     search, row, end_row, n, k, steps = _next_tile(tile, search, ends_ptr, sizes, ROW_GROUPS)
     while search[0] < groups:  # search[0] is the group
         row += LOWER * HALF_R
         r = row + gl.arange(0, HALF_R, gl.SliceLayout(1, mma))
         inside = (r < end_row) & (steps > 0)
-        a_ptr = a_scale_ptr + r * a_stride_r + k // BLOCK * a_stride_c
+        a_ptr = a_scale_ptr + r * a_stride_r + k // BLOCK * a_stride_c  # scales
         left_ptr = b_scale_ptr + n // BLOCK * b_stride_n + k // BLOCK * b_stride_c
         if ROW_GROUPS:  # group E has no weight: it loads the last group's scales, unused
             left_ptr += gl.minimum(search[0], E - 1) * b_stride_e
@@ -222,7 +222,7 @@ def _grouped_blocks_kernel(  # type: ignore[no-untyped-def]
     R, N, C, E, a_stride_r, a_stride_c, b_stride_e, b_stride_n, b_stride_c,  # strides of scales
     ROW_GROUPS: gl.constexpr,  # whether groups split R; else they split C
 ):  # fmt: skip
-    """Run two `_multiply` and one `_load`, which share buffers for STAGES steps."""
+    """Run `_load` on a warp and two `_multiply` on 4 warps each, which share STAGES buffers."""
     a_shared = gl.allocate_shared_memory(a_tiles.dtype, [STAGES, ROWS, BLOCK], a_tiles.layout)
     b_shared = gl.allocate_shared_memory(b_tiles.dtype, [STAGES, 1, COLUMNS, BLOCK], b_tiles.layout)
     scale_shared = b_shared  # a placeholder, not read if ROW_GROUPS

@@ -1,13 +1,13 @@
 """The grouped GEMM of a Hopper GPU, with groups of rows or groups along the contraction dim.
 
 `torch._scaled_grouped_mm` takes 1.04 to 1.2 times as long (benchmarks/NOTES.md), cannot return
-float32, and leaves rows outside all groups unwritten. In its own names, the kernel computes:
+float32, and leaves rows outside all groups unwritten. With the kernel's names, the GEMMs are:
 
     groups of rows      out [R, N] = a [R, C] @ b[group of the row].T, b [E, N, C]    R are tokens
     groups of tokens    out[e] [R, N] = a[:, group e] @ b[:, group e].T, b [N, C]     C are tokens
 
-`a` and `b` have a scale per row, or per row and group of tokens. Scales of blocks: see
-`multiply_blocks`, of MXFP8 `multiply_mx`.
+`a` and `b` have a scale per row, or per row and group of tokens. Under block scales
+`multiply_blocks` computes the same, and under those of MXFP8 `multiply_mx` does.
 """
 
 from typing import Any
@@ -36,15 +36,15 @@ def grouped_matmul_reference(
 ) -> Tensor:  # fmt: skip
     """Multiply as `experts.grouped.grouped_matmul`, in plain torch with a loop over groups.
 
-    The loop syncs with the device. Where a bfloat16 GEMM is exact and faster, torch's grouped GEMM
-    replaces it. ``gemm`` is the text that `Gemm.packed` returns.
+    The loop syncs with the device; where a bfloat16 GEMM is exact and faster, torch's replaces it.
+    ``gemm`` is a result of `Gemm.packed`; ``tokens`` is used by `_flops` only.
     """
     if ends.is_cpu and b.dim() == 3:  # a check on a GPU would sync
         check_offs(ends, len(a))
     settings = Gemm.unpacked(gemm)
     granularity_a, granularity_b = settings.granularities
-    exact = settings.powers_of_2 and exact_dtype(a.device) == out_dtype == torch.bfloat16
-    if exact and a.numel():
+    use_bfloat16 = settings.powers_of_2 and exact_dtype(a.device) == out_dtype == torch.bfloat16
+    if use_bfloat16 and a.numel():
         operands = Operand(a, a_scale), Operand(b, b_scale)
         return multiply_in_bfloat16(*operands, ends, settings.granularities)
     out = grouped_matmul_fake(a, a_scale, b, b_scale, ends, out_dtype).zero_()
@@ -56,8 +56,8 @@ def grouped_matmul_reference(
             x_scale, w_scale = a_scale[begin:end], b_scale[group]
         else:
             x, w, result = a[:, begin:end], b[:, begin:end], out[group]
-            own = (slice(None), slice(begin // run, end // run)) if blocks else group
-            x_scale, w_scale = a_scale[own], b_scale[own]  # of [R, C / run] if blocks, or [E, R]
+            part = (slice(None), slice(begin // run, end // run)) if blocks else group
+            x_scale, w_scale = a_scale[part], b_scale[part]  # of [R, C / run] if blocks, or [E, R]
         if blocks:  # scales change along C: multiply by them before the products are added
             x = dequantised(Operand(x, x_scale), granularity_a)
             w = dequantised(Operand(w, w_scale), granularity_b)
@@ -95,6 +95,7 @@ def _grouped_matmul_triton(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, tokens: int | None,
     gemm: str, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
+    """Multiply as `grouped_matmul_reference`, by a GPU's GEMM for such scales unless emulated."""
     operands, settings = (a, a_scale, b, b_scale, ends), Gemm.unpacked(gemm)
     granularity_a, fast = settings.granularities[0], settings.use_fast_accum
     if settings.emulate or a.numel() == 0:  # no rows, or no tokens
@@ -114,7 +115,7 @@ def _grouped_matmul_triton(
     columns, programs_per_sm, warps = (256, 1, 8) if fast else (128, 2, 4)
     tiles_of_b = TensorDescriptor(b, b.shape, b.stride(), [1, columns, GROUP_ALIGNMENT])
     sizes = R, N, C, E, a_scale.stride(0), b_scale.stride(0)
-    whole = fast and out_dtype.itemsize == 2  # a tile of `out` fits into shared memory with loads
+    whole = fast and out_dtype.itemsize == 2  # a tile of `out` fits into shared memory beside loads
     _grouped_matmul_kernel[(programs_per_sm * sm_count(a.device),)](
         tiles_of_a, tiles_of_b, a_scale, b_scale, ends, out, *sizes, row_groups, fast,
         lanes_of_groups(E), columns, whole, num_warps=warps, num_stages=3,
@@ -127,7 +128,7 @@ def _place(  # type: ignore[no-untyped-def]
     tile, tile_ends, tiles, begins, ends, R, C, tiles_n, E, ROW_GROUPS: tl.constexpr,
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Locate tile number ``tile``; groups have ``tiles`` tiles, with indices below ``tile_ends``.
+    """Locate tile ``tile``; group g has ``tiles[g]`` tiles, the last one before ``tile_ends[g]``.
 
     Returns the group, the tile's first row, the end of valid rows, the tile's first column, the
     first index and number of steps along C (contracted), and whether there is anything to multiply.
@@ -144,7 +145,7 @@ def _place(  # type: ignore[no-untyped-def]
     height = min(PANEL, tiles_m - top)
     tile_in_panel = tile_in_group % (PANEL * tiles_n)
     m, n = (top + tile_in_panel % height) * BLOCK, tile_in_panel // height * COLUMNS
-    zero = 0 * m  # a tensor; adding it makes R one, too, which is a constant if it is 1
+    zero = 0 * m  # a tensor; so is R + zero, even if R is 1 and so a constant
     if ROW_GROUPS:
         row, end_row, k = begin + m, end, zero
         steps = tl.where(group < E, tl.cdiv(C, BLOCK), 1)  # at least one, to write zeros
@@ -207,7 +208,7 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
                 tile, tile_ends, tiles, begins, ends, R, C, tiles_n, E, ROW_GROUPS, GROUPS, COLUMNS
             )
         a = a_tiles.load([row, k + step * BLOCK])
-        matrix = tl.minimum(group, E - 1) if ROW_GROUPS else 0  # group E: any, then stores 0
+        matrix = tl.minimum(group, E - 1) if ROW_GROUPS else 0  # group E: any one; it stores 0
         b = b_tiles.load([matrix, n, k + step * BLOCK]).reshape(COLUMNS, BLOCK)
         # Tensor cores add with few bits; unless FAST, each step's sums are added in float32.
         sums = tl.dot(a, b.T, sums, max_num_imprecise_acc=None if FAST else BLOCK)

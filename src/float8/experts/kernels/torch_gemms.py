@@ -21,10 +21,10 @@ Granularities = tuple[Granularity, Granularity]
 def multiply_in_bfloat16(
     a: Operand, b: Operand, ends: Tensor, granularities: Granularities
 ) -> Tensor:
-    """Multiply as `grouped_matmul` by a bfloat16 GEMM to bfloat16; scales must be powers of 2."""
+    """Multiply as `grouped_matmul` by a bfloat16 GEMM; returns bfloat16. Scales are powers of 2."""
     result_scales, (granularity_a, _) = None, granularities
     if not granularity_a.by_blocks:  # nor has `b` blocks: `Float8LinearConfig` refuses such pairs
-        if b.data.dim() == 2:  # groups split C, and a row has a scale per group: scale results
+        if b.data.dim() == 2:  # groups split C; rows have a scale per group: scale the results
             result_scales = a.scale, b.scale  # [E, R], [E, N]
             granularity = ScalingGranularity.TENSORWISE
             a, b = (Operand(x.data, x.scale.new_ones(())) for x in (a, b))
@@ -33,9 +33,9 @@ def multiply_in_bfloat16(
             a, b = (Operand(x.data, x.scale.unsqueeze(-1)) for x in (a, b))  # [..., R, 1]
         granularities = granularity, granularity
     pairs = zip((a, b), granularities, strict=True)
-    x, w = (dequantised_by_kernel(*pair, torch.bfloat16) for pair in pairs)
-    ends = _clamped_ends(x, w, ends)
-    y = F.grouped_mm(x, w.mT, offs=ends)
+    left, right = (dequantised_by_kernel(*pair, torch.bfloat16) for pair in pairs)
+    ends = _clamped_ends(left, right, ends)
+    y = F.grouped_mm(left, right.mT, offs=ends)
     if result_scales is not None:  # powers of 2, so the result stays exact
         y = (y * result_scales[0][:, :, None]).mul_(result_scales[1][:, None]).to(y.dtype)
     return _zero_outside(y, ends)
@@ -75,7 +75,7 @@ def _zero_outside(y: Tensor, ends: Tensor) -> Tensor:
 def swizzled_rows(scale: Tensor, ends: Tensor) -> Tensor:
     """Swizzle `scale` [R, runs] of grouped rows, each group padded to a multiple of 128 rows.
 
-    Returns float8_e8m0fnu [rows, ceil4(runs)]; `rows` suffices for E groups of any sizes.
+    Returns float8_e8m0fnu [rows, ceil4(runs)]; `rows` is `most_padded`, for groups of any sizes.
     """
     R, runs = scale.shape
     _, places, padded_ends = places_of_rows(ends, R)
@@ -87,7 +87,7 @@ def swizzled_rows(scale: Tensor, ends: Tensor) -> Tensor:
 def swizzled_tokens(scale: Tensor, ends: Tensor) -> Tensor:
     """Swizzle `scale` [N, T / 32] of column data [N, T], with one scale for each 32 tokens.
 
-    `ends` are multiples of 128. Returns e8m0 [ceil128(N), T / 32]; a group's tiles are adjacent.
+    `ends` are multiples of 128. Returns e8m0 [ceil128(N), T / 32], the tiles sorted by group.
     """
     tiles, tile_rows = swizzled(scale).view(torch.uint8), -(-scale.shape[0] // 128)
     tile_column = torch.arange(len(tiles) // tile_rows, device=scale.device)

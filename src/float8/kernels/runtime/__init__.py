@@ -1,1 +1,1 @@
-"""Launch of kernels, partly by private API; `FLOAT8_PLAIN_LAUNCH=1` makes it public API alone."""
+"""Launch kernels, partly by private API; with `FLOAT8_PLAIN_LAUNCH=1`, by public API alone."""

@@ -74,7 +74,7 @@ _TYPE_CODES = {"i32": "i", "i64": "l"}  # Triton's types -> PyTorch's codes; "O"
 
 
 def _launch_arguments(compiled: Any, programs: int, integers: tuple[int, ...]) -> Any:
-    """Return what PyTorch's launcher gets before and after tensors' addresses, and `compiled`.
+    """Return arguments of PyTorch's launcher before and after the addresses, and `compiled`.
 
     `compiled`, a kernel that Triton compiled, is returned so that the caller keeps its GPU function
     loaded. Returns None if the launcher cannot run the kernel, or if `compiled` lacks an attribute.
@@ -86,12 +86,12 @@ def _launch_arguments(compiled: Any, programs: int, integers: tuple[int, ...]) -
         return None
     scratch = [getattr(metadata, name) for name in _SCRATCH if hasattr(metadata, name)]
     unusual = [name for name, usual in _USUAL.items() if getattr(metadata, name, usual) != usual]
-    names = [name for name in signature.values() if name != "constexpr"]  # Triton's types
-    codes = ["O" if name.startswith("*") else _TYPE_CODES.get(name, "") for name in names]
+    types = [name for name in signature.values() if name != "constexpr"]  # such as "*fp32", "i32"
+    codes = ["O" if name.startswith("*") else _TYPE_CODES.get(name, "") for name in types]
     if any(scratch) or unusual or not all(codes):
         return None
-    types, nulls = "".join(codes) + "O" * len(scratch), (None,) * len(scratch)  # empty scratch
-    return (function, programs, 1, 1, num_warps, shared, types), (*integers, *nulls), compiled
+    all_codes, nulls = "".join(codes) + "O" * len(scratch), (None,) * len(scratch)  # empty scratch
+    return (function, programs, 1, 1, num_warps, shared, all_codes), (*integers, *nulls), compiled
 
 
 def allocator(device: torch.device) -> Callable[..., Tensor]:

@@ -42,7 +42,7 @@ def register(
     writes: tuple[str, ...] = (),
     flops: Callable[..., Any] | None = None,
 ) -> None:
-    """Define the op `name` with the signature of its plain-torch twin `plain`.
+    """Define the op `name` with the signature of `plain`, its implementation in plain torch.
 
     GPUs run `triton`, which has the same signature, or `plain` if it is None. `fake` allocates
     results for tracing; `writes` names the arguments that the op writes. `flops` is a formula for

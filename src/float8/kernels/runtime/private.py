@@ -1,4 +1,4 @@
-"""Access to private attributes of torch, None if torch lacks them or `FLOAT8_PLAIN_LAUNCH=1`."""
+"""Private attributes of torch; each is None if torch lacks it or if `FLOAT8_PLAIN_LAUNCH=1`."""
 
 import contextlib
 import functools
@@ -55,8 +55,8 @@ layer within a transform raises torch's error."""
 def surely(condition: Any) -> bool:
     """Return True if `condition` is known to hold for all sizes under `torch.compile`.
 
-    Adds no guard. Returns False if the value of an unbacked size, such as the length of `x[mask]`,
-    decides, and `bool(condition)` in eager mode. Requires a torch with `statically_known_true`.
+    Adds no guard. Returns False if the result depends on an unbacked size, such as the length
+    of `x[mask]`. Returns `bool(condition)` in eager mode. Requires torch's `statically_known_true`.
     """
     if not torch.compiler.is_compiling():
         return bool(condition)
@@ -82,7 +82,7 @@ def in_reentrant_checkpoint() -> bool:
 
 
 def make_fx_is_on() -> bool:
-    """Return whether `make_fx` is tracing; if torch cannot tell, whether its module is imported."""
+    """Return whether `make_fx` is tracing; if torch cannot tell, whether `make_fx` is imported."""
     tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
     mode: Any = getattr(tracing, "get_proxy_mode", lambda: tracing)
     return mode() is not None
