@@ -29,7 +29,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for source, name in PAGES.items():
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, name, content=text))
-    for path in (*ROOT.glob("benchmarks/results/*.*"), *ROOT.glob("examples/*.*")):
+    results, examples = ROOT.glob("benchmarks/results/*.*"), ROOT.glob("examples/*.*")
+    for path in (*results, ROOT / "benchmarks/page.sh", *examples):
         name = path.relative_to(ROOT).as_posix()
         files.append(File.generated(config, name, abs_src_path=str(path)))
     return files

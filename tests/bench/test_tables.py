@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,24 @@ def test_the_command_of_a_table_exists(section: tables.Section) -> None:
     assert (program, bench) == ("float8", "bench")
     commands: Any = typer.main.get_command(app)
     commands.commands[name].make_context(name, options)  # raises at what it does not know
+
+
+def test_the_picture_is_drawn_beside_its_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = next(each for each in tables.SECTIONS if each.file == "h200-train-8b")
+    shutil.copy(tables.RESULTS / f"{section.file}.json", tmp_path)
+    (picture := tmp_path / f"{section.file}.png").touch()
+    (page := tmp_path / "page.md").write_text(
+        f"<!-- {section.name}: written by float8 bench tables -->\n<!-- end of {section.name} -->\n"
+    )
+    for name, value in {"RESULTS": tmp_path, "PAGE": page, "SECTIONS": [section]}.items():
+        monkeypatch.setattr(tables, name, value)
+    assert tables.write_tables(only_check=True)
+    assert picture.read_bytes() == b""
+    assert tables.write_tables(only_check=False)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "tensorwise" in page.read_text()
 
 
 def test_what_failed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ def test_numbers_of_a_table_are_whole(width: int) -> None:
     file = io.StringIO()
     print_table(Console(width=width, file=file, soft_wrap=True), "8B", results["rows"])
     assert max(map(len, file.getvalue().splitlines())) <= width
-    for number in ["646.7", "12,667", "1.32", "75.47", "17.8"]:
+    for number in ["648.6", "12,630", "1.31", "75.47", "17.8"]:
         assert re.search(rf"(?<!\S){re.escape(number)}(?!\S)", file.getvalue()), number
 
 
@@ -97,7 +97,12 @@ def test_numbers_of_a_table_are_whole(width: int) -> None:
         ("model --peers apex", "peers: got 'apex', expected torchao"),
         ("model --checkpointing all", "checkpointing: got 'all', expected one of off, float8, f"),
         ("train --model huge", "unknown model 'huge'"),
+        (
+            "train --microbatches 2 --mode graphed",
+            "microbatches: got 2 with mode graphed, expected",
+        ),
         ("model --model olmoe", "unknown model 'olmoe': choose one of tiny"),
+        ("tp --model olmoe", "unknown model 'olmoe': choose one of tiny"),
         ("model --recipe tensorwise+head", "recipe: got +head, which only train takes"),
         ("train --lora --ranks 2", "--lora got --ranks 2, expected 1"),
         ("train --recipe tensorwise+only", "recipe: got +only, expected --lora"),

@@ -66,8 +66,6 @@ def test_a_run_that_diverges_says_so_and_ends_with_1(capsys: pytest.CaptureFixtu
         *(["bench", "model", option, ""] for option in ("--recipe", "--peers", "--checkpointing")),
         *(["bench", "model", option, ""] for option in ("--model", "--mode", "--device", "-o")),
         ["bench", "model", "--recipe", "tensorwise,"],
-        ["bench", "train", "--gather", ""],
-        ["bench", "train", "--plot", ""],
         ["bench", "experts", "--shape", ""],
     ],
 )

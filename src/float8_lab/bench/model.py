@@ -20,7 +20,8 @@ OF_TRANSFORMERS: dict[str, dict[str, Any]] = {
     "olmoe": {},
     "qwen3_moe": {"head_dim": 128},
 }
-"""Types of transformers, made Llama-3-8B, Mixtral-8x7B, OLMoE-1B-7B, half of Qwen3-30B-A3B."""
+"""Types of models of transformers, with what their defaults lack to be Llama-3-8B, Mixtral-8x7B,
+OLMoE-1B-7B with experts twice as wide, and Qwen3-30B-A3B (24 of its 48 blocks)."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Size:
     model: Annotated[
         str, f"{', '.join(PRESETS)}; for train also {', '.join(OF_TRANSFORMERS)} of transformers."
     ] = "llama3-8b"
-    blocks: Annotated[int | None, "How many blocks; else all."] = 4
+    blocks: Annotated[int | None, "How many blocks; else as many as the model has."] = 4
     seq_len: Annotated[int, "Tokens per sequence."] = 8192
     batch: Annotated[int, "Sequences."] = 1
 

@@ -64,7 +64,7 @@ class TrainStep(Step):
             return super().forward()
 
     def forward_backward(self) -> tuple[Tensor, Tensor]:
-        """Do so for each microbatch."""
+        """Forward and backward of each microbatch; ranks reduce gradients in the last backward."""
         for left in reversed(range(self._microbatches)):
             if isinstance(self.model, FSDPModule):
                 self.model.set_requires_gradient_sync(left == 0)
@@ -72,9 +72,11 @@ class TrainStep(Step):
         return results
 
     def warm_up(self) -> None:
-        """Compile before steps are timed, by steps of one microbatch."""
+        """Compile by steps of one microbatch, then run one of all microbatches."""
         super().warm_up()
-        self._microbatches = self._timed_microbatches
+        if self._timed_microbatches > 1:
+            self._microbatches = self._timed_microbatches
+            self()
 
     def check(self, references: dict[str, Results]) -> Row:
         """Hold results of the first step, and the loss of a later one, against bf16's.

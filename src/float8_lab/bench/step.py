@@ -244,9 +244,9 @@ def bench_steps(
 
     Each variant is built, checked, timed and freed before the next. The list runs twice: else
     clocks that drop would favour the first ones; the drift is how much the second times differ.
-    Times and memory, the peak of a step with weights, are those of the worst rank; CUDA graphs have
-    no memory. In each mode the first variant is bf16. Rows of peers that failed say why in
-    `left_out`. `tokens` of a step are by column.
+    Times and memory, the peak of a step with weights, are those of the worst rank; the memory of
+    CUDA graphs is not reported. Speedups are over bf16, the first variant of each mode and kind of
+    checkpointing. Rows of peers that failed say why in `left_out`. `tokens`: of a step, by column.
     """
     rows = {variant.name: dict(variant.columns) for variant in variants}
     times: dict[str, list[float]] = {name: [] for name in rows}
@@ -283,10 +283,11 @@ def bench_steps(
                 row["left_out"] = f"{type(error).__name__}: {error}"[:500]
             free_memory(device)
             complete = [row for row in rows.values() if "ms" in row or "left_out" in row]
-            bf16: dict[str, float] = {}
+            bf16: dict[Any, float] = {}
             for row in complete:
                 if "ms" in row:
-                    row["speedup"] = bf16.setdefault(row["mode"], row["ms"]) / row["ms"]
+                    like = row["mode"], row["checkpointing"]
+                    row["speedup"] = bf16.setdefault(like, row["ms"]) / row["ms"]
                     row |= {name: n / row["ms"] * 1e3 for name, n in (tokens or {}).items()}
             yield complete
 

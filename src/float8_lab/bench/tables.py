@@ -8,10 +8,10 @@ import json
 import os
 import textwrap
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from float8_lab.bench.picture import plot_results
 from float8_lab.bench.results import size_of
 from float8_lab.errors import ConfigError
 
@@ -38,7 +38,7 @@ class Section(NamedTuple):
 _STEP: Columns = {"ms": ("ms", 1), "speedup": ("speedup", 2), "peak GiB": ("peak_gib", 2)}
 _TRAIN = {**_STEP, "tokens/s of a GPU": ("tokens_per_s_per_gpu", 0)}
 _WHOLE = "{size} per GPU: training with AdamW; GPUs: {ranks}"
-_ADAPTED = _WHOLE + ", LoRA with PEFT"
+_ADAPTED = "{size}: training with AdamW, LoRA with PEFT; GPUs: {ranks}"
 _BLOCKS = "{size}: forward + backward"
 _SHARED = "{size}, tensor and sequence parallel on {ranks} GPUs: forward + backward"
 
@@ -62,7 +62,8 @@ def write_tables(only_check: bool) -> bool:
         begin = f"<!-- {section.name}: written by float8 bench tables -->"
         new = updated(new, begin, f"<!-- end of {section.name} -->", written(section))
         if not only_check and (picture := RESULTS / f"{section.file}.png").exists():
-            plot_results(json.loads(picture.with_suffix(".json").read_text()), picture)
+            draw = import_module("float8_lab.bench.picture").plot_results
+            draw(json.loads(picture.with_suffix(".json").read_text()), picture)
     if new != old and not only_check:
         PAGE.write_text(new)
     return new != old

@@ -43,8 +43,7 @@ class Variant:
     @property
     def columns(self) -> dict[str, Any]:
         """Return columns of a row that tell it from others."""
-        names = "recipe", "mode", "checkpointing"
-        return {name: getattr(self, name) or None for name in names}
+        return {n: getattr(self, n) or None for n in ("recipe", "mode", "checkpointing")}
 
     @property
     def name(self) -> str:
@@ -81,7 +80,7 @@ def make_variants(
     """Return high precision, each recipe and each installed peer's, in every mode.
 
     Args:
-        recipes: as for `recipe_config`, or with `+head` behind; peers take those nearest to them.
+        recipes: as for `recipe_config`, also with `+head`; peers take those nearest to them.
         modes: of `MODES`.
         peers: of `PEERS`.
         sharded: whether FSDP2 gathers weights, in float8 where it can; peers only tensorwise.
@@ -102,11 +101,11 @@ def make_variants(
 
 
 def _ours(recipe: str, mode: str, sharded: bool, all_layers: bool, tokens: int) -> Variant:
-    config = recipe_config(recipe.removesuffix("+head"))
-    config = replace(config, enable_fsdp_float8_all_gather=sharded)
+    switches = [switch for switch in recipe.split("+") if switch != "head"]
+    config = replace(recipe_config("+".join(switches)), enable_fsdp_float8_all_gather=sharded)
     by_times = {"tokens_per_step": tokens, "cuda_graphs": mode == GRAPHED}
     chosen: Any = {"module_filter_fn": all_linears} if all_layers else by_times
-    chosen |= {"config": config, "head": recipe.endswith("+head")}
+    chosen |= {"config": config, "head": "head" in recipe.split("+")}
     convert = functools.partial(convert_to_float8_training, **chosen)
     return Variant(recipe, mode, convert, config=config, sharded=sharded)
 

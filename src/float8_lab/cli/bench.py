@@ -12,7 +12,7 @@ from float8_lab.bench.model import Size, model_step
 from float8_lab.bench.profile import STEPS, ProfiledStep
 from float8_lab.bench.ranks import ParallelStep, TrainStep
 from float8_lab.bench.step import PASSES, bench_steps
-from float8_lab.bench.variants import COMPILED, make_variants
+from float8_lab.bench.variants import COMPILED, GRAPHED, make_variants
 from float8_lab.cli.app import COMMANDS
 from float8_lab.cli.measure import Bench, Checkpointing, Compared, Place, RanksRun, Recipes, Run
 from float8_lab.cli.options import App, Words, takes
@@ -32,15 +32,16 @@ def train_command(
     where: RanksRun,
     checkpointing: Checkpointing = None,
     lora: Annotated[bool, "Train adapters of PEFT on a frozen bf16 model, on one rank."] = False,
-    microbatches: Annotated[int, "Of a step, whose gradients ranks reduce once."] = 1,
+    microbatches: Annotated[int, "Of each optimizer step; ranks reduce their gradients once."] = 1,
 ) -> None:
     """Training of a whole model, set up as torchtitan does, on one GPU or several.
 
-    A step is embedding, blocks, head in 16 bits, loss, backward and fused AdamW, with float32
-    masters: under autocast on one rank, under FSDP2 with float8 gathers on several. Blocks are
-    compiled one by one. Gradients of the first step, and the last loss, are checked against bf16's.
-    It starts its own ranks by torchrun. Each variant has its rounds in two passes over the list;
-    `drift` is how much slower the second was. The first step includes compilation.
+    A step is embedding, blocks, head (in 16 bits but for +head), loss, backward and fused AdamW,
+    with float32 masters: under autocast on one rank, under FSDP2 with float8 gathers on several.
+    Blocks are compiled one by one. Gradients of the first step, and the last loss, are checked
+    against bf16's, with one microbatch. It starts its own ranks by torchrun. Each variant has its
+    rounds in two passes over the list; `drift` is how much slower the second was. The first step
+    includes compilation.
     """
     if not lora and any("only" in name.split("+") for name in compared.recipe or []):
         raise ConfigError("recipe: got +only, expected --lora with it: such weights do not train")
@@ -48,6 +49,8 @@ def train_command(
         raise ConfigError(f"--lora got --ranks {where.ranks}, expected 1")
     where = replace(where, ranks=1) if lora else where
     chosen = compared.chosen(checkpointing, all_layers=False, head=True)
+    if microbatches > 1 and GRAPHED in chosen["modes"]:  # captured before they are timed
+        raise ConfigError(f"microbatches: got {microbatches} with mode graphed, expected 1")
     title, args = "training" + ", LoRA" * lora, {"lora": lora, "microbatches": microbatches}
     _measure_on_ranks("train", title, TrainStep, size, chosen, where, **args)
 
@@ -77,13 +80,12 @@ def _measure_on_ranks(
     where: RanksRun,
     **args: Any,
 ) -> None:
-    """Start the ranks, and on each of them time that step of all variants; the first one tells.
-
-    `args` are arguments of the step.
-    """
+    """Start the ranks; each times that step, with `args`, of all variants; the first one tells."""
     if where.device not in ("cuda", "cpu"):
         raise ConfigError(f"device: got {where.device!r}, expected cuda or cpu, and --ranks N")
     make_variants(**chosen)  # so that what is wrong is said once
+    if name != "train":
+        size.config()  # refuses models of transformers
     where.checked()
     start_ranks(where.device, where.ranks)
     with join_ranks():
@@ -97,13 +99,7 @@ def _measure_on_ranks(
 
 
 def _measure(
-    name: str,
-    title: str,
-    make: Any,
-    size: Size,
-    chosen: dict[str, Any],
-    where: Place,
-    **about: Any,
+    name: str, title: str, make: Any, size: Size, chosen: dict[str, Any], where: Place, **about: Any
 ) -> None:
     """Check and time the steps that `make` gives of all variants, and tell."""
     passes, rounds = (PASSES, where.rounds) if isinstance(where, Run) else (1, STEPS)

@@ -63,7 +63,7 @@ class Compared:
         Words,
         "Several: with commas; else tensorwise,delayed. Or MODULE:NAME, a Float8LinearConfig of "
         "yours. Behind a +: its switches, as in tensorwise+round_scales_to_power_of_2; fast_accum "
-        "for all GEMMs; held and only for float8_weights; of train, last, head: converts it, too.",
+        "for all GEMMs; held and only for float8_weights; for train head: the head, if it gains.",
     ] = None
     mode: Annotated[str, f"{', '.join(MODES)}."] = "both"
     peers: Peers = None

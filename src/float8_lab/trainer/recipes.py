@@ -52,7 +52,7 @@ def recipe_config(recipe: str) -> Float8LinearConfig:
     for switch in switches:
         off = [each.name for each in fields(config) if getattr(config, each.name) is False]
         valid: dict[str, dict[str, Any]] = {name: {name: True} for name in off}
-        valid.pop("enable_fsdp_float8_all_gather", None)  # `bench train` has variants for it
+        valid.pop("enable_fsdp_float8_all_gather", None)  # `bench train` sets it on several ranks
         gemms = [f"gemm_config_{gemm}" for gemm in config.float8_gemms]
         if any(getattr(config, gemm) != fast for gemm in gemms):
             valid["fast_accum"] = dict.fromkeys(gemms, fast)
