@@ -35,7 +35,7 @@ _EXPONENT_IF_LARGE = {"H100": 0.02, "H200": 0.0}  # more for float8 GEMMs of ove
 MEMORY = {"H100": 1.2, "H200": 1.0}  # time to move bytes, relative to an H200
 MODELLED = tuple(MEMORY)  # the GPUs whose time is modelled
 _GROUPED_TIME = {"H100": 1.02, "H200": 1.0}  # time of float8 GEMMs of experts, relative to an H200
-_GROUPED_BY_BLOCKS = 1.24  # time of blockwise GEMMs of experts, relative to linear layers
+_GROUPED_BY_BLOCKS = {"H100": 1.24, "H200": 1.18}  # of blockwise GEMMs, relative to linear layers
 _MIN_GAIN = 1.01  # the modelled speed-up from which a layer is converted
 _GATHERED, _GATHERED_EXPERTS = 1.6, 3.0  # ms of an H200 saved per 1e9 elements gathered in float8
 _HELD_EXPERTS_SHARE = 0.15  # of the casts of held weights of experts, with four microbatches
@@ -98,7 +98,7 @@ def layer_ms(
     for gemm in gemms:
         # A float8 GEMM of experts, or a large one on an H100, takes longer than `gemm.flop` says.
         slowdown = _GROUPED_TIME[gpu] if experts else max(1.0, tflop) ** _EXPONENT_IF_LARGE[gpu]
-        slowdown *= _GROUPED_BY_BLOCKS if experts and gemm is COSTS["blockwise"] else 1.0
+        slowdown *= _GROUPED_BY_BLOCKS[gpu] if experts and gemm is COSTS["blockwise"] else 1.0
         flop_ms = bf16.flop if is_emulated or gemm is bf16 else gemm.flop * slowdown
         ms_per_tflop += flop_ms / len(gemms)
     # The cost of casts, per 1e9 elements on an H200. Input and grad_output are cast to row data for
@@ -106,10 +106,11 @@ def layer_ms(
     output, grad_input, grad_weight = gemms if trains else (*gemms, bf16)  # bf16: no casts
     input_ms = output.rows * output.tokens + (1 - output.rows) * grad_weight.tokens
     grad_ms = grad_input.rows * grad_input.tokens + (1 - grad_input.rows) * grad_weight.tokens
-    # The weight is cast for output; a share of that cost is its transposition for grad_input.
+    # `_TRANSPOSE_SHARE` of the casts of a weight is for grad_input, and costs nothing if that is in
+    # bf16; the rest is for output. If output is in bf16, grad_input needs a whole cast.
     weight_ms, transposed_ms = (x.experts if experts else x.weight for x in (output, grad_input))
     weight_ms -= _TRANSPOSE_SHARE * (weight_ms - transposed_ms)
-    weight_ms = transposed_ms if output is bf16 else weight_ms  # then cast for grad_input alone
+    weight_ms = transposed_ms if output is bf16 else weight_ms
     if experts:
         weight_ms += _GRAD_WEIGHT_SHARE * (grad_weight.experts - weight_ms)
     casts_of_tokens = tokens * (_INPUT_SHARE * input_ms * K + grad_ms * N)
@@ -121,7 +122,7 @@ def layer_ms(
 def compared_ms(
     gpu: str, config: Float8LinearConfig, tokens: float, K: int, N: int, ranks: int, **layer: Any
 ) -> tuple[float, float, float]:
-    """Return `layer_ms` in bf16, the ms that `ranks` save by a float8 gather, and in float8."""
+    """Return ms of a layer in bf16, ms that `ranks` save by float8 gathers, and ms in float8."""
     share = {Float8Weights.HELD: _HELD_EXPERTS_SHARE if layer.get("experts") else 1.0}
     share[Float8Weights.ONLY] = 1.0 if layer.get("trains", True) else _TRANSPOSE_SHARE
     casts = share.get(config.float8_weights, 1.0) / ranks
@@ -132,7 +133,7 @@ def compared_ms(
 
 
 def no_gain(config: Float8LinearConfig, speedup: float, error: float, where: str) -> str | None:
-    """Return why the modelled `speedup` on `where` is too small, or None; its error is `error`."""
+    """Return why `speedup`, modelled for `where` within `error`, is too small, or None if not."""
     if config.emulate:
         return "loses: emulate=True computes GEMMs in high precision, and casts for them"
     word = "loses" if speedup < 1 - error else "about level"
@@ -142,14 +143,14 @@ def no_gain(config: Float8LinearConfig, speedup: float, error: float, where: str
 def why_slower(
     layer: Any, config: Float8LinearConfig, tokens: int, ranks: int, gpu: str, *, waits: bool
 ) -> str | None:
-    """Return why `layer` gains nothing, or None. Checks waits for the CPU only if `waits`."""
+    """Return why `layer` gains nothing, or None; `waits` also asks if the GPU waits for the CPU."""
     K, N, trains = layer.in_features, layer.out_features, layer.weight.requires_grad
     if gpu not in MODELLED:
         narrow = f"{min(K, N)} features are less than {NARROW}, and {gpu} is not modelled"
         return narrow if min(K, N) < NARROW else None
-    bf16_ms, saved_ms, low_ms = compared_ms(gpu, config, tokens, K, N, ranks, trains=trains)
+    bf16_ms, saved_ms, fp8_ms = compared_ms(gpu, config, tokens, K, N, ranks, trains=trains)
     where = f"{gpu}, {tokens} tokens per forward"
-    reason = no_gain(config, (bf16_ms + saved_ms) / low_ms, ERROR, where)
+    reason = no_gain(config, (bf16_ms + saved_ms) / fp8_ms, ERROR, where)
     if reason or not waits or bf16_ms >= WAITS_BELOW_MS * (1.0 if trains else 2 / 3):
         return reason
     why = f"{bf16_ms:.2f} ms of {gpu} in bf16 is less than the CPU needs"
