@@ -420,7 +420,7 @@ class Float8LinearConfig:
 
     @functools.cached_property
     def only_on(self) -> tuple[int, ...]:
-        """Major compute capabilities of GPUs that can run this config; () if it sets no limit."""
+        """Major compute capabilities of GPUs with all GEMMs of this config; () if all have them."""
         # () is the least tuple. BLACKWELL and HOPPER are both in a config only under `emulate`.
         return max(cast.scaling_granularity.only_on for cast in self.own_casts.values())
 
@@ -431,7 +431,7 @@ class Float8LinearConfig:
         return tuple(gemm for gemm, (site, _) in operands if self.cast_config(site).is_float8)
 
     def short_str(self) -> str:
-        """Return the name of the recipe with these casts, or the casts; then non-default flags."""
+        """Return the recipe of these casts, or the casts; then flags that differ from its own."""
         recipe = _RECIPE_BY_CASTS.get((self.round_scales_to_power_of_2, *self._casts.values()))
         defaults = RECIPES[recipe or "tensorwise"]
         own = self.own_casts.items()

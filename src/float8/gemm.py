@@ -73,7 +73,7 @@ def matmul(
     # Remove padding rows before the GEMM, but not under blocks, whose scales are padded, too.
     if not granularity_a.by_blocks and a.data.shape[0] != M:
         a = Operand(a.data[:M], a.scale if granularity_a.one_scale else a.scale[:M])
-    # Run an op if `a` may be empty or padded: Inductor would drop the copy of `without_padding`.
+    # An op tests if `a` is empty, and keeps the copy of `without_padding` that Inductor would drop.
     if compiling and not (surely(a.data.numel() != 0) and surely(a.data.shape[0] == M)):
         return torch.ops.float8.matmul.default(  # type: ignore[no-any-return]
             *a, *b, M, N, gemm.packed(), out_dtype

@@ -17,8 +17,8 @@ def _outer(grad_output: Tensor, x: Tensor) -> Tensor:
 class Dense:
     """The functions that quantize tensors and multiply all rows of an input by one weight [N, K].
 
-    The autograd function `Linear` calls them as attributes of `call.products`. Subclasses serve
-    experts, and layers whose tokens are sharded over ranks. `*index` below is no argument here; for
+    The autograd function `Linear` has them as attributes of `call.products`. Subclasses serve
+    experts, and layers whose tokens are sharded over ranks. `*index` below is empty here; for
     experts it is one tensor, saved for backward: the ends of the groups of rows.
     """
 

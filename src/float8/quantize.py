@@ -104,7 +104,7 @@ def quantize(
 
 
 def scale_of(x: Tensor, cast: Cast, via: torch.dtype | None = None) -> Tensor:
-    """Return the scale of `x`, rounded to `via` if set; `cast` may reduce and record the amax."""
+    """Return the scale of `x.to(via)`; `cast` may record the amax, reduce it, choose the scale."""
     amax = kernels.amax(x)
     if via is not None:  # the amax of rounded values is the rounded amax
         amax = amax.to(via).to(torch.float32)

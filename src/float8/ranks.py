@@ -17,7 +17,7 @@ def mesh_device_type(weights: Iterable[Any]) -> str | None:
 
 
 def _meshes(tensors: Iterable[Any]) -> set[Any]:
-    """Return the meshes of DTensors in `tensors`, but not of weights gathered in float8 now."""
+    """Return the meshes of DTensors in `tensors`; of none that FSDP2 has gathered in float8."""
     # A gathered weight under tensor parallel has the mesh of tensor parallel, without FSDP2's dims.
     sharded = [x for x in tensors if is_dtensor(x)]
     return {x.device_mesh for x in sharded if not isinstance(local_tensor(x), Float8Tensor)}

@@ -38,7 +38,7 @@ class LoadedInFloat8(Conversion):
 
 
 class Quantizers(Feature):
-    """Detaches quantizers of other libraries from a model that they loaded."""
+    """Removes the quantizer of a library, such as transformers, from a model that it loaded."""
 
     def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
         """Detach `model` from the quantizer that loaded it, if all its float8 layers are converted.

@@ -321,7 +321,7 @@ def _select_float8(
     """Return the tensors in `saved` to write in float8.
 
     These are weights of layers whose output GEMM is in float8, and of experts, converted or not,
-    that transformers saves one by one. Not in float8 are weights that are float64, that
+    that transformers saves in a tensor each. Not in float8 are weights that are float64, that
     transformers keeps in float32, or that a module in high precision shares.
     """
 

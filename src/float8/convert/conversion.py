@@ -1,4 +1,4 @@
-"""Base classes: `Conversion`, for one kind of module, and `Feature`, for extensions."""
+"""Base classes: `Conversion` of one kind of module; `Feature`, a part of the library to add."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

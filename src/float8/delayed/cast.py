@@ -93,7 +93,7 @@ def cast_delayed_reference(
     if record:
         amax.copy_(torch.maximum(amax, amax_of_x))
     used_scale = torch.where(scale == UNKNOWN_SCALE, dynamic_scale, scale)
-    data = cast_reference(x, used_scale, None, None, dtype, row, col, pad_rows)  # not by blocks
+    data = cast_reference(x, used_scale, None, None, dtype, row, col, pad_rows)  # None: one scale
     empty = x.new_empty((0,))  # auto-functionalization supports no list returns, as that of `data`
     return used_scale, data[0] if row else empty, data[-1] if col else empty
 

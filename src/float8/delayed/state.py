@@ -88,7 +88,7 @@ class StatefulLayer(Float8Module):
         return {site.amax: torch.zeros_like(scale), site.history: history, site.scale: scale}
 
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """Register a hook. First undo that `distribute_module`, a caller, made buffers DTensors."""
+        """Register a hook. Unwrap buffers first, of which `distribute_module` has made DTensors."""
         for name, buffer in self._float8_state().items():
             self._buffers[name] = local_tensor(buffer)  # each rank records its own amaxes
         return super().register_forward_pre_hook(*args, **kwargs)
@@ -201,7 +201,7 @@ class StatefulLayer(Float8Module):
         old_identity, old_amax_version, old_diagonal = self._float8_sample
         trained = type(weight) is nn.Parameter and id(weight) in versions
         sample_due = trained and amax is not None and not (amax.is_meta or amax.is_inference())
-        if sample_due and not is_first:  # due if the optimizer may have stepped since
+        if sample_due and not is_first:  # due if a step may have followed the last one
             after_backward = bool(old_identity) and amax._version != old_amax_version
             sample_due = after_backward and weight.grad is None
         new_sample: Any = None, None, None
@@ -231,7 +231,7 @@ class StatefulLayer(Float8Module):
         Scales come from the history in training mode with gradients, unless the layer is frozen,
         and in the first forward of reentrant checkpointing, which is recomputed with gradients.
         Else scales come from the data, since a sync may never follow. While grad mode is on, amaxes
-        are recorded, and scales that the last sync made equal on all ranks are not reduced.
+        are recorded; scales that the last sync made equal on all ranks are not all-reduced.
         """
         self._float8_check_synced()
         records, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()

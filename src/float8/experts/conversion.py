@@ -74,8 +74,8 @@ class Experts(Conversion):
         rows, bf16_ms, float8_ms = tokens * top_k, 0.0, 0.0
         for name, _total_experts, N, K in weights:
             ranks = ranks_that_cast(mod, name, experts, chooser.expert_ranks)
-            bf16, gather_ms, float8 = compared_ms(gpu, config, rows, K, N, ranks, experts=experts)
-            bf16_ms, float8_ms = bf16_ms + bf16 + gather_ms, float8_ms + float8
+            bf16, saved_ms, float8 = compared_ms(gpu, config, rows, K, N, ranks, experts=experts)
+            bf16_ms, float8_ms = bf16_ms + bf16 + saved_ms, float8_ms + float8
         where = f"{gpu}, {rows / experts:.0f} tokens for each of {experts} experts"
         where += f" ({tokens} tokens go to {top_k} each)"
         return no_gain(config, bf16_ms / float8_ms, error=EXPERTS_ERROR, where=where)

@@ -36,7 +36,7 @@ class ExpertsWeight(NamedTuple):
 
 
 class Float8Experts(Float8Module):
-    """Base of the class of converted experts, which also derives from their original class."""
+    """The base class of converted experts, whose classes also derive from their original class."""
 
     _float8_noun = "weights"
 

@@ -139,7 +139,7 @@ class Float8Gathers(Feature):
         require_one_cast(config, "enable_fsdp_float8_all_gather")
 
     def sharing_ranks(self, config: Float8LinearConfig) -> int:
-        """Return the size of the default group if its ranks cast shards to gather, else 1."""
+        """Return the default group's size if each rank casts its shards before a gather, else 1."""
         gathers = config.enable_fsdp_float8_all_gather and dist.is_available()
         return dist.get_world_size() if gathers and dist.is_initialized() else 1
 

@@ -130,7 +130,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     on_predict = on_evaluate
 
     def state(self) -> dict[str, Any]:
-        """Return what `trainer_state.json` gets: state of delayed scaling, samples of weights."""
+        """Return the state of delayed scaling, and samples to know its weights by, for JSON."""
         saved = {
             plain_name(name): {key: x.tolist() for key, x in layer._float8_state().items()}
             for name, layer in self._delayed().items()

@@ -73,7 +73,7 @@ def cast(
             of grad_output, so that a compiler cannot move the cast of a weight into forward.
         traced: use plain torch code, which a compiler fuses into the producer of ``x``, and which
             may read values not yet rounded to ``x.dtype``. No effect under one scale, on ``x`` that
-            may be empty, and under blocks whose width does not divide C or if stride(1) is not 1.
+            may be empty, and under blocks, unless their width divides C and stride(1) is 1.
     """
     if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
         raise refusal(x)
@@ -333,7 +333,7 @@ def cast_plan(
 
     def launch(x: Tensor, scale: Tensor | None, amax: Tensor | None) -> tuple[Any, ...]:
         results = [allocate(*spec) if spec else None for spec in specs]
-        written = results[2:] + results[:2] if reads_x_t else results  # row data of x.t() first
+        written = results[2:] + results[:2] if reads_x_t else results  # results are those of x.t()
         if whole_rows:
             cast_x(x, *written[:2])
             return None, *results

@@ -63,7 +63,7 @@ def reversed_tile():  # type: ignore[no-untyped-def]
 def tile_at(  # type: ignore[no-untyped-def]
     tile, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr
 ):
-    """Return the tile row and tile column of tile ``tile``; see `GROUP` for the order of tiles."""
+    """Return the tile row and tile column of tile ``tile``, in the order that `GROUP` describes."""
     tiles_r, tiles_c = tl.cdiv(R, BLOCK_R), tl.cdiv(C, BLOCK_C)
     group = tile // (GROUP * tiles_c)
     height = tl.minimum(tiles_r - group * GROUP, GROUP)

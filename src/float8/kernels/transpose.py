@@ -17,7 +17,7 @@ BYTE_DTYPES = (*FLOAT8_MAX, torch.uint8, torch.int8)
 
 
 def transpose_bytes(data: Tensor, *, after: Tensor | None = None) -> Tensor:
-    """Return a contiguous copy [C, R] of ``data`` [R, C], zero-padded to multiples of 16.
+    """Return a contiguous copy [C, R] of ``data`` [R, C], C and R zero-padded to multiples of 16.
 
     Raises `TypeError` if ``data`` is not 2-D of `BYTE_DTYPES`; any strides do. The copy has no
     gradient. ``after``: a tensor that compiled code must compute before the copy; see :func:`cast`.

@@ -28,7 +28,7 @@ PUBLIC = ("config", "from_float")
 
 
 def shallow_copy(mod: nn.Module, cls: Any) -> Any:
-    """Return a new `cls` with the attributes of `mod`; copy `_REGISTRIES`, leave out `forward`."""
+    """Return a new `cls` with the attributes of `mod` but a `forward`; `_REGISTRIES` are copied."""
     new = cls.__new__(cls)
     for name, value in vars(mod).items():
         new.__dict__[name] = copy.copy(value) if name in _REGISTRIES else value

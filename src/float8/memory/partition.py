@@ -63,7 +63,7 @@ the uses by other nodes and the kind of each user; kind "any" may be used in any
 class Float8Partitioner(CustomPartitionerFn):
     """Split a graph into forward and backward as Inductor does, then keep activations in float8.
 
-    `float8.activations_in_float8` returns one as option. Equal partitioners share compiled code.
+    `float8.activations_in_float8` returns one as an option. Equal partitioners share compiled code.
     """
 
     min_bytes: float

@@ -113,7 +113,7 @@ class GathersInput(Dense):
         return Quantized(self.tokens.gathered(x, cast, traced))
 
     def output(self, a: Operand, b: Operand, rank_shape: Shape, **options: Any) -> Tensor:
-        """Multiply `a` [M, K] of all ranks by `b` [N, K]; `rank_shape` is (M / ranks, N)."""
+        """Multiply gathered `a` [M, K] by `b` [N, K] to [M, N]; `rank_shape` is (M / ranks, N)."""
         return matmul(a, b, (rank_shape[0] * self.tokens.ranks, rank_shape[1]), **options)
 
     def start(self, dx: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class GathersInput(Dense):
 
 @dataclass(frozen=True)
 class ScattersOutput(Dense):
-    """Casts and GEMMs that scatter the output. M counts tokens of all ranks; K is this rank's."""
+    """Casts and GEMMs that reduce-scatter the output. M: tokens of all ranks, K: this rank's."""
 
     tokens: SharedTokens
 
@@ -137,7 +137,7 @@ class ScattersOutput(Dense):
         return finished(self.tokens.start_reduce_scatter(y))
 
     def grad_input(self, a: Operand, b: Operand, rank_shape: Shape, **options: Any) -> Tensor:
-        """Multiply `a` [M, N] of all ranks by `b` [K, N]; `rank_shape` is (M / ranks, K)."""
+        """Multiply gathered `a` [M, N] by `b` [K, N] to [M, K]; `rank_shape` is (M / ranks, K)."""
         return matmul(a, b, (rank_shape[0] * self.tokens.ranks, rank_shape[1]), **options)
 
 

@@ -47,7 +47,7 @@ class Float8ColwiseParallel(ColwiseParallel):
 
 
 class Float8RowwiseParallel(RowwiseParallel):
-    """`RowwiseParallel` for a `Float8Linear` that all-gathers token-sharded grad_output in float8.
+    """`RowwiseParallel` of a `Float8Linear`, which gathers grad_output in float8 if it can.
 
     Args:
         input_layouts, output_layouts, use_local_output: as for `RowwiseParallel`.
@@ -86,7 +86,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         names = self._find_layers(module)
         _require_one_dim(self, device_mesh)
         if self.input_layouts != self.desired_input_layouts:
-            for name in names:  # for their `repr`: this style itself gathers their input
+            for name in names:  # for their `repr`; to `Replicate()` this style gathers itself
                 layer: Any = module.get_submodule(name)
                 layer._float8_shards = layer._float8_shards._replace(gathers_input=True)
         own_forward = vars(module).get("forward")  # an attribute of the instance, or None

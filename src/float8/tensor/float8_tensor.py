@@ -206,7 +206,7 @@ class Float8Tensor(Wrapper):
         return not (as_cast and self._data.is_contiguous())
 
     def _contiguous_order(self) -> tuple[int, ...] | None:
-        """Return a permutation of dims after which data are contiguous and scales fit, or None."""
+        """Return an order of dims with contiguous data and scales of the granularity, or None."""
         if self.dim() < 2:
             return None
         for order in itertools.permutations(range(self.dim())):
@@ -263,7 +263,7 @@ def to_float8(x: Tensor, cast: Cast) -> Float8Tensor:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Return `function(*args)`, or `function(x)` without `args`; pass the gradient to `x`."""
+    """Return `function(*args)`, or `function(x)` if `args` is empty; `x` gets its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, function: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -342,7 +342,7 @@ _DIM_ARG = {aten.slice: 0, aten.select: 0, aten.unbind: 0, aten.split: 1, aten.s
 
 
 def _reshaped_scale(x: Float8Tensor, view: Tensor) -> list[Tensor]:
-    """Return [scale reshaped for `view`], or [] if that cuts or merges dims with shared scales."""
+    """Return [scale for `view`, a view of `x`], or [] if it splits or merges dims of blocks."""
     # A dim of `x` is one of the view if its size and the product of all sizes before are equal.
     dims_of_view = [(size, math.prod(view.shape[:dim])) for dim, size in enumerate(view.shape)]
     scale_shape = [*view.shape]

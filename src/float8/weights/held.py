@@ -6,7 +6,7 @@ the Parameter and, after a write, casts again: eager code holds the result, comp
 the op that multiplies. The mark is an attribute of the data. Other ways to store it would fail:
 - as a tensor on the CPU, which CUDA graphs do not accept, or a number, which causes recompilation;
 - as the version counter of the data, which has no place for the address of the weight;
-- as an attribute of the scale: Inductor may pass a copy of the scale, which lacks attributes.
+- as an attribute of the scale: Inductor may pass a copy, which lacks the attribute.
 """
 
 from collections.abc import Callable

@@ -81,7 +81,7 @@ def cast_groups(
 
 
 def most_padded(rows: int, groups: int) -> int:
-    """Return the largest sum of ``groups`` sizes padded to 128 each, if unpadded it is ``rows``."""
+    """Return a bound of the sum of ``groups`` sizes, padded to 128 each, whose sum is ``rows``."""
     return (rows + (GROUP_ALIGNMENT - 1) * groups) // GROUP_ALIGNMENT * GROUP_ALIGNMENT
 
 

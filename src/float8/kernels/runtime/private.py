@@ -1,4 +1,4 @@
-"""Private attributes of torch; each is None if torch lacks it or if `FLOAT8_PLAIN_LAUNCH=1`."""
+"""Private API of torch; attributes are None if torch lacks them or `FLOAT8_PLAIN_LAUNCH=1`."""
 
 import contextlib
 import functools
@@ -55,7 +55,7 @@ layer within a transform raises torch's error."""
 def surely(condition: Any) -> bool:
     """Return True if `condition` is known to hold for all sizes under `torch.compile`.
 
-    Adds no guard. Returns False if the result depends on an unbacked size, such as the length
+    Adds no guard. Returns False if that is not known, as of an unbacked size such as the length
     of `x[mask]`. Returns `bool(condition)` in eager mode. Requires torch's `statically_known_true`.
     """
     if not torch.compiler.is_compiling():
