@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 
 import float8
+from float8_lab.bench.model import Size, Whole
 from float8_lab.cli import main as main_module
 from float8_lab.cli.app import COMMANDS
 from float8_lab.cli.main import main
@@ -296,6 +298,19 @@ def test_without_the_extras_it_says_what_to_install(tmp_path: Path) -> None:
         "error: the command line needs typer, which is not installed: "
         "run pip install 'float8[cli]', or in a checkout pip install '.[cli]'\n"
     )
+
+
+def test_without_the_library_of_a_model_it_says_what_to_install(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(*args: Any, **kwargs: Any) -> None:
+        Whole(Size("mixtral", 1), torch.device("meta"), torch.float32)
+
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr("float8_lab.cli.bench._measure_on_ranks", build)  # starts no ranks
+    told = refused("bench", "train", "--model", "mixtral")
+    needs = "the command line needs transformers, which is not installed"
+    assert told == f"{needs}: run pip install transformers\n"
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "matplotlib"])

@@ -57,9 +57,10 @@ def _run(words: list[str], rank: str | None) -> tuple[int, bool]:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception as error:
         missing = (getattr(error, "name", None) or "").partition(".")[0]
-        if isinstance(error, ModuleNotFoundError) and missing in _EXTRAS:
+        if isinstance(error, ModuleNotFoundError) and missing in (*_EXTRAS, "peft", "transformers"):
             needs = f"the command line needs {missing}, which is not installed"
-            error = LabError(f"{needs}: run {GET_EXTRAS}")
+            get = GET_EXTRAS if missing in _EXTRAS else f"pip install {missing}"
+            error = LabError(f"{needs}: run {get}")
         if type(error).__module__.partition(".")[0] in ("typer", "click"):
             return getattr(error, "exit_code", 1), not first  # wrong words, which the first told
         elsewhere = isinstance(error, RankFailedError)
