@@ -265,7 +265,7 @@ def test_experts_are_within_their_error(
     assert modelled / found == pytest.approx(1, abs=at_most)
 
 
-def modelled(model: nn.Module, gpu: str, recipe: str) -> float:
+def speedup_of(model: nn.Module, gpu: str, recipe: str) -> float:
     """The speed-up of a model of transformers on two GPUs, all but its head in float8."""
     config = dataclasses.replace(recipe_config(recipe), enable_fsdp_float8_all_gather=True)
     convert_to_float8_training(
@@ -281,7 +281,7 @@ def test_models_with_experts_are_within_the_error(name: str) -> None:
     size = Size(results["settings"]["model"], results["settings"]["blocks"])
     model = Whole(size, torch.device("meta"), torch.float32).model
     _, row = results["rows"]
-    assert modelled(model, "H200", row["recipe"]) / row["speedup"] == pytest.approx(1, abs=ERROR)
+    assert speedup_of(model, "H200", row["recipe"]) / row["speedup"] == pytest.approx(1, abs=ERROR)
 
 
 def test_mixtral_on_h100s_is_within_its_error() -> None:
@@ -295,7 +295,7 @@ def test_mixtral_on_h100s_is_within_its_error() -> None:
             config = transformers.MixtralConfig(num_hidden_layers=4)
             model = transformers.MixtralForCausalLM(config)
         found = ms["bf16"] / ms[recipe]
-        assert modelled(model, "H100", recipe) / found == pytest.approx(1, abs=EXPERTS_ERROR)
+        assert speedup_of(model, "H100", recipe) / found == pytest.approx(1, abs=EXPERTS_ERROR)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

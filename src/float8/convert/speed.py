@@ -148,9 +148,9 @@ def why_slower(
     if gpu not in MODELLED:
         narrow = f"{min(K, N)} features are less than {NARROW}, and {gpu} is not modelled"
         return narrow if min(K, N) < NARROW else None
-    bf16_ms, saved_ms, fp8_ms = compared_ms(gpu, config, tokens, K, N, ranks, trains=trains)
+    bf16_ms, saved_ms, float8_ms = compared_ms(gpu, config, tokens, K, N, ranks, trains=trains)
     where = f"{gpu}, {tokens} tokens per forward"
-    reason = no_gain(config, (bf16_ms + saved_ms) / fp8_ms, ERROR, where)
+    reason = no_gain(config, (bf16_ms + saved_ms) / float8_ms, ERROR, where)
     if reason or not waits or bf16_ms >= WAITS_BELOW_MS * (1.0 if trains else 2 / 3):
         return reason
     why = f"{bf16_ms:.2f} ms of {gpu} in bf16 is less than the CPU needs"

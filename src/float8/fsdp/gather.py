@@ -199,7 +199,7 @@ class Float8GatherWeight(Wrapper):
             return self._to_send(outer_size, rows, mesh, module, dtype)
 
     def _why_not_in_float8(self, size: torch.Size, rows: int, mesh: Any) -> str | None:
-        """Return why scales cannot go with shards of `rows` rows of a weight of `size`, or None."""
+        """Return why scales cannot go with shards of `rows` rows of a `size` weight, or None."""
         granularity = self.how.scaling_granularity
         if granularity.one_scale:
             return None

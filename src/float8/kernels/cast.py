@@ -352,7 +352,7 @@ def cast_plan(
 
 
 def _tensor_kernels(matrix: _Matrix, source: str) -> _Kernels:
-    """Return the kernels of a cast under one scale; none measures amaxes if that is "given"."""
+    """Return the kernels of a cast under one scale; if it is "given", none measures an amax."""
     tile_shapes = tiles.COL_TILES if matrix.col else tiles.ROW_TILES
     if source == "given":
         return _tiled(matrix, tile_shapes, "tensor"), None, None

@@ -26,7 +26,7 @@ OLMoE-1B-7B with experts twice as wide, and Qwen3-30B-A3B (24 of its 48 blocks).
 
 @dataclass(frozen=True)
 class Size:
-    """Blocks of a model, and sequences that they run on. Texts are of the options."""
+    """Blocks of a model, and sequences that they run on. The texts are the help of options."""
 
     model: Annotated[
         str, f"{', '.join(PRESETS)}; for train also {', '.join(OF_TRANSFORMERS)} of transformers."
@@ -68,7 +68,7 @@ def _of_transformers(size: Size) -> Any:
     config = library.AutoConfig.for_model(size.model, use_cache=False, **sizes, **blocks)
     model = library.AutoModelForCausalLM.from_config(config)
     for name, weight in model.named_parameters():
-        if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+        if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):  # the last: experts
             weight.data /= (2 * config.num_hidden_layers) ** 0.5
     nn.init.normal_(model.model.embed_tokens.weight)
     return model

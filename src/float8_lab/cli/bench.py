@@ -40,8 +40,7 @@ def train_command(
     with float32 masters: under autocast on one rank, under FSDP2 with float8 gathers on several.
     Blocks are compiled one by one. Gradients of the first step, and the last loss, are checked
     against bf16's, with one microbatch. It starts its own ranks by torchrun. Each variant has its
-    rounds in two passes over the list; `drift` is how much slower the second was. The first step
-    includes compilation.
+    rounds in two passes over the list; `drift` is how much slower the second was.
     """
     if not lora and any("only" in name.split("+") for name in compared.recipe or []):
         raise ConfigError("recipe: got +only, expected --lora with it: such weights do not train")
@@ -67,6 +66,7 @@ def tp_command(size: Size, compared: Compared, where: RanksRun) -> None:
 
     As `train`; output and gradients are checked against bf16 on one device.
     """
+    size.config()  # refuses models of transformers
     title = "forward + backward under tensor and sequence parallel"
     _measure_on_ranks("tp", title, ParallelStep, size, compared.chosen(), where)
 
@@ -80,12 +80,10 @@ def _measure_on_ranks(
     where: RanksRun,
     **args: Any,
 ) -> None:
-    """Start the ranks; each times that step, with `args`, of all variants; the first one tells."""
+    """Start the ranks, and on each check and time `step`, built with `args`; the first prints."""
     if where.device not in ("cuda", "cpu"):
         raise ConfigError(f"device: got {where.device!r}, expected cuda or cpu, and --ranks N")
     make_variants(**chosen)  # so that what is wrong is said once
-    if name != "train":
-        size.config()  # refuses models of transformers
     where.checked()
     start_ranks(where.device, where.ranks)
     with join_ranks():
@@ -101,13 +99,13 @@ def _measure_on_ranks(
 def _measure(
     name: str, title: str, make: Any, size: Size, chosen: dict[str, Any], where: Place, **about: Any
 ) -> None:
-    """Check and time the steps that `make` gives of all variants, and tell."""
+    """Check and time a step of each variant, which `make` builds; print and write the results."""
     passes, rounds = (PASSES, where.rounds) if isinstance(where, Run) else (1, STEPS)
     variants = make_variants(**chosen, tokens=size.tokens)
     bench = Bench(name, where, **vars(size), **chosen, **about)
     make = partial(make, size=size, device=bench.device)
-    column = {"model": "tokens_per_s", "tp": "tokens_per_s", "train": "tokens_per_s_per_gpu"}
-    counts = {c: size.tokens * about.get("microbatches", 1) for n, c in column.items() if n == name}
+    rate = "tokens_per_s" + "_per_gpu" * (name == "train")
+    counts = None if name == "profile" else {rate: size.tokens * about.get("microbatches", 1)}
     groups = bench_steps(make, variants, bench.device, rounds, passes=passes, tokens=counts)
     rows = bench.collect(groups, passes * len(variants))
     bench.finish(f"{size}, {title}", rows)

@@ -68,14 +68,16 @@ class Compared:
     mode: Annotated[str, f"{', '.join(MODES)}."] = "both"
     peers: Peers = None
 
-    def chosen(self, kept: Words = None, *, all_layers: bool = True, head: bool = False) -> Row:
+    def chosen(
+        self, checkpointing: Words = None, *, all_layers: bool = True, head: bool = False
+    ) -> dict[str, Any]:
         """Return the arguments of `make_variants`, for a model with a `head` or without one."""
         if not head and any("head" in recipe.split("+") for recipe in self.recipe or []):
             raise ConfigError("recipe: got +head, which only train takes: no other has a head")
         choices = {"off": "", **{name: name for name in (IN_FLOAT8, *CHECKPOINTING)}}
         chosen: dict[str, Any] = {"recipes": self.recipe or ["tensorwise", "delayed"]}
         chosen |= {"modes": one_of("mode", self.mode, MODES), "peers": self.peers or []}
-        blocks = [one_of("checkpointing", x, choices) for x in kept or ["off"]]
+        blocks = [one_of("checkpointing", x, choices) for x in checkpointing or ["off"]]
         return chosen | {"all_layers": all_layers, "checkpointing": blocks}
 
 
