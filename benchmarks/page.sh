@@ -40,7 +40,7 @@ measure h200-block-70b model --model llama3-70b --blocks 1 --mode compiled \
 measure h200-train-1b train --model llama3-1b --ranks 1 --recipe $three,tensorwise+head \
     --peers $peers --rounds 8
 measure h200-train-lora train --model llama --lora --recipe tensorwise,tensorwise+only --rounds 4
-measure h200-experts experts --rounds 5 # for docs/experts.md
+measure h200-experts experts # for docs/experts.md
 
 # Two GPUs
 measure h200-train-8b train --ranks 2 --recipe $three --peers $peers --rounds 5

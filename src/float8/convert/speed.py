@@ -22,25 +22,25 @@ class Cost(NamedTuple):
 
 COSTS = {
     "bf16": Cost(1.426, 0.009, 0.0, 0.0, 0.0, 0.0),
-    "tensorwise": Cost(0.724, 0.021, 2.51, 1.9, 2.14, 0.4),
-    "delayed": Cost(0.705, 0.023, 2.80, 1.5, 2.37, 0.4),
-    "rowwise": Cost(0.739, 0.033, 2.70, 1.9, 2.11, 0.633),
-    "blockwise": Cost(0.775, 0.025, 2.44, 1.9, 1.99, 0.633),
+    "tensorwise": Cost(0.724, 0.021, 2.51, 1.9, 1.68, 0.4),
+    "delayed": Cost(0.705, 0.023, 2.80, 1.5, 1.86, 0.4),
+    "rowwise": Cost(0.739, 0.033, 2.70, 1.9, 1.78, 0.633),
+    "blockwise": Cost(0.775, 0.025, 2.44, 1.9, 1.03, 0.633),
 }
-_MS_TO_READ_EXPERTS = 1.46  # per 1e9 elements of weights of experts, read by GEMMs with few tokens
+_MS_TO_READ_EXPERTS = 1.11  # per 1e9 elements of weights of experts, read by GEMMs with few tokens
 _INPUT_SHARE = 0.85  # as layers share an input, and kernels that produce it take its amax
 _FLOP_EXPONENT = 1.03  # the larger a GEMM, the nearer a GPU runs to its power limit
 _EXPONENT_IF_LARGE = {"H100": 0.02, "H200": 0.0}  # more for float8 GEMMs of over 1e12 FLOP
 
 MEMORY = {"H100": 1.2, "H200": 1.0}  # time to move bytes, relative to an H200
 MODELLED = tuple(MEMORY)  # the GPUs whose time is modelled
-_GROUPED_TIME = {"H100": 1.02, "H200": 1.0}  # time of float8 GEMMs of experts, relative to an H200
+_GROUPED_TIME = {"H100": 1.12, "H200": 1.0}  # time of float8 GEMMs of experts, relative to an H200
 _GROUPED_BY_BLOCKS = {"H100": 1.24, "H200": 1.18}  # of blockwise GEMMs, relative to linear layers
 _MIN_GAIN = 1.01  # the modelled speed-up from which a layer is converted
-_GATHERED, _GATHERED_EXPERTS = 1.6, 3.0  # ms of an H200 saved per 1e9 elements gathered in float8
-_HELD_EXPERTS_SHARE = 0.15  # of the casts of held weights of experts, with four microbatches
+_GATHERED, _GATHERED_EXPERTS = 1.6, 2.4  # ms of an H200 saved per 1e9 elements gathered in float8
+_HELD_EXPERTS_SHARE = 0.08  # of the casts of held weights of experts, with four microbatches
 _TRANSPOSE_SHARE = 0.25  # the share of the casts of a weight that transposes it for grad_input
-_GRAD_WEIGHT_SHARE = 0.223  # the share of `experts` that falls away if grad_weight is in bf16
+_GRAD_WEIGHT_SHARE = 0.27  # the share of `experts` that falls away if grad_weight is in bf16
 ERROR, EXPERTS_ERROR = 0.05, 0.1  # errors of modelled speed-ups, without and with experts
 
 WAITS_BELOW_MS = 0.25

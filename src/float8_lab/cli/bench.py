@@ -144,7 +144,7 @@ def profile_command(size: Size, compared: Compared, where: Place) -> None:
 
 
 @app.command("experts")
-@takes({"rounds": 7}, where=Run)
+@takes({"rounds": 60}, where=Run)
 def experts_command(
     where: Run,
     shape: Annotated[Words, typer.Option(help="Repeatable; else all of these: " + SHAPES)] = None,
