@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from float8 import all_linears, convert_to_float8_training
-from float8.convert.speed import COSTS, ERROR, EXPERTS_ERROR, MEMORY, _HELD_EXPERTS_SHARE, layer_ms
+from float8.convert.speed import _HELD_EXPERTS_SHARE, COSTS, ERROR, EXPERTS_ERROR, MEMORY, layer_ms
 from float8_lab.bench.experts import EXPERTS
 from float8_lab.bench.model import Size, Whole
 from float8_lab.bench.whole import HOST_ERROR, Setup, Step, keep_experts_of_a_rank

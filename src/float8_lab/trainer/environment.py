@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     about |= {"python": platform.python_version(), "platform": platform.platform()}
     about |= {"device": device_name(device), "device_type": device.type}
     about |= {"cuda": torch.version.cuda, "cpu_threads": torch.get_num_threads()}
+    libraries = "triton", "transformers", "peft", "torchao"
+    about |= {name: metadata.version(name) for name in libraries if util.find_spec(name)}
     words = [Path(sys.argv[0]).name, *map(public_path, sys.argv[1:])]
     return about | {"git_commit": git_commit(), "command": shlex.join(words)}
 
@@ -36,10 +39,7 @@ def device_name(device: torch.device) -> str:
 
 
 def git_commit() -> str | None:
-    """Return the commit of the sources of this package, with "-dirty" if `src` was changed.
-
-    None for an installed package. FLOAT8_COMMIT names that of a copy of the sources.
-    """
+    """Return FLOAT8_COMMIT, else the commit of these sources, "-dirty" if changed, else None."""
     if told := os.environ.get("FLOAT8_COMMIT"):
         return told
     source = Path(__file__).resolve().parents[2]  # of both packages
