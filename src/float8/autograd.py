@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def computed_before(function: Any, *args: Any) -> Any:
-    """Return `function.compute(*args)` without gradients, to be passed to `function.apply`.
+    """Return `function.compute(*args)`, run without gradients, as an argument for `function.apply`.
 
     Use this in compiled code only: GEMMs are then traced before the autograd function, whose
     forward just saves the results. Inside an autograd function, torch 2.11 loses the recompute tags
@@ -25,8 +25,8 @@ def computed_before(function: Any, *args: Any) -> Any:
 def new_alias(x: Tensor) -> Tensor:
     """Return a new tensor over the memory of `x`, which autograd does not treat as a view.
 
-    Autograd functions return aliases of inputs, never the inputs themselves: for those Dynamo of
-    torch 2.11 traces gradients of zero.
+    Autograd functions return such an alias where they would return an input itself, for which
+    Dynamo of torch 2.11 traces gradients of zero.
     """
     return torch.ops.aten._unsafe_view.default(x, x.shape)  # type: ignore[no-any-return]
 
@@ -35,7 +35,7 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 def once_differentiable(backward: Backward) -> Backward:
-    """Decorator: as torch's `once_differentiable`, but second derivatives raise a clear error."""
+    """Decorate `backward` to run without grad; differentiating its results raises an error."""
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
@@ -43,15 +43,14 @@ def once_differentiable(backward: Backward) -> Backward:
             results = backward(ctx, *grads)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return results  # not create_graph=True: nothing differentiates `results`
-        # Makes the results require grad even if none of `grads` does.
-        dummy = torch.zeros((), requires_grad=True)
+        dummy = torch.zeros((), requires_grad=True)  # results require grad even if no `grads` do
         return _NotDifferentiable.apply(len(grads), dummy, *grads, *results)  # type: ignore[no-any-return, no-untyped-call]
 
     return wrapper
 
 
 class _NotDifferentiable(torch.autograd.Function):
-    """`apply(count, dummy, *tensors)` detaches and returns `tensors[count:]`; backward raises."""
+    """Return `tensors[count:]` of `apply(count, dummy, *tensors)`; their backward raises."""
 
     @staticmethod
     def forward(ctx: Any, count: int, dummy: Tensor, *tensors: Any) -> tuple[Any, ...]:

@@ -16,20 +16,20 @@ e4m3_dtype, e5m2_dtype = E4M3, E5M2  # the names of torchao
 
 
 def torchao_hint(value: object) -> str:
-    """Return advice on what to import if `value` is of torchao or float8_experimental, else ""."""
+    """Return "" or, if `value` is of a class of torchao or its predecessor, what to import."""
     library, name = type(value).__module__.partition(".")[0], type(value).__name__
     is_theirs = library in ("torchao", "float8_experimental")
     return f"; this one is of {library}: `from float8 import {name}`" if is_theirs else ""
 
 
 def require_module(value: object, name: str) -> None:
-    """Raise a `TypeError` if `value`, the argument called `name`, is no `nn.Module`."""
+    """Raise a `TypeError` if `value`, the argument called `name`, is not an `nn.Module`."""
     if not isinstance(value, nn.Module):
         raise TypeError(f"{name}: got {type(value).__name__}, expected an nn.Module")
 
 
 def require_types(config: Any) -> None:
-    """Raise a `TypeError` if a field of `config`, a dataclass, does not have its annotated type."""
+    """Raise a `TypeError` if a field of the dataclass `config` is not of its annotated type."""
     for item in fields(config):
         value, types = getattr(config, item.name), get_args(item.type) or (item.type,)
         if not isinstance(value, types):
@@ -53,8 +53,8 @@ class ScalingType(enum.Enum):
 class Granularity(enum.Enum):
     """The part of a tensor that shares one scale: a block of `height` rows and `width` columns.
 
-    A `height` or `width` of None covers all rows or columns. A GEMM contracts over the columns: the
-    rows of column data are those of the transposed copy. Other attributes follow from these two.
+    A `height` or `width` of None covers all rows or columns. GEMMs contract over columns. To
+    contract over rows, a tensor is transposed, and blocks are those of the transposed copy.
     """
 
     height: int | None
@@ -81,8 +81,9 @@ class Granularity(enum.Enum):
     def scales(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the scales for data of `shape` [..., R, C]. Adds no guard on sizes.
 
-        `()` for one scale, [..., R, 1] by rows, [..., R, ceil(C / width)] by parts of rows, and
-        [..., ceil(R / height), ceil(C / width) padded to a multiple of 4 for cuBLASLt] by squares.
+        `()` for one scale per tensor, [..., R, 1] for one per row, [..., R, ceil(C / width)] for
+        blocks of one row; for squares [..., ceil(R / height), ceil(C / width)], whose last dim is
+        rounded up to a multiple of 4, as cuBLASLt requires.
         """
         if self.height is None:
             return ()
@@ -97,7 +98,7 @@ class Granularity(enum.Enum):
 
 
 class ScalingGranularity(Granularity):
-    """What one scale of a `CastConfig` covers. A GEMM contracts over the elements of a row."""
+    """The elements that share one scale of a cast. A GEMM contracts over the elements of a row."""
 
     TENSORWISE = "tensorwise", None, None
     """One scale for the whole tensor."""
@@ -108,15 +109,14 @@ class ScalingGranularity(Granularity):
     BLOCK_128x128 = "block_128x128", 128, 128
     """One scale for a square of 128 rows and 128 columns, the same in the transposed copy."""
     BLOCK_1x32 = "block_1x32", 1, 32
-    """One 8-bit exponent for 32 elements of a row: MXFP8 (OCP Microscaling Formats 1.0), with the
-    exponent rounded up, as Blackwell's tensor cores and their libraries have it."""
+    """One 8-bit exponent, rounded up, for 32 elements of a row: MXFP8 (OCP Microscaling 1.0)."""
     BLOCK_32x32 = "block_32x32", 32, 32
     """One 8-bit exponent for a square of 32 rows and columns, the same in the transposed copy."""
 
 
 @dataclass(frozen=True)
 class CastConfig:
-    """The cast of one tensor to float8.
+    """How one tensor is cast to float8: the origin and granularity of its scales, and its format.
 
     Raises a `TypeError` for a field of the wrong type, and a `ValueError` for an unsupported
     `target_dtype`, or if `scaling_type` is not `DYNAMIC` and the granularity is not `TENSORWISE`.
@@ -170,7 +170,7 @@ class CastConfig:
 
 @dataclass(frozen=True)
 class DelayedScalingConfig:
-    """Settings of delayed scaling; raises a `TypeError` or `ValueError` for invalid ones."""
+    """Settings of delayed scaling. Raises `TypeError` or `ValueError` if a field is invalid."""
 
     history_len: int = 16
     """The number of steps whose amaxes are kept, at least 1."""
@@ -189,7 +189,7 @@ class DelayedScalingConfig:
 class CastSite(enum.Enum):
     """An operand of one of the three GEMMs of a linear layer, which may be cast to float8.
 
-    Each tensor has two sites. With equal configurations, the second reuses the cast of the first.
+    Each tensor is an operand of two GEMMs. If both have equal casts, one cast serves both.
     """
 
     INPUT = "input"
@@ -204,14 +204,13 @@ CAST_SITES: tuple[CastSite, ...] = tuple(CastSite)
 """The members of `CastSite`: Dynamo (torch 2.11) cannot iterate over the enum itself."""
 
 BASE_SITE = {x: CastSite(x.value.split("_for_")[0]) for x in CAST_SITES if "_for_" in x.value}
-"""The second site of each tensor -> its first site, whose configuration is the default."""
+"""The second of the two GEMM operands of each tensor -> the first, whose cast is the default."""
 
 GEMM_OPERANDS: dict[str, tuple[CastSite, CastSite]] = {
     "output": (CastSite.INPUT, CastSite.WEIGHT),
     "grad_input": (CastSite.GRAD_OUTPUT, CastSite.WEIGHT_FOR_GRAD_INPUT),
     "grad_weight": (CastSite.GRAD_OUTPUT_FOR_GRAD_WEIGHT, CastSite.INPUT_FOR_GRAD_WEIGHT),
 }
-"""The sites of the two operands of each GEMM."""
 
 _TENSOR, _ROW = ScalingGranularity.TENSORWISE, ScalingGranularity.AXISWISE
 _ROW_128, _SQUARE_128 = ScalingGranularity.BLOCK_1x128, ScalingGranularity.BLOCK_128x128
@@ -226,7 +225,7 @@ GEMM_GRANULARITIES = (
 
 
 class Float8LinearRecipeName(enum.Enum):
-    """The names of recipes, for `Float8LinearConfig.from_recipe_name`."""
+    """Names of recipes (ready configurations), for `Float8LinearConfig.from_recipe_name`."""
 
     TENSORWISE = "tensorwise"
     """Dynamic scaling with one scale per tensor."""
@@ -239,9 +238,8 @@ class Float8LinearRecipeName(enum.Enum):
     """`ROWWISE`, but grad_weight in high precision, and one scale for the weight in grad_input."""
     BLOCKWISE = "blockwise"
     """Dynamic scaling with one scale per 1x128 elements of input and grad_output, and per 128x128
-    of the weight, and of the input for grad_weight. All in e4m3. Experts use 1x128 for that input,
-    as DeepSeek-V3 (arXiv 2412.19437, section 3.3). Linear layers do, with a slower GEMM on Hopper,
-    if `cast_config_input_for_grad_weight` is set to `cast_config_input`."""
+    of the weight, and of the input for grad_weight. All in e4m3. The last has 1x128 in experts,
+    and if `cast_config_input_for_grad_weight` is set to `cast_config_input` (slower on Hopper)."""
     MXFP8 = "mxfp8"
     """Dynamic scaling with one 8-bit exponent per 1x32 elements along the contraction dim of each
     GEMM. All in e4m3. Runs on Blackwell. Other GPUs require `emulate`; CPUs always emulate."""
@@ -265,7 +263,7 @@ class Float8Weights(enum.Enum):
 
 @dataclass(frozen=True)
 class Float8GemmConfig:
-    """Settings of one GEMM. Raises a `TypeError` if `use_fast_accum` is no bool."""
+    """Settings of one GEMM. Raises a `TypeError` if `use_fast_accum` is not a bool."""
 
     use_fast_accum: bool = False
     """Whether tensor cores may accumulate with fewer bits: faster on some shapes, less exact.
@@ -276,13 +274,12 @@ class Float8GemmConfig:
 
 
 CONFIG_CHECKS: list[Callable[["Float8LinearConfig"], None]] = []
-"""Functions that raise a `ValueError` for fields of a feature that do not fit the other fields;
-`float8.wings` fills it from `FEATURES` at import."""
+"""Functions that raise a `ValueError` if fields contradict each other; set by `float8.wings`."""
 
 
 @dataclass(frozen=True)
 class Float8LinearConfig:
-    """The immutable configuration of `Float8Linear`.
+    """The immutable configuration of `Float8Linear`: how it casts tensors and runs GEMMs.
 
     `input` is [M, K], `weight` [N, K] and `grad_output` [M, N]. `gemm_config_*` are the settings of
     the GEMMs: `output = input @ weight.T`, `grad_input = grad_output @ weight` and `grad_weight =
@@ -311,8 +308,7 @@ class Float8LinearConfig:
     of the weight for `output` and `grad_input`. No effect on weights that are not sharded, and on
     experts stored as [E, K, N]."""
     float8_weights: Float8Weights = Float8Weights.ON_THE_FLY
-    """When weights are cast. All but `ON_THE_FLY` require equal casts of the weight for `output`
-    and `grad_input`."""
+    """When weights are cast. All but `ON_THE_FLY` require the same cast of the weight in GEMMs."""
     pad_inner_dim: bool = True
     """Pad dims to multiples of 16, or of the width of blocks, with zeros inside the cast, which
     changes no result. Only True is accepted."""
@@ -320,8 +316,7 @@ class Float8LinearConfig:
     """Compute GEMMs in high precision on the dequantized values: the same numerics on any device,
     slowly. In bfloat16 where bfloat16 holds the values exactly, else in float32."""
     round_scales_to_power_of_2: bool = False
-    """Round all scales, dynamic and delayed, up to a power of two, so that scaling itself adds no
-    rounding error."""
+    """Round all scales up to powers of two, so that scaling itself adds no rounding error."""
     delayed_scaling_config: DelayedScalingConfig = field(default_factory=DelayedScalingConfig)
     enable_amax_init: bool = True
     """Under delayed scaling, use dynamic scales until the amax of a step is below twice the largest
@@ -352,7 +347,7 @@ class Float8LinearConfig:
             check(self)
 
     def _resolve_casts(self) -> dict[CastSite, CastConfig]:
-        """Set `target_dtype` in cast fields where it is None; return the effective cast by site."""
+        """Set default formats in the cast fields, in place; return the cast of each operand."""
         casts = dict[CastSite, CastConfig]()
         for site in CastSite:  # each tensor's first site comes before its second
             first_site, name = BASE_SITE.get(site, site), f"cast_config_{site.value}"
@@ -369,7 +364,7 @@ class Float8LinearConfig:
         return casts
 
     def _check_gemm(self, gemm: str) -> None:
-        """Raise a `ValueError` if tensor cores cannot multiply the two operands of `gemm`."""
+        """Raise a `ValueError` if tensor cores cannot multiply the operands of GEMM `gemm`."""
         a, b = map(self.cast_config, GEMM_OPERANDS[gemm])
         fields_of_both = " and ".join(f"cast_config_{x.value}" for x in GEMM_OPERANDS[gemm])
         got = f"GEMM '{gemm}': got {fields_of_both}"
@@ -393,7 +388,7 @@ class Float8LinearConfig:
             raise ValueError(f"{got} {dtypes}, expected {expected}, as tensor cores require; {fix}")
 
     def _check_widths(self) -> None:
-        """Raise a `ValueError` for blocks of 32 and of 128 without `emulate`: no GPU takes both."""
+        """Raise a `ValueError` if casts have blocks of 32 and of 128 and `emulate` is False."""
         granularities = [cast.scaling_granularity for cast in self._casts.values()]
         widths = {x.width for x in granularities if x.width is not None}
         if len(widths) > 1 and not self.emulate:
@@ -402,25 +397,25 @@ class Float8LinearConfig:
             raise ValueError(f"{got}, expected {expected}")
 
     def cast_config(self, site: CastSite) -> CastConfig:
-        """Return the effective cast at `site`, with a `target_dtype` unless it is `DISABLED`."""
+        """Return the cast of the GEMM operand `site` with all settings and defaults applied."""
         return self._casts[site]
 
     @functools.cached_property
     def own_casts(self) -> dict[CastSite, CastConfig]:
-        """The casts by site, in the order of `CAST_SITES`; second sites only if they differ."""
+        """The cast of each GEMM operand, without a tensor's second one if cast like the first."""
         casts = self._casts
         own = [x for x in CAST_SITES if x not in BASE_SITE or casts[x] != casts[BASE_SITE[x]]]
         return {site: casts[site] for site in own}
 
     @functools.cached_property
     def delayed_sites(self) -> tuple[CastSite, ...]:
-        """The sites that use delayed scaling and so have state, in the order of `CAST_SITES`."""
+        """The GEMM operands with delayed scaling, each of which has buffers in a layer."""
         own = self.own_casts.items()
         return tuple(site for site, x in own if x.scaling_type is ScalingType.DELAYED)
 
     @functools.cached_property
     def only_on(self) -> tuple[int, ...]:
-        """Major compute capabilities of GPUs with all GEMMs of this config; () if all have them."""
+        """Major compute capabilities of GPUs with all GEMMs of this config; (): all with float8."""
         # () is the least tuple. BLACKWELL and HOPPER are both in a config only under `emulate`.
         return max(cast.scaling_granularity.only_on for cast in self.own_casts.values())
 
@@ -431,7 +426,7 @@ class Float8LinearConfig:
         return tuple(gemm for gemm, (site, _) in operands if self.cast_config(site).is_float8)
 
     def short_str(self) -> str:
-        """Return the recipe of these casts, or the casts; then flags that differ from its own."""
+        """Return the recipe's name or, if none fits, the casts; then flags that differ from it."""
         recipe = _RECIPE_BY_CASTS.get((self.round_scales_to_power_of_2, *self._casts.values()))
         defaults = RECIPES[recipe or "tensorwise"]
         own = self.own_casts.items()
@@ -444,10 +439,7 @@ class Float8LinearConfig:
 
     @staticmethod
     def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> "Float8LinearConfig":
-        """Return the configuration of a recipe, named by enum member or value (`"delayed"`).
-
-        Each call makes a new object. An unknown name raises a `ValueError` that lists all names.
-        """
+        """Return a new configuration of the recipe `recipe_name`; raise `ValueError` if none."""
         return copy.deepcopy(_recipe(recipe_name))
 
 
@@ -497,11 +489,10 @@ _RECIPE_BY_CASTS = {
 """(`round_scales_to_power_of_2`, effective casts) -> the name of the recipe with these."""
 
 ConfigOrRecipe = Float8LinearConfig | Float8LinearRecipeName | str
-"""A configuration, or the name of a recipe."""
 
 
 def _recipe(recipe_name: Any) -> Float8LinearConfig:
-    """Return the object in `RECIPES` of this name or enum member; raise `ValueError` if none."""
+    """Return the shared configuration of the recipe `recipe_name`; raise `ValueError` if none."""
     is_member = isinstance(recipe_name, Float8LinearRecipeName)
     name = recipe_name.value if is_member else recipe_name
     if not isinstance(name, str) or name not in RECIPES:
@@ -511,10 +502,7 @@ def _recipe(recipe_name: Any) -> Float8LinearConfig:
 
 
 def as_config(config: ConfigOrRecipe | None) -> Float8LinearConfig:
-    """Return `config` itself, or the recipe that it names; None stands for `"tensorwise"`.
-
-    Raises a `ValueError` for an unknown name, and a `TypeError` for an object of another type.
-    """
+    """Return `config` or that of the recipe it names (None: `"tensorwise"`); raise for others."""
     if isinstance(config, Float8LinearConfig):
         return config
     if config is None or isinstance(config, Float8LinearRecipeName | str):
@@ -526,5 +514,5 @@ def as_config(config: ConfigOrRecipe | None) -> Float8LinearConfig:
 
 
 def linear_requires_sync(config: ConfigOrRecipe) -> bool:
-    """Return True if layers with `config` need `sync_float8_amax_and_scale_history` each step."""
+    """Return whether layers with `config` need `sync_float8_amax_and_scale_history` each step."""
     return bool(as_config(config).delayed_sites)

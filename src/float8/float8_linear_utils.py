@@ -18,9 +18,9 @@ from float8.linear import Float8Linear
 
 
 def _auto_filter_for_recipe(recipe: ConfigOrRecipe, filter_fqns: Collection[str]) -> ModuleFilter:
-    """Return the default filter for `recipe`; it rejects names that contain one of `filter_fqns`.
+    """Return a `module_filter_fn` for the `nn.Linear` layers that `recipe` converts by default.
 
-    It accepts other layers that are already converted, and rejects all modules but `nn.Linear`.
+    It rejects names that contain one of `filter_fqns`, and accepts other layers already in float8.
     """
     chooser = Chooser(nn.Identity(), recipe)  # `nn.Identity` stands for the unknown model
 
@@ -34,7 +34,7 @@ def _auto_filter_for_recipe(recipe: ConfigOrRecipe, filter_fqns: Collection[str]
 
 
 def get_float8_layers(model: nn.Module) -> list[Float8Linear]:
-    """Return the converted linear layers of `model`, each once."""
+    """Return all `Float8Linear` layers in `model`, each once."""
     return [layer for layer in model.modules() if isinstance(layer, Float8Linear)]
 
 
@@ -46,7 +46,7 @@ def swap_linear_layers(
 ) -> nn.Module:
     """Replace each `nn.Linear` that the filter accepts (None: all) by `from_float_func(layer)`.
 
-    Modifies `module` in place and returns it, or its replacement if `module` is such a layer.
+    Changes `module` in place and returns it, or its replacement if `module` itself is replaced.
     """
     filter_fn = module_filter_fn or all_linears
     linears = [(mod, fqn) for fqn, mod in module.named_modules() if isinstance(mod, nn.Linear)]

@@ -1,8 +1,4 @@
-"""Helpers that are the same as torchao's, under torchao's module name.
-
-Helpers for casts and scales are left out: torchao multiplies by the scale before a cast, this
-library after a cast.
-"""
+"""Helpers of torchao, without those for casts and scales: torchao's scales are reciprocals."""
 
 import torch
 from torch import Tensor
@@ -15,6 +11,6 @@ FP8_TYPES = {e4m3_dtype, e5m2_dtype}
 
 @torch.no_grad()
 def compute_error(x: Tensor, y: Tensor) -> Tensor:
-    """Return the SQNR in dB, 0-dim, of `y` as an approximation of `x` of the same shape."""
+    """Return the SQNR of `y` as a copy of `x`, in dB, 0-dim: 20 * log10(norm(x) / norm(x - y))."""
     norm = torch.linalg.vector_norm
     return 20 * torch.log10(norm(x) / norm(x - y))

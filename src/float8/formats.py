@@ -23,7 +23,7 @@ GEMM_ALIGNMENT = 16
 
 
 def ceil16(n: int) -> int:
-    """Round `n` up to a multiple of 16. Adds no guard on a symbolic `n`."""
+    """Return `n` rounded up to a multiple of 16, without a guard if `n` is a `SymInt`."""
     return (n + (GEMM_ALIGNMENT - 1)) // GEMM_ALIGNMENT * GEMM_ALIGNMENT
 
 
@@ -39,7 +39,8 @@ under 8-bit exponents (`BLACKWELL`). Only the first of each has grouped GEMMs.""
 def lacks_float8_gemm(device: torch.device, *, only: tuple[int, ...] = ()) -> str | None:
     """Return the reason why `device` cannot run float8 GEMMs, or None if it can.
 
-    A GPU needs compute capability 8.9 or higher; if `only` is not empty, a major version in `only`.
+    CPU and meta devices can. An NVIDIA GPU needs compute capability 8.9 or higher or, if `only` is
+    not empty, a major version in `only`.
     """
     if device.type in ("cpu", "meta"):
         return None

@@ -29,7 +29,7 @@ with contextlib.suppress(RuntimeError):
 
 
 class Gemm(NamedTuple):
-    """Settings of one GEMM."""
+    """Settings of one GEMM: fast accumulation, emulation, and the granularity of both scales."""
 
     use_fast_accum: bool = False  # accumulate with fewer bits where devices can; not for blocks
     emulate: bool = False  # multiply dequantized values in high precision, on any device
@@ -37,14 +37,14 @@ class Gemm(NamedTuple):
     granularities: tuple[Granularity, Granularity] = (_TENSORWISE, _TENSORWISE)  # of `a` and `b`
 
     def packed(self) -> str:
-        """Return the settings as one string for ops, e.g. "axiswise axiswise False False True"."""
+        """Return all fields as a string for a custom op: "axiswise axiswise False False True"."""
         fast, emulate, powers_of_2, (a, b) = self
         return f"{a.value} {b.value} {fast} {emulate} {powers_of_2}"
 
     @staticmethod
     @functools.cache
     def unpacked(settings: str) -> "Gemm":
-        """Return the `Gemm` whose `packed` returned `settings`."""
+        """Return the `Gemm` from which its method `packed` made the string `settings`."""
         a, b, *switches = settings.split()
         fast, emulate, powers_of_2 = (switch == "True" for switch in switches)
         return Gemm(fast, emulate, powers_of_2, (ScalingGranularity(a), ScalingGranularity(b)))
@@ -55,13 +55,12 @@ def matmul(
 ) -> Tensor:
     """Return `(a.data * a.scale) @ (b.data * b.scale).T`, accumulated in float32.
 
-    With `gemm.emulate` dequantized values are multiplied, on GPUs in bfloat16 if that is exact.
-    CPUs do the same for finer scales; for one scale per tensor they run the op `scaled_mm`.
+    GPUs multiply float8, or if `gemm.emulate` is True, dequantized values in high precision: in
+    bfloat16 if that is exact, else in float32. CPUs always compute in high precision.
 
     `a.data` [M, K] and `b.data` [N, K] are float8, contiguous along K as Hopper's tensor cores read
-    them. Scales have the shapes of `Granularity.scales`, which is not checked. K and N are
-    multiples of 16, unless `gemm.emulate`; on GPUs a scale per tensor is aligned to 16 bytes.
-
+    them. Scales are one per tensor, row or block, as `gemm.granularities` says (not checked). K and
+    N are multiples of 16, unless `gemm.emulate`; on GPUs a scale per tensor is aligned to 16 bytes.
     Returns a new contiguous tensor of `out_dtype` and `shape`, (M, N) without the data's padding.
 
     Raises:
@@ -107,15 +106,13 @@ def matmul(
 
 
 def without_padding(y: Tensor, M: int, N: int) -> Tensor:
-    """Return a contiguous copy of the first M rows and N columns of `y` [R, C] or [E, R, C].
-
-    A view keeps the padding alive; autograd forbids in-place writes to views of custom functions.
-    """
+    """Return a contiguous copy of `y[..., :M, :N]`; a view would keep the padding in memory."""
+    # Besides, autograd forbids in-place writes to views that custom functions return.
     return y[..., :M, :N].clone(memory_format=torch.contiguous_format)
 
 
 def refused_gemm(reason: str) -> RuntimeError:
-    """Return the error for a device without the GEMM; `lacks_float8_gemm` returned `reason`."""
+    """Return the error to raise if a device cannot run a float8 GEMM, for the given `reason`."""
     return RuntimeError(
         f"float8 GEMM: {reason}; set emulate=True in Float8LinearConfig to compute in high "
         f"precision on the dequantised values"
@@ -132,7 +129,10 @@ def matmul_of_any_size(
     gemm: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Run `matmul` with unpacked settings, or return zeros if `a` is empty; registered as an op."""
+    """Return `(a * a_scale) @ (b * b_scale).T` [M, N], or zeros if `a` is empty.
+
+    Registered as a custom op. `gemm` holds settings as the string that `Gemm.packed` returns.
+    """
     if a.numel() == 0:
         return a.new_zeros((M, N), dtype=out_dtype)
     operands = Operand(a, a_scale), Operand(b, b_scale)
@@ -174,19 +174,18 @@ GEMM_OPS: set[Any] = {
 
 
 def _scale_per_row(operand: Operand) -> Tensor:
-    """Return the scale of each row of the data, [R, 1]; a scale per tensor is repeated."""
     return operand.scale.reshape(-1, 1).expand(operand.data.shape[0], 1).contiguous()
 
 
 def _block_scales(operand: Operand, granularity: Granularity) -> tuple[Any, ...]:
-    """Return arguments of `_scaled_mm_v2`: block scales, their `ScalingType`, `SwizzleType`."""
+    """Return (scales, [`ScalingType`], [`SwizzleType`]) of an operand for `aten._scaled_mm_v2`."""
     if granularity.exponents:
         return swizzled(scales_of_rows(operand, granularity)).flatten(), RECIPE, SWIZZLE
     return (operand.scale.t(), _128x128, []) if granularity.square else (operand.scale, _1x128, [])
 
 
 def _emulated(a: Operand, b: Operand, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
-    """Compute `matmul` in high precision: scale the operands, or else their product."""
+    """Return `(a.data * a.scale) @ (b.data * b.scale).T`, computed in float32 or bfloat16."""
     granularity_a, granularity_b = gemm.granularities
     dtype = exact_dtype(a.data.device) if gemm.powers_of_2 else torch.float32
     # Scales of blocks vary along the contraction dim, so they must multiply the operands. So do
@@ -209,5 +208,5 @@ def _emulated(a: Operand, b: Operand, gemm: Gemm, out_dtype: torch.dtype) -> Ten
 
 
 def exact_dtype(device: torch.device) -> torch.dtype:
-    """Return the faster dtype for values that bfloat16 holds exactly: bfloat16, on CPUs float32."""
+    """Return the faster GEMM dtype for values exact in bfloat16: bfloat16 on CUDA, else float32."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32

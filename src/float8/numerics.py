@@ -27,7 +27,10 @@ ROLES = "input", "weight", "grad_output"
 
 
 def of_this_rank(x: Any, cast: Cast | None) -> tuple[Tensor, Cast | None]:
-    """Return the dequantized local tensor of `x`, and `cast`, which reduces amaxes of a DTensor."""
+    """Return this rank's part of `x` in high precision, and the `cast` by which to quantize it.
+
+    If `x` is a DTensor, that `cast` also all-reduces the amax, and a partial `x` is summed first.
+    """
     if is_dtensor(x):
         cast = cast and cast._replace(reduce=amax_over(sharding_groups(x)))
         if any(placement.is_partial() for placement in x.placements):
@@ -37,14 +40,14 @@ def of_this_rank(x: Any, cast: Cast | None) -> tuple[Tensor, Cast | None]:
 
 
 def as_multiplied(x: Any, weight: Any) -> Any:
-    """Convert the input `x`, if not in float8, to the dtype of autocast, or else of `weight`."""
+    """Return the input `x` in the dtype of autocast, else of `weight`; unchanged if in float8."""
     if isinstance(local_tensor(x), Float8Tensor):
         return x
     return x.to(autocast_dtype(x.device) or getattr(weight, "dtype", x.dtype))
 
 
 def parameter_name(experts: nn.Module, weight: Any) -> str:
-    """Return the name of the Parameter at the address of `weight`, or "". Not to be traced."""
+    """Return the name of the Parameter of `experts` with the address of `weight`, or "" if none."""
     address, named = local_tensor(weight).data_ptr(), experts.named_parameters(recurse=False)
     return next((name for name, p in named if local_tensor(p).data_ptr() == address), "")
 
@@ -53,11 +56,9 @@ def count(x: Tensor, data: Tensor, bound: Tensor | None, all_count: bool) -> Ten
     """Count elements of `x` that are 0 in `data` (`x` cast to float8), saturate or are not finite.
 
     `data` has the shape of `x`. Absolute values above `bound` ([1] or []) saturate; with None, no
-    value does. If `all_count` is True, zeros of `x` count as nonzero values.
-
-    Returns:
-        [6] float64: the amax, then the numbers of elements, of nonzero values, of nonzero values
-        that are 0 in `data`, of finite values that saturate, and of values that are not finite.
+    value does. If `all_count`, zeros of `x` count as nonzero: for `x` that was in float8 before.
+    Returns [6] float64: the amax, then the numbers of elements, of nonzero values, of nonzero
+    values that are 0 in `data`, of finite values that saturate, and of non-finite values.
     """
     magnitude, cast_to_0 = x.abs(), data.view(torch.uint8) & 127 == 0  # the sign bit may be set
     nonzero, finite = (x != 0) | all_count, magnitude < torch.inf
@@ -72,10 +73,10 @@ def count(x: Tensor, data: Tensor, bound: Tensor | None, all_count: bool) -> Ten
 def tally(numbers: Tensor, totals: Tensor, calls: Tensor, counted: bool) -> None:
     """Add `numbers`, a result of `count`, to `totals` in place, and increment `calls` in place.
 
-    `calls`, 0-dim int64 on the CPU, is a counter that layers share: its new value n numbers this
-    call. `totals` [8] float64 holds 1 / n of the first call with these `totals`, 1 / n of the first
+    `calls`, 0-dim int64 on the CPU, counts the calls of all layers: its new value n numbers this
+    one. `totals` [8] float64 holds 1 / n of the first call with these `totals`, 1 / n of the first
     one with a non-finite value (0: none has one), the largest amax, and sums of the five counts.
-    1 / n makes the first call a maximum, like the amax. If `counted` is False, only 1 / n changes.
+    The first of several calls has the largest 1 / n. If `counted` is False, only 1 / n change.
     """
     calls += 1
     numbers = numbers.to(totals.device)
@@ -94,10 +95,12 @@ COUNT, TALLY = torch.ops.float8.count.default, torch.ops.float8.tally.default
 
 @torch.no_grad()
 def measure(x: Any, cast: Cast | None, col: bool = False, offs: Tensor | None = None) -> Tensor:
-    """Quantize this rank's `x` to row data, or column data if `col`; return the result of `count`.
+    """Quantize this rank's `x`, transposed if `col`, by `cast`; count underflow and saturation.
 
-    `x` is [..., C]; with `offs`, the ends of groups, tokens [R, C] or weights [E, N, K] of experts.
+    `x` is [..., C]; with `offs`, the group offsets, tokens [R, C] or weights [E, N, K] of experts.
     If `x` is in float8, zeros count as underflow. Without a `cast`, only non-finite values count.
+    Returns [6] float64: the amax, then the numbers of elements, of nonzero values, of nonzero
+    values that become 0, of finite values that saturate, and of values that are not finite.
     """
     in_float8 = isinstance(local_tensor(x), Float8Tensor)
     x, cast = of_this_rank(x, cast)
@@ -131,10 +134,10 @@ def measure(x: Any, cast: Cast | None, col: bool = False, offs: Tensor | None = 
 
 
 def over_ranks(rows: Tensor, keys: Sequence[Any], maxima: int, group: Any) -> list[list[float]]:
-    """All-reduce `rows` [len(keys), n] over `group` (None: all ranks), and return nested lists.
+    """All-reduce `rows` [len(keys), n] over `group` (None: all ranks), and return a list of rows.
 
-    The first `maxima` columns are reduced by max, the others by sum. `keys` name the rows; raises a
-    `ValueError` if ranks have different ones.
+    The first `maxima` columns are reduced by max, the others by sum. `keys` are the names of rows;
+    if ranks have different ones, raises a `ValueError`.
     """
     if dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD if group is None else group
@@ -148,7 +151,7 @@ def over_ranks(rows: Tensor, keys: Sequence[Any], maxima: int, group: Any) -> li
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the mesh that shards `model`; if none does, of the first Parameter."""
+    """Return the device of the mesh of `model` or, without DTensors, of its first Parameter."""
     device_type, first = mesh_device_type(model.parameters()), next(model.parameters(), None)
     if first is None:
         raise ValueError(f"model: got a {type(model).__name__} without Parameters, expected some")
@@ -156,7 +159,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 class _Observer:
-    """Hook of a layer: add up statistics of the layer's casts in one watched step."""
+    """Callable that a layer runs in each forward: sums up statistics of its casts in one step."""
 
     def __init__(self, layer: Any, fwd_calls: Tensor, bwd_calls: Tensor) -> None:
         device = next((p.device for p in layer.parameters(False) if not p.is_meta), "cpu")
@@ -169,7 +172,11 @@ class _Observer:
 
     def __call__(self, layer: Any, casts: Casts, x: Any, weight: Any, y: Any, offs: Any = None,
         name: str = "") -> Any:  # fmt: skip
-        """Measure input `x` and `weight`; return an alias of `y` that measures its gradient."""
+        """Measure how `casts` change input `x`, `weight` and, in backward, the gradient of `y`.
+
+        Returns `y`, or an alias of `y` that has such a backward. For experts, `offs` are the group
+        offsets, and `name` is the weight's name.
+        """
         # Without grad (evaluation, reentrant checkpoints' first forward), only the order counts.
         compiling, counted = torch.compiler.is_compiling(), torch.is_grad_enabled()
         if offs is not None and not compiling:  # experts; `name` may be empty
@@ -188,7 +195,7 @@ class _Observer:
 
 
 class _MeasureGradient(torch.autograd.Function):
-    """Identity whose backward measures grad_output; a tensor hook would not be traced by Dynamo."""
+    """Identity whose backward measures grad_output: Dynamo traces it, but not tensor hooks."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, cast: Cast, offs: Any, totals: Tensor, calls: Tensor) -> Any:
@@ -209,13 +216,13 @@ def _remove(layer: Any, observer: _Observer) -> None:
 
 
 class Watch(contextlib.ExitStack):
-    """Measure statistics of a converted model's casts in every n-th step (docs/nan_or_drift.md).
+    """Measure underflow, saturation, amax, and NaN or Inf of a model's casts in every n-th step.
 
     Call `step()` once per optimizer step, after the last backward: it returns the statistics of a
     watched step. Only watched steps take longer: in these, `model` and its modules run in eager
     mode even if compiled. Compiled functions that call `model`, and an `OptimizedModule` around
     `model`, are compiled once more. A watch ends by `close()`, at the end of a `with` block, or by
-    garbage collection. Several watches may observe one model. Copies of the model are not watched.
+    garbage collection. A model may have several; its copies have none. See docs/nan_or_drift.md.
 
     Args:
         model: the converted model to watch; may be compiled, under FSDP2, tensor parallel or DDP.
@@ -238,16 +245,15 @@ class Watch(contextlib.ExitStack):
 
         Returns `{}` if the step was not watched, else four numbers for each layer (or weight of
         experts) and role: `input` and `weight` as cast for the GEMM `output`, and `grad_output` as
-        cast for `grad_input`. Zeros of a tensor that is in float8 already count as underflow.
+        cast for `grad_input`. All zeros of a tensor that reaches the layer in float8 are underflow.
 
         - `"layers.0.attention.query/input/amax"`: the largest absolute value, NaN if one is NaN.
         - `.../underflow`: the share of nonzero values that become 0.
         - `.../saturation`: the share of nonzero values that saturate; 0 unless scaling is delayed.
         - `.../nonfinite`: the share of all values that are NaN or Inf.
 
-        The dict is in the order of execution: `input` and `weight` of each layer in the order of
-        forward, then each `grad_output` in order of backward. A layer that is called several times
-        has the place of its first call, or of the first call with a NaN or Inf.
+        The dict has `input` and `weight` of each layer in the order of forward, then `grad_output`
+        in that of backward: at a layer's first call, or at its first with a NaN or Inf.
 
         Raises a `ValueError` if ranks of `group` have different layers, or `model` no Parameters.
         """
@@ -283,7 +289,7 @@ class Watch(contextlib.ExitStack):
         return numbers
 
     def _begin(self) -> None:
-        """Attach observers to all layers if the next step is to be watched."""
+        """If the next step is to be watched, add an observer to each layer, and run eagerly."""
         if (self._steps + 1) % self._every:
             return
         self._observers = dict[str, _Observer]()

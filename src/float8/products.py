@@ -15,15 +15,15 @@ def _outer(grad_output: Tensor, x: Tensor) -> Tensor:
 
 
 class Dense:
-    """The functions that quantize tensors and multiply all rows of an input by one weight [N, K].
+    """Namespace of the functions that cast tensors and multiply all rows by one weight [N, K].
 
-    The autograd function `Linear` has them as attributes of `call.products`. Subclasses serve
-    experts, and layers whose tokens are sharded over ranks. `*index` below is empty here; for
-    experts it is one tensor, saved for backward: the ends of the groups of rows.
+    The autograd function `Linear` gets this class, or a subclass for experts or for tokens that are
+    sharded over ranks, and calls its attributes. Their argument `*index` is empty here; for experts
+    it is one tensor, saved for backward: the ends of the groups of rows.
     """
 
     columns_from_values = True
-    """Whether compiled code casts the input to column data in backward, from high precision."""
+    """Whether compiled code casts the input to column data (transposed) in backward."""
     keeps_row_data = False
     """Whether backward makes column data from row data of the input, gathered from all ranks."""
     repeats_scales = False

@@ -18,29 +18,29 @@ Reduction = Callable[[Tensor], Tensor]
 
 
 class ScaleSource(Protocol):
-    """A NamedTuple of tensors that chooses the scale of per-tensor casts and records amaxes."""
+    """Protocol of NamedTuples that choose the scale of per-tensor casts, and record amaxes."""
 
     @property
     def amax(self) -> Tensor:
-        """The largest amax recorded by `cast` and `observe` since the last sync, 0-dim float32."""
+        """The largest amax recorded since scales were last updated, 0-dim float32."""
 
     def cast(
         self, x: Tensor, cast_config: CastConfig, *, row: bool, col: bool, pad_rows: bool
     ) -> tuple[Operand | None, Operand | None]:
-        """Cast `x` as `kernels.cast` with a scale chosen by this source; record the amax of `x`."""
+        """Cast `x` by the chosen scale, record its amax; return row and column data (of `x.T`)."""
 
     def observe(self, amax: Tensor) -> None:
         """Set `self.amax` to max(self.amax, amax), for a tensor that `self.cast` does not cast."""
 
     def choose(self, dynamic: Tensor) -> Tensor:
-        """Return the scale for a tensor; `dynamic` is the scale computed from its own amax."""
+        """Return the scale to use for a tensor; `dynamic` is the scale computed from its amax."""
 
     def with_new_amax(self) -> "ScaleSource":
-        """Return a copy of this source with the same scale and a new `amax` tensor of zero."""
+        """Return a source with the same scale and a new zero `amax`, in which its casts record."""
 
 
 class Cast(NamedTuple):
-    """The format and scaling of one tensor in one call of `quantize`."""
+    """How `quantize` casts one tensor: to which format, and where the scale comes from."""
 
     config: CastConfig
     """Format, granularity and scaling."""
@@ -64,27 +64,28 @@ def quantize(
     traced: bool = False,
     via: torch.dtype | None = None,
 ) -> Quantized:
-    """Quantize `x` [R, C] to row data, column data or both, with their scales; see `kernels.cast`.
+    """Quantize `x` [R, C] to float8 row data [R, C], column data (the transposed copy) or both.
 
-    Returned scales are new tensors, which a later sync of delayed scaling does not change.
+    Dims are zero-padded to multiples of 16 or of the block size, R of row data only under blocks or
+    with `pad_rows`. Returned scales are new tensors: updates of delayed scaling do not change them.
 
     Args:
         x: float32, bfloat16 or float16.
         cast: format, granularity and scaling.
         row: return row data.
         col: return column data.
-        pad_rows: zero-pad R of row data to a multiple of 16, as GEMMs need for output features.
+        pad_rows: zero-pad R of row data, too, as GEMMs need for output features.
         after: a tensor that compiled code must compute before this cast.
-        traced: in compiled code, compute the amax by plain torch, which a compiler fuses into the
-            producer of `x`; if scales are finer than one per tensor, the whole cast. `source`
+        traced: in compiled code, compute the amax (or under scales finer than one per tensor, the
+            whole cast) by plain torch, which a compiler fuses into the producer of `x`. A source
             records the amax outside the cast, because backward may repeat the cast.
         via: round `x` to this dtype first, as autocast and FSDP2 round weights. The kernel that
-            casts also rounds if there is one scale and no `source`.
+            casts also rounds if there is one scale and no `cast.source`.
 
     Raises:
         TypeError: `x` is not float32, bfloat16 or float16.
         ValueError: `x` is not 2-D; `row` and `col` are False; a scale is not one float32 element on
-            the device of `x`; or a source or a scale is given for more than one scale per tensor.
+            the device of `x`; or `cast` has a source or scale, but not one scale per tensor.
     """
     config, source, reduce, scale = cast
     one_scale = config.scaling_granularity.one_scale
@@ -104,7 +105,7 @@ def quantize(
 
 
 def scale_of(x: Tensor, cast: Cast, via: torch.dtype | None = None) -> Tensor:
-    """Return the scale of `x.to(via)`; `cast` may record the amax, reduce it, choose the scale."""
+    """Return the per-tensor scale of `x.to(via)` for `cast`, whose source records the amax."""
     amax = kernels.amax(x)
     if via is not None:  # the amax of rounded values is the rounded amax
         amax = amax.to(via).to(torch.float32)
@@ -128,8 +129,7 @@ def scales_of(
     ranks. Results are views of one tensor, 16 bytes apart, as cuBLASLt requires.
     """
     amaxes = torch.stack(torch._foreach_norm(list(tensors), float("inf")))
-    # The amax of rounded values is the rounded amax.
-    amaxes = amaxes.to(dtype).to(torch.float32)
+    amaxes = amaxes.to(dtype).to(torch.float32)  # the amax of rounded values is the rounded amax
     if reduce is not None:
         amaxes = reduce(amaxes)
     scales = amax_to_scale(amaxes, cast_config.dtype, cast_config.power_of_2)
@@ -137,10 +137,11 @@ def scales_of(
 
 
 def recast(x: Tensor, cast_config: CastConfig, scale: Tensor) -> Operand:
-    """Quantize the input `x` [R, C] to column data in backward; forward quantized it with `scale`.
+    """Quantize a layer's input `x` [R, C] in backward to column data (the transposed copy).
 
-    If `x` is row data, `to_col` converts it; compiled code saves the column data instead of `x`,
-    one copy for all layers that read `x`. If `x` is in high precision, then in compiled code:
+    Forward cast it with `scale`. If `x` is the float8 data of that cast, they are converted, and
+    compiled code saves the column data instead of `x`, one copy for all layers that read `x`. If
+    `x` is in high precision, then in compiled code:
 
     - Under one scale plain torch casts `x`, so that backward may compute `x` again from tensors
       that are kept anyway, such as the input of an activation function.
@@ -156,7 +157,7 @@ def recast(x: Tensor, cast_config: CastConfig, scale: Tensor) -> Operand:
 
 
 def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Operand:
-    """Zero-pad row data for GEMMs: their columns, and with `pad_rows` also the rows of 2-D data."""
+    """Zero-pad columns, and with `pad_rows` rows of 2-D data, to multiples of a block or of 16."""
     data, scale = row
     multiple = granularity.width or GEMM_ALIGNMENT  # the padded sizes are multiples of it
     bottom = -data.shape[0] % multiple if pad_rows and data.dim() == 2 else 0
@@ -170,11 +171,11 @@ def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Ope
 
 
 def to_col(row: Operand, cast_config: CastConfig, after: Tensor | None = None) -> Operand:
-    """Return column data of row data [R, C] that were quantized by `cast_config`.
+    """Return column data (the transposed copy) of row data [R, C] that were cast by `cast_config`.
 
     Under one scale and under square blocks the bytes are transposed. Otherwise dequantized values
     are quantized; if scales are powers of two, this rounds only values that are subnormal under the
-    scale of their column. `after`: a tensor that compiled code computes first; see `kernels.cast`.
+    scale of their column. `after`: a tensor that compiled code must compute first.
     """
     granularity = cast_config.scaling_granularity
     if granularity.one_scale:
@@ -189,6 +190,6 @@ def to_col(row: Operand, cast_config: CastConfig, after: Tensor | None = None) -
 
 
 def dequantized(row: Operand, cast_config: CastConfig) -> Tensor:
-    """Dequantize row data, to bfloat16 if scales are powers of two (exact), else to float32."""
+    """Return `data * scale`, exactly in bfloat16 if scales are powers of two, else in float32."""
     dtype = torch.bfloat16 if cast_config.power_of_2 else torch.float32
     return dequantised_by_kernel(row, cast_config.scaling_granularity, dtype)

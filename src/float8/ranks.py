@@ -12,19 +12,19 @@ from float8.tensor import Float8Tensor, is_dtensor, local_tensor
 
 
 def mesh_device_type(weights: Iterable[Any]) -> str | None:
-    """Return the device type of the mesh of `weights`, even offloaded ones; None without a mesh."""
+    """Return the mesh's device type if `weights` has DTensors (even offloaded ones), else None."""
     return next((mesh.device_type for mesh in _meshes(weights)), None)
 
 
 def _meshes(tensors: Iterable[Any]) -> set[Any]:
-    """Return the meshes of DTensors in `tensors`; of none that FSDP2 has gathered in float8."""
+    """Return the meshes of all DTensors in `tensors` that FSDP2 has not gathered in float8."""
     # A gathered weight under tensor parallel has the mesh of tensor parallel, without FSDP2's dims.
     sharded = [x for x in tensors if is_dtensor(x)]
     return {x.device_mesh for x in sharded if not isinstance(local_tensor(x), Float8Tensor)}
 
 
 def _require_whole_weights(shard_groups: Iterable[Any], synced: list[int], source: str) -> None:
-    """Raise `ValueError` if a shard group has a rank not in `synced`, which `source` describes."""
+    """Raise `ValueError` if a group in `shard_groups` has ranks that are missing in `synced`."""
     for ranks in map(dist.get_process_group_ranks, shard_groups):
         if not set(ranks) <= set(synced):
             raise ValueError(
@@ -36,11 +36,11 @@ def _require_whole_weights(shard_groups: Iterable[Any], synced: list[int], sourc
 def sync_groups(
     weights: list[Any], group: Any, fsdp_params: Iterable[Any], shard_groups: Iterable[Any]
 ) -> tuple[Any, ...]:
-    """Return the process groups over which a sync reduces the amaxes of layers with `weights`.
+    """Return the process groups over which to reduce the amaxes of layers with `weights`.
 
     These are `group` if given; else the groups of the mesh of `weights`, or else of `fsdp_params`,
     Parameters of the FSDP2 modules around the layers; without a mesh all ranks, or () if alone.
-    Raises `ValueError` if they lack a rank of `shard_groups`, each of which shares one weight.
+    Raises `ValueError` if these lack ranks of `shard_groups`, groups that each share a weight.
     """
     if group is not None:
         if not isinstance(group, dist.ProcessGroup):
@@ -67,7 +67,7 @@ def sync_groups(
 
 
 def unlike(texts: Sequence[str], groups: Sequence[Any], device: torch.device) -> list[str] | None:
-    """Return `texts` that a rank of `groups` does not have at their index; None if all agree."""
+    """Return `texts` of this rank that another rank lacks at the same index; None if all agree."""
 
     def maxima(numbers: list[int]) -> list[int]:
         largest = torch.tensor(numbers, device=device)

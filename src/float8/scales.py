@@ -18,7 +18,7 @@ def amax_to_scale(amax: Tensor, dtype: torch.dtype | Tensor, round_to_power_of_2
     `scale = max(amax, 2**-100) / max(dtype)`, correctly rounded to float32: `x / scale` fills the
     format's range, `data * scale` gives `x` back. With `round_to_power_of_2` the scale is rounded
     up, so that nothing saturates. `amax` is float32 of any shape, >= 0; NaN gives NaN, Inf gives
-    Inf. For amaxes of several formats, `dtype` is a float64 tensor of `max(dtype)` for each.
+    Inf. For amaxes of several formats, `dtype` is a float64 tensor of the largest value of each.
     """
     # Literals instead of `FLOAT8_MAX` and `SMALLEST_AMAX`, 7.9e-31: with dynamic=True Dynamo would
     # make floats of a module symbolic, and then fail.
@@ -50,7 +50,7 @@ def amax_to_exponent(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def inverse_of_exponent(scale: Tensor) -> Tensor:
-    """Return `1 / scale` for a scale from `amax_to_exponent`, but 1 for the scale 2**-127.
+    """Return `1 / scale` of MXFP8 scales, which are powers of two, but 1 for the smallest, 2**-127.
 
     Blocks with that scale hold tiny values: times 1, all round to zero, as in TransformerEngine.
     """
@@ -77,7 +77,7 @@ class Operand(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """A tensor [R, C] in float8: row data, column data or both; a layout not requested is None."""
+    """A tensor [R, C] in float8: row data, column data (the transposed copy) or both; else None."""
 
     row: Operand | Any = None
     """The row data [R, C], which GEMMs contract over C."""

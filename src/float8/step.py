@@ -16,13 +16,13 @@ from float8.linear import Float8Module
 
 @dataclass(eq=False)
 class Attachment:
-    """The hooks that `attach_to_optimizer` registered, and the float8 modules of its model."""
+    """Handle to the hooks that `attach_to_optimizer` registered, and to the float8 modules."""
 
     mods: list[Float8Module]
     handles: list[RemovableHandle]
 
     def remove(self) -> None:
-        """Remove the hooks and free held weights; also called when the optimizer is destroyed."""
+        """Remove the hooks and free kept casts; also called when the optimizer is destroyed."""
         for handle in self.handles:
             handle.remove()
         for mod in self.mods:
@@ -32,12 +32,12 @@ class Attachment:
 
 
 def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) -> Attachment:
-    """Sync scales and update float8 weights of `model` at every `optimizer.step()`.
+    """Register hooks that update scales and float8 weights of `model` at every `optimizer.step()`.
 
-    Registers hooks on the optimizer. `sync_float8_amax_and_scale_history(model)` runs right before
-    the step, or with a closure right after it, so that all forwards in the closure count. After the
-    step `update_float8_weights(model)` and `precompute_float8_dynamic_scale_for_fsdp(model)` run.
-    Held weights are cast now, and again at the first use, as a checkpoint may be loaded before it.
+    `sync_float8_amax_and_scale_history(model)` updates delayed scaling right before the step, or
+    with a closure right after it, so that all forwards in the closure count. After the step
+    `precompute_float8_dynamic_scale_for_fsdp(model)` and `update_float8_weights(model)` cast
+    weights. The latter also runs now; its casts are renewed at first use, as weights may be loaded.
     With several optimizers, attach the model to each. Models that need no hooks are unaffected.
 
     Args:
@@ -51,7 +51,7 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: FSDP gathers a `HELD` weight in high precision; see `update_float8_weights`.
+        ValueError: FSDP gathers a linear layer with `Float8Weights.HELD` in high precision.
     """
     require_module(model, "model")
     inner = _unwrapped(optimizer)
@@ -81,7 +81,7 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
 
 
 def _overrides(feature: Feature, method: Any) -> bool:
-    """Return whether the class of `feature` overrides a method of `Feature`."""
+    """Return whether the class of `feature` overrides `method` of its base class `Feature`."""
     return getattr(type(feature), method.__name__) is not method
 
 

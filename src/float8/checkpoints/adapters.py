@@ -14,11 +14,11 @@ from float8.tensor.ranks import is_fsdp_module
 
 
 def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]:
-    """Return `model` without PEFT's modules, and a dict: base layer -> PEFT layer to merge with it.
+    """Return `model` without the modules that PEFT added, and a dict {base layer: its PEFT layer}.
 
-    `model` is not changed: modules that contain PEFT's are copied, others and all Parameters are
-    shared. Modules that PEFT trains (`modules_to_save`) replace the original ones. The dict lacks
-    layers whose active adapters are all merged. Raises `ValueError` if adapters cannot be merged.
+    The dict has layers of the returned model whose active adapters are not merged yet. `model` is
+    not changed: modules that contain PEFT's are copied; others and Parameters are shared. Active
+    copies of `modules_to_save` replace the originals. Raises `ValueError` if PEFT cannot merge.
     """
     peft_layer_of = dict[nn.Module, Any]()
     replacement_of = dict[nn.Module, nn.Module]()  # module -> copy, or itself if nothing changes
@@ -27,7 +27,7 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]
         return set() if module.disable_adapters else {*module.active_adapters}
 
     def base_of(module: Any) -> Any:
-        """Return the module that replaces `module` in the model without adapters."""
+        """Return the module that replaces `module` when PEFT's modules are removed."""
         # Classes of PEFT by name, since PEFT need not be installed.
         class_names = {x.__name__ for x in type(module).__mro__ if x.__module__.startswith("peft.")}
         if class_names & {"PeftModel", "PeftMixedModel"}:
@@ -67,12 +67,12 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]
 
 
 def layers_of_peft(layer: nn.Module) -> list[Any]:
-    """Return the PEFT layers in `layer`, itself included, outermost first: PEFT may nest them."""
+    """Return `layer`, if it is a PEFT layer, and all PEFT layers nested in it, outermost first."""
     return [x for x in layer.modules() if hasattr(x, "merged_adapters")]
 
 
-def _inactive(layer: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the Parameters of inactive adapters in `layer`, except those that active ones share."""
+def _inactive_parameters(layer: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the Parameters of the PEFT layer `layer` that only inactive adapters use."""
     for x in layers_of_peft(layer):
         for child in x.children():
             if isinstance(child, nn.ModuleDict | nn.ParameterDict):  # keys are names of adapters
@@ -96,12 +96,12 @@ _LEFT_EMPTY = re.compile("_hooks$|^kwargs$|^__composable")
 def merged_base_layer(*layers: Any, gather: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
     """Return a float32 copy of the base layer of a PEFT layer, with the active adapters merged.
 
-    `layers` is one PEFT layer, or several whose base layers share a weight. PEFT merges in
-    the copy; the copy and PEFT's temporaries take memory. Raises `ValueError` if PEFT cannot
-    merge. `gather`, a collective, returns the full tensor of a sharded one.
+    `layers` is one PEFT layer, or several whose base layers share a weight: the adapters of all are
+    merged into the copy of this weight. `gather` is called with each Parameter, and must return the
+    full tensor of a sharded one. Raises `ValueError` if PEFT cannot merge.
     """
     # The memo of `deepcopy`: id of an object -> its copy. Inactive adapters are not copied.
-    copies: dict[int, Any] = {id(p): p for layer in layers for p in _inactive(layer)}
+    copies: dict[int, Any] = {id(p): p for layer in layers for p in _inactive_parameters(layer)}
     for p in (p for layer in layers for p in layer.parameters() if id(p) not in copies):
         gathered = gather(high_precision(p.detach()))
         values: Any = values_of(gathered)  # a new tensor if `gathered` is in float8

@@ -24,7 +24,7 @@ INDEX, CONFIG = "model.safetensors.index.json", "config.json"
 
 
 def import_safetensors() -> Any:
-    """Import and return `safetensors`, which only checkpoints need, or raise an `ImportError`."""
+    """Import and return `safetensors`; raise an `ImportError` that tells how to install it."""
     try:
         import safetensors.torch
     except ImportError as error:
@@ -33,7 +33,7 @@ def import_safetensors() -> Any:
 
 
 class Checkpoint:
-    """The opened safetensors files of a folder; raises the errors of `read_float8_checkpoint`."""
+    """Opens the safetensors files of a checkpoint, checks headers, and reads tensors one by one."""
 
     def __init__(self, folder: Path, device: Any = "cpu") -> None:
         index: Any = self  # differs from any version, so that the loop runs
@@ -48,7 +48,7 @@ class Checkpoint:
             raise error
 
     def _open(self, folder: Path, device: Any) -> None:
-        """Open all files, and check names, dtypes and shapes; no tensor is read."""
+        """Open all files, and check their headers against the index and `quantization_config`."""
         listed: dict[str, set[str]] = {}  # file -> names of its tensors; {} without an index
         with contextlib.suppress(FileNotFoundError):
             listed = _read(folder, INDEX, _read_index)
@@ -86,7 +86,10 @@ class Checkpoint:
         self.names = sorted(name for name in others if not name.endswith(_SCALES_OF_ACTIVATIONS))
 
     def _quantization_config(self, folder: Path) -> Any:
-        """Return the `quantization_config`; without it, one that names ComfyUI or modelopt."""
+        """Return the `quantization_config` of `config.json`, or None if it has none.
+
+        If files of ComfyUI or modelopt have none, return a dict by which errors name the format.
+        """
         with contextlib.suppress(FileNotFoundError):
             if config := _read(folder, CONFIG, _read_json).get("quantization_config"):
                 return config
@@ -98,7 +101,7 @@ class Checkpoint:
         return _read(folder, CONFIG, _read_json).get("quantization_config")  # raises without file
 
     def read(self, name: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Read the tensor `name`; a float8 weight becomes a `Float8Tensor` that reports `dtype`."""
+        """Read the tensor `name`; return a float8 weight as a `Float8Tensor` of dtype `dtype`."""
         data: Tensor = self._file_of[name].get_tensor(name)
         if name not in self.in_float8:
             return data
@@ -107,10 +110,8 @@ class Checkpoint:
         return self.scheme.weight(data, scale, dtype)
 
 
-# Suffixes of the names of scales of activations and KV caches, which are not read.
 _SCALES_OF_ACTIVATIONS: tuple[str, ...] = (".input_scale", ".output_scale", ".activation_scale")
 _SCALES_OF_ACTIVATIONS += (".act_scale", ".k_scale", ".v_scale", ".kv_scale")
-# Names that only files of ComfyUI have.
 _COMFY_NAMES = re.compile(r"^(scaled_fp8|_quantization_metadata)$|\.(scale_weight|comfy_quant)$")
 # Names in safetensors files of floating-point dtypes and dtypes of scales; others stay strings.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
@@ -128,7 +129,7 @@ def _open_safetensors(path: Path, device: Any) -> Any:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`; raise `ValueError` for other content or a repeated name."""
+    """Return the JSON object in `path`; raise `ValueError` for other content or a repeated key."""
 
     def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(content := dict(pairs)) < len(pairs):
@@ -145,7 +146,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_index(index: Path) -> dict[str, set[str]]:
-    """Map each file that the `index` names to its tensors' names; refuse files of other folders."""
+    """Return {file: names of its tensors}; raise `ValueError` if `index` names other folders."""
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index}: got no weight_map of names and files; fetch it again")
@@ -160,14 +161,14 @@ def _read_index(index: Path) -> dict[str, set[str]]:
 
 
 def _read(folder: Path, name: str, read: Callable[[Path], Any]) -> Any:
-    """Return `read(path)` for the file `name` in the subfolder `_COMPLETE`, or else in `folder`."""
+    """Return `read(path)` of file `name` in `folder`, or of a newer one yet to be moved there."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, RuntimeError):  # moved just now
         return read(folder / _COMPLETE / name)
     return read(folder / name)
 
 
 def _index_version(folder: Path) -> tuple[int, int] | None:
-    """Return (inode, mtime in ns) of the index, which each save changes; None without an index."""
+    """Return (inode, mtime in ns) of the index file, which a save changes, or None without one."""
     with contextlib.suppress(FileNotFoundError):
         status = _read(folder, INDEX, Path.stat)
         return status.st_ino, status.st_mtime_ns
@@ -186,8 +187,10 @@ def write_files(
 ) -> None:
     """Write a checkpoint to `folder`, replacing an older one, which is kept if an error occurs.
 
-    Writes all files to a subfolder, renames it to `_COMPLETE`, where readers look first, and moves
-    the files out; the next save finishes this after a crash. A dict of `tensors` is not split.
+    Each dict {name: tensor} goes into one file, of at most `max_shard_size` bytes unless one dict
+    has more. `config` is the text of `config.json`. All files are completed in a subfolder, then
+    moved to `folder`. If the process is killed while it moves them, this library reads the rest in
+    the subfolder, and the next save moves it.
     """
     names = (f"model-{number:05d}.safetensors" for number in range(1, 100_000))
     # New names, so that the older checkpoint can be read until its index is replaced.
@@ -228,7 +231,7 @@ def write_files(
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Context manager: make and lock `folder`, or raise `OSError`. Killing a process unlocks it."""
+    """Context manager that makes and locks `folder`; raises `OSError` if another save locks it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (lock := folder / _LOCK).open("ab") as file:
         try:
@@ -247,7 +250,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _shards(tensors: Iterable[dict[str, Tensor]], max_size: int) -> Iterator[dict[str, Tensor]]:
-    """Yield dicts of up to `max_size` bytes, each with the tensors of one or more of `tensors`."""
+    """Merge dicts of `tensors`, on the CPU, into shards of up to `max_size` bytes; split none."""
     # One dict is yielded and cleared again and again, so that one shard is in memory at a time.
     shard, storages, size = dict[str, Tensor](), set[int](), 0
     for named_tensors in tensors:
@@ -267,7 +270,7 @@ def _shards(tensors: Iterable[dict[str, Tensor]], max_size: int) -> Iterator[dic
 
 
 def _move_to_places(folder: Path) -> None:
-    """Move all files from `_COMPLETE`, if it exists, to `folder`; if one fails, move all back."""
+    """Move files of a complete save, if any, from a subfolder to `folder`; undo it on errors."""
     complete = folder / _COMPLETE
     shards = sorted(path.name for path in complete.glob("*.safetensors"))
     with contextlib.ExitStack() as undo:
@@ -287,7 +290,7 @@ def _move_to_places(folder: Path) -> None:
 
 
 def _to_disk(path: Path, write: Callable[[Path], object]) -> None:
-    """Call `write(path)`, and sync the file; raise an `OSError` with `path` if either fails."""
+    """Call `write(path)`, and fsync the file; raise an `OSError` with `path` if either fails."""
     try:
         write(path)
         with path.open("rb+") as file:

@@ -15,20 +15,24 @@ from float8.linear.source import become
 
 
 class LoadedInFloat8(Conversion):
-    """Converts every linear layer that another library has loaded with a float8 weight."""
+    """Converts linear layers that another library, such as transformers, loaded in float8."""
 
     has_rules = False  # heads and adapters are in float8 already
 
     def matches(self, mod: nn.Module) -> bool:
-        """Return True if `mod` has a float8 weight and its scale, in a known format."""
+        """Return True if `mod` is a linear layer with a float8 weight and a Parameter of scales."""
         return schemes.scheme_of_layer(mod) is not None
 
     def problem(self, mod: nn.Module, chooser: Chooser) -> str | None:
-        """Return why the float8 weight of `mod` does not fit the configuration, or None."""
+        """Return why `mod` cannot be converted with the config that `chooser` has, or None."""
         return schemes.why_not_taken(mod, schemes.config_for(mod, chooser.config_or_none))
 
     def prepare(self, mod: nn.Module, chooser: Chooser) -> Callable[[], None]:
-        """Return a function that turns `mod` into a `Float8Linear`, see `schemes.as_linear`."""
+        """Return a function that turns `mod`, in place, into a `Float8Linear`.
+
+        Its weight stays in float8 if the config in `chooser` is None or has `Float8Weights.ONLY`
+        (weights exist in float8 only); otherwise the weight is dequantized.
+        """
         config = schemes.config_for(mod, chooser.config_or_none)
         params = chooser.model.named_parameters()
         dtypes = (p.dtype for name, p in params if not name.endswith(("_scale", "_scale_inv")))
@@ -38,13 +42,14 @@ class LoadedInFloat8(Conversion):
 
 
 class Quantizers(Feature):
-    """Removes the quantizer of a library, such as transformers, from a model that it loaded."""
+    """Removes transformers' quantizer and compressed-tensors' hook from models that they loaded."""
 
     def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
-        """Detach `model` from the quantizer that loaded it, if all its float8 layers are converted.
+        """Remove the quantizer of transformers and the hook of compressed-tensors from `model`.
 
-        If the quantizer stayed, a hook of compressed-tensors would replace all Parameter dicts, and
-        transformers would refuse to train, and would save the old `quantization_config`.
+        With its quantizer, transformers refuses to train, and saves the old `quantization_config`.
+        The hook replaces all dicts of Parameters. Both stay if a float8 layer of these libraries is
+        left, or if `config` is None, which means that `model` was converted to high precision.
         """
         unconverted = any(schemes.COMPRESSED_MARK in vars(mod) for mod in model.modules())
         unconverted = unconverted or any(p.dtype in FLOAT8_MAX for p in model.parameters())

@@ -1,8 +1,4 @@
-"""Map tensors of a model, by name, to the parts and names under which transformers saves them.
-
-transformers 5 renames tensors when it loads them, and joins the weights [N, K] of experts to one
-Parameter [E, pieces * N, K]; when it saves, it undoes both. Uses the tables of transformers.
-"""
+"""Map tensors of a model, by name, to the parts and names under which transformers saves them."""
 
 import copy
 from collections import Counter
@@ -18,14 +14,14 @@ from float8.tensor import Float8Tensor, dequantise
 
 
 class SavedTensor:
-    """A Parameter or persistent buffer, with the modules that have it and its names in them."""
+    """Holds a Parameter or persistent buffer, and all modules that have it, with its names."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Any = tensor
         self.uses: list[tuple[str, nn.Module, str]] = []  # full name, module, name in that module
 
     def replace(self, new: Tensor) -> None:
-        """Replace this tensor by `new` in all modules that have it."""
+        """Replace the tensor by `new` in all modules that have it, as a Parameter if it was one."""
         if isinstance(self.tensor, nn.Parameter):
             new = nn.Parameter(new, requires_grad=self.tensor.requires_grad)
         for _, module, attr in self.uses:
@@ -35,7 +31,7 @@ class SavedTensor:
 
 
 def saved_tensors(model: nn.Module) -> list[SavedTensor]:
-    """Return all Parameters and persistent buffers of `model` except delayed-scaling state."""
+    """Return the Parameters and persistent buffers of `model`, except those of delayed scaling."""
     saved: dict[int, SavedTensor] = {}  # id -> tensor, so that a tied tensor is in it once
     for prefix, module in unwrapped(model).named_modules(remove_duplicate=False):
         for attr, x in {**module._parameters, **module._buffers}.items():
@@ -47,18 +43,18 @@ def saved_tensors(model: nn.Module) -> list[SavedTensor]:
 
 
 class Part(NamedTuple):
-    """What files store of a tensor under one name: all of it, or one weight [N, K] of an expert."""
+    """Selects what files store under one name: a whole tensor, or a weight [N, K] of one expert."""
 
     expert: int | None = None  # None: all of the tensor
     piece: int = 0  # index of the weight [N, K] among the `pieces` of the expert
     pieces: int = 1  # weights per expert that [E, pieces * N, K] joins: 2 for gate and up
 
-    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of this part of a tensor of shape `whole`."""
-        return whole if self.expert is None else (whole[1] // self.pieces, whole[2])
+    def shape(self, full_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of this part of a tensor of shape `full_shape`."""
+        return full_shape if self.expert is None else (full_shape[1] // self.pieces, full_shape[2])
 
     def of(self, x: Tensor) -> Tensor:
-        """Return this part of `x`: a view, or a dequantized copy if two pieces share a scale."""
+        """Return this part of `x`: a view, or dequantized if its scales cover other parts, too."""
         if self.expert is None:
             return x
         N, _ = self.shape(x.shape)
@@ -79,10 +75,11 @@ Parts = dict[str, Part]
 
 
 def published_parts(model: nn.Module) -> dict[str, Parts]:
-    """Map the name of each tensor of `model` to the parts in which transformers saves it.
+    """Return {name in `model`: {name in files: part}}, as transformers saves tensors of `model`.
 
-    A tensor that transformers could not load from these parts, and each tensor of a model that is
-    not of transformers, has one part: all of it, under its own name.
+    transformers 5 saves some tensors under other names, and a Parameter [E, pieces * N, K] of
+    experts as a weight [N, K] for each expert and piece. All other tensors, and those that it could
+    not load from such parts, have one part: the whole tensor, under its name in `model`.
     """
     saved = [(*use, x.tensor) for x in saved_tensors(model) for use in x.uses]  # one per name
     published = {name: {name: WHOLE} for name, *_ in saved}
@@ -118,8 +115,7 @@ def published_parts(model: nn.Module) -> dict[str, Parts]:
             # Take the new names, of scales as well, only if loading turns them into the old ones.
             if all(rename(new + suffix, loading) == name + suffix for suffix in suffixes):
                 published[name] = {new: WHOLE}
-        # Tensors that transformers converts in other ways, or several of them together, keep their
-        # names: a `Part` can only be all of one tensor, or rows of one expert.
+        # Tensors that transformers converts in other ways, or several together, keep their names.
         elif _is_experts_weight(module, attr) and len(converter.source_patterns) == 1:
             parts = _split(copy.deepcopy(converter), name, x.shape, root)  # {} if not possible
             renamed = {rename(new, saving): part for new, part in parts.items()}
@@ -135,10 +131,10 @@ def published_parts(model: nn.Module) -> dict[str, Parts]:
 
 
 def replaced_by_transformers(model: nn.Module, method: str) -> str | None:
-    """Return the name of a class in `model` that transformers replaces when it loads, or None.
+    """Return the name of a class in `model` whose weights transformers could not load, or None.
 
-    When transformers loads a checkpoint of `quant_method` `method`, it replaces modules of some
-    classes by others, whose weights have other names than the saved weights.
+    For a checkpoint with the `quant_method` `method`, transformers replaces modules of some classes
+    by others, whose weights have other names than those in the checkpoint.
     """
     if not _is_of_transformers(unwrapped(model)):
         return None
@@ -152,24 +148,22 @@ def replaced_by_transformers(model: nn.Module, method: str) -> str | None:
 
 
 def _is_of_transformers(root: nn.Module) -> bool:
-    """Return whether `root` is a `PreTrainedModel`; does not import transformers."""
     return any(cls.__module__ == "transformers.modeling_utils" for cls in type(root).__mro__)
 
 
 def _is_experts_weight(module: nn.Module, attr: str) -> bool:
-    """Return whether `module.attr` is a weight of experts, of any library, stored as [E, N, K]."""
+    """Return whether the Parameter `attr` of `module` has the weights of experts as [E, N, K]."""
     conversion, weight = conversion_of(module), module._parameters.get(attr)
     has_experts = weight is not None and weight.dim() == 3
     return has_experts and conversion is not None and attr in conversion.stored_by_rows(module)
 
 
 def _split(converter: Any, name: str, shape: Any, model: Any) -> Parts:
-    """Return {name in files: part} of a weight of experts called `name`, of shape `shape`.
+    """Return {name in files: part} for the weights into which transformers splits a Parameter.
 
-    The shape is [E, pieces * N, K]; a part is one of the pieces [N, K] of one expert. Parts are
-    sorted by piece, then expert. To find their rows, transformers' `converter`, which matches
-    `name`, is run on a small tensor of the numbers 0, 1, 2, ... Returns {} unless the parts are
-    distinct, and each has consecutive rows of one expert.
+    The Parameter `name` has `shape` [E, pieces * N, K]; a part is one piece [N, K] of one expert.
+    To find which, transformers' `converter` for this name is run on a small tensor of the numbers
+    0, 1, 2, ... Parts are sorted by piece, then expert. Returns {} if a result is no such piece.
     """
     rows = 12  # of each expert in the small tensor; divisible by 1, 2, 3, 4, 6 and 12 pieces
     numbers = torch.arange(shape[0] * rows * 2, device="cpu").view(-1, rows, 2)  # [E, rows, 2]

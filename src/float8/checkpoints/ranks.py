@@ -12,11 +12,11 @@ _ERRORS = (FileNotFoundError, OSError, ImportError, TypeError, ValueError)
 
 
 class ModelRanks:
-    """Context manager: run a block of code on all ranks that share DTensors of a model.
+    """Context manager that raises an error of one rank on all ranks that share a model's DTensors.
 
-    If one rank fails, all raise its error, at the end of the block or at the next `agree`. Ranks
-    call `agree` before collectives, so that no rank waits for a failed one. Without DTensors, ranks
-    do not wait for each other. Weights that FSDP2 keeps gathered are resharded first.
+    The other ranks raise it at the end of the block, or before that at their next call of `agree`.
+    Call `agree` before each collective, so that no rank waits for a failed one. Without DTensors,
+    ranks do not wait for each other. FSDP2 modules are resharded when the manager is created.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -31,8 +31,8 @@ class ModelRanks:
     def agree(self, value: Any = None, error: BaseException | None = None) -> list[Any]:
         """All-gather `value` over each process group of the model; return all values in one list.
 
-        If a rank passes an `error`, this method raises a copy of it on all other ranks. On that
-        rank it returns, and the caller raises the error.
+        If a rank passes an `error`, this method raises an error with its text on all other ranks;
+        on that rank it returns, and the caller must raise `error`.
         """
         cls = next((cls for cls in _ERRORS if isinstance(error, cls)), RuntimeError)
         text = str(error) if cls is not RuntimeError else f"{type(error).__name__}: {error}"

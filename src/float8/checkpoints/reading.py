@@ -23,23 +23,23 @@ from float8.tensor import Float8Tensor, high_precision, is_dtensor, local_tensor
 def read_float8_checkpoint(
     folder: str | Path, *, dtype: torch.dtype = torch.bfloat16, device: Any = "cpu"
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors of a checkpoint, reading one tensor at a time.
+    """Return an iterator over (name, tensor) pairs of a checkpoint, which reads one at a time.
 
     Float8 weights are yielded as `Float8Tensor` with the data and scales of the file, other tensors
     as they are. The headers of all files are checked before this function returns.
 
     Args:
-        folder: contains `config.json`, whose `quantization_config` names format and strategy, and
+        folder: contains `config.json`, whose `quantization_config` describes the float8 format, and
             one safetensors file, or shards with an index.
-        dtype: the dtype that each `Float8Tensor` reports.
+        dtype: the dtype of each `Float8Tensor`, to which it dequantizes.
         device: the device that tensors are read to.
 
     Raises:
         ImportError: the package safetensors is not installed.
         FileNotFoundError: a file is missing.
         TypeError: `dtype` is not a high-precision dtype.
-        ValueError: format or strategy is unknown; a weight has no scale, or one that does not fit;
-            a file is cut, damaged, or outside of `folder`.
+        ValueError: the format is not supported; a weight lacks a scale of the format's dtype and
+            shape; a file is cut, damaged, or outside of `folder`.
         RuntimeError, AssertionError: torch's own, for a `device` that does not exist.
     """
     if dtype not in HIGH_PRECISION_DTYPES:
@@ -53,30 +53,30 @@ def load_float8_checkpoint(
 ) -> nn.Module:
     """Load a float8 checkpoint into `model`, one tensor at a time, and return `model`.
 
-    Layers and experts with `Float8Weights.ONLY` take the data and scales of the file, and need the
-    recipe of that granularity: `blockwise` for `fine-grained-fp8`, `rowwise` for channels,
-    `tensorwise` for tensors, `mxfp8` for MXFP8. Other Parameters take the dequantized values,
-    rounded to their dtype; DTensors take the part of each rank.
+    Layers and experts with `Float8Weights.ONLY` (weights exist in float8 only) take the data and
+    scales of the files. Their recipe must have the same granularity: `blockwise` for 128x128
+    blocks, `rowwise` for channels, `tensorwise` for tensors, `mxfp8` for MXFP8. Other Parameters
+    take the dequantized values, rounded to their dtype; DTensors take this rank's part of them.
 
     Names in files are those of `model`, or those under which transformers saves it, with experts
     one by one. All ranks that share `model` must call this; an error on one is raised on all.
 
     Args:
-        model: in high precision or converted; may be on the meta device. A model sharded by FSDP2
-            or tensor parallel must be in high precision, not on meta, and not split an expert.
-        folder: see `read_float8_checkpoint`.
+        model: in high precision or converted. It may be on the meta device, except for sharded
+            weights in high precision. Experts may be sharded only along their dim (`Shard(0)`).
+        folder: contains `config.json`, and one safetensors file, or shards with an index.
         device: the device of Parameters that replace those on the meta device; None: the CPU.
 
     Raises:
+        ImportError, FileNotFoundError: the package safetensors, or a file, is missing.
         TypeError: `model` is not an `nn.Module`.
-        ValueError: names or shapes of the checkpoint are not those of the model, a layer cannot
-            take its weight, or the checkpoint has a weight twice: experts joined and one by one, or
-            different values for a tied Parameter. `model` is unchanged then.
-        ImportError, FileNotFoundError, RuntimeError, AssertionError: as `read_float8_checkpoint`.
+        ValueError: a file is damaged or of no supported format; names or shapes are not those of
+            `model`; a layer with `ONLY` has another granularity; an expert is there twice, joined
+            and alone; or tied Parameters have different values. `model` is unchanged then.
+        RuntimeError, AssertionError: torch's own, for a `device` that does not exist.
     """
     with ModelRanks(model) as ranks:
         device = torch.empty(0, device="cpu" if device is None else device).device  # checked
-        # All names that a checkpoint may use, the model's and transformers'.
         targets = {name: _Target(x) for x in saved_tensors(model) for name, *_ in x.uses}
         for name, parts in published_parts(model).items():
             targets |= {new: _Target(targets[name].saved, part) for new, part in parts.items()}
@@ -100,20 +100,20 @@ def load_float8_checkpoint(
 
 
 class _Target(NamedTuple):
-    """The destination of a tensor of a checkpoint: a Parameter or buffer, or a part of one."""
+    """Describes where a tensor is loaded: into a Parameter or buffer, or an expert's part of it."""
 
     saved: SavedTensor
     part: Part = WHOLE
 
     @property
     def only_layers(self) -> list[Any]:
-        """The modules with `Float8Weights.ONLY` that have the tensor as a weight."""
+        """The modules with this weight that keep weights in float8 only (`Float8Weights.ONLY`)."""
         uses: Any = ((m, attr) for _, m, attr in self.saved.uses if isinstance(m, Float8Module))
         return [m for m, attr in uses if m._float8_never_trains and attr in m._float8_matrices()]
 
 
 def _match(model: nn.Module, checkpoint: Checkpoint, targets: dict[str, _Target]) -> list[str]:
-    """Return a name in files for each target; raise `ValueError` if one is missing or unfit."""
+    """Check that each target gets one tensor that fits, and return the names of these tensors."""
     class_name = type(model).__name__
     names_in_files = dict[_Target, list[str]]()  # files may have a tied tensor under several names
     # transformers ignores these names as well, for example of multi-token prediction layers.
@@ -152,7 +152,7 @@ def _match(model: nn.Module, checkpoint: Checkpoint, targets: dict[str, _Target]
 
 
 def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None:
-    """Raise `ValueError` if dtype, shape or scales of the tensor `name` do not fit `target`."""
+    """Raise `ValueError` if `target` cannot take the dtype, shape or scales of tensor `name`."""
     (dtype, shape), tensor = checkpoint.headers[name], target.saved.tensor
     shape_of_part = target.part.shape(tuple(tensor.shape))
     only_layers, granularity = target.only_layers, checkpoint.scheme.granularity
@@ -185,7 +185,7 @@ def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None
 
 
 def _load(target: _Target, read: Callable[..., Tensor], device: Any) -> None:
-    """Load the tensor `read()` into `target`, which is allocated on `device` if it is on meta."""
+    """Load the tensor that `read()` returns into `target`, allocated on `device` if on meta."""
     saved, old, only_layers = target.saved, target.saved.tensor, target.only_layers
     if len(only_layers) == len(saved.uses) and target.part == WHOLE:  # all uses are in float8 only
         new = read(old.dtype).to(device if old.is_meta else old.device, old.dtype)
@@ -201,7 +201,6 @@ def _load(target: _Target, read: Callable[..., Tensor], device: Any) -> None:
         return
     experts: Any = torch.arange(len(stored))  # indices of all experts, then of those of this rank
     experts = _distribute(experts, stored).to_local() if is_dtensor(stored) else experts
-    # The index of the expert among those of this rank; no index if another rank has it.
     for index in (experts == target.part.expert).nonzero().flatten().tolist():
         part = target.part._replace(expert=index).of(local_tensor(high_precision(stored)))
         if not isinstance(part, Float8Tensor):
@@ -213,13 +212,13 @@ def _load(target: _Target, read: Callable[..., Tensor], device: Any) -> None:
 
 
 def _copy(destination: Any, tensor: Tensor) -> None:
-    """Copy `tensor`, dequantized, into `destination`; a DTensor takes this rank's shard of it."""
+    """Copy `tensor`, dequantized, to `destination`; for a DTensor copy only this rank's shard."""
     values = values_of(tensor.to(destination.device)).to(destination.dtype)
     destination.copy_(_distribute(values, destination) if is_dtensor(destination) else values)
 
 
 def _distribute(whole: Tensor, template: Any) -> Any:
-    """Return `whole`, equal on all ranks, as a DTensor placed as `template`; sends nothing."""
+    """Return `whole`, equal on all ranks, as a DTensor placed like `template`, sending nothing."""
     from torch.distributed.tensor import distribute_tensor  # slow to import
 
     return distribute_tensor(whole, template.device_mesh, template.placements, src_data_rank=None)

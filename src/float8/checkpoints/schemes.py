@@ -1,9 +1,8 @@
 """Schemes that store float8 weights in files, and layers that other libraries loaded from these.
 
-Each of `_SCHEMES` stores a weight [N, K] as e4m3 data with decode scales, as this library does:
-`x ~= data * scale`. Scales are written in float32, but under `block_ue8m0` and `mxfp8` as 8-bit
-exponents: a byte is 2^(byte - 127), 255 is NaN. Files of `block_ue8m0` with float32 scales, such as
-those of DeepSeek-V3.1, are read, too.
+Each of `_SCHEMES` stores a weight [N, K] as e4m3 data with scales: `x ~= data * scale`. Scales are
+in float32, but under `block_ue8m0` and `mxfp8` 8-bit exponents: a byte is 2^(byte - 127), 255 NaN.
+Files of `block_ue8m0` with float32 scales, such as those of DeepSeek-V3.1, are read, too.
 """
 
 from dataclasses import replace
@@ -38,12 +37,12 @@ class Scheme(NamedTuple):
 
     @property
     def block(self) -> list[int | None] | None:
-        """The size of a block, [rows, columns]; [1, None] for whole rows, None for one scale."""
+        """The [rows, columns] that share a scale; [1, None]: each row; None: the whole tensor."""
         granularity = self.granularity
         return None if granularity.one_scale else [granularity.height, granularity.width]
 
     def accepts(self, granularity: Any) -> bool:
-        """Return whether files can store scales of `granularity`."""
+        """Return whether files can store scales of `granularity` without another cast to float8."""
         if self.granularity is ScalingGranularity.BLOCK_1x32:  # repeat those of 32x32 for each row
             return granularity in (ScalingGranularity.BLOCK_1x32, ScalingGranularity.BLOCK_32x32)
         return granularity is self.granularity
@@ -58,7 +57,7 @@ class Scheme(NamedTuple):
         return self.granularity.scales(shape)[0], 1 if width is None else -(-shape[1] // width)
 
     def require_pair(self, name: str, weight: Any, scale: Any) -> None:
-        """Raise `ValueError` unless `weight` and `scale`, pairs (dtype, shape) or None, fit."""
+        """Raise `ValueError` if `weight` or `scale`, each (dtype, shape), is not of this scheme."""
         (dtype, shape), scale_name = weight, name + self.scale_suffix
         scale_dtype, scale_shape = scale or (None, None)
         shapes = [self.scale_shape(shape)] if len(shape) == 2 else []
@@ -83,7 +82,7 @@ class Scheme(NamedTuple):
         raise ValueError(f"{name}: got {got}, expected {expected}, as config.json says; {fix}")
 
     def weight(self, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Float8Tensor:
-        """Return `data` [N, K] and `scale` from a file as a `Float8Tensor` that reports `dtype`."""
+        """Return `data` [N, K] and `scale` of a file as a `Float8Tensor` of dtype `dtype`."""
         scale = scale.detach()  # scales of one byte are exponents, even if the dtype is uint8
         scale = (scale.view(EXPONENTS) if scale.itemsize == 1 else scale).to(torch.float32)
         if self.granularity.one_scale:
@@ -95,7 +94,10 @@ class Scheme(NamedTuple):
         return Float8Tensor(data.detach().contiguous(), scale.contiguous(), dtype, self.granularity)
 
     def published(self, weight: Any, is_expert: bool) -> tuple[Tensor, Tensor] | None:
-        """Return data and scale of a `Float8Tensor` as files store them; None if files cannot."""
+        """Return (data, scale) of the `Float8Tensor` `weight` as files store them, or None.
+
+        None means that they need another dtype or granularity, or scales that are powers of two.
+        """
         if not self.accepts(weight._granularity) or weight._data.dtype != E4M3:
             return None
         shape, in_memory = self.scale_shape((*weight.shape,), is_expert), weight._granularity
@@ -114,7 +116,7 @@ class Scheme(NamedTuple):
         return weight._data, scale
 
     def config(self, left_out: list[str]) -> dict[str, Any]:
-        """Return the `quantization_config`; `left_out` are names of layers in high precision."""
+        """Return the `quantization_config` for files; `left_out` names layers in high precision."""
         if self.format == FINE_GRAINED:
             method = "mxfp8" if self.strategy == "mxfp8" else "fp8"
             config: dict[str, Any] = {"quant_method": method, "fmt": "e4m3"}
@@ -150,7 +152,7 @@ FP8_METHODS = "fp8", "mxfp8"  # values of `quant_method` for `fine-grained-fp8`
 
 
 def scheme_named(format: str, strategy: str | None) -> Scheme:
-    """Return the scheme of `format` and `strategy`; None means the format's first strategy."""
+    """Return the `Scheme` of a format and strategy (None: its default), or raise a `ValueError`."""
     for scheme in _SCHEMES:
         if scheme.format == format and strategy in (None, scheme.strategy):
             return scheme
@@ -158,10 +160,7 @@ def scheme_named(format: str, strategy: str | None) -> Scheme:
 
 
 def scheme_of(config: Any) -> Scheme:
-    """Return the scheme for `config`, the `quantization_config` of a checkpoint.
-
-    Raises a `ValueError` that names the first field whose value fits none of the remaining schemes.
-    """
+    """Return the `Scheme` that a `quantization_config` describes, or raise a `ValueError`."""
     config = _dict_or_empty(config)
     method = config.get("quant_method")
     fixes = (fix for prefix, fix in _FIX_BY_METHOD.items() if str(method).startswith(prefix))
@@ -176,10 +175,7 @@ def scheme_of(config: Any) -> Scheme:
 
 
 def _fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the values or defaults of the fields of `config` that tell schemes apart.
-
-    Keys are texts that `_require` appends to "quantization_config", such as "['fmt']".
-    """
+    """Return fields of a `quantization_config` that tell schemes apart, as {"['fmt']": "e4m3"}."""
     if config["quant_method"] != COMPRESSED:
         is_mxfp8 = config["quant_method"] == "mxfp8"
         block, scale_fmt = ([1, 32], "ue8m0") if is_mxfp8 else (None, "float")
@@ -201,8 +197,7 @@ def _fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dict_or_empty(x: Any) -> dict[str, Any]:
-    """Return `x` if it is a dict, else {}; some configs name a preset instead of a dict."""
-    return x if isinstance(x, dict) else {}
+    return x if isinstance(x, dict) else {}  # some configs name a preset instead
 
 
 _FIX_BY_METHOD = {
@@ -215,7 +210,7 @@ _FIX_BY_METHOD = {
 
 
 def _require(field: str, got: Any, supported: list[Any], fix: str | None = None) -> None:
-    """Raise `ValueError`, advising `fix`, unless `got`, the value of `field`, is in `supported`."""
+    """Raise `ValueError`, with advice `fix`, unless `got`, the value of `field`, is `supported`."""
     if got not in supported:
         expected = " or ".join(dict.fromkeys(repr(x) for x in supported if x is not None))
         fix = fix or "load it with transformers, dequantized, instead"
@@ -227,15 +222,14 @@ def values_of(x: Tensor) -> Tensor:
     return dequantise(x, torch.float32) if isinstance(x, Float8Tensor) else x
 
 
-# transformers loads `fine-grained-fp8` into its `FP8Linear`, and compressed-tensors into an
-# `nn.Linear` with more Parameters. Both have a float8 weight and a Parameter with its scale.
 COMPRESSED_MARK = "quantization_scheme"  # compressed-tensors sets it, and a `forward`, on layers
 
 
 def scheme_of_layer(mod: Any) -> Scheme | str | None:
-    """Return the `Scheme` of `mod` if another library loaded it in float8, else None.
+    """Return the `Scheme` of `mod` if it is a linear layer that another library loaded in float8.
 
-    If the scales of `mod` fit no scheme, return a text that describes these scales.
+    Such layers are of transformers (`FP8Linear`) or compressed-tensors. If their scales fit no
+    scheme, return a text that describes the scales; for all other modules, return None.
     """
     weight = mod._parameters.get("weight") if isinstance(mod, nn.Linear) else None
     if weight is None or weight.dtype not in FLOAT8_MAX:
@@ -259,7 +253,7 @@ def scheme_of_layer(mod: Any) -> Scheme | str | None:
 
 
 def config_for(mod: Any, config: Float8LinearConfig | None) -> Float8LinearConfig:
-    """Return `config`, or if it is None, one that keeps the float8 weight of `mod` (`ONLY`)."""
+    """Return `config`, or if it is None one that keeps `mod` in float8 (`Float8Weights.ONLY`)."""
     if config is not None:
         return config
     if not isinstance(scheme := scheme_of_layer(mod), Scheme):
@@ -272,7 +266,7 @@ def config_for(mod: Any, config: Float8LinearConfig | None) -> Float8LinearConfi
 
 
 def why_not_taken(mod: Any, config: Float8LinearConfig) -> str | None:
-    """Return why `mod`, loaded in float8, cannot become a `Float8Linear` with `config`, or None."""
+    """Return why `mod`, loaded in float8 by another library, cannot be converted, or None."""
     scheme = scheme_of_layer(mod)  # or a text that describes its scales
     if not isinstance(scheme, Scheme):
         got = f"got a weight in float8 with scales of {scheme}"
@@ -297,9 +291,10 @@ def why_not_taken(mod: Any, config: Float8LinearConfig) -> str | None:
 
 @torch.inference_mode(False)  # autograd does not save inference tensors for backward
 def as_linear(mod: Any, config: Float8LinearConfig, dtype: torch.dtype) -> nn.Linear:
-    """Return an `nn.Linear` that shares bias and hooks with `mod`, a layer loaded in float8.
+    """Return an `nn.Linear` with bias and hooks of `mod`, which another library loaded in float8.
 
-    Its weight is a `Float8Tensor` of the same bytes under `ONLY`, else dequantized to `dtype`.
+    If `config` has `Float8Weights.ONLY` (weights exist in float8 only), its weight is a frozen
+    `Float8Tensor` of the same bytes; otherwise the weight is dequantized to `dtype`.
     """
     scheme: Any = scheme_of_layer(mod)  # a `Scheme`: `why_not_taken` has returned None
     scale = mod._parameters["weight" + scheme.scale_suffix]

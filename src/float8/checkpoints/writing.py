@@ -30,7 +30,7 @@ from float8.tensor.weights import in_float8_only
 
 @dataclass(frozen=True)
 class WrittenWeight:
-    """A weight that `save_float8_checkpoint` wrote in float8."""
+    """Describes a weight written in float8: its name, and whether training has the same bytes."""
 
     name: str
     as_trained: bool
@@ -45,25 +45,22 @@ def float8_weights(
     dtype: torch.dtype | None = None,
     param_dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors of a converted model in a format that float8 servers read.
+    """Yield the names and tensors of a converted model in a format that inference servers read.
 
     A weight [N, K] of a `Float8Linear` is yielded as e4m3 data, followed by its scales. If scales
     have the recipe's granularity, the data are the bytes that training multiplies. Names are those
     under which transformers saves the model; for other models those of `model.state_dict()` without
     the prefixes of torch.compile and DDP. Experts that transformers saves one by one are yielded
     one by one, in float8 even if not converted. Tensors that are not cast may share memory with the
-    model: copy them before the next step.
-
-    Active adapters of PEFT are merged one layer at a time in float32, and each sum is cast once;
-    `model` is not changed. Names are those after `model.merge_and_unload()`.
+    model: copy them before the next step. Active adapters of PEFT are merged in float32 before the
+    cast, one layer at a time; names are those without adapters, and `model` is not changed.
 
     Ranks that share a model (FSDP2, tensor parallel) all-gather one weight at a time, and must all
     iterate to the end. Weights that FSDP2 has gathered are resharded.
 
     Args:
-        model: a converted model, whole or sharded.
-        format: `"fine-grained-fp8"` (as DeepSeek-V3 and Qwen3 are published) or
-            `"compressed-tensors"`.
+        model: a model that `convert_to_float8_training` has converted, whole or sharded.
+        format: `"fine-grained-fp8"`, as of DeepSeek-V3 and Qwen3, or `"compressed-tensors"`.
         strategy: the granularity of the scales. `"fine-grained-fp8"`: `"block"`, 128x128 (default),
             `"block_ue8m0"`, the same with 8-bit exponents as scales, `"mxfp8"`, 1x32 with 8-bit
             exponents, or `"tensor"`. `"compressed-tensors"`: `"channel"`, one scale per row
@@ -71,14 +68,13 @@ def float8_weights(
             not powers of two are quantized again.
         dtype: the dtype of yielded tensors that are not in float8. None keeps dtypes, but rounds to
             bfloat16 if most weights are float32, except tensors that transformers keeps in float32.
-        param_dtype: the `param_dtype` of FSDP2's `MixedPrecisionPolicy`, to which training rounds
-            weights before it casts them.
+        param_dtype: that of FSDP2's `MixedPrecisionPolicy`, to which training rounds weights first.
 
     Raises:
         TypeError: `model` is not an `nn.Module`, or a dtype is not a high-precision one.
         ValueError: format or strategy is unknown; no layer is converted; a tensor is on the meta
-            device or in another library's float8; transformers could not load the experts; two
-            tensors or scales have one name; or adapters cannot be merged.
+            device or in another library's float8; transformers could not load the experts in this
+            format; two tensors or scales have the same name; or adapters cannot be merged.
     """
     with ModelRanks(model) as ranks:
         plan = _plan(model, format, strategy, dtype, param_dtype)
@@ -89,15 +85,12 @@ def float8_weights(
 def quantization_config(
     model: nn.Module, format: str = FINE_GRAINED, *, strategy: str | None = None
 ) -> dict[str, Any]:
-    """Return the value of `quantization_config` in the `config.json` of a checkpoint.
-
-    It describes what `float8_weights` yields for the same arguments. Raises that function's errors.
-    """
+    """Return the `quantization_config` of a `config.json` for the tensors of `float8_weights`."""
     return _plan(model, format, strategy).config
 
 
 class TensorMetadata(NamedTuple):
-    """Name, dtype and shape of a tensor that `float8_weights` yields."""
+    """Describes a tensor that `float8_weights` yields: its name, dtype and shape."""
 
     name: str
     dtype: torch.dtype
@@ -112,7 +105,10 @@ def float8_metadata(
     dtype: torch.dtype | None = None,
     param_dtype: torch.dtype | None = None,
 ) -> list[TensorMetadata]:
-    """Return a `TensorMetadata` per tensor of `float8_weights`, in its order; raises its errors."""
+    """Return name, dtype and shape of each tensor that `float8_weights` yields, in its order.
+
+    Arguments and errors are those of `float8_weights`; no tensor is gathered or cast.
+    """
     plan = _plan(model, format, strategy, dtype, param_dtype)
     metadata = list[TensorMetadata]()
     for entry in plan.entries:
@@ -141,16 +137,22 @@ def save_float8_checkpoint(
 ) -> tuple[WrittenWeight, ...]:
     """Write the tensors of `float8_weights(model)` as safetensors shards, with an index.
 
-    Takes the arguments of `float8_weights`; `folder`, which is made if it does not exist; and
-    `max_shard_size`, the most bytes of a file, except that a larger tensor gets its own file.
     `config.json` has the values of `model.config`, if there is one (as in transformers), and the
     `quantization_config`. Tied weights are written once. One shard is in memory at a time.
 
     Rank 0 writes. All ranks of a sharded model must call this; an error on one is raised on all. If
     the model is not sharded, ranks do not wait for each other, and ranks > 0 only check the model.
-
     Files are written to a folder within `folder`, and moved when all are complete: the disk needs
     room for the old and the new. After an error, the old checkpoint is in place. Other files stay.
+
+    Args:
+        model: a model that `convert_to_float8_training` has converted, whole or sharded.
+        folder: the folder of the checkpoint, made if it does not exist.
+        format: `"fine-grained-fp8"`, as of DeepSeek-V3 and Qwen3, or `"compressed-tensors"`.
+        strategy: the granularity of scales; for all values see `float8_weights`.
+        dtype: that of tensors not in float8; None: theirs, or bfloat16 if most are float32.
+        param_dtype: the dtype to which FSDP2's mixed precision rounds weights before the cast.
+        max_shard_size: the most bytes of a file, except that a larger tensor gets its own file.
 
     Returns:
         A `WrittenWeight` per float8 weight; () on ranks > 0 of a model that is not sharded.
@@ -158,9 +160,9 @@ def save_float8_checkpoint(
     Raises:
         ImportError: the package safetensors is not installed.
         OSError: files cannot be written, or another process or thread saves to `folder`.
-        TypeError: as `float8_weights`; or `model.config` has values that JSON does not have.
-        ValueError: as `float8_weights`; `max_shard_size` is not a positive number of bytes; or
-            ranks have different models or arguments.
+        TypeError: `model`, a dtype, or a value in `model.config` is of an unsupported type.
+        ValueError: an argument is invalid or differs between ranks; no layer is converted; adapters
+            cannot be merged; or a tensor cannot be stored in this format.
     """
     with ModelRanks(model) as ranks:
         if type(max_shard_size) is not int or max_shard_size < 1:
@@ -195,7 +197,7 @@ def save_float8_checkpoint(
 
 
 def _model_config(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
-    """Return `model.config` as a dict, as transformers saves it for `dtype`; {} without config."""
+    """Return `model.config` as the dict that transformers saves with `dtype`; {} without config."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         return {}
@@ -209,7 +211,7 @@ def _model_config(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
 
 
 class _Entry(NamedTuple):
-    """How to write one Parameter or buffer."""
+    """Describes how to write a Parameter or buffer: its names in files, dtype, and float8 cast."""
 
     tensor: Tensor
     parts: Parts  # name in files -> part of `tensor`
@@ -219,7 +221,7 @@ class _Entry(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """How to write each tensor of a model, and the configuration that describes them."""
+    """Describes how to write each tensor of a model, and has the `quantization_config`."""
 
     scheme: Scheme
     dtype: torch.dtype  # of most tensors that are not in float8
@@ -237,7 +239,7 @@ def _plan(
     dtype: torch.dtype | None = None,
     param_dtype: torch.dtype | None = None,
 ) -> _Plan:
-    """Check all tensors of `model`, and decide how to write each; raises as `float8_weights`."""
+    """Check the arguments and all tensors of `model`; return how to write each, without a cast."""
     require_module(model, "model")
     reshard(model)
     for name, x in (("dtype", dtype), ("param_dtype", param_dtype)):
@@ -264,7 +266,6 @@ def _plan(
         got = f"got {format!r} for a model with {replaced}, for which transformers finds no weights"
         raise ValueError(f"format: {got} when it loads that format; expected {FINE_GRAINED!r}")
     ((model_dtype, _),) = elements_of.most_common(1)
-    # The dtype to which tensors that are not cast are rounded; None: they keep theirs.
     new_dtype = dtype or (torch.bfloat16 if model_dtype == torch.float32 else None)
     entries, peft_layers, base_attr = [], {}, {}
     for saved in tensors:
@@ -288,7 +289,7 @@ def _plan(
 
 
 def _require_storable(saved: SavedTensor, in_float8: bool) -> None:
-    """Raise `ValueError` unless files can store `saved`, after a cast to float8 if `in_float8`."""
+    """Raise `ValueError` if files cannot store `saved`, or its float8 data if `in_float8`."""
     x, (name, module, _) = saved.tensor, saved.uses[0]
     inner = local_tensor(high_precision(x))
     is_foreign_float8 = x.dtype.is_floating_point and x.dtype.itemsize == 1
@@ -305,7 +306,7 @@ def _require_storable(saved: SavedTensor, in_float8: bool) -> None:
 
 
 def _float32_names(model: nn.Module) -> Callable[[str], Any]:
-    """Return a function that tells from a name whether transformers keeps the tensor in float32."""
+    """Return a function that is true for names of tensors that transformers keeps in float32."""
     patterns = {
         name.replace("*", ".*")
         for module in model.modules()
@@ -320,9 +321,9 @@ def _select_float8(
 ) -> set[SavedTensor]:
     """Return the tensors in `saved` to write in float8.
 
-    These are weights of layers whose output GEMM is in float8, and of experts, converted or not,
-    that transformers saves in a tensor each. Not in float8 are weights that are float64, that
-    transformers keeps in float32, or that a module in high precision shares.
+    These are weights of a `Float8Linear` whose output GEMM is in float8, and of experts, converted
+    or not, that `published` splits into single weights; but not if they are float64, kept in
+    float32 by transformers (`stays_float32`), or shared with a module in high precision.
     """
 
     def is_float8(name: str, module: Any, attr: str, x: Tensor) -> bool:
@@ -342,7 +343,7 @@ def _select_float8(
 
 
 def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastConfig, bool]:
-    """Return the cast of a weight for `scheme`, and whether training casts it in the same way.
+    """Return the cast to write a weight of `module` in `scheme`, and whether training casts it so.
 
     The weight [rows, K] (of one expert, or of a layer) is saved as `pieces` weights of equal size.
     """
@@ -362,9 +363,9 @@ def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastC
 def _high_precision_modules(
     model: nn.Module, in_float8: set[nn.Module], published: dict[str, Parts], scheme: Scheme
 ) -> list[str]:
-    """Return names of linear layers and experts that contain no module of `in_float8`.
+    """Return names, for `quantization_config`, of linear layers and experts not in `in_float8`.
 
-    `Scheme.config` takes their names in `model`, but for fine-grained-fp8 their names in files.
+    They are names in `model`, but for the format fine-grained-fp8 names in files (`published`).
     """
     in_model = []
     for name, module in model.named_modules():
@@ -393,7 +394,10 @@ def _require_unique_names(entries: list[_Entry], suffix: str) -> None:
 def _cast_tensors(
     plan: _Plan, ranks: ModelRanks
 ) -> Iterator[tuple[dict[str, Tensor], WrittenWeight | None]]:
-    """Yield ({name: tensor}, None), or for float8 ({name: data, name: scale}, `WrittenWeight`)."""
+    """Yield the tensors of `plan` as they are written: gathered, with adapters merged, and cast.
+
+    Each is ({name: data, name of scale: scale}, `WrittenWeight`), or not cast ({name: x}, None).
+    """
     to_merge = [layer for layers in plan.peft_layers.values() for layer in layers]
     active = [[*x.active_adapters] for layer in to_merge for x in layers_of_peft(layer)]
     if len({*ranks.agree(repr(active))}) > 1:
@@ -422,7 +426,7 @@ def _cast_tensors(
 
 
 def _quantize(part: Part, x: Any, entry: _Entry, scheme: Scheme) -> tuple[Tensor, Tensor, bool]:
-    """Return data and scale of `part` of the full tensor `x`, and whether training casts it so."""
+    """Return data and scale of `part` of `x`, and whether the bytes are those of training."""
     weight, as_trained, is_expert = part.of(x), entry.as_trained, part is not WHOLE
     if isinstance(weight, Float8Tensor):
         if published := scheme.published(weight, is_expert):

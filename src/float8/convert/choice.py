@@ -18,19 +18,18 @@ from float8.names import plain_name
 DEFAULT_TOKENS = 8192
 
 CHOICE = "_float8_choice"
-"""The name of the attribute that keeps a module's last `Choice` for the report: a plain tuple, so
-that a model without converted layers can be unpickled without this library."""
+"""The attribute with a module's last `Choice`, a plain tuple: unpickling it needs no float8."""
 
 
 class Choice(NamedTuple):
-    """The decision whether to convert a module that has a `Conversion`."""
+    """The decision whether to convert a module; `skip_reason` says why not, or is None if so."""
 
     skip_reason: str | None = None  # why the module is not converted; None: it is
     chosen_for: str | None = None  # the report's sentence on the GPU, or on there being none
 
     @property
     def by_filter(self) -> bool:
-        """Whether a `module_filter_fn` excluded the module."""
+        """Whether the module is skipped because the user's `module_filter_fn` excluded it."""
         return (self.skip_reason or "").startswith("module_filter_fn ")
 
 
@@ -56,7 +55,6 @@ class Chooser:
         self.filter: Any = module_filter_fn
         self.config = as_config(config)
         self.config_or_none = None if config is None else self.config
-        # The number of ranks that share the casts of a weight; for experts see `ranks_that_cast`.
         self.linear_ranks = max(feature.sharing_ranks(self.config) for feature in FEATURES)
         self.expert_ranks = self.linear_ranks  # `float8 plan` sets fewer under expert parallel
         self.gpu: str | None = short_name(gpu)
@@ -71,7 +69,7 @@ class Chooser:
             self.kept_by_model |= conversion.modules_to_keep(self)
 
     def _check(self, gpu: Any, cuda_graphs: Any, linear_classes: Any, head: Any) -> None:
-        """Raise a `TypeError` or `ValueError` for invalid arguments of `__init__`."""
+        """Raise a `TypeError` or `ValueError` if an argument of the constructor is invalid."""
         if self.filter is not None and not callable(self.filter):
             got = f"module_filter_fn: got {type(self.filter).__name__}"
             raise TypeError(f"{got}, expected a function (module, name) -> bool, or None")
@@ -99,7 +97,7 @@ class Chooser:
             raise TypeError(f"linear_classes: got {linear_classes!r}, expected {expected}")
 
     def choose(self, mod: nn.Module, fqn: str) -> Choice | None:
-        """Return the `Choice` for `mod`, called `fqn`, or None if no `Conversion` matches `mod`."""
+        """Return the decision on converting `mod`, or None if it is no `nn.Linear` nor experts."""
         conversion = self.conversions[mod] if mod in self.conversions else conversion_of(mod)
         if conversion is None:
             return None
@@ -129,13 +127,13 @@ class Chooser:
         return None if decision else f"module_filter_fn returned {decision!r}"
 
     def gpu_of(self, mod: nn.Module) -> str | None:
-        """Return the GPU whose speed decides whether to convert `mod`, or None to ignore speed."""
+        """Return the name of the GPU whose speed decides about `mod`, or None to ignore speed."""
         if self.gpu is None and not self.config.emulate:
             return gpu_for(next((x.device for x in mod.parameters()), torch.device("cpu")))
         return self.gpu
 
     def _chosen_for(self, mod: nn.Module) -> str | None:
-        """Return the report's sentence on the GPU, or None if no GPU plays a part in the choice."""
+        """Return the report's sentence on how GPU speed decides about `mod`; None if it cannot."""
         if not self.config.float8_gemms or (self.config.emulate and self.gpu is None):
             return None  # nothing to speed up: no casts, or emulated here and no other GPU given
         gpu = self.gpu_of(mod)
@@ -155,16 +153,16 @@ class Chooser:
 
 
 def all_linears(mod: nn.Module, fqn: str) -> bool:
-    """A `module_filter_fn` that returns True for all modules, even if float8 makes them slower."""
+    """Return True; passed as `module_filter_fn`, this selects all layers, whatever their speed."""
     return True
 
 
 def reason_by_name(fqn: str, *, head: bool = False) -> str | None:
-    """Return why the layer named `fqn` stays in high precision without a filter, or None.
+    """Return why a layer with the name `fqn` is not converted by default, or None if it may be.
 
-    The output head stays unless `head` is True: the loss depends directly on its logits, and it is
-    a small part of a large model. Modules that PEFT trains stay: low-rank adapters, too small to
-    gain, and copies of layers, as PEFT saves them and must not save state of delayed scaling.
+    The output head is converted only if `head` is True: the loss depends directly on its logits,
+    and it is a small part of a large model. Modules that PEFT trains are not converted: low-rank
+    adapters gain no speed, and PEFT would save state of delayed scaling with copies of layers.
     """
     wrappers = "module", "model", "base_model"  # attributes in which wrappers keep a model
     words = [word for word in plain_name(fqn).split(".") if word not in wrappers]
@@ -176,7 +174,7 @@ def reason_by_name(fqn: str, *, head: bool = False) -> str | None:
 
 
 def gpu_for(device: torch.device) -> str | None:
-    """Return the `short_name` of the GPU for layers with weights on `device`; None without CUDA."""
+    """Return the name of `device` if it is a GPU, else of the current GPU; None without CUDA."""
     if not torch.cuda.is_available():
         return None
     gpu = device if device.type == "cuda" else None  # CPU and meta weights go to the current GPU
@@ -184,7 +182,7 @@ def gpu_for(device: torch.device) -> str | None:
 
 
 def short_name(gpu: Any) -> Any:
-    """Return the one modelled GPU in the name `gpu`, such as "H100"; `gpu` if there is not one."""
+    """Return "H100" or "H200" if the name `gpu` contains just one of them, else `gpu` unchanged."""
     text = gpu.upper() if isinstance(gpu, str) else ""
     names = re.findall(rf"({'|'.join(MODELLED)})(?!\w)", text)
     return names[0] if len({*names}) == 1 else gpu

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from float8.convert.choice import Chooser
 
 Refusal = tuple[str, str]
-"""Why a module cannot be converted, as two parts of an error message: got, and what to do."""
+"""Why a module cannot be converted, as two parts of an error message: (problem, advice)."""
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """A row of a `ConversionReport`: a linear layer, and how it runs or why it was skipped."""
+    """A linear layer in a `ConversionReport`: name, sizes, casts to float8 or why it has none."""
 
     kind: ClassVar[str] = "linear layers"
     fqn: str  # the name in the model, or `(root)`
@@ -33,75 +33,78 @@ class LayerReport:
 
 
 class Conversion:
-    """Base class: how one kind of module, such as `nn.Linear`, is converted. See `CONVERSIONS`."""
+    """Base class of objects that recognize, check and convert modules of one kind to float8."""
 
     has_rules = True  # whether `reason_by_name` and reasons of `modules_to_keep` apply
 
     def matches(self, mod: nn.Module) -> bool:
-        """Return True if `mod` is of this kind; also True after it was converted."""
+        """Return whether this object handles `mod`, which may or may not be converted already."""
         raise NotImplementedError
 
     def parameters(self, mod: nn.Module) -> Sequence[str]:
-        """Return names of weights of `mod` that `keep_high_precision(names=...)` accepts for it."""
+        """Return names of weights by which `keep_high_precision(names=...)` can exclude `mod`."""
         return ()
 
     def stored_by_rows(self, mod: nn.Module) -> Sequence[str]:
-        """Return the names of weights of `mod` that are [N, K], or [E, N, K], not transposed."""
+        """Return the names of weights whose last dim is the input features: [N, K] or [E, N, K]."""
         return ["weight"]
 
     def report(
         self, fqn: str, mod: Any, scaling: str | None, reason: str | None
     ) -> list[LayerReport]:
-        """Return report rows of `mod`, called `fqn`; one of `scaling` and `reason` is None."""
+        """Return report rows for `mod`, with its `scaling` in float8 or the `reason` to skip it."""
         sizes = mod.in_features, mod.out_features
         return [LayerReport(fqn or "(root)", *sizes, scaling, reason)]
 
     def problem(self, mod: nn.Module, chooser: "Chooser") -> str | None:
-        """Return why `mod`, converted or not, cannot run with `chooser.config`, or None."""
+        """Return why `mod` cannot run in float8 with `chooser.config`, or None if it can."""
         raise NotImplementedError
 
     def why_slower(self, mod: nn.Module, fqn: str, chooser: "Chooser") -> str | None:
-        """Return why float8 does not make `mod` faster, or None; called only without a filter."""
+        """Return why float8 would not speed up `mod`, or None; not called with a user's filter."""
         return None
 
     def prepare(self, mod: nn.Module, chooser: "Chooser") -> Callable[[], None]:
-        """Return a function that converts `mod` in place; `mod` has passed all checks."""
+        """Prepare `mod`, which passed all checks; return a function that converts it in place."""
         raise NotImplementedError
 
     def modules_to_keep(self, chooser: "Chooser") -> dict[nn.Module, str]:
-        """Return {module: reason} of modules of the model to skip; called only without a filter."""
+        """Return {module: reason to skip it}; called if the user sets no `module_filter_fn`."""
         return {}
 
 
 class Feature:
-    """Base class of extensions, such as delayed scaling: hooks around conversions and steps."""
+    """Base class of optional features, such as delayed scaling, called in conversions and steps."""
 
     def check_config(self, config: Float8LinearConfig) -> None:
-        """Raise a `ValueError` if this feature's fields of `config` contradict other fields."""
+        """Raise a `ValueError` if fields of `config` for this feature contradict other fields."""
 
     def sharing_ranks(self, config: Float8LinearConfig) -> int:
-        """Return how many ranks share the cast of each weight; 1 if each rank casts all of it."""
+        """Return how many ranks split the cast of a weight, or 1 if each rank casts all of it."""
         return 1
 
     def why_not_changed(self, mod: Any) -> Refusal | None:
-        """Return a `Refusal` if converted `mod` cannot get another class or config, or None."""
+        """Return (problem, advice) if float8 `mod` must keep its class and config, else None."""
         return None
 
     def why_not_taken(self, mod: Any, config: Float8LinearConfig) -> Refusal | None:
-        """Return a `Refusal` if the weights of `mod` cannot be converted with `config`, or None."""
+        """Return (problem, advice) if weights of `mod` cannot be used with `config`, else None."""
         return None
 
     def before_conversion(self, converted: Sequence[nn.Module]) -> None:
-        """Undo this feature's changes of `converted` modules before they change class or config."""
+        """Undo this feature's changes to `converted` modules, which will change class or config."""
 
     def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
-        """Run after modules of `model` got `config`, or their former classes if it is None."""
+        """Complete a conversion of `model`, to `config` or, if that is None, to high precision."""
 
     def attach(self, model: nn.Module) -> None:
-        """Compute what training needs, such as casts of weights; for `attach_to_optimizer`."""
+        """Prepare `model` when `attach_to_optimizer` is called, for example by casting weights."""
 
     def before_step(self, model: nn.Module, group: Any) -> None:
-        """Sync state over `group` before an optimizer step, or after a step that has a closure."""
+        """Sync this feature's state, such as scales, over the process group `group` once per step.
+
+        Called right before `optimizer.step()`, or right after it if it is given a closure.
+        """
 
     def after_step(self, model: nn.Module) -> None:
         """Update tensors that are computed from weights, such as casts, after an optimizer step."""
@@ -114,5 +117,5 @@ FEATURES: list[Feature] = []
 
 
 def conversion_of(mod: nn.Module) -> Conversion | None:
-    """Return the first of `CONVERSIONS` that matches `mod`, or None."""
+    """Return the registered object that converts modules like `mod`, or None if there is none."""
     return next((conversion for conversion in CONVERSIONS if conversion.matches(mod)), None)

@@ -29,23 +29,22 @@ def convert_to_float8_training(
     linear_classes: Collection[type[nn.Linear]] = (),
     head: bool = False,
 ) -> nn.Module:
-    """Convert the linear layers of `module` to `Float8Linear`, in place, and return `module`.
+    """Convert linear layers and experts of `module` to float8, in place, and return `module`.
 
-    Layers stay the same objects, with another class. Parameters stay the same objects, except
-    weights that `Float8Weights.ONLY` replaces. So tied weights, optimizers, hooks, wrappers and
-    `requires_grad=False` keep working. With `enable_fsdp_float8_all_gather`, weights become
-    Parameters of a subclass: convert, then `fully_shard`, then make the optimizer.
-    `conversion_report(module)` lists which layers were converted, and why others were not. Warns if
-    no layer is converted. `convert_to_high_precision(module)` undoes the conversion.
+    Modules and Parameters stay the same objects, so that tied weights, optimizers, hooks, wrappers
+    and `requires_grad=False` keep working. Exceptions: `Float8Weights.ONLY` (weights that exist in
+    float8 only) makes new Parameters; `enable_fsdp_float8_all_gather` gives weights a subclass of
+    Tensor: convert, then `fully_shard`, then make the optimizer. Warns if no layer is converted.
+    `conversion_report(module)` lists which layers were converted, and why others were not.
+    `convert_to_high_precision(module)` undoes the conversion.
 
-    A layer of a subclass of `nn.Linear` that inherits its forward becomes an instance of that
-    subclass and of `Float8Linear`. GPT2's `Conv1D` is no `nn.Linear` and stays. Experts of
-    transformers 5 and torchtitan become `Float8Experts`: all experts run as in `grouped_linear`.
-
+    Linear layers change their class to `Float8Linear`; those of a subclass of `nn.Linear` that
+    inherits its forward become instances of both. GPT2's `Conv1D` is no `nn.Linear` and stays.
+    Experts of transformers 5 and torchtitan become `Float8Experts`, which run as grouped GEMMs.
     Layers that another library loaded in float8 (transformers' `FP8Linear`; compressed-tensors by
-    channel, block, tensor or MXFP8) keep their bytes under `Float8Weights.ONLY`, their default if
-    `config` is None. Any other `config` dequantizes their weights to trainable Parameters. A layer
-    that was converted with another configuration gets `config`, and new state of delayed scaling.
+    channel, block, tensor or MXFP8) keep their bytes, frozen, if `config` is None or has
+    `Float8Weights.ONLY`; any other `config` dequantizes them to trainable Parameters. Layers that
+    were converted with another configuration get `config`, and new state of delayed scaling.
 
     Without a `module_filter_fn`, the head (`lm_head`, or `output` of the model itself), low-rank
     adapters, routers, and layers with fewer than 16 output features stay in high precision. So do
@@ -55,16 +54,16 @@ def convert_to_float8_training(
     Args:
         module: the model, or a single linear layer.
         module_filter_fn: called as `module_filter_fn(mod, fqn)` for each linear layer and module of
-            experts that `config` can convert; return True to convert `mod`, as `all_linears`
-            always does. `keep_high_precision(...)` keeps some blocks. A filter that reads
-            `in_features` excludes experts, and the report says so. None means the rules above.
+            experts that `config` supports; return True to convert `mod`, as `all_linears` always
+            does. An `AttributeError` from it, as for `in_features`, excludes experts. Or the result
+            of `keep_high_precision`, which excludes some blocks. None means the rules above.
         config: a `Float8LinearConfig`, or the name of a recipe. None means `"tensorwise"`.
         tokens_per_step: the number of rows M of a layer's input [M, K], which are the tokens per
             forward on one device. Used only without a `module_filter_fn`.
         gpu: `"H100"` or `"H200"`, or a device name of torch with one of these: convert layers that
-            are faster in float8 on that GPU. None means the GPU described above.
-        cuda_graphs: set True if you run CUDA graphs (`mode="reduce-overhead"`): launch cost is then
-            ignored when layers are chosen, as it always is for experts.
+            are faster in float8 on that GPU. None means the GPU of the weights, as above.
+        cuda_graphs: set True if you run CUDA graphs (`mode="reduce-overhead"`): no layer is then
+            skipped because the GPU would wait for launches by the CPU. Experts never are.
         linear_classes: subclasses of `nn.Linear` that override forward, and still compute
             `input @ weight.T + bias`. Their layers are converted, and their forward is replaced.
         head: convert the head, too, if float8 is faster. The loss depends directly on its logits.
@@ -72,9 +71,9 @@ def convert_to_float8_training(
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: a recipe or `gpu` is unknown; `tokens_per_step` is less than 1; `gpu`,
-            `cuda_graphs` or `head` comes with a `module_filter_fn`; the GPU has no GEMM for
-            `mxfp8`; a weight to be gathered in float8 is a DTensor (convert, then `fully_shard`) or
-            has gradient hooks; a converted layer cannot get `config`. The model is unchanged then.
+            `cuda_graphs` or `head` comes with a `module_filter_fn`; the GPU has no GEMM for MXFP8;
+            a weight to all-gather in float8 is a DTensor (convert, then `fully_shard`) or has
+            gradient hooks; a converted layer cannot get `config`. The model is unchanged then.
     """
     require_module(module, "module")
     arguments = config, module_filter_fn, tokens_per_step, gpu, cuda_graphs, linear_classes, head
@@ -82,7 +81,7 @@ def convert_to_float8_training(
 
 
 def convert_chosen(chooser: Chooser) -> nn.Module:
-    """Convert the modules of `chooser.model` that `chooser` selects, in place; return the model."""
+    """Convert the modules in `chooser.model` that `chooser` selects, in place; return the model."""
     module = chooser.model
     choices: dict[nn.Module, Choice] = {}
     changes: Changes = {}
@@ -111,7 +110,7 @@ swap_linear_with_float8_linear = convert_to_float8_training
 
 
 def _prepare(mod: Any, fqn: str, chooser: Chooser) -> Callable[[], None]:
-    """Return a function that converts `mod`, called `fqn`; raise `ValueError` if a check fails."""
+    """Return a function that converts `mod`; raise a `ValueError` if `mod` cannot be converted."""
     conversion: Any = chooser.conversions[mod]
     is_converted = isinstance(mod, Float8Module)
     if is_converted:  # `Chooser.choose` has checked the others
@@ -128,7 +127,7 @@ def _prepare(mod: Any, fqn: str, chooser: Chooser) -> Callable[[], None]:
 
 
 def _change(model: nn.Module, config: Float8LinearConfig | None, changes: Changes) -> None:
-    """Run `changes` between the hooks `before_conversion` and `after_conversion` of features."""
+    """Convert modules by `changes`, {module: function}: to `config`, or back if that is None."""
     for feature in FEATURES:
         feature.before_conversion([mod for mod in changes if isinstance(mod, Float8Module)])
     for change in changes.values():
@@ -138,17 +137,17 @@ def _change(model: nn.Module, config: Float8LinearConfig | None, changes: Change
 
 
 def convert_to_high_precision(module: nn.Module) -> nn.Module:
-    """Give converted layers and experts of `module` their former classes, and return `module`.
+    """Turn float8 layers and experts of `module` back into their old classes; return `module`.
 
     Layers stay the same objects, as do their Parameters, hooks, training mode and attributes, so
     optimizers and wrappers of the model keep working. A weight that exists in float8 only is
-    dequantized to a new, frozen Parameter. The state of delayed scaling is removed. A no-op for a
-    model in high precision. `module` is the model, or a single `Float8Linear`.
+    dequantized to a new, frozen Parameter. The state of delayed scaling is removed. `module` is the
+    model, or a single `Float8Linear`.
 
     Raises:
         TypeError: `module` is no `nn.Module`.
-        ValueError: a layer is itself sharded or parametrized, has a weight that FSDP2 gathers in
-            float8, or has `forward` as an instance attribute. The model is unchanged then.
+        ValueError: `fully_shard` was applied to a layer itself; a layer is parametrized, has a
+            weight that FSDP2 gathers in float8, or its own `forward`. The model is unchanged then.
     """
     require_module(module, "module")
     changes: Changes = {}
@@ -163,7 +162,7 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
 
 
 def _require_changeable(mod: Float8Module, fqn: str) -> None:
-    """Raise a `ValueError` if `mod`, a converted module, cannot get another class or config."""
+    """Raise a `ValueError` if `mod`, now in float8, must keep its class and configuration."""
     refused: Refusal | None = None
     if replaced_forward(mod):
         got = "a layer with a `forward` of its own as attribute, which calls that of float8"
@@ -178,5 +177,4 @@ def _require_changeable(mod: Float8Module, fqn: str) -> None:
 
 
 def _refusal(fqn: str, got: str, fix: str) -> ValueError:
-    """Return an error for the layer `fqn`: `got` says why it cannot change, `fix` what to do."""
     return ValueError(f"layer {fqn or '(root)'!r}: got {got}, expected one that can change; {fix}")

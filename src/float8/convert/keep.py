@@ -12,7 +12,7 @@ ModuleFilter = Callable[[nn.Module, str], bool]
 
 
 class Keep(NamedTuple):
-    """Arguments of `keep_high_precision`; accepted as a `module_filter_fn`, but not callable."""
+    """Holds the arguments of `keep_high_precision`, for `convert_to_float8_training` to apply."""
 
     first: int
     last: int
@@ -20,7 +20,7 @@ class Keep(NamedTuple):
     module_filter_fn: ModuleFilter | None
 
     def reasons(self, model: nn.Module) -> dict[nn.Module, str]:
-        """Return {module: reason}; raise `ValueError` if a name, `first` or `last` matches none."""
+        """Return {module: reason to keep it}; raise `ValueError` if an argument fits no module."""
         reasons: dict[nn.Module, str] = {}
         in_blocks, unused = set[nn.Module](), {*self.names}
         for fqn, mod in model.named_modules(remove_duplicate=False):  # shared modules by each name
@@ -57,23 +57,20 @@ def keep_high_precision(
     names: Iterable[str] = (),
     module_filter_fn: ModuleFilter | None = None,
 ) -> Keep:
-    """Return a `module_filter_fn` that keeps some layers and experts in high precision.
-
-    The argument `module_filter_fn`, or if it is None the default rules of
-    `convert_to_float8_training`, decide about all other modules.
+    """Return a `module_filter_fn` for `convert_to_float8_training` that excludes some layers.
 
     Args:
         first: number of blocks to keep at the beginning of each `nn.ModuleList`, or `nn.ModuleDict`
             with numbers as keys. Lists inside a block, for example of experts, are ignored.
         last: number of blocks to keep at the end of each of these lists.
-        names: keep modules whose full name has one of these as whole parts, such as `"down_proj"`,
+        names: keep modules whose full name has one of these as whole words, such as `"down_proj"`,
             `"mlp.down_proj"` or `"layers.3"`, and experts with a weight of such a name.
-        module_filter_fn: a filter for all other modules; None means the default rules.
+        module_filter_fn: decides about all other modules. None: the rules that apply by default.
 
     Raises:
         TypeError: `first` or `last` is no int >= 0, or `names` is no list of strings.
-        ValueError: a name is empty. `convert_to_float8_training` raises it for a name that no
-            module has, and if `first` or `last` is given for a model without blocks.
+        ValueError: a name is empty. `convert_to_float8_training` raises one for a name that no
+            module has, and if `first` or `last` is not 0 for a model without blocks.
     """
     for name, value in (("first", first), ("last", last)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:

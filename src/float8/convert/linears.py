@@ -12,19 +12,18 @@ from float8.linear import Float8Linear, unsupported
 from float8.linear.source import become
 
 ROUTER = 16
-"""Without a filter, layers with fewer output features stay in high precision: the outputs may be
-decisions of a router, and a float8 GEMM computes at least 16 output features."""
+"""Without a filter, layers of fewer outputs, as routers, are skipped: GEMMs compute at least 16."""
 
 
 class Linears(Conversion):
-    """Converts `nn.Linear` layers, also of subclasses that compute the same, to `Float8Linear`."""
+    """Converts `nn.Linear` layers and subclasses that compute the same to `Float8Linear`."""
 
     def matches(self, mod: nn.Module) -> bool:
-        """Return True for any `nn.Linear`."""
+        """Return whether `mod` is an `nn.Linear`."""
         return isinstance(mod, nn.Linear)
 
     def modules_to_keep(self, chooser: Chooser) -> dict[nn.Module, str]:
-        """Return {layer: reason}, of all layers if float8 gathers make the GPU wait for the CPU."""
+        """Return {layer: reason to skip it}; empty unless FSDP2 gathers are bound by the CPU."""
         layers = dict[Any, str]()  # layer that could be converted: its GPU
         for fqn, mod in chooser.model.named_modules() if self._judged_together(chooser) else ():
             taken = chooser.conversions[mod] is self and not reason_by_name(fqn, head=chooser.head)
@@ -34,16 +33,16 @@ class Linears(Conversion):
         return dict.fromkeys(layers, reason) if reason else {}
 
     def _judged_together(self, chooser: Chooser) -> bool:
-        """Return True if `modules_to_keep` judges waits for the CPU, for all layers together."""
+        """Return whether GPU waits for the CPU are judged for all layers at once, not for each."""
         gather = chooser.config.enable_fsdp_float8_all_gather and not chooser.cuda_graphs
         return gather and chooser.kinds == {self}  # no other kind, such as experts
 
     def problem(self, mod: nn.Module, chooser: Chooser) -> str | None:
-        """Return why `Float8Linear.from_float` would raise an error for `mod`, or None."""
+        """Return why `mod` cannot be a `Float8Linear` with `chooser.config`, or None if it can."""
         return unsupported(mod, chooser.config, chooser.classes)
 
     def why_slower(self, mod: Any, fqn: str, chooser: Chooser) -> str | None:
-        """Return why `mod` stays in high precision (few outputs, or no faster), or None."""
+        """Return why `mod` should not be converted: few outputs, or no gain in speed; or None."""
         if not chooser.config.float8_gemms:
             return None
         if mod.out_features < ROUTER:
@@ -54,7 +53,7 @@ class Linears(Conversion):
         return why_slower(mod, chooser.config, *step, gpu, waits=waits) if gpu else None
 
     def prepare(self, mod: nn.Module, chooser: Chooser) -> Callable[[], None]:
-        """Build a `Float8Linear` from `mod`, and return a function that turns `mod` into it."""
+        """Build a `Float8Linear` from `mod`; return a function that turns `mod` into it."""
         new = Float8Linear._float8_made_of(mod, chooser.config, finish=False)
 
         def convert() -> None:

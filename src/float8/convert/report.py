@@ -24,7 +24,7 @@ _Row = tuple[str, str, str]  # of `str(report)`: the name and shape of a weight,
 
 @dataclass(frozen=True)
 class OtherWeight:
-    """A weight in a module that no `Conversion` handles, such as `nn.MultiheadAttention`."""
+    """A weight of a module that cannot be converted: its name and shape, and the module's class."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -33,9 +33,9 @@ class OtherWeight:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """All linear layers and experts of a model, converted or not. `str(report)` is a table.
+    """Lists all linear layers and experts of a model, in float8 or not. `str(report)` is a table.
 
-    The table merges rows whose names differ only in a number, such as those of equal blocks.
+    The table merges rows that differ only in a number in the name, such as those of equal blocks.
     """
 
     layers: tuple[LayerReport, ...]
@@ -54,7 +54,7 @@ class ConversionReport:
 
     @property
     def share(self) -> float:
-        """Elements of GEMM weights in float8, divided by those of all GEMM weights."""
+        """The fraction, 0 to 1, of the elements of GEMM weights that are multiplied in float8."""
         in_float8 = sum(math.prod(x.shape) for x in self._all_reports if x.skip_reason is None)
         all_weights = sum(math.prod(x.shape) for x in self._all_reports)
         all_weights += sum(math.prod(x.shape) for x in self.others)
@@ -71,7 +71,7 @@ class ConversionReport:
         return tuple(layer for layer in self.layers if layer.skip_reason is not None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return `share` and all fields as dicts, lists, strings and numbers that JSON can hold."""
+        """Return a dict of `share` and all fields of the report that `json.dumps` accepts."""
         return {"share": self.share, **json.loads(json.dumps(asdict(self), default=int))}
 
     def __str__(self) -> str:
@@ -97,17 +97,15 @@ class ConversionReport:
 
 
 def percent(share: float) -> str:
-    """Format `share`, 0 to 1, in percent: `0.0%` only for exactly 0, `100.0%` only for 1."""
+    """Format `share`, 0 to 1, in percent: "0.0%" only if exactly 0, "100.0%" only if exactly 1."""
     if 0 < share < 5e-4:
         return "<0.1%"
     return ">99.9%" if 0.9995 <= share < 1 else f"{share:.1%}"
 
 
 def _merged(rows: list[_Row]) -> list[_Row]:
-    """Merge rows whose names count up in one number: `b.0.a`, `b.1.a` and `b.2.a` to `b.0-2.a`.
-
-    The last number of a name is merged first, so that `b.0.e.0-7` and `b.1.e.0-7` merge, too.
-    """
+    """Merge rows that are equal but for a number in the name: `b.0.a` and `b.1.a` to `b.0-1.a`."""
+    # The last number of a name is merged first, so that `b.0.e.0-7` and `b.1.e.0-7` merge, too.
     for position in reversed(range(1 + max(name.count(".") for name, _, _ in rows))):
         merged: list[_Row] = []  # a row for each run of rows that count up at `position`
         runs: dict[_Row, tuple[int, str]] = {}  # next row: index of its run, and first number
@@ -158,7 +156,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
 
 
 def _scaling(module: Float8Module) -> str:
-    """Return the casts of a converted module as text, with `HELD`, `ONLY` and `emulate` if set."""
+    """Return the casts and settings of a module as text, as "input dynamic/e4m3, ..., emulate"."""
     casts, config = module._float8_plan.casts, module._float8_config
     words = [f"{x.value} {getattr(casts, x.value).config.short_str()}" for x in config.own_casts]
     if config.float8_weights is not Float8Weights.ON_THE_FLY:
@@ -167,7 +165,7 @@ def _scaling(module: Float8Module) -> str:
 
 
 def _other_weights(path: str, module: nn.Module) -> list[OtherWeight]:
-    """Return an `OtherWeight`, called `path` + name, per Parameter that a GEMM may read."""
+    """Return the weights of `module` that may be in GEMMs, named `path` + attribute name."""
     if isinstance(module, (*_NO_MATMUL, parametrize.ParametrizationList)):
         return []  # Parameters of a ParametrizationList are listed with the module around it
     weights: dict[str, Any] = dict(module._parameters)

@@ -1,7 +1,4 @@
-"""Model the time of linear layers and experts in bf16 and in float8, to choose those that gain.
-
-The model is fitted to forward and backward of compiled layers on H200s (docs/measuring.md).
-"""
+"""Model the time of layers in bf16 and float8, fitted to compiled ones (docs/measuring.md)."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -10,7 +7,13 @@ from float8.config import GEMM_OPERANDS, Float8LinearConfig, Float8Weights, as_c
 
 
 class Cost(NamedTuple):
-    """Coefficients, in ms, of the GPU time of a layer's three GEMMs and of the casts for them."""
+    """Coefficients of the modelled time of forward and backward of a layer on an H200.
+
+    With M tokens and a weight [N, K], the time in ms is `flop * (6e-12 * M * N * K)**1.03 + start +
+    1e-9 * (tokens * (0.85 * M * K + M * N) + weight * N * K)`. For E experts with M tokens in all,
+    `(experts + 1.46) * E` replaces `weight`, and blockwise GEMMs take 1.18 times `flop`. `rows`, 0
+    to 1, is the share of `tokens` for output and grad_input; the rest is for grad_weight.
+    """
 
     flop: float  # per 1e12 FLOP, to the power of `_FLOP_EXPONENT`
     start: float  # per layer, however small
@@ -55,7 +58,7 @@ NARROW = 256  # fewer features, K or N, keep a layer in bf16 on a GPU that is no
 
 
 def gemm_kinds(recipe: str | Float8LinearConfig) -> dict[str, str]:
-    """Map each GEMM of a layer under `recipe` to the key of `COSTS` that models its time."""
+    """Return which time model each GEMM has: {"output": "rowwise", ..., "grad_weight": "bf16"}."""
     kinds = dict.fromkeys(GEMM_OPERANDS, "bf16")
     for gemm in () if recipe == "bf16" else as_config(recipe).float8_gemms:
         casts = [as_config(recipe).cast_config(site) for site in GEMM_OPERANDS[gemm]]
@@ -67,7 +70,7 @@ def gemm_kinds(recipe: str | Float8LinearConfig) -> dict[str, str]:
 
 
 def judged_as(config: Float8LinearConfig) -> str:
-    """Return the key of `COSTS` for `config`, or a list of keys as text if they differ by GEMM."""
+    """Return the time model of all GEMMs, "rowwise", or of each, "output rowwise, ... bf16"."""
     kinds = gemm_kinds(config)
     listed = ", ".join(f"{gemm} {kind}" for gemm, kind in kinds.items())
     return kinds["output"] if len({*kinds.values()}) == 1 else listed
@@ -86,9 +89,9 @@ def layer_ms(
 ) -> float:
     """Return the modelled GPU time, in ms, of forward and backward of a layer with weight [N, K].
 
-    `gpu` is one of `MODELLED`, `recipe` is `"bf16"`, a recipe's name or a config. `tokens` counts
-    the input's rows, of all `experts` together; `experts` is 0 for a linear layer. A frozen layer
-    (`trains` is False) has two GEMMs. `casts` is this rank's share, 0 to 1, of casts of the weight.
+    `gpu` is "H100" or "H200"; `recipe` is "bf16", a recipe's name or a config. `tokens` counts rows
+    of the input, for all `experts` (weights [N, K]; 0: a linear layer) together. `trains` is False
+    for a frozen weight. `casts`, 0 to 1, is the share of the weight's casts that this rank runs.
     """
     bf16, is_emulated = COSTS["bf16"], not isinstance(recipe, str) and recipe.emulate
     gemms = [COSTS[kind] for kind in gemm_kinds(recipe).values()][: 3 if trains else 2]
@@ -101,8 +104,7 @@ def layer_ms(
         slowdown *= _GROUPED_BY_BLOCKS[gpu] if experts and gemm is COSTS["blockwise"] else 1.0
         flop_ms = bf16.flop if is_emulated or gemm is bf16 else gemm.flop * slowdown
         ms_per_tflop += flop_ms / len(gemms)
-    # The cost of casts, per 1e9 elements on an H200. Input and grad_output are cast to row data for
-    # output and grad_input, the share `rows` of their cost, and to column data for grad_weight.
+    # Casts, in ms per 1e9 elements on an H200: row data (the share `rows`), and column data.
     output, grad_input, grad_weight = gemms if trains else (*gemms, bf16)  # bf16: no casts
     input_ms = output.rows * output.tokens + (1 - output.rows) * grad_weight.tokens
     grad_ms = grad_input.rows * grad_input.tokens + (1 - grad_input.rows) * grad_weight.tokens
@@ -122,7 +124,11 @@ def layer_ms(
 def compared_ms(
     gpu: str, config: Float8LinearConfig, tokens: float, K: int, N: int, ranks: int, **layer: Any
 ) -> tuple[float, float, float]:
-    """Return ms of a layer in bf16, ms that `ranks` save by float8 gathers, and ms in float8."""
+    """Return three times in ms: of a layer in bf16, saved by float8 gathers, and in float8.
+
+    `ranks` share casts and gathers of the weight [N, K]; `tokens` counts the input's rows. `layer`
+    may set `trains` (False: the weight is frozen) and `experts` (the number of weights [N, K]).
+    """
     share = {Float8Weights.HELD: _HELD_EXPERTS_SHARE if layer.get("experts") else 1.0}
     share[Float8Weights.ONLY] = 1.0 if layer.get("trains", True) else _TRANSPOSE_SHARE
     casts = share.get(config.float8_weights, 1.0) / ranks
@@ -133,7 +139,11 @@ def compared_ms(
 
 
 def no_gain(config: Float8LinearConfig, speedup: float, error: float, where: str) -> str | None:
-    """Return why `speedup`, modelled for `where` within `error`, is too small, or None if not."""
+    """Return why `speedup` by float8 is too small, or None if it is at least 1.01.
+
+    `where` names GPU and tokens in the text, which calls a speed-up below `1 - error` a loss. With
+    `config.emulate`, float8 is always a loss.
+    """
     if config.emulate:
         return "loses: emulate=True computes GEMMs in high precision, and casts for them"
     word = "loses" if speedup < 1 - error else "about level"
@@ -143,7 +153,11 @@ def no_gain(config: Float8LinearConfig, speedup: float, error: float, where: str
 def why_slower(
     layer: Any, config: Float8LinearConfig, tokens: int, ranks: int, gpu: str, *, waits: bool
 ) -> str | None:
-    """Return why `layer` gains nothing, or None; `waits` also asks if the GPU waits for the CPU."""
+    """Return why float8 would not make the linear `layer` faster on `gpu`, or None if it may.
+
+    The input has `tokens` rows; `ranks` share casts of the weight. `waits`: also judge if the GPU
+    would wait for the CPU. On a GPU without a time model, only narrow layers give a reason.
+    """
     K, N, trains = layer.in_features, layer.out_features, layer.weight.requires_grad
     if gpu not in MODELLED:
         narrow = f"{min(K, N)} features are less than {NARROW}, and {gpu} is not modelled"
@@ -158,9 +172,9 @@ def why_slower(
 
 
 def why_fsdp_waits(layers: Mapping[Any, str], tokens: int) -> str | None:
-    """Return why FSDP2 in float8 would have the GPU wait for the CPU with `layers`, or None.
+    """Return why FSDP2's float8 gather would have the GPU wait for the CPU, or None if not.
 
-    `layers` maps each linear layer to the name of its GPU; `tokens` counts the rows of its input.
+    It would if `layers`, {layer: its GPU}, take under 0.57 ms of bf16 on average at `tokens` rows.
     """
     bf16_ms = []
     for layer, gpu in layers.items():

@@ -11,7 +11,7 @@ from float8.tensor import Float8Tensor, dequantise
 
 
 def high_precision_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Return `model.state_dict()` with dequantized weights, without the state of delayed scaling.
+    """Return `model.state_dict()` with dequantized weights, without buffers of delayed scaling.
 
     A model that is not converted loads it with `strict=True`. `model` must be an `nn.Module`.
     """
@@ -27,10 +27,10 @@ def high_precision_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def float8_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Return the state of delayed scaling, which `high_precision_state_dict(model)` leaves out.
+    """Return the buffers of delayed scaling, which `high_precision_state_dict(model)` leaves out.
 
-    Save this dict beside that checkpoint; load first the checkpoint, then this dict, with
-    `strict=False`, into the converted model. Raises a `TypeError` if `model` is no `nn.Module`.
+    Save both dicts. To resume, load the high-precision one into a converted model, then this one
+    with `strict=False`. Raises a `TypeError` if `model` is no `nn.Module`.
     """
     high_precision = high_precision_state_dict(model)
     return {name: x for name, x in model.state_dict().items() if name not in high_precision}
@@ -39,7 +39,7 @@ def float8_state_dict(model: nn.Module) -> dict[str, Any]:
 def _to_high_precision(
     layer: Float8Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
-    """State dict hook: in `state_dict`, drop delayed scaling of `layer`, dequantize its weights."""
+    """In `state_dict`, dequantize weights of `layer` and drop its buffers of delayed scaling."""
     for name in layer._float8_state() if isinstance(layer, Float8Linear) else ():
         state_dict.pop(prefix + name, None)
     for name in layer._parameters:

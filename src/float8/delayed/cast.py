@@ -27,7 +27,7 @@ Python flag, this value is saved in checkpoints and read by compiled graphs."""
 
 
 class DelayedScale(NamedTuple):
-    """The `ScaleSource` of delayed scaling: casts read its scale and write its amax."""
+    """Delayed scaling of one tensor: the scale by which it is cast, and the amax casts record."""
 
     scale: Tensor
     """Decode scale for this step, or `UNKNOWN_SCALE`."""
@@ -39,7 +39,12 @@ class DelayedScale(NamedTuple):
     def cast(
         self, x: Tensor, cast_config: CastConfig, *, row: bool, col: bool, pad_rows: bool = False
     ) -> tuple[Operand | None, Operand | None]:
-        """Cast `x` by `self.scale` or, if unknown, a scale of its amax; see `ScaleSource.cast`."""
+        """Cast `x` [R, C] to row data [R, C] if `row`, and transposed to column data if `col`.
+
+        The scale is `self.scale` or, if that is `UNKNOWN_SCALE`, computed from the amax of `x`. If
+        `recording`, `self.amax` is set to max(self.amax, amax of `x`). Data are zero-padded to
+        multiples of 16, but rows of row data only if `pad_rows`; data not requested are None.
+        """
         if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
             raise refusal(x)
         granularity = cast_config.scaling_granularity
@@ -54,19 +59,19 @@ class DelayedScale(NamedTuple):
         return Operand(row_data, scale) if row else None, Operand(col_data, scale) if col else None
 
     def choose(self, dynamic: Tensor) -> Tensor:
-        """Return `self.scale` if it is known, else `dynamic`, a scale computed from the data."""
+        """Return `self.scale` or, if that is not set yet, `dynamic`, a scale computed from data."""
         return torch.where(self.scale == UNKNOWN_SCALE, dynamic, self.scale)
 
     def observe(self, amax: Tensor) -> None:
-        """If `recording`, set `self.amax` to max(self.amax, amax), 0-dim; a NaN in either stays."""
+        """If `recording`, set `self.amax` to max(self.amax, amax), which is NaN if one is NaN."""
         if self.recording:
             self.amax.copy_(torch.maximum(self.amax, amax))
 
     def with_new_amax(self) -> "DelayedScale":
-        """Return a recording `DelayedScale` with the same scale and a new amax of zero.
+        """Return a `DelayedScale` that records into a new amax tensor of zero, with the same scale.
 
-        Casts that record into the new amax do not change `self`, so compiled code may repeat them
-        for activation checkpointing. Later the caller may pass the new amax to `self.observe`.
+        Its casts do not write to `self.amax`, so compiled code may run them twice, for activation
+        checkpointing. Afterwards the caller may pass the new amax to `self.observe`.
         """
         # Not `zeros_like`, for which compiled code would keep `self.amax` in memory.
         new_amax = torch.zeros((), dtype=torch.float32, device=self.amax.device)
@@ -84,9 +89,11 @@ def cast_delayed_reference(
     power_of_2: bool,
     record: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast `x` in plain torch as the kernel does; return the used scale, row data, column data.
+    """Cast `x` [R, C] in plain torch, by `scale` or, if that is 0, by a scale computed from `x`.
 
-    If `record`, set `amax` in place to max(amax, amax of `x`). Data not requested are empty.
+    Returns the used scale, row data [R, C], and transposed column data [C, R]; if `row` or `col` is
+    False, these are empty. Sizes are padded to multiples of 16, R of row data only if `pad_rows`.
+    `power_of_2` rounds computed scales up. `record` sets `amax` to max(amax, amax of `x`).
     """
     amax_of_x = amax_reference(x)
     dynamic_scale, scale = amax_to_scale(amax_of_x, dtype, power_of_2), scale.reshape(())
@@ -98,16 +105,16 @@ def cast_delayed_reference(
     return used_scale, data[0] if row else empty, data[-1] if col else empty
 
 
-def _cast_delayed_fake(x: Tensor, scale: Tensor, amax: Tensor, *flat: Any) -> tuple[Tensor, ...]:
-    row, _, col, _ = specs_of(x.shape, CastArguments(None, None, *flat[:-1]))  # no `record`
+def _cast_delayed_fake(x: Tensor, scale: Tensor, amax: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    row, _, col, _ = specs_of(x.shape, CastArguments(None, None, *rest[:-1]))  # no `record`
     specs = (spec or ((0,), (1,), x.dtype) for spec in (SCALAR, row, col))
     return tuple(x.new_empty_strided(*spec[:2], dtype=spec[2]) for spec in specs)
 
 
-def _cast_delayed_triton(x: Tensor, scale: Any, amax: Any, *flat: Any) -> tuple[Tensor, ...]:
+def _cast_delayed_triton(x: Tensor, scale: Any, amax: Any, *rest: Any) -> tuple[Tensor, ...]:
     if x.numel() == 0:
-        return cast_delayed_reference(x, scale, amax, *flat)
-    *settings, record = flat
+        return cast_delayed_reference(x, scale, amax, *rest)
+    *settings, record = rest
     source, arguments = "recorded" if record else "kept", CastArguments(None, None, *settings)
     launch = cast_plan(x.dtype, x.shape, x.stride(), x.device, source, arguments)
     used, row, _, col, _ = launch(x, scale, amax if record else None)  # no finer scales

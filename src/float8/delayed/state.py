@@ -23,7 +23,7 @@ from float8.tensor.ranks import amax_over, sharding_groups
 
 
 class Site(NamedTuple):
-    """The value of a `CastSite`, such as "weight", then the names of that cast's three buffers."""
+    """Names of a GEMM operand, such as "weight", and of its amax, history and scale buffers."""
 
     name: str
     amax: str
@@ -39,14 +39,12 @@ WEIGHT, GRAD_OUTPUT = SITES[CastSite.WEIGHT], SITES[CastSite.GRAD_OUTPUT]
 
 
 class StatefulLayer(Float8Module):
-    """The base class of `Float8Linear` that manages the buffers of delayed scaling."""
+    """Base class of `Float8Linear`: keeps the amaxes and scales of delayed scaling in buffers."""
 
     weight: Tensor
     _float8_stateful: tuple[Site, ...]
-    _float8_compared: frozenset[Any] = frozenset()
-    """Layer counts and process groups for which a sync has checked that all ranks agree."""
-    _float8_known: frozenset[str] = frozenset()
-    """Names of cast sites whose scale is known to be set, on all ranks that share the layer."""
+    _float8_compared: frozenset[Any] = frozenset()  # (layer count, groups) whose ranks agree
+    _float8_known: frozenset[str] = frozenset()  # operands whose scale is set, on all ranks
     _float8_versions: dict[int, int] | None = None
     """The versions of the Parameters when the first amax since the last sync was recorded."""
     _float8_sample: tuple[Any, Any, Any] = None, None, None
@@ -81,20 +79,20 @@ class StatefulLayer(Float8Module):
         return {name: self.get_buffer(name) for site in self._float8_stateful for name in site[1:]}
 
     def _float8_fresh_state(self, site: Site, device: torch.device) -> dict[str, Tensor]:
-        """Return a dict of new buffers for cast site `site` on `device`, by buffer name."""
+        """Return new amax, history and scale buffers of the GEMM operand `site`, by buffer name."""
         first = _first_scale(self._float8_config)
         scale = torch.full((), first, dtype=torch.float32, device=device)
         history = scale.new_zeros(self._float8_config.delayed_scaling_config.history_len)
         return {site.amax: torch.zeros_like(scale), site.history: history, site.scale: scale}
 
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """Register a hook. Unwrap buffers first, of which `distribute_module` has made DTensors."""
+        """Register a hook; buffers that `distribute_module` made DTensors become local tensors."""
         for name, buffer in self._float8_state().items():
             self._buffers[name] = local_tensor(buffer)  # each rank records its own amaxes
         return super().register_forward_pre_hook(*args, **kwargs)
 
     def _float8_replace_meta_buffers(self) -> bool:
-        """Replace all buffers, and return True, if one is on the meta device but the weight not."""
+        """Create the buffers anew if one, but not the weight, is on meta; return whether it did."""
         replaces = not self.weight.is_meta and any(x.is_meta for x in self._float8_state().values())
         if replaces:
             self._float8_register_buffers()
@@ -102,7 +100,7 @@ class StatefulLayer(Float8Module):
 
     @torch.no_grad()
     def _float8_reset_state(self) -> None:
-        """Set the buffers to their initial state, in place."""
+        """Set amaxes and histories to zero and scales to their initial value, in place."""
         for site in self._float8_stateful:
             self.get_buffer(site.amax).zero_()
             self.get_buffer(site.history).zero_()
@@ -110,23 +108,21 @@ class StatefulLayer(Float8Module):
         self._float8_state_was_written()
 
     def _float8_state_was_written(self) -> None:
-        """After a write to buffers, clear `_float8_known`, and mark all amaxes as synced."""
+        """After a write to buffers, forget which scales are set and whether an update is due."""
         self._float8_known = frozenset()
         self._float8_mark_synced()
 
     def reset_parameters(self) -> None:
-        """Initialize weight and bias as the original class does, and reset the buffers."""
+        """Initialize weight and bias as before conversion; reset delayed scaling's buffers."""
         super().reset_parameters()  # type: ignore[misc]
         self._float8_reset_state()
 
-    # ---------------------------------------------------------------- training and syncs
-
     def _float8_cast_of_shard(self, cast_config: CastConfig, shard: Tensor) -> Cast:
-        """Return the cast of `shard`, a weight's part that FSDP2 gathers, with a new amax buffer.
+        """Return the `Cast` by which this rank quantizes its weight `shard` for FSDP2's all-gather.
 
-        Each forward in training merges this amax into the layer's, which the sync reduces.
-        The scale is that of the last sync; in eval mode, for a frozen layer and while no scale is
-        set, it is computed from the data. Grad mode is ignored: FSDP2 gathers under `no_grad`.
+        It records the amax in a new tensor, which forwards in training merge into the layer's
+        buffer. Its scale is the stored one or, in eval mode, for a frozen layer and while none is
+        set, computed from all shards. Grad mode is ignored: FSDP2 gathers under `no_grad`.
         """
         amax = shard.new_zeros((), dtype=torch.float32)
         if self._float8_trains():
@@ -140,19 +136,19 @@ class StatefulLayer(Float8Module):
         return Cast(cast_config, DelayedScale(unknown_scale, amax, recording=True), reduce)
 
     def _float8_trains(self) -> bool:
-        """Return True in training mode unless the layer has Parameters and all are frozen."""
+        """Return `self.training`, but False if the layer has Parameters and all are frozen."""
         if not self.training or getattr(self._parameters.get("weight"), "requires_grad", False):
             return self.training  # the common case, without a list of Parameters
         requires_grad = [parameter.requires_grad for parameter in self.parameters()]
         return any(requires_grad) or not requires_grad  # FSDP1 takes Parameters away
 
     def _float8_note_known(self, site: Site, scale: float) -> None:
-        """Record that the scale of `site` is set, unless `scale` is `UNKNOWN_SCALE`."""
+        """Remember that operand `site` has a scale, unless its `scale` is `UNKNOWN_SCALE`."""
         if scale != UNKNOWN_SCALE:  # Dynamo (torch 2.11) fails at `|=`
             self._float8_known = self._float8_known | {site.name}
 
     def _float8_has_unsynced_amax(self) -> bool:
-        """Return whether eager or compiled code recorded an amax since the last sync."""
+        """Return whether a cast recorded an amax since scales were last computed from amaxes."""
         return self._float8_amax_version() != self._float8_synced_version
 
     def _float8_mark_synced(self) -> None:
@@ -162,26 +158,26 @@ class StatefulLayer(Float8Module):
             self._float8_synced_version = self._float8_amax_version()
 
     def _float8_detach(self) -> None:
-        """Detach an optimizer; forget versions of Parameters, which its steps have incremented."""
+        """Note that an optimizer was detached; restart the check for missing updates of scales."""
         super()._float8_detach()
         self._float8_versions = None
 
     def _float8_amax_version(self) -> int:
-        """Return the version counter of the weight's amax, or of another amax; -1 without any."""
+        """Return `_version` of the weight's amax buffer, or else of the first amax; -1 if none."""
         amax = self._buffers.get(WEIGHT.amax)
         if amax is None and self._float8_stateful:
             amax = self._buffers[self._float8_stateful[0].amax]
         return -1 if amax is None or amax.is_inference() else amax._version
 
     def _float8_check_synced(self) -> None:
-        """Raise `RuntimeError` if trained Parameters were written between forwards without a sync.
+        """Raise a `RuntimeError` if Parameters were trained without an update of scales (sync).
 
         Skipped under `no_grad`, while attached to an optimizer, and in compiled code. Compares
-        version counters, which fused optimizers and writes through `.data` do not increment. To
-        find such writes, it waits for the device and compares the weight's diagonal with that of
-        an earlier forward, if a backward came between and `weight.grad` is None. It misses them
-        after `zero_grad(set_to_none=False)`, if `torch.distributed` is initialized, if grad_output
-        is scaled dynamically, or if only the bias trains.
+        version counters with those of the first forward since a sync. As fused optimizers and
+        writes to `.data` do not increment them, also waits for the device and compares the weight's
+        diagonal with an earlier one, if a backward came between and `weight.grad` is None. Misses
+        such writes after `zero_grad(set_to_none=False)`, if `torch.distributed` is initialized, if
+        grad_output is scaled dynamically, or if only the bias trains.
         """
         checks = self._float8_config.enable_pre_and_post_forward and not self._float8_attached
         if not checks or not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -226,12 +222,12 @@ class StatefulLayer(Float8Module):
             )
 
     def _float8_with_state(self, casts: Casts) -> Casts:
-        """Return `casts` with this layer's buffers as scale sources; raise if a sync is missing.
+        """Return `casts`, one per GEMM operand, with the scales and amaxes of this layer's buffers.
 
-        Scales come from the history in training mode with gradients, unless the layer is frozen,
-        and in the first forward of reentrant checkpointing, which is recomputed with gradients.
-        Else scales come from the data, since a sync may never follow. While grad mode is on, amaxes
-        are recorded; scales that the last sync made equal on all ranks are not all-reduced.
+        Stored scales are used in training mode with gradients, unless the layer is frozen, and in
+        the first forward of reentrant checkpointing, which is recomputed with gradients. Otherwise
+        scales are computed from the data, since no update may follow. Grad mode records amaxes. A
+        scale set on all ranks needs no all-reduce. Raises `RuntimeError` if an update is missing.
         """
         self._float8_check_synced()
         records, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
@@ -256,14 +252,12 @@ class StatefulLayer(Float8Module):
             delayed[site.name] = cast._replace(source=DelayedScale(scale, amax, records))
         return casts._replace(**delayed)
 
-    # ---------------------------------------------------------------- copies and moves
-
     def __setstate__(self, pickled: dict[str, Any]) -> None:
         super().__setstate__(pickled)  # type: ignore[no-untyped-call]
         self._float8_state_was_written()  # version counters of the new buffers start anew
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a Parameter; forget the versions of all, one of which it may replace."""
+        """Register a Parameter, and restart the check for missing updates of scales."""
         super().register_parameter(name, param)
         self._float8_versions = None
 
@@ -280,8 +274,6 @@ class StatefulLayer(Float8Module):
             self._float8_reset_state()  # `to_empty()` leaves values undefined
         self._float8_state_was_written()
         return self
-
-    # ---------------------------------------------------------------- checkpoints
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
@@ -304,14 +296,14 @@ class StatefulLayer(Float8Module):
 
 
 def _first_scale(config: Float8LinearConfig) -> float:
-    """Return the value that all scales have before the first sync."""
     return UNKNOWN_SCALE if config.enable_amax_init else 1.0
 
 
 def _scale_without_gradients(scale: Tensor) -> Tensor:
-    """Return `scale` in the no_grad forward of reentrant checkpointing, else `UNKNOWN_SCALE`.
+    """Return `scale` in the first forward of reentrant checkpointing, else 0 (`UNKNOWN_SCALE`).
 
-    A cast with an unknown scale computes one. Compiled code calls this op to ask at run time.
+    That forward is recomputed with gradients, by `scale`; other forwards without gradients compute
+    scales from the data. This is an op, since compiled code learns only at run time which one runs.
     """
     return scale.clone() if in_reentrant_checkpoint() else torch.full_like(scale, UNKNOWN_SCALE)
 
@@ -322,9 +314,11 @@ register("scale_without_gradients", _scale_without_gradients, fake=torch.empty_l
 def _as_loadable(
     layer: StatefulLayer, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
 ) -> dict[str, Any]:
-    """Return a copy of `state_dict` with buffers of delayed scaling that fit the config of `layer`.
+    """Return a copy of `state_dict` with the buffers of delayed scaling that `layer` has.
 
-    Warns of dropped or missing buffers; adds errors on their shapes to `error_msgs`.
+    If `state_dict` has any, those of operands that have none in `layer` are dropped, new ones added
+    for operands without any, and histories cut or zero-padded to `history_len`. Warns of all this
+    but the padding. Adds an error to `error_msgs` for each amax or scale that is not 0-dim.
     """
     loaded, changes = dict(state_dict), []
     buffers = {site: [prefix + name for name in site[1:]] for site in SITES.values()}

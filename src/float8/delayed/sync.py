@@ -25,17 +25,17 @@ from float8.tensor.ranks import amax_over, is_fsdp_module, local_tensor
 def sync_float8_amax_and_scale_history(
     model: nn.Module, fp8_layers: Sequence[Float8Linear] | None = None, *, group: Any = None
 ) -> None:
-    """Compute the scales of the next step from the amaxes of this step, for all layers at once.
+    """Compute the scales of delayed scaling for the next step from the amaxes of this step.
 
     Call this function once per optimizer step, after the last `backward()` and before the next
     forward, or let `attach_to_optimizer` do so. The amaxes are all that were recorded since the
-    last call, by one or more microbatches; without an amax a scale does not change. In one process
-    the function compiles without a graph break. Layers that train on without a sync raise a
-    `RuntimeError` where this can be detected: see "A missing sync" in docs/scaling.md.
+    last call, by one or more microbatches; if none was, a scale does not change. In one process
+    the function compiles without a graph break. A layer that trains on without this call raises a
+    `RuntimeError` where it can detect that: see "A missing sync" in docs/scaling.md.
 
     If `torch.distributed` is initialized, one all-reduce per process group combines the amaxes of
-    all layers, so every rank must call this. The first call compares the layers of the ranks.
-    In `ddp.join()` set `throw_on_early_termination=True`: ranks without inputs do not sync.
+    all layers, so every rank must call this. The first call checks that ranks have equal layers. In
+    `ddp.join()` set `throw_on_early_termination=True`: ranks without inputs do not sync.
 
     Args:
         model: the converted model, compiled or not.
@@ -87,12 +87,12 @@ def sync_float8_amax_and_scale_history(
 
 @torch.no_grad()
 def forget_float8_amax(model: nn.Module) -> None:
-    """Reset all amaxes recorded since the last sync; call it after forwards that are not training.
+    """Discard all amaxes recorded since scales were last updated, for forwards on invalid data.
 
     `torch.distributed.pipelining` runs such forwards in the first `schedule.step()`, to find the
     shapes of a stage: with gradients, on uninitialized memory. Call this function after that step
-    and before `optimizer.step()`. Scales do not change: a cast without a scale computes one
-    from its data until the next sync. Raises a `TypeError` if `model` is not an `nn.Module`.
+    and before `optimizer.step()`. Scales do not change; those that are not set yet are computed
+    from the data until the next update. Raises a `TypeError` if `model` is not an `nn.Module`.
     """
     require_module(model, "model")
     for layer in _delayed_layers(model.modules()):
@@ -105,7 +105,7 @@ def _delayed_layers(modules: Iterable[nn.Module]) -> list[Float8Linear]:
 
 
 def _update_scales(layers: list[Float8Linear]) -> None:
-    """Update histories and scales of `layers` from the amaxes, and set the amaxes to zero."""
+    """Push the amaxes of `layers` into their histories, compute new scales, and zero the amaxes."""
     # Each batch is updated as one tensor: its key -> largest value of a format -> sites' buffers.
     batches: dict[Any, dict[float, list[list[Any]]]] = {}
     for layer in layers:
@@ -140,14 +140,14 @@ def next_history_and_scale(
     """Push the amaxes of a step into their histories; return the new histories and scales.
 
     `amax` and `scale` are [S] float32 for S casts, `history` is [S, history_len], most recent
-    first, `float8_max` is [S] float64, the largest value of the format of each cast.
+    first, `float8_max` is [S] float64, the largest value of the format of each cast. The largest or
+    the latest amax of a history (`config.scale_fn_name`), unless it is 0, gives the new scale.
 
     If an amax is 0 (nothing was recorded since the last update, or only zeros), its history and
     scale do not change, so a repeated update is a no-op. A non-finite amax is recorded as 0, so
-    that one overflow does not spoil the scales of the next `history_len` steps. If the history
-    reduced by `config.scale_fn_name` is 0, the scale does not change. A scale stays `UNKNOWN_SCALE`
-    until an amax is less than twice the largest of its history: if weights are initialized near
-    zero, gradients grow by orders of magnitude in the first step.
+    that one overflow does not spoil the scales of the next `history_len` steps. A scale of 0 (not
+    set, `UNKNOWN_SCALE`) stays 0 until an amax is less than twice the largest of its history: if
+    weights are initialized near zero, gradients grow by orders of magnitude in the first step.
     """
     latest, previous_peak = amax.nan_to_num(0.0, 0.0, 0.0), history.amax(dim=1)
     settled = (latest - previous_peak).abs() < previous_peak  # 0 < latest < 2 * previous_peak
@@ -160,7 +160,7 @@ def next_history_and_scale(
 
 
 def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> None:
-    """Replace the amaxes of `layers` by their maxima over the groups of `sync_groups`."""
+    """All-reduce the amaxes of `layers` by max over `group` (None: the mesh, or all ranks)."""
     weights: Any = [x.weight for x in layers if not x._float8_never_trains]  # not in float8 only
     shard_groups = {x for layer in layers for x in layer._float8_shard_groups()}
     # A weight that FSDP2 gathered lacks the mesh, which its module's other Parameters have.
@@ -188,7 +188,7 @@ def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> 
 
 
 def _shard_amax(weight: Tensor) -> Tensor | None:
-    """Compute the amax [] of this rank's shard of `weight`, or None without a float8 gather."""
+    """Return the amax of this rank's shard of `weight`; None if FSDP2 does not gather float8."""
     local = local_tensor(weight)
     if local is weight or not hasattr(local, "param_dtype"):
         return None
@@ -199,7 +199,10 @@ def _shard_amax(weight: Tensor) -> Tensor | None:
 def _require_same_layers(
     model: nn.Module, layers: list[Float8Linear], groups: tuple[Any, ...], device_type: str | None
 ) -> None:
-    """Raise `ValueError` if ranks differ in `layers`; compare once for each count and `groups`."""
+    """Raise a `ValueError` unless all ranks of `groups` have the same `layers` in this order.
+
+    Compares once for each number of layers and `groups`, on `device_type` or the buffers' device.
+    """
     key = (len(layers), *(group.group_name for group in groups))
     if key in layers[0]._float8_compared:
         return
@@ -218,10 +221,10 @@ def _require_same_layers(
 
 
 class DelayedScaling(Feature):
-    """The feature that syncs amaxes and scales once per step."""
+    """Extension for delayed scaling: checks configurations, and updates scales at each step."""
 
     def check_config(self, config: Float8LinearConfig) -> None:
-        """Raise a `ValueError` if `delayed_scaling_config` is set, but no cast is delayed."""
+        """Raise a `ValueError` if `delayed_scaling_config` is changed, but no cast is `DELAYED`."""
         settings = config.delayed_scaling_config
         if not config.delayed_sites and settings != DelayedScalingConfig():
             raise ValueError(
@@ -230,5 +233,5 @@ class DelayedScaling(Feature):
             )
 
     def before_step(self, model: nn.Module, group: Any) -> None:
-        """Compute the next scales of `model` from the amaxes of this step; reduce over `group`."""
+        """Compute the next scales of `model` from the amaxes that the ranks of `group` recorded."""
         sync_float8_amax_and_scale_history(model, group=group)

@@ -22,36 +22,36 @@ from float8.tensor import local_tensor
 
 @dataclass(frozen=True)
 class ExpertsReport(LayerReport):
-    """The report about one Parameter, which has one weight for each expert."""
+    """One row of a conversion report: a Parameter that has one weight for each expert."""
 
     kind = "weights of experts"
     experts: int  # on all ranks
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The sizes (E, N, K) of the weights, also of a Parameter that is stored as [E, K, N]."""
+        """The sizes (E, N, K): E experts, N outputs and K inputs, also if stored as [E, K, N]."""
         return self.experts, self.out_features, self.in_features
 
 
 class Experts(Conversion):
-    """Converts the modules of experts for which `kind_of` returns a class."""
+    """Converts the MoE experts of transformers and torchtitan to float8 grouped GEMMs."""
 
     def matches(self, mod: nn.Module) -> bool:
-        """Return True if `kind_of(mod)` is not None."""
+        """Return True if `mod` has experts of transformers or torchtitan, converted or not."""
         return kind_of(mod) is not None
 
     def parameters(self, mod: nn.Module) -> list[str]:
-        """Return the names of all weights of experts in `mod`."""
+        """Return the names of the Parameters of `mod` that have one weight for each expert."""
         return [weight.name for weight in weights_of(mod)]
 
     def stored_by_rows(self, mod: nn.Module) -> list[str]:
-        """Return the names of the weights of `mod` that are stored as [E, N, K]."""
+        """Return the names of the Parameters of `mod` stored as [E, N, K], not transposed."""
         return stored_by_rows(mod)
 
     def report(
         self, fqn: str, mod: nn.Module, scaling: str | None, reason: str | None
     ) -> list[LayerReport]:
-        """Return an `ExpertsReport` for each weight: its `scaling`, or the `reason` to skip it."""
+        """Return a row for each weight of `mod`: its casts (`scaling`), or the skip `reason`."""
         path = f"{fqn}." if fqn else ""
         return [
             ExpertsReport(path + name, K, N, scaling, reason, experts)
@@ -59,11 +59,11 @@ class Experts(Conversion):
         ]
 
     def problem(self, mod: nn.Module, chooser: Chooser) -> str | None:
-        """Return why `mod` cannot be converted with the configuration, or None."""
+        """Return why `mod` cannot be converted to the configuration `chooser.config`, or None."""
         return unsupported_experts(mod, chooser.config)
 
     def why_slower(self, mod: nn.Module, fqn: str, chooser: Chooser) -> str | None:
-        """Return why float8 would be no faster for `mod` if groups had equal sizes, or None."""
+        """Return why float8 would not speed up `mod` with equal tokens per expert, or else None."""
         if (gpu := chooser.gpu_of(mod)) is None:
             return None
         gpu = gpu if gpu in MODELLED else "H100"  # another GPU: as an H100
@@ -85,7 +85,7 @@ class Experts(Conversion):
         return functools.partial(convert_experts, mod, chooser.config)
 
     def modules_to_keep(self, chooser: Chooser) -> dict[nn.Module, str]:
-        """Map each "gate" or "router" layer with one output per expert to the reason to skip it."""
+        """Return {layer: why to skip it} for each "router" or "gate" with one output per expert."""
         modules = [*chooser.model.named_modules()]
         experts = [mod for _, mod in modules if kind_of(mod) is not None]
         counts = {weight.experts for mod in experts for weight in weights_of(mod)[:1]}
@@ -99,7 +99,11 @@ class Experts(Conversion):
 
 
 def ranks_that_cast(module: Any, name: str, experts: int, ranks: int) -> int:
-    """Return how many ranks split the casts of `experts` weights; 1 if FSDP2 sends no float8."""
+    """Return how many of the `ranks` ranks of FSDP2 share the casts of the Parameter `name`.
+
+    If it is stored as [E, N, K], each rank casts its shard, at least one of `experts` matrices, and
+    sends float8. Otherwise returns 1: FSDP2 gathers high precision, and each rank casts them all.
+    """
     return min(ranks, experts) if name in stored_by_rows(module) else 1
 
 
@@ -107,7 +111,7 @@ _TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk")  # of most models,
 
 
 def experts_per_token(module: Any, parent: Any) -> int:
-    """Return the top-k of `module.config` or of `parent.token_dispatcher`, 1 if neither has one."""
+    """Return the experts per token by `module.config` or `parent.token_dispatcher`, or else 1."""
     config, dispatcher = getattr(module, "config", None), getattr(parent, "token_dispatcher", None)
     counts = [getattr(config, name, None) for name in _TOP_K]
     return next(filter(None, [*counts, getattr(dispatcher, "top_k", None)]), 1)

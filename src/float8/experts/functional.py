@@ -19,7 +19,7 @@ from float8.tensor import Float8Tensor
 def grouped_linear(
     input: Tensor, weight: Tensor, offs: Tensor, *, config: ConfigOrRecipe | None = None
 ) -> Tensor:
-    """Multiply each group of rows by the weight of its expert, with three grouped float8 GEMMs.
+    """Multiply each expert's rows by its weight, with float8 grouped GEMMs in forward and backward.
 
     Computes `input[offs[e - 1]:offs[e]] @ weight[e].T` for each expert e, as `F.grouped_mm(input,
     weight.mT, offs=offs)` does in high precision. Group sizes need no sync and no recompilation.
@@ -33,11 +33,11 @@ def grouped_linear(
         offs: [E] int32, ascending, on the same device: `offs[e]` is one past the last row of expert
             e. Groups may be empty. On a GPU values are not checked, but clamped to 0..T and to
             their running maximum.
-        config: a `Float8LinearConfig`, or the name of a recipe; None means `"rowwise"`. One scale
-            covers, under `"tensorwise"`, a group or a matrix [N, K]; under `"blockwise"`, 1x128
-            elements of input and grad_output, along the contraction dim and within a group, and
-            128x128 of a matrix; under `"mxfp8"`, 1x32 of each tensor. All casts are to e4m3. All
-            GEMMs use `gemm_config_output.use_fast_accum`; blocks are always added in float32.
+        config: a `Float8LinearConfig`, or a recipe's name; None means `"rowwise"`. One scale covers
+            an expert's rows or weight under `"tensorwise"`; under `"blockwise"` 128 elements along
+            the contraction dim, within a group, or 128x128 of a weight; under `"mxfp8"` 32 elements
+            along that dim. All casts are to e4m3. `gemm_config_output.use_fast_accum` holds for all
+            three GEMMs, but sums of blocks are always added in float32.
 
     Returns:
         [T, N], dtype of the (autocast) input. Rows from `offs[-1]` on and their gradient are zero.
@@ -45,9 +45,10 @@ def grouped_linear(
     Raises:
         TypeError: a dtype is not one of those named above, `input` or `weight` is a DTensor, or
             `config` is neither a configuration nor a name.
-        ValueError: shapes or devices do not fit; on a CPU, `offs` descend, are negative or exceed
-            T, also in compiled code; or the config has delayed scaling, 1x128 scales of weights,
-            held or float8-only weights, or `output` or `grad_input` computed in high precision.
+        ValueError: a shape or device is not as above; on a CPU, `offs` descend, are negative or
+            exceed T, also in compiled code; or the config has delayed scaling, 1x128 blocks for
+            weights, the GEMM of output or grad_input in high precision, or `float8_weights` other
+            than `ON_THE_FLY`, which casts weights in each call.
         RuntimeError: the device has no grouped float8 GEMM and `config.emulate` is False.
     """
     config = as_config("rowwise" if config is None else config)
@@ -67,9 +68,10 @@ def apply_grouped(
     emulated: bool,
     held_weight: Weight | None = None,
 ) -> Tensor:
-    """Compute `grouped_linear` by `plan`, for any N and K if `emulated`.
+    """Multiply rows `offs[e - 1]:offs[e]` of `input` by `weight[e].T`, with the casts of `plan`.
 
-    `held_weight`: float8 data of `weight` to use instead of a cast in this call, or None.
+    If `held_weight` is not None, its float8 data of `weight` are used instead of a new cast.
+    `emulated` says that `plan` emulates its GEMMs: N and K need not be multiples of 16.
     """
     autocast, compiling = autocast_dtype(input.device), torch.compiler.is_compiling()
     if autocast is not None:
@@ -103,7 +105,7 @@ def apply_grouped(
 def _require(
     input: Tensor, weight: Tensor, offs: Tensor, *, same_dtype: bool, emulated: bool
 ) -> None:
-    """Raise for dtypes, shapes and devices as `grouped_linear`; allow any N and K if `emulated`."""
+    """Raise for a wrong dtype, device or shape; any N and K are allowed if `emulated`."""
     got = "grouped_linear: got"
     for name, x in (("input", input), ("weight", weight)):
         if hasattr(x, "device_mesh"):

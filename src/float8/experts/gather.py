@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 class GatheredExperts(Float8Tensor):
-    """Float8 weights [E, N, K] gathered by FSDP2, with scales [E, N, 1] or of square blocks.
+    """Float8 weights [E, N, K] that FSDP2 all-gathered; scales are [E, N, 1] or of square blocks.
 
     Modules may call `weight.to(dtype)` before a GEMM: it changes the reported dtype, not the bytes.
     """
@@ -38,15 +38,14 @@ class GatheredExperts(Float8Tensor):
 
 
 class GatherExperts(Float8GatherWeight):
-    """High-precision weights [E, N, K] that FSDP2 gathers in float8; see `Float8GatherWeight`.
+    """Wrapper of a shard of high-precision weights [E, N, K] that FSDP2 all-gathers in float8.
 
-    If dim 0 is sharded evenly, FSDP2 gathers bytes and scales together. Otherwise FSDP2 gathers the
-    bytes, and a second all-gather sends the scales. If shard boundaries would split elements that
-    share a scale, the weights are gathered in high precision, with a warning.
+    Data and scales go in one all-gather if dim 0 is sharded evenly, else in two. If a shard ends
+    within elements that share a scale, warns, and the weights are gathered in high precision.
     """
 
     def _why_not_in_float8(self, size: torch.Size, *_: Any) -> str | None:
-        """Return why this shard of a weight of shape `size` is not gathered in float8, or None."""
+        """Return why this shard of a weight of shape `size` must be sent unquantized, or None."""
         dim = next((dim for dim in range(3) if self.shape[dim] != size[dim]), 0)  # the sharded dim
         if dim == 2 or (dim == 1 and self.how.scaling_granularity.one_scale):
             return f"it is sharded along dim {dim}, which would cut what one scale covers"
@@ -56,11 +55,11 @@ class GatherExperts(Float8GatherWeight):
 
     @property
     def has_one_scale(self) -> bool:
-        """False, since no scale covers two experts."""
+        """Whether ranks must agree on one scale: False, as each expert has its own scales."""
         return False
 
     def quantized(self, shard: Tensor, cast: Cast, dtype: torch.dtype) -> CastAhead:
-        """Round `shard` [E, N, K] to `dtype`, then quantize it to row data; E must not be 0."""
+        """Round `shard` [E, N, K], E > 0, to `dtype`; return it in float8 [E, N, K] with scales."""
         data, scale = quantize_experts(shard.to(dtype), cast, row=True).row
         scale = scale if self.how.scaling_granularity.by_blocks else scale.unsqueeze(-1)
         return CastAhead(scale, data[..., : shard.shape[2]].contiguous())
@@ -68,7 +67,11 @@ class GatherExperts(Float8GatherWeight):
     def _to_send(
         self, size: torch.Size, rows: int, mesh: Any, module: Any, dtype: torch.dtype
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
-        """Return the tensors to all-gather, float8 padded to `rows` experts, and `GatherInfo`."""
+        """Return the tensors to all-gather, and the `GatherInfo` for the hook that runs after it.
+
+        The tensors are float8 data as bytes, padded to `rows` experts, and the scales if dim 0 is
+        sharded evenly, else `GatherInfo` has those of all ranks. Rounds to `dtype` before the cast.
+        """
         ranks, self.param_dtype = mesh.size(), dtype  # casts ahead round a shard to it
         # The Parameter that keeps a cast; None if `self` is a copy, as with CPU offload.
         weight = next((x for x in module._parameters.values() if local_tensor(x) is self), None)

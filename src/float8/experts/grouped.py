@@ -32,15 +32,14 @@ def quantize_experts(
     after: Tensor | None = None,
     **_: Any,  # `pad_rows` and `traced` of `quantize`, which experts do not need
 ) -> Quantized:
-    """Quantize the weights [E, N, K] of experts; no scale covers two experts.
+    """Quantize the weights [E, N, K] of E experts, each with scales of its own.
 
-    Row data are [E, N, ceil16(K)] with scales [E, N], column data [E, K, ceil16(N)] with scales
-    [E, K]. If `weights` is a transposed view of contiguous [E, K, N], the stored tensor is cast
-    without a copy. `cast.scale` is None or [E]; `row`, `col` and `after` are as in `kernels.cast`.
-
-    With k x k blocks row data are [E, N, ceil_k(K)] with scales [E, ceil(N / k), ceil(K / k)], and
-    column data [E, K, ceil_k(N)] with scales [E, ceil(K / k), ceil(N / k)]; the last dim of scales
-    may be padded. With 1 x k blocks scales are [E, N, ceil(K / k)] and [E, K, ceil(N / k)].
+    If `row`, returns row data, [E, N, ceil16(K)] with scales [E, N]. If `col`, returns column data,
+    the transposed copy [E, K, ceil16(N)] with scales [E, K]. ceil16 pads to a multiple of 16. With
+    k x k blocks these are [E, N, ceil_k(K)] with scales [E, ceil(N / k), ceil(K / k)] and [E, K,
+    ceil_k(N)] with [E, ceil(K / k), ceil(N / k)], the last dim of scales perhaps padded; with 1 x k
+    blocks the scales are [E, N, ceil(K / k)] and [E, K, ceil(N / k)]. `cast.scale` is None or [E]
+    scales to use. Compiled code computes `after` first. A view by `mT` is cast without a copy.
     """
     assert (cast.source, cast.reduce) == (None, None)  # each expert has its own scale
     weights = weights.detach()
@@ -55,7 +54,7 @@ def quantize_experts(
 def _quantize_with_row_scales(
     weights: Tensor, cast: Cast, after: Tensor | None, row: bool, col: bool
 ) -> Quantized:
-    """Quantize [E, R, C] as `quantize_experts`, with a scale per row or per expert."""
+    """Quantize [E, R, C] if `row`, and its transpose if `col`, with a scale per row or expert."""
     E, R, C = weights.shape
     # Cast one matrix [E * R, C], in which the R rows of each expert are a group.
     ends = torch.arange(R, E * R + 1, R, dtype=torch.int32, device=weights.device)
@@ -73,7 +72,7 @@ def _quantize_with_row_scales(
 def _quantize_with_block_scales(
     weights: Tensor, cast: Cast, after: Tensor | None, row: bool, col: bool
 ) -> Quantized:
-    """Quantize [E, R, C] as `quantize_experts`, with a scale per 1 x k or k x k block."""
+    """Quantize [E, R, C] if `row`, its transpose if `col`, with scales of 1 x k or k x k blocks."""
     (E, R, C), cast_config = weights.shape, cast.config
     width: Any = cast_config.scaling_granularity.width
     options: Any = {"row": row, "col": col, "scale": cast.scale, "after": after}
@@ -99,7 +98,7 @@ def _quantize_with_block_scales(
 
 
 def _stacked(operands: Sequence[Operand]) -> Operand:
-    """Stack `operands` along a new dim 0, their data as uint8: few backends can stack float8."""
+    """Stack data and scales along a new dim 0, data as bytes: few backends can stack float8."""
     data = torch.stack([x.data.view(torch.uint8) for x in operands]).view(operands[0].data.dtype)
     return Operand(data, torch.stack([x.scale for x in operands]))
 
@@ -115,18 +114,17 @@ def grouped_matmul(
 ) -> Tensor:
     """Multiply each group of rows by its own matrix, or contract two tensors over each group.
 
-    For an `Operand` `a` [R, K] with scales [R] and `b` [E, N, K] with scales [E, N], returns
-    `a @ b[e].T` of each group, [R, N]; rows outside all groups are zero. For `Columns` `a` [N, R]
-    and `b` [K, R] with scales [E, N] and [E, K], returns `a @ b.T` of each group, [E, N, K].
+    Group e is `ends[e - 1]:ends[e]` (int32, ascending) and may be empty. If `a` is an `Operand`
+    [R, K] with scales [R], and `b` [E, N, K] has scales [E, N], returns `a @ b[e].T` for the rows
+    of each group e, [R, N]; rows outside all groups are zero. If `a` is `Columns`, [N, R] with
+    scales [E, N], and `b` [K, R] has scales [E, K], returns `a @ b.T` for the columns of each group
+    e, [E, N, K]; these groups end at `a.ends`, not `ends`.
 
-    Operands are float8 as `cast_groups` and `quantize_experts` return them, contiguous along the
-    contraction dim. Scales multiply float32 sums. Group e is `ends[e - 1]:ends[e]` (int32,
-    ascending) and may be empty; `Columns` use `a.ends` instead of `ends`. `shape` is the last two
-    dims of the result without padding. On the CPU the GEMM is emulated.
-
-    With 1 x k or k x k blocks `a` [R, K] has scales [R, K / k], and `b` [E, N, K] has those that
-    `Operand` describes; `Columns` have [N, R / k] and [K, R / k]. Each sum of k products is scaled,
-    and the scaled sums are added in float32.
+    Data are float8 and contiguous along the last dim, which is contracted. Scales multiply float32
+    sums. With 1 x k or k x k blocks `a` [R, K] has scales [R, K / k], `b` [E, N, K] has scales
+    [E, N, K / k] or [E, N / k, K / k], and `Columns` and their `b` have [N, R / k] and [K, R / k].
+    Then each sum of k products is scaled, and the scaled sums are added in float32. `shape` is the
+    last two dims of the result without padding. On the CPU the GEMM is emulated.
 
     Raises:
         RuntimeError: the device has no such GEMM and `gemm.emulate` is False.
@@ -159,12 +157,11 @@ register(
 )
 
 GROUPED_OUTER = torch.ops.float8.grouped_outer.default
-"""Returns `a.T @ b` [E, N, K] for each group of rows of `a` [R, N] and `b` [R, K], in their dtype.
-The third argument is `offs`. Compiled code supports torch's own op for bfloat16 only."""
+"""Computes `Grouped.outer`. Compiled code supports torch's own op for bfloat16 only."""
 
 
 class Grouped(Dense):
-    """The quantization and grouped GEMMs of experts; `Dense` documents the attributes."""
+    """The functions with which the autograd function `Linear` quantizes and multiplies groups."""
 
     columns_from_values = False
     repeats_scales = True
@@ -174,13 +171,13 @@ class Grouped(Dense):
 
     @staticmethod
     def padded(row: Operand, granularity: Granularity) -> Operand:
-        """Zero-pad K of row data [E, N, K]; reshape scales of rows [E, N, 1] to [E, N]."""
+        """Pad K of float8 weights [E, N, K] for GEMMs: to a multiple of 16 or the block width."""
         data, scale = padded(row, granularity)
         return Operand(data, scale if granularity.by_blocks else scale.squeeze(-1))
 
     @staticmethod
     def transposed(row: Operand, cast_config: CastConfig, after: Tensor | None = None) -> Operand:
-        """Return column data [E, K, N] of `row` [E, N, K]; arguments as in `quantize.to_col`."""
+        """Return column data [E, K, N], the transposed copy, of float8 weights `row` [E, N, K]."""
         granularity = cast_config.scaling_granularity
         if not granularity.square:
             values = dequantized(row, cast_config)
@@ -198,12 +195,12 @@ class Grouped(Dense):
 
     @staticmethod
     def outer(g: Tensor, x: Tensor, offs: Tensor) -> Tensor:
-        """Return `g.T @ x` [E, N, K] per group of `g` [T, N] and `x` [T, K], in their dtype."""
+        """Return `g.T @ x` [E, N, K] over the rows of each group, in high precision."""
         return GROUPED_OUTER(g.contiguous(), x, offs)  # type: ignore[no-any-return]
 
 
 class GroupedTransposed(Grouped):
-    """`Grouped` for experts whose Parameter stores the weights as [E, K, N]."""
+    """Quantizes and multiplies as `Grouped`, for Parameters that store the weights as [E, K, N]."""
 
     stored_transposed = True
 

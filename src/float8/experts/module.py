@@ -27,7 +27,7 @@ from float8.tensor import is_dtensor, is_fsdp_module, local_tensor
 
 
 class ExpertsWeight(NamedTuple):
-    """The name and sizes of a weight of experts; the Parameter is [E, N, K] or [E, K, N]."""
+    """The name of a Parameter with a weight for each expert, and its sizes E, N and K."""
 
     name: str
     experts: int
@@ -36,7 +36,7 @@ class ExpertsWeight(NamedTuple):
 
 
 class Float8Experts(Float8Module):
-    """The base class of converted experts, whose classes also derive from their original class."""
+    """Base class that runs experts in float8; a converted class also derives from its old class."""
 
     _float8_noun = "weights"
 
@@ -47,7 +47,7 @@ class Float8Experts(Float8Module):
         return stored_by_rows(self)
 
     def _float8_product(self, x: Tensor, weight: Any, offs: Tensor, name: str = "") -> Tensor:
-        """Run `grouped_linear` with this rank's experts; `name` is the weight's, "" if unknown."""
+        """Multiply each expert's rows of `x` by `weight` in float8; its `name` is "" if unknown."""
         weight = _on_this_rank(weight)
         x = x.to(autocast_dtype(x.device) or weight.dtype)
         plan, held_weight = self._float8_plan, None
@@ -62,13 +62,12 @@ class Float8Experts(Float8Module):
         return [weight.name for weight in weights_of(self)]
 
     def _float8_weight(self, name: str) -> Any:
-        """Return the attribute `name`, a Parameter or a tensor in its place, as [E, N, K]."""
-        # Read by getattr: FSDP1 and PEFT put a computed tensor there.
-        weight = getattr(self, name)
+        """Return the weights [E, N, K] in attribute `name`, transposed if stored as [E, K, N]."""
+        weight = getattr(self, name)  # FSDP1 and PEFT put a computed tensor there
         return weight.transpose(1, 2) if lies_transposed(self) else weight
 
     def extra_repr(self) -> str:
-        """Return the original class's text, the recipe, and settings that differ for experts."""
+        """Return the original class's text, the recipe, and settings that hold for experts."""
         config = self._float8_config
         words = [super().extra_repr(), config.short_str()]
         sites = CastSite.GRAD_OUTPUT, CastSite.GRAD_OUTPUT_FOR_GRAD_WEIGHT
@@ -89,7 +88,7 @@ class Float8Experts(Float8Module):
 
 
 class RegisteredExperts(Float8Experts):
-    """Experts of transformers 5, with the weights `gate_up_proj` or `up_proj`, and `down_proj`.
+    """Experts of transformers 5 in float8; weights: `gate_up_proj` or `up_proj`, and `down_proj`.
 
     The forward replaces the one that transformers would take from its registry. It sorts tokens by
     expert, runs both grouped GEMMs in float8, and calls the module's own activation and gate.
@@ -98,12 +97,11 @@ class RegisteredExperts(Float8Experts):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of each token's experts, [tokens, hidden].
 
-        `top_k_index` and `top_k_weights` are [tokens, top_k]. An index >= `num_experts` belongs to
-        an expert on another rank, and adds nothing. The result has the dtype of `hidden_states`.
+        `top_k_index`, each token's experts, and `top_k_weights` are [tokens, top_k]. An index >=
+        `num_experts` is an expert on another rank, and adds nothing. Keeps the input's dtype.
         """
         mod: Any = self
         tokens, top_k = top_k_index.shape
-        # Sort by expert, so that the rows of each expert are adjacent.
         experts, order = torch.sort(top_k_index.flatten(), stable=True)
         expert_ids = torch.arange(mod.num_experts, device=experts.device, dtype=experts.dtype)
         offs = torch.searchsorted(experts, expert_ids, right=True, out_int32=True)
@@ -132,7 +130,7 @@ class RegisteredExperts(Float8Experts):
 
 
 def _on_this_rank(x: Any) -> Any:
-    """Return `x.to_local()` of a DTensor, which must be Shard(0) or Replicate, else `x`."""
+    """Return `x`, or its local part if it is a DTensor; raise if an expert is split over ranks."""
     if not is_dtensor(x):
         return x
     if not all(placement.is_replicate() or placement.is_shard(0) for placement in x.placements):
@@ -144,25 +142,20 @@ def _on_this_rank(x: Any) -> Any:
 
 
 class SeamExperts(Float8Experts):
-    """Experts with a seam: their forward calls `_grouped_mm(A=, B_t=, offs=)`, overridden here."""
+    """Experts of torchtitan in float8: overrides the `_grouped_mm` that their forward calls."""
 
     _float8_why_never_held = "given to a method, perhaps a copy"
 
     def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
-        """Multiply each group `A[offs[e - 1]:offs[e]]` of `A` [T, K] by `B_t[e]` [K, N]: [T, N]."""
+        """Multiply rows `offs[e - 1]:offs[e]` of `A` [T, K] by `B_t[e]` [K, N] for all experts."""
         return self._float8_product(A, B_t.transpose(-2, -1), offs)
 
-
-# ---------------------------------------------------------------- which modules
 
 _ARGUMENTS = ["A", "B_t", "offs"]  # of the method `_grouped_mm` of torchtitan's experts
 
 
 def kind_of(module: nn.Module) -> type[Float8Experts] | None:
-    """Return the subclass of `Float8Experts` that can convert `module`, or None.
-
-    Inspects the class of `module` only; imports neither transformers nor torchtitan.
-    """
+    """Return `RegisteredExperts` or `SeamExperts`, whichever can convert `module`, or else None."""
     cls: Any = module._float8_source_class if isinstance(module, Float8Experts) else type(module)
     forward, method = cls.forward, inspect.getattr_static(cls, "_grouped_mm", None)
     if getattr(forward, "__globals__", {}).get("__name__") == "transformers.integrations.moe":
@@ -173,12 +166,12 @@ def kind_of(module: nn.Module) -> type[Float8Experts] | None:
 
 
 def lies_transposed(module: Any) -> bool:
-    """Return whether the Parameters of `module` store the weights as [E, K, N]."""
+    """Return whether the Parameters of `module` store the weights as [E, K, N], not [E, N, K]."""
     return bool(getattr(module, "is_transposed", False))
 
 
 def weights_of(module: nn.Module) -> list[ExpertsWeight]:
-    """Return the name and unsharded sizes of each Parameter of `module` with experts' weights."""
+    """Return the name and unsharded sizes of each Parameter that has a weight for each expert."""
     weights = []
     for name, parameter in module._parameters.items():
         is_scale = name.endswith("_scale_inv")  # of experts in transformers' own float8
@@ -192,7 +185,7 @@ def weights_of(module: nn.Module) -> list[ExpertsWeight]:
 
 
 def stored_by_rows(module: nn.Module) -> list[str]:
-    """Return names of weights of `module` stored as [E, N, K], which FSDP2 can send in float8."""
+    """Return the names of Parameters stored as [E, N, K], which FSDP2 can all-gather in float8."""
     if lies_transposed(module):
         return []
     parameters: Any = module._parameters
@@ -200,7 +193,7 @@ def stored_by_rows(module: nn.Module) -> list[str]:
 
 
 def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | None:
-    """Return why `module`, of a known `kind_of`, cannot be converted with `config`, or None."""
+    """Return why the experts in `module` cannot be converted with `config`, or None if they can."""
     if reason := no_grouped_gemm(config):
         return f"got a config with {reason}; expected {EXPECTED}"
     if replaced_forward(module):
@@ -236,7 +229,7 @@ def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | 
 
 
 def _overridden_grouped_mm(module: Any) -> str | None:
-    """Return an error message if `_grouped_mm` is overridden, which a conversion would undo."""
+    """Return an error message if the library's `_grouped_mm` was replaced, or None if not."""
     cls = module._float8_source_class if isinstance(module, Float8Experts) else type(module)
     owners = [x.__name__ for x in cls.__mro__ if "_grouped_mm" in vars(x)]  # subclasses first
     if len(owners) == 1 and "_grouped_mm" not in vars(module):  # not as in torchtitan's MXFP8
@@ -247,7 +240,7 @@ def _overridden_grouped_mm(module: Any) -> str | None:
 
 
 def convert_experts(module: Any, config: Float8LinearConfig) -> None:
-    """Convert `module`, for which `kind_of` is not None, to float8 by changing its class."""
+    """Convert the experts `module` in place by changing its class, and set it up with `config`."""
     kind: Any = kind_of(module)
     module.__dict__.pop("forward", None)  # accelerate leaves the forward of the class there
     module.__class__ = class_of_experts(kind, module.__class__)
@@ -256,7 +249,7 @@ def convert_experts(module: Any, config: Float8LinearConfig) -> None:
 
 @functools.cache
 def class_of_experts(kind: Any, source: Any) -> Any:
-    """Return a subclass of `kind` and `source`, with the name of `source` for look-ups by name."""
+    """Return a subclass of `kind`, for float8, and of `source`, the original, named as `source`."""
     members = {name: getattr(source, name) for name in ("__module__", "__qualname__", "__doc__")}
     members["_float8_source_class"] = source
     bases = kind, source

@@ -20,12 +20,11 @@ _1x128, _1x32 = ScalingGranularity.BLOCK_1x128, ScalingGranularity.BLOCK_1x32
 
 @cached_in_eager
 def plan_experts(config: Float8LinearConfig) -> LinearPlan:
-    """Return the plan of experts; raise `ValueError` if no grouped GEMM supports `config`.
+    """Return the casts and grouped GEMMs of experts; raise `ValueError` if no GEMM suits `config`.
 
-    All casts are to e4m3. `config.gemm_config_output.use_fast_accum` holds for all three GEMMs: the
-    default of the others, off, would take 1.1 to 1.6 times as long, and raise SQNR by 0.07 dB at
-    most. Inputs and grad_outputs configured with square blocks get 1 x k blocks, since a square
-    could have tokens of two experts.
+    All casts are to e4m3. All GEMMs use `config.gemm_config_output.use_fast_accum`: the two in
+    backward would take 1.1 to 1.6 times as long with their default, False, for 0.07 dB of SQNR at
+    most. Square blocks of inputs and grad_outputs become 1 x k: a square could mix experts' tokens.
     """
     if reason := no_grouped_gemm(config):
         raise ValueError(f"grouped_linear: got a config with {reason}, expected {EXPECTED}")
@@ -41,7 +40,7 @@ def plan_experts(config: Float8LinearConfig) -> LinearPlan:
 
 
 def no_grouped_gemm(config: Float8LinearConfig) -> str | None:
-    """Return the setting of `config` that no grouped GEMM supports, or None."""
+    """Return text that names a setting of `config` that no grouped GEMM supports, or None."""
     if config.delayed_sites:
         return "delayed scaling, whose histories are of one tensor"
     if _1x128 in [config.cast_config(site).scaling_granularity for site in _WEIGHTS]:

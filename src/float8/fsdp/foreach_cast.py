@@ -22,11 +22,12 @@ MAX_TENSORS = 1024  # of one launch, since each program loads the first programs
 def foreach_cast(
     tensors: Sequence[Tensor], scales: Sequence[Tensor], cast_config: CastConfig, via: torch.dtype
 ) -> list[Tensor]:
-    """Cast each tensor to float8; on a GPU, by one kernel if all are contiguous.
+    """Round each tensor to `via`, then cast it to float8 with its scale; finite values saturate.
 
-    `tensors` have any shapes, and share dtype and device. They are rounded to `via`, then cast as
-    in `kernels.cast`. `scales` are the result of `quantize.scales_of`, 16 bytes apart. Returns
-    tensors of the same shapes; those of one launch are views of one tensor.
+    `tensors` share dtype and device. `scales` are 0-dim float32 views of one tensor, 16 bytes
+    apart, as from `quantize.scales_of`. On GPUs in eager mode, one kernel casts up to 1024
+    contiguous tensors if `via` is their dtype, or bfloat16 for float32. Results have the shapes of
+    `tensors`; those of one kernel are views of one tensor.
     """
     first, dtype = tensors[0], cast_config.dtype
     rounds = first.dtype == torch.float32 and via == torch.bfloat16
@@ -44,7 +45,7 @@ def foreach_cast(
 def _cast_triton(
     tensors: Sequence[Tensor], first_scale: Tensor, dtype: torch.dtype, rounds: bool
 ) -> list[Tensor]:
-    """Cast `tensors`, via bfloat16 if `rounds`, in one launch; all scales follow `first_scale`."""
+    """Cast `tensors`, via bfloat16 if `rounds`; scales lie 16 bytes apart from `first_scale` on."""
     first, device, count = tensors[0], tensors[0].device, len(tensors)
     addresses = tuple([x.data_ptr() for x in tensors])
     table, starts = _table(addresses, tuple([x.numel() for x in tensors]), device)
@@ -64,9 +65,10 @@ def _cast_triton(
 def _table(
     addresses: tuple[int, ...], sizes: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, list[int]]:
-    """Return the tensor for `table_ptr` of `_cast_kernel`, and the first program of each tensor.
+    """Return (table, starts), by which a program of `_cast_kernel` finds its tensor.
 
-    The list of first programs ends with the number of programs. Cached: addresses rarely change.
+    `table`, int64 [3, count], has address, size and first program of each tensor. `starts` lists
+    the first programs, then the number of programs. Cached, since addresses rarely change.
     """
     starts = [0]
     for size in sizes:
@@ -79,9 +81,10 @@ def _table(
 def _launch(
     dtype: torch.dtype, device: torch.device, programs: int, count: int, constants: tuple[Any, ...]
 ) -> Launch:
-    """Return the cached `Launch` of `programs` programs for `count` tensors of `dtype`.
+    """Return a cached function that launches `_cast_kernel` for `count` tensors of `dtype`.
 
-    `constants`: ROUNDED, ALIGNED, MANTISSA, POWER_OF_2 and HARDWARE of `_cast_kernel`.
+    `constants`: whether to round to bfloat16, whether addresses are multiples of 16, mantissa bits
+    of the float8 format, 0 (scales are given), whether an instruction of the GPU casts to float8.
     """
     next_power_of_2 = 1 << (count - 1).bit_length()
     constants = (*constants, next_power_of_2, BLOCK)
@@ -97,12 +100,12 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     count,
     ROUNDED: tl.constexpr,  # whether values are rounded to bfloat16 first
     ALIGNED: tl.constexpr,  # whether all addresses are multiples of 16
-    # Mantissa bits of the format; always 0; whether an instruction converts to float8.
+    # MANTISSA: its bits in float8. POWER_OF_2: 0, unused. HARDWARE: an instruction casts to it.
     MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr,
     COUNT: tl.constexpr,  # count, rounded up to a power of two
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program casts BLOCK elements of one tensor, or the rest of it."""
+    """Cast many tensors to float8: each program casts up to BLOCK elements of one tensor."""
     program = tl.program_id(0)
     entry = tl.arange(0, COUNT)
     starts = tl.load(table_ptr + 2 * count + entry, entry < count, 1 << 62)

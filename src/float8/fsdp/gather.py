@@ -1,7 +1,4 @@
-"""`Float8GatherWeight`: a high-precision weight that FSDP2 all-gathers in float8.
-
-Each rank quantizes its shard, under one scale of the whole weight or finer scales, and sends bytes.
-"""
+"""`Float8GatherWeight`: a high-precision weight that FSDP2 all-gathers in float8."""
 
 import ctypes
 import functools
@@ -24,7 +21,7 @@ aten = torch.ops.aten
 
 
 class GatherInfo(NamedTuple):
-    """The metadata that `fsdp_pre_all_gather` hands to `fsdp_post_all_gather` on the same rank."""
+    """Metadata (shape, scale, amax) from `fsdp_pre_all_gather` for `fsdp_post_all_gather`."""
 
     size: torch.Size  # of the whole weight
     scale: Tensor | None = None  # of the whole weight, equal on all ranks; None if sent with data
@@ -33,7 +30,7 @@ class GatherInfo(NamedTuple):
 
 
 class CastAhead(NamedTuple):
-    """The scale of a shard and perhaps its float8 data, computed before the all-gather."""
+    """The scale of a weight's shard, and its float8 data or None, computed before an all-gather."""
 
     scale: Tensor
     data: Tensor | Any = None  # float8, contiguous, in the shape of the shard; None: only the scale
@@ -42,14 +39,15 @@ class CastAhead(NamedTuple):
 class Float8GatherWeight(Wrapper):
     """Wrapper of a high-precision tensor `inner` that FSDP2 all-gathers in float8.
 
-    All ops but the all-gather run on `inner`, which is not copied. Views, copies, `empty_like`,
-    `new_zeros` and `new_empty` of a wrapper are wrappers; the results of all other ops are plain
-    tensors. Writes to a wrapper, its views, and the plain tensors that `high_precision` returns
-    increment the version of `write_counter`, a plain tensor over the same memory. A kept scale or
-    cast is valid while that version is unchanged.
+    Each rank quantizes its shard, and sends bytes. Other ops run on `inner`, which is not copied.
+    Views, copies, `empty_like`, `new_zeros` and `new_empty` of a wrapper are wrappers; the results
+    of all other ops are plain tensors. Writes to a wrapper, its views, and the plain tensors that
+    `high_precision` returns increment the version of `write_counter`, a plain tensor over the same
+    memory. A scale or cast stored by `keep` is valid while that version is unchanged.
 
-    Scales finer than one per tensor are gathered with the data, which FSDP2 allows for even shards
-    only. Under such scales, shards that are uneven or split a block are sent in high precision.
+    Scales finer than one per tensor are gathered with the data, which FSDP2 allows only if shards
+    have one size. Otherwise, or if shards split a block, weights with such scales are gathered in
+    high precision.
     """
 
     _inner: Tensor
@@ -65,7 +63,7 @@ class Float8GatherWeight(Wrapper):
 
     @staticmethod
     def __new__(cls, inner: Tensor, how: CastConfig, write_counter: Tensor | None = None) -> Any:
-        """Wrap `inner`, which gathers cast by `how`; the default of `write_counter` is `inner`."""
+        """Wrap `inner`, to be cast by `how`; `write_counter` (default `inner`) counts writes."""
         self: Any = cls._wrap(inner, inner.dtype)
         self._inner, self.how = inner, how
         self.write_counter = inner if write_counter is None else write_counter
@@ -73,7 +71,7 @@ class Float8GatherWeight(Wrapper):
 
     @property
     def high_precision(self) -> Tensor:
-        """Plain tensor over the weight's memory, which shares the version of `write_counter`."""
+        """The weight as a plain tensor, not copied, with the version counter of `write_counter`."""
         if self._inner is self.write_counter:
             return self._inner
         # This is a view: its `_inner` was made below autograd, with a separate version counter.
@@ -96,8 +94,7 @@ class Float8GatherWeight(Wrapper):
             result: Any = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-            # FSDP2 shards and pads in its first forward. Even if that runs in inference mode, the
-            # shards must be usable in training.
+            # Shards that FSDP2 makes in a first forward in inference mode must serve training, too.
             with as_inference_as(wrapper):
                 result = func(*inner_args, **inner_kwargs)
                 if isinstance(result, Tensor):
@@ -117,7 +114,7 @@ class Float8GatherWeight(Wrapper):
         return written.get(id(result), result)  # in-place ops return the wrapper they wrote
 
     def _like(self, func: Any, result: Tensor) -> Tensor:
-        """Wrap `result` of `func` on `inner`; return it plain if its dtype has no float8 cast."""
+        """Return `result` of `func` on the inner tensor, wrapped if gathers can cast its dtype."""
         if result is self._inner:
             return self
         if result.dtype not in HIGH_PRECISION_DTYPES:
@@ -126,13 +123,13 @@ class Float8GatherWeight(Wrapper):
         return self.wrap(result, self.write_counter if view else None)
 
     def wrap(self, values: Tensor, write_counter: Tensor | None = None) -> "Float8GatherWeight":
-        """Wrap `values` with the `how` and `param_dtype` of this wrapper; see `__new__`."""
+        """Wrap `values` like this tensor; `write_counter` (default `values`) counts writes."""
         new: Float8GatherWeight = type(self)(values, self.how, write_counter)
         new.param_dtype = self.param_dtype
         return new
 
     def keep(self, ahead: CastAhead, weight: Any) -> None:
-        """Keep `ahead` for gathers until `weight` (`self` or the DTensor around it) is written."""
+        """Store `ahead` for all-gathers until `weight` (`self` or its DTensor) is written."""
         if not (self.write_counter.is_inference() or weight.is_inference()):  # no versions
             self._ahead = self._versions(weight), ahead
 
@@ -142,11 +139,11 @@ class Float8GatherWeight(Wrapper):
 
     @property
     def has_one_scale(self) -> bool:
-        """Whether all ranks cast their shards with one scale, for which they reduce amaxes."""
+        """Whether one scale, equal on all ranks, covers the weight, not one per row or block."""
         return self.how.scaling_granularity.one_scale
 
     def kept(self, weight: Any) -> CastAhead | None:
-        """Return the kept scale or cast, or None if there is none or `weight` was written since."""
+        """Return what `keep` stored, or None if there is nothing or `weight` was written since."""
         versions, ahead = self._ahead
         if ahead is not None and versions != (now := self._versions(weight)):
             if now[-1] and now[:-1] == versions[:-1]:  # it was cast, but not in this capture
@@ -160,9 +157,9 @@ class Float8GatherWeight(Wrapper):
     def _versions(self, weight: Any) -> tuple[Any, ...]:
         """Return a key that changes when `weight` is written or `self.param_dtype` changes.
 
-        The version of `weight`, a DTensor, counts writes by ops on it and by compiled code; the
-        version of `write_counter` counts writes through `to_local()` and foreach ops. The id of a
-        CUDA graph capture is included, as replays count no writes: a graph makes its own casts.
+        The version of `weight`, a DTensor, counts writes by ops on it and by compiled code; that of
+        `write_counter` counts writes through `to_local()` and foreach ops. Replays of CUDA graphs
+        count no writes, so the key has the id of the capture: each graph makes its own casts.
         """
         counter, inner = self.write_counter, self._inner
         capture = counter.is_cuda and torch.cuda.is_current_stream_capturing() and _capture_id()
@@ -171,7 +168,7 @@ class Float8GatherWeight(Wrapper):
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., tuple[tuple[Tensor, ...], GatherInfo]]:
-        """`_pre_all_gather` with a signature; FSDP2 calls this hook before each all-gather."""
+        """Hook that FSDP2 calls before an all-gather: `_pre_all_gather` with a cached signature."""
         hook: Any = functools.partial(self._pre_all_gather)
         hook.__signature__ = _SIGNATURE  # FSDP2 inspects it at each call; computing it takes long
         return hook  # type: ignore[no-any-return]
@@ -179,14 +176,14 @@ class Float8GatherWeight(Wrapper):
     def _pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
-        """Return the tensors to all-gather, padded to the largest shard, and the `GatherInfo`.
+        """Return the tensors to all-gather for this shard, and metadata for `fsdp_post_all_gather`.
 
-        If scales cannot be sent, warn, and return the shard in high precision instead of float8.
+        They are zero-padded along dim 0 to the size of the largest shard. If FSDP2 cannot gather
+        the scales, warn, and return the shard in high precision instead of float8.
         """
         dtype, rows = mp_policy.param_dtype or self.dtype, self.shape[0]
-        # FSDP2 shards dim 0 by `torch.chunk`, whose first piece is the largest.
         if rows != outer_size[0] and self.shape[1:] == outer_size[1:]:  # sharded along dim 0 only
-            rows = -(-outer_size[0] // mesh.size())  # rounded up
+            rows = -(-outer_size[0] // mesh.size())  # the largest piece of `torch.chunk`
         # Make no inference tensors: training may use a weight gathered in inference mode.
         with as_inference_as(self):
             if problem := self._why_not_in_float8(outer_size, rows, mesh):
@@ -199,7 +196,7 @@ class Float8GatherWeight(Wrapper):
             return self._to_send(outer_size, rows, mesh, module, dtype)
 
     def _why_not_in_float8(self, size: torch.Size, rows: int, mesh: Any) -> str | None:
-        """Return why scales cannot go with shards of `rows` rows of a `size` weight, or None."""
+        """Return why shards of `rows` rows of a `size` weight cannot be sent in float8, or None."""
         granularity = self.how.scaling_granularity
         if granularity.one_scale:
             return None
@@ -212,7 +209,7 @@ class Float8GatherWeight(Wrapper):
         return None
 
     def quantized(self, shard: Tensor, cast: Cast, dtype: torch.dtype) -> CastAhead:
-        """Round `shard` [R, K] to `dtype`, and quantize it to row data [R, K]; R may be 0."""
+        """Return scale and float8 data of `shard` [R, K], rounded to `dtype` first; R may be 0."""
         data, scale = quantize(shard, cast, row=True, via=dtype).row
         if data.shape != shard.shape:  # padded for a GEMM
             data = data[: shard.shape[0], : shard.shape[1]]
@@ -221,10 +218,11 @@ class Float8GatherWeight(Wrapper):
     def _to_send(
         self, size: torch.Size, rows: int, mesh: Any, module: Any, dtype: torch.dtype
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
-        """Return the tensors to all-gather for this shard [R, K] of a weight, and the `GatherInfo`.
+        """Return (tensors to all-gather, metadata) for this shard [R, K] of a `size` weight.
 
-        The tensors are the float8 bytes, padded to [rows, K], and the scales unless there is one
-        for all ranks. R may be 0. Uses a kept scale or cast if the weight was not written since.
+        The tensors are the float8 bytes, zero-padded to [rows, K], and the scales unless one serves
+        all ranks. A cast that `keep` stored is used if still valid; else the shard, even if R is 0,
+        is rounded to `dtype` and quantized.
         """
         weight, config, shard = module.weight, self.how, self._inner
         owner = local_tensor(weight)  # stores kept casts; with CPU offload `self` is a copy of it
@@ -253,9 +251,10 @@ class Float8GatherWeight(Wrapper):
     def fsdp_post_all_gather(
         self, received: tuple[Tensor, ...], info: GatherInfo, dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Return the weight, a `Float8Tensor` or plain view of `received` without a copy, and ().
+        """Return (weight, ()): `received` as a `Float8Tensor` or in high precision, without a copy.
 
-        With `out`, the weight of an earlier call over the same memory, update it; return None.
+        `()` means that FSDP2 has to free nothing but `received`. If `out`, the weight of an earlier
+        call over the same memory, is given, update its scale and amax, and return None.
         """
         size, scale, amax, on_gather_stream = info
         for x in (scale, amax):
@@ -276,7 +275,6 @@ class Float8GatherWeight(Wrapper):
         return None
 
     def _gathered(self, data: Tensor, scale: Any, dtype: torch.dtype, amax: Any) -> Float8Tensor:
-        """Return the gathered weight, a `Float8Tensor` of `dtype`; for `amax` see `GatherInfo`."""
         return Float8Tensor(data, scale, dtype, self.how.scaling_granularity, amax)
 
 
@@ -311,13 +309,13 @@ torch.serialization.add_safe_globals(
 
 
 def _unwrapped(x: Any) -> Any:
-    """Return the inner tensor of a wrapper `x`, a list of those of a list `x`, or else `x`."""
+    """Return `x`, or the items of a list `x`, with each wrapper replaced by its inner tensor."""
     if isinstance(x, Float8GatherWeight):
         return x._inner
     return [*map(_unwrapped, x)] if isinstance(x, list | tuple) else x
 
 
 def padded_shard(x: Tensor, rows: int) -> Tensor:
-    """Pad `x` [R, ...] with zeros to [rows, ...], contiguous; R may be 0."""
+    """Return `x` [R, ...] contiguous and zero-padded to [rows, ...]; R may be 0."""
     pad = (0, 0) * (x.dim() - 1) + (0, rows - x.shape[0])
     return nn.functional.pad(x, pad) if any(pad) else x.contiguous()

@@ -26,12 +26,12 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     """Cast the shards of all dynamically scaled weights together, before float8 all-gathers.
 
     Call this function on all ranks after `optimizer.step()`, or use `attach_to_optimizer`, which
-    does. Scales need one all-reduce for all weights of a dtype, for each mesh dim that shards them.
-    A single kernel casts all weights that have one scale each. All gathers of a weight, in forward
-    and backward of each microbatch, then send that cast, which takes a byte per element of the
-    shard. Without this call each gather casts, with the same result, as it always does in the first
-    forward and for weights with empty shards. For shards offloaded to the CPU, only scales per
-    tensor are computed, no finer ones. Weights without float8 all-gather are skipped.
+    does. All gathers of a weight, in forward and backward of each microbatch, then send this cast,
+    which takes a byte per element of the shard. Without this call each gather casts, with the same
+    result, as it always does in the first forward and for weights with empty shards. Scales take
+    one all-reduce for all weights of a dtype, for each mesh dim that shards them, and one kernel
+    casts all weights that have one scale each. For shards offloaded to the CPU, only scales per
+    tensor are computed. Weights without `enable_fsdp_float8_all_gather` are skipped.
 
     A cast is used until the weight is written: by an optimizer's step, an op on the Parameter or
     a view, loading, a write into a tensor of a state dict. Call this function again after writes
@@ -39,7 +39,7 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     `.data` and `torch._foreach_*` in state dicts. In a CUDA graph, capture this call, then forward.
 
     Raises:
-        TypeError: `model` is no `nn.Module`.
+        TypeError: `model` is not an `nn.Module`.
         ValueError: a weight with one scale is gathered now, so that its shard cannot be reached.
     """
     require_module(model, "model")
@@ -65,7 +65,7 @@ class _BatchKey(NamedTuple):
 
 
 def _cast(key: _BatchKey, shards: dict[Any, Float8GatherWeight]) -> list[CastAhead]:
-    """Return a `CastAhead` for each of `shards`, without data if they are offloaded to the CPU."""
+    """Quantize `shards`, which share the properties `key`; only compute scales if offloaded."""
     config, dtype = key.cast_config, key.param_dtype
     on_device, values = key.device.type == key.device_type, [x._inner for x in shards.values()]
     if key.one_scale:
@@ -77,7 +77,7 @@ def _cast(key: _BatchKey, shards: dict[Any, Float8GatherWeight]) -> list[CastAhe
 
 
 def _shards_to_cast(model: nn.Module) -> dict[_BatchKey, dict[Any, Float8GatherWeight]]:
-    """Return batches of shards to cast, one for each call of `_cast`: key -> weight -> shard."""
+    """Return the shards of `model` to cast now, in batches: {properties: {weight: shard}}."""
     batches: dict[_BatchKey, dict[Any, Float8GatherWeight]] = {}
     groups_of: dict[Any, tuple[Any, ...] | None] = {}  # sharding -> groups; None: empty shards
     weight: Any
@@ -117,7 +117,7 @@ def _shards_to_cast(model: nn.Module) -> dict[_BatchKey, dict[Any, Float8GatherW
 
 
 def refuse_shards(layer: Any, config: Float8LinearConfig) -> TypeError | ValueError | None:
-    """Return the error to raise if `layer`, which is sharded, cannot take `config`, or None."""
+    """Return an error if `layer` is sharded, and so cannot be converted with `config`, or None."""
     if is_fsdp_module(layer):
         cls = f"{type(layer).__module__}.{type(layer).__qualname__}"
         expected = "expected an nn.Linear: convert, then fully_shard"
@@ -132,19 +132,19 @@ def refuse_shards(layer: Any, config: Float8LinearConfig) -> TypeError | ValueEr
 
 
 class Float8Gathers(Feature):
-    """The feature that has FSDP2 all-gather weights in float8, if the configuration asks for it."""
+    """Hooks around conversions and optimizer steps that have FSDP2 gather weights in float8."""
 
     def check_config(self, config: Float8LinearConfig) -> None:
-        """Raise a `ValueError` unless the gathered data serve both GEMMs that read the weight."""
+        """Raise `ValueError` if `config` gathers weights in float8 that not all GEMMs can use."""
         require_one_cast(config, "enable_fsdp_float8_all_gather")
 
     def sharing_ranks(self, config: Float8LinearConfig) -> int:
-        """Return the default group's size if each rank casts its shards before a gather, else 1."""
+        """Return how many ranks share the cast of a weight: all with float8 all-gather, else 1."""
         gathers = config.enable_fsdp_float8_all_gather and dist.is_available()
         return dist.get_world_size() if gathers and dist.is_initialized() else 1
 
     def why_not_changed(self, mod: Any) -> Refusal | None:
-        """Return a `Refusal` if FSDP2 shards `mod` or gathers its weight in float8, or None."""
+        """Return (problem, advice) if FSDP2 keeps `mod` from changing class or config, or None."""
         if is_fsdp_module(mod):
             return "a layer that fully_shard was applied to", "apply it to the block around it"
         for name in _gathered_names(mod):
@@ -158,7 +158,7 @@ class Float8Gathers(Feature):
         return None
 
     def why_not_taken(self, mod: Any, config: Float8LinearConfig) -> Refusal | None:
-        """Return a `Refusal` if a weight to gather is a DTensor or has gradient hooks, or None."""
+        """Return (problem, advice) if weights to wrap are DTensors or have hooks, else None."""
         names = _gathered_names(mod) if config.enable_fsdp_float8_all_gather else ()
         hooks = "_backward_hooks", "_post_accumulate_grad_hooks"
         for weight in map(mod._parameters.get, names):
@@ -171,32 +171,32 @@ class Float8Gathers(Feature):
         return None
 
     def before_conversion(self, converted: Sequence[nn.Module]) -> None:
-        """Replace each `Float8GatherWeight` of `converted` modules by a plain Parameter."""
+        """Unwrap the weights of `converted` modules, before these are converted again or back."""
         users = _users(converted)
         plain = {x: x.high_precision for x in users if isinstance(x, Float8GatherWeight)}
         _replace_contents(plain, users)
 
     def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
-        """Replace weights by `Float8GatherWeight`s if `config` enables float8 all-gather."""
+        """Wrap weights for float8 all-gathers if `config` (None: converted back) enables these."""
         if config is not None and config.enable_fsdp_float8_all_gather:
             enable_float8_all_gather(model)
 
     def after_step(self, model: nn.Module) -> None:
-        """Cast the shards of `model` for the next float8 all-gathers."""
+        """Cast the shards of weights in `model` for gathers, after each optimizer step."""
         precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 def _gathered_names(mod: nn.Module) -> Sequence[str]:
-    """Return the names of weights of `mod` that FSDP2 can gather in float8."""
+    """Return the names of the weights of `mod` that can be wrapped for float8 all-gathers."""
     conversion = conversion_of(mod)
     return conversion.stored_by_rows(mod) if conversion else ()
 
 
 def enable_float8_all_gather(module: nn.Module) -> None:
-    """Replace weights by `Float8GatherWeight`s where the configuration of the layer asks for it.
+    """Wrap weights of layers with `enable_fsdp_float8_all_gather`, so that FSDP2 gathers float8.
 
-    Weights stay plain if modules that are not converted, or have another configuration, share
-    them, or if experts store them as [E, K, N], since scales must cover rows of [E, N, K].
+    A weight stays plain if a module that is not converted or has another configuration shares it,
+    or if experts store it as [E, K, N], since scales must cover rows of [E, N, K].
     """
     new_tensors: dict[Any, Tensor] = {}
     users = _users(module.modules())
@@ -231,7 +231,7 @@ def _replace_contents(
 ) -> None:
     """Give each weight the contents `new_tensors[weight]`; the object and its gradient stay.
 
-    If `swap_tensors` raises since a weight is referenced, set new Parameters in `users`, and warn.
+    If references to a weight forbid this, give its `users`, (module, name) pairs, a new one; warn.
     """
     set_anew = {*Float8GatherWeight.__annotations__, "_is_param"}  # attributes that `new` sets
     replaced = 0

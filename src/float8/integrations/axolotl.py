@@ -12,7 +12,7 @@ from float8.integrations.transformers import Float8Callback
 
 
 class Float8Args(BaseModel):
-    """Keys that the plugin adds to axolotl's configuration."""
+    """Keys that `Float8Plugin` adds to axolotl's YAML configuration."""
 
     float8_recipe: str = "tensorwise"
     float8_high_precision: list[str] = []  # the `names` of `keep_high_precision`
@@ -20,14 +20,14 @@ class Float8Args(BaseModel):
 
 
 class Float8Plugin(BasePlugin):
-    """Converts the model of axolotl's trainer, with adapters or without, by `Float8Callback`."""
+    """Plugin of axolotl that converts the model, with PEFT adapters or without, to float8."""
 
     def get_input_args(self) -> str:
-        """Return the import path of `Float8Args`, whose keys axolotl then accepts."""
+        """Return the import path of `Float8Args`, so that axolotl accepts its keys in the YAML."""
         return f"{__name__}.{Float8Args.__name__}"
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
-        """Return a `Float8Callback` in a list; raise `ValueError` for `fp8: true` or bad values."""
+        """Return a list with a callback that converts the model; raise an error for `fp8: true`."""
         if cfg.fp8:
             raise ValueError("Float8Plugin: got fp8: true, which converts by torchao; leave it out")
         config = Float8LinearConfig.from_recipe_name(cfg.float8_recipe)

@@ -18,7 +18,7 @@ from float8.parallel.sharded import Shards
 
 
 class Float8ParallelLinear(Float8Linear):
-    """A fairscale layer whose GEMMs are in float8; see `swap_tp_linear_with_float8_linear`."""
+    """Base class of fairscale's column- and row-parallel linear layers with float8 GEMMs."""
 
     _float8_mesh: Any = None  # a DeviceMesh of one dim: the model-parallel group
     _float8_placements: Any = None  # of input, weight, bias and output, as DTensors
@@ -28,9 +28,9 @@ class Float8ParallelLinear(Float8Linear):
     def from_parallel(
         cls, mod: Any, config: Float8LinearConfig, sequence_dim: int | None
     ) -> "Float8ParallelLinear":
-        """Return a float8 layer that shares Parameters, hooks and training mode with `mod`.
+        """Return a float8 copy of the fairscale layer `mod` with the same Parameters and hooks.
 
-        Tokens are sharded along `sequence_dim` between layers; None: each rank has all tokens.
+        `sequence_dim`: the dim of activations along which tokens are sharded; None: they are not.
         """
         new: Float8ParallelLinear = shallow_copy(mod, cls)
         device = mod.weight.device.type
@@ -38,7 +38,6 @@ class Float8ParallelLinear(Float8Linear):
             device = "cuda" if torch.cuda.is_available() else "cpu"
         new._float8_mesh = DeviceMesh.from_group(initialize.get_model_parallel_group(), device)
         new._float8_set_up(config)
-        # Placements are those of input, weight [N, K], bias [N] and output.
         tokens = Replicate() if sequence_dim is None else Shard(sequence_dim)
         if isinstance(mod, ColumnParallelLinear):
             new._float8_shards = Shards(gathers_input=sequence_dim is not None)
@@ -51,7 +50,7 @@ class Float8ParallelLinear(Float8Linear):
         return new
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the output; it and `input` are local, and placed as `_float8_placements` says."""
+        """Return this rank's output for its `input`; both are plain tensors, shards or replicas."""
         *placements, output_placement = self._float8_placements
         x, weight, bias = (
             t if t is None else DTensor.from_local(t, self._float8_mesh, [place], run_check=False)
@@ -68,13 +67,13 @@ class Float8ParallelLinear(Float8Linear):
 
 
 class Float8ColumnParallelLinear(Float8ParallelLinear):
-    """Shards output features over ranks, and under sequence parallel gathers inputs in float8."""
+    """fairscale's `ColumnParallelLinear` in float8, which can all-gather tokens of its input."""
 
     _float8_source_class = ColumnParallelLinear
 
 
 class Float8RowParallelLinear(Float8ParallelLinear):
-    """Shards input features; under sequence parallel, gathers `grad_output` in float8."""
+    """fairscale's `RowParallelLinear` in float8, which can reduce-scatter its output by tokens."""
 
     _float8_source_class = RowParallelLinear
 
@@ -94,20 +93,23 @@ def swap_tp_linear_with_float8_linear(
 ) -> nn.Module:
     """Convert fairscale's `ColumnParallelLinear` and `RowParallelLinear` to float8, in place.
 
-    `convert_to_high_precision` undoes that. Scales are those of unsharded tensors: ranks reduce
-    amaxes. With `sequence_parallel` (not in fairscale), column-parallel layers take the tokens of
-    this rank (use `gather_output=False`), and row-parallel ones return them.
+    Returns `model`; `convert_to_high_precision(model)` undoes the conversion. A scale of a whole
+    tensor is the same as without sharding, as ranks all-reduce amaxes.
 
     Args:
         model: the model, or a single layer of these classes.
-        config: as for `convert_to_float8_training`. `float8_weights=HELD` warns, and holds none.
+        config: a `Float8LinearConfig`, or the name of a recipe; None means `"tensorwise"`. With
+            `Float8Weights.HELD` (casts kept until the weight is written), these layers cast their
+            weights at each use nevertheless, and a warning says so.
         module_filter_fn: called as `module_filter_fn(layer, fqn)`; return True to convert `layer`.
-        sequence_parallel: shard tokens among the ranks between layers.
-        sequence_dim: the dim of the tokens: 0 for [seq, batch, dim].
+        sequence_parallel: whether column-parallel layers take only this rank's tokens (set their
+            `gather_output=False`), and row-parallel ones return them. fairscale itself lacks this.
+        sequence_dim: the dim of activations that holds tokens: 0 for [seq, batch, dim].
 
-    Raises `TypeError` for an argument of the wrong type; `RuntimeError` before fairscale's model
-    parallel is initialized; `ValueError` for an unknown recipe, or a config that a layer does not
-    support (none supports `enable_fsdp_float8_all_gather` or `ONLY`). `model` is unchanged then.
+    Raises `TypeError` for an argument of the wrong type; `RuntimeError` if fairscale's model
+    parallel is not initialized; `ValueError` for an unknown recipe, or a config that a layer does
+    not support: none supports `enable_fsdp_float8_all_gather` or `Float8Weights.ONLY` (weights that
+    exist in float8 only). `model` is unchanged then.
     """
     require_module(model, "model")
     config = as_config(config)

@@ -10,14 +10,16 @@ from float8.step import Attachment, attach_to_optimizer
 
 
 class Float8Callback(Callback):
-    """Converts a `LightningModule` before its optimizers are made, and attaches it to these.
+    """Lightning callback that converts a `LightningModule` to float8 before optimizers are made.
 
-    Pass it as `Trainer(..., callbacks=[Float8Callback(config=...)])`. Checkpoints contain the state
-    of delayed scaling, so `validate`, `test` and `predict` with `ckpt_path` need the callback, too.
+    Pass it as `Trainer(..., callbacks=[Float8Callback(config=...)])`. Its hooks update scales and
+    float8 weights at each optimizer step. `validate`, `test` and `predict` with `ckpt_path` need it
+    too: checkpoints have buffers of delayed scaling, which an unconverted module lacks.
 
     Args:
         convert: set False if you convert the module yourself, for example in `configure_model`.
-        group: the process group that syncs scales, as in `attach_to_optimizer`.
+        group: the process group that all-reduces amaxes of delayed scaling; None: the weights'
+            device mesh, or else all ranks.
         **conversion: arguments of `convert_to_float8_training`, for example `config`.
     """
 
@@ -26,12 +28,12 @@ class Float8Callback(Callback):
         self._attachments: list[Attachment] = []
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Convert the layers of `pl_module`, unless the argument `convert` was False."""
+        """Convert layers of `pl_module` to float8, unless the callback has `convert=False`."""
         if self._convert:
             convert_to_float8_training(pl_module, **self._conversion)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Call `attach_to_optimizer` for each optimizer of `trainer`."""
+        """Register hooks by which each optimizer's steps update scales and float8 weights."""
         attach = partial(attach_to_optimizer, pl_module, group=self._group)
         self._attachments += map(attach, trainer.optimizers)
 
@@ -41,5 +43,5 @@ class Float8Callback(Callback):
             self._attachments.pop().remove()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Call `teardown`, which Lightning does not call after an exception."""
+        """Remove the hooks on optimizers: Lightning does not call `teardown` after an exception."""
         self.teardown(trainer, pl_module, "fit")

@@ -4,7 +4,6 @@ Where a `Trainer.Config` is made, such as in a function of a `config_registry`, 
 
     spec = model_registry("8B", converters=[Float8Converter.Config(recipe_name="delayed")])
     spec.post_optimizer_build_fn = attach_to_optimizers  # both lines with torchtitan 0.3.0
-
     config.model = build_model_config("8B", converters=[Float8Converter.Config()])
     config.optim = attached(config.optim)  # both lines with later releases
 """
@@ -37,21 +36,20 @@ from float8.linear.functional import apply_linear
 from float8.step import attach_to_optimizer
 
 logger = logging.getLogger(__name__)
-GroupedLinear: Any = getattr(titan_linear, "GroupedLinear", None)
-"""The class of layers of experts after 0.3.0, which replaces `GroupedExperts`."""
-GroupedExperts: Any = getattr(titan_moe, "GroupedExperts", None)
+GroupedLinear: Any = getattr(titan_linear, "GroupedLinear", None)  # of experts, after 0.3.0
+GroupedExperts: Any = getattr(titan_moe, "GroupedExperts", None)  # in 0.3.0
 _LINEARS = {"Linear", "ColumnParallelLinear", "RowParallelLinear"}
 
 
 class ConvertedLinear(Float8Linear, Linear):
-    """A `Float8Linear` that is also a `Linear` of torchtitan, built from a config."""
+    """torchtitan's `Linear` with float8 GEMMs, built by configs that `Float8Converter` makes."""
 
     _float8_source_class = Linear
 
     if hasattr(Linear, "_linear"):  # forwards call it, between collectives of tensor parallel
 
         def forward(self, input: Tensor) -> Tensor:
-            """Call the forward of torchtitan's class, which multiplies by `_linear`, in float8."""
+            """Run torchtitan's forward; it calls `_linear`, which computes the GEMM in float8."""
             return self._float8_source_class.forward(self, input)  # type: ignore[no-any-return]
 
         def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -65,7 +63,7 @@ class ConvertedLinear(Float8Linear, Linear):
             return output
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Parallelize Parameters, but not buffers: scales stay plain tensors on each rank."""
+        """Parallelize only Parameters: buffers, such as scales, stay plain tensors on each rank."""
         backend = getattr(parallel_dims, "spmd_backend", "spmd_types")
         if parallel_dims.tp_enabled and backend == "spmd_types":
             got = "got tensor parallel with spmd_backend='spmd_types', expected 'partial_dtensor'"
@@ -82,7 +80,7 @@ class ConvertedLinear(Float8Linear, Linear):
 
 @functools.cache
 def _grouped_class(cls: Any) -> Any:
-    """Return a subclass of the grouped linear layer `cls` that multiplies in float8."""
+    """Return a subclass of `cls`, torchtitan's linear layer of experts, with float8 GEMMs."""
 
     def _grouped_mm(
         self: Any, *, input_RI: Tensor, weight_EOI: Tensor, offsets_E: Tensor
@@ -95,16 +93,14 @@ def _grouped_class(cls: Any) -> Any:
 
 @functools.cache
 def converted_config(source: Any) -> Any:
-    """Return a subclass of the config class `source` whose `build` returns a module in float8."""
+    """Return a subclass of torchtitan's config class `source` that builds modules in float8."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(source):
-        """The config of a module with its float8 configuration."""
-
         float8: Float8LinearConfig
 
         def build(self, **kwargs: Any) -> Any:
-            """Build the module and convert it; raise `ValueError` if it cannot be converted."""
+            """Return the built module, converted to float8; raise an error if it is unsupported."""
             mod = source.build(self, **kwargs)
             if isinstance(mod, Linear):
                 mod = ConvertedLinear.from_float(mod, self.float8, linear_classes=[type(mod)])
@@ -124,16 +120,17 @@ def converted_config(source: Any) -> Any:
 
 
 class Float8Converter(ModelConfigConverter, ModelConfigTransform):
-    """Converts the linear layers of a model config to `Float8Linear`, experts to `Float8Experts`.
+    """torchtitan converter after which a model config builds linear layers and experts in float8.
 
-    Gates of routers stay in high precision. So do layers whose config is of a subclass of
-    `Linear.Config`, except column- and row-parallel ones. Tensor parallel needs torchtitan 0.3.0,
-    with `spmd_backend="partial_dtensor"`. `Config(...).build()` is also a torchtitan transform.
+    The head, gates of routers, and layers with a config class other than those of `Linear`,
+    `ColumnParallelLinear`, `RowParallelLinear` and experts stay in high precision. Tensor parallel
+    needs torchtitan 0.3.0 with `spmd_backend="partial_dtensor"`; later releases also take
+    `Float8Converter.Config(...).build()` as a transform.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):
-        """Recipes and filters; `emulate` is as in `Float8LinearConfig`."""
+        """Options of `Float8Converter`; `emulate` runs GEMMs on dequantized data, on any device."""
 
         recipe_name: str = "tensorwise"
         experts_recipe_name: str | None = None
@@ -158,9 +155,9 @@ class Float8Converter(ModelConfigConverter, ModelConfigTransform):
         self._linear = replace(make(recipe), emulate=config.emulate, **gathers)
 
     def convert(self, model_config: Any) -> Any:
-        """Replace configs of linear layers and experts in `model_config`, and return it.
+        """Return `model_config`, changed so that its linear layers and experts are built in float8.
 
-        Raises `ValueError` if another converter has quantized any, or if none can be converted.
+        Raises `ValueError` if another converter has quantized layers, or if none can be converted.
         """
         experts = (GroupedLinear or GroupedExperts).Config  # the latter in 0.3.0
         # Each is (fqn, config, parent, name); `parent` has `config` as attribute or element `name`.
@@ -193,19 +190,19 @@ class Float8Converter(ModelConfigConverter, ModelConfigTransform):
         return model_config
 
     def transform(self, model: Any, *, context: Any = None) -> Any:
-        """Convert `model`, the config of a model, as torchtitan's `apply_transforms` asks for."""
+        """Convert the model config `model` in place, as torchtitan's `apply_transforms` expects."""
         return self.convert(model)
 
 
 def _copy_as(cls: Any, config: Any, **more: Any) -> Any:
-    """Return an instance of `cls` with the fields of the dataclass `config`, and fields `more`."""
     return cls(**{x.name: getattr(config, x.name) for x in fields(config)}, **more)
 
 
 def attach_to_optimizers(optimizers: Any, model_parts: Any, parallel_dims: Any) -> None:
-    """Attach each part of the model to its optimizers; for use as `spec.post_optimizer_build_fn`.
+    """Have steps of `optimizers` update scales and float8 weights of `model_parts`, by hooks.
 
-    Models with experts already have such a function, which balances load: use one that calls both.
+    Set this as `post_optimizer_build_fn` of a `ModelSpec` (torchtitan 0.3.0), which passes the
+    arguments. Models with experts have one for load balancing: set a function that calls both.
     """
     for mod in model_parts:
         ids = {id(parameter) for parameter in mod.parameters()}
@@ -215,9 +212,10 @@ def attach_to_optimizers(optimizers: Any, model_parts: Any, parallel_dims: Any) 
 
 
 def attached(optim: Any) -> Any:
-    """Return a copy of the config `optim` whose `build` also attaches the model to its optimizers.
+    """Return a copy of torchtitan's optimizer config `optim` that adds hooks to what it builds.
 
-    `build` raises a `ValueError` for `enable_cuda_graph`, since replaying a graph runs no hooks.
+    At each step, the hooks update scales and float8 weights of the model. `build` raises a
+    `ValueError` if `enable_cuda_graph` is set, since a replayed graph runs no hooks.
     """
     source: Any = type(optim)
 

@@ -22,27 +22,27 @@ from float8.step import Attachment, attach_to_optimizer
 
 
 class Float8Callback(TrainerCallback, ExportableState):
-    """Converts the model of a `Trainer`, attaches it to the optimizer, and saves scaling state.
+    """`Trainer` callback that converts the model to float8, and saves the state of delayed scaling.
 
     `Trainer(model, ..., callbacks=[Float8Callback("tensorwise")])` converts `model` before an
     optimizer is made and before DDP, FSDP or DeepSpeed wrap `model`, and prints a report on rank 0.
     A model from `model_init` is converted when training begins; with several ranks, convert it in
-    `model_init`, and use `Float8Callback()`.
+    `model_init`, and use `Float8Callback()`. Steps of the optimizer update scales.
 
-    Once training has begun, the model saves weights only. `trainer_state.json` has the state of
-    delayed scaling and a few values of each weight. `train(resume_from_checkpoint=...)` raises a
-    `ValueError` if loaded values differ: the Trainer skips experts, saved under other names.
+    Saved models have weights only; `trainer_state.json` has the buffers of delayed scaling, and a
+    few values of each weight. `train(resume_from_checkpoint=...)` raises a `ValueError` if loaded
+    weights differ from these, as the `Trainer` skips experts, which are saved under other names.
 
     Args:
         config: a `Float8LinearConfig`, or the name of a recipe; None means not to convert.
-        group: the process group that syncs scales, as in `attach_to_optimizer`. A callback that
-            `restore_callback_states_from_checkpoint` creates has none.
+        group: the process group over which delayed scaling all-reduces amaxes; None: the weights'
+            device mesh, or else all ranks. `restore_callback_states_from_checkpoint` drops it.
         **conversion: other arguments of `convert_to_float8_training`. If the `Trainer`'s arguments
             have `max_length` (trl), the default `tokens_per_step` is batch size times `max_length`.
 
     Raises:
-        ValueError: as `convert_to_float8_training`; or the model has float8 layers of another
-            library; or accelerate has `mixed_precision="fp8"`.
+        ValueError: the model cannot be converted with these arguments, or has layers of torchao's
+            float8 or TransformerEngine; or accelerate has `mixed_precision="fp8"`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     def on_init_end(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any
     ) -> None:
-        """Convert `model` if there is a `config`, and print the conversion report on rank 0."""
+        """Convert `model` if the callback has a `config`, and print a report of it on rank 0."""
         if AcceleratorState().mixed_precision == "fp8":
             got = "got mixed_precision='fp8', by which accelerate converts the model, too"
             do = "set it to 'bf16' in `accelerate config` or ACCELERATE_MIXED_PRECISION"
@@ -85,7 +85,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any
     ) -> None:
-        """Attach `model` to `optimizer`; if training resumes, load the state of delayed scaling."""
+        """Register hooks on `optimizer` that update scales; when resuming, load saved scales."""
         self._detach()  # from a model whose training ended in an error
         is_converted = self._converted_count == _float8_count(model)
         if self._config is not None and not is_converted:
@@ -110,19 +110,18 @@ class Float8Callback(TrainerCallback, ExportableState):
                 do = "Make the model from it by `from_pretrained`, convert it, and resume with it"
                 raise ValueError(f"Float8Callback: {got}, for one; {why}. {do}")
             self._load(entry["attributes"]["delayed"])
-        # Checkpoints have weights only; the state of delayed scaling is in what `state` returns.
         keys = {f"{name}.{key}" for name, x in self._delayed().items() for key in x._float8_state()}
         keys |= {*map(plain_name, keys), *(getattr(model, "_keys_to_ignore_on_save", None) or ())}
         model._keys_to_ignore_on_save = keys  # type: ignore[assignment]
         self._attachment = attach_to_optimizer(model, optimizer, group=self._group)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Detach the model, and store its last state, which `trainer.save_state()` writes."""
+        """Remove the optimizer hooks; keep the scaling state for `trainer.save_state()`."""
         self._detach()
         state.stateful_callbacks[type(self).__name__] = self.state()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
-        """Warn if `model` is evaluated in high precision before training begins and converts it."""
+        """Warn if `model` is evaluated before this callback has converted it to float8."""
         if self._config is not None and self._converted_count is None and not _float8_count(model):
             got = "got an evaluation in high precision, as training has yet to convert the model"
             warn(f"float8: Float8Callback: {got}; hand it to Trainer(callbacks=[...])")
@@ -130,7 +129,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     on_predict = on_evaluate
 
     def state(self) -> dict[str, Any]:
-        """Return the state of delayed scaling, and samples to know its weights by, for JSON."""
+        """Return scaling state and a few weight values: {"attributes": {"delayed", "weights"}}."""
         saved = {
             plain_name(name): {key: x.tolist() for key, x in layer._float8_state().items()}
             for name, layer in self._delayed().items()
@@ -144,7 +143,7 @@ class Float8Callback(TrainerCallback, ExportableState):
             self._attachment = None
 
     def _load(self, saved: dict[str, dict[str, Any]]) -> None:
-        """Load the state of delayed scaling: `saved[layer][buffer]`. Warn if the layers differ."""
+        """Load buffers of delayed scaling from `saved[layer][buffer]`; warn if layers differ."""
         layers = {plain_name(name): layer for name, layer in self._delayed().items()}
         if differ := sorted(layers.keys() ^ saved.keys()):
             got = "got delayed scaling in different layers of the checkpoint and the model"
@@ -156,13 +155,13 @@ class Float8Callback(TrainerCallback, ExportableState):
             layers[name].load_state_dict(values, strict=False)
 
     def _changed(self, entry: dict[str, Any]) -> list[str]:
-        """Return the names of weights whose values differ from the samples saved in `entry`."""
+        """Return the names of weights that differ from the values in `entry`, saved by `state`."""
         saved = entry["attributes"].get("weights", {})
         items = ((name, x, saved.get(name, x.tolist())) for name, x in self._samples().items())
         return [n for n, x, old in items if not x.allclose(x.new_tensor(old), 0, 0, equal_nan=True)]
 
     def _samples(self) -> dict[str, Tensor]:
-        """Return {name and shape: a few values} of all plain Parameters in high precision."""
+        """Return {name and shape: a few values} of Parameters, to recognize loaded weights."""
         return {
             f"{plain_name(name)} {[*x.shape]}": x.detach().flatten()[:: x.numel() // 4 or 1].cpu()
             for name, x in (self._model() or nn.Module()).named_parameters()
@@ -170,7 +169,6 @@ class Float8Callback(TrainerCallback, ExportableState):
         }
 
     def _delayed(self) -> dict[str, Float8Linear]:
-        """Map names to layers with delayed scaling; a shared layer has several names."""
         modules = (self._model() or nn.Module()).named_modules(remove_duplicate=False)
         return {fqn: x for fqn, x in modules if isinstance(x, Float8Linear) and x._float8_stateful}
 

@@ -18,21 +18,26 @@ class Float8WeightSource(WeightSource):
     """A `WeightSource` of vLLM that yields float8 data and scales of a converted `model`.
 
     Pass it to a trainer engine of vLLM. The server must have loaded a checkpoint with the same
-    format and strategy:
+    `format` and `strategy`:
 
         source = Float8WeightSource(model, "compressed-tensors")
         engine = WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=source)
-        ...
         engine.send_weights()  # after each step, on all ranks
 
-    Arguments, names, order and bytes are those of `float8_weights`. Each iteration casts the
-    current weights. Ranks that share a model must iterate together, each to the end. Shard the
-    model before the first use: `metadata` does not change later. As vLLM expects, `metadata`
-    is a method in vLLM 0.26 to 0.32, and an attribute in later releases.
+    Each iteration casts the current weights; names and bytes are those of `float8_weights`. Ranks
+    that share a model must iterate together, each to the end. Shard the model before the first use:
+    `metadata`, a method in vLLM 0.26 to 0.32 and an attribute in later releases, stays the same.
+
+    Args:
+        model: a converted model, whole or sharded.
+        format: `"fine-grained-fp8"` or `"compressed-tensors"`, the format that the server reads.
+        strategy: the granularity of scales, such as `"block"`; None: the default of `format`.
+        dtype: that of tensors not in float8; None: their own, but bfloat16 for a float32 model.
+        param_dtype: the `param_dtype` of FSDP2's `MixedPrecisionPolicy`, if training has one.
 
     Raises:
-        ValueError: format or strategy is unknown, or one that vLLM does not read. The other errors
-            of `float8_weights` are raised when metadata or weights are read.
+        ValueError: `format` or `strategy` is unknown, or vLLM does not read it. Reading metadata or
+            weights raises the other errors of `float8_weights`.
     """
 
     model: nn.Module
@@ -53,14 +58,14 @@ class Float8WeightSource(WeightSource):
         return {x.name: getattr(self, x.name) for x in fields(self)}
 
     def metadata(self) -> Any:
-        """Return name, dtype and shape of each tensor, in the order in which they are sent."""
+        """Return a list of the name, dtype and shape of each tensor, in the order of sending."""
         return [ParamMeta(*each) for each in float8_metadata(**self._arguments)]
 
     if hasattr(WeightSource, "iter_full"):  # from 0.33, vLLM wants an attribute that never changes
         metadata = cached_property(metadata)  # type: ignore[assignment]
 
     def iter_full(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full tensor) for each tensor; each call casts the current weights."""
+        """Cast weights to float8; yield them, their scales and other tensors as (name, tensor)."""
         return float8_weights(**self._arguments)
 
     __iter__ = iter_full

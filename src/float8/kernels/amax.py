@@ -14,12 +14,12 @@ from float8.kernels.runtime.triton import jit, sm_count, tl
 
 
 def amax(x: Tensor) -> Tensor:
-    """Return max(abs(x)), 0-dim float32 without a gradient; 0 for an empty tensor.
+    """Return max(abs(x)) as a 0-dim float32 tensor without a gradient; 0 if ``x`` is empty.
 
     The result is NaN if an element is NaN, else Inf if one is infinite. ``x`` is float32, bfloat16
-    or float16 of any shape and strides; other dtypes raise `TypeError`. In compiled code plain
-    torch computes it, which Inductor fuses into the producer of ``x``, and which may read values
-    not yet rounded to ``x.dtype``. In eager mode, or if ``x`` may be empty, the op `amax` runs.
+    or float16 of any shape and strides; other dtypes raise `TypeError`. In compiled code, unless
+    ``x`` may be empty, Inductor can fuse the reduction into the code that computes ``x``; it then
+    may read values not yet rounded to ``x.dtype``. Otherwise a separate kernel does it.
     """
     if x.dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"amax: x is {describe(x)}; expected a {HIGH_PRECISION}")
@@ -34,23 +34,22 @@ def amax(x: Tensor) -> Tensor:
 
 
 def describe(x: Tensor) -> str:
-    """Return dtype, shape and device of a tensor as text for an error message."""
+    """Return text such as "a torch.int8 tensor of shape (2, 3) on cpu", for an error message."""
     return f"a {x.dtype} tensor of shape {tuple(x.shape)} on {x.device}"
 
 
 HIGH_PRECISION = "float32, bfloat16 or float16 tensor. Convert it first, e.g. x.to(torch.bfloat16)."
-"""The dtypes that an error message says are expected, and how to get one."""
 
 
 def amax_reference(x: Tensor) -> Tensor:
-    """Return the amax of ``x`` in plain torch, the twin of the kernel; see :func:`amax`."""
+    """Return max(abs(x)) as 0-dim float32, 0 if ``x`` is empty, by plain PyTorch ops."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     return x.abs().amax().to(torch.float32)
 
 
 def amax_triton(x: Tensor) -> Tensor:
-    """Return the amax of ``x`` by the Triton kernel; see :func:`amax`."""
+    """Return max(abs(x)) as 0-dim float32, 0 if ``x`` is empty, by a Triton kernel."""
     if x.numel() == 0:
         return amax_reference(x)
     if not is_dense(x.shape, x.stride()):
@@ -64,12 +63,13 @@ def amax_triton(x: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def amax_plan(n: int, dtype: torch.dtype, device: torch.device, unless_set: bool = False) -> Launch:
-    """Return the launch of a kernel that measures the amax of a tensor of ``n`` > 0 elements.
+    """Return a function (x, amaxes, scale) that launches a Triton kernel to measure the amax of x.
 
-    Call it with a tensor without gaps, as `is_dense` tells; a float32 vector of `Launch.programs`
-    elements, which receives the amax of each program; and a scale or None. With ``unless_set`` the
-    kernel returns at once if the scale is not 0. Each program of `cast_kernel` reads all of the
-    amaxes, which saves a launch; therefore `Launch.programs` is at most 8 * `sm_count`.
+    ``x`` has ``n`` > 0 elements, this dtype and device, and no gaps in memory (`is_dense`). Each of
+    the launch's `programs` stores the amax of its part of ``x`` in ``amaxes``, float32 [programs].
+    Each program of the kernel that casts ``x`` takes their maximum, to save a launch; so there are
+    at most 8 per multiprocessor. With ``unless_set`` the kernel does nothing if ``scale``, one
+    float32 element, is not 0; else ``scale`` is None.
     """
     # A block is what one step reads: 16 KiB, which for 16 warps is two loads of 16 bytes a thread.
     block, most_programs = 16384 // dtype.itemsize, 8 * sm_count(device)
@@ -83,7 +83,7 @@ def amax_plan(n: int, dtype: torch.dtype, device: torch.device, unless_set: bool
 
 @functools.lru_cache(maxsize=4096)
 def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Return whether a tensor fills memory without gaps or overlaps, in any order of its dims."""
+    """Return whether a tensor fills memory without gaps or overlaps; its dims may be permuted."""
     expected = 1
     strided = [(stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1]
     for stride, size in sorted(strided):
@@ -96,10 +96,10 @@ def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 @jit(do_not_specialize_on_alignment=["scale_ptr"])  # type: ignore[untyped-decorator]
 def _amax_kernel(  # type: ignore[no-untyped-def]
     x_ptr, amaxes_ptr, scale_ptr, n, rounds,  # n elements; rounds of STEPS blocks per program
-    BLOCK: tl.constexpr, STEPS: tl.constexpr, UNLESS_SET: tl.constexpr,
+    BLOCK: tl.constexpr, STEPS: tl.constexpr, UNLESS_SET: tl.constexpr,  # return if scale is not 0
 ):  # fmt: skip
-    """Store the amax of ``rounds`` * STEPS blocks of BLOCK elements, one amax per program."""
-    if UNLESS_SET:  # a scale is set if it is not 0
+    """Store the amax of this program's ``rounds`` * STEPS blocks of BLOCK elements."""
+    if UNLESS_SET:
         if tl.load(scale_ptr) != 0.0:
             return
     element: tl.constexpr = x_ptr.dtype.element_ty

@@ -1,9 +1,8 @@
 """Casts of high-precision tensors to float8 row and column data, under scales of any granularity.
 
-On GPUs the Triton kernel `cast_kernel` casts a tensor tile by tile. A cast to row data only, with
-one scale per row, runs `cast_rows_kernel` instead, which holds whole rows in registers. If a scale
-covers more than one tile, another kernel reads the tensor first and measures amaxes: the kernel of
-`amax` for one scale of the whole tensor, `measure_kernel` for scales of rows and columns.
+On GPUs `cast_kernel` casts a tensor tile by tile, or, if only row data with a scale per row are
+requested, `cast_rows_kernel` row by row. If a scale covers more than one tile, another kernel first
+measures amaxes: that of `amax` for one scale, `measure_kernel` for scales of rows and columns.
 """
 
 import functools
@@ -27,7 +26,7 @@ from float8.scales import Operand, amax_to_exponent, amax_to_scale, inverse_of_e
 
 
 class CastArguments(NamedTuple):
-    """The arguments of `torch.ops.float8.cast` after `scale` and before `after`, in order."""
+    """Settings of a cast (format, granularity, results) as `torch.ops.float8.cast` takes them."""
 
     height: int | None  # rows and columns of a block that shares a scale; None for a whole dim
     width: int | None
@@ -51,29 +50,32 @@ def cast(
     after: Tensor | None = None,
     traced: bool = False,
 ) -> tuple[Operand | None, Operand | None]:
-    """Cast ``x`` [R, C] to float8 and return row data [R, C] and column data [C, R] with scales.
+    """Cast ``x`` [R, C] to float8 and return row data, column data (the transposed copy), or both.
 
-    Elements become ``x.float() * (1 / scale)`` in float32, saturated to the largest finite value of
-    the format and rounded to nearest even. Non-finite elements and products 0 * Inf become NaN, the
-    byte 0x7f. Under 8-bit exponents Inf becomes the format's largest value with scale 2**127, and a
-    NaN makes its block NaN. Scales have the shape of `Granularity.scales`; for blocks of one row
-    they are column-major.
+    Row data are [R, C], column data [C, R]; each has scales of its own if these are finer than one
+    per tensor. Each is returned as an `Operand` (data, scale), or None if not requested. Elements
+    become ``x.float() * (1 / scale)`` in float32, saturated to the largest finite value of the
+    format and rounded to nearest even. Non-finite elements and products 0 * Inf become NaN, the
+    byte 0x7f. If scales are 8-bit exponents (MXFP8), Inf instead becomes the format's largest value
+    with scale 2**127, and a NaN makes its block NaN. Scales of 1 x k blocks are column-major.
 
     Args:
-        x: float32, bfloat16 or float16, else raises `TypeError`; of any strides; no gradient.
+        x: float32, bfloat16 or float16, else raises `TypeError`; of any strides; gets no gradient.
         cast_config: the format, the granularity, and whether scales are powers of two.
-        row: return row data, else None. Columns are zero-padded to a multiple of 16 or of the block
+        row: return row data. Their columns are zero-padded to a multiple of 16 or of the block
             width; under block scales rows are, too, to a multiple of 16 or of the side of a square.
-        col: return column data, else None. Its R columns are padded as columns of row data are, and
-            its C rows as rows of row data are with ``pad_rows``.
+        col: return column data. Their R columns are padded as the columns of row data are; their C
+            rows always are, to a multiple of 16 or of the side of a square.
         pad_rows: zero-pad rows of row data to a multiple of 16 also without block scales.
         scale: one float32 element to use instead of a scale computed from the amax of ``x``.
-        via: round ``x`` to this dtype first; under ``scale`` the kernel rounds float32 to bfloat16.
+            Raises `ValueError` if ``cast_config`` has more than one scale per tensor.
+        via: round ``x`` to this dtype first. If ``scale`` is given, the kernel that casts also
+            rounds float32 to bfloat16; else another kernel rounds before it.
         after: a tensor that compiled code must compute before this cast. Backward passes the scale
             of grad_output, so that a compiler cannot move the cast of a weight into forward.
-        traced: use plain torch code, which a compiler fuses into the producer of ``x``, and which
-            may read values not yet rounded to ``x.dtype``. No effect under one scale, on ``x`` that
-            may be empty, and under blocks, unless their width divides C and stride(1) is 1.
+        traced: use plain PyTorch ops, which Inductor fuses into the code that computes ``x``, and
+            which may read values not yet rounded to ``x.dtype``. Ignored if one scale covers ``x``,
+            if ``x`` may be empty, and under blocks unless their width divides C and stride(1) is 1.
     """
     if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
         raise refusal(x)
@@ -100,7 +102,7 @@ def cast(
 
 
 def refusal(x: Tensor) -> Exception:
-    """Return the error for an invalid ``x``, or if ``x`` is valid, that for no layout requested."""
+    """Return the error of `cast` for ``x``: wrong dtype, not 2-D, or else no result requested."""
     if x.dtype not in HIGH_PRECISION_DTYPES:
         return TypeError(f"cast: x is {describe(x)}; expected a {HIGH_PRECISION}")
     if x.dim() != 2:
@@ -110,18 +112,19 @@ def refusal(x: Tensor) -> Exception:
 
 
 def refused_scale(scale: Tensor, x: Tensor, granularity: Granularity) -> ValueError:
-    """Return the error for a ``scale`` that `cast` cannot use for ``x`` under ``granularity``."""
+    """Return the error for a ``scale`` of wrong dtype, size or device, or where none is allowed."""
     expected = f"one float32 element on {x.device}"
     if not granularity.one_scale:
         expected = f"none: scales of {granularity} are computed from x; leave the scale out"
     return ValueError(f"cast: scale is {describe(scale)}; expected {expected}")
 
 
-# ---------------------------------------------------------------- plain-torch twins
-
-
 def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype, exponents: bool = False) -> Tensor:
-    """Cast ``x / scale`` as `cast` does; if ``exponents``, ``scale`` is of `amax_to_exponent`."""
+    """Return ``x / scale`` in the float8 format ``dtype``, saturated and rounded to nearest even.
+
+    Inf and NaN become NaN, 0x7f. If ``scale`` has MXFP8 ``exponents``, Inf saturates instead, and
+    division by 2**-127, the smallest scale, is left out: values that are so tiny round to zero.
+    """
     # Literals: with dynamic=True, Dynamo makes floats of a module symbolic and then fails on them.
     limit = 448.0 if dtype == torch.float8_e4m3fn else 57344.0
     # A division in float64 makes the float32 inverse correctly rounded in compiled code, too.
@@ -140,10 +143,11 @@ def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype, exponents: bool = Fa
 def cast_reference(
     x: Tensor, scale: Tensor | None, *flat: Any, after: Tensor | None = None, **named: Any
 ) -> list[Tensor]:
-    """Cast as :func:`cast` in plain torch; ``flat`` or ``named`` are the fields of `CastArguments`.
+    """Cast ``x`` [R, C] to float8 by plain PyTorch ops: the op `torch.ops.float8.cast` on CPUs.
 
-    Returns row data, row scales, column data and column scales, of requested layouts only. Under
-    one scale returns it, unless it is given, and then data. ``after`` (or in ``flat``) is unused.
+    ``flat`` or ``named`` are fields of `CastArguments`, such as the format and which results to
+    return: row data, row scales, column data (the transposed copy), column scales. If one scale
+    covers ``x``, returns it, unless it was passed, and then the data. ``after`` is ignored.
     """
     arguments = CastArguments(*flat[: len(CastArguments._fields)], **named)
     height, width, dtype, row, col, pad_rows, power_of_2, via = arguments
@@ -183,9 +187,8 @@ def cast_reference(
             if amax.shape[dim] == 0:
                 amax = amax.sum(dim, keepdim=True, dtype=torch.float32)
             else:
-                # To float32 first: Inductor would compute an amax in 16 bits twice, once rounded by
-                # a store and once not rounded. Data would be cast under one scale and multiplied
-                # with the other.
+                # To float32 first: Inductor would compute a 16-bit amax twice, once rounded by a
+                # store and once not: data would be cast under one scale, multiplied with the other.
                 amax = amax.to(torch.float32).abs().amax(dim, keepdim=True)
         scales = amax_to_exponent(amax, dtype) if e8m0 else amax_to_scale(amax, dtype, power_of_2)
         data = to_float8(blocks, scales, dtype, exponents=e8m0).reshape(Rp, Cp)
@@ -212,10 +215,10 @@ def cast_reference(
 
 
 def specs_of(shape: tuple[int, ...], arguments: CastArguments) -> list[Spec | None]:
-    """Return the shape, strides and dtype of row data, row scales, column data, column scales.
+    """Return (shape, strides, dtype) of row data, row scales, column data, column scales of a cast.
 
-    ``shape`` is that of x; its sizes may be symbolic. Both specs of a layout that is not requested
-    are None, and those of scales are None for a cast under one scale.
+    ``shape`` is that of the tensor to cast; its sizes may be symbolic. Entries are None for results
+    that ``arguments`` do not request, and for scales if one scale covers the whole tensor.
     """
     height, width, dtype, row, col, pad_rows, *_ = arguments
     (R, C), specs = shape, list[Spec | None]()
@@ -243,7 +246,7 @@ SCALAR: Spec = ((), (), torch.float32)
 
 
 def _arguments(*flat: Any, after: Tensor | None = None, **named: Any) -> CastArguments:
-    """Return the `CastArguments` of a call of the op, of which Inductor passes some by name."""
+    """Return the arguments of the op `cast` between ``scale`` and ``after``; some may be named."""
     return CastArguments(*flat[: len(CastArguments._fields)], **named)  # without `after`
 
 
@@ -253,8 +256,6 @@ def _cast_fake(x: Tensor, scale: Tensor | None, *flat: Any) -> list[Tensor]:
     specs = (scale_spec, *specs_of(x.shape, arguments))
     return [x.new_empty_strided(*spec[:2], dtype=spec[2]) for spec in specs if spec is not None]
 
-
-# ---------------------------------------------------------------- Triton
 
 WIDEST_ROW = 32768
 """The longest row, in elements, that a program holds in registers; longer rows are read twice."""
@@ -272,7 +273,7 @@ def _cast_triton(x: Tensor, scale: Tensor | None, arguments: CastArguments) -> l
 
 
 class _Matrix(NamedTuple):
-    """The matrix that kernels of a cast read (`x` or `x.t()`), and the layouts that they write."""
+    """The matrix that kernels cast, `x` or `x.t()`; whether to row data, column data or both."""
 
     dtype: torch.dtype
     device: torch.device
@@ -295,15 +296,16 @@ def cast_plan(
     shape: tuple[int, int],
     strides: tuple[int, int],
     device: torch.device,
-    source: str,
-    arguments: CastArguments,
+    source: str,  # of one scale: "given", "measured", "kept" or "recorded"; else "given"
+    arguments: CastArguments,  # the format, granularity and results
 ) -> Callable[..., tuple[Any, ...]]:
     """Return a function (x, scale, amax) that allocates the results of a cast and launches kernels.
 
-    ``source``, SOURCE of `cast_kernel`, says where a tensor's one scale comes from; under row or
-    block scales it is "given", and not used. ``scale`` is None if kernels read none, ``amax`` if
-    ``source`` is not "recorded". The function returns the one scale, or None if that is given or
-    scales are finer, and then a tensor or None for each spec of `specs_of`.
+    One scale for all of ``x`` is "given" as ``scale``; or "measured", computed from the amax of
+    ``x``; or "kept": ``scale`` unless that is 0, and then measured; or "recorded": as "kept", and
+    ``amax`` is raised in place to the amax of ``x``. Pass None for a tensor that is not used. The
+    function returns a tuple: the one scale, unless "given"; row data; row scales; column data (the
+    transposed copy); column scales. Entries not requested, or without such scales, are None.
     """
     if source != "given" and not is_dense(shape, strides):
         dense = cast_plan(x_dtype, shape, (shape[1], 1), device, source, arguments)
@@ -352,7 +354,10 @@ def cast_plan(
 
 
 def _tensor_kernels(matrix: _Matrix, source: str) -> _Kernels:
-    """Return the kernels of a cast under one scale; if it is "given", none measures an amax."""
+    """Return the launch that casts with one scale, the one that measures amaxes, the amaxes' spec.
+
+    The last two are None if ``source`` is "given": ``scale`` is known without an amax.
+    """
     tile_shapes = tiles.COL_TILES if matrix.col else tiles.ROW_TILES
     if source == "given":
         return _tiled(matrix, tile_shapes, "tensor"), None, None
@@ -363,7 +368,7 @@ def _tensor_kernels(matrix: _Matrix, source: str) -> _Kernels:
 
 
 def _whole_row_kernels(matrix: _Matrix) -> _Kernels:
-    """Return the launch that casts to row data only, with a scale per row, in one read."""
+    """Return (launch, None, None): it reads each row once, whole, and casts it with its scale."""
     R, C, *_ = matrix.sizes
     block_c = max(1 << (C - 1).bit_length(), 16)
     rows = max(4096 // block_c, 1)  # of a program
@@ -375,7 +380,7 @@ def _whole_row_kernels(matrix: _Matrix) -> _Kernels:
 
 
 def _row_kernels(matrix: _Matrix) -> _Kernels:
-    """Return the kernels of a cast with a scale per row: one measures amaxes, one casts."""
+    """Return the launch that casts rows, the one that measures their amaxes, the amaxes' spec."""
     R, C, *_ = matrix.sizes
     rows, block_c, strips = tiles.strips_of(R, C, matrix.dtype, matrix.device)
     kernel, programs = cast_kernels.measure_kernel, -(-R // rows) * strips
@@ -389,7 +394,7 @@ def _row_kernels(matrix: _Matrix) -> _Kernels:
 
 
 def _block_kernels(matrix: _Matrix, height: int, width: int, col: bool) -> _Kernels:
-    """Return the launch that casts under blocks in one read; ``col``: x is cast to column data."""
+    """Return (launch, None, None): it casts with block scales; ``col``: also `x` to column data."""
     R, C, *_ = matrix.sizes
     if height == width:
         return _tiled(matrix, ((128, 128, 8),), "square", width), None, None
@@ -403,12 +408,12 @@ def _block_kernels(matrix: _Matrix, height: int, width: int, col: bool) -> _Kern
 def _tiled(
     matrix: _Matrix,
     tile_shapes: tuple[tiles.Tile, ...],
-    granularity: str,
-    width: int = 1,
+    granularity: str,  # what a scale covers: "tensor", "row", "run" (part of a row), "square"
+    width: int = 1,  # of a run or square
     source: str = "given",
-    count: int = 0,
+    count: int = 0,  # of amaxes that the kernel reads
 ) -> Launch:
-    """Return the launch of `cast_kernel` with one of ``tile_shapes``; it reads ``count`` amaxes."""
+    """Return the launch of `cast_kernel` with the first of ``tile_shapes`` that fills the GPU."""
     count_power_of_2 = 1 << max(count - 1, 0).bit_length()
     layouts = matrix.row, matrix.col, matrix.pad_rows, matrix.pad_cols, matrix.rounded
     constants = granularity, width, source, count_power_of_2, *layouts, *matrix.arithmetic
@@ -421,7 +426,7 @@ def _cast_op(x: Tensor, scale: Tensor | None, *flat: Any, **named: Any) -> list[
 
 
 def _signature_of_cast() -> inspect.Signature:
-    """Return the signature of the op `cast`: `CastArguments` between ``scale`` and ``after``."""
+    """Return the signature of the op `cast`: x, scale, the fields of `CastArguments`, after."""
     x, scale, _, after, _ = inspect.signature(cast_reference).parameters.values()
     parameters = [x, scale, *inspect.signature(CastArguments).parameters.values()]
     parameters.append(after.replace(kind=x.kind))

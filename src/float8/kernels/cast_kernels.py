@@ -1,11 +1,6 @@
 """The Triton kernels of `cast`: one casts tiles, one casts whole rows, one measures amaxes.
 
 Row and column data are those of the matrix that a kernel reads, which may be ``x.t()``.
-
-The constant GRANULARITY says what one scale covers: the "tensor"; a "row" of row or column data; a
-"run" of WIDTH elements in such a row; a "square" of WIDTH x WIDTH elements. SOURCE says how the
-scale of a "tensor" is found: "given" reads scale_ptr; "measured" takes the maximum of amaxes_ptr;
-"kept" reads scale_ptr, and amaxes_ptr if that scale is 0; "recorded" also raises amax_ptr.
 """
 
 from float8.kernels import numeric, tiles
@@ -27,13 +22,19 @@ def cast_kernel(  # type: ignore[no-untyped-def]
     GRANULARITY: tl.constexpr, WIDTH: tl.constexpr, SOURCE: tl.constexpr,
     COUNT: tl.constexpr,  # count, rounded up to a power of two
     ROW: tl.constexpr, COL: tl.constexpr,
-    PAD_ROWS: tl.constexpr,  # whether R is padded in row data
-    PAD_COLS: tl.constexpr,  # whether C is padded in column data
+    PAD_ROWS: tl.constexpr, PAD_COLS: tl.constexpr,  # pad R in row data; pad C in column data
     ROUNDED: tl.constexpr,  # whether x is rounded to bfloat16 first
-    MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
+    MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr,  # bits of the format; rounding of scales
+    HARDWARE: tl.constexpr, EVEN: tl.constexpr,  # the GPU converts to float8; tiles need no mask
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,  # shape, order of tiles
 ):  # fmt: skip
-    """Cast one tile of a matrix [R, C] to row data, column data or both, and store the scales."""
+    """Cast one tile of [R, C] to row data, column data (the transposed copy) or both, with scales.
+
+    GRANULARITY says what one scale covers: the "tensor"; a "row" of row or column data; a "run" of
+    WIDTH elements in such a row; a "square" of WIDTH x WIDTH elements. SOURCE says how the scale of
+    a "tensor" is found: "given" reads scale_ptr; "measured" takes the maximum of amaxes_ptr; "kept"
+    reads scale_ptr, and amaxes_ptr if that scale is 0; "recorded" also raises amax_ptr.
+    """
     ARITHMETIC: tl.constexpr = (MANTISSA, POWER_OF_2, HARDWARE)
     BLOCKS: tl.constexpr = GRANULARITY == "run" or GRANULARITY == "square"
     K: tl.constexpr = WIDTH if BLOCKS else 16  # pads R to Rk and C to Ck
@@ -134,14 +135,14 @@ def cast_kernel(  # type: ignore[no-untyped-def]
 @jit
 def store_run_scales(  # type: ignore[no-untyped-def]
     ptr, magnitudes, lines, first_run, end, pitch, runs, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
-    element: tl.constexpr, ARITHMETIC: tl.constexpr,
+    element: tl.constexpr, ARITHMETIC: tl.constexpr,  # mantissa bits, rounding of scales, ...
 ):  # fmt: skip
-    """Compute the scale of each run of ``magnitudes``, store it at ``ptr``, and return 1 / scale.
+    """Compute a scale for each run of elements in a tile, store the scales, and return 1 / scale.
 
-    ``magnitudes`` are `magnitude_bits` of values with dtype ``element``. Their lines, rows if
-    HEIGHT is 1 and columns if WIDTH is 1, consist of runs of HEIGHT x WIDTH. ``lines`` has the
-    lines' indices, ``first_run`` that of the first run. The scale of run i of line j is stored at
-    [i, j] of [runs, pitch] if j < ``end``. 1 / scale can be broadcast against ``magnitudes``.
+    A run is a part of a row (1 x WIDTH elements) or of a column (HEIGHT x 1). The rows or columns
+    have the indices ``lines``, the tile's first run in each of them the index ``first_run``.
+    ``magnitudes`` are the bits of abs(x) of the tile's elements x, of dtype ``element``. The scale
+    of run i in line j is stored at ``ptr + i * pitch + j`` if i < ``runs`` and j < ``end``.
     """
     bits = numeric.float32_bits(tiles.block_max(magnitudes, HEIGHT, WIDTH), element)
     scale, inverse = numeric.scale_and_inverse(bits, ARITHMETIC)
@@ -150,12 +151,12 @@ def store_run_scales(  # type: ignore[no-untyped-def]
     else:
         run = first_run + tl.arange(0, bits.shape[0])[:, None]
     tl.store(ptr + run.to(tl.int64) * pitch + lines, scale, mask=(lines < end) & (run < runs))
-    return tiles.repeat_blocks(inverse, HEIGHT, WIDTH)
+    return tiles.repeat_blocks(inverse, HEIGHT, WIDTH)  # can be broadcast to `magnitudes`
 
 
 @jit
 def times_any_inverse(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Multiply as `tiles.times` by one inverse; an Inf in ``v`` becomes NaN under any scale."""
+    """Return ``v[i] * inverse``, NaN for an Inf in ``v``, 0 where not ``inside[i]`` unless EVEN."""
     # An Inf in v must become NaN, although a product that overflows saturates. Inf * 0 is NaN, and
     # adding a zero of the product's sign changes no other value, contracted to an FMA or not.
     zero = (inverse.to(tl.int32, bitcast=True) & -0x80000000).to(tl.float32, bitcast=True)
@@ -164,7 +165,7 @@ def times_any_inverse(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[n
 
 @jit
 def store_square_scales(ptr, scale, tile_r, tile_c, rows, columns):  # type: ignore[no-untyped-def]
-    """Store the scales of a tile's squares in [rows, pitch]; pitch: ``columns`` padded to 4 * n."""
+    """Store the scales of a tile's squares in a matrix [rows, ceil4(columns)], zero-padded."""
     # A tile has 4 x 4 squares of 32, or one of 128. The last tile of a row also pads with zeros.
     slots: tl.constexpr = max(scale.shape[1], 4)
     row = tile_r * scale.shape[0] + tl.arange(0, scale.shape[0])[:, None]
@@ -185,17 +186,16 @@ def cast_rows_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, C]
     data_ptr,  # [rows, Cp]: rows is R, padded to 16 if PAD_ROWS; Cp is C, padded to 16
     scale_ptr,  # [rows]
-    R, C, stride_r, stride_c,
-    PAD_ROWS: tl.constexpr,
-    MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
+    R, C, stride_r, stride_c, PAD_ROWS: tl.constexpr,
+    MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr,  # bits of the format; rounding of scales
+    HARDWARE: tl.constexpr, EVEN: tl.constexpr,  # the GPU converts to float8; no mask is needed
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Cast BLOCK_R whole rows, held in registers, to row data, and store a scale for each row."""
+    """Cast BLOCK_R whole rows, held in registers, to float8, and store a scale for each row."""
     ARITHMETIC: tl.constexpr = (MANTISSA, POWER_OF_2, HARDWARE)
     rows, Cp = tl.cdiv(R, 16) * 16 if PAD_ROWS else R, tl.cdiv(C, 16) * 16
-    # 64-bit, since offsets may exceed 32 bits.
     r = (tiles.reversed_tile() * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[:, None]
-    c = tl.arange(0, BLOCK_C)[None, :]
+    c = tl.arange(0, BLOCK_C)[None, :]  # 64-bit `r`, since offsets may exceed 32 bits
     inside = (r < R) & (c < C)
     x = tiles.load(x_ptr + r * stride_r + c.to(tl.int64) * stride_c, inside, EVEN)
     magnitudes = numeric.magnitude_bits(x)
@@ -214,10 +214,10 @@ def measure_kernel(  # type: ignore[no-untyped-def]
     amax_ptr,  # [R + C] int32, zeros; raised to the bits of the amaxes of rows, then of columns
     R, C, stride_r, stride_c,
     rows,  # the number of rows that one program reads
-    ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,  # EVEN: loads need no mask
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Raise amaxes of rows, columns or both to those of this program's elements."""
+    """Raise amaxes of rows, columns or both, by atomic max, to those of this program's elements."""
     strips = tl.cdiv(C, BLOCK_C)
     tile = tiles.reversed_tile()  # backwards, so that L2 has the first rows for `cast_kernel`
     begin = tile // strips * rows

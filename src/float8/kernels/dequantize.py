@@ -13,7 +13,7 @@ _BLOCK_R, _BLOCK_C = 16, 256
 
 
 def dequantised_by_kernel(operand: Operand, granularity: Granularity, dtype: torch.dtype) -> Tensor:
-    """Dequantize as `dequantised` does; in eager mode on GPUs by Triton if `fits_kernel`."""
+    """Return `data * scale` in `dtype`; a Triton kernel does it in eager mode on GPUs if it can."""
     data = operand.data
     if data.is_cuda and takes_triton_directly(*operand) and fits_kernel(operand, granularity):
         return dequantised_triton(operand, granularity, dtype)
@@ -21,11 +21,11 @@ def dequantised_by_kernel(operand: Operand, granularity: Granularity, dtype: tor
 
 
 def fits_kernel(operand: Operand, granularity: Granularity) -> bool:
-    """Return whether the Triton kernel can dequantize `operand`.
+    """Return whether the Triton kernel can dequantize `operand`, a tuple (data, scale).
 
-    Its data must be 2-D or 3-D, not empty and contiguous along the last dim, with one scale for the
-    tensor, each row or each block. Scales per row have the shape [..., R, 1]; those of
-    transposed data, [..., 1, C], do not fit.
+    The data must be 2-D or 3-D, not empty and contiguous along the last dim, with one scale for the
+    tensor, each row or each block. Scales per row must have the shape [..., R, 1], not [..., 1, C]
+    as in a transposed operand.
     """
     data, scale = operand
     per_row = scale.shape == (*data.shape[:-1], 1)
@@ -34,7 +34,7 @@ def fits_kernel(operand: Operand, granularity: Granularity) -> bool:
 
 
 def dequantised_triton(operand: Operand, granularity: Granularity, dtype: torch.dtype) -> Tensor:
-    """Dequantize `operand`, which `fits_kernel` accepts, by Triton to a new contiguous tensor."""
+    """Return `data * scale` as a new contiguous tensor; requires that `fits_kernel` is True."""
     data, scale = operand
     out = torch.empty(data.shape, dtype=dtype, device=data.device)
     codes = data.view(torch.uint8).view(-1, *data.shape[-2:])
@@ -61,13 +61,13 @@ def _dequantise_kernel(  # type: ignore[no-untyped-def]
     E4M3: tl.constexpr,  # else e5m2
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize a tile as tensors [rows, runs, WIDTH]; the elements of a run share a scale."""
+    """Store data * scale for one tile of BLOCK_R x BLOCK_C elements of one of E matrices [R, C]."""
     tiles_r, tile = tl.cdiv(R, BLOCK_R), tl.program_id(0)
     e = (tile // tiles_r).to(tl.int64)
     r = (tile % tiles_r * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[:, None, None]
     run = tl.program_id(1) * (BLOCK_C // WIDTH) + tl.arange(0, BLOCK_C // WIDTH)[None, :, None]
     c = run * WIDTH + tl.arange(0, WIDTH)[None, None, :]
-    inside = (r < R) & (c < C)
+    inside = (r < R) & (c < C)  # [rows, runs, WIDTH]; the elements of a run share a scale
     code = tl.load(data_ptr + e * stride_e + r * stride_r + c, mask=inside, other=0).to(tl.int32)
     offset = e * scale_e + r // height * scale_r + run * scale_c
     scale = tl.load(scale_ptr + offset, mask=(r < R) & (run * WIDTH < C), other=0)

@@ -28,7 +28,7 @@ def magnitude_bits(x):  # type: ignore[no-untyped-def]
 
 @jit
 def float32_bits(bits, element: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Convert ``bits``, the `magnitude_bits` of a tensor of dtype ``element``, to float32 bits."""
+    """Return the float32 bits of abs(x) as int32, given its ``bits`` in the dtype ``element``."""
     bits = bits.to(tl.int32)
     if element == tl.bfloat16:
         bits = bits << 16
@@ -40,7 +40,7 @@ def float32_bits(bits, element: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def to_float32(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Convert a tensor to float32, exactly; without ``HARDWARE``, bfloat16 by a shift of bits."""
+    """Convert a tensor to float32, exactly; if not HARDWARE, bfloat16 by a shift of its bits."""
     if HARDWARE or x.dtype != tl.bfloat16:
         v = x.to(tl.float32)
     else:
@@ -51,7 +51,7 @@ def to_float32(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def rounded_to_bfloat16(v, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Round a float32 tensor to bfloat16, to nearest even, and return the values as float32."""
+    """Round float32 to bfloat16, to nearest even, and back; if not HARDWARE, by integer sums."""
     if HARDWARE:
         v = v.to(tl.bfloat16).to(tl.float32)
     else:
@@ -63,11 +63,11 @@ def rounded_to_bfloat16(v, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-d
 
 @jit
 def scale_of_amax(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the decode scale of an amax given as float32 bits, bitwise that of `amax_to_scale`.
+    """Return the decode scale max(amax, 2**-100) / max(format), given the float32 bits of an amax.
 
-    The quotient is correctly rounded to float32, and then up to a power of two if ``ARITHMETIC``
-    says so. On GPUs that convert to float8, FMAs replace the division, which would take twice the
-    registers where a thread has many scales.
+    The format has ``ARITHMETIC[0]`` mantissa bits. The scale is correctly rounded to float32, then
+    up to a power of two unless ``ARITHMETIC[1]`` is 0. If ``ARITHMETIC[2]``, on recent GPUs, FMAs
+    replace the division, which takes twice the registers where a thread has many scales.
     """
     FLOAT8_MAX: tl.constexpr = 448.0 if ARITHMETIC[MANTISSA_BITS] == 3 else 57344.0
     floor: tl.constexpr = (127 - 100) << 23  # SMALLEST_AMAX; NaN and Inf lie above it
@@ -90,7 +90,7 @@ def scale_of_amax(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-de
 
 @jit
 def reciprocal(scale, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return 1 / scale, correctly rounded, for a scale that `scale_of_amax` has returned."""
+    """Return 1 / scale, correctly rounded, for a result of `scale_of_amax`; in PTX if HARDWARE."""
     if HARDWARE:
         # What a division compiles to, but without its slow path, which no scale needs.
         guess = tl.inline_asm_elementwise(
@@ -106,9 +106,9 @@ def reciprocal(scale, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def scale_and_inverse(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the scale of an amax, given as float32 bits, and the inverse with which to quantize.
+    """Return the scale of an amax, given as float32 bits, and the inverse 1 / scale, as float32.
 
-    Both are float32; 8-bit exponents are as in `amax_to_exponent` and `inverse_of_exponent`.
+    ARITHMETIC begins with mantissa bits and rounding (2: MXFP8, where 1 / 2**-127 counts as 1).
     """
     if ARITHMETIC[SCALE_ROUNDING] == 2:  # scales are 8-bit exponents
         # The largest value of a format is 1.75 * 2**BIAS: a mantissa above 1.75 rounds up.
@@ -131,7 +131,7 @@ def scale_and_inverse(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untype
 
 @jit
 def to_float8_bits(v, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Round float32 to nearest even, to float8 bits (uint8). Inf saturates; NaN becomes 0x7f."""
+    """Round float32 to float8 bits with ARITHMETIC[0] mantissa bits; Inf saturates, NaN is 0x7f."""
     if ARITHMETIC[HARDWARE_CAST]:
         FORMAT: tl.constexpr = tl.float8e4nv if ARITHMETIC[MANTISSA_BITS] == 3 else tl.float8e5
         codes = v.to(FORMAT).to(tl.uint8, bitcast=True)
@@ -150,10 +150,10 @@ def pack_words(b0, b1, b2, b3):  # type: ignore[no-untyped-def]
 
 @jit
 def to_float8_words(v, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Round four float32 tensors to the format that ``ARITHMETIC`` has, and pack their bytes.
+    """Round four float32 tensors ``v`` to float8, and pack four bytes, one of each, into a uint32.
 
-    Written in PTX, because ptxas 12.8 miscompiles bytes that are packed with shifts: three of the
-    four bytes are garbage (seen on H100 with Triton 3.6, in unmasked kernels only).
+    ARITHMETIC[0]: mantissa bits. In PTX, as ptxas 12.8 miscompiles bytes packed with shifts: three
+    of the four bytes are garbage (seen on H100 with Triton 3.6, in unmasked kernels only).
     """
     if ARITHMETIC[HARDWARE_CAST]:
         PAIR: tl.constexpr = "e4m3x2" if ARITHMETIC[MANTISSA_BITS] == 3 else "e5m2x2"
@@ -174,7 +174,7 @@ def to_float8_words(v, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def
 
 @jit
 def _round_to_float8_bits(v, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Round float32 to float8 bits as `to_float8_bits`, without the GPU's float8 conversion."""
+    """Round float32 to float8 bits (uint8) by integer arithmetic; MANTISSA: bits of the format."""
     BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
     LARGEST: tl.constexpr = 0x43E00000 if MANTISSA == 3 else 0x47600000  # 448, 57344
     SHIFT: tl.constexpr = 23 - MANTISSA

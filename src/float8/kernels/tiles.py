@@ -4,8 +4,7 @@ Kernels that write a transposed 1-byte copy hold a tile as four tensors [BLOCK_R
 tensor i has the rows i, i + 4, i + 8 and so on. Four neighboring bytes of the copy are then at one
 position of the four tensors, and are packed into a 32-bit word, so that four times fewer items go
 through shared memory. ``quad`` [BLOCK_R / 4, 1] has the indices of groups of four rows, ``c``
-[1, BLOCK_C] those of columns; they are 64-bit integers, since offsets may exceed 32 bits. Row and
-column data are those of the matrix that a kernel reads, which may be ``x.t()``.
+[1, BLOCK_C] those of columns; they are 64-bit integers, since offsets may exceed 32 bits.
 """
 
 from typing import Any
@@ -38,9 +37,10 @@ def tiled(
 ) -> Launch:
     """Return the launch of a kernel whose programs each process one tile of a matrix [R, C].
 
-    ``tiles`` are sorted from large to small; the first with two or more programs per multiprocessor
-    is used, else the last. ``integers``, arguments of the kernel, begin with R, C. ``constants``
-    are followed by EVEN (tiles fill the matrix, so no mask is needed), BLOCK_R, BLOCK_C, GROUP.
+    ``tiles`` (rows, columns, warps) are sorted from large to small; the first with two or more
+    programs per multiprocessor is used, else the last. ``integers``, arguments of the kernel, begin
+    with R, C. ``constants`` are followed by EVEN (tiles fill the matrix, so no mask is needed), the
+    tile's shape BLOCK_R, BLOCK_C, and GROUP, the number of tile rows that `tile_at` goes down.
     """
     (R, C, *_), sms = integers, sm_count(device)
     for tile in tiles:
@@ -55,7 +55,7 @@ def tiled(
 
 @jit
 def reversed_tile():  # type: ignore[no-untyped-def]
-    """Return this program's tile in reverse order: an earlier kernel left the last ones in L2."""
+    """Return this program's index from the end, since L2 may hold the last tiles, not the first."""
     return tl.num_programs(0) - 1 - tl.program_id(0)
 
 
@@ -63,7 +63,10 @@ def reversed_tile():  # type: ignore[no-untyped-def]
 def tile_at(  # type: ignore[no-untyped-def]
     tile, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr
 ):
-    """Return the tile row and tile column of tile ``tile``, in the order that `GROUP` describes."""
+    """Return the tile row and tile column of the tile number ``tile`` in a matrix [R, C].
+
+    Tiles are numbered down GROUP tile rows, then down the same rows of the next tile column.
+    """
     tiles_r, tiles_c = tl.cdiv(R, BLOCK_R), tl.cdiv(C, BLOCK_C)
     group = tile // (GROUP * tiles_c)
     height = tl.minimum(tiles_r - group * GROUP, GROUP)
@@ -73,7 +76,7 @@ def tile_at(  # type: ignore[no-untyped-def]
 
 @jit
 def load(ptrs, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load from ``ptrs`` where ``inside``, else return zero; if ``EVEN``, load without a mask."""
+    """Load from ``ptrs``, 0 where the mask ``inside`` is False. EVEN: it is True everywhere."""
     if EVEN:
         values = tl.load(ptrs)
     else:
@@ -83,7 +86,7 @@ def load(ptrs, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def or_zero(v, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return ``v`` where ``inside`` and zero elsewhere; if ``EVEN``, return all of ``v``."""
+    """Return ``v``, 0 where the mask ``inside`` is False. EVEN: it is True everywhere."""
     if not EVEN:
         v = tl.where(inside, v, 0.0)  # no product with a mask, since v may be NaN
     return v
@@ -91,19 +94,16 @@ def or_zero(v, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def store(ptrs, values, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store ``values`` at ``ptrs`` where ``inside``; if ``EVEN``, store all without a mask."""
+    """Store ``values`` at ``ptrs`` where ``inside`` is True. EVEN: the mask is True everywhere."""
     if EVEN:
         tl.store(ptrs, values)
     else:
         tl.store(ptrs, values, mask=inside)
 
 
-# ---------------------------------------------------------------- tiles as four tensors
-
-
 @jit
 def tile_quads(tile_r, tile_c, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return matrix indices of a tile: groups of 4 rows [BLOCK_R / 4, 1], columns [1, BLOCK_C]."""
+    """Return a tile's indices in the matrix: of groups of 4 rows [n, 1], and of columns [1, n]."""
     quad = (tile_r * (BLOCK_R // 4) + tl.arange(0, BLOCK_R // 4)).to(tl.int64)[:, None]
     c = (tile_c * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
     return quad, c
@@ -111,19 +111,19 @@ def tile_quads(tile_r, tile_c, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  #
 
 @jit
 def quad_rows(quad):  # type: ignore[no-untyped-def]
-    """Return the row indices of the four tensors that hold a tile: ``4 * quad + i`` in tensor i."""
+    """Return rows 4 * quad + (0, 1, 2, 3), as four tensors; ``quad`` has indices of row groups."""
     return quad * 4, quad * 4 + 1, quad * 4 + 2, quad * 4 + 3
 
 
 @jit
 def load_rows(ptr, rows, stride, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load four tensors, tensor i from ``ptr + rows[i] * stride``, zero where not ``inside[i]``."""
+    """Load four tensors from ``ptr + rows[i] * stride``, 0 where not ``inside[i]`` unless EVEN."""
     return [load(ptr + rows[i] * stride, inside[i], EVEN) for i in (0, 1, 2, 3)]
 
 
 @jit
 def largest_magnitudes(x):  # type: ignore[no-untyped-def]
-    """Return the elementwise maximum of the `magnitude_bits` of four tensors."""
+    """Return the bits of the elementwise maximum of abs(x[0]), ..., abs(x[3]), as integers."""
     bits = [magnitude_bits(values) for values in x]
     return tl.maximum(tl.maximum(bits[0], bits[1]), tl.maximum(bits[2], bits[3]))
 
@@ -146,7 +146,7 @@ def block_max(m, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-
 
 @jit
 def repeat_blocks(s, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Repeat each element of ``s`` as a HEIGHT x WIDTH block; a dim of ``s`` of size 1 stays 1."""
+    """Repeat each element of ``s`` as a HEIGHT x WIDTH block; dims of size 1 are not repeated."""
     if HEIGHT != 1 and s.shape[0] != 1:
         s = tl.broadcast_to(s[:, None, :], (s.shape[0], HEIGHT, s.shape[1]))
         s = tl.reshape(s, (s.shape[0] * HEIGHT, s.shape[2]))
@@ -158,17 +158,17 @@ def repeat_blocks(s, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore
 
 @jit
 def times(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Multiply four float32 tensors ``v[i]`` by ``inverse[i]``; return zero where not ``inside``.
+    """Return ``v[i] * inverse[i]`` of four float32 tensors, 0 where not ``inside[i]`` unless EVEN.
 
-    An Inf becomes NaN: its scale is Inf or NaN, and Inf * (1 / Inf) is NaN. Under 8-bit exponents,
-    the scale of an Inf is 2**127, the largest one, and Inf stays Inf.
+    ``inverse`` is 1 / scale. An Inf becomes NaN: its scale is Inf or NaN, and Inf * (1 / Inf) is
+    NaN. If scales are 8-bit exponents, that of an Inf is 2**127, the largest, and Inf stays Inf.
     """
     return [or_zero(v[i] * inverse[i], inside[i], EVEN) for i in (0, 1, 2, 3)]
 
 
 @jit
 def store_row_scales(ptr, quad, scales, rows):  # type: ignore[no-untyped-def]
-    """Store the scales of a tile's rows, four tensors [BLOCK_R / 4, 1], into a vector [rows]."""
+    """Store ``scales[i]`` at the rows 4 * quad + i of a vector [rows], for i from 0 to 3."""
     r = quad_rows(quad)
     for i in tl.static_range(4):
         tl.store(ptr + r[i], scales[i], mask=r[i] < rows)
@@ -179,9 +179,10 @@ def store_row_data(  # type: ignore[no-untyped-def]
     ptr, v, quad, c, rows, Cp, ARITHMETIC: tl.constexpr, EVEN: tl.constexpr,
     EVEN_C: tl.constexpr = False,
 ):  # fmt: skip
-    """Round a tile, four tensors ``v``, to float8 and store it in the matrix [rows, Cp] at ``ptr``.
+    """Round four float32 tensors ``v`` to float8; store them in the matrix [rows, Cp] at ``ptr``.
 
-    If EVEN, the stores have no mask. Else they mask the rows, and the columns unless EVEN_C.
+    ``v[i]`` has the rows 4 * quad + i and the columns ``c``. ARITHMETIC[0]: mantissa bits. If EVEN,
+    the stores have no mask. Else they mask the rows, and the columns unless EVEN_C.
     """
     ptr = ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + c
     r = quad_rows(quad)
@@ -194,25 +195,22 @@ def store_row_data(  # type: ignore[no-untyped-def]
 
 @jit
 def store_col_data(ptr, words, quad, c, rows, pitch, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store a tile's ``words``, transposed, at rows c, columns quad of a uint32 [rows, pitch]."""
+    """Store ``words.T`` at rows ``c``, columns ``quad`` of uint32 [rows, pitch]; EVEN: unmasked."""
     c, quad = tl.trans(c), tl.trans(quad)
     ptr = ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + c * pitch + quad
     store(ptr, tl.trans(words), (c < rows) & (quad < pitch), EVEN)
 
-
-# ---------------------------------------------------------------- strips of tiles
-
-# A program that measures amaxes goes down a strip of columns, tile by tile. Programs combine amaxes
-# by atomics, of which a GPU does few per second; amaxes of columns need one per program and column.
 
 STRIP_WARPS, STRIP_R, STRIP_BYTES, MOST_TILES = 4, 64, 256, 8
 """Warps, rows, and bytes per row of a tile, and the largest number of tiles per program."""
 
 
 def strips_of(R: int, C: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int]:
-    """Split [R, C] into strips of columns; return rows per program, strip width, strip count.
+    """Split a matrix [R, C] into strips of columns, down which programs go to measure amaxes.
 
-    A program gets 1 to MOST_TILES tiles of STRIP_R rows: as many as leave 8 programs per SM.
+    Returns the rows per program, the columns of a strip, and the number of strips. A program gets
+    1 to 8 tiles of 64 rows, as many as leave 8 programs per multiprocessor: amaxes of columns
+    take one atomic per program and column, of which a GPU does few per second.
     """
     block_c = STRIP_BYTES // dtype.itemsize
     strips = -(-C // block_c)
@@ -225,12 +223,13 @@ def measure_strip(  # type: ignore[no-untyped-def]
     x_ptr,  # row 0 of the matrix
     row_amax_ptr,  # int32 [rows], raised to the bits of the amaxes of rows; if ALL, one element
     col_amax_ptr,  # int32 [columns], raised to the bits of the amaxes of columns
-    begin, end, strip, C, stride_r, stride_c, ROW: tl.constexpr, COL: tl.constexpr,  # strip: index
+    begin, end, strip, C, stride_r, stride_c,  # strip: index of BLOCK_C columns
+    ROW: tl.constexpr, COL: tl.constexpr,  # measure the amaxes of rows; of columns
     ALL: tl.constexpr,  # measure the amax of all elements instead of rows and columns
     EVEN: tl.constexpr,  # strips fill the columns exactly
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Raise amaxes in memory, by atomic max, to those of the strip's rows ``begin:end``."""
+    """Raise amaxes in memory, by atomic max, to those of rows ``begin:end`` of a column strip."""
     element: tl.constexpr = x_ptr.dtype.element_ty
     c = (strip * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)  # offsets may exceed 32 bits
     x_ptr += c[None, :] * stride_c

@@ -19,8 +19,8 @@ BYTE_DTYPES = (*FLOAT8_MAX, torch.uint8, torch.int8)
 def transpose_bytes(data: Tensor, *, after: Tensor | None = None) -> Tensor:
     """Return a contiguous copy [C, R] of ``data`` [R, C], C and R zero-padded to multiples of 16.
 
-    Raises `TypeError` if ``data`` is not 2-D of `BYTE_DTYPES`; any strides do. The copy has no
-    gradient. ``after``: a tensor that compiled code must compute before the copy; see :func:`cast`.
+    ``data`` are 2-D, float8, uint8 or int8, else raises `TypeError`; any strides do. No gradient.
+    ``after``: a tensor that compiled code must compute first, e.g. to keep the copy in backward.
     """
     if data.dtype not in BYTE_DTYPES or data.dim() != 2:
         raise TypeError(
@@ -33,7 +33,7 @@ def transpose_bytes(data: Tensor, *, after: Tensor | None = None) -> Tensor:
 
 
 def transpose_reference(data: Tensor, after: Tensor | None = None) -> Tensor:
-    """Transpose as :func:`transpose_bytes` does, by plain torch; ``after`` is unused."""
+    """Return a copy [C, R] of ``data``, dims zero-padded to multiples of 16; ignore ``after``."""
     # As uint8, because not every backend implements copies of float8.
     (R, C), codes = data.shape, data.view(torch.uint8)
     out = codes.new_zeros((C + -C % 16, R + -R % 16))

@@ -21,7 +21,7 @@ PREFIX = "_float8_"
 
 @functools.cache
 def our_names(base: type) -> frozenset[str]:
-    """Return all names of attributes of class `base` and its instances that begin with `PREFIX`."""
+    """Return all attribute names of class `base` and its instances that begin with "_float8_"."""
     names = {"_float8_config", "_float8_plan", *dir(base)}
     return frozenset(name for name in names if name.startswith(PREFIX))
 
@@ -33,10 +33,11 @@ def not_copied(cls: type) -> frozenset[str]:
 
 
 class PlainFloat8Module(nn.Module):
-    """Base class of float8 modules: holds the configuration; copies, saves, loads, converts back.
+    """Base class of float8 layers: keeps a `Float8LinearConfig`, loads, saves and converts back.
 
-    Mixins extend its methods: `Float8Module` adds weights that are held or in float8 only,
-    `StatefulLayer`, a base of `Float8Linear`, adds delayed scaling.
+    Mixins extend its methods. `Float8Module` adds float8 casts of weights that are kept beside the
+    weights (`Float8Weights.HELD`) or replace them (`ONLY`). `StatefulLayer` adds the buffers of
+    delayed scaling.
     """
 
     _float8_config: Float8LinearConfig
@@ -44,31 +45,26 @@ class PlainFloat8Module(nn.Module):
     _float8_source_class: ClassVar[type[nn.Module]]
     """The class of the module before conversion and after `convert_to_high_precision`."""
     _float8_observers: tuple[Callable[..., Any], ...] = ()
-    """Called with `(self, casts, input, weight, output[, offs, name])`; return the output."""
+    """Functions of `(self, casts, input, weight, output[, offs, name])` that return the output."""
     _float8_not_copied: ClassVar[frozenset[str]] = frozenset(
         {"_float8_attached", "_float8_observers"}
     )
     """Attributes that copies leave out, since they belong to one training and its optimizers."""
-    _float8_attached = 0
-    """The number of optimizers that the module is attached to."""
-    _float8_shards: Any = None
-    """The `Shards` object that computes with a DTensor weight; `float8.wings` sets the default."""
-    _float8_noun = "weight"
-    """The word for the weights in `_float8_words`."""
+    _float8_attached = 0  # number of optimizers that the module is attached to
+    _float8_shards: Any = None  # computes with DTensor weights; `float8.wings` sets `Shards()`
+    _float8_noun = "weight"  # the word for the weights in `_float8_words`
     _float8_of_this_rank: tuple[str, ...] = ()
     """The names of Parameters and buffers that data parallel must neither send nor reduce."""
-    _float8_stateful: tuple[Any, ...] = ()
-    """The cast sites with delayed scaling, whose state the layer keeps in buffers."""
-    _float8_held: tuple[Any, ...] = ()
-    """`Held` weights, quantized in advance; other weights are quantized in each forward."""
-    _float8_never_trains = False
-    """Whether weights that require grad are refused, as with `Float8Weights.ONLY`."""
+    _float8_stateful: tuple[Any, ...] = ()  # GEMM operands with delayed scaling, state in buffers
+    _float8_held: tuple[Any, ...] = ()  # `Held` weights: their float8 casts are kept until a write
+    _float8_never_trains = False  # whether weights are in float8 only (`Float8Weights.ONLY`)
 
     @torch.inference_mode(False)  # else its tensors could not be saved for a backward
     def _float8_set_up(self, config: Float8LinearConfig, finish: bool = True) -> None:
-        """Set the configuration to `config`, and reset all state that depends on it.
+        """Apply `config` to this layer, after undoing what its former configuration changed.
 
-        If `finish` is False, `ONLY` quantizes weights only when the caller calls `_float8_finish`.
+        Under `Float8Weights.ONLY` (weights in float8 only), weights are replaced by float8 ones:
+        now or, if `finish` is False, when the caller calls `_float8_finish`.
         """
         plan = self._float8_make_plan(config)  # first, since this may raise
         self._float8_drop_state()
@@ -81,26 +77,26 @@ class PlainFloat8Module(nn.Module):
         return plan_linear(config)
 
     def _float8_start_state(self) -> None:
-        """Create the state that `self._float8_config` needs; mixins extend this."""
+        """Do nothing here; mixins create the buffers and attributes that `_float8_config` needs."""
 
     @torch.inference_mode(False)
     def _float8_finish(self) -> None:
-        """Replace weights by float8 Parameters if configured with `ONLY`; a no-op in this class."""
+        """Do nothing here; a mixin replaces weights by float8 ones under `Float8Weights.ONLY`."""
 
     def _float8_drop_state(self) -> None:
-        """Undo the changes of `_float8_set_up` to Parameters and buffers; mixins extend this."""
+        """Do nothing here; mixins undo how `_float8_set_up` changed Parameters and buffers."""
 
     @classmethod
     def _float8_buffer_names(cls, config: Float8LinearConfig) -> set[str]:
-        """Return the names of the buffers that `config` adds to a module; empty in this class."""
+        """Return names of buffers that a layer with `config` has for delayed scaling; none here."""
         return set()
 
     def _float8_state(self) -> dict[str, Tensor]:
-        """Return the buffers that the configuration added, by name; empty in this class."""
+        """Return {name: buffer} of the buffers for delayed scaling: an empty dict in this class."""
         return {}
 
     def _float8_with_state(self, casts: Casts) -> Casts:
-        """Return `casts`; mixins return them with scale sources that use this module's buffers."""
+        """Return `casts`; with delayed scaling, mixins add the scales in this layer's buffers."""
         return casts
 
     def _float8_names(self) -> Sequence[str]:
@@ -108,11 +104,11 @@ class PlainFloat8Module(nn.Module):
         return ("weight",)
 
     def _float8_weight(self, name: str) -> Any:
-        """Return the weight [N, K] called `name`: a Parameter, or a tensor computed from one."""
+        """Return attribute `name`, a weight [N, K]: a Parameter, or a tensor computed from one."""
         return getattr(self, name)
 
     def _float8_matrices(self) -> Sequence[str]:
-        """Return the names of the weights stored as [N, K] or [E, N, K], which `ONLY` quantizes."""
+        """Return the names of the weights, [N, K] or [E, N, K], that `Float8Weights.ONLY` casts."""
         return ("weight",)
 
     def _float8_shard_groups(self) -> tuple[Any, ...]:
@@ -127,15 +123,15 @@ class PlainFloat8Module(nn.Module):
         self._float8_attached = max(self._float8_attached - 1, 0)
 
     def _float8_loadable(self, old: Any, values: Any, local_metadata: dict[str, Any]) -> Any:
-        """Return `values` to load into Parameter `old`, dequantized if they are in float8."""
+        """Return a checkpoint's `values` for Parameter `old`, dequantized if they are in float8."""
         return dequantise(values) if isinstance(values, Float8Tensor) else values
 
     def _float8_words(self) -> list[str]:
-        """Return strings for `extra_repr` that say how the weights are stored."""
+        """Return phrases for `extra_repr`, such as "weight held in float8", or an empty list."""
         return [] if self._float8_shards is None else self._float8_shards.words(self)
 
     def _float8_become_high_precision(self) -> None:
-        """Convert this module back to `_float8_source_class`, in place."""
+        """Undo the conversion of this module in place: restore the class that it had before."""
         self._float8_drop_state()
         self.__dict__.pop("forward", None)  # accelerate leaves the class's forward here
         source = self._float8_source_class  # read before an attribute is deleted
@@ -175,4 +171,4 @@ class PlainFloat8Module(nn.Module):
 
 
 class Float8Module(HoldsWeights, OnlyWeights, PlainFloat8Module):
-    """Base class of all float8 linear layers and experts; handles all modes of `Float8Weights`."""
+    """Base class of all float8 linear layers and experts; supports all modes of `Float8Weights`."""

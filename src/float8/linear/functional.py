@@ -31,14 +31,14 @@ def linear(
     *,
     config: ConfigOrRecipe | None = None,
 ) -> Tensor:
-    """Compute `input @ weight.T + bias` as `torch.nn.functional.linear`, with three float8 GEMMs.
+    """Compute `input @ weight.T + bias` with float8 GEMMs in forward and backward.
 
     Args:
         input: [..., K] float32, bfloat16 or float16; under autocast, converted to its dtype.
         weight: [N, K]; has the dtype of `input` unless under autocast. May be a `Float8Tensor`.
         bias: [N] or None.
         config: a `Float8LinearConfig`, or the name of a recipe. None means dynamic tensorwise
-            scaling. Delayed scaling has state, and so needs a `Float8Linear`.
+            scaling. Delayed scaling, which keeps state, needs a `Float8Linear` instead.
 
     Returns:
         [..., N], in the dtype of `input`, or of autocast if it is enabled.
@@ -74,11 +74,14 @@ def apply_linear(
     held_weight: Weight | None = None,
     products: Any = None,
 ) -> Tensor:
-    """Compute `input @ weight.T + bias` for `linear` and `Float8Linear`; raises as `linear`.
+    """Compute `input @ weight.T + bias` with the casts and GEMMs of `plan`, after argument checks.
 
-    `input` may be a `Float8Tensor` that was quantized as `plan` says. `casts` are `plan.casts` with
-    the scale sources of this call. `held_weight` has float8 data of `weight`; if None, `weight` is
-    cast, or is a `Float8Tensor`. With `products`, which replaces `Dense`, the result stays [M, N].
+    `input` or `weight` may be a `Float8Tensor` that was cast as `plan` casts it. `casts` are those
+    of `plan`, perhaps with stored scales of delayed scaling and with reductions of amaxes over
+    ranks. `held_weight` has float8 data of `weight`, kept by `Float8Weights.HELD`; if None,
+    `weight` is cast. `products` has functions that cast and multiply instead of those of `Dense`;
+    if given, the result stays [M, N]. Raises a `TypeError` for unfit dtypes and DTensors, a
+    `ValueError` for a wrong shape, a `RuntimeError` in torch.func or without a GEMM on the device.
     """
     compiling = torch.compiler.is_compiling()
     if not compiling and functorch_levels is not None and functorch_levels() is not None:
@@ -133,9 +136,11 @@ def apply_linear(
 
 
 def in_compute_dtype(input: Tensor, weight: Tensor) -> Tensor:
-    """Convert `input` to the dtype of autocast; no-op without autocast or on a `Float8Tensor`.
+    """Check dtypes and shape of `input`; convert it to the dtype of autocast if that is enabled.
 
-    Raises as `linear` if a dtype or the last dim of `input` is wrong. Both may be DTensors.
+    Does not convert a `Float8Tensor`. Raises a `TypeError` if `input` and `weight` differ in dtype
+    without autocast, or one is not float32, bfloat16 or float16; and a `ValueError` if the last dim
+    of `input` is not that of `weight`. Both may be DTensors.
     """
     autocast = autocast_dtype(input.device)
     dtypes_fit = autocast is not None or input.dtype == weight.dtype  # autocast converts `input`
@@ -166,10 +171,11 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def operand_of(role: str, x: Float8Tensor, cast: Cast, other_gemm: str | None) -> Operand:
-    """Return data and scale of `x`, an input or weight that is in float8 already.
+    """Return data and scale of `x`, which is in float8 already; `role` is "input" or "weight".
 
-    Records the amax of `x` under delayed scaling. Raises a `ValueError` that names `role` if `x` is
-    not as `cast` makes it, or if `other_gemm`, a GEMM that needs another cast of `x`, is not None.
+    Under delayed scaling, records the amax of `x`. Raises a `ValueError` if `x` is transposed, or
+    has another format or granularity than `cast`, or if `other_gemm` is not None: the name of a
+    GEMM that needs another cast of `x`, for which the values in high precision would be required.
     """
     config = cast.config
     fits = x._data.dtype == config.dtype and x._granularity is config.scaling_granularity
@@ -185,18 +191,13 @@ def operand_of(role: str, x: Float8Tensor, cast: Cast, other_gemm: str | None) -
     return Operand(x._data.contiguous(), x._scale)
 
 
-# ---------------------------------------------------------------- the three GEMMs
-
-
 class Call(NamedTuple):
-    """The settings of one call of `Linear`, which forward and backward read."""
+    """The settings of one call of the autograd function `Linear`, for its forward and backward."""
 
     plan: LinearPlan
     casts: Casts
-    products: Any
-    """`Dense`, or a class with the same attributes, which quantizes and multiplies."""
-    weight_class: Any
-    """The class of `stored`: `OnTheFly` or another class with the methods of `Weight`."""
+    products: Any  # `Dense`, or a class with the same attributes, which quantizes and multiplies
+    weight_class: Any  # multiplies by the weight: `OnTheFly`, or another class like `Weight`
     in_features: int
     weight_dtype: torch.dtype
     need_grad_input: bool
@@ -204,13 +205,14 @@ class Call(NamedTuple):
 
 
 class Linear(torch.autograd.Function):
-    """Compute `input @ weight.T` with each GEMM in float8 or high precision, as in `call.plan`.
+    """Compute `input @ weight.T`, each GEMM of forward and backward in float8 or in high precision.
 
     output       [M, N] = input @ weight.T          row(input),         row(weight)
     grad_input   [M, K] = grad_output @ weight      row(grad_output),   col(weight)
     grad_weight  [N, K] = grad_output.T @ input     col(grad_output),   col(input)
 
-    `call.products` quantizes and multiplies all rows, groups, or rows of all ranks: see `Dense`.
+    Row data (row) are a float8 cast in the layout of the tensor; column data (col) are a transposed
+    copy. The argument `call` of forward selects precision, casts, and functions that multiply.
     """
 
     @staticmethod
@@ -219,9 +221,10 @@ class Linear(torch.autograd.Function):
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Return the output [M, N], in the dtype of `input` [M, K], and the tensors for backward.
 
-        `stored`, a `Weight`, multiplies by `weight` [N, K]; `index`: see `Dense`. Backward reads
-        `(rows, rows_scale, col_data, col_scale, *fields of stored, *index)`. For grad_weight, these
-        have column data of `input` or else `rows`: `input` in high precision, or its row data.
+        `stored`, a `Weight`, multiplies by `weight` [N, K], or by float8 data of it. `index` is
+        empty, or for experts one tensor: the ends of their rows. Backward reads `(rows, rows_scale,
+        col_data, col_scale, *fields of stored, *index)`. For grad_weight these have column data
+        (the transposed cast) of `input`, or else `rows`: `input`, or its cast with `rows_scale`.
         """
         plan, casts, products = call.plan, call.casts, call.products
         compiling = torch.compiler.is_compiling()
@@ -270,7 +273,7 @@ class Linear(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, stored: Any, call: Call, computed: Any, *index: Any
     ) -> Tensor:
-        """Return the output [M, N]. `computed` is the result of `compute`, or None to call it."""
+        """Return the output [M, N]; `computed` is the result of `compute`, called here if None."""
         if computed is None:
             y, saved = Linear.compute(input, weight, stored, call, *index)
         else:
@@ -283,7 +286,7 @@ class Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """Return grad_input in the dtype of `grad_output`, grad_weight in that of the weight."""
+        """Return the gradients of `input`, in the dtype of `grad_output`, and of `weight`."""
         compiling = torch.compiler.is_compiling()
         if not compiling and functorch_levels is not None and functorch_levels() is not None:
             raise RuntimeError(f"Float8Linear: got a backward within torch.func{_NO_TRANSFORM}")
@@ -324,5 +327,5 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def symbolic(*_: Any) -> Any:
-        """Raise a `RuntimeError`; `torch.onnx.export` calls this if it is based on TorchScript."""
+        """Raise a `RuntimeError`; the TorchScript-based `torch.onnx.export` calls this method."""
         raise RuntimeError(NO_ONNX)

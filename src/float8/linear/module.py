@@ -14,7 +14,7 @@ from float8.linear.source import class_of, problem, shallow_copy
 
 
 class _Config:
-    """Descriptor: returns a Parameter, buffer or module called `config`, or the configuration."""
+    """Descriptor: returns a tensor or module called `config`, else the `Float8LinearConfig`."""
 
     def __get__(self, layer: Any, cls: Any = None) -> Any:
         if layer is None:
@@ -28,9 +28,9 @@ class _Config:
 class Float8Linear(StatefulLayer, nn.Linear):
     """A linear layer whose GEMMs run in float8: `output = input @ weight.T + bias`.
 
-    The weight [N, K] is a high-precision `Parameter`, unless `config` has `Float8Weights.ONLY`. Use
-    `from_float` to convert an `nn.Linear`, `convert_to_float8_training` for a model. With delayed
-    scaling, buffers `fp8_amax_*`, `fp8_amax_history_*`, `fp8_scale_*` stay float32 after `.half()`.
+    The weight [N, K] is a high-precision `Parameter`, or in float8 only under `Float8Weights.ONLY`.
+    Use `from_float` to convert one `nn.Linear`, `convert_to_float8_training` for a model. The state
+    of delayed scaling (buffers `fp8_amax_*`, `fp8_amax_history_*`, `fp8_scale_*`) stays float32.
     """
 
     config: Any = _Config()
@@ -60,7 +60,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
         """Make a `Float8Linear` with the Parameters, hooks and training mode of `mod`.
 
         `mod` stays unchanged. Hooks, Parameters and buffers that are registered or removed later in
-        one layer do not affect the other: `handle.remove()` of a hook of `mod` removes only that.
+        one layer do not affect the other: `handle.remove()` removes a hook from one of them only.
         `enable_fsdp_float8_all_gather` takes effect in `convert_to_float8_training` only.
 
         Args:
@@ -68,11 +68,12 @@ class Float8Linear(StatefulLayer, nn.Linear):
                 its class, too. If `mod` is a `Float8Linear`, delayed scaling starts anew.
             config: a `Float8LinearConfig`, or the name of a recipe. None means dynamic tensorwise
                 scaling.
-            linear_classes: subclasses of `nn.Linear` whose own forward `Float8Linear` may replace.
+            linear_classes: subclasses of `nn.Linear` that override forward, but compute the same,
+                so that the forward of `Float8Linear` may replace theirs.
 
         Raises:
-            TypeError: `mod` is not an `nn.Linear`, may compute something else, as subclasses with a
-                forward do, or its weight is not float32, bfloat16 or float16.
+            TypeError: `mod` is not an `nn.Linear`, has a forward that may compute something else,
+                or its weight is not float32, bfloat16 or float16.
             ValueError: `mod` cannot be converted with `config`; the message says why.
         """
         config = as_config(config)
@@ -83,7 +84,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
     def _float8_made_of(
         cls: Any, mod: nn.Module, config: Float8LinearConfig, finish: bool = True
     ) -> "Float8Linear":
-        """Convert `mod` as `from_float`, without checks; `finish`: see `_float8_set_up`."""
+        """Return a float8 copy of `mod`, unchecked; call `_float8_finish` on it if not `finish`."""
         source: Any = mod._float8_source_class if isinstance(mod, Float8Linear) else type(mod)
         new: Float8Linear = shallow_copy(mod, class_of(cls, source))
         for name in not_copied(cls) & vars(new).keys():
@@ -92,12 +93,10 @@ class Float8Linear(StatefulLayer, nn.Linear):
         return new
 
     def _float8_begin(self, config: ConfigOrRecipe | None) -> None:
-        """Set up a layer at the end of its constructor, for `config`; raises as `from_float`."""
+        """Complete the constructor: apply `config`, or raise an error if it is not supported."""
         config = as_config(config)
         require_supported(self, config)
         self._float8_set_up(config)
-
-    # ---------------------------------------------------------------- forward
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute `input @ weight.T + bias`.
@@ -112,8 +111,9 @@ class Float8Linear(StatefulLayer, nn.Linear):
             TypeError: the dtypes of `input` and the weight differ without autocast or are not
                 supported, or `input` is not a dense tensor.
             ValueError: the last dim of `input` is not `in_features`.
-            RuntimeError: a sync of delayed scaling is missing; a weight in float8 only requires
-                grad; or the call is in ONNX export, torch.func or, if delayed, torch.jit.trace.
+            RuntimeError: delayed scaling lacks a call of `sync_float8_amax_and_scale_history`; a
+                weight that exists only in float8 requires grad; the device lacks a float8 GEMM; or
+                the call is in ONNX export, torch.func or, under delayed scaling, torch.jit.trace.
         """
         if getattr(input, "layout", None) is not torch.strided or input.is_nested:  # or no Tensor
             layout = f" of layout {input.layout}" if isinstance(input, Tensor) else ""
@@ -158,7 +158,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
         )
 
     def extra_repr(self) -> str:
-        """Return `extra_repr` of the original class, then the recipe or each cast's scaling."""
+        """Return the text of the original class, the recipe or casts, and how weights are kept."""
         words = [super().extra_repr(), self._float8_config.short_str(), *self._float8_words()]
         return ", ".join(filter(None, words))
 
@@ -168,7 +168,7 @@ def unsupported(
 ) -> str | None:
     """Return why `mod`, converted or not, cannot run in float8 with `config`, or None if it can.
 
-    `linear_classes`: subclasses of `nn.Linear` whose own forward `Float8Linear` may replace.
+    `linear_classes`: subclasses of `nn.Linear` that override forward, but compute the same as it.
     """
     error = problem(mod, Float8Linear, config, linear_classes)
     return None if error is None else str(error)
@@ -177,7 +177,7 @@ def unsupported(
 def require_supported(
     mod: nn.Module, config: Float8LinearConfig, linear_classes: Collection[type] = ()
 ) -> None:
-    """Raise a `TypeError` or `ValueError` if `mod` cannot be converted; see `unsupported`."""
+    """Raise a `TypeError` or `ValueError` if `mod` cannot run in float8 with `config`."""
     if not isinstance(mod, nn.Linear):
         raise TypeError(f"Float8Linear: got a {type(mod).__name__}, expected an nn.Linear")
     if error := problem(mod, Float8Linear, config, linear_classes):

@@ -20,7 +20,7 @@ from float8.quantize import Cast
 
 
 class Casts(NamedTuple):
-    """The casts of a layer: one for each operand of its three GEMMs."""
+    """The six casts of a linear layer, one for each operand of its three GEMMs."""
 
     input: Cast
     weight: Cast
@@ -34,7 +34,7 @@ class LinearPlan(NamedTuple):
     """The six casts and three GEMMs of a layer; a GEMM that is None runs in high precision."""
 
     casts: Casts
-    """The casts, without the scale sources and reductions over ranks that a call adds."""
+    """The casts, to which a call may add stored scales and reductions of amaxes over ranks."""
     reuse_input: bool  # one cast of the input serves output and grad_weight
     reuse_weight: bool  # one cast of the weight serves output and grad_input
     reuse_grad_output: bool  # one cast of grad_output serves grad_input and grad_weight
@@ -42,23 +42,23 @@ class LinearPlan(NamedTuple):
     grad_input: Gemm | None
     grad_weight: Gemm | None
     input_rows_suffice: bool
-    """Whether column data for grad_weight follow exactly from the row data of the input."""
+    """Whether row data of the input, cast for output, give exact column data for grad_weight."""
     grad_output_rows_suffice: bool
-    """Whether column data for grad_weight follow exactly from the row data of grad_output."""
+    """Whether row data of grad_output, cast for grad_input, give exact ones for grad_weight."""
 
 
 Planner = Callable[[Float8LinearConfig], LinearPlan]
 
 
 def cached_in_eager(plan: Planner) -> Planner:
-    """Decorator: cache the plan of each configuration, except in compiled code."""
+    """Return the function `plan` with a cache by configuration, which compiled code bypasses."""
     cached = functools.cache(plan)  # Dynamo looks through a cache, but warns of it
     return lambda config: (plan if torch.compiler.is_compiling() else cached)(config)
 
 
 @cached_in_eager
 def plan_linear(config: Float8LinearConfig) -> LinearPlan:
-    """Return the `LinearPlan` of linear layers with `config`."""
+    """Return the plan of linear layers with `config`: their casts, and settings of their GEMMs."""
     casts = {site: config.cast_config(site) for site in CAST_SITES}
     fast = {name: getattr(config, f"gemm_config_{name}").use_fast_accum for name in GEMM_OPERANDS}
     return resolve_plan(config, casts, fast)
@@ -67,7 +67,7 @@ def plan_linear(config: Float8LinearConfig) -> LinearPlan:
 def resolve_plan(
     config: Float8LinearConfig, casts: dict[CastSite, CastConfig], fast_accum: dict[str, bool]
 ) -> LinearPlan:
-    """Return the plan of `config`, with `casts` by site and `use_fast_accum` by name of GEMM."""
+    """Return the plan for `config`, but with the given `casts` and `use_fast_accum` by GEMM."""
 
     def gemm(name: str) -> Gemm | None:
         if name not in config.float8_gemms:
@@ -82,7 +82,7 @@ def resolve_plan(
         return Gemm(fast_accum[name], config.emulate, powers_of_2, granularities)
 
     def rows_suffice(cast: Cast, *gemms: Gemm | None) -> bool:
-        """Return whether all `gemms` can use float8 rows, or column data made of them exactly."""
+        """Return whether all `gemms` can use float8 rows, or an exact transposed copy of them."""
         granularity = cast.config.scaling_granularity
         to_col_is_exact = granularity.one_scale or (granularity.by_rows and cast.config.power_of_2)
         return to_col_is_exact and None not in gemms  # a GEMM in high precision is None

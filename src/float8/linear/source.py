@@ -28,7 +28,11 @@ PUBLIC = ("config", "from_float")
 
 
 def shallow_copy(mod: nn.Module, cls: Any) -> Any:
-    """Return a new `cls` with the attributes of `mod` but a `forward`; `_REGISTRIES` are copied."""
+    """Return a new instance of `cls` that shares the attributes of `mod`.
+
+    The containers of Parameters, buffers, submodules and hooks are copied, not shared. An attribute
+    `forward` or a compiled call, which are bound to `mod`, are left out.
+    """
     new = cls.__new__(cls)
     for name, value in vars(mod).items():
         new.__dict__[name] = copy.copy(value) if name in _REGISTRIES else value
@@ -38,14 +42,11 @@ def shallow_copy(mod: nn.Module, cls: Any) -> Any:
 
 
 def become(mod: nn.Module, new: nn.Module) -> None:
-    """Give `mod`, in place, the class and attributes of its copy `new`; keep the hooks of `mod`."""
+    """Give `mod`, in place, the class and attributes of `new`, a converted copy; keep its hooks."""
     for name in vars(mod).keys() - vars(new).keys() - {"_compiled_call_impl"}:
         del mod.__dict__[name]  # such as a `forward`, or other libraries' marks of float8 layers
     mod.__dict__.update({name: x for name, x in vars(new).items() if "_hooks" not in name})
     mod.__class__ = type(new)
-
-
-# ---------------------------------------------------------------- which layers can
 
 
 def class_with_forward(cls: type) -> type:
@@ -54,7 +55,7 @@ def class_with_forward(cls: type) -> type:
 
 
 def replaced_forward(mod: nn.Module) -> bool:
-    """Return whether `mod` has an attribute `forward` other than the method of its class."""
+    """Return whether `mod` has an attribute `forward` of its own, not the method of its class."""
     forward: Any = vars(mod).get("forward")  # accelerate leaves the method itself
     return forward is not None and forward != types.MethodType(type(mod).forward, mod)
 
@@ -66,7 +67,7 @@ ABOUT_FORWARD = "convert before accelerate, or whoever else gives it one; load w
 def problem(
     mod: Any, base: Any, config: Float8LinearConfig, linear_classes: Collection[type]
 ) -> TypeError | ValueError | None:
-    """Return the error of converting `mod` to a float8 class `base`, or None; see `unsupported`."""
+    """Return why `mod` cannot be converted to the float8 class `base`, as an error, or None."""
     path = f"{type(mod).__module__}.{type(mod).__qualname__}"
     if reason := _computes_something_else(mod, linear_classes):
         return TypeError(f"got a {path}, {reason}")
@@ -93,7 +94,7 @@ def problem(
 
 
 def _computes_something_else(mod: nn.Module, linear_classes: Collection[type]) -> str | None:
-    """Return why calling `mod` might compute something other than `nn.Linear` does, or None."""
+    """Return why `mod` may not compute what `nn.Linear` does, or None; `linear_classes` do."""
     forward_of = class_with_forward(type(mod))
     if is_parametrized(mod):
         return "whose weight is computed, expected an nn.Linear with a weight of its own"
@@ -115,7 +116,7 @@ def _computes_something_else(mod: nn.Module, linear_classes: Collection[type]) -
 
 
 def not_in_high_precision(weight: Any) -> str | None:
-    """Return what `weight` is ("weight of dtype ...") if not in high precision, else None."""
+    """Return None for a weight in float32, bfloat16 or float16, else text that says what it is."""
     cls, dtype = type(weight), getattr(weight, "dtype", None)
     if cls.__module__.split(".")[0] in ("bitsandbytes", "torchao"):
         return f"weight of class {cls.__name__}, which is quantised, expected one in high precision"
@@ -126,7 +127,7 @@ def not_in_high_precision(weight: Any) -> str | None:
 
 
 def _cannot_be_both(mod: Any, base: Any, config: Float8LinearConfig) -> str | None:
-    """Return why `mod` cannot also be a `base`, as attributes or classes conflict, or None."""
+    """Return how attributes or class of `mod` conflict with the float8 class `base`, or None."""
     cls: Any = type(mod)
     is_ours = isinstance(mod, Float8Module)
     reserved = base._float8_buffer_names(config)  # names that `mod` must not have
@@ -151,17 +152,15 @@ def _cannot_be_both(mod: Any, base: Any, config: Float8LinearConfig) -> str | No
     return None
 
 
-# ---------------------------------------------------------------- the class of a converted layer
-
-
 @functools.cache
 def class_of(base: Any, source: Any) -> Any:
-    """Return the class of a converted layer; `base` is a float8 class, `source` the user's class.
+    """Return the class that layers of class `source` get when converted to the float8 class `base`.
 
-    If `source` is `nn.Linear` this is `base`, else a class that inherits from `base` and `source`.
-    Its forward is that of `base`; other methods of `base` also call those of `source`, by `super`.
-    Layers can be pickled if those of `source` can. The constructor takes the arguments of `source`
-    and a `config`; if `source` takes a `config` itself, new layers have dynamic tensorwise scaling.
+    For `nn.Linear` this is `base`, for its subclasses a class that inherits from `base` and
+    `source`. Its forward is that of `base`; other methods of `base` also call those of `source`, by
+    `super`. Layers can be pickled if those of `source` can. The constructor takes the arguments of
+    `source` and a `config`; if `source` takes a `config` itself, new layers have dynamic tensorwise
+    scaling.
     """
     if issubclass(base, source):
         return base
@@ -183,10 +182,11 @@ def _init(layer: Any, *args: Any, **kwargs: Any) -> None:
 def new_class(
     name: str, bases: tuple[type, type], make: Any, made_of: tuple[Any, ...], **members: Any
 ) -> Any:
-    """Make a class `name` from `bases` and `members`, which objects of `bases[1]` can change to.
+    """Return a new class with these `members`, to which instances of `bases[1]` can change.
 
-    Unpickling calls `make(*made_of)`, which must return the class, since a class that is made at
-    run time cannot be imported. Raises `TypeError` if the memory layouts of `bases` differ.
+    Instances can be pickled: unpickling calls `make(*made_of)`, which must return the class, since
+    a class that is made at run time cannot be imported. Raises `TypeError` if the memory layouts of
+    `bases` differ.
     """
 
     def reduce(module: Any, protocol: int) -> Any:

@@ -18,22 +18,23 @@ if TYPE_CHECKING:
 
 
 class Weight(Protocol):
-    """The weight [N, K] of a layer, or [E, N, K] of experts, as an operand of two GEMMs.
+    """Protocol of classes that multiply by a weight, [N, K] or for experts [E, N, K], in two GEMMs.
 
-    Classes are NamedTuples of tensors or None. Forward passes the fields that `output` returns to
-    `save_for_backward`, as a tensor on `ctx` would live as long as the loss; backward makes an
-    instance of them. `shape` is that of the result without padding; `index`: see `Dense`.
+    They are NamedTuples of tensors or None. Forward calls `output`, and passes the fields that it
+    returns to `save_for_backward`, since a tensor on `ctx` would live as long as the loss. Backward
+    makes an instance of these fields, and calls `grad_input`. `shape` is that of the result without
+    padding. `index` is (), or for experts one tensor: the ends of the groups of rows.
     """
 
     def output(
         self, a: Operand, shape: Shape, index: Any, call: "Call", out_dtype: dtype
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """Return `a @ weight.T` of row data `a` [M, K], in `out_dtype`, and the fields to save."""
+        """Return `a @ weight.T` in `out_dtype`, for float8 `a` [M, K]; and fields for backward."""
 
     def grad_input(
         self, g: Operand, shape: Shape, index: Any, call: "Call", out_dtype: dtype
     ) -> Tensor:
-        """Return `g @ weight` [M, K] of row data `g` [M, N] of grad_output, in `out_dtype`."""
+        """Return `g @ weight` [M, K] in `out_dtype`; `g` [M, N] is grad_output in float8."""
 
 
 class OnTheFly(NamedTuple):
@@ -46,7 +47,7 @@ class OnTheFly(NamedTuple):
     def output(
         self, a: Operand, shape: Shape, index: Any, call: "Call", out_dtype: dtype
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """Quantize the weight to row data; return `a @ weight.T` and the fields to save."""
+        """Quantize the weight; return `a @ weight.T` [M, N], and the fields for backward."""
         cast, gemm, products = call.casts.weight, call.plan.output, call.products
         traced = cast.source is not None  # record the amax outside the cast; see `quantize`
         b = products.quantize_weight(self.values, cast, row=True, pad_rows=True, traced=traced).row
@@ -57,7 +58,7 @@ class OnTheFly(NamedTuple):
         return y, (self.values, scale)
 
     def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", out_dtype: Any) -> Any:
-        """Quantize the weight to column data, and return `g @ weight`.
+        """Quantize the weight to column data (the transposed copy), and return `g @ weight` [M, K].
 
         The cast depends on `g.scale`, so that a compiler cannot move the cast into forward, where
         column data (under FSDP2: of all gathered weights) would take memory until backward.
@@ -70,7 +71,7 @@ class OnTheFly(NamedTuple):
 
 
 class InFloat8(NamedTuple):
-    """An unpadded float8 weight. If FSDP2 gathered it, FSDP2 refills its memory for backward."""
+    """A weight in float8, unpadded: a Parameter, or data that FSDP2 frees and gathers again."""
 
     data: Tensor | Any = None
     scale: Tensor | Any = None
@@ -78,13 +79,13 @@ class InFloat8(NamedTuple):
     def output(
         self, a: Operand, shape: Shape, index: Any, call: "Call", out_dtype: dtype
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """Return `a @ weight.T`, by data padded if need be, and the unpadded fields to save."""
+        """Return `a @ weight.T` [M, N], from data padded as GEMMs need, and fields for backward."""
         b = call.products.padded(Operand(*self), call.casts.weight.config.scaling_granularity)
         gemm = call.plan.output
         return call.products.output(a, b, shape, *index, gemm=gemm, out_dtype=out_dtype), self
 
     def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", out_dtype: Any) -> Any:
-        """Return `g @ weight`, by column data made of row data after `g.scale`: see `OnTheFly`."""
+        """Return `g @ weight` [M, K], from column data (the transposed copy) of the weight."""
         cast_config, gemm = call.casts.weight_for_grad_input.config, call.plan.grad_input
         b = call.products.transposed(Operand(*self), cast_config, g.scale)
         return call.products.grad_input(g, b, shape, *index, gemm=gemm, out_dtype=out_dtype)

@@ -61,22 +61,22 @@ the uses by other nodes and the kind of each user; kind "any" may be used in any
 
 @dataclass(frozen=True)
 class Float8Partitioner(CustomPartitionerFn):
-    """Split a graph into forward and backward as Inductor does, then keep activations in float8.
+    """Partitioner for Inductor whose forward saves activations of at least `min_bytes` in float8.
 
-    `float8.activations_in_float8` returns one as an option. Equal partitioners share compiled code.
+    `float8.activations_in_float8` returns one as a compile option. Equal ones share compiled code.
     """
 
     min_bytes: float
     dtype: torch.dtype
 
     def uuid(self) -> object:
-        """Return the key of this partitioner in caches of compiled code."""
+        """Return the key in Inductor's cache: a hash of source files, `min_bytes` and `dtype`."""
         return get_hash_for_files((__file__, scales.__file__)), self.min_bytes, self.dtype
 
     def __call__(
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
-        """Split joint graph `gm`; return forward and backward with saved activations in float8."""
+        """Split joint graph `gm` into forward and backward; save some activations in float8."""
         _mark_sums_as_must_save(gm.graph)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         graphs = forward.graph, backward.graph
@@ -117,10 +117,10 @@ class Float8Partitioner(CustomPartitionerFn):
         return bool(_hint(x.numel()) * x.element_size() >= max(1, self.min_bytes))
 
     def _keep_in_float8(self, node: Node, activation: Node, forward: Graph, backward: Graph) -> Any:
-        """Cast `node` of `forward` to float8, and dequantize it in `backward`.
+        """Insert a cast of `node` to float8 into `forward`, and its dequantization into `backward`.
 
-        Replaces `activation`, the placeholder of `node` in `backward`, by those of data and scale.
-        Returns the nodes of data and scale in `forward`.
+        Two placeholders, of data and scale, replace `activation`, that of `node` in `backward`.
+        Returns the nodes of data and scale in `forward`, which are to be saved in place of `node`.
         """
         dtype = node.meta["val"].dtype
 
@@ -158,7 +158,11 @@ class Float8Partitioner(CustomPartitionerFn):
 def _activations(
     graph: Graph, inputs: Sequence[Node], gradients: Sequence[Node | None], static: set[int]
 ) -> tuple[set[Node], set[Node | None]]:
-    """Return nodes that require grad and depend on model arguments; gradients of other inputs."""
+    """Return nodes of forward that require grad and depend on model arguments not in `static`.
+
+    `static` are indices of `inputs` that stay in memory. Also returns the `gradients` (None: no
+    grad) of all other inputs, such as Parameters.
+    """
     requires_grad, from_argument, weight_gradients = set[str](), set[str](), set[Node | None]()
     for index, (node, gradient) in enumerate(zip(inputs, gradients, strict=False)):  # no tangents
         requires_grad |= {node.name} if gradient is not None else set()
@@ -180,7 +184,7 @@ def _activations(
 
 
 def _mark_sums_as_must_save(graph: Graph) -> None:
-    """Mark as `MUST_SAVE` the sums that RMSNorm or an activation function reads."""
+    """Mark sums that RMSNorm or an activation function reads: the partitioner must save them."""
     # Otherwise their terms might be saved and rounded, and rounded terms may cancel each other.
     for node in graph.nodes:
         if _name(node) == "rsqrt" or _is_activation_function(node):
@@ -193,7 +197,7 @@ def _mark_sums_as_must_save(graph: Graph) -> None:
 def _may_be_rounded(
     graph: Graph, start: Node, gradients: set[Node], weight_gradients: set[Node | None]
 ) -> bool:
-    """Return whether each use of the saved value `start` in backward is of one of four kinds.
+    """Return whether backward's `graph` uses its saved value `start` in these four ways only.
 
     - The operand of a weight gradient: the value, cast to float8 or times factors that do not
       depend on it, is multiplied with one of `gradients`; the product is one of `weight_gradients`.
@@ -225,7 +229,7 @@ def _may_be_rounded(
 
 
 def _use(node: Node, affected: list[Node]) -> str:
-    """Return how `node` uses its inputs `affected`, as `_PATTERNS` names it, or "" if unknown."""
+    """Return how `node` uses its inputs `affected`: as a "factor", ...; "" if it is not known."""
     name, args = _name(node), node.args
     if _is_activation_function(node):
         return "function"
@@ -244,7 +248,7 @@ def _use(node: Node, affected: list[Node]) -> str:
 
 
 def _is_activation_function(node: Node) -> bool:
-    """Return whether `node` is part of a decomposed SiLU or GELU or of its derivative."""
+    """Return whether `node` comes from the decomposition of SiLU, GELU or a derivative of one."""
     op = node.meta.get("original_aten")
     return isinstance(op, OpOverload) and op._schema.name.removeprefix("aten::") in _ACTIVATION_OPS
 
@@ -259,7 +263,7 @@ def _name(node: Node) -> str:
 
 
 def _graft(graph: Graph, function: Callable[..., Any], nodes: list[Node]) -> list[Any]:
-    """Trace `function` with inputs `nodes` into `graph`; return the nodes of its results."""
+    """Insert the ops of `function` on `nodes` into `graph`; return the nodes of its results."""
     values = [node.meta["val"] for node in nodes]
     with values[0].fake_mode:
         traced = make_fx(lambda *args: function(*args), select_decomp_table())(*values)
@@ -273,7 +277,7 @@ def _in_runs(x: Tensor) -> Tensor:
 
 
 def _hint(size: Any) -> int:
-    """Return the hint of a symbolic size without adding a guard; 2**32 for an unbacked size."""
+    """Return `size`, or the hint of a symbolic one without a guard; 2**32 for an unbacked one."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     return size.node.hint if size.node.has_hint() else 1 << 32

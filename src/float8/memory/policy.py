@@ -12,8 +12,8 @@ from float8.gemm import GEMM_OPS
 def activations_in_float8(*, min_mib: float = 1.0, dtype: torch.dtype = E4M3) -> dict[str, Any]:
     """Return options of `torch.compile` that store activations for backward in float8.
 
-    A compiled block of Llama under `tensorwise` then stores 0.62 of the bytes. Forward computes
-    with the exact values. The model may be in bfloat16, and need not be converted to float8:
+    A compiled block of Llama with the recipe `tensorwise` then stores 0.62 of the bytes. Forward
+    computes with the exact values. The model may be in bfloat16, without float8 layers:
 
         block.compile(options=float8.activations_in_float8())
 
@@ -29,7 +29,7 @@ def activations_in_float8(*, min_mib: float = 1.0, dtype: torch.dtype = E4M3) ->
     dtype. An infinite or NaN element turns all elements with the same scale into NaN.
 
     Args:
-        min_mib: the size in MiB below which no tensor is rounded; symbolic ones count by hints.
+        min_mib: the size in MiB below which no tensor is rounded; symbolic sizes count by hint.
         dtype: `torch.float8_e4m3fn`, or `torch.float8_e5m2` with one mantissa bit less.
 
     Returns:
@@ -67,9 +67,7 @@ def save_gemm_outputs(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
     Saved are layer outputs [tokens, out_features] in the compute dtype; in compiled code only those
     that backward reads. Recomputing the GEMMs would take most of the time. Casts, norms, activation
     functions and attention are recomputed, as are GEMMs in high precision and emulated GEMMs. But
-    emulated GEMMs of experts and, in compiled code only, of held weights are saved.
-
-    Returns:
-        `MUST_SAVE` if `op`, an `OpOverload`, is a float8 GEMM, else `PREFER_RECOMPUTE`.
+    emulated GEMMs of experts are saved, and in compiled code those with `Float8Weights.HELD`.
+    Returns `MUST_SAVE` if `op`, an `OpOverload`, is a float8 GEMM, else `PREFER_RECOMPUTE`.
     """
     return CheckpointPolicy.MUST_SAVE if op in GEMM_OPS else CheckpointPolicy.PREFER_RECOMPUTE

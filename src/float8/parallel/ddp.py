@@ -6,25 +6,24 @@ from float8.config import Float8LinearConfig
 from float8.convert.conversion import Feature
 from float8.linear import Float8Module
 
-_IGNORED = "_ddp_params_and_buffers_to_ignore"
-"""Attribute of the wrapped module with names that DDP neither broadcasts nor reduces."""
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # attribute: names that DDP does not communicate
 _ADDED = "_float8_names_that_ddp_ignores"  # attribute: names in `_IGNORED` that are not the user's
 
 
 class DataParallel(Feature):
-    """The feature that names the tensors which `DistributedDataParallel` must ignore."""
+    """Tells `DistributedDataParallel`, after each conversion, which tensors it must ignore."""
 
     def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
-        """Exclude amax buffers, and weights in float8 only, of `model` from DDP's broadcasts."""
+        """Exclude amax buffers and weights that exist in float8 only from DDP's communication."""
         tell_ddp_what_to_ignore(model)
 
 
 def tell_ddp_what_to_ignore(module: nn.Module) -> None:
-    """Exclude amax buffers, and weights in float8 only, from DDP's broadcasts and reductions.
+    """Exclude amax buffers and weights that exist in float8 only from DDP's communication.
 
-    Marks `module` and its submodules, any of which DDP may wrap. DDP broadcasts rank 0's buffers in
-    each forward, which would lose other ranks' amaxes. DDP still broadcasts histories and scales,
-    so only rank 0 must load a checkpoint, unless weights are in float8 only.
+    Marks `module` and its submodules, any of which DDP may wrap. Otherwise DDP would overwrite the
+    amaxes of other ranks with rank 0's in each forward. It still broadcasts histories and scales of
+    delayed scaling; so only rank 0 must load a checkpoint, unless weights exist in float8 only.
     """
     for root in module.modules():
         names = [

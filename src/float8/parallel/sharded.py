@@ -1,9 +1,5 @@
 """Compute tensor-parallel layers on DTensors; casts and GEMMs run on local tensors.
 
-    weight Shard(0): input Replicate  -> output Shard(-1)    torch's ColwiseParallel
-    weight Shard(1): input Shard(-1)  -> output Partial      torch's RowwiseParallel
-                                      or output Shard(dim)   Float8RowwiseParallel
-
 One scale per tensor comes from the amax over all ranks; finer scales come from the local tensor.
 Each layer casts its high-precision weight separately, in each forward and backward.
 """
@@ -33,19 +29,21 @@ from float8.tensor.ranks import (
 
 
 class Shards(NamedTuple):
-    """Tensor-parallel options of a layer; the weight's placement selects colwise or rowwise."""
+    """Computes a tensor-parallel linear layer on DTensors; its fields say what it communicates."""
 
-    gathers_input: bool = False
-    """Whether ranks all-gather the input's tokens; ignored if the weight is Shard(1)."""
-    tokens_dim: int | None = None
-    """The dim along which a Shard(1) layer reduce-scatters its output; None leaves it Partial."""
+    gathers_input: bool = False  # all-gather the input's tokens; ignored if the weight is Shard(1)
+    tokens_dim: int | None = None  # reduce-scatter the output along it if the weight is Shard(1)
 
     def linear(self, input: Any, weight: Any, bias: Any, plan: LinearPlan, casts: Casts) -> Any:
-        """Compute `apply_linear` of DTensors on a 1-D mesh; return a DTensor.
+        """Return `input @ weight.T + bias`, with float8 GEMMs, of DTensors on a 1-D mesh.
 
-        `casts` come from `self.casts`. `input` is placed as the docstring of this module says, or,
-        if `self.gathers_input` and the weight is Shard(0), in any way: it is gathered, in float8 if
-        possible. A `Float8Tensor` is not cast again. `bias`: Shard(0) as the weight, or Replicate.
+            weight Shard(0): input Replicate -> output Shard(-1)
+            weight Shard(1): input Shard(-1) -> output Partial, or Shard(self.tokens_dim) if set
+
+        With `self.gathers_input`, an input for a weight Shard(0) may be placed in any way: it is
+        all-gathered, in float8 if `plan` permits. An input in float8 is not cast again. `bias` is
+        Shard(0) as the weight, else Replicate. `plan` has the layer's casts and GEMMs, `casts` the
+        same casts with amaxes reduced over ranks, from `self.casts`.
         """
         if not hasattr(input, "placements"):
             raise TypeError(
@@ -71,7 +69,7 @@ class Shards(NamedTuple):
         return _row_parallel(input, weight, bias, self.tokens_dim, plan, casts)
 
     def casts(self, layer: Any, mesh: Any) -> Casts:
-        """Return the casts of a call of `layer`; they reduce amaxes over the 1-D `mesh`."""
+        """Return how a call of `layer` casts tensors, with amaxes all-reduced over 1-D `mesh`."""
         casts: Casts = layer._float8_plan.casts
         if mesh.size() > 1:
             reduce, reduced = amax_over([mesh.get_group(0)]), {}
@@ -92,14 +90,14 @@ class Shards(NamedTuple):
 
 
 def sums_over_ranks(weight: Any) -> bool:
-    """Return whether tensor parallel shards `weight` along K, so that ranks sum outputs."""
+    """Return whether tensor parallel shards `weight` [N, K] along K: outputs are partial sums."""
     placements: Any = getattr(weight, "placements", None)
     return placements is not None and placements[-1].is_shard(1)
 
 
 @dataclass(frozen=True)
 class GathersInput(Dense):
-    """Casts and GEMMs that gather the input. M counts tokens of all ranks; N is this rank's."""
+    """Casts and GEMMs of a layer that all-gathers the tokens of its input in float8."""
 
     tokens: SharedTokens
 
@@ -109,26 +107,26 @@ class GathersInput(Dense):
     def quantize_rows(
         self, x: Tensor, cast: Cast, *, row: bool, col: bool, traced: bool
     ) -> Quantized:
-        """Return gathered row data [M, K] of `x` [M / ranks, K]; backward makes column data."""
+        """Quantize `x` [M / ranks, K], and all-gather it to [M, K]; add no transposed copy."""
         return Quantized(self.tokens.gathered(x, cast, traced))
 
     def output(self, a: Operand, b: Operand, rank_shape: Shape, **options: Any) -> Tensor:
-        """Multiply gathered `a` [M, K] by `b` [N, K] to [M, N]; `rank_shape` is (M / ranks, N)."""
+        """Return `a @ b.T` [M, N] of the M tokens of all ranks; `rank_shape` is (M / ranks, N)."""
         return matmul(a, b, (rank_shape[0] * self.tokens.ranks, rank_shape[1]), **options)
 
     def start(self, dx: Tensor) -> Tensor:
-        """Start to reduce-scatter `dx` [M, K], a partial sum; pass the result to `finished`."""
+        """Start to reduce-scatter grad_input `dx` [M, K]; `finished` waits for the result."""
         return self.tokens.start_reduce_scatter(dx)
 
 
 @dataclass(frozen=True)
 class ScattersOutput(Dense):
-    """Casts and GEMMs that reduce-scatter the output. M: tokens of all ranks, K: this rank's."""
+    """Casts and GEMMs of a layer that reduce-scatters output, and gathers grad_output in float8."""
 
     tokens: SharedTokens
 
     def quantize_grad(self, g: Tensor, cast: Cast, *, row: bool, col: bool) -> Quantized:
-        """Return gathered row data [M, N] of `g` [M / ranks, N]; if `col`, also column data."""
+        """Quantize `g` [M / ranks, N], all-gather it to [M, N]; if `col`, add a transposed copy."""
         row_data = self.tokens.gathered(g, cast)
         return Quantized(row_data, to_col(row_data, cast.config) if col else None)
 
@@ -137,14 +135,14 @@ class ScattersOutput(Dense):
         return finished(self.tokens.start_reduce_scatter(y))
 
     def grad_input(self, a: Operand, b: Operand, rank_shape: Shape, **options: Any) -> Tensor:
-        """Multiply gathered `a` [M, N] by `b` [K, N] to [M, K]; `rank_shape` is (M / ranks, K)."""
+        """Return `a @ b.T` [M, K] of the M tokens of all ranks; `rank_shape` is (M / ranks, K)."""
         return matmul(a, b, (rank_shape[0] * self.tokens.ranks, rank_shape[1]), **options)
 
 
 def _column_parallel(
     input: Any, weight: Any, bias: Any, gathers: bool, plan: LinearPlan, casts: Casts
 ) -> Any:
-    """Multiply tokens, gathered if `gathers`, by local weight rows; return a Shard(-1) DTensor."""
+    """Return the output, Shard(-1), for a `weight` Shard(0); if `gathers`, all-gather `input`."""
     dtensors, (placement,) = torch.distributed.tensor, input.placements
     local_weight = weight.to_local()  # before `input.to_local`, so that backward runs it last
     tokens = None  # or `SharedTokens`, with which the layer communicates instead of DTensor
@@ -177,7 +175,7 @@ def _column_parallel(
 def _row_parallel(
     input: Any, weight: Any, bias: Any, tokens_dim: int | None, plan: LinearPlan, casts: Casts
 ) -> Any:
-    """Multiply by local weight columns; return DTensor Shard(`tokens_dim`), or Partial if None."""
+    """Return the output for a `weight` Shard(1): Shard(`tokens_dim`), or Partial if it is None."""
     dtensors: Any = torch.distributed.tensor
     dims, tokens_placement, tokens = input.dim(), None, None  # `tokens`: see `_column_parallel`
     if tokens_dim is not None:
@@ -219,12 +217,14 @@ def _require_placed(input: Any, weight: Any, expected: Any) -> None:
 
 
 def _without_reduce(casts: Casts, *roles: str) -> Casts:
-    """Return `casts` without amax reduction for the cast sites `roles`, of replicated tensors."""
     return casts._replace(**{role: getattr(casts, role)._replace(reduce=None) for role in roles})
 
 
 def _shared_tokens(x: Any, dim: int) -> SharedTokens | None:
-    """Return `SharedTokens` of `x`; None if `dim` is the last or uneven, or any dim is empty."""
+    """Return the gather and scatter along `dim` for tensors with the leading dims of `x`.
+
+    Returns None if `dim` is the last, `x` is empty, or the ranks' parts would not be equal.
+    """
     mesh = x.device_mesh
     if dim == x.dim() - 1 or x.shape[dim] % mesh.size() or 0 in x.shape:
         return None
@@ -234,8 +234,9 @@ def _shared_tokens(x: Any, dim: int) -> SharedTokens | None:
 def dtensor_in_float8(x: Any, weight: Any, plan: LinearPlan, cast: Cast) -> Any:
     """Quantize the DTensor `x`, an input for `weight` on a 1-D mesh, to a DTensor in float8.
 
-    Returns `x` itself if it is Partial or in float8, if `plan.input_rows_suffice` is False, or if
-    `x` is sharded along its last dim and each row has one scale. Raises as `in_compute_dtype`.
+    Returns `x` itself if it is Partial or in float8; if a GEMM of `plan` needs more than the float8
+    rows of `x`; or if `x` is sharded along its last dim, and `cast` has a scale per row. Raises
+    `TypeError` or `ValueError` if the dtype or the last dim of `x` does not match `weight`.
     """
     (placement,) = x.placements
     cuts_rows = placement.is_shard() and placement.dim % x.dim() == x.dim() - 1
@@ -253,7 +254,7 @@ def dtensor_in_float8(x: Any, weight: Any, plan: LinearPlan, cast: Cast) -> Any:
 
 
 def require_parts(shape: torch.Size, dim: int, ranks: int) -> None:
-    """Raise `ValueError` if a rank would get no row (`dim` 0), or columns are uneven (`dim` 1)."""
+    """Raise `ValueError` if a rank gets no row (`dim` 0), or columns divide unevenly (`dim` 1)."""
     size = shape[dim]
     if size % ranks and (dim == 1 or not every_rank_gets_some(size, ranks)):
         expected = "that dim divisible by" if dim else "rows on each of"

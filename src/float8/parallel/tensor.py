@@ -1,8 +1,6 @@
 """Tensor parallel: styles of `parallelize_module` that communicate in float8.
 
-Tokens that are sharded over ranks (sequence parallel) are quantized and then all-gathered as bytes,
-in forward and backward; or gathered in high precision if the plan of the layer requires it. One
-scale per tensor comes from the amax over all ranks. Sums over ranks are in high precision.
+One scale per tensor comes from the amax over all ranks. Sums over ranks are in high precision.
 """
 
 import types
@@ -21,11 +19,11 @@ from float8.tensor import is_dtensor
 
 
 class Float8ColwiseParallel(ColwiseParallel):
-    """`ColwiseParallel` for a `Float8Linear`: a token-sharded input is all-gathered in float8.
+    """`ColwiseParallel` for a `Float8Linear`; quantizes a sharded input, then all-gathers it.
 
-    Args:
-        input_layouts, output_layouts, use_local_output: as for `ColwiseParallel`. An
-            input that `PrepareFloat8ModuleInput` has quantized is not quantized again.
+    Takes the arguments of `ColwiseParallel`. Gathers in high precision under all recipes but
+    `tensorwise`, `delayed` and `rowwise`, as a GEMM then needs more than the float8 rows. An input
+    that `PrepareFloat8ModuleInput` has quantized is not quantized again.
     """
 
     @staticmethod
@@ -47,10 +45,10 @@ class Float8ColwiseParallel(ColwiseParallel):
 
 
 class Float8RowwiseParallel(RowwiseParallel):
-    """`RowwiseParallel` of a `Float8Linear`, which gathers grad_output in float8 if it can.
+    """`RowwiseParallel` for a `Float8Linear`; backward quantizes grad_output, then all-gathers it.
 
-    Args:
-        input_layouts, output_layouts, use_local_output: as for `RowwiseParallel`.
+    Takes the arguments of `RowwiseParallel`; grad_output is gathered if `output_layouts` shards
+    tokens: in high precision under all recipes but `tensorwise`, `delayed` and `rowwise`.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -61,14 +59,14 @@ class Float8RowwiseParallel(RowwiseParallel):
 
 
 class PrepareFloat8ModuleInput(PrepareModuleInput):
-    """`PrepareModuleInput` that quantizes inputs once for all layers, then redistributes them.
+    """`PrepareModuleInput` that casts inputs to float8 once for all layers, then redistributes.
 
     Args:
         **layouts: the arguments of `PrepareModuleInput`: `input_layouts`, `desired_input_layouts`,
             `input_kwarg_layouts`, `desired_input_kwarg_layouts`, `use_local_output`.
-        float8_dtype: the expected format of the layers' input casts; None skips this check.
+        float8_dtype: the dtype to which the layers must cast inputs; None skips this check.
         fwd_config_submodule_fqn: name, within the module, of the `Float8Linear` whose cast of the
-            input is used. With None, all layers of the module must cast their input alike.
+            input is used. None requires the same input cast in all layers of the module.
     """
 
     def __init__(
@@ -113,7 +111,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         return module
 
     def _find_layers(self, module: nn.Module) -> list[str]:
-        """Return names of the layers to quantize for; raise if none, or if their casts differ."""
+        """Return names of float8 layers; raise if there are none, or their input casts differ."""
         fqn = self.fwd_config_submodule_fqn
         modules = dict(module.named_modules()) if fqn is None else {fqn: module.get_submodule(fqn)}
         layers = {name: x for name, x in modules.items() if isinstance(x, Float8Linear)}
@@ -137,7 +135,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 def _quantize(
     module: nn.Module, names: list[str], mesh: DeviceMesh, input: Any, placement: Placement | None
 ) -> Any:
-    """Quantize `input` as the first layer in `names` that reads its full last dim, or return it."""
+    """Return `input` in float8 if a layer in `names` reads all its features, else unchanged."""
     shape = getattr(input, "shape", ())
     if placement is None or not shape:  # not to be placed, or no tensor with dims
         return input
@@ -153,7 +151,7 @@ def _quantize(
 
 
 def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) -> Float8Linear:
-    """Return `module`; raise `TypeError` or `ValueError` if `style` cannot shard it along `dim`."""
+    """Return `module`; raise an error if `style` cannot shard its weight [N, K] along `dim`."""
     name = type(style).__name__
     if not isinstance(module, Float8Linear):
         got = type(module).__name__

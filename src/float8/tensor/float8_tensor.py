@@ -38,14 +38,16 @@ class Float8Tensor(Wrapper):
     are not defined on float8 data raise an error that names `.to_original_precision()`.
 
     Args:
-        data: float8, any shape and strides under `TENSORWISE`; else [..., R, C], contiguous or with
-            the last two dims transposed.
-        scale: float32 decode scales: one element under `TENSORWISE`, [..., R, 1] under `AXISWISE`,
-            else one for each block. Those of transposed data are transposed, as [..., 1, C].
+        data: float8. With one scale for all elements, any shape and strides; else [..., R, C],
+            contiguous or with the last two dims transposed.
+        scale: float32, with one element under `ScalingGranularity.TENSORWISE`, [..., R, 1] under
+            `AXISWISE`, [..., ceil(R / h), ceil(C / w)] under blocks of h x w (if h > 1, the last
+            dim is padded to a multiple of 4). Transposed if `data` is, as to [..., 1, C].
         orig_dtype: the dtype that the tensor reports: float32, bfloat16 or float16.
-        granularity: what one scale covers. Each granularity allows copying, dequantizing and
-            transposing, `AXISWISE` also selecting whole rows, `TENSORWISE` all views.
-        amax: 0-dim float32, which delayed scaling records at each use in training, or None.
+        granularity: which elements share one scale. Any tensor can be copied, dequantized and
+            transposed; `AXISWISE` also allows views of whole rows, `TENSORWISE` all views.
+        amax: the amax before the cast, 0-dim float32, which layers with delayed scaling record at
+            each use in training, or None.
         requires_grad: if given and `data` is a `Float8Tensor`, return `nn.Parameter(data,
             requires_grad)` and ignore other arguments; accelerate moves weights by such a call.
 
@@ -73,7 +75,7 @@ class Float8Tensor(Wrapper):
         amax: Tensor | None = None,
         requires_grad: bool | None = None,
     ) -> "Float8Tensor":
-        """Check the arguments, and return a new tensor; for the arguments see the class."""
+        """Check dtypes and shapes; return a `Float8Tensor` over `data` and `scale`, not copied."""
         if requires_grad is not None and isinstance(data, Float8Tensor):
             return nn.Parameter(data, requires_grad)  # type: ignore[return-value]
         if scale is None:
@@ -108,7 +110,7 @@ class Float8Tensor(Wrapper):
     def _unchecked(
         cls, data: Tensor, scale: Tensor, dtype: torch.dtype, granularity: Granularity, amax: Any
     ) -> "Float8Tensor":
-        """Return a new `Float8Tensor` of these fields, without checking them."""
+        """Return a new `Float8Tensor` of dtype `dtype` with these fields, without checks."""
         self: Float8Tensor = cls._wrap(data, dtype)
         self._data, self._scale, self._amax = data, scale, amax
         self._orig_dtype, self._granularity = dtype, granularity
@@ -120,7 +122,7 @@ class Float8Tensor(Wrapper):
         return self
 
     def _like(self, data: Tensor, scale: Tensor, amax: Tensor | None = None) -> "Float8Tensor":
-        """Return a tensor as `self` with this data and scale, and `amax`, by default its own."""
+        """Return a tensor like `self` with other data and scale and, if given, another amax."""
         amax = self._amax if amax is None else amax
         return self._unchecked(data, scale, self._orig_dtype, self._granularity, amax)
 
@@ -132,7 +134,7 @@ class Float8Tensor(Wrapper):
         scale: Tensor | None = None,
         round_scales_to_power_of_2: bool = False,
     ) -> "Float8Tensor":
-        """Quantize `x` under one scale; the gradient of the result passes to `x` unchanged.
+        """Quantize `x` with one scale; the gradient of the result passes to `x` unchanged.
 
         Args:
             x: float32, bfloat16 or float16, any shape. If `x` is a DTensor, all ranks must call
@@ -163,7 +165,7 @@ class Float8Tensor(Wrapper):
         return _StraightThrough.apply(self, dequantise)  # type: ignore[no-any-return, no-untyped-call]
 
     def storage(self, **_: Any) -> Any:
-        """Raise a `RuntimeError`: safetensors and accelerate, which call this, save no scale."""
+        """Raise a `RuntimeError`: safetensors and accelerate would store data without scale."""
         raise RuntimeError(
             "Float8Tensor: got a request for its storage, as by safetensors or to offload it to "
             "the disk, expected tensors in high precision, from .to_original_precision(); give "
@@ -193,20 +195,20 @@ class Float8Tensor(Wrapper):
 
     @property
     def _scaling(self) -> str:
-        """The granularity as text, with "transposed" or "by columns" if dims were permuted."""
+        """The granularity as text for errors, with a note if dims were permuted since the cast."""
         layout = " by columns" if self._has_column_scales else " transposed"
         return f"{self._granularity}{layout * self._is_transposed}"
 
     @property
     def _is_transposed(self) -> bool:
-        """Whether dims were permuted since the cast; False under one scale for the tensor."""
+        """Whether dims were permuted since the cast; always False if all data share one scale."""
         if not self._granularity.by_blocks:
             return self._has_column_scales
         as_cast = self._scale.shape == self._granularity.scales(tuple(self.shape))
         return not (as_cast and self._data.is_contiguous())
 
     def _contiguous_order(self) -> tuple[int, ...] | None:
-        """Return an order of dims with contiguous data and scales of the granularity, or None."""
+        """Return dims for `permute` that make the data contiguous, as they were cast, or None."""
         if self.dim() < 2:
             return None
         for order in itertools.permutations(range(self.dim())):
@@ -219,7 +221,7 @@ class Float8Tensor(Wrapper):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run `func` by its handler, by the ops that it consists of, or as a view; else raise."""
+        """Run the op `func` by its handler, by decomposition or as a view, or raise an error."""
         kwargs = kwargs or {}
         if handler := _HANDLERS.get(func.name()):
             return handler(func, args, kwargs)
@@ -244,9 +246,10 @@ def _require_dtype(got: str, dtype: Any, allowed: Iterable[torch.dtype]) -> None
 
 
 def to_float8(x: Tensor, cast: Cast) -> Float8Tensor:
-    """Quantize `x`, of any shape, under one scale or one per row; the gradient passes to `x`.
+    """Quantize `x`, of any shape, with one scale or one per row; gradients pass to `x` unchanged.
 
-    With delayed scaling, the amax is a field of the result; layers that read the result record it.
+    `cast` has the format and scaling. If `cast.source` is set (delayed scaling), the result holds
+    the amax of `x`, which layers record for later scales when they read the result.
     """
     granularity, amax = cast.config.scaling_granularity, None
     if cast.source is not None:
@@ -263,7 +266,7 @@ def to_float8(x: Tensor, cast: Cast) -> Float8Tensor:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Return `function(*args)`, or `function(x)` if `args` is empty; `x` gets its gradient."""
+    """`apply(x, f, *args)` returns `f(*args)`, or `f(x)` without args; `x` gets the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, function: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -276,7 +279,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def dequantise(x: Float8Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return `data * scale` in float32, rounded to `dtype` (None: the original); no gradient."""
+    """Return `data * scale` in float32, rounded to `dtype` (None: `x.dtype`), without gradient."""
     operand, dtype = Operand(x._data, x._scale), dtype or x._orig_dtype
     if not (x._granularity.by_blocks and x._is_transposed):
         return dequantised_by_kernel(operand, x._granularity, dtype)
@@ -290,7 +293,7 @@ def dequantise(x: Float8Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run the view op or zero padding `func` on data and scales; return new `Float8Tensor`s."""
+    """Run `func`, a view op or zero padding, on data and scales; return new `Float8Tensor`s."""
     x, *rest = args
     expands = func is aten.expand.default and [*x.shape] != [*rest[0]]  # rest[0]: the new shape
     if expands and not x._granularity.one_scale:  # `torch.matmul` expands before `bmm`
@@ -309,7 +312,7 @@ def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _scales_of_views(func: Any, x: Float8Tensor, views: Any, args: list[Any]) -> list[Tensor]:
-    """Return the scale of each of the views; raise if `func` splits elements that share a scale."""
+    """Return scales of `views` of the data of `x`; raise if `func` splits what one scale covers."""
     if x._granularity.one_scale:
         return [x._scale] * len(views)
     op, scales = func.overloadpacket, list[Tensor]()
@@ -342,7 +345,7 @@ _DIM_ARG = {aten.slice: 0, aten.select: 0, aten.unbind: 0, aten.split: 1, aten.s
 
 
 def _reshaped_scale(x: Float8Tensor, view: Tensor) -> list[Tensor]:
-    """Return [scale for `view`, a view of `x`], or [] if it splits or merges dims of blocks."""
+    """Return [scale] for `view`, the reshaped `x`; [] if a dim that shares scales is reshaped."""
     # A dim of `x` is one of the view if its size and the product of all sizes before are equal.
     dims_of_view = [(size, math.prod(view.shape[:dim])) for dim, size in enumerate(view.shape)]
     scale_shape = [*view.shape]
@@ -364,7 +367,7 @@ def _refusal(op: Any, x: Float8Tensor, expected: str) -> ValueError:
 
 
 def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run `clone`, `empty_like` or `_to_copy` on data, scale, amax; dequantize for a new dtype."""
+    """Run a copy or `empty_like` on data, scale, amax; dequantize first if the dtype changes."""
     (x,) = args
     dtype = kwargs.pop("dtype", None)
     if dtype not in (None, x._orig_dtype):
@@ -378,10 +381,11 @@ def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _require_same_kind(op: str, *tensors: Any, same_scale: bool = False) -> None:
-    """Raise `ValueError` unless all are `Float8Tensor`s of one kind and, if `same_scale`, scale.
+    """Raise `ValueError`, which begins with `op`, unless `tensors` are `Float8Tensor`s of one kind.
 
-    Tensors of one kind have the same float8 dtype, original dtype (unless `op` is "copy_") and
-    granularity; all or none have dims permuted since the cast, and all or none have an amax.
+    Tensors of one kind have the same float8 dtype, granularity, and original dtype (unless `op` is
+    "copy_"); all or none have dims permuted since the cast, and all or none have an amax. If
+    `same_scale`, they also have equal scales.
     """
 
     def kind(x: Any) -> str:
@@ -404,7 +408,7 @@ def _require_same_kind(op: str, *tensors: Any, same_scale: bool = False) -> None
 
 
 def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run `cat` on `Float8Tensor`s: on rows and their scales, or on data that share one scale."""
+    """Concatenate `Float8Tensor`s: data that share one scale, or whole rows with a scale each."""
     pieces, *rest = args
     first, dim = pieces[0], rest[0] if rest else 0  # `first` may be in high precision
     joins_rows = getattr(first, "_has_row_scales", False) and dim % first.dim() != first.dim() - 1
@@ -421,12 +425,12 @@ def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _is_whole(x: Float8Tensor) -> bool:
-    """Return whether `x` is all of its storage; if not, its scale covers other elements, too."""
+    """Return whether `x` fills its storage; else it is a view, whose scale covers more elements."""
     return x._data.nbytes == x._data.untyped_storage().nbytes()
 
 
 def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run `aten.copy_`: from a `Float8Tensor` to another or, dequantized, to a plain tensor."""
+    """Run `aten.copy_` from a `Float8Tensor` into another or, dequantized, into a plain tensor."""
     target, source, *rest = args
     if not isinstance(target, Float8Tensor):
         return target.copy_(dequantise(source), *rest)
@@ -446,7 +450,7 @@ def _run_dequantized(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _multiply_dequantized(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Warn, and run a matrix product, or `expand` for a batched product, on dequantized tensors."""
+    """Warn, then run `func`, a matrix product or the `expand` before one, on dequantized values."""
     sizes = [tuple(x.shape) for x in args if isinstance(x, Float8Tensor)]
     warn(
         f"float8: {func} outside of float8 layers takes values of {sizes} that are rounded to "
@@ -460,7 +464,7 @@ def _multiply_dequantized(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _gather_or_exchange(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run a functional all-gather or all-to-all on data, and on scales of rows; wait for both."""
+    """Run a functional all-gather or all-to-all on data, and on scales if per row; wait for it."""
     x, *rest = args
     gathers_rows = x._has_row_scales and func.name().endswith("all_gather_into_tensor")
     if not gathers_rows and not x._granularity.one_scale:
@@ -472,7 +476,7 @@ def _gather_or_exchange(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _broadcast_or_scatter(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run `c10d::broadcast_` or `scatter_` on data, scale, amax; return tensors and last Work."""
+    """Run `c10d::broadcast_` or `scatter_` on all inner tensors; return (tensors, last `Work`)."""
     (written,), sources = args[:2]  # of a broadcast, `sources` is the process group
     sent = sources[0] if isinstance(sources, list) and sources else []  # [] on ranks that send none
     _require_same_kind(str(func), written, *sent)

@@ -1,7 +1,4 @@
-"""Helpers for distributed tensors: DTensors, amaxes over ranks, activations of all ranks.
-
-DTensors and FSDP2 are recognized by attributes, as imports are slow. Compilers trace this code.
-"""
+"""Helpers for DTensors and FSDP2, found by attributes (imports are slow); compilers trace them."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -18,7 +15,7 @@ from float8.scales import Operand
 class SharedTokens(NamedTuple):
     """All-gathers and reduce-scatters activations that are sharded evenly along a leading dim.
 
-    R below is the product of all leading dims of the whole activation, C its last dim.
+    The whole activation is seen as a matrix [R, C]. Each rank has R / ranks of its rows.
     """
 
     group: str  # name of the process group
@@ -27,7 +24,7 @@ class SharedTokens(NamedTuple):
     before: int  # product of the sizes of the dims before it
 
     def gather(self, x: Tensor) -> Tensor:
-        """All-gather `x` [R / ranks, C] of any dtype to [R, C], in the order of unsharded rows."""
+        """All-gather `x` [R / ranks, C] to [R, C], with rows ordered as in the whole activation."""
         sent = x.contiguous()
         if sent.is_cpu and x.dtype in FLOAT8_MAX:
             sent = sent.view(torch.uint8)  # Gloo cannot send float8; async TP cannot send uint8
@@ -36,10 +33,11 @@ class SharedTokens(NamedTuple):
         return whole if self.before == 1 else self._swapped(whole, self.ranks, self.before)
 
     def gathered(self, x: Tensor, cast: Cast, traced: bool = False) -> Operand:
-        """Quantize `x` [R / ranks, C], and all-gather it to row data [R, C], C padded for a GEMM.
+        """Quantize this rank's rows `x` [R / ranks, C], and all-gather float8 data [R, C].
 
-        A scale per tensor is equal on all ranks by `cast.reduce`; finer scales are gathered, too.
-        `traced` is an argument of `quantize`.
+        C is zero-padded to a multiple of 16 or of the block width. `cast.reduce` must make a scale
+        per tensor equal on all ranks; finer scales are gathered, too. `traced` lets a compiler fuse
+        the amax, or under finer scales the whole cast, with the ops that compute `x`.
         """
         data, scale = quantize(x, cast, row=True, traced=traced).row
         granularity = cast.config.scaling_granularity
@@ -48,19 +46,19 @@ class SharedTokens(NamedTuple):
         return padded(whole, granularity, pad_rows=False)
 
     def start_reduce_scatter(self, x: Tensor) -> Tensor:
-        """Start to reduce-scatter `x` [R, C] to [R / ranks, C]; pass the result to `finished`."""
+        """Start to reduce-scatter `x` [R, C]; `finished(result)` is the sum, [R / ranks, C]."""
         x = x if self.before == 1 else self._swapped(x, self.before, self.ranks)
         return torch.ops._c10d_functional.reduce_scatter_tensor(  # type: ignore[no-any-return]
             x.contiguous(), "sum", self.ranks, self.group
         )
 
     def _swapped(self, x: Tensor, first: int, second: int) -> Tensor:
-        """Reorder the rows of `x` from [first, second, n] to [second, first, n]; `x` stays 2-D."""
+        """Return 2-D `x` with its rows, seen as [first, second, n], ordered [second, first, n]."""
         return x.view(first, second, -1, x.shape[1]).transpose(0, 1).reshape(x.shape)
 
 
 def finished(x: Tensor) -> Tensor:
-    """Wait for the result of `SharedTokens.start_reduce_scatter`, and return it as a new tensor."""
+    """Wait for `x`, a result of `SharedTokens.start_reduce_scatter`, and return an alias of it."""
     x = torch.ops._c10d_functional.wait_tensor(x)  # returns `x` itself; see `new_alias`
     return torch.ops.aten._unsafe_view.default(x, x.shape)  # type: ignore[no-any-return]
 
@@ -76,7 +74,7 @@ def local_tensor(x: Any) -> Any:
 
 
 def dtensor_like(local: Any, template: Any) -> Any:
-    """Return a DTensor of the shape and placements of `template`; `local` is this rank's part."""
+    """Return a DTensor with mesh, placements, shape of `template`; `local` is this rank's part."""
     options = {"shape": template.shape, "stride": template.stride(), "run_check": False}
     return type(template).from_local(local, template.device_mesh, template.placements, **options)
 
@@ -87,17 +85,14 @@ def is_fsdp_module(module: Any) -> bool:
 
 
 def reshard(model: Any) -> None:
-    """Reshard all FSDP2 modules in `model`, which frees weights that they keep gathered."""
+    """Reshard all FSDP2 modules in `model`, which frees the weights that are gathered now."""
     for module in model.modules():
         if is_fsdp_module(module):
             module.reshard()
 
 
 def sharding_groups(x: Any) -> tuple[Any, ...]:
-    """Return the process groups of the mesh dims along which the DTensor `x` is sharded or partial.
-
-    Mesh dims of size 1 are left out. FSDP2 with tensor parallel gives two groups.
-    """
+    """Return process groups of mesh dims of size > 1 along which DTensor `x` is not replicated."""
     mesh, placements = x.device_mesh, enumerate(x.placements)
     dims = [dim for dim, placed in placements if not placed.is_replicate() and mesh.size(dim) > 1]
     return tuple([mesh.get_group(dim) for dim in dims])
@@ -118,17 +113,17 @@ def no_shard_is_empty(x: Any) -> bool:
 
 
 def amax_over(groups: Iterable[Any], device_type: str | None = None) -> Callable[[Tensor], Tensor]:
-    """Return a function that all-reduces float32 amaxes of any shape to maxima over `groups`.
+    """Return a function that all-reduces a float32 tensor of amaxes to their maxima over `groups`.
 
-    Offloaded amaxes move to `device_type`, unless it is None, for the all-reduces, and back.
+    A NaN on one rank becomes NaN on all. If `device_type` is given, amaxes on another device, such
+    as offloaded ones, are moved to it for the all-reduces, and the maxima are moved back.
     """
     names = tuple([group.group_name for group in groups])
     return functools.partial(_amax_over, names, device_type)
 
 
 def _amax_over(groups: tuple[str, ...], device_type: str | None, amax: Tensor) -> Tensor:
-    # The maximum of the bits, which order as the numbers do with NaN above all: a NaN on one rank
-    # becomes a NaN on all ranks, which a maximum of floats does not promise.
+    # Bits order as the numbers do, with NaN above all; a maximum of floats may drop a NaN.
     bits = amax.view(torch.int32) & 0x7FFFFFFF
     if device_type not in (None, amax.device.type):
         bits = bits.to(device_type)

@@ -14,9 +14,10 @@ from float8.tensor.ranks import dtensor_like, local_tensor
 
 @torch.inference_mode(False)  # inference tensors have no version counters
 def high_precision(x: Tensor) -> Tensor:
-    """Return `x` without the wrapper of a weight that FSDP2 gathers in float8; any other `x` as is.
+    """Return the high-precision tensor in `x`, a weight wrapped for FSDP2's all-gather in float8.
 
-    A DTensor stays a DTensor. The result shares memory and version counter. Does not dequantize.
+    The result shares the memory and the write counter of `x`, and is a DTensor if `x` is one.
+    Other tensors, also a `Float8Tensor`, are returned unchanged: nothing is dequantized.
     """
     local = local_tensor(x)
     if (plain := getattr(local, "high_precision", None)) is None:  # no `Float8GatherWeight`
@@ -29,7 +30,7 @@ def high_precision(x: Tensor) -> Tensor:
 
 
 def wrapped_like(new: Any, old: Tensor | None) -> nn.Parameter:
-    """Return the Parameter `new`, wrapped for float8 gathers if `old` is and `new` is not yet."""
+    """Return `new`, which replaces Parameter `old`, wrapped for float8 all-gathers if `old` is."""
     template, values = local_tensor(old), local_tensor(new)
     if not hasattr(template, "high_precision") or hasattr(values, "high_precision"):
         return new  # type: ignore[no-any-return]
@@ -41,7 +42,7 @@ def wrapped_like(new: Any, old: Tensor | None) -> nn.Parameter:
 
 
 def require_one_cast(config: Float8LinearConfig, name: str) -> None:
-    """Raise `ValueError` if field `name` is set, but the weight needs two casts for its GEMMs."""
+    """Raise `ValueError` if field `name` is set, but one float8 weight cannot serve all GEMMs."""
     value, default = getattr(config, name), getattr(Float8LinearConfig, name)
     if value == default:
         return
@@ -68,7 +69,7 @@ def require_one_cast(config: Float8LinearConfig, name: str) -> None:
 @torch.inference_mode(False)  # an inference tensor could not be saved for a backward
 @torch.no_grad()
 def in_float8_only(weight: Tensor, cast: Cast) -> Float8Tensor:
-    """Quantize `weight`, [N, K] or [E, N, K], to an unpadded `Float8Tensor`; no-op if it is one."""
+    """Quantize `weight`, [N, K] or [E, N, K], to a `Float8Tensor`; return one as it is."""
     if isinstance(weight, Float8Tensor):
         return weight
     padded, scale = PRODUCTS[weight.dim()].quantize_weight(weight, cast, row=True).row

@@ -19,9 +19,9 @@ _tensor_data: Any = Tensor.data  # the property that `Wrapper` overrides
 class Wrapper(torch.Tensor):
     """A tensor subclass that holds plain tensors and other fields.
 
-    A subclass lists its tensors in `_tensor_names` and its other attributes in `_context`. Copies,
+    A subclass names its inner tensors in `_tensor_names`, and other fields in `_context`. Copies,
     pickles and compilers keep only these, and pass them to the constructor by name without leading
-    underscore. The first tensor has the shape of the wrapper; other tensors may be None.
+    underscore. The first inner tensor has the shape of the wrapper; others may be None.
     """
 
     _tensor_names: ClassVar[tuple[str, ...]]
@@ -29,14 +29,13 @@ class Wrapper(torch.Tensor):
 
     @classmethod
     def _wrap(cls, inner: Tensor, dtype: torch.dtype) -> Any:
-        """Return a new instance that reports `dtype`, and shape, strides and device of `inner`."""
+        """Return a new `cls` of `dtype` with shape, strides, device of `inner`; set no fields."""
         return torch.Tensor._make_wrapper_subclass(
             cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(),
             dtype=dtype, device=inner.device,
         )  # fmt: skip
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return the inner tensors that are not None, by attribute name."""
         return {name: x for name in self._tensor_names if (x := getattr(self, name)) is not None}
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
@@ -67,7 +66,7 @@ class Wrapper(torch.Tensor):
         )
 
     def share_memory_(self) -> "Wrapper":
-        """Move the inner tensors to shared memory, in place."""
+        """Move the inner tensors to shared memory, in place, and return `self`."""
         for x in self._tensors().values():
             x.share_memory_()  # type: ignore[no-untyped-call]
         return self
@@ -98,7 +97,7 @@ class Wrapper(torch.Tensor):
         return memo[id(self)]
 
     def _stable_hash_for_caching(self) -> str:
-        """Return the key of this tensor in the cache of AOTAutograd, equal in all processes."""
+        """Return a hash of the metadata, equal in all processes, for AOTAutograd's cache keys."""
         described = [
             (name, x.dtype, x.device, tuple(x.shape), x.stride(), x.requires_grad)
             for name, x in self._tensors().items()

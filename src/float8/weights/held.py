@@ -3,10 +3,9 @@
 `update_float8_weights` casts each weight once; all GEMMs read the result. Held data have a mark:
 version counter, address and strides of the Parameter at the cast. Each use compares the mark with
 the Parameter and, after a write, casts again: eager code holds the result, compiled code casts in
-the op that multiplies. The mark is an attribute of the data. Other ways to store it would fail:
-- as a tensor on the CPU, which CUDA graphs do not accept, or a number, which causes recompilation;
-- as the version counter of the data, which has no place for the address of the weight;
-- as an attribute of the scale: Inductor may pass a copy, which lacks the attribute.
+the op that multiplies. The mark is an attribute of the data. It cannot be a tensor on the CPU (for
+CUDA graphs), a number (causes recompilation), the version counter of the data (has no place for an
+address) or an attribute of the scale (Inductor may pass a copy, which lacks the attribute).
 """
 
 from collections.abc import Callable
@@ -34,7 +33,7 @@ _DYNAMO_KNOWS_EXPORT = TorchVersion(torch.__version__) >= "2.13"
 
 
 class Held(NamedTuple):
-    """A `Weight` (`float8.linear.weight`): a Parameter with float8 row and column data of it."""
+    """A Parameter and the casts kept for its two GEMMs: row data and column data (transposed)."""
 
     values: Tensor | Any = None  # the Parameter
     row_data: Tensor | Any = None
@@ -45,7 +44,7 @@ class Held(NamedTuple):
     def output(
         self, a: Operand, shape: Shape, index: Any, call: "Call", out_dtype: torch.dtype
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """Multiply `a` by held row data; return the result and the fields to save: see `Weight`."""
+        """Return `a @ weight.T` [M, N] from a kept cast of the weight, and fields for backward."""
         b, gemm = Operand(self.row_data, self.row_scale), call.plan.output
         if torch.compiler.is_compiling():
             y = self._times_held(a, b, shape, index, call, False, gemm, out_dtype)
@@ -54,7 +53,7 @@ class Held(NamedTuple):
         return y, (self.values, None, None, self.col_data, self.col_scale)  # for `grad_input`
 
     def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", out_dtype: Any) -> Any:
-        """Multiply `g`, row data of grad_output, by held column data: see `Weight`."""
+        """Return `g @ weight` [M, K], from a kept transposed cast; `g` is grad_output in float8."""
         b, gemm = Operand(self.col_data, self.col_scale), call.plan.grad_input
         if torch.compiler.is_compiling():
             return self._times_held(g, b, shape, index, call, True, gemm, out_dtype)
@@ -62,7 +61,7 @@ class Held(NamedTuple):
 
     def _times_held(self, a: Operand, b: Operand, shape: Shape, index: Any, call: "Call", col: bool,
         gemm: Any, out_dtype: torch.dtype) -> Any:  # fmt: skip
-        """Multiply `a` by held data `b` (column data if `col`) with the op `times_held`."""
+        """Call the op `times_held` to multiply `a` by `b`, or by a new cast of a written weight."""
         return TIMES_HELD(  # `index`: () or, for experts, a tensor of the ends of their rows
             *a, *b, self.values.detach(), index[0] if index else None,
             call.products.stored_transposed, *shape, col, call.casts.weight.config.power_of_2,
@@ -85,16 +84,16 @@ def times_held(
     gemm: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply row data `a` by `b`, the held data of `weight`; cast again if it was written.
+    """Multiply float8 data `a` by `b`, a kept cast of `weight`; cast again if `weight` was written.
 
     The op writes nothing, so a compiler may reorder calls. A CUDA graph, whose replays do not run
     this code, always captures the cast.
 
-    `b` and `b_scale` are row data, or column data if `col`. `weight` is the Parameter: [N, K],
-    [E, N, K], or [E, K, N] if `stored_transposed`; never a view, since a compiler may rebuild views
-    without their version counter. The result is [M, N] of `out_dtype`; if `col`, `N` is the K of
-    the weight. `power_of_2`: the cast of the weight rounds scales. `offs`: ends of experts' rows.
-    `gemm`: see `Gemm.packed`.
+    `b` and `b_scale` are row data for the output, or if `col` column data (the transposed copy) for
+    grad_input. `weight` is the Parameter: [N, K], [E, N, K], or [E, K, N] if `stored_transposed`;
+    never a view, since a compiler may rebuild views without their version counter. The result is
+    [M, N] of `out_dtype`; if `col`, `N` is the K of the weight. `power_of_2`: round new scales up
+    to powers of two. `offs`: the ends of experts' rows. `gemm`: settings, by `Gemm.packed`.
     """
     operand, products, settings = Operand(b, b_scale), PRODUCTS[weight.dim()], Gemm.unpacked(gemm)
     if _is_capturing(weight) or not is_current(b, weight):
@@ -124,7 +123,10 @@ GEMM_OPS.add(TIMES_HELD)
 @torch.inference_mode(False)  # else it could not be saved for a backward
 @torch.no_grad()
 def hold(parameter: Tensor, cast: Cast, values: Tensor | None = None) -> Held:
-    """Cast `parameter`, or its view `values`, to row and column data; mark them (`_version_of`)."""
+    """Cast `parameter`, or its view `values`, to row data and column data (the transposed copy).
+
+    Both get a mark, by which `is_current` finds out later whether `parameter` was written.
+    """
     values, products = parameter if values is None else values, PRODUCTS[parameter.dim()]
     quantized = products.quantize_weight(values, cast, row=True, col=True, pad_rows=True)
     # `.data` is no view, as data of experts may be: AOTAutograd copies views, without the mark.
@@ -138,24 +140,24 @@ def hold(parameter: Tensor, cast: Cast, values: Tensor | None = None) -> Held:
 def _version_of(weight: Tensor) -> tuple[Any, ...]:
     """Return a mark that changes when ops write `weight`: version counter, address and strides.
 
-    The mark misses writes by fused optimizers and through `weight.data` or a raw pointer.
+    It does not change on writes by fused optimizers and through `weight.data` or a raw pointer.
     """
     return weight._version, weight.data_ptr(), weight.stride()
 
 
 def is_current(data: Tensor, weight: Tensor) -> bool:
-    """Return whether `weight` is unchanged since `data` were cast; False for copies of `data`."""
+    """Return whether `weight` is unchanged since its cast to `data`; False for copies of `data`."""
     mark = getattr(data, "_float8_version", None)
     return mark is not None and mark[0] == _version_of(weight)
 
 
 def can_be_held(weight: Any) -> bool:
-    """Return whether `weight` is a plain Parameter with storage and a version counter."""
+    """Return whether `weight` is a plain Parameter, with storage and a counter of writes to it."""
     return type(weight) is nn.Parameter and not weight.is_meta and not weight.is_inference()
 
 
 def goes_into_graph(weight: Tensor) -> bool:
-    """Return whether code is being recorded in a graph that would keep held data as constants.
+    """Return whether code is being recorded in a graph that would keep float8 casts as constants.
 
     True under export, `torch.jit.trace`, `make_fx` and CUDA graph capture; not `torch.compile`.
     """
@@ -169,20 +171,18 @@ def goes_into_graph(weight: Tensor) -> bool:
 
 
 def _is_capturing(weight: Tensor) -> bool:
-    """Return whether a CUDA graph is being captured, whose replays would not call `is_current`."""
+    """Return whether a CUDA graph is captured, whose replays cannot check `weight` for writes."""
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class HoldsWeights(nn.Module):
-    """Mixin of float8 modules that keeps float8 data of weights until Parameters are written."""
+    """Mixin of float8 modules that keeps casts of weights until a write (`Float8Weights.HELD`)."""
 
     _float8_plan: "LinearPlan"
     _float8_not_copied: ClassVar[frozenset[str]] = frozenset({"_float8_held"})
     _float8_noun: str
-    _float8_held: tuple[Held, ...] = ()
-    """The weights that are kept in float8 until they are written; others are cast on the fly."""
-    _float8_why_never_held: ClassVar[str | None] = None
-    """The reason why a subclass casts its weights at each use, or None."""
+    _float8_held: tuple[Held, ...] = ()  # weights not in it are cast at each use
+    _float8_why_never_held: ClassVar[str | None] = None  # why a subclass always does that
 
     def _float8_set_held(self, *held_weights: Held) -> None:
         self._float8_held = held_weights
@@ -192,7 +192,7 @@ class HoldsWeights(nn.Module):
         self._float8_held = ()
 
     def _float8_hold(self) -> dict[str, str]:
-        """Cast and hold all weights; return names of weights not held, with the reasons."""
+        """Cast all weights, keep the casts; return {name: reason} for those that cannot be kept."""
         self._float8_held = ()  # frees the old data before casting
         held_weights, reasons = [], {}
         for name in self._float8_names():  # type: ignore[operator]
@@ -207,10 +207,10 @@ class HoldsWeights(nn.Module):
         return reasons
 
     def _float8_held_of(self, parameter: Any, values: Tensor | None = None) -> Held | None:
-        """Return the held data of `parameter`, cast again if it was written; None if not held.
+        """Return the kept casts of `parameter`, cast again if it was written; None if it has none.
 
-        In compiled code the GEMMs check for writes. Returns None in evaluation, where averaged
-        weights are written by `weight.data`, which version counters miss. `values`: see `hold`.
+        In compiled code the GEMMs check for writes. None in graph capture, too, and in evaluation,
+        as version counters miss writes of averaged weights to `.data`. `values`: a view to cast.
         """
         for held in self._float8_held:
             if held.values is parameter:
@@ -227,7 +227,7 @@ class HoldsWeights(nn.Module):
         return fresh
 
     def _float8_attach(self) -> None:
-        """Attach an optimizer. The next use casts again, as weights may be loaded before it."""
+        """Count an attached optimizer; kept casts expire, as weights may be loaded before use."""
         super()._float8_attach()  # type: ignore[misc]
         for held in self._float8_held:
             row: Any = held.row_data
@@ -235,7 +235,7 @@ class HoldsWeights(nn.Module):
             row._float8_version = col._float8_version = None
 
     def _float8_detach(self) -> None:
-        """Detach an optimizer, and free held data; a step of another optimizer holds them anew."""
+        """Count a detached optimizer, and free kept casts; a step of another one casts anew."""
         super()._float8_detach()  # type: ignore[misc]
         self._float8_held = ()
 
@@ -246,14 +246,14 @@ class HoldsWeights(nn.Module):
         return [f"{self._float8_noun} {Float8Weights.HELD.value} in float8", *words]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a Parameter; free all held data, as it may replace the one they were cast of."""
+        """Register a Parameter; free all kept casts of weights, since it may replace a weight."""
         super().register_parameter(name, param)
         self._float8_held = ()
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """Load a checkpoint, and free the float8 casts that FSDP2's shards keep, on all ranks.
+        """Load a checkpoint, and free the float8 casts that FSDP2 shards keep for the next gather.
 
-        Else only ranks whose shards FSDP2 pads anew would cast again, and wait for others' amaxes.
+        Otherwise only ranks whose shards FSDP2 pads would cast, and wait for others' amaxes.
         """
         super()._load_from_state_dict(*args)
         for shard in map(local_tensor, self._parameters.values()):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class OnlyWeights(nn.Module):
-    """Mixin of float8 modules: under `Float8Weights.ONLY` frozen weights exist in float8 only.
+    """Mixin of float8 modules that keeps frozen weights in float8 only, under `Float8Weights.ONLY`.
 
     Quantizes them at conversion and on load, moves them between devices, and can dequantize them.
     """
@@ -29,7 +29,7 @@ class OnlyWeights(nn.Module):
     _float8_never_trains: bool  # whether the configuration has `ONLY`
 
     def _float8_without_masters(self) -> dict[str, Float8Tensor]:
-        """Return the Parameters that are in float8 only, by name; an empty dict without `ONLY`."""
+        """Return {name: weight} for weights in float8 only; {} without `Float8Weights.ONLY`."""
         if not self._float8_never_trains:
             return {}
         parameters: Any = self._parameters.items()
@@ -41,7 +41,7 @@ class OnlyWeights(nn.Module):
 
     @torch.inference_mode(False)
     def _float8_finish(self) -> None:
-        """If configured with `ONLY`, replace high-precision weights by frozen float8 Parameters."""
+        """Under `Float8Weights.ONLY`, replace the weights by frozen Parameters in float8."""
         super()._float8_finish()  # type: ignore[misc]
         if self._float8_never_trains:
             for name in self._float8_matrices():  # type: ignore[operator]
@@ -77,9 +77,9 @@ class OnlyWeights(nn.Module):
         return [f"{self._float8_noun} {Float8Weights.ONLY.value} in float8", *words]
 
     def _float8_loadable(self, old: Any, values: Any, local_metadata: dict[str, Any]) -> Any:
-        """Return a checkpoint's `values` for Parameter `old`, quantized if `old` is in float8 only.
+        """Return `values` of a checkpoint, quantized if Parameter `old` exists in float8 only.
 
-        `local_metadata` is that of `_load_from_state_dict`, which tells whether `assign=True`.
+        They are first rounded to the dtype of `old`, unless `local_metadata` says `assign=True`.
         """
         if not self._float8_never_trains:
             return super()._float8_loadable(old, values, local_metadata)  # type: ignore[misc]
@@ -93,7 +93,7 @@ class OnlyWeights(nn.Module):
 
 
 def refuse_only(layer: Any, config: Float8LinearConfig) -> ValueError | None:
-    """Return an error if `ONLY` is set, but the weight is sharded, trained or made by hooks."""
+    """Return an error if `Float8Weights.ONLY` is set for a sharded, trained or computed weight."""
     if config.float8_weights is not Float8Weights.ONLY:
         return None
     if "weight" not in {**layer._parameters, **layer._buffers}:  # frozen ones may be buffers
@@ -111,7 +111,7 @@ def refuse_only(layer: Any, config: Float8LinearConfig) -> ValueError | None:
 
 
 def moved(weight: Float8Tensor, fn: Callable[[Tensor], Tensor]) -> Float8Tensor:
-    """Return `weight` moved by `fn` of `nn.Module._apply`; a new dtype changes `.dtype` only."""
+    """Apply `fn` of `nn.Module._apply` to `weight`; a new dtype changes `.dtype`, not the bits."""
     template = fn(torch.empty((), dtype=weight.dtype, device=weight.device))
 
     def move(x: Tensor) -> Tensor:

@@ -19,23 +19,23 @@ from float8.weights.held import can_be_held, hold
 @untraced
 @torch.no_grad()
 def update_float8_weights(model: nn.Module) -> None:
-    """Cast the weights of all layers of `model` with `Float8Weights.HELD` for the next forwards.
+    """Cast the weights of layers of `model` with `Float8Weights.HELD`, and keep the casts.
 
     Call this after `optimizer.step()`, or let `attach_to_optimizer` do so. Before the first call,
     and in evaluation, each use casts the weight. After a write that raises the version counter of a
     weight, the next use in eager code casts the weight and keeps the result; compiled code casts it
     at every use until the next call. Fused optimizers and writes into `weight.data` or by a raw
     pointer do not raise the counter: call this after them. `.to()` and assigning a new Parameter
-    drop held data. Under FSDP2 `precompute_float8_dynamic_scale_for_fsdp` casts the shards; this
-    function drops those casts.
+    free the casts. Weights that FSDP2 gathers in float8 are not cast here; outdated casts of shards
+    are freed, and `precompute_float8_dynamic_scale_for_fsdp`, called next, makes new ones.
 
-    A warning names layers whose weights cannot be held and are cast at each use, and why: layers
-    under tensor parallel or with delayed scaling, experts of torchtitan without FSDP2, experts that
-    FSDP gathers in high precision.
+    A warning names layers whose casts cannot be kept, so that each use casts, and why: layers under
+    tensor parallel or with delayed scaling of the weight, experts of torchtitan without FSDP2,
+    experts that FSDP gathers in high precision.
 
     Raises:
         TypeError: `model` is not an `nn.Module`.
-        ValueError: FSDP1 or FSDP2 gathers the weight of a `HELD` linear layer in high precision.
+        ValueError: FSDP gathers a linear layer with `Float8Weights.HELD` in high precision.
     """
     require_module(model, "model")
     mods: dict[Any, str] = {
@@ -95,7 +95,7 @@ def update_float8_weights(model: nn.Module) -> None:
 
 
 def _why_on_the_fly(layer: Float8Linear, weight: Any) -> str | None:
-    """Return why `layer`, configured with `HELD`, cannot hold `weight` in float8, or None."""
+    """Return why `layer` must cast `weight` at each use, despite `Float8Weights.HELD`, or None."""
     if weight is None:
         return "computed at each use"
     if layer._float8_plan.casts.weight.config.scaling_type is ScalingType.DELAYED:
@@ -106,10 +106,10 @@ def _why_on_the_fly(layer: Float8Linear, weight: Any) -> str | None:
 
 
 class HeldWeights(Feature):
-    """The feature that casts held weights once per optimizer step."""
+    """Feature that casts weights once per optimizer step, under `Float8Weights.HELD`."""
 
     def check_config(self, config: Float8LinearConfig) -> None:
-        """Raise a `ValueError` if `float8_weights` does not fit the casts or FSDP2's gather."""
+        """Raise a `ValueError` if `config.float8_weights` conflicts with casts or FSDP2 gathers."""
         only = config.float8_weights is Float8Weights.ONLY
         if only and config.enable_fsdp_float8_all_gather:
             raise ValueError(
@@ -124,7 +124,7 @@ class HeldWeights(Feature):
         require_one_cast(config, "float8_weights")
 
     def after_step(self, model: nn.Module) -> None:
-        """Cast all held weights of `model`, as the optimizer may have updated them."""
+        """Cast the weights of `model` that `Float8Weights.HELD` keeps in float8, after a step."""
         update_float8_weights(model)
 
     attach = after_step  # so that out-of-memory errors occur before training

@@ -2,12 +2,10 @@
 
 One kernel measures all amaxes in one read, and a second kernel casts. Under 1 x 32 and 1 x 128
 blocks the second does both: a block lies within one of its tiles, which have 128 rows of one group.
-In column data each group begins at a multiple of 128, `GROUP_ALIGNMENT`: GEMMs that contract over
-its rows take steps of 128. Kernels read group sizes on the device: no sync, no recompilation.
-
-Group e has the rows ``ends[e - 1]:ends[e]``. ``ends`` are ``offs`` [E] int32, clamped to the number
-of rows and to their running maximum, so that each row is in one group at most and no kernel leaves
-its tensors. The ``ends`` of column data are those of the padded groups.
+In column data each group begins at a multiple of 128, since GEMMs over its rows take steps of 128.
+Group e has the rows ``ends[e - 1]:ends[e]``. ``ends`` are ``offs`` [E] int32, read on the device
+without a sync, and clamped to the number of rows and to their running maximum, so that each row is
+in one group at most and no kernel leaves its tensors.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +26,7 @@ from float8.scales import Operand, Quantized, amax_to_scale
 
 
 class Columns(NamedTuple):
-    """Column data that `cast_groups` returns, with scales and the ends of the padded groups."""
+    """Float8 transpose of groups of rows, with scales; groups begin at multiples of 128 columns."""
 
     data: Tensor
     scale: Tensor
@@ -49,16 +47,18 @@ def cast_groups(
 ) -> Quantized:
     """Cast ``x`` [R, C], whose rows form E groups, to float8 under separate scales per group.
 
-    The arithmetic is that of :func:`float8.kernels.cast`; a non-finite element affects its group
-    only. Row data are [R, ceil16(C)] with scales [R], undefined for rows outside all groups. Column
-    data are `Columns` [ceil16(C), width], zero between groups, with scales [E, ceil16(C)]. Under
-    1 x k blocks row data are [R, ceil_k(C)] with scales [R, ceil(C / k)], also defined for rows
-    outside all groups, and column data have scales [ceil16(C), width / k].
+    If ``row``, returns row data [R, ceil16(C)] with scales [R], undefined for rows in no group. If
+    ``col``, returns `Columns`, the transposed copy [ceil16(C), width], zero between groups, with
+    scales [E, ceil16(C)]. ceil16 pads to a multiple of 16. Under 1 x k blocks row data are
+    [R, ceil_k(C)] with scales [R, ceil(C / k)], also defined for rows in no group, and `Columns`
+    have scales [ceil16(C), width / k]. Elements are ``x.float() * (1 / scale)``, saturated, rounded
+    to nearest even; one that is not finite affects its group only.
 
     ``offs`` [E] int32, on the device of ``x``, has the end of each group; groups may be empty, and
     rows from ``offs[-1]`` on are in no group. ``width`` is at least the sum of group sizes, each
-    padded to 128; None suffices for all sizes. ``cast.scale`` is None, or [E] scales to use under
-    one scale per group. `row`, `col`, ``after`` and the errors are those of `kernels.cast`.
+    padded to 128; None suffices for all sizes. ``cast.scale`` is None or, under one scale per group
+    only, [E] scales to use. Compiled code computes ``after`` first. Raises an error if scales
+    are given otherwise, no layout is requested, or ``x`` is not 2-D float32, bfloat16 or float16.
     """
     assert (cast.source, cast.reduce) == (None, None)  # each group has its own scale
     if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
@@ -81,20 +81,20 @@ def cast_groups(
 
 
 def most_padded(rows: int, groups: int) -> int:
-    """Return a bound of the sum of ``groups`` sizes, padded to 128 each, whose sum is ``rows``."""
+    """Return an upper bound of the row count after padding each group to a multiple of 128 rows."""
     return (rows + (GROUP_ALIGNMENT - 1) * groups) // GROUP_ALIGNMENT * GROUP_ALIGNMENT
 
 
 def ends_of_groups(offs: Tensor, rows: int) -> Tensor:
-    """Return ``offs`` [E] clamped to 0..``rows`` and to its running maximum; see `groups_of`."""
+    """Return the groups' ends: ``offs`` [E] clamped to 0..``rows`` and to its running maximum."""
     return offs.clamp(0, rows).cummax(0).values
 
 
 def places_of_rows(ends: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the place of each row in a layout in which each group begins at a multiple of 128.
 
-    Returns the group of each row [rows], E for rows outside all groups; the index of each row in
-    that layout [rows]; and the ends of the padded groups [E + 1], group E included.
+    Returns the group of each row [rows], E for rows in no group, which are group E; the index of
+    each row in that layout [rows]; and the ends of the padded groups [E + 1].
     """
     ends = torch.cat([ends, ends.new_full((1,), rows)])  # group E ends at the last row
     sizes = ends.diff(prepend=ends.new_zeros(1))
@@ -128,7 +128,7 @@ def cast_groups_reference(
     scale: Tensor | None = None,
     after: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return [row data, scales] if ``row``, then [column data, scales, padded ends] if ``col``."""
+    """Return [row data, scales] if ``row``, then [transposed data, scales, ends] if ``col``."""
     (R, C), E = x.shape, offs.shape[0]
     out = cast_groups_fake(x, offs, run, dtype, row, col, width)  # out[:2]: row, out[-3:]: col
     group, places, padded_ends = places_of_rows(ends_of_groups(offs, R), R)
@@ -172,7 +172,7 @@ def cast_groups_reference(
 
 
 def cast_groups_fake(x: Tensor, offs: Tensor, *layout: Any) -> list[Tensor]:
-    """Allocate the results of `cast_groups_reference`, uninitialized; sizes may be symbolic."""
+    """Allocate results of `cast_groups`: row data, scales, transposed data, scales, group ends."""
     run, dtype, row, col, width, *_ = layout  # run: elements per block scale, or None
     (R, C), E, k, out = x.shape, offs.shape[0], run or 16, list[Tensor]()
     Ck, Cp = (C + k - 1) // k * k, (C + 15) // 16 * 16  # row data [R, Ck], column data [Cp, width]
@@ -190,12 +190,12 @@ ALIGN = tl.constexpr(GROUP_ALIGNMENT)
 
 
 def lanes_of_groups(groups: int) -> int:
-    """Return the length of kernel vectors over all groups: a power of two above ``groups``."""
+    """Return the length of a kernel's vectors over all groups: a power of two above ``groups``."""
     return max(1 << groups.bit_length(), 16)
 
 
 def _cast_groups_triton(x: Tensor, offs: Tensor, *args: Any, **named: Any) -> list[Tensor]:
-    """Cast by Triton; ``args``, ``named`` are those of `cast_groups_reference` from ``run`` on."""
+    """Cast groups of rows to float8 with Triton: measure amaxes if need be, then cast by tiles."""
     if x.numel() == 0:
         return cast_groups_reference(x, offs, *args, **named)
     run, dtype, row, col, col_width, one_scale, power_of_2, *rest = args
@@ -237,7 +237,7 @@ def _larger(a, b):  # type: ignore[no-untyped-def]
 
 @jit
 def groups_of(offs_ptr, R, E, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return begins and ends of groups, vectors [GROUPS]; group E: the rows outside all groups."""
+    """Return vectors of the begins and ends of E groups, and of group E, the rows after them."""
     g = tl.arange(0, GROUPS)
     before = tl.load(offs_ptr + g - 1, mask=(g > 0) & (g <= E), other=0)
     begins = tl.associative_scan(tl.minimum(tl.maximum(before, 0), R), 0, _larger)
@@ -250,7 +250,7 @@ def _place(tile, offs_ptr, R, E, rows, GROUPS: tl.constexpr):  # type: ignore[no
     """Locate tile ``tile``: each group is cut into one or more tiles of ``rows`` rows.
 
     Returns the group, E for rows outside all groups; the group's first row and size; the tile's
-    first row, counted from that of the group; and the group's first column in column data.
+    first row, counted from that of the group; and the group's first column in the transposed copy.
     """
     g = tl.arange(0, GROUPS)
     begins, ends = groups_of(offs_ptr, R, E, GROUPS)
@@ -277,7 +277,7 @@ def _measure_groups_kernel(  # type: ignore[no-untyped-def]
     ONE_SCALE: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,
     GROUPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Raise amaxes of a group, or of its rows and columns, to those of a tile [rows, BLOCK_C]."""
+    """Raise amaxes at ``amax_ptr``, of a group or its rows and columns, to those of one tile."""
     strips = tl.cdiv(C, BLOCK_C)
     tile, strip = tl.program_id(0) // strips, tl.program_id(0) % strips
     group, begin, size, row, _ = _place(tile, offs_ptr, R, E, rows, GROUPS)
@@ -295,13 +295,13 @@ def _measure_groups_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def _scale_of(bits, GIVEN: tl.constexpr, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return ``bits`` as a float32 scale if GIVEN, else the scale of the amax that they encode."""
+    """Return the scale of an amax with these float32 bits; if GIVEN, the bits are of the scale."""
     return bits.to(tl.float32, bitcast=True) if GIVEN else numeric.scale_of_amax(bits, ARITHMETIC)
 
 
 @jit
 def group_byte_mask(r, size):  # type: ignore[no-untyped-def]
-    """Return uint32 words whose byte i is 0xFF where ``r[i]`` < ``size``, else 0, for i below 4."""
+    """Return uint32 masks that clear byte i, 0 to 3, of a word where row ``r[i]`` >= ``size``."""
     low = tl.where(r[0] < size, 0xFF, 0) | tl.where(r[1] < size, 0xFF00, 0)
     high = tl.where(r[2] < size, 0xFF0000, 0) | tl.where(r[3] < size, -0x1000000, 0)
     return (low | high).to(tl.uint32, bitcast=True)
@@ -324,7 +324,7 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,  # tiles fill the columns exactly
     GROUPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Cast one tile, whose rows lie within one group, to row data if ROW, column data if COL."""
+    """Cast a tile of rows of one group to row data if ROW, to column data (transposed) if COL."""
     ARITHMETIC: tl.constexpr = (MANTISSA, POWER_OF_2, HARDWARE)
     RUNS: tl.constexpr = GRANULARITY == "run"
     K: tl.constexpr = WIDTH if RUNS else 16  # pads C to Ck

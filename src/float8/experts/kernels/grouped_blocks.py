@@ -31,7 +31,11 @@ MMA_REGS_ROW_GROUPS, LOAD_REGS_ROW_GROUPS = map(gl.constexpr, (224, 56))
 def multiply_blocks(
     out: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor
 ) -> None:
-    """Write the scaled `a @ b.T` of each group to `out`; see the kernel for the shapes."""
+    """Write the grouped product of float8 `a` and `b` under block scales of 128 to `out`.
+
+    If `out` is [R, N], each group of rows of `a` [R, C] is multiplied by its `b[e]` of [E, N, C];
+    if `out` is [E, R, N], `a` and `b` [1, N, C] are contracted over each group of columns.
+    """
     if not HAS_GLUON:
         problem = "got a Triton without Gluon for experts under blocks, expected Triton >= 3.6"
         raise RuntimeError(f"float8 GEMM: {problem}; upgrade it, or take the recipe 'rowwise'")
@@ -58,7 +62,7 @@ def _next_tile(tile, search, ends_ptr, sizes, ROW_GROUPS: gl.constexpr):  # type
     """Find the group and the place of ``tile``, continuing the ``search`` for an earlier tile.
 
     ``search`` describes the group that was found: its index, the number of tiles in all groups
-    before it, the number of its own tiles, and its begin and end: rows if ``ROW_GROUPS``, else
+    before it, the number of tiles in it, and its begin and end: rows if ``ROW_GROUPS``, else
     indices along C, the contraction dim. Returns the new ``search``; the tile's first row, one past
     its last valid row, its first column; the first index along C, and the number of steps of BLOCK.
     """
@@ -98,7 +102,7 @@ def _next_tile(tile, search, ends_ptr, sizes, ROW_GROUPS: gl.constexpr):  # type
 def _load(  # type: ignore[no-untyped-def]
     a_tiles, b_tiles, scale_tiles, shared, ends_ptr, sizes, ROW_GROUPS: gl.constexpr
 ):
-    """Load operands of this program's tiles to shared memory, each step once its stage is empty."""
+    """Load this program's tiles to STAGES buffers in turn, waiting until a buffer has been read."""
     a_shared, b_shared, scale_shared, full, empty = shared
     SCALE_BYTES: gl.constexpr = 0 if ROW_GROUPS else scale_tiles.block_type.nbytes
     BYTES: gl.constexpr = a_tiles.block_type.nbytes + b_tiles.block_type.nbytes + SCALE_BYTES
@@ -128,7 +132,7 @@ def _load(  # type: ignore[no-untyped-def]
 def _add(  # type: ignore[no-untyped-def]
     sums, a, a_scale, shared_b, b_scale, zeros, RIGHT: gl.constexpr, ROW_GROUPS: gl.constexpr
 ):
-    """Add a step's scaled ``a @ b.T`` to ``sums`` of the left (``RIGHT`` 0) or right columns."""
+    """Add a step's scaled ``a @ b.T`` to ``sums`` of a tile's left (``RIGHT`` 0) or right half."""
     b_shared, scale_shared, stage = shared_b  # buffers of `b` and its scales; which stage to read
     HALF: gl.constexpr = zeros.shape[1]  # half of a tile's columns
     b = b_shared.index(stage).reshape([2 * HALF, a.shape[1]]).slice(RIGHT * HALF, HALF, 0)
@@ -154,7 +158,7 @@ def _store(sums, out_ptr, row, end_row, n, N):  # type: ignore[no-untyped-def]
 
 @gluon_jit
 def _multiply(arguments, LOWER: gl.constexpr, ROW_GROUPS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Compute and store the upper (``LOWER`` 0) or lower half of the rows of this program's tiles.
+    """Compute and store the upper (``LOWER`` 0) or lower (1) half of each tile of this program.
 
     The sums of a half are two tensors, of the tile's left and right columns. `_load` fills shared
     memory with the data. If ``ROW_GROUPS``, groups split R, and the scales of `b`, one per 128 x
@@ -222,7 +226,7 @@ def _grouped_blocks_kernel(  # type: ignore[no-untyped-def]
     R, N, C, E, a_stride_r, a_stride_c, b_stride_e, b_stride_n, b_stride_c,  # strides of scales
     ROW_GROUPS: gl.constexpr,  # whether groups split R; else they split C
 ):  # fmt: skip
-    """Run `_load` on a warp and two `_multiply` on 4 warps each, which share STAGES buffers."""
+    """Compute the grouped GEMM: one warp runs `_load`, and two times four warps run `_multiply`."""
     a_shared = gl.allocate_shared_memory(a_tiles.dtype, [STAGES, ROWS, BLOCK], a_tiles.layout)
     b_shared = gl.allocate_shared_memory(b_tiles.dtype, [STAGES, 1, COLUMNS, BLOCK], b_tiles.layout)
     scale_shared = b_shared  # a placeholder, not read if ROW_GROUPS

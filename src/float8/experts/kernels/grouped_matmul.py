@@ -34,10 +34,10 @@ def grouped_matmul_reference(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, tokens: int | None,
     gemm: str, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Multiply as `experts.grouped.grouped_matmul`, in plain torch with a loop over groups.
+    """Multiply groups of float8 operands in plain torch, with a loop that syncs with the device.
 
-    The loop syncs with the device; where a bfloat16 GEMM is exact and faster, torch's replaces it.
-    ``gemm`` is a result of `Gemm.packed`; ``tokens`` is used by `_flops` only.
+    Returns `a[group e] @ b[e].T` [R, N] if ``b`` is 3-D, else `a[:, group e] @ b[:, group e].T`.
+    torch's bfloat16 GEMM replaces the loop where it is exact. ``gemm``: settings by `Gemm.packed`.
     """
     if ends.is_cpu and b.dim() == 3:  # a check on a GPU would sync
         check_offs(ends, len(a))
@@ -74,17 +74,16 @@ def grouped_matmul_reference(
 def grouped_matmul_fake(
     a: Tensor, _: Tensor, b: Tensor, __: Tensor, ends: Tensor, *settings: Any
 ) -> Tensor:
-    """Allocate the result of `grouped_matmul_reference` uninitialized; sizes may be symbolic."""
+    """Return an uninitialized tensor for the result of a grouped GEMM; sizes may be symbolic."""
     shape = (a.shape[0], b.shape[1]) if b.dim() == 3 else (ends.shape[0], a.shape[0], b.shape[0])
     return a.new_empty(shape, dtype=settings[-1])
 
 
 def _flops(a: Any, _: Any, b: Any, __: Any, ends: Any, tokens: Any, *rest: Any, **kw: Any) -> Any:
-    """Return the FLOPs of all tokens, since only the device knows which of them are in no group."""
+    """Return the FLOPs of a grouped GEMM of shapes ``a`` and ``b``, tokens in no group included."""
     if len(b) == 3:
-        return 2 * a[0] * a[1] * b[1]
-    # Groups of tokens are padded, so there are fewer tokens than columns.
-    return 2 * (a[1] if tokens is None else tokens) * a[0] * b[0]
+        return 2 * a[0] * a[1] * b[1]  # only the device knows which rows are in no group
+    return 2 * (a[1] if tokens is None else tokens) * a[0] * b[0]  # columns include padding
 
 
 BLOCK = tl.constexpr(GROUP_ALIGNMENT)  # of the contraction dim, and of rows of the result
@@ -95,7 +94,7 @@ def _grouped_matmul_triton(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, tokens: int | None,
     gemm: str, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Multiply as `grouped_matmul_reference`, by a GPU's GEMM for such scales unless emulated."""
+    """Multiply groups with the GPU's GEMM for their scales, or emulate it if ``gemm`` says so."""
     operands, settings = (a, a_scale, b, b_scale, ends), Gemm.unpacked(gemm)
     granularity_a, fast = settings.granularities[0], settings.use_fast_accum
     if settings.emulate or a.numel() == 0:  # no rows, or no tokens
@@ -157,7 +156,7 @@ def _place(  # type: ignore[no-untyped-def]
 
 @jit
 def _store(sums, out_ptr, a_scale_ptr, b_scale_ptr, r, end_row, c, N, nonempty):  # type: ignore[no-untyped-def]
-    """Store scaled ``sums``, 0 unless ``nonempty``, at rows ``r`` < ``end_row``, columns ``c``."""
+    """Store scaled ``sums``, or zeros unless ``nonempty``, where ``r`` < ``end_row``, ``c`` < N."""
     inside = r < end_row
     a_scale = tl.load(a_scale_ptr + r, mask=inside, other=0)
     b_scale = tl.load(b_scale_ptr + c, mask=c < N, other=0)
@@ -180,7 +179,7 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr,  # length of vectors over groups; columns of a tile
     WHOLE: tl.constexpr,  # whether to store a tile at once; else in halves
 ):  # fmt: skip
-    """Compute this program's tiles in one loop, so that the next tile's loads start early."""
+    """Compute the grouped GEMM; one loop over all tiles lets the next tile's loads start early."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     g = tl.arange(0, GROUPS)
     begins, ends = groups_of(ends_ptr, R if ROW_GROUPS else C, E, GROUPS)

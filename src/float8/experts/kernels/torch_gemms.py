@@ -21,7 +21,7 @@ Granularities = tuple[Granularity, Granularity]
 def multiply_in_bfloat16(
     a: Operand, b: Operand, ends: Tensor, granularities: Granularities
 ) -> Tensor:
-    """Multiply as `grouped_matmul` by a bfloat16 GEMM; returns bfloat16. Scales are powers of 2."""
+    """Multiply groups of `a` by `b` in bfloat16, which is exact: scales must be powers of two."""
     result_scales, (granularity_a, _) = None, granularities
     if not granularity_a.by_blocks:  # nor has `b` blocks: `Float8LinearConfig` refuses such pairs
         if b.data.dim() == 2:  # groups split C; rows have a scale per group: scale the results
@@ -42,7 +42,7 @@ def multiply_in_bfloat16(
 
 
 def multiply_mx(a: Operand, b: Operand, ends: Tensor, granularities: Granularities) -> Tensor:
-    """Multiply MXFP8 operands as `grouped_matmul` with torch's grouped GEMM; returns bfloat16."""
+    """Multiply groups of MXFP8 `a` by `b` with torch's grouped GEMM, and return bfloat16."""
     scale_a, scale_b = map(scales_of_rows, (a, b), granularities)
     ends = _clamped_ends(a.data, b.data, ends)
     if b.data.dim() == 3:  # groups of rows, each with a matrix of `b`
@@ -59,12 +59,11 @@ def multiply_mx(a: Operand, b: Operand, ends: Tensor, granularities: Granulariti
 
 
 def _clamped_ends(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """Clamp `ends` to the rows of `a`, or to its columns if groups split the contraction dim."""
-    return ends_of_groups(ends, a.shape[0 if b.dim() == 3 else 1])
+    return ends_of_groups(ends, a.shape[0 if b.dim() == 3 else 1])  # groups of rows, or of columns
 
 
 def _zero_outside(y: Tensor, ends: Tensor) -> Tensor:
-    """Return `y`, but 0 in rows outside all groups ([R, N]) or in empty groups ([E, R, N])."""
+    """Return `y` with zeros in rows of no group, if [R, N], or in empty groups, if [E, R, N]."""
     if y.dim() == 2:
         in_group = torch.arange(len(y), device=ends.device)[:, None] < ends[-1]
     else:
@@ -73,9 +72,9 @@ def _zero_outside(y: Tensor, ends: Tensor) -> Tensor:
 
 
 def swizzled_rows(scale: Tensor, ends: Tensor) -> Tensor:
-    """Swizzle `scale` [R, runs] of grouped rows, each group padded to a multiple of 128 rows.
+    """Swizzle the MXFP8 scales [R, runs] of grouped rows, one for each run of 32 elements.
 
-    Returns float8_e8m0fnu [rows, ceil4(runs)]; `rows` is `most_padded`, for groups of any sizes.
+    Pads each group to a multiple of 128 rows. Returns float8_e8m0fnu [padded rows, ceil4(runs)].
     """
     R, runs = scale.shape
     _, places, padded_ends = places_of_rows(ends, R)
@@ -85,9 +84,9 @@ def swizzled_rows(scale: Tensor, ends: Tensor) -> Tensor:
 
 
 def swizzled_tokens(scale: Tensor, ends: Tensor) -> Tensor:
-    """Swizzle `scale` [N, T / 32] of column data [N, T], with one scale for each 32 tokens.
+    """Swizzle MXFP8 scales [N, T / 32] of a transposed copy [N, T] of T grouped tokens.
 
-    `ends` are multiples of 128. Returns e8m0 [ceil128(N), T / 32], the tiles sorted by group.
+    `ends` are multiples of 128. Returns float8_e8m0fnu [ceil128(N), T / 32], tiles sorted by group.
     """
     tiles, tile_rows = swizzled(scale).view(torch.uint8), -(-scale.shape[0] // 128)
     tile_column = torch.arange(len(tiles) // tile_rows, device=scale.device)

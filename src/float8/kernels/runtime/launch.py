@@ -25,9 +25,9 @@ _BYPASSES_DISPATCHER = HAS_TRITON and None not in _NEEDED
 
 
 class Launch:
-    """A function of tensors that launches a Triton kernel with fixed grid, integers and constexprs.
+    """Callable that launches a Triton kernel on tensors, with fixed grid, integers and constexprs.
 
-    Tensors are on `device`, which must be the current one: `ops.register` makes it so.
+    The tensors are on `device`, which must be the current device.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Launch:
         """Launch the kernel on `tensors`; pass None for parameters that the kernel does not access.
 
         The first tensor may have any alignment; Triton compiles another kernel for addresses that
-        are not multiples of 16. All other tensors must be newly allocated, hence aligned, or passed
-        for parameters listed in `do_not_specialize_on_alignment`.
+        are not multiples of 16. All others must be aligned to 16, as newly allocated tensors are,
+        unless the kernel lists their parameters in Triton's `do_not_specialize_on_alignment`.
         """
         # Addresses save Triton's queries of each tensor and of the driver.
         addresses = [x.data_ptr() for x in tensors if x is not None]
@@ -74,10 +74,10 @@ _TYPE_CODES = {"i32": "i", "i64": "l"}  # Triton's types -> PyTorch's codes; "O"
 
 
 def _launch_arguments(compiled: Any, programs: int, integers: tuple[int, ...]) -> Any:
-    """Return arguments of PyTorch's launcher before and after the addresses, and `compiled`.
+    """Return what PyTorch's launcher takes before and after the tensors' addresses, and `compiled`.
 
-    `compiled`, a kernel that Triton compiled, is returned so that the caller keeps its GPU function
-    loaded. Returns None if the launcher cannot run the kernel, or if `compiled` lacks an attribute.
+    `compiled` is a kernel that Triton has compiled; its GPU function stays loaded while the caller
+    keeps it. Returns None if the launcher cannot run it, or if `compiled` lacks an attribute.
     """
     try:
         metadata, function, signature = compiled.metadata, compiled.function, compiled.src.signature
@@ -95,18 +95,18 @@ def _launch_arguments(compiled: Any, programs: int, integers: tuple[int, ...]) -
 
 
 def allocator(device: torch.device) -> Callable[..., Tensor]:
-    """Return `empty_strided(size, stride, dtype)` for `device`, which must be the current one."""
+    """Return a function (size, stride, dtype) that allocates on `device`, the current device."""
     if device.type == "cuda" and private.empty_strided_cuda is not None:
         return private.empty_strided_cuda  # type: ignore[no-any-return]
     return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 def takes_triton_directly(*tensors: Tensor | None) -> bool:
-    """Return whether to call a kernel directly; PyTorch's dispatcher takes as long as a launch.
+    """Return whether to call a Triton kernel instead of its op, to save the dispatcher's time.
 
     True for plain tensors on the current GPU in eager mode. False under a compiler, a dispatch mode
     (fake tensors, tracing, counting) or a transform of torch.func, all of which must see the op,
-    and for tensors on another GPU: the op makes that GPU the current one.
+    and for tensors on another GPU, which the op makes the current one.
     """
     # This comes first, since a compiler must not trace the rest.
     if not _BYPASSES_DISPATCHER or torch.compiler.is_compiling():

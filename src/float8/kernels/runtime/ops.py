@@ -42,11 +42,11 @@ def register(
     writes: tuple[str, ...] = (),
     flops: Callable[..., Any] | None = None,
 ) -> None:
-    """Define the op `name` with the signature of `plain`, its implementation in plain torch.
+    """Define the op `torch.ops.float8.<name>`, without gradients, with the signature of `plain`.
 
-    GPUs run `triton`, which has the same signature, or `plain` if it is None. `fake` allocates
-    results for tracing; `writes` names the arguments that the op writes. `flops` is a formula for
-    `FlopCounterMode`, called with shapes in place of tensors and with `out_shape`.
+    CPUs run `plain`, made of PyTorch ops. GPUs run `triton`, or `plain` if that is None or Triton
+    is missing. `fake` allocates results for tracing; `writes` names arguments that the op mutates.
+    `flops`, for `FlopCounterMode`, is called with shapes in place of tensors, and `out_shape`.
     """
     schema = torch.library.infer_schema(plain, mutates_args=writes)
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -120,7 +120,7 @@ def _warn_without_triton() -> None:
 
 
 def without_triton(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the twin `plain` to warn that Triton is missing; only the first of all calls warns."""
+    """Wrap `plain` to warn that Triton is missing; only the first call of all wrappers warns."""
 
     def op(*args: object, **named: object) -> Any:
         _warn_without_triton()

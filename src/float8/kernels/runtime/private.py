@@ -19,7 +19,7 @@ PUBLIC_API_ONLY = os.environ.get("FLOAT8_PLAIN_LAUNCH") == "1"
 
 
 def find(path: str) -> Any:
-    """Return torch's attribute at the dotted `path`; None if absent or under `PUBLIC_API_ONLY`."""
+    """Return the object at `torch.<path>`; None if absent or if `FLOAT8_PLAIN_LAUNCH=1` is set."""
     if PUBLIC_API_ONLY:
         return None
     value: Any = torch
@@ -53,10 +53,10 @@ layer within a transform raises torch's error."""
 
 
 def surely(condition: Any) -> bool:
-    """Return True if `condition` is known to hold for all sizes under `torch.compile`.
+    """Return whether a comparison of sizes surely holds, without a guard under `torch.compile`.
 
-    Adds no guard. Returns False if that is not known, as of an unbacked size such as the length
-    of `x[mask]`. Returns `bool(condition)` in eager mode. Requires torch's `statically_known_true`.
+    Compiled code returns False unless `condition` is known to hold for all sizes: for example, the
+    length of `x[mask]` is not known. Eager mode returns `bool(condition)`.
     """
     if not torch.compiler.is_compiling():
         return bool(condition)
@@ -68,8 +68,8 @@ def surely(condition: Any) -> bool:
 def in_reentrant_checkpoint() -> bool:
     """Return whether the first forward of reentrant checkpointing, under no_grad, is running.
 
-    Torch also runs the forward of a compiled graph with gradients under no_grad. Of callers of
-    both kinds the innermost one decides: the result is False if it is a compiled graph.
+    It is found on the call stack. Torch also runs the forward of a compiled graph with gradients
+    under no_grad; if such a graph runs inside of a checkpoint, the result is False.
     """
     frame: Any = sys._getframe(1)
     while frame := frame.f_back:
@@ -89,13 +89,13 @@ def make_fx_is_on() -> bool:
 
 
 def compiled_autograd_is_on() -> bool:
-    """Return whether compiled autograd is on; False if `PUBLIC_API_ONLY` or if torch lacks it."""
+    """Return whether compiled autograd is on; False if private API is missing or forbidden."""
     state = getattr(getattr(torch, "_dynamo", None), "compiled_autograd", None)
     return not PUBLIC_API_ONLY and bool(getattr(state, "compiled_autograd_enabled", False))
 
 
 def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorator: exclude `function` from tracing, as `torch.compiler.disable` does.
+    """Decorator that excludes `function` from tracing by Dynamo, as `torch.compiler.disable` does.
 
     `torch.compiler.disable` imports Dynamo, which takes a second; this decorator does not.
     """
@@ -128,7 +128,7 @@ def warn(message: str) -> None:
 
 
 class _Eager:
-    """Replacement for `compiled` code of a module: runs the module in eager mode, by `call`."""
+    """Callable that `in_eager_mode` puts in place of `compiled` code; runs `call`, eager code."""
 
     def __init__(self, compiled: Any, call: Callable[..., Any]) -> None:
         self.compiled, self.call, self.users = compiled, call, 0
@@ -139,10 +139,10 @@ class _Eager:
 
 @contextlib.contextmanager
 def in_eager_mode(model: Any) -> Iterator[None]:
-    """Context manager: run `model` and its modules in eager mode even if they are compiled.
+    """Context manager that runs `model` and its modules in eager mode even if they are compiled.
 
     Compiled code stays valid. Contexts may overlap and end in any order. Compiled functions that
-    call `model` still run compiled; so does everything in a torch without the private attributes.
+    call `model` still run compiled. No effect if torch lacks the private attributes to replace.
     """
     replaced = []
     for module in model.modules():

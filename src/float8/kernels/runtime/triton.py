@@ -1,7 +1,4 @@
-"""Triton, or stand-ins if Triton is not installed, and properties of devices that kernels need.
-
-Triton has no builds for some platforms, and float8 on a CPU does not need it.
-"""
+"""Triton, or stand-ins where it is not installed, and properties of devices that kernels need."""
 
 import functools
 import types
@@ -57,8 +54,7 @@ def has_float8_conversion(device: torch.device) -> bool:
     """Return whether kernels may convert float32 to float8 by an instruction of ``device``.
 
     True for NVIDIA GPUs from compute capability 9.0 on; on 8.9 the assembler rounds twice, through
-    float16. False in Triton's interpreter (3.6), whose conversion is wrong: it rounds halves up,
-    loses the carry into the exponent, misplaces subnormals and turns NaN into a finite number.
+    float16. False in Triton's interpreter (3.6), which gets halves, subnormals and NaN wrong.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return False
