@@ -298,11 +298,12 @@ def test_held_weights_are_current(recipe: str, compiled: bool) -> None:
 # ---------------------------------------------------------------- which
 
 
-def chosen(name: str, sizes: dict[str, Any], **how: Any) -> Any:
-    config = getattr(transformers, f"{name}Config")(num_hidden_layers=1, vocab_size=256, **sizes)
+def chosen(name: str, sizes: dict[str, Any], config: Any = "rowwise", **how: Any) -> Any:
+    shape = getattr(transformers, f"{name}Config")(num_hidden_layers=1, vocab_size=256, **sizes)
     with torch.device("meta"):
-        model = getattr(transformers, f"{name}ForCausalLM")(config)
-    return conversion_report(convert_to_float8_training(model, config="rowwise", **how))
+        model = getattr(transformers, f"{name}ForCausalLM")(shape)
+    model.requires_grad_(config == "rowwise")
+    return conversion_report(convert_to_float8_training(model, config=config, **how))
 
 
 MIXTRAL = {"hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8}
@@ -380,6 +381,18 @@ def test_the_filter_leaves_experts_whose_casts_take_longer() -> None:
     assert {x.skip_reason for x in everything.experts} == {None}
     few = chosen("Mixtral", MIXTRAL, gpu="H100", tokens_per_step=1024)
     assert all("256 tokens for each" in str(x.skip_reason) for x in few.experts)
+
+
+def test_the_filter_knows_that_frozen_experts_in_float8_have_no_casts_of_weights() -> None:
+    """They have two GEMMs, and a transpose for one of these."""
+    config = with_weights(ROWWISE, Float8Weights.ONLY)
+    for tokens, reason in ((8192, "modelled 0.98x of bf16"), (16384, "None")):
+        how: Any = {"gpu": "H200", "tokens_per_step": tokens}
+        assert all(
+            reason in str(x.skip_reason) for x in chosen("Qwen3Moe", QWEN3, config, **how).experts
+        )
+        trains = chosen("Qwen3Moe", QWEN3, **how).experts
+        assert all("modelled 0." in x.skip_reason for x in trains)
 
 
 def reasons(model: nn.Module) -> list[Any]:

@@ -67,14 +67,14 @@ class Experts(Conversion):
         if (gpu := chooser.gpu_of(mod)) is None:
             return None
         gpu = gpu if gpu in MODELLED else "H100"  # another GPU: as an H100
-        parent = chooser.model.get_submodule(fqn.rpartition(".")[0])
         config, tokens, weights = chooser.config, chooser.tokens, weights_of(mod)
-        top_k = experts_per_token(mod, parent)
+        top_k = experts_per_token(mod, chooser.model.get_submodule(fqn.rpartition(".")[0]))
         experts = local_tensor(mod._parameters[weights[0].name]).shape[0]  # on this rank
         rows, bf16_ms, float8_ms = tokens * top_k, 0.0, 0.0
         for name, _total_experts, N, K in weights:
             ranks = ranks_that_cast(mod, name, experts, chooser.expert_ranks)
-            bf16, saved_ms, float8 = compared_ms(gpu, config, rows, K, N, ranks, experts=experts)
+            layer: Any = {"experts": experts, "trains": mod._parameters[name].requires_grad}
+            bf16, saved_ms, float8 = compared_ms(gpu, config, rows, K, N, ranks, **layer)
             bf16_ms, float8_ms = bf16_ms + bf16 + saved_ms, float8_ms + float8
         where = f"{gpu}, {rows / experts:.0f} tokens for each of {experts} experts"
         where += f" ({tokens} tokens go to {top_k} each)"
