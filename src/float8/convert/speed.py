@@ -9,10 +9,10 @@ from float8.config import GEMM_OPERANDS, Float8LinearConfig, Float8Weights, as_c
 class Cost(NamedTuple):
     """Coefficients of the modelled time of forward and backward of a layer on an H200.
 
-    With M tokens and a weight [N, K] the time in ms is `flop * (6e-12 * M * N * K)**_FLOP_EXPONENT +
-    start + 1e-9 * (tokens * (_INPUT_SHARE * M * K + M * N) + weight * N * K)`. For E experts with M
-    tokens in all, `(experts + _MS_TO_READ_EXPERTS) * E` replaces `weight`. `rows`, 0 to 1, is the
-    share of `tokens` for output and grad_input; the rest is for grad_weight.
+    With M tokens and a weight [N, K], in ms: `flop * (6e-12 * M * N * K)**_FLOP_EXPONENT + start +
+    1e-9 * (tokens * (_INPUT_SHARE * M * K + M * N) + weight * N * K)`. For E experts with M tokens
+    in all, `(experts + _MS_TO_READ_EXPERTS) * E` replaces `weight`. `rows`, 0 to 1, is the share of
+    `tokens` for output and grad_input; the rest is for grad_weight.
     """
 
     flop: float  # per 1e12 FLOP, to the power of `_FLOP_EXPONENT`
