@@ -73,7 +73,7 @@ class Experts(Conversion):
         rows, bf16_ms, float8_ms = tokens * top_k, 0.0, 0.0
         for name, _total_experts, N, K in weights:
             ranks = ranks_that_cast(mod, name, experts, chooser.expert_ranks)
-            layer: Any = {"experts": experts, "trains": mod._parameters[name].requires_grad}
+            layer: Any = {"experts": experts, "trains": mod.get_parameter(name).requires_grad}
             bf16, saved_ms, float8 = compared_ms(gpu, config, rows, K, N, ranks, **layer)
             bf16_ms, float8_ms = bf16_ms + bf16 + saved_ms, float8_ms + float8
         where = f"{gpu}, {rows / experts:.0f} tokens for each of {experts} experts"
