@@ -48,7 +48,7 @@ __version__ = "0.3.0.dev0"
 
 
 def __getattr__(name: str) -> Any:
-    """Return a tensor-parallel style or `_auto_filter_for_recipe`, imported at its first use."""
+    """Return a class for tensor parallel or `_auto_filter_for_recipe`, imported at first use."""
     if name == "_auto_filter_for_recipe":
         return getattr(import_module("float8.float8_linear_utils"), name)
     if name not in __all__:

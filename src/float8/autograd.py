@@ -12,11 +12,12 @@ from torch import Tensor
 
 
 def computed_before(function: Any, *args: Any) -> Any:
-    """Return `function.compute(*args)`, run without gradients, as an argument for `function.apply`.
+    """Return `function.compute(*args)`, run without grad, to pass to `function.apply` with `args`.
 
-    Use this in compiled code only: GEMMs are then traced before the autograd function, whose
-    forward just saves the results. Inside an autograd function, torch 2.11 loses the recompute tags
-    of `torch.utils.checkpoint`, and so would keep the outputs of GEMMs.
+    `function` is an autograd function with a static method `compute`. Use this in compiled code
+    only: GEMMs are then traced before the autograd function, whose forward just saves the results.
+    Inside an autograd function, torch 2.11 loses the recompute tags of `torch.utils.checkpoint`,
+    and so would keep the outputs of GEMMs.
     """
     with torch.no_grad():
         return function.compute(*args)
@@ -50,7 +51,7 @@ def once_differentiable(backward: Backward) -> Backward:
 
 
 class _NotDifferentiable(torch.autograd.Function):
-    """Return `tensors[count:]` of `apply(count, dummy, *tensors)`; their backward raises."""
+    """Return `tensors[count:]`, which require grad because `dummy` does; their backward raises."""
 
     @staticmethod
     def forward(ctx: Any, count: int, dummy: Tensor, *tensors: Any) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ e4m3_dtype, e5m2_dtype = E4M3, E5M2  # the names of torchao
 
 
 def torchao_hint(value: object) -> str:
-    """Return "" or, if `value` is of a class of torchao or its predecessor, what to import."""
+    """Return "" or, for a `value` of a class of torchao or float8_experimental, what to import."""
     library, name = type(value).__module__.partition(".")[0], type(value).__name__
     is_theirs = library in ("torchao", "float8_experimental")
     return f"; this one is of {library}: `from float8 import {name}`" if is_theirs else ""
@@ -53,8 +53,8 @@ class ScalingType(enum.Enum):
 class Granularity(enum.Enum):
     """The part of a tensor that shares one scale: a block of `height` rows and `width` columns.
 
-    A `height` or `width` of None covers all rows or columns. GEMMs contract over columns. To
-    contract over rows, a tensor is transposed, and blocks are those of the transposed copy.
+    A `height` or `width` of None covers all rows or columns. GEMMs sum over the columns of an
+    operand. To sum over its rows, a tensor is transposed, and blocks are those of that copy.
     """
 
     height: int | None
@@ -79,7 +79,7 @@ class Granularity(enum.Enum):
         return self
 
     def scales(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the scales for data of `shape` [..., R, C]. Adds no guard on sizes.
+        """Return the shape of the scales for data of `shape` [..., R, C]. Adds no guard on SymInts.
 
         `()` for one scale per tensor, [..., R, 1] for one per row, [..., R, ceil(C / width)] for
         blocks of one row; for squares [..., ceil(R / height), ceil(C / width)], whose last dim is
@@ -158,7 +158,7 @@ class CastConfig:
         return self.scaling_type is not ScalingType.DISABLED
 
     def short_str(self) -> str:
-        """Return a summary for `repr`: `dynamic/e4m3`, `axiswise/e4m3`, `high precision`, ..."""
+        """Return text like "dynamic/e4m3", "axiswise/e4m3/power_of_2" or "high precision"."""
         if not self.is_float8:
             return "high precision"
         dtype = "default" if self.target_dtype is None else SHORT_NAME[self.target_dtype]
@@ -178,8 +178,7 @@ class DelayedScalingConfig:
     """`"max"`: scale by the largest amax of the history. `"most_recent"`: that of the last step."""
 
     def __post_init__(self) -> None:
-        steps = self.history_len
-        if type(steps) is not int or steps < 1:
+        if type(steps := self.history_len) is not int or steps < 1:
             error = ValueError if type(steps) is int else TypeError
             raise error(f"history_len: got {steps!r}, expected an int >= 1")
         if (name := self.scale_fn_name) not in ("max", "most_recent"):
@@ -331,8 +330,7 @@ class Float8LinearConfig:
         _casts: dict[CastSite, CastConfig] = field(init=False)
 
     def __post_init__(self, force_recompute_fp8_weight_in_bwd: bool) -> None:
-        option = force_recompute_fp8_weight_in_bwd  # of torchao: has no effect here
-        if not isinstance(option, bool):
+        if not isinstance(option := force_recompute_fp8_weight_in_bwd, bool):
             raise TypeError(f"force_recompute_fp8_weight_in_bwd: got {option!r}, expected a bool")
         require_types(self)
         if not self.pad_inner_dim:  # a field of torchao: only True is supported
@@ -347,7 +345,7 @@ class Float8LinearConfig:
             check(self)
 
     def _resolve_casts(self) -> dict[CastSite, CastConfig]:
-        """Set default formats in the cast fields, in place; return the cast of each operand."""
+        """Fill in default formats in `cast_config_*`; return the final cast of each operand."""
         casts = dict[CastSite, CastConfig]()
         for site in CastSite:  # each tensor's first site comes before its second
             first_site, name = BASE_SITE.get(site, site), f"cast_config_{site.value}"
@@ -364,7 +362,7 @@ class Float8LinearConfig:
         return casts
 
     def _check_gemm(self, gemm: str) -> None:
-        """Raise a `ValueError` if tensor cores cannot multiply the operands of GEMM `gemm`."""
+        """Raise a `ValueError` if GEMM `gemm` ("output", ...) cannot multiply operands cast so."""
         a, b = map(self.cast_config, GEMM_OPERANDS[gemm])
         fields_of_both = " and ".join(f"cast_config_{x.value}" for x in GEMM_OPERANDS[gemm])
         got = f"GEMM '{gemm}': got {fields_of_both}"
@@ -389,8 +387,7 @@ class Float8LinearConfig:
 
     def _check_widths(self) -> None:
         """Raise a `ValueError` if casts have blocks of 32 and of 128 and `emulate` is False."""
-        granularities = [cast.scaling_granularity for cast in self._casts.values()]
-        widths = {x.width for x in granularities if x.width is not None}
+        widths: set[Any] = {x.scaling_granularity.width for x in self._casts.values()} - {None}
         if len(widths) > 1 and not self.emulate:
             got = f"scaling_granularity: got blocks of {' and '.join(map(str, sorted(widths)))}"
             expected = "one of them: no GPU multiplies both; or set emulate=True"
@@ -402,51 +399,51 @@ class Float8LinearConfig:
 
     @functools.cached_property
     def own_casts(self) -> dict[CastSite, CastConfig]:
-        """The cast of each GEMM operand, without a tensor's second one if cast like the first."""
+        """Casts by GEMM operand; a tensor's operand in a second GEMM only if cast differently."""
         casts = self._casts
-        own = [x for x in CAST_SITES if x not in BASE_SITE or casts[x] != casts[BASE_SITE[x]]]
-        return {site: casts[site] for site in own}
+        return {x: casts[x] for x in casts if x not in BASE_SITE or casts[x] != casts[BASE_SITE[x]]}
 
     @functools.cached_property
     def delayed_sites(self) -> tuple[CastSite, ...]:
-        """The GEMM operands with delayed scaling, each of which has buffers in a layer."""
+        """The GEMM operands with delayed scaling: for each, a layer has three buffers."""
         own = self.own_casts.items()
         return tuple(site for site, x in own if x.scaling_type is ScalingType.DELAYED)
 
     @functools.cached_property
     def only_on(self) -> tuple[int, ...]:
-        """Major compute capabilities of GPUs with all GEMMs of this config; (): all with float8."""
+        """Major compute capabilities of GPUs that run all GEMMs of this config; (): no limit."""
         # () is the least tuple. BLACKWELL and HOPPER are both in a config only under `emulate`.
         return max(cast.scaling_granularity.only_on for cast in self.own_casts.values())
 
     @property
     def float8_gemms(self) -> tuple[str, ...]:
         """The GEMMs that run in float8, out of `"output"`, `"grad_input"` and `"grad_weight"`."""
-        operands = GEMM_OPERANDS.items()
-        return tuple(gemm for gemm, (site, _) in operands if self.cast_config(site).is_float8)
+        return tuple(x for x, (a, _) in GEMM_OPERANDS.items() if self.cast_config(a).is_float8)
 
     def short_str(self) -> str:
-        """Return the recipe's name or, if none fits, the casts; then flags that differ from it."""
+        """Return the name of the recipe with these casts or, if there is none, all casts as text.
+
+        Adds `emulate`, `round_scales_to_power_of_2` and `enable_fsdp_float8_all_gather` if they
+        differ from that recipe's or, without one, from those of "tensorwise".
+        """
         recipe = _RECIPE_BY_CASTS.get((self.round_scales_to_power_of_2, *self._casts.values()))
         defaults = RECIPES[recipe or "tensorwise"]
         own = self.own_casts.items()
         words = [recipe] if recipe else [f"{site.value}={x.short_str()}" for site, x in own]
         for switch in ("emulate", "round_scales_to_power_of_2", "enable_fsdp_float8_all_gather"):
-            value = getattr(self, switch)
-            if value != getattr(defaults, switch):
+            if (value := getattr(self, switch)) != getattr(defaults, switch):
                 words.append(switch if value else f"{switch}=False")
         return ", ".join(words)
 
     @staticmethod
     def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> "Float8LinearConfig":
-        """Return a new configuration of the recipe `recipe_name`; raise `ValueError` if none."""
+        """Return a new configuration of the recipe `recipe_name`; raise `ValueError` if unknown."""
         return copy.deepcopy(_recipe(recipe_name))
 
 
 _delayed, _high = CastConfig(ScalingType.DELAYED), CastConfig(ScalingType.DISABLED)
-_by_rows, _1x128 = CastConfig(scaling_granularity=_ROW), CastConfig(scaling_granularity=_ROW_128)
-_128x128 = CastConfig(scaling_granularity=_SQUARE_128)
-_1x32 = CastConfig(scaling_granularity=_ROW_32)
+_granularities = _ROW, _ROW_128, _SQUARE_128, _ROW_32
+_by_rows, _1x128, _128x128, _1x32 = (CastConfig(scaling_granularity=x) for x in _granularities)
 _rowwise = Float8LinearConfig(
     cast_config_input=_by_rows,
     cast_config_weight=_by_rows,
@@ -492,9 +489,8 @@ ConfigOrRecipe = Float8LinearConfig | Float8LinearRecipeName | str
 
 
 def _recipe(recipe_name: Any) -> Float8LinearConfig:
-    """Return the shared configuration of the recipe `recipe_name`; raise `ValueError` if none."""
-    is_member = isinstance(recipe_name, Float8LinearRecipeName)
-    name = recipe_name.value if is_member else recipe_name
+    """Return the shared configuration of recipe `recipe_name`; raise `ValueError` if unknown."""
+    name = recipe_name.value if isinstance(recipe_name, Float8LinearRecipeName) else recipe_name
     if not isinstance(name, str) or name not in RECIPES:
         names = f"{', '.join(map(repr, RECIPES))}{torchao_hint(recipe_name)}"
         raise ValueError(f"recipe: got {recipe_name!r}, expected one of {names}")
@@ -502,7 +498,7 @@ def _recipe(recipe_name: Any) -> Float8LinearConfig:
 
 
 def as_config(config: ConfigOrRecipe | None) -> Float8LinearConfig:
-    """Return `config` or that of the recipe it names (None: `"tensorwise"`); raise for others."""
+    """Return `config` or that of the recipe it names (None: "tensorwise"); raise if unknown."""
     if isinstance(config, Float8LinearConfig):
         return config
     if config is None or isinstance(config, Float8LinearRecipeName | str):

@@ -20,7 +20,8 @@ from float8.linear import Float8Linear
 def _auto_filter_for_recipe(recipe: ConfigOrRecipe, filter_fqns: Collection[str]) -> ModuleFilter:
     """Return a `module_filter_fn` for the `nn.Linear` layers that `recipe` converts by default.
 
-    It rejects names that contain one of `filter_fqns`, and accepts other layers already in float8.
+    It rejects any layer whose name contains one of `filter_fqns`. It accepts the others that are in
+    float8 already.
     """
     chooser = Chooser(nn.Identity(), recipe)  # `nn.Identity` stands for the unknown model
 

@@ -40,7 +40,7 @@ def lacks_float8_gemm(device: torch.device, *, only: tuple[int, ...] = ()) -> st
     """Return the reason why `device` cannot run float8 GEMMs, or None if it can.
 
     CPU and meta devices can. An NVIDIA GPU needs compute capability 8.9 or higher or, if `only` is
-    not empty, a major version in `only`.
+    not empty, one whose major version is in `only`, as block scales and MXFP8 require.
     """
     if device.type in ("cpu", "meta"):
         return None

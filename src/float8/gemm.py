@@ -29,7 +29,7 @@ with contextlib.suppress(RuntimeError):
 
 
 class Gemm(NamedTuple):
-    """Settings of one GEMM: fast accumulation, emulation, and the granularity of both scales."""
+    """Settings of a GEMM: fast accumulation, emulation in high precision, granularity of scales."""
 
     use_fast_accum: bool = False  # accumulate with fewer bits where devices can; not for blocks
     emulate: bool = False  # multiply dequantized values in high precision, on any device
@@ -37,7 +37,7 @@ class Gemm(NamedTuple):
     granularities: tuple[Granularity, Granularity] = (_TENSORWISE, _TENSORWISE)  # of `a` and `b`
 
     def packed(self) -> str:
-        """Return all fields as a string for a custom op: "axiswise axiswise False False True"."""
+        """Return the fields as text for ops, granularities first: "axiswise axiswise False ..."."""
         fast, emulate, powers_of_2, (a, b) = self
         return f"{a.value} {b.value} {fast} {emulate} {powers_of_2}"
 
@@ -56,12 +56,12 @@ def matmul(
     """Return `(a.data * a.scale) @ (b.data * b.scale).T`, accumulated in float32.
 
     GPUs multiply float8, or if `gemm.emulate` is True, dequantized values in high precision: in
-    bfloat16 if that is exact, else in float32. CPUs always compute in high precision.
+    bfloat16 if scales are powers of two, else in float32. CPUs always compute in high precision.
 
     `a.data` [M, K] and `b.data` [N, K] are float8, contiguous along K as Hopper's tensor cores read
     them. Scales are one per tensor, row or block, as `gemm.granularities` says (not checked). K and
     N are multiples of 16, unless `gemm.emulate`; on GPUs a scale per tensor is aligned to 16 bytes.
-    Returns a new contiguous tensor of `out_dtype` and `shape`, (M, N) without the data's padding.
+    Returns a new contiguous tensor of `out_dtype` and `shape`, (M, N) without rows that pad data.
 
     Raises:
         RuntimeError: the device has no float8 GEMM for such scales, and `gemm.emulate` is False.
@@ -120,19 +120,16 @@ def refused_gemm(reason: str) -> RuntimeError:
 
 
 def matmul_of_any_size(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
+    a: Tensor,  # [M, K] float8, or more rows, for padding
+    a_scale: Tensor,  # one, or one per row or block, as `gemm` says
+    b: Tensor,  # [N, K] float8, or more rows
     b_scale: Tensor,
     M: int,
     N: int,
-    gemm: str,
+    gemm: str,  # settings as `Gemm.packed` returns them
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Return `(a * a_scale) @ (b * b_scale).T` [M, N], or zeros if `a` is empty.
-
-    Registered as a custom op. `gemm` holds settings as the string that `Gemm.packed` returns.
-    """
+    """Return `(a * a_scale) @ (b * b_scale).T` [M, N], or zeros if `a` is empty; a custom op."""
     if a.numel() == 0:
         return a.new_zeros((M, N), dtype=out_dtype)
     operands = Operand(a, a_scale), Operand(b, b_scale)
@@ -150,7 +147,7 @@ register(
 def scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """Return `(a @ b.T) * scale_a * scale_b`, computed in float32, rounded to `out_dtype`."""
+    """Return `(a @ b.T) * scale_a * scale_b` by a float32 GEMM, in `out_dtype`; 0-dim scales."""
     # On some CPUs with AMX `torch._scaled_mm` takes 300 times as long.
     with torch.autocast(a.device.type, enabled=False):
         product = a.to(torch.float32) @ b.to(torch.float32).t()
@@ -178,14 +175,14 @@ def _scale_per_row(operand: Operand) -> Tensor:
 
 
 def _block_scales(operand: Operand, granularity: Granularity) -> tuple[Any, ...]:
-    """Return (scales, [`ScalingType`], [`SwizzleType`]) of an operand for `aten._scaled_mm_v2`."""
+    """Return arguments for `aten._scaled_mm_v2`: block scales, [scaling type], [swizzle type]."""
     if granularity.exponents:
         return swizzled(scales_of_rows(operand, granularity)).flatten(), RECIPE, SWIZZLE
     return (operand.scale.t(), _128x128, []) if granularity.square else (operand.scale, _1x128, [])
 
 
 def _emulated(a: Operand, b: Operand, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
-    """Return `(a.data * a.scale) @ (b.data * b.scale).T`, computed in float32 or bfloat16."""
+    """Return `(a.data * a.scale) @ (b.data * b.scale).T`, multiplied in float32 or bfloat16."""
     granularity_a, granularity_b = gemm.granularities
     dtype = exact_dtype(a.data.device) if gemm.powers_of_2 else torch.float32
     # Scales of blocks vary along the contraction dim, so they must multiply the operands. So do
@@ -208,5 +205,5 @@ def _emulated(a: Operand, b: Operand, gemm: Gemm, out_dtype: torch.dtype) -> Ten
 
 
 def exact_dtype(device: torch.device) -> torch.dtype:
-    """Return the faster GEMM dtype for values exact in bfloat16: bfloat16 on CUDA, else float32."""
+    """Return the fastest GEMM dtype that holds bfloat16 exactly: bfloat16 on CUDA, else float32."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -27,9 +27,10 @@ ROLES = "input", "weight", "grad_output"
 
 
 def of_this_rank(x: Any, cast: Cast | None) -> tuple[Tensor, Cast | None]:
-    """Return this rank's part of `x` in high precision, and the `cast` by which to quantize it.
+    """Return this rank's part of `x` in high precision, and `cast`, by which to quantize it.
 
-    If `x` is a DTensor, that `cast` also all-reduces the amax, and a partial `x` is summed first.
+    If `x` is a DTensor, the returned `cast` (unless None) all-reduces amaxes over the ranks with
+    other shards. With a partial placement, the part is all of `x`, summed over ranks.
     """
     if is_dtensor(x):
         cast = cast and cast._replace(reduce=amax_over(sharding_groups(x)))
@@ -40,14 +41,14 @@ def of_this_rank(x: Any, cast: Cast | None) -> tuple[Tensor, Cast | None]:
 
 
 def as_multiplied(x: Any, weight: Any) -> Any:
-    """Return the input `x` in the dtype of autocast, else of `weight`; unchanged if in float8."""
+    """Return input `x` in autocast's dtype (if off, that of `weight`); unchanged if in float8."""
     if isinstance(local_tensor(x), Float8Tensor):
         return x
     return x.to(autocast_dtype(x.device) or getattr(weight, "dtype", x.dtype))
 
 
 def parameter_name(experts: nn.Module, weight: Any) -> str:
-    """Return the name of the Parameter of `experts` with the address of `weight`, or "" if none."""
+    """Return the name of the Parameter of `experts` at the address of `weight`; "" if none is."""
     address, named = local_tensor(weight).data_ptr(), experts.named_parameters(recurse=False)
     return next((name for name, p in named if local_tensor(p).data_ptr() == address), "")
 
@@ -73,10 +74,10 @@ def count(x: Tensor, data: Tensor, bound: Tensor | None, all_count: bool) -> Ten
 def tally(numbers: Tensor, totals: Tensor, calls: Tensor, counted: bool) -> None:
     """Add `numbers`, a result of `count`, to `totals` in place, and increment `calls` in place.
 
-    `calls`, 0-dim int64 on the CPU, counts the calls of all layers: its new value n numbers this
-    one. `totals` [8] float64 holds 1 / n of the first call with these `totals`, 1 / n of the first
-    one with a non-finite value (0: none has one), the largest amax, and sums of the five counts.
-    The first of several calls has the largest 1 / n. If `counted` is False, only 1 / n change.
+    `calls`, 0-dim int64 on the CPU, counts the calls of all layers: its new value is n, the number
+    of this call. `totals` [8] float64 holds, over calls with these `totals`: the largest 1 / n,
+    which is the first call's; that of calls with a non-finite value, or 0; the largest amax; and
+    sums of the five counts in `numbers`. If `counted` is False, only the first two may change.
     """
     calls += 1
     numbers = numbers.to(totals.device)
@@ -95,10 +96,11 @@ COUNT, TALLY = torch.ops.float8.count.default, torch.ops.float8.tally.default
 
 @torch.no_grad()
 def measure(x: Any, cast: Cast | None, col: bool = False, offs: Tensor | None = None) -> Tensor:
-    """Quantize this rank's `x`, transposed if `col`, by `cast`; count underflow and saturation.
+    """Quantize this rank's part of `x` by `cast`; count values that underflow or saturate.
 
     `x` is [..., C]; with `offs`, the group offsets, tokens [R, C] or weights [E, N, K] of experts.
-    If `x` is in float8, zeros count as underflow. Without a `cast`, only non-finite values count.
+    If `col`, the transposed copy is quantized. If `x` is in float8, its zeros count as underflow of
+    nonzero values. If `cast` is None, only non-finite values are counted; other numbers are 0.
     Returns [6] float64: the amax, then the numbers of elements, of nonzero values, of nonzero
     values that become 0, of finite values that saturate, and of values that are not finite.
     """
@@ -122,22 +124,21 @@ def measure(x: Any, cast: Cast | None, col: bool = False, offs: Tensor | None = 
     else:  # `PRODUCTS[3]` quantizes for experts, `PRODUCTS[2]` for linear layers
         quantized = PRODUCTS[x.dim()].quantize_weight(x, cast, row=not col, col=col)
     data, scale, *_ = quantized.col if col else quantized.row
-    x = x.mT if col else x  # in the order of `data`
+    x = x.mT if col else x  # in the order of `data`, which may be padded
     bound = None  # dynamic scaling saturates no value
     if cast.source is not None:
         bound = scale * FLOAT8_MAX[cast.config.dtype] * (1 + 2.0**-20)  # scales are rounded
-    data = data[..., : x.shape[-2], : x.shape[-1]]  # without padding
-    numbers: Tensor = COUNT(x, data, bound, in_float8)
+    numbers: Tensor = COUNT(x, data[..., : x.shape[-2], : x.shape[-1]], bound, in_float8)
     if in_group is not None:
         numbers[1] = in_group.sum() * x.shape[-1]  # the number of elements
     return numbers
 
 
 def over_ranks(rows: Tensor, keys: Sequence[Any], maxima: int, group: Any) -> list[list[float]]:
-    """All-reduce `rows` [len(keys), n] over `group` (None: all ranks), and return a list of rows.
+    """All-reduce `rows` [len(keys), n] over `group` (None: all ranks); return its rows as lists.
 
     The first `maxima` columns are reduced by max, the others by sum. `keys` are the names of rows;
-    if ranks have different ones, raises a `ValueError`.
+    if ranks have different ones, raises a `ValueError`. Not reduced without `torch.distributed`.
     """
     if dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD if group is None else group
@@ -159,7 +160,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 class _Observer:
-    """Callable that a layer runs in each forward: sums up statistics of its casts in one step."""
+    """Callable that a layer runs in each forward of one step: adds statistics to `totals`."""
 
     def __init__(self, layer: Any, fwd_calls: Tensor, bwd_calls: Tensor) -> None:
         device = next((p.device for p in layer.parameters(False) if not p.is_meta), "cpu")
@@ -174,8 +175,8 @@ class _Observer:
         name: str = "") -> Any:  # fmt: skip
         """Measure how `casts` change input `x`, `weight` and, in backward, the gradient of `y`.
 
-        Returns `y`, or an alias of `y` that has such a backward. For experts, `offs` are the group
-        offsets, and `name` is the weight's name.
+        Called by `layer` with its output `y`. Returns `y`, or an alias whose backward measures. For
+        experts, `offs` are the group offsets, and `name` is the weight's attribute ("": find it).
         """
         # Without grad (evaluation, reentrant checkpoints' first forward), only the order counts.
         compiling, counted = torch.compiler.is_compiling(), torch.is_grad_enabled()
@@ -195,7 +196,7 @@ class _Observer:
 
 
 class _MeasureGradient(torch.autograd.Function):
-    """Identity whose backward measures grad_output: Dynamo traces it, but not tensor hooks."""
+    """Identity whose backward counts underflow in grad_output; Dynamo traces no tensor hooks."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, cast: Cast, offs: Any, totals: Tensor, calls: Tensor) -> Any:
@@ -252,8 +253,8 @@ class Watch(contextlib.ExitStack):
         - `.../saturation`: the share of nonzero values that saturate; 0 unless scaling is delayed.
         - `.../nonfinite`: the share of all values that are NaN or Inf.
 
-        The dict has `input` and `weight` of each layer in the order of forward, then `grad_output`
-        in that of backward: at a layer's first call, or at its first with a NaN or Inf.
+        First are `input` and `weight` of all layers in the order of forward, then `grad_output` in
+        that of backward. A layer stands at its first call or, if any had a NaN or Inf, at that one.
 
         Raises a `ValueError` if ranks of `group` have different layers, or `model` no Parameters.
         """
@@ -273,9 +274,8 @@ class Watch(contextlib.ExitStack):
 
             def order(key: tuple[str, str]) -> tuple[bool, float]:
                 in_backward = key[1] == "grad_output"
-                place = key if in_backward else (key[0], "input")  # a weight stands at its input
-                inverse_call, inverse_bad_call, *_ = table[place]  # see `tally`
-                return in_backward, -(inverse_bad_call or inverse_call)
+                first, first_bad, *_ = table[key if in_backward else (key[0], "input")]
+                return in_backward, -(first_bad or first)  # inverse numbers of calls, see `tally`
 
             for name, role in sorted(table, key=order):
                 _, _, amax, elements, nonzero, underflow, saturated, nonfinite = table[name, role]
@@ -289,7 +289,7 @@ class Watch(contextlib.ExitStack):
         return numbers
 
     def _begin(self) -> None:
-        """If the next step is to be watched, add an observer to each layer, and run eagerly."""
+        """If the next step is to be watched, add observers to layers; let `model` run eagerly."""
         if (self._steps + 1) % self._every:
             return
         self._observers = dict[str, _Observer]()

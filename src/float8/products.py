@@ -2,24 +2,18 @@
 
 from typing import Any
 
-from torch import Tensor
-
 from float8.gemm import matmul
 from float8.quantize import padded, quantize, to_col
 
 Shape = tuple[int, int]
 
 
-def _outer(grad_output: Tensor, x: Tensor) -> Tensor:
-    return grad_output.t() @ x
-
-
 class Dense:
-    """Namespace of the functions that cast tensors and multiply all rows by one weight [N, K].
+    """Namespace of the functions with which a linear layer casts tensors and computes its GEMMs.
 
     The autograd function `Linear` gets this class, or a subclass for experts or for tokens that are
-    sharded over ranks, and calls its attributes. Their argument `*index` is empty here; for experts
-    it is one tensor, saved for backward: the ends of the groups of rows.
+    sharded over ranks, and calls its functions, such as `quantize_rows`. Their `*expert_ends` are
+    empty here, and one tensor for experts: the ends of the rows of each.
     """
 
     columns_from_values = True
@@ -32,9 +26,9 @@ class Dense:
     """Whether the Parameter stores weights [E, N, K] as [E, K, N]."""
 
     quantize_rows: Any = staticmethod(quantize)
-    """Quantize the input [M, K]: `(x, cast, *index, row, col, traced)` to a `Quantized`."""
+    """Quantize the input [M, K]: `(x, cast, *expert_ends, row, col, traced)` to a `Quantized`."""
     quantize_grad: Any = staticmethod(quantize)
-    """Quantize grad_output [M, N]: `(x, cast, *index, row, col)` to a `Quantized`."""
+    """Quantize grad_output [M, N]: `(x, cast, *expert_ends, row, col)` to a `Quantized`."""
     quantize_weight: Any = staticmethod(quantize)
     """Quantize a weight: `(weight, cast, row, col, pad_rows, traced, after)` to a `Quantized`."""
     padded: Any = staticmethod(padded)
@@ -42,13 +36,13 @@ class Dense:
     transposed: Any = staticmethod(to_col)
     """Convert row data of a weight to column data: `(row_data, cast_config, after)`."""
     output: Any = staticmethod(matmul)
-    """Multiply [M, K] by [N, K]: `(a, b, (M, N), *index, gemm, out_dtype)` to [M, N]."""
+    """Multiply [M, K] by [N, K]: `(a, b, (M, N), *expert_ends, gemm, out_dtype)` to [M, N]."""
     grad_input: Any = staticmethod(matmul)
     """Multiply [M, N] by [K, N], with the arguments of `output` and shape (M, K), to [M, K]."""
     grad_weight: Any = staticmethod(matmul)
     """Multiply [N, M] by [K, M], with the arguments of `output` and shape (N, K), to [N, K]."""
-    outer: Any = staticmethod(_outer)
-    """Compute grad_weight in high precision: `(grad_output, input, *index)` to [N, K]."""
+    outer: Any = staticmethod(lambda grad_output, x: grad_output.t() @ x)
+    """Compute grad_weight in high precision: `(grad_output, input, *expert_ends)` to [N, K]."""
     scatter: Any = None
     """None, or a function that reduce-scatters the output [M, N] over ranks by rows."""
     start: Any = None

@@ -27,7 +27,11 @@ class ScaleSource(Protocol):
     def cast(
         self, x: Tensor, cast_config: CastConfig, *, row: bool, col: bool, pad_rows: bool
     ) -> tuple[Operand | None, Operand | None]:
-        """Cast `x` by the chosen scale, record its amax; return row and column data (of `x.T`)."""
+        """Cast `x` [R, C] to the format of `cast_config` by the chosen scale, and record its amax.
+
+        Returns row data [R, C] (None unless `row`) and column data [C, R], the transposed copy
+        (None unless `col`), zero-padded to multiples of 16; R of row data only if `pad_rows`.
+        """
 
     def observe(self, amax: Tensor) -> None:
         """Set `self.amax` to max(self.amax, amax), for a tensor that `self.cast` does not cast."""
@@ -66,8 +70,8 @@ def quantize(
 ) -> Quantized:
     """Quantize `x` [R, C] to float8 row data [R, C], column data (the transposed copy) or both.
 
-    Dims are zero-padded to multiples of 16 or of the block size, R of row data only under blocks or
-    with `pad_rows`. Returned scales are new tensors: updates of delayed scaling do not change them.
+    Dims are zero-padded to multiples of 16 or of the block size; R of row data only if `pad_rows`
+    or if scales are by blocks. Returned scales are copies, unchanged by updates of delayed scaling.
 
     Args:
         x: float32, bfloat16 or float16.
@@ -75,12 +79,12 @@ def quantize(
         row: return row data.
         col: return column data.
         pad_rows: zero-pad R of row data, too, as GEMMs need for output features.
-        after: a tensor that compiled code must compute before this cast.
+        after: a tensor that compiled code must compute before this cast, to keep it in backward.
         traced: in compiled code, compute the amax (or under scales finer than one per tensor, the
-            whole cast) by plain torch, which a compiler fuses into the producer of `x`. A source
-            records the amax outside the cast, because backward may repeat the cast.
-        via: round `x` to this dtype first, as autocast and FSDP2 round weights. The kernel that
-            casts also rounds if there is one scale and no `cast.source`.
+            whole cast) by plain torch, which a compiler fuses into the producer of `x`. Backward
+            may repeat such a cast, so `cast.source` records the amax apart from it.
+        via: round `x` to this dtype first, as autocast and FSDP2 round weights; under one scale and
+            without `cast.source`, in the kernel that casts.
 
     Raises:
         TypeError: `x` is not float32, bfloat16 or float16.
@@ -92,20 +96,18 @@ def quantize(
     traced = traced and torch.compiler.is_compiling()
     if via is not None and (via is x.dtype or source is not None or not one_scale):
         x, via = x.to(via), None  # here, since the kernel that casts will not round
-    scale_before_cast = reduce is not None or traced or via is not None
-    if one_scale and scale is None and scale_before_cast:
+    if one_scale and scale is None and (reduce is not None or traced or via is not None):
         scale = scale_of(x, cast, via)  # also records the amax in `source`
     if source is not None and scale is None:
         return Quantized(*source.cast(x, config, row=row, col=col, pad_rows=pad_rows))
-    operands = kernels.cast(
+    return Quantized(*kernels.cast(
         x, config, row=row, col=col, pad_rows=pad_rows, scale=scale, via=via, after=after,
         traced=traced,
-    )  # fmt: skip
-    return Quantized(*operands)
+    ))  # fmt: skip
 
 
 def scale_of(x: Tensor, cast: Cast, via: torch.dtype | None = None) -> Tensor:
-    """Return the per-tensor scale of `x.to(via)` for `cast`, whose source records the amax."""
+    """Return the per-tensor scale of `x` or `x.to(via)` for `cast`; its source records the amax."""
     amax = kernels.amax(x)
     if via is not None:  # the amax of rounded values is the rounded amax
         amax = amax.to(via).to(torch.float32)
@@ -137,11 +139,11 @@ def scales_of(
 
 
 def recast(x: Tensor, cast_config: CastConfig, scale: Tensor) -> Operand:
-    """Quantize a layer's input `x` [R, C] in backward to column data (the transposed copy).
+    """Return column data (the transposed copy) of a layer's input [R, C], in backward.
 
-    Forward cast it with `scale`. If `x` is the float8 data of that cast, they are converted, and
-    compiled code saves the column data instead of `x`, one copy for all layers that read `x`. If
-    `x` is in high precision, then in compiled code:
+    `x` is the input or its float8 row data, as saved by forward, which cast with `cast_config` and
+    `scale`. Row data are converted; compiled code saves the column data instead of `x`, one copy
+    for all layers that read `x`. If `x` is in high precision, it is cast; in compiled code:
 
     - Under one scale plain torch casts `x`, so that backward may compute `x` again from tensors
       that are kept anyway, such as the input of an activation function.
@@ -157,7 +159,7 @@ def recast(x: Tensor, cast_config: CastConfig, scale: Tensor) -> Operand:
 
 
 def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Operand:
-    """Zero-pad columns, and with `pad_rows` rows of 2-D data, to multiples of a block or of 16."""
+    """Zero-pad columns and, if `pad_rows`, rows of 2-D data: to multiples of block width, or 16."""
     data, scale = row
     multiple = granularity.width or GEMM_ALIGNMENT  # the padded sizes are multiples of it
     bottom = -data.shape[0] % multiple if pad_rows and data.dim() == 2 else 0
@@ -166,8 +168,7 @@ def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Ope
         return row
     if bottom and granularity.height == 1:  # scales of squares cover the new rows
         scale = F.pad(scale, (0, 0, 0, bottom), value=1.0)
-    padded_bytes = F.pad(data.view(torch.uint8), (0, right, 0, bottom))
-    return Operand(padded_bytes.view(data.dtype), scale)
+    return Operand(F.pad(data.view(torch.uint8), (0, right, 0, bottom)).view(data.dtype), scale)
 
 
 def to_col(row: Operand, cast_config: CastConfig, after: Tensor | None = None) -> Operand:
@@ -175,7 +176,7 @@ def to_col(row: Operand, cast_config: CastConfig, after: Tensor | None = None) -
 
     Under one scale and under square blocks the bytes are transposed. Otherwise dequantized values
     are quantized; if scales are powers of two, this rounds only values that are subnormal under the
-    scale of their column. `after`: a tensor that compiled code must compute first.
+    scale of their column. `after`: a tensor that compiled code must compute before the copy.
     """
     granularity = cast_config.scaling_granularity
     if granularity.one_scale:
@@ -190,6 +191,6 @@ def to_col(row: Operand, cast_config: CastConfig, after: Tensor | None = None) -
 
 
 def dequantized(row: Operand, cast_config: CastConfig) -> Tensor:
-    """Return `data * scale`, exactly in bfloat16 if scales are powers of two, else in float32."""
+    """Return `data * scale` of `row`: in bfloat16 (exact) if scales are powers of 2, or float32."""
     dtype = torch.bfloat16 if cast_config.power_of_2 else torch.float32
     return dequantised_by_kernel(row, cast_config.scaling_granularity, dtype)

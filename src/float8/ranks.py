@@ -17,14 +17,14 @@ def mesh_device_type(weights: Iterable[Any]) -> str | None:
 
 
 def _meshes(tensors: Iterable[Any]) -> set[Any]:
-    """Return the meshes of all DTensors in `tensors` that FSDP2 has not gathered in float8."""
+    """Return the meshes of DTensors in `tensors`, except those that FSDP2 gathered in float8."""
     # A gathered weight under tensor parallel has the mesh of tensor parallel, without FSDP2's dims.
     sharded = [x for x in tensors if is_dtensor(x)]
     return {x.device_mesh for x in sharded if not isinstance(local_tensor(x), Float8Tensor)}
 
 
 def _require_whole_weights(shard_groups: Iterable[Any], synced: list[int], source: str) -> None:
-    """Raise `ValueError` if a group in `shard_groups` has ranks that are missing in `synced`."""
+    """Raise a `ValueError` about `source` if `synced` lacks ranks of one of `shard_groups`."""
     for ranks in map(dist.get_process_group_ranks, shard_groups):
         if not set(ranks) <= set(synced):
             raise ValueError(
@@ -36,11 +36,12 @@ def _require_whole_weights(shard_groups: Iterable[Any], synced: list[int], sourc
 def sync_groups(
     weights: list[Any], group: Any, fsdp_params: Iterable[Any], shard_groups: Iterable[Any]
 ) -> tuple[Any, ...]:
-    """Return the process groups over which to reduce the amaxes of layers with `weights`.
+    """Return the process groups over which delayed scaling reduces the amaxes of some layers.
 
-    These are `group` if given; else the groups of the mesh of `weights`, or else of `fsdp_params`,
-    Parameters of the FSDP2 modules around the layers; without a mesh all ranks, or () if alone.
-    Raises `ValueError` if these lack ranks of `shard_groups`, groups that each share a weight.
+    Returns `(group,)` if `group` is not None; else one group for each dim of the mesh of `weights`
+    (if they have none, of `fsdp_params`, Parameters of FSDP2 modules around the layers); if there
+    is no mesh, or it has all ranks, one group of all, or () for a single rank. Raises `ValueError`
+    for several meshes, or if one of `shard_groups`, that each share a weight, has other ranks.
     """
     if group is not None:
         if not isinstance(group, dist.ProcessGroup):
@@ -67,7 +68,7 @@ def sync_groups(
 
 
 def unlike(texts: Sequence[str], groups: Sequence[Any], device: torch.device) -> list[str] | None:
-    """Return `texts` of this rank that another rank lacks at the same index; None if all agree."""
+    """Return those `texts` that not all ranks of `groups` have at that index; None if all agree."""
 
     def maxima(numbers: list[int]) -> list[int]:
         largest = torch.tensor(numbers, device=device)
@@ -79,6 +80,5 @@ def unlike(texts: Sequence[str], groups: Sequence[Any], device: torch.device) ->
     digests = [hashlib.sha256(text.encode()).digest()[:7] for text in texts]  # fit into int64
     numbers = [int.from_bytes(digest, "big") for digest in digests] + [0] * (count - len(texts))
     reduced = maxima(numbers + [-number for number in numbers])  # max(-x) is -min(x)
-    largest, smallest = reduced[:count], [-number for number in reduced[count:]]
-    differ = [most != least for most, least in zip(largest, smallest, strict=True)]
+    differ = [most != -least for most, least in zip(reduced[:count], reduced[count:], strict=True)]
     return [*itertools.compress(texts, differ)] if any(differ) else None

@@ -61,9 +61,6 @@ def inverse_of_exponent(scale: Tensor) -> Tensor:
     return torch.where(scale.isnan(), scale, inverse)
 
 
-# ---------------------------------------------------------------- float8 data with their scales
-
-
 class Operand(NamedTuple):
     """One operand of a GEMM: float8 data and their scale."""
 

@@ -44,7 +44,8 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
         model: the converted model, compiled or not.
         optimizer: the `torch.optim.Optimizer` that steps its parameters, or a wrapper that has it
             as `.optimizer` or `.base_optimizer`, as those of accelerate and Lightning.
-        group: the process group for `sync_float8_amax_and_scale_history`, or None.
+        group: the `ProcessGroup` over which amaxes of delayed scaling are reduced. None: all dims
+            of the weights' mesh, or of other parameters' under their `fully_shard`, or all ranks.
 
     Returns:
         A handle whose `remove()` removes the hooks.
@@ -70,9 +71,8 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     for feature in FEATURES:
         feature.attach(model)
     mods = [x for x in model.modules() if isinstance(x, Float8Module)]
-    pre_hook = untraced(functools.partial(hook, is_after_step=False))
-    post_hook = untraced(functools.partial(hook, is_after_step=True))
-    handles = [inner.register_step_pre_hook(pre_hook), inner.register_step_post_hook(post_hook)]
+    before, after = [untraced(functools.partial(hook, is_after_step=x)) for x in (False, True)]
+    handles = [inner.register_step_pre_hook(before), inner.register_step_post_hook(after)]
     attachment = Attachment(mods, handles)
     for mod in mods:
         mod._float8_attach()  # also has the first use cast held weights again
@@ -81,7 +81,7 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
 
 
 def _overrides(feature: Feature, method: Any) -> bool:
-    """Return whether the class of `feature` overrides `method` of its base class `Feature`."""
+    """Return whether the class of `feature` overrides `method`, a function in class `Feature`."""
     return getattr(type(feature), method.__name__) is not method
 
 

@@ -16,9 +16,10 @@ from float8.tensor.ranks import is_fsdp_module
 def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]:
     """Return `model` without the modules that PEFT added, and a dict {base layer: its PEFT layer}.
 
-    The dict has layers of the returned model whose active adapters are not merged yet. `model` is
-    not changed: modules that contain PEFT's are copied; others and Parameters are shared. Active
-    copies of `modules_to_save` replace the originals. Raises `ValueError` if PEFT cannot merge.
+    The dict has only base layers with an active adapter that is not merged into them yet. If
+    `modules_to_save` has an active copy of a module, the copy replaces it. `model` is not changed:
+    modules that contain PEFT's are copied, all other modules and all Parameters are shared. Raises
+    `ValueError` if an adapter is of a kind that PEFT cannot merge, or disabled but merged.
     """
     peft_layer_of = dict[nn.Module, Any]()
     replacement_of = dict[nn.Module, nn.Module]()  # module -> copy, or itself if nothing changes
@@ -27,7 +28,7 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]
         return set() if module.disable_adapters else {*module.active_adapters}
 
     def base_of(module: Any) -> Any:
-        """Return the module that replaces `module` when PEFT's modules are removed."""
+        """Return `module` without PEFT's modules: itself, a copy, or the one that PEFT wraps."""
         # Classes of PEFT by name, since PEFT need not be installed.
         class_names = {x.__name__ for x in type(module).__mro__ if x.__module__.startswith("peft.")}
         if class_names & {"PeftModel", "PeftMixedModel"}:
@@ -58,9 +59,8 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]
             children = {name: x if x is None else base_of(x) for name, x in module._modules.items()}
             replacement_of[module] = module
             if any(x is not module._modules[name] for name, x in children.items()):
-                new = object.__new__(type(module))  # FSDP2 overrides `__new__`
+                replacement_of[module] = new = object.__new__(type(module))  # not FSDP2's `__new__`
                 vars(new).update(vars(module), _modules=children)
-                replacement_of[module] = new
         return replacement_of[module]
 
     return base_of(model), peft_layer_of
@@ -72,7 +72,7 @@ def layers_of_peft(layer: nn.Module) -> list[Any]:
 
 
 def _inactive_parameters(layer: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the Parameters of the PEFT layer `layer` that only inactive adapters use."""
+    """Yield the Parameters of adapters in the PEFT layer `layer` that no active adapter uses."""
     for x in layers_of_peft(layer):
         for child in x.children():
             if isinstance(child, nn.ModuleDict | nn.ParameterDict):  # keys are names of adapters
@@ -88,25 +88,24 @@ def _refusal(got: str) -> ValueError:
     )
 
 
+# Attributes to leave empty in copies: hooks, PEFT's arguments (a tied layer), FSDP2's state.
 _LEFT_EMPTY = re.compile("_hooks$|^kwargs$|^__composable")
-"""Attributes to leave empty in copies: hooks, PEFT's arguments (a tied layer), FSDP2's state."""
 
 
 @torch.no_grad()
 def merged_base_layer(*layers: Any, gather: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
     """Return a float32 copy of the base layer of a PEFT layer, with the active adapters merged.
 
-    `layers` is one PEFT layer, or several whose base layers share a weight: the adapters of all are
-    merged into the copy of this weight. `gather` is called with each Parameter, and must return the
-    full tensor of a sharded one. Raises `ValueError` if PEFT cannot merge.
+    `layers` is one PEFT layer, or several whose base layers share a weight: then that of the first
+    is returned, with the adapters of all merged into its weight. `gather` is called with each
+    Parameter, and must return the full tensor. Raises `ValueError` if PEFT cannot merge an adapter.
     """
     # The memo of `deepcopy`: id of an object -> its copy. Inactive adapters are not copied.
     copies: dict[int, Any] = {id(p): p for layer in layers for p in _inactive_parameters(layer)}
     for p in (p for layer in layers for p in layer.parameters() if id(p) not in copies):
-        gathered = gather(high_precision(p.detach()))
-        values: Any = values_of(gathered)  # a new tensor if `gathered` is in float8
-        dtype = torch.promote_types(values.dtype, torch.float32)
-        values = values.to(dtype, copy=values is gathered)
+        full = gather(high_precision(p.detach()))
+        values: Any = values_of(full)  # a new tensor if `full` is in float8
+        values = values.to(torch.promote_types(values.dtype, torch.float32), copy=values is full)
         copies[id(p)] = nn.Parameter(values, requires_grad=False)
     # Children first, so that `deepcopy` finds the copies of submodules in its memo.
     modules = (x for layer in layers for x in reversed([*layer.modules()]))
@@ -115,15 +114,14 @@ def merged_base_layer(*layers: Any, gather: Callable[[Tensor], Tensor] = lambda 
         copies[id(module)] = object.__new__(cls)  # first, since attributes may refer to `module`
         empty = {name: type(x)() for name, x in vars(module).items() if _LEFT_EMPTY.search(name)}
         vars(copies[id(module)]).update(copy.deepcopy(vars(module) | empty, copies))
-    merged = [copies[id(layer)] for layer in layers]
     with torch.autocast(values.device.type, enabled=False):  # device of the last Parameter
-        for layer in merged:
+        for layer in layers:
             try:
-                for peft_layer in reversed(layers_of_peft(layer)):  # innermost first
+                for peft_layer in reversed(layers_of_peft(copies[id(layer)])):  # innermost first
                     peft_layer.merge()
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, ValueError) as error:
                 why = str(error) or type(error).__name__
                 raise _refusal(f"an adapter that cannot be merged ({why})") from error
-    return merged[0].get_base_layer()
+    return copies[id(layers[0])].get_base_layer()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8.checkpoints.schemes import COMPRESSED, EXPONENTS, scheme_named, scheme_of
+from float8.checkpoints.schemes import COMPRESSED, EXPONENTS, Header, scheme_named, scheme_of
 from float8.formats import E4M3, E5M2, FLOAT8_MAX
 from float8.kernels.runtime.private import warn
 
@@ -33,9 +33,9 @@ def import_safetensors() -> Any:
 
 
 class Checkpoint:
-    """Opens the safetensors files of a checkpoint, checks headers, and reads tensors one by one."""
+    """Opens a folder of safetensors files, checks their headers, and reads tensors one by one."""
 
-    def __init__(self, folder: Path, device: Any = "cpu") -> None:
+    def __init__(self, folder: Path, device: str | torch.device = "cpu") -> None:
         index: Any = self  # differs from any version, so that the loop runs
         # Open all files again if a save replaced the checkpoint while they were being opened.
         while index != (index := _index_version(folder)):
@@ -47,8 +47,8 @@ class Checkpoint:
         if error:
             raise error
 
-    def _open(self, folder: Path, device: Any) -> None:
-        """Open all files, and check their headers against the index and `quantization_config`."""
+    def _open(self, folder: Path, device: str | torch.device) -> None:
+        """Open files to read to `device`; raise if headers contradict index or `config.json`."""
         listed: dict[str, set[str]] = {}  # file -> names of its tensors; {} without an index
         with contextlib.suppress(FileNotFoundError):
             listed = _read(folder, INDEX, _read_index)
@@ -71,7 +71,7 @@ class Checkpoint:
         self.scheme = scheme_of(self._quantization_config(folder))
         if self.scheme.block is None and any(x.endswith(".weight_scale") for x in self._file_of):
             self.scheme = scheme_named(COMPRESSED, self.scheme.strategy)  # AutoFP8 uses that suffix
-        self.headers: dict[str, tuple[Any, tuple[int, ...]]] = {}  # name -> (dtype, shape)
+        self.headers: dict[str, Header] = {}
         for name, file in self._file_of.items():
             header = file.get_slice(name)
             dtype = header.get_dtype()
@@ -86,9 +86,10 @@ class Checkpoint:
         self.names = sorted(name for name in others if not name.endswith(_SCALES_OF_ACTIVATIONS))
 
     def _quantization_config(self, folder: Path) -> Any:
-        """Return the `quantization_config` of `config.json`, or None if it has none.
+        """Return the `quantization_config` of `config.json` in `folder`, or None if it has none.
 
-        If files of ComfyUI or modelopt have none, return a dict by which errors name the format.
+        Exception: files of ComfyUI or modelopt without one give {"quant_method": "comfy"} or
+        {"quant_method": "modelopt"}, so that the error for unsupported formats names theirs.
         """
         with contextlib.suppress(FileNotFoundError):
             if config := _read(folder, CONFIG, _read_json).get("quantization_config"):
@@ -101,13 +102,12 @@ class Checkpoint:
         return _read(folder, CONFIG, _read_json).get("quantization_config")  # raises without file
 
     def read(self, name: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Read the tensor `name`; return a float8 weight as a `Float8Tensor` of dtype `dtype`."""
+        """Read tensor `name`: a float8 weight as `Float8Tensor` of `dtype`, others as stored."""
         data: Tensor = self._file_of[name].get_tensor(name)
         if name not in self.in_float8:
             return data
         scale_name = name + self.scheme.scale_suffix
-        scale = self._file_of[scale_name].get_tensor(scale_name)
-        return self.scheme.weight(data, scale, dtype)
+        return self.scheme.weight(data, self._file_of[scale_name].get_tensor(scale_name), dtype)
 
 
 _SCALES_OF_ACTIVATIONS: tuple[str, ...] = (".input_scale", ".output_scale", ".activation_scale")
@@ -119,7 +119,7 @@ _DTYPES |= {"F16": torch.float16, "F8_E4M3": E4M3, "F8_E5M2": E5M2}
 _DTYPES |= {"F8_E8M0": EXPONENTS, "U8": torch.uint8}
 
 
-def _open_safetensors(path: Path, device: Any) -> Any:
+def _open_safetensors(path: Path, device: str | torch.device) -> Any:
     safetensors = import_safetensors()
     try:
         return safetensors.safe_open(path, "pt", str(device))
@@ -146,7 +146,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_index(index: Path) -> dict[str, set[str]]:
-    """Return {file: names of its tensors}; raise `ValueError` if `index` names other folders."""
+    """Return {file: its tensors' names} of `index` (JSON); raise for a file outside its folder."""
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index}: got no weight_map of names and files; fetch it again")
@@ -161,14 +161,14 @@ def _read_index(index: Path) -> dict[str, set[str]]:
 
 
 def _read(folder: Path, name: str, read: Callable[[Path], Any]) -> Any:
-    """Return `read(path)` of file `name` in `folder`, or of a newer one yet to be moved there."""
+    """Return `read(path)` of file `name` in `folder / _COMPLETE`, or if not there, in `folder`."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, RuntimeError):  # moved just now
         return read(folder / _COMPLETE / name)
     return read(folder / name)
 
 
 def _index_version(folder: Path) -> tuple[int, int] | None:
-    """Return (inode, mtime in ns) of the index file, which a save changes, or None without one."""
+    """Return (inode, mtime in ns) of `folder`'s index file, new after a save; None without one."""
     with contextlib.suppress(FileNotFoundError):
         status = _read(folder, INDEX, Path.stat)
         return status.st_ino, status.st_mtime_ns
@@ -187,10 +187,10 @@ def write_files(
 ) -> None:
     """Write a checkpoint to `folder`, replacing an older one, which is kept if an error occurs.
 
-    Each dict {name: tensor} goes into one file, of at most `max_shard_size` bytes unless one dict
-    has more. `config` is the text of `config.json`. All files are completed in a subfolder, then
-    moved to `folder`. If the process is killed while it moves them, this library reads the rest in
-    the subfolder, and the next save moves it.
+    Each dict {name: tensor} goes into one file as a whole. Files have at most `max_shard_size`
+    bytes, except those of a single dict that is larger. `config` is the text of `config.json`. All
+    files are completed in a subfolder, then moved to `folder`. If the process is killed during the
+    moves, `Checkpoint` reads the remaining files in the subfolder, and the next save moves them.
     """
     names = (f"model-{number:05d}.safetensors" for number in range(1, 100_000))
     # New names, so that the older checkpoint can be read until its index is replaced.
@@ -231,7 +231,7 @@ def write_files(
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Context manager that makes and locks `folder`; raises `OSError` if another save locks it."""
+    """Context manager to make and lock `folder`; raises `OSError` if another save has locked it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (lock := folder / _LOCK).open("ab") as file:
         try:
@@ -250,7 +250,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _shards(tensors: Iterable[dict[str, Tensor]], max_size: int) -> Iterator[dict[str, Tensor]]:
-    """Merge dicts of `tensors`, on the CPU, into shards of up to `max_size` bytes; split none."""
+    """Merge dicts of `tensors`, splitting none, into dicts on the CPU of up to `max_size` bytes."""
     # One dict is yielded and cleared again and again, so that one shard is in memory at a time.
     shard, storages, size = dict[str, Tensor](), set[int](), 0
     for named_tensors in tensors:
@@ -270,11 +270,10 @@ def _shards(tensors: Iterable[dict[str, Tensor]], max_size: int) -> Iterator[dic
 
 
 def _move_to_places(folder: Path) -> None:
-    """Move files of a complete save, if any, from a subfolder to `folder`; undo it on errors."""
+    """Move all files in the subfolder `_COMPLETE`, if any, to `folder`; if one fails, move none."""
     complete = folder / _COMPLETE
-    shards = sorted(path.name for path in complete.glob("*.safetensors"))
     with contextlib.ExitStack() as undo:
-        for name in (*shards, INDEX, CONFIG):
+        for name in (*sorted(path.name for path in complete.glob("*.safetensors")), INDEX, CONFIG):
             new, path = complete / name, folder / name
             if not new.exists():  # no `_COMPLETE`, or a save that was killed has moved this file
                 continue
@@ -290,7 +289,7 @@ def _move_to_places(folder: Path) -> None:
 
 
 def _to_disk(path: Path, write: Callable[[Path], object]) -> None:
-    """Call `write(path)`, and fsync the file; raise an `OSError` with `path` if either fails."""
+    """Call `write(path)`, then fsync the file; raise an `OSError` with `path` if either fails."""
     try:
         write(path)
         with path.open("rb+") as file:

@@ -15,23 +15,23 @@ from float8.linear.source import become
 
 
 class LoadedInFloat8(Conversion):
-    """Converts linear layers that another library, such as transformers, loaded in float8."""
+    """Converts layers that other libraries loaded in float8, as `FP8Linear`, to `Float8Linear`."""
 
     has_rules = False  # heads and adapters are in float8 already
 
     def matches(self, mod: nn.Module) -> bool:
-        """Return True if `mod` is a linear layer with a float8 weight and a Parameter of scales."""
+        """Return whether `mod` is a linear layer with a float8 weight and a Parameter of scales."""
         return schemes.scheme_of_layer(mod) is not None
 
     def problem(self, mod: nn.Module, chooser: Chooser) -> str | None:
-        """Return why `mod` cannot be converted with the config that `chooser` has, or None."""
+        """Return why `mod` cannot take the user's config, which `chooser` holds, or None."""
         return schemes.why_not_taken(mod, schemes.config_for(mod, chooser.config_or_none))
 
     def prepare(self, mod: nn.Module, chooser: Chooser) -> Callable[[], None]:
         """Return a function that turns `mod`, in place, into a `Float8Linear`.
 
-        Its weight stays in float8 if the config in `chooser` is None or has `Float8Weights.ONLY`
-        (weights exist in float8 only); otherwise the weight is dequantized.
+        If the user's config in `chooser` is None or has `Float8Weights.ONLY` (weights in float8
+        only), the weight keeps its float8 bytes, frozen; otherwise it is dequantized, and trains.
         """
         config = schemes.config_for(mod, chooser.config_or_none)
         params = chooser.model.named_parameters()
@@ -42,18 +42,17 @@ class LoadedInFloat8(Conversion):
 
 
 class Quantizers(Feature):
-    """Removes transformers' quantizer and compressed-tensors' hook from models that they loaded."""
+    """Removes what transformers and compressed-tensors attach to float8 models, once converted."""
 
     def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
-        """Remove the quantizer of transformers and the hook of compressed-tensors from `model`.
+        """Remove transformers' `hf_quantizer` and compressed-tensors' `ct_decompress_hook`.
 
-        With its quantizer, transformers refuses to train, and saves the old `quantization_config`.
-        The hook replaces all dicts of Parameters. Both stay if a float8 layer of these libraries is
-        left, or if `config` is None, which means that `model` was converted to high precision.
+        With the quantizer, transformers refuses to train `model`, and saves the loaded config; the
+        hook replaces all dicts of Parameters in the first forward. Both stay if `model` still has a
+        float8 layer of these libraries, or if `config` is None (a conversion to high precision).
         """
-        unconverted = any(schemes.COMPRESSED_MARK in vars(mod) for mod in model.modules())
-        unconverted = unconverted or any(p.dtype in FLOAT8_MAX for p in model.parameters())
-        if config is None or unconverted:  # None: `model` is converted to high precision
+        has_mark = any(schemes.COMPRESSED_MARK in vars(mod) for mod in model.modules())
+        if config is None or has_mark or any(p.dtype in FLOAT8_MAX for p in model.parameters()):
             return
         for mod in model.modules():
             if hook := mod.__dict__.pop("ct_decompress_hook", None):

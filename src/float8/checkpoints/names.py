@@ -14,7 +14,7 @@ from float8.tensor import Float8Tensor, dequantise
 
 
 class SavedTensor:
-    """Holds a Parameter or persistent buffer, and all modules that have it, with its names."""
+    """Holds a Parameter or persistent buffer, and its uses, several if tied: modules and names."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Any = tensor
@@ -31,7 +31,7 @@ class SavedTensor:
 
 
 def saved_tensors(model: nn.Module) -> list[SavedTensor]:
-    """Return the Parameters and persistent buffers of `model`, except those of delayed scaling."""
+    """Return each Parameter and persistent buffer of `model` once, but no delayed-scaling state."""
     saved: dict[int, SavedTensor] = {}  # id -> tensor, so that a tied tensor is in it once
     for prefix, module in unwrapped(model).named_modules(remove_duplicate=False):
         for attr, x in {**module._parameters, **module._buffers}.items():
@@ -43,18 +43,22 @@ def saved_tensors(model: nn.Module) -> list[SavedTensor]:
 
 
 class Part(NamedTuple):
-    """Selects what files store under one name: a whole tensor, or a weight [N, K] of one expert."""
+    """Selects the part of a tensor that files store under one name.
 
-    expert: int | None = None  # None: all of the tensor
-    piece: int = 0  # index of the weight [N, K] among the `pieces` of the expert
-    pieces: int = 1  # weights per expert that [E, pieces * N, K] joins: 2 for gate and up
+    `expert` None selects the whole tensor. A number selects one weight [N, K] of that expert from a
+    tensor [E, pieces * N, K]: the rows `piece * N` to `piece * N + N`.
+    """
+
+    expert: int | None = None
+    piece: int = 0
+    pieces: int = 1  # 2 for the gate projection joined with the up projection
 
     def shape(self, full_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of this part of a tensor of shape `full_shape`."""
         return full_shape if self.expert is None else (full_shape[1] // self.pieces, full_shape[2])
 
     def of(self, x: Tensor) -> Tensor:
-        """Return this part of `x`: a view, or dequantized if its scales cover other parts, too."""
+        """Return this part of `x`: a view, or dequantized if a scale covers rows of two parts."""
         if self.expert is None:
             return x
         N, _ = self.shape(x.shape)
@@ -75,11 +79,12 @@ Parts = dict[str, Part]
 
 
 def published_parts(model: nn.Module) -> dict[str, Parts]:
-    """Return {name in `model`: {name in files: part}}, as transformers saves tensors of `model`.
+    """Return {name in `model`: {name in files: part}} for all Parameters and persistent buffers.
 
-    transformers 5 saves some tensors under other names, and a Parameter [E, pieces * N, K] of
-    experts as a weight [N, K] for each expert and piece. All other tensors, and those that it could
-    not load from such parts, have one part: the whole tensor, under its name in `model`.
+    If `model` is of transformers, these are the names and parts that it saves: version 5 renames
+    some tensors, and saves a Parameter [E, pieces * N, K] of experts as a weight [N, K] for each
+    expert and piece (such as its gate and its up projection). All other tensors, and those that it
+    could not load again from such files, have one part: all of it, under the name in `model`.
     """
     saved = [(*use, x.tensor) for x in saved_tensors(model) for use in x.uses]  # one per name
     published = {name: {name: WHOLE} for name, *_ in saved}
@@ -133,8 +138,8 @@ def published_parts(model: nn.Module) -> dict[str, Parts]:
 def replaced_by_transformers(model: nn.Module, method: str) -> str | None:
     """Return the name of a class in `model` whose weights transformers could not load, or None.
 
-    For a checkpoint with the `quant_method` `method`, transformers replaces modules of some classes
-    by others, whose weights have other names than those in the checkpoint.
+    When transformers loads a checkpoint with the `quant_method` `method`, it replaces modules of
+    some classes by modules of its own, whose weights have other names than files of `model` have.
     """
     if not _is_of_transformers(unwrapped(model)):
         return None
@@ -152,18 +157,19 @@ def _is_of_transformers(root: nn.Module) -> bool:
 
 
 def _is_experts_weight(module: nn.Module, attr: str) -> bool:
-    """Return whether the Parameter `attr` of `module` has the weights of experts as [E, N, K]."""
+    """Return whether Parameter `attr` of `module` has experts' weights as [E, N, K] (K inputs)."""
     conversion, weight = conversion_of(module), module._parameters.get(attr)
     has_experts = weight is not None and weight.dim() == 3
     return has_experts and conversion is not None and attr in conversion.stored_by_rows(module)
 
 
-def _split(converter: Any, name: str, shape: Any, model: Any) -> Parts:
+def _split(converter: Any, name: str, shape: tuple[int, ...], model: Any) -> Parts:
     """Return {name in files: part} for the weights into which transformers splits a Parameter.
 
-    The Parameter `name` has `shape` [E, pieces * N, K]; a part is one piece [N, K] of one expert.
-    To find which, transformers' `converter` for this name is run on a small tensor of the numbers
-    0, 1, 2, ... Parts are sorted by piece, then expert. Returns {} if a result is no such piece.
+    Parameter `name` of `model` has `shape` [E, pieces * N, K]; a part is a piece [N, K] of one
+    expert. transformers' `converter` for `name` is run on a small tensor of the numbers 0, 1, ...,
+    which show the rows that each result has. Parts are sorted by piece, then expert. Returns {}
+    unless each result is such a piece, and no two are the same.
     """
     rows = 12  # of each expert in the small tensor; divisible by 1, 2, 3, 4, 6 and 12 pieces
     numbers = torch.arange(shape[0] * rows * 2, device="cpu").view(-1, rows, 2)  # [E, rows, 2]

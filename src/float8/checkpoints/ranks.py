@@ -14,8 +14,8 @@ _ERRORS = (FileNotFoundError, OSError, ImportError, TypeError, ValueError)
 class ModelRanks:
     """Context manager that raises an error of one rank on all ranks that share a model's DTensors.
 
-    The other ranks raise it at the end of the block, or before that at their next call of `agree`.
-    Call `agree` before each collective, so that no rank waits for a failed one. Without DTensors,
+    Other ranks raise it at the end of the `with` block, or in it at their next call of `agree`:
+    call that before each collective, so that no rank waits for a failed one. Without DTensors,
     ranks do not wait for each other. FSDP2 modules are resharded when the manager is created.
     """
 
@@ -29,10 +29,11 @@ class ModelRanks:
         self.number = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
     def agree(self, value: Any = None, error: BaseException | None = None) -> list[Any]:
-        """All-gather `value` over each process group of the model; return all values in one list.
+        """All-gather `value` over each process group of the model's DTensors; return all values.
 
-        If a rank passes an `error`, this method raises an error with its text on all other ranks;
-        on that rank it returns, and the caller must raise `error`.
+        The values from all groups are in one list, which is [] without DTensors. If a rank passes
+        an `error`, all other ranks raise an error with its text here; on that rank this method
+        returns, and the caller must raise `error`.
         """
         cls = next((cls for cls in _ERRORS if isinstance(error, cls)), RuntimeError)
         text = str(error) if cls is not RuntimeError else f"{type(error).__name__}: {error}"
@@ -57,7 +58,7 @@ class ModelRanks:
             self.agree(error=error)
 
     def gather(self, x: Any) -> Tensor:
-        """All-gather a DTensor `x`, and return the full tensor; return any other `x` unchanged."""
+        """Return a DTensor `x` all-gathered, after a call of `agree`; any other `x` unchanged."""
         if is_dtensor(x):
             self.agree()
             x = x.full_tensor()

@@ -23,15 +23,15 @@ from float8.tensor import Float8Tensor, high_precision, is_dtensor, local_tensor
 def read_float8_checkpoint(
     folder: str | Path, *, dtype: torch.dtype = torch.bfloat16, device: Any = "cpu"
 ) -> Iterator[tuple[str, Tensor]]:
-    """Return an iterator over (name, tensor) pairs of a checkpoint, which reads one at a time.
+    """Return an iterator over (name, tensor) pairs of a checkpoint, which reads a tensor at a time.
 
-    Float8 weights are yielded as `Float8Tensor` with the data and scales of the file, other tensors
-    as they are. The headers of all files are checked before this function returns.
+    A float8 weight is yielded as `Float8Tensor` with the data and scales of the file, which have no
+    pairs of their own; other tensors as stored. All headers are checked before this call returns.
 
     Args:
         folder: contains `config.json`, whose `quantization_config` describes the float8 format, and
             one safetensors file, or shards with an index.
-        dtype: the dtype of each `Float8Tensor`, to which it dequantizes.
+        dtype: the dtype that each `Float8Tensor` reports, and dequantizes to.
         device: the device that tensors are read to.
 
     Raises:
@@ -54,25 +54,26 @@ def load_float8_checkpoint(
     """Load a float8 checkpoint into `model`, one tensor at a time, and return `model`.
 
     Layers and experts with `Float8Weights.ONLY` (weights exist in float8 only) take the data and
-    scales of the files. Their recipe must have the same granularity: `blockwise` for 128x128
-    blocks, `rowwise` for channels, `tensorwise` for tensors, `mxfp8` for MXFP8. Other Parameters
-    take the dequantized values, rounded to their dtype; DTensors take this rank's part of them.
+    scales of the files, unchanged. Their recipe must have the granularity of the files: `blockwise`
+    for 128x128 blocks, `rowwise` for a scale per row (channel), `tensorwise` for one scale, `mxfp8`
+    for MXFP8. Other Parameters take the dequantized values, rounded to their dtype. Each rank
+    copies its own shards of DTensors.
 
-    Names in files are those of `model`, or those under which transformers saves it, with experts
-    one by one. All ranks that share `model` must call this; an error on one is raised on all.
+    Names in files must be those of `model`, or those under which transformers saves it, with each
+    expert alone. All ranks that share `model` must call this; an error on one is raised on all.
 
     Args:
-        model: in high precision or converted. It may be on the meta device, except for sharded
-            weights in high precision. Experts may be sharded only along their dim (`Shard(0)`).
+        model: in high precision or converted to float8. It may be on the meta device, except for
+            DTensors in high precision. Experts stored one by one may be sharded on dim 0 only.
         folder: contains `config.json`, and one safetensors file, or shards with an index.
-        device: the device of Parameters that replace those on the meta device; None: the CPU.
+        device: where to make Parameters and buffers that are on the meta device; None: the CPU.
 
     Raises:
         ImportError, FileNotFoundError: the package safetensors, or a file, is missing.
         TypeError: `model` is not an `nn.Module`.
         ValueError: a file is damaged or of no supported format; names or shapes are not those of
-            `model`; a layer with `ONLY` has another granularity; an expert is there twice, joined
-            and alone; or tied Parameters have different values. `model` is unchanged then.
+            `model`; a layer with `ONLY` has another granularity; files have an expert twice, alone
+            and with others; or tied Parameters have different values. `model` is unchanged then.
         RuntimeError, AssertionError: torch's own, for a `device` that does not exist.
     """
     with ModelRanks(model) as ranks:
@@ -100,20 +101,24 @@ def load_float8_checkpoint(
 
 
 class _Target(NamedTuple):
-    """Describes where a tensor is loaded: into a Parameter or buffer, or an expert's part of it."""
+    """Describes where a tensor is loaded to: a Parameter or buffer, or the weight of one expert."""
 
     saved: SavedTensor
     part: Part = WHOLE
 
     @property
     def only_layers(self) -> list[Any]:
-        """The modules with this weight that keep weights in float8 only (`Float8Weights.ONLY`)."""
+        """The modules that have this tensor as weight in float8 only (`Float8Weights.ONLY`)."""
         uses: Any = ((m, attr) for _, m, attr in self.saved.uses if isinstance(m, Float8Module))
         return [m for m, attr in uses if m._float8_never_trains and attr in m._float8_matrices()]
 
 
 def _match(model: nn.Module, checkpoint: Checkpoint, targets: dict[str, _Target]) -> list[str]:
-    """Check that each target gets one tensor that fits, and return the names of these tensors."""
+    """Return the names of the tensors in `checkpoint` to load, for each tensor of `model` one.
+
+    `targets` is {name in `model` or name in files: where to load it}. Raises `ValueError` if a
+    tensor is missing, unknown, does not fit, or is there twice, unless it is tied and equal.
+    """
     class_name = type(model).__name__
     names_in_files = dict[_Target, list[str]]()  # files may have a tied tensor under several names
     # transformers ignores these names as well, for example of multi-token prediction layers.
@@ -143,8 +148,7 @@ def _match(model: nn.Module, checkpoint: Checkpoint, targets: dict[str, _Target]
         for name in others:
             dtype = target.saved.tensor.dtype
             x, y = (values_of(checkpoint.read(each)).to(dtype) for each in (first, name))
-            both_nan = (x != x) & (y != y)
-            if not ((x == y) | both_nan).all():
+            if not ((x == y) | ((x != x) & (y != y))).all():  # equal, or both NaN
                 got = f"got other values than those of {first!r}, expected the same"
                 why = f"they are one tensor of {class_name}; untie them, or remove one"
                 raise ValueError(f"{name}: {got}: {why}")
@@ -152,12 +156,11 @@ def _match(model: nn.Module, checkpoint: Checkpoint, targets: dict[str, _Target]
 
 
 def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None:
-    """Raise `ValueError` if `target` cannot take the dtype, shape or scales of tensor `name`."""
+    """Raise `ValueError` if tensor `name` has dtype, shape or scales that `target` cannot take."""
     (dtype, shape), tensor = checkpoint.headers[name], target.saved.tensor
     shape_of_part = target.part.shape(tuple(tensor.shape))
     only_layers, granularity = target.only_layers, checkpoint.scheme.granularity
-    casts = (layer._float8_plan.casts.weight.config for layer in only_layers)
-    granularities = {cast_config.scaling_granularity for cast_config in casts}
+    granularities = {x._float8_plan.casts.weight.config.scaling_granularity for x in only_layers}
     pieces_share_scales = any(x.one_scale or shape_of_part[0] % x.height for x in granularities)
     in_float8 = name in checkpoint.in_float8
     takes_data = in_float8 and len(only_layers) == len(target.saved.uses)  # without dequantizing
@@ -184,8 +187,8 @@ def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None
     raise ValueError(f"{name}: got {got}, expected {expected}")
 
 
-def _load(target: _Target, read: Callable[..., Tensor], device: Any) -> None:
-    """Load the tensor that `read()` returns into `target`, allocated on `device` if on meta."""
+def _load(target: _Target, read: Callable[..., Tensor], device: torch.device) -> None:
+    """Load the tensor that `read()` returns into `target`, made on `device` if on meta device."""
     saved, old, only_layers = target.saved, target.saved.tensor, target.only_layers
     if len(only_layers) == len(saved.uses) and target.part == WHOLE:  # all uses are in float8 only
         new = read(old.dtype).to(device if old.is_meta else old.device, old.dtype)
@@ -212,13 +215,13 @@ def _load(target: _Target, read: Callable[..., Tensor], device: Any) -> None:
 
 
 def _copy(destination: Any, tensor: Tensor) -> None:
-    """Copy `tensor`, dequantized, to `destination`; for a DTensor copy only this rank's shard."""
+    """Copy `tensor`, dequantized, to `destination`, or this rank's shard if that is a DTensor."""
     values = values_of(tensor.to(destination.device)).to(destination.dtype)
     destination.copy_(_distribute(values, destination) if is_dtensor(destination) else values)
 
 
 def _distribute(whole: Tensor, template: Any) -> Any:
-    """Return `whole`, equal on all ranks, as a DTensor placed like `template`, sending nothing."""
+    """Return `whole`, equal on all ranks, as a DTensor like `template`, without communication."""
     from torch.distributed.tensor import distribute_tensor  # slow to import
 
     return distribute_tensor(whole, template.device_mesh, template.placements, src_data_rank=None)

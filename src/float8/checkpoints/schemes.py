@@ -19,6 +19,7 @@ from float8.tensor import Float8Tensor, dequantise, is_dtensor
 
 FINE_GRAINED, COMPRESSED = "fine-grained-fp8", "compressed-tensors"
 EXPONENTS = torch.float8_e8m0fnu
+Header = tuple[Any, tuple[int, ...]]  # dtype of a tensor in a file (a str if unknown), and shape
 
 
 class Scheme(NamedTuple):
@@ -32,32 +33,30 @@ class Scheme(NamedTuple):
 
     @property
     def scale_suffix(self) -> str:
-        """The suffix that turns the name of a weight into that of its scale."""
+        """What follows the name of a weight in the name of its scale, such as `_scale_inv`."""
         return "_scale_inv" if self.format == FINE_GRAINED else "_scale"
 
     @property
     def block(self) -> list[int | None] | None:
-        """The [rows, columns] that share a scale; [1, None]: each row; None: the whole tensor."""
+        """[rows, columns] that share a scale; [1, None]: one per row; None: one for the tensor."""
         granularity = self.granularity
         return None if granularity.one_scale else [granularity.height, granularity.width]
 
-    def accepts(self, granularity: Any) -> bool:
-        """Return whether files can store scales of `granularity` without another cast to float8."""
+    def accepts(self, granularity: ScalingGranularity) -> bool:
+        """Return whether files can store data with scales of `granularity` without a new cast."""
         if self.granularity is ScalingGranularity.BLOCK_1x32:  # repeat those of 32x32 for each row
             return granularity in (ScalingGranularity.BLOCK_1x32, ScalingGranularity.BLOCK_32x32)
         return granularity is self.granularity
 
     def scale_shape(self, shape: tuple[int, ...], is_expert: bool = False) -> tuple[int, ...]:
-        """Return the shape in files of the scale of a weight [N, K], an expert's if `is_expert`."""
-        if self.granularity.one_scale and self.format == FINE_GRAINED:
-            return (1, 1) if is_expert else ()  # transformers concatenates scales of experts
-        if self.granularity.one_scale:
-            return (1,)
+        """Return the shape in files of the scale of a weight, or expert's weight, of `shape`."""
+        if self.granularity.one_scale:  # transformers concatenates scales of experts
+            return (1,) if self.format == COMPRESSED else (1, 1) if is_expert else ()
         width = self.granularity.width  # unlike in memory, columns of scales are not padded
         return self.granularity.scales(shape)[0], 1 if width is None else -(-shape[1] // width)
 
-    def require_pair(self, name: str, weight: Any, scale: Any) -> None:
-        """Raise `ValueError` if `weight` or `scale`, each (dtype, shape), is not of this scheme."""
+    def require_pair(self, name: str, weight: Header, scale: Header | None) -> None:
+        """Raise `ValueError` unless weight `name` and scale, (dtype, shape), are of this scheme."""
         (dtype, shape), scale_name = weight, name + self.scale_suffix
         scale_dtype, scale_shape = scale or (None, None)
         shapes = [self.scale_shape(shape)] if len(shape) == 2 else []
@@ -82,7 +81,7 @@ class Scheme(NamedTuple):
         raise ValueError(f"{name}: got {got}, expected {expected}, as config.json says; {fix}")
 
     def weight(self, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Float8Tensor:
-        """Return `data` [N, K] and `scale` of a file as a `Float8Tensor` of dtype `dtype`."""
+        """Return `data` [N, K] and `scale`, read from a file, as a `Float8Tensor` of `dtype`."""
         scale = scale.detach()  # scales of one byte are exponents, even if the dtype is uint8
         scale = (scale.view(EXPONENTS) if scale.itemsize == 1 else scale).to(torch.float32)
         if self.granularity.one_scale:
@@ -94,9 +93,9 @@ class Scheme(NamedTuple):
         return Float8Tensor(data.detach().contiguous(), scale.contiguous(), dtype, self.granularity)
 
     def published(self, weight: Any, is_expert: bool) -> tuple[Tensor, Tensor] | None:
-        """Return (data, scale) of the `Float8Tensor` `weight` as files store them, or None.
+        """Return (data, scale) of `weight`, a `Float8Tensor` [N, K], as files store them, or None.
 
-        None means that they need another dtype or granularity, or scales that are powers of two.
+        None: it must be cast anew, to another dtype, granularity, or scales that are powers of two.
         """
         if not self.accepts(weight._granularity) or weight._data.dtype != E4M3:
             return None
@@ -116,7 +115,7 @@ class Scheme(NamedTuple):
         return weight._data, scale
 
     def config(self, left_out: list[str]) -> dict[str, Any]:
-        """Return the `quantization_config` for files; `left_out` names layers in high precision."""
+        """Return the `quantization_config` to write, with names `left_out` of layers not cast."""
         if self.format == FINE_GRAINED:
             method = "mxfp8" if self.strategy == "mxfp8" else "fp8"
             config: dict[str, Any] = {"quant_method": method, "fmt": "e4m3"}
@@ -151,8 +150,8 @@ _NAMES = ", ".join(f"{x.format!r} with strategy {x.strategy!r}" for x in _SCHEME
 FP8_METHODS = "fp8", "mxfp8"  # values of `quant_method` for `fine-grained-fp8`
 
 
-def scheme_named(format: str, strategy: str | None) -> Scheme:
-    """Return the `Scheme` of a format and strategy (None: its default), or raise a `ValueError`."""
+def scheme_named(format: str, strategy: str | None) -> Scheme:  # "compressed-tensors", "channel"
+    """Return the `Scheme` with these names (None: the format's default), or raise `ValueError`."""
     for scheme in _SCHEMES:
         if scheme.format == format and strategy in (None, scheme.strategy):
             return scheme
@@ -160,7 +159,7 @@ def scheme_named(format: str, strategy: str | None) -> Scheme:
 
 
 def scheme_of(config: Any) -> Scheme:
-    """Return the `Scheme` that a `quantization_config` describes, or raise a `ValueError`."""
+    """Return the `Scheme` that a `quantization_config` describes; raise `ValueError` if none."""
     config = _dict_or_empty(config)
     method = config.get("quant_method")
     fixes = (fix for prefix, fix in _FIX_BY_METHOD.items() if str(method).startswith(prefix))
@@ -175,7 +174,7 @@ def scheme_of(config: Any) -> Scheme:
 
 
 def _fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Return fields of a `quantization_config` that tell schemes apart, as {"['fmt']": "e4m3"}."""
+    """Return {"['fmt']": "e4m3", ...}: a `quantization_config`'s fields that tell schemes apart."""
     if config["quant_method"] != COMPRESSED:
         is_mxfp8 = config["quant_method"] == "mxfp8"
         block, scale_fmt = ([1, 32], "ue8m0") if is_mxfp8 else (None, "float")
@@ -210,7 +209,7 @@ _FIX_BY_METHOD = {
 
 
 def _require(field: str, got: Any, supported: list[Any], fix: str | None = None) -> None:
-    """Raise `ValueError`, with advice `fix`, unless `got`, the value of `field`, is `supported`."""
+    """Raise `ValueError`, with advice `fix`, if `supported` lacks `got`, the value of `field`."""
     if got not in supported:
         expected = " or ".join(dict.fromkeys(repr(x) for x in supported if x is not None))
         fix = fix or "load it with transformers, dequantized, instead"
@@ -245,28 +244,26 @@ def scheme_of_layer(mod: Any) -> Scheme | str | None:
     if (scale := mod._parameters.get("weight_scale")) is None:
         return None
     inferred = "tensor" if scale.numel() == 1 else "channel"  # if the layer names no strategy
-    weight_arguments = getattr(getattr(mod, COMPRESSED_MARK, None), "weights", None)
-    strategy = getattr(weight_arguments, "strategy", inferred)
-    strategy = "mxfp8" if scale.itemsize == 1 else strategy  # compressed-tensors has "group" there
+    weights = getattr(getattr(mod, COMPRESSED_MARK, None), "weights", None)  # says "group" if MXFP8
+    strategy = "mxfp8" if scale.itemsize == 1 else getattr(weights, "strategy", inferred)
     fits = (x for x in _SCHEMES if (x.format, x.strategy) == (COMPRESSED, strategy))
     return next(fits, f"strategy {strategy!r} ({COMPRESSED})")
 
 
 def config_for(mod: Any, config: Float8LinearConfig | None) -> Float8LinearConfig:
-    """Return `config`, or if it is None one that keeps `mod` in float8 (`Float8Weights.ONLY`)."""
+    """Return `config`, or if None one with which `mod`, loaded in float8, keeps its bytes."""
     if config is not None:
         return config
     if not isinstance(scheme := scheme_of_layer(mod), Scheme):
         return as_config("tensorwise")  # any one: `why_not_taken` refuses `mod`
     recipe = as_config(scheme.recipe)
-    always_rounds = recipe.cast_config_weight.scaling_granularity.exponents  # as in MXFP8
-    if scheme.exponents and not always_rounds:  # servers round scales of activations, too
-        recipe = replace(recipe, round_scales_to_power_of_2=True)
+    if scheme.exponents and not recipe.cast_config_weight.scaling_granularity.exponents:
+        recipe = replace(recipe, round_scales_to_power_of_2=True)  # as servers do in activations
     return replace(recipe, float8_weights=Float8Weights.ONLY)
 
 
 def why_not_taken(mod: Any, config: Float8LinearConfig) -> str | None:
-    """Return why `mod`, loaded in float8 by another library, cannot be converted, or None."""
+    """Return why `mod`, loaded in float8 by another library, cannot take `config`, or None."""
     scheme = scheme_of_layer(mod)  # or a text that describes its scales
     if not isinstance(scheme, Scheme):
         got = f"got a weight in float8 with scales of {scheme}"
@@ -293,14 +290,13 @@ def why_not_taken(mod: Any, config: Float8LinearConfig) -> str | None:
 def as_linear(mod: Any, config: Float8LinearConfig, dtype: torch.dtype) -> nn.Linear:
     """Return an `nn.Linear` with bias and hooks of `mod`, which another library loaded in float8.
 
-    If `config` has `Float8Weights.ONLY` (weights exist in float8 only), its weight is a frozen
-    `Float8Tensor` of the same bytes; otherwise the weight is dequantized to `dtype`.
+    If `config` has `Float8Weights.ONLY` (weights exist in float8 only), the new weight is a frozen
+    `Float8Tensor` of the same bytes that reports `dtype`; otherwise it is dequantized to `dtype`.
     """
     scheme: Any = scheme_of_layer(mod)  # a `Scheme`: `why_not_taken` has returned None
-    scale = mod._parameters["weight" + scheme.scale_suffix]
-    float8_weight: Any = scheme.weight(mod.weight, scale, dtype)
+    quantized = scheme.weight(mod.weight, mod._parameters["weight" + scheme.scale_suffix], dtype)
     only = config.float8_weights is Float8Weights.ONLY
-    weight = float8_weight if only else values_of(float8_weight).to(dtype)
+    weight = quantized if only else values_of(quantized).to(dtype)
     new: nn.Linear = shallow_copy(mod, nn.Linear)  # its dicts are copies: `mod` does not change
     new._parameters["weight"] = nn.Parameter(weight, requires_grad=not only)
     for name in ("weight_scale", "weight_scale_inv", "activation_scale", "input_scale"):

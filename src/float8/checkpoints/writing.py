@@ -30,7 +30,7 @@ from float8.tensor.weights import in_float8_only
 
 @dataclass(frozen=True)
 class WrittenWeight:
-    """Describes a weight written in float8: its name, and whether training has the same bytes."""
+    """Names a float8 weight in files, and says whether training multiplies the same bytes."""
 
     name: str
     as_trained: bool
@@ -47,16 +47,17 @@ def float8_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and tensors of a converted model in a format that inference servers read.
 
-    A weight [N, K] of a `Float8Linear` is yielded as e4m3 data, followed by its scales. If scales
-    have the recipe's granularity, the data are the bytes that training multiplies. Names are those
-    under which transformers saves the model; for other models those of `model.state_dict()` without
-    the prefixes of torch.compile and DDP. Experts that transformers saves one by one are yielded
-    one by one, in float8 even if not converted. Tensors that are not cast may share memory with the
-    model: copy them before the next step. Active adapters of PEFT are merged in float32 before the
-    cast, one layer at a time; names are those without adapters, and `model` is not changed.
+    A weight [N, K] of a `Float8Linear` is yielded as e4m3 data, then its scales under a name with
+    `_scale_inv` ("fine-grained-fp8") or `_scale` added. If `strategy` is the granularity of weights
+    in training, the data are the bytes that training multiplies. Names are those under which
+    transformers saves the model; for other models those of `model.state_dict()` without the
+    prefixes of torch.compile and DDP. Experts that transformers saves one by one are yielded one by
+    one, in float8 even if not converted. Tensors that are not cast may share memory with the model:
+    copy them before the next step. Active adapters of PEFT are merged in float32 before the cast,
+    one layer at a time; names are those without adapters, and `model` is not changed.
 
     Ranks that share a model (FSDP2, tensor parallel) all-gather one weight at a time, and must all
-    iterate to the end. Weights that FSDP2 has gathered are resharded.
+    iterate to the end. FSDP2 modules are resharded first.
 
     Args:
         model: a model that `convert_to_float8_training` has converted, whole or sharded.
@@ -64,11 +65,12 @@ def float8_weights(
         strategy: the granularity of the scales. `"fine-grained-fp8"`: `"block"`, 128x128 (default),
             `"block_ue8m0"`, the same with 8-bit exponents as scales, `"mxfp8"`, 1x32 with 8-bit
             exponents, or `"tensor"`. `"compressed-tensors"`: `"channel"`, one scale per row
-            (default), `"block"`, `"mxfp8"` or `"tensor"`. For exponents, weights whose scales are
-            not powers of two are quantized again.
+            (default), `"block"`, `"mxfp8"` or `"tensor"`. With exponents, a weight that training
+            casts with scales that are not powers of two gets other bytes here.
         dtype: the dtype of yielded tensors that are not in float8. None keeps dtypes, but rounds to
             bfloat16 if most weights are float32, except tensors that transformers keeps in float32.
-        param_dtype: that of FSDP2's `MixedPrecisionPolicy`, to which training rounds weights first.
+        param_dtype: that of FSDP2's `MixedPrecisionPolicy`, if set: weights are rounded to it
+            before the cast, as in training.
 
     Raises:
         TypeError: `model` is not an `nn.Module`, or a dtype is not a high-precision one.
@@ -78,14 +80,14 @@ def float8_weights(
     """
     with ModelRanks(model) as ranks:
         plan = _plan(model, format, strategy, dtype, param_dtype)
-        for tensors, _ in _cast_tensors(plan, ranks):
+        for tensors in _cast_tensors(plan, ranks, []):
             yield from tensors.items()
 
 
 def quantization_config(
     model: nn.Module, format: str = FINE_GRAINED, *, strategy: str | None = None
 ) -> dict[str, Any]:
-    """Return the `quantization_config` of a `config.json` for the tensors of `float8_weights`."""
+    """Return the `quantization_config` for what `float8_weights` yields for the same arguments."""
     return _plan(model, format, strategy).config
 
 
@@ -98,30 +100,29 @@ class TensorMetadata(NamedTuple):
 
 
 def float8_metadata(
-    model: nn.Module,
-    format: str = FINE_GRAINED,
+    model: nn.Module,  # converted by `convert_to_float8_training`
+    format: str = FINE_GRAINED,  # or "compressed-tensors"
     *,
-    strategy: str | None = None,
-    dtype: torch.dtype | None = None,
-    param_dtype: torch.dtype | None = None,
+    strategy: str | None = None,  # granularity of scales, such as "block"; None: by `format`
+    dtype: torch.dtype | None = None,  # of tensors not in float8; None: theirs or bfloat16
+    param_dtype: torch.dtype | None = None,  # to which FSDP2 rounds weights before a cast, if any
 ) -> list[TensorMetadata]:
-    """Return name, dtype and shape of each tensor that `float8_weights` yields, in its order.
+    """Return name, dtype and shape of each tensor that `float8_weights` yields, in the same order.
 
-    Arguments and errors are those of `float8_weights`; no tensor is gathered or cast.
+    It is called with the same arguments, and raises the same errors. No tensor is gathered or cast.
     """
-    plan = _plan(model, format, strategy, dtype, param_dtype)
+    scheme, _, entries, *_ = _plan(model, format, strategy, dtype, param_dtype)
     metadata = list[TensorMetadata]()
-    for entry in plan.entries:
+    for entry in entries:
         is_rounded = entry.dtype and entry.tensor.dtype in HIGH_PRECISION_DTYPES
         new_dtype: Any = entry.dtype if is_rounded else entry.tensor.dtype
         for name, part in entry.parts.items():
             shape = part.shape((*entry.tensor.shape,))
             metadata.append(TensorMetadata(name, E4M3 if entry.cast_config else new_dtype, shape))
             if entry.cast_config:
-                scale_name = name + plan.scheme.scale_suffix
-                scale_dtype = plan.scheme.exponents or torch.float32
-                scale_shape = plan.scheme.scale_shape(shape, is_expert=part is not WHOLE)
-                metadata.append(TensorMetadata(scale_name, scale_dtype, scale_shape))
+                suffix, scale_dtype = scheme.scale_suffix, scheme.exponents or torch.float32
+                scale_shape = scheme.scale_shape(shape, is_expert=part is not WHOLE)
+                metadata.append(TensorMetadata(name + suffix, scale_dtype, scale_shape))
     return metadata
 
 
@@ -135,7 +136,7 @@ def save_float8_checkpoint(
     param_dtype: torch.dtype | None = None,
     max_shard_size: int = 5 * 10**9,
 ) -> tuple[WrittenWeight, ...]:
-    """Write the tensors of `float8_weights(model)` as safetensors shards, with an index.
+    """Write the tensors of `float8_weights(model)` as safetensors shards with an index.
 
     `config.json` has the values of `model.config`, if there is one (as in transformers), and the
     `quantization_config`. Tied weights are written once. One shard is in memory at a time.
@@ -143,15 +144,16 @@ def save_float8_checkpoint(
     Rank 0 writes. All ranks of a sharded model must call this; an error on one is raised on all. If
     the model is not sharded, ranks do not wait for each other, and ranks > 0 only check the model.
     Files are written to a folder within `folder`, and moved when all are complete: the disk needs
-    room for the old and the new. After an error, the old checkpoint is in place. Other files stay.
+    room for the old and the new. An error leaves the old checkpoint in place; success removes its
+    shards. Other files in `folder` stay.
 
     Args:
         model: a model that `convert_to_float8_training` has converted, whole or sharded.
         folder: the folder of the checkpoint, made if it does not exist.
         format: `"fine-grained-fp8"`, as of DeepSeek-V3 and Qwen3, or `"compressed-tensors"`.
-        strategy: the granularity of scales; for all values see `float8_weights`.
+        strategy: the granularity of scales, such as `"block"`; `float8_weights` lists all values.
         dtype: that of tensors not in float8; None: theirs, or bfloat16 if most are float32.
-        param_dtype: the dtype to which FSDP2's mixed precision rounds weights before the cast.
+        param_dtype: the dtype to which FSDP2's mixed precision rounds weights first, if it does.
         max_shard_size: the most bytes of a file, except that a larger tensor gets its own file.
 
     Returns:
@@ -183,10 +185,7 @@ def save_float8_checkpoint(
         written = list[WrittenWeight]()
 
         def cast_all() -> Iterator[dict[str, Tensor]]:
-            for tensors, written_weight in _cast_tensors(plan, ranks):
-                if written_weight is not None:
-                    written.append(written_weight)
-                yield tensors
+            yield from _cast_tensors(plan, ranks, written)
             ranks.agree()  # if any rank has failed, raise before an older checkpoint is replaced
 
         if ranks.number == 0:
@@ -197,7 +196,7 @@ def save_float8_checkpoint(
 
 
 def _model_config(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
-    """Return `model.config` as the dict that transformers saves with `dtype`; {} without config."""
+    """Return `model.config` as the dict that transformers saves for a model of `dtype`, or {}."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         return {}
@@ -211,7 +210,7 @@ def _model_config(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
 
 
 class _Entry(NamedTuple):
-    """Describes how to write a Parameter or buffer: its names in files, dtype, and float8 cast."""
+    """Describes how to write one Parameter or buffer: names in files, dtype, cast to float8."""
 
     tensor: Tensor
     parts: Parts  # name in files -> part of `tensor`
@@ -221,7 +220,7 @@ class _Entry(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """Describes how to write each tensor of a model, and has the `quantization_config`."""
+    """Holds how to write each tensor of a model, and the `quantization_config` for the files."""
 
     scheme: Scheme
     dtype: torch.dtype  # of most tensors that are not in float8
@@ -235,11 +234,11 @@ class _Plan(NamedTuple):
 def _plan(
     model: nn.Module,
     format: str,
-    strategy: str | None,
-    dtype: torch.dtype | None = None,
-    param_dtype: torch.dtype | None = None,
+    strategy: str | None,  # granularity of scales; None: the default of `format`
+    dtype: torch.dtype | None = None,  # of tensors not in float8; None: theirs or bfloat16
+    param_dtype: torch.dtype | None = None,  # to round weights to before the cast; None: do not
 ) -> _Plan:
-    """Check the arguments and all tensors of `model`; return how to write each, without a cast."""
+    """Check the arguments and all tensors of `model`; return how to write each. Casts nothing."""
     require_module(model, "model")
     reshard(model)
     for name, x in (("dtype", dtype), ("param_dtype", param_dtype)):
@@ -280,8 +279,7 @@ def _plan(
             cast, as_trained = _cast_of(module, scheme, x.shape[-2], pieces)
             entries.append(_Entry(x, parts, param_dtype, cast, as_trained and not attrs))
         else:
-            if WHOLE not in parts.values():  # experts are split only if they are cast
-                parts = {name: WHOLE}
+            parts = parts if WHOLE in parts.values() else {name: WHOLE}  # split only to cast
             keeps_dtype = dtype is None and stays_float32(name)
             entries.append(_Entry(x, parts, None if keeps_dtype else new_dtype))
     _require_unique_names(entries, scheme.scale_suffix)
@@ -289,7 +287,7 @@ def _plan(
 
 
 def _require_storable(saved: SavedTensor, in_float8: bool) -> None:
-    """Raise `ValueError` if files cannot store `saved`, or its float8 data if `in_float8`."""
+    """Raise `ValueError` if files cannot store `saved` (as it is, or cast if `in_float8`)."""
     x, (name, module, _) = saved.tensor, saved.uses[0]
     inner = local_tensor(high_precision(x))
     is_foreign_float8 = x.dtype.is_floating_point and x.dtype.itemsize == 1
@@ -306,7 +304,7 @@ def _require_storable(saved: SavedTensor, in_float8: bool) -> None:
 
 
 def _float32_names(model: nn.Module) -> Callable[[str], Any]:
-    """Return a function that is true for names of tensors that transformers keeps in float32."""
+    """Return a function that is true for a name whose tensor transformers keeps in float32."""
     patterns = {
         name.replace("*", ".*")
         for module in model.modules()
@@ -321,9 +319,10 @@ def _select_float8(
 ) -> set[SavedTensor]:
     """Return the tensors in `saved` to write in float8.
 
-    These are weights of a `Float8Linear` whose output GEMM is in float8, and of experts, converted
-    or not, that `published` splits into single weights; but not if they are float64, kept in
-    float32 by transformers (`stays_float32`), or shared with a module in high precision.
+    These are weights of each `Float8Linear` whose output GEMM is in float8, and of experts,
+    converted or not, that files have one by one: `published` is {name in model: {name in files:
+    part}}. Left out are tensors in float64 or kept in float32 (`stays_float32(name)`), those shared
+    with a module in high precision, and all experts of a module if one of its tensors is left out.
     """
 
     def is_float8(name: str, module: Any, attr: str, x: Tensor) -> bool:
@@ -335,17 +334,16 @@ def _select_float8(
         return WHOLE not in published[name].values()  # experts that are saved one by one
 
     selected = {x for x in saved if all(is_float8(*use, x.tensor) for use in x.uses)}
-    rest = [x for x in saved if x not in selected and not is_lazy(x.tensor)]
+    experts = [x for x in saved if not is_lazy(x.tensor) and x.tensor.dim() == 3]
     # Readers expect all weights [E, N, K] of a module of experts in float8, or none of them.
-    excluded = {module for x in rest if x.tensor.dim() == 3 for _, module, _ in x.uses}
-    experts = (x for x in selected if x.tensor.dim() == 3)
+    excluded = {module for x in experts if x not in selected for _, module, _ in x.uses}
     return selected - {x for x in experts if any(module in excluded for _, module, _ in x.uses)}
 
 
 def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastConfig, bool]:
     """Return the cast to write a weight of `module` in `scheme`, and whether training casts it so.
 
-    The weight [rows, K] (of one expert, or of a layer) is saved as `pieces` weights of equal size.
+    The weight, of a layer or one expert, has `rows` rows; files have it as `pieces` equal weights.
     """
     granularity, power_of_2 = scheme.granularity, scheme.exponents is not None
     trained_cast = None  # for experts in high precision
@@ -355,8 +353,7 @@ def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastC
         if scheme.accepts(trained_cast.scaling_granularity):  # also 32x32 for 1x32
             granularity = trained_cast.scaling_granularity
     cast = CastConfig(target_dtype=E4M3, scaling_granularity=granularity, power_of_2=power_of_2)
-    rows_per_scale = granularity.height or rows  # `height` is None if one scale covers all rows
-    pieces_share_scales = pieces > 1 and rows // pieces % rows_per_scale != 0
+    pieces_share_scales = pieces > 1 and rows // pieces % (granularity.height or rows) != 0
     return cast, cast == trained_cast and not pieces_share_scales
 
 
@@ -365,23 +362,22 @@ def _high_precision_modules(
 ) -> list[str]:
     """Return names, for `quantization_config`, of linear layers and experts not in `in_float8`.
 
-    They are names in `model`, but for the format fine-grained-fp8 names in files (`published`).
+    They are names in `model`, but for the format "fine-grained-fp8" those in files, which come from
+    `published`: {name in `model`: {name in files: part}}.
     """
     in_model = []
     for name, module in model.named_modules():
-        has_experts = any(x.dim() == 3 for x in module.parameters(recurse=False))
-        has_weights = has_experts or isinstance(module, nn.Linear)
-        if has_weights and in_float8.isdisjoint(module.modules()):
+        is_experts = any(x.dim() == 3 for x in module.parameters(recurse=False))
+        if (is_experts or isinstance(module, nn.Linear)) and in_float8.isdisjoint(module.modules()):
             in_model.append(plain_name(name))
     if scheme.format != FINE_GRAINED:
         return in_model
     weights = (f"{name}.weight" for name in in_model)
-    weights_in_files = (next(iter(published.get(weight, [weight]))) for weight in weights)
-    return [weight.removesuffix(".weight") for weight in weights_in_files]
+    return [next(iter(published.get(x, [x]))).removesuffix(".weight") for x in weights]
 
 
 def _require_unique_names(entries: list[_Entry], suffix: str) -> None:
-    """Raise `ValueError` if two tensors, or a tensor and a scale (name + `suffix`) share a name."""
+    """Raise `ValueError` if two tensors, or one and a scale (name + `suffix`), share a name."""
     counts = Counter(name for entry in entries for name in entry.parts)
     scales = {name + suffix for name in counts}  # readers take a tensor of such a name for a scale
     if ambiguous := [name for name, count in counts.items() if count > 1 or name in scales]:
@@ -392,11 +388,12 @@ def _require_unique_names(entries: list[_Entry], suffix: str) -> None:
 
 @torch.no_grad()
 def _cast_tensors(
-    plan: _Plan, ranks: ModelRanks
-) -> Iterator[tuple[dict[str, Tensor], WrittenWeight | None]]:
-    """Yield the tensors of `plan` as they are written: gathered, with adapters merged, and cast.
+    plan: _Plan, ranks: ModelRanks, written: list[WrittenWeight]
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of `plan` as files have them: all-gathered, adapters merged, and cast.
 
-    Each is ({name: data, name of scale: scale}, `WrittenWeight`), or not cast ({name: x}, None).
+    Each dict is {name: float8 data, name of scale: scale}, of which a `WrittenWeight` is appended
+    to `written`, or for a tensor in high precision {name: tensor}.
     """
     to_merge = [layer for layers in plan.peft_layers.values() for layer in layers]
     active = [[*x.active_adapters] for layer in to_merge for x in layers_of_peft(layer)]
@@ -416,17 +413,17 @@ def _cast_tensors(
                 x = x.to(entry.dtype)
             x = ranks.gather(x)
             if entry.cast_config is None:
-                yield dict.fromkeys(entry.parts, x), None
+                yield dict.fromkeys(entry.parts, x)
                 continue
             for name, part in entry.parts.items():
                 data, scale, as_trained = _quantize(part, x, entry, plan.scheme)
-                tensors = {name: data, name + plan.scheme.scale_suffix: scale}
-                yield tensors, WrittenWeight(name, as_trained)
+                written.append(WrittenWeight(name, as_trained))
+                yield {name: data, name + plan.scheme.scale_suffix: scale}
         merged = x = None  # free memory before the next layer is merged
 
 
 def _quantize(part: Part, x: Any, entry: _Entry, scheme: Scheme) -> tuple[Tensor, Tensor, bool]:
-    """Return data and scale of `part` of `x`, and whether the bytes are those of training."""
+    """Return (data, scale, whether training has these bytes) of `part` of `x`, `entry`'s tensor."""
     weight, as_trained, is_expert = part.of(x), entry.as_trained, part is not WHOLE
     if isinstance(weight, Float8Tensor):
         if published := scheme.published(weight, is_expert):

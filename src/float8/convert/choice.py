@@ -22,7 +22,7 @@ CHOICE = "_float8_choice"
 
 
 class Choice(NamedTuple):
-    """The decision whether to convert a module; `skip_reason` says why not, or is None if so."""
+    """The decision on a module: the reason to skip it, or None, and a sentence on the GPU."""
 
     skip_reason: str | None = None  # why the module is not converted; None: it is
     chosen_for: str | None = None  # the report's sentence on the GPU, or on there being none
@@ -34,18 +34,18 @@ class Choice(NamedTuple):
 
 
 class Chooser:
-    """Checks the arguments of `convert_to_float8_training`, and selects the modules to convert."""
+    """Checks the arguments of `convert_to_float8_training`; `choose` decides what to convert."""
 
     def __init__(
         self,
         model: nn.Module,
-        config: ConfigOrRecipe | None,
-        module_filter_fn: ModuleFilter | Keep | None = None,
-        tokens_per_step: int = DEFAULT_TOKENS,
-        gpu: str | None = None,
-        cuda_graphs: bool = False,
-        linear_classes: Collection[type[nn.Linear]] = (),
-        head: bool = False,
+        config: ConfigOrRecipe | None,  # None: "tensorwise"
+        module_filter_fn: ModuleFilter | Keep | None = None,  # None: by names and speed
+        tokens_per_step: int = DEFAULT_TOKENS,  # rows of a layer's input, to model its speed
+        gpu: str | None = None,  # whose speed decides; None: the GPU of the weights
+        cuda_graphs: bool = False,  # True: never skip a layer as one that waits for the CPU
+        linear_classes: Collection[type[nn.Linear]] = (),  # with a forward of their own
+        head: bool = False,  # whether the output head may be converted, too
     ) -> None:
         self.keep_reasons: dict[nn.Module, str] = {}
         if isinstance(module_filter_fn, Keep):
@@ -57,8 +57,7 @@ class Chooser:
         self.config_or_none = None if config is None else self.config
         self.linear_ranks = max(feature.sharing_ranks(self.config) for feature in FEATURES)
         self.expert_ranks = self.linear_ranks  # `float8 plan` sets fewer under expert parallel
-        self.gpu: str | None = short_name(gpu)
-        self.cuda_graphs, self.head = cuda_graphs, head
+        self.gpu, self.cuda_graphs, self.head = short_name(gpu), cuda_graphs, head
         classes: Any = linear_classes if isinstance(linear_classes, Iterable) else (None,)
         self.classes = tuple(classes)  # `_check` raises a TypeError for None
         self.conversions = {mod: conversion_of(mod) for mod in model.modules()}
@@ -69,7 +68,7 @@ class Chooser:
             self.kept_by_model |= conversion.modules_to_keep(self)
 
     def _check(self, gpu: Any, cuda_graphs: Any, linear_classes: Any, head: Any) -> None:
-        """Raise a `TypeError` or `ValueError` if an argument of the constructor is invalid."""
+        """Raise `TypeError` or `ValueError` if an argument, given here or in `self`, is invalid."""
         if self.filter is not None and not callable(self.filter):
             got = f"module_filter_fn: got {type(self.filter).__name__}"
             raise TypeError(f"{got}, expected a function (module, name) -> bool, or None")
@@ -97,7 +96,7 @@ class Chooser:
             raise TypeError(f"linear_classes: got {linear_classes!r}, expected {expected}")
 
     def choose(self, mod: nn.Module, fqn: str) -> Choice | None:
-        """Return the decision on converting `mod`, or None if it is no `nn.Linear` nor experts."""
+        """Return the decision on `mod`, or None if it is neither a linear layer nor experts."""
         conversion = self.conversions[mod] if mod in self.conversions else conversion_of(mod)
         if conversion is None:
             return None
@@ -114,8 +113,7 @@ class Chooser:
             return Choice(skip_reason or self._why_filtered(mod, fqn))
         if is_converted:  # gets the new config whatever its speed
             return Choice(skip_reason)
-        skip_reason = skip_reason or conversion.why_slower(mod, fqn, self)
-        return Choice(skip_reason, chosen_for=self._chosen_for(mod))
+        return Choice(skip_reason or conversion.why_slower(mod, fqn, self), self._chosen_for(mod))
 
     def _why_filtered(self, mod: nn.Module, fqn: str) -> str | None:
         try:
@@ -127,13 +125,13 @@ class Chooser:
         return None if decision else f"module_filter_fn returned {decision!r}"
 
     def gpu_of(self, mod: nn.Module) -> str | None:
-        """Return the name of the GPU whose speed decides about `mod`, or None to ignore speed."""
+        """Return the name of the GPU for which to judge the speed of `mod`; None: do not judge."""
         if self.gpu is None and not self.config.emulate:
             return gpu_for(next((x.device for x in mod.parameters()), torch.device("cpu")))
         return self.gpu
 
     def _chosen_for(self, mod: nn.Module) -> str | None:
-        """Return the report's sentence on how GPU speed decides about `mod`; None if it cannot."""
+        """Return text for the report: how the speed of `mod` is judged. None: no speed to gain."""
         if not self.config.float8_gemms or (self.config.emulate and self.gpu is None):
             return None  # nothing to speed up: no casts, or emulated here and no other GPU given
         gpu = self.gpu_of(mod)
@@ -153,16 +151,16 @@ class Chooser:
 
 
 def all_linears(mod: nn.Module, fqn: str) -> bool:
-    """Return True; passed as `module_filter_fn`, this selects all layers, whatever their speed."""
+    """Return True: as `module_filter_fn`, this converts all layers and experts, fast or slow."""
     return True
 
 
 def reason_by_name(fqn: str, *, head: bool = False) -> str | None:
-    """Return why a layer with the name `fqn` is not converted by default, or None if it may be.
+    """Return why a layer named `fqn` stays in high precision by default, or None if it need not.
 
     The output head is converted only if `head` is True: the loss depends directly on its logits,
-    and it is a small part of a large model. Modules that PEFT trains are not converted: low-rank
-    adapters gain no speed, and PEFT would save state of delayed scaling with copies of layers.
+    and it is a small part of a large model. Modules that PEFT trains stay, too: low-rank adapters
+    gain no speed, and with `modules_to_save`, copies of layers, PEFT would save scaling state.
     """
     wrappers = "module", "model", "base_model"  # attributes in which wrappers keep a model
     words = [word for word in plain_name(fqn).split(".") if word not in wrappers]
@@ -181,8 +179,8 @@ def gpu_for(device: torch.device) -> str | None:
     return str(short_name(torch.cuda.get_device_name(gpu)))
 
 
-def short_name(gpu: Any) -> Any:
-    """Return "H100" or "H200" if the name `gpu` contains just one of them, else `gpu` unchanged."""
+def short_name(gpu: str | None) -> str | None:
+    """Return "H100" or "H200" if the name `gpu` contains just one of them, else `gpu` itself."""
     text = gpu.upper() if isinstance(gpu, str) else ""
     names = re.findall(rf"({'|'.join(MODELLED)})(?!\w)", text)
     return names[0] if len({*names}) == 1 else gpu

@@ -17,7 +17,7 @@ Refusal = tuple[str, str]
 
 @dataclass(frozen=True)
 class LayerReport:
-    """A linear layer in a `ConversionReport`: name, sizes, casts to float8 or why it has none."""
+    """One linear layer in a `ConversionReport`: name, sizes, and its casts or why it has none."""
 
     kind: ClassVar[str] = "linear layers"
     fqn: str  # the name in the model, or `(root)`
@@ -33,26 +33,26 @@ class LayerReport:
 
 
 class Conversion:
-    """Base class of objects that recognize, check and convert modules of one kind to float8."""
+    """Base class of objects, each of which recognizes and converts one kind of module to float8."""
 
     has_rules = True  # whether `reason_by_name` and reasons of `modules_to_keep` apply
 
     def matches(self, mod: nn.Module) -> bool:
-        """Return whether this object handles `mod`, which may or may not be converted already."""
+        """Return whether `mod` is of the kind that this object handles, converted yet or not."""
         raise NotImplementedError
 
     def parameters(self, mod: nn.Module) -> Sequence[str]:
-        """Return names of weights by which `keep_high_precision(names=...)` can exclude `mod`."""
+        """Return names of Parameters; `keep_high_precision(names=...)` with one excludes `mod`."""
         return ()
 
     def stored_by_rows(self, mod: nn.Module) -> Sequence[str]:
-        """Return the names of weights whose last dim is the input features: [N, K] or [E, N, K]."""
+        """Return names of Parameters [..., out, in] of `mod`, which FSDP2 can gather in float8."""
         return ["weight"]
 
     def report(
         self, fqn: str, mod: Any, scaling: str | None, reason: str | None
     ) -> list[LayerReport]:
-        """Return report rows for `mod`, with its `scaling` in float8 or the `reason` to skip it."""
+        """Return a row per weight: `scaling`, the casts as text, or else the skip `reason`."""
         sizes = mod.in_features, mod.out_features
         return [LayerReport(fqn or "(root)", *sizes, scaling, reason)]
 
@@ -61,41 +61,41 @@ class Conversion:
         raise NotImplementedError
 
     def why_slower(self, mod: nn.Module, fqn: str, chooser: "Chooser") -> str | None:
-        """Return why float8 would not speed up `mod`, or None; not called with a user's filter."""
+        """Return why float8 would not speed up `mod`, or None. Not called with a user's filter."""
         return None
 
     def prepare(self, mod: nn.Module, chooser: "Chooser") -> Callable[[], None]:
-        """Prepare `mod`, which passed all checks; return a function that converts it in place."""
+        """Return a function that converts `mod`, which passed all checks, in place when called."""
         raise NotImplementedError
 
     def modules_to_keep(self, chooser: "Chooser") -> dict[nn.Module, str]:
-        """Return {module: reason to skip it}; called if the user sets no `module_filter_fn`."""
+        """Return {module of the model: why to skip it}. Not called with a user's filter."""
         return {}
 
 
 class Feature:
-    """Base class of optional features, such as delayed scaling, called in conversions and steps."""
+    """Base class of features, as delayed scaling, that conversions and optimizer steps call."""
 
     def check_config(self, config: Float8LinearConfig) -> None:
-        """Raise a `ValueError` if fields of `config` for this feature contradict other fields."""
+        """Raise a `ValueError` if this feature's fields in `config` contradict other fields."""
 
     def sharing_ranks(self, config: Float8LinearConfig) -> int:
-        """Return how many ranks split the cast of a weight, or 1 if each rank casts all of it."""
+        """Return over how many ranks the cast of a weight is split; 1 if each casts all of it."""
         return 1
 
     def why_not_changed(self, mod: Any) -> Refusal | None:
-        """Return (problem, advice) if float8 `mod` must keep its class and config, else None."""
+        """Return texts (problem, advice) if float8 `mod` must keep class and config, or None."""
         return None
 
     def why_not_taken(self, mod: Any, config: Float8LinearConfig) -> Refusal | None:
-        """Return (problem, advice) if weights of `mod` cannot be used with `config`, else None."""
+        """Return texts (problem, advice) if `config` cannot apply to weights of `mod`, or None."""
         return None
 
     def before_conversion(self, converted: Sequence[nn.Module]) -> None:
-        """Undo this feature's changes to `converted` modules, which will change class or config."""
+        """Undo what this feature did to `converted`, modules that will change class or config."""
 
     def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
-        """Complete a conversion of `model`, to `config` or, if that is None, to high precision."""
+        """Adapt `model` after its conversion to `config` or, if that is None, to high precision."""
 
     def attach(self, model: nn.Module) -> None:
         """Prepare `model` when `attach_to_optimizer` is called, for example by casting weights."""
@@ -117,5 +117,5 @@ FEATURES: list[Feature] = []
 
 
 def conversion_of(mod: nn.Module) -> Conversion | None:
-    """Return the registered object that converts modules like `mod`, or None if there is none."""
+    """Return the first registered `Conversion` whose `matches(mod)` is true, or None."""
     return next((conversion for conversion in CONVERSIONS if conversion.matches(mod)), None)

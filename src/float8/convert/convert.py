@@ -9,7 +9,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from float8.config import ConfigOrRecipe, Float8LinearConfig, require_module
 from float8.convert.choice import CHOICE, DEFAULT_TOKENS, Choice, Chooser
-from float8.convert.conversion import FEATURES, Refusal
+from float8.convert.conversion import FEATURES
 from float8.convert.keep import Keep, ModuleFilter
 from float8.kernels.runtime.private import warn
 from float8.linear import Float8Module
@@ -46,24 +46,24 @@ def convert_to_float8_training(
     `Float8Weights.ONLY`; any other `config` dequantizes them to trainable Parameters. Layers that
     were converted with another configuration get `config`, and new state of delayed scaling.
 
-    Without a `module_filter_fn`, the head (`lm_head`, or `output` of the model itself), low-rank
-    adapters, routers, and layers with fewer than 16 output features stay in high precision. So do
-    layers and experts that float8 would make slower on the GPU of their weights (the current GPU
-    for weights on CPU or meta). Without a GPU, speed is ignored. The report names the GPU.
+    Without a `module_filter_fn`, the output head (`lm_head`, or `output` of the model itself),
+    adapters of PEFT, routers of experts, and layers with fewer than 16 output features stay in high
+    precision. So do layers and experts that float8 would make slower on the GPU of their weights
+    (the current GPU for weights on CPU or meta). Without a GPU, speed is ignored.
 
     Args:
         module: the model, or a single linear layer.
         module_filter_fn: called as `module_filter_fn(mod, fqn)` for each linear layer and module of
             experts that `config` supports; return True to convert `mod`, as `all_linears` always
-            does. An `AttributeError` from it, as for `in_features`, excludes experts. Or the result
-            of `keep_high_precision`, which excludes some blocks. None means the rules above.
+            does. Experts for which it raises an `AttributeError` stay as they are. Or pass what
+            `keep_high_precision` returns, to exclude blocks or names. None: the rules above.
         config: a `Float8LinearConfig`, or the name of a recipe. None means `"tensorwise"`.
         tokens_per_step: the number of rows M of a layer's input [M, K], which are the tokens per
             forward on one device. Used only without a `module_filter_fn`.
         gpu: `"H100"` or `"H200"`, or a device name of torch with one of these: convert layers that
             are faster in float8 on that GPU. None means the GPU of the weights, as above.
         cuda_graphs: set True if you run CUDA graphs (`mode="reduce-overhead"`): no layer is then
-            skipped because the GPU would wait for launches by the CPU. Experts never are.
+            skipped because its GPU would wait for launches by the CPU (experts never are).
         linear_classes: subclasses of `nn.Linear` that override forward, and still compute
             `input @ weight.T + bias`. Their layers are converted, and their forward is replaced.
         head: convert the head, too, if float8 is faster. The loss depends directly on its logits.
@@ -81,7 +81,7 @@ def convert_to_float8_training(
 
 
 def convert_chosen(chooser: Chooser) -> nn.Module:
-    """Convert the modules in `chooser.model` that `chooser` selects, in place; return the model."""
+    """Convert the modules of `chooser.model` that `chooser.choose` selects; return the model."""
     module = chooser.model
     choices: dict[nn.Module, Choice] = {}
     changes: Changes = {}
@@ -110,7 +110,7 @@ swap_linear_with_float8_linear = convert_to_float8_training
 
 
 def _prepare(mod: Any, fqn: str, chooser: Chooser) -> Callable[[], None]:
-    """Return a function that converts `mod`; raise a `ValueError` if `mod` cannot be converted."""
+    """Return a function that converts `mod` to `chooser.config`, or raise a `ValueError`."""
     conversion: Any = chooser.conversions[mod]
     is_converted = isinstance(mod, Float8Module)
     if is_converted:  # `Chooser.choose` has checked the others
@@ -127,7 +127,7 @@ def _prepare(mod: Any, fqn: str, chooser: Chooser) -> Callable[[], None]:
 
 
 def _change(model: nn.Module, config: Float8LinearConfig | None, changes: Changes) -> None:
-    """Convert modules by `changes`, {module: function}: to `config`, or back if that is None."""
+    """Run `changes`, {module: function that converts it}: to `config`, or back if that is None."""
     for feature in FEATURES:
         feature.before_conversion([mod for mod in changes if isinstance(mod, Float8Module)])
     for change in changes.values():
@@ -147,7 +147,7 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     Raises:
         TypeError: `module` is no `nn.Module`.
         ValueError: `fully_shard` was applied to a layer itself; a layer is parametrized, has a
-            weight that FSDP2 gathers in float8, or its own `forward`. The model is unchanged then.
+            weight that FSDP2 gathers in float8, or a `forward` as attribute. Nothing changes then.
     """
     require_module(module, "module")
     changes: Changes = {}
@@ -162,18 +162,16 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
 
 
 def _require_changeable(mod: Float8Module, fqn: str) -> None:
-    """Raise a `ValueError` if `mod`, now in float8, must keep its class and configuration."""
-    refused: Refusal | None = None
+    """Raise a `ValueError` if `mod`, in float8, cannot change class or config, as under FSDP2."""
     if replaced_forward(mod):
         got = "a layer with a `forward` of its own as attribute, which calls that of float8"
         fix = "remove it first: accelerate's by accelerate.hooks.remove_hook_from_submodules(model)"
-        refused = got, fix
-    elif is_parametrized(mod):
-        refused = "a layer that is parametrized", "remove the parametrization first"
+        raise _refusal(fqn, got, fix)
+    if is_parametrized(mod):
+        raise _refusal(fqn, "a layer that is parametrized", "remove the parametrization first")
     for feature in FEATURES:
-        refused = refused or feature.why_not_changed(mod)
-    if refused:
-        raise _refusal(fqn, *refused)
+        if refused := feature.why_not_changed(mod):
+            raise _refusal(fqn, *refused)
 
 
 def _refusal(fqn: str, got: str, fix: str) -> ValueError:

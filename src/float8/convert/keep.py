@@ -20,7 +20,7 @@ class Keep(NamedTuple):
     module_filter_fn: ModuleFilter | None
 
     def reasons(self, model: nn.Module) -> dict[nn.Module, str]:
-        """Return {module: reason to keep it}; raise `ValueError` if an argument fits no module."""
+        """Return {excluded module: reason}; raise `ValueError` if a field fits no module."""
         reasons: dict[nn.Module, str] = {}
         in_blocks, unused = set[nn.Module](), {*self.names}
         for fqn, mod in model.named_modules(remove_duplicate=False):  # shared modules by each name
@@ -60,12 +60,13 @@ def keep_high_precision(
     """Return a `module_filter_fn` for `convert_to_float8_training` that excludes some layers.
 
     Args:
-        first: number of blocks to keep at the beginning of each `nn.ModuleList`, or `nn.ModuleDict`
-            with numbers as keys. Lists inside a block, for example of experts, are ignored.
-        last: number of blocks to keep at the end of each of these lists.
-        names: keep modules whose full name has one of these as whole words, such as `"down_proj"`,
-            `"mlp.down_proj"` or `"layers.3"`, and experts with a weight of such a name.
-        module_filter_fn: decides about all other modules. None: the rules that apply by default.
+        first: number of modules to exclude at the beginning of each list of blocks: `nn.ModuleList`
+            or `nn.ModuleDict` with numbers as keys. Lists inside a block do not count.
+        last: number of modules to exclude at the end of each list of blocks.
+        names: exclude modules whose full name has one of these as whole words: `"down_proj"`,
+            `"mlp.down_proj"` or `"layers.3"`; and experts with a weight of such a name.
+        module_filter_fn: as for `convert_to_float8_training`, called for all other modules. None:
+            the rules there, by name and speed, decide.
 
     Raises:
         TypeError: `first` or `last` is no int >= 0, or `names` is no list of strings.

@@ -23,7 +23,7 @@ class Linears(Conversion):
         return isinstance(mod, nn.Linear)
 
     def modules_to_keep(self, chooser: Chooser) -> dict[nn.Module, str]:
-        """Return {layer: reason to skip it}; empty unless FSDP2 gathers are bound by the CPU."""
+        """Return {layer: why to skip it}: all, if the GPU would wait for the CPU; else {}."""
         layers = dict[Any, str]()  # layer that could be converted: its GPU
         for fqn, mod in chooser.model.named_modules() if self._judged_together(chooser) else ():
             taken = chooser.conversions[mod] is self and not reason_by_name(fqn, head=chooser.head)
@@ -33,7 +33,7 @@ class Linears(Conversion):
         return dict.fromkeys(layers, reason) if reason else {}
 
     def _judged_together(self, chooser: Chooser) -> bool:
-        """Return whether GPU waits for the CPU are judged for all layers at once, not for each."""
+        """Return whether waits for the CPU are judged by the mean of all layers, not for each."""
         gather = chooser.config.enable_fsdp_float8_all_gather and not chooser.cuda_graphs
         return gather and chooser.kinds == {self}  # no other kind, such as experts
 
@@ -42,7 +42,7 @@ class Linears(Conversion):
         return unsupported(mod, chooser.config, chooser.classes)
 
     def why_slower(self, mod: Any, fqn: str, chooser: Chooser) -> str | None:
-        """Return why `mod` should not be converted: few outputs, or no gain in speed; or None."""
+        """Return why to skip `mod`: fewer than 16 outputs, or no gain in speed; or None."""
         if not chooser.config.float8_gemms:
             return None
         if mod.out_features < ROUTER:
@@ -53,7 +53,7 @@ class Linears(Conversion):
         return why_slower(mod, chooser.config, *step, gpu, waits=waits) if gpu else None
 
     def prepare(self, mod: nn.Module, chooser: Chooser) -> Callable[[], None]:
-        """Build a `Float8Linear` from `mod`; return a function that turns `mod` into it."""
+        """Make a `Float8Linear` from `mod`; return a function that turns `mod` into it in place."""
         new = Float8Linear._float8_made_of(mod, chooser.config, finish=False)
 
         def convert() -> None:

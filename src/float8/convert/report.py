@@ -71,7 +71,7 @@ class ConversionReport:
         return tuple(layer for layer in self.layers if layer.skip_reason is not None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict of `share` and all fields of the report that `json.dumps` accepts."""
+        """Return a dict that `json.dumps` accepts: `share`, and all fields of the report."""
         return {"share": self.share, **json.loads(json.dumps(asdict(self), default=int))}
 
     def __str__(self) -> str:
@@ -104,7 +104,7 @@ def percent(share: float) -> str:
 
 
 def _merged(rows: list[_Row]) -> list[_Row]:
-    """Merge rows that are equal but for a number in the name: `b.0.a` and `b.1.a` to `b.0-1.a`."""
+    """Merge rows (name, shape, status) alike but for a count: `b.0.a`, `b.1.a` to `b.0-1.a`."""
     # The last number of a name is merged first, so that `b.0.e.0-7` and `b.1.e.0-7` merge, too.
     for position in reversed(range(1 + max(name.count(".") for name, _, _ in rows))):
         merged: list[_Row] = []  # a row for each run of rows that count up at `position`
@@ -137,8 +137,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
     for fqn, module in model.named_modules():
         choice = Choice(*module.__dict__.get(CHOICE, ()))  # empty if no conversion saw `module`
         sentences.append(choice.chosen_for)
-        scaling: str | None = None
-        reason: str | None = choice.skip_reason or reason_by_name(fqn)
+        scaling, reason = None, choice.skip_reason or reason_by_name(fqn)
         if not isinstance(module, Float8Module):
             reason = reason or "not converted, or turned back into high precision"
         elif not module._float8_config.float8_gemms:
@@ -156,7 +155,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
 
 
 def _scaling(module: Float8Module) -> str:
-    """Return the casts and settings of a module as text, as "input dynamic/e4m3, ..., emulate"."""
+    """Return casts and settings of `module` as text: "input dynamic/e4m3, weight ..., emulate"."""
     casts, config = module._float8_plan.casts, module._float8_config
     words = [f"{x.value} {getattr(casts, x.value).config.short_str()}" for x in config.own_casts]
     if config.float8_weights is not Float8Weights.ON_THE_FLY:
@@ -164,8 +163,8 @@ def _scaling(module: Float8Module) -> str:
     return ", ".join(words + ["emulate"] * config.emulate)
 
 
-def _other_weights(path: str, module: nn.Module) -> list[OtherWeight]:
-    """Return the weights of `module` that may be in GEMMs, named `path` + attribute name."""
+def _other_weights(prefix: str, module: nn.Module) -> list[OtherWeight]:
+    """Return Parameters of `module` itself that GEMMs may read, named `prefix` + attribute name."""
     if isinstance(module, (*_NO_MATMUL, parametrize.ParametrizationList)):
         return []  # Parameters of a ParametrizationList are listed with the module around it
     weights: dict[str, Any] = dict(module._parameters)
@@ -173,7 +172,7 @@ def _other_weights(path: str, module: nn.Module) -> list[OtherWeight]:
     for name, parts in lists.items():  # the largest part of a parametrized weight stands for it
         weights[name] = max(parts.parameters(recurse=False), key=nn.Parameter.numel, default=None)
     return [
-        OtherWeight(path + name, tuple(weight.shape), type(module).__name__)
+        OtherWeight(prefix + name, tuple(weight.shape), type(module).__name__)
         for name, weight in weights.items()
         if isinstance(weight, nn.Parameter)  # not None
         and not isinstance(weight, UninitializedParameter)  # it has no shape yet

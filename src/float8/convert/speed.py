@@ -9,10 +9,11 @@ from float8.config import GEMM_OPERANDS, Float8LinearConfig, Float8Weights, as_c
 class Cost(NamedTuple):
     """Coefficients of the modelled time of forward and backward of a layer on an H200.
 
-    With M tokens and a weight [N, K], in ms: `flop * (6e-12 * M * N * K)**_FLOP_EXPONENT + start +
+    In ms, for M tokens and a weight [N, K]: `flop * (6e-12 * M * N * K)**_FLOP_EXPONENT + start +
     1e-9 * (tokens * (_INPUT_SHARE * M * K + M * N) + weight * N * K)`. For E experts with M tokens
-    in all, `(experts + _MS_TO_READ_EXPERTS) * E` replaces `weight`. `rows`, 0 to 1, is the share of
-    `tokens` for output and grad_input; the rest is for grad_weight.
+    in all, `(experts + _MS_TO_READ_EXPERTS) * E` replaces `weight`. Names with `_` are constants
+    near 1. `rows`, 0 to 1, is the share of `tokens` that casts for output and grad_input take;
+    casts for grad_weight take the rest.
     """
 
     flop: float  # per 1e12 FLOP, to the power of `_FLOP_EXPONENT`
@@ -58,7 +59,7 @@ NARROW = 256  # fewer features, K or N, keep a layer in bf16 on a GPU that is no
 
 
 def gemm_kinds(recipe: str | Float8LinearConfig) -> dict[str, str]:
-    """Return which time model each GEMM has: {"output": "rowwise", ..., "grad_weight": "bf16"}."""
+    """Return which recipe models each GEMM's time: {"output": "rowwise", "grad_input": ...}."""
     kinds = dict.fromkeys(GEMM_OPERANDS, "bf16")
     for gemm in () if recipe == "bf16" else as_config(recipe).float8_gemms:
         casts = [as_config(recipe).cast_config(site) for site in GEMM_OPERANDS[gemm]]
@@ -70,29 +71,24 @@ def gemm_kinds(recipe: str | Float8LinearConfig) -> dict[str, str]:
 
 
 def judged_as(config: Float8LinearConfig) -> str:
-    """Return the time model of all GEMMs, "rowwise", or of each, "output rowwise, ... bf16"."""
+    """Return which recipe models the time of GEMMs: "rowwise", or each: "output rowwise, ..."."""
     kinds = gemm_kinds(config)
     listed = ", ".join(f"{gemm} {kind}" for gemm, kind in kinds.items())
     return kinds["output"] if len({*kinds.values()}) == 1 else listed
 
 
 def layer_ms(
-    gpu: str,
-    recipe: str | Float8LinearConfig,
-    tokens: float,
+    gpu: str,  # "H100" or "H200"
+    recipe: str | Float8LinearConfig,  # a recipe's name, a config, or "bf16"
+    tokens: float,  # rows of the input, of all experts together
     K: int,
     N: int,
     *,
-    trains: bool = True,
-    experts: int = 0,
-    casts: float = 1.0,
+    trains: bool = True,  # False: the weight is frozen
+    experts: int = 0,  # the number of weights [N, K]; 0: a linear layer, with one
+    casts: float = 1.0,  # the share, 0 to 1, of the casts of the weight that this rank runs
 ) -> float:
-    """Return the modelled GPU time, in ms, of forward and backward of a layer with weight [N, K].
-
-    `gpu` is "H100" or "H200"; `recipe` is "bf16", a recipe's name or a config. `tokens` counts rows
-    of the input, for all `experts` (weights [N, K]; 0: a linear layer) together. `trains` is False
-    for a frozen weight. `casts`, 0 to 1, is the share of the weight's casts that this rank runs.
-    """
+    """Return the modelled GPU time, in ms, of forward and backward with a weight [N, K]."""
     bf16, is_emulated = COSTS["bf16"], not isinstance(recipe, str) and recipe.emulate
     gemms = [COSTS[kind] for kind in gemm_kinds(recipe).values()][: 3 if trains else 2]
     launch_ms = sum(gemm.start / 3 for gemm in gemms)  # `start` is fitted to three GEMMs
@@ -124,10 +120,11 @@ def layer_ms(
 def compared_ms(
     gpu: str, config: Float8LinearConfig, tokens: float, K: int, N: int, ranks: int, **layer: Any
 ) -> tuple[float, float, float]:
-    """Return three times in ms: of a layer in bf16, saved by float8 gathers, and in float8.
+    """Return modelled ms of a layer: (in bf16, saved by float8 gathers, in float8 without gathers).
 
-    `ranks` share casts and gathers of the weight [N, K]; `tokens` counts the input's rows. `layer`
-    may set `trains` (False: the weight is frozen) and `experts` (the number of weights [N, K]).
+    The speed-up is (first + second) / third. The input has `tokens` rows; `ranks` share casts and
+    gathers of the weight [N, K]. `layer` is passed to `layer_ms`: `trains` (False: the weight is
+    frozen), `experts` (the number of weights [N, K]; 0: a linear layer).
     """
     share = {Float8Weights.HELD: _HELD_EXPERTS_SHARE if layer.get("experts") else 1.0}
     share[Float8Weights.ONLY] = 1.0 if layer.get("trains", True) else _TRANSPOSE_SHARE
@@ -139,10 +136,10 @@ def compared_ms(
 
 
 def no_gain(config: Float8LinearConfig, speedup: float, error: float, where: str) -> str | None:
-    """Return why `speedup` by float8 is too small, or None if it is at least 1.01.
+    """Return, as text, why `speedup` by float8 is too small, or None if it is at least 1.01.
 
-    `where` names GPU and tokens in the text, which calls a speed-up below `1 - error` a loss. With
-    `config.emulate`, float8 is always a loss.
+    The text calls a speed-up below `1 - error` a loss, and others "about level"; `where`, a part of
+    it, names GPU and tokens. With `config.emulate`, any `speedup` counts as a loss.
     """
     if config.emulate:
         return "loses: emulate=True computes GEMMs in high precision, and casts for them"
@@ -155,8 +152,9 @@ def why_slower(
 ) -> str | None:
     """Return why float8 would not make the linear `layer` faster on `gpu`, or None if it may.
 
-    The input has `tokens` rows; `ranks` share casts of the weight. `waits`: also judge if the GPU
-    would wait for the CPU. On a GPU without a time model, only narrow layers give a reason.
+    The input has `tokens` rows; `ranks` share casts of the weight. If `waits`, a layer so small
+    that `gpu` would wait for the CPU gets a reason, too. On a GPU that is no H100 or H200, the only
+    reason is fewer than 256 input or output features.
     """
     K, N, trains = layer.in_features, layer.out_features, layer.weight.requires_grad
     if gpu not in MODELLED:
@@ -172,9 +170,10 @@ def why_slower(
 
 
 def why_fsdp_waits(layers: Mapping[Any, str], tokens: int) -> str | None:
-    """Return why FSDP2's float8 gather would have the GPU wait for the CPU, or None if not.
+    """Return why the GPU would wait for the CPU under FSDP2's float8 gathers, or None if not.
 
-    It would if `layers`, {layer: its GPU}, take under 0.57 ms of bf16 on average at `tokens` rows.
+    It would if forward and backward of `layers`, {layer: name of its GPU}, are modelled to take
+    less than 0.57 ms in bf16 on average, for inputs of `tokens` rows.
     """
     bf16_ms = []
     for layer, gpu in layers.items():

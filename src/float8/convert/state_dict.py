@@ -20,8 +20,7 @@ def high_precision_state_dict(model: nn.Module) -> dict[str, Any]:
         # Each layer removes its own keys, before a wrapper around it renames them.
         for layer in model.modules():
             if isinstance(layer, Float8Module):
-                hook = layer.register_state_dict_post_hook(_to_high_precision)  # type: ignore[no-untyped-call]
-                stack.enter_context(hook)
+                stack.enter_context(layer.register_state_dict_post_hook(_to_high_precision))  # type: ignore[no-untyped-call]
         state: dict[str, Any] = model.state_dict()
     return state
 
@@ -39,7 +38,7 @@ def float8_state_dict(model: nn.Module) -> dict[str, Any]:
 def _to_high_precision(
     layer: Float8Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
-    """In `state_dict`, dequantize weights of `layer` and drop its buffers of delayed scaling."""
+    """Hook after `layer.state_dict()`: dequantizes weights, drops buffers of delayed scaling."""
     for name in layer._float8_state() if isinstance(layer, Float8Linear) else ():
         state_dict.pop(prefix + name, None)
     for name in layer._parameters:

@@ -27,7 +27,7 @@ Python flag, this value is saved in checkpoints and read by compiled graphs."""
 
 
 class DelayedScale(NamedTuple):
-    """Delayed scaling of one tensor: the scale by which it is cast, and the amax casts record."""
+    """Delayed scaling of one tensor: its stored scale, and the largest amax since that was set."""
 
     scale: Tensor
     """Decode scale for this step, or `UNKNOWN_SCALE`."""
@@ -39,11 +39,12 @@ class DelayedScale(NamedTuple):
     def cast(
         self, x: Tensor, cast_config: CastConfig, *, row: bool, col: bool, pad_rows: bool = False
     ) -> tuple[Operand | None, Operand | None]:
-        """Cast `x` [R, C] to row data [R, C] if `row`, and transposed to column data if `col`.
+        """Cast `x` [R, C] by `self.scale` or, if that is `UNKNOWN_SCALE`, by a scale from its amax.
 
-        The scale is `self.scale` or, if that is `UNKNOWN_SCALE`, computed from the amax of `x`. If
-        `recording`, `self.amax` is set to max(self.amax, amax of `x`). Data are zero-padded to
-        multiples of 16, but rows of row data only if `pad_rows`; data not requested are None.
+        Returns (data, scale) of row data [R, C], or None unless `row`, and of column data [C, R],
+        the transposed copy, or None unless `col`. Sizes are zero-padded to multiples of 16, R of
+        row data only if `pad_rows`. `cast_config`, with one scale per tensor, sets the format and
+        the rounding of computed scales. `recording` updates `self.amax` by the amax of `x`.
         """
         if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
             raise refusal(x)
@@ -68,7 +69,7 @@ class DelayedScale(NamedTuple):
             self.amax.copy_(torch.maximum(self.amax, amax))
 
     def with_new_amax(self) -> "DelayedScale":
-        """Return a `DelayedScale` that records into a new amax tensor of zero, with the same scale.
+        """Return a copy with the same scale, whose casts always record, into a new amax of zero.
 
         Its casts do not write to `self.amax`, so compiled code may run them twice, for activation
         checkpointing. Afterwards the caller may pass the new amax to `self.observe`.
@@ -91,9 +92,9 @@ def cast_delayed_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cast `x` [R, C] in plain torch, by `scale` or, if that is 0, by a scale computed from `x`.
 
-    Returns the used scale, row data [R, C], and transposed column data [C, R]; if `row` or `col` is
-    False, these are empty. Sizes are padded to multiples of 16, R of row data only if `pad_rows`.
-    `power_of_2` rounds computed scales up. `record` sets `amax` to max(amax, amax of `x`).
+    Returns the scale, float8 row data [R, C] (empty unless `row`) and transposed column data [C, R]
+    (empty unless `col`). Dims are zero-padded to multiples of 16, R of row data only if `pad_rows`.
+    `power_of_2` rounds a computed scale up to 2**n. `record` sets `amax` to max(amax, amax of `x`).
     """
     amax_of_x = amax_reference(x)
     dynamic_scale, scale = amax_to_scale(amax_of_x, dtype, power_of_2), scale.reshape(())
@@ -120,9 +121,7 @@ def _cast_delayed_triton(x: Tensor, scale: Any, amax: Any, *rest: Any) -> tuple[
     used, row, _, col, _ = launch(x, scale, amax if record else None)  # no finer scales
     if record:
         torch.autograd.graph.increment_version(amax)  # as PyTorch's own ops do
-    row = x.new_empty((0,)) if row is None else row
-    col = x.new_empty((0,)) if col is None else col
-    return used, row, col
+    return used, x.new_empty(0) if row is None else row, x.new_empty(0) if col is None else col
 
 
 register(

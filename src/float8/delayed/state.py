@@ -23,7 +23,7 @@ from float8.tensor.ranks import amax_over, sharding_groups
 
 
 class Site(NamedTuple):
-    """Names of a GEMM operand, such as "weight", and of its amax, history and scale buffers."""
+    """Name of a GEMM operand ("weight", ...) and names of its amax, history and scale buffers."""
 
     name: str
     amax: str
@@ -39,7 +39,7 @@ WEIGHT, GRAD_OUTPUT = SITES[CastSite.WEIGHT], SITES[CastSite.GRAD_OUTPUT]
 
 
 class StatefulLayer(Float8Module):
-    """Base class of `Float8Linear`: keeps the amaxes and scales of delayed scaling in buffers."""
+    """Base class of `Float8Linear`: keeps amaxes and scales for delayed scaling in buffers."""
 
     weight: Tensor
     _float8_stateful: tuple[Site, ...]
@@ -79,20 +79,20 @@ class StatefulLayer(Float8Module):
         return {name: self.get_buffer(name) for site in self._float8_stateful for name in site[1:]}
 
     def _float8_fresh_state(self, site: Site, device: torch.device) -> dict[str, Tensor]:
-        """Return new amax, history and scale buffers of the GEMM operand `site`, by buffer name."""
-        first = _first_scale(self._float8_config)
+        """Return new {name: buffer} of operand `site`: 0, but scale 1 if not `enable_amax_init`."""
+        first = UNKNOWN_SCALE if self._float8_config.enable_amax_init else 1.0
         scale = torch.full((), first, dtype=torch.float32, device=device)
         history = scale.new_zeros(self._float8_config.delayed_scaling_config.history_len)
         return {site.amax: torch.zeros_like(scale), site.history: history, site.scale: scale}
 
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """Register a hook; buffers that `distribute_module` made DTensors become local tensors."""
+        """Register a hook; buffers made DTensors by a caller, `distribute_module`, become local."""
         for name, buffer in self._float8_state().items():
             self._buffers[name] = local_tensor(buffer)  # each rank records its own amaxes
         return super().register_forward_pre_hook(*args, **kwargs)
 
     def _float8_replace_meta_buffers(self) -> bool:
-        """Create the buffers anew if one, but not the weight, is on meta; return whether it did."""
+        """Create all buffers anew if one is on meta and the weight is not; return whether so."""
         replaces = not self.weight.is_meta and any(x.is_meta for x in self._float8_state().values())
         if replaces:
             self._float8_register_buffers()
@@ -100,29 +100,30 @@ class StatefulLayer(Float8Module):
 
     @torch.no_grad()
     def _float8_reset_state(self) -> None:
-        """Set amaxes and histories to zero and scales to their initial value, in place."""
+        """Zero amaxes and histories; set scales to 0 (unset) or, if not `enable_amax_init`, 1."""
         for site in self._float8_stateful:
-            self.get_buffer(site.amax).zero_()
-            self.get_buffer(site.history).zero_()
-            self.get_buffer(site.scale).fill_(_first_scale(self._float8_config))
+            device = self.get_buffer(site.amax).device
+            for name, value in self._float8_fresh_state(site, device).items():
+                self.get_buffer(name).copy_(value)
         self._float8_state_was_written()
 
     def _float8_state_was_written(self) -> None:
-        """After a write to buffers, forget which scales are set and whether an update is due."""
+        """Forget which scales are set and whether amaxes are new, since buffers were written."""
         self._float8_known = frozenset()
         self._float8_mark_synced()
 
     def reset_parameters(self) -> None:
-        """Initialize weight and bias as before conversion; reset delayed scaling's buffers."""
+        """Initialize weight and bias as the unconverted layer does; reset amaxes and scales."""
         super().reset_parameters()  # type: ignore[misc]
         self._float8_reset_state()
 
     def _float8_cast_of_shard(self, cast_config: CastConfig, shard: Tensor) -> Cast:
         """Return the `Cast` by which this rank quantizes its weight `shard` for FSDP2's all-gather.
 
-        It records the amax in a new tensor, which forwards in training merge into the layer's
-        buffer. Its scale is the stored one or, in eval mode, for a frozen layer and while none is
-        set, computed from all shards. Grad mode is ignored: FSDP2 gathers under `no_grad`.
+        It has the format of `cast_config`, and records the amax in a new tensor, which forwards in
+        training merge into the layer's buffer. Its scale is that in the buffer; in eval mode, if
+        all Parameters are frozen, or if no scale is set yet, it is computed from the amax of all
+        shards by an all-reduce. Grad mode is ignored: FSDP2 gathers under `no_grad`.
         """
         amax = shard.new_zeros((), dtype=torch.float32)
         if self._float8_trains():
@@ -143,7 +144,7 @@ class StatefulLayer(Float8Module):
         return any(requires_grad) or not requires_grad  # FSDP1 takes Parameters away
 
     def _float8_note_known(self, site: Site, scale: float) -> None:
-        """Remember that operand `site` has a scale, unless its `scale` is `UNKNOWN_SCALE`."""
+        """Remember that operand `site` has a known scale, if its value `scale` is not 0."""
         if scale != UNKNOWN_SCALE:  # Dynamo (torch 2.11) fails at `|=`
             self._float8_known = self._float8_known | {site.name}
 
@@ -158,26 +159,27 @@ class StatefulLayer(Float8Module):
             self._float8_synced_version = self._float8_amax_version()
 
     def _float8_detach(self) -> None:
-        """Note that an optimizer was detached; restart the check for missing updates of scales."""
+        """Count one attached optimizer less; restart the check for missing updates of scales."""
         super()._float8_detach()
         self._float8_versions = None
 
     def _float8_amax_version(self) -> int:
-        """Return `_version` of the weight's amax buffer, or else of the first amax; -1 if none."""
+        """Return `_version`, raised by casts, of the weight's (else the first) amax; -1 if none."""
         amax = self._buffers.get(WEIGHT.amax)
         if amax is None and self._float8_stateful:
             amax = self._buffers[self._float8_stateful[0].amax]
         return -1 if amax is None or amax.is_inference() else amax._version
 
     def _float8_check_synced(self) -> None:
-        """Raise a `RuntimeError` if Parameters were trained without an update of scales (sync).
+        """Raise `RuntimeError` if an optimizer stepped after a forward without an update of scales.
 
-        Skipped under `no_grad`, while attached to an optimizer, and in compiled code. Compares
-        version counters with those of the first forward since a sync. As fused optimizers and
-        writes to `.data` do not increment them, also waits for the device and compares the weight's
-        diagonal with an earlier one, if a backward came between and `weight.grad` is None. Misses
-        such writes after `zero_grad(set_to_none=False)`, if `torch.distributed` is initialized, if
-        grad_output is scaled dynamically, or if only the bias trains.
+        Does nothing under `no_grad`, in compiled code, without `enable_pre_and_post_forward`, or
+        while an optimizer is attached (`attach_to_optimizer`), which updates scales. Compares
+        version counters of Parameters with those at the first forward since scales were updated.
+        Fused optimizers and writes to `.data` do not increment them, so if a backward ran in
+        between and `weight.grad` is None, also compares the weight's diagonal, which waits for the
+        device. Misses such writes if `torch.distributed` is initialized, grad_output is scaled
+        dynamically, only the bias trains, or after `zero_grad(set_to_none=False)`.
         """
         checks = self._float8_config.enable_pre_and_post_forward and not self._float8_attached
         if not checks or not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -222,12 +224,13 @@ class StatefulLayer(Float8Module):
             )
 
     def _float8_with_state(self, casts: Casts) -> Casts:
-        """Return `casts`, one per GEMM operand, with the scales and amaxes of this layer's buffers.
+        """Return `casts`, where those with delayed scaling use scales and amaxes of this layer.
 
-        Stored scales are used in training mode with gradients, unless the layer is frozen, and in
-        the first forward of reentrant checkpointing, which is recomputed with gradients. Otherwise
-        scales are computed from the data, since no update may follow. Grad mode records amaxes. A
-        scale set on all ranks needs no all-reduce. Raises `RuntimeError` if an update is missing.
+        Scales in its buffers are used in training mode with grad mode on, unless all Parameters are
+        frozen, and in the first forward of reentrant checkpointing, which is repeated with grad.
+        Else casts compute scales from their data, since no update of scales may follow. Amaxes are
+        recorded if grad mode is on. A cast whose scale is set on all ranks loses its all-reduce of
+        amaxes. Raises `RuntimeError` if an update of scales is missing, or traced with grad mode.
         """
         self._float8_check_synced()
         records, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
@@ -289,21 +292,16 @@ class StatefulLayer(Float8Module):
         buffer_keys = {prefix + name for name in before}
         if buffer_keys.isdisjoint(state_dict):  # a checkpoint of the plain model, or a part of one
             missing_keys[:] = [key for key in missing_keys if key not in buffer_keys]
-            matrices = {prefix + name for name, _ in self.named_parameters() if name != "bias"}
-            if not matrices.isdisjoint(state_dict):
+            if any(prefix + x in state_dict for x, _ in self.named_parameters() if x != "bias"):
                 self._float8_reset_state()  # the old scales were of the old weight
         self._float8_state_was_written()  # loading wrote them
-
-
-def _first_scale(config: Float8LinearConfig) -> float:
-    return UNKNOWN_SCALE if config.enable_amax_init else 1.0
 
 
 def _scale_without_gradients(scale: Tensor) -> Tensor:
     """Return `scale` in the first forward of reentrant checkpointing, else 0 (`UNKNOWN_SCALE`).
 
     That forward is recomputed with gradients, by `scale`; other forwards without gradients compute
-    scales from the data. This is an op, since compiled code learns only at run time which one runs.
+    scales from the data. An op, since compiled code learns only at run time which forward runs.
     """
     return scale.clone() if in_reentrant_checkpoint() else torch.full_like(scale, UNKNOWN_SCALE)
 
@@ -314,11 +312,12 @@ register("scale_without_gradients", _scale_without_gradients, fake=torch.empty_l
 def _as_loadable(
     layer: StatefulLayer, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
 ) -> dict[str, Any]:
-    """Return a copy of `state_dict` with the buffers of delayed scaling that `layer` has.
+    """Return a copy of `state_dict` whose buffers of delayed scaling are those that `layer` has.
 
-    If `state_dict` has any, those of operands that have none in `layer` are dropped, new ones added
-    for operands without any, and histories cut or zero-padded to `history_len`. Warns of all this
-    but the padding. Adds an error to `error_msgs` for each amax or scale that is not 0-dim.
+    Unchanged if none are at `prefix`. Else buffers of operands without delayed scaling in `layer`
+    are dropped, new ones added for operands that lack theirs, and histories cut or zero-padded to
+    `history_len`, with a warning of all but padding. An amax or scale that is not 0-dim is replaced
+    by that of `layer`, and a message added to `error_msgs`, so `load_state_dict` will raise.
     """
     loaded, changes = dict(state_dict), []
     buffers = {site: [prefix + name for name in site[1:]] for site in SITES.values()}

@@ -66,8 +66,7 @@ def sync_float8_amax_and_scale_history(
         _reduce_amaxes(model, layers, group)
     tied: dict[int, list[Tensor]] = {}  # weight id -> amaxes of its layers: FSDP2 uses one scale
     for layer in layers:
-        gathers = layer._float8_config.enable_fsdp_float8_all_gather
-        if gathers and WEIGHT in layer._float8_stateful:
+        if WEIGHT in layer._float8_stateful and layer._float8_config.enable_fsdp_float8_all_gather:
             tied.setdefault(id(layer.weight), []).append(layer.get_buffer(WEIGHT.amax))
     for amaxes in tied.values():
         if len(amaxes) > 1:
@@ -115,15 +114,12 @@ def _update_scales(layers: list[Float8Linear]) -> None:
             key = layer._float8_config.delayed_scaling_config, cast.power_of_2, buffers[0].device
             batches.setdefault(key, {}).setdefault(FLOAT8_MAX[cast.dtype], []).append(buffers)
     for (config, power_of_2, device), formats in batches.items():
-        buffers_of_all = itertools.chain(*formats.values())
-        amaxes, histories, scales = (list(kind) for kind in zip(*buffers_of_all, strict=True))
+        amaxes, histories, scales = map(list, zip(*itertools.chain(*formats.values()), strict=True))
         # The largest value for each site, filled on the device: a copy from the host would wait.
-        options: Any = {"dtype": torch.float64, "device": device}
-        maxima = [torch.full((len(sites),), x, **options) for x, sites in formats.items()]
+        kwargs: Any = {"dtype": torch.float64, "device": device}
+        maxima = torch.cat([torch.full((len(sites),), x, **kwargs) for x, sites in formats.items()])
         amax, history, scale = map(torch.stack, (amaxes, histories, scales))
-        history, scale = next_history_and_scale(
-            amax, history, scale, torch.cat(maxima), config, power_of_2
-        )
+        history, scale = next_history_and_scale(amax, history, scale, maxima, config, power_of_2)
         torch._foreach_copy_(histories, history.unbind())
         torch._foreach_copy_(scales, scale.unbind())
         torch._foreach_zero_(amaxes)
@@ -140,13 +136,14 @@ def next_history_and_scale(
     """Push the amaxes of a step into their histories; return the new histories and scales.
 
     `amax` and `scale` are [S] float32 for S casts, `history` is [S, history_len], most recent
-    first, `float8_max` is [S] float64, the largest value of the format of each cast. The largest or
-    the latest amax of a history (`config.scale_fn_name`), unless it is 0, gives the new scale.
+    first, `float8_max` is [S] float64, the largest value of the format of each cast. The new scale
+    is `a / float8_max`, rounded up to a power of two if `power_of_2`. Here `a` is the largest or
+    the latest amax in the new history (`config.scale_fn_name`); if it is 0, the scale stays.
 
     If an amax is 0 (nothing was recorded since the last update, or only zeros), its history and
     scale do not change, so a repeated update is a no-op. A non-finite amax is recorded as 0, so
     that one overflow does not spoil the scales of the next `history_len` steps. A scale of 0 (not
-    set, `UNKNOWN_SCALE`) stays 0 until an amax is less than twice the largest of its history: if
+    set, `UNKNOWN_SCALE`) stays 0 until an amax is less than twice the largest in `history`: if
     weights are initialized near zero, gradients grow by orders of magnitude in the first step.
     """
     latest, previous_peak = amax.nan_to_num(0.0, 0.0, 0.0), history.amax(dim=1)
@@ -160,7 +157,12 @@ def next_history_and_scale(
 
 
 def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> None:
-    """All-reduce the amaxes of `layers` by max over `group` (None: the mesh, or all ranks)."""
+    """All-reduce the amaxes in the buffers of `layers` by max over the ranks of `group`.
+
+    None: the mesh of the weights; if no weight is a DTensor, that of other Parameters in the FSDP2
+    modules of `model` around `layers`; without any, all ranks. If only other ranks ran a layer,
+    this rank takes part with the amax of its shard of a weight that FSDP2 gathers in float8.
+    """
     weights: Any = [x.weight for x in layers if not x._float8_never_trains]  # not in float8 only
     shard_groups = {x for layer in layers for x in layer._float8_shard_groups()}
     # A weight that FSDP2 gathered lacks the mesh, which its module's other Parameters have.
@@ -176,19 +178,17 @@ def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> 
     for layer in layers:
         for site in layer._float8_stateful:
             amaxes.append(layer.get_buffer(site.amax))
-            # A layer that this rank skipped may have run on another, on all shards of the weight.
             skipped = site == WEIGHT and not layer._float8_has_unsynced_amax()
             shard_amax = _shard_amax(layer.weight) if skipped else None
             shard_amaxes.append(amaxes[-1].new_zeros(()) if shard_amax is None else shard_amax)
     values = torch.stack([x.to(amaxes[0].device) for x in amaxes + shard_amaxes])
     recorded, shard_maxima = amax_over(groups, device_type)(values).chunk(2)
-    some_rank_ran = recorded != 0
-    merged = torch.where(some_rank_ran, torch.maximum(recorded, shard_maxima), recorded)
+    merged = torch.where(recorded != 0, torch.maximum(recorded, shard_maxima), recorded)
     torch._foreach_copy_(amaxes, merged.unbind())
 
 
 def _shard_amax(weight: Tensor) -> Tensor | None:
-    """Return the amax of this rank's shard of `weight`; None if FSDP2 does not gather float8."""
+    """Return the amax of this rank's shard of `weight`; None unless FSDP2 gathers it in float8."""
     local = local_tensor(weight)
     if local is weight or not hasattr(local, "param_dtype"):
         return None
@@ -199,9 +199,10 @@ def _shard_amax(weight: Tensor) -> Tensor | None:
 def _require_same_layers(
     model: nn.Module, layers: list[Float8Linear], groups: tuple[Any, ...], device_type: str | None
 ) -> None:
-    """Raise a `ValueError` unless all ranks of `groups` have the same `layers` in this order.
+    """Raise a `ValueError` unless all ranks of `groups` have the same `layers` in the same order.
 
-    Compares once for each number of layers and `groups`, on `device_type` or the buffers' device.
+    Compares names in `model`, sizes and configurations; skipped if these `groups` agreed before on
+    as many layers. Communicates on `device_type` or, if that is None, on the buffers' device.
     """
     key = (len(layers), *(group.group_name for group in groups))
     if key in layers[0]._float8_compared:
@@ -221,17 +222,18 @@ def _require_same_layers(
 
 
 class DelayedScaling(Feature):
-    """Extension for delayed scaling: checks configurations, and updates scales at each step."""
+    """Plug-in for delayed scaling: checks configurations, and updates scales at optimizer steps."""
 
     def check_config(self, config: Float8LinearConfig) -> None:
         """Raise a `ValueError` if `delayed_scaling_config` is changed, but no cast is `DELAYED`."""
-        settings = config.delayed_scaling_config
-        if not config.delayed_sites and settings != DelayedScalingConfig():
-            raise ValueError(
-                f"delayed_scaling_config: got {settings!r}, expected the default, as no "
-                f"scaling_type is DELAYED; leave it out, or set one to DELAYED"
-            )
+        given = config.delayed_scaling_config
+        if not config.delayed_sites and given != DelayedScalingConfig():
+            got = f"delayed_scaling_config: got {given!r}, expected the default, as no scaling_type"
+            raise ValueError(f"{got} is DELAYED; leave it out, or set one to DELAYED")
 
     def before_step(self, model: nn.Module, group: Any) -> None:
-        """Compute the next scales of `model` from the amaxes that the ranks of `group` recorded."""
+        """Compute the next scales of `model` from the amaxes that ranks recorded in this step.
+
+        The ranks are those of `group`; if None, of the weights' mesh or, without one, all.
+        """
         sync_float8_amax_and_scale_history(model, group=group)

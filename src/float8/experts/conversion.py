@@ -10,13 +10,7 @@ from torch import nn
 from float8.convert.choice import Chooser
 from float8.convert.conversion import Conversion, LayerReport
 from float8.convert.speed import EXPERTS_ERROR, MODELLED, compared_ms, no_gain
-from float8.experts.module import (
-    convert_experts,
-    kind_of,
-    stored_by_rows,
-    unsupported_experts,
-    weights_of,
-)
+from float8.experts import convert_experts, kind_of, stored_by_rows, unsupported_experts, weights_of
 from float8.tensor import local_tensor
 
 
@@ -51,19 +45,21 @@ class Experts(Conversion):
     def report(
         self, fqn: str, mod: nn.Module, scaling: str | None, reason: str | None
     ) -> list[LayerReport]:
-        """Return a row for each weight of `mod`: its casts (`scaling`), or the skip `reason`."""
-        path = f"{fqn}." if fqn else ""
+        """Return a row per weight of `mod`, named `fqn`: `scaling`, its casts, or skip `reason`."""
         return [
-            ExpertsReport(path + name, K, N, scaling, reason, experts)
+            ExpertsReport(f"{fqn}.{name}" if fqn else name, K, N, scaling, reason, experts)
             for name, experts, N, K in weights_of(mod)
         ]
 
     def problem(self, mod: nn.Module, chooser: Chooser) -> str | None:
-        """Return why `mod` cannot be converted to the configuration `chooser.config`, or None."""
+        """Return why `mod` cannot be converted with `chooser.config`, or None if it can."""
         return unsupported_experts(mod, chooser.config)
 
     def why_slower(self, mod: nn.Module, fqn: str, chooser: Chooser) -> str | None:
-        """Return why float8 would not speed up `mod` with equal tokens per expert, or else None."""
+        """Return why `mod`, at `fqn` in `chooser.model`, is estimated to gain no speed, or None.
+
+        `chooser` has the GPU (if it has none, returns None) and tokens per step, equal per expert.
+        """
         if (gpu := chooser.gpu_of(mod)) is None:
             return None
         gpu = gpu if gpu in MODELLED else "H100"  # another GPU: as an H100
@@ -81,17 +77,15 @@ class Experts(Conversion):
         return no_gain(config, bf16_ms / float8_ms, error=EXPERTS_ERROR, where=where)
 
     def prepare(self, mod: nn.Module, chooser: Chooser) -> Callable[[], None]:
-        """Return a function that converts `mod` in place by changing its class."""
+        """Return a function that changes the class of `mod` to run it with `chooser.config`."""
         return functools.partial(convert_experts, mod, chooser.config)
 
     def modules_to_keep(self, chooser: Chooser) -> dict[nn.Module, str]:
-        """Return {layer: why to skip it} for each "router" or "gate" with one output per expert."""
+        """Return {layer: why to skip it} for linears named router or gate, an output per expert."""
         modules = [*chooser.model.named_modules()]
-        experts = [mod for _, mod in modules if kind_of(mod) is not None]
-        counts = {weight.experts for mod in experts for weight in weights_of(mod)[:1]}
-        reason = "a router: converted only if a module_filter_fn takes it"
+        counts = {x.experts for _, mod in modules if kind_of(mod) for x in weights_of(mod)[:1]}
         return {
-            mod: reason
+            mod: "a router: converted only if a module_filter_fn takes it"
             for fqn, mod in modules
             if isinstance(mod, nn.Linear) and mod.out_features in counts
             if any("router" in word or "gate" in word for word in fqn.split(".")[-2:])
@@ -101,8 +95,8 @@ class Experts(Conversion):
 def ranks_that_cast(module: Any, name: str, experts: int, ranks: int) -> int:
     """Return how many of the `ranks` ranks of FSDP2 share the casts of the Parameter `name`.
 
-    If it is stored as [E, N, K], each rank casts its shard, at least one of `experts` matrices, and
-    sends float8. Otherwise returns 1: FSDP2 gathers high precision, and each rank casts them all.
+    If it is stored as [E, N, K], with E = `experts`, each rank casts its shard, one matrix or more,
+    and sends float8. Else returns 1: it is gathered in high precision, and each rank casts it all.
     """
     return min(ranks, experts) if name in stored_by_rows(module) else 1
 
@@ -111,7 +105,7 @@ _TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk")  # of most models,
 
 
 def experts_per_token(module: Any, parent: Any) -> int:
-    """Return the experts per token by `module.config` or `parent.token_dispatcher`, or else 1."""
+    """Return the experts per token, by `module.config` or `parent.token_dispatcher`, or else 1."""
     config, dispatcher = getattr(module, "config", None), getattr(parent, "token_dispatcher", None)
     counts = [getattr(config, name, None) for name in _TOP_K]
     return next(filter(None, [*counts, getattr(dispatcher, "top_k", None)]), 1)

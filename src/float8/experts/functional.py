@@ -61,18 +61,14 @@ def grouped_linear(
 
 
 def apply_grouped(
-    input: Tensor,
-    weight: Tensor,
-    offs: Tensor,
-    plan: LinearPlan,
-    emulated: bool,
-    held_weight: Weight | None = None,
+    input: Tensor,  # [T, K], rows sorted by expert; converted to the dtype of autocast, if enabled
+    weight: Tensor,  # [E, N, K] in high precision, or a `Float8Tensor`
+    offs: Tensor,  # [E] int32, ascending: one past the last row of each expert
+    plan: LinearPlan,  # the casts and the three GEMMs, as `plan_experts` returns them
+    emulated: bool,  # whether `plan` emulates its GEMMs; if not, N and K are multiples of 16
+    held_weight: Weight | None = None,  # float8 casts of `weight` to use; None: cast it here
 ) -> Tensor:
-    """Multiply rows `offs[e - 1]:offs[e]` of `input` by `weight[e].T`, with the casts of `plan`.
-
-    If `held_weight` is not None, its float8 data of `weight` are used instead of a new cast.
-    `emulated` says that `plan` emulates its GEMMs: N and K need not be multiples of 16.
-    """
+    """Return `input[offs[e - 1]:offs[e]] @ weight[e].T` for all experts e, as one tensor [T, N]."""
     autocast, compiling = autocast_dtype(input.device), torch.compiler.is_compiling()
     if autocast is not None:
         input = input.to(autocast)
@@ -105,7 +101,7 @@ def apply_grouped(
 def _require(
     input: Tensor, weight: Tensor, offs: Tensor, *, same_dtype: bool, emulated: bool
 ) -> None:
-    """Raise for a wrong dtype, device or shape; any N and K are allowed if `emulated`."""
+    """Raise for a wrong dtype, device or shape; N and K may be no multiples of 16 if `emulated`."""
     got = "grouped_linear: got"
     for name, x in (("input", input), ("weight", weight)):
         if hasattr(x, "device_mesh"):

@@ -27,11 +27,9 @@ class GatheredExperts(Float8Tensor):
     """
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is aten._to_copy.default and {*(kwargs or {})} == {"dtype"}:
-            x, dtype = args[0], (kwargs or {})["dtype"]
+            x, dtype = args[0], kwargs["dtype"]
             if dtype in HIGH_PRECISION_DTYPES:
                 return cls._unchecked(x._data, x._scale, dtype, x._granularity, None)
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -45,7 +43,7 @@ class GatherExperts(Float8GatherWeight):
     """
 
     def _why_not_in_float8(self, size: torch.Size, *_: Any) -> str | None:
-        """Return why this shard of a weight of shape `size` must be sent unquantized, or None."""
+        """Return why a shard of a `size` weight cannot be sent in float8, or None; ignores `_`."""
         dim = next((dim for dim in range(3) if self.shape[dim] != size[dim]), 0)  # the sharded dim
         if dim == 2 or (dim == 1 and self.how.scaling_granularity.one_scale):
             return f"it is sharded along dim {dim}, which would cut what one scale covers"
@@ -59,7 +57,7 @@ class GatherExperts(Float8GatherWeight):
         return False
 
     def quantized(self, shard: Tensor, cast: Cast, dtype: torch.dtype) -> CastAhead:
-        """Round `shard` [E, N, K], E > 0, to `dtype`; return it in float8 [E, N, K] with scales."""
+        """Round `shard` [E, N, K], E > 0, to `dtype`; return float8 data by `cast`, and scales."""
         data, scale = quantize_experts(shard.to(dtype), cast, row=True).row
         scale = scale if self.how.scaling_granularity.by_blocks else scale.unsqueeze(-1)
         return CastAhead(scale, data[..., : shard.shape[2]].contiguous())
@@ -67,10 +65,11 @@ class GatherExperts(Float8GatherWeight):
     def _to_send(
         self, size: torch.Size, rows: int, mesh: Any, module: Any, dtype: torch.dtype
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
-        """Return the tensors to all-gather, and the `GatherInfo` for the hook that runs after it.
+        """Return (tensors to all-gather, metadata) for this shard of weights of shape `size`.
 
-        The tensors are float8 data as bytes, padded to `rows` experts, and the scales if dim 0 is
-        sharded evenly, else `GatherInfo` has those of all ranks. Rounds to `dtype` before the cast.
+        The tensors are the float8 bytes, padded to `rows` experts, and the scales if `mesh` shards
+        dim 0 evenly, else the metadata have the scales of all ranks. If the shard, a Parameter of
+        `module`, keeps no valid cast, it is rounded to `dtype` and cast.
         """
         ranks, self.param_dtype = mesh.size(), dtype  # casts ahead round a shard to it
         # The Parameter that keeps a cast; None if `self` is a copy, as with CPU offload.
@@ -83,10 +82,9 @@ class GatherExperts(Float8GatherWeight):
         sharded_dim = 1 if self.shape[1] != size[1] else 0
         if ranks > 1 and sharded_dim == 0 and rows * ranks == size[0]:  # FSDP2 can send both
             return (float8_bytes, scale.view(torch.uint8)), GatherInfo(size)
-        if ranks > 1:  # send the scales by a second all-gather, which concatenates on dim 0
+        if ranks > 1:  # all-gather the scales, too, along dim 0; drop those of padding experts
             along_dim_0 = SharedTokens(mesh.get_group().group_name, ranks, dim=0, before=1)
-            per_rank = along_dim_0.gather(scale).chunk(ranks)
-            scale = torch.cat(per_rank, sharded_dim)[: size[0]]  # without padding experts
+            scale = torch.cat(along_dim_0.gather(scale).chunk(ranks), sharded_dim)[: size[0]]
         return (float8_bytes,), GatherInfo(size, scale)
 
     def _gathered(self, data: Tensor, scale: Any, dtype: torch.dtype, amax: Any) -> GatheredExperts:

@@ -24,22 +24,23 @@ from float8.scales import Operand, Quantized
 
 
 def quantize_experts(
-    weights: Tensor,
-    cast: Cast,
+    weights: Tensor,  # [E, N, K], contiguous or a transposed view; others are copied
+    cast: Cast,  # format and granularity; `scale`: [E] scales to use, or None to compute them
     *,
-    row: bool = False,
-    col: bool = False,
-    after: Tensor | None = None,
+    row: bool = False,  # whether to return row data
+    col: bool = False,  # whether to return column data, the transposed copy
+    after: Tensor | None = None,  # a tensor that compiled code must compute before the cast
     **_: Any,  # `pad_rows` and `traced` of `quantize`, which experts do not need
 ) -> Quantized:
     """Quantize the weights [E, N, K] of E experts, each with scales of its own.
 
-    If `row`, returns row data, [E, N, ceil16(K)] with scales [E, N]. If `col`, returns column data,
-    the transposed copy [E, K, ceil16(N)] with scales [E, K]. ceil16 pads to a multiple of 16. With
-    k x k blocks these are [E, N, ceil_k(K)] with scales [E, ceil(N / k), ceil(K / k)] and [E, K,
-    ceil_k(N)] with [E, ceil(K / k), ceil(N / k)], the last dim of scales perhaps padded; with 1 x k
-    blocks the scales are [E, N, ceil(K / k)] and [E, K, ceil(N / k)]. `cast.scale` is None or [E]
-    scales to use. Compiled code computes `after` first. A view by `mT` is cast without a copy.
+    The last dim is zero-padded to a multiple of 16, or of k under blocks of 1 x k or k x k:
+
+    scales      row data [E, N, K padded]           column data [E, K, N padded]
+    per expert  [E, N], equal for all N             [E, K], equal for all K
+    per row     [E, N]                              [E, K]
+    1 x k       [E, N, ceil(K / k)]                 [E, K, ceil(N / k)]
+    k x k       [E, ceil(N / k), ceil(K / k)]       [E, ceil(K / k), ceil(N / k)], or longer rows
     """
     assert (cast.source, cast.reduce) == (None, None)  # each expert has its own scale
     weights = weights.detach()
@@ -53,7 +54,7 @@ def quantize_experts(
 
 def _quantize_with_row_scales(
     weights: Tensor, cast: Cast, after: Tensor | None, row: bool, col: bool
-) -> Quantized:
+) -> Quantized:  # compiled code computes `after` before the cast
     """Quantize [E, R, C] if `row`, and its transpose if `col`, with a scale per row or expert."""
     E, R, C = weights.shape
     # Cast one matrix [E * R, C], in which the R rows of each expert are a group.
@@ -71,7 +72,7 @@ def _quantize_with_row_scales(
 
 def _quantize_with_block_scales(
     weights: Tensor, cast: Cast, after: Tensor | None, row: bool, col: bool
-) -> Quantized:
+) -> Quantized:  # compiled code computes `after` before the cast
     """Quantize [E, R, C] if `row`, its transpose if `col`, with scales of 1 x k or k x k blocks."""
     (E, R, C), cast_config = weights.shape, cast.config
     width: Any = cast_config.scaling_granularity.width
@@ -98,33 +99,31 @@ def _quantize_with_block_scales(
 
 
 def _stacked(operands: Sequence[Operand]) -> Operand:
-    """Stack data and scales along a new dim 0, data as bytes: few backends can stack float8."""
+    """Stack `operands` on a new dim 0: scales, and data as bytes, as few backends stack float8."""
     data = torch.stack([x.data.view(torch.uint8) for x in operands]).view(operands[0].data.dtype)
     return Operand(data, torch.stack([x.scale for x in operands]))
 
 
 def grouped_matmul(
-    a: Operand | Columns,
+    a: Operand | Columns,  # an `Operand`: groups of rows; `Columns`: groups of columns
     b: Operand,
-    shape: Shape,
-    ends: Tensor,
+    shape: Shape,  # the last two dims of the result, without padding
+    ends: Tensor,  # [E] int32, ascending: one past the last row of each group, which may be empty
     *,
-    gemm: Gemm,
-    out_dtype: torch.dtype,
+    gemm: Gemm,  # granularities of `a` and `b`, fast accumulation, emulation
+    out_dtype: torch.dtype,  # of the result
 ) -> Tensor:
     """Multiply each group of rows by its own matrix, or contract two tensors over each group.
 
-    Group e is `ends[e - 1]:ends[e]` (int32, ascending) and may be empty. If `a` is an `Operand`
-    [R, K] with scales [R], and `b` [E, N, K] has scales [E, N], returns `a @ b[e].T` for the rows
-    of each group e, [R, N]; rows outside all groups are zero. If `a` is `Columns`, [N, R] with
-    scales [E, N], and `b` [K, R] has scales [E, K], returns `a @ b.T` for the columns of each group
-    e, [E, N, K]; these groups end at `a.ends`, not `ends`.
+    If `a` is an `Operand` [R, K] with scales [R], and `b` [E, N, K] has scales [E, N], returns
+    `a[ends[e - 1]:ends[e]] @ b[e].T` for each group e, [R, N]; rows outside all groups are zero. If
+    `a` is `Columns`, data [N, R] with scales [E, N], and `b` [K, R] has scales [E, K], returns
+    `a @ b.T` over the columns of each group e, [E, N, K]; these groups end at `a.ends`, not `ends`.
 
     Data are float8 and contiguous along the last dim, which is contracted. Scales multiply float32
     sums. With 1 x k or k x k blocks `a` [R, K] has scales [R, K / k], `b` [E, N, K] has scales
     [E, N, K / k] or [E, N / k, K / k], and `Columns` and their `b` have [N, R / k] and [K, R / k].
-    Then each sum of k products is scaled, and the scaled sums are added in float32. `shape` is the
-    last two dims of the result without padding. On the CPU the GEMM is emulated.
+    Then scaled sums of k products are added in float32. On the CPU the GEMM is emulated.
 
     Raises:
         RuntimeError: the device has no such GEMM and `gemm.emulate` is False.
@@ -161,7 +160,7 @@ GROUPED_OUTER = torch.ops.float8.grouped_outer.default
 
 
 class Grouped(Dense):
-    """The functions with which the autograd function `Linear` quantizes and multiplies groups."""
+    """Namespace of the casts and grouped GEMMs that autograd function `Linear` has for experts."""
 
     columns_from_values = False
     repeats_scales = True
@@ -171,13 +170,17 @@ class Grouped(Dense):
 
     @staticmethod
     def padded(row: Operand, granularity: Granularity) -> Operand:
-        """Pad K of float8 weights [E, N, K] for GEMMs: to a multiple of 16 or the block width."""
+        """Zero-pad K of weights [E, N, K]: to a multiple of the block width, or else of 16."""
         data, scale = padded(row, granularity)
         return Operand(data, scale if granularity.by_blocks else scale.squeeze(-1))
 
     @staticmethod
     def transposed(row: Operand, cast_config: CastConfig, after: Tensor | None = None) -> Operand:
-        """Return column data [E, K, N], the transposed copy, of float8 weights `row` [E, N, K]."""
+        """Return column data [E, K, N padded], the transposed copy, of float8 weights [E, N, K].
+
+        Under scales of rows, dequantized values are cast anew by `cast_config`; otherwise bytes are
+        transposed. Compiled code computes `after` first.
+        """
         granularity = cast_config.scaling_granularity
         if not granularity.square:
             values = dequantized(row, cast_config)
@@ -195,12 +198,12 @@ class Grouped(Dense):
 
     @staticmethod
     def outer(g: Tensor, x: Tensor, offs: Tensor) -> Tensor:
-        """Return `g.T @ x` [E, N, K] over the rows of each group, in high precision."""
+        """Return `g[i:j].T @ x[i:j]` in high precision for each group i:j, ending at `offs`."""
         return GROUPED_OUTER(g.contiguous(), x, offs)  # type: ignore[no-any-return]
 
 
 class GroupedTransposed(Grouped):
-    """Quantizes and multiplies as `Grouped`, for Parameters that store the weights as [E, K, N]."""
+    """`Grouped` for weights [E, N, K] that are transposed views of Parameters [E, K, N]."""
 
     stored_transposed = True
 

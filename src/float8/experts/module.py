@@ -47,12 +47,11 @@ class Float8Experts(Float8Module):
         return stored_by_rows(self)
 
     def _float8_product(self, x: Tensor, weight: Any, offs: Tensor, name: str = "") -> Tensor:
-        """Multiply each expert's rows of `x` by `weight` in float8; its `name` is "" if unknown."""
+        """Return `x[offs[e - 1]:offs[e]] @ weight[e].T` for all e; `name` is the weight's or ""."""
         weight = _on_this_rank(weight)
         x = x.to(autocast_dtype(x.device) or weight.dtype)
-        plan, held_weight = self._float8_plan, None
-        if self._float8_held:
-            held_weight = self._float8_held_of(self._parameters.get(name), weight)
+        plan = self._float8_plan
+        held_weight = self._float8_held_of(self._parameters.get(name), weight)
         y = apply_grouped(x, weight, offs, plan, self._float8_config.emulate, held_weight)
         for observer in self._float8_observers:
             y = observer(self, plan.casts, x, weight, y, offs, name)
@@ -67,7 +66,7 @@ class Float8Experts(Float8Module):
         return weight.transpose(1, 2) if lies_transposed(self) else weight
 
     def extra_repr(self) -> str:
-        """Return the original class's text, the recipe, and settings that hold for experts."""
+        """Return the original class's text, the recipe, and settings that differ for experts."""
         config = self._float8_config
         words = [super().extra_repr(), config.short_str()]
         sites = CastSite.GRAD_OUTPUT, CastSite.GRAD_OUTPUT_FOR_GRAD_WEIGHT
@@ -91,7 +90,7 @@ class RegisteredExperts(Float8Experts):
     """Experts of transformers 5 in float8; weights: `gate_up_proj` or `up_proj`, and `down_proj`.
 
     The forward replaces the one that transformers would take from its registry. It sorts tokens by
-    expert, runs both grouped GEMMs in float8, and calls the module's own activation and gate.
+    expert, runs both grouped GEMMs in float8, and calls the module's `act_fn` or `_apply_gate`.
     """
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -229,7 +228,7 @@ def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | 
 
 
 def _overridden_grouped_mm(module: Any) -> str | None:
-    """Return an error message if the library's `_grouped_mm` was replaced, or None if not."""
+    """Return an error message if torchtitan's `_grouped_mm` was replaced, or None if not."""
     cls = module._float8_source_class if isinstance(module, Float8Experts) else type(module)
     owners = [x.__name__ for x in cls.__mro__ if "_grouped_mm" in vars(x)]  # subclasses first
     if len(owners) == 1 and "_grouped_mm" not in vars(module):  # not as in torchtitan's MXFP8
@@ -240,7 +239,7 @@ def _overridden_grouped_mm(module: Any) -> str | None:
 
 
 def convert_experts(module: Any, config: Float8LinearConfig) -> None:
-    """Convert the experts `module` in place by changing its class, and set it up with `config`."""
+    """Convert `module`, experts that `kind_of` knows, to float8 with `config`: change its class."""
     kind: Any = kind_of(module)
     module.__dict__.pop("forward", None)  # accelerate leaves the forward of the class there
     module.__class__ = class_of_experts(kind, module.__class__)
@@ -249,7 +248,7 @@ def convert_experts(module: Any, config: Float8LinearConfig) -> None:
 
 @functools.cache
 def class_of_experts(kind: Any, source: Any) -> Any:
-    """Return a subclass of `kind`, for float8, and of `source`, the original, named as `source`."""
+    """Return a subclass of `kind`, a `Float8Experts`, and of the original class `source`."""
     members = {name: getattr(source, name) for name in ("__module__", "__qualname__", "__doc__")}
     members["_float8_source_class"] = source
     bases = kind, source

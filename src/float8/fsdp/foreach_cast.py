@@ -22,12 +22,12 @@ MAX_TENSORS = 1024  # of one launch, since each program loads the first programs
 def foreach_cast(
     tensors: Sequence[Tensor], scales: Sequence[Tensor], cast_config: CastConfig, via: torch.dtype
 ) -> list[Tensor]:
-    """Round each tensor to `via`, then cast it to float8 with its scale; finite values saturate.
+    """Round tensors to `via`, cast tensor / scale to `cast_config.dtype`; finite values saturate.
 
-    `tensors` share dtype and device. `scales` are 0-dim float32 views of one tensor, 16 bytes
-    apart, as from `quantize.scales_of`. On GPUs in eager mode, one kernel casts up to 1024
-    contiguous tensors if `via` is their dtype, or bfloat16 for float32. Results have the shapes of
-    `tensors`; those of one kernel are views of one tensor.
+    `tensors` share dtype and device. `scales` has a scale for each, 0-dim float32: views of one
+    tensor, 16 bytes apart, as from `quantize.scales_of`. On GPUs in eager mode, one kernel casts up
+    to 1024 contiguous tensors if `via` is their dtype, or bfloat16 for float32. Results have the
+    shapes of `tensors`; those of one kernel are views of one tensor.
     """
     first, dtype = tensors[0], cast_config.dtype
     rounds = first.dtype == torch.float32 and via == torch.bfloat16
@@ -43,20 +43,19 @@ def foreach_cast(
 
 
 def _cast_triton(
-    tensors: Sequence[Tensor], first_scale: Tensor, dtype: torch.dtype, rounds: bool
+    tensors: Sequence[Tensor], first_scale: Tensor, float8_dtype: torch.dtype, rounds: bool
 ) -> list[Tensor]:
-    """Cast `tensors`, via bfloat16 if `rounds`; scales lie 16 bytes apart from `first_scale` on."""
+    """Cast `tensors`, via bfloat16 if `rounds`; `first_scale` and the others lie 16 bytes apart."""
     first, device, count = tensors[0], tensors[0].device, len(tensors)
     addresses = tuple([x.data_ptr() for x in tensors])
     table, starts = _table(addresses, tuple([x.numel() for x in tensors]), device)
     programs = starts[-1]
-    out = torch.empty(programs * BLOCK, dtype=dtype, device=device)
+    out = torch.empty(programs * BLOCK, dtype=float8_dtype, device=device)
     aligned = not any(address % 16 for address in addresses)
-    mantissa_bits, power_of_2 = (3 if dtype == E4M3 else 2), 0  # 0: scales are given
+    mantissa_bits, power_of_2 = (3 if float8_dtype == E4M3 else 2), 0  # 0: scales are given
     constants = rounds, aligned, mantissa_bits, power_of_2, has_float8_conversion(device)
-    launch = _launch(first.dtype, device, programs, count, constants)
     if programs:  # none if all tensors are empty
-        launch(first, table, first_scale, out)  # the other scales follow in memory
+        _launch(first.dtype, device, programs, count, constants)(first, table, first_scale, out)
     pairs = zip(tensors, starts, strict=False)  # `starts` ends with the number of programs
     return [out.as_strided(x.shape, x.stride(), start * BLOCK) for x, start in pairs]
 
@@ -65,10 +64,10 @@ def _cast_triton(
 def _table(
     addresses: tuple[int, ...], sizes: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, list[int]]:
-    """Return (table, starts), by which a program of `_cast_kernel` finds its tensor.
+    """Return (table, starts), by which a program of `_cast_kernel` finds the tensor it casts.
 
-    `table`, int64 [3, count], has address, size and first program of each tensor. `starts` lists
-    the first programs, then the number of programs. Cached, since addresses rarely change.
+    `table`, int64 [3, count], has address, number of elements and first program of each tensor; a
+    program casts `BLOCK` elements. `starts` has the first programs, then the number of programs.
     """
     starts = [0]
     for size in sizes:
@@ -81,13 +80,13 @@ def _table(
 def _launch(
     dtype: torch.dtype, device: torch.device, programs: int, count: int, constants: tuple[Any, ...]
 ) -> Launch:
-    """Return a cached function that launches `_cast_kernel` for `count` tensors of `dtype`.
+    """Return a function, cached, that launches `programs` programs of `_cast_kernel`.
 
+    It takes the first of `count` tensors of `dtype`, the table, the first scale and the output.
     `constants`: whether to round to bfloat16, whether addresses are multiples of 16, mantissa bits
     of the float8 format, 0 (scales are given), whether an instruction of the GPU casts to float8.
     """
-    next_power_of_2 = 1 << (count - 1).bit_length()
-    constants = (*constants, next_power_of_2, BLOCK)
+    constants = (*constants, 1 << (count - 1).bit_length(), BLOCK)
     return Launch(_cast_kernel, device, programs, (count,), constants, num_warps=8)
 
 
@@ -97,13 +96,13 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     table_ptr,  # [3, count] int64: address, number of elements and first program of each tensor
     scales_ptr,  # [count, 4] float32: a scale for each tensor, then three values of padding
     out_ptr,  # [programs, BLOCK]
-    count,
+    count,  # number of tensors
     ROUNDED: tl.constexpr,  # whether values are rounded to bfloat16 first
     ALIGNED: tl.constexpr,  # whether all addresses are multiples of 16
-    # MANTISSA: its bits in float8. POWER_OF_2: 0, unused. HARDWARE: an instruction casts to it.
+    # The format's mantissa bits; 0, unused; whether an instruction of the GPU casts to float8.
     MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr,
     COUNT: tl.constexpr,  # count, rounded up to a power of two
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,  # elements that one program casts
 ):  # fmt: skip
     """Cast many tensors to float8: each program casts up to BLOCK elements of one tensor."""
     program = tl.program_id(0)

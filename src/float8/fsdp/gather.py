@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from float8.config import CastConfig, ScalingGranularity, ScalingType
+from float8.config import CastConfig, ScalingType
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.kernels.runtime.private import warn
 from float8.quantize import Cast, quantize
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 class GatherInfo(NamedTuple):
-    """Metadata (shape, scale, amax) from `fsdp_pre_all_gather` for `fsdp_post_all_gather`."""
+    """Metadata that a hook passes to `fsdp_post_all_gather`: the weight's shape, scale and amax."""
 
     size: torch.Size  # of the whole weight
     scale: Tensor | None = None  # of the whole weight, equal on all ranks; None if sent with data
@@ -63,7 +63,7 @@ class Float8GatherWeight(Wrapper):
 
     @staticmethod
     def __new__(cls, inner: Tensor, how: CastConfig, write_counter: Tensor | None = None) -> Any:
-        """Wrap `inner`, to be cast by `how`; `write_counter` (default `inner`) counts writes."""
+        """Wrap `inner`, which gathers cast by `how`; `write_counter` (or `inner`) counts writes."""
         self: Any = cls._wrap(inner, inner.dtype)
         self._inner, self.how = inner, how
         self.write_counter = inner if write_counter is None else write_counter
@@ -91,8 +91,7 @@ class Float8GatherWeight(Wrapper):
         inner_kwargs = dict(zip(kwargs, inner_values, strict=True))
         if isinstance(wrapper, Float8GatherWeight) and (func.is_view or func in _WRAPS_RESULT):
             # In inference mode compound ops arrive whole; their parts are dispatched here again.
-            result: Any = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
+            if (result := func.decompose(*args, **kwargs)) is not NotImplemented:
                 return result
             # Shards that FSDP2 makes in a first forward in inference mode must serve training, too.
             with as_inference_as(wrapper):
@@ -114,7 +113,7 @@ class Float8GatherWeight(Wrapper):
         return written.get(id(result), result)  # in-place ops return the wrapper they wrote
 
     def _like(self, func: Any, result: Tensor) -> Tensor:
-        """Return `result` of `func` on the inner tensor, wrapped if gathers can cast its dtype."""
+        """Return `result` of `func` on `self._inner`, wrapped if float32, bfloat16 or float16."""
         if result is self._inner:
             return self
         if result.dtype not in HIGH_PRECISION_DTYPES:
@@ -143,7 +142,7 @@ class Float8GatherWeight(Wrapper):
         return self.how.scaling_granularity.one_scale
 
     def kept(self, weight: Any) -> CastAhead | None:
-        """Return what `keep` stored, or None if there is nothing or `weight` was written since."""
+        """Return what `keep(ahead, weight)` stored; None if none, or `weight` was written since."""
         versions, ahead = self._ahead
         if ahead is not None and versions != (now := self._versions(weight)):
             if now[-1] and now[:-1] == versions[:-1]:  # it was cast, but not in this capture
@@ -155,7 +154,7 @@ class Float8GatherWeight(Wrapper):
         return self._ahead[1]
 
     def _versions(self, weight: Any) -> tuple[Any, ...]:
-        """Return a key that changes when `weight` is written or `self.param_dtype` changes.
+        """Return a key that changes when `weight` is written or its mixed-precision dtype changes.
 
         The version of `weight`, a DTensor, counts writes by ops on it and by compiled code; that of
         `write_counter` counts writes through `to_local()` and foreach ops. Replays of CUDA graphs
@@ -168,7 +167,7 @@ class Float8GatherWeight(Wrapper):
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., tuple[tuple[Tensor, ...], GatherInfo]]:
-        """Hook that FSDP2 calls before an all-gather: `_pre_all_gather` with a cached signature."""
+        """Hook that FSDP2 calls before an all-gather, with the arguments of `_pre_all_gather`."""
         hook: Any = functools.partial(self._pre_all_gather)
         hook.__signature__ = _SIGNATURE  # FSDP2 inspects it at each call; computing it takes long
         return hook  # type: ignore[no-any-return]
@@ -196,7 +195,7 @@ class Float8GatherWeight(Wrapper):
             return self._to_send(outer_size, rows, mesh, module, dtype)
 
     def _why_not_in_float8(self, size: torch.Size, rows: int, mesh: Any) -> str | None:
-        """Return why shards of `rows` rows of a `size` weight cannot be sent in float8, or None."""
+        """Return why a weight of `size`, `rows` per rank, cannot be sent in float8, else None."""
         granularity = self.how.scaling_granularity
         if granularity.one_scale:
             return None
@@ -209,37 +208,34 @@ class Float8GatherWeight(Wrapper):
         return None
 
     def quantized(self, shard: Tensor, cast: Cast, dtype: torch.dtype) -> CastAhead:
-        """Return scale and float8 data of `shard` [R, K], rounded to `dtype` first; R may be 0."""
-        data, scale = quantize(shard, cast, row=True, via=dtype).row
-        if data.shape != shard.shape:  # padded for a GEMM
-            data = data[: shard.shape[0], : shard.shape[1]]
-        return CastAhead(scale, data.contiguous())
+        """Round `shard` [R, K], R >= 0, to `dtype`; quantize it by `cast` to scale and data."""
+        data, scale = quantize(shard, cast, row=True, via=dtype).row  # `data` may be padded
+        return CastAhead(scale, data[: shard.shape[0], : shard.shape[1]].contiguous())
 
     def _to_send(
         self, size: torch.Size, rows: int, mesh: Any, module: Any, dtype: torch.dtype
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
-        """Return (tensors to all-gather, metadata) for this shard [R, K] of a `size` weight.
+        """Return (tensors to all-gather, metadata) of this shard [R, K] of `module.weight` [*size].
 
         The tensors are the float8 bytes, zero-padded to [rows, K], and the scales unless one serves
         all ranks. A cast that `keep` stored is used if still valid; else the shard, even if R is 0,
         is rounded to `dtype` and quantized.
         """
-        weight, config, shard = module.weight, self.how, self._inner
+        weight, how, shard = module.weight, self.how, self._inner
         owner = local_tensor(weight)  # stores kept casts; with CPU offload `self` is a copy of it
         owner.param_dtype = dtype  # from now on the shard can be cast ahead
-        delayed = config.scaling_type is ScalingType.DELAYED
+        delayed = how.scaling_type is ScalingType.DELAYED
         kept = None if delayed else owner.kept(weight)  # delayed casts record amaxes: none is kept
-        one_scale, amax = config.scaling_granularity.one_scale, None
+        one_scale, amax = how.scaling_granularity.one_scale, None
         quantized: Any = kept
         if kept is None or kept.data is None:
             if delayed:
-                cast = module._float8_cast_of_shard(config, shard)
+                cast = module._float8_cast_of_shard(how, shard)
                 amax = cast.source.amax
             elif kept is not None:  # only the scale was kept, on the CPU if shards are offloaded
-                cast = Cast(config, scale=kept.scale.to(shard.device))
+                cast = Cast(how, scale=kept.scale.to(shard.device))
             else:
-                reduce = amax_over(sharding_groups(weight)) if one_scale else None
-                cast = Cast(config, reduce=reduce)
+                cast = Cast(how, reduce=amax_over(sharding_groups(weight)) if one_scale else None)
             quantized = self.quantized(shard, cast, dtype)
         scale = quantized.scale
         sent = padded_shard(quantized.data.view(torch.uint8), rows)
@@ -251,10 +247,10 @@ class Float8GatherWeight(Wrapper):
     def fsdp_post_all_gather(
         self, received: tuple[Tensor, ...], info: GatherInfo, dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Return (weight, ()): `received` as a `Float8Tensor` or in high precision, without a copy.
+        """Return (weight, ()): `received`, not copied, as a `Float8Tensor` or in high precision.
 
-        `()` means that FSDP2 has to free nothing but `received`. If `out`, the weight of an earlier
-        call over the same memory, is given, update its scale and amax, and return None.
+        `()`: FSDP2 has to free only `received`. If `out`, the weight of an earlier call over the
+        same memory, is given, update its scale and amax by `info`, and return None.
         """
         size, scale, amax, on_gather_stream = info
         for x in (scale, amax):
@@ -279,7 +275,7 @@ class Float8GatherWeight(Wrapper):
 
 
 def _capture_id() -> int:
-    """Return the driver's id of the CUDA graph that is being captured on the current stream."""
+    """Return the driver's id of the CUDA graph that the current stream captures at the moment."""
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     status, capture_id = ctypes.c_int(), ctypes.c_uint64()
     get_info = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo
@@ -294,18 +290,12 @@ WRAPPERS: dict[int, type[Float8GatherWeight]] = {2: Float8GatherWeight}
 """Wrapper class by number of dims of a weight; `float8.experts.gather` adds that of [E, N, K]."""
 
 _WRAPS_RESULT = (
-    aten.clone.default,
-    aten._to_copy.default,
-    aten._pin_memory.default,
-    aten.empty_like.default,
-    aten.new_empty.default,
-    aten.new_zeros.default,
+    *(aten.clone.default, aten._to_copy.default, aten._pin_memory.default),
+    *(aten.empty_like.default, aten.new_empty.default, aten.new_zeros.default),
 )
 """Ops besides views whose results are `Float8GatherWeight`s: sharding and `to_empty` use them."""
 
-torch.serialization.add_safe_globals(
-    [Float8GatherWeight, CastConfig, ScalingGranularity, ScalingType]
-)
+torch.serialization.add_safe_globals([Float8GatherWeight, CastConfig, ScalingType])
 
 
 def _unwrapped(x: Any) -> Any:

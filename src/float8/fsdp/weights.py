@@ -53,7 +53,7 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
 
 
 class _BatchKey(NamedTuple):
-    """The properties shared by all shards that one call of `_cast` casts."""
+    """What all shards that one call of `_cast` casts share: ranks, devices, dtypes and config."""
 
     one_scale: bool  # see `Float8GatherWeight.has_one_scale`
     groups: tuple[Any, ...]  # the process groups of ranks that share a weight
@@ -65,7 +65,7 @@ class _BatchKey(NamedTuple):
 
 
 def _cast(key: _BatchKey, shards: dict[Any, Float8GatherWeight]) -> list[CastAhead]:
-    """Quantize `shards`, which share the properties `key`; only compute scales if offloaded."""
+    """Return casts of `shards`, {weight: shard} that share `key`; if offloaded, only the scales."""
     config, dtype = key.cast_config, key.param_dtype
     on_device, values = key.device.type == key.device_type, [x._inner for x in shards.values()]
     if key.one_scale:
@@ -77,7 +77,7 @@ def _cast(key: _BatchKey, shards: dict[Any, Float8GatherWeight]) -> list[CastAhe
 
 
 def _shards_to_cast(model: nn.Module) -> dict[_BatchKey, dict[Any, Float8GatherWeight]]:
-    """Return the shards of `model` to cast now, in batches: {properties: {weight: shard}}."""
+    """Return dynamically scaled weights to cast for gathers, as {properties: {weight: shard}}."""
     batches: dict[_BatchKey, dict[Any, Float8GatherWeight]] = {}
     groups_of: dict[Any, tuple[Any, ...] | None] = {}  # sharding -> groups; None: empty shards
     weight: Any
@@ -117,7 +117,11 @@ def _shards_to_cast(model: nn.Module) -> dict[_BatchKey, dict[Any, Float8GatherW
 
 
 def refuse_shards(layer: Any, config: Float8LinearConfig) -> TypeError | ValueError | None:
-    """Return an error if `layer` is sharded, and so cannot be converted with `config`, or None."""
+    """Return the error to raise if the way `layer` is sharded rules out `config`, else None.
+
+    `fully_shard` on the layer itself rules out all; a plain Parameter that is one rank's part of a
+    weight, as in layers of fairscale, rules out `enable_fsdp_float8_all_gather`.
+    """
     if is_fsdp_module(layer):
         cls = f"{type(layer).__module__}.{type(layer).__qualname__}"
         expected = "expected an nn.Linear: convert, then fully_shard"
@@ -132,19 +136,19 @@ def refuse_shards(layer: Any, config: Float8LinearConfig) -> TypeError | ValueEr
 
 
 class Float8Gathers(Feature):
-    """Hooks around conversions and optimizer steps that have FSDP2 gather weights in float8."""
+    """Hooks, called by conversions and after steps, that have FSDP2 gather weights in float8."""
 
     def check_config(self, config: Float8LinearConfig) -> None:
-        """Raise `ValueError` if `config` gathers weights in float8 that not all GEMMs can use."""
+        """Raise `ValueError` if `config` gathers in float8, but no one cast serves all GEMMs."""
         require_one_cast(config, "enable_fsdp_float8_all_gather")
 
     def sharing_ranks(self, config: Float8LinearConfig) -> int:
-        """Return how many ranks share the cast of a weight: all with float8 all-gather, else 1."""
+        """Return how many ranks split a weight's cast: all if `config` gathers in float8, or 1."""
         gathers = config.enable_fsdp_float8_all_gather and dist.is_available()
         return dist.get_world_size() if gathers and dist.is_initialized() else 1
 
     def why_not_changed(self, mod: Any) -> Refusal | None:
-        """Return (problem, advice) if FSDP2 keeps `mod` from changing class or config, or None."""
+        """Return (problem, advice) if FSDP2 wraps `mod` or gathers its weight in float8."""
         if is_fsdp_module(mod):
             return "a layer that fully_shard was applied to", "apply it to the block around it"
         for name in _gathered_names(mod):
@@ -158,7 +162,7 @@ class Float8Gathers(Feature):
         return None
 
     def why_not_taken(self, mod: Any, config: Float8LinearConfig) -> Refusal | None:
-        """Return (problem, advice) if weights to wrap are DTensors or have hooks, else None."""
+        """Return (problem, advice) if a weight to be wrapped is a DTensor or has hooks, or None."""
         names = _gathered_names(mod) if config.enable_fsdp_float8_all_gather else ()
         hooks = "_backward_hooks", "_post_accumulate_grad_hooks"
         for weight in map(mod._parameters.get, names):
@@ -177,7 +181,7 @@ class Float8Gathers(Feature):
         _replace_contents(plain, users)
 
     def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
-        """Wrap weights for float8 all-gathers if `config` (None: converted back) enables these."""
+        """Wrap weights in `model` for float8 gathers if `config` (None: none) enables these."""
         if config is not None and config.enable_fsdp_float8_all_gather:
             enable_float8_all_gather(model)
 
@@ -187,7 +191,7 @@ class Float8Gathers(Feature):
 
 
 def _gathered_names(mod: nn.Module) -> Sequence[str]:
-    """Return the names of the weights of `mod` that can be wrapped for float8 all-gathers."""
+    """Return names of weights of `mod`, [N, K] or [E, N, K], that can be gathered in float8."""
     conversion = conversion_of(mod)
     return conversion.stored_by_rows(mod) if conversion else ()
 
@@ -200,8 +204,6 @@ def enable_float8_all_gather(module: nn.Module) -> None:
     """
     new_tensors: dict[Any, Tensor] = {}
     users = _users(module.modules())
-    config: Any
-    layer: Any
     for weight, uses in users.items():
         if not all(isinstance(mod, Float8Module) for mod, _ in uses):
             continue
@@ -209,16 +211,15 @@ def enable_float8_all_gather(module: nn.Module) -> None:
         has_rows = all(name in _gathered_names(mod) for mod, name in uses)  # not [E, K, N]
         gathers = config.enable_fsdp_float8_all_gather and not other_configs and has_rows
         if gathers and not isinstance(local_tensor(weight), Float8GatherWeight):
-            layer = uses[0][0]
-            wrapper, cast = WRAPPERS[weight.dim()], layer._float8_plan.casts.weight
+            wrapper, casts = WRAPPERS[weight.dim()], uses[0][0]._float8_plan.casts
             # `.data` is no view of the weight: `swap_tensors` raises for one that has views.
-            new_tensors[weight] = wrapper(weight.data, cast.config)
+            new_tensors[weight] = wrapper(weight.data, casts.weight.config)
     _replace_contents(new_tensors, users)
 
 
-def _users(modules: Iterable[nn.Module]) -> dict[Any, list[tuple[nn.Module, str]]]:
+def _users(modules: Iterable[nn.Module]) -> dict[Any, list[tuple[Any, str]]]:
     """Map each Parameter of `modules` to the pairs (module, name) under which it is registered."""
-    users: dict[Any, list[tuple[nn.Module, str]]] = {}
+    users: dict[Any, list[tuple[Any, str]]] = {}
     for mod in modules:
         for name, parameter in mod._parameters.items():
             if parameter is not None:
@@ -231,7 +232,8 @@ def _replace_contents(
 ) -> None:
     """Give each weight the contents `new_tensors[weight]`; the object and its gradient stay.
 
-    If references to a weight forbid this, give its `users`, (module, name) pairs, a new one; warn.
+    Where a compiled graph or the like refers to a weight, torch refuses: then the modules in its
+    `users`, pairs (module, name), get a new Parameter, and a warning is issued.
     """
     set_anew = {*Float8GatherWeight.__annotations__, "_is_param"}  # attributes that `new` sets
     replaced = 0

@@ -12,7 +12,7 @@ from float8.integrations.transformers import Float8Callback
 
 
 class Float8Args(BaseModel):
-    """Keys that `Float8Plugin` adds to axolotl's YAML configuration."""
+    """Keys of axolotl's YAML for `Float8Plugin`: recipe, modules to exclude, float8 all-gather."""
 
     float8_recipe: str = "tensorwise"
     float8_high_precision: list[str] = []  # the `names` of `keep_high_precision`
@@ -20,14 +20,14 @@ class Float8Args(BaseModel):
 
 
 class Float8Plugin(BasePlugin):
-    """Plugin of axolotl that converts the model, with PEFT adapters or without, to float8."""
+    """Plugin, listed in axolotl's YAML, that converts a model, with PEFT or without, to float8."""
 
     def get_input_args(self) -> str:
         """Return the import path of `Float8Args`, so that axolotl accepts its keys in the YAML."""
         return f"{__name__}.{Float8Args.__name__}"
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
-        """Return a list with a callback that converts the model; raise an error for `fp8: true`."""
+        """Return [callback] that has the `Trainer` convert its model; raise if `cfg.fp8` is set."""
         if cfg.fp8:
             raise ValueError("Float8Plugin: got fp8: true, which converts by torchao; leave it out")
         config = Float8LinearConfig.from_recipe_name(cfg.float8_recipe)

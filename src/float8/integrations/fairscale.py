@@ -28,9 +28,10 @@ class Float8ParallelLinear(Float8Linear):
     def from_parallel(
         cls, mod: Any, config: Float8LinearConfig, sequence_dim: int | None
     ) -> "Float8ParallelLinear":
-        """Return a float8 copy of the fairscale layer `mod` with the same Parameters and hooks.
+        """Return a copy of fairscale's layer `mod` that computes in float8, as `config` says.
 
-        `sequence_dim`: the dim of activations along which tokens are sharded; None: they are not.
+        It has the same Parameters and hooks. Tokens are sharded over the model-parallel ranks along
+        `sequence_dim` of activations; None: each rank has all tokens.
         """
         new: Float8ParallelLinear = shallow_copy(mod, cls)
         device = mod.weight.device.type
@@ -50,7 +51,7 @@ class Float8ParallelLinear(Float8Linear):
         return new
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return this rank's output for its `input`; both are plain tensors, shards or replicas."""
+        """Return this rank's output for its `input`: plain tensors, whole or this rank's shard."""
         *placements, output_placement = self._float8_placements
         x, weight, bias = (
             t if t is None else DTensor.from_local(t, self._float8_mesh, [place], run_check=False)
@@ -67,13 +68,13 @@ class Float8ParallelLinear(Float8Linear):
 
 
 class Float8ColumnParallelLinear(Float8ParallelLinear):
-    """fairscale's `ColumnParallelLinear` in float8, which can all-gather tokens of its input."""
+    """fairscale's `ColumnParallelLinear` in float8; sequence parallel all-gathers its input."""
 
     _float8_source_class = ColumnParallelLinear
 
 
 class Float8RowParallelLinear(Float8ParallelLinear):
-    """fairscale's `RowParallelLinear` in float8, which can reduce-scatter its output by tokens."""
+    """fairscale's `RowParallelLinear` in float8; sequence parallel reduce-scatters its output."""
 
     _float8_source_class = RowParallelLinear
 
@@ -93,8 +94,8 @@ def swap_tp_linear_with_float8_linear(
 ) -> nn.Module:
     """Convert fairscale's `ColumnParallelLinear` and `RowParallelLinear` to float8, in place.
 
-    Returns `model`; `convert_to_high_precision(model)` undoes the conversion. A scale of a whole
-    tensor is the same as without sharding, as ranks all-reduce amaxes.
+    Returns `model`; `convert_to_high_precision(model)` undoes the conversion. Scales per
+    tensor are the same as without sharding, since ranks all-reduce amaxes.
 
     Args:
         model: the model, or a single layer of these classes.
@@ -102,8 +103,8 @@ def swap_tp_linear_with_float8_linear(
             `Float8Weights.HELD` (casts kept until the weight is written), these layers cast their
             weights at each use nevertheless, and a warning says so.
         module_filter_fn: called as `module_filter_fn(layer, fqn)`; return True to convert `layer`.
-        sequence_parallel: whether column-parallel layers take only this rank's tokens (set their
-            `gather_output=False`), and row-parallel ones return them. fairscale itself lacks this.
+        sequence_parallel: whether inputs of column-parallel layers (set `gather_output=False`), and
+            outputs of row-parallel ones, have this rank's tokens only. fairscale lacks this.
         sequence_dim: the dim of activations that holds tokens: 0 for [seq, batch, dim].
 
     Raises `TypeError` for an argument of the wrong type; `RuntimeError` if fairscale's model

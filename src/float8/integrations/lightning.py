@@ -1,6 +1,5 @@
 """Float8 training with the `Trainer` of Lightning."""
 
-from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -18,9 +17,9 @@ class Float8Callback(Callback):
 
     Args:
         convert: set False if you convert the module yourself, for example in `configure_model`.
-        group: the process group that all-reduces amaxes of delayed scaling; None: the weights'
-            device mesh, or else all ranks.
-        **conversion: arguments of `convert_to_float8_training`, for example `config`.
+        group: the process group over which delayed scaling all-reduces amaxes. None means the ranks
+            of the device mesh if weights are DTensors, and all ranks if not.
+        **conversion: arguments of `convert_to_float8_training`; without `config`, "tensorwise".
     """
 
     def __init__(self, *, convert: bool = True, group: Any = None, **conversion: Any) -> None:
@@ -33,9 +32,9 @@ class Float8Callback(Callback):
             convert_to_float8_training(pl_module, **self._conversion)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Register hooks by which each optimizer's steps update scales and float8 weights."""
-        attach = partial(attach_to_optimizer, pl_module, group=self._group)
-        self._attachments += map(attach, trainer.optimizers)
+        """Register hooks that update scales and float8 weights at steps of `trainer.optimizers`."""
+        for optimizer in trainer.optimizers:
+            self._attachments.append(attach_to_optimizer(pl_module, optimizer, group=self._group))
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Remove the hooks that `on_train_start` registered on optimizers."""

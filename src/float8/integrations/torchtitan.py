@@ -42,7 +42,7 @@ _LINEARS = {"Linear", "ColumnParallelLinear", "RowParallelLinear"}
 
 
 class ConvertedLinear(Float8Linear, Linear):
-    """torchtitan's `Linear` with float8 GEMMs, built by configs that `Float8Converter` makes."""
+    """torchtitan's `Linear` with float8 GEMMs; configs changed by `Float8Converter` build it."""
 
     _float8_source_class = Linear
 
@@ -63,7 +63,7 @@ class ConvertedLinear(Float8Linear, Linear):
             return output
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Parallelize only Parameters: buffers, such as scales, stay plain tensors on each rank."""
+        """Shard Parameters by torchtitan's `parallel_dims`; leave buffers (scales) unsharded."""
         backend = getattr(parallel_dims, "spmd_backend", "spmd_types")
         if parallel_dims.tp_enabled and backend == "spmd_types":
             got = "got tensor parallel with spmd_backend='spmd_types', expected 'partial_dtensor'"
@@ -80,7 +80,7 @@ class ConvertedLinear(Float8Linear, Linear):
 
 @functools.cache
 def _grouped_class(cls: Any) -> Any:
-    """Return a subclass of `cls`, torchtitan's linear layer of experts, with float8 GEMMs."""
+    """Return a subclass of `cls`, a `GroupedLinear` (layer of experts), that runs float8 GEMMs."""
 
     def _grouped_mm(
         self: Any, *, input_RI: Tensor, weight_EOI: Tensor, offsets_E: Tensor
@@ -93,14 +93,14 @@ def _grouped_class(cls: Any) -> Any:
 
 @functools.cache
 def converted_config(source: Any) -> Any:
-    """Return a subclass of torchtitan's config class `source` that builds modules in float8."""
+    """Return a subclass of config class `source` that builds in float8, by a field `float8`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(source):
         float8: Float8LinearConfig
 
         def build(self, **kwargs: Any) -> Any:
-            """Return the built module, converted to float8; raise an error if it is unsupported."""
+            """Return what `source` builds from `kwargs`, in float8; raise if it is unsupported."""
             mod = source.build(self, **kwargs)
             if isinstance(mod, Linear):
                 mod = ConvertedLinear.from_float(mod, self.float8, linear_classes=[type(mod)])
@@ -120,17 +120,17 @@ def converted_config(source: Any) -> Any:
 
 
 class Float8Converter(ModelConfigConverter, ModelConfigTransform):
-    """torchtitan converter after which a model config builds linear layers and experts in float8.
+    """torchtitan converter that has a model config build linear layers and experts in float8.
 
-    The head, gates of routers, and layers with a config class other than those of `Linear`,
-    `ColumnParallelLinear`, `RowParallelLinear` and experts stay in high precision. Tensor parallel
-    needs torchtitan 0.3.0 with `spmd_backend="partial_dtensor"`; later releases also take
-    `Float8Converter.Config(...).build()` as a transform.
+    The output head, the layers of routers that score experts, and layers of other classes than
+    `Linear`, `ColumnParallelLinear`, `RowParallelLinear` and experts stay in high precision. Tensor
+    parallel works in torchtitan 0.3.0 only, with `spmd_backend="partial_dtensor"`. After 0.3.0,
+    `Float8Converter.Config(...).build()` is also a transform of model configs.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):
-        """Options of `Float8Converter`; `emulate` runs GEMMs on dequantized data, on any device."""
+        """Options of `Float8Converter`: recipes, layers to exclude, all-gather, emulated GEMMs."""
 
         recipe_name: str = "tensorwise"
         experts_recipe_name: str | None = None
@@ -140,7 +140,7 @@ class Float8Converter(ModelConfigConverter, ModelConfigTransform):
         """Layers and experts whose names contain one of these stay in high precision."""
         enable_fsdp_float8_all_gather: bool = False
         """Have FSDP2 all-gather linear layers in float8; experts are gathered in high precision."""
-        emulate: bool = False
+        emulate: bool = False  # run GEMMs on dequantized data, on any device
 
     def __init__(self, config: Config) -> None:
         self._filter_fqns, make = config.filter_fqns, Float8LinearConfig.from_recipe_name
@@ -168,9 +168,8 @@ class Float8Converter(ModelConfigConverter, ModelConfigTransform):
         allowed = [getattr(titan_linear, x).Config for x in _LINEARS if hasattr(titan_linear, x)]
         changes, kept = list[Any](), list[Any]()
         for fqn, config, parent, name in found:
-            is_converted = hasattr(config, "float8")
-            if is_converted or any(x in fqn for x in self._filter_fqns):
-                continue
+            if hasattr(config, "float8") or any(x in fqn for x in self._filter_fqns):
+                continue  # converted before, or excluded
             is_gate = type(parent).__qualname__ == "TokenChoiceTopKRouter.Config"  # in 0.3.0
             if isinstance(config, experts):  # `_experts` is None if no grouped GEMM has the recipe
                 (changes if self._experts else kept).append((fqn, config, parent, name))
@@ -190,19 +189,20 @@ class Float8Converter(ModelConfigConverter, ModelConfigTransform):
         return model_config
 
     def transform(self, model: Any, *, context: Any = None) -> Any:
-        """Convert the model config `model` in place, as torchtitan's `apply_transforms` expects."""
+        """Return the model config `model`, changed by `self.convert`; `context` is not used."""
         return self.convert(model)
 
 
-def _copy_as(cls: Any, config: Any, **more: Any) -> Any:
-    return cls(**{x.name: getattr(config, x.name) for x in fields(config)}, **more)
+def _copy_as(config_class: Any, config: Any, **new_fields: Any) -> Any:
+    return config_class(**{x.name: getattr(config, x.name) for x in fields(config)}, **new_fields)
 
 
 def attach_to_optimizers(optimizers: Any, model_parts: Any, parallel_dims: Any) -> None:
-    """Have steps of `optimizers` update scales and float8 weights of `model_parts`, by hooks.
+    """Register hooks by which steps of `optimizers` update scales and casts in `model_parts`.
 
-    Set this as `post_optimizer_build_fn` of a `ModelSpec` (torchtitan 0.3.0), which passes the
-    arguments. Models with experts have one for load balancing: set a function that calls both.
+    Set this function as `post_optimizer_build_fn` of a `ModelSpec`: torchtitan 0.3.0 then calls it
+    with its optimizers and modules; `parallel_dims` is not used. Specs of models with experts have
+    such a function already, for load balancing: set one that calls both.
     """
     for mod in model_parts:
         ids = {id(parameter) for parameter in mod.parameters()}
@@ -214,7 +214,7 @@ def attach_to_optimizers(optimizers: Any, model_parts: Any, parallel_dims: Any) 
 def attached(optim: Any) -> Any:
     """Return a copy of torchtitan's optimizer config `optim` that adds hooks to what it builds.
 
-    At each step, the hooks update scales and float8 weights of the model. `build` raises a
+    Hooks update scales and float8 weights of the model at each step. The copy's `build` raises a
     `ValueError` if `enable_cuda_graph` is set, since a replayed graph runs no hooks.
     """
     source: Any = type(optim)

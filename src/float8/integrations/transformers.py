@@ -27,16 +27,17 @@ class Float8Callback(TrainerCallback, ExportableState):
     `Trainer(model, ..., callbacks=[Float8Callback("tensorwise")])` converts `model` before an
     optimizer is made and before DDP, FSDP or DeepSpeed wrap `model`, and prints a report on rank 0.
     A model from `model_init` is converted when training begins; with several ranks, convert it in
-    `model_init`, and use `Float8Callback()`. Steps of the optimizer update scales.
+    `model_init`, and use `Float8Callback()`. Hooks on the optimizer update scales at each step.
 
-    Saved models have weights only; `trainer_state.json` has the buffers of delayed scaling, and a
-    few values of each weight. `train(resume_from_checkpoint=...)` raises a `ValueError` if loaded
-    weights differ from these, as the `Trainer` skips experts, which are saved under other names.
+    Models are saved without buffers of delayed scaling; `trainer_state.json` has these, and a few
+    values of each weight. `train(resume_from_checkpoint=...)` raises a `ValueError` if loaded
+    weights have other values: the `Trainer` loads none with other names in files, such as experts.
 
     Args:
-        config: a `Float8LinearConfig`, or the name of a recipe; None means not to convert.
-        group: the process group over which delayed scaling all-reduces amaxes; None: the weights'
-            device mesh, or else all ranks. `restore_callback_states_from_checkpoint` drops it.
+        config: a `Float8LinearConfig`, or the name of a recipe; None: do not convert the model.
+        group: the process group over which delayed scaling all-reduces amaxes. None means the ranks
+            of the device mesh if weights are DTensors, and all ranks if not. It is lost if
+            `TrainingArguments` have `restore_callback_states_from_checkpoint=True`.
         **conversion: other arguments of `convert_to_float8_training`. If the `Trainer`'s arguments
             have `max_length` (trl), the default `tokens_per_step` is batch size times `max_length`.
 
@@ -60,7 +61,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     def on_init_end(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any
     ) -> None:
-        """Convert `model` if the callback has a `config`, and print a report of it on rank 0."""
+        """Convert `model` if this callback got a `config`, and print a report on rank 0."""
         if AcceleratorState().mixed_precision == "fp8":
             got = "got mixed_precision='fp8', by which accelerate converts the model, too"
             do = "set it to 'bf16' in `accelerate config` or ACCELERATE_MIXED_PRECISION"
@@ -85,10 +86,9 @@ class Float8Callback(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any
     ) -> None:
-        """Register hooks on `optimizer` that update scales; when resuming, load saved scales."""
-        self._detach()  # from a model whose training ended in an error
-        is_converted = self._converted_count == _float8_count(model)
-        if self._config is not None and not is_converted:
+        """Convert `model` if still needed; load scales when resuming; add hooks to `optimizer`."""
+        self._remove_hooks()  # from a model whose training ended in an error
+        if self._config is not None and self._converted_count != _float8_count(model):
             if args.world_size > 1:
                 got = "got a model made after the Trainer, on several ranks; hand the callback to"
                 do = "Trainer(callbacks=[...]), or convert in model_init and use Float8Callback()"
@@ -109,15 +109,15 @@ class Float8Callback(TrainerCallback, ExportableState):
                 why = "the Trainer loads none with another name there, such as those of experts"
                 do = "Make the model from it by `from_pretrained`, convert it, and resume with it"
                 raise ValueError(f"Float8Callback: {got}, for one; {why}. {do}")
-            self._load(entry["attributes"]["delayed"])
+            self._load_scales(entry["attributes"]["delayed"])
         keys = {f"{name}.{key}" for name, x in self._delayed().items() for key in x._float8_state()}
         keys |= {*map(plain_name, keys), *(getattr(model, "_keys_to_ignore_on_save", None) or ())}
         model._keys_to_ignore_on_save = keys  # type: ignore[assignment]
         self._attachment = attach_to_optimizer(model, optimizer, group=self._group)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Remove the optimizer hooks; keep the scaling state for `trainer.save_state()`."""
-        self._detach()
+        """Remove the optimizer's hooks; store scales in `state`, for `trainer.save_state()`."""
+        self._remove_hooks()
         state.stateful_callbacks[type(self).__name__] = self.state()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
@@ -129,7 +129,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     on_predict = on_evaluate
 
     def state(self) -> dict[str, Any]:
-        """Return scaling state and a few weight values: {"attributes": {"delayed", "weights"}}."""
+        """Return {"attributes": {"delayed": {layer: {buffer: list}}, "weights": {name: list}}}."""
         saved = {
             plain_name(name): {key: x.tolist() for key, x in layer._float8_state().items()}
             for name, layer in self._delayed().items()
@@ -137,13 +137,13 @@ class Float8Callback(TrainerCallback, ExportableState):
         weights = {name: values.tolist() for name, values in self._samples().items()}
         return {"args": {}, "attributes": {"delayed": saved, "weights": weights}}
 
-    def _detach(self) -> None:
+    def _remove_hooks(self) -> None:
         if self._attachment is not None:
             self._attachment.remove()
             self._attachment = None
 
-    def _load(self, saved: dict[str, dict[str, Any]]) -> None:
-        """Load buffers of delayed scaling from `saved[layer][buffer]`; warn if layers differ."""
+    def _load_scales(self, saved: dict[str, dict[str, Any]]) -> None:
+        """Load `saved`, {layer: {buffer: values}}; warn if the model has other such layers."""
         layers = {plain_name(name): layer for name, layer in self._delayed().items()}
         if differ := sorted(layers.keys() ^ saved.keys()):
             got = "got delayed scaling in different layers of the checkpoint and the model"
@@ -154,14 +154,14 @@ class Float8Callback(TrainerCallback, ExportableState):
             values = {key: torch.tensor(x, **like) for key, x in saved[name].items()}
             layers[name].load_state_dict(values, strict=False)
 
-    def _changed(self, entry: dict[str, Any]) -> list[str]:
-        """Return the names of weights that differ from the values in `entry`, saved by `state`."""
-        saved = entry["attributes"].get("weights", {})
+    def _changed(self, saved_state: dict[str, Any]) -> list[str]:
+        """Return "name [shape]" of weights that differ from `saved_state`, a result of `state`."""
+        saved = saved_state["attributes"].get("weights", {})
         items = ((name, x, saved.get(name, x.tolist())) for name, x in self._samples().items())
         return [n for n, x, old in items if not x.allclose(x.new_tensor(old), 0, 0, equal_nan=True)]
 
     def _samples(self) -> dict[str, Tensor]:
-        """Return {name and shape: a few values} of Parameters, to recognize loaded weights."""
+        """Return {"name [shape]": a few values} of Parameters that are not in float8 or on meta."""
         return {
             f"{plain_name(name)} {[*x.shape]}": x.detach().flatten()[:: x.numel() // 4 or 1].cpu()
             for name, x in (self._model() or nn.Module()).named_parameters()

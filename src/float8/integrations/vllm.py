@@ -17,23 +17,23 @@ from float8.checkpoints.schemes import COMPRESSED, FINE_GRAINED, scheme_named
 class Float8WeightSource(WeightSource):
     """A `WeightSource` of vLLM that yields float8 data and scales of a converted `model`.
 
-    Pass it to a trainer engine of vLLM. The server must have loaded a checkpoint with the same
-    `format` and `strategy`:
+    Pass it to vLLM's engine for trainers. The vLLM server must have loaded a checkpoint with the
+    same `format` and `strategy`:
 
         source = Float8WeightSource(model, "compressed-tensors")
         engine = WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=source)
         engine.send_weights()  # after each step, on all ranks
 
-    Each iteration casts the current weights; names and bytes are those of `float8_weights`. Ranks
-    that share a model must iterate together, each to the end. Shard the model before the first use:
-    `metadata`, a method in vLLM 0.26 to 0.32 and an attribute in later releases, stays the same.
+    Each iteration casts the current weights, and yields what `float8_weights(model, format)` does.
+    Ranks that share a model must iterate together, each to the end. Shard the model before the
+    first use: `metadata` (in vLLM 0.26 to 0.32 a method, later an attribute) must not change.
 
     Args:
-        model: a converted model, whole or sharded.
+        model: a model that `convert_to_float8_training` has converted, whole or sharded.
         format: `"fine-grained-fp8"` or `"compressed-tensors"`, the format that the server reads.
-        strategy: the granularity of scales, such as `"block"`; None: the default of `format`.
-        dtype: that of tensors not in float8; None: their own, but bfloat16 for a float32 model.
-        param_dtype: the `param_dtype` of FSDP2's `MixedPrecisionPolicy`, if training has one.
+        strategy: the granularity of scales; None: `"block"`, or `"channel"` of the latter format.
+        dtype: to which tensors not cast to float8 are rounded; None: bfloat16 if most are float32.
+        param_dtype: that of FSDP2's `MixedPrecisionPolicy`, to which weights are rounded first.
 
     Raises:
         ValueError: `format` or `strategy` is unknown, or vLLM does not read it. Reading metadata or
@@ -57,8 +57,8 @@ class Float8WeightSource(WeightSource):
     def _arguments(self) -> dict[str, Any]:
         return {x.name: getattr(self, x.name) for x in fields(self)}
 
-    def metadata(self) -> Any:
-        """Return a list of the name, dtype and shape of each tensor, in the order of sending."""
+    def metadata(self) -> list[ParamMeta]:
+        """Return name, dtype and shape of each tensor that `iter_full` yields, in its order."""
         return [ParamMeta(*each) for each in float8_metadata(**self._arguments)]
 
     if hasattr(WeightSource, "iter_full"):  # from 0.33, vLLM wants an attribute that never changes

@@ -1,6 +1,7 @@
 """The amax of a tensor, max(abs(x)), from which its scale is computed."""
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -17,9 +18,9 @@ def amax(x: Tensor) -> Tensor:
     """Return max(abs(x)) as a 0-dim float32 tensor without a gradient; 0 if ``x`` is empty.
 
     The result is NaN if an element is NaN, else Inf if one is infinite. ``x`` is float32, bfloat16
-    or float16 of any shape and strides; other dtypes raise `TypeError`. In compiled code, unless
-    ``x`` may be empty, Inductor can fuse the reduction into the code that computes ``x``; it then
-    may read values not yet rounded to ``x.dtype``. Otherwise a separate kernel does it.
+    or float16 of any shape and strides; other dtypes raise `TypeError`. In compiled code, Inductor
+    can fuse the reduction into the code that computes ``x``, and may then read values not yet
+    rounded to ``x.dtype``. In eager mode, and if ``x`` may be empty, separate kernels do it.
     """
     if x.dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"amax: x is {describe(x)}; expected a {HIGH_PRECISION}")
@@ -63,13 +64,13 @@ def amax_triton(x: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def amax_plan(n: int, dtype: torch.dtype, device: torch.device, unless_set: bool = False) -> Launch:
-    """Return a function (x, amaxes, scale) that launches a Triton kernel to measure the amax of x.
+    """Return the launch of a kernel, called with (x, amaxes, scale), that measures amaxes of ``x``.
 
-    ``x`` has ``n`` > 0 elements, this dtype and device, and no gaps in memory (`is_dense`). Each of
-    the launch's `programs` stores the amax of its part of ``x`` in ``amaxes``, float32 [programs].
-    Each program of the kernel that casts ``x`` takes their maximum, to save a launch; so there are
-    at most 8 per multiprocessor. With ``unless_set`` the kernel does nothing if ``scale``, one
-    float32 element, is not 0; else ``scale`` is None.
+    ``x`` has ``n`` > 0 elements, this dtype and device, and no gaps in memory (`is_dense`). Each
+    program of the kernel stores the amax of its part of ``x`` in ``amaxes``, float32
+    [launch.programs]; the caller takes their maximum. Every program of `cast_kernel` does so, hence
+    there are at most 8 amaxes per multiprocessor. With ``unless_set`` the kernel does nothing if
+    ``scale``, one float32 element, is not 0; without it, pass None as ``scale``.
     """
     # A block is what one step reads: 16 KiB, which for 16 warps is two loads of 16 bytes a thread.
     block, most_programs = 16384 // dtype.itemsize, 8 * sm_count(device)
@@ -84,21 +85,16 @@ def amax_plan(n: int, dtype: torch.dtype, device: torch.device, unless_set: bool
 @functools.lru_cache(maxsize=4096)
 def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Return whether a tensor fills memory without gaps or overlaps; its dims may be permuted."""
-    expected = 1
-    strided = [(stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1]
-    for stride, size in sorted(strided):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    dims = sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1)
+    return all(stride == math.prod(n for _, n in dims[:i]) for i, (stride, _) in enumerate(dims))
 
 
 @jit(do_not_specialize_on_alignment=["scale_ptr"])  # type: ignore[untyped-decorator]
 def _amax_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, amaxes_ptr, scale_ptr, n, rounds,  # n elements; rounds of STEPS blocks per program
+    x_ptr, amaxes_ptr, scale_ptr, n, rounds,  # x: n elements; amaxes: one float32 per program
     BLOCK: tl.constexpr, STEPS: tl.constexpr, UNLESS_SET: tl.constexpr,  # return if scale is not 0
 ):  # fmt: skip
-    """Store the amax of this program's ``rounds`` * STEPS blocks of BLOCK elements."""
+    """Store the amax of ``rounds`` * STEPS blocks of BLOCK elements at amaxes_ptr + program_id."""
     if UNLESS_SET:
         if tl.load(scale_ptr) != 0.0:
             return

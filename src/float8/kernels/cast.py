@@ -26,7 +26,7 @@ from float8.scales import Operand, amax_to_exponent, amax_to_scale, inverse_of_e
 
 
 class CastArguments(NamedTuple):
-    """Settings of a cast (format, granularity, results) as `torch.ops.float8.cast` takes them."""
+    """Non-tensor arguments of `torch.ops.float8.cast`: scale blocks, dtype, layouts, rounding."""
 
     height: int | None  # rows and columns of a block that shares a scale; None for a whole dim
     width: int | None
@@ -34,8 +34,8 @@ class CastArguments(NamedTuple):
     row: bool
     col: bool
     pad_rows: bool = False
-    power_of_2: bool = False
-    via: torch.dtype | None = None
+    power_of_2: bool = False  # round scales up to powers of two
+    via: torch.dtype | None = None  # round to this dtype before the cast
 
 
 def cast(
@@ -55,22 +55,22 @@ def cast(
     Row data are [R, C], column data [C, R]; each has scales of its own if these are finer than one
     per tensor. Each is returned as an `Operand` (data, scale), or None if not requested. Elements
     become ``x.float() * (1 / scale)`` in float32, saturated to the largest finite value of the
-    format and rounded to nearest even. Non-finite elements and products 0 * Inf become NaN, the
-    byte 0x7f. If scales are 8-bit exponents (MXFP8), Inf instead becomes the format's largest value
+    format and rounded to nearest even. Non-finite elements, and 0 if 1 / scale is Inf, become NaN,
+    the byte 0x7f. If scales are 8-bit exponents (MXFP8), Inf becomes the format's largest value
     with scale 2**127, and a NaN makes its block NaN. Scales of 1 x k blocks are column-major.
 
     Args:
         x: float32, bfloat16 or float16, else raises `TypeError`; of any strides; gets no gradient.
         cast_config: the format, the granularity, and whether scales are powers of two.
-        row: return row data. Their columns are zero-padded to a multiple of 16 or of the block
-            width; under block scales rows are, too, to a multiple of 16 or of the side of a square.
-        col: return column data. Their R columns are padded as the columns of row data are; their C
-            rows always are, to a multiple of 16 or of the side of a square.
-        pad_rows: zero-pad rows of row data to a multiple of 16 also without block scales.
+        row: return row data, with columns zero-padded to a multiple of the block width, or of 16
+            without block scales. Under block scales, rows are zero-padded to a multiple of 16 or,
+            if blocks are square, of their side; without block scales, only if ``pad_rows``.
+        col: return column data, zero-padded like row data with ``pad_rows``.
+        pad_rows: without block scales, zero-pad rows of row data to a multiple of 16.
         scale: one float32 element to use instead of a scale computed from the amax of ``x``.
             Raises `ValueError` if ``cast_config`` has more than one scale per tensor.
-        via: round ``x`` to this dtype first. If ``scale`` is given, the kernel that casts also
-            rounds float32 to bfloat16; else another kernel rounds before it.
+        via: round ``x`` to this dtype first. The kernel that casts does so itself if ``scale`` is
+            given and ``x`` is rounded from float32 to bfloat16; else another kernel runs before it.
         after: a tensor that compiled code must compute before this cast. Backward passes the scale
             of grad_output, so that a compiler cannot move the cast of a weight into forward.
         traced: use plain PyTorch ops, which Inductor fuses into the code that computes ``x``, and
@@ -102,7 +102,7 @@ def cast(
 
 
 def refusal(x: Tensor) -> Exception:
-    """Return the error of `cast` for ``x``: wrong dtype, not 2-D, or else no result requested."""
+    """Return the error for a bad dtype of ``x``; else for x.dim() != 2; else for row=col=False."""
     if x.dtype not in HIGH_PRECISION_DTYPES:
         return TypeError(f"cast: x is {describe(x)}; expected a {HIGH_PRECISION}")
     if x.dim() != 2:
@@ -112,7 +112,10 @@ def refusal(x: Tensor) -> Exception:
 
 
 def refused_scale(scale: Tensor, x: Tensor, granularity: Granularity) -> ValueError:
-    """Return the error for a ``scale`` of wrong dtype, size or device, or where none is allowed."""
+    """Return the error for a ``scale`` that is not one float32 element on the device of ``x``.
+
+    If ``granularity`` has more than one scale per tensor, the text says to pass no scale at all.
+    """
     expected = f"one float32 element on {x.device}"
     if not granularity.one_scale:
         expected = f"none: scales of {granularity} are computed from x; leave the scale out"
@@ -120,10 +123,11 @@ def refused_scale(scale: Tensor, x: Tensor, granularity: Granularity) -> ValueEr
 
 
 def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype, exponents: bool = False) -> Tensor:
-    """Return ``x / scale`` in the float8 format ``dtype``, saturated and rounded to nearest even.
+    """Return ``x * (1 / scale)`` in float8 ``dtype``, saturated and rounded to nearest even.
 
-    Inf and NaN become NaN, 0x7f. If ``scale`` has MXFP8 ``exponents``, Inf saturates instead, and
-    division by 2**-127, the smallest scale, is left out: values that are so tiny round to zero.
+    ``scale`` is float32 and broadcasts to ``x``. Inf and NaN become NaN, the byte 0x7f. If
+    ``exponents``, the scales are those of MXFP8, powers of two from 2**-127 to 2**127: then Inf
+    saturates, and 1 / 2**-127 counts as 1, so that elements with that scale round to zero.
     """
     # Literals: with dynamic=True, Dynamo makes floats of a module symbolic and then fails on them.
     limit = 448.0 if dtype == torch.float8_e4m3fn else 57344.0
@@ -145,9 +149,10 @@ def cast_reference(
 ) -> list[Tensor]:
     """Cast ``x`` [R, C] to float8 by plain PyTorch ops: the op `torch.ops.float8.cast` on CPUs.
 
-    ``flat`` or ``named`` are fields of `CastArguments`, such as the format and which results to
-    return: row data, row scales, column data (the transposed copy), column scales. If one scale
-    covers ``x``, returns it, unless it was passed, and then the data. ``after`` is ignored.
+    ``flat`` and ``named`` are fields of `CastArguments` (block shape, dtype, results); ``after`` is
+    ignored. Returns those requested of row data, row scales, column data (the transposed
+    copy), column scales. If one scale covers ``x``, returns that scale, unless it was passed as
+    ``scale``, and then the data requested.
     """
     arguments = CastArguments(*flat[: len(CastArguments._fields)], **named)
     height, width, dtype, row, col, pad_rows, power_of_2, via = arguments
@@ -170,8 +175,7 @@ def cast_reference(
     for requested, transposed in ((row or square, False), (col and not square, True)):
         if not requested:
             continue
-        pads_rows = pad_rows or transposed or width is not None
-        row_multiple = 1 if not pads_rows else height if square else 16
+        row_multiple = (height if square else 16) if pad_rows or transposed or width else 1
         multiples = row_multiple, width or 16  # of the rows and columns of this layout
         r, c = multiples[::-1] if transposed else multiples  # R is padded to r, C to c
         right, below = (C + c - 1) // c * c - C, (R + r - 1) // r * r - R
@@ -217,8 +221,8 @@ def cast_reference(
 def specs_of(shape: tuple[int, ...], arguments: CastArguments) -> list[Spec | None]:
     """Return (shape, strides, dtype) of row data, row scales, column data, column scales of a cast.
 
-    ``shape`` is that of the tensor to cast; its sizes may be symbolic. Entries are None for results
-    that ``arguments`` do not request, and for scales if one scale covers the whole tensor.
+    ``shape`` is that of the tensor to cast; its sizes may be symbolic. An entry is None if
+    ``arguments`` do not request that result, and for scales if one scale covers the whole tensor.
     """
     height, width, dtype, row, col, pad_rows, *_ = arguments
     (R, C), specs = shape, list[Spec | None]()
@@ -246,7 +250,7 @@ SCALAR: Spec = ((), (), torch.float32)
 
 
 def _arguments(*flat: Any, after: Tensor | None = None, **named: Any) -> CastArguments:
-    """Return the arguments of the op `cast` between ``scale`` and ``after``; some may be named."""
+    """Return what the op `cast` gets between ``scale`` and ``after``, by position or by name."""
     return CastArguments(*flat[: len(CastArguments._fields)], **named)  # without `after`
 
 
@@ -273,7 +277,7 @@ def _cast_triton(x: Tensor, scale: Tensor | None, arguments: CastArguments) -> l
 
 
 class _Matrix(NamedTuple):
-    """The matrix that kernels cast, `x` or `x.t()`; whether to row data, column data or both."""
+    """The matrix that a kernel reads, `x` or `x.t()`, and its cast: layouts, padding, rounding."""
 
     dtype: torch.dtype
     device: torch.device
@@ -297,15 +301,15 @@ def cast_plan(
     strides: tuple[int, int],
     device: torch.device,
     source: str,  # of one scale: "given", "measured", "kept" or "recorded"; else "given"
-    arguments: CastArguments,  # the format, granularity and results
+    arguments: CastArguments,  # the format, the granularity, which data to return
 ) -> Callable[..., tuple[Any, ...]]:
     """Return a function (x, scale, amax) that allocates the results of a cast and launches kernels.
 
-    One scale for all of ``x`` is "given" as ``scale``; or "measured", computed from the amax of
-    ``x``; or "kept": ``scale`` unless that is 0, and then measured; or "recorded": as "kept", and
-    ``amax`` is raised in place to the amax of ``x``. Pass None for a tensor that is not used. The
-    function returns a tuple: the one scale, unless "given"; row data; row scales; column data (the
-    transposed copy); column scales. Entries not requested, or without such scales, are None.
+    ``source`` tells how it gets the one scale of ``x``: "given" as ``scale``; "measured" from the
+    amax of ``x``; "kept": ``scale``, or measured if that is 0; "recorded": as "kept", and ``amax``
+    is raised in place to the amax of ``x``. Pass None for a tensor that is not used. The function
+    returns (the one scale, row data, row scales, column data (the transposed copy), column scales).
+    The one scale is None if "given"; what is not requested and scales that do not exist are, too.
     """
     if source != "given" and not is_dense(shape, strides):
         dense = cast_plan(x_dtype, shape, (shape[1], 1), device, source, arguments)
@@ -324,10 +328,10 @@ def cast_plan(
     if height is None:
         kernels = _tensor_kernels(matrix, source)
     elif width is not None:
-        kernels = _block_kernels(matrix, height, width, col)
+        kernels = _block_launch(matrix, height, width, col), None, None
     # Triton 3.6 specializes on C == 1, and then pads wrongly.
     elif whole_rows := not matrix.col and 1 < matrix.sizes[1] <= WIDEST_ROW:
-        kernels = _whole_row_kernels(matrix)
+        kernels = _whole_row_launch(matrix), None, None
     else:
         kernels = _row_kernels(matrix)
     cast_x, measure_x, amaxes_spec = kernels
@@ -354,9 +358,9 @@ def cast_plan(
 
 
 def _tensor_kernels(matrix: _Matrix, source: str) -> _Kernels:
-    """Return the launch that casts with one scale, the one that measures amaxes, the amaxes' spec.
+    """Return the launches that cast and measure amaxes; the amaxes' shape, strides, dtype.
 
-    The last two are None if ``source`` is "given": ``scale`` is known without an amax.
+    The cast has one scale, from ``source``, see `cast_plan`; if "given", the rest is None.
     """
     tile_shapes = tiles.COL_TILES if matrix.col else tiles.ROW_TILES
     if source == "given":
@@ -367,8 +371,8 @@ def _tensor_kernels(matrix: _Matrix, source: str) -> _Kernels:
     return cast, measure, ((measure.programs,), (1,), torch.float32)
 
 
-def _whole_row_kernels(matrix: _Matrix) -> _Kernels:
-    """Return (launch, None, None): it reads each row once, whole, and casts it with its scale."""
+def _whole_row_launch(matrix: _Matrix) -> Launch:
+    """Return the launch that computes a scale for each row and casts the row, reading it once."""
     R, C, *_ = matrix.sizes
     block_c = max(1 << (C - 1).bit_length(), 16)
     rows = max(4096 // block_c, 1)  # of a program
@@ -376,11 +380,11 @@ def _whole_row_kernels(matrix: _Matrix) -> _Kernels:
     num_warps = min(max(rows * block_c // 1024, 1), 16)  # 32 elements a thread
     kernel, programs = cast_kernels.cast_rows_kernel, -(-ceil16(R) // rows)
     constants = (matrix.pad_rows, *matrix.arithmetic, unmasked, rows, block_c)
-    return Launch(kernel, matrix.device, programs, matrix.sizes, constants, num_warps), None, None
+    return Launch(kernel, matrix.device, programs, matrix.sizes, constants, num_warps)
 
 
 def _row_kernels(matrix: _Matrix) -> _Kernels:
-    """Return the launch that casts rows, the one that measures their amaxes, the amaxes' spec."""
+    """Return the launches that cast rows and measure amaxes; the amaxes' shape, strides, dtype."""
     R, C, *_ = matrix.sizes
     rows, block_c, strips = tiles.strips_of(R, C, matrix.dtype, matrix.device)
     kernel, programs = cast_kernels.measure_kernel, -(-R // rows) * strips
@@ -393,27 +397,27 @@ def _row_kernels(matrix: _Matrix) -> _Kernels:
     return cast, measure, ((R + C,), (1,), torch.int32)  # amaxes of rows, then of columns
 
 
-def _block_kernels(matrix: _Matrix, height: int, width: int, col: bool) -> _Kernels:
-    """Return (launch, None, None): it casts with block scales; ``col``: also `x` to column data."""
+def _block_launch(matrix: _Matrix, height: int, width: int, col: bool) -> Launch:
+    """Return the launch that casts with scales of blocks; ``col``: `x` is cast to column data."""
     R, C, *_ = matrix.sizes
     if height == width:
-        return _tiled(matrix, ((128, 128, 8),), "square", width), None, None
+        return _tiled(matrix, ((128, 128, 8),), "square", width)
     # Under (1, 128), scales of columns are best computed by few threads with many registers, which
     # spill if there are masks, too. Under (1, 32), each thread has many scales, so tiles are small.
     tile_shape = 128, 128, 4 if col and R % 128 == C % 128 == 0 else 8
     tile_shape = (64, 64, 2) if width == 32 else tile_shape
-    return _tiled(matrix, (tile_shape,), "run", width), None, None
+    return _tiled(matrix, (tile_shape,), "run", width)
 
 
 def _tiled(
     matrix: _Matrix,
-    tile_shapes: tuple[tiles.Tile, ...],
+    tile_shapes: tuple[tiles.Tile, ...],  # (rows, columns, warps); else the last is used
     granularity: str,  # what a scale covers: "tensor", "row", "run" (part of a row), "square"
     width: int = 1,  # of a run or square
-    source: str = "given",
-    count: int = 0,  # of amaxes that the kernel reads
+    source: str = "given",  # of the scale of a "tensor", see `cast_plan`
+    count: int = 0,  # of amaxes of parts of x, from which the kernel computes that scale
 ) -> Launch:
-    """Return the launch of `cast_kernel` with the first of ``tile_shapes`` that fills the GPU."""
+    """Return the launch of `cast_kernel`, on the first shape with >= 2 tiles per multiprocessor."""
     count_power_of_2 = 1 << max(count - 1, 0).bit_length()
     layouts = matrix.row, matrix.col, matrix.pad_rows, matrix.pad_cols, matrix.rounded
     constants = granularity, width, source, count_power_of_2, *layouts, *matrix.arithmetic
@@ -426,10 +430,10 @@ def _cast_op(x: Tensor, scale: Tensor | None, *flat: Any, **named: Any) -> list[
 
 
 def _signature_of_cast() -> inspect.Signature:
-    """Return the signature of the op `cast`: x, scale, the fields of `CastArguments`, after."""
+    """Return the signature, for the op's schema: x, scale, the fields of `CastArguments`, after."""
     x, scale, _, after, _ = inspect.signature(cast_reference).parameters.values()
-    parameters = [x, scale, *inspect.signature(CastArguments).parameters.values()]
-    parameters.append(after.replace(kind=x.kind))
+    fields = inspect.signature(CastArguments).parameters.values()
+    parameters = [x, scale, *fields, after.replace(kind=x.kind)]
     return inspect.Signature(parameters, return_annotation=list[Tensor])
 
 

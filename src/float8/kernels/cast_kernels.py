@@ -10,7 +10,7 @@ from float8.kernels.runtime.triton import jit, tl
 @jit(do_not_specialize_on_alignment=["scale_ptr", "amax_ptr"])  # type: ignore[untyped-decorator]
 def cast_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, C]
-    row_ptr,  # [rows, Ck]: Ck is C padded to 16, or to WIDTH if "run", "square"; Ck / WIDTH runs
+    row_ptr,  # [rows, Ck]: Ck is C padded to 16, or to WIDTH if "run", "square": runs * WIDTH
     row_scale_ptr,  # "row": [rows]; "run": [runs, rows]; "square": [rows / WIDTH, ceil4(runs)]
     col_ptr,  # [columns, Rk]: Rk is R, padded in the same way
     col_scale_ptr,  # as row_scale_ptr, with columns and Rk in place of rows and Ck
@@ -18,15 +18,16 @@ def cast_kernel(  # type: ignore[no-untyped-def]
     amaxes_ptr,  # "tensor": [count] float32; "row": [R + C] int32, bits of rows, then of columns
     used_ptr,  # "tensor": receives the scale that is used, unless it is given
     amax_ptr,  # "recorded": is raised to the amax of x
-    R, C, stride_r, stride_c, count,
+    R, C, stride_r, stride_c, count,  # sizes and strides of x; the number of amaxes of a "tensor"
     GRANULARITY: tl.constexpr, WIDTH: tl.constexpr, SOURCE: tl.constexpr,
     COUNT: tl.constexpr,  # count, rounded up to a power of two
     ROW: tl.constexpr, COL: tl.constexpr,
     PAD_ROWS: tl.constexpr, PAD_COLS: tl.constexpr,  # pad R in row data; pad C in column data
     ROUNDED: tl.constexpr,  # whether x is rounded to bfloat16 first
-    MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr,  # bits of the format; rounding of scales
+    MANTISSA: tl.constexpr,  # bits of the format: 3 of e4m3, 2 of e5m2
+    POWER_OF_2: tl.constexpr,  # scales are 0: not rounded, 1: powers of two, 2: MXFP8's exponents
     HARDWARE: tl.constexpr, EVEN: tl.constexpr,  # the GPU converts to float8; tiles need no mask
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,  # shape, order of tiles
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,  # as `tiles.tile_at` says
 ):  # fmt: skip
     """Cast one tile of [R, C] to row data, column data (the transposed copy) or both, with scales.
 
@@ -135,14 +136,14 @@ def cast_kernel(  # type: ignore[no-untyped-def]
 @jit
 def store_run_scales(  # type: ignore[no-untyped-def]
     ptr, magnitudes, lines, first_run, end, pitch, runs, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
-    element: tl.constexpr, ARITHMETIC: tl.constexpr,  # mantissa bits, rounding of scales, ...
+    element: tl.constexpr, ARITHMETIC: tl.constexpr,  # mantissa bits, rounding of scales, HARDWARE
 ):  # fmt: skip
     """Compute a scale for each run of elements in a tile, store the scales, and return 1 / scale.
 
-    A run is a part of a row (1 x WIDTH elements) or of a column (HEIGHT x 1). The rows or columns
-    have the indices ``lines``, the tile's first run in each of them the index ``first_run``.
-    ``magnitudes`` are the bits of abs(x) of the tile's elements x, of dtype ``element``. The scale
-    of run i in line j is stored at ``ptr + i * pitch + j`` if i < ``runs`` and j < ``end``.
+    ``magnitudes`` are the bits of abs(x) of the tile's elements x, of dtype ``element``. A run is a
+    part of a row of ``magnitudes`` (1 x WIDTH elements) or of a column (HEIGHT x 1). These rows or
+    columns have the indices ``lines``; in each, the tile's first run has the index ``first_run``.
+    The scale of run i in line j goes to ``ptr + i * pitch + j`` if i < ``runs`` and j < ``end``.
     """
     bits = numeric.float32_bits(tiles.block_max(magnitudes, HEIGHT, WIDTH), element)
     scale, inverse = numeric.scale_and_inverse(bits, ARITHMETIC)
@@ -156,7 +157,7 @@ def store_run_scales(  # type: ignore[no-untyped-def]
 
 @jit
 def times_any_inverse(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return ``v[i] * inverse``, NaN for an Inf in ``v``, 0 where not ``inside[i]`` unless EVEN."""
+    """Return ``v[i] * inverse``, NaN where v[i] is Inf, 0 if not ``inside[i]``; EVEN: all are."""
     # An Inf in v must become NaN, although a product that overflows saturates. Inf * 0 is NaN, and
     # adding a zero of the product's sign changes no other value, contracted to an FMA or not.
     zero = (inverse.to(tl.int32, bitcast=True) & -0x80000000).to(tl.float32, bitcast=True)
@@ -165,7 +166,11 @@ def times_any_inverse(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[n
 
 @jit
 def store_square_scales(ptr, scale, tile_r, tile_c, rows, columns):  # type: ignore[no-untyped-def]
-    """Store the scales of a tile's squares in a matrix [rows, ceil4(columns)], zero-padded."""
+    """Store the scales of a tile's squares in the matrix [rows, columns] of all tiles' scales.
+
+    The tile is in tile row ``tile_r`` and tile column ``tile_c``. Rows of the matrix, at ``ptr``,
+    are zero-padded to a multiple of 4 scales.
+    """
     # A tile has 4 x 4 squares of 32, or one of 128. The last tile of a row also pads with zeros.
     slots: tl.constexpr = max(scale.shape[1], 4)
     row = tile_r * scale.shape[0] + tl.arange(0, scale.shape[0])[:, None]
@@ -187,7 +192,8 @@ def cast_rows_kernel(  # type: ignore[no-untyped-def]
     data_ptr,  # [rows, Cp]: rows is R, padded to 16 if PAD_ROWS; Cp is C, padded to 16
     scale_ptr,  # [rows]
     R, C, stride_r, stride_c, PAD_ROWS: tl.constexpr,
-    MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr,  # bits of the format; rounding of scales
+    MANTISSA: tl.constexpr,  # bits of the format: 3 of e4m3, 2 of e5m2
+    POWER_OF_2: tl.constexpr,  # scales are 0: not rounded, 1: rounded up to powers of two
     HARDWARE: tl.constexpr, EVEN: tl.constexpr,  # the GPU converts to float8; no mask is needed
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -217,7 +223,7 @@ def measure_kernel(  # type: ignore[no-untyped-def]
     ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,  # EVEN: loads need no mask
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Raise amaxes of rows, columns or both, by atomic max, to those of this program's elements."""
+    """Raise the amaxes of rows (ROW) and of columns (COL), by atomic max, from one part of x."""
     strips = tl.cdiv(C, BLOCK_C)
     tile = tiles.reversed_tile()  # backwards, so that L2 has the first rows for `cast_kernel`
     begin = tile // strips * rows

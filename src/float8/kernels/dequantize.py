@@ -13,7 +13,7 @@ _BLOCK_R, _BLOCK_C = 16, 256
 
 
 def dequantised_by_kernel(operand: Operand, granularity: Granularity, dtype: torch.dtype) -> Tensor:
-    """Return `data * scale` in `dtype`; a Triton kernel does it in eager mode on GPUs if it can."""
+    """Return `data * scale` in `dtype`; in eager mode on a GPU, if `fits_kernel`, by Triton."""
     data = operand.data
     if data.is_cuda and takes_triton_directly(*operand) and fits_kernel(operand, granularity):
         return dequantised_triton(operand, granularity, dtype)
@@ -34,7 +34,7 @@ def fits_kernel(operand: Operand, granularity: Granularity) -> bool:
 
 
 def dequantised_triton(operand: Operand, granularity: Granularity, dtype: torch.dtype) -> Tensor:
-    """Return `data * scale` as a new contiguous tensor; requires that `fits_kernel` is True."""
+    """Return `data * scale` as a new contiguous tensor of `dtype`; `fits_kernel` must be True."""
     data, scale = operand
     out = torch.empty(data.shape, dtype=dtype, device=data.device)
     codes = data.view(torch.uint8).view(-1, *data.shape[-2:])
@@ -55,7 +55,7 @@ def _dequantise_kernel(  # type: ignore[no-untyped-def]
     data_ptr,  # [E, R, C] uint8
     scale_ptr,  # one float32 per block of each matrix
     out_ptr,  # [E, R, C]
-    R, C, stride_e, stride_r, scale_e, scale_r, scale_c,  # scale_*: strides of the scales
+    R, C, stride_e, stride_r, scale_e, scale_r, scale_c,  # strides of data; of scales (0: shared)
     height,  # rows of a block; R if one scale serves all rows
     WIDTH: tl.constexpr,  # columns of a block; BLOCK_C if one scale serves whole rows
     E4M3: tl.constexpr,  # else e5m2

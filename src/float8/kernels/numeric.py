@@ -40,7 +40,7 @@ def float32_bits(bits, element: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def to_float32(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Convert a tensor to float32, exactly; if not HARDWARE, bfloat16 by a shift of its bits."""
+    """Convert to float32, exactly; bfloat16 by a shift if not HARDWARE (GPU converts to float8)."""
     if HARDWARE or x.dtype != tl.bfloat16:
         v = x.to(tl.float32)
     else:
@@ -51,7 +51,7 @@ def to_float32(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def rounded_to_bfloat16(v, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Round float32 to bfloat16, to nearest even, and back; if not HARDWARE, by integer sums."""
+    """Round float32 to bfloat16 and back, to nearest even; by integers unless HARDWARE."""
     if HARDWARE:
         v = v.to(tl.bfloat16).to(tl.float32)
     else:
@@ -65,9 +65,9 @@ def rounded_to_bfloat16(v, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-d
 def scale_of_amax(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the decode scale max(amax, 2**-100) / max(format), given the float32 bits of an amax.
 
-    The format has ``ARITHMETIC[0]`` mantissa bits. The scale is correctly rounded to float32, then
-    up to a power of two unless ``ARITHMETIC[1]`` is 0. If ``ARITHMETIC[2]``, on recent GPUs, FMAs
-    replace the division, which takes twice the registers where a thread has many scales.
+    The format has ``ARITHMETIC[0]`` mantissa bits (3: e4m3, 2: e5m2). The scale is rounded to
+    float32, correctly, then up to a power of two unless ``ARITHMETIC[1]`` is 0. If
+    ``ARITHMETIC[2]``, on recent GPUs, FMAs replace the division, which takes twice the registers.
     """
     FLOAT8_MAX: tl.constexpr = 448.0 if ARITHMETIC[MANTISSA_BITS] == 3 else 57344.0
     floor: tl.constexpr = (127 - 100) << 23  # SMALLEST_AMAX; NaN and Inf lie above it
@@ -106,9 +106,11 @@ def reciprocal(scale, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def scale_and_inverse(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the scale of an amax, given as float32 bits, and the inverse 1 / scale, as float32.
+    """Return (scale, 1 / scale) as float32 for the amaxes whose float32 bits are ``bits``.
 
-    ARITHMETIC begins with mantissa bits and rounding (2: MXFP8, where 1 / 2**-127 counts as 1).
+    ARITHMETIC: mantissa bits of the format (3: e4m3, 2: e5m2); rounding of scales (0: none, 1: up
+    to 2**n, 2: to MXFP8's exponents, where 1 / 2**-127 counts as 1); True if the GPU converts to
+    float8, so that FMAs may replace divisions.
     """
     if ARITHMETIC[SCALE_ROUNDING] == 2:  # scales are 8-bit exponents
         # The largest value of a format is 1.75 * 2**BIAS: a mantissa above 1.75 rounds up.
@@ -131,7 +133,7 @@ def scale_and_inverse(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untype
 
 @jit
 def to_float8_bits(v, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Round float32 to float8 bits with ARITHMETIC[0] mantissa bits; Inf saturates, NaN is 0x7f."""
+    """Round float32 to float8 bits (uint8), ARITHMETIC[0] of mantissa; Inf saturates, NaN: 0x7f."""
     if ARITHMETIC[HARDWARE_CAST]:
         FORMAT: tl.constexpr = tl.float8e4nv if ARITHMETIC[MANTISSA_BITS] == 3 else tl.float8e5
         codes = v.to(FORMAT).to(tl.uint8, bitcast=True)
@@ -152,8 +154,8 @@ def pack_words(b0, b1, b2, b3):  # type: ignore[no-untyped-def]
 def to_float8_words(v, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
     """Round four float32 tensors ``v`` to float8, and pack four bytes, one of each, into a uint32.
 
-    ARITHMETIC[0]: mantissa bits. In PTX, as ptxas 12.8 miscompiles bytes packed with shifts: three
-    of the four bytes are garbage (seen on H100 with Triton 3.6, in unmasked kernels only).
+    ``v[0]`` gives the lowest. ARITHMETIC[0]: mantissa bits; [2]: use PTX, as ptxas 12.8 miscompiles
+    bytes packed with shifts: three of four are garbage (on H100 with Triton 3.6, unmasked kernels).
     """
     if ARITHMETIC[HARDWARE_CAST]:
         PAIR: tl.constexpr = "e4m3x2" if ARITHMETIC[MANTISSA_BITS] == 3 else "e5m2x2"
@@ -174,7 +176,7 @@ def to_float8_words(v, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def
 
 @jit
 def _round_to_float8_bits(v, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Round float32 to float8 bits (uint8) by integer arithmetic; MANTISSA: bits of the format."""
+    """Round float32 to float8 bits (uint8) with MANTISSA mantissa bits, by integer arithmetic."""
     BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
     LARGEST: tl.constexpr = 0x43E00000 if MANTISSA == 3 else 0x47600000  # 448, 57344
     SHIFT: tl.constexpr = 23 - MANTISSA

@@ -15,7 +15,7 @@ RECIPE, SWIZZLE = [F.ScalingType.BlockWise1x32.value], [F.SwizzleType.SWIZZLE_32
 
 
 def scales_of_rows(operand: Operand, granularity: Granularity) -> Tensor:
-    """Return MXFP8 scales [..., R, C / 32]: if of 32 x 32 squares, repeat them for each row."""
+    """Return MXFP8 scales [..., R, C / 32] of each row's blocks; those of squares are repeated."""
     R, C = operand.data.shape[-2:]
     if not granularity.square:
         return operand.scale
@@ -26,8 +26,8 @@ def swizzled(scale: Tensor) -> Tensor:
     """Convert MXFP8 scales [R, C / 32] to the layout that Blackwell's GEMMs read, [tiles, 512].
 
     `scale` is float32, powers of two or NaN; the result is float8_e8m0fnu. Tiles of 128 rows and 4
-    columns are in row-major order, the last ones zero-padded. Each has rows 0, 32, 64 and 96, four
-    bytes each, then rows 1, 33, 65, 97 and so on (cuBLAS, "1D block scaling factors layout").
+    columns are in row-major order, the last ones zero-padded. Each holds its rows 0, 32, 64 and 96,
+    four bytes each, then rows 1, 33, 65, 97 and so on (cuBLAS, "1D block scaling factors layout").
     """
     exponents = (scale.view(torch.int32) >> 23).to(torch.uint8)
     padded = F.pad(exponents, (0, -scale.shape[1] % 4, 0, -scale.shape[0] % 128))

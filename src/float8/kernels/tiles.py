@@ -30,17 +30,15 @@ GROUP = 8
 
 def tiled(
     kernel: Any,
-    tiles: tuple[Tile, ...],
+    tiles: tuple[Tile, ...],  # (rows, columns, warps), from large to small
     device: torch.device,
-    integers: tuple[int, ...],
-    constants: tuple[object, ...] = (),
+    integers: tuple[int, ...],  # the kernel's arguments after the tensors: R, C, ...
+    constants: tuple[object, ...] = (),  # its constexprs before EVEN, BLOCK_R, BLOCK_C and GROUP
 ) -> Launch:
     """Return the launch of a kernel whose programs each process one tile of a matrix [R, C].
 
-    ``tiles`` (rows, columns, warps) are sorted from large to small; the first with two or more
-    programs per multiprocessor is used, else the last. ``integers``, arguments of the kernel, begin
-    with R, C. ``constants`` are followed by EVEN (tiles fill the matrix, so no mask is needed), the
-    tile's shape BLOCK_R, BLOCK_C, and GROUP, the number of tile rows that `tile_at` goes down.
+    Uses the first of ``tiles`` with two or more programs per multiprocessor, else the last. EVEN:
+    they fill the matrix, so no mask is needed. GROUP: tile rows that `tile_at` goes down at a time.
     """
     (R, C, *_), sms = integers, sm_count(device)
     for tile in tiles:
@@ -55,7 +53,7 @@ def tiled(
 
 @jit
 def reversed_tile():  # type: ignore[no-untyped-def]
-    """Return this program's index from the end, since L2 may hold the last tiles, not the first."""
+    """Return this program's index, counted from the last: L2 may hold the end of the matrix."""
     return tl.num_programs(0) - 1 - tl.program_id(0)
 
 
@@ -103,7 +101,7 @@ def store(ptrs, values, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-
 
 @jit
 def tile_quads(tile_r, tile_c, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return a tile's indices in the matrix: of groups of 4 rows [n, 1], and of columns [1, n]."""
+    """Return indices of a tile's groups of 4 rows, [BLOCK_R / 4, 1], and columns, [1, BLOCK_C]."""
     quad = (tile_r * (BLOCK_R // 4) + tl.arange(0, BLOCK_R // 4)).to(tl.int64)[:, None]
     c = (tile_c * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
     return quad, c
@@ -117,7 +115,7 @@ def quad_rows(quad):  # type: ignore[no-untyped-def]
 
 @jit
 def load_rows(ptr, rows, stride, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load four tensors from ``ptr + rows[i] * stride``, 0 where not ``inside[i]`` unless EVEN."""
+    """Load 4 tensors at ``ptr + rows[i] * stride``, 0 where not ``inside[i]``; EVEN: no masks."""
     return [load(ptr + rows[i] * stride, inside[i], EVEN) for i in (0, 1, 2, 3)]
 
 
@@ -146,7 +144,7 @@ def block_max(m, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-
 
 @jit
 def repeat_blocks(s, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Repeat each element of ``s`` as a HEIGHT x WIDTH block; dims of size 1 are not repeated."""
+    """Repeat each element of ``s`` as a HEIGHT x WIDTH block; dims of ``s`` of size 1 stay 1."""
     if HEIGHT != 1 and s.shape[0] != 1:
         s = tl.broadcast_to(s[:, None, :], (s.shape[0], HEIGHT, s.shape[1]))
         s = tl.reshape(s, (s.shape[0] * HEIGHT, s.shape[2]))
@@ -158,17 +156,17 @@ def repeat_blocks(s, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore
 
 @jit
 def times(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return ``v[i] * inverse[i]`` of four float32 tensors, 0 where not ``inside[i]`` unless EVEN.
+    """Return 4 float32 tensors ``v[i] * inverse[i]``, 0 where not ``inside[i]`` unless EVEN.
 
-    ``inverse`` is 1 / scale. An Inf becomes NaN: its scale is Inf or NaN, and Inf * (1 / Inf) is
-    NaN. If scales are 8-bit exponents, that of an Inf is 2**127, the largest, and Inf stays Inf.
+    ``inverse`` is 1 / scale. Where ``v`` is Inf, the scale, from the amax, is Inf or NaN, and the
+    product Inf * (1 / Inf) is NaN. Scales that are 8-bit exponents end at 2**127: Inf stays Inf.
     """
     return [or_zero(v[i] * inverse[i], inside[i], EVEN) for i in (0, 1, 2, 3)]
 
 
 @jit
 def store_row_scales(ptr, quad, scales, rows):  # type: ignore[no-untyped-def]
-    """Store ``scales[i]`` at the rows 4 * quad + i of a vector [rows], for i from 0 to 3."""
+    """Store ``scales[i]`` at index 4 * quad + i of the vector [rows] at ``ptr``, i from 0 to 3."""
     r = quad_rows(quad)
     for i in tl.static_range(4):
         tl.store(ptr + r[i], scales[i], mask=r[i] < rows)
@@ -181,8 +179,8 @@ def store_row_data(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Round four float32 tensors ``v`` to float8; store them in the matrix [rows, Cp] at ``ptr``.
 
-    ``v[i]`` has the rows 4 * quad + i and the columns ``c``. ARITHMETIC[0]: mantissa bits. If EVEN,
-    the stores have no mask. Else they mask the rows, and the columns unless EVEN_C.
+    ``v[i]`` has the rows 4 * quad + i and the columns ``c``. The format has ARITHMETIC[0] mantissa
+    bits. EVEN: the tile is within the matrix; EVEN_C: its columns are. Otherwise stores are masked.
     """
     ptr = ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + c
     r = quad_rows(quad)
@@ -195,7 +193,7 @@ def store_row_data(  # type: ignore[no-untyped-def]
 
 @jit
 def store_col_data(ptr, words, quad, c, rows, pitch, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store ``words.T`` at rows ``c``, columns ``quad`` of uint32 [rows, pitch]; EVEN: unmasked."""
+    """Store ``words[i, j]`` at [c[j], quad[i]] of uint32 [rows, pitch] if inside; EVEN: all are."""
     c, quad = tl.trans(c), tl.trans(quad)
     ptr = ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + c * pitch + quad
     store(ptr, tl.trans(words), (c < rows) & (quad < pitch), EVEN)
@@ -209,8 +207,8 @@ def strips_of(R: int, C: int, dtype: torch.dtype, device: torch.device) -> tuple
     """Split a matrix [R, C] into strips of columns, down which programs go to measure amaxes.
 
     Returns the rows per program, the columns of a strip, and the number of strips. A program gets
-    1 to 8 tiles of 64 rows, as many as leave 8 programs per multiprocessor: amaxes of columns
-    take one atomic per program and column, of which a GPU does few per second.
+    1 to 8 tiles of 64 rows, the more the better, but there are 8 programs per multiprocessor if the
+    matrix allows: amaxes of columns take one slow atomic max per program and column.
     """
     block_c = STRIP_BYTES // dtype.itemsize
     strips = -(-C // block_c)
@@ -220,10 +218,10 @@ def strips_of(R: int, C: int, dtype: torch.dtype, device: torch.device) -> tuple
 
 @jit
 def measure_strip(  # type: ignore[no-untyped-def]
-    x_ptr,  # row 0 of the matrix
+    x_ptr,  # [rows, C]; only rows begin:end are read
     row_amax_ptr,  # int32 [rows], raised to the bits of the amaxes of rows; if ALL, one element
     col_amax_ptr,  # int32 [columns], raised to the bits of the amaxes of columns
-    begin, end, strip, C, stride_r, stride_c,  # strip: index of BLOCK_C columns
+    begin, end, strip, C, stride_r, stride_c,  # columns are from strip * BLOCK_C on
     ROW: tl.constexpr, COL: tl.constexpr,  # measure the amaxes of rows; of columns
     ALL: tl.constexpr,  # measure the amax of all elements instead of rows and columns
     EVEN: tl.constexpr,  # strips fill the columns exactly

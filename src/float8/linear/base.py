@@ -21,14 +21,14 @@ PREFIX = "_float8_"
 
 @functools.cache
 def our_names(base: type) -> frozenset[str]:
-    """Return all attribute names of class `base` and its instances that begin with "_float8_"."""
+    """Return names of attributes, all "_float8_...", that float8 class `base` adds to modules."""
     names = {"_float8_config", "_float8_plan", *dir(base)}
     return frozenset(name for name in names if name.startswith(PREFIX))
 
 
 @functools.cache
 def not_copied(cls: type) -> frozenset[str]:
-    """Return the names of attributes that a copy or pickle of a `cls` instance leaves out."""
+    """Return the names in `_float8_not_copied` of `cls` and its bases, which copies leave out."""
     return frozenset().union(*(vars(x).get("_float8_not_copied", ()) for x in cls.__mro__))
 
 
@@ -61,10 +61,10 @@ class PlainFloat8Module(nn.Module):
 
     @torch.inference_mode(False)  # else its tensors could not be saved for a backward
     def _float8_set_up(self, config: Float8LinearConfig, finish: bool = True) -> None:
-        """Apply `config` to this layer, after undoing what its former configuration changed.
+        """Apply `config` to this float8 layer: plan its casts, create buffers, quantize weights.
 
-        Under `Float8Weights.ONLY` (weights in float8 only), weights are replaced by float8 ones:
-        now or, if `finish` is False, when the caller calls `_float8_finish`.
+        What an earlier configuration did to Parameters and buffers is undone first. Weights are
+        quantized under `Float8Weights.ONLY`: now or, if not `finish`, by `_float8_finish()` later.
         """
         plan = self._float8_make_plan(config)  # first, since this may raise
         self._float8_drop_state()
@@ -77,14 +77,13 @@ class PlainFloat8Module(nn.Module):
         return plan_linear(config)
 
     def _float8_start_state(self) -> None:
-        """Do nothing here; mixins create the buffers and attributes that `_float8_config` needs."""
+        """Do nothing here; mixins create buffers and flags for a new `self._float8_config`."""
 
-    @torch.inference_mode(False)
     def _float8_finish(self) -> None:
         """Do nothing here; a mixin replaces weights by float8 ones under `Float8Weights.ONLY`."""
 
     def _float8_drop_state(self) -> None:
-        """Do nothing here; mixins undo how `_float8_set_up` changed Parameters and buffers."""
+        """Do nothing here; mixins undo what `_float8_set_up` did to Parameters and buffers."""
 
     @classmethod
     def _float8_buffer_names(cls, config: Float8LinearConfig) -> set[str]:
@@ -96,7 +95,7 @@ class PlainFloat8Module(nn.Module):
         return {}
 
     def _float8_with_state(self, casts: Casts) -> Casts:
-        """Return `casts`; with delayed scaling, mixins add the scales in this layer's buffers."""
+        """Return `casts`, those of this layer; mixins for delayed scaling add its stored scales."""
         return casts
 
     def _float8_names(self) -> Sequence[str]:
@@ -122,8 +121,8 @@ class PlainFloat8Module(nn.Module):
     def _float8_detach(self) -> None:
         self._float8_attached = max(self._float8_attached - 1, 0)
 
-    def _float8_loadable(self, old: Any, values: Any, local_metadata: dict[str, Any]) -> Any:
-        """Return a checkpoint's `values` for Parameter `old`, dequantized if they are in float8."""
+    def _float8_loadable(self, old: Any, values: Any, assign: bool) -> Any:
+        """Return `values` to load for Parameter `old`, dequantized; `assign` is for mixins only."""
         return dequantise(values) if isinstance(values, Float8Tensor) else values
 
     def _float8_words(self) -> list[str]:
@@ -135,8 +134,7 @@ class PlainFloat8Module(nn.Module):
         self._float8_drop_state()
         self.__dict__.pop("forward", None)  # accelerate leaves the class's forward here
         source = self._float8_source_class  # read before an attribute is deleted
-        cls: Any = type(self)
-        for name in our_names(cls) & vars(self).keys():
+        for name in our_names(type(self)) & vars(self).keys():  # type: ignore[arg-type]
             del self.__dict__[name]
         self.__class__ = source  # type: ignore[assignment]
 
@@ -152,9 +150,10 @@ class PlainFloat8Module(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
         before, loadable = {**self._parameters}, {}
+        assign = local_metadata.get("assign_to_params_buffers", False)
         for name, old in before.items():
             if (values := state_dict.get(prefix + name)) is not None:
-                loadable[prefix + name] = self._float8_loadable(old, values, local_metadata)
+                loadable[prefix + name] = self._float8_loadable(old, values, assign)
         super()._load_from_state_dict(state_dict | loadable, prefix, local_metadata, *rest)
         for name, old in before.items():
             new: Any = self._parameters.get(name)

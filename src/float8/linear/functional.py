@@ -66,22 +66,19 @@ def linear(
 
 
 def apply_linear(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    plan: LinearPlan,
-    casts: Casts,
-    held_weight: Weight | None = None,
-    products: Any = None,
+    input: Tensor,  # [..., K], in high precision, or a `Float8Tensor` cast as `casts` says
+    weight: Tensor,  # [N, K], likewise
+    bias: Tensor | None,  # [N]
+    plan: LinearPlan,  # which GEMMs run in float8, and how
+    casts: Casts,  # of `plan`, perhaps with stored scales, or with amaxes reduced over ranks
+    held_weight: Weight | None = None,  # casts kept by `Float8Weights.HELD`; None: cast `weight`
+    products: Any = None,  # with functions that cast and multiply; None: those of class `Dense`
 ) -> Tensor:
     """Compute `input @ weight.T + bias` with the casts and GEMMs of `plan`, after argument checks.
 
-    `input` or `weight` may be a `Float8Tensor` that was cast as `plan` casts it. `casts` are those
-    of `plan`, perhaps with stored scales of delayed scaling and with reductions of amaxes over
-    ranks. `held_weight` has float8 data of `weight`, kept by `Float8Weights.HELD`; if None,
-    `weight` is cast. `products` has functions that cast and multiply instead of those of `Dense`;
-    if given, the result stays [M, N]. Raises a `TypeError` for unfit dtypes and DTensors, a
-    `ValueError` for a wrong shape, a `RuntimeError` in torch.func or without a GEMM on the device.
+    Returns [..., N], or [M, N] if `products` is given, which may gather rows from other ranks or
+    scatter them. Raises a `TypeError` for unfit dtypes and DTensors, a `ValueError` for a wrong
+    shape, a `RuntimeError` in torch.func or without a float8 GEMM on the device.
     """
     compiling = torch.compiler.is_compiling()
     if not compiling and functorch_levels is not None and functorch_levels() is not None:
@@ -124,21 +121,20 @@ def apply_linear(
             stored: Any = InFloat8(*operand_of("weight", weight, casts.weight, other_gemm))
         else:
             stored = held_weight or OnTheFly(weight)
-        call = Call(plan, casts, products or Dense, type(stored), K, weight.dtype, *need_grads)
-        args = rows, weight, stored, call
+        settings = Call(plan, casts, products or Dense, type(stored), K, weight.dtype, *need_grads)
+        args = rows, weight, stored, settings
         computed = computed_before(Linear, *args) if compiling else None
         output = Linear.apply(*args, computed)  # type: ignore[no-untyped-call]
     if input.dim() != 2 and products is None:
-        shape = [*input.shape[:-1], output.shape[-1]]
         # No view: FSDP2 warns of modules that return views, and restricts writes into them.
-        output = torch.ops.aten._unsafe_view.default(output, shape)
+        output = torch.ops.aten._unsafe_view.default(output, [*input.shape[:-1], output.shape[-1]])
     return output if bias is None else output + bias.to(output.dtype)
 
 
 def in_compute_dtype(input: Tensor, weight: Tensor) -> Tensor:
-    """Check dtypes and shape of `input`; convert it to the dtype of autocast if that is enabled.
+    """Return `input`, converted to the dtype of autocast if that is enabled, after checks.
 
-    Does not convert a `Float8Tensor`. Raises a `TypeError` if `input` and `weight` differ in dtype
+    A `Float8Tensor` is not converted. Raises a `TypeError` if `input` and `weight` differ in dtype
     without autocast, or one is not float32, bfloat16 or float16; and a `ValueError` if the last dim
     of `input` is not that of `weight`. Both may be DTensors.
     """
@@ -171,11 +167,12 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def operand_of(role: str, x: Float8Tensor, cast: Cast, other_gemm: str | None) -> Operand:
-    """Return data and scale of `x`, which is in float8 already; `role` is "input" or "weight".
+    """Return data and scale of `x`, already in float8, for a layer that would cast it by `cast`.
 
-    Under delayed scaling, records the amax of `x`. Raises a `ValueError` if `x` is transposed, or
-    has another format or granularity than `cast`, or if `other_gemm` is not None: the name of a
-    GEMM that needs another cast of `x`, for which the values in high precision would be required.
+    `cast.source`, of delayed scaling, records the amax in `x`. Raises a `ValueError`, in which
+    `role` ("input" or "weight") names `x`, if `x` is transposed, or differs from `cast` in format
+    or granularity; or if `other_gemm` is not None: the name of a GEMM of the layer that needs
+    another cast of the tensor, which cannot be made from float8.
     """
     config = cast.config
     fits = x._data.dtype == config.dtype and x._granularity is config.scaling_granularity
@@ -192,7 +189,7 @@ def operand_of(role: str, x: Float8Tensor, cast: Cast, other_gemm: str | None) -
 
 
 class Call(NamedTuple):
-    """The settings of one call of the autograd function `Linear`, for its forward and backward."""
+    """Settings of one call of the autograd function `Linear`: casts, GEMMs, gradients it needs."""
 
     plan: LinearPlan
     casts: Casts
@@ -212,23 +209,24 @@ class Linear(torch.autograd.Function):
     grad_weight  [N, K] = grad_output.T @ input     col(grad_output),   col(input)
 
     Row data (row) are a float8 cast in the layout of the tensor; column data (col) are a transposed
-    copy. The argument `call` of forward selects precision, casts, and functions that multiply.
+    copy. The argument `settings` of forward has precision, casts, and functions that multiply.
     """
 
     @staticmethod
     def compute(
-        input: Tensor, weight: Tensor, stored: Any, call: Call, *index: Tensor
+        input: Tensor, weight: Tensor, stored: Any, settings: Call, *expert_ends: Tensor
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Return the output [M, N], in the dtype of `input` [M, K], and the tensors for backward.
 
-        `stored`, a `Weight`, multiplies by `weight` [N, K], or by float8 data of it. `index` is
-        empty, or for experts one tensor: the ends of their rows. Backward reads `(rows, rows_scale,
-        col_data, col_scale, *fields of stored, *index)`. For grad_weight these have column data
-        (the transposed cast) of `input`, or else `rows`: `input`, or its cast with `rows_scale`.
+        `stored`, a `Weight`, multiplies by `weight` [N, K], or by float8 data of it. `expert_ends`
+        is empty, or for experts one tensor: the ends of the rows of each. The tensors are `(rows,
+        rows_scale, col_data, col_scale, *fields of stored, *expert_ends)`; None: not needed.
+        Backward computes grad_weight from `col_data` and `col_scale`, column data (the transposed
+        cast) of `input`; or else from `rows`: `input`, or its float8 data with `rows_scale`.
         """
-        plan, casts, products = call.plan, call.casts, call.products
+        plan, casts, products = settings.plan, settings.casts, settings.products
         compiling = torch.compiler.is_compiling()
-        dw_in_float8 = call.need_grad_weight and plan.grad_weight is not None  # dw: grad_weight
+        dw_in_float8 = settings.need_grad_weight and plan.grad_weight is not None  # dw: grad_weight
         row: Any = None
         col: Any = None
         rows, fields = None, tuple(stored)  # what backward needs of the input and the weight
@@ -246,15 +244,16 @@ class Linear(torch.autograd.Function):
                 col_in_backward = compiling and products.columns_from_values
                 col_now = dw_in_float8 and plan.reuse_input and not col_in_backward
                 row, col = products.quantize_rows(
-                    input, casts.input, *index, row=True, col=col_now, traced=True
+                    input, casts.input, *expert_ends, row=True, col=col_now, traced=True
                 )
             shape = input.shape[0], weight.shape[-2]  # read here: torch.jit.trace records it
-            y, fields = stored.output(row, shape, index, call, input.dtype)
+            y, fields = stored.output(row, shape, expert_ends, settings, input.dtype)
         if products.scatter is not None:
             y = products.scatter(y)
         if dw_in_float8 and not plan.reuse_input:
-            _, col = products.quantize_rows(input, casts.input_for_grad_weight, *index, col=True)
-        if col is None and call.need_grad_weight:
+            cast = casts.input_for_grad_weight
+            _, col = products.quantize_rows(input, cast, *expert_ends, col=True)
+        if col is None and settings.need_grad_weight:
             if isinstance(input, Float8Tensor):
                 rows = input._data
             elif products.keeps_row_data:
@@ -265,65 +264,69 @@ class Linear(torch.autograd.Function):
                 rows = input.clone() if compiling else input
         rows_scale = None if rows is None or row is None else row.scale
         col_data, col_scale = (None, None) if col is None else col[:2]  # experts have more fields
-        if not call.need_grad_input:  # backward does not read the weight
+        if not settings.need_grad_input:  # backward does not read the weight
             fields = (None,) * len(fields)
-        return y, (rows, rows_scale, col_data, col_scale, *fields, *index)
+        return y, (rows, rows_scale, col_data, col_scale, *fields, *expert_ends)
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, stored: Any, call: Call, computed: Any, *index: Any
+        ctx: Any,
+        input: Tensor,  # [M, K]
+        weight: Tensor,  # [N, K], or for experts [E, N, K]
+        stored: Any,  # a `Weight`, which multiplies by `weight`, or by float8 data of it
+        settings: Call,
+        computed: Any,  # what `compute` returned for the other arguments; None: call it here
+        *expert_ends: Any,  # empty, or for experts one tensor: the ends of the rows of each
     ) -> Tensor:
-        """Return the output [M, N]; `computed` is the result of `compute`, called here if None."""
-        if computed is None:
-            y, saved = Linear.compute(input, weight, stored, call, *index)
-        else:
-            y, saved = computed
-            y = new_alias(y)
+        """Return the output [M, N], and save on `ctx` what backward needs."""
+        y, saved = computed or Linear.compute(input, weight, stored, settings, *expert_ends)
         ctx.save_for_backward(*saved)
-        ctx.call = call
-        return y
+        ctx.settings = settings
+        return y if computed is None else new_alias(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of `input`, in the dtype of `grad_output`, and of `weight`."""
+        """Return the gradients of `input` and `weight`, and None for other arguments of forward."""
         compiling = torch.compiler.is_compiling()
         if not compiling and functorch_levels is not None and functorch_levels() is not None:
             raise RuntimeError(f"Float8Linear: got a backward within torch.func{_NO_TRANSFORM}")
-        call: Call = ctx.call
-        plan, casts, products, dtype = call.plan, call.casts, call.products, grad_output.dtype
+        settings: Call = ctx.settings
+        plan, casts, products = settings.plan, settings.casts, settings.products
         rows, rows_scale, col_data, col_scale, *rest = ctx.saved_tensors
-        count = len(call.weight_class._fields)
-        stored, index = call.weight_class(*rest[:count]), rest[count:]
-        dx_in_float8 = call.need_grad_input and plan.grad_input is not None  # dx: grad_input
-        dw_in_float8 = call.need_grad_weight and plan.grad_weight is not None  # dw: grad_weight
+        count, dtype = len(settings.weight_class._fields), grad_output.dtype
+        stored, expert_ends = settings.weight_class(*rest[:count]), rest[count:]
+        dx_in_float8 = settings.need_grad_input and plan.grad_input is not None  # dx: grad_input
+        dw_in_float8 = settings.need_grad_weight and plan.grad_weight is not None  # dw: grad_weight
         reuse = dw_in_float8 and plan.reuse_grad_output
-        (M, N), K, row, col = grad_output.shape, call.in_features, None, None
+        (M, N), K, row, col = grad_output.shape, settings.in_features, None, None
         if dx_in_float8 or reuse:
             row, col = products.quantize_grad(
-                grad_output, casts.grad_output, *index, row=dx_in_float8, col=reuse
+                grad_output, casts.grad_output, *expert_ends, row=dx_in_float8, col=reuse
             )
         dx = dw = None
         if dx_in_float8:
-            dx = stored.grad_input(row, (M, K), index, call, dtype)
-        elif call.need_grad_input:
+            dx = stored.grad_input(row, (M, K), expert_ends, settings, dtype)
+        elif settings.need_grad_input:
             dx = grad_output @ stored.values.to(dtype)
         if dx is not None and products.start is not None:
             dx = products.start(dx)  # a reduce-scatter, which overlaps the GEMM of grad_weight
         if dw_in_float8:
             if not reuse:
                 cast = casts.grad_output_for_grad_weight  # assigning `row` next frees row data
-                row, col = products.quantize_grad(grad_output, cast, *index, row=False, col=True)
+                row, col = products.quantize_grad(
+                    grad_output, cast, *expert_ends, row=False, col=True
+                )
             input_col = Operand(col_data, col_scale)
             if col_data is None:  # forward kept `input` or its row data
                 input_col = recast(rows, casts.input.config, rows_scale)
-            options: Any = {"gemm": plan.grad_weight, "out_dtype": call.weight_dtype}
-            dw = products.grad_weight(col, input_col, (N, K), *index, **options)
-        elif call.need_grad_weight:
-            dw = products.outer(grad_output, rows, *index).to(call.weight_dtype)
+            options: Any = {"gemm": plan.grad_weight, "out_dtype": settings.weight_dtype}
+            dw = products.grad_weight(col, input_col, (N, K), *expert_ends, **options)
+        elif settings.need_grad_weight:
+            dw = products.outer(grad_output, rows, *expert_ends).to(settings.weight_dtype)
         if dx is not None and products.finished is not None:
             dx = products.finished(dx)  # waits for the reduce-scatter
-        return dx, dw, None, None, None, *[None] * len(index)
+        return dx, dw, None, None, None, *[None] * len(expert_ends)
 
     @staticmethod
     def symbolic(*_: Any) -> Any:

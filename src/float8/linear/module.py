@@ -14,7 +14,7 @@ from float8.linear.source import class_of, problem, shallow_copy
 
 
 class _Config:
-    """Descriptor: returns a tensor or module called `config`, else the `Float8LinearConfig`."""
+    """Descriptor: returns a layer's tensor or module named `config`, else its float8 settings."""
 
     def __get__(self, layer: Any, cls: Any = None) -> Any:
         if layer is None:
@@ -84,7 +84,10 @@ class Float8Linear(StatefulLayer, nn.Linear):
     def _float8_made_of(
         cls: Any, mod: nn.Module, config: Float8LinearConfig, finish: bool = True
     ) -> "Float8Linear":
-        """Return a float8 copy of `mod`, unchecked; call `_float8_finish` on it if not `finish`."""
+        """Return a float8 layer with the attributes of `mod`, which is not checked or changed.
+
+        If not `finish`, a later `_float8_finish()` must quantize weights of `Float8Weights.ONLY`.
+        """
         source: Any = mod._float8_source_class if isinstance(mod, Float8Linear) else type(mod)
         new: Float8Linear = shallow_copy(mod, class_of(cls, source))
         for name in not_copied(cls) & vars(new).keys():
@@ -93,7 +96,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
         return new
 
     def _float8_begin(self, config: ConfigOrRecipe | None) -> None:
-        """Complete the constructor: apply `config`, or raise an error if it is not supported."""
+        """Apply `config` (None: dynamic tensorwise) to a new layer; raise if it is unsupported."""
         config = as_config(config)
         require_supported(self, config)
         self._float8_set_up(config)
@@ -128,10 +131,9 @@ class Float8Linear(StatefulLayer, nn.Linear):
                 "Float8Linear: got requires_grad=True for a weight that is in float8 only, "
                 "expected False: it cannot be trained; call convert_to_high_precision(model) first"
             )
-        output: Tensor
         if hasattr(weight, "device_mesh"):  # a DTensor
             casts = self._float8_shards.casts(self, weight.device_mesh)
-            output = self._float8_shards.linear(input, weight, self.bias, plan, casts)
+            output: Tensor = self._float8_shards.linear(input, weight, self.bias, plan, casts)
         else:
             casts = self._float8_with_state(plan.casts) if self._float8_stateful else plan.casts
             held_weight = self._float8_held_of(weight) if self._float8_held else None
@@ -168,7 +170,7 @@ def unsupported(
 ) -> str | None:
     """Return why `mod`, converted or not, cannot run in float8 with `config`, or None if it can.
 
-    `linear_classes`: subclasses of `nn.Linear` that override forward, but compute the same as it.
+    `linear_classes`: subclasses of `nn.Linear` that override its forward, but compute the same.
     """
     error = problem(mod, Float8Linear, config, linear_classes)
     return None if error is None else str(error)
@@ -177,7 +179,7 @@ def unsupported(
 def require_supported(
     mod: nn.Module, config: Float8LinearConfig, linear_classes: Collection[type] = ()
 ) -> None:
-    """Raise a `TypeError` or `ValueError` if `mod` cannot run in float8 with `config`."""
+    """Raise if `mod` cannot run with `config`; `linear_classes` compute the same as `nn.Linear`."""
     if not isinstance(mod, nn.Linear):
         raise TypeError(f"Float8Linear: got a {type(mod).__name__}, expected an nn.Linear")
     if error := problem(mod, Float8Linear, config, linear_classes):

@@ -51,7 +51,7 @@ Planner = Callable[[Float8LinearConfig], LinearPlan]
 
 
 def cached_in_eager(plan: Planner) -> Planner:
-    """Return the function `plan` with a cache by configuration, which compiled code bypasses."""
+    """Decorate `plan`: eager code caches its result by configuration, compiled code calls it."""
     cached = functools.cache(plan)  # Dynamo looks through a cache, but warns of it
     return lambda config: (plan if torch.compiler.is_compiling() else cached)(config)
 
@@ -67,7 +67,10 @@ def plan_linear(config: Float8LinearConfig) -> LinearPlan:
 def resolve_plan(
     config: Float8LinearConfig, casts: dict[CastSite, CastConfig], fast_accum: dict[str, bool]
 ) -> LinearPlan:
-    """Return the plan for `config`, but with the given `casts` and `use_fast_accum` by GEMM."""
+    """Return the plan of a layer with the GEMMs of `config`, its six casts given by `casts`.
+
+    `fast_accum` has `use_fast_accum` of each GEMM: "output", "grad_input" and "grad_weight".
+    """
 
     def gemm(name: str) -> Gemm | None:
         if name not in config.float8_gemms:
@@ -82,7 +85,7 @@ def resolve_plan(
         return Gemm(fast_accum[name], config.emulate, powers_of_2, granularities)
 
     def rows_suffice(cast: Cast, *gemms: Gemm | None) -> bool:
-        """Return whether all `gemms` can use float8 rows, or an exact transposed copy of them."""
+        """Return whether no GEMM is None and column data made from rows of `cast` are exact."""
         granularity = cast.config.scaling_granularity
         to_col_is_exact = granularity.one_scale or (granularity.by_rows and cast.config.power_of_2)
         return to_col_is_exact and None not in gemms  # a GEMM in high precision is None
@@ -91,9 +94,8 @@ def resolve_plan(
     pairs = zip(all_casts[:3], all_casts[3:], strict=True)  # (input, input_for_grad_weight), ...
     reuse_input, reuse_weight, reuse_grad = [first == second for first, second in pairs]
     output, grad_input, grad_weight = [gemm(name) for name in GEMM_OPERANDS]
-    input_rows = reuse_input and rows_suffice(all_casts.input, output, grad_weight)
-    grad_rows = reuse_grad and rows_suffice(all_casts.grad_output, grad_input, grad_weight)
     return LinearPlan(
         all_casts, reuse_input, reuse_weight, reuse_grad, output, grad_input, grad_weight,
-        input_rows_suffice=input_rows, grad_output_rows_suffice=grad_rows,
+        reuse_input and rows_suffice(all_casts.input, output, grad_weight),
+        reuse_grad and rows_suffice(all_casts.grad_output, grad_input, grad_weight),
     )  # fmt: skip

@@ -18,8 +18,7 @@ from float8.linear.base import Float8Module, our_names
 
 _PICKLING = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__slots__")
 REFUSALS: list[Callable[[Any, Float8LinearConfig], TypeError | ValueError | None]] = []
-"""Functions that return an error if a linear layer cannot take a configuration, else None; filled
-by `float8.wings`."""
+"""Functions of (layer, config) that return an error or None; filled by `float8.wings`."""
 _REGISTRIES = {name for name, x in vars(nn.Module()).items() if isinstance(x, dict | set)}
 """The attributes in which `nn.Module` keeps Parameters, buffers, submodules and hooks."""
 
@@ -35,14 +34,13 @@ def shallow_copy(mod: nn.Module, cls: Any) -> Any:
     """
     new = cls.__new__(cls)
     for name, value in vars(mod).items():
-        new.__dict__[name] = copy.copy(value) if name in _REGISTRIES else value
-    for name in ("forward", "_compiled_call_impl"):  # bound to `mod`, not to `new`
-        new.__dict__.pop(name, None)
+        if name not in ("forward", "_compiled_call_impl"):  # bound to `mod`, not to `new`
+            new.__dict__[name] = copy.copy(value) if name in _REGISTRIES else value
     return new
 
 
 def become(mod: nn.Module, new: nn.Module) -> None:
-    """Give `mod`, in place, the class and attributes of `new`, a converted copy; keep its hooks."""
+    """Turn `mod` in place into `new`, its converted copy; hooks registered on `mod` stay."""
     for name in vars(mod).keys() - vars(new).keys() - {"_compiled_call_impl"}:
         del mod.__dict__[name]  # such as a `forward`, or other libraries' marks of float8 layers
     mod.__dict__.update({name: x for name, x in vars(new).items() if "_hooks" not in name})
@@ -67,7 +65,10 @@ ABOUT_FORWARD = "convert before accelerate, or whoever else gives it one; load w
 def problem(
     mod: Any, base: Any, config: Float8LinearConfig, linear_classes: Collection[type]
 ) -> TypeError | ValueError | None:
-    """Return why `mod` cannot be converted to the float8 class `base`, as an error, or None."""
+    """Return an error if `mod` cannot be converted to the float8 class `base`, else None.
+
+    `linear_classes`: subclasses of `nn.Linear` that override its forward, but compute the same.
+    """
     path = f"{type(mod).__module__}.{type(mod).__qualname__}"
     if reason := _computes_something_else(mod, linear_classes):
         return TypeError(f"got a {path}, {reason}")
@@ -94,7 +95,7 @@ def problem(
 
 
 def _computes_something_else(mod: nn.Module, linear_classes: Collection[type]) -> str | None:
-    """Return why `mod` may not compute what `nn.Linear` does, or None; `linear_classes` do."""
+    """Return why `mod` may not compute the same as `nn.Linear` and `linear_classes`, or None."""
     forward_of = class_with_forward(type(mod))
     if is_parametrized(mod):
         return "whose weight is computed, expected an nn.Linear with a weight of its own"
@@ -116,7 +117,7 @@ def _computes_something_else(mod: nn.Module, linear_classes: Collection[type]) -
 
 
 def not_in_high_precision(weight: Any) -> str | None:
-    """Return None for a weight in float32, bfloat16 or float16, else text that says what it is."""
+    """Return None for a weight in float32, bfloat16 or float16, else what it is, for errors."""
     cls, dtype = type(weight), getattr(weight, "dtype", None)
     if cls.__module__.split(".")[0] in ("bitsandbytes", "torchao"):
         return f"weight of class {cls.__name__}, which is quantised, expected one in high precision"
@@ -127,7 +128,10 @@ def not_in_high_precision(weight: Any) -> str | None:
 
 
 def _cannot_be_both(mod: Any, base: Any, config: Float8LinearConfig) -> str | None:
-    """Return how attributes or class of `mod` conflict with the float8 class `base`, or None."""
+    """Return why the class of `mod` cannot derive from the float8 class `base`, too; or None.
+
+    Reasons: attributes of equal names (or of buffers for `config`), pickling, memory layouts.
+    """
     cls: Any = type(mod)
     is_ours = isinstance(mod, Float8Module)
     reserved = base._float8_buffer_names(config)  # names that `mod` must not have
@@ -182,11 +186,11 @@ def _init(layer: Any, *args: Any, **kwargs: Any) -> None:
 def new_class(
     name: str, bases: tuple[type, type], make: Any, made_of: tuple[Any, ...], **members: Any
 ) -> Any:
-    """Return a new class with these `members`, to which instances of `bases[1]` can change.
+    """Return a new class `name` of `bases` (float8 class, user's class) with attributes `members`.
 
-    Instances can be pickled: unpickling calls `make(*made_of)`, which must return the class, since
-    a class that is made at run time cannot be imported. Raises `TypeError` if the memory layouts of
-    `bases` differ.
+    Layers of class `bases[1]` can get it as `__class__`; raises a `TypeError` if memory layouts
+    differ. Instances can be pickled: unpickling calls `make(*made_of)`, which must return the
+    class, since a class that is made at run time cannot be imported.
     """
 
     def reduce(module: Any, protocol: int) -> Any:

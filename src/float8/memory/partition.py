@@ -61,22 +61,27 @@ the uses by other nodes and the kind of each user; kind "any" may be used in any
 
 @dataclass(frozen=True)
 class Float8Partitioner(CustomPartitionerFn):
-    """Partitioner for Inductor whose forward saves activations of at least `min_bytes` in float8.
+    """Partitioner for Inductor that saves activations of at least `min_bytes` as float8 `dtype`.
 
-    `float8.activations_in_float8` returns one as a compile option. Equal ones share compiled code.
+    `float8.activations_in_float8` puts an instance into options of `torch.compile`.
     """
 
     min_bytes: float
     dtype: torch.dtype
 
     def uuid(self) -> object:
-        """Return the key in Inductor's cache: a hash of source files, `min_bytes` and `dtype`."""
+        """Return a key for Inductor's cache: a hash of this code, `min_bytes` and `dtype`."""
         return get_hash_for_files((__file__, scales.__file__)), self.min_bytes, self.dtype
 
     def __call__(
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
-        """Split joint graph `gm` into forward and backward; save some activations in float8."""
+        """Split joint graph `gm` into forward and backward, and save some activations in float8.
+
+        Inductor passes arguments for `min_cut_rematerialization_partition`, which chooses what to
+        save. Of that, float16 and bfloat16 activations of at least `min_bytes` are cast to float8
+        if backward only multiplies by them or functions of them, and freeing them frees memory.
+        """
         _mark_sums_as_must_save(gm.graph)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         graphs = forward.graph, backward.graph
@@ -119,8 +124,8 @@ class Float8Partitioner(CustomPartitionerFn):
     def _keep_in_float8(self, node: Node, activation: Node, forward: Graph, backward: Graph) -> Any:
         """Insert a cast of `node` to float8 into `forward`, and its dequantization into `backward`.
 
-        Two placeholders, of data and scale, replace `activation`, that of `node` in `backward`.
-        Returns the nodes of data and scale in `forward`, which are to be saved in place of `node`.
+        In `backward`, two placeholders (data, scale) replace `activation`, the placeholder of the
+        saved `node`. Returns the nodes of data and scale in `forward`, to be saved instead of it.
         """
         dtype = node.meta["val"].dtype
 
@@ -137,11 +142,9 @@ class Float8Partitioner(CustomPartitionerFn):
             x = x.clamp(-65504.0, 65504.0) if dtype == torch.float16 else x  # may overflow float16
             return (x.to(dtype).reshape(data.shape),)
 
-        is_input = node.op == "placeholder"  # these come first: cast after the last one
-        previous = forward.find_nodes(op="placeholder")[-1] if is_input else node
-        with forward.inserting_before(previous.next):
+        previous = forward.find_nodes(op="placeholder")[-1] if node.op == "placeholder" else node
+        with forward.inserting_before(previous.next):  # placeholders come first
             packed = _graft(forward, pack, [node])
-        first_user = next(x for x in backward.nodes if x in activation.users)  # unpack before it
         with backward.inserting_before(activation):
             new_inputs = [backward.placeholder(f"{x.name}_kept") for x in packed]  # unique names
         mark = "saved_tensor_with_no_vc_check"  # of tensors saved without a version counter check
@@ -149,7 +152,7 @@ class Float8Partitioner(CustomPartitionerFn):
             if mark in node.meta:
                 result.meta[mark] = node.meta[mark]
             new_input.meta = dict(result.meta)
-        with backward.inserting_before(first_user):
+        with backward.inserting_before(next(x for x in backward.nodes if x in activation.users)):
             activation.replace_all_uses_with(*_graft(backward, unpack, new_inputs))
         backward.erase_node(activation)
         return packed
@@ -158,10 +161,11 @@ class Float8Partitioner(CustomPartitionerFn):
 def _activations(
     graph: Graph, inputs: Sequence[Node], gradients: Sequence[Node | None], static: set[int]
 ) -> tuple[set[Node], set[Node | None]]:
-    """Return nodes of forward that require grad and depend on model arguments not in `static`.
+    """Return the activations in forward's `graph`, and the gradients of Parameters.
 
-    `static` are indices of `inputs` that stay in memory. Also returns the `gradients` (None: no
-    grad) of all other inputs, such as Parameters.
+    Activations are nodes that require grad and depend on a model argument: one of `inputs` that is
+    no Parameter or buffer, and whose index is not in `static` (of inputs that stay in memory). The
+    second set has the gradients of all other `inputs`; `gradients[i]` is of `inputs[i]`, or None.
     """
     requires_grad, from_argument, weight_gradients = set[str](), set[str](), set[Node | None]()
     for index, (node, gradient) in enumerate(zip(inputs, gradients, strict=False)):  # no tangents
@@ -184,8 +188,8 @@ def _activations(
 
 
 def _mark_sums_as_must_save(graph: Graph) -> None:
-    """Mark sums that RMSNorm or an activation function reads: the partitioner must save them."""
-    # Otherwise their terms might be saved and rounded, and rounded terms may cancel each other.
+    """Have the partitioner save sums that RMSNorm or activation functions read, not their terms."""
+    # Terms might be rounded, and rounded terms may cancel each other.
     for node in graph.nodes:
         if _name(node) == "rsqrt" or _is_activation_function(node):
             while len(node.all_input_nodes) == 1:  # up to the first node of several inputs
@@ -197,10 +201,11 @@ def _mark_sums_as_must_save(graph: Graph) -> None:
 def _may_be_rounded(
     graph: Graph, start: Node, gradients: set[Node], weight_gradients: set[Node | None]
 ) -> bool:
-    """Return whether backward's `graph` uses its saved value `start` in these four ways only.
+    """Return whether backward's `graph` uses `start`, a saved value, in these four ways only.
 
     - The operand of a weight gradient: the value, cast to float8 or times factors that do not
-      depend on it, is multiplied with one of `gradients`; the product is one of `weight_gradients`.
+      depend on it, is multiplied with one of `gradients` (nodes that depend on gradients of
+      outputs); the product is one of `weight_gradients` (of Parameters).
     - The input of SiLU or GELU: backward computes the output again, an operand as above, and the
       derivative; only GEMMs, casts and sums (gradients of biases) read the input's gradient.
     - `up` in `silu(gate) * up`: a gradient times `up` is only multiplied by `silu`'s derivative.
@@ -228,8 +233,8 @@ def _may_be_rounded(
     return True
 
 
-def _use(node: Node, affected: list[Node]) -> str:
-    """Return how `node` uses its inputs `affected`: as a "factor", ...; "" if it is not known."""
+def _use(node: Node, affected: list[Node]) -> str:  # one of the uses in `_PATTERNS`, or ""
+    """Return how `node` uses its inputs `affected`: "factor", "sum of rows", ...; else ""."""
     name, args = _name(node), node.args
     if _is_activation_function(node):
         return "function"
@@ -254,16 +259,15 @@ def _is_activation_function(node: Node) -> bool:
 
 
 def _name(node: Node) -> str:
-    op: Any = node.target
-    if not isinstance(op, OpOverload) and node.args and isinstance(node.args[0], OpOverload):
-        op = node.args[0]  # an op that writes its arguments, functionalized
-    if not isinstance(op, OpOverload):
-        return getattr(op, "__name__", "")
+    # The first argument is an op, too, if that writes its arguments and is functionalized.
+    op = next((x for x in (node.target, *node.args[:1]) if isinstance(x, OpOverload)), None)
+    if op is None:
+        return getattr(node.target, "__name__", "")
     return op._schema.name.removeprefix("aten::").removeprefix("prims::")
 
 
 def _graft(graph: Graph, function: Callable[..., Any], nodes: list[Node]) -> list[Any]:
-    """Insert the ops of `function` on `nodes` into `graph`; return the nodes of its results."""
+    """Trace `function` on `nodes`, insert its ops into `graph`; return the nodes of its results."""
     values = [node.meta["val"] for node in nodes]
     with values[0].fake_mode:
         traced = make_fx(lambda *args: function(*args), select_decomp_table())(*values)
@@ -277,7 +281,7 @@ def _in_runs(x: Tensor) -> Tensor:
 
 
 def _hint(size: Any) -> int:
-    """Return `size`, or the hint of a symbolic one without a guard; 2**32 for an unbacked one."""
+    """Return `size`: of a SymInt the hint, without a guard, or 2**32 if it has none (unbacked)."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     return size.node.hint if size.node.has_hint() else 1 << 32

@@ -66,8 +66,8 @@ def save_gemm_outputs(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
     Saved are layer outputs [tokens, out_features] in the compute dtype; in compiled code only those
     that backward reads. Recomputing the GEMMs would take most of the time. Casts, norms, activation
-    functions and attention are recomputed, as are GEMMs in high precision and emulated GEMMs. But
-    emulated GEMMs of experts are saved, and in compiled code those with `Float8Weights.HELD`.
-    Returns `MUST_SAVE` if `op`, an `OpOverload`, is a float8 GEMM, else `PREFER_RECOMPUTE`.
+    functions and attention are recomputed, as are GEMMs in high precision, and emulated ones, but
+    not those of experts, nor in compiled code those under `Float8Weights.HELD`. Ignores `ctx` and
+    `args`. Returns `MUST_SAVE` if the `OpOverload` `op` is a float8 GEMM, else `PREFER_RECOMPUTE`.
     """
     return CheckpointPolicy.MUST_SAVE if op in GEMM_OPS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -11,19 +11,19 @@ _ADDED = "_float8_names_that_ddp_ignores"  # attribute: names in `_IGNORED` that
 
 
 class DataParallel(Feature):
-    """Tells `DistributedDataParallel`, after each conversion, which tensors it must ignore."""
+    """Has each conversion tell `DistributedDataParallel` (DDP) which tensors it must ignore."""
 
     def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
-        """Exclude amax buffers and weights that exist in float8 only from DDP's communication."""
+        """Have DDP ignore amax buffers, and weights in float8 only, whatever `config` is."""
         tell_ddp_what_to_ignore(model)
 
 
 def tell_ddp_what_to_ignore(module: nn.Module) -> None:
-    """Exclude amax buffers and weights that exist in float8 only from DDP's communication.
+    """Have DDP neither broadcast nor reduce amax buffers, and weights that exist in float8 only.
 
-    Marks `module` and its submodules, any of which DDP may wrap. Otherwise DDP would overwrite the
-    amaxes of other ranks with rank 0's in each forward. It still broadcasts histories and scales of
-    delayed scaling; so only rank 0 must load a checkpoint, unless weights exist in float8 only.
+    Sets the attribute that DDP reads on `module` and its submodules, any of which DDP may wrap. DDP
+    would otherwise overwrite all amaxes by rank 0's in each forward. It broadcasts other tensors,
+    so that only rank 0 needs to load them; weights in float8 only must be loaded on each rank.
     """
     for root in module.modules():
         names = [

@@ -29,7 +29,7 @@ from float8.tensor.ranks import (
 
 
 class Shards(NamedTuple):
-    """Computes a tensor-parallel linear layer on DTensors; its fields say what it communicates."""
+    """Computes tensor-parallel linear layers; fields: whether to gather input, scatter output."""
 
     gathers_input: bool = False  # all-gather the input's tokens; ignored if the weight is Shard(1)
     tokens_dim: int | None = None  # reduce-scatter the output along it if the weight is Shard(1)
@@ -37,49 +37,42 @@ class Shards(NamedTuple):
     def linear(self, input: Any, weight: Any, bias: Any, plan: LinearPlan, casts: Casts) -> Any:
         """Return `input @ weight.T + bias`, with float8 GEMMs, of DTensors on a 1-D mesh.
 
-            weight Shard(0): input Replicate -> output Shard(-1)
-            weight Shard(1): input Shard(-1) -> output Partial, or Shard(self.tokens_dim) if set
+            weight Shard(0), bias Shard(0): input Replicate -> output Shard(-1)
+            weight Shard(1), bias Replicate: input Shard(-1) -> output Partial
+                or, if `self.tokens_dim` is not None, output Shard(self.tokens_dim)
 
-        With `self.gathers_input`, an input for a weight Shard(0) may be placed in any way: it is
-        all-gathered, in float8 if `plan` permits. An input in float8 is not cast again. `bias` is
-        Shard(0) as the weight, else Replicate. `plan` has the layer's casts and GEMMs, `casts` the
-        same casts with amaxes reduced over ranks, from `self.casts`.
+        With `self.gathers_input`, the input for a weight Shard(0) may have any placement. It is
+        all-gathered: in float8 if all its GEMMs can use float8 rows (`plan.input_rows_suffice`).
+        An input in float8 is not cast again. `plan` has the layer's six casts, and settings of its
+        GEMMs; `casts`, from `self.casts`, has them with amaxes reduced over ranks.
         """
         if not hasattr(input, "placements"):
-            raise TypeError(
-                f"Float8Linear: got an input of type {type(input).__name__} for a weight that is "
-                f"a DTensor, expected a DTensor; use a style that prepares it, as "
-                f"Float8ColwiseParallel"
-            )
+            got = f"got an input of type {type(input).__name__} for a weight that is a DTensor"
+            do = "use a style that prepares it, as Float8ColwiseParallel"
+            raise TypeError(f"Float8Linear: {got}, expected a DTensor; {do}")
         dtensors, mesh, placements = torch.distributed.tensor, weight.device_mesh, weight.placements
         if input.device_mesh != mesh:
-            raise ValueError(
-                f"Float8Linear: got an input on {input.device_mesh} for a weight on {mesh}, "
-                f"expected one mesh; parallelize both over the same"
-            )
+            got = f"got an input on {input.device_mesh} for a weight on {mesh}, expected one mesh"
+            raise ValueError(f"Float8Linear: {got}; parallelize both over the same")
         column_parallel = tuple(placements) == (dtensors.Shard(0),)
         if not column_parallel and tuple(placements) != (dtensors.Shard(1),):
-            raise ValueError(
-                f"Float8Linear: got a weight placed {placements}, expected Shard(0) or Shard(1) on "
-                f"a mesh of one dim, as tensor parallel's styles place it"
-            )
+            got = f"got a weight placed {placements}, expected Shard(0) or Shard(1) on a mesh of"
+            raise ValueError(f"Float8Linear: {got} one dim, as tensor parallel's styles place it")
         require_parts(weight.shape, 0 if column_parallel else 1, mesh.size())
         if column_parallel:
             return _column_parallel(input, weight, bias, self.gathers_input, plan, casts)
         return _row_parallel(input, weight, bias, self.tokens_dim, plan, casts)
 
     def casts(self, layer: Any, mesh: Any) -> Casts:
-        """Return how a call of `layer` casts tensors, with amaxes all-reduced over 1-D `mesh`."""
+        """Return the six casts of one call of `layer`, with amaxes all-reduced over 1-D `mesh`."""
         casts: Casts = layer._float8_plan.casts
         if mesh.size() > 1:
-            reduce, reduced = amax_over([mesh.get_group(0)]), {}
-            for site in casts._fields:
-                reduced[site] = getattr(casts, site)._replace(reduce=reduce)
-            casts = casts._replace(**reduced)
+            reduce = amax_over([mesh.get_group(0)])
+            casts = Casts(*[cast._replace(reduce=reduce) for cast in casts])
         return layer._float8_with_state(casts) if layer._float8_stateful else casts
 
     def words(self, layer: Any) -> list[str]:
-        """Return text for `extra_repr`, such as ["input gathered in float8"], or an empty list."""
+        """Return phrases for `extra_repr` of `layer`, as ["input gathered in float8"], or []."""
         if self.tokens_dim is not None:
             gathered, in_float8 = "grad_output", layer._float8_plan.grad_output_rows_suffice
         elif self.gathers_input and not sums_over_ranks(layer.weight):
@@ -90,14 +83,14 @@ class Shards(NamedTuple):
 
 
 def sums_over_ranks(weight: Any) -> bool:
-    """Return whether tensor parallel shards `weight` [N, K] along K: outputs are partial sums."""
+    """Return whether `weight` [N, K] is a DTensor sharded along K, so that outputs are partial."""
     placements: Any = getattr(weight, "placements", None)
     return placements is not None and placements[-1].is_shard(1)
 
 
 @dataclass(frozen=True)
 class GathersInput(Dense):
-    """Casts and GEMMs of a layer that all-gathers the tokens of its input in float8."""
+    """Functions that cast and multiply in a layer that all-gathers its input's rows in float8."""
 
     tokens: SharedTokens
 
@@ -107,26 +100,29 @@ class GathersInput(Dense):
     def quantize_rows(
         self, x: Tensor, cast: Cast, *, row: bool, col: bool, traced: bool
     ) -> Quantized:
-        """Quantize `x` [M / ranks, K], and all-gather it to [M, K]; add no transposed copy."""
+        """Quantize `x` [M / ranks, K], and return row data [M, K], all-gathered over ranks.
+
+        `row`, `col` are not used. `traced`: let a compiler fuse the cast with the producer of `x`.
+        """
         return Quantized(self.tokens.gathered(x, cast, traced))
 
     def output(self, a: Operand, b: Operand, rank_shape: Shape, **options: Any) -> Tensor:
-        """Return `a @ b.T` [M, N] of the M tokens of all ranks; `rank_shape` is (M / ranks, N)."""
+        """Return `a @ b.T` [M, N] by `matmul` with `options`; `rank_shape` is (M / ranks, N)."""
         return matmul(a, b, (rank_shape[0] * self.tokens.ranks, rank_shape[1]), **options)
 
     def start(self, dx: Tensor) -> Tensor:
-        """Start to reduce-scatter grad_input `dx` [M, K]; `finished` waits for the result."""
+        """Start to reduce-scatter grad_input `dx` [M, K]; `finished(result)` is [M / ranks, K]."""
         return self.tokens.start_reduce_scatter(dx)
 
 
 @dataclass(frozen=True)
 class ScattersOutput(Dense):
-    """Casts and GEMMs of a layer that reduce-scatters output, and gathers grad_output in float8."""
+    """Functions that cast and multiply in a layer whose output is reduce-scattered by rows."""
 
     tokens: SharedTokens
 
     def quantize_grad(self, g: Tensor, cast: Cast, *, row: bool, col: bool) -> Quantized:
-        """Quantize `g` [M / ranks, N], all-gather it to [M, N]; if `col`, add a transposed copy."""
+        """Quantize `g` [M / ranks, N]; gather [M, N], even if not `row`; `col` adds a transpose."""
         row_data = self.tokens.gathered(g, cast)
         return Quantized(row_data, to_col(row_data, cast.config) if col else None)
 
@@ -135,18 +131,22 @@ class ScattersOutput(Dense):
         return finished(self.tokens.start_reduce_scatter(y))
 
     def grad_input(self, a: Operand, b: Operand, rank_shape: Shape, **options: Any) -> Tensor:
-        """Return `a @ b.T` [M, K] of the M tokens of all ranks; `rank_shape` is (M / ranks, K)."""
+        """Return `a @ b.T` [M, K] by `matmul` with `options`; `rank_shape` is (M / ranks, K)."""
         return matmul(a, b, (rank_shape[0] * self.tokens.ranks, rank_shape[1]), **options)
 
 
 def _column_parallel(
-    input: Any, weight: Any, bias: Any, gathers: bool, plan: LinearPlan, casts: Casts
+    input: Any, weight: Any, bias: Any, gathers_input: bool, plan: LinearPlan, casts: Casts
 ) -> Any:
-    """Return the output, Shard(-1), for a `weight` Shard(0); if `gathers`, all-gather `input`."""
+    """Return `input @ weight.T + bias`, placed Shard(-1), for DTensors with `weight` Shard(0).
+
+    `input` is Replicate or, if `gathers_input`, of any placement and all-gathered. `plan` has
+    casts and GEMMs; `casts` are these casts with amaxes reduced over ranks.
+    """
     dtensors, (placement,) = torch.distributed.tensor, input.placements
     local_weight = weight.to_local()  # before `input.to_local`, so that backward runs it last
     tokens = None  # or `SharedTokens`, with which the layer communicates instead of DTensor
-    if gathers and not placement.is_replicate():
+    if gathers_input and not placement.is_replicate():
         in_float8 = isinstance(input._local_tensor, Float8Tensor)  # cast before, for several layers
         if placement.is_shard() and plan.input_rows_suffice and not in_float8:
             tokens = _shared_tokens(input, placement.dim)  # float8 rows serve both GEMMs
@@ -175,15 +175,18 @@ def _column_parallel(
 def _row_parallel(
     input: Any, weight: Any, bias: Any, tokens_dim: int | None, plan: LinearPlan, casts: Casts
 ) -> Any:
-    """Return the output for a `weight` Shard(1): Shard(`tokens_dim`), or Partial if it is None."""
+    """Return `input @ weight.T + bias` for DTensors `input` Shard(-1), `weight` Shard(1).
+
+    The output is Shard(`tokens_dim`), or Partial if that is None. `plan` has casts and GEMMs;
+    `casts` are these casts with amaxes reduced over ranks.
+    """
     dtensors: Any = torch.distributed.tensor
     dims, tokens_placement, tokens = input.dim(), None, None  # `tokens`: see `_column_parallel`
     if tokens_dim is not None:
         if not -dims <= tokens_dim < dims:
-            raise ValueError(
-                f"Float8Linear: got an input of {dims} dims and an output to be sharded along dim "
-                f"{tokens_dim}, expected one of them; give the style another output_layouts"
-            )
+            got = f"got an input of {dims} dims and an output to be sharded along dim {tokens_dim}"
+            do = "give the style another output_layouts"
+            raise ValueError(f"Float8Linear: {got}, expected one of them; {do}")
         tokens_placement = dtensors.Shard(tokens_dim % dims)
         if plan.grad_output_rows_suffice:  # float8 rows serve both GEMMs of backward
             tokens = _shared_tokens(input, tokens_placement.dim)
@@ -208,22 +211,22 @@ def _row_parallel(
     return output + bias.to(output.dtype)
 
 
-def _require_placed(input: Any, weight: Any, expected: Any) -> None:
-    if tuple(input.placements) != (expected,):
-        raise ValueError(
-            f"Float8Linear: got an input placed {tuple(input.placements)} for a weight placed "
-            f"{tuple(weight.placements)}, expected {expected}; redistribute it"
-        )
+def _require_placed(input: Any, weight: Any, placement: Any) -> None:
+    got, of_weight = tuple(input.placements), tuple(weight.placements)
+    if got != (placement,):
+        got_both = f"got an input placed {got} for a weight placed {of_weight}"
+        raise ValueError(f"Float8Linear: {got_both}, expected {placement}; redistribute it")
 
 
-def _without_reduce(casts: Casts, *roles: str) -> Casts:
-    return casts._replace(**{role: getattr(casts, role)._replace(reduce=None) for role in roles})
+def _without_reduce(casts: Casts, *sites: str) -> Casts:
+    return casts._replace(**{site: getattr(casts, site)._replace(reduce=None) for site in sites})
 
 
 def _shared_tokens(x: Any, dim: int) -> SharedTokens | None:
-    """Return the gather and scatter along `dim` for tensors with the leading dims of `x`.
+    """Return an object that gathers and scatters tensors along `dim`, over the DTensor `x`'s ranks.
 
-    Returns None if `dim` is the last, `x` is empty, or the ranks' parts would not be equal.
+    Their dims before the last are those of `x`. Returns None, so that DTensor must communicate, if
+    `dim` is the last, `x` is empty, or the number of ranks does not divide `x.shape[dim]`.
     """
     mesh = x.device_mesh
     if dim == x.dim() - 1 or x.shape[dim] % mesh.size() or 0 in x.shape:
@@ -232,11 +235,11 @@ def _shared_tokens(x: Any, dim: int) -> SharedTokens | None:
 
 
 def dtensor_in_float8(x: Any, weight: Any, plan: LinearPlan, cast: Cast) -> Any:
-    """Quantize the DTensor `x`, an input for `weight` on a 1-D mesh, to a DTensor in float8.
+    """Return the DTensor `x` on a 1-D mesh, an input for `weight`, quantized as `cast` says.
 
-    Returns `x` itself if it is Partial or in float8; if a GEMM of `plan` needs more than the float8
-    rows of `x`; or if `x` is sharded along its last dim, and `cast` has a scale per row. Raises
-    `TypeError` or `ValueError` if the dtype or the last dim of `x` does not match `weight`.
+    Returns `x` itself if it is Partial or in float8; if it is sharded along its last dim, and
+    `cast` has a scale per row; or if the output's or grad_weight's GEMM by `plan` cannot use float8
+    rows. Raises `TypeError` or `ValueError` if its dtype or last dim does not match `weight`.
     """
     (placement,) = x.placements
     cuts_rows = placement.is_shard() and placement.dim % x.dim() == x.dim() - 1
@@ -254,11 +257,8 @@ def dtensor_in_float8(x: Any, weight: Any, plan: LinearPlan, cast: Cast) -> Any:
 
 
 def require_parts(shape: torch.Size, dim: int, ranks: int) -> None:
-    """Raise `ValueError` if a rank gets no row (`dim` 0), or columns divide unevenly (`dim` 1)."""
-    size = shape[dim]
-    if size % ranks and (dim == 1 or not every_rank_gets_some(size, ranks)):
+    """Raise `ValueError` unless each rank gets a row (`dim` 0), or equal columns (`dim` 1)."""
+    if shape[dim] % ranks and (dim == 1 or not every_rank_gets_some(shape[dim], ranks)):
         expected = "that dim divisible by" if dim else "rows on each of"
-        raise ValueError(
-            f"Float8Linear: got a weight of shape {tuple(shape)}, to be sharded along dim {dim} "
-            f"over {ranks} ranks, expected {expected} {ranks}"
-        )
+        got = f"got a weight of shape {tuple(shape)}, to be sharded along dim {dim} over {ranks}"
+        raise ValueError(f"Float8Linear: {got} ranks, expected {expected} {ranks}")

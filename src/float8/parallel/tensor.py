@@ -21,9 +21,9 @@ from float8.tensor import is_dtensor
 class Float8ColwiseParallel(ColwiseParallel):
     """`ColwiseParallel` for a `Float8Linear`; quantizes a sharded input, then all-gathers it.
 
-    Takes the arguments of `ColwiseParallel`. Gathers in high precision under all recipes but
-    `tensorwise`, `delayed` and `rowwise`, as a GEMM then needs more than the float8 rows. An input
-    that `PrepareFloat8ModuleInput` has quantized is not quantized again.
+    Takes the arguments of `ColwiseParallel`. Under recipes other than `tensorwise`, `delayed` and
+    `rowwise`, gathers in high precision, since the GEMM of grad_weight cannot use float8 rows. An
+    input that `PrepareFloat8ModuleInput` has quantized is not quantized again.
     """
 
     @staticmethod
@@ -47,8 +47,8 @@ class Float8ColwiseParallel(ColwiseParallel):
 class Float8RowwiseParallel(RowwiseParallel):
     """`RowwiseParallel` for a `Float8Linear`; backward quantizes grad_output, then all-gathers it.
 
-    Takes the arguments of `RowwiseParallel`; grad_output is gathered if `output_layouts` shards
-    tokens: in high precision under all recipes but `tensorwise`, `delayed` and `rowwise`.
+    Takes the arguments of `RowwiseParallel`. grad_output is gathered only if `output_layouts` is a
+    `Shard` of tokens; in high precision unless the recipe is `tensorwise`, `delayed` or `rowwise`.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -59,14 +59,14 @@ class Float8RowwiseParallel(RowwiseParallel):
 
 
 class PrepareFloat8ModuleInput(PrepareModuleInput):
-    """`PrepareModuleInput` that casts inputs to float8 once for all layers, then redistributes.
+    """`PrepareModuleInput` that casts inputs to float8, once for all layers, and redistributes.
 
     Args:
         **layouts: the arguments of `PrepareModuleInput`: `input_layouts`, `desired_input_layouts`,
             `input_kwarg_layouts`, `desired_input_kwarg_layouts`, `use_local_output`.
-        float8_dtype: the dtype to which the layers must cast inputs; None skips this check.
+        float8_dtype: raise `ValueError` if layers cast inputs to another dtype; None: do not check.
         fwd_config_submodule_fqn: name, within the module, of the `Float8Linear` whose cast of the
-            input is used. None requires the same input cast in all layers of the module.
+            input is used. None: all in the module must cast their input in the same way.
     """
 
     def __init__(
@@ -93,10 +93,9 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             if self.input_layouts is not None:
                 if len(args) != len(self.input_layouts):
-                    raise ValueError(
-                        f"PrepareFloat8ModuleInput: got {len(args)} inputs and layouts of "
-                        f"{len(self.input_layouts)}, expected as many; None leaves an input alone"
-                    )
+                    got = f"got {len(args)} inputs and layouts of {len(self.input_layouts)}"
+                    expected = "expected as many; None leaves an input alone"
+                    raise ValueError(f"PrepareFloat8ModuleInput: {got}, {expected}")
                 args_and_layouts = zip(args, self.input_layouts, strict=True)
                 args = tuple(_quantize(module, names, device_mesh, *x) for x in args_and_layouts)
             for name, placement in self.input_kwarg_layouts.items():
@@ -111,7 +110,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         return module
 
     def _find_layers(self, module: nn.Module) -> list[str]:
-        """Return names of float8 layers; raise if there are none, or their input casts differ."""
+        """Return names of layers in `module` to cast inputs for; raise if none, or casts differ."""
         fqn = self.fwd_config_submodule_fqn
         modules = dict(module.named_modules()) if fqn is None else {fqn: module.get_submodule(fqn)}
         layers = {name: x for name, x in modules.items() if isinstance(x, Float8Linear)}
@@ -122,10 +121,9 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             raise TypeError(f"{style}: got a {got}, expected {expected}")
         config, *others = {layer._float8_plan.casts.input.config for layer in layers.values()}
         if others:
-            raise ValueError(
-                f"{style}: got layers that cast their input in {1 + len(others)} ways, expected "
-                f"one; name the layer to follow with `fwd_config_submodule_fqn`"
-            )
+            got = f"got layers that cast their input in {1 + len(others)} ways, expected one"
+            do = "name the layer to follow with `fwd_config_submodule_fqn`"
+            raise ValueError(f"{style}: {got}; {do}")
         if self.float8_dtype not in (None, config.dtype):
             expected = f"{config.dtype}, to which the layers cast their input; leave it out"
             raise ValueError(f"{style}: got float8_dtype={self.float8_dtype}, expected {expected}")
@@ -135,7 +133,11 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 def _quantize(
     module: nn.Module, names: list[str], mesh: DeviceMesh, input: Any, placement: Placement | None
 ) -> Any:
-    """Return `input` in float8 if a layer in `names` reads all its features, else unchanged."""
+    """Return `input`, with `placement` on `mesh`, as a DTensor in float8 for layers of `module`.
+
+    Returns it unchanged if `placement` is None, or if no layer in `names` multiplies whole rows of
+    it: each has another number of `in_features`, or a weight that is sharded along these.
+    """
     shape = getattr(input, "shape", ())
     if placement is None or not shape:  # not to be placed, or no tensor with dims
         return input
@@ -151,24 +153,21 @@ def _quantize(
 
 
 def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) -> Float8Linear:
-    """Return `module`; raise an error if `style` cannot shard its weight [N, K] along `dim`."""
+    """Return `module`; raise if `style` cannot shard its weight [N, K] along `dim` over `mesh`."""
     name = type(style).__name__
     if not isinstance(module, Float8Linear):
         got = type(module).__name__
         raise TypeError(f"{name}: got a {got}, expected a Float8Linear; convert the model first")
     if is_dtensor(module.weight):
-        raise ValueError(
-            f"{name}: got a layer whose weight is a DTensor already, expected a plain one; "
-            f"parallelize each layer once, and before fully_shard"
-        )
+        got = "got a layer whose weight is a DTensor already, expected a plain one"
+        raise ValueError(f"{name}: {got}; parallelize each layer once, and before fully_shard")
     granularity = module._float8_plan.casts.weight.config.scaling_granularity
     parts_have_scales = granularity.one_scale or (granularity.by_rows and dim == 0)
     if module._float8_never_trains and not parts_have_scales:
-        raise ValueError(
-            f"{name}: got a layer with float8_weights=ONLY whose weight has {granularity} scales, "
-            f"expected one scale, or those of rows for Float8ColwiseParallel, so that no scale is "
-            f"cut; convert the layer with another config"
-        )
+        got = f"got a layer with float8_weights=ONLY whose weight has {granularity} scales"
+        expected = "one scale, or those of rows for Float8ColwiseParallel, so that no scale is cut"
+        do = "convert the layer with another config"
+        raise ValueError(f"{name}: {got}, expected {expected}; {do}")
     _require_one_dim(style, mesh)
     require_parts(module.weight.shape, dim, mesh.size())
     return module
@@ -176,7 +175,6 @@ def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) ->
 
 def _require_one_dim(style: Any, mesh: DeviceMesh) -> None:
     if mesh.ndim != 1:
-        raise ValueError(
-            f"{type(style).__name__}: got a mesh of {mesh.ndim} dims {mesh.mesh_dim_names or ''}, "
-            f"expected one; give parallelize_module that of tensor parallel, mesh['name']"
-        )
+        got = f"got a mesh of {mesh.ndim} dims {mesh.mesh_dim_names or ''}, expected one"
+        do = "give parallelize_module that of tensor parallel, mesh['name']"
+        raise ValueError(f"{type(style).__name__}: {got}; {do}")

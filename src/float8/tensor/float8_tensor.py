@@ -41,13 +41,13 @@ class Float8Tensor(Wrapper):
         data: float8. With one scale for all elements, any shape and strides; else [..., R, C],
             contiguous or with the last two dims transposed.
         scale: float32, with one element under `ScalingGranularity.TENSORWISE`, [..., R, 1] under
-            `AXISWISE`, [..., ceil(R / h), ceil(C / w)] under blocks of h x w (if h > 1, the last
-            dim is padded to a multiple of 4). Transposed if `data` is, as to [..., 1, C].
+            `AXISWISE`, [..., ceil(R / h), ceil(C / w)] under `BLOCK_{h}x{w}` (if h > 1, the
+            last dim is padded to a multiple of 4). Transposed if `data` is, as to [..., 1, C].
         orig_dtype: the dtype that the tensor reports: float32, bfloat16 or float16.
         granularity: which elements share one scale. Any tensor can be copied, dequantized and
             transposed; `AXISWISE` also allows views of whole rows, `TENSORWISE` all views.
-        amax: the amax before the cast, 0-dim float32, which layers with delayed scaling record at
-            each use in training, or None.
+        amax: the amax before the cast, 0-dim float32, or None. Layers with delayed scaling record
+            it each time they read the tensor in training.
         requires_grad: if given and `data` is a `Float8Tensor`, return `nn.Parameter(data,
             requires_grad)` and ignore other arguments; accelerate moves weights by such a call.
 
@@ -110,7 +110,7 @@ class Float8Tensor(Wrapper):
     def _unchecked(
         cls, data: Tensor, scale: Tensor, dtype: torch.dtype, granularity: Granularity, amax: Any
     ) -> "Float8Tensor":
-        """Return a new `Float8Tensor` of dtype `dtype` with these fields, without checks."""
+        """Return a `Float8Tensor` of these fields, not checked, that reports `dtype`."""
         self: Float8Tensor = cls._wrap(data, dtype)
         self._data, self._scale, self._amax = data, scale, amax
         self._orig_dtype, self._granularity = dtype, granularity
@@ -122,7 +122,7 @@ class Float8Tensor(Wrapper):
         return self
 
     def _like(self, data: Tensor, scale: Tensor, amax: Tensor | None = None) -> "Float8Tensor":
-        """Return a tensor like `self` with other data and scale and, if given, another amax."""
+        """Return a tensor like `self` with other data, scale and amax (None: that of `self`)."""
         amax = self._amax if amax is None else amax
         return self._unchecked(data, scale, self._orig_dtype, self._granularity, amax)
 
@@ -208,7 +208,7 @@ class Float8Tensor(Wrapper):
         return not (as_cast and self._data.is_contiguous())
 
     def _contiguous_order(self) -> tuple[int, ...] | None:
-        """Return dims for `permute` that make the data contiguous, as they were cast, or None."""
+        """Return the order of dims in which data are contiguous and fit the scales, else None."""
         if self.dim() < 2:
             return None
         for order in itertools.permutations(range(self.dim())):
@@ -221,13 +221,15 @@ class Float8Tensor(Wrapper):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the op `func` by its handler, by decomposition or as a view, or raise an error."""
+        """Run the op `func` by its handler in this module, by decomposition, or as a view.
+
+        Decomposed ops are dispatched here again. All other ops raise a `NotImplementedError`.
+        """
         kwargs = kwargs or {}
         if handler := _HANDLERS.get(func.name()):
             return handler(func, args, kwargs)
         # In inference mode compound ops arrive whole; their parts are dispatched here again.
-        result = func.decompose(*args, **kwargs)
-        if result is not NotImplemented:
+        if (result := func.decompose(*args, **kwargs)) is not NotImplemented:
             return result
         if func.is_view:
             return _view(func, args, kwargs)
@@ -248,8 +250,8 @@ def _require_dtype(got: str, dtype: Any, allowed: Iterable[torch.dtype]) -> None
 def to_float8(x: Tensor, cast: Cast) -> Float8Tensor:
     """Quantize `x`, of any shape, with one scale or one per row; gradients pass to `x` unchanged.
 
-    `cast` has the format and scaling. If `cast.source` is set (delayed scaling), the result holds
-    the amax of `x`, which layers record for later scales when they read the result.
+    `cast` has the format, the granularity and where the scale comes from. If that is `cast.source`
+    (delayed scaling), the result keeps the amax of `x`: layers that read it record the amax.
     """
     granularity, amax = cast.config.scaling_granularity, None
     if cast.source is not None:
@@ -266,7 +268,7 @@ def to_float8(x: Tensor, cast: Cast) -> Float8Tensor:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """`apply(x, f, *args)` returns `f(*args)`, or `f(x)` without args; `x` gets the gradient."""
+    """`apply(x, f, *args)` returns `f(*args or [x])`; its gradient passes to `x` unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, function: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -293,7 +295,7 @@ def dequantise(x: Float8Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run `func`, a view op or zero padding, on data and scales; return new `Float8Tensor`s."""
+    """Run a view op or zero padding, `func`, on data and scales; return new `Float8Tensor`(s)."""
     x, *rest = args
     expands = func is aten.expand.default and [*x.shape] != [*rest[0]]  # rest[0]: the new shape
     if expands and not x._granularity.one_scale:  # `torch.matmul` expands before `bmm`
@@ -311,8 +313,8 @@ def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tensors[0] if isinstance(result, Tensor) else tensors
 
 
-def _scales_of_views(func: Any, x: Float8Tensor, views: Any, args: list[Any]) -> list[Tensor]:
-    """Return scales of `views` of the data of `x`; raise if `func` splits what one scale covers."""
+def _scales_of_views(func: Any, x: Float8Tensor, views: list[Tensor], args: Any) -> list[Tensor]:
+    """Return scales for `views = func(x._data, *args)`; raise if it cuts what one scale covers."""
     if x._granularity.one_scale:
         return [x._scale] * len(views)
     op, scales = func.overloadpacket, list[Tensor]()
@@ -345,7 +347,7 @@ _DIM_ARG = {aten.slice: 0, aten.select: 0, aten.unbind: 0, aten.split: 1, aten.s
 
 
 def _reshaped_scale(x: Float8Tensor, view: Tensor) -> list[Tensor]:
-    """Return [scale] for `view`, the reshaped `x`; [] if a dim that shares scales is reshaped."""
+    """Return [scale] for `view`, `x` reshaped; [] if a dim whose elements share scales changes."""
     # A dim of `x` is one of the view if its size and the product of all sizes before are equal.
     dims_of_view = [(size, math.prod(view.shape[:dim])) for dim, size in enumerate(view.shape)]
     scale_shape = [*view.shape]
@@ -358,16 +360,15 @@ def _reshaped_scale(x: Float8Tensor, view: Tensor) -> list[Tensor]:
     return [x._scale.reshape(scale_shape)]
 
 
-def _refusal(op: Any, x: Float8Tensor, expected: str) -> ValueError:
-    got = f"{op}: got a Float8Tensor under {x._scaling}"
-    return ValueError(f"{got}, expected {expected}; {_REMEDY}")
+def _refusal(op: Any, x: Float8Tensor, wanted: str) -> ValueError:
+    return ValueError(f"{op}: got a Float8Tensor under {x._scaling}, expected {wanted}; {_REMEDY}")
 
 
 # ---------------------------------------------------------------- copies
 
 
 def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run a copy or `empty_like` on data, scale, amax; dequantize first if the dtype changes."""
+    """Run a copy or `empty_like` on data, scale, amax; to another dtype, on dequantized values."""
     (x,) = args
     dtype = kwargs.pop("dtype", None)
     if dtype not in (None, x._orig_dtype):
@@ -430,7 +431,11 @@ def _is_whole(x: Float8Tensor) -> bool:
 
 
 def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run `aten.copy_` from a `Float8Tensor` into another or, dequantized, into a plain tensor."""
+    """Run `aten.copy_` from a `Float8Tensor` into another or, dequantized, into a plain tensor.
+
+    Raises `ValueError` if the source of a `Float8Tensor` is plain, or differs in shape, float8
+    dtype or granularity; or if the target is a view, and their scales differ.
+    """
     target, source, *rest = args
     if not isinstance(target, Float8Tensor):
         return target.copy_(dequantise(source), *rest)
@@ -450,7 +455,7 @@ def _run_dequantized(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _multiply_dequantized(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Warn, then run `func`, a matrix product or the `expand` before one, on dequantized values."""
+    """Warn; run `func`, a product or the `expand` of `matmul` before it, on dequantized `args`."""
     sizes = [tuple(x.shape) for x in args if isinstance(x, Float8Tensor)]
     warn(
         f"float8: {func} outside of float8 layers takes values of {sizes} that are rounded to "
@@ -464,7 +469,7 @@ def _multiply_dequantized(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _gather_or_exchange(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run a functional all-gather or all-to-all on data, and on scales if per row; wait for it."""
+    """Run a functional all-gather or all-to-all on data, and on scales if one per row; await it."""
     x, *rest = args
     gathers_rows = x._has_row_scales and func.name().endswith("all_gather_into_tensor")
     if not gathers_rows and not x._granularity.one_scale:
@@ -476,7 +481,7 @@ def _gather_or_exchange(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _broadcast_or_scatter(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run `c10d::broadcast_` or `scatter_` on all inner tensors; return (tensors, last `Work`)."""
+    """Run `c10d::broadcast_` or `scatter_` on each inner tensor; return (args[0], last `Work`)."""
     (written,), sources = args[:2]  # of a broadcast, `sources` is the process group
     sent = sources[0] if isinstance(sources, list) and sources else []  # [] on ranks that send none
     _require_same_kind(str(func), written, *sent)

@@ -15,13 +15,15 @@ from float8.scales import Operand
 class SharedTokens(NamedTuple):
     """All-gathers and reduce-scatters activations that are sharded evenly along a leading dim.
 
-    The whole activation is seen as a matrix [R, C]. Each rank has R / ranks of its rows.
+    Fields: the name of the process group, the number of `ranks` in it, the sharded dim, and the
+    product of the sizes of all dims before that. Methods take activations as matrices: the leading
+    dims are flattened to R rows for all ranks, R / ranks on each.
     """
 
-    group: str  # name of the process group
-    ranks: int  # number of ranks in it
-    dim: int  # the dim that is sharded
-    before: int  # product of the sizes of the dims before it
+    group: str
+    ranks: int
+    dim: int
+    before: int
 
     def gather(self, x: Tensor) -> Tensor:
         """All-gather `x` [R / ranks, C] to [R, C], with rows ordered as in the whole activation."""
@@ -33,27 +35,26 @@ class SharedTokens(NamedTuple):
         return whole if self.before == 1 else self._swapped(whole, self.ranks, self.before)
 
     def gathered(self, x: Tensor, cast: Cast, traced: bool = False) -> Operand:
-        """Quantize this rank's rows `x` [R / ranks, C], and all-gather float8 data [R, C].
+        """Quantize this rank's rows `x` [R / ranks, C]; return all ranks' data [R, C] and scales.
 
-        C is zero-padded to a multiple of 16 or of the block width. `cast.reduce` must make a scale
-        per tensor equal on all ranks; finer scales are gathered, too. `traced` lets a compiler fuse
-        the amax, or under finer scales the whole cast, with the ops that compute `x`.
+        C is zero-padded to a multiple of 16 or of the block width. With a scale per tensor,
+        `cast.reduce` must reduce the amax over ranks; finer scales are all-gathered. `traced` lets
+        a compiler fuse the amax (of finer scales, the cast) with the ops that compute `x`.
         """
         data, scale = quantize(x, cast, row=True, traced=traced).row
         granularity = cast.config.scaling_granularity
         scale = scale if granularity.one_scale else self.gather(scale)
-        whole = Operand(self.gather(data[:, : x.shape[1]]), scale)  # padding is not sent
-        return padded(whole, granularity, pad_rows=False)
+        data = self.gather(data[:, : x.shape[1]])  # padding is not sent
+        return padded(Operand(data, scale), granularity, pad_rows=False)
 
     def start_reduce_scatter(self, x: Tensor) -> Tensor:
         """Start to reduce-scatter `x` [R, C]; `finished(result)` is the sum, [R / ranks, C]."""
         x = x if self.before == 1 else self._swapped(x, self.before, self.ranks)
-        return torch.ops._c10d_functional.reduce_scatter_tensor(  # type: ignore[no-any-return]
-            x.contiguous(), "sum", self.ranks, self.group
-        )
+        reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor
+        return reduce_scatter(x.contiguous(), "sum", self.ranks, self.group)  # type: ignore[no-any-return]
 
     def _swapped(self, x: Tensor, first: int, second: int) -> Tensor:
-        """Return 2-D `x` with its rows, seen as [first, second, n], ordered [second, first, n]."""
+        """Return `x`, [first * second * n, C], with rows in the order of [second, first, n, C]."""
         return x.view(first, second, -1, x.shape[1]).transpose(0, 1).reshape(x.shape)
 
 
@@ -73,7 +74,7 @@ def local_tensor(x: Any) -> Any:
     return getattr(x, "_local_tensor", x)
 
 
-def dtensor_like(local: Any, template: Any) -> Any:
+def dtensor_like(local: Tensor, template: Any) -> Any:
     """Return a DTensor with mesh, placements, shape of `template`; `local` is this rank's part."""
     options = {"shape": template.shape, "stride": template.stride(), "run_check": False}
     return type(template).from_local(local, template.device_mesh, template.placements, **options)
@@ -113,13 +114,12 @@ def no_shard_is_empty(x: Any) -> bool:
 
 
 def amax_over(groups: Iterable[Any], device_type: str | None = None) -> Callable[[Tensor], Tensor]:
-    """Return a function that all-reduces a float32 tensor of amaxes to their maxima over `groups`.
+    """Return a function that all-reduces amaxes, float32, to maxima over all process `groups`.
 
     A NaN on one rank becomes NaN on all. If `device_type` is given, amaxes on another device, such
     as offloaded ones, are moved to it for the all-reduces, and the maxima are moved back.
     """
-    names = tuple([group.group_name for group in groups])
-    return functools.partial(_amax_over, names, device_type)
+    return functools.partial(_amax_over, tuple([group.group_name for group in groups]), device_type)
 
 
 def _amax_over(groups: tuple[str, ...], device_type: str | None, amax: Tensor) -> Tensor:

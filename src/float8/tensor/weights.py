@@ -16,7 +16,7 @@ from float8.tensor.ranks import dtensor_like, local_tensor
 def high_precision(x: Tensor) -> Tensor:
     """Return the high-precision tensor in `x`, a weight wrapped for FSDP2's all-gather in float8.
 
-    The result shares the memory and the write counter of `x`, and is a DTensor if `x` is one.
+    The result shares the memory and the version counter of `x`, and is a DTensor if `x` is one.
     Other tensors, also a `Float8Tensor`, are returned unchanged: nothing is dequantized.
     """
     local = local_tensor(x)
@@ -30,7 +30,7 @@ def high_precision(x: Tensor) -> Tensor:
 
 
 def wrapped_like(new: Any, old: Tensor | None) -> nn.Parameter:
-    """Return `new`, which replaces Parameter `old`, wrapped for float8 all-gathers if `old` is."""
+    """Return Parameter `new`; if it replaces an `old` wrapped for float8 gathers, wrap it, too."""
     template, values = local_tensor(old), local_tensor(new)
     if not hasattr(template, "high_precision") or hasattr(values, "high_precision"):
         return new  # type: ignore[no-any-return]
@@ -42,7 +42,12 @@ def wrapped_like(new: Any, old: Tensor | None) -> nn.Parameter:
 
 
 def require_one_cast(config: Float8LinearConfig, name: str) -> None:
-    """Raise `ValueError` if field `name` is set, but one float8 weight cannot serve all GEMMs."""
+    """Raise `ValueError` if `config` sets field `name`, but GEMMs cannot share a cast of a weight.
+
+    Output and grad_input must need the same float8 cast. Unless the value is `Float8Weights.HELD`
+    (casts are kept), it must also be possible to make column data (the transposed copy) from float8
+    data, as it is under `TENSORWISE` and under squares.
+    """
     value, default = getattr(config, name), getattr(Float8LinearConfig, name)
     if value == default:
         return
@@ -69,7 +74,7 @@ def require_one_cast(config: Float8LinearConfig, name: str) -> None:
 @torch.inference_mode(False)  # an inference tensor could not be saved for a backward
 @torch.no_grad()
 def in_float8_only(weight: Tensor, cast: Cast) -> Float8Tensor:
-    """Quantize `weight`, [N, K] or [E, N, K], to a `Float8Tensor`; return one as it is."""
+    """Return `weight`, [N, K] or [E, N, K], quantized by `cast`, or as it is if in float8."""
     if isinstance(weight, Float8Tensor):
         return weight
     padded, scale = PRODUCTS[weight.dim()].quantize_weight(weight, cast, row=True).row

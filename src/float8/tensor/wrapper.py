@@ -113,10 +113,8 @@ def _rebuild(
     cls: Any, inner: dict[str, Any], context: Any, requires_grad: bool, is_parameter: bool
 ) -> Tensor:
     fields = {name: x.view(dtype) for name, (x, dtype) in inner.items()}
-    tensor: Tensor = cls.__tensor_unflatten__(fields, context, None, None)
-    if is_parameter:
-        return nn.Parameter(tensor, requires_grad)
-    return tensor.requires_grad_(requires_grad)
+    x: Tensor = cls.__tensor_unflatten__(fields, context, None, None)
+    return nn.Parameter(x, requires_grad) if is_parameter else x.requires_grad_(requires_grad)
 
 
 torch.serialization.add_safe_globals([_rebuild])
@@ -127,6 +125,5 @@ def as_inference_as(source: Tensor) -> AbstractContextManager[object]:
 
     In inference mode torch raises an error if `__torch_dispatch__` makes a view of a normal tensor.
     """
-    if not torch.is_inference_mode_enabled() or source.is_inference():
-        return nullcontext()
-    return torch.inference_mode(False)
+    leaves = torch.is_inference_mode_enabled() and not source.is_inference()
+    return torch.inference_mode(False) if leaves else nullcontext()

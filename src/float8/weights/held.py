@@ -27,6 +27,7 @@ from float8.tensor.ranks import local_tensor
 if TYPE_CHECKING:
     from float8.linear.functional import Call
     from float8.linear.plan import LinearPlan
+    from float8.linear.weight import Fields
 
 _DYNAMO_KNOWS_EXPORT = TorchVersion(torch.__version__) >= "2.13"
 """Whether Dynamo distinguishes export from compilation; in torch 2.11 it always says export."""
@@ -42,58 +43,55 @@ class Held(NamedTuple):
     col_scale: Tensor | Any = None
 
     def output(
-        self, a: Operand, shape: Shape, index: Any, call: "Call", out_dtype: torch.dtype
-    ) -> tuple[Tensor, tuple[Any, ...]]:
-        """Return `a @ weight.T` [M, N] from a kept cast of the weight, and fields for backward."""
-        b, gemm = Operand(self.row_data, self.row_scale), call.plan.output
+        self, a: Operand, shape: Shape, expert_ends: Any, settings: "Call", out_dtype: torch.dtype
+    ) -> tuple[Tensor, "Fields"]:
+        """Return `a @ weight.T` by the kept row data, and the fields of a `Held` for backward."""
+        b, gemm = Operand(self.row_data, self.row_scale), settings.plan.output
         if torch.compiler.is_compiling():
-            y = self._times_held(a, b, shape, index, call, False, gemm, out_dtype)
+            y = self._times_held(a, b, shape, expert_ends, settings, False, gemm, out_dtype)
         else:
-            y = call.products.output(a, b, shape, *index, gemm=gemm, out_dtype=out_dtype)
-        return y, (self.values, None, None, self.col_data, self.col_scale)  # for `grad_input`
+            products = settings.products
+            y = products.output(a, b, shape, *expert_ends, gemm=gemm, out_dtype=out_dtype)
+        return y, (self.values, None, None, self.col_data, self.col_scale)
 
-    def grad_input(self, g: Operand, shape: Shape, index: Any, call: "Call", out_dtype: Any) -> Any:
-        """Return `g @ weight` [M, K], from a kept transposed cast; `g` is grad_output in float8."""
-        b, gemm = Operand(self.col_data, self.col_scale), call.plan.grad_input
+    def grad_input(
+        self, g: Operand, shape: Shape, expert_ends: Any, settings: "Call", out_dtype: torch.dtype
+    ) -> Any:
+        """Return `g @ weight` by the kept column data; `g` is grad_output in float8."""
+        b, gemm = Operand(self.col_data, self.col_scale), settings.plan.grad_input
         if torch.compiler.is_compiling():
-            return self._times_held(g, b, shape, index, call, True, gemm, out_dtype)
-        return call.products.grad_input(g, b, shape, *index, gemm=gemm, out_dtype=out_dtype)
+            return self._times_held(g, b, shape, expert_ends, settings, True, gemm, out_dtype)
+        products = settings.products
+        return products.grad_input(g, b, shape, *expert_ends, gemm=gemm, out_dtype=out_dtype)
 
-    def _times_held(self, a: Operand, b: Operand, shape: Shape, index: Any, call: "Call", col: bool,
-        gemm: Any, out_dtype: torch.dtype) -> Any:  # fmt: skip
-        """Call the op `times_held` to multiply `a` by `b`, or by a new cast of a written weight."""
-        return TIMES_HELD(  # `index`: () or, for experts, a tensor of the ends of their rows
-            *a, *b, self.values.detach(), index[0] if index else None,
-            call.products.stored_transposed, *shape, col, call.casts.weight.config.power_of_2,
-            gemm.packed(), out_dtype,
+    def _times_held(self, a: Operand, b: Operand, shape: Shape, expert_ends: Any, settings: "Call",
+        col: bool, gemm: Any, out_dtype: torch.dtype) -> Any:  # fmt: skip
+        return TIMES_HELD(
+            *a, *b, self.values.detach(), expert_ends[0] if expert_ends else None,
+            settings.products.stored_transposed, *shape, col,
+            settings.casts.weight.config.power_of_2, gemm.packed(), out_dtype,
         )  # fmt: skip
 
 
 def times_held(
-    a: Tensor,
+    a: Tensor,  # float8 row data of the input or, if `col`, of grad_output
     a_scale: Tensor,
-    b: Tensor,
+    b: Tensor,  # the kept cast of `weight`: row data or, if `col`, column data (transposed)
     b_scale: Tensor,
-    weight: Tensor,
-    offs: Tensor | None,
-    stored_transposed: bool,
-    M: int,
-    N: int,
-    col: bool,
-    power_of_2: bool,
-    gemm: str,
+    weight: Tensor,  # the Parameter, no view: compilers rebuild views without version counters
+    offs: Tensor | None,  # the ends of experts' groups of rows; None: `weight` is [N, K]
+    stored_transposed: bool,  # whether experts' `weight` is [E, K, N], not [E, N, K]
+    M: int,  # rows of the result
+    N: int,  # columns of the result: K of the weight if `col`
+    col: bool,  # compute grad_input, not the output
+    power_of_2: bool,  # round the scales of a new cast up to powers of two
+    gemm: str,  # settings, as `Gemm.packed` writes them
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Multiply float8 data `a` by `b`, a kept cast of `weight`; cast again if `weight` was written.
 
-    The op writes nothing, so a compiler may reorder calls. A CUDA graph, whose replays do not run
-    this code, always captures the cast.
-
-    `b` and `b_scale` are row data for the output, or if `col` column data (the transposed copy) for
-    grad_input. `weight` is the Parameter: [N, K], [E, N, K], or [E, K, N] if `stored_transposed`;
-    never a view, since a compiler may rebuild views without their version counter. The result is
-    [M, N] of `out_dtype`; if `col`, `N` is the K of the weight. `power_of_2`: round new scales up
-    to powers of two. `offs`: the ends of experts' rows. `gemm`: settings, by `Gemm.packed`.
+    A new cast serves this call only: the op writes nothing, so a compiler may reorder calls. While
+    a CUDA graph is captured, `weight` is always cast, as replays would not check for writes.
     """
     operand, products, settings = Operand(b, b_scale), PRODUCTS[weight.dim()], Gemm.unpacked(gemm)
     if _is_capturing(weight) or not is_current(b, weight):
@@ -123,9 +121,10 @@ GEMM_OPS.add(TIMES_HELD)
 @torch.inference_mode(False)  # else it could not be saved for a backward
 @torch.no_grad()
 def hold(parameter: Tensor, cast: Cast, values: Tensor | None = None) -> Held:
-    """Cast `parameter`, or its view `values`, to row data and column data (the transposed copy).
+    """Cast `parameter` to row data and column data (the transposed copy), which a layer can keep.
 
-    Both get a mark, by which `is_current` finds out later whether `parameter` was written.
+    `values`: a view of `parameter` to cast instead, such as of experts stored transposed. The data
+    get a mark, by which `is_current` tells later whether `parameter` was written.
     """
     values, products = parameter if values is None else values, PRODUCTS[parameter.dim()]
     quantized = products.quantize_weight(values, cast, row=True, col=True, pad_rows=True)
@@ -146,7 +145,7 @@ def _version_of(weight: Tensor) -> tuple[Any, ...]:
 
 
 def is_current(data: Tensor, weight: Tensor) -> bool:
-    """Return whether `weight` is unchanged since its cast to `data`; False for copies of `data`."""
+    """Return whether `weight` was not written since its cast `data`; False if `data` is a copy."""
     mark = getattr(data, "_float8_version", None)
     return mark is not None and mark[0] == _version_of(weight)
 
@@ -157,7 +156,7 @@ def can_be_held(weight: Any) -> bool:
 
 
 def goes_into_graph(weight: Tensor) -> bool:
-    """Return whether code is being recorded in a graph that would keep float8 casts as constants.
+    """Return whether a graph is being recorded that would keep casts of `weight` as constants.
 
     True under export, `torch.jit.trace`, `make_fx` and CUDA graph capture; not `torch.compile`.
     """
@@ -171,7 +170,7 @@ def goes_into_graph(weight: Tensor) -> bool:
 
 
 def _is_capturing(weight: Tensor) -> bool:
-    """Return whether a CUDA graph is captured, whose replays cannot check `weight` for writes."""
+    """Return whether use of `weight` is captured in a CUDA graph, which cannot check for writes."""
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -183,9 +182,6 @@ class HoldsWeights(nn.Module):
     _float8_noun: str
     _float8_held: tuple[Held, ...] = ()  # weights not in it are cast at each use
     _float8_why_never_held: ClassVar[str | None] = None  # why a subclass always does that
-
-    def _float8_set_held(self, *held_weights: Held) -> None:
-        self._float8_held = held_weights
 
     def _float8_start_state(self) -> None:
         super()._float8_start_state()  # type: ignore[misc]
@@ -207,10 +203,11 @@ class HoldsWeights(nn.Module):
         return reasons
 
     def _float8_held_of(self, parameter: Any, values: Tensor | None = None) -> Held | None:
-        """Return the kept casts of `parameter`, cast again if it was written; None if it has none.
+        """Return the kept casts of `parameter`, made again if it was written; or None.
 
-        In compiled code the GEMMs check for writes. None in graph capture, too, and in evaluation,
-        as version counters miss writes of averaged weights to `.data`. `values`: a view to cast.
+        None, with which the caller must cast: if none are kept, if `goes_into_graph(parameter)`, or
+        in evaluation, as version counters miss averaged weights that are written to `.data`. In
+        compiled code the GEMMs check for writes. `values`: a view of `parameter` to cast instead.
         """
         for held in self._float8_held:
             if held.values is parameter:
@@ -227,15 +224,14 @@ class HoldsWeights(nn.Module):
         return fresh
 
     def _float8_attach(self) -> None:
-        """Count an attached optimizer; kept casts expire, as weights may be loaded before use."""
+        """Count one more optimizer; mark kept casts as outdated, so the next use casts again."""
         super()._float8_attach()  # type: ignore[misc]
         for held in self._float8_held:
-            row: Any = held.row_data
-            col: Any = held.col_data
-            row._float8_version = col._float8_version = None
+            for data in (held.row_data, held.col_data):
+                data._float8_version = None  # type: ignore[union-attr]
 
     def _float8_detach(self) -> None:
-        """Count a detached optimizer, and free kept casts; a step of another one casts anew."""
+        """Count one optimizer less; free kept casts, which a step of another one makes again."""
         super()._float8_detach()  # type: ignore[misc]
         self._float8_held = ()
 
@@ -251,9 +247,9 @@ class HoldsWeights(nn.Module):
         self._float8_held = ()
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """Load a checkpoint, and free the float8 casts that FSDP2 shards keep for the next gather.
+        """Load as `nn.Module` does, and free the float8 casts that FSDP2 shards keep for a gather.
 
-        Otherwise only ranks whose shards FSDP2 pads would cast, and wait for others' amaxes.
+        If kept, only ranks whose shards FSDP2 pads would cast anew, and wait for others' amaxes.
         """
         super()._load_from_state_dict(*args)
         for shard in map(local_tensor, self._parameters.values()):

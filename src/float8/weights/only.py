@@ -76,24 +76,24 @@ class OnlyWeights(nn.Module):
             return ["weight in high precision", *words]  # which the user assigned
         return [f"{self._float8_noun} {Float8Weights.ONLY.value} in float8", *words]
 
-    def _float8_loadable(self, old: Any, values: Any, local_metadata: dict[str, Any]) -> Any:
-        """Return `values` of a checkpoint, quantized if Parameter `old` exists in float8 only.
+    def _float8_loadable(self, old: Any, values: Any, assign: bool) -> Any:
+        """Return a checkpoint's `values` for Parameter `old`, quantized if `old` is in float8 only.
 
-        They are first rounded to the dtype of `old`, unless `local_metadata` says `assign=True`.
+        They are first rounded to the dtype of `old`, unless `load_state_dict` has `assign=True`.
         """
         if not self._float8_never_trains:
-            return super()._float8_loadable(old, values, local_metadata)  # type: ignore[misc]
+            return super()._float8_loadable(old, values, assign)  # type: ignore[misc]
         # Unchanged: biases, values in float8 already, and a wrong shape, for which torch raises.
         fits = isinstance(old, Float8Tensor) and getattr(values, "shape", None) == old.shape
         if type(values) not in PLAIN or not fits or values.dtype not in HIGH_PRECISION_DTYPES:
             return values
-        if not local_metadata.get("assign_to_params_buffers", False):  # round as `copy_` would
+        if not assign:  # round as `copy_` would
             values = values.to(old.dtype)
         return self._float8_quantize_only(values if old.is_meta else values.to(old.device))
 
 
 def refuse_only(layer: Any, config: Float8LinearConfig) -> ValueError | None:
-    """Return an error if `Float8Weights.ONLY` is set for a sharded, trained or computed weight."""
+    """Return an error for `Float8Weights.ONLY` if a weight is sharded, trained or made by hooks."""
     if config.float8_weights is not Float8Weights.ONLY:
         return None
     if "weight" not in {**layer._parameters, **layer._buffers}:  # frozen ones may be buffers
@@ -111,7 +111,7 @@ def refuse_only(layer: Any, config: Float8LinearConfig) -> ValueError | None:
 
 
 def moved(weight: Float8Tensor, fn: Callable[[Tensor], Tensor]) -> Float8Tensor:
-    """Apply `fn` of `nn.Module._apply` to `weight`; a new dtype changes `.dtype`, not the bits."""
+    """Return `weight` moved by `fn` of `nn.Module._apply`; a new dtype sets `.dtype`, not bits."""
     template = fn(torch.empty((), dtype=weight.dtype, device=weight.device))
 
     def move(x: Tensor) -> Tensor:

@@ -26,8 +26,8 @@ def update_float8_weights(model: nn.Module) -> None:
     weight, the next use in eager code casts the weight and keeps the result; compiled code casts it
     at every use until the next call. Fused optimizers and writes into `weight.data` or by a raw
     pointer do not raise the counter: call this after them. `.to()` and assigning a new Parameter
-    free the casts. Weights that FSDP2 gathers in float8 are not cast here; outdated casts of shards
-    are freed, and `precompute_float8_dynamic_scale_for_fsdp`, called next, makes new ones.
+    free the casts. Weights that FSDP2 gathers in float8 are not cast here; kept casts of their
+    shards are freed, and `precompute_float8_dynamic_scale_for_fsdp`, called next, makes new ones.
 
     A warning names layers whose casts cannot be kept, so that each use casts, and why: layers under
     tensor parallel or with delayed scaling of the weight, experts of torchtitan without FSDP2,
@@ -51,7 +51,7 @@ def update_float8_weights(model: nn.Module) -> None:
     roots = (x for x in model.modules() if is_fsdp_module(x) or hasattr(type(x), fsdp1))
     under_fsdp = set(itertools.chain(*(root.modules() for root in roots)))
     for mod, name in mods.items():
-        mod._float8_set_held()  # frees the old data before casting
+        mod._float8_held = ()  # frees the old data before casting
         if mod in under_fsdp:  # not held: version counters miss FSDP's writes
             gathers = mod._float8_config.enable_fsdp_float8_all_gather
             if isinstance(mod, Float8Linear) and not gathers:
@@ -85,7 +85,7 @@ def update_float8_weights(model: nn.Module) -> None:
         for (weight, layers), scale in zip(layers_of.items(), scales, strict=True):
             held = hold(weight, cast._replace(scale=scale))
             for layer in layers:
-                layer._float8_set_held(held)
+                layer._float8_held = (held,)
     if on_the_fly:
         count, first = len(on_the_fly), ", ".join(on_the_fly[:3])
         warn(
@@ -95,7 +95,7 @@ def update_float8_weights(model: nn.Module) -> None:
 
 
 def _why_on_the_fly(layer: Float8Linear, weight: Any) -> str | None:
-    """Return why `layer` must cast `weight` at each use, despite `Float8Weights.HELD`, or None."""
+    """Return why casts of `weight` (None: not a Parameter) cannot be kept; None if they can."""
     if weight is None:
         return "computed at each use"
     if layer._float8_plan.casts.weight.config.scaling_type is ScalingType.DELAYED:
@@ -106,10 +106,14 @@ def _why_on_the_fly(layer: Float8Linear, weight: Any) -> str | None:
 
 
 class HeldWeights(Feature):
-    """Feature that casts weights once per optimizer step, under `Float8Weights.HELD`."""
+    """Part of the library for `Float8Weights.HELD`: casts weights once per optimizer step."""
 
     def check_config(self, config: Float8LinearConfig) -> None:
-        """Raise a `ValueError` if `config.float8_weights` conflicts with casts or FSDP2 gathers."""
+        """Raise a `ValueError` if `config.float8_weights` contradicts other fields of `config`.
+
+        `ONLY` excludes delayed scaling of the weight and its all-gather in float8. `ONLY` and
+        `HELD` need one float8 cast of the weight for output and grad_input.
+        """
         only = config.float8_weights is Float8Weights.ONLY
         if only and config.enable_fsdp_float8_all_gather:
             raise ValueError(
@@ -124,7 +128,7 @@ class HeldWeights(Feature):
         require_one_cast(config, "float8_weights")
 
     def after_step(self, model: nn.Module) -> None:
-        """Cast the weights of `model` that `Float8Weights.HELD` keeps in float8, after a step."""
+        """Cast the weights of layers of `model` with `Float8Weights.HELD`, and keep the casts."""
         update_float8_weights(model)
 
     attach = after_step  # so that out-of-memory errors occur before training

@@ -26,7 +26,7 @@ from float8.scales import Operand, Quantized, amax_to_scale
 
 
 class Columns(NamedTuple):
-    """Float8 transpose of groups of rows, with scales; groups begin at multiples of 128 columns."""
+    """The float8 transpose of groups of rows, its scales, and the groups' ends in its columns."""
 
     data: Tensor
     scale: Tensor
@@ -35,30 +35,27 @@ class Columns(NamedTuple):
 
 
 def cast_groups(
-    x: Tensor,
-    cast: Cast,
-    offs: Tensor,
+    x: Tensor,  # [R, C] float32, bfloat16 or float16
+    cast: Cast,  # format and granularity; `scale`: None or, if one covers a group, [E] to use
+    offs: Tensor,  # [E] int32, ascending: one past the last row of each group, which may be empty
     *,
-    row: bool = False,
-    col: bool = False,
-    width: int | None = None,
-    after: Tensor | None = None,
+    row: bool = False,  # whether to return row data
+    col: bool = False,  # whether to return column data, the transposed copy, as `Columns`
+    width: int | None = None,  # of column data, >= the sum of padded group sizes; None: enough
+    after: Tensor | None = None,  # a tensor that compiled code must compute before the cast
     **_: Any,  # `traced` of `quantize`, which has no effect here
 ) -> Quantized:
     """Cast ``x`` [R, C], whose rows form E groups, to float8 under separate scales per group.
 
-    If ``row``, returns row data [R, ceil16(C)] with scales [R], undefined for rows in no group. If
-    ``col``, returns `Columns`, the transposed copy [ceil16(C), width], zero between groups, with
-    scales [E, ceil16(C)]. ceil16 pads to a multiple of 16. Under 1 x k blocks row data are
-    [R, ceil_k(C)] with scales [R, ceil(C / k)], also defined for rows in no group, and `Columns`
-    have scales [ceil16(C), width / k]. Elements are ``x.float() * (1 / scale)``, saturated, rounded
-    to nearest even; one that is not finite affects its group only.
+    Row data are [R, ceil16(C)] with scales [R], undefined for rows in no group: those from
+    ``offs[-1]`` on. Column data are [ceil16(C), width] with scales [E, ceil16(C)]; each group is
+    zero-padded to a multiple of 128 columns. ceil16 pads to a multiple of 16. Under 1 x k blocks
+    row data are [R, ceil_k(C)] with scales [R, ceil(C / k)], also defined for rows in no group, and
+    column data have scales [ceil16(C), width / k]. Elements are ``x.float() * (1 / scale)``,
+    saturated, rounded to nearest even; one that is not finite affects its group only.
 
-    ``offs`` [E] int32, on the device of ``x``, has the end of each group; groups may be empty, and
-    rows from ``offs[-1]`` on are in no group. ``width`` is at least the sum of group sizes, each
-    padded to 128; None suffices for all sizes. ``cast.scale`` is None or, under one scale per group
-    only, [E] scales to use. Compiled code computes ``after`` first. Raises an error if scales
-    are given otherwise, no layout is requested, or ``x`` is not 2-D float32, bfloat16 or float16.
+    Raises an error if ``cast.scale`` is given under finer granularities, neither layout is
+    requested, or ``x`` is not 2-D float32, bfloat16 or float16.
     """
     assert (cast.source, cast.reduce) == (None, None)  # each group has its own scale
     if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
@@ -81,7 +78,7 @@ def cast_groups(
 
 
 def most_padded(rows: int, groups: int) -> int:
-    """Return an upper bound of the row count after padding each group to a multiple of 128 rows."""
+    """Return an upper bound of the sum of ``groups`` group sizes, each padded to 128 rows."""
     return (rows + (GROUP_ALIGNMENT - 1) * groups) // GROUP_ALIGNMENT * GROUP_ALIGNMENT
 
 
@@ -91,10 +88,10 @@ def ends_of_groups(offs: Tensor, rows: int) -> Tensor:
 
 
 def places_of_rows(ends: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the place of each row in a layout in which each group begins at a multiple of 128.
+    """Return where each of ``rows`` rows lies if each group is padded to a multiple of 128 rows.
 
-    Returns the group of each row [rows], E for rows in no group, which are group E; the index of
-    each row in that layout [rows]; and the ends of the padded groups [E + 1].
+    ``ends`` [E] are one past the last row of each group; the rows after them are group E. Returns
+    the group of each row [rows], its index in the padded layout [rows], and padded ends [E + 1].
     """
     ends = torch.cat([ends, ends.new_full((1,), rows)])  # group E ends at the last row
     sizes = ends.diff(prepend=ends.new_zeros(1))
@@ -116,19 +113,19 @@ def check_offs(offs: Tensor, rows: int) -> None:
 
 
 def cast_groups_reference(
-    x: Tensor,
-    offs: Tensor,
+    x: Tensor,  # [R, C], whose rows form E groups
+    offs: Tensor,  # [E] int32: one past the last row of each group
     run: int | None,  # the width of blocks of one row; None: one scale per group or row
-    dtype: torch.dtype,
-    row: bool,
-    col: bool,
-    width: int,  # of column data, padding included
+    dtype: torch.dtype,  # e4m3 or e5m2
+    row: bool,  # whether to return row data and their scales
+    col: bool,  # whether to return column data (the transposed copy), scales, and ends of groups
+    width: int,  # of column data, in which each group is padded to a multiple of 128
     one_scale: bool,  # per group; False: per row
-    power_of_2: bool,
-    scale: Tensor | None = None,
-    after: Tensor | None = None,
+    power_of_2: bool,  # whether to round scales up to powers of two
+    scale: Tensor | None = None,  # [E] scales to use; None: from amaxes
+    after: Tensor | None = None,  # not read: makes a compiler compute it before the op
 ) -> list[Tensor]:
-    """Return [row data, scales] if ``row``, then [transposed data, scales, ends] if ``col``."""
+    """Cast groups in plain torch: [row data, scales] and/or [column data, scales, group ends]."""
     (R, C), E = x.shape, offs.shape[0]
     out = cast_groups_fake(x, offs, run, dtype, row, col, width)  # out[:2]: row, out[-3:]: col
     group, places, padded_ends = places_of_rows(ends_of_groups(offs, R), R)
@@ -171,9 +168,10 @@ def cast_groups_reference(
     return out
 
 
-def cast_groups_fake(x: Tensor, offs: Tensor, *layout: Any) -> list[Tensor]:
-    """Allocate results of `cast_groups`: row data, scales, transposed data, scales, group ends."""
-    run, dtype, row, col, width, *_ = layout  # run: elements per block scale, or None
+def cast_groups_fake(
+    x: Tensor, offs: Tensor, run: int | None, dtype: Any, row: bool, col: bool, width: int, *_: Any
+) -> list[Tensor]:  # run: elements per block scale, or None; _: what affects values only
+    """Allocate [row data, scales] if ``row``, plus [column data, scales, ends] if ``col``."""
     (R, C), E, k, out = x.shape, offs.shape[0], run or 16, list[Tensor]()
     Ck, Cp = (C + k - 1) // k * k, (C + 15) // 16 * 16  # row data [R, Ck], column data [Cp, width]
     layouts = (row, R, Ck, (R,)), (col, Cp, width, (E, Cp))
@@ -189,22 +187,24 @@ def cast_groups_fake(x: Tensor, offs: Tensor, *layout: Any) -> list[Tensor]:
 ALIGN = tl.constexpr(GROUP_ALIGNMENT)
 
 
-def lanes_of_groups(groups: int) -> int:
-    """Return the length of a kernel's vectors over all groups: a power of two above ``groups``."""
+def vector_length(groups: int) -> int:
+    """Return the smallest power of two > ``groups``, but at least 16, as kernels' GROUPS."""
     return max(1 << groups.bit_length(), 16)
 
 
-def _cast_groups_triton(x: Tensor, offs: Tensor, *args: Any, **named: Any) -> list[Tensor]:
-    """Cast groups of rows to float8 with Triton: measure amaxes if need be, then cast by tiles."""
+def _cast_groups_triton(
+    x: Tensor, offs: Tensor, run: int | None, dtype: torch.dtype, row: bool, col: bool, width: int,
+    one_scale: bool, power_of_2: bool, scale: Tensor | None = None, after: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Cast groups in Triton, as `cast_groups_reference` does: measure amaxes, unless not needed."""
+    layout = run, dtype, row, col, width
     if x.numel() == 0:
-        return cast_groups_reference(x, offs, *args, **named)
-    run, dtype, row, col, col_width, one_scale, power_of_2, *rest = args
-    scale = rest[0] if rest else named.get("scale")  # compiled code passes it by keyword
+        return cast_groups_reference(x, offs, *layout, one_scale, power_of_2, scale)
     (R, C), E = x.shape, offs.shape[0]
-    out, amaxes = cast_groups_fake(x, offs, *args), x  # with runs, kernels read no amaxes: pass x
+    out, amaxes = cast_groups_fake(x, offs, *layout), x  # with runs, kernels read no amaxes: pass x
     # The grid is sized before groups are known, so `row_tiles` is an upper bound: `_place` pads
     # groups to 128 rows, gives each at least one tile, and has the other rows as group E.
-    lanes, mantissa_bits = lanes_of_groups(E), 3 if dtype == E4M3 else 2
+    lanes, mantissa_bits = vector_length(E), 3 if dtype == E4M3 else 2
     if scale is not None:
         amaxes = scale.contiguous().view(torch.int32)  # the kernel reads them if GIVEN
     elif run is None:
@@ -221,10 +221,10 @@ def _cast_groups_triton(x: Tensor, offs: Tensor, *args: Any, **named: Any) -> li
     row_tiles, block_c = -(-R // block_r) + 2 * E + 1, 128
     if run is not None:  # tiles of 128 rows: only the last of each group may be partly filled
         granularity, block_r, warps, row_tiles = "run", 128, 8, R // 128 + E + 1
-    power_of_2 = 2 if run == 32 else int(power_of_2)  # 2: 8-bit exponents, as in MXFP8
+    rounding = 2 if run == 32 else int(power_of_2)  # 2: 8-bit exponents, as in MXFP8
     _cast_groups_kernel[(row_tiles * -(-C // block_c),)](
-        x, offs, amaxes, *row_results, *col_results, R, C, E, col_width, granularity, run or 1,
-        scale is not None, row, col, mantissa_bits, power_of_2, has_float8_conversion(x.device),
+        x, offs, amaxes, *row_results, *col_results, R, C, E, width, granularity, run or 1,
+        scale is not None, row, col, mantissa_bits, rounding, has_float8_conversion(x.device),
         C % block_c == 0, lanes, block_r, block_c, num_warps=warps,
     )  # fmt: skip
     return out
@@ -237,7 +237,7 @@ def _larger(a, b):  # type: ignore[no-untyped-def]
 
 @jit
 def groups_of(offs_ptr, R, E, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return vectors of the begins and ends of E groups, and of group E, the rows after them."""
+    """Return vectors of first rows, and of ends, of E groups and of group E, the rows after all."""
     g = tl.arange(0, GROUPS)
     before = tl.load(offs_ptr + g - 1, mask=(g > 0) & (g <= E), other=0)
     begins = tl.associative_scan(tl.minimum(tl.maximum(before, 0), R), 0, _larger)
@@ -249,8 +249,9 @@ def groups_of(offs_ptr, R, E, GROUPS: tl.constexpr):  # type: ignore[no-untyped-
 def _place(tile, offs_ptr, R, E, rows, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Locate tile ``tile``: each group is cut into one or more tiles of ``rows`` rows.
 
-    Returns the group, E for rows outside all groups; the group's first row and size; the tile's
-    first row, counted from that of the group; and the group's first column in the transposed copy.
+    ``offs_ptr`` has the ends of E groups of R rows, group E the rows after them; GROUPS is a power
+    of two > E. Returns the group; its first row and size; the tile's first row, counted from that
+    of the group; and the group's first column in the transposed copy.
     """
     g = tl.arange(0, GROUPS)
     begins, ends = groups_of(offs_ptr, R, E, GROUPS)
@@ -272,12 +273,12 @@ def _measure_groups_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, C]
     offs_ptr,  # [E]
     amax_ptr,  # int32, zeros: [E] of groups; or [R + E * C] of rows, then of groups' columns
-    R, C, E,
-    rows,  # the number of rows that one program reads
-    ONE_SCALE: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,
-    GROUPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    R, C, E, rows,  # rows: the number of rows that one program reads
+    ONE_SCALE: tl.constexpr,  # one amax per group; else per row if ROW, and per column if COL
+    ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,  # EVEN: BLOCK_C divides C
+    GROUPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,  # GROUPS: vector length > E
 ):  # fmt: skip
-    """Raise amaxes at ``amax_ptr``, of a group or its rows and columns, to those of one tile."""
+    """Raise the amaxes of a group, or of its rows and columns, to those of one tile of its rows."""
     strips = tl.cdiv(C, BLOCK_C)
     tile, strip = tl.program_id(0) // strips, tl.program_id(0) % strips
     group, begin, size, row, _ = _place(tile, offs_ptr, R, E, rows, GROUPS)
@@ -295,13 +296,12 @@ def _measure_groups_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def _scale_of(bits, GIVEN: tl.constexpr, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the scale of an amax with these float32 bits; if GIVEN, the bits are of the scale."""
     return bits.to(tl.float32, bitcast=True) if GIVEN else numeric.scale_of_amax(bits, ARITHMETIC)
 
 
 @jit
 def group_byte_mask(r, size):  # type: ignore[no-untyped-def]
-    """Return uint32 masks that clear byte i, 0 to 3, of a word where row ``r[i]`` >= ``size``."""
+    """Return uint32 masks that clear byte i of a word where ``r[i]`` >= ``size``, for i 0 to 3."""
     low = tl.where(r[0] < size, 0xFF, 0) | tl.where(r[1] < size, 0xFF00, 0)
     high = tl.where(r[2] < size, 0xFF0000, 0) | tl.where(r[3] < size, -0x1000000, 0)
     return (low | high).to(tl.uint32, bitcast=True)
@@ -311,18 +311,19 @@ def group_byte_mask(r, size):  # type: ignore[no-untyped-def]
 def _cast_groups_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, C]
     offs_ptr,  # [E]
-    amax_ptr,  # as in _measure_groups_kernel; bits of scales if GIVEN; "run": not read
+    amax_ptr,  # int32 bits, [E] or [R + E * C]: rows, then groups' columns; not read if "run"
     row_ptr,  # [R, Ck]: Ck is C padded to 16, but "run": to WIDTH
     row_scale_ptr,  # [R]; "run": [Ck / WIDTH, R]
     col_ptr,  # [Cp, width]: Cp is C padded to 16
     col_scale_ptr,  # [E, Cp]; "run": [width / WIDTH, Cp]
-    ends_ptr,  # [E]
+    ends_ptr,  # [E]: written, the end of each group in column data
     R, C, E, width,
     GRANULARITY: tl.constexpr,  # one scale covers a "group", a "row", or a "run" of WIDTH elements
-    WIDTH: tl.constexpr, GIVEN: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
-    MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr,
-    EVEN: tl.constexpr,  # tiles fill the columns exactly
-    GROUPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    WIDTH: tl.constexpr, GIVEN: tl.constexpr,  # GIVEN: `amax_ptr` has [E] scales to use
+    ROW: tl.constexpr, COL: tl.constexpr, MANTISSA: tl.constexpr,  # the format's mantissa bits
+    POWER_OF_2: tl.constexpr,  # scales are rounded up: 0: not, 1: to powers of 2, 2: to exponents
+    HARDWARE: tl.constexpr, EVEN: tl.constexpr,  # the GPU converts to float8; BLOCK_C divides C
+    GROUPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,  # GROUPS: vector length > E
 ):  # fmt: skip
     """Cast a tile of rows of one group to row data if ROW, to column data (transposed) if COL."""
     ARITHMETIC: tl.constexpr = (MANTISSA, POWER_OF_2, HARDWARE)

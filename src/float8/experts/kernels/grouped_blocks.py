@@ -33,8 +33,10 @@ def multiply_blocks(
 ) -> None:
     """Write the grouped product of float8 `a` and `b` under block scales of 128 to `out`.
 
-    If `out` is [R, N], each group of rows of `a` [R, C] is multiplied by its `b[e]` of [E, N, C];
-    if `out` is [E, R, N], `a` and `b` [1, N, C] are contracted over each group of columns.
+    If `out` is [R, N], each group of rows of `a` [R, C] is multiplied by its `b[e]` of [E, N, C],
+    which has scales [E, N / 128, C / 128]. If `out` is [E, R, N], `a` and `b` [1, N, C], which has
+    scales [N, C / 128], are contracted over each group of columns. `a` has scales [R, C / 128].
+    `ends` [E] int32 are one past the last row or column of each group, of columns multiples of 128.
     """
     if not HAS_GLUON:
         problem = "got a Triton without Gluon for experts under blocks, expected Triton >= 3.6"
@@ -58,16 +60,16 @@ def multiply_blocks(
 
 
 @gluon_jit
-def _next_tile(tile, search, ends_ptr, sizes, ROW_GROUPS: gl.constexpr):  # type: ignore[no-untyped-def]
+def _next_tile(tile, search, ends_ptr, R_N_C_E, ROW_GROUPS: gl.constexpr):  # type: ignore[no-untyped-def]
     """Find the group and the place of ``tile``, continuing the ``search`` for an earlier tile.
 
     ``search`` describes the group that was found: its index, the number of tiles in all groups
     before it, the number of tiles in it, and its begin and end: rows if ``ROW_GROUPS``, else
     indices along C, the contraction dim. Returns the new ``search``; the tile's first row, one past
-    its last valid row, its first column; the first index along C, and the number of steps of BLOCK.
+    the last row to store, the tile's first column; the first index, and number of steps, along C.
     """
     group, tiles_before, group_tiles, begin, end = search
-    R, N, C, E = sizes
+    R, N, C, E = R_N_C_E
     col_tiles = gl.cdiv(N, COLUMNS)
     groups = E + 1 if ROW_GROUPS else E  # group E has the rows outside all groups
     while (tile >= tiles_before + group_tiles) & (group < groups):
@@ -100,17 +102,17 @@ def _next_tile(tile, search, ends_ptr, sizes, ROW_GROUPS: gl.constexpr):  # type
 
 @gluon_jit
 def _load(  # type: ignore[no-untyped-def]
-    a_tiles, b_tiles, scale_tiles, shared, ends_ptr, sizes, ROW_GROUPS: gl.constexpr
+    a_tiles, b_tiles, scale_tiles, buffers, ends_ptr, R_N_C_E, ROW_GROUPS: gl.constexpr
 ):
-    """Load this program's tiles to STAGES buffers in turn, waiting until a buffer has been read."""
-    a_shared, b_shared, scale_shared, full, empty = shared
+    """Load operands of this program's tiles to STAGES ``buffers`` in turn, once these were read."""
+    a_shared, b_shared, scale_shared, full, empty = buffers
     SCALE_BYTES: gl.constexpr = 0 if ROW_GROUPS else scale_tiles.block_type.nbytes
     BYTES: gl.constexpr = a_tiles.block_type.nbytes + b_tiles.block_type.nbytes + SCALE_BYTES
-    tile, E = gl.program_id(0), sizes[3]
+    tile, E = gl.program_id(0), R_N_C_E[3]
     groups = E + 1 if ROW_GROUPS else E  # group E, of rows outside all groups, has no steps
     zero = 0 * tile  # a tensor, as all later values are; a literal 0 would be a constant
     loads, search = zero, (zero - 1, zero, zero, zero, zero)  # none yet; before group 0
-    search, row, _, n, k, steps = _next_tile(tile, search, ends_ptr, sizes, ROW_GROUPS)
+    search, row, _, n, k, steps = _next_tile(tile, search, ends_ptr, R_N_C_E, ROW_GROUPS)
     while search[0] < groups:  # search[0] is the group
         b_index = gl.minimum(search[0], E - 1) if ROW_GROUPS else zero
         for step in range(steps):
@@ -125,14 +127,17 @@ def _load(  # type: ignore[no-untyped-def]
                 async_load(scale_tiles, [offset // BLOCK, n], loaded, scale_shared.index(stage))
             loads += 1
         tile += gl.num_programs(0)
-        search, row, _, n, k, steps = _next_tile(tile, search, ends_ptr, sizes, ROW_GROUPS)
+        search, row, _, n, k, steps = _next_tile(tile, search, ends_ptr, R_N_C_E, ROW_GROUPS)
 
 
 @gluon_jit
 def _add(  # type: ignore[no-untyped-def]
     sums, a, a_scale, shared_b, b_scale, zeros, RIGHT: gl.constexpr, ROW_GROUPS: gl.constexpr
 ):
-    """Add a step's scaled ``a @ b.T`` to ``sums`` of a tile's left (``RIGHT`` 0) or right half."""
+    """Add a step's scaled ``a @ b.T`` to ``sums`` of a tile's left (``RIGHT`` 0) or right half.
+
+    ``shared_b`` are buffers of `b` and its scales, and which to read; ``zeros`` is like ``sums``.
+    """
     b_shared, scale_shared, stage = shared_b  # buffers of `b` and its scales; which stage to read
     HALF: gl.constexpr = zeros.shape[1]  # half of a tile's columns
     b = b_shared.index(stage).reshape([2 * HALF, a.shape[1]]).slice(RIGHT * HALF, HALF, 0)
@@ -160,14 +165,14 @@ def _store(sums, out_ptr, row, end_row, n, N):  # type: ignore[no-untyped-def]
 def _multiply(arguments, LOWER: gl.constexpr, ROW_GROUPS: gl.constexpr):  # type: ignore[no-untyped-def]
     """Compute and store the upper (``LOWER`` 0) or lower (1) half of each tile of this program.
 
-    The sums of a half are two tensors, of the tile's left and right columns. `_load` fills shared
-    memory with the data. If ``ROW_GROUPS``, groups split R, and the scales of `b`, one per 128 x
-    128, are loaded here; else groups split C, at multiples of 128, and `_load` loads those scales.
+    The sums of a half are two tensors, of the tile's left and right columns. `_load` fills the
+    buffers in ``arguments``. If ``ROW_GROUPS``, groups split R, and the scales of `b`, one per 128
+    x 128, are loaded here; else groups split C, at multiples of 128, and `_load` loads the scales.
     """
-    shared, a_scale_ptr, b_scale_ptr, out_ptr, ends_ptr, sizes, strides = arguments
-    a_shared, b_shared, scale_shared, full, empty = shared
+    buffers, a_scale_ptr, b_scale_ptr, out_ptr, ends_ptr, R_N_C_E, strides = arguments
+    a_shared, b_shared, scale_shared, full, empty = buffers
     a_stride_r, a_stride_c, b_stride_e, b_stride_n, b_stride_c = strides
-    R, N, _, E = sizes
+    R, N, _, E = R_N_C_E
     HALF_R: gl.constexpr = ROWS // 2
     HALF_N: gl.constexpr = COLUMNS // 2
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_N, 32])
@@ -175,7 +180,7 @@ def _multiply(arguments, LOWER: gl.constexpr, ROW_GROUPS: gl.constexpr):  # type
     tile, groups = gl.program_id(0), E + 1 if ROW_GROUPS else E  # group E: rows outside all groups
     zero = 0 * tile  # a tensor, as all later values are; a literal 0 would be a constant
     loads, search = zero, (zero - 1, zero, zero, zero, zero)  # none yet; before group 0
-    search, row, end_row, n, k, steps = _next_tile(tile, search, ends_ptr, sizes, ROW_GROUPS)
+    search, row, end_row, n, k, steps = _next_tile(tile, search, ends_ptr, R_N_C_E, ROW_GROUPS)
     while search[0] < groups:  # search[0] is the group
         row += LOWER * HALF_R
         r = row + gl.arange(0, HALF_R, gl.SliceLayout(1, mma))
@@ -211,7 +216,7 @@ def _multiply(arguments, LOWER: gl.constexpr, ROW_GROUPS: gl.constexpr):  # type
         _store(left, group_ptr, row, end_row, n, N)
         _store(right, group_ptr, row, end_row, n + HALF_N, N)
         tile += gl.num_programs(0)
-        search, row, end_row, n, k, steps = _next_tile(tile, search, ends_ptr, sizes, ROW_GROUPS)
+        search, row, end_row, n, k, steps = _next_tile(tile, search, ends_ptr, R_N_C_E, ROW_GROUPS)
 
 
 @gluon_jit
@@ -240,14 +245,14 @@ def _grouped_blocks_kernel(  # type: ignore[no-untyped-def]
     for stage in gl.static_range(STAGES):
         hopper.mbarrier.init(full.index(stage), count=1)
         hopper.mbarrier.init(empty.index(stage), count=2)  # one for each `_multiply`
-    shared, sizes = (a_shared, b_shared, scale_shared, full, empty), (R, N, C, E)
+    buffers, R_N_C_E = (a_shared, b_shared, scale_shared, full, empty), (R, N, C, E)
     strides = a_stride_r, a_stride_c, b_stride_e, b_stride_n, b_stride_c
-    arguments = shared, a_scale_ptr, b_scale_ptr, out_ptr, ends_ptr, sizes, strides
+    arguments = buffers, a_scale_ptr, b_scale_ptr, out_ptr, ends_ptr, R_N_C_E, strides
     gl.warp_specialize(
         [
             (_multiply, (arguments, 0, ROW_GROUPS)),  # `num_warps` warps, the remaining registers
             (_multiply, (arguments, 1, ROW_GROUPS)),
-            (_load, (a_tiles, b_tiles, scale_tiles, shared, ends_ptr, sizes, ROW_GROUPS)),
+            (_load, (a_tiles, b_tiles, scale_tiles, buffers, ends_ptr, R_N_C_E, ROW_GROUPS)),
         ],
         [4, 1],  # warps of the second `_multiply` and of `_load`; then registers of their threads
         [MMA_REGS_ROW_GROUPS, LOAD_REGS_ROW_GROUPS] if ROW_GROUPS else [MMA_REGS, LOAD_REGS],

@@ -15,12 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8.experts.kernels.cast_groups import (
-    check_offs,
-    ends_of_groups,
-    groups_of,
-    lanes_of_groups,
-)
+from float8.experts.kernels.cast_groups import check_offs, ends_of_groups, groups_of, vector_length
 from float8.experts.kernels.grouped_blocks import multiply_blocks
 from float8.experts.kernels.torch_gemms import multiply_in_bfloat16, multiply_mx
 from float8.formats import GROUP_ALIGNMENT
@@ -32,21 +27,21 @@ from float8.scales import Operand, dequantised
 
 def grouped_matmul_reference(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, tokens: int | None,
-    gemm: str, out_dtype: torch.dtype,
+    gemm: str, out_dtype: torch.dtype,  # tokens: for `_flops` only; gemm: by `Gemm.packed`
 ) -> Tensor:  # fmt: skip
     """Multiply groups of float8 operands in plain torch, with a loop that syncs with the device.
 
-    Returns `a[group e] @ b[e].T` [R, N] if ``b`` is 3-D, else `a[:, group e] @ b[:, group e].T`.
-    torch's bfloat16 GEMM replaces the loop where it is exact. ``gemm``: settings by `Gemm.packed`.
+    For all groups, which end before ``ends`` [E], returns `a[group] @ b[e].T`, [R, N], if ``b`` is
+    [E, N, C], and `a[:, group] @ b[:, group].T`, [E, R, N], if ``b`` is [N, C]. If scales are
+    powers of two and ``out_dtype`` is bfloat16, torch's grouped GEMM in bfloat16 may do it.
     """
     if ends.is_cpu and b.dim() == 3:  # a check on a GPU would sync
         check_offs(ends, len(a))
     settings = Gemm.unpacked(gemm)
-    granularity_a, granularity_b = settings.granularities
+    granularity_a, granularity_b = granularities = settings.granularities
     use_bfloat16 = settings.powers_of_2 and exact_dtype(a.device) == out_dtype == torch.bfloat16
     if use_bfloat16 and a.numel():
-        operands = Operand(a, a_scale), Operand(b, b_scale)
-        return multiply_in_bfloat16(*operands, ends, settings.granularities)
+        return multiply_in_bfloat16(Operand(a, a_scale), Operand(b, b_scale), ends, granularities)
     out = grouped_matmul_fake(a, a_scale, b, b_scale, ends, out_dtype).zero_()
     begin, row_groups, blocks = 0, b.dim() == 3, granularity_a.by_blocks
     run = granularity_a.width or 1  # elements along C that share a block scale
@@ -74,13 +69,13 @@ def grouped_matmul_reference(
 def grouped_matmul_fake(
     a: Tensor, _: Tensor, b: Tensor, __: Tensor, ends: Tensor, *settings: Any
 ) -> Tensor:
-    """Return an uninitialized tensor for the result of a grouped GEMM; sizes may be symbolic."""
+    """Allocate the result, [R, N] if ``b`` is 3-D, else [E, R, N], of dtype ``settings[-1]``."""
     shape = (a.shape[0], b.shape[1]) if b.dim() == 3 else (ends.shape[0], a.shape[0], b.shape[0])
     return a.new_empty(shape, dtype=settings[-1])
 
 
 def _flops(a: Any, _: Any, b: Any, __: Any, ends: Any, tokens: Any, *rest: Any, **kw: Any) -> Any:
-    """Return the FLOPs of a grouped GEMM of shapes ``a`` and ``b``, tokens in no group included."""
+    """Return the FLOPs of shapes ``a``, ``b``; ``tokens``: columns of ``a`` without padding."""
     if len(b) == 3:
         return 2 * a[0] * a[1] * b[1]  # only the device knows which rows are in no group
     return 2 * (a[1] if tokens is None else tokens) * a[0] * b[0]  # columns include padding
@@ -92,19 +87,19 @@ PANEL = tl.constexpr(16)  # tiles of rows that share loads of `b`
 
 def _grouped_matmul_triton(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, tokens: int | None,
-    gemm: str, out_dtype: torch.dtype,
+    gemm: str, out_dtype: torch.dtype,  # tokens: for `_flops` only; gemm: by `Gemm.packed`
 ) -> Tensor:  # fmt: skip
-    """Multiply groups with the GPU's GEMM for their scales, or emulate it if ``gemm`` says so."""
+    """Multiply groups by the GPU's float8 GEMM for such scales, or emulate if ``gemm`` says so."""
     operands, settings = (a, a_scale, b, b_scale, ends), Gemm.unpacked(gemm)
-    granularity_a, fast = settings.granularities[0], settings.use_fast_accum
+    granularities, fast = settings.granularities, settings.use_fast_accum
     if settings.emulate or a.numel() == 0:  # no rows, or no tokens
         return grouped_matmul_reference(*operands, tokens, gemm, out_dtype)
-    if granularity_a.exponents:  # MXFP8
-        mx_operands = Operand(a, a_scale), Operand(b, b_scale)
-        return multiply_mx(*mx_operands, ends, settings.granularities).to(out_dtype)
+    if granularities[0].exponents:  # MXFP8
+        y = multiply_mx(Operand(a, a_scale), Operand(b, b_scale), ends, granularities)
+        return y.to(out_dtype)
     out, row_groups = grouped_matmul_fake(*operands, out_dtype), b.dim() == 3
     b = b if row_groups else b.unsqueeze(0)
-    if granularity_a.by_blocks:
+    if granularities[0].by_blocks:
         multiply_blocks(out, a, a_scale, b, b_scale, ends)
         return out
     (R, C), N, E = a.shape, b.shape[1], ends.shape[0]
@@ -117,20 +112,22 @@ def _grouped_matmul_triton(
     whole = fast and out_dtype.itemsize == 2  # a tile of `out` fits into shared memory beside loads
     _grouped_matmul_kernel[(programs_per_sm * sm_count(a.device),)](
         tiles_of_a, tiles_of_b, a_scale, b_scale, ends, out, *sizes, row_groups, fast,
-        lanes_of_groups(E), columns, whole, num_warps=warps, num_stages=3,
+        vector_length(E), columns, whole, num_warps=warps, num_stages=3,
     )  # fmt: skip
     return out
 
 
 @jit
 def _place(  # type: ignore[no-untyped-def]
-    tile, tile_ends, tiles, begins, ends, R, C, tiles_n, E, ROW_GROUPS: tl.constexpr,
-    GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
+    tile, tile_ends, tiles,  # group g has `tiles[g]` tiles, the last one before `tile_ends[g]`
+    begins, ends, R, C,  # of groups: rows if ROW_GROUPS, else indices along C, which is contracted
+    tiles_n, E, ROW_GROUPS: tl.constexpr,  # tiles_n: tiles side by side; group E: rows in no group
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr,  # length of vectors over groups; columns of a tile
 ):  # fmt: skip
-    """Locate tile ``tile``; group g has ``tiles[g]`` tiles, the last one before ``tile_ends[g]``.
+    """Locate tile ``tile`` of the result.
 
-    Returns the group, the tile's first row, the end of valid rows, the tile's first column, the
-    first index and number of steps along C (contracted), and whether there is anything to multiply.
+    Returns its group, its first row, one past the last row to store, its first column, the first
+    index and number of steps of 128 along C, and whether there is anything to multiply.
     """
     g = tl.arange(0, GROUPS)
     group = tl.sum((tile_ends <= tile).to(tl.int32), 0)  # the number of groups before it
@@ -156,7 +153,7 @@ def _place(  # type: ignore[no-untyped-def]
 
 @jit
 def _store(sums, out_ptr, a_scale_ptr, b_scale_ptr, r, end_row, c, N, nonempty):  # type: ignore[no-untyped-def]
-    """Store scaled ``sums``, or zeros unless ``nonempty``, where ``r`` < ``end_row``, ``c`` < N."""
+    """Store scaled ``sums``, or 0 unless ``nonempty``, at rows r < ``end_row``, columns c < N."""
     inside = r < end_row
     a_scale = tl.load(a_scale_ptr + r, mask=inside, other=0)
     b_scale = tl.load(b_scale_ptr + c, mask=c < N, other=0)

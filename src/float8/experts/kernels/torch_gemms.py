@@ -21,7 +21,12 @@ Granularities = tuple[Granularity, Granularity]
 def multiply_in_bfloat16(
     a: Operand, b: Operand, ends: Tensor, granularities: Granularities
 ) -> Tensor:
-    """Multiply groups of `a` by `b` in bfloat16, which is exact: scales must be powers of two."""
+    """Multiply groups of rows of `a` by `b[e].T`, [R, N], or contract each group of columns.
+
+    Computes in bfloat16 on dequantized values, which are exact, as scales must be powers of two.
+    `a` is [R, C]; `b` is [E, N, C] for groups of rows, else [N, C] for a result [E, R, N]. `ends`
+    [E] are one past the last row or column of each group.
+    """
     result_scales, (granularity_a, _) = None, granularities
     if not granularity_a.by_blocks:  # nor has `b` blocks: `Float8LinearConfig` refuses such pairs
         if b.data.dim() == 2:  # groups split C; rows have a scale per group: scale the results
@@ -42,7 +47,7 @@ def multiply_in_bfloat16(
 
 
 def multiply_mx(a: Operand, b: Operand, ends: Tensor, granularities: Granularities) -> Tensor:
-    """Multiply groups of MXFP8 `a` by `b` with torch's grouped GEMM, and return bfloat16."""
+    """Multiply groups of MXFP8 `a` [R, C] by `b`, [E, N, C] or (by columns) [N, C], to bfloat16."""
     scale_a, scale_b = map(scales_of_rows, (a, b), granularities)
     ends = _clamped_ends(a.data, b.data, ends)
     if b.data.dim() == 3:  # groups of rows, each with a matrix of `b`
@@ -72,9 +77,10 @@ def _zero_outside(y: Tensor, ends: Tensor) -> Tensor:
 
 
 def swizzled_rows(scale: Tensor, ends: Tensor) -> Tensor:
-    """Swizzle the MXFP8 scales [R, runs] of grouped rows, one for each run of 32 elements.
+    """Swizzle MXFP8 scales [R, runs] of grouped rows, a run being 32 elements with one scale.
 
-    Pads each group to a multiple of 128 rows. Returns float8_e8m0fnu [padded rows, ceil4(runs)].
+    `ends` [E] are one past each group's last row. Pads each group to a multiple of 128 rows, and
+    `runs` to a multiple of 4. Returns float8_e8m0fnu [padded rows, padded runs].
     """
     R, runs = scale.shape
     _, places, padded_ends = places_of_rows(ends, R)
@@ -86,7 +92,8 @@ def swizzled_rows(scale: Tensor, ends: Tensor) -> Tensor:
 def swizzled_tokens(scale: Tensor, ends: Tensor) -> Tensor:
     """Swizzle MXFP8 scales [N, T / 32] of a transposed copy [N, T] of T grouped tokens.
 
-    `ends` are multiples of 128. Returns float8_e8m0fnu [ceil128(N), T / 32], tiles sorted by group.
+    `ends` [E] are one past each group's last token, multiples of 128. Returns float8_e8m0fnu [N
+    padded to 128, T / 32]: tiles of 128 x 4 scales, those of the first group first, and so on.
     """
     tiles, tile_rows = swizzled(scale).view(torch.uint8), -(-scale.shape[0] // 128)
     tile_column = torch.arange(len(tiles) // tile_rows, device=scale.device)

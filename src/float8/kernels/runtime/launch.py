@@ -32,11 +32,11 @@ class Launch:
 
     def __init__(
         self,
-        kernel: Any,
+        kernel: Any,  # decorated by `triton.jit`; its parameters: tensors, integers, constants
         device: torch.device,
-        programs: int,
+        programs: int,  # the size of the 1-D grid
         integers: tuple[int, ...],
-        constants: tuple[object, ...],
+        constants: tuple[object, ...],  # constexprs
         num_warps: int,
     ) -> None:
         self.kernel, self.programs = kernel, programs
@@ -77,7 +77,8 @@ def _launch_arguments(compiled: Any, programs: int, integers: tuple[int, ...]) -
     """Return what PyTorch's launcher takes before and after the tensors' addresses, and `compiled`.
 
     `compiled` is a kernel that Triton has compiled; its GPU function stays loaded while the caller
-    keeps it. Returns None if the launcher cannot run it, or if `compiled` lacks an attribute.
+    keeps it. `programs`: the grid; `integers`: the kernel's, but without 1, a constant. Returns
+    None if the launcher cannot run it, or if `compiled` lacks an attribute.
     """
     try:
         metadata, function, signature = compiled.metadata, compiled.function, compiled.src.signature
@@ -95,7 +96,7 @@ def _launch_arguments(compiled: Any, programs: int, integers: tuple[int, ...]) -
 
 
 def allocator(device: torch.device) -> Callable[..., Tensor]:
-    """Return a function (size, stride, dtype) that allocates on `device`, the current device."""
+    """Return a function (size, stride, dtype) -> empty tensor on `device`, the current device."""
     if device.type == "cuda" and private.empty_strided_cuda is not None:
         return private.empty_strided_cuda  # type: ignore[no-any-return]
     return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)

@@ -35,18 +35,17 @@ that of this file, and do not change what an op of a given name returns."""
 
 def register(
     name: str,
-    plain: Callable[..., Any],
+    plain: Callable[..., Any],  # made of PyTorch ops
     *,
-    triton: Callable[..., Any] | None = None,
-    fake: Callable[..., Any],
-    writes: tuple[str, ...] = (),
-    flops: Callable[..., Any] | None = None,
+    triton: Callable[..., Any] | None = None,  # runs Triton kernels
+    fake: Callable[..., Any],  # returns empty results, for tracing
+    writes: tuple[str, ...] = (),  # names of arguments that the op mutates
+    flops: Callable[..., Any] | None = None,  # a formula for `FlopCounterMode`
 ) -> None:
     """Define the op `torch.ops.float8.<name>`, without gradients, with the signature of `plain`.
 
-    CPUs run `plain`, made of PyTorch ops. GPUs run `triton`, or `plain` if that is None or Triton
-    is missing. `fake` allocates results for tracing; `writes` names arguments that the op mutates.
-    `flops`, for `FlopCounterMode`, is called with shapes in place of tensors, and `out_shape`.
+    CPUs run `plain`. GPUs run `triton`, or `plain` if that is None or Triton is missing. All take
+    the op's arguments; `flops` takes shapes in place of tensors, and also a keyword `out_shape`.
     """
     schema = torch.library.infer_schema(plain, mutates_args=writes)
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -84,21 +83,17 @@ def _on_its_device(body: Callable[..., Any]) -> Callable[..., Any]:
     return op
 
 
-_CODEGEN_MODULE = "torch._inductor.codegen.custom_extern_kernel_codegen"
-
-
 def _tell_inductor(name: str) -> None:
     """Make code that Inductor generates call the op `name` without the dispatcher's overhead.
 
     Called when an op is traced, not at import, since importing Inductor takes seconds. If torch
     lacks the private interface, generated code calls the op through the dispatcher.
     """
-    if private.PUBLIC_API_ONLY or _CODEGEN_MODULE not in sys.modules:  # Inductor is not imported
-        return
-    module: Any = sys.modules[_CODEGEN_MODULE]
-    registry = getattr(module, "CUSTOM_EXTERN_KERNEL_CODEGEN", None)
+    module = sys.modules.get("torch._inductor.codegen.custom_extern_kernel_codegen")
+    registry: Any = getattr(module, "CUSTOM_EXTERN_KERNEL_CODEGEN", None)  # None: no Inductor yet
+    codegen: Any = getattr(module, "CustomCodegen", None)
     op = f"torch.ops.float8.{name}.default"
-    if registry is None or not hasattr(module, "CustomCodegen") or op in registry:
+    if private.PUBLIC_API_ONLY or None in (registry, codegen) or op in registry:
         return
 
     def generate(node: Any, writeline: Callable[[str], None]) -> None:
@@ -108,7 +103,7 @@ def _tell_inductor(name: str) -> None:
         arguments = ", ".join([*node.codegen_args(), *node.codegen_kwargs()])
         writeline(f"{node.get_name()} = float8_{device}.{name}({arguments})")
 
-    registry[op] = module.CustomCodegen(python=generate)
+    registry[op] = codegen(python=generate)
 
 
 @functools.cache

@@ -66,10 +66,10 @@ def surely(condition: Any) -> bool:
 
 
 def in_reentrant_checkpoint() -> bool:
-    """Return whether the first forward of reentrant checkpointing, under no_grad, is running.
+    """Return whether the caller runs in a reentrant checkpoint's first forward, under no_grad.
 
-    It is found on the call stack. Torch also runs the forward of a compiled graph with gradients
-    under no_grad; if such a graph runs inside of a checkpoint, the result is False.
+    Searches the call stack. The result is False in the forward of a compiled graph with gradients,
+    which torch also runs under no_grad, even if the graph itself runs in a checkpoint.
     """
     frame: Any = sys._getframe(1)
     while frame := frame.f_back:
@@ -89,7 +89,7 @@ def make_fx_is_on() -> bool:
 
 
 def compiled_autograd_is_on() -> bool:
-    """Return whether compiled autograd is on; False if private API is missing or forbidden."""
+    """Return whether compiled autograd is on; False if unknown, or if FLOAT8_PLAIN_LAUNCH=1."""
     state = getattr(getattr(torch, "_dynamo", None), "compiled_autograd", None)
     return not PUBLIC_API_ONLY and bool(getattr(state, "compiled_autograd_enabled", False))
 
@@ -128,7 +128,7 @@ def warn(message: str) -> None:
 
 
 class _Eager:
-    """Callable that `in_eager_mode` puts in place of `compiled` code; runs `call`, eager code."""
+    """Callable that runs `call`, a module's eager code, in place of `compiled`, which it keeps."""
 
     def __init__(self, compiled: Any, call: Callable[..., Any]) -> None:
         self.compiled, self.call, self.users = compiled, call, 0
@@ -139,10 +139,11 @@ class _Eager:
 
 @contextlib.contextmanager
 def in_eager_mode(model: Any) -> Iterator[None]:
-    """Context manager that runs `model` and its modules in eager mode even if they are compiled.
+    """Context manager in which `model` and its submodules run in eager mode even if compiled.
 
-    Compiled code stays valid. Contexts may overlap and end in any order. Compiled functions that
-    call `model` still run compiled. No effect if torch lacks the private attributes to replace.
+    Afterwards, compiled code runs again as it was. Several contexts for a model may be active, and
+    end in any order. Compiled functions that call `model` still run compiled. The context has no
+    effect if torch lacks the private attributes to replace.
     """
     replaced = []
     for module in model.modules():

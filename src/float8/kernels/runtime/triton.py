@@ -22,7 +22,7 @@ except ImportError:
     HAS_TRITON, tl, TensorDescriptor = False, types.SimpleNamespace(constexpr=int), None
 
     def jit(fn: Callable[..., Any] | None = None, **_: Any) -> Any:
-        """Return `fn` unchanged, in place of `triton.jit`, used with or without arguments."""
+        """Decorator in place of `triton.jit`, with or without options, that returns `fn` itself."""
         return fn if fn is not None else lambda fn: fn
 
 
@@ -37,8 +37,7 @@ try:
     async_load = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
 except ImportError:
     HAS_GLUON, gluon_jit = False, jit
-    gl, hopper, GluonDescriptor = types.SimpleNamespace(constexpr=int), None, None
-    async_load = None
+    gl, hopper, GluonDescriptor, async_load = types.SimpleNamespace(constexpr=int), None, None, None
 
 
 @functools.cache
