@@ -173,7 +173,7 @@ class _Observer:
 
     def __call__(self, layer: Any, casts: Casts, x: Any, weight: Any, y: Any, offs: Any = None,
         name: str = "") -> Any:  # fmt: skip
-        """Measure how `casts` change input `x`, `weight` and, in backward, the gradient of `y`.
+        """Measure underflow and amax of casts of `x`, `weight` and, in backward, the grad of `y`.
 
         Called by `layer` with its output `y`. Returns `y`, or an alias whose backward measures. For
         experts, `offs` are the group offsets, and `name` is the weight's attribute ("": find it).

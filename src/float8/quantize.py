@@ -37,7 +37,7 @@ class ScaleSource(Protocol):
         """Set `self.amax` to max(self.amax, amax), for a tensor that `self.cast` does not cast."""
 
     def choose(self, dynamic: Tensor) -> Tensor:
-        """Return the scale to use for a tensor; `dynamic` is the scale computed from its amax."""
+        """Return the stored scale, or `dynamic`, computed from the amax of a tensor, if not set."""
 
     def with_new_amax(self) -> "ScaleSource":
         """Return a source with the same scale and a new zero `amax`, in which its casts record."""

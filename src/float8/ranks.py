@@ -41,7 +41,7 @@ def sync_groups(
     Returns `(group,)` if `group` is not None; else one group for each dim of the mesh of `weights`
     (if they have none, of `fsdp_params`, Parameters of FSDP2 modules around the layers); if there
     is no mesh, or it has all ranks, one group of all, or () for a single rank. Raises `ValueError`
-    for several meshes, or if one of `shard_groups`, that each share a weight, has other ranks.
+    for several meshes, or if `shard_groups`, whose ranks have shards of one weight, have others.
     """
     if group is not None:
         if not isinstance(group, dist.ProcessGroup):

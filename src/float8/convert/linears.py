@@ -33,7 +33,7 @@ class Linears(Conversion):
         return dict.fromkeys(layers, reason) if reason else {}
 
     def _judged_together(self, chooser: Chooser) -> bool:
-        """Return whether waits for the CPU are judged by the mean of all layers, not for each."""
+        """Return whether all layers stay in 16 bits, or none, if the GPU would wait for the CPU."""
         gather = chooser.config.enable_fsdp_float8_all_gather and not chooser.cuda_graphs
         return gather and chooser.kinds == {self}  # no other kind, such as experts
 

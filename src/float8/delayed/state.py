@@ -108,7 +108,7 @@ class StatefulLayer(Float8Module):
         self._float8_state_was_written()
 
     def _float8_state_was_written(self) -> None:
-        """Forget which scales are set and whether amaxes are new, since buffers were written."""
+        """Note that buffers were written: scales may not be set, and no new amax awaits a sync."""
         self._float8_known = frozenset()
         self._float8_mark_synced()
 

@@ -203,7 +203,7 @@ class Grouped(Dense):
 
 
 class GroupedTransposed(Grouped):
-    """`Grouped` for weights [E, N, K] that are transposed views of Parameters [E, K, N]."""
+    """Casts and GEMMs of experts whose weights [E, N, K] are views of Parameters [E, K, N]."""
 
     stored_transposed = True
 

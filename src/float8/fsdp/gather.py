@@ -113,7 +113,7 @@ class Float8GatherWeight(Wrapper):
         return written.get(id(result), result)  # in-place ops return the wrapper they wrote
 
     def _like(self, func: Any, result: Tensor) -> Tensor:
-        """Return `result` of `func` on `self._inner`, wrapped if float32, bfloat16 or float16."""
+        """Return `result`, which `func` made of `self._inner`, wrapped if in high precision."""
         if result is self._inner:
             return self
         if result.dtype not in HIGH_PRECISION_DTYPES:

@@ -31,7 +31,7 @@ class Float8Callback(TrainerCallback, ExportableState):
 
     Models are saved without buffers of delayed scaling; `trainer_state.json` has these, and a few
     values of each weight. `train(resume_from_checkpoint=...)` raises a `ValueError` if loaded
-    weights have other values: the `Trainer` loads none with other names in files, such as experts.
+    weights have other values: the `Trainer` loads no weight, as of experts, renamed in files.
 
     Args:
         config: a `Float8LinearConfig`, or the name of a recipe; None: do not convert the model.

@@ -26,7 +26,7 @@ from float8.scales import Operand, amax_to_exponent, amax_to_scale, inverse_of_e
 
 
 class CastArguments(NamedTuple):
-    """Non-tensor arguments of `torch.ops.float8.cast`: scale blocks, dtype, layouts, rounding."""
+    """Arguments of `torch.ops.float8.cast`: blocks, dtype, row or column data or both, rounding."""
 
     height: int | None  # rows and columns of a block that shares a scale; None for a whole dim
     width: int | None
@@ -102,7 +102,7 @@ def cast(
 
 
 def refusal(x: Tensor) -> Exception:
-    """Return the error for a bad dtype of ``x``; else for x.dim() != 2; else for row=col=False."""
+    """Return the error of `cast` for ``x``: its dtype, not 2-D, or else no result requested."""
     if x.dtype not in HIGH_PRECISION_DTYPES:
         return TypeError(f"cast: x is {describe(x)}; expected a {HIGH_PRECISION}")
     if x.dim() != 2:
@@ -219,7 +219,7 @@ def cast_reference(
 
 
 def specs_of(shape: tuple[int, ...], arguments: CastArguments) -> list[Spec | None]:
-    """Return (shape, strides, dtype) of row data, row scales, column data, column scales of a cast.
+    """Return (shape, strides, dtype) of row data, their scales, column data (transposed), scales.
 
     ``shape`` is that of the tensor to cast; its sizes may be symbolic. An entry is None if
     ``arguments`` do not request that result, and for scales if one scale covers the whole tensor.

@@ -67,9 +67,9 @@ def plan_linear(config: Float8LinearConfig) -> LinearPlan:
 def resolve_plan(
     config: Float8LinearConfig, casts: dict[CastSite, CastConfig], fast_accum: dict[str, bool]
 ) -> LinearPlan:
-    """Return the plan of a layer with the GEMMs of `config`, its six casts given by `casts`.
+    """Return the casts and GEMMs of a layer with `config`, and which casts serve two GEMMs.
 
-    `fast_accum` has `use_fast_accum` of each GEMM: "output", "grad_input" and "grad_weight".
+    `casts` has its six casts, `fast_accum` the flag of "output", "grad_input" and "grad_weight".
     """
 
     def gemm(name: str) -> Gemm | None:

@@ -130,7 +130,7 @@ def not_in_high_precision(weight: Any) -> str | None:
 def _cannot_be_both(mod: Any, base: Any, config: Float8LinearConfig) -> str | None:
     """Return why the class of `mod` cannot derive from the float8 class `base`, too; or None.
 
-    Reasons: attributes of equal names (or of buffers for `config`), pickling, memory layouts.
+    `mod` has an attribute that `base` needs, pickles in its own way, or has another memory layout.
     """
     cls: Any = type(mod)
     is_ours = isinstance(mod, Float8Module)

@@ -90,7 +90,7 @@ def sums_over_ranks(weight: Any) -> bool:
 
 @dataclass(frozen=True)
 class GathersInput(Dense):
-    """Functions that cast and multiply in a layer that all-gathers its input's rows in float8."""
+    """Casts and GEMMs of a layer that all-gathers the rows of its input in float8."""
 
     tokens: SharedTokens
 
@@ -117,7 +117,7 @@ class GathersInput(Dense):
 
 @dataclass(frozen=True)
 class ScattersOutput(Dense):
-    """Functions that cast and multiply in a layer whose output is reduce-scattered by rows."""
+    """Casts and GEMMs of a layer that reduce-scatters the rows of its output."""
 
     tokens: SharedTokens
 

@@ -237,7 +237,7 @@ def _larger(a, b):  # type: ignore[no-untyped-def]
 
 @jit
 def groups_of(offs_ptr, R, E, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return vectors of first rows, and of ends, of E groups and of group E, the rows after all."""
+    """Return first rows and ends of E groups; entry E: rows after them. GROUPS > E: the length."""
     g = tl.arange(0, GROUPS)
     before = tl.load(offs_ptr + g - 1, mask=(g > 0) & (g <= E), other=0)
     begins = tl.associative_scan(tl.minimum(tl.maximum(before, 0), R), 0, _larger)

@@ -69,7 +69,7 @@ def grouped_matmul_reference(
 def grouped_matmul_fake(
     a: Tensor, _: Tensor, b: Tensor, __: Tensor, ends: Tensor, *settings: Any
 ) -> Tensor:
-    """Allocate the result, [R, N] if ``b`` is 3-D, else [E, R, N], of dtype ``settings[-1]``."""
+    """Allocate the result: of ``a`` [R, K], [R, N] for ``b`` [E, N, K], [E, R, N] for [N, K]."""
     shape = (a.shape[0], b.shape[1]) if b.dim() == 3 else (ends.shape[0], a.shape[0], b.shape[0])
     return a.new_empty(shape, dtype=settings[-1])
 
