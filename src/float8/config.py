@@ -109,7 +109,7 @@ class ScalingGranularity(Granularity):
     BLOCK_128x128 = "block_128x128", 128, 128
     """One scale for a square of 128 rows and 128 columns, the same in the transposed copy."""
     BLOCK_1x32 = "block_1x32", 1, 32
-    """One 8-bit exponent, rounded up, for 32 elements of a row: MXFP8 (OCP Microscaling 1.0)."""
+    """One 8-bit exponent for 32 elements of a row: MXFP8 (OCP Microscaling 1.0), but rounded up."""
     BLOCK_32x32 = "block_32x32", 32, 32
     """One 8-bit exponent for a square of 32 rows and columns, the same in the transposed copy."""
 
@@ -203,7 +203,7 @@ CAST_SITES: tuple[CastSite, ...] = tuple(CastSite)
 """The members of `CastSite`: Dynamo (torch 2.11) cannot iterate over the enum itself."""
 
 BASE_SITE = {x: CastSite(x.value.split("_for_")[0]) for x in CAST_SITES if "_for_" in x.value}
-"""The second of the two GEMM operands of each tensor -> the first, whose cast is the default."""
+"""Site of a tensor's cast for its second GEMM -> for its first, whose cast is the default."""
 
 GEMM_OPERANDS: dict[str, tuple[CastSite, CastSite]] = {
     "output": (CastSite.INPUT, CastSite.WEIGHT),
@@ -237,7 +237,7 @@ class Float8LinearRecipeName(enum.Enum):
     """`ROWWISE`, but grad_weight in high precision, and one scale for the weight in grad_input."""
     BLOCKWISE = "blockwise"
     """Dynamic scaling with one scale per 1x128 elements of input and grad_output, and per 128x128
-    of the weight, and of the input for grad_weight. All in e4m3. The last has 1x128 in experts,
+    of the weight, and of the input for grad_weight. All in e4m3. That input has 1x128 in experts,
     and if `cast_config_input_for_grad_weight` is set to `cast_config_input` (slower on Hopper)."""
     MXFP8 = "mxfp8"
     """Dynamic scaling with one 8-bit exponent per 1x32 elements along the contraction dim of each
@@ -307,7 +307,7 @@ class Float8LinearConfig:
     of the weight for `output` and `grad_input`. No effect on weights that are not sharded, and on
     experts stored as [E, K, N]."""
     float8_weights: Float8Weights = Float8Weights.ON_THE_FLY
-    """When weights are cast. All but `ON_THE_FLY` require the same cast of the weight in GEMMs."""
+    """When weights are cast. `HELD` and `ONLY` need equal casts for `output` and `grad_input`."""
     pad_inner_dim: bool = True
     """Pad dims to multiples of 16, or of the width of blocks, with zeros inside the cast, which
     changes no result. Only True is accepted."""
@@ -442,8 +442,9 @@ class Float8LinearConfig:
 
 
 _delayed, _high = CastConfig(ScalingType.DELAYED), CastConfig(ScalingType.DISABLED)
-_granularities = _ROW, _ROW_128, _SQUARE_128, _ROW_32
-_by_rows, _1x128, _128x128, _1x32 = (CastConfig(scaling_granularity=x) for x in _granularities)
+_by_rows, _1x128 = CastConfig(scaling_granularity=_ROW), CastConfig(scaling_granularity=_ROW_128)
+_128x128 = CastConfig(scaling_granularity=_SQUARE_128)
+_1x32 = CastConfig(scaling_granularity=_ROW_32)
 _rowwise = Float8LinearConfig(
     cast_config_input=_by_rows,
     cast_config_weight=_by_rows,

@@ -80,5 +80,6 @@ def unlike(texts: Sequence[str], groups: Sequence[Any], device: torch.device) ->
     digests = [hashlib.sha256(text.encode()).digest()[:7] for text in texts]  # fit into int64
     numbers = [int.from_bytes(digest, "big") for digest in digests] + [0] * (count - len(texts))
     reduced = maxima(numbers + [-number for number in numbers])  # max(-x) is -min(x)
-    differ = [most != -least for most, least in zip(reduced[:count], reduced[count:], strict=True)]
+    largest, smallest = reduced[:count], [-number for number in reduced[count:]]
+    differ = [most != least for most, least in zip(largest, smallest, strict=True)]
     return [*itertools.compress(texts, differ)] if any(differ) else None

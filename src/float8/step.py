@@ -71,8 +71,9 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     for feature in FEATURES:
         feature.attach(model)
     mods = [x for x in model.modules() if isinstance(x, Float8Module)]
-    before, after = [untraced(functools.partial(hook, is_after_step=x)) for x in (False, True)]
-    handles = [inner.register_step_pre_hook(before), inner.register_step_post_hook(after)]
+    pre_hook = untraced(functools.partial(hook, is_after_step=False))
+    post_hook = untraced(functools.partial(hook, is_after_step=True))
+    handles = [inner.register_step_pre_hook(pre_hook), inner.register_step_post_hook(post_hook)]
     attachment = Attachment(mods, handles)
     for mod in mods:
         mod._float8_attach()  # also has the first use cast held weights again
@@ -81,7 +82,6 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
 
 
 def _overrides(feature: Feature, method: Any) -> bool:
-    """Return whether the class of `feature` overrides `method`, a function in class `Feature`."""
     return getattr(type(feature), method.__name__) is not method
 
 

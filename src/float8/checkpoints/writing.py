@@ -109,11 +109,11 @@ def float8_metadata(
 ) -> list[TensorMetadata]:
     """Return name, dtype and shape of each tensor that `float8_weights` yields, in the same order.
 
-    It is called with the same arguments, and raises the same errors. No tensor is gathered or cast.
+    Takes the same arguments. Gathers and casts nothing, nor does it try to merge adapters.
     """
-    scheme, _, entries, *_ = _plan(model, format, strategy, dtype, param_dtype)
-    metadata = list[TensorMetadata]()
-    for entry in entries:
+    plan, metadata = _plan(model, format, strategy, dtype, param_dtype), list[TensorMetadata]()
+    scheme = plan.scheme
+    for entry in plan.entries:
         is_rounded = entry.dtype and entry.tensor.dtype in HIGH_PRECISION_DTYPES
         new_dtype: Any = entry.dtype if is_rounded else entry.tensor.dtype
         for name, part in entry.parts.items():
@@ -322,7 +322,7 @@ def _select_float8(
     These are weights of each `Float8Linear` whose output GEMM is in float8, and of experts,
     converted or not, that files have one by one: `published` is {name in model: {name in files:
     part}}. Left out are tensors in float64 or kept in float32 (`stays_float32(name)`), those shared
-    with a module in high precision, and all experts of a module if one of its tensors is left out.
+    with a module in high precision, and all experts of a module if one of them is left out.
     """
 
     def is_float8(name: str, module: Any, attr: str, x: Tensor) -> bool:

@@ -11,9 +11,9 @@ class Cost(NamedTuple):
 
     In ms, for M tokens and a weight [N, K]: `flop * (6e-12 * M * N * K)**_FLOP_EXPONENT + start +
     1e-9 * (tokens * (_INPUT_SHARE * M * K + M * N) + weight * N * K)`. For E experts with M tokens
-    in all, `(experts + _MS_TO_READ_EXPERTS) * E` replaces `weight`. Names with `_` are constants
-    near 1. `rows`, 0 to 1, is the share of `tokens` that casts for output and grad_input take;
-    casts for grad_weight take the rest.
+    in all, `(experts + _MS_TO_READ_EXPERTS) * E` replaces `weight`, and blockwise GEMMs take
+    `_GROUPED_BY_BLOCKS` times as long. `rows`, 0 to 1, is the share of `tokens` that casts for
+    output and grad_input take; casts for grad_weight take the rest.
     """
 
     flop: float  # per 1e12 FLOP, to the power of `_FLOP_EXPONENT`
@@ -172,8 +172,8 @@ def why_slower(
 def why_fsdp_waits(layers: Mapping[Any, str], tokens: int) -> str | None:
     """Return why the GPU would wait for the CPU under FSDP2's float8 gathers, or None if not.
 
-    It would if forward and backward of `layers`, {layer: name of its GPU}, are modelled to take
-    less than 0.57 ms in bf16 on average, for inputs of `tokens` rows.
+    It would if forward and backward of `layers`, {layer: name of its GPU}, those on H100s and
+    H200s, are modelled to take less than 0.57 ms in bf16 on average, for inputs of `tokens` rows.
     """
     bf16_ms = []
     for layer, gpu in layers.items():

@@ -54,7 +54,6 @@ class StatefulLayer(Float8Module):
 
     @classmethod
     def _float8_buffer_names(cls, config: Float8LinearConfig) -> set[str]:
-        """Return the names of the buffers of delayed scaling that a layer with `config` has."""
         return {name for site in config.delayed_sites for name in SITES[site][1:]}
 
     def _float8_start_state(self) -> None:
@@ -101,10 +100,11 @@ class StatefulLayer(Float8Module):
     @torch.no_grad()
     def _float8_reset_state(self) -> None:
         """Zero amaxes and histories; set scales to 0 (unset) or, if not `enable_amax_init`, 1."""
-        for site in self._float8_stateful:
-            device = self.get_buffer(site.amax).device
-            for name, value in self._float8_fresh_state(site, device).items():
-                self.get_buffer(name).copy_(value)
+        for site in self._float8_stateful:  # in place: buffers may be DTensors
+            self.get_buffer(site.amax).zero_()
+            self.get_buffer(site.history).zero_()
+            first = UNKNOWN_SCALE if self._float8_config.enable_amax_init else 1.0
+            self.get_buffer(site.scale).fill_(first)
         self._float8_state_was_written()
 
     def _float8_state_was_written(self) -> None:
@@ -144,7 +144,6 @@ class StatefulLayer(Float8Module):
         return any(requires_grad) or not requires_grad  # FSDP1 takes Parameters away
 
     def _float8_note_known(self, site: Site, scale: float) -> None:
-        """Remember that operand `site` has a known scale, if its value `scale` is not 0."""
         if scale != UNKNOWN_SCALE:  # Dynamo (torch 2.11) fails at `|=`
             self._float8_known = self._float8_known | {site.name}
 

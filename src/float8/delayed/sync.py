@@ -114,7 +114,8 @@ def _update_scales(layers: list[Float8Linear]) -> None:
             key = layer._float8_config.delayed_scaling_config, cast.power_of_2, buffers[0].device
             batches.setdefault(key, {}).setdefault(FLOAT8_MAX[cast.dtype], []).append(buffers)
     for (config, power_of_2, device), formats in batches.items():
-        amaxes, histories, scales = map(list, zip(*itertools.chain(*formats.values()), strict=True))
+        buffers_of_all = itertools.chain(*formats.values())
+        amaxes, histories, scales = (list(kind) for kind in zip(*buffers_of_all, strict=True))
         # The largest value for each site, filled on the device: a copy from the host would wait.
         kwargs: Any = {"dtype": torch.float64, "device": device}
         maxima = torch.cat([torch.full((len(sites),), x, **kwargs) for x, sites in formats.items()])

@@ -50,9 +50,9 @@ class Float8Experts(Float8Module):
         """Return `x[offs[e - 1]:offs[e]] @ weight[e].T` for all e; `name` is the weight's or ""."""
         weight = _on_this_rank(weight)
         x = x.to(autocast_dtype(x.device) or weight.dtype)
-        plan = self._float8_plan
-        held_weight = self._float8_held_of(self._parameters.get(name), weight)
-        y = apply_grouped(x, weight, offs, plan, self._float8_config.emulate, held_weight)
+        plan, parameter = self._float8_plan, self._parameters.get(name)
+        held = self._float8_held_of(parameter, weight) if self._float8_held else None
+        y = apply_grouped(x, weight, offs, plan, self._float8_config.emulate, held)
         for observer in self._float8_observers:
             y = observer(self, plan.casts, x, weight, y, offs, name)
         return y
@@ -146,7 +146,6 @@ class SeamExperts(Float8Experts):
     _float8_why_never_held = "given to a method, perhaps a copy"
 
     def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
-        """Multiply rows `offs[e - 1]:offs[e]` of `A` [T, K] by `B_t[e]` [K, N] for all experts."""
         return self._float8_product(A, B_t.transpose(-2, -1), offs)
 
 

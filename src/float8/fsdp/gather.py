@@ -40,10 +40,10 @@ class Float8GatherWeight(Wrapper):
     """Wrapper of a high-precision tensor `inner` that FSDP2 all-gathers in float8.
 
     Each rank quantizes its shard, and sends bytes. Other ops run on `inner`, which is not copied.
-    Views, copies, `empty_like`, `new_zeros` and `new_empty` of a wrapper are wrappers; the results
-    of all other ops are plain tensors. Writes to a wrapper, its views, and the plain tensors that
-    `high_precision` returns increment the version of `write_counter`, a plain tensor over the same
-    memory. A scale or cast stored by `keep` is valid while that version is unchanged.
+    Views, copies, `empty_like`, `new_zeros` and `new_empty` of a wrapper, in float32, bfloat16 or
+    float16, are wrappers; other ops, unless in place, return plain tensors. Writes to a wrapper,
+    its views, and the plain tensors of `high_precision` increment the version of `write_counter`, a
+    plain tensor over the same memory. What `keep` stores is valid until that version changes.
 
     Scales finer than one per tensor are gathered with the data, which FSDP2 allows only if shards
     have one size. Otherwise, or if shards split a block, weights with such scales are gathered in
@@ -209,8 +209,10 @@ class Float8GatherWeight(Wrapper):
 
     def quantized(self, shard: Tensor, cast: Cast, dtype: torch.dtype) -> CastAhead:
         """Round `shard` [R, K], R >= 0, to `dtype`; quantize it by `cast` to scale and data."""
-        data, scale = quantize(shard, cast, row=True, via=dtype).row  # `data` may be padded
-        return CastAhead(scale, data[: shard.shape[0], : shard.shape[1]].contiguous())
+        data, scale = quantize(shard, cast, row=True, via=dtype).row
+        if data.shape != shard.shape:  # padded for a GEMM
+            data = data[: shard.shape[0], : shard.shape[1]]
+        return CastAhead(scale, data.contiguous())
 
     def _to_send(
         self, size: torch.Size, rows: int, mesh: Any, module: Any, dtype: torch.dtype

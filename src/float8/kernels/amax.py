@@ -1,7 +1,6 @@
 """The amax of a tensor, max(abs(x)), from which its scale is computed."""
 
 import functools
-import math
 
 import torch
 from torch import Tensor
@@ -85,8 +84,13 @@ def amax_plan(n: int, dtype: torch.dtype, device: torch.device, unless_set: bool
 @functools.lru_cache(maxsize=4096)
 def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Return whether a tensor fills memory without gaps or overlaps; its dims may be permuted."""
-    dims = sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1)
-    return all(stride == math.prod(n for _, n in dims[:i]) for i, (stride, _) in enumerate(dims))
+    expected = 1
+    strided = [(stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1]
+    for stride, size in sorted(strided):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 @jit(do_not_specialize_on_alignment=["scale_ptr"])  # type: ignore[untyped-decorator]

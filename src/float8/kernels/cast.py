@@ -250,7 +250,6 @@ SCALAR: Spec = ((), (), torch.float32)
 
 
 def _arguments(*flat: Any, after: Tensor | None = None, **named: Any) -> CastArguments:
-    """Return what the op `cast` gets between ``scale`` and ``after``, by position or by name."""
     return CastArguments(*flat[: len(CastArguments._fields)], **named)  # without `after`
 
 

@@ -71,7 +71,7 @@ def apply_linear(
     bias: Tensor | None,  # [N]
     plan: LinearPlan,  # which GEMMs run in float8, and how
     casts: Casts,  # of `plan`, perhaps with stored scales, or with amaxes reduced over ranks
-    held_weight: Weight | None = None,  # casts kept by `Float8Weights.HELD`; None: cast `weight`
+    held_weight: Weight | None = None,  # casts kept by `Float8Weights.HELD`; None: use `weight`
     products: Any = None,  # with functions that cast and multiply; None: those of class `Dense`
 ) -> Tensor:
     """Compute `input @ weight.T + bias` with the casts and GEMMs of `plan`, after argument checks.
@@ -134,9 +134,9 @@ def apply_linear(
 def in_compute_dtype(input: Tensor, weight: Tensor) -> Tensor:
     """Return `input`, converted to the dtype of autocast if that is enabled, after checks.
 
-    A `Float8Tensor` is not converted. Raises a `TypeError` if `input` and `weight` differ in dtype
-    without autocast, or one is not float32, bfloat16 or float16; and a `ValueError` if the last dim
-    of `input` is not that of `weight`. Both may be DTensors.
+    A `Float8Tensor` is returned as it is, of any dtype. Raises a `TypeError` if another `input` and
+    `weight` differ in dtype without autocast, or one is not float32, bfloat16 or float16; and a
+    `ValueError` if the last dim of `input` is not that of `weight`. Both may be DTensors.
     """
     autocast = autocast_dtype(input.device)
     dtypes_fit = autocast is not None or input.dtype == weight.dtype  # autocast converts `input`
@@ -222,7 +222,7 @@ class Linear(torch.autograd.Function):
         is empty, or for experts one tensor: the ends of the rows of each. The tensors are `(rows,
         rows_scale, col_data, col_scale, *fields of stored, *expert_ends)`; None: not needed.
         Backward computes grad_weight from `col_data` and `col_scale`, column data (the transposed
-        cast) of `input`; or else from `rows`: `input`, or its float8 data with `rows_scale`.
+        cast) of `input`; or else from `rows`, `input` or its float8 data, and `rows_scale`.
         """
         plan, casts, products = settings.plan, settings.casts, settings.products
         compiling = torch.compiler.is_compiling()
@@ -279,10 +279,14 @@ class Linear(torch.autograd.Function):
         *expert_ends: Any,  # empty, or for experts one tensor: the ends of the rows of each
     ) -> Tensor:
         """Return the output [M, N], and save on `ctx` what backward needs."""
-        y, saved = computed or Linear.compute(input, weight, stored, settings, *expert_ends)
+        if computed is None:
+            y, saved = Linear.compute(input, weight, stored, settings, *expert_ends)
+        else:
+            y, saved = computed
+            y = new_alias(y)
         ctx.save_for_backward(*saved)
         ctx.settings = settings
-        return y if computed is None else new_alias(y)
+        return y
 
     @staticmethod
     @once_differentiable

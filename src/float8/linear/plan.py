@@ -94,8 +94,9 @@ def resolve_plan(
     pairs = zip(all_casts[:3], all_casts[3:], strict=True)  # (input, input_for_grad_weight), ...
     reuse_input, reuse_weight, reuse_grad = [first == second for first, second in pairs]
     output, grad_input, grad_weight = [gemm(name) for name in GEMM_OPERANDS]
+    input_rows = reuse_input and rows_suffice(all_casts.input, output, grad_weight)
+    grad_rows = reuse_grad and rows_suffice(all_casts.grad_output, grad_input, grad_weight)
     return LinearPlan(
         all_casts, reuse_input, reuse_weight, reuse_grad, output, grad_input, grad_weight,
-        reuse_input and rows_suffice(all_casts.input, output, grad_weight),
-        reuse_grad and rows_suffice(all_casts.grad_output, grad_input, grad_weight),
+        input_rows_suffice=input_rows, grad_output_rows_suffice=grad_rows,
     )  # fmt: skip

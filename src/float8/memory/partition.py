@@ -152,7 +152,8 @@ class Float8Partitioner(CustomPartitionerFn):
             if mark in node.meta:
                 result.meta[mark] = node.meta[mark]
             new_input.meta = dict(result.meta)
-        with backward.inserting_before(next(x for x in backward.nodes if x in activation.users)):
+        first_user = next(x for x in backward.nodes if x in activation.users)  # unpack before it
+        with backward.inserting_before(first_user):
             activation.replace_all_uses_with(*_graft(backward, unpack, new_inputs))
         backward.erase_node(activation)
         return packed
@@ -259,10 +260,11 @@ def _is_activation_function(node: Node) -> bool:
 
 
 def _name(node: Node) -> str:
-    # The first argument is an op, too, if that writes its arguments and is functionalized.
-    op = next((x for x in (node.target, *node.args[:1]) if isinstance(x, OpOverload)), None)
-    if op is None:
-        return getattr(node.target, "__name__", "")
+    op: Any = node.target
+    if not isinstance(op, OpOverload) and node.args and isinstance(node.args[0], OpOverload):
+        op = node.args[0]  # an op that writes its arguments, functionalized
+    if not isinstance(op, OpOverload):
+        return getattr(op, "__name__", "")
     return op._schema.name.removeprefix("aten::").removeprefix("prims::")
 
 

@@ -67,8 +67,10 @@ class Shards(NamedTuple):
         """Return the six casts of one call of `layer`, with amaxes all-reduced over 1-D `mesh`."""
         casts: Casts = layer._float8_plan.casts
         if mesh.size() > 1:
-            reduce = amax_over([mesh.get_group(0)])
-            casts = Casts(*[cast._replace(reduce=reduce) for cast in casts])
+            reduce, reduced = amax_over([mesh.get_group(0)]), {}
+            for site in casts._fields:
+                reduced[site] = getattr(casts, site)._replace(reduce=reduce)
+            casts = casts._replace(**reduced)
         return layer._float8_with_state(casts) if layer._float8_stateful else casts
 
     def words(self, layer: Any) -> list[str]:

@@ -244,9 +244,6 @@ def _require_dtype(got: str, dtype: Any, allowed: Iterable[torch.dtype]) -> None
         raise TypeError(f"{got} {dtype}, expected one of {tuple(allowed)}")
 
 
-# ---------------------------------------------------------------- casts
-
-
 def to_float8(x: Tensor, cast: Cast) -> Float8Tensor:
     """Quantize `x`, of any shape, with one scale or one per row; gradients pass to `x` unchanged.
 
@@ -289,9 +286,6 @@ def dequantise(x: Float8Tensor, dtype: torch.dtype | None = None) -> Tensor:
     as_cast = Operand(*(inner.permute(order) for inner in operand))
     values = dequantised_by_kernel(as_cast, x._granularity, dtype)
     return new_alias(values.permute([order.index(dim) for dim in range(x.dim())]))
-
-
-# ---------------------------------------------------------------- views
 
 
 def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -364,9 +358,6 @@ def _refusal(op: Any, x: Float8Tensor, wanted: str) -> ValueError:
     return ValueError(f"{op}: got a Float8Tensor under {x._scaling}, expected {wanted}; {_REMEDY}")
 
 
-# ---------------------------------------------------------------- copies
-
-
 def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run a copy or `empty_like` on data, scale, amax; to another dtype, on dequantized values."""
     (x,) = args
@@ -426,7 +417,6 @@ def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _is_whole(x: Float8Tensor) -> bool:
-    """Return whether `x` fills its storage; else it is a view, whose scale covers more elements."""
     return x._data.nbytes == x._data.untyped_storage().nbytes()
 
 
@@ -463,9 +453,6 @@ def _multiply_dequantized(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         f"the layer, or have its weight gathered in high precision"
     )
     return _run_dequantized(func, args, kwargs)
-
-
-# ---------------------------------------------------------------- ranks
 
 
 def _gather_or_exchange(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -54,7 +54,6 @@ class SharedTokens(NamedTuple):
         return reduce_scatter(x.contiguous(), "sum", self.ranks, self.group)  # type: ignore[no-any-return]
 
     def _swapped(self, x: Tensor, first: int, second: int) -> Tensor:
-        """Return `x`, [first * second * n, C], with rows in the order of [second, first, n, C]."""
         return x.view(first, second, -1, x.shape[1]).transpose(0, 1).reshape(x.shape)
 
 

@@ -93,9 +93,9 @@ def times_held(
     A new cast serves this call only: the op writes nothing, so a compiler may reorder calls. While
     a CUDA graph is captured, `weight` is always cast, as replays would not check for writes.
     """
-    operand, products, settings = Operand(b, b_scale), PRODUCTS[weight.dim()], Gemm.unpacked(gemm)
+    operand, products, unpacked = Operand(b, b_scale), PRODUCTS[weight.dim()], Gemm.unpacked(gemm)
     if _is_capturing(weight) or not is_current(b, weight):
-        granularity: Any = settings.granularities[1]  # of operand `b`, the weight
+        granularity: Any = unpacked.granularities[1]  # of operand `b`, the weight
         cast = Cast(CastConfig(ScalingType.DYNAMIC, granularity, b.dtype, power_of_2=power_of_2))
         values = weight.transpose(1, 2) if stored_transposed else weight
         quantized = products.quantize_weight(values, cast, row=not col, col=col, pad_rows=True)
@@ -103,7 +103,7 @@ def times_held(
     if offs is None:  # a linear layer, whose `a` may be empty
         return matmul_of_any_size(a, a_scale, *operand, M, N, gemm, out_dtype)
     return products.output(  # type: ignore[no-any-return]
-        Operand(a, a_scale), operand, (M, N), offs, gemm=settings, out_dtype=out_dtype
+        Operand(a, a_scale), operand, (M, N), offs, gemm=unpacked, out_dtype=out_dtype
     )
 
 
@@ -170,7 +170,6 @@ def goes_into_graph(weight: Tensor) -> bool:
 
 
 def _is_capturing(weight: Tensor) -> bool:
-    """Return whether use of `weight` is captured in a CUDA graph, which cannot check for writes."""
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
