@@ -202,6 +202,8 @@ def pipelined(recipe: str) -> tuple[Results, Results, dict[str, int]]:
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
 def test_asynchronous_tensor_parallel(two_gpus: Ranks, recipe: str) -> None:
     """Inductor pipelines gathers in float8 with the GEMM that reads them, GEMMs with sums."""
+    if torch.cuda.device_count() < 2:  # with FLOAT8_TESTS_SHARE_GPUS
+        pytest.skip("symmetric memory needs a GPU for each rank")
     for plain, got, ops in two_gpus.run(pipelined, recipe):
         # Of `out` and `down`: in backward the gather of a gradient, in forward the sum. With one
         # sequence torch does not recognise the gathers of forward.
